@@ -107,7 +107,7 @@ def main() -> None:
     if options.checkpoint in model_size.SHAPES:
         path = _shaped(options.checkpoint, options.layers, options.work)
     checkpoint = Checkpoint.open(path)
-    windows, held = _windows(checkpoint, options.length, options.tokens, held=options.held)
+    windows, held = drawn(checkpoint, options.length, options.tokens, held=options.held)
     symmetric = options.bits == 8
     tables = Grid(options.embedding_bits, 32, True, options.scales) if options.embedding_bits else None
     grid = Grid(options.bits, 32, symmetric, options.scales)
@@ -140,7 +140,7 @@ def _shaped(shape: str, layers: int | None, work: Path) -> Path:
     return model_size.make_checkpoint(f"{shape}-{layers}", work, sparse=False, facts=shallow)
 
 
-def _windows(checkpoint: Checkpoint, length: int, tokens: int, *, held: bool) -> tuple[list[Window], list[Window]]:
+def drawn(checkpoint: Checkpoint, length: int, tokens: int, *, held: bool) -> tuple[list[Window], list[Window]]:
     """Draw windows of so many tokens together, and those that are held out."""
     documents = read_documents(model_size.SAMPLE / "calibration.jsonl")
     pool = text.windows(checkpoint.tokenizer, documents, length, checkpoint.bos_token_id)
@@ -150,9 +150,9 @@ def _windows(checkpoint: Checkpoint, length: int, tokens: int, *, held: bool) ->
         out = set(names[mixed.HELD_OUT - 1 :: mixed.HELD_OUT])
         apart = [window for window in pool if window.document in out and len(window.ids) > 1]
         pool = [window for window in pool if window.document not in out]
-    drawn = text.sample(pool, len(pool), 0)
-    enough = int(np.searchsorted(np.cumsum([len(window.ids) for window in drawn]), tokens)) + 1
-    return drawn[:enough], apart
+    chosen = text.sample(pool, len(pool), 0)
+    enough = int(np.searchsorted(np.cumsum([len(window.ids) for window in chosen]), tokens)) + 1
+    return chosen[:enough], apart
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Artifacts: content-addressed folders, published by one rename, the manifest that vouches for each, and evidence."""
 
+from llmforge.artifact.hashing import Hashing
 from llmforge.artifact.manifest import records, seal, tool_versions
 from llmforge.artifact.references import resolve
 from llmforge.artifact.store import Artifact, check_name, publish, staging
@@ -12,6 +13,7 @@ __all__ = [
     "SIGNATURE",
     "Artifact",
     "FileRecord",
+    "Hashing",
     "Manifest",
     "Record",
     "check_name",

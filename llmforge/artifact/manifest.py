@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -34,12 +34,18 @@ def tool_versions() -> dict[str, str]:
 
 
 def seal(
-    folder: Path, *, recipe: Mapping[str, Any], checkpoint: str, target: str, requires: Mapping[str, str]
+    folder: Path,
+    *,
+    recipe: Mapping[str, Any],
+    checkpoint: str,
+    target: str,
+    requires: Mapping[str, str],
+    hash_of: Callable[[Path], str] = sha256,
 ) -> Manifest:
     """Make the manifest of the content in `folder`, which `staging` made; evidence may be written after that.
 
     `recipe` is the resolved recipe as JSON data, `checkpoint` the digest of the checkpoint, `requires` the packages
-    and versions that the engine must be run with.
+    and versions that the engine must be run with. `hash_of` gives the SHA-256 of a file.
     """
     return Manifest(
         schema=SCHEMA,
@@ -48,16 +54,16 @@ def seal(
         checkpoint=checkpoint,
         recipe=json.loads(json.dumps(recipe, allow_nan=False)),  # as it is read back
         requires=dict(requires),
-        files=records(folder, content=True),
+        files=records(folder, content=True, hash_of=hash_of),
     )
 
 
-def records(folder: Path, *, content: bool) -> dict[str, FileRecord]:
+def records(folder: Path, *, content: bool, hash_of: Callable[[Path], str] = sha256) -> dict[str, FileRecord]:
     """Hash everything in `folder` that is content, or everything that is not."""
     files = {}
     for path in sorted(walk(folder)):
         if is_content(path) == content:
             file = folder / path
             assert stat.S_ISREG(file.lstat().st_mode), f"{file}: an artifact holds regular files only"
-            files[path] = FileRecord(sha256(file), file.stat().st_size)
+            files[path] = FileRecord(hash_of(file), file.stat().st_size)
     return files

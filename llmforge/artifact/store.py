@@ -18,6 +18,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +34,7 @@ from llmforge.base.sealed import EVIDENCE, MANIFEST, SIGNATURE, FileRecord, Mani
 BUILDING = ".building-"
 REPLACED = ".replaced-"
 LOCK = ".lock"
+_AT_ONCE = 8  # files that are put on disk
 
 _WHERE = "`llmforge build` prints the path of the artifact at its end: artifacts/NAME/VERSION"
 
@@ -331,11 +333,15 @@ def _place(folder: Path, manifest: Manifest) -> None:
 
 def _sync(folder: Path) -> None:
     """Put every file and folder below `folder` on disk, so that a power cut cannot leave a finished name half full."""
-    for base, _, names in os.walk(folder):
-        for name in names:
-            with (Path(base) / name).open("rb") as stream:
-                os.fsync(stream.fileno())
-        _sync_folder(Path(base))
+    walked = [(Path(base), names) for base, _, names in os.walk(folder)]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:  # the file system puts together what is asked for at once
+        list(pool.map(_sync_file, [base / name for base, names in walked for name in names]))
+        list(pool.map(_sync_folder, [base for base, _ in walked]))
+
+
+def _sync_file(file: Path) -> None:
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

@@ -28,6 +28,8 @@ _MODULES = {
     "onnxruntime-gpu": RUNTIME,
     "ruamel.yaml": "ruamel.yaml",
     "cyclonedx-python-lib": "cyclonedx",
+    "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",
+    "opentelemetry-sdk": "opentelemetry.sdk.trace",
     "pyOpenSSL": "OpenSSL",
     "python-dxf": "dxf",
 }

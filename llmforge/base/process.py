@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import gc
 import importlib
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 CORE = "Haswell"  # OpenBLAS's kernels for AVX2 and FMA
 _NEEDED = {"avx2", "fma"}
+# Of glibc's mallopt (malloc.h), and what a build sets them to: arrays up to 256 MB come out of one heap, of whose freed
+# end 512 MB are kept.
+_MALLOC = {-8: 1, -3: 1 << 28, -1: 1 << 29}  # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+_YOUNG = 10_000
+_SET_BY_USER = "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"
 
 
 def prepare() -> None:
@@ -24,6 +34,27 @@ def prepare() -> None:
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "8")  # numpy: spin for 2**8 cycles, not 2**26
     if _NEEDED.issubset(cpu_flags()):
         os.environ.setdefault("OPENBLAS_CORETYPE", CORE)
+
+
+def collect_rarely() -> None:
+    """Look for garbage in cycles after 10,000 new objects, not 700: graphs are many small objects that stay.
+
+    And do not look for any at the end of the process, a third of a second.
+    """
+    gc.set_threshold(_YOUNG)
+    atexit.register(gc.freeze)
+
+
+def keep_freed_memory() -> None:
+    """Let arrays take the memory of earlier ones: the system fills each new page with zeros, a seventh of a build.
+
+    Of itself glibc gives arrays back that are larger than those it saw freed before, and what threads free, each in a
+    heap of its own. Nothing is done where the user has set one of these, or the C library is another.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not any(name in os.environ for name in _SET_BY_USER):
+        for option, value in _MALLOC.items():
+            mallopt(option, value)
 
 
 @contextmanager
@@ -49,6 +80,46 @@ def uncollected() -> Iterator[None]:
     finally:
         if watched:
             gc.enable()
+
+
+@contextmanager
+def deferred(module: str) -> Iterator[None]:
+    """Let what is imported inside have `module`, a package that it calls in few of its functions, when it first does.
+
+    onnx-ir imports sympy for symbolic arithmetic on dimensions: a quarter of a second, for a build that does none.
+    Nothing is changed where `module` was imported before.
+    """
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = stand_in = _Deferred(module)
+    try:
+        yield
+    finally:
+        if sys.modules.get(module) is stand_in:
+            del sys.modules[module]
+        stand_in.importable = True
+
+
+class _Deferred(ModuleType):
+    """Stands for a module that is not imported yet."""
+
+    importable = False  # False: while that is imported which has it
+
+    def __getattr__(self, name: str) -> Any:
+        if self.importable:
+            return getattr(importlib.import_module(self.__name__), name)
+        if name.startswith("__"):  # what the import system asks
+            raise AttributeError(name)
+        return self._later(name)
+
+    def _later(self, name: str) -> Callable[..., Any]:
+        """Return a function that calls the module's."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return getattr(importlib.import_module(self.__name__), name)(*args, **kwargs)
+
+        return call
 
 
 def import_whole(module: str) -> None:

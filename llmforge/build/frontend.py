@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 from llmforge.base import process
 from llmforge.base.errors import EnvironmentLacks
-from llmforge.checkpoint import Checkpoint
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the process is started before this one imports anything else
+    from llmforge.checkpoint import Checkpoint
     from llmforge.lowering.pass_base import Pass
     from llmforge.recipe import Recipe
 
@@ -44,11 +44,18 @@ class Frontend:
         self.peak_bytes = 0  # of its resident memory; once it has ended
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = threading.Lock()
+        self._asked = False
+        self._grown_bytes = 0  # of the process that proves, beyond what it has in common with this one
 
     @staticmethod
     def is_loaded() -> bool:
         """Whether this process has imported what another would have to import first."""
         return "torch" in sys.modules
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether it was started and is asked for nothing yet."""
+        return self._process is not None and not self._asked
 
     @staticmethod
     def serves(recipe: Recipe, steps: Sequence[Pass] = (), *, measure: bool = True) -> bool:
@@ -74,7 +81,7 @@ class Frontend:
         if self._process is not None:
             from llmforge.evaluation import machine
 
-            self.peak_bytes = machine.peak_resident_bytes(self._process.pid)
+            self.peak_bytes = machine.peak_resident_bytes(self._process.pid) + self._grown_bytes
             self._process.kill()
             self._process.communicate()
             self._process = None
@@ -103,12 +110,13 @@ class Frontend:
         Raises:
             UnsupportedError, VerificationError: as `llmforge.verification.trace_verifier.verify_trace`.
         """
-        note: str = self._ask("prove", folder, dict(files), threads)
-        return note
+        note, self._grown_bytes = self._ask("prove", folder, dict(files), threads)
+        return str(note)
 
     def _ask(self, name: str, *given: object) -> Any:
         with self._turn:
             self.start()
+            self._asked = True
             assert self._process is not None
             assert self._process.stdin is not None
             assert self._process.stdout is not None
@@ -117,26 +125,27 @@ class Frontend:
                 self._process.stdin.flush()
                 answer, error = pickle.load(self._process.stdout)
             except (EOFError, BrokenPipeError, pickle.UnpicklingError) as ended:
-                raise _ended(self._process) from ended
+                raise _ended(self._process.wait(), "traces the model") from ended
         if error is not None:
             raise error
         return answer
 
 
-def _ended(process: subprocess.Popen[bytes]) -> Exception:
-    """Say how the other process came to its end."""
-    code = process.wait()
+def _ended(code: int, does: str) -> Exception:
+    """Say how the process that `does` something came to its end."""
     if code < 0:
         name = signal.Signals(-code).name
         return EnvironmentLacks(
-            f"the process that traces the model was ended by {name}",
+            f"the process that {does} was ended by {name}",
             hint="out of memory? `llmforge plan RECIPE` says how much a build needs" if name == "SIGKILL" else None,
         )
-    return RuntimeError(f"the process that traces the model ended with exit code {code}; standard error says why")
+    return RuntimeError(f"the process that {does} ended with exit code {code}; standard error says why")
 
 
 def serve() -> None:
     """Be the other process: answer what comes on standard input, until that ends, on standard output."""
+    process.keep_freed_memory()
+    process.collect_rarely()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asks is told, and ends this process
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what torch prints is no answer
@@ -147,7 +156,19 @@ def serve() -> None:
 
     with process.unwatched(), imports.unused_left_out():
         from llmforge.trace.export import strategy  # noqa: F401  what tracing imports, and transformers
-    functions: dict[str, Callable[..., Any]] = {"configuration": _configuration, "trace": _trace, "prove": _prove}
+    provers: list[_Prover] = []  # one at most: whoever has run threads is not to be copied
+
+    def trace(folder: Path) -> dict[str, bytes]:
+        if not provers:
+            provers.append(_Prover(folder))
+        return _trace(folder)
+
+    def prove(folder: Path, files: Mapping[str, bytes], threads: int) -> tuple[str, int]:
+        if provers and provers[0].folder == folder:
+            return provers[0].prove(files, threads)
+        return _prove(folder, files, threads), 0
+
+    functions: dict[str, Callable[..., Any]] = {"configuration": _configuration, "trace": trace, "prove": prove}
     while True:
         name, given = asked.get()
         try:
@@ -157,6 +178,73 @@ def serve() -> None:
         with contextlib.suppress(BrokenPipeError):
             pickle.dump((answer, error), answers)
             answers.flush()
+
+
+class _Prover:
+    """A copy of the process that traces: it runs what the graph will be held against, and then holds the graph to it.
+
+    It is made before torch has threads, which no copy would have, and ends with the process that it was made by.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (asked, self._ask), (self._answered, answer) = os.pipe(), os.pipe()
+        self._process = os.fork()
+        if self._process == 0:
+            os.close(self._ask)
+            os.close(self._answered)
+            try:
+                _be_prover(folder, os.fdopen(asked, "rb"), os.fdopen(answer, "wb"))
+            finally:
+                os._exit(1)
+        os.close(asked)
+        os.close(answer)
+        self._questions, self._answers = os.fdopen(self._ask, "wb"), os.fdopen(self._answered, "rb")
+
+    def prove(self, files: Mapping[str, bytes], threads: int) -> tuple[str, int]:
+        """Hold a kept graph to transformers; return the note of it, and by how much the copy grew, bytes.
+
+        Raises:
+            UnsupportedError, VerificationError: as `verify_trace`.
+        """
+        try:
+            pickle.dump((files, threads), self._questions)
+            self._questions.flush()
+            answer, error = pickle.load(self._answers)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as ended:
+            code = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
+            raise _ended(code, "proves the trace") from ended
+        if error is not None:
+            raise error
+        note, grown_bytes = answer
+        return note, grown_bytes
+
+
+def _be_prover(folder: Path, questions: BinaryIO, answers: BinaryIO) -> None:
+    """Be the copy: compute what can be foreseen, and answer what comes, until nobody is there to ask."""
+    asked: SimpleQueue[Any] = SimpleQueue()
+    threading.Thread(target=_listen, args=(questions, asked), daemon=True).start()
+    from llmforge.evaluation import machine
+    from llmforge.trace.export import kept_graph
+    from llmforge.verification.trace_verifier import foresee, verify_trace
+
+    checkpoint, before = _checkpoint(folder), machine.peak_resident_bytes()
+    try:
+        foreseen = foresee(checkpoint)
+    except Exception:  # noqa: BLE001  the proof does it again, and raises it where it can be answered
+        foreseen = None
+    while True:
+        files, threads = asked.get()
+        try:
+            model = kept_graph.load(files, checkpoint)
+            assert model is not None, "a graph of other ties"
+            given, foreseen = foreseen, None
+            note = verify_trace(checkpoint, model, threads=threads, foreseen=given).note()
+            answer, error = (note, max(0, machine.peak_resident_bytes() - before)), None
+        except Exception as raised:  # noqa: BLE001  the process that asked raises it
+            answer, error = None, _portable(raised)
+        pickle.dump((answer, error), answers)
+        answers.flush()
 
 
 def _listen(questions: BinaryIO, asked: SimpleQueue[tuple[str, tuple[Any, ...]]]) -> None:
@@ -182,6 +270,8 @@ def _portable(error: Exception) -> Exception:
 
 @cache
 def _checkpoint(folder: Path) -> Checkpoint:
+    from llmforge.checkpoint import Checkpoint
+
     return Checkpoint.located(folder)
 
 

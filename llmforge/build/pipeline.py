@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,10 +19,11 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge import artifact, calibration, engines, passes, targets
+from llmforge.artifact import Hashing
 from llmforge.base import spans
 from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Progress, Silent
-from llmforge.build import attribution, dry_run, evidence, lock, preflight, publishing, reuse, texts
+from llmforge.build import attribution, dry_run, evidence, lock, preflight, provenance, publishing, reuse, texts
 from llmforge.build.evidence import Clock, Evidence
 from llmforge.build.frontend import Frontend
 from llmforge.build.lock import Lock, Stages
@@ -33,7 +34,7 @@ from llmforge.build.read_ahead import ReadAhead
 from llmforge.build.reuse import Chain, Reuse, Step
 from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint, documents
-from llmforge.engines import BuildRequest, Engine, interop, pending
+from llmforge.engines import BuildRequest, Engine, Prove, interop, pending
 from llmforge.engines.onnxruntime import write_tokenizer
 from llmforge.evaluation import footprint
 from llmforge.evaluation.footprint import BytesRead
@@ -46,12 +47,12 @@ from llmforge.metrics.agreement import RuntimeName
 from llmforge.quantization.statistics import Demand, Statistics
 from llmforge.recipe import Recipe
 from llmforge.report import model as records
-from llmforge.report import release, view
+from llmforge.report import release, render, view
 from llmforge.runtime.backends.config import physical_cores
 from llmforge.targets import Target
 from llmforge.trace.export import kept_graph
 from llmforge.trace.export.limits import WHOLE_BYTES
-from llmforge.triton import repository
+from llmforge.triton import repository, sources
 from llmforge.verification import engine_parts
 from llmforge.verification.promises import Promises
 from llmforge.verification.reports import Snapshot
@@ -92,7 +93,11 @@ def build(
     others = evidence.interpreters(recipe, target, pythons or {}, recipe.validation.runtimes) if measure else ()
     # What is calibrated or measured is computed by torch in this process, which then imports it anyway.
     apart = not Frontend.is_loaded() and Frontend.serves(recipe, steps, measure=measure)
-    with artifact.staging(out, recipe.name) as staging, frontend or Frontend() as frontend:
+    with (
+        artifact.staging(out, recipe.name) as staging,
+        frontend or Frontend() as frontend,
+        Hashing() as hashing,
+    ):
         if not apart:
             frontend.end()
         with (
@@ -101,14 +106,34 @@ def build(
             Proofs() as proofs,
         ):
             facts, engine, found, locked = make(
-                recipe, steps, target, kept, ahead, proofs, staging, out, progress, measure=measure, others=others
+                recipe,
+                steps,
+                target,
+                kept,
+                ahead,
+                proofs,
+                hashing,
+                staging,
+                out,
+                progress,
+                measure=measure,
+                others=others,
             )
             reused = kept.record(facts["passes"])
         frontend.end()
         clock.beside.append(frontend.peak_bytes)
         facts["notes"] += tuple(kept.cache.notes)
         return publishing.publish(
-            staging, facts, engine, found, target=target, lock=locked, clock=clock, progress=progress, reused=reused
+            staging,
+            facts,
+            engine,
+            found,
+            target=target,
+            lock=locked,
+            clock=clock,
+            progress=progress,
+            reused=reused,
+            hash_of=hashing.sha256,
         )
 
 
@@ -119,6 +144,7 @@ def make(
     kept: Reuse,
     ahead: ReadAhead,
     proofs: Proofs,
+    hashing: Hashing,
     staging: Path,
     out: Path,
     progress: Progress,
@@ -130,6 +156,8 @@ def make(
 
     Return the facts for its report, the engine, the evidence, and the lock of its inputs.
     """
+    if is_starting := kept.frontend is not None and kept.frontend.is_starting:
+        prepare(steps, kept)
     checkpoint = ahead.begin(recipe.checkpoint)
     kept.configure(checkpoint, progress, partial(ahead.quantize, checkpoint, steps))
     threads = recipe.engine.threads or physical_cores()
@@ -142,6 +170,8 @@ def make(
     dry_run.run(model, steps, target=target, spec=recipe.engine, checkpoint=checkpoint, calibrated=calibrated)
     notes = check_context(recipe, checkpoint, model)
     progress.stage("Read checkpoint")
+    if not is_starting:
+        prepare(steps, kept)
     ahead.finish(progress)
     traced, multiply_adds = model.clone(), footprint.multiply_adds(model)
     traced.meta.update(model.meta)
@@ -176,7 +206,19 @@ def make(
                 lossy_steps.append(LossyStep(len(done) - 1, step, before, model.clone(), context))
         ahead.quantized.drop()
         read = replace(footprint.count(model), multiply_adds=multiply_adds)
-        engine, said = build_engine(recipe, checkpoint, target, model, read, staging, progress)
+
+        def prove_engine(run: Callable[[], None], about: Mapping[str, str]) -> None:
+            """Load and run the engine, whose files are there, beside the rest of the build."""
+            files = sorted((staging / "engine").iterdir())
+            for file in files:
+                hashing.begin(file)
+
+            def proof() -> None:
+                kept.engine_proof({file.name: hashing.sha256(file) for file in files}, about, run)
+
+            proofs.begin(nullcontext(), proof)
+
+        engine, said = build_engine(recipe, checkpoint, target, model, read, staging, progress, prove_engine)
     proofs.finish(progress)
     notes += of_passes
     found = Evidence(None, None, None, evidence.NOT_ASKED)
@@ -228,6 +270,14 @@ def make(
         "recipe": resolved,
     }
     return facts, engine, found, lock.gather(recipe, resolved, checkpoint, target.known_as, stages)
+
+
+def prepare(steps: Sequence[Pass], kept: Reuse) -> None:
+    """Do what a build will want anyway while another process imports torch, or a thread hashes the checkpoint."""
+    kept.read_code(steps)
+    sources.shipped()
+    render.prepare()
+    provenance.prepare()
 
 
 def prove_trace(checkpoint: Checkpoint, traced: ir.Model, threads: int, frontend: Frontend | None) -> str:
@@ -451,6 +501,7 @@ def build_engine(
     read: BytesRead,
     staging: Path,
     progress: Progress,
+    prove: Prove,
 ) -> tuple[Engine | None, tuple[str, ...]]:
     """Lower `model` and write the engine, the tokenizer and the model repository, and what there is to say of them.
 
@@ -463,7 +514,7 @@ def build_engine(
     notes = [f"lowering: {_named(nodes)}: {what}" for what, nodes in grouped]
     write_tokenizer(checkpoint, staging / "tokenizer")
     ends = checkpoint.eos_token_ids, checkpoint.bos_token_id
-    request = BuildRequest(lowered, staging / "engine", recipe.engine, target, *ends, progress, engine_parts.run)
+    request = BuildRequest(lowered, staging / "engine", recipe.engine, target, *ends, progress, engine_parts.run, prove)
     if recipe.engine.deferred:
         pending.write(
             request,

@@ -18,7 +18,7 @@ from llmforge.base.progress import Progress
 
 T = TypeVar("T")
 FINISH = "Finish proofs"  # the stage in which a build waits for them
-_AT_ONCE = 3  # that of the trace, and the graphs before and after a lossy pass
+_AT_ONCE = 4  # that of the trace, that of the engine, and the graphs before and after a lossy pass
 
 
 class Proof(Generic[T]):

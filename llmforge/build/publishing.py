@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from llmforge import artifact
+from llmforge.base.hashed_files import sha256
 from llmforge.base.progress import Progress
 from llmforge.build import provenance
 from llmforge.build.evidence import Clock, Evidence
@@ -46,6 +47,7 @@ def publish(
     clock: Clock,
     progress: Progress,
     reused: ReusedRecord = _NOTHING,
+    hash_of: Callable[[Path], str] = sha256,
 ) -> BuildResult:
     """Judge the gates, write the report beside the engine, and publish what `staging` holds.
 
@@ -54,7 +56,7 @@ def publish(
 
     `facts` are the fields of the report that hold wherever the engine is built; `recipe` is the resolved one. The
     version is that of the content in `staging`. `engine` None: it is built later. `lock` tells what it was made of,
-    `reused` what earlier builds had computed.
+    `reused` what earlier builds had computed. `hash_of` gives the SHA-256 of a file.
     """
     recipe = facts["recipe"]
     manifest = artifact.seal(
@@ -63,6 +65,7 @@ def publish(
         checkpoint=facts["checkpoint"].digest,
         target=target.known_as,
         requires=engine.config.requires if engine is not None else {},
+        hash_of=hash_of,
     )
     engine_record = evidence.engine_record(recipe["engine"]["backend"], staging / "engine", engine)
     judged = evidence.judge(

@@ -61,8 +61,11 @@ class ReadAhead:
         return self._others.enter_context(Ahead())
 
     def quantize(self, checkpoint: Checkpoint, steps: Sequence[Pass]) -> None:
-        """Begin with what `steps` are expected to make of the checkpoint."""
-        self.quantized.begin(dict(_tasks(checkpoint, steps)))
+        """Begin with what `steps` are expected to make of the checkpoint, once the walk has ended.
+
+        Whoever traces would have to share a core with one of two.
+        """
+        self.quantized.begin(dict(_tasks(checkpoint, steps)), behind=self._running)
 
     def finish(self, progress: Progress) -> None:
         """Wait for the end of the walk, which `progress` is told about from now on.

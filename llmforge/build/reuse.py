@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import platform
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,14 +45,17 @@ from llmforge.lowering import options
 from llmforge.lowering.pass_base import Changes, Pass
 from llmforge.report import model as records
 from llmforge.trace.export import kept_graph
+from llmforge.triton import sources
 from llmforge.verification.promises import Promises
 from llmforge.verification.verifier import Verification
 
 PROOF, TENSORS, INDEX, CONFIGURATION = "proof.json", "tensors", "index.json", "configuration.json"
+IMPORTS = "imports.json"
 _CONFIGURATION_CODE = "llmforge.checkpoint.folder"
 _TRACE_CODE = ("llmforge.trace", "llmforge.trace.export.kept_graph")
 _TRACE_PROOF_CODE = "llmforge.verification.trace_verifier"
 _PROOF_CODE = "llmforge.verification.verifier"
+_ENGINE_CODE = ("llmforge.engines.onnxruntime", "llmforge.verification.engine_parts")
 _BASELINE_CODE = "llmforge.evaluation.baseline"
 _ALIGNMENT_BYTES = 64
 BASELINE_SHARE = 1 / 8  # of the cache that the logits of one text may take: 2.5 GB of 20, or 16,000 tokens of 150,000
@@ -68,7 +72,9 @@ class Reuse:
     )
 
     build: str = field(default_factory=lambda: secrets.token_hex(16))  # no other is called so
-    stages: list[Literal["trace", "trace-proof", "baseline"]] = field(default_factory=list)  # that were reused
+    stages: list[Literal["trace", "trace-proof", "engine", "baseline"]] = field(
+        default_factory=list
+    )  # that were reused
     layers: list[int] = field(default_factory=list)  # whose calibration was reused
     frontend: Frontend | None = None  # imports torch; None: this process does
 
@@ -80,6 +86,11 @@ class Reuse:
     def key(self, kind: str, modules: Sequence[str], **parts: str) -> Key:
         """Make the key of what the code of `modules` computes of `parts`."""
         return Key(kind, {**parts, **self.common, "code": self.code.digest(*modules)})
+
+    def read_code(self, steps: Sequence[Pass]) -> None:
+        """Read the code that the keys of a build with `steps` depend on, which `key` would do when it is asked."""
+        modules = {type(step).__module__ for step in steps}
+        self.code.digest(*filter(self.code.has, modules), *_TRACE_CODE, *_ENGINE_CODE, _TRACE_PROOF_CODE, _PROOF_CODE)
 
     def configure(self, checkpoint: Checkpoint, progress: Progress, beside: Callable[[], None] = lambda: None) -> None:
         """Let transformers read the configuration of `checkpoint`, or take what it read of the same settings before.
@@ -162,6 +173,16 @@ class Reuse:
 
             return proofs.begin(held.pop_all(), run)
 
+    def engine_proof(self, files: Mapping[str, str], facts: Mapping[str, str], prove: Callable[[], None]) -> None:
+        """Load and run an engine of `files`, SHA-256 by name, unless an earlier build did; `facts` say how."""
+        key = self.key("engine-proof", _ENGINE_CODE, files=_hash(dict(files)), **facts)
+        with self.cache.computing(key) as entry:
+            if entry is not None:
+                self.stages.append("engine")
+                return
+            prove()
+            self.cache.put(key, partial(_write_json, PROOF, "it was loaded, and its logits were finite"))
+
     def baseline(
         self,
         checkpoint: Checkpoint,
@@ -219,7 +240,15 @@ def opened(
     private = staging / ".cache"
     with Cache(private) if cache is None else cache() as used:
         used.waiting = lambda: progress.stage("Wait for a build that computes the same")
-        yield Reuse(used, frontend=frontend)
+        code = Code()
+        key = Key("imports", {"package": code.texts(), "python": platform.python_version()})
+        if (entry := used.find(key)) is not None:
+            parsed = entry.json(IMPORTS)
+            code.know(parsed["code"])
+            sources.know(parsed["shipped"])
+        yield Reuse(used, code, frontend=frontend)
+        if entry is None and cache is not None:
+            used.put(key, partial(_write_json, IMPORTS, {"code": code.parsed, "shipped": sources.parsed()}))
         if used.remote is not None and used.remote.signer is not None:
             progress.stage("Write to the remote cache")
             used.upload()

@@ -40,7 +40,7 @@ FORMAT = 1
 RECORD = "record.json"
 STAGING = ".staging-"
 DROPPED = ".dropped-"
-LOCAL_KINDS = frozenset({"calibration-states"})  # that no other machine is given
+LOCAL_KINDS = frozenset({"calibration-states", "imports"})  # that no other machine is given
 DEFAULT_BYTES = 20 * 10**9
 SIZE_VARIABLE, FOLDER_VARIABLE = "LLMFORGE_CACHE_BYTES", "LLMFORGE_CACHE"
 _LISTED = 12  # digits of a digest that messages show, and the fewest that name an entry
@@ -424,8 +424,7 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 
 def _sha256(file: Path) -> str:
-    with file.open("rb", buffering=0) as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return hashed_files.sha256(file)
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
 """What the outputs of linear layers do to the loss: Σ g gᵀ of its gradients, from one run backwards over the layers.
 
 The loss is that of labels which the model draws itself, so that Σ g gᵀ is Fisher's information, the Hessian of the KLD
-(YAQA, arXiv 2505.22988, section 4). One layer is in memory at a time: the hidden states in front of each are kept on
-the way forward, and it runs once more on the way back.
+(YAQA, arXiv 2505.22988, section 4). One layer is in memory at a time: the hidden states in front of each are kept in a
+file on the way forward, and it runs once more on the way back.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -74,24 +75,30 @@ def take(
     """
     chosen = _evenly([len(ids) for ids in windows], _enough(skeleton))
     tokens = sum(len(windows[window]) for window in chosen)
-    passed = [[states[window] for window in chosen]]
-    for index in range(len(skeleton.layers)):
-        layer = skeleton.load(index, calls[index])
-        passed.append([layer.run(window, state) for window, state in zip(chosen, passed[-1], strict=True)])
-    leave = skeleton.leaving([windows[window] for window in chosen])
-    random = torch.Generator().manual_seed(SEED)
-    reads: list[torch.Tensor] = []
-    rows = max(1, LOGITS // skeleton.model.config.get_text_config().vocab_size)
-    flowing = [_of_loss(leave, number, state, rows, random, reads) for number, state in enumerate(passed.pop())]
-    places: dict[str, str] = {}
-    for index in reversed(range(len(skeleton.layers))):
-        sums = _backwards(skeleton.load(index, calls[index]), chosen, passed.pop(), flowing)
-        if not flowing:
-            break
-        for name, total in sums.items():
-            mirror(total)
-            places[name] = f"{len(places)}.npz"
-            _save(folder / places[name], total / tokens)
+    bounds = np.cumsum([len(windows[window]) for window in chosen])[:-1]
+    current = [states[window] for window in chosen]
+    with TemporaryDirectory(dir=folder) as passed:
+        for index in range(len(skeleton.layers)):
+            layer = skeleton.load(index, calls[index])
+            np.save(Path(passed) / f"{index}.npy", torch.cat(current, 1).numpy(), allow_pickle=False)
+            current = [layer.run(window, state) for window, state in zip(chosen, current, strict=True)]
+        leave = skeleton.leaving([windows[window] for window in chosen])
+        random = torch.Generator().manual_seed(SEED)
+        reads: list[torch.Tensor] = []
+        rows = max(1, LOGITS // skeleton.model.config.get_text_config().vocab_size)
+        flowing = [_of_loss(leave, number, state, rows, random, reads) for number, state in enumerate(current)]
+        del leave, current  # and with them the head
+        places: dict[str, str] = {}
+        for index in reversed(range(len(skeleton.layers))):
+            kept = np.load(Path(passed) / f"{index}.npy", allow_pickle=False)
+            before = [torch.from_numpy(state.copy()) for state in np.split(kept, bounds, axis=1)]
+            sums = _backwards(skeleton.load(index, calls[index]), chosen, before, flowing)
+            if not flowing:
+                break
+            for name, total in sums.items():
+                mirror(total)
+                places[name] = f"{len(places)}.npz"
+                _save(folder / places[name], total / tokens)
     if flowing:
         rows = torch.cat([each[0] for each in flowing])
         _save(folder / "embedding.npz", rows.T @ rows / tokens)

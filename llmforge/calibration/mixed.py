@@ -182,6 +182,11 @@ def _candidates(losses: Losses, demand: WeightDemand, allowed: int, others: int)
 
 def divergence(skeleton: Skeleton, windows: Sequence[Window], matrices: Matrices) -> float:
     """Return the mean KLD, nats a token, of the model with `matrices` in place of its weights, over `windows`."""
+    return sum(divergences(skeleton, windows, matrices)) / sum(len(window.ids) for window in windows)
+
+
+def divergences(skeleton: Skeleton, windows: Sequence[Window], matrices: Matrices) -> list[float]:
+    """Return the KLD of each of `windows`, nats, summed over its tokens; see `divergence`."""
     ids = [window.ids for window in windows]
     embedding, head = skeleton.tables()
     tables = {name: dequantize(matrices[name]) for name in (embedding, head) if name in matrices}
@@ -194,9 +199,8 @@ def divergence(skeleton: Skeleton, windows: Sequence[Window], matrices: Matrices
             layer.set_weight(name, dequantize(matrices[name]))
         after = [layer.run(window, state) for window, state in enumerate(after)]
     plain, rounded = skeleton.leaving(ids), skeleton.leaving(ids, tables.get(head))
-    total, tokens = 0.0, 0
+    totals = []
     for window, (one, other) in enumerate(zip(before, after, strict=True)):
         p, q = (leave(window, state)[0][0].float().log_softmax(-1) for leave, state in ((plain, one), (rounded, other)))
-        total += float(torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True))
-        tokens += len(p)
-    return total / tokens
+        totals.append(float(torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True)))
+    return totals

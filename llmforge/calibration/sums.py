@@ -47,7 +47,7 @@ class InputSums:
     def seen(
         self, *, routed: bool, held: InputSums | None = None, outputs: tuple[Float32, ...] = (), threads: int = 1
     ) -> LayerInputs:
-        """Hand over what was counted, that of `held` among it."""
+        """Hand over what was counted, that of `held` among it; nothing is counted any more."""
         for each in filter(None, (self, held)):
             if InputStatistic.MOMENTS in each.totals:
                 mirror(each.totals[InputStatistic.MOMENTS])
@@ -58,8 +58,9 @@ class InputSums:
                 totals = {key: total.numpy() for key, total in held.totals.items()}
             return LayerInputs(tokens, routed, totals, None, outputs, threads)
         apart = {key: total.numpy() for key, total in held.totals.items()}
-        together = {key: total + apart[key] for key, total in totals.items()}
-        return LayerInputs(self.tokens + held.tokens, routed, together, apart, outputs, threads)
+        for key, total in self.totals.items():
+            total.add_(held.totals[key])
+        return LayerInputs(self.tokens + held.tokens, routed, totals, apart, outputs, threads)
 
 
 def add_moments(total: Tensor, x: Tensor) -> None:

@@ -119,21 +119,26 @@ def build(
     The last line of standard output is the path of the artifact. The exit code tells how its gates ended.
     """
     process.prepare()
+    process.keep_freed_memory()
+    process.collect_rarely()
     if recipe is not None:  # an engine that was deferred is finished without torch
         extras.require("build")
     with process.unwatched():
         from llmforge import cache
         from llmforge.build.frontend import Frontend
-        from llmforge.build.read_ahead import ReadAhead
 
     resource, folder = click.get_current_context().with_resource, cache.default_folder()
-    frontend, ahead, nothing = resource(Frontend()), resource(ReadAhead()), no_cache or cache.is_empty(folder)
+    frontend, nothing = resource(Frontend()), no_cache or cache.is_empty(folder)
     if recipe is not None and recipe.is_file() and pending is None and nothing:
         frontend.start()  # nothing is there to be reused: it imports torch while this process imports the rest
     with process.unwatched():
+        with process.deferred("sympy"):
+            import onnx_ir  # noqa: F401
+        from llmforge.build.read_ahead import ReadAhead
         from llmforge.cli import console
         from llmforge.recipe import Recipe
 
+    ahead = resource(ReadAhead())
     if pending is not None:  # it goes beside its artifact, and is not deferred again
         refuse_given("--finish", "out", "defer", "no_cache", "cache_size", "runtimes", *_REMOTE)
     if no_cache:

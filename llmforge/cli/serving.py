@@ -85,6 +85,10 @@ Example:
 @click.option("--tls-key", "private_key", type=PATH, metavar="FILE", help="Private key of --tls-cert (PEM).")
 @click.option("--access-log", is_flag=True, help="Log every request on standard error.")
 @click.option(
+    "--telemetry", "telemetry_asked", is_flag=True,
+    help="Export OpenTelemetry spans of requests, as OTEL_* variables say. So does OTEL_TRACES_EXPORTER=otlp.",
+)  # fmt: skip
+@click.option(
     "--grace", "grace_s", type=NATURAL, metavar="SECONDS", default=30,
     help="On shutdown, time to finish requests in flight.",
 )  # fmt: skip
@@ -107,6 +111,7 @@ def serve(
     certificate: Path | None,
     private_key: Path | None,
     access_log: bool,
+    telemetry_asked: bool,
     **options: Any,
 ) -> None:
     """Serve ARTIFACT through an OpenAI-compatible API.
@@ -119,9 +124,11 @@ def serve(
     from llmforge.artifact import Artifact
     from llmforge.cli import console
     from llmforge.runtime import EngineOptions, EngineProcess
+    from llmforge.serve.telemetry import wanted
 
     if (certificate is None) != (private_key is None):
         raise UsageError("--tls-cert and --tls-key require each other")
+    telemetry = server.Telemetry.from_environment() if wanted(telemetry_asked, os.environ) else None
     doors = server.Doors.of(host, server.read_keys(key_file, os.environ.get("LLMFORGE_API_KEYS")), hosts, origins)
     opened = Artifact.open(artifact)
     admit(opened, allow, rehash, require_signature=require_signature, key=key)
@@ -141,7 +148,8 @@ def serve(
 
     def log(record: server.AccessRecord) -> None:
         if is_json_log():
-            console.log("access", **dataclasses.asdict(record))
+            fields = dataclasses.asdict(record)
+            console.log("access", **{name: value for name, value in fields.items() if value is not None})
         else:
             console.say(
                 f"{record.client} {record.method} {record.path} {record.status} {record.seconds * 1000:.1f} ms "
@@ -149,7 +157,7 @@ def serve(
             )
 
     address = server.Address(host, port, grace_s, certificate, private_key)
-    server.run(engine, model, address, announce, doors, log if access_log else None)
+    server.run(engine, model, address, announce, doors, log if access_log else None, telemetry)
 
 
 _BENCH = """\b

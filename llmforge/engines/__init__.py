@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 # Of weights: up to here a build loads an engine as a server does. ONNX Runtime then holds them twice.
 WHOLE_BYTES = 1 << 30
 RunInParts = Callable[[Path, int, int], None]  # of a `model.onnx`, for a context of so many tokens, on so many threads
+# Runs what proves an engine whose files are written; that depends on them and on these facts, by name.
+Prove = Callable[[Callable[[], None], Mapping[str, str]], None]
+
+
+def at_once(prove: Callable[[], None], facts: Mapping[str, str]) -> None:
+    """Prove an engine now, whatever was proven before."""
+    prove()
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class BuildRequest:
     bos_token_id: int | None
     progress: Progress = field(default_factory=Silent)
     run_in_parts: RunInParts | None = None  # what proves an engine of more than `WHOLE_BYTES`; None: it is loaded
+    prove: Prove = at_once
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,8 @@ def _decomposes(node: ir.Node, opset: int) -> bool:
 def build(request: BuildRequest) -> Engine:
     """Write `model.onnx`, its data and `runtime.json`, load them once, and run two steps; the target changes nothing.
 
+    Loading and running is what `request.prove` is given.
+
     Weights stream one tensor at a time: memory grows with the largest tensor, not with the model. An engine of more
     than `WHOLE_BYTES` is loaded with its weights as they are stored, which costs no memory and would run slowly; the
     steps are run part by part.
@@ -160,16 +162,22 @@ def build(request: BuildRequest) -> Engine:
     onnx_file.write(model, folder, request.progress)
     options = session_options(spec.threads)
     session_config, notes = options.resolve(), []
-    if request.run_in_parts is not None and graph.weight_bytes(model) > WHOLE_BYTES:
-        Session(folder / MODEL_FILE, replace(session_config, entries={**session_config.entries, **_AS_STORED}))
-        request.run_in_parts(folder / MODEL_FILE, spec.max_context, session_config.threads)
+    in_parts = request.run_in_parts if graph.weight_bytes(model) > WHOLE_BYTES else None
+    if in_parts is not None:
         notes.append(
             f"engine: {graph.weight_bytes(model) / 1e9:.1f} GB of weights: this build loaded it without bringing them "
             "into the order that kernels want, and ran it part by part"
         )
-    else:
-        session = Session(folder / MODEL_FILE, session_config)
-        prove(session, session.allocate(1, spec.max_context))
+
+    def run() -> None:
+        if in_parts is not None:
+            Session(folder / MODEL_FILE, replace(session_config, entries={**session_config.entries, **_AS_STORED}))
+            in_parts(folder / MODEL_FILE, spec.max_context, session_config.threads)
+        else:
+            session = Session(folder / MODEL_FILE, session_config)
+            prove(session, session.allocate(1, spec.max_context))
+
+    request.prove(run, {"session": repr(session_config), "context": str(spec.max_context)})
     own_kernels = native.VERSION if native.DOMAIN in model.opset_imports else None
     config = replace(signatures.config(request, options), onnxruntime=onnxruntime.__version__, kernels=own_kernels)
     (folder / FILE).write_text(config.to_json(), encoding="utf-8")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -88,8 +88,10 @@ class Ahead:
         self.drop()
         self._pool.shutdown()
 
-    def begin(self, tasks: Mapping[str, Task]) -> None:
-        """Begin with `tasks`, each under the name of the tensor that it reads."""
+    def begin(self, tasks: Mapping[str, Task], behind: Future[Any] | None = None) -> None:
+        """Begin with `tasks`, each under the name of the tensor that it reads, when what is `behind` has ended."""
+        if behind is not None:
+            self._pool.submit(wait, [behind])
         wanted = {name: task for name, task in tasks.items() if task.is_by_row and name not in self._tasks}
         self._tasks |= {name: (task, self._pool.submit(self._run, task)) for name, task in wanted.items()}
 

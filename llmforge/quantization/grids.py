@@ -210,6 +210,16 @@ def _round_by_trellis(
 
 def dequantize(matrix: QuantizedMatrix) -> NDArray[np.float32]:
     """Return the fp32 [N, K] weights that a quantized matrix stands for."""
+    n, k = matrix.shape
+    values = np.empty((n, k), np.float32)
+    lanes = trellis.LANES  # no group of rows is cut
+    some = -(-max(1, CHUNK_BYTES // (4 * max(k, 1))) // lanes) * lanes
+    for at in range(0, n, some):
+        values[at : at + some] = _dequantized(rows(matrix, slice(at, at + some)))
+    return values
+
+
+def _dequantized(matrix: QuantizedMatrix) -> NDArray[np.float32]:
     grid, (_, k) = matrix.grid, matrix.shape
     if grid.trellis:
         decoded: NDArray[np.float32] = trellis.decode(matrix.codes) * _spread(matrix.scales, grid, k)

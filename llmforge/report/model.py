@@ -151,7 +151,7 @@ class StageRecord(Record):
 class ReusedRecord(Record):
     """What a build took from the cache of earlier ones, and did not compute."""
 
-    stages: tuple[Literal["trace", "trace-proof", "baseline"], ...] = ()
+    stages: tuple[Literal["trace", "trace-proof", "engine", "baseline"], ...] = ()
     layers: tuple[int, ...] = ()  # whose calibration was done
     passes: tuple[str, ...] = ()  # whose proofs and tensors were there
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,22 @@ def page(
     template: str, *, autoescape: bool = True, finalize: Callable[[object], object] | None = None, **facts: Any
 ) -> str:
     """Fill a template of this room; it knows the catalog, the charts and how figures are written."""
+    known = {"metrics": _Metrics(catalog.deciding()), "charts": charts, "ms": units.ms}
+    template_of = _environment(autoescape, finalize).get_template
+    return template_of(template).render({**known, **facts}).strip() + "\n"
+
+
+def prepare() -> None:
+    """Compile the templates of a report, which takes a third of a second: a build may have nothing else to do."""
+    for name in _environment(True, None).list_templates(extensions=["jinja"]):
+        if name.startswith("sections/") or name in ("report.html.jinja", "page.jinja", "charts.jinja", "style.jinja"):
+            _environment(True, None).get_template(name)
+    for name in ("report.md.jinja", "runtimes.md.jinja", "tasks.md.jinja", "card.md.jinja"):
+        _environment(False, _markdown_escaped).get_template(name)
+
+
+@cache
+def _environment(autoescape: bool, finalize: Callable[[object], object] | None) -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("llmforge.report", ""),
         autoescape=autoescape,
@@ -195,8 +212,7 @@ def page(
     written = (units.significant, units.size, units.count, units.ms, units.duration, units.interval, units.percent)
     environment.filters.update({write.__name__: write for write in written}, words=_words)
     environment.filters.update(minute=_minute, moved=_moved, breakable=_breakable)
-    known = {"metrics": _Metrics(catalog.deciding()), "charts": charts, "ms": units.ms}
-    return environment.get_template(template).render({**known, **facts}).strip() + "\n"
+    return environment
 
 
 class _Metrics(dict[str, catalog.Deciding]):

@@ -452,7 +452,12 @@ def stage_memory(build: BuildRecord) -> bool:
 def reused(build: BuildRecord) -> str:
     """Say what a build took from the cache; "" where it computed everything."""
     found = build.reused
-    titles = {"trace": "trace", "trace-proof": "proof of the trace", "baseline": "logits of the baseline"}
+    titles = {
+        "trace": "trace",
+        "trace-proof": "proof of the trace",
+        "engine": "proof of the engine",
+        "baseline": "logits of the baseline",
+    }
     parts = [titles[stage] for stage in found.stages]
     if found.layers:
         word = "layer" if len(found.layers) == 1 else "layers"

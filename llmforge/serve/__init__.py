@@ -3,6 +3,7 @@
 from llmforge.serve.app import create_app
 from llmforge.serve.doors import AccessRecord, DoorKeeper, Doors, Doorway, is_loopback, read_keys
 from llmforge.serve.server import Address, run
+from llmforge.serve.telemetry import Telemetry
 
 __all__ = [
     "AccessRecord",
@@ -10,6 +11,7 @@ __all__ = [
     "DoorKeeper",
     "Doors",
     "Doorway",
+    "Telemetry",
     "create_app",
     "is_loopback",
     "read_keys",

@@ -20,18 +20,19 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
-from llmforge.runtime.serving import client_json
+from llmforge.runtime.serving import client_json, tools
 from llmforge.runtime.serving.client_json import JsonLimits
 from llmforge.runtime.serving.interface import Serving
 from llmforge.runtime.serving.messages import encode_messages
 from llmforge.runtime.serving.prompts import PromptEncoder
 from llmforge.runtime.serving.request import Chunk, Usage
-from llmforge.serve import bodies, tools
+from llmforge.serve import bodies, openapi
 from llmforge.serve.call_stream import CallStream
 from llmforge.serve.doors import Doorway
 from llmforge.serve.metrics import ServerMetrics
 from llmforge.serve.protocol import Call, UnknownModel, chat_call, text_call
 from llmforge.serve.responses import ResponseWriter, error_body, status
+from llmforge.serve.telemetry import RequestSpan
 from llmforge.serve.token_bytes import TokenBytes
 
 SMALL_BODY = 32 << 10  # bytes; the texts of longer ones take long to tokenize, and wait for each other only
@@ -59,7 +60,9 @@ def create_app(engine: Serving, model: str, doorway: Doorway | None = None) -> S
         Route("/health", server.health),
         Route("/ready", server.ready),
         Route("/metrics", server.metrics_text),
+        Route("/openapi.json", server.openapi),
     ]
+    server.document = openapi.document(routes)
     handlers = {ForgeError: _refusal, HTTPException: _not_served, ClientDisconnect: _client_left}
     return Starlette(routes=routes, exception_handlers=handlers)
 
@@ -73,23 +76,29 @@ class _Server:
         self._metrics = ServerMetrics(engine)
         self._token_bytes = TokenBytes(engine.encoder.tokenizer)
         self._limits = JsonLimits.of(engine.encoder)
+        self.document: dict[str, Any] = {}
         self._long, self._short = CapacityLimiter(LONG_READERS), CapacityLimiter(READERS)
 
     async def complete(
         self, parse: Callable[[Any, PromptEncoder, str], Call], http: HttpRequest
     ) -> Response | EventStream:
+        span: RequestSpan | None = http.scope.get("state", {}).get("span")
         try:
             self._check_draining()
             data = await bodies.read(http, self._limits)
             call = await self._in_thread(data, lambda body: parse(body, self._engine.encoder, self._model))
-            sequences = CallStream(self._engine, call, self._metrics)
+            if span is not None:
+                span.call(call)
+            sequences = CallStream(self._engine, call, self._metrics, span)
             await sequences.submit()
         except ForgeError as error:
             self._metrics.refused(error)
             raise
         writer = ResponseWriter(call, self._token_bytes)
+        if span is not None:
+            span.reasons = writer.finish_reasons
         if call.stream:
-            return EventStream(_events(sequences, writer, call), sequences)
+            return EventStream(_events(sequences, writer, call, span), sequences)
         chunks: list[list[Chunk]] = [[] for _ in call.requests]
         async with _cancelled_on_disconnect(http.receive, sequences):
             async for batch in sequences.batches():
@@ -167,6 +176,9 @@ class _Server:
     async def metrics_text(self, http: HttpRequest) -> Response:
         return Response(self._metrics.exposition(), media_type=PROMETHEUS_TEXT)
 
+    async def openapi(self, http: HttpRequest) -> Response:
+        return JSONResponse(self.document)
+
     def _description(self) -> dict[str, Any]:
         return {
             "id": self._model,
@@ -194,7 +206,9 @@ class EventStream:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _events(sequences: CallStream, writer: ResponseWriter, call: Call) -> AsyncGenerator[bytes, None]:
+async def _events(
+    sequences: CallStream, writer: ResponseWriter, call: Call, span: RequestSpan | None
+) -> AsyncGenerator[bytes, None]:
     """Write the events of a stream; an error in its middle is an event, too."""
     usages: dict[int, Usage] = {}
     try:
@@ -207,6 +221,8 @@ async def _events(sequences: CallStream, writer: ResponseWriter, call: Call) -> 
         if call.include_usage and len(usages) == len(call.requests):
             yield _event(writer.usage_event([usages[index] for index in range(len(call.requests))]))
     except ForgeError as error:
+        if span is not None:
+            span.failed(str(status(error)))
         yield _event(error_body(error))
     yield b"data: [DONE]\n\n"
 

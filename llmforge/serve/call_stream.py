@@ -17,6 +17,7 @@ from llmforge.runtime.serving.sequence import Ticket
 from llmforge.serve.metrics import ServerMetrics
 from llmforge.serve.protocol import Call
 from llmforge.serve.responses import RequestTimeout
+from llmforge.serve.telemetry import RequestSpan
 
 # What the engine handed over for a choice, and when, in seconds.
 _Item = tuple[int, Chunk | ForgeError, float]
@@ -29,10 +30,11 @@ class CallStream:
     waits for anybody.
     """
 
-    def __init__(self, engine: Serving, call: Call, metrics: ServerMetrics) -> None:
+    def __init__(self, engine: Serving, call: Call, metrics: ServerMetrics, span: RequestSpan | None = None) -> None:
         self._engine = engine
         self._requests = call.requests
         self._metrics = metrics
+        self._span = span
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[_Item | None] = asyncio.Queue()  # None: look whether anybody reads on
         self._tickets: list[Ticket] = []
@@ -57,7 +59,8 @@ class CallStream:
 
     def _submit(self) -> None:
         for index, request in enumerate(self._requests):
-            self._tickets.append(self._engine.submit(request, functools.partial(self._receive, index)))
+            receive = functools.partial(self._receive, index, time.perf_counter())
+            self._tickets.append(self._engine.submit(request, receive))
 
     def abandon(self) -> None:
         """Cancel what has not ended: nobody reads on. May be called again."""
@@ -106,7 +109,10 @@ class CallStream:
             raise Unavailable("the server is shutting down")
         return index, chunk
 
-    def _receive(self, index: int, item: Chunk | ForgeError) -> None:
+    def _receive(self, index: int, submitted_s: float, item: Chunk | ForgeError) -> None:
         """Take an item in the engine's thread."""
+        time_s = time.perf_counter()
+        if self._span is not None and isinstance(item, Chunk) and item.finish_reason and item.usage:
+            self._span.answered(index, submitted_s, time_s, item.finish_reason, item.usage)
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended, nobody reads
-            self._loop.call_soon_threadsafe(self._items.put_nowait, (index, item, time.perf_counter()))
+            self._loop.call_soon_threadsafe(self._items.put_nowait, (index, item, time_s))

@@ -24,6 +24,7 @@ from llmforge.base.errors import UsageError
 from llmforge.base.small_file import decode
 from llmforge.base.small_file import read as read_small
 from llmforge.serve.responses import error_body
+from llmforge.serve.telemetry import UNTRACED, RequestSpan, Telemetry
 
 KEY_FILE_BYTES = 1 << 20
 SHORTEST_KEY = 16  # characters; what is shorter can be guessed
@@ -100,17 +101,23 @@ class DoorKeeper:
         doors: who may come in.
         doorway: counts what is being answered.
         log: gets a request's id, client, method, path, status and duration in s, when its answer is sent.
+        telemetry: makes a span of each request.
     """
 
     def __init__(
-        self, app: ASGIApp, doors: Doors, doorway: Doorway, log: Callable[[AccessRecord], None] | None = None
+        self,
+        app: ASGIApp,
+        doors: Doors,
+        doorway: Doorway,
+        log: Callable[[AccessRecord], None] | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         if doors.origins:
             app = CORSMiddleware(
                 app,
                 allow_origins=doors.origins,
                 allow_methods=["GET", "POST"],
-                allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+                allow_headers=["Authorization", "Content-Type", "X-Request-Id", "traceparent", "tracestate"],
                 expose_headers=["X-Request-Id", "Retry-After"],
             )
         self._app = app
@@ -118,6 +125,7 @@ class DoorKeeper:
         self._doorway = doorway
         self._keys = [key.encode() for key in doors.keys]
         self._log = log
+        self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, as ASGI wants it."""
@@ -127,7 +135,11 @@ class DoorKeeper:
         headers, began, status = Headers(scope=scope), time.perf_counter(), 0
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        span: RequestSpan | None = None
+        if self._telemetry is not None and scope["path"] not in UNTRACED:
+            state["span"] = span = self._telemetry.begin(scope, headers, request_id)
 
         async def answer(message: Message) -> None:
             nonlocal status
@@ -140,12 +152,19 @@ class DoorKeeper:
         try:
             refusal = self._refusal(scope, headers)
             await (self._app if refusal is None else refusal)(scope, receive, answer)
+        except BaseException as error:
+            if span is not None:
+                span.failed(type(error).__name__)
+            raise
         finally:
             self._doorway.active -= 1
+            if span is not None:
+                span.end(status)
             if self._log is not None:
                 client = scope["client"][0] if scope.get("client") else "-"
                 took_s = time.perf_counter() - began
-                self._log(AccessRecord(request_id, client, scope["method"], scope["path"], status, took_s))
+                trace_id = None if span is None else span.trace_id
+                self._log(AccessRecord(request_id, client, scope["method"], scope["path"], status, took_s, trace_id))
 
     def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
         """Give the answer to who may not come in; None: they may."""
@@ -176,7 +195,7 @@ class DoorKeeper:
 
 @dataclass(frozen=True)
 class AccessRecord:
-    """One request that was answered; `status` 0: it was not, for the client left."""
+    """One request that was answered; `status` 0: it was not, for the client left. `trace_id`: of its span, if any."""
 
     request_id: str
     client: str
@@ -184,6 +203,7 @@ class AccessRecord:
     path: str
     status: int
     seconds: float
+    trace_id: str | None = None
 
 
 def _without_port(host: str) -> str:

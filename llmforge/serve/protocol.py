@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from llmforge.base.errors import UsageError
 from llmforge.runtime.sampling.parameters import NAMES, samplings_of
+from llmforge.runtime.serving import tools
 from llmforge.runtime.serving.messages import encode_messages
 from llmforge.runtime.serving.prompts import PromptEncoder
 from llmforge.runtime.serving.request import Request
 from llmforge.runtime.serving.tool_calls import CallParser
-from llmforge.serve import tools
 
 Kind = Literal["chat", "text"]
 
@@ -27,9 +27,9 @@ TEXT_MAX_TOKENS = 16  # OpenAI's default of /v1/completions
 TEMPERATURE = 1.0  # OpenAI's default, of both
 
 # What clients send along that changes no output.
-_IGNORED = frozenset({"user", "metadata", "service_tier", "store", "safety_identifier", "prompt_cache_key"})
+IGNORED = frozenset({"user", "metadata", "service_tier", "store", "safety_identifier", "prompt_cache_key"})
 # What OpenAI knows and this server does not do, by the values that ask for nothing.
-_HARMLESS: Mapping[str, tuple[Any, ...]] = {
+HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
@@ -44,8 +44,8 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-_OWN = frozenset({"model", "messages", "prompt", "stream", "stream_options"})
-PARAMETERS = _OWN | _HARMLESS.keys() | frozenset(NAMES)  # that errors may be about
+OWN = frozenset({"model", "messages", "prompt", "stream", "stream_options"})
+PARAMETERS = OWN | HARMLESS.keys() | frozenset(NAMES)  # that errors may be about
 
 
 @dataclass(frozen=True)
@@ -135,13 +135,13 @@ def _fields(body: Any, model: str, reads: Collection[str] = ()) -> dict[str, Any
     """
     if not isinstance(body, dict):
         raise UsageError("the body is not a JSON object")
-    fields = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
+    fields = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     if fields.get("model", model) != model:
         raise UnknownModel(f"model {fields['model']!r} is not served here; this is {model!r}")
-    for name in (_HARMLESS.keys() & fields.keys()).difference(reads):
-        if not any(type(fields[name]) is type(each) and fields[name] == each for each in _HARMLESS[name]):
+    for name in (HARMLESS.keys() & fields.keys()).difference(reads):
+        if not any(type(fields[name]) is type(each) and fields[name] == each for each in HARMLESS[name]):
             raise UsageError(f"{name}: this server does not support it", hint=f"leave {name} out")
-    return {name: value for name, value in fields.items() if name in reads or name not in _HARMLESS} | {"model": model}
+    return {name: value for name, value in fields.items() if name in reads or name not in HARMLESS} | {"model": model}
 
 
 def _call(
@@ -153,7 +153,7 @@ def _call(
 ) -> Call:
     """Make a call of `count` prompts, which `encode` gives: what takes time comes last."""
     stream, include_usage = _stream(fields)
-    given = {name: value for name, value in fields.items() if name not in _OWN | tools.FIELDS}
+    given = {name: value for name, value in fields.items() if name not in OWN | tools.FIELDS}
     samplings = samplings_of({"temperature": TEMPERATURE, **defaults, **given})
     if count * len(samplings) > MAX_CHOICES:
         raise UsageError(

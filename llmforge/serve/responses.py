@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
-import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +10,28 @@ from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable, Unsu
 from llmforge.runtime.sampling.sampler import TokenLogprob
 from llmforge.runtime.serving.client_json import TooLarge
 from llmforge.runtime.serving.request import Chunk, Usage
-from llmforge.runtime.serving.tool_calls import CallDelta, CallParser, Piece
+from llmforge.runtime.serving.tool_calls import CallParser, Piece, call_deltas, text_of, whole_calls
 from llmforge.serve.bodies import NotJson, TooSlow
 from llmforge.serve.protocol import PARAMETERS, Call, UnknownModel
 from llmforge.serve.token_bytes import TokenBytes
 
 _WORD = re.compile("[a-z_]+")
-_ID_CHARACTERS = string.ascii_letters + string.digits
+
+
+# Statuses of errors, and what they mean.
+STATUSES = {
+    "400": "The request makes no sense; the message says what, and what is allowed.",
+    "401": "No API key, or a wrong one.",
+    "403": "A web page of another site.",
+    "404": "Another model, or no such path.",
+    "405": "No such method.",
+    "408": "The request did not arrive in time.",
+    "413": "A body over the limits.",
+    "415": "A body that is compressed, or does not say that it is JSON.",
+    "421": "Another host name than this server's.",
+    "503": "The queue is full, or the server is shutting down.",
+    "504": "Not complete within the time limit.",
+}
 
 
 class RequestTimeout(ForgeError):
@@ -71,6 +84,7 @@ class ResponseWriter:
     def __init__(self, call: Call, token_bytes: TokenBytes) -> None:
         self._call = call
         self._bytes = token_bytes
+        self.finish_reasons: dict[int, str] = {}  # of the choices that have ended, as clients are told them
         self._started: set[int] = set()
         self._parsers: dict[int, CallParser] = {}  # of the choices in which calls are looked for
         self._offsets: dict[int, int] = {}  # of the text of each choice, in characters, where tokens are named
@@ -112,6 +126,12 @@ class ResponseWriter:
 
     def _pieces(self, index: int, text: str, reason: str | None) -> tuple[list[Piece], str | None]:
         """Find the calls in the next text of a choice; say why it ended, where it does."""
+        pieces, reason = self._found(index, text, reason)
+        if reason is not None:
+            self.finish_reasons[index] = reason
+        return pieces, reason
+
+    def _found(self, index: int, text: str, reason: str | None) -> tuple[list[Piece], str | None]:
         if self._call.parser is None:
             return [text] if text else [], reason
         if index not in self._parsers:
@@ -171,20 +191,12 @@ class ResponseWriter:
 
 
 def _delta(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """Write pieces of an answer as a change of its message; a call begins with its id, which is a new one."""
+    """Write pieces of an answer as a change of its message."""
     delta: dict[str, Any] = {}
-    if content := "".join(piece for piece in pieces if isinstance(piece, str)):
+    if content := text_of(pieces):
         delta["content"] = content
-    calls: dict[int, dict[str, Any]] = {}
-    for piece in pieces:
-        if isinstance(piece, CallDelta):
-            call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
-            if piece.name is not None:
-                call |= {"id": _call_id(), "type": "function"}
-                call["function"] = {"name": piece.name, "arguments": ""}
-            call["function"]["arguments"] += piece.arguments
-    if calls:
-        delta["tool_calls"] = list(calls.values())
+    if calls := call_deltas(pieces):
+        delta["tool_calls"] = calls
     return delta
 
 
@@ -193,13 +205,7 @@ def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
     delta = _delta(pieces)
     if "tool_calls" not in delta:
         return {"content": delta.get("content", "")}
-    calls = [{name: value for name, value in call.items() if name != "index"} for call in delta["tool_calls"]]
-    return {"content": delta.get("content"), "tool_calls": calls}
-
-
-def _call_id() -> str:
-    """Make the id of a call: 9 letters and digits, all that Mistral's templates take."""
-    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
+    return {"content": delta.get("content"), "tool_calls": whole_calls(delta["tool_calls"])}
 
 
 def _text(data: bytes) -> str:

@@ -19,8 +19,10 @@ from llmforge.runtime.serving.interface import Serving
 from llmforge.serve.app import create_app
 from llmforge.serve.connections import Connection
 from llmforge.serve.doors import AccessRecord, DoorKeeper, Doors, Doorway
+from llmforge.serve.telemetry import Telemetry
 
 POLL_S = 0.1  # between two looks at the engine, and at what is left to answer
+LAST_S = 1  # for what is left to send when all answers have ended
 IDLE_TIMEOUT_S = 30  # after which an idle connection is closed
 
 
@@ -45,11 +47,12 @@ def run(
     announce: Callable[[str], None],
     doors: Doors | None = None,
     log: Callable[[AccessRecord], None] | None = None,
+    telemetry: Telemetry | None = None,
 ) -> None:
     """Serve `engine` until SIGINT or SIGTERM, then finish what was asked before and close the engine.
 
-    `announce` gets the server's URL once it listens, `log` every request that was answered. A second signal ends
-    answers that are not complete.
+    `announce` gets the server's URL once it listens, `log` every request that was answered, `telemetry` makes spans of
+    them and is closed. A second signal ends answers that are not complete.
 
     Raises:
         InputError: the certificate or its key cannot be used.
@@ -58,28 +61,36 @@ def run(
     """
     try:
         doorway = Doorway()
-        server = make_server(DoorKeeper(create_app(engine, model, doorway), doors or Doors(), doorway, log), address)
+        app = DoorKeeper(create_app(engine, model, doorway), doors or Doors(), doorway, log, telemetry)
+        server = make_server(app, address)
         with _listen(address) as listening, _ended_by_signals(server, doorway):
             announce(_url(listening, encrypted=address.certificate is not None))
-            asyncio.run(_serve(server, engine, listening, doorway, address.grace_s))
-        died = not engine.alive
+            died = asyncio.run(_serve(server, engine, listening, doorway, address.grace_s))
     finally:
         engine.close(drain=False)
+        if telemetry is not None:
+            telemetry.close()
     if died:
         raise Unavailable("the engine failed and the server stopped", hint="see the log above for the cause")
 
 
 async def _serve(
     server: uvicorn.Server, engine: Serving, listening: socket.socket, doorway: Doorway, grace_s: float
-) -> None:
-    """Run the server until it has drained, or the engine dies."""
+) -> bool:
+    """Run the server until it has drained, or the engine dies; return whether that was it."""
+    closed = False
 
     async def watch() -> None:
+        nonlocal closed
         while engine.alive and not doorway.draining:
             await asyncio.sleep(POLL_S)
         end = asyncio.get_running_loop().time() + grace_s
         while engine.alive and doorway.active and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(POLL_S)
+        if engine.alive:
+            closed = True
+            # Answers that are not complete get their error now.
+            await asyncio.to_thread(engine.close, drain=False)
         server.should_exit = True
 
     watching = asyncio.create_task(watch())
@@ -87,15 +98,12 @@ async def _serve(
         await server.serve(sockets=[listening])
     finally:
         watching.cancel()
+    return not (closed or engine.alive)
 
 
 @contextlib.contextmanager
 def _ended_by_signals(server: uvicorn.Server, doorway: Doorway) -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the server in order: it refuses new calls and ends when it has answered the others.
-
-    uvicorn has handlers of its own while it runs, and raises what it was ended by once more afterwards: by default
-    that would kill this process, whose end was asked for and is no error.
-    """
+    """Let SIGINT and SIGTERM end the server in order: it refuses new calls and ends when it has answered the others."""
 
     def end(signal_number: int, frame: FrameType | None) -> None:
         server.should_exit = server.force_exit = doorway.draining  # at once, when it is the second one
@@ -109,8 +117,17 @@ def _ended_by_signals(server: uvicorn.Server, doorway: Doorway) -> Iterator[None
             signal.signal(number, handler)
 
 
+class _Server(uvicorn.Server):
+    """A server that leaves signals to who runs it: uvicorn's own handlers would stop listening at once."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
 def make_server(app: ASGIApp, address: Address) -> uvicorn.Server:
-    """Make the server of `app`; when it ends, it waits up to `grace_s` seconds for answers that are being made.
+    """Make the server of `app`; when it ends, it waits up to `LAST_S` for answers that clients have not read.
 
     Raises:
         InputError: the certificate or its key cannot be used.
@@ -123,7 +140,7 @@ def make_server(app: ASGIApp, address: Address) -> uvicorn.Server:
         log_config=None,
         access_log=False,
         timeout_keep_alive=IDLE_TIMEOUT_S,
-        timeout_graceful_shutdown=address.grace_s,
+        timeout_graceful_shutdown=LAST_S,
         server_header=False,
         ssl_certfile=address.certificate,
         ssl_keyfile=address.private_key,
@@ -136,7 +153,7 @@ def make_server(app: ASGIApp, address: Address) -> uvicorn.Server:
             f"{error.strerror or error}",
             hint="both are files of PEM; the key has no password",
         ) from error
-    return uvicorn.Server(config)
+    return _Server(config)
 
 
 def _listen(address: Address) -> socket.socket:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import llmforge
@@ -19,6 +20,7 @@ ROOTS = (
     *(provider.session for provider in PROVIDERS.values()),
 )
 _FOLDER = Path(llmforge.__file__).parent
+_PARSED: dict[str, tuple[str, ...]] = {}
 
 
 def shipped(*, kernels: bool = False) -> dict[str, Path]:
@@ -51,9 +53,27 @@ def _file(module: str) -> Path | None:
     return next((file for file in (base / "__init__.py", base.with_suffix(".py")) if file.is_file()), None)
 
 
-def _imported(file: Path) -> Iterator[str]:
-    """Yield the names under llmforge that a file imports: modules, and what might be one."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+def parsed() -> dict[str, tuple[str, ...]]:
+    """Return what the texts that this process read import, by the SHA-256 of the text."""
+    return dict(_PARSED)
+
+
+def know(read: Mapping[str, Sequence[str]]) -> None:
+    """Take what another process `parsed`: to parse the texts again takes an eighth of a second."""
+    _PARSED.update({text: tuple(names) for text, names in read.items()})
+
+
+def _imported(file: Path) -> tuple[str, ...]:
+    """List the names under llmforge that a file imports: modules, and what might be one."""
+    content = file.read_bytes()
+    text = hashlib.sha256(content).hexdigest()
+    if text not in _PARSED:
+        _PARSED[text] = tuple(_walk(file, content.decode()))
+    return _PARSED[text]
+
+
+def _walk(file: Path, text: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

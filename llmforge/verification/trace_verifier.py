@@ -28,6 +28,7 @@ from llmforge.verification import probe, streamed_execution
 
 if TYPE_CHECKING:
     from llmforge.trace.export.reference import Observation
+    from llmforge.verification.expected import Expected
 
 # Largest |difference| of a logit, in standard deviations of all logits. 23 two-layer architectures differed by at most
 # 7e-6 at a deviation of 0.6, and trained models have outliers; a wrong constant costs far more than this.
@@ -78,13 +79,41 @@ class TraceProof:
         )
 
 
+def foresee(checkpoint: Checkpoint, whole_bytes: int = WHOLE_BYTES) -> Expected:
+    """Compute what the graph of `checkpoint` will be held against, as far as that can be told before there is one.
+
+    Raises:
+        UnsupportedError: transformers cannot run the model.
+    """
+    from llmforge.verification import magnified
+    from llmforge.verification.expected import Expected
+
+    expected = Expected(checkpoint, part=4 * checkpoint.parameters > whole_bytes)
+    geometry, few = checkpoint.geometry, checkpoint.geometry.vocabulary > LARGE_VOCABULARY
+    head = not few or not expected.reference.stack
+    first, *others = _runs(geometry.vocabulary, sorted(_named(checkpoint)), geometry.context)
+    expected.watched(_rows(first), _kept(first, few))
+    for run in others:
+        expected.plain(_rows(run), _kept(run, few), head=head)
+    larger = magnified.run(geometry.vocabulary)
+    weights = [f"{norm.name}.weight" for norm in expected.reference.norms() if norm.in_memory]
+    expected.larger(_rows(larger), _kept(larger, few), weights, head=head)
+    return expected
+
+
 def verify_trace(
-    checkpoint: Checkpoint, model: ir.Model, *, threads: int = 1, whole_bytes: int = WHOLE_BYTES
+    checkpoint: Checkpoint,
+    model: ir.Model,
+    *,
+    threads: int = 1,
+    whole_bytes: int = WHOLE_BYTES,
+    foreseen: Expected | None = None,
 ) -> TraceProof:
     """Hold `model`, the canonical graph of `checkpoint`, against transformers on the real weights.
 
     Prefill, decode and continuation, a ragged batch, and a prompt longer than every window up to `LONGEST`. A model of
-    more than `whole_bytes` of weights runs with its first layers alone, where its graph says how they repeat.
+    more than `whole_bytes` of weights runs with its first layers alone, where its graph says how they repeat. What was
+    `foreseen` of transformers' own results is not computed again, and lets go of its model.
 
     Raises:
         VerificationError: logits differ; names the step and the first layer whose hidden states do.
@@ -92,7 +121,7 @@ def verify_trace(
             would be a defect of the frontend elsewhere is known to happen there.
     """
     try:
-        return _verify(checkpoint, model, threads, whole_bytes)
+        return _verify(checkpoint, model, threads, whole_bytes, foreseen)
     except (UnsupportedError, VerificationError) as error:
         if (reason := model.metadata_props.get(interface.FALLBACK)) is None:
             raise
@@ -108,10 +137,13 @@ def verify_trace(
         ) from error
 
 
-def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: int) -> TraceProof:
+def _verify(
+    checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: int, foreseen: Expected | None
+) -> TraceProof:
     process.import_whole("transformers")  # another thread may be at it
     from llmforge.trace.export.reference import Reference  # here, because it imports torch
     from llmforge.verification import bindings, magnified, norms, positions
+    from llmforge.verification.expected import Expected
 
     began = time.perf_counter()
     repetition = pattern.recorded(model)
@@ -124,10 +156,14 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
             f"fp32; it has {graph.weight_bytes(model):,}, and its layers do not repeat"
         )
     context = checkpoint.geometry.context
-    named = {tokens for _, tokens in checkpoint.configuration.lengths if context is None or tokens < context}
+    named = _named(checkpoint)
     of_attention = {layer.window for layer in canonical.Attention.all(model)} - {0}
     windows = sorted(of_attention | summary.rotary_switches(model))
-    reference = Reference(checkpoint, part=part)
+    if foreseen is not None and foreseen.part != part:
+        del foreseen.reference
+        foreseen = None
+    ahead = foreseen or Expected(checkpoint, part=part)
+    reference = ahead.reference
     parameters = bindings.require_bound(checkpoint, model, reference)
     shown = model
     if part:
@@ -143,19 +179,16 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
     vocabulary = checkpoint.geometry.vocabulary
     runs = _runs(vocabulary, sorted({LONGEST - TAIL} if own else {*windows, *named}), context)
     few = vocabulary > LARGE_VOCABULARY
-    with reference.watched() as given:
-        expected = [[reference.run(ids, min(len(ids), _kept(runs[0], few))) for ids in _rows(runs[0])]]
+    expected, given = [ahead.watched(_rows(runs[0]), _kept(runs[0], few))], ahead.given
     layers = _layers_of(model, reference.stack, depth)
     unknown = positions.require_windows(layers, given, context or UNBOUNDED, named)
     positions.require_angles(model, layers, given, context or UNBOUNDED, named)
     states = _hidden_states(shown, reference.stack, depth, reference.kept) if reference.stack else []
     head = not few or not states  # else hidden states tell, and the first run tells what the head makes of them
     for run in runs[1:]:
-        rows = _rows(run)
-        expected.append([reference.run(ids, min(len(ids), _kept(run, few)), head=head) for ids in rows])
+        expected.append(ahead.plain(_rows(run), _kept(run, few), head=head))
     large, larger = magnified.Magnified.of(shown, reference), magnified.run(vocabulary)
-    with reference.magnified(large.weights, magnified.ADDED, magnified.SCALES):
-        expected.append(reference.run_batch(np.stack(_rows(larger)), _kept(larger, few), head=head))
+    expected.append(ahead.larger(_rows(larger), _kept(larger, few), large.weights, head=head))
     runs.append(larger)
     kept_layers = reference.kept
     where = [f"{reference.stack}.{index}" for index in kept_layers]
@@ -169,7 +202,7 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
                     return again.run_batch(np.stack(_rows(run)), _kept(run, few), head=head)
             return [again.run(ids, min(len(ids), _kept(run, few)), head=head or run is runs[0]) for ids in _rows(run)]
 
-    del reference  # its weights make room for those of the graph
+    del reference, ahead.reference  # its weights make room for those of the graph
     _give_out(large.model, states)
 
     def slots(run: probe.Run) -> int:
@@ -222,6 +255,12 @@ def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: 
         undecided=undecided,
         seconds=time.perf_counter() - began,
     )
+
+
+def _named(checkpoint: Checkpoint) -> set[int]:
+    """List the lengths within its context that the configuration names."""
+    context = checkpoint.geometry.context
+    return {tokens for _, tokens in checkpoint.configuration.lengths if context is None or tokens < context}
 
 
 def prove_candidate(checkpoint: Checkpoint, model: ir.Model) -> None:

@@ -182,10 +182,10 @@ class Verifier:
         if not len(self._texts):
             raise _no_text(step)
         measure = self._measure_whole if self._loss is None else self._measure_streamed
-        result = measure(step, model)
         uneven = lossy_places.hold(
             self._before.model, model, self._promises, tolerance=self._tolerance, threads=self._threads
         )
+        result = measure(step, model)  # last: whole graphs may run beside
         if uneven is not None:
             raise _not_as_declared(step, uneven)
         return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -16,8 +17,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from llmforge.base.errors import CheckpointError
+from llmforge.checkpoint import safetensors_file
 from llmforge.checkpoint.safetensors_file import (
     HEADER_LIMIT_BYTES,
+    NON_FINITE,
     SMALL_BYTES,
     TensorEntry,
     digest_weights,
@@ -253,3 +256,39 @@ def test_any_json_as_header(tmp_path_factory: pytest.TempPathFactory, header: ob
     file.write_bytes(safetensors_bytes(header, data))
     tensors = read_or_refuse(file)
     assert tensors is None or sum(tensor.size_bytes for tensor in tensors.values()) == len(data)
+
+
+@pytest.mark.parametrize("name", [name for name in NON_FINITE if NON_FINITE[name].word in ("<u1", "<u2")])
+def test_absence_is_seen_for_exactly_the_finite_words(name: str) -> None:
+    """Each word alone, and beside words of both signs; a format for which it cannot be told says nothing."""
+    bits = NON_FINITE[name]
+    every = np.arange(1 << 8 * np.dtype(bits.word).itemsize, dtype=bits.word)
+    holds = (every & bits.mask) == bits.pattern
+    finite = every[~holds]
+    assert not bits.absent(every)
+    if bits.absent(finite[:1]):
+        assert bits.absent(finite)
+        beside = np.array([finite[0], finite[-1], 0], every.dtype)
+        assert not any(bits.absent(np.append(beside, word)) for word in every[holds])
+
+
+@pytest.mark.parametrize("chunk", [8, 24, 64, 1 << 20])
+@pytest.mark.parametrize("place", [None, 0, 7, 8, 29])
+def test_every_read_is_hashed_and_looked_at(
+    chunk: int, place: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(safetensors_file, "CHUNK_BYTES", chunk)
+    large = np.arange(30, dtype=np.float32).reshape(3, 10)
+    if place is not None:
+        large.flat[place] = np.inf
+    content = save({"a": np.ones(3, np.float16), "b": large, "c": np.zeros(0, np.int8), "d": np.ones(5, np.float64)})
+    tensors = read(tmp_path, content)
+    seen: list[int] = []
+    if place is None:
+        found = digest_weights(tmp_path / "model.safetensors", list(tensors.values()), seen.append)
+        assert found == hashlib.sha256(content).hexdigest()
+        assert sum(seen) == len(content)
+        assert max(seen[1:]) <= chunk
+        return
+    with pytest.raises(CheckpointError, match=rf"tensor 'b' holds infinity at \[{place // 10}, {place % 10}\]"):
+        digest_weights(tmp_path / "model.safetensors", list(tensors.values()), seen.append)

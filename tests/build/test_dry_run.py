@@ -44,6 +44,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "qwen3-5": dict.fromkeys(("genai", "optimum", "portable"), "keeps a state of fixed size"),
     "mixtral": {"optimum": "its caches would not fit"},
 }
+DEFAULT = {"llama", "deepseek-v2", "qwen3-5"}  # the others are slow tests
 
 
 def steps_of(recipe: str) -> tuple[Pass, ...]:
@@ -77,7 +78,9 @@ def test_every_shipped_recipe_is_in_the_table() -> None:
     assert sorted(cpu) == sorted(ALL)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in REFUSED]
+)
 def test_recipes_are_refused_without_reading_a_weight(name: str, tmp_path: Path) -> None:
     checkpoint = open_unread(name, tmp_path)
     model = trace(checkpoint)

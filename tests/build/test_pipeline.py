@@ -153,6 +153,7 @@ def test_own_attention_is_not_built_for_longer_texts_than_it_is_made_for(recipe_
     assert "engine.max_context is 256; the model is made for 128 tokens" in result.stderr.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_two_builds_give_the_same_bytes(recipe_file: Write, tmp_path: Path) -> None:
     recipe = Recipe.load(recipe_file(passes=QUANTIZED))
     first = Artifact.open(pipeline.build(recipe, tmp_path / "a").path)

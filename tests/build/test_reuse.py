@@ -159,12 +159,13 @@ def test_a_second_build_proves_nothing_again_and_has_the_same_bytes(
         monkeypatch.setattr(Verifier, name, None)  # who proves, fails
     monkeypatch.setattr("llmforge.trace.trace", None)
     monkeypatch.setattr(pipeline, "verify_trace", None)
+    monkeypatch.setattr("llmforge.engines.onnxruntime.prove", None)
     recorded = Recorded()
     warm, again = build(recipe(), tmp_path, progress=recorded)
     assert done.without == done.digest == warm
     assert report.build.reused == reports.ReusedRecord()
     assert again.build.reused == reports.ReusedRecord(
-        stages=("trace", "trace-proof"), layers=(0, 1), passes=tuple(NAMES)
+        stages=("trace", "trace-proof", "engine"), layers=(0, 1), passes=tuple(NAMES)
     )
     assert reused(again) == NAMES
     said = [title.removesuffix(": reused") for title in recorded.titles if title.endswith(" reused")]
@@ -176,6 +177,28 @@ def test_a_second_build_proves_nothing_again_and_has_the_same_bytes(
         assert after.verification == before.verification.model_copy(update={"seconds": 0.0})
 
 
+def test_an_engine_that_fails_beside_the_build_is_not_published_and_not_kept(
+    recipe: Write, done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done.cache(tmp_path)
+    for entry in Cache(tmp_path / "cache").entries():
+        if entry.kind == "engine-proof":
+            shutil.rmtree(tmp_path / "cache" / "entries" / entry.digest)
+
+    def fail(*_: object) -> None:
+        raise VerificationError("the engine returns NaN")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("llmforge.engines.onnxruntime.prove", fail)
+        for _ in range(2):
+            with pytest.raises(VerificationError, match="the engine returns NaN"):
+                build(recipe(), tmp_path)
+    assert not [path for path in tmp_path.glob("out-*/tiny/*") if not path.name.startswith(".")]
+    digest, report = build(recipe(), tmp_path)
+    assert digest == done.digest
+    assert "engine" not in report.build.reused.stages
+
+
 def test_the_baseline_runs_once(recipe: Write, done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done.cache(tmp_path)
     text = {"data": "evaluation.jsonl", "context": 64}
@@ -183,17 +206,18 @@ def test_the_baseline_runs_once(recipe: Write, done: Done, tmp_path: Path, monke
         "\n".join(json.dumps({"id": f"e{i}", "text": f"text {i}: " + " ".join(WORDS[i:])}) for i in range(8))
     )
     cold, report = build(recipe(quality=text), tmp_path)
-    assert report.build.reused.stages == ("trace", "trace-proof")
+    assert report.build.reused.stages == ("trace", "trace-proof", "engine")
     monkeypatch.setattr(Baseline, "logits", None)
     recorded = Recorded()
     warm, again = build(recipe(quality=text), tmp_path, progress=recorded)
     assert cold == warm
     assert "Run baseline: reused" in recorded.titles
-    assert again.build.reused.stages == ("trace", "trace-proof", "baseline")
+    assert again.build.reused.stages == ("trace", "trace-proof", "engine", "baseline")
     assert report.quality == again.quality
     assert again.quality is not None
 
 
+@pytest.mark.slow
 def test_a_baseline_that_is_streamed_gives_the_same_quality_and_is_kept_as_hidden_states(
     recipe: Write, done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,13 +234,14 @@ def test_a_baseline_that_is_streamed_gives_the_same_quality_and_is_kept_as_hidde
     _, cold = build(recipe(quality=text), tmp_path)
     monkeypatch.setattr(StreamedBaseline, "walk", None)
     _, warm = build(recipe(quality=text), tmp_path)
-    assert warm.build.reused.stages == ("trace", "trace-proof", "baseline")
+    assert warm.build.reused.stages == ("trace", "trace-proof", "engine", "baseline")
     assert warm.quality is not None
     assert whole.quality == without.quality == cold.quality == warm.quality
     assert "layer by layer" not in str(whole.quality_baseline)
     assert "layer by layer" in str(warm.quality_baseline)
 
 
+@pytest.mark.slow
 def test_a_baseline_that_does_not_fit_is_not_timed_and_the_report_says_so(
     recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +264,7 @@ def test_a_baseline_that_does_not_fit_is_not_timed_and_the_report_says_so(
     assert notes[0].endswith(", and 1.00 kB of memory are free")
 
 
+@pytest.mark.slow
 def test_answers_of_a_streamed_baseline_are_short_and_the_report_says_so(
     recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -499,7 +525,7 @@ def test_a_remote_cache_gives_another_machine_all_that_one_computed(recipe: Writ
         digests.append(Artifact.open(result.path).manifest.content_digest)
         assert not [note for note in result.report.notes if "cache" in note]
     assert digests[0] == digests[1]
-    expected = reports.ReusedRecord(stages=("trace", "trace-proof"), layers=(0, 1), passes=tuple(NAMES))
+    expected = reports.ReusedRecord(stages=("trace", "trace-proof", "engine"), layers=(0, 1), passes=tuple(NAMES))
     assert result.report.build.reused == expected
 
 

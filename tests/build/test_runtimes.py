@@ -132,6 +132,7 @@ def test_evidence_of_another_runtime(recipe: Write, tmp_path: Path) -> None:
     assert invoke("gate", path, "--gates", release).exit_code == 3
 
 
+@pytest.mark.slow
 def test_an_artifact_is_run_elsewhere_afterwards(recipe: Write, tmp_path: Path) -> None:
     file = recipe(validation=())
     built = invoke("build", file, "--quiet")

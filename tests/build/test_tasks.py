@@ -121,6 +121,7 @@ def test_eval_adds_a_record_that_verify_recomputes(
 
 
 @harnessed
+@pytest.mark.slow
 def test_a_checkpoint_that_does_not_fit_is_left_out_and_that_is_said(
     built: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -68,3 +69,24 @@ def test_the_digest_does_not_depend_on_where_the_package_lies(package: Path) -> 
     here = Code(ROOT / "llmforge")
     assert here.modules("llmforge.build.pipeline") == Code(package).modules("llmforge.build.pipeline")
     assert here.digest("llmforge.passes.pack_qkv") == Code(package).digest("llmforge.passes.pack_qkv")
+
+
+def test_what_was_parsed_before_is_not_parsed_again(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Code(package)
+    wanted = first.digest("llmforge.passes.quantize_weights")
+    kept = json.loads(json.dumps(first.parsed))
+    texts = first.texts()
+    again = Code(package)
+    again.know(kept)
+    with monkeypatch.context() as patched:
+        patched.setattr("llmforge.cache.code._imports", None)
+        assert again.digest("llmforge.passes.quantize_weights") == wanted
+    file = package / "quantization" / "grids.py"
+    file.write_bytes(file.read_bytes() + b"\nimport llmforge.trace.pattern_of_nothing, llmforge.build.lock\n")
+    changed = Code(package)
+    changed.know(kept)
+    assert changed.texts() != texts
+    assert "llmforge.build.lock" in changed.modules("llmforge.passes.quantize_weights")
+    assert changed.digest("llmforge.passes.quantize_weights") == Code(package).digest(
+        "llmforge.passes.quantize_weights"
+    )

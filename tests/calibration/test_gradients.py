@@ -38,6 +38,7 @@ def taken(folder: Path, ids: list[NDArray[np.int64]], into: Path) -> tuple[Skele
     with torch.no_grad():
         calls, states = skeleton.enter(ids)
         take(skeleton, ids, calls, states, into)
+    assert all(each.is_file() for each in into.iterdir())  # hidden states are gone
     return skeleton, Gradients.read(into)
 
 

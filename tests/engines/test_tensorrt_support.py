@@ -119,7 +119,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], BuildLog]
 
 
 @pytest.mark.parametrize(
-    ("form", "sm"), [("int4", "89"), ("int8", "75"), ("int8", "80"), ("fp8", "89"), ("fp8 both", "120")]
+    ("form", "sm"),
+    [
+        ("int4", "89"),
+        ("int8", "75"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("int8", "80"), ("fp8", "89"), ("fp8 both", "120"))),
+    ],
 )
 def test_plans_hold_weights_as_they_are_stored(
     form: str, sm: str, plain: Callable[[str], BuildLog], tmp_path: Path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import ml_dtypes
@@ -143,3 +144,18 @@ def test_sources_are_named_where_rows_lie_as_they_are_stored() -> None:
     part = Stored(never, ir.DataType.FLOAT, ir.Shape((K, 2)), "w", transposed=True)
     mixed = Derived(side_by_side, [tensor(weight(2, 1), "w"), part], ir.DataType.FLOAT, ir.Shape((K, 4)), "mixed")
     assert stored_in(mixed, transposed=True) == ()
+
+
+def test_it_begins_when_what_is_before_it_has_ended() -> None:
+    array, grid = weight(8, 1), GRIDS[0]
+    begun, ended = threading.Event(), Future[str]()
+
+    def read() -> NDArray[Any]:
+        begun.set()
+        return array
+
+    with Ahead() as ahead:
+        ahead.begin({"w": Task(read, RTN, grid)}, behind=ended)
+        assert not begun.wait(0.2)
+        ended.set_result("")
+        assert begun.wait(10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -327,3 +328,14 @@ def test_scales_can_be_stored_whatever_was_rounded_again(trellis: bool) -> None:
     codes, supers = split(matrix.scales, grid)  # refuses what cannot be stored
     assert (codes != 0).all()
     assert supers.shape == (64, 1)
+
+
+def test_a_factor_takes_the_memory_of_a_few_matrices() -> None:
+    x = inputs(700, 600)
+    hessian = x.T @ x
+    tracemalloc.start()
+    try:
+        Curvature.of(hessian, DAMPING)
+        assert tracemalloc.get_traced_memory()[1] < 4.5 * 8 * 600 * 600
+    finally:
+        tracemalloc.stop()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import onnxruntime as ort
 import pytest
@@ -79,7 +81,7 @@ def test_unpack_undoes_pack(weight: NDArray[np.float32], grid: Grid) -> None:
     assert (again.zero_points is None) == grid.symmetric
     if matrix.zero_points is not None and again.zero_points is not None:
         assert packed.zero_points is not None
-        assert packed.zero_points.shape == (n, -(-blocks * grid.bits // 8))
+        assert packed.zero_points.shape == (n, blocks if grid.bits > 4 else -(-blocks // 2))
         np.testing.assert_array_equal(again.zero_points, matrix.zero_points)
 
 
@@ -199,3 +201,16 @@ def test_scales_that_int8_does_not_store_are_refused() -> None:
         split(np.array([[0.1234567, 0.7654321]], np.float32), Grid(4, 32, True, "int8"))
     with pytest.raises(ValueError, match="65504"):
         stored(np.array([[1e6]], np.float32), Grid(4, 32, True, "fp16"))
+
+
+@pytest.mark.parametrize("grid", [Grid(8, 32, True, "int8"), Grid(4, 32, True, "int8", trellis=True)])
+def test_numbers_are_made_by_rows_in_little_more_memory_than_they_take(grid: Grid) -> None:
+    matrix = rtn(np.random.default_rng(0).standard_normal((2005, 512)).astype(np.float32), grid)
+    tracemalloc.start()
+    try:
+        values = dequantize(matrix)
+        assert tracemalloc.get_traced_memory()[1] < 1.5 * values.nbytes
+    finally:
+        tracemalloc.stop()
+    for rows_ in (slice(0, 16), slice(1984, 2005)):
+        np.testing.assert_array_equal(values[rows_], dequantize(rows(matrix, rows_)))

@@ -263,3 +263,88 @@ def test_without_the_library_a_constraint_says_what_is_missing(monkeypatch):
         Samplers(sample(), 8192, (EOS,)).start(Sampling(constraint=PERSON), [1])
     assert raised.value.exit_code == 8
     Samplers(sample(), 8192, (EOS,)).start(Sampling(), [1])
+
+
+def behind(
+    tokenizer: Tokenizer, constraint: Constraint, said: list[int], seed: int, tokens: int = 40, eos: int = EOS
+) -> str:
+    """Say `said`, then what random logits give under the constraint, up to a number of tokens or the end."""
+    vocabulary = tokenizer.get_vocab_size()
+    sampler = Samplers(tokenizer, vocabulary, [eos]).start(
+        Sampling(temperature=1, seed=seed, constraint=constraint), [1]
+    )
+    rng, ids = np.random.default_rng(seed), []
+    for i in range(len(said) + tokens):
+        logits = rng.normal(size=vocabulary).astype(np.float32)
+        if i < len(said):
+            logits[:], logits[said[i]] = -100, 100
+        ids.append(sampler.sample(logits).token)
+        if sampler.is_stop(ids[-1]):
+            break
+    assert ids[: len(said)] == said
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+DAY = {
+    "type": "object",
+    "properties": {"day": {"enum": ["Mon", "Tue"]}},
+    "required": ["day"],
+    "additionalProperties": False,
+}
+FOUND = re.compile(r'\{\s*"day"\s*:\s*"(Mon|Tue)"\s*\}')
+
+
+@pytest.mark.parametrize("name", ["sample", "byte_level", "sentencepiece"])
+def test_text_is_free_up_to_what_a_constraint_stands_behind_and_after_it(name: str) -> None:
+    tokenizer = {"sample": sample, "byte_level": byte_level, "sentencepiece": sentencepiece}[name]()
+    constraint = Constraint("grammar", 'start: "mon" | "tue"', behind=r"at\s{0,3}the")
+    for seed in range(5):
+        said = tokenizer.encode("é, at  the", add_special_tokens=False).ids
+        text = behind(tokenizer, constraint, said, seed, tokens=30)
+        tail = text.partition("at  the")[2]
+        assert tail.startswith(("mon", "tue")), text
+        assert len(tail) > 10, "text ends with what was wanted"  # random tokens, few of which are the end
+
+
+def test_a_token_that_completes_the_beginning_may_go_on_behind_it() -> None:
+    tokenizer = sample()
+    constraint = Constraint("json_schema", json.dumps(DAY), behind="call ")
+    call = tokenizer.encode("call", add_special_tokens=False).ids
+    brace, other = (tokenizer.token_to_id(token) for token in ('Ġ{"', 'Ġ["'))
+    for seed in range(5):
+        text = behind(tokenizer, constraint, [*call, brace], seed)
+        assert FOUND.match(text.removeprefix("call ")), text
+        assert not FOUND.search(behind(tokenizer, constraint, [*call, other], seed))  # which begins no such object
+        twice = [*call, other, *call, brace]
+        assert FOUND.search(behind(tokenizer, constraint, twice, seed))
+
+
+def test_what_stands_behind_the_beginning_of_an_answer_holds_there_alone() -> None:
+    tokenizer = sample()
+    constraint = Constraint("grammar", 'start: "mon" | "tue"', behind=r"\A\s{0,9}call:")
+    call = tokenizer.encode("call:", add_special_tokens=False).ids
+    word = tokenizer.encode("so " * 300, add_special_tokens=False).ids
+    assert behind(tokenizer, constraint, call, 1).startswith(("call:mon", "call:tue"))
+    for before in (word[:1], word):
+        text = behind(tokenizer, constraint, [*before, *call], 1)
+        assert "call:mon" not in text
+        assert "call:tue" not in text
+
+
+def test_a_constraint_holds_each_time_and_an_answer_may_end_between() -> None:
+    tokenizer = sample()
+    constraint = Constraint("grammar", 'start: "mon" | "tue"', behind="call:")
+    call = tokenizer.encode("call:", add_special_tokens=False).ids
+    vocabulary = tokenizer.get_vocab_size()
+    sampler = Samplers(tokenizer, vocabulary, [EOS]).start(Sampling(constraint=constraint), [1])
+    for _ in range(3):
+        ids: list[int] = []
+        for token in call:
+            logits = np.zeros(vocabulary, np.float32)
+            logits[token] = 9
+            ids.append(sampler.sample(logits).token)
+        wants_end = np.zeros(vocabulary, np.float32)
+        wants_end[EOS] = 9
+        while (token := sampler.sample(wants_end).token) != EOS:
+            ids.append(token)
+        assert re.fullmatch("call:(mon|tue)", tokenizer.decode(ids))

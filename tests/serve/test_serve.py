@@ -693,6 +693,28 @@ def test_sigterm_lets_answers_finish_and_ends_the_process(small: Artifact, runne
         assert (process.stdout.read(), process.stderr.read()) == ("", "")
 
 
+def test_what_is_not_complete_after_the_grace_period_ends_with_an_error(
+    tmp_path: Path, sample_checkpoint: Path
+) -> None:
+    endless = publish_small(tmp_path, sample_checkpoint, context=16_384)
+    process, address = start(endless, "--grace", "1")
+    with process, client_of(address) as client:
+        body: Any = {"ignore_eos": True, "max_tokens": 16_000}
+        stream = iter(client.completions.create(model="small", prompt=PROMPT, stream=True, extra_body=body))
+        assert next(stream).choices
+        process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        wait_until(lambda: get(address, "/ready")[0] == 503)
+        status, headers, _ = post(address, "/v1/completions", {"prompt": PROMPT})  # new calls are refused meanwhile
+        assert (status, headers["retry-after"]) == (503, "1")
+        with pytest.raises(openai.APIError, match="the server is shutting down"):
+            list(stream)
+        assert process.wait(timeout=20) == 0
+        assert 1 <= time.monotonic() - began < 10  # 1.3 s where nothing else runs
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
 def test_a_port_that_is_taken_is_said_so(small: Artifact) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

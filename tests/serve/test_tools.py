@@ -13,11 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import numpy as np
 import openai
 import pytest
 
 from llmforge import runtime, serve
 from llmforge.runtime import Constraint, Engine, Receiver, Request
+from llmforge.runtime.sampling.sampler import TokenSampler
 from llmforge.serve.server import make_server
 
 from .. import tool_templates
@@ -65,37 +68,6 @@ TOOLS = [
     function("deep", {"a": {"type": "object", "additionalProperties": False, "required": ["b"], "properties": {
         "b": {"type": "object", "additionalProperties": False, "required": ["c"], "properties": {"c": WORD}}}}}),
 ]  # fmt: skip
-
-
-def valid(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
-    """Whether a value is one of a schema, of the words that `TOOLS` uses."""
-    if "$ref" in schema:
-        return valid(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)
-    if "anyOf" in schema:
-        return any(valid(value, each, root) for each in schema["anyOf"])
-    kinds = {
-        "object": dict, "array": list, "string": str, "boolean": bool, "null": type(None), "integer": int,
-        "number": int | float,
-    }  # fmt: skip
-    wanted = schema.get("type", list(kinds))
-    names = [wanted] if isinstance(wanted, str) else wanted
-    if not any(isinstance(value, kinds[name]) and (name == "boolean") == isinstance(value, bool) for name in names):
-        return False
-    ok = value in schema.get("enum", [value]) and value == schema.get("const", value)
-    if isinstance(value, str):
-        ok &= re.search(schema.get("pattern", ""), value) is not None
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        ok &= schema.get("minimum", value) <= value <= schema.get("maximum", value)
-        ok &= value % schema.get("multipleOf", 1) == 0
-    elif isinstance(value, list):
-        ok &= schema["minItems"] <= len(value) <= schema["maxItems"]
-        ok &= all(valid(each, schema["items"], root) for each in value)
-    elif isinstance(value, dict):
-        known = schema.get("properties", {})
-        ok &= value.keys() >= set(schema.get("required", ()))
-        ok &= schema.get("additionalProperties", True) or value.keys() <= known.keys()
-        ok &= all(valid(value[name], each, root) for name, each in known.items() if name in value)
-    return bool(ok)
 
 
 class Scripted:
@@ -193,7 +165,87 @@ def test_a_function_that_must_be_called_is_called_by_its_schema(served: Any, too
     (call,) = choice.message.tool_calls
     assert (call.type, call.function.name) == ("function", name)
     assert re.fullmatch("[A-Za-z0-9]{9}", call.id)
-    assert valid(json.loads(call.function.arguments), schema, schema)
+    jsonschema.Draft202012Validator(schema).validate(json.loads(call.function.arguments))
+
+
+class Opening:
+    """Makes sequences begin with a text, whatever the model says; then the model goes on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+        self.tokens: list[int] = []
+        self._tokenizer = tokenizer
+        sample = TokenSampler.sample
+
+        def opened(sampler: TokenSampler, logits: Any) -> Any:
+            if (at := sampler._generated) < len(self.tokens):
+                logits = np.full_like(logits, -100)
+                logits[self.tokens[at]] = 100
+            return sample(sampler, logits)
+
+        monkeypatch.setattr(TokenSampler, "sample", opened)
+
+    def says(self, text: str) -> None:
+        """Say `text`, whose special token is one."""
+        self.tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
+
+
+OPENINGS = {"hermes": 'So:\n<tool_call>\n{"name": "', "mistral": 'So:[TOOL_CALLS] [{"name": "'}
+
+
+@pytest.mark.parametrize("name", OPENINGS)
+def test_a_call_that_a_model_begins_of_itself_keeps_to_the_schema_of_a_strict_tool(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, scripted = request.getfixturevalue(name)
+    scripted.says = None
+    opening = Opening(monkeypatch, scripted.encoder.tokenizer)
+    opening.says(OPENINGS[name])
+    seen = set()
+    for i, tool in enumerate(TOOLS):
+        strict = {"type": "function", "function": {**tool["function"], "strict": True}}
+        options = {"tools": [strict], "temperature": 1.2, "seed": i, "max_tokens": 400}
+        (choice,) = ask(client, **options).choices
+        assert choice.message.content is not None
+        assert choice.message.content.startswith("So:")  # and the model may go on behind its call as it likes
+        call = choice.message.tool_calls[0]
+        schema = tool["function"].get("parameters", {"additionalProperties": False})
+        assert call.function.name == tool["function"]["name"]
+        jsonschema.Draft202012Validator(schema).validate(json.loads(call.function.arguments))
+        seen.add(call.function.name)
+    assert len(seen) == len(TOOLS)
+    # Without `strict` the model writes what it likes, as with OpenAI: a random one writes no arguments.
+    (choice,) = ask(client, tools=TOOLS[2:5], temperature=1.2, seed=1, max_tokens=200).choices
+    assert not choice.message.tool_calls
+    assert choice.message.content.startswith("So:")
+
+
+def test_of_tools_some_of_which_are_strict_the_others_get_any_object(hermes: Any, monkeypatch: Any) -> None:
+    client, scripted = hermes
+    opening = Opening(monkeypatch, scripted.encoder.tokenizer)
+    strict = {"type": "function", "function": {**TOOLS[2]["function"], "strict": True}}
+    names = set()
+    for seed in range(6):
+        opening.says(OPENINGS["hermes"])
+        (choice,) = ask(client, tools=[strict, TOOLS[3]], temperature=1, seed=seed, max_tokens=400).choices
+        for call in choice.message.tool_calls or ():
+            names.add(call.function.name)
+            if choice.finish_reason != "length" or call is not choice.message.tool_calls[-1]:
+                arguments = json.loads(call.function.arguments)
+                assert isinstance(arguments, dict)
+                if call.function.name == "add":
+                    jsonschema.Draft202012Validator(TOOLS[2]["function"]["parameters"]).validate(arguments)
+    assert names == {"add", "switch-2"}
+
+
+def test_free_text_is_what_it_is_without_strict_tools(served: Any) -> None:
+    client, _ = served
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    for seed in range(3):
+        said = [
+            ask(client, tools=[each], temperature=1, seed=seed, max_tokens=60).choices[0].message.content
+            for each in (strict, WEATHER)
+        ]
+        assert said[0] == said[1]
 
 
 def test_one_of_the_tools_must_be_called_in_a_stream_as_in_one_answer(served: Any) -> None:
@@ -286,6 +338,7 @@ def test_a_conversation_goes_on_behind_a_call(served: Any) -> None:
         ({"tools": [function("a", {"x": {"type": "string", "pattern": "a" * 70_000}})]}, "tools", "at most 65,536"),
         ({"tools": [function("a", {"x": {"type": "string", "pattern": "("}})]}, "tools", "tools: "),
         ({"tools": [{"type": "function", "function": {"name": "a", "description": 3}}]}, "tools", "expected a string"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]}, "tools", "true or false"),
         ({"tool_choice": "sometimes"}, "tool_choice", "none, auto, required or"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "there is no tool 'x'"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "no tools to call"),

@@ -29,6 +29,7 @@ from llmforge.trace import trace
 from llmforge.trace.canonicalize import tokenwise
 from llmforge.trace.export import concatenations, untranslated
 from llmforge.trace.hooks import gated_norms, indexers, linear_attention, norms, recurrent, rotary, state_spaces
+from llmforge.trace.hooks.attention import Attention, CacheLayer
 from llmforge.verification import probe
 
 from .. import zoo
@@ -362,13 +363,22 @@ def test_layers_without_a_cache_are_not_counted(tmp_path: Path) -> None:
     }
 
 
-def test_layers_that_share_keys_and_values_cache_them_each(tmp_path: Path) -> None:
-    model = traced("gemma3n", tmp_path)
-    nodes = canonical.Attention.all(model)
-    assert [node.layer for node in nodes] == [0, 1, 2, 3]
-    assert nodes[2].k is nodes[0].k  # of the last layer with a window that has its own
-    assert nodes[3].k is nodes[1].k
-    assert [node.window for node in nodes] == [7, 0, 7, 0]
+def test_a_layer_that_reads_keys_of_another_is_the_one_behind_it() -> None:
+    run = Attention(64)
+    run.layers = [CacheLayer(None, run) for _ in range(3)]
+    key, value = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4)
+    run.layers[0].update(key, value)
+    for index in range(3):
+        assert run._layer_of(key, value) == index
+        run.layers[index].read = (key, value)
+    with pytest.raises(UnsupportedError, match="of another layer, and which layer it is of is open"):
+        run._layer_of(key, value)
+    run.layers = [CacheLayer(None, run) for _ in range(2)]
+    for layer in run.layers:
+        layer.update(key, value)
+    run.layers[0].read = (key, value)
+    with pytest.raises(UnsupportedError, match="which layer it is of is open"):  # the next has keys of its own
+        run._layer_of(key, value)
 
 
 def test_an_indexer_is_refused_with_what_it_chooses(tmp_path: Path) -> None:

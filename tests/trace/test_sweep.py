@@ -45,7 +45,19 @@ TWENTY = {
     "bart": ("encoder-decoder", "it is an encoder-decoder"),
 }
 # What other tests trace models like, or is like others of the twenty.
-SLOW = {"llama", "qwen2", "falcon", "phi3", "deepseek_v3", "qwen3_moe", "mixtral", "qwen3_next", "codegen"}
+SLOW = {
+    "llama",
+    "qwen2",
+    "falcon",
+    "phi3",
+    "deepseek_v3",
+    "qwen3_moe",
+    "mixtral",
+    "qwen3_next",
+    "codegen",
+    "mistral",
+    "gpt_neox",
+}
 # transformers cannot even make their default configuration
 IMPOSSIBLE = {"gemma4_assistant"}
 TABLE = ROOT / "docs/architectures.md"

@@ -20,7 +20,7 @@ from ..triton_server import Server, environment_or_skip, launched
 
 pytestmark = pytest.mark.xdist_group("triton")
 
-MEASURED_S = 2.0  # of each side
+MEASURED_S = 1.0  # of each side
 CONTEXT = 4096
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import importlib.util
 import json
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -33,6 +35,8 @@ from llmforge.triton.backend import signature
 
 from .. import published, stored
 from ..build.test_tasks import recipe as write_recipe
+from ..otlp_collector import Collector, collecting
+from ..tool_templates import HERMES
 from ..triton_env import TritonEnv
 from ..triton_server import Reply, Server, client, environment_or_skip, launched
 
@@ -80,15 +84,21 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path)
     serving = ServingSpec(max_queue=QUEUE)
     return {
         "random": published.random_decoder(
-            out, sample_checkpoint, max_context=CONTEXT, max_batch=SLOTS, serving=serving
+            out, sample_checkpoint, max_context=CONTEXT, max_batch=SLOTS, serving=serving, template=HERMES
         ),
         "scripted": published.scripted(out, sample_checkpoint, SCRIPT, max_context=1024, serving=serving),
     }
 
 
 @pytest.fixture(scope="session")
+def collector() -> Iterator[Collector]:
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
 def server(
-    env: TritonEnv, artifacts: dict[str, Artifact], tmp_path_factory: pytest.TempPathFactory
+    env: TritonEnv, artifacts: dict[str, Artifact], collector: Collector, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """One server with both models, and one that tells what its environment has."""
     repository = tmp_path_factory.mktemp("triton") / "repository"
@@ -97,7 +107,10 @@ def server(
     (repository / "probe" / "1").mkdir(parents=True)
     (repository / "probe" / "config.pbtxt").write_text(PROBE_CONFIG)
     (repository / "probe" / "1" / "model.py").write_text(PROBE)
-    with launched(env, artifacts["random"].path, repository) as running:
+    # Of requests that name a trace, and of no others.
+    traces = ("mode=opentelemetry", "rate=0", "level=TIMESTAMPS", f"opentelemetry,url={collector.url}/v1/traces",
+              "opentelemetry,bsp_schedule_delay=100")  # fmt: skip
+    with launched(env, artifacts["random"].path, repository, *(f"--trace-config={each}" for each in traces)) as running:
         yield running
 
 
@@ -304,6 +317,34 @@ class TestConventions:
         assert re.fullmatch("(yes|no), 日本 [0-9]{3}", answer["text_output"])
         assert answer["finish_reason"] == "stop"
 
+    def test_tools_are_called_by_their_schemas(self, server: Server) -> None:
+        schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"],
+                  "additionalProperties": False}  # fmt: skip
+        tools = json.dumps([{"type": "function", "function": {"name": "switch", "parameters": schema}}])
+        asked = {"messages": json.dumps([{"role": "user", "content": "Light?"}]), "max_tokens": 200, "seed": 3}
+        fields = {**asked, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "temperature": 1.0}
+        reply = server.generate("random", **fields).json
+        assert (reply["text_output"], reply["finish_reason"]) == ("", "tool_calls")
+        (call,) = json.loads(reply["tool_calls"])
+        assert (call["type"], call["function"]["name"], len(call["id"])) == ("function", "switch", 9)
+        assert json.loads(call["function"]["arguments"])["on"] in (True, False)
+        pieces = server.generate_stream("random", **fields)
+        deltas = [each for piece in pieces for each in json.loads(piece.get("tool_calls", "[]"))]
+        assert {each["index"] for each in deltas} == {0}
+        assert sum("id" in each for each in deltas) == 1
+        assert "".join(each["function"]["arguments"] for each in deltas) == call["function"]["arguments"]
+        assert pieces[-1]["finish_reason"] == "tool_calls"
+        assert sum(piece["num_output_tokens"] for piece in pieces) == reply["num_output_tokens"]
+        named = {"sampling_parameters": json.dumps({"tools": json.loads(tools), "tool_choice": {
+            "type": "function", "function": {"name": "switch"}}})}  # fmt: skip
+        assert json.loads(server.generate("random", **asked, **named).json["tool_calls"])
+        message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "on"}
+        history = json.dumps([{"role": "user", "content": "Light?"}, message, result])
+        going_on = server.generate("random", messages=history, tools=tools, max_tokens=2)
+        assert going_on.json["finish_reason"] == "length"
+        assert "tool_calls" not in going_on.json
+
     def test_log_probabilities_of_each_token(self, server: Server) -> None:
         pieces = server.generate_stream("random", text_input="Tell me", max_tokens=12, logprobs=2, ignore_eos=True)
         entries = [entry for piece in pieces for entry in json.loads(piece.get("logprobs", "[]"))]
@@ -315,7 +356,7 @@ class TestConventions:
         own = artifacts["random"].path / "triton" / "random" / "README.md"
         documents = [Path(__file__).parents[2] / "docs" / "triton.md", own]
         lines = [line for file in documents for line in file.read_text().splitlines() if line.startswith("curl ")]
-        assert len(lines) == 7
+        assert len(lines) == 8
         for line in lines:
             words = shlex.split(line)
             ports = {"127.0.0.1:8000": server.http, "127.0.0.1:8002": server.metrics_port}
@@ -345,6 +386,9 @@ class TestRefusals:
             ({"messages": '[{"role": 1}]'}, 'messages[0]: expected an object {"role": …, "content": …}'),
             ({"messages": '[{"role": "user", "content": 1}]'}, "messages[0]: content is int; expected a string"),
             ({"input_ids": [published.VOCABULARY]}, "the vocabulary has 8192"),
+            ({"text_input": "a", "tools": "[{}]"}, "tools: the model is shown them with messages alone"),
+            ({"messages": '[{"role": "user", "content": "a"}]', "tools": "[{}]"}, "tools[0]: expected"),
+            ({"messages": '[{"role": "user", "content": "a"}]', "tool_choice": "required"}, "no tools to call"),
             ({"input_ids": [7] * CONTEXT}, f"allows at most {CONTEXT - 1}"),
             ({"input_ids": [7], "exclude_input_in_output": False}, "requires text_input"),
         ],
@@ -735,3 +779,23 @@ def test_tasks_through_the_server_equal_those_of_the_engine_item_by_item(
     assert accuracy == through[0]["scores"]["accuracy"]["artifact"]
     assert len(accuracy) == 3
     assert max(bits) < 0  # nats of each text
+
+
+def test_triton_itself_traces_requests_that_name_a_trace(server: Server, collector: Collector) -> None:
+    trace = secrets.token_hex(16)
+    headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01", "tracestate": "vendor=1"}
+    connection = http.client.HTTPConnection("127.0.0.1", server.http, timeout=60)
+    with contextlib.closing(connection):
+        body = json.dumps({"text_input": "If the file", "max_tokens": 3, "stream": True})
+        connection.request("POST", "/v2/models/random/generate_stream", body, headers)
+        assert connection.getresponse().read()
+    assert server.generate("random", text_input="If the file", max_tokens=1).status == 200  # which names none
+    end = time.monotonic() + 20
+    while not collector.received and time.monotonic() < end:
+        time.sleep(0.05)
+    sent = [json.loads(body) for *_, body in collector.received]
+    scopes = [scope for each in sent for resource in each["resourceSpans"] for scope in resource["scopeSpans"]]
+    spans = {span["name"]: span for scope in scopes for span in scope["spans"]}
+    assert spans.keys() == {"InferRequest", "random", "compute"}
+    assert {(span["traceId"], span["traceState"]) for span in spans.values()} == {(trace, "vendor=1")}
+    assert spans["InferRequest"]["parentSpanId"] == "b7ad6b7169203331"

@@ -6,6 +6,7 @@ import ast
 import hashlib
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -29,13 +30,17 @@ from llmforge.cli import cli
 from llmforge.recipe import Recipe, ServingSpec
 from llmforge.runtime import Runner, load
 from llmforge.runtime.backends.config import PlanFacts, RuntimeConfig
+from llmforge.runtime.serving.chat import ChatTemplate
 from llmforge.runtime.serving.client_json import JsonLimits
 from llmforge.runtime.serving.options import EngineOptions
+from llmforge.runtime.serving.prompts import PromptEncoder
+from llmforge.runtime.serving.request import Chunk, Usage
 from llmforge.triton import repository, sources
 from llmforge.triton.backend import checks, inputs, lanes, settings, signature
 from llmforge.triton.launch import Ports, command, find
 
 from .. import published
+from ..tool_templates import HERMES
 
 
 @pytest.fixture(scope="module")
@@ -411,7 +416,7 @@ def test_the_environment_of_an_engine_is_that_of_what_runs_it(artifact: Artifact
 
 
 def ask(
-    encoder: Runner, parameters: dict[str, Any] | None = None, timeout_s: float | None = None, **tensors: Any
+    encoder: PromptEncoder, parameters: dict[str, Any] | None = None, timeout_s: float | None = None, **tensors: Any
 ) -> inputs.InferenceRequest:
     """Read a request whose tensors are given as Python values."""
     types = {spec.name: spec.data_type for spec in signature.INPUTS}
@@ -527,6 +532,78 @@ class TestInputs:
         assert (read.echo, read.omitted) == ("a b", {"num_output_tokens"})
         with pytest.raises(UsageError, match="requires text_input and no streaming"):
             ask(runner, text_input="a", exclude_input_in_output=False, stream=True)
+
+
+def tool(**function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "ping", **function}}
+
+
+class TestTools:
+    ASK = '[{"role": "user", "content": "a"}]'
+
+    @pytest.fixture
+    def encoder(self, runner: Runner) -> PromptEncoder:
+        return PromptEncoder(runner.config, runner.tokenizer, ChatTemplate(HERMES, {}, "chat_template.jinja"))
+
+    def test_they_are_json_or_the_text_of_it(self, encoder: PromptEncoder) -> None:
+        given = {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "ping"}}}
+        texts = {name: json.dumps(value) for name, value in given.items()}
+        one = ask(encoder, messages=self.ASK, sampling_parameters=json.dumps({**given, "parallel_tool_calls": False}))
+        two = ask(encoder, {**texts, "parallel_tool_calls": "false"}, messages=self.ASK)
+        assert one.request == two.request
+        assert one.request.sampling.constraint is not None
+        assert one.parser is not None
+        assert "ping" in encoder.tokenizer.decode(list(one.request.prompt))
+        free = ask(encoder, {"tools": texts["tools"]}, messages=self.ASK)
+        assert (free.request.sampling.constraint, free.parser is None) == (None, False)
+        for nothing in ({}, {"tools": "[]"}, {"tools": texts["tools"], "tool_choice": "none"}):
+            assert ask(encoder, nothing, messages=self.ASK).parser is None
+
+    @pytest.mark.parametrize(
+        ("parameters", "message"),
+        [
+            ({"tools": "["}, "tools is not JSON"),
+            ({"tools": [tool()], "tool_choice": "{"}, "tool_choice is not JSON"),
+            ({"tools": [tool()], "parallel_tool_calls": "perhaps"}, "parallel_tool_calls is not JSON"),
+            ({"tools": [tool()], "parallel_tool_calls": 3}, "parallel_tool_calls 3: expected true or false"),
+            ({"tools": "[" + "0," * 200_000 + "0]"}, "values"),
+            ({"tools": [tool()], "tool_choice": "required", "guided_regex": "a"}, "a form of answers"),
+        ],
+    )
+    def test_what_makes_no_sense(self, encoder: PromptEncoder, parameters: dict[str, Any], message: str) -> None:
+        with pytest.raises(UsageError, match=re.escape(message)):
+            ask(encoder, parameters, messages=self.ASK)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_calls_are_told_apart_from_text(self, encoder: PromptEncoder, model_module: Any, stream: bool) -> None:
+        responses = importlib.import_module("llmforge.triton.backend.responses")
+        asked = ask(encoder, {"tools": [tool()]}, messages=self.ASK, stream=stream)
+        sender = object.__new__(responses.ResponseSender)
+        active = responses.ActiveRequest(Mock(), asked, 0.0)
+        said = ["So: <tool", '_call>\n{"name": "ping", "arguments": {"a"', ": 1}}\n</tool_call>"]
+        seen: list[dict[str, Any]] = []
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(responses, "_tensor", lambda spec, value: (spec.name, value))
+            sender._metrics = Mock()
+            sender._active = set()
+            fake = Mock(InferenceResponse=lambda output_tensors: dict(output_tensors))
+            patched.setattr(responses, "pb_utils", fake)
+            active.sender.send = lambda response, flags=0: seen.append(response)
+            for text in said:
+                sender._send(sender._assign((active, Chunk(text, 1), 0.0)))
+            sender._send(sender._assign((active, Chunk("", None, "stop", Usage(1, 3, 1.0, 1.0)), 0.0)))
+        assert "".join(each["text_output"] for each in seen) == "So:"
+        assert seen[-1]["finish_reason"] == "tool_calls"
+        assert sum(each["num_output_tokens"] for each in seen) == 3
+        calls = [call for each in seen for call in json.loads(each.get("tool_calls", "[]"))]
+        assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
+        assert calls[0]["function"]["name"] == "ping"
+        assert len(seen) == (4 if stream else 1)
+        assert all(("index" in call) == stream for call in calls)
+
+    def test_without_messages_they_are_refused(self, encoder: PromptEncoder) -> None:
+        with pytest.raises(UsageError, match="with messages alone"):
+            ask(encoder, {"tools": [tool()]}, text_input="a")
 
 
 class TestLaunch:

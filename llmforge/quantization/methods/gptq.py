@@ -111,16 +111,19 @@ class Curvature:
         if hessian.shape[0] != hessian.shape[1] or mean <= 0:
             raise ValueError(f"a Hessian must be square with a positive diagonal, is {hessian.shape}, mean {mean}")
         order = np.argsort(-hessian.diagonal(), kind="stable")
-        plain = hessian[np.ix_(order, order)].astype(np.float64)
+        damped: NDArray[np.float64] = hessian[np.ix_(order, order)].astype(np.float64)
+        diagonal, places = damped.diagonal().copy(), np.diag_indices(len(damped))
         for attempt in range(ATTEMPTS):
             share = damping * 10**attempt
-            damped = plain + share * mean * np.eye(len(plain))
+            damped[places] = diagonal + share * mean
             try:
                 # L Lᵀ of the reversed matrix is U Uᵀ of the matrix itself, and R = U⁻¹: one factorization, not three.
-                upper = np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
+                upper = np.asarray(np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1], np.float64)
             except np.linalg.LinAlgError:
                 continue
-            return cls(damped.astype(np.float32), order, _invert_upper(upper).astype(np.float32), share)
+            narrow = damped.astype(np.float32)
+            del damped  # two in fp64 are enough
+            return cls(narrow, order, _invert_upper(upper).astype(np.float32), share)
         raise ValueError(f"a Hessian is not positive, even with {share:g} of its mean diagonal {mean:g} added")
 
     def solve(self, products: Float32) -> Float32:

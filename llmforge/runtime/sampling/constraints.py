@@ -5,10 +5,12 @@ llguidance is an extra of its own (`pip install 'llmforge[constraints]'`), impor
 
 from __future__ import annotations
 
+import codecs
 import functools
 import json
+import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError
+from llmforge.runtime.sampling import json_schema
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 WHITE_SPACE = r"(\x20|\x0A[\x20\x09]{0,32})"
 _MOST_COMPILED = 64  # constraints that are kept
 MOST_BYTES = 64 << 10  # of a constraint: the worst that were found compile in half a second
+_MOST_BEHIND = 512  # characters that `Constraint.behind` may match
 _SHOWN = 300  # characters of the library's messages
 
 Kind = Literal["json_schema", "regex", "grammar", "tools"]
@@ -37,7 +41,9 @@ Kind = Literal["json_schema", "regex", "grammar", "tools"]
 class Constraint:
     r"""What text must match: `text` is a JSON Schema, a regular expression for the whole, or a grammar (Lark).
 
-    "tools" is a grammar, too: that of calls, as errors about it say.
+    "tools" is a grammar, too: that of calls, as errors about it say. With `behind`, a regular expression of Python's
+    for at most 512 characters, text is free until a match of it, and what follows matches `text`; behind that it is
+    free again, up to the next match. `\A` in it is the beginning of the answer.
 
     What each may hold is llguidance's: see its documents on JSON Schema and on syntax. Regular expressions are those of
     Rust's regex crate (no look-around, no back-references), and `\d` is 0 to 9.
@@ -45,6 +51,7 @@ class Constraint:
 
     kind: Kind
     text: str
+    behind: str | None = None
 
     def __post_init__(self) -> None:
         if (size := len(self.text.encode("utf-8", "surrogatepass"))) > MOST_BYTES:
@@ -57,10 +64,10 @@ class Constraint:
         """Want JSON that is valid under `schema`, with properties in the schema's order.
 
         Raises:
-            UsageError: the schema is nested too deeply.
+            UsageError: the schema is nested too deeply, or holds what cannot be held to.
         """
         try:
-            return cls("json_schema", json.dumps(schema, ensure_ascii=False))
+            return cls("json_schema", json.dumps(json_schema.exact(schema, "json_schema"), ensure_ascii=False))
         except RecursionError as error:
             raise UsageError("json_schema: nested too deeply") from error
 
@@ -84,8 +91,10 @@ class ConstraintState:
         self._matcher = matcher
         self._vocabulary = vocabulary
 
-    def mask(self) -> NDArray[np.float32]:
+    def mask(self) -> NDArray[np.float32] | None:
         """Give what to add to the logits: fp32 [V], 0 for each token that may come next, -inf for the others.
+
+        None: every token may.
 
         Raises:
             UnsupportedError: the constraint became too large at this token.
@@ -103,12 +112,57 @@ class ConstraintState:
         self._matcher.consume_token(token)
         self._check()
 
+    def follows(self, tokens: Sequence[int]) -> bool:
+        """Advance by tokens that have been sampled, if they are allowed; say whether they were."""
+        return self._matcher.try_consume_tokens(list(tokens)) == len(tokens)
+
+    @property
+    def complete(self) -> bool:
+        """Whether what stands there matches."""
+        return self._matcher.is_accepting()
+
     def _check(self) -> None:
         if self._matcher.is_error():
             raise UnsupportedError(
                 f"the constraint cannot be applied further: {_short(self._matcher.get_error())}",
                 hint="simplify the constraint",
             )
+
+
+class TriggeredState:
+    """Where one sequence stands in a constraint that begins `behind` something; see `Constraint`."""
+
+    def __init__(self, behind: str, start: Callable[[], ConstraintState], tokens: LLTokenizer) -> None:
+        self._behind = re.compile(behind)
+        self._start = start
+        self._tokens = tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._text = ""  # the last of it since the constraint held
+        self._cut = False  # what stands there is not all of the answer
+        self._held: ConstraintState | None = None
+
+    def mask(self) -> NDArray[np.float32] | None:
+        """Give what to add to the logits, as `ConstraintState` does."""
+        return None if self._held is None else self._held.mask()
+
+    def advance(self, token: int) -> None:
+        """Advance by one token, as `ConstraintState` does."""
+        if self._held is not None:
+            self._held.advance(token)
+            if self._held.complete:
+                self._held = None
+            return
+        self._text += self._decoder.decode(self._tokens.decode_bytes([token]))
+        found = self._behind.search(self._text)
+        if found is not None and not (self._cut and self._behind.pattern.startswith(r"\A")):
+            # The token that completed the match may go on behind it.
+            self._text, self._cut = self._text[found.end() :], True
+            held = self._start()
+            if held.follows(self._tokens.tokenize_bytes(self._text.encode() + self._decoder.getstate()[0])):
+                self._held, self._text = held, ""
+                self._decoder.reset()
+        elif len(self._text) > _MOST_BEHIND:
+            self._text, self._cut = self._text[-_MOST_BEHIND:], True
 
 
 class ConstraintCompiler:
@@ -126,7 +180,7 @@ class ConstraintCompiler:
         self._token_trie: LLTokenizer | None = None
         self._compiled: dict[Constraint, Future[LLMatcher]] = {}  # the latest used stand last
 
-    def start(self, constraint: Constraint) -> ConstraintState:
+    def start(self, constraint: Constraint) -> ConstraintState | TriggeredState:
         """Give the state at the beginning of a sequence.
 
         Raises:
@@ -151,7 +205,15 @@ class ConstraintCompiler:
                         del self._compiled[constraint]
                 compiled.set_exception(error)
                 raise
-        return ConstraintState(compiled.result().deep_copy(), self._vocabulary)
+        matcher = compiled.result()
+
+        def state() -> ConstraintState:
+            return ConstraintState(matcher.deep_copy(), self._vocabulary)
+
+        if constraint.behind is None:
+            return state()
+        assert self._token_trie is not None
+        return TriggeredState(constraint.behind, state, self._token_trie)
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits, regex_to_lark

@@ -244,3 +244,41 @@ _CONSTRAINTS: Mapping[str, Callable[[str, Any], Constraint | None]] = {
     **{f"guided_{name}": read for name, read in _STRUCTURES.items()},
 }
 NAMES = (*_FIELDS, "logprobs", "top_logprobs", "n", *_CONSTRAINTS)
+
+_TEXT, _OBJECT = {"type": "string"}, {"type": "object"}
+_FORM_SCHEMAS: Mapping[str, Any] = {
+    "json": _OBJECT,
+    "json_object": {"type": "boolean"},
+    "regex": _TEXT,
+    "choice": {"type": "array", "items": _TEXT, "minItems": 1},
+    "grammar": _TEXT,
+}
+# What JSON each reader takes; text in its place, as Triton has it, is not said.
+_SCHEMAS: Mapping[Callable[[str, Any], Any], Mapping[str, Any]] = {
+    _integer: {"type": "integer"},
+    _top_k: {"type": "integer"},
+    _seed: {"type": "integer"},
+    _number: {"type": "number"},
+    _switch: {"type": "boolean"},
+    _texts: {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]},
+    _tokens: {"type": "array", "items": {"type": "integer"}},
+    _bias: {"type": "object", "additionalProperties": {"type": "number"}},
+    _response_format: {
+        "type": "object",
+        "properties": {
+            "type": {"enum": ["text", "json_object", "json_schema"]},
+            "json_schema": {"type": "object", "properties": {"schema": _OBJECT}, "required": ["schema"]},
+        },
+        "required": ["type"],
+    },
+    _structured_outputs: {"type": "object", "properties": _FORM_SCHEMAS, "additionalProperties": False},
+}
+
+
+def schemas() -> dict[str, Mapping[str, Any]]:
+    """Give the JSON schema of each parameter by its name: of its type, without its bounds."""
+    made: dict[str, Mapping[str, Any]] = {name: _SCHEMAS[read] for name, (_, read) in _FIELDS.items()}
+    made |= {name: _SCHEMAS[read] for name, read in _CONSTRAINTS.items() if read in _SCHEMAS}
+    made |= {f"guided_{name}": schema for name, schema in _FORM_SCHEMAS.items()}
+    made |= {"logprobs": {"type": ["boolean", "integer"]}, "top_logprobs": _SCHEMAS[_integer], "n": _SCHEMAS[_integer]}
+    return {name: made[name] for name in NAMES}

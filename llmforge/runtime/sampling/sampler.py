@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from llmforge.base.errors import InputError, UsageError
-from llmforge.runtime.sampling.constraints import ConstraintCompiler, ConstraintState
+from llmforge.runtime.sampling.constraints import ConstraintCompiler, ConstraintState, TriggeredState
 from llmforge.runtime.sampling.distribution import draw, largest, log_probabilities
 from llmforge.runtime.sampling.options import Sampling
 from llmforge.runtime.sampling.penalties import Penalties
@@ -45,7 +45,7 @@ class TokenSampler:
         sampling: Sampling,
         prompt: Sequence[int],
         stop_tokens: Iterable[int],
-        constraint: ConstraintState | None = None,
+        constraint: ConstraintState | TriggeredState | None = None,
     ) -> None:
         self.sampling = sampling
         self._stop_tokens = frozenset(stop_tokens)
@@ -92,7 +92,8 @@ class TokenSampler:
 
     def _process(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """Give a copy of `logits` [V] with steps 2 to 6 applied."""
-        processed = logits.copy() if self._constraint is None else logits + self._constraint.mask()
+        mask = None if self._constraint is None else self._constraint.mask()
+        processed = logits.copy() if mask is None else logits + mask
         if self._generated < self.sampling.min_tokens:
             stops = processed[self._stop_ids]
             processed[self._stop_ids] = -np.inf

@@ -49,7 +49,9 @@ class Usage:
 
     `cached_tokens` of the prompt were found in the prefix cache. `queue_ms` is the time before prefill; `ttft_ms` runs
     from submission to the first sampled token (None: there was none), `tpot_ms` is the mean time of each token after
-    it, None where there is none. `drafted_tokens` were proposed by speculation, and `accepted_tokens` of them stood.
+    it, None where there is none. `prefill_ms` runs from the begin of prefill to that token, or to the end
+    where there was none (None: it never began). `drafted_tokens` were proposed by speculation, and `accepted_tokens` of
+    them stood.
     """
 
     prompt_tokens: int
@@ -57,6 +59,7 @@ class Usage:
     ttft_ms: float | None
     tpot_ms: float | None
     queue_ms: float = 0.0
+    prefill_ms: float | None = None
     cached_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0

@@ -107,12 +107,14 @@ class Sequence(Ticket):
     def usage(self, now: float) -> Usage:
         """Sum up the sequence, which ends `now`."""
         times, started = self.token_times, now if self.started is None else self.started
+        prefilled = times[0] if times else now
         return Usage(
             prompt_tokens=self.prompt_tokens,
             output_tokens=len(times),
             ttft_ms=(times[0] - self.submitted) * 1e3 if times else None,
             tpot_ms=(times[-1] - times[0]) / (len(times) - 1) * 1e3 if len(times) > 1 else None,
             queue_ms=(started - self.submitted) * 1e3,
+            prefill_ms=None if self.started is None else (prefilled - started) * 1e3,
             cached_tokens=self.cached_tokens,
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 
 from llmforge.base.errors import InputError, UsageError
 from llmforge.runtime.sampling.constraints import WHITE_SPACE, Constraint
+from llmforge.runtime.sampling.json_schema import exact
 from llmforge.runtime.serving.chat import ChatTemplate
-from llmforge.runtime.serving.tool_calls import MARKUPS, CallDelta, CallParser, Markup, Match, match
+from llmforge.runtime.serving.tool_calls import MARKUPS, MOST_SPACE, CallDelta, CallParser, Markup, Match, match
 
 MOST_CALLS = 16  # of one constrained answer: a model that likes calls would never end
 
@@ -135,12 +136,21 @@ class ToolFormat:
         )
 
     def constraint(
-        self, schemas: Mapping[str, Mapping[str, Any]], *, parallel: bool, tokenizer: Tokenizer, eos: Sequence[int]
+        self,
+        schemas: Mapping[str, Mapping[str, Any]],
+        *,
+        parallel: bool,
+        tokenizer: Tokenizer,
+        eos: Sequence[int],
+        required: bool = True,
     ) -> Constraint:
         """Want one call or several, of functions by their names and the JSON schemas of their arguments.
 
+        An answer must begin with them where they are `required`; else they are held to it from where one begins, up to
+        the name of a function as the template writes it.
+
         Raises:
-            UsageError: the schemas are too large, or nested too deeply.
+            UsageError: the schemas are too large, nested too deeply, or hold what cannot be held to.
         """
         added = {
             token: each.content
@@ -152,15 +162,23 @@ class ToolFormat:
         between, further = _lark(self.between, added), ""
         if parallel and self.join is not None:
             further = f" ({_lark(self.join, added)} call){{0,{MOST_CALLS - 1}}}"
-        rules = [f"start: {_lark(self.begin, added)} call{further} {_lark(tail, added)}".rstrip()]
+        begin = _lark(self.begin, added) if required else ""
+        rules = [f"start: {begin} call{further} {_lark(tail, added)}".rstrip()]
         rules.append(f"call: {' | '.join(f'{json.dumps(name)} {between} a{i}' for i, name in enumerate(schemas))}")
         for i, schema in enumerate(schemas.values()):
-            spaced = {"type": "object", **schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
             try:
+                spaced = {"type": "object", **exact(schema, "tools"), "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
                 rules.append(f"a{i}: %json {json.dumps(spaced, ensure_ascii=False)}")
             except RecursionError as error:
                 raise UsageError("tools: a schema is nested too deeply") from error
-        return Constraint("tools", "\n".join(rules) + "\n")
+        return Constraint("tools", "\n".join(rules) + "\n", behind=None if required else self._opening())
+
+    def _opening(self) -> str:
+        """Give the regular expression of what stands before the name of a first call, in any white space."""
+        parts = (re.escape(part) for part in re.split(r"\s+", self.begin.strip()))
+        space = rf"\s{{0,{MOST_SPACE}}}"
+        opening = space.join(parts)
+        return rf"\A{space}{opening}" if self.markup.leads else opening
 
 
 @dataclass(frozen=True)

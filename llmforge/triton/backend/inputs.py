@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UsageError
 from llmforge.runtime.sampling.parameters import sampling_of
-from llmforge.runtime.serving import client_json
+from llmforge.runtime.serving import client_json, tools
 from llmforge.runtime.serving.client_json import JsonLimits
 from llmforge.runtime.serving.messages import encode_messages
 from llmforge.runtime.serving.prompts import PromptEncoder
 from llmforge.runtime.serving.request import Request, check_tokens
+from llmforge.runtime.serving.tool_calls import CallParser
+from llmforge.runtime.serving.tools import ToolUse
 from llmforge.triton.backend import signature
 from llmforge.triton.backend.signature import TensorSpec
 
@@ -33,13 +35,15 @@ Tensors = Mapping[str, NDArray[Any]]
 class InferenceRequest:
     """A client's request: what the engine is asked, and how the output is wanted.
 
-    `echo` stands before the output. `omitted` tensors are not sent.
+    `echo` stands before the output. `omitted` tensors are not sent. `parser` finds calls of tools in the output; None:
+    none are looked for.
     """
 
     request: Request
     stream: bool
     echo: str
     omitted: frozenset[str]
+    parser: CallParser | None = None
 
 
 def read(
@@ -57,10 +61,26 @@ def read(
     omitted = {spec.name.removeprefix("return_") for spec in switches if not _one(tensors, spec, default=True)}
     given = _json(parameters, "the parameters", limits)
     deadline_s = _deadline(given, timeout_s)
-    sampling = sampling_of(_sampling(tensors, given, limits))
-    prompt = _prompt(tensors, encoder, limits)  # what takes time comes last
+    gathered = _sampling(tensors, given, limits)
+    sampling = sampling_of({name: value for name, value in gathered.items() if name not in tools.FIELDS})
+    if gathered.get("tools") and signature.MESSAGES.name not in tensors:
+        raise UsageError("tools: the model is shown them with messages alone")
+    use = _tools(gathered, encoder, limits)
+    prompt = _prompt(tensors, encoder, limits, () if use is None else use.tools)  # what takes time comes last
     echo = _echo(tensors, stream=stream)
-    return InferenceRequest(Request(tuple(prompt), sampling, deadline_s), stream, echo, frozenset(omitted))
+    request = Request(tuple(prompt), sampling, deadline_s)
+    if use is None:
+        return InferenceRequest(request, stream, echo, frozenset(omitted))
+    return InferenceRequest(use.applied(request), stream, echo, frozenset(omitted), use.parser())
+
+
+def _tools(given: Mapping[str, Any], encoder: PromptEncoder, limits: JsonLimits) -> ToolUse | None:
+    """Read tools, whose parameters may be JSON or the text of it: parameters of Triton's requests are no objects."""
+    fields = {name: value for name, value in given.items() if name in tools.FIELDS}
+    for name, value in fields.items():
+        if isinstance(value, str) and (name != "tool_choice" or value.lstrip().startswith("{")):
+            fields[name] = _json(value, name, limits)
+    return tools.read(fields, encoder)
 
 
 def _deadline(parameters: Mapping[str, Any], timeout_s: float | None) -> float | None:
@@ -81,7 +101,9 @@ def _deadline(parameters: Mapping[str, Any], timeout_s: float | None) -> float |
     return next((seconds for seconds in found.values() if seconds), None)
 
 
-def _prompt(tensors: Tensors, encoder: PromptEncoder, limits: JsonLimits) -> list[int]:
+def _prompt(
+    tensors: Tensors, encoder: PromptEncoder, limits: JsonLimits, shown: Sequence[Mapping[str, Any]]
+) -> list[int]:
     kinds = (signature.TEXT_INPUT, signature.MESSAGES, signature.INPUT_IDS)
     given = [spec for spec in kinds if spec.name in tensors]
     if len(given) != 1:
@@ -93,7 +115,7 @@ def _prompt(tensors: Tensors, encoder: PromptEncoder, limits: JsonLimits) -> lis
     if spec is signature.TEXT_INPUT:
         return encoder.encode(_text(tensors, spec))
     if spec is signature.MESSAGES:
-        return encode_messages(_json(_text(tensors, spec), spec.name, limits), encoder)
+        return encode_messages(_json(_text(tensors, spec), spec.name, limits), encoder, shown)
     flat = tensors[spec.name].reshape(-1)
     check_tokens(flat, encoder.config.max_context - 1, encoder.config.vocabulary)  # before there is a list of them
     ids: list[int] = flat.tolist()

@@ -23,6 +23,7 @@ from llmforge.runtime.sampling.sampler import TokenLogprob
 from llmforge.runtime.serving.interface import Serving
 from llmforge.runtime.serving.request import Chunk
 from llmforge.runtime.serving.sequence import Ticket
+from llmforge.runtime.serving.tool_calls import CallParser, Piece, call_deltas, text_of, whole_calls
 from llmforge.triton.backend import signature
 from llmforge.triton.backend.inputs import InferenceRequest
 from llmforge.triton.backend.metrics import Metrics
@@ -44,6 +45,7 @@ class ActiveRequest:
     arrived: float  # on the clock of `time.perf_counter`
     ticket: Ticket | None = None
     chunks: list[Chunk] = field(default_factory=list)  # that no response holds yet
+    pieces: list[Piece] = field(default_factory=list)  # of their text, as far as it is known what it is
     output_tokens: int = 0  # in the responses so far
     last_token: float | None = None  # when it was made
     ended: bool = False
@@ -128,6 +130,7 @@ class ResponseSender:
             fail(active.sender, what)
         else:
             active.chunks.append(what)
+            active.pieces += _pieces(active.asked.parser, what)
             if what.token_id is not None:
                 before, active.last_token = active.last_token, when
                 self._metrics.token(when - (active.arrived if before is None else before), first=before is None)
@@ -140,10 +143,11 @@ class ResponseSender:
         if active.ended or not active.chunks:
             return
         reason = active.chunks[-1].finish_reason
-        if reason is None and not (active.asked.stream and any(chunk.text for chunk in active.chunks)):
+        if reason is None and not (active.asked.stream and active.pieces):
             return
         response = pb_utils.InferenceResponse(output_tensors=self._tensors(active, reason))
         active.chunks.clear()
+        active.pieces.clear()
         if reason is None:
             active.sender.send(response)
             return
@@ -157,9 +161,11 @@ class ResponseSender:
         tokens = sum(chunk.token_id is not None for chunk in chunks)
         tokens = usage.output_tokens - active.output_tokens if usage is not None else tokens
         active.output_tokens += tokens
-        text = "".join(chunk.text for chunk in chunks)
+        parser = active.asked.parser
+        if reason == "stop" and parser is not None and parser.calls:
+            reason = "tool_calls"
         values: dict[TensorSpec, Any] = {
-            signature.TEXT_OUTPUT: active.asked.echo + text,
+            signature.TEXT_OUTPUT: active.asked.echo + text_of(active.pieces),
             signature.FINISH_REASON: reason or "",
             signature.NUM_INPUT_TOKENS: len(active.asked.request.prompt),
             signature.NUM_OUTPUT_TOKENS: tokens,
@@ -168,6 +174,9 @@ class ResponseSender:
             values[signature.USAGE] = json.dumps(dataclasses.asdict(usage))
         if logprobs := [self._logprob(chunk.logprob) for chunk in chunks if chunk.logprob is not None]:
             values[signature.LOGPROBS] = json.dumps(logprobs, ensure_ascii=False)
+        if calls := call_deltas(active.pieces):
+            said = calls if active.asked.stream else whole_calls(calls)
+            values[signature.TOOL_CALLS] = json.dumps(said, ensure_ascii=False)
         return [_tensor(spec, value) for spec, value in values.items() if spec.name not in active.asked.omitted]
 
     def _logprob(self, entry: TokenLogprob) -> dict[str, Any]:
@@ -185,6 +194,13 @@ class ResponseSender:
         """Note that a request gets its last response; Triton allows no use of its sender after that."""
         active.ended = True
         self._active.discard(active)
+
+
+def _pieces(parser: CallParser | None, chunk: Chunk) -> list[Piece]:
+    """Find calls in the next text of an answer."""
+    if parser is None:
+        return [chunk.text] if chunk.text else []
+    return parser.push(chunk.text) + (parser.flush() if chunk.finish_reason is not None else [])
 
 
 def fail(sender: Any, error: ForgeError) -> None:

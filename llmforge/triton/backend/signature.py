@@ -53,4 +53,6 @@ NUM_INPUT_TOKENS = TensorSpec("num_input_tokens", "TYPE_UINT32")  # of the promp
 NUM_OUTPUT_TOKENS = TensorSpec("num_output_tokens", "TYPE_UINT32")  # of this response: those of all responses add up
 USAGE = TensorSpec("usage", "TYPE_STRING")  # last response: JSON of `llmforge.runtime.Usage`
 LOGPROBS = TensorSpec("logprobs", "TYPE_STRING")  # where asked for: JSON list, one entry a token of this response
-OUTPUTS = (TEXT_OUTPUT, FINISH_REASON, NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS, USAGE, LOGPROBS)
+# Where there are any: JSON list of calls in OpenAI's shape; in a stream, of what is new of them, with `index`.
+TOOL_CALLS = TensorSpec("tool_calls", "TYPE_STRING")
+OUTPUTS = (TEXT_OUTPUT, FINISH_REASON, NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS, USAGE, LOGPROBS, TOOL_CALLS)

@@ -1,4 +1,4 @@
-"""Tools that a call offers to the model, as OpenAI's requests have them. No HTTP here.
+"""Tools that a request offers to the model, in the shape of OpenAI's. No HTTP here.
 
 Shapes: https://platform.openai.com/docs/api-reference/chat/create (`tools`, `tool_choice`, `parallel_tool_calls`).
 """
@@ -34,7 +34,7 @@ class ToolUse:
         parallel: whether it may call several at once.
         format: how the checkpoint writes calls.
         special_tokens: that calls are written with.
-        constraint: what an answer that must call has to match.
+        constraint: what an answer has to match: from its beginning where it must call, else from where it calls.
     """
 
     tools: tuple[Mapping[str, Any], ...]
@@ -83,12 +83,17 @@ def read(fields: Mapping[str, Any], encoder: PromptEncoder) -> ToolUse | None:
         )
     tokenizer: Tokenizer = encoder.tokenizer
     constraint = None
-    if required is not None:
+    strict = [bool(tool["function"].get("strict")) for tool in given or ()]
+    if required is not None or any(strict):
+        held = {name: schemas[name] for name in required or ()}
+        if required is None:
+            held = {name: schemas[name] if holds else {} for name, holds in zip(schemas, strict, strict=True)}
         constraint = format_.constraint(
-            {name: schemas[name] for name in required},
-            parallel=parallel and isinstance(choice, str),
+            held,
+            parallel=parallel and not isinstance(choice, dict),
             tokenizer=tokenizer,
             eos=encoder.config.eos_token_ids,
+            required=required is not None,
         )
     return ToolUse(tools, parallel, format_, format_.special_tokens(tokenizer), constraint)
 
@@ -116,6 +121,8 @@ def _tool(value: Any, where: str) -> dict[str, Any]:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         raise UsageError(f"{where}.function.parameters: expected the JSON schema of an object")
+    if not isinstance(function.get("strict"), bool | None):
+        raise UsageError(f"{where}.function.strict: expected true or false")
     return {
         "type": "function",
         "function": {"name": name, "description": description or "", "parameters": parameters},
