@@ -44,7 +44,8 @@ def require_bound(checkpoint: Checkpoint, model: ir.Model, reference: Reference)
     expected = Parameters(checkpoint, reference)
     if strange := sorted(set(held) - set(expected.names)):
         raise VerificationError(f"the traced graph has {strange[0]}, which is no parameter of the model", hint=HINT)
-    if lacking := sorted(set(expected.names) - set(held)):
+    lacking = sorted(set(expected.names) - set(held))
+    if lacking and (lacking := sorted(reference.read_by_text(lacking))):
         raise VerificationError(
             f"nothing in the traced graph reads parameter {lacking[0]}, which the model has", hint=HINT
         )

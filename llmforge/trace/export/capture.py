@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +31,6 @@ SOFTPLUS_THRESHOLD = 20.0  # torch's default: e⁻²⁰ < 20 · 2⁻²⁴, so th
 MODEL = "model."  # the attribute of `Traced` that holds the model: prefix of every parameter's name
 REGISTRATION_LOGGER = "torch.onnx._internal.exporter._registration"  # says that torchvision is not installed
 
-
-CACHE = ("past_key_values", "cache_params")  # what transformers' models call the cache that they take
 
 # Inputs of `Traced.forward`, in its order; the caches follow.
 INPUTS = (
@@ -69,8 +66,7 @@ class Traced(nn.Module):
         if head is None:
             raise UnsupportedError("the model has no output embedding that llmforge could find")
         head.register_forward_pre_hook(self._selection.apply)
-        taken = inspect.signature(model.forward).parameters
-        self._cache = next((name for name in CACHE if name in taken), CACHE[0])
+        self._cache = internals.cache_argument(model)
 
     def run(
         self,

@@ -273,6 +273,13 @@ def functions_replaced(model: nn.Module, replacement: Replacement) -> Iterator[N
             setattr(file, name, function)
 
 
+def cache_argument(model: nn.Module) -> str:
+    """Name the argument by which `model` takes transformers' cache."""
+    taken = inspect.signature(model.forward).parameters
+    names = ("past_key_values", "cache_params")  # the latter of pure state space models
+    return next((name for name in names if name in taken), names[0])
+
+
 def takes_attention(config: PretrainedConfig) -> bool:
     """Say whether the causal language model of `config` calls attention through transformers' interface.
 
