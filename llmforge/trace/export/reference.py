@@ -158,7 +158,8 @@ class Reference:
         state = self.model.state_dict(keep_vars=True)
         with _Reads({id(state[name]): name for name in names}) as reads:
             self.run(np.arange(TEXT, dtype=np.int64), 1)
-        return reads.names
+        found: set[str] = reads.names
+        return found
 
     def run(self, ids: NDArray[np.int64], rows: int, *, head: bool = True) -> Observation:
         """Compute one sequence `ids` [S] without a cache; keep the logits of its last `rows` tokens.
