@@ -55,6 +55,7 @@ def operators(model: ir.Model) -> Counter[str]:
 SLOW = {
     "deepseek-v3",
     "gemma3",
+    "gemma3n",
     "glm4-moe",
     "gpt-neox",
     "gpt-oss",
