@@ -68,6 +68,9 @@ HOOKS = [
         "reads stored matrices among arguments",
         ("type_or_types_or_pred", "func", "tree"),
     ),
+    Hook(
+        "torch.utils._pytree:tree_leaves", "trace.export.reference", "finds the parameters that a run reads", ("tree",)
+    ),
     Hook("torch.utils._pytree:tree_map", "trace.export.depth", "walks the arguments of an operator", ("func", "tree")),
     Hook("torch:Tensor._make_wrapper_subclass", "trace.hooks.internals", "matrices that stay in their file"),
     Hook("torch._C:DisableTorchFunctionSubclass", "trace.hooks.internals", "matrices that stay in their file"),
