@@ -154,12 +154,23 @@ class Reference:
         return hidden if isinstance(self._passing, Tensor) else (hidden, *self._passing[1:])
 
     def read_by_text(self, names: Sequence[str]) -> set[str]:
-        """Find which of the parameters `names` the model reads for a text; towers for images or sound it does not."""
+        """Find which of the parameters `names` the model reads for a text; towers for images or sound it does not.
+
+        A layer that is not there would read what the one reads that is made like it.
+        """
         state = self.model.state_dict(keep_vars=True)
-        with _Reads({id(state[name]): name for name in names}) as reads:
+        stands_for = {name: self._twin(name) for name in names}
+        with _Reads({id(state[twin]): twin for twin in stands_for.values()}) as reads:
             self.run(np.arange(TEXT, dtype=np.int64), 1)
-        found: set[str] = reads.names
-        return found
+        return {name for name, twin in stands_for.items() if twin in reads.names}
+
+    def _twin(self, name: str) -> str:
+        """Name the parameter that a layer which is there has in place of `name`."""
+        inside = name.removeprefix(f"{self.stack}.")
+        layer, _, rest = inside.partition(".")
+        if not self.stack or inside == name or not layer.isdecimal():
+            return name
+        return f"{self.stack}.{self.twins[int(layer)]}.{rest}"
 
     def run(self, ids: NDArray[np.int64], rows: int, *, head: bool = True) -> Observation:
         """Compute one sequence `ids` [S] without a cache; keep the logits of its last `rows` tokens.
