@@ -8,7 +8,8 @@ the fastest settings that each documents. Every round runs each server in a fres
 new random prompts of 32, 512 and 2048 tokens, the time of each of 64 tokens after 32 and 2048, eight answers at once
 after prompts of 32, and the resident memory. Prints medians over rounds and our ratio to the better peer.
 
-llmforge is measured through its engine with the options that it serves with, prefix cache and all.
+llmforge is measured through its engine with the options that it serves with, prefix cache and all, in the process of
+the caller as its peers are, and with --process also in a process of its own, as `llmforge serve` has it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ PROMPTS = (32, 512, 2048)
 DECODED_AFTER = (32, 2048)
 TOKENS = 64
 BATCH = 8
+PROCESS = "llmforge, own process"
 SMALLER_IS_BETTER = {"load_s", "ttft_ms", "tpot_ms", "peak_mb"}
 # What may be slower for noise alone is not called so: the goals of the project, as ratios to the better peer.
 GOALS = {
@@ -48,10 +50,14 @@ class Llmforge:
 
     def __init__(self, artifact: str, threads: int) -> None:
         from llmforge.runtime import Request, Sampling
+
+        self._engine = self._load(artifact, threads)
+        self._request = lambda ids, n: Request(tuple(ids), Sampling(max_tokens=n, ignore_eos=True))
+
+    def _load(self, artifact: str, threads: int) -> Any:
         from llmforge.runtime.serving.engine import Engine
 
-        self._engine = Engine.load(Path(artifact), threads=threads)
-        self._request = lambda ids, n: Request(tuple(ids), Sampling(max_tokens=n, ignore_eos=True))
+        return Engine.load(Path(artifact), threads=threads)
 
     def generate(self, ids: list[int], tokens: int) -> list[float]:
         """Answer greedily; returns when each token was known."""
@@ -83,6 +89,15 @@ class Llmforge:
         start = max(mine[0] for mine in times)
         end = max(mine[-1] for mine in times)
         return start, end, sum(stamp > start for mine in times for stamp in mine)
+
+
+class LlmforgeProcess(Llmforge):
+    """The engine in a process of its own, as `llmforge serve` and Triton's model have it."""
+
+    def _load(self, artifact: str, threads: int) -> Any:
+        from llmforge.runtime import EngineOptions, EngineProcess
+
+        return EngineProcess(Path(artifact), EngineOptions(), threads)
 
 
 class Genai:
@@ -190,15 +205,19 @@ class Openvino:
         return start, end, len(prompts) * (tokens - 1)
 
 
-SERVERS = {"llmforge": Llmforge, "onnxruntime-genai": Genai, "openvino-genai": Openvino}
+SERVERS = {"llmforge": Llmforge, PROCESS: LlmforgeProcess, "onnxruntime-genai": Genai, "openvino-genai": Openvino}
 
 
 def memory_mb(entry: str) -> float:
-    """Read an entry of /proc/self/status, in MB."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{entry}:"):
-            return int(line.split()[1]) * 1024 / 1e6
-    raise RuntimeError(f"no {entry} in /proc/self/status")
+    """Sum an entry of /proc/PID/status over this process and those that it started, in MB."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    found = [
+        int(line.split()[1])
+        for pid in ("self", *children)
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith(f"{entry}:")
+    ]
+    return sum(found) * 1024 / 1e6
 
 
 def measure(server: str, artifact: str, threads: int, vocabulary: int, seed: int) -> dict[str, float]:
@@ -278,7 +297,7 @@ def report(samples: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     }
     lines = {}
     for name, goal in GOALS.items():
-        peers = {server: figures[name] for server, figures in medians.items() if server != "llmforge"}
+        peers = {server: figures[name] for server, figures in medians.items() if not server.startswith("llmforge")}
         if "llmforge" not in medians or not peers:
             continue
         less = name.split("@")[0] in SMALLER_IS_BETTER
@@ -310,6 +329,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoint and artifacts")
     parser.add_argument("--genai", metavar="PYTHON", help="interpreter with onnxruntime-genai")
     parser.add_argument("--openvino", metavar="PYTHON", help="interpreter with openvino-genai and optimum-intel")
+    parser.add_argument("--process", action="store_true", help="also with the engine in a process of its own")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--worker", nargs=2, metavar=("SERVER", "ARTIFACT"), help=argparse.SUPPRESS)
@@ -328,7 +348,8 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     checkpoint = args.checkpoint or building.make_checkpoint(args.shape, args.work)
     vocabulary = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
-    servers = {"llmforge": (sys.executable, build(args, checkpoint)), **artifacts(args, checkpoint)}
+    ours = sys.executable, build(args, checkpoint)
+    servers = {"llmforge": ours, **({PROCESS: ours} if args.process else {}), **artifacts(args, checkpoint)}
     samples: dict[str, list[dict[str, float]]] = {server: [] for server in servers}
     for turn in range(args.rounds):
         for server, (python, artifact) in servers.items():

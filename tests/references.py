@@ -47,18 +47,19 @@ def linear_attention(
     k: _Floats,
     v: _Floats,
     decay: _Floats,
-    beta: _Floats,
     past: _Floats,
     past_lengths: _Lengths,
     lengths: _Lengths,
+    beta: _Floats | None = None,
     *,
     num_heads: int,
     scale: float,
 ) -> tuple[_Floats, _Floats]:
     """Compute `llmforge::LinearAttention` token by token.
 
-    q, k [B, S, num_heads·D], v [B, S, H·Dv], decay, beta [B, S, H], past [B, H, D, Dv], past_lengths and lengths
-    int32 [B] → y [B, S, H·Dv], of which rows beyond `lengths` are zeros here, and present [B, H, D, Dv].
+    q, k [B, S, num_heads·D], v [B, S, H·Dv], decay [B, S, H] or [B, S, H·D], past [B, H, D, Dv], past_lengths and
+    lengths int32 [B], beta [B, S, H] of the delta rule → y [B, S, H·Dv], of which rows beyond `lengths` are zeros here,
+    and present [B, H, D, Dv].
     """
     batch, heads, width, value_width = past.shape
     present = past.astype(np.float64)
@@ -71,8 +72,10 @@ def linear_attention(
                 at = h // (heads // num_heads)
                 query, key = (x[b, s, at * width : (at + 1) * width].astype(np.float64) for x in (q, k))
                 columns = slice(h * value_width, (h + 1) * value_width)
-                state = present[b, h] * np.exp(decay[b, s, h])
-                state += np.outer(key, beta[b, s, h] * (v[b, s, columns] - key @ state))
+                kept = np.exp(decay[b, s].reshape(heads, -1)[h])  # [1] or [D]
+                state = present[b, h] * kept[:, None]
+                value = v[b, s, columns]
+                state += np.outer(key, value if beta is None else beta[b, s, h] * (value - key @ state))
                 present[b, h] = state
                 y[b, s, columns] = scale * (query @ state)
     return y.astype(np.float32), present.astype(np.float32)

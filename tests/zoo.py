@@ -63,6 +63,17 @@ RECURRENT = {
 }
 EXPERTS = {"moe_intermediate_size": 48, "num_experts_per_tok": 2}
 
+MAMBA2 = {"mamba_d_state": 8, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+JAMBA = {
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 0,
+    "num_experts": 4,
+    "mamba_d_state": 4,
+    "mamba_dt_rank": 6,
+}
+
 # name → configuration class of transformers, and what differs from BASE
 ZOO: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -92,6 +103,21 @@ ZOO: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "Gemma3TextConfig",
         {"head_dim": 16, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "gemma3n": (  # layers that read keys and values of others, sparse activations, embeddings of each layer
+        "Gemma3nTextConfig",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 2,
+            "intermediate_size": [96] * 4,
+            "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0],
+            "vocab_size_per_layer_input": VOCABULARY,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 8,
+        },
+    ),
     "glm": ("GlmConfig", {"head_dim": 16}),  # interleaved rotary embedding of half a head
     "gpt-neox": ("GPTNeoXConfig", {"rotary_pct": 0.25}),  # LayerNorm, packed QKV
     # latent attention: what is cached is not what attention reads, values are of another width than keys
@@ -102,6 +128,34 @@ ZOO: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3-5": ("Qwen3_5TextConfig", RECURRENT),  # gated delta rule behind a causal convolution, gated norms
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),  # convolutions alone
     "olmo-hybrid": ("OlmoHybridConfig", RECURRENT),
+    # state spaces: Mamba-2 beside attention, Mamba, layers that cache nothing
+    "bamba": ("BambaConfig", {**MAMBA2, "attn_layer_indices": [1]}),
+    "jamba": ("JambaConfig", JAMBA),
+    "nemotron-h": (
+        "NemotronHConfig",
+        {
+            **MAMBA2,
+            **EXPERTS,
+            "mamba_head_dim": 16,
+            "mamba_num_heads": 8,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "chunk_size": 8,
+            "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+        },
+    ),
+    "kimi-linear": (  # the delta rule with a decay for each channel of the keys, beside latent attention
+        "KimiLinearConfig",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
     "qwen3-next": ("Qwen3NextConfig", {**RECURRENT, "mlp_only_layers": [0, 1]}),
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),  # layers without positions
     # experts

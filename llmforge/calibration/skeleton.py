@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,13 @@ from llmforge.trace.export.pattern import Irregular
 from llmforge.trace.export.weights import Source, plan
 from llmforge.trace.hooks import internals
 from llmforge.trace.hooks.experts import marked
+
+_FORMS: tuple[Callable[[torch.Tensor], Any], ...] = (  # in which transformers' layers return hidden states
+    lambda made: made,
+    lambda made: (made,),
+    lambda made: (made, None),
+)
+_UNPACKING = (AttributeError, IndexError, TypeError, ValueError)  # what a model does that gets another form
 
 
 @dataclass(eq=False)
@@ -103,9 +110,10 @@ class Skeleton:
         lookup = self._lookup(exit_)
         current: list[torch.Tensor] = []
         read: list[torch.Tensor] = []
+        forms = list(_FORMS)  # the first is the one that was right last
 
-        def layer_out(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return current[0]
+        def layer_out(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return forms[0](current[0])
 
         for prefix in self.prefixes:
             exit_.get_submodule(prefix).forward = layer_out  # `exit_` is a copy, made for this
@@ -117,11 +125,15 @@ class Skeleton:
 
         def leave(window: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
             current[:] = [hidden]
-            read.clear()
-            with lookup:
-                ids = torch.from_numpy(windows[window][: hidden.shape[1]])
-                logits: torch.Tensor = exit_(input_ids=ids[None], use_cache=False).logits
-            return logits, read[0] if read else None
+            ids = torch.from_numpy(windows[window][: hidden.shape[1]])
+            for _ in _FORMS:
+                read.clear()
+                with lookup, suppress(*_UNPACKING):
+                    logits: torch.Tensor = exit_(input_ids=ids[None], use_cache=False).logits
+                    if logits.shape[:2] == hidden.shape[:2]:
+                        return logits, read[0] if read else None
+                forms.append(forms.pop(0))
+            raise UnsupportedError(f"{self.checkpoint.path}: layers return something else than hidden states")
 
         return leave
 
@@ -183,7 +195,7 @@ class Frame:
     def __init__(self, name: str, model: torch.nn.Module, prefixes: Sequence[str]) -> None:
         """Take `model`, a copy that is given away; `prefixes` are the names of its layers."""
         self._name, self.model, self._depth = name, model, len(prefixes)
-        self._in_tuples = False  # what layers return
+        self._form = _FORMS[0]  # what layers return
         self._by_length: dict[int, list[Call]] = {}
         self._given: list[torch.Tensor] = []  # hidden states that each layer is called with
         self._calls: list[Call] = []
@@ -199,11 +211,14 @@ class Frame:
         Raises:
             UnsupportedError: more goes from one layer to the next than hidden states.
         """
-        states, called = self._run(ids)
-        if not self._handed_on(states):  # to a model that takes the first of a tuple
-            self._in_tuples = not self._in_tuples
-            states, called = self._run(ids)
-        self._require_handed_on(states)
+        for form in (self._form, *(form for form in _FORMS if form is not self._form)):
+            self._form = form
+            with suppress(*_UNPACKING):
+                states, called = self._run(ids)
+                if self._handed_on(states):
+                    break
+        else:
+            raise self._changed()
         if not all(_fixed((call.args, *call.kwargs.values())) for call in called):
             raise UnsupportedError(f"{self._name} cannot be run layer by layer: its layers share a state")
         first = self._by_length.setdefault(len(ids), called)
@@ -246,7 +261,7 @@ class Frame:
         if self._behind is None and len(self._calls) == self._depth:
             raise _LastLayerReached
         made = hidden if self._behind is None else self._behind
-        return (made,) if self._in_tuples else made
+        return self._form(made)
 
     def _handed_on(self, states: torch.Tensor) -> bool:
         """Say if every layer was given `states` by the one before it."""
@@ -256,9 +271,12 @@ class Frame:
 
     def _require_handed_on(self, states: torch.Tensor) -> None:
         if not self._handed_on(states):
-            raise UnsupportedError(
-                f"{self._name} cannot be run layer by layer: it changes hidden states between its layers"
-            )
+            raise self._changed()
+
+    def _changed(self) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self._name} cannot be run layer by layer: it changes hidden states between its layers"
+        )
 
 
 def _fixed(value: Any) -> bool:

@@ -154,11 +154,11 @@ class Baseline:
 
         from llmforge.trace.hooks import internals
 
-        cache = DynamicCache(config=self._model.config)
+        kept = {internals.cache_argument(self._model): DynamicCache(config=self._model.config)}
         step = torch.from_numpy(np.array(ids, np.int64))
         for _ in range(tokens):
             with torch.inference_mode(), internals.torch_threads(self._threads):
-                output = self._model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                output = self._model(input_ids=step, use_cache=True, logits_to_keep=1, **kept)
                 step = output.logits[:, -1].argmax(-1, keepdim=True)
             yield step[:, 0].tolist()
 

@@ -1,8 +1,9 @@
 """Layers that carry a state of fixed size from token to token, written in standard ONNX.
 
 `llmforge::CausalConv` becomes one depthwise Conv over the state and the step's tokens; `llmforge::LinearAttention`
-becomes a Scan over tokens, in which a padded token has a decay of exp(0) and an update rate of 0 and so changes
-nothing. For ONNX Runtime there is a kernel of the same rule, which needs the same treatment of padding.
+becomes a Scan over tokens, in which a padded token has a decay of exp(0) and an update rate of 0 (a value of 0, where
+the rule has no rate) and so changes nothing. For ONNX Runtime there is a kernel of the same rules, which needs the same
+treatment of padding.
 """
 
 from __future__ import annotations
@@ -46,16 +47,20 @@ class Recurrence(Builder):
         node = layer.node
         _, heads, width, value_width = g.static(layer.past)
         start = self._start(layer, 4)
-        decay, rate = self._without_padding(layer)
-        kept = self._add(node, "Exp", [decay])  # [B, S, H]
+        decay, rate, value = self._without_padding(layer)
+        kept = self._add(node, "Exp", [decay])  # [B, S, H], or [B, S, H·D]
+        by_channel = _width(layer.decay) != heads
+        if by_channel:
+            kept = self._by_head(node, kept, heads, heads, width)
         scale = self._constant(f"scale_{layer.scale}", np.float32(layer.scale))
         scaled = self._add(node, "Mul", [layer.q, scale])
         query, key = (self._by_head(node, x, layer.num_heads, heads, width) for x in (scaled, layer.k))
-        value = self._add(node, "Reshape", [layer.v, self._constant(f"split_{heads}", [0, 0, heads, -1])])
-        scanned = [query, key, value, kept, rate]
+        value = self._add(node, "Reshape", [value, self._constant(f"split_{heads}", [0, 0, heads, -1])])
+        scanned = [query, key, value, kept, *([] if rate is None else [rate])]
         count = len(scanned)
+        body = _one_token(heads, width, value_width, by_channel=by_channel, delta=rate is not None)
         attributes = [
-            ir.AttrGraph("body", _one_token(heads, width, value_width)),
+            ir.AttrGraph("body", body),
             ir.AttrInt64("num_scan_inputs", count),
             ir.AttrInt64s("scan_input_axes", [1] * count),
             ir.AttrInt64s("scan_output_axes", [1]),
@@ -69,16 +74,16 @@ class Recurrence(Builder):
     def call_kernel(self, layer: canonical.LinearAttention) -> None:
         """Replace one `llmforge::LinearAttention` by ONNX Runtime's own, which knows no padding and no fresh rows."""
         start = self._start(layer, 4)
-        decay, beta = self._without_padding(layer)
+        decay, beta, value = self._without_padding(layer)
         _, heads, _, _ = g.static(layer.past)
         own = contrib.LinearAttention.insert(
             layer.node,
-            {"query": layer.q, "key": layer.k, "value": layer.v, "past_state": start, "decay": decay, "beta": beta},
+            {"query": layer.q, "key": layer.k, "value": value, "past_state": start, "decay": decay, "beta": beta},
             {
                 "q_num_heads": layer.num_heads,
                 "kv_num_heads": heads,
                 "scale": layer.scale,
-                "update_rule": "gated_delta",
+                "update_rule": layer.update_rule,
             },
             outputs=2,
             name=layer.name,
@@ -86,11 +91,16 @@ class Recurrence(Builder):
         layer.node.name = f"{layer.name}.replaced"
         g.replace_outputs(layer.node, own.node.outputs)
 
-    def _without_padding(self, layer: canonical.LinearAttention) -> tuple[ir.Value, ir.Value]:
-        """Let a padded token keep the state as it is: decay exp(0), rate 0."""
-        real, zero = self._real(layer.lengths), self._zero(layer.decay)
-        decay = self._add(layer.node, "Where", [real, layer.decay, zero])
-        return decay, self._add(layer.node, "Where", [real, layer.beta, zero])
+    def _without_padding(self, layer: canonical.LinearAttention) -> tuple[ir.Value, ir.Value | None, ir.Value]:
+        """Let a padded token keep the state as it is: decay exp(0), and rate or else value 0."""
+
+        def where_real(x: ir.Value) -> ir.Value:
+            return self._add(layer.node, "Where", [self._real(layer.lengths), x, self._zero(x)])
+
+        decay = where_real(layer.decay)
+        if layer.beta is None:
+            return decay, None, where_real(layer.v)
+        return decay, where_real(layer.beta), layer.v
 
     def _start(self, layer: canonical.CausalConv | canonical.LinearAttention, rank: int) -> ir.Value:
         """Take the state where a row has a past; else zeros, whatever the buffer holds."""
@@ -132,10 +142,17 @@ class Recurrence(Builder):
         return self._add(node, "Reshape", [x, self._constant(f"heads_{heads}_{width}", [0, 0, heads, width])])
 
 
-def _one_token(heads: int, width: int, value_width: int) -> ir.Graph:
+def _width(x: ir.Value) -> int:
+    width = (g.dims(x) or (0,))[-1]
+    assert isinstance(width, int), "the frontend knows the width of a decay"
+    return width
+
+
+def _one_token(heads: int, width: int, value_width: int, *, by_channel: bool, delta: bool) -> ir.Graph:
     """Make the body of the Scan, for one token of all rows.
 
-    state [B, H, D, Dv], q, k [B, H, D], v [B, H, Dv], kept, rate [B, H] → state, y [B, H, Dv].
+    state [B, H, D, Dv], q, k [B, H, D], v [B, H, Dv], kept [B, H] or [B, H, D], rate [B, H] if `delta` → state, y
+    [B, H, Dv].
     """
 
     def tensor(name: str, *dims: int | str) -> ir.Value:
@@ -143,7 +160,8 @@ def _one_token(heads: int, width: int, value_width: int) -> ir.Graph:
 
     state = tensor("state", heads, width, value_width)
     q, k, v = tensor("q", heads, width), tensor("k", heads, width), tensor("v", heads, value_width)
-    kept, rate = tensor("kept", heads), tensor("rate", heads)
+    kept = tensor("kept", heads, width) if by_channel else tensor("kept", heads)
+    rate = tensor("rate", heads)
     nodes: list[ir.Node] = []
 
     def add(op_type: str, inputs: list[ir.Value], name: str) -> ir.Value:
@@ -157,14 +175,17 @@ def _one_token(heads: int, width: int, value_width: int) -> ir.Graph:
         return value
 
     row, column, cell = constant("row", [2]), constant("column", [3]), constant("cell", [2, 3])
-    left = add("Mul", [state, add("Unsqueeze", [kept, cell], "kept_cell")], "left")
-    key = add("Unsqueeze", [k, row], "key_row")  # [B, H, 1, D]
-    known = add("MatMul", [key, left], "known")  # [B, H, 1, Dv]: what the state holds for the key already
-    missing = add("Sub", [add("Unsqueeze", [v, row], "value_row"), known], "missing")
-    learned = add("Mul", [missing, add("Unsqueeze", [rate, cell], "rate_cell")], "learned")
+    left = add("Mul", [state, add("Unsqueeze", [kept, column if by_channel else cell], "kept_cell")], "left")
+    learned = add("Unsqueeze", [v, row], "value_row")  # [B, H, 1, Dv]
+    if delta:
+        key = add("Unsqueeze", [k, row], "key_row")  # [B, H, 1, D]
+        known = add("MatMul", [key, left], "known")  # [B, H, 1, Dv]: what the state holds for the key already
+        missing = add("Sub", [learned, known], "missing")
+        learned = add("Mul", [missing, add("Unsqueeze", [rate, cell], "rate_cell")], "learned")
     update = add("Mul", [add("Unsqueeze", [k, column], "key_column"), learned], "update")  # [B, H, D, Dv]
     after = add("Add", [left, update], "after")
     y = add("Squeeze", [add("MatMul", [add("Unsqueeze", [q, row], "query_row"), after], "read"), row], "y")
     for value, like in ((after, state), (y, v)):
         value.type, value.shape = like.type, like.shape
-    return ir.Graph([state, q, k, v, kept, rate], [after, y], nodes=nodes, name="one_token", opset_imports={"": 24})
+    inputs = [state, q, k, v, kept, *([rate] if delta else [])]
+    return ir.Graph(inputs, [after, y], nodes=nodes, name="one_token", opset_imports={"": 24})

@@ -7,13 +7,14 @@ rows: that a tensor belongs to another parameter, or lies transposed, shows in e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge.base.errors import VerificationError
+from llmforge.base.errors import CheckpointError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
 from llmforge.ir.derived import Stored
@@ -43,7 +44,8 @@ def require_bound(checkpoint: Checkpoint, model: ir.Model, reference: Reference)
     expected = Parameters(checkpoint, reference)
     if strange := sorted(set(held) - set(expected.names)):
         raise VerificationError(f"the traced graph has {strange[0]}, which is no parameter of the model", hint=HINT)
-    if lacking := sorted(set(expected.names) - set(held)):
+    lacking = sorted(set(expected.names) - set(held))
+    if lacking and (lacking := sorted(reference.read_by_text(lacking))):
         raise VerificationError(
             f"nothing in the traced graph reads parameter {lacking[0]}, which the model has", hint=HINT
         )
@@ -53,6 +55,28 @@ def require_bound(checkpoint: Checkpoint, model: ir.Model, reference: Reference)
                 raise VerificationError(f"the traced graph takes {name} from {graph.sources(value)}", hint=HINT)
             _compare(name, graph.tensor(value), expected, rng)
     return len(held)
+
+
+def _refuse_cleared_rows(
+    name: str, rows: NDArray[np.int64], wanted: NDArray[Any], ways: Sequence[NDArray[Any]]
+) -> None:
+    """Return if the rows that differ are no rows that transformers clears as it loads a checkpoint.
+
+    Some of its models (Youtu, Emu3) initialize the row of the padding token through a view of the table, which their
+    loader does not know to be loaded: it writes zeros over what the checkpoint holds.
+
+    Raises:
+        CheckpointError: they are.
+    """
+    for got in ways:
+        differ = np.array([not np.array_equal(a, b) for a, b in zip(got, wanted, strict=True)])
+        if wanted.ndim == 2 and not differ.all() and not wanted[differ].any():
+            cleared = ", ".join(map(str, rows[differ]))
+            raise CheckpointError(
+                f"transformers writes zeros over row {cleared} of {name}, that of the padding token, while it loads "
+                "the checkpoint, which holds other numbers there; servers that load it otherwise give other logits",
+                hint="set pad_token_id to null in config.json, or write zeros into the row",
+            )
 
 
 def _compare(name: str, tensor: ir.TensorProtocol, expected: Parameters, rng: np.random.Generator) -> None:
@@ -68,8 +92,10 @@ def _compare(name: str, tensor: ir.TensorProtocol, expected: Parameters, rng: np
     if isinstance(tensor, weights.Stacked):  # of experts that lie apart, the first of those that are read together
         rows = rows[rows < tensor.first().shape[0]]
     wanted = expected.rows(name, rows)
-    if any(got.shape == wanted.shape and np.array_equal(got, wanted) for got in _rows(tensor, rows, stored, shape)):
+    ways = [got for got in _rows(tensor, rows, stored, shape) if got.shape == wanted.shape]
+    if any(np.array_equal(got, wanted) for got in ways):
         return
+    _refuse_cleared_rows(name, rows, wanted, ways)
     raise VerificationError(
         f"the traced graph holds other numbers for parameter {name} than the checkpoint does", hint=HINT
     )

@@ -173,7 +173,7 @@ def test_a_killed_calibration_goes_on_where_it_was(
     save, quantize = Store.save, driver.quantize_layer
 
     def save_one(self: Store, key: str, index: int, result: LayerResult) -> LayerResult:
-        if index:
+        if index == 1:
             raise KeyboardInterrupt
         saved.append(index)
         return save(self, key, index, result)
@@ -185,7 +185,7 @@ def test_a_killed_calibration_goes_on_where_it_was(
         patch.setattr(Store, "save", save_one)
         with pytest.raises(KeyboardInterrupt):
             pipeline.build(recipe, tmp_path / "out", cache=cache)
-    assert saved == [0]
+    assert saved == [2, 0]  # tables stand behind the layers, and come first
     quantized: list[str] = []
     monkeypatch.setattr(driver, "quantize_layer", lambda layer, *a: quantized.append(layer.name) or quantize(layer, *a))
     resumed = Artifact.open(pipeline.build(recipe, tmp_path / "out", cache=cache).path)

@@ -34,10 +34,10 @@ LINEAR = {
     "k": ["batch", "sequence", NUM_HEADS * WIDTH],
     "v": ["batch", "sequence", HEADS * VALUE_WIDTH],
     "decay": ["batch", "sequence", HEADS],
-    "beta": ["batch", "sequence", HEADS],
     "past_key_values.0.recurrent": ["batch", HEADS, WIDTH, VALUE_WIDTH],
     "past_lengths": ["batch"],
     "lengths": ["batch"],
+    "beta": ["batch", "sequence", HEADS],
 }
 # Rows: a fresh one, one with a past, a padded one with a past, and one that gets no token in this step.
 PAST = np.array([0, 9, 9, 9], np.int32)
@@ -70,9 +70,25 @@ def conv(activation: str = "silu", *, bias: bool = True) -> ir.Model:
     return single("CausalConv", shapes, "conv", activation=activation)
 
 
-def linear(num_heads: int = NUM_HEADS) -> ir.Model:
+def linear(num_heads: int = NUM_HEADS, rule: str = "gated_delta", *, by_channel: bool = False) -> ir.Model:
     shapes = {**LINEAR, "q": ["batch", "sequence", num_heads * WIDTH], "k": ["batch", "sequence", num_heads * WIDTH]}
-    return single("LinearAttention", shapes, "recurrent", num_heads=num_heads, scale=0.4)
+    if by_channel:
+        shapes["decay"] = ["batch", "sequence", HEADS * WIDTH]
+    if rule == "gated":
+        del shapes["beta"]
+    return single("LinearAttention", shapes, "recurrent", num_heads=num_heads, update_rule=rule, scale=0.4)
+
+
+def without_rate() -> ir.Model:
+    model = linear(rule="gated")
+    model.graph[0].attributes["update_rule"] = ir.AttrString("update_rule", "gated_delta")
+    return model
+
+
+def narrow() -> ir.Model:
+    model = linear()
+    next(given for given in model.graph.inputs if given.name == "decay").shape = ir.Shape(["batch", "sequence", 5])
+    return model
 
 
 def run(model: ir.Model, feeds: Mapping[str, NDArray[Any]], *, kernel: bool = False) -> list[NDArray[Any]]:
@@ -97,7 +113,9 @@ def draw(model: ir.Model, sequence: int, lengths: Sequence[int]) -> dict[str, ND
     feeds["input_ids"] = np.zeros((BATCH, sequence), np.int64)
     feeds |= {"past_lengths": PAST, "lengths": np.array(lengths, np.int32)}
     if "decay" in feeds:
-        feeds |= {"decay": -np.abs(feeds["decay"]), "beta": 1 / (1 + np.exp(-feeds["beta"]))}
+        feeds["decay"] = -np.abs(feeds["decay"])
+    if "beta" in feeds:
+        feeds["beta"] = 1 / (1 + np.exp(-feeds["beta"]))
     return feeds
 
 
@@ -126,15 +144,17 @@ def test_an_expanded_convolution_computes_what_the_reference_does(
 
 
 @pytest.mark.parametrize(("sequence", "lengths"), STEPS)
-@pytest.mark.parametrize("num_heads", [2, 4])
+@pytest.mark.parametrize("num_heads", [1, 2, 4])
+@pytest.mark.parametrize("rule", ["gated", "gated_delta"])
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("kernel", [False, True])
 def test_a_linear_attention_that_is_lowered_computes_what_the_reference_does(
-    sequence: int, lengths: tuple[int, ...], num_heads: int, kernel: bool
+    sequence: int, lengths: tuple[int, ...], num_heads: int, rule: str, by_channel: bool, kernel: bool
 ) -> None:
-    model = linear(num_heads)
+    model = linear(num_heads, rule, by_channel=by_channel)
     feeds = draw(model, sequence, lengths)
     feeds["past_key_values.0.recurrent"][0] = np.nan
-    for name in ("q", "k", "v", "decay", "beta"):  # what stands in padded places is not read
+    for name in feeds.keys() & {"q", "k", "v", "decay", "beta"}:  # what stands in padded places is not read
         for row, count in enumerate(lengths):
             feeds[name][row, count:] = np.where(name == "decay", 1e4, 1.0)
     y, present = run(model, feeds, kernel=kernel)
@@ -187,6 +207,7 @@ def complete(model: ir.Model, width: int) -> ir.Model:
 def test_the_verifier_takes_layers_with_a_state() -> None:
     dialect.check(complete(conv(), CHANNELS))
     dialect.check(complete(linear(), HEADS * VALUE_WIDTH))
+    dialect.check(complete(linear(rule="gated", by_channel=True), HEADS * VALUE_WIDTH))
 
 
 @pytest.mark.parametrize(
@@ -197,6 +218,9 @@ def test_the_verifier_takes_layers_with_a_state() -> None:
         (linear(), HEADS * VALUE_WIDTH, {"num_heads": 3}, "3 heads of keys cannot serve 4 of values"),
         (linear(), HEADS * VALUE_WIDTH, {"num_heads": 4}, "q is 6 wide, must be 12 for"),
         (linear(), HEADS * VALUE_WIDTH, {"layer": 1}, "layer 1 must read past_key_values.1.recurrent"),
+        (linear(rule="delta"), HEADS * VALUE_WIDTH, {}, "update_rule is 'delta', must be gated, gated_delta"),
+        (without_rate(), HEADS * VALUE_WIDTH, {}, "beta is of gated_delta, the rule is gated_delta"),
+        (narrow(), HEADS * VALUE_WIDTH, {}, "decay is 5 wide, must be 4 or 12 for"),
     ],
 )
 def test_a_wrong_layer_is_refused(model: ir.Model, width: int, attributes: Mapping[str, int], reason: str) -> None:

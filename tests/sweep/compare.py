@@ -76,7 +76,8 @@ def compare(model_type: str, folder: Path, tracer: Tracer = trace) -> Outcome:
     except UnsupportedError as error:
         if wanted is not None:
             outcome.outcome = "refused"
-        outcome.reason = f"{outcome.reason}; refused: {error.message}".removeprefix("; refused: ")
+        needed = f"; {error.hint}" if (error.hint or "").startswith("needed: ") else ""
+        outcome.reason = f"{outcome.reason}; refused: {error.message}{needed}".removeprefix("; refused: ")
         return outcome
     if wanted is None:
         return outcome

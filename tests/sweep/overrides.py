@@ -64,6 +64,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     "dots3_note_text": DOTS3,
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "gemma3": {"image_token_index": 200},  # within its vocabulary, as in checkpoints
     "gemma3n_text": GEMMA3N,
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"num_hidden_layers": 3, "layer_types": MAMBA_ATTENTION},

@@ -68,6 +68,9 @@ HOOKS = [
         "reads stored matrices among arguments",
         ("type_or_types_or_pred", "func", "tree"),
     ),
+    Hook(
+        "torch.utils._pytree:tree_leaves", "trace.export.reference", "finds the parameters that a run reads", ("tree",)
+    ),
     Hook("torch.utils._pytree:tree_map", "trace.export.depth", "walks the arguments of an operator", ("func", "tree")),
     Hook("torch:Tensor._make_wrapper_subclass", "trace.hooks.internals", "matrices that stay in their file"),
     Hook("torch._C:DisableTorchFunctionSubclass", "trace.hooks.internals", "matrices that stay in their file"),
@@ -247,6 +250,30 @@ HOOKS = [
             *("query", "key", "value", "g", "beta", "initial_state", "output_final_state"),
             "use_qk_l2norm_in_kernel",
         ),
+    ),
+    Hook(
+        "transformers.models.kimi_linear.modeling_kimi_linear:chunk_kimi_delta_attention",
+        "trace.hooks.recurrent",
+        "the delta rule with a decay for each channel by its name",
+        (
+            *("query", "key", "value", "g", "beta", "initial_state", "output_final_state"),
+            "use_qk_l2norm_in_kernel",
+        ),
+    ),
+    Hook(
+        "transformers.models.mamba2.modeling_mamba2:mamba2_chunk_scan",
+        "trace.hooks.state_spaces",
+        "the scan of Mamba-2 by its name",
+        (
+            *("hidden_states", "dt", "A", "B", "C", "chunk_size", "D", "dt_bias", "initial_states"),
+            *("dt_softplus", "dt_limit", "return_final_states"),
+        ),
+    ),
+    Hook(
+        "transformers.models.mamba.modeling_mamba:mamba_selective_scan",
+        "trace.hooks.state_spaces",
+        "the scan of Mamba by its name",
+        ("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus", "return_last_state"),
     ),
     # transformers: caches
     Hook("transformers.cache_utils:Cache", "trace.hooks.attention", "a cache of our layers", ("layers",)),

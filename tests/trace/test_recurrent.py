@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +21,15 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import onnxruntime as engine
 from llmforge.ir import dialect, graph, interface
+from llmforge.ir.operators import canonical
 from llmforge.lowering.pass_base import Context
 from llmforge.passes import FlashAttention, FuseNorms, PackGateUp, PackQkv
 from llmforge.runtime.backends.session import Session, SessionConfig
 from llmforge.trace import trace
 from llmforge.trace.canonicalize import tokenwise
-from llmforge.trace.export import concatenations
-from llmforge.trace.hooks import gated_norms, recurrent, rotary
+from llmforge.trace.export import concatenations, untranslated
+from llmforge.trace.hooks import gated_norms, indexers, linear_attention, norms, recurrent, rotary, state_spaces
+from llmforge.trace.hooks.attention import Attention, CacheLayer
 from llmforge.verification import probe
 
 from .. import zoo
@@ -94,7 +99,9 @@ def test_a_model_without_a_state_takes_no_lengths(tmp_path: Path) -> None:
 # Passes and sessions -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["qwen3-5", pytest.param("minicpm3", marks=[pytest.mark.slow])])
+@pytest.mark.parametrize(
+    "name", ["qwen3-5", "bamba", *(pytest.param(name, marks=[pytest.mark.slow]) for name in ("jamba", "minicpm3"))]
+)
 def test_passes_keep_what_the_model_computes(name: str, tmp_path: Path) -> None:
     model = traced(name, tmp_path)
     session = served(model)
@@ -155,20 +162,10 @@ def test_the_engine_writes_and_loads_a_model_with_a_state(tmp_path: Path) -> Non
 # What is recognized, and what is refused ---------------------------------------------------------------------------
 
 
-OWN = "a recurrent layer computes with something else than its own cache handed out"
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("MambaConfig", {"state_size": 4}, OWN),
-        ("Mamba2Config", {"state_size": 4, "num_heads": 8, "head_dim": 16, "n_groups": 1}, OWN),
-        (
-            "FalconH1Config",
-            {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 8},
-            "a layer keeps a recurrent state that is not one of",
-        ),
-        ("RwkvConfig", {"attention_hidden_size": 64}, "a layer caches neither keys and values nor a state"),
+        ("RwkvConfig", {"attention_hidden_size": 64}, "no layer caches keys and values or a state"),
     ],
 )
 def test_other_recurrences_are_refused_by_name(kind: str, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -183,29 +180,45 @@ def test_other_recurrences_are_refused_by_name(kind: str, changes: dict[str, Any
 class Gated(nn.Module):
     """x̂·w·activation(gate) with variations."""
 
-    def __init__(self, activation: Any, *, before: bool = False) -> None:
+    def __init__(self, activation: Any, *, before: bool = False, groups: int = 1, shared: float = 0.0) -> None:
         super().__init__()
         self.weight, self.epsilon = nn.Parameter(torch.ones(16)), 1e-5
-        self.activation, self.before = activation, before
+        self.activation, self.before, self.size, self.shared = activation, before, 16 // groups, shared
 
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        x = x * self.activation(gate) if self.before else x
-        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon) * self.weight
-        return x if self.before else x * self.activation(gate)
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        factor = 1.0 if gate is None else self.activation(gate)
+        x = x * factor if self.before else x
+        parts = x.reshape(*x.shape[:-1], -1, self.size)
+        parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.epsilon)
+        x = (parts.reshape(x.shape) + self.shared) * self.weight
+        return x if self.before else x * factor
 
 
 @pytest.mark.parametrize(
     ("norm", "expected"),
     [
-        (Gated(functional.silu), functional.silu),
-        (Gated(torch.sigmoid), torch.sigmoid),
+        (Gated(functional.silu), (functional.silu, False, 1)),
+        (Gated(torch.sigmoid), (torch.sigmoid, False, 1)),
+        (Gated(functional.silu, before=True), (functional.silu, True, 1)),
+        (Gated(functional.silu, before=True, groups=4), (functional.silu, True, 4)),
+        (Gated(torch.sigmoid, groups=2), (torch.sigmoid, False, 2)),
         (Gated(torch.tanh), None),
-        (Gated(functional.silu, before=True), None),
+        (Gated(torch.tanh, before=True), None),
+        (Gated(functional.silu, before=True, shared=0.1), None),
     ],
 )
 def test_a_gated_norm_is_recognized_by_what_it_computes(norm: Gated, expected: Any) -> None:
     found = gated_norms.probe(norm, (16,), [1e-5])
-    assert found == (None if expected is None else (0.0, 1e-5, expected))
+    assert found == (None if expected is None else gated_norms.GatedNorm(0.0, 1e-5, *expected))
+
+
+def test_a_norm_whose_gate_may_be_left_out_keeps_its_gate() -> None:
+    norm = Gated(torch.tanh)  # without a gate it is a norm, with one it is nothing known
+    x, gate = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
+    expected = norm(x, gate)
+    norms.substitute(norm)
+    gated_norms.substitute(norm)
+    assert torch.equal(norm(x, gate), expected)
 
 
 def original_rule() -> Any:
@@ -225,6 +238,178 @@ def test_a_delta_rule_of_other_arithmetic_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match="other does not compute the gated delta rule"):
         recurrent.probe_delta_rule(other, 2, 4, 8, 12, normalized=True)
+
+
+def original_scan() -> Any:
+    from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
+
+    return mamba2_chunk_scan
+
+
+def original_selective_scan() -> Any:
+    from transformers.models.jamba.modeling_jamba import mamba_selective_scan
+
+    return mamba_selective_scan
+
+
+def twin(function: Any, before: Any = None, after: Any = None) -> Any:
+    """Make a function that differs from `function` in its arguments, by name, or in its results."""
+
+    @functools.wraps(function)
+    def other(*args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        bound.arguments.update(before(bound.arguments) if before else {})
+        result = function(*bound.args, **bound.kwargs)
+        return after(*result) if after else result
+
+    return other
+
+
+SCANS: dict[str, Any] = {
+    "keys and queries swapped": {"before": lambda a: {"B": a["C"], "C": a["B"]}},
+    "a decay without the step": {"before": lambda a: {"A": a["A"] * 0.5}},
+    "no skip": {"before": lambda a: {"D": None}},
+    "another bias": {"before": lambda a: {"dt_bias": a["dt_bias"] * 2}},
+    "no softplus": {"before": lambda a: {"dt_softplus": False, "dt": a["dt"].abs()}},
+    "no limit": {"before": lambda a: {"dt_limit": (0.0, float("inf"))}},
+    "a state from zeros": {"before": lambda a: {"initial_states": None}},
+    "tokens in turn": {"before": lambda a: {"hidden_states": a["hidden_states"].roll(1, 1)}},
+    "a state that is scaled": {"after": lambda y, state: (y, state * 1.01)},
+    "an output that is shifted": {"after": lambda y, state: (y + 0.01, state)},
+}
+
+
+def probe_scan(scan: Any) -> None:
+    state_spaces.probe_chunk_scan(scan, 4, 64, skip=True, bias=True, softplus=True, limit=(0.0, math.inf))
+
+
+@pytest.mark.parametrize("difference", SCANS)
+def test_a_scan_of_other_arithmetic_is_refused(difference: str) -> None:
+    probe_scan(original_scan())
+    with pytest.raises(UnsupportedError, match="mamba2_chunk_scan does not compute the scan of Mamba-2"):
+        probe_scan(twin(original_scan(), **SCANS[difference]))
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        {"before": lambda a: {"B": a["C"], "C": a["B"]}},
+        {"before": lambda a: {"z": None}},
+        {"before": lambda a: {"A": a["A"].mean(1, keepdim=True).expand_as(a["A"])}},
+        {"after": lambda y, state: (y, state + 0.01)},
+    ],
+)
+def test_a_selective_scan_of_other_arithmetic_is_refused(difference: Any) -> None:
+    flags = {"skip": True, "bias": True, "gate": True, "softplus": True}
+    state_spaces.probe_selective_scan(original_selective_scan(), 4, **flags)
+    with pytest.raises(UnsupportedError, match="mamba_selective_scan does not compute the scan of Mamba"):
+        state_spaces.probe_selective_scan(twin(original_selective_scan(), **difference), 4, **flags)
+
+
+def test_a_model_whose_scan_differs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.bamba import modeling_bamba
+
+    zoo.write("bamba", tmp_path)
+    other = twin(original_scan(), **SCANS["a decay without the step"])
+    monkeypatch.setattr(modeling_bamba, "mamba2_chunk_scan", other)
+    with pytest.raises(UnsupportedError, match="mamba2_chunk_scan does not compute the scan of Mamba-2"):
+        trace(Checkpoint.open(tmp_path))
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_a_delta_rule_that_decays_otherwise_is_refused(by_channel: bool) -> None:
+    from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
+
+    rules = {False: original_rule(), True: chunk_kimi_delta_attention}
+    recurrent.probe_delta_rule(rules[by_channel], 2, 2, 8, 12, normalized=True, by_channel=by_channel)
+    other = twin(rules[by_channel], lambda a: {"g": a["g"] * 1.1})
+    with pytest.raises(UnsupportedError, match="does not compute the gated delta rule"):
+        recurrent.probe_delta_rule(other, 2, 2, 8, 12, normalized=True, by_channel=by_channel)
+
+
+def test_arguments_without_a_name_must_stay_unread() -> None:
+    def conv(hidden_states: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **kwargs: Any) -> Tensor:
+        factor = kwargs["gain"] * 1.0 if "gain" in kwargs else 1.0
+        padded = functional.pad(hidden_states, (weight.shape[1] - 1, 0))
+        return factor * functional.conv1d(padded, weight[:, None], bias, groups=hidden_states.shape[1])
+
+    x, weight = torch.randn(1, 3, 5), torch.randn(3, 4)
+    unread = linear_attention.bind(conv, (x, weight), {"position_embeddings": (x, x)})
+    assert recurrent.probe_convolution(unread.probed, 4, biased=False, activation=None) == "none"
+    read = linear_attention.bind(conv, (x, weight), {"gain": x})
+    with pytest.raises(UnsupportedError, match="conv is called with gain and cannot be probed"):
+        recurrent.probe_convolution(read.probed, 4, biased=False, activation=None)
+
+
+def test_a_state_space_is_gated_linear_attention(tmp_path: Path) -> None:
+    model = traced("bamba", tmp_path)
+    [layer] = canonical.LinearAttention.all(model)
+    assert (layer.update_rule, layer.num_heads, layer.scale, layer.beta) == ("gated", 2, 1.0, None)
+    assert graph.dims(layer.past) == ("batch", 8, 8, 16)
+    assert graph.dims(layer.decay) == ("batch", "sequence", 8)
+
+
+def test_layers_without_a_cache_are_not_counted(tmp_path: Path) -> None:
+    model = traced("nemotron-h", tmp_path)
+    caches = {str(value.name): graph.dims(value) for value in model.graph.inputs if "past_key" in str(value.name)}
+    assert caches == {
+        "past_key_values.0.conv": ("batch", 3, 160),
+        "past_key_values.0.recurrent": ("batch", 8, 8, 16),
+        "past_key_values.1.key": ("batch", 2, "capacity", 16),
+        "past_key_values.1.value": ("batch", 2, "capacity", 16),
+        "past_key_values.2.conv": ("batch", 3, 160),
+        "past_key_values.2.recurrent": ("batch", 8, 8, 16),
+    }
+
+
+def test_a_layer_that_reads_keys_of_another_is_the_one_behind_it() -> None:
+    run = Attention(64)
+    run.layers = [CacheLayer(None, run) for _ in range(3)]
+    key, value = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4)
+    run.layers[0].update(key, value)
+    for index in range(3):
+        assert run._layer_of(key, value) == index
+        run.layers[index].read = (key, value)
+    with pytest.raises(UnsupportedError, match="of another layer, and which layer it is of is open"):
+        run._layer_of(key, value)
+    run.layers = [CacheLayer(None, run) for _ in range(2)]
+    for layer in run.layers:
+        layer.update(key, value)
+    run.layers[0].read = (key, value)
+    with pytest.raises(UnsupportedError, match="which layer it is of is open"):  # the next has keys of its own
+        run._layer_of(key, value)
+
+
+def test_an_indexer_is_refused_with_what_it_chooses(tmp_path: Path) -> None:
+    class Indexer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.index_topk = 2048
+
+        def forward(self, x: Tensor, past_key_values: Any) -> Any:
+            return past_key_values.update_indexer(x, 0)
+
+    indexers.refuse(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(UnsupportedError, match=r"Indexer chooses which .*\(index_topk is 2048\)") as caught:
+        indexers.refuse(nn.Sequential(nn.Linear(2, 2), Indexer()))
+    assert str(caught.value.hint).startswith("needed: ")
+
+
+def test_a_quantile_of_a_constant_is_a_constant() -> None:
+    class Cut(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            quantile = torch.distributions.Normal(0, 1).icdf(torch.tensor(0.95))
+            return functional.relu(x - quantile) + torch.erfinv(y)
+
+    inputs = (torch.randn(3, 4), torch.rand(3, 4) / 2)
+    module = Cut()
+    program = torch.export.export(module, inputs)
+    count = sum(node.target in untranslated.LACKING for node in program.graph.nodes)
+    untranslated.fold(program)
+    left = sum(node.target in untranslated.LACKING for node in program.graph.nodes)
+    assert (count, left) == (2, 1)  # that of an input stays
+    torch.testing.assert_close(program.module()(*inputs), module(*inputs))
 
 
 def test_a_convolution_that_looks_ahead_is_refused() -> None:

@@ -39,7 +39,8 @@ TWENTY = {
     "deepseek_v3": RIGHT,  # latent attention, groups of experts
     "qwen3_next": RIGHT,  # linear attention
     "codegen": RIGHT,  # its own attention
-    "mamba": ("decoder", "a recurrent layer computes with something else"),  # no attention at all
+    "mamba": RIGHT,  # no attention at all
+    "openai-gpt": ("decoder", "no layer caches keys and values or a state"),
     "llama4_text": ("decoder", "cannot be compiled"),  # chunked attention, layers without positions
     "bert": ("encoder-only", "it is an encoder, not a decoder"),
     "bart": ("encoder-decoder", "it is an encoder-decoder"),

@@ -33,6 +33,7 @@ from llmforge.ir.operators.record import (
 
 MOE_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 CONV_ACTIVATIONS = ("none", "silu")
+UPDATE_RULES = ("gated", "gated_delta")  # as ONNX's LinearAttention names them
 _INTERFACE = "split the graph before the pass that wrote it"
 
 
@@ -191,17 +192,22 @@ class CausalConv(Operator, domain=CANONICAL):
 
 
 class LinearAttention(Operator, domain=CANONICAL):
-    """The gated delta rule: q, k [B, S, num_heads·D], v [B, S, H·Dv], decay, beta [B, S, H], state [B, H, D, Dv]."""
+    """A state of keys and values that decays: q, k [B, S, num_heads·D], v [B, S, H·Dv], state [B, H, D, Dv].
+
+    `decay` is [B, S, H], or [B, S, H·D] where each channel of the keys has its own. `gated` adds k ⊗ v to the state;
+    `gated_delta` adds what the state lacks of it, by the rate `beta` [B, S, H], which `gated` has not.
+    """
 
     q = Input(FLOATS, 3)
     k = Input(FLOATS, 3)
     v = Input(FLOATS, 3)
     decay = Input(FLOATS, 3)
-    beta = Input(FLOATS, 3)
     past = Input(FLOATS, 4)
     past_lengths = Input(I32, 1)
     lengths = Input(I32, 1)
+    beta = OptionalInput(FLOATS, 3)
     num_heads = integer()
+    update_rule = text()
     scale = real()
     layer = integer()
     y = Output()
@@ -213,6 +219,9 @@ class LinearAttention(Operator, domain=CANONICAL):
     def check(self) -> None:
         """Check that the state is the layer's own, and that heads and channels fit it."""
         _check_state(self)
+        rule, known = self.update_rule, listed(UPDATE_RULES)
+        self.require(rule in UPDATE_RULES, f"update_rule is {rule!r}, must be {known}")
+        self.require((self.beta is not None) == (rule == "gated_delta"), f"beta is of gated_delta, the rule is {rule}")
         key_heads, state = self.num_heads, dims(self.past)
         heads, width, value_width = (dim if isinstance(dim, int) else 0 for dim in (state or (0, 0, 0, 0))[1:])
         if not (heads and width and value_width):
@@ -223,11 +232,13 @@ class LinearAttention(Operator, domain=CANONICAL):
             ("q", self.q, key_heads * width),
             ("k", self.k, key_heads * width),
             ("v", self.v, heads * value_width),
-            ("decay", self.decay, heads),
             ("beta", self.beta, heads),
         ):
             found = _dim(value, 2)
             self.require(found in (None, wanted), f"{name} is {found} wide, must be {wanted} for {shown(state)}")
+        found = _dim(self.decay, 2)
+        fits = found in (None, heads, heads * width)
+        self.require(fits, f"decay is {found} wide, must be {heads} or {heads * width} for {shown(state)}")
 
 
 class CacheLengths(Operator, domain=CANONICAL):

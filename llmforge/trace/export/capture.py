@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import interface
-from llmforge.trace.export import concatenations, depth
+from llmforge.trace.export import concatenations, depth, untranslated
 from llmforge.trace.export.pattern import Irregular, Pattern
-from llmforge.trace.hooks import gated_norms, internals, modules, norms, recurrent, rotary
+from llmforge.trace.hooks import gated_norms, indexers, internals, modules, norms, recurrent, rotary
 from llmforge.trace.hooks.attention import Attention, CacheLayer
 
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]  # of the cache's parts, layer by layer, without batch and capacity
@@ -66,6 +66,7 @@ class Traced(nn.Module):
         if head is None:
             raise UnsupportedError("the model has no output embedding that llmforge could find")
         head.register_forward_pre_hook(self._selection.apply)
+        self._cache = internals.cache_argument(model)
 
     def run(
         self,
@@ -80,9 +81,15 @@ class Traced(nn.Module):
         cache = self._attention.step(past, past_lengths, lengths)
         self.rotary.step.position_ids, self.rotary.step.text_lengths = position_ids, text_lengths
         with self._attention.ones:
-            output = self.model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
+            given = {"input_ids": input_ids, "position_ids": position_ids, self._cache: cache}
+            output = self.model(**given, use_cache=True)
         for layer in self._attention.layers:
             layer.complete()
+        if not any(layer.shapes or layer.present for layer in self._attention.layers):
+            raise UnsupportedError(
+                "no layer caches keys and values or a state",
+                hint="needed: a model that takes transformers' cache, or an operator with the state that it keeps",
+            )
         return output.logits, self._attention.layers
 
     def forward(
@@ -126,6 +133,7 @@ def capture(
 @contextmanager
 def prepared(model: PreTrainedModel, attention: Attention) -> Iterator[Traced]:
     """Substitute what `model` computes by what the dialect says, and give it the dialect's inputs."""
+    indexers.refuse(model)
     norms.substitute(model)
     gated_norms.substitute(model)
     modules.substitute(model)
@@ -139,11 +147,13 @@ def dry_run(traced: Traced, mode: internals.FakeTensorMode, layers: int) -> Shap
         ids = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64)
         lengths = torch.zeros(BATCH, dtype=torch.int32)
         _, cached = traced.run(ids, ids, lengths, lengths, lengths.long(), [None] * layers)
-    return [layer.shapes for layer in cached]
+    return [layer.shapes for layer in cached]  # empty where a layer caches nothing
 
 
 def _pattern(traced: Traced, mode: internals.FakeTensorMode, shapes: Shapes) -> Pattern | Irregular:
     """Find how the layers of `traced`, each with a cache of its own, repeat; or why that cannot be proven."""
+    if not all(shapes):
+        return Irregular(f"{sum(not shape for shape in shapes)} of {len(shapes)} layers cache nothing")
     try:
         name, stack = depth.stack_of(traced.model, len(shapes))
         with mode:
@@ -202,6 +212,7 @@ def _export(traced: Traced, shapes: Shapes, longest: int | None) -> torch.export
         traced, inputs, dynamic_shapes=dims, strict=False, prefer_deferred_runtime_asserts_over_guards=True
     )
     concatenations.concatenate(program)
+    untranslated.fold(program)
     return program
 
 
@@ -214,7 +225,7 @@ def _translate(program: torch.export.ExportedProgram, shapes: Sequence[Mapping[s
     """Translate to ONNX, unoptimized: its optimizer would bake transposed weights and lose parameter names."""
     inputs = [*INPUTS]
     outputs = [interface.LOGITS]
-    for layer, parts in enumerate(shapes):
+    for layer, parts in enumerate(filter(None, shapes)):
         inputs += [interface.past_part(layer, part) for part in parts]
         outputs += [interface.present_part(layer, part) for part in parts]
     with (

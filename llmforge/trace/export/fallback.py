@@ -151,4 +151,7 @@ def refuse_encoders(checkpoint: Checkpoint) -> None:
     except UnsupportedError:  # transformers cannot run it: no plainer reason
         return
     if not np.abs(whole - part).max() <= LOOK_AHEAD * whole.std():
-        raise NotADecoder("the logits of a token change with later tokens: it is an encoder, not a decoder")
+        raise NotADecoder(
+            "the logits of a token change with later tokens: it is an encoder, not a decoder",
+            hint="needed: a compiler for encoders; llmforge compiles decoders",
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.masking_utils import eager_mask
 
@@ -22,6 +24,7 @@ from llmforge.trace.export.pattern import Irregular
 from llmforge.trace.hooks import internals, masks
 
 NUMBERS = re.compile("layer|idx|index|block")  # in the name of an integer by which a module knows its own place
+TEXT = 4  # tokens of a run that shows which parameters a text reads
 EAGER = "eager"  # the attention that transformers writes out, without a kernel of its own
 
 
@@ -97,6 +100,20 @@ class Given:
     rotary: list[RotaryCall] = field(default_factory=list)
 
 
+class _Reads(TorchFunctionMode):
+    """Notes, while it lasts, which of `tensors` torch is called with."""
+
+    def __init__(self, tensors: Mapping[int, str]) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self.names: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_leaves((args, kwargs))
+        self.names |= {self._tensors[id(x)] for x in given if id(x) in self._tensors}
+        return func(*args, **(kwargs or {}))
+
+
 class Reference:
     """A checkpoint's model in transformers, whole or in part, with its real weights in fp32.
 
@@ -135,6 +152,14 @@ class Reference:
         """Stand for a layer that is not there."""
         hidden = args[0] if args else kwargs["hidden_states"]
         return hidden if isinstance(self._passing, Tensor) else (hidden, *self._passing[1:])
+
+    def read_by_text(self, names: Sequence[str]) -> set[str]:
+        """Find which of the parameters `names` the model reads for a text; towers for images or sound it does not."""
+        state = self.model.state_dict(keep_vars=True)
+        with _Reads({id(state[name]): name for name in names}) as reads:
+            self.run(np.arange(TEXT, dtype=np.int64), 1)
+        found: set[str] = reads.names
+        return found
 
     def run(self, ids: NDArray[np.int64], rows: int, *, head: bool = True) -> Observation:
         """Compute one sequence `ids` [S] without a cache; keep the logits of its last `rows` tokens.

@@ -26,7 +26,10 @@ def build(config: PretrainedConfig, attention: str) -> tuple[PreTrainedModel, in
         UnsupportedError: transformers has no causal language model for `config`, or it does not take `attention`.
     """
     if config.is_encoder_decoder:
-        raise NotADecoder("it is an encoder-decoder; decoder-only models are supported")
+        raise NotADecoder(
+            "it is an encoder-decoder; decoder-only models are supported",
+            hint="needed: a graph of the encoder beside that of the decoder, and a cache for attention between them",
+        )
     with internals.third_party("building the model"):
         model = on_meta(config, attention)
     mode = internals.fake_mode()

@@ -43,7 +43,8 @@ class CacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: igno
     def __init__(self, past: Mapping[str, Tensor] | None, run: Attention) -> None:
         LinearAttentionCacheLayerMixin.__init__(self)
         CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
-        self.past = past  # None in a dry run
+        self.past = past  # None in a dry run, empty where the layer caches nothing
+        self.number = -1  # among the layers that cache something, which is how the graph counts them
         self._run = run
         if past is not None and "recurrent" in past:
             self.recurrent_states[0] = past["recurrent"]
@@ -99,7 +100,10 @@ class CacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: igno
             UnsupportedError: something else computed it (a state space model, for one).
         """
         if recurrent_states is not self._run.unclaimed or state_idx:
-            raise UnsupportedError("a layer keeps a recurrent state that is not one of the gated delta rule")
+            raise UnsupportedError(
+                "a layer keeps a recurrent state that no linear attention computed",
+                hint="needed: an operator with this state, and a hook that finds it (docs/new-architecture.md)",
+            )
         self._run.unclaimed, self.recurrent = None, recurrent_states
         self.shapes["recurrent"] = tuple(recurrent_states.shape[1:])
         self.present["recurrent"] = recurrent_states
@@ -109,14 +113,12 @@ class CacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: igno
         """Return if all that the layer caches is read by an operator that can carry it on.
 
         Raises:
-            UnsupportedError: the layer caches nothing, or something that nothing known reads.
+            UnsupportedError: the layer caches something that nothing known reads.
         """
         if self.new is not None and self.read is None:
             raise UnsupportedError("a layer caches keys and values that no attention reads")
         if self.convolved is not None and "conv" not in {**self.shapes, **self.present}:
             raise UnsupportedError("a layer keeps a state that no causal convolution reads")
-        if self.new is None and self.convolved is None and self.recurrent is None:
-            raise UnsupportedError("a layer caches neither keys and values nor a state")
 
 
 class Attention:
@@ -152,6 +154,8 @@ class Attention:
         """Begin one run of the model: make its cache from the graph inputs of each layer (None: a dry run)."""
         self.past_lengths, self.lengths = past_lengths, lengths
         self.layers = [self.LAYER(parts, self) for parts in past]
+        for number, layer in enumerate(layer for layer in self.layers if layer.past):
+            layer.number = number
         return Cache(layers=[*self.layers])
 
     def mask(self, *, mask_function: masks.MaskFunction, attention_mask: object = None, **kwargs: Any) -> masks.Mask:
@@ -195,7 +199,10 @@ class Attention:
         where = type(module).__name__
         unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in INERT)
         if unknown:
-            raise UnsupportedError(f"{where} gives attention {', '.join(unknown)}, which llmforge::Attention lacks")
+            raise UnsupportedError(
+                f"{where} gives attention {', '.join(unknown)}, which llmforge::Attention lacks",
+                hint="needed: an input or attribute of llmforge::Attention for it (docs/new-architecture.md)",
+            )
         if attention_mask is None:
             raise UnsupportedError(f"{where} gives attention no mask: its model does not build it with transformers'")
         if not isinstance(attention_mask, masks.Mask):
@@ -227,7 +234,7 @@ class Attention:
                 "scale": float(key_dim**-0.5 if scaling is None else scaling),
                 "softcap": float(softcap or 0.0),
                 "window": attention_mask.window,
-                "layer": index,
+                "layer": layer.number,
             },
             [
                 (query.dtype, (batch, sequence, num_heads * value_dim)),
@@ -244,6 +251,8 @@ class Attention:
         it); the expanded keys and values are what the graph caches. They are of the one layer that was updated and
         has not been read.
         """
+        if any(layer.read is not None and layer.read[0] is key and layer.read[1] is value for layer in self.layers):
+            return self._sharing()
         unread = {index: layer.new for index, layer in enumerate(self.layers) if layer.new and layer.read is None}
         for index, (new_key, new_value) in unread.items():
             if key is new_key and value is new_value:
@@ -255,6 +264,17 @@ class Attention:
         ((index, (new_key, _)),) = unread.items()
         if key.shape[2] != new_key.shape[2] or value.shape[2] != new_key.shape[2] or key.shape[1] != value.shape[1]:
             raise UnsupportedError("attention reads another number of keys and values than its layer caches")
+        return index
+
+    def _sharing(self) -> int:
+        """Find the layer that reads what an earlier one has cached and read: it caches the same once more.
+
+        Attention runs layer by layer, so it is the one behind the last that has read; it must not cache keys of its
+        own. Windows of layers that share may differ, and each node keeps to its own.
+        """
+        index = 1 + max(index for index, layer in enumerate(self.layers) if layer.read is not None)
+        if index >= len(self.layers) or self.layers[index].new is not None:
+            raise UnsupportedError("attention reads keys and values of another layer, and which layer it is of is open")
         return index
 
 

@@ -182,7 +182,11 @@ def third_party(stage: str) -> Iterator[None]:
         raise
     except Exception as error:
         lines = str(error).strip().splitlines() or ["no message"]
-        raise UnsupportedError(f"{stage} ends with {type(error).__name__}: {lines[0]}") from error
+        raise UnsupportedError(
+            f"{stage} ends with {type(error).__name__}: {lines[0]}",
+            hint="needed: a hook for the module that raises it, or code that torch.export takes "
+            "(docs/new-architecture.md)",
+        ) from error
 
 
 @contextmanager
@@ -267,6 +271,13 @@ def functions_replaced(model: nn.Module, replacement: Replacement) -> Iterator[N
     finally:
         for file, name, function, _ in originals:
             setattr(file, name, function)
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Name the argument by which `model` takes transformers' cache."""
+    taken = inspect.signature(model.forward).parameters
+    names = ("past_key_values", "cache_params")  # the latter of pure state space models
+    return next((name for name in names if name in taken), names[0])
 
 
 def takes_attention(config: PretrainedConfig) -> bool:

@@ -44,7 +44,10 @@ def classify(function: MaskFunction, positions: int) -> Mask:
             expected = torch.zeros(positions, dtype=torch.bool)
             expected[max(0, query + 1 - window) : query + 1] = True
             if not torch.equal(_row(function, query, positions), expected):
-                raise UnsupportedError(f"an attention mask is neither causal nor a causal window: see query {query}")
+                raise UnsupportedError(
+                    f"an attention mask is neither causal nor a causal window: see query {query}",
+                    hint="needed: an attribute of llmforge::Attention for this mask (docs/new-architecture.md)",
+                )
         return Mask(window=0 if window == positions else window)
 
 
@@ -56,7 +59,10 @@ def refuse_encoders(function: MaskFunction, positions: int = 2) -> None:
     """
     with internals.real_tensors():
         if positions > 1 and bool(_row(function, 0, positions).all()):
-            raise NotADecoder("its attention sees later tokens: it is an encoder, not a decoder")
+            raise NotADecoder(
+                "its attention sees later tokens: it is an encoder, not a decoder",
+                hint="needed: a compiler for encoders; llmforge compiles decoders",
+            )
 
 
 def hides_from(function: MaskFunction, positions: int) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,10 +88,13 @@ def close(outputs: Sequence[object], expected: Sequence[Tensor]) -> bool:
     )
 
 
-def emitter(module: nn.Module, offset: float, epsilon: float) -> Callable[[Tensor], Tensor]:
-    """Make the forward of a module that computes x̂·(offset + w)."""
+def emitter(module: nn.Module, offset: float, epsilon: float) -> Callable[..., Tensor]:
+    """Make the forward of a module that computes x̂·(offset + w), and something of its own of more than one tensor."""
+    own = module.forward
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(x: Tensor, *others: object, **named: object) -> Any:
+        if any(other is not None for other in (*others, *named.values())):
+            return own(x, *others, **named)
         weight = module.get_parameter("weight")
         return rms_norm(x, weight if offset == 0 else weight + offset, epsilon)
 

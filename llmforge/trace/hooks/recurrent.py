@@ -1,4 +1,4 @@
-"""Layers with a recurrent state: causal convolutions and the gated delta rule, recognized by computing.
+"""Layers with a recurrent state: causal convolutions and delta rules, recognized by computing.
 
 transformers writes both as functions of a model's source file, with a fallback in plain torch; a trace of that
 fallback would hold its chunks. They are called with what a layer's cache handed out, which tells whose state it is.
@@ -6,7 +6,6 @@ fallback would hold its chunks. They are called with what a layer's cache handed
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +16,9 @@ from torch.nn import functional
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir.operators import canonical
-from llmforge.trace.hooks import internals
-from llmforge.trace.hooks.attention import INERT, Attention, CacheLayer
+from llmforge.trace.hooks import internals, state_spaces
+from llmforge.trace.hooks.attention import Attention
+from llmforge.trace.hooks.linear_attention import bind, emit_linear_attention, owner
 from llmforge.trace.hooks.norms import rms_norm
 from llmforge.trace.hooks.symbolic import emit
 
@@ -26,13 +26,18 @@ TOLERANCE = 1e-4  # fp32, on values of order one; the chunked delta rule solves 
 PROBED = 5  # tokens on which a function is probed
 L2_EPSILON = 1e-6  # under the root of the norm of queries and keys, in every model that asks for it
 CONVOLUTION = ("causal_conv1d_fn",)  # names of functions, as transformers gives them
-DELTA_RULE = ("chunk_gated_delta_rule", "torch_chunk_gated_delta_rule")
+DELTA_RULE = ("chunk_gated_delta_rule", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 
 
 @contextmanager
 def substituted(model: nn.Module, attention: Attention) -> Iterator[None]:
     """Make the recurrent layers of `model` arrive as operators while the context lasts."""
-    makers = dict.fromkeys(CONVOLUTION, _convolution) | dict.fromkeys(DELTA_RULE, _delta_rule)
+    makers = {
+        **dict.fromkeys(CONVOLUTION, _convolution),
+        **dict.fromkeys(DELTA_RULE, _delta_rule),
+        **dict.fromkeys(state_spaces.CHUNK_SCAN, state_spaces.chunk_scan),
+        **dict.fromkeys(state_spaces.SELECTIVE_SCAN, state_spaces.selective_scan),
+    }
 
     def replacement(name: str, function: internals.Function) -> internals.Function | None:
         return makers[name](function, attention) if name in makers else None
@@ -41,30 +46,18 @@ def substituted(model: nn.Module, attention: Attention) -> Iterator[None]:
         yield
 
 
-def _bind(original: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Any]:
-    """Name the arguments of a call; refuse those that are not among the function's own and mean something."""
-    bound = inspect.signature(original).bind(*args, **kwargs)
-    bound.apply_defaults()
-    arguments: dict[str, Any] = dict(bound.arguments)
-    rest = arguments.pop("kwargs", {})
-    unknown = sorted(name for name, given in rest.items() if given is not None and name not in INERT)
-    if unknown:
-        raise UnsupportedError(f"{original.__name__} is called with {', '.join(unknown)}, which no operator has")
-    return arguments
-
-
 def _convolution(original: Callable[..., Any], attention: Attention) -> Callable[..., Tensor]:
     known: dict[object, str] = {}
 
     def causal_conv(*args: object, **kwargs: object) -> Tensor:
-        given = _bind(original, args, kwargs)
+        given = bind(original, args, kwargs)
         x, weight, bias, activation = (given[name] for name in ("hidden_states", "weight", "bias", "activation"))
-        layer, index = _owner(attention, lambda layer: layer.convolved is x)
+        layer = owner(attention, lambda layer: layer.convolved is x)
         (batch, channels, sequence), taps = x.shape, weight.shape[1]
-        key = (activation, bias is None, taps)
+        key = (given.unread, activation, bias is None, taps)
         if key not in known:
             with internals.real_tensors():
-                known[key] = probe_convolution(original, taps, bias is not None, activation)
+                known[key] = probe_convolution(given.probed, taps, bias is not None, activation)
         layer.shapes["conv"] = (taps - 1, channels)
         if layer.past is None:
             return torch.zeros_like(x)
@@ -78,7 +71,9 @@ def _convolution(original: Callable[..., Any], attention: Attention) -> Callable
             "bias": bias,
         }
         made = [(x.dtype, (batch, sequence, channels)), (x.dtype, past.shape)]
-        y, layer.present["conv"] = emit(canonical.CausalConv, inputs, {"activation": known[key], "layer": index}, made)
+        y, layer.present["conv"] = emit(
+            canonical.CausalConv, inputs, {"activation": known[key], "layer": layer.number}, made
+        )
         return y.transpose(1, 2)
 
     return causal_conv
@@ -88,47 +83,37 @@ def _delta_rule(original: Callable[..., Any], attention: Attention) -> Callable[
     known: set[object] = set()
 
     def linear_attention(*args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        given = _bind(original, args, kwargs)
+        given = bind(original, args, kwargs)
         q, k, v, decay, beta = (given[name] for name in ("query", "key", "value", "g", "beta"))
         normalized, past = bool(given["use_qk_l2norm_in_kernel"]), given["initial_state"]
         (batch, sequence, num_heads, width), (heads, value_width) = k.shape, v.shape[2:]
-        if q.shape != k.shape or decay.shape != v.shape[:3] or beta.shape != v.shape[:3]:
-            raise UnsupportedError(f"{original.__name__} is called with a decay or rate for each channel")
-        if (key := (num_heads, heads, width, value_width, normalized)) not in known:
+        by_channel = decay.dim() == 4
+        shape = (*v.shape[:3], width) if by_channel else v.shape[:3]
+        if q.shape != k.shape or decay.shape != shape or beta.shape != v.shape[:3]:
+            raise UnsupportedError(f"{original.__name__} is called with a rate for each channel, which no operator has")
+        if (key := (given.unread, num_heads, heads, width, value_width, normalized, by_channel)) not in known:
             with internals.real_tensors():
-                probe_delta_rule(original, num_heads, heads, width, value_width, normalized=normalized)
+                probe_delta_rule(
+                    given.probed, num_heads, heads, width, value_width, normalized=normalized, by_channel=by_channel
+                )
             known.add(key)
-        if attention.dry:
-            # A dry run has no states yet; the cache takes this one back under the index of its layer.
-            attention.unclaimed = torch.zeros(batch, heads, width, value_width)
-            return torch.zeros_like(v), attention.unclaimed
-        _, index = _owner(attention, lambda layer: past is not None and (layer.past or {}).get("recurrent") is past)
-        if normalized:
+        if normalized and not attention.dry:
             q, k = _normalize(q), _normalize(k)
-        inputs = {
-            "q": q.reshape(batch, sequence, num_heads * width),
-            "k": k.reshape(batch, sequence, num_heads * width),
-            "v": v.reshape(batch, sequence, heads * value_width),
-            "decay": decay,
-            "beta": beta,
-            "past": past,
-            "past_lengths": attention.past_lengths,
-            "lengths": attention.lengths,
-        }
-        attributes = {"num_heads": num_heads, "scale": width**-0.5, "layer": index}
-        made = [(v.dtype, (batch, sequence, heads * value_width)), (past.dtype, past.shape)]
-        y, state = emit(canonical.LinearAttention, inputs, attributes, made)
-        attention.unclaimed = state
+        y, state = emit_linear_attention(
+            attention,
+            q.reshape(batch, sequence, num_heads * width),
+            k.reshape(batch, sequence, num_heads * width),
+            v.reshape(batch, sequence, heads * value_width),
+            decay.reshape(batch, sequence, heads * width) if by_channel else decay,
+            beta,
+            num_heads=num_heads,
+            state=(heads, width, value_width),
+            scale=width**-0.5,
+            past=past,
+        )
         return y.view(batch, sequence, heads, value_width), state
 
     return linear_attention
-
-
-def _owner(attention: Attention, owns: Callable[[CacheLayer], bool]) -> tuple[CacheLayer, int]:
-    found = [(layer, index) for index, layer in enumerate(attention.layers) if owns(layer)]
-    if len(found) != 1:
-        raise UnsupportedError("a recurrent layer computes with something else than its own cache handed out")
-    return found[0]
 
 
 def _normalize(x: Tensor) -> Tensor:
@@ -155,9 +140,18 @@ def probe_convolution(original: Callable[..., Any], taps: int, biased: bool, act
 
 
 def probe_delta_rule(
-    original: Callable[..., Any], num_heads: int, heads: int, width: int, value_width: int, *, normalized: bool
+    original: Callable[..., Any],
+    num_heads: int,
+    heads: int,
+    width: int,
+    value_width: int,
+    *,
+    normalized: bool,
+    by_channel: bool = False,
 ) -> None:
     """Return if `original` computes the gated delta rule as `llmforge::LinearAttention` does.
+
+    It decays by head, or, where `by_channel`, each channel of the keys by itself.
 
     Raises:
         UnsupportedError: it computes something else.
@@ -171,7 +165,8 @@ def probe_delta_rule(
     if not normalized:  # keys of unit length, or the state grows without bound
         k = k / k.norm(dim=-1, keepdim=True)
     v, state = draw(2, PROBED, heads, value_width), draw(2, heads, width, value_width)
-    decay, beta = -draw(2, PROBED, heads).abs(), torch.sigmoid(draw(2, PROBED, heads))
+    decay = -draw(2, PROBED, heads, *([width] if by_channel else [])).abs()
+    beta = torch.sigmoid(draw(2, PROBED, heads))
     y, after = original(
         q.clone(),
         k.clone(),
@@ -185,9 +180,10 @@ def probe_delta_rule(
     if normalized:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPSILON) for x in (q, k))
     q, k = (x.repeat_interleave(heads // num_heads, 2) for x in (q, k))
+    kept = decay.exp()[..., None] if by_channel else decay.exp()[..., None, None]
     rows = []
     for s in range(PROBED):
-        state = state * decay[:, s, :, None, None].exp()
+        state = state * kept[:, s]
         missing = (v[:, s] - torch.einsum("bhd,bhde->bhe", k[:, s], state)) * beta[:, s, :, None]
         state = state + torch.einsum("bhd,bhe->bhde", k[:, s], missing)
         rows.append(torch.einsum("bhd,bhde->bhe", q[:, s], state) * width**-0.5)

@@ -1,0 +1,59 @@
+"""Served state space models and hybrids against transformers' greedy text, through the passes of the quickstart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from llmforge import targets
+from llmforge.checkpoint import Checkpoint
+from llmforge.engines import BuildRequest
+from llmforge.engines import onnxruntime as engine
+from llmforge.lowering.pass_base import Context
+from llmforge.passes import FlashAttention, FuseNorms, PackGateUp, PackQkv
+from llmforge.recipe import EngineSpec
+from llmforge.runtime import Sampling, load
+from llmforge.trace import trace
+
+from .. import zoo
+
+TARGET = targets.local()
+OUTPUT_TOKENS = 24
+PROMPTS = (5, 21, 33)  # tokens; chunks of the models are 8
+
+
+@pytest.mark.parametrize(
+    "name", ["bamba", *(pytest.param(name, marks=[pytest.mark.slow]) for name in ("jamba", "kimi-linear"))]
+)
+def test_served_text_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    zoo.write(name, tmp_path / "checkpoint")
+    checkpoint = Checkpoint.open(tmp_path / "checkpoint")
+    model = trace(checkpoint)
+    for step in (FuseNorms(), PackQkv(), PackGateUp(), FlashAttention()):
+        step.run(model, Context(TARGET))
+    lowered, _ = engine.lower(model, TARGET)
+    spec = EngineSpec(max_context=128, max_batch=len(PROMPTS), threads=1)
+    engine.build(BuildRequest(lowered, tmp_path / "engine", spec, TARGET, *(checkpoint.eos_token_ids, None)))
+    engine.write_tokenizer(checkpoint, tmp_path / "tokenizer")
+    runner = load(tmp_path)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, zoo.VOCABULARY, count).tolist() for count in PROMPTS]
+    reference = zoo.reference(tmp_path / "checkpoint")
+    wanted = []
+    for prompt in prompts:  # all tokens at once for each: transformers' own caches of states are not trusted
+        text = list(prompt)
+        with torch.no_grad():
+            for _ in range(OUTPUT_TOKENS):
+                text.append(int(reference(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+        wanted.append(text[len(prompt) :])
+    greedy = Sampling(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    alone = [
+        [chunk.token_id for chunk in runner.generate(prompt, greedy) if chunk.token_id is not None]
+        for prompt in prompts
+    ]
+    assert alone == wanted
+    steps = list(runner.generate_batch(prompts, [greedy] * len(prompts)))
+    assert [[step.token_ids[b] for step in steps if step.token_ids[b] is not None] for b in range(3)] == wanted
