@@ -1,15 +1,15 @@
 """What each ingredient of calibration gives, on text held out: python -m benchmarks.ablation [CHECKPOINT] [options].
 
     python -m benchmarks.ablation                              # the sample: each ingredient taken out in turn
-    python -m benchmarks.ablation --only sweeps                # those rows whose name has this
+    python -m benchmarks.ablation --bits 3 --only sweep ranges # linears of 3 bits, rows whose name has one of these
     python -m benchmarks.ablation --methods CHECKPOINT         # rtn, GPTQ as published, gptq, a trellis, auto
     python -m benchmarks.ablation --methods --outliers         # the same, on the sample with outliers
     python -m benchmarks.ablation --auto 4.5                   # auto, and uniform formats of as many bytes and of more
 
 Every fourth document of tests/data/calibration.jsonl is held out; no evaluation text is read. KLD is that of
 dequantized weights in fp32 arithmetic. Intervals are 95 %, by a bootstrap over documents; that of a difference is
-paired. Ingredients are 4 bits, asymmetric, blocks of 32, int8 scales, and 6 bits of embedding and head. An ingredient
-of the compiled loops is taken out of their source, which is compiled for that row.
+paired. Ingredients are 4 bits (or `--bits`), asymmetric, blocks of 32, int8 scales, and 6 bits of embedding and head.
+An ingredient of the compiled loops is taken out of their source, which is compiled for that row.
 """
 
 from __future__ import annotations
@@ -267,10 +267,8 @@ def _as_published() -> Iterator[None]:
 NO_REFIT = (("        refit(r, &t);\n", ""), ("    if (r->sweeps) refit(r, &t);\n", ""))
 ZERO_POINTS_STAY = ("if (!r->symmetric && d > 1e-7", "if (0 && d > 1e-7")
 NO_DESCENT = ("        descend(r, &t);\n", "")
-NO_FIT = ("fit <= (r->steps > 0)", "fit <= 0")
 INGREDIENTS: Mapping[str, Change] = {
     "no search of grids: the range of each block": _of_options(steps=0),
-    "no least squares in the search": partial(_of_loops, NO_FIT),
     "8 ranges a block in place of 21": _of_options(steps=7),
     "no sweeps of refinement": _of_options(sweeps=0),
     "one sweep in place of two": _of_options(sweeps=1),
@@ -310,7 +308,8 @@ def main() -> None:
         "--auto", type=float, metavar="BITS", help="auto beside uniform formats, in place of ingredients"
     )
     parser.add_argument("--outliers", action="store_true", help="give the checkpoint outliers first")
-    parser.add_argument("--only", default="", help="rows whose name has this")
+    parser.add_argument("--only", nargs="+", default=[""], help="rows whose name has one of these")
+    parser.add_argument("--bits", type=int, default=GRID.bits, help="of linears, in rows of ingredients")
     parser.add_argument("--trellis", action="store_true", help="ingredients with codes of a trellis")
     parser.add_argument("--tokens", type=int, default=16384, help="to calibrate on (default: %(default)s)")
     parser.add_argument("--held-tokens", type=int, default=16384, help="to measure on (default: %(default)s)")
@@ -332,7 +331,8 @@ def main() -> None:
             if options.auto
             else None
         )
-        shown = rows or of_ingredients(bench, options.only, options.trellis)
+        grid = TRELLIS if options.trellis else replace(GRID, bits=options.bits)
+        shown = rows or of_ingredients(bench, options.only, grid)
         print("|what|bits|KLD × 1000|more than the first|s|CPU s|\n|---|--:|--:|--:|--:|--:|")
         first = None
         for name, found in shown:
@@ -344,18 +344,18 @@ def main() -> None:
                     kept.write(json.dumps({"name": name, "of": path.name, "kld": found.kld, **found.to_json()}) + "\n")
 
 
-def of_ingredients(bench: Bench, only: str, trellis: bool) -> Iterator[tuple[str, Measured]]:
+def of_ingredients(bench: Bench, only: Sequence[str], grid: Grid) -> Iterator[tuple[str, Measured]]:
     """Measure the method as it is, and with each ingredient taken out."""
-    demand = WeightDemand(Gptq(), TRELLIS if trellis else GRID, tables=TABLES)
+    demand = WeightDemand(Gptq(), grid, tables=TABLES)
     yield "as it is", bench.measure(demand)
     of_these = {**INGREDIENTS, **(OF_EXPERTS if bench.weights()[1] else {})}
     for name, change in of_these.items():
-        if only in name:
+        if any(part in name for part in only):
             with change():
                 yield name, bench.measure(demand)
 
 
-def of_methods(bench: Bench, only: str) -> Iterator[tuple[str, Measured]]:
+def of_methods(bench: Bench, only: Sequence[str]) -> Iterator[tuple[str, Measured]]:
     """Measure methods in the formats of one size, and auto in as many bits.
 
     Experts have no trellis: theirs are 4 bits, asymmetric, in each row.
@@ -370,12 +370,12 @@ def of_methods(bench: Bench, only: str) -> Iterator[tuple[str, Measured]]:
     }
     bits = 0.0
     for name, (demand, change) in demands.items():
-        if only in name:
+        if any(part in name for part in only):
             with change():
                 found = bench.measure(demand)
             bits = max(bits, found.bits)
             yield name, found
-    if only in "auto":
+    if any(part in "auto" for part in only):
         yield "auto", bench.measure(replace(plain, weight_bits=bits))
 
 
