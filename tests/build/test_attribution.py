@@ -156,6 +156,7 @@ def test_what_a_pass_costs_stands_out_in_the_waterfall() -> None:
     assert (second.start, second.width, second.gains) == (pytest.approx(87.5), pytest.approx(12.5), True)
 
 
+@pytest.mark.slow
 def test_a_report_says_why_a_pass_has_no_errors_by_layer(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -338,6 +338,7 @@ def test_a_checkpoint_with_nan_is_refused(recipe_file: Write, tiny_checkpoint: P
     assert "NaN" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # a build in a process of its own, and one here
 def test_a_killed_build_leaves_nothing_that_looks_finished(recipe_file: Write, tmp_path: Path) -> None:
     recipe, out = recipe_file(), tmp_path / "out"

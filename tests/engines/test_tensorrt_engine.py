@@ -98,10 +98,11 @@ CELLS: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
     (EXPERTS, "int4"): ((), {"rtx-4090": "the parser has no quantized experts"}),
     (EXPERTS, "int4, experts excluded"): (ALL[1:], {}),
 }
+DEFAULT = {(WINDOWS, "int8"), (WINDOWS, "int4"), (WINDOWS, "fp8")}  # the others are slow tests
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [pytest.param(*cell, marks=[pytest.mark.slow] * (cell[0] == EXPERTS)) for cell in CELLS]
+    ("name", "form"), [pytest.param(*cell, marks=[pytest.mark.slow] * (cell not in DEFAULT)) for cell in CELLS]
 )
 def test_plans_are_built_without_a_gpu(name: str, form: str, folder: Path, tmp_path: Path) -> None:
     built, refused = CELLS[name, form]

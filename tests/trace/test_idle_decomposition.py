@@ -18,7 +18,7 @@ IDLE = {"llama": True, "glm": False}  # glm divides an axis that it counts from 
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in IDLE else [pytest.mark.slow]) for name in zoo.ZOO]
+    "name", [pytest.param(name, marks=[] if name == "llama" else [pytest.mark.slow]) for name in zoo.ZOO]
 )
 def test_the_graph_is_the_decomposed_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zoo.write(name, tmp_path)

@@ -13,6 +13,7 @@ from llmforge.trace import trace
 from .. import zoo
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # transformers' own, about its model
 def test_the_order_of_a_set_does_not_number_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A set of strings has the order of their hashes, which PYTHONHASHSEED decides; here it is given."""

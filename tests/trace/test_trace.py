@@ -59,6 +59,8 @@ SLOW = {
     "glm4-moe",
     "gpt-neox",
     "gpt-oss",
+    "jamba",
+    "nemotron-h",
     "granitemoe",
     "llama-mha-biases",
     "minicpm3",

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.xdist_group("triton")
 
 MEASURED_S = 1.0  # of each side
 CONTEXT = 4096
+SLOW = {"prompt of the longest length", "choices of the largest size", "token ids", "brackets"}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def attacks() -> Mapping[str, tuple[Mapping[str, Any], str]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", attacks())
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in attacks()])
 def test_others_go_on(server: Server, name: str) -> None:
     got: list[str] = []
 
