@@ -8,9 +8,12 @@ from typing import Any
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.base.wording import shown
-from llmforge.checkpoint.quantized.layout import Grouped, Layout, NotHeld, QuantizedTensor, same_content
+from llmforge.checkpoint.quantized.awq import Awq
+from llmforge.checkpoint.quantized.compressed_tensors import CompressedTensors
+from llmforge.checkpoint.quantized.gptq import Gptq
+from llmforge.checkpoint.quantized.layout import Grouped, Layout, NotHeld, QuantizedTensor, same_content, settings_of
 
-LAYOUTS: tuple[Layout, ...] = ()
+LAYOUTS: tuple[Layout, ...] = (Gptq(), Awq(), CompressedTensors())
 
 __all__ = ["LAYOUTS", "Grouped", "Layout", "NotHeld", "QuantizedTensor", "layout_of", "same_content"]
 
@@ -22,7 +25,7 @@ def layout_of(settings: Mapping[str, Any], where: Path) -> Layout | None:
         UnsupportedError: it is quantized in a way that is not taken.
         CheckpointError: what it says of that makes no sense.
     """
-    config = settings.get("quantization_config")
+    config = settings_of(settings)
     if config is None:
         return None
     method = config.get("quant_method") if isinstance(config, dict) else config
