@@ -11,7 +11,8 @@ from llmforge.base.wording import shown
 from llmforge.checkpoint.quantized.awq import Awq
 from llmforge.checkpoint.quantized.compressed_tensors import CompressedTensors
 from llmforge.checkpoint.quantized.gptq import Gptq
-from llmforge.checkpoint.quantized.layout import Grouped, Layout, NotHeld, QuantizedTensor, same_content, settings_of
+from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor, same_content, settings_of
+from llmforge.quantization.stored import NotHeld
 
 LAYOUTS: tuple[Layout, ...] = (Gptq(), Awq(), CompressedTensors())
 
