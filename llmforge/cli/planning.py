@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from llmforge.base import extras
 from llmforge.base.backends import BACKENDS, Dtype
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output
@@ -95,7 +96,7 @@ def plan(what: Path, plot: Path | None, as_json: bool, **asked: Any) -> None:
 
         output.check_file(plot, *plots.SUFFIXES)
     wanted = record(scheme.Wanted, asked)
-    planned = request.answer(what, record(request.Request, asked, wanted=wanted), _measured_here)
+    planned = request.answer(what, record(request.Request, asked, wanted=wanted), measured_here)
     if plot is not None:
         plots.write([each.plan for each in planned if isinstance(each, Planned)], plot)
     if as_json:
@@ -103,13 +104,22 @@ def plan(what: Path, plot: Path | None, as_json: bool, **asked: Any) -> None:
         output.write_json(facts[0] if len(facts) == 1 else facts)
     else:
         [*others, last] = planned
-        single = isinstance(last, Planned) and not others
-        output.write(render.details(last) if single else render.comparison(planned))
+        output.write(render.comparison(planned) if others or not isinstance(last, Planned) else render.details(last))
     if plot is not None:
         output.write_lines(str(plot), err=as_json)
 
 
-def _measured_here(target: Target) -> Target | None:
+def show(recipe: Path) -> None:
+    """Show the plan of a recipe."""
+    from llmforge.planning import render, request
+    from llmforge.planning.render import Planned
+
+    for planned in request.answer(recipe, request.Request(), measured_here):
+        if isinstance(planned, Planned):
+            output.write(render.details(planned))
+
+
+def measured_here(target: Target) -> Target | None:
     """Give the figures of this machine to a CPU target that is its own; None where it is another's.
 
     They are measured once, and again where other processes were in the way.
@@ -119,6 +129,8 @@ def _measured_here(target: Target) -> Target | None:
     from llmforge.evaluation import machine
 
     if target.kind != "cpu" or target.isa is None or target.isa != targets.detect():
+        return None
+    if extras.missing("build") or extras.trouble(extras.RUNTIME) is not None:  # nothing that could be measured
         return None
     here = machine.describe()
     found = kept.find(here)

@@ -79,6 +79,16 @@ def answer(
     return answers
 
 
+def of_target(shape: Shape, target: Target, asked: Request) -> Planned:
+    """Plan `shape` on one target, by what is `asked` alone.
+
+    Raises:
+        UsageError, UnsupportedError: as `answer`.
+    """
+    said = Request(calibration_tokens=asked.calibration_tokens)
+    return _planned(shape, target, _workload(shape, asked, said), asked, said)
+
+
 def build_of(recipe: Recipe) -> Build | None:
     """Predict what the build of a recipe takes; None where its configuration alone does not tell, or is not planned.
 
