@@ -115,9 +115,15 @@ def up(context: click.Context, checkpoint: Path, target: str, goal: Any, out: Pa
         path = write(checkpoint, target, goal, None, path, None, None, None)
         console.say(f"wrote {path}")
     planning.show(path)
-    context.invoke(building.build, recipe=path, out=out)
+    _run(context, building.build, str(path), "--out", str(out))
     [newest, *_] = versions.listed(out, name_of(checkpoint))
-    context.invoke(serving.serve, artifact=newest.path, host=host, port=port)
+    _run(context, serving.serve, str(newest.path), "--host", host, "--port", str(port))
+
+
+def _run(context: click.Context, command: click.Command, *words: str) -> None:
+    """Run another command as if these words had been typed."""
+    with command.make_context(str(command.name), list(words), parent=context.parent) as made:
+        command.invoke(made)
 
 
 def name_of(checkpoint: Path) -> str:
