@@ -226,6 +226,18 @@ def _pieces(entries: Sequence[TensorEntry]) -> Iterator[list[tuple[TensorEntry, 
         yield together
 
 
+def external(entry: TensorEntry) -> ir.ExternalTensor:
+    """Map a tensor; its bytes are read when it is.
+
+    The path is absolute and `base_dir` empty, because onnx-ir refuses symbolic and hard links below a `base_dir`.
+    """
+    import onnx_ir as ir
+
+    return ir.ExternalTensor(
+        str(entry.file), entry.offset, entry.size_bytes, entry.dtype, shape=ir.Shape(entry.shape), name=entry.name
+    )
+
+
 def same_bytes(left: TensorEntry, right: TensorEntry) -> bool:
     """Tell whether two tensors have equal dtype, shape and bytes; reads up to the first difference."""
     if (left.dtype, left.shape) != (right.dtype, right.shape):

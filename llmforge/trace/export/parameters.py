@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint.quantized import QuantizedTensor
 from llmforge.trace.export.reference import Reference
 from llmforge.trace.export.stored_matrix import StoredMatrix
 
@@ -55,7 +56,11 @@ class Parameters:
         [stored] = source.tensors
         if name in self._checkpoint.tensors:
             stored = name  # whatever was planned
-        file = self._checkpoint.tensors[stored].file
+        entry = self._checkpoint.tensors[stored]
+        if isinstance(entry, QuantizedTensor):
+            whole = entry.dequantize()
+            return np.asarray(whole if not entry.shape else whole[rows], np.float32)
+        file = entry.file
         if file not in self._files:
             self._files[file] = safe_open(file, "pt").__enter__()  # type: ignore[no-untyped-call]
         part = self._files[file].get_slice(stored)
