@@ -8,9 +8,10 @@ from typing import Any
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.base.wording import shown
+from llmforge.checkpoint.quantized.gguf import Gguf
 from llmforge.checkpoint.quantized.layout import Grouped, Layout, NotHeld, QuantizedTensor, same_content
 
-LAYOUTS: tuple[Layout, ...] = ()
+LAYOUTS: tuple[Layout, ...] = (Gguf(),)
 
 __all__ = ["LAYOUTS", "Grouped", "Layout", "NotHeld", "QuantizedTensor", "layout_of", "same_content"]
 

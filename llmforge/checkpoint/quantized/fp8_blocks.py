@@ -16,9 +16,7 @@ from numpy.typing import NDArray
 from llmforge.checkpoint.quantized.microscaling import e8m0
 
 
-def dequantize(
-    weight: NDArray[Any], scales: NDArray[Any], block_size: tuple[int, int] | None
-) -> NDArray[np.float32]:
+def dequantize(weight: NDArray[Any], scales: NDArray[Any], block_size: tuple[int, int] | None) -> NDArray[np.float32]:
     """Return the fp32 weights [..., N, K] of fp8 ones: each product is rounded once, to fp32.
 
     Blocks at the lower and the right edge may be cut.  scales: [..., blocks, blocks], fp32, bf16, E8M0 or uint8 that

@@ -129,7 +129,9 @@ def _q6_k_codes(blocks: Bytes) -> tuple[NDArray[np.int8], Float32]:
     return (low | (high << np.uint8(4))).astype(np.int8) - np.int8(32), scales
 
 
-def _symmetric(read: Callable[[Bytes], tuple[NDArray[np.int8], Float32]], block_size: int) -> Callable[[Bytes], Float32]:
+def _symmetric(
+    read: Callable[[Bytes], tuple[NDArray[np.int8], Float32]], block_size: int
+) -> Callable[[Bytes], Float32]:
     def numbers(blocks: Bytes) -> Float32:
         signed, scales = read(blocks)
         spread = signed.astype(np.float32).reshape(*scales.shape, block_size) * scales[..., None]
