@@ -226,6 +226,13 @@ def _pieces(entries: Sequence[TensorEntry]) -> Iterator[list[tuple[TensorEntry, 
         yield together
 
 
+def data_type(name: str) -> ir.DataType:
+    """Return a dtype of onnx-ir by its name; onnx-ir is imported where weights are."""
+    import onnx_ir as ir
+
+    return ir.DataType[name]
+
+
 def external(entry: TensorEntry) -> ir.ExternalTensor:
     """Map a tensor; its bytes are read when it is.
 

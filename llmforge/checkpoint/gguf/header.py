@@ -19,17 +19,14 @@ from io import FileIO
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.wording import quoted, shown
 from llmforge.checkpoint.gguf.blocks import OTHER_TYPES, TYPES, BlockType
-from llmforge.checkpoint.safetensors_file import DAMAGED, LFS_POINTER, TensorEntry, open_regular
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
+from llmforge.checkpoint.safetensors_file import DAMAGED, LFS_POINTER, TensorEntry, data_type, open_regular
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
@@ -99,13 +96,6 @@ class Header:
             for end, start in zip(ends, starts[1:], strict=True)
             if start > end
         ]
-
-
-def data_type(name: str) -> ir.DataType:
-    """Return a dtype of onnx-ir, which is imported where a header is used."""
-    import onnx_ir as ir
-
-    return ir.DataType[name]
 
 
 def read(file: Path) -> Header:

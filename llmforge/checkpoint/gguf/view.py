@@ -1,8 +1,8 @@
 """A GGUF file as a folder: what the rest of llmforge expects of a checkpoint, written once to the user's cache folder.
 
 The folder holds config.json, generation_config.json, tokenizer.json and tokenizer_config.json, made of the file's
-metadata, and `llmforge-model.gguf`, a link to the file. It is named after the file, inside of a folder that is named after all
-that it was made of.
+metadata, and `llmforge-model.gguf`, a link to the file. It is named after the file, inside of a folder that is named
+after all that it was made of.
 """
 
 from __future__ import annotations

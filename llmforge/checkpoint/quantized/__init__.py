@@ -8,10 +8,13 @@ from typing import Any
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.base.wording import shown
+from llmforge.checkpoint.quantized.bitsandbytes import Bitsandbytes
+from llmforge.checkpoint.quantized.fp8_blocks import Fp8
 from llmforge.checkpoint.quantized.gguf import Gguf
 from llmforge.checkpoint.quantized.layout import Grouped, Layout, NotHeld, QuantizedTensor, same_content
+from llmforge.checkpoint.quantized.mxfp4 import Mxfp4
 
-LAYOUTS: tuple[Layout, ...] = (Gguf(),)
+LAYOUTS: tuple[Layout, ...] = (Fp8(), Mxfp4(), Bitsandbytes(), Gguf())
 
 __all__ = ["LAYOUTS", "Grouped", "Layout", "NotHeld", "QuantizedTensor", "layout_of", "same_content"]
 

@@ -13,13 +13,19 @@ Sources: `QuantState.as_dict`, `backends/utils.py` and `int8_vectorwise_dequant`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+
+from llmforge.base.errors import CheckpointError, UnsupportedError
+from llmforge.checkpoint.quantized.layout import Grouped, Layout, NotHeld, QuantizedTensor
+from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, data_type, external, parse_json
 
 NF4 = np.array(
     [
@@ -128,3 +134,139 @@ def dequantize_int8(codes: NDArray[np.int8], row_maxima: NDArray[np.float32]) ->
     if codes.ndim != 2 or row_maxima.size != codes.shape[0]:
         raise ValueError(f"{row_maxima.size} maxima of rows do not fit a matrix of shape {list(codes.shape)}")
     return codes.astype(np.float32) * row_maxima.astype(np.float32).reshape(-1, 1) * _ONE_127TH
+
+
+_PACKED, _ABSMAX, _NESTED, _TABLE = "weight", "absmax", "nested_absmax", "nested_quant_map"
+_STATE = ".quant_state.bitsandbytes__"
+_STATE_BYTES = 4096  # of the JSON: some 200
+_IR_DTYPES = {"float32": "FLOAT", "float16": "FLOAT16", "bfloat16": "BFLOAT16"}
+_ROWS = 0  # `weight_format` of codes that lie row by row
+
+
+@dataclass(frozen=True, eq=False)
+class FourBitTensor(QuantizedTensor):
+    """A parameter in NF4 or FP4."""
+
+    state: State
+
+    @property
+    def format(self) -> str:
+        """Name it, and whether its scales are quantized, too."""
+        nested = "" if self.state.nested_block_size is None else ", scales quantized"
+        return f"{self.state.kind.upper()} in blocks of {self.state.block_size}{nested}"
+
+    def dequantize(self) -> NDArray[Any]:
+        """Return its weights in the dtype that was quantized."""
+        try:
+            scales = self.read(_ABSMAX)
+            if self.state.nested_block_size is not None:
+                scales = nested_scales(scales, self.read(_NESTED), self.read(_TABLE), self.state)
+            weights = dequantize_4bit(self.read(_PACKED).view(np.uint8), scales, self.state)
+        except ValueError as error:
+            raise self.damaged(_PACKED, f"does not fit what stands beside it: {error}") from error
+        if not np.isfinite(weights).all():
+            raise self.damaged(_ABSMAX, "gives weights that are NaN or infinite")
+        return weights
+
+    def grid(self) -> Any:
+        """Refuse: no kernel reads levels that are not evenly spaced."""
+        raise NotHeld(f"are {self.state.kind.upper()}, whose levels are not evenly spaced")
+
+
+@dataclass(frozen=True, eq=False)
+class EightBitTensor(QuantizedTensor):
+    """A parameter in int8, with the largest magnitude of each row."""
+
+    @property
+    def format(self) -> str:
+        """Name it."""
+        return "int8 by row"
+
+    def dequantize(self) -> NDArray[np.float32]:
+        """Return its weights, fp32."""
+        weights = dequantize_int8(self.read(_PACKED), self.read(_ABSMAX))
+        if not np.isfinite(weights).all():
+            raise self.damaged(_ABSMAX, "gives weights that are NaN or infinite")
+        return weights
+
+    def grid(self) -> Any:
+        """Refuse: the product of three numbers is rounded twice."""
+        raise NotHeld("are int8 by row, times a maximum and 1/127, which no scale stands for exactly")
+
+
+class Bitsandbytes(Layout):
+    """bitsandbytes, as transformers saves it."""
+
+    name: ClassVar[str] = "bitsandbytes"
+    methods: ClassVar[tuple[str, ...]] = ("bitsandbytes",)
+
+    def check(self, config: Mapping[str, Any], where: Path) -> str:
+        """Return how many bits it has."""
+        if config.get("load_in_8bit"):
+            return "bitsandbytes int8"
+        return f"bitsandbytes {config.get('bnb_4bit_quant_type', 'fp4')}".upper().replace("BITSANDBYTES", self.name)
+
+    def group(self, settings: Mapping[str, Any], stored: Mapping[str, TensorEntry], folder: Path) -> Grouped:
+        """Put weights, scales and states together; the states, some bytes each, are read."""
+        plain = dict(stored)
+        quantized: list[QuantizedTensor] = []
+        for key in stored:
+            name, found, kind = key.partition(_STATE)
+            if found:
+                quantized.append(_four_bits(name, kind, stored, plain))
+            elif key.endswith(".SCB"):
+                quantized.append(_eight_bits(key.removesuffix("SCB"), stored, plain))
+        for name, entry in plain.items():
+            if entry.dtype.name in ("UINT8", "INT8"):
+                raise CheckpointError(
+                    f"{entry.file}: tensor {name!r} is {entry.dtype.name}, without scales", hint=DAMAGED
+                )
+        return Grouped(quantized, plain)
+
+
+def _four_bits(name: str, kind: str, stored: Mapping[str, TensorEntry], plain: dict[str, TensorEntry]) -> FourBitTensor:
+    """Put the parts of parameter `name` together, and take them out of `plain`."""
+    entry = stored[f"{name}{_STATE}{kind}"]
+    where = f"{entry.file}: tensor {entry.name!r}"
+    if entry.dtype.name != "UINT8" or entry.size_bytes > _STATE_BYTES:
+        raise CheckpointError(f"{where} must be at most {_STATE_BYTES} bytes of JSON", hint=DAMAGED)
+    try:
+        state = State.of(parse_json(external(entry).numpy().tobytes(), where))
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}", hint=DAMAGED) from error
+    keys = {_PACKED: name, _ABSMAX: f"{name}.{_ABSMAX}"}
+    if state.nested_block_size is not None:
+        keys |= {role: f"{name}.{role}" for role in (_NESTED, _TABLE)}
+    if missing := [key for key in keys.values() if key not in stored]:
+        raise CheckpointError(f"{where} is there, and {missing[0]!r} is not", hint=DAMAGED)
+    for key in (*keys.values(), entry.name, f"{name}.quant_map"):
+        plain.pop(key, None)
+    parts = {role: stored[key] for role, key in keys.items()}
+    scales = "FLOAT" if state.nested_block_size is None else "UINT8"
+    size = -(-prod(state.shape) // 2)
+    if parts[_PACKED].size_bytes != size or prod(parts[_ABSMAX].shape) != state.blocks:
+        raise CheckpointError(f"{where}: shape {list(state.shape)} does not fit {name!r} and its scales", hint=DAMAGED)
+    if parts[_ABSMAX].dtype.name != scales or any(
+        parts[role].dtype.name != "FLOAT" for role in keys.keys() & {_NESTED, _TABLE}
+    ):
+        raise CheckpointError(f"{where}: scales of {name!r} are of another dtype than {scales}", hint=DAMAGED)
+    return FourBitTensor(name, state.shape, data_type(_IR_DTYPES[state.dtype]), parts, state)
+
+
+def _eight_bits(prefix: str, stored: Mapping[str, TensorEntry], plain: dict[str, TensorEntry]) -> EightBitTensor:
+    """Put the parts of the weight of module `prefix` together, and take them out of `plain`."""
+    name, maxima = f"{prefix}weight", stored[f"{prefix}SCB"]
+    weight, order = stored.get(name), stored.get(f"{prefix}weight_format")
+    fits = weight is not None and weight.dtype.name == "INT8" and len(weight.shape) == 2
+    if weight is None or not fits or maxima.dtype.name != "FLOAT" or prod(maxima.shape) != weight.shape[0]:
+        raise CheckpointError(
+            f"{maxima.file}: tensor {maxima.name!r} needs an int8 matrix {name!r} of as many rows", hint=DAMAGED
+        )
+    if order is not None and (order.size_bytes != 1 or int(external(order).numpy().reshape(-1)[0]) != _ROWS):
+        raise UnsupportedError(
+            f"{order.file}: tensor {order.name!r} says that codes lie in tiles of a GPU; taken are those row by row",
+            hint="save the model again with a current bitsandbytes",
+        )
+    for key in (name, maxima.name, f"{prefix}weight_format"):
+        plain.pop(key, None)
+    return EightBitTensor(name, weight.shape, data_type("FLOAT"), {_PACKED: weight, _ABSMAX: maxima})

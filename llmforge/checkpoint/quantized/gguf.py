@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from llmforge.base.errors import CheckpointError
 from llmforge.checkpoint.gguf import architectures, blocks
 from llmforge.checkpoint.gguf.blocks import BlockType
-from llmforge.checkpoint.gguf.header import DTYPES, Header, TensorInfo, data_type, read
+from llmforge.checkpoint.gguf.header import DTYPES, Header, TensorInfo, read
 from llmforge.checkpoint.quantized.layout import Grouped, Layout, NotHeld, QuantizedTensor
-from llmforge.checkpoint.safetensors_file import TensorEntry
+from llmforge.checkpoint.safetensors_file import TensorEntry, data_type
 
 if TYPE_CHECKING:
     from llmforge.quantization.grids import Grid, QuantizedMatrix
