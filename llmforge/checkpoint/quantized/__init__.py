@@ -8,13 +8,16 @@ from typing import Any
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.base.wording import shown
+from llmforge.checkpoint.quantized.awq import Awq
 from llmforge.checkpoint.quantized.bitsandbytes import Bitsandbytes
+from llmforge.checkpoint.quantized.compressed_tensors import CompressedTensors
 from llmforge.checkpoint.quantized.fp8_blocks import Fp8
 from llmforge.checkpoint.quantized.gguf import Gguf
-from llmforge.checkpoint.quantized.layout import Grouped, Layout, NotHeld, QuantizedTensor, same_content
+from llmforge.checkpoint.quantized.gptq import Gptq
+from llmforge.checkpoint.quantized.layout import Grouped, Layout, NotHeld, QuantizedTensor, same_content, settings_of
 from llmforge.checkpoint.quantized.mxfp4 import Mxfp4
 
-LAYOUTS: tuple[Layout, ...] = (Fp8(), Mxfp4(), Bitsandbytes(), Gguf())
+LAYOUTS: tuple[Layout, ...] = (Gptq(), Awq(), CompressedTensors(), Fp8(), Mxfp4(), Bitsandbytes(), Gguf())
 
 __all__ = ["LAYOUTS", "Grouped", "Layout", "NotHeld", "QuantizedTensor", "layout_of", "same_content"]
 
@@ -26,7 +29,7 @@ def layout_of(settings: Mapping[str, Any], where: Path) -> Layout | None:
         UnsupportedError: it is quantized in a way that is not taken.
         CheckpointError: what it says of that makes no sense.
     """
-    config = settings.get("quantization_config")
+    config = settings_of(settings)
     if config is None:
         return None
     method = config.get("quant_method") if isinstance(config, dict) else config

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.wording import shown
-from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor
+from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor, settings_of
 from llmforge.checkpoint.quantized.microscaling import e8m0
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, data_type
 
@@ -96,7 +96,7 @@ class Fp8(Layout):
 
     def group(self, settings: Mapping[str, Any], stored: Mapping[str, TensorEntry], folder: Path) -> Grouped:
         """Put weights and their scales together."""
-        block_size = _block_size(settings["quantization_config"], folder)
+        block_size = _block_size(settings_of(settings), folder)
         plain, quantized, of_activations = dict(stored), [], 0
         for name, entry in stored.items():
             if name.endswith(_ACTIVATIONS):

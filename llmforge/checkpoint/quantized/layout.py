@@ -144,6 +144,13 @@ class Layout(ABC):
         """
 
 
+def settings_of(settings: Mapping[str, Any]) -> Any:
+    """Return the quantization_config of a configuration, or that of the language model inside; None: it has none."""
+    own = settings.get("quantization_config")
+    text = settings.get("text_config")
+    return text.get("quantization_config") if own is None and isinstance(text, dict) else own
+
+
 def same_content(left: TensorEntry | QuantizedTensor, right: TensorEntry | QuantizedTensor) -> bool:
     """Tell whether two parameters are stored alike, byte for byte; reads up to the first difference."""
     if isinstance(left, TensorEntry) and isinstance(right, TensorEntry):
