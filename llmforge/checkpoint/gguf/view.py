@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from llmforge.base import hashed_files
 from llmforge.base.errors import CheckpointError, EnvironmentLacks
@@ -89,7 +90,7 @@ def _publish(scratch: Path, folder: Path) -> None:
 
 def _texts(header: Header) -> dict[str, str]:
     made = architectures.settings(header)
-    tokens = {key: made[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in made}
+    tokens: dict[str, Any] = {key: made[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in made}
     turn = header.metadata.get("tokenizer.ggml.eot_token_id")
     if type(turn) is int and 0 <= turn < made["vocab_size"] and turn != tokens.get("eos_token_id", turn):
         tokens["eos_token_id"] = [tokens["eos_token_id"], turn]  # both end a text, as in llama.cpp

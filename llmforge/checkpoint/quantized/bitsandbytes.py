@@ -72,8 +72,7 @@ class State:
             raise ValueError(f"dtype is {dtype!r}; known are {', '.join(DTYPES)}")
         if size not in BLOCK_SIZES or isinstance(size, bool):
             raise ValueError(f"blocksize is {size!r}; known are {', '.join(map(str, BLOCK_SIZES))}")
-        counts = isinstance(shape, list) and 0 < len(shape) <= _MOST_DIMENSIONS
-        if not counts or not all(type(side) is int and 0 < side < 1 << 40 for side in shape):
+        if not isinstance(shape, list) or not 0 < len(shape) <= _MOST_DIMENSIONS or not all(map(_is_size, shape)):
             raise ValueError(f"shape is {shape!r}; a list of sizes is expected")
         if nested is not None and (type(nested) is not int or not 0 < nested <= 1 << 20):
             raise ValueError(f"nested_blocksize is {nested!r}; a number of scales is expected")
@@ -85,6 +84,10 @@ class State:
     def blocks(self) -> int:
         """How many scales the weight has."""
         return -(-prod(self.shape) // self.block_size)
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 < value < 1 << 40
 
 
 def nested_scales(

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _PAIRS = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], axis=-1)  # of every byte: [256, 2]
-_E8M0_BIAS = 127
-_E8M0_NAN = 255
+_E8M0 = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.nan).astype(np.float32)  # of every byte
 MXFP4_BLOCK = 32
 NVFP4_BLOCK = 16
 
@@ -27,8 +26,7 @@ def unpack_e2m1(packed: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 def e8m0(scales: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Read scales that are an exponent alone, 2**(byte - 127); 255 is NaN."""
-    powers = np.ldexp(np.float32(1), scales.astype(np.int32) - _E8M0_BIAS)
-    return np.where(scales == _E8M0_NAN, np.float32(np.nan), powers).astype(np.float32)
+    return _E8M0[scales]
 
 
 def scaled_blocks(values: NDArray[np.float32], scales: NDArray[np.float32], block_size: int) -> NDArray[np.float32]:
