@@ -22,7 +22,7 @@ from llmforge.base import process, versions
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.base.wording import cut, shown
-from llmforge.checkpoint import lengths, quantized
+from llmforge.checkpoint import gguf, lengths, quantized
 from llmforge.checkpoint.quantized import Grouped, Layout, QuantizedTensor, same_content
 from llmforge.checkpoint.safetensors_file import (
     DAMAGED,
@@ -116,7 +116,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Open the checkpoint in folder `path`.
+        """Open the checkpoint in folder `path`, or in a GGUF file.
 
         Raises:
             CheckpointError: the folder is not a usable checkpoint.
@@ -137,7 +137,7 @@ class Checkpoint:
             CheckpointError, UnsupportedError, VersionMismatch: as `open`.
         """
         versions.check()
-        folder = path.absolute()
+        folder = gguf.folder_of(path.absolute())
         settings = read_settings(folder)
         tokenizer_settings = _read_optional(folder / TOKENIZER_CONFIG)
         _refuse_remote_code(folder / TOKENIZER_CONFIG, tokenizer_settings)
@@ -236,15 +236,17 @@ class Checkpoint:
             done += count
             progress.advance(done, total)
 
-        hashes = {
-            file.name: digest_weights(file, [entry for entry in self.stored.values() if entry.file == file], advance)
-            for file in self.weight_files
-        }
+        hashes = {file.name: digest_weights(file, self._stored_in(file), advance) for file in self.weight_files}
         small = [self.path / name for name in SMALL_FILES if (self.path / name).exists()]
         hashes |= {file.name: hashlib.sha256(read_small(file)).hexdigest() for file in small}
         lines = "".join(f"{name} {digest}\n" for name, digest in sorted(hashes.items()))
         self._digest = hashlib.sha256(DIGEST_FORMAT + lines.encode()).hexdigest()
         return self._digest
+
+    def _stored_in(self, file: Path) -> list[TensorEntry]:
+        """List what a file holds behind its header, without holes."""
+        entries = [entry for entry in self.stored.values() if entry.file == file]
+        return entries + gguf.read(file).gaps() if file.suffix == gguf.SUFFIX else entries
 
     def tensor(self, name: str) -> ir.ExternalTensor | ir.LazyTensor:
         """Map one parameter, its bytes are read when it is; one that is stored as codes is dequantized whenever it is.
