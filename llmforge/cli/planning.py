@@ -15,7 +15,7 @@ from llmforge.base import extras
 from llmforge.base.backends import BACKENDS, Dtype
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import PATH, POSITIVE, record
+from llmforge.cli.parameters import PATH, POSITIVE, TARGET, record
 
 if TYPE_CHECKING:
     from llmforge.doctor.ceilings import Ceilings
@@ -37,7 +37,7 @@ Examples:
 @click.command(epilog=_EXAMPLES)
 @click.argument("what", metavar="RECIPE|CHECKPOINT", type=PATH)
 @click.option(
-    "--target", "targets", multiple=True, metavar="NAME|FILE.yaml",
+    "--target", "targets", type=TARGET, multiple=True, metavar="NAME|FILE.yaml",
     help="Target to plan for, see `llmforge targets`; repeatable. Defaults to the target of RECIPE.",
 )  # fmt: skip
 @click.option(
@@ -149,7 +149,14 @@ def measured_here(target: Target) -> Target | None:
     return found.model_copy(update={"name": target.name})
 
 
-@click.command()
+_DOCTOR = """\b
+Examples:
+  llmforge doctor
+  llmforge doctor --measure --write here.yaml    # then: llmforge plan RECIPE --target here.yaml
+"""
+
+
+@click.command(epilog=_DOCTOR)
 @click.option("--measure", is_flag=True, help="Measure memory bandwidth and matrix multiplication rates.")
 @click.option(
     "--write", "path", type=PATH, metavar="FILE.yaml",
