@@ -23,6 +23,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -40,7 +41,7 @@ FORMAT = 1
 RECORD = "record.json"
 STAGING = ".staging-"
 DROPPED = ".dropped-"
-LOCAL_KINDS = frozenset({"calibration-states", "imports"})  # that no other machine is given
+LOCAL_KINDS = frozenset({"calibration-gradients", "calibration-states", "imports"})  # that no other machine is given
 DEFAULT_BYTES = 20 * 10**9
 SIZE_VARIABLE, FOLDER_VARIABLE = "LLMFORGE_CACHE_BYTES", "LLMFORGE_CACHE"
 _LISTED = 12  # digits of a digest that messages show, and the fewest that name an entry
@@ -132,6 +133,7 @@ class Cache:
     _held: dict[str, tuple[int, Entry]] = field(default_factory=dict, repr=False)  # locked, by digest
     _own: list[Path] = field(default_factory=list, repr=False)  # entries that another build published first
     _made: dict[str, Entry] = field(default_factory=dict, repr=False)  # what this build computed, by digest
+    _uploads: ThreadPoolExecutor | None = field(default=None, repr=False)  # of what was made so far, beside the build
 
     def __post_init__(self) -> None:
         try:
@@ -155,6 +157,7 @@ class Cache:
 
     def close(self) -> None:
         """Let go of every entry, and keep to the limit."""
+        self._end_uploads(wait=False)
         for descriptor, _ in self._held.values():
             os.close(descriptor)
         self._held.clear()
@@ -200,9 +203,18 @@ class Cache:
             return None
 
     def upload(self, entries: Iterable[Entry] | None = None) -> int:
-        """Write `entries` to the remote cache, by default what this build computed; return how many were written."""
+        """Write `entries` to the remote cache; return how many were written.
+
+        By default those that this build computed and that are not there yet: they are written as they are made, so that
+        what a machine has computed outlives it.
+        """
+        if entries is None:
+            self._end_uploads(wait=True)
+        return self._upload(list(self._made.values() if entries is None else entries))
+
+    def _upload(self, entries: Iterable[Entry]) -> int:
         done = 0
-        for entry in list(self._made.values() if entries is None else entries):
+        for entry in entries:
             facts = _read_record(entry.path)
             if self.remote is None or facts is None or facts["kind"] in LOCAL_KINDS:
                 continue
@@ -211,8 +223,22 @@ class Cache:
             except RemoteRefused as refused:
                 self._note_once(str(refused))
                 break
+            self._made.pop(entry.path.name, None)
             done += 1
         return done
+
+    def _upload_beside(self, entry: Entry) -> None:
+        """Begin to write an entry to the remote cache, one after the other, while the build goes on."""
+        if self.remote is None or self.remote.signer is None:
+            return
+        if self._uploads is None:
+            self._uploads = ThreadPoolExecutor(1, "upload")
+        self._uploads.submit(self._upload, [entry])
+
+    def _end_uploads(self, *, wait: bool) -> None:
+        if self._uploads is not None:
+            self._uploads.shutdown(wait=True, cancel_futures=not wait)
+            self._uploads = None
 
     def put(self, key: Key, write: Callable[[Path], None]) -> Entry | None:
         """Publish what `write` writes into a folder as the entry of `key`; None where the disk has no room for it.
@@ -222,6 +248,7 @@ class Cache:
         entry = self._publish(key, write)
         if entry is not None:
             self._made[key.digest] = entry
+            self._upload_beside(entry)
         return entry
 
     def _publish(self, key: Key, write: Callable[[Path], None]) -> Entry | None:

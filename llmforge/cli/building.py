@@ -14,7 +14,7 @@ import click
 
 from llmforge.base import extras, process
 from llmforge.base.errors import EnvironmentLacks, UsageError
-from llmforge.cli import output, verdicts
+from llmforge.cli import farming, output, verdicts
 from llmforge.cli.caching import connect, remote_option
 from llmforge.cli.parameters import (
     ARTIFACT,
@@ -24,6 +24,7 @@ from llmforge.cli.parameters import (
     keep_quiet,
     out_option,
     refuse_given,
+    require_given,
     runtime_option,
 )
 
@@ -64,7 +65,28 @@ Examples:
   llmforge build recipes/quickstart.yaml --set engine.max_batch=4
   llmforge build recipes/genai.yaml --set 'validation.runtimes=[optimum]' --runtime optimum=ENV/bin/python
   llmforge build --finish artifacts/NAME/VERSION    # on the host with the GPU
+  llmforge build --matrix release.yaml              # models x targets x variants, on Ray
+
+\b
+--matrix ends with the exit code of the worst build: 1, 7, 5, 6, 8, 9, 2 (not built), 3, 4, 10 (gates), 0.
 """
+
+
+def _passed_on(
+    no_cache: bool, cache_size: int | None, remote: str | None, key: Path | None, signer: Path | None
+) -> list[str]:
+    """Write the options of the cache for the builds of a matrix; paths are those of this machine."""
+    if no_cache:
+        refuse_given("--no-cache", "cache_size", *_REMOTE)
+        return ["--no-cache"]
+    connect(remote, key, signer)  # refuses now what every build would refuse
+    given = {
+        "--cache-size": cache_size,
+        "--remote-cache": remote,
+        "--cache-key": None if key is None else key.absolute(),
+        "--remote-cache-write": None if signer is None else signer.absolute(),
+    }
+    return [word for name, value in given.items() if value is not None for word in (name, str(value))]
 
 
 _REMOTE = "remote_cache", "cache_key", "remote_cache_write"
@@ -81,6 +103,12 @@ _REMOTE = "remote_cache", "cache_key", "remote_cache_write"
     "--finish", "pending", type=ARTIFACT, metavar="ARTIFACT",
     help="Build the deferred engine of ARTIFACT on this machine, as a new version. With RECIPE, also validate it.",
 )  # fmt: skip
+@click.option(
+    "--matrix", type=PATH, metavar="FILE.yaml",
+    help="Build models x targets x variants on Ray, as FILE.yaml says (docs/farm.md), and write a page about them.",
+)  # fmt: skip
+@farming.ray_options
+@click.option("--page", type=PATH, metavar="FILE.html", help="Page of --matrix. Default: DIR/NAME.html.")
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE",
     help="Override a recipe value, such as engine.max_context=512; repeatable. Values are YAML; paths are relative to "
@@ -112,6 +140,11 @@ def build(
     out: Path,
     defer: bool,
     pending: Path | None,
+    matrix: Path | None,
+    address: str | None,
+    jobs: int | None,
+    store: str | None,
+    page: Path | None,
     overrides: tuple[str, ...],
     no_cache: bool,
     cache_size: int | None,
@@ -127,6 +160,17 @@ def build(
 
     The last line of standard output is the path of the artifact. The exit code tells how its gates ended.
     """
+    if matrix is not None:
+        if recipe is not None:
+            raise UsageError("RECIPE cannot be used with --matrix", hint="name it in the matrix: `recipe: FILE.yaml`")
+        refuse_given("--matrix", "defer", "pending", "trace", "runtimes")
+        passed = _passed_on(no_cache, cache_size, remote_cache, cache_key, remote_cache_write)
+        farming.build_matrix(
+            matrix, out, overrides, address=address, jobs=jobs, store=store, page_file=page, arguments=passed,
+            as_json=as_json,
+        )  # fmt: skip
+        return
+    require_given("--matrix", "address", "jobs", "store", "page")
     process.prepare()
     process.keep_freed_memory()
     process.collect_rarely()
@@ -155,7 +199,7 @@ def build(
     cached = pending is None and not no_cache
     remote = connect(remote_cache, cache_key, remote_cache_write) if cached else None
     size = cache.default_size() if cache_size is None else cache_size
-    store = None if no_cache else partial(cache.Cache, folder, size, remote=remote)
+    kept = None if no_cache else partial(cache.Cache, folder, size, remote=remote)
     chosen = (*overrides, "engine.deferred=true") if defer else overrides
     loaded = None if recipe is None else Recipe.load(recipe, chosen)
     if loaded is not None:
@@ -192,9 +236,7 @@ def build(
             with process.unwatched():
                 from llmforge.build import pipeline
 
-            result = pipeline.build(
-                loaded, out, progress, store, pythons=dict(runtimes), frontend=frontend, ahead=ahead
-            )
+            result = pipeline.build(loaded, out, progress, kept, pythons=dict(runtimes), frontend=frontend, ahead=ahead)
     if is_json_log():
         for note in result.report.notes:
             console.say(note)

@@ -259,3 +259,12 @@ def refuse_given(beside: str, *names: str) -> None:
         given = context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
         if parameter.name in names and given:
             raise UsageError(f"{parameter.opts[0]} cannot be used with {beside}", hint="remove one of them")
+
+
+def require_given(needed: str, *names: str) -> None:
+    """Refuse parameters that were given and say nothing without the option `needed`."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        given = context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
+        if parameter.name in names and given:
+            raise UsageError(f"{parameter.opts[0]} requires {needed}", hint=f"add {needed}, or leave it out")

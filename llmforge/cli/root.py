@@ -32,6 +32,7 @@ from llmforge.cli import (
     serving,
     starting,
     storing,
+    tuning,
 )
 from llmforge.cli.parameters import is_json_log, log_format_option, loudness_options
 
@@ -145,6 +146,7 @@ Exit codes:
         starting.init,
         starting.up,
         building.build,
+        tuning.tune,
         caching.cache,
         running.run,
         serving.serve,

@@ -89,6 +89,19 @@ def of_target(shape: Shape, target: Target, asked: Request) -> Planned:
     return _planned(shape, target, _workload(shape, asked, said), asked, said)
 
 
+def of_recipe(recipe: Recipe) -> Planned | None:
+    """Plan what a recipe, with its overrides, asks for; None where its target has no figures, or it is not planned.
+
+    Raises:
+        CheckpointError: the configuration is not usable.
+    """
+    intent, shape = _intent(recipe), config.read(recipe.checkpoint)
+    try:
+        return _planned(shape, targets.find(recipe.target), _workload(shape, Request(), intent), Request(), intent)
+    except (UnsupportedError, UsageError):  # the build itself says better what is wrong
+        return None
+
+
 def build_of(recipe: Recipe) -> Build | None:
     """Predict what the build of a recipe takes; None where its configuration alone does not tell, or is not planned.
 

@@ -1,0 +1,243 @@
+"""Builds on Ray: `build --matrix`, and what `tune` shows of it. Imports late what it needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, Self
+
+import click
+
+from llmforge.base import errors, extras
+from llmforge.base.errors import ForgeError
+from llmforge.cli import output
+from llmforge.cli.parameters import POSITIVE, Command, is_json_log, is_quiet
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from llmforge.farm.running import Row
+
+_COLORS = {"pass": "green", "fail": "red", "error": "red", "inconclusive": "yellow", "pending": "yellow"}
+_EVERY_S = 0.25  # between two drawings of the table
+
+
+def ray_options(command: Command) -> Command:
+    """Add the options that say where builds run."""
+    options = (
+        click.option(
+            "--address", metavar="ADDRESS", envvar="LLMFORGE_RAY_ADDRESS", show_envvar=True,
+            help="Ray cluster to build on, such as 10.0.0.1:6379 or `auto`. Default: Ray on this machine, for this "
+            "command alone.",
+        ),
+        click.option(
+            "--jobs", type=POSITIVE, metavar="N",
+            help="Builds that share a node. Default: one where latency is measured, else one for each two CPUs.",
+        ),
+        click.option(
+            "--store", metavar="URL",
+            help="Write artifacts to URL/NAME/VERSION.tar as well, such as s3://bucket/artifacts, for nodes that do "
+            "not share --out.",
+        ),
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def build_matrix(
+    path: Path,
+    out: Path,
+    overrides: Sequence[str],
+    *,
+    address: str | None,
+    jobs: int | None,
+    store: str | None,
+    page_file: Path | None,
+    arguments: Sequence[str],
+    as_json: bool,
+) -> None:
+    """Run all builds of the matrix at `path`, write its page, and end with the worst of their exit codes.
+
+    Raises:
+        ForgeError: of the kind of the worst build.
+    """
+    for module in ("ray", *(("fsspec",) if store else ())):
+        if (lack := extras.trouble(module)) is not None:
+            raise lack
+    extras.require("build")
+    from llmforge.cli import console
+    from llmforge.farm import cluster, matrix, page, running
+
+    read = matrix.Matrix.load(path)
+    builds = matrix.expand(read, path, overrides)
+    for build in builds:
+        build.load()  # a matrix that is wrong says so before anything runs
+    file = page_file or out / f"{read.name}.html"
+    output.check_file(file, ".html", makes_folders=page_file is None)
+    settings = running.Settings(out.absolute(), store, jobs, tuple(arguments))
+    began = time.monotonic()
+    rows: list[Row] = []
+    with _said_how_to_go_on(rows):
+        console.say(f"{len(builds)} builds; starting Ray" if address is None else f"{len(builds)} builds on {address}")
+        with cluster.opened(address) as farm, shown() as table:
+            rows = running.run(builds, farm, settings, table.tell)
+    seconds = time.monotonic() - began
+    with output.writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(page.of_matrix(read.name, rows, seconds=seconds, jobs=jobs), encoding="utf-8")
+    code = running.worst(row.exit_code for row in rows)
+    if as_json:
+        facts = {"matrix": read.name, "verdict": page.verdict(rows), "exit_code": code, "seconds": round(seconds, 3)}
+        output.write_json({**facts, "page": str(file), "builds": page.data(rows)})
+    else:
+        output.write(_table(rows, final=True))
+        for row in rows:
+            if row.outcome is not None and row.outcome.message is not None:
+                console.say(f"{row.build.title}: {row.outcome.message}", always=True)
+        output.write_lines(str(file))
+    if code:
+        raise _error(code, rows)
+
+
+def _error(code: int, rows: Sequence[Row]) -> ForgeError:
+    """Make the error that has the exit code of the worst build, and says how many there are of it."""
+    of = [row.build.title for row in rows if row.exit_code == code]
+    named = ", ".join(of[:5]) + (f" and {len(of) - 5} more" if len(of) > 5 else "")
+    kinds = [ForgeError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    found = next(kind for kind in kinds if kind.exit_code == code)
+    said = {
+        errors.GateFailed: "a gate failed",
+        errors.GateInconclusive: "a gate is inconclusive",
+        errors.EnginePending: "the engine waits for its device",
+    }.get(found, f"not built (exit code {code})")
+    hint = "run the same command when a node with the device has joined" if found is errors.EnginePending else None
+    return found(f"{len(of)} of {len(rows)} builds: {said}: {named}", hint=hint)
+
+
+@contextmanager
+def _said_how_to_go_on(rows: Sequence[Row]) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        error.add_note("all builds were ended; run the same command to go on from what the cache kept")
+        raise
+
+
+class Shown(Protocol):
+    """Shows rows as they change."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None: ...
+
+    def tell(self, row: Row) -> None:
+        """Show what has changed of a row."""
+
+
+def shown() -> Shown:
+    """Choose how to show the progress of builds on standard error."""
+    from llmforge.cli import console
+
+    if is_quiet():
+        return _Quiet()
+    if is_json_log() or not console.stderr().is_terminal:
+        return _Lines()
+    return _Live()
+
+
+class _Quiet:
+    """Shows nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        pass
+
+    def tell(self, row: Row) -> None:
+        """Ignore."""
+
+
+class _Lines(_Quiet):
+    """Writes a line, or an event of the JSON log, for each stage of each build."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[object, ...]] = {}
+
+    def tell(self, row: Row) -> None:
+        """Write what is new."""
+        from llmforge.cli import console
+
+        title, now = row.build.title, (row.state, row.stage, len(row.notes))
+        before, self._last[title] = self._last.get(title), now
+        if before == now:
+            return
+        if is_json_log():
+            fields = {"build": title, "state": row.state, "stage": row.stage, "attempt": row.attempts}
+            ended = {"verdict": row.verdict, "exit_code": row.exit_code} if row.outcome is not None else {}
+            console.log("build", **fields, **ended, notes=list(row.notes))
+        elif row.state in ("done", "failed"):
+            console.say(f"{title}: {row.verdict} after {row.seconds:.1f} s")
+        elif before is not None and before[2] != now[2]:
+            console.say(f"{title}: {row.notes[-1]}")
+        else:
+            console.say(f"{title}: {row.stage or row.state}")
+
+
+class _Live:
+    """Draws a table on a terminal."""
+
+    def __init__(self) -> None:
+        from rich.live import Live
+
+        from llmforge.cli import console
+
+        self._rows: dict[str, Row] = {}
+        self._drawn = 0.0
+        self._live = Live(console=console.stderr(), auto_refresh=False, transient=True, vertical_overflow="ellipsis")
+
+    def __enter__(self) -> Self:
+        """Begin to draw."""
+        self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Take the table away: the result is written to standard output."""
+        self._live.stop()
+
+    def tell(self, row: Row) -> None:
+        """Draw it again, if the last time is some time ago."""
+        self._rows[row.build.title] = row
+        if time.monotonic() - self._drawn >= _EVERY_S:
+            self._drawn = time.monotonic()
+            self._live.update(_table(list(self._rows.values()), final=False), refresh=True)
+
+
+def _table(rows: Sequence[Row], *, final: bool) -> Table:
+    """Make a table of builds: how far they are, or, once it is `final`, how they ended and what was measured."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from llmforge.farm import page
+    from llmforge.metrics import catalog
+
+    table = Table(box=None, pad_edge=False)
+    heads = [catalog.named(name).title for name in page.SHOWN] if final else ["stage"]
+    for head in ("build", "verdict" if final else "state", *heads, "time", "node"):
+        table.add_column(head, no_wrap=head == "build")
+    for row in rows:
+        word = row.verdict if row.state in ("done", "failed") else row.state
+        state = Text(word, style=_COLORS.get(word, ""))
+        if final:
+            cells = [page.figure(row, name) for name in page.SHOWN]
+        else:
+            cells = [f"{row.stage} {row.done}/{row.total}" if row.total else row.stage]
+        running_s = time.monotonic() - row.began if row.began is not None and row.outcome is None else row.seconds
+        node = "" if row.outcome is None else row.outcome.node
+        table.add_row(row.build.title, state, *cells, f"{running_s:.0f} s", node)
+    return table

@@ -1,0 +1,132 @@
+"""One page about a matrix: verdicts, every build, and quality against speed, size and cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from typing import Any
+
+import jinja2
+
+from llmforge.base import wording
+from llmforge.farm import pareto, running
+from llmforge.farm.pareto import Plot, Point
+from llmforge.farm.running import Row
+from llmforge.metrics import catalog, units
+
+SHOWN = (pareto.QUALITY, *pareto.AGAINST)
+_MARKS = {"pass": "✓", "fail": "✗", "inconclusive": "?", "pending": "…", "error": "!", "none": "–"}
+# Which of several verdicts stands for all, by the class of its color.
+CLASSES = {"pending": "inconclusive", "error": "fail"}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The builds of one target."""
+
+    name: str
+    number: int
+    verdict: str
+    rows: Sequence[tuple[int, Row]]  # with their numbers on the page
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Give the worst verdict of some builds, by the order of exit codes; those without gates count as none."""
+    codes = {row.exit_code: row.verdict for row in rows}
+    found = codes[running.worst(codes)]
+    return "pass" if found == "none" and any(row.verdict == "pass" for row in rows) else found
+
+
+def of_matrix(name: str, rows: Sequence[Row], *, seconds: float, jobs: int | None) -> str:
+    """Write the page of a matrix."""
+    numbered = list(enumerate(rows, 1))
+    names = list(dict.fromkeys(row.build.target for row in rows))
+    groups = [
+        Group(each, number, verdict(of), [pair for pair in numbered if pair[1].build.target == each])
+        for number, each in enumerate(names)
+        for of in [[row for row in rows if row.build.target == each]]
+    ]
+    models = list(dict.fromkeys(row.build.model for row in rows))
+    plots = {model: _plots([pair for pair in numbered if pair[1].build.model == model], names) for model in models}
+    return render(
+        "matrix.html.jinja",
+        name=name,
+        created=datetime.now(UTC).replace(microsecond=0).isoformat(),
+        groups=groups,
+        plots=plots,
+        verdict=verdict(rows),
+        rows=rows,
+        seconds=seconds,
+        shared=jobs is not None and jobs > 1 and any("tpot_p50_ms" in _figures(row) for row in rows),
+    )
+
+
+def data(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Write rows as plain data."""
+    return [
+        {
+            "model": row.build.model,
+            "target": row.build.target,
+            "variant": row.build.variant,
+            "verdict": row.verdict,
+            "exit_code": row.exit_code,
+            "artifact": None if row.outcome is None or row.outcome.artifact is None else str(row.outcome.artifact),
+            "node": "" if row.outcome is None else row.outcome.node,
+            "seconds": round(row.seconds, 3),
+            "figures": {
+                key: {"value": each.value, "low": each.low, "high": each.high} for key, each in _figures(row).items()
+            },
+            "reused": list(row.reused),
+            "computed": list(row.computed),
+            "error": None if row.outcome is None else row.outcome.message,
+            "hint": None if row.outcome is None else row.outcome.hint,
+            "gates": [] if row.outcome is None else list(row.outcome.gates),
+            "notes": list(row.notes),
+        }
+        for row in rows
+    ]
+
+
+def figure(row: Row, name: str) -> str:
+    """Write a figure of a build, or a dash."""
+    found = _figures(row).get(name)
+    return "–" if found is None else catalog.named(name).unit.write(found.value)
+
+
+def _figures(row: Row) -> Mapping[str, Any]:
+    return {} if row.outcome is None else row.outcome.figures
+
+
+def _plots(rows: Sequence[tuple[int, Row]], targets: Sequence[str]) -> list[Plot]:
+    points = [
+        Point(str(number), f"{number}: {row.build.title}", targets.index(row.build.target), _figures(row))
+        for number, row in rows
+    ]
+    made = (pareto.plot(points, x, pareto.QUALITY) for x in pareto.AGAINST)
+    return [each for each in made if each is not None]
+
+
+def render(template: str, **facts: Any) -> str:
+    """Fill a template of this room."""
+    return _environment().get_template(template).render(metrics=catalog.deciding(), **facts).strip() + "\n"
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.ChoiceLoader(
+            [jinja2.PackageLoader("llmforge.farm", ""), jinja2.PackageLoader("llmforge.report", "")]
+        ),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: wording.plain_text(value) if type(value) is str else value,
+    )
+    environment.filters.update(duration=units.duration, figure=figure, size=units.size)
+    environment.globals.update(
+        shown=SHOWN, marks=_MARKS, classes=CLASSES, width=pareto.WIDTH, height=pareto.HEIGHT, bottom=46
+    )
+    return environment

@@ -1,0 +1,205 @@
+"""What runs on a node: one `llmforge build` in a process of its own, which dies with the worker that started it.
+
+The same command as everywhere: its bytes do not depend on who starts it, and its memory is given back when it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from llmforge.base.errors import EnvironmentLacks, ForgeError, VersionMismatch
+from llmforge.cache import Code
+
+Tell = Callable[[dict[str, Any]], None]
+
+_NOT_A_VERDICT = 1, 2, 5, 6, 7, 8, 9  # exit codes of builds that published nothing
+_EVERY_S = 0.5  # between two words of how far a stage is
+_LAST_LINES = 20  # of standard error that is no event: what Python says of a bug
+_OF_RAY = "OMP_NUM_THREADS"  # which Ray sets for its workers, and a build decides itself
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of `llmforge build`: its arguments, and where artifacts are shared."""
+
+    arguments: tuple[str, ...]
+    code: str  # digest of the package that is to run; see `code`
+    store: str | None = None  # URL of a folder of archives
+    finishes: Path | None = None  # the artifact whose engine is pending
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A measured figure and its interval, as far as it has one."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a build ended. What has an artifact has been published, whatever its gates say."""
+
+    exit_code: int
+    node: str
+    seconds: float
+    artifact: Path | None = None
+    verdict: str = "none"
+    pending: bool = False
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    reused: tuple[str, ...] = ()  # stages and passes that the cache had
+    computed: tuple[str, ...] = ()  # passes that it had not
+    gates: tuple[str, ...] = ()  # in words, those that did not pass
+    notes: tuple[str, ...] = ()
+    message: str | None = None  # of the error
+    hint: str | None = None
+    peak_bytes: int | None = None
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Say if it ended for want of memory: its own words, or the kernel's SIGKILL."""
+        return self.exit_code == -signal.SIGKILL or (self.message or "").startswith("out of memory")
+
+
+def code() -> str:
+    """Hash the text of the package, which all nodes must have in common."""
+    return Code().texts()
+
+
+def run(job: Job, tell: Tell) -> Outcome:
+    """Build on this machine, and `tell` how far it is: events of the JSON log."""
+    began = time.monotonic()
+    node = platform.node()
+    try:
+        if code() != job.code:
+            raise VersionMismatch(f"node {node} has another llmforge", hint="install the same version on all nodes")
+        if job.finishes is not None and not job.finishes.is_dir():
+            _fetch(job.finishes, job.store)
+        ended = _build(job, tell)
+        if job.store is not None and ended.get("artifact"):
+            tell({"event": "stage", "name": "Write to the store"})
+            _share(Path(ended["artifact"]), job.store)
+    except ForgeError as error:
+        ended = {"exit_code": error.exit_code, "message": error.message, "hint": error.hint}
+    return _outcome(ended, node, time.monotonic() - began)
+
+
+def _build(job: Job, tell: Tell) -> dict[str, Any]:
+    """Run the command, and return its exit code, what it printed, and its error."""
+    before = {name: value for name, value in os.environ.items() if name != _OF_RAY}
+    command = [sys.executable, "-m", "llmforge.farm.attached", str(os.getpid()), "build", *job.arguments]
+    with (
+        tempfile.TemporaryFile() as printed,
+        subprocess.Popen(
+            [*command, "--json", "--log-format", "json"],
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env={**before, **job.environment},
+        ) as process,
+    ):
+        assert process.stderr is not None
+        try:
+            said = _follow(process.stderr, tell)
+        except BaseException:
+            process.kill()
+            raise
+        exit_code = process.wait()
+        printed.seek(0)
+        return {**said, "exit_code": exit_code, **_result(printed, exit_code)}
+
+
+def _result(printed: IO[bytes], exit_code: int) -> dict[str, Any]:
+    """Read what the command printed: the artifact that it published and its report."""
+    if exit_code in _NOT_A_VERDICT or exit_code < 0:
+        return {}
+    found: dict[str, Any] = json.load(printed)
+    return found
+
+
+def _follow(lines: Iterable[str], tell: Tell) -> dict[str, Any]:
+    """Pass the events on until there are no more; return the error among them."""
+    said: dict[str, Any] = {}
+    rest: list[str] = []
+    told = 0.0
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            rest = [*rest, line.rstrip()][-_LAST_LINES:]
+        elif event["event"] == "error":
+            said = {"message": event["message"], "hint": event.get("hint")}
+        elif event["event"] == "stage" or (event["event"] == "progress" and time.monotonic() - told > _EVERY_S):
+            told = time.monotonic()
+            tell(event)
+    return said or ({"message": "\n".join(rest)} if rest else {})
+
+
+def _outcome(ended: Mapping[str, Any], node: str, seconds: float) -> Outcome:
+    from llmforge.metrics import catalog
+    from llmforge.report.model import Report
+
+    exit_code = ended["exit_code"]
+    if "report" not in ended:
+        message = ended.get("message") or f"the build was killed: exit code {exit_code}"
+        return Outcome(exit_code, node, seconds, message=message, hint=ended.get("hint"))
+    report = Report.model_validate_json(json.dumps(ended["report"]))
+    found = catalog.estimates(report.measured)
+    reused = report.build.reused
+    return Outcome(
+        exit_code,
+        node,
+        seconds,
+        artifact=Path(ended["artifact"]).absolute(),
+        verdict=report.verdict.value,
+        pending=report.engine.pending,
+        figures={name: Figure(each.value, each.low, each.high) for name, each in found.items()},
+        reused=(*reused.stages, *reused.passes),
+        computed=tuple(each.name for each in report.passes if not each.reused),
+        gates=tuple(gate.explanation for gate in report.gates if gate.verdict.value in ("fail", "inconclusive")),
+        notes=report.notes,
+        peak_bytes=report.build.peak_rss_bytes,
+    )
+
+
+def archive_of(artifact: Path, store: str) -> str:
+    """Name the archive of an artifact in the store: URL/NAME/VERSION.tar."""
+    return f"{store.rstrip('/')}/{artifact.parent.name}/{artifact.name}.tar"
+
+
+def _share(path: Path, store: str) -> None:
+    from fsspec.core import url_to_fs
+
+    from llmforge.artifact import Artifact, remote
+
+    system, folder = url_to_fs(archive_of(path, store).rpartition("/")[0])
+    system.makedirs(folder, exist_ok=True)
+    remote.save(Artifact.open(path), remote.Url(archive_of(path, store)))
+
+
+def _fetch(path: Path, store: str | None) -> None:
+    """Get an artifact that another node has published."""
+    if store is None:
+        raise EnvironmentLacks(
+            f"{path} is not on this node", hint="let --out be a folder that all nodes have, or give --store URL"
+        )
+    from llmforge.artifact import remote
+
+    remote.load(remote.Url(archive_of(path, store)), path.parent.parent)
