@@ -36,6 +36,7 @@ LACKING = {
         **dict.fromkeys(("run", "bench", "triton"), "cpu"),
         "serve": "cpu,serve",
         "up": "build,cpu,serve",
+        "tune": "build,cpu,farm",
         "sign": "signing",
         **dict.fromkeys(("push", "pull"), "registry"),
     },
@@ -44,10 +45,11 @@ LACKING = {
             ("build", "bisect", "eval", "reproduce", "validate", "trace", "diff-graph", "passes", "schema", "up"),
             "build",
         ),
+        "tune": "build,farm",
         "sign": "signing",
         **dict.fromkeys(("push", "pull"), "registry"),
     },
-    "everything": {"eval": "eval", "sign": "signing", **dict.fromkeys(("push", "pull"), "registry")},
+    "everything": {"eval": "eval", "tune": "farm", "sign": "signing", **dict.fromkeys(("push", "pull"), "registry")},
 }
 HEAVY = {"ml_dtypes", "onnx", "onnx-ir", "onnxscript", "safetensors", "torch", "transformers"}
 EXTRAS = {"plain": "", "serving": "[cpu,serve]", "everything": "[build,cpu,serve,constraints]"}
@@ -185,6 +187,7 @@ ARGUMENTS: dict[str, Sequence[str]] = {
     "targets": ["l4"],
     "trace": ["checkpoint", "-o", "traced.onnx"],
     "triton": ["artifact", "-o", "repository"],
+    "tune": ["recipe.yaml", "--objective", "size"],
     "up": ["checkpoint", "--port", "0"],
     "validate": ["artifact", "--recipe", "recipe.yaml"],
     "verify": ["artifact"],

@@ -64,10 +64,7 @@ def build_matrix(
     Raises:
         ForgeError: of the kind of the worst build.
     """
-    for module in ("ray", *(("fsspec",) if store else ())):
-        if (lack := extras.trouble(module)) is not None:
-            raise lack
-    extras.require("build")
+    extras.require("build", "farm", *(("remote",) if store else ()))
     from llmforge.cli import console
     from llmforge.farm import cluster, matrix, page, running
 

@@ -68,10 +68,7 @@ def tune(
     Each trial is a build. Trials are dropped early by what `plan` predicts and by quality on few documents. Ends with
     the Pareto front, a page, and the recipe of its first trial, whose path is the last line of standard output.
     """
-    extras.require("build")
-    for module in ("ray", "optuna"):
-        if (lack := extras.trouble(module)) is not None:
-            raise lack
+    extras.require("build", "farm", *(("remote",) if store else ()))
     from llmforge.cli import console
     from llmforge.farm import cluster, searching, space, tuned
     from llmforge.farm.running import Settings

@@ -144,6 +144,7 @@ def opened(address: str | None = None, *, cpus: int | None = None) -> Iterator[F
         raise lack
     process.prepare()  # what this process has in its environment, local workers inherit
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # Ray's own 30 s are too few on a busy machine
     import ray
 
     folder = None if address else tempfile.mkdtemp(prefix="llmforge-ray-", dir=_SHORT if _SHORT.is_dir() else None)
@@ -156,7 +157,9 @@ def opened(address: str | None = None, *, cpus: int | None = None) -> Iterator[F
                 else:
                     environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
                     ray.init(address, **common, runtime_env={"env_vars": environment} if environment else None)
-            except (ConnectionError, ValueError) as error:
+            except Exception as error:
+                if type(error) is not Exception and not isinstance(error, ConnectionError | ValueError | RuntimeError):
+                    raise
                 if address is None:
                     raise EnvironmentLacks(f"Ray does not start: {_first_line(error)}") from error
                 raise UsageError(
