@@ -144,6 +144,7 @@ def opened(address: str | None = None, *, cpus: int | None = None) -> Iterator[F
         raise lack
     process.prepare()  # what this process has in its environment, local workers inherit
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # builds are measured; Ray would run its workers at 15
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # Ray's own 30 s are too few on a busy machine
     import ray
 

@@ -18,6 +18,7 @@ from llmforge.metrics import catalog, units
 
 SHOWN = (pareto.QUALITY, *pareto.AGAINST)
 _MARKS = {"pass": "✓", "fail": "✗", "inconclusive": "?", "pending": "…", "error": "!", "none": "–"}
+_WORDS = {name: "NO GATES" if name == "none" else name.upper() for name in _MARKS}
 # Which of several verdicts stands for all, by the class of its color.
 CLASSES = {"pending": "inconclusive", "error": "fail"}
 
@@ -127,6 +128,6 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters.update(duration=units.duration, figure=figure, size=units.size)
     environment.globals.update(
-        shown=SHOWN, marks=_MARKS, classes=CLASSES, width=pareto.WIDTH, height=pareto.HEIGHT, bottom=46
+        shown=SHOWN, marks=_MARKS, words=_WORDS, classes=CLASSES, width=pareto.WIDTH, height=pareto.HEIGHT, bottom=46
     )
     return environment
