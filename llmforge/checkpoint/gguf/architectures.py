@@ -160,7 +160,12 @@ def settings(header: Header) -> dict[str, Any]:
         "torch_dtype": "float32",
         "quantization_config": {"quant_method": "gguf"},
     }
-    if "ffn_gate" in architecture.parts:
+    if made["num_hidden_layers"] > len(header.tensors):
+        raise CheckpointError(
+            f"{header.file}: states {made['num_hidden_layers']} layers, and holds {len(header.tensors)} tensors",
+            hint=DAMAGED,
+        )
+    if "ffn_gate" in architecture.parts or metadata.get("feed_forward_length") is not None:
         made["intermediate_size"] = metadata.integer("feed_forward_length")
     made["num_key_value_heads"] = metadata.integer("attention.head_count_kv", made["num_attention_heads"])
     made["head_dim"] = _head_dim(metadata, made)
