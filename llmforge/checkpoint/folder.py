@@ -35,6 +35,7 @@ from llmforge.checkpoint.safetensors_file import (
     read_small,
 )
 from llmforge.checkpoint.shards import WEIGHTS_INDEX, read_headers, weight_files
+from llmforge.quantization.stored import NotHeld, StoredCodes
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -263,6 +264,18 @@ class Checkpoint:
             return ir.Tensor(entry.dequantize(), dtype=entry.dtype, name=name)
 
         return ir.LazyTensor(read, entry.dtype, ir.Shape(entry.shape), name=name)
+
+    def codes(self, name: str) -> StoredCodes:
+        """Return the codes as which a parameter is stored; they are read later.
+
+        Raises:
+            NotHeld: it is not stored as codes, or in none of our formats.
+            CheckpointError: what says how they lie is damaged.
+        """
+        entry = self.tensors[name]
+        if isinstance(entry, TensorEntry):
+            raise NotHeld(f"are none: the checkpoint stores it in {entry.dtype.name}", is_plain=True)
+        return StoredCodes(entry.grid(), entry.columns(), entry.codes)
 
     def require(
         self, parameters: Mapping[str, tuple[int, ...]], tied: Mapping[str, str] | None = None

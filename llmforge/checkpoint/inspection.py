@@ -17,9 +17,10 @@ from llmforge.checkpoint import gguf, quantized
 from llmforge.checkpoint.folder import CONFIG, CONFIG_BYTES, TOKENIZER, read_settings
 from llmforge.checkpoint.gguf import architectures
 from llmforge.checkpoint.quantized.gguf import GgufTensor, grouped
-from llmforge.checkpoint.quantized.layout import Grouped, NotHeld, QuantizedTensor, settings_of
+from llmforge.checkpoint.quantized.layout import Grouped, QuantizedTensor, settings_of
 from llmforge.checkpoint.safetensors_file import TensorEntry, parse_json, read_header, read_small
 from llmforge.checkpoint.shards import PICKLES, read_headers, weight_files
+from llmforge.quantization.stored import NotHeld
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TRACED = Path(__file__).with_name("architectures.json")  # model_type → why it is not compiled, "" where it is

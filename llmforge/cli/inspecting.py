@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from llmforge.base import extras
-from llmforge.base.errors import InputError, UsageError
+from llmforge.base.errors import InputError, UsageError, VerificationError
 from llmforge.cli import output
 from llmforge.cli.parameters import ARTIFACT, PATH
 
@@ -136,7 +136,7 @@ def diff_graph(a: Path, b: Path, as_json: bool) -> None:
     """Compare two ONNX graphs, A and B.
 
     Compares operators, nodes by name, attributes and initializers. Initializers larger than 64 KiB are compared by
-    dtype and shape only.
+    dtype and shape only. Ends with exit code 7 if the graphs differ.
     """
     from llmforge.ir import diff, onnx_file
 
@@ -145,6 +145,8 @@ def diff_graph(a: Path, b: Path, as_json: bool) -> None:
         output.write_json(vars(difference))
     else:
         output.write_lines(*diff.text(difference))
+    if difference:
+        click.get_current_context().exit(VerificationError.exit_code)
 
 
 @click.command()

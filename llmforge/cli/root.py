@@ -29,6 +29,7 @@ from llmforge.cli import (
     registries,
     running,
     serving,
+    starting,
     storing,
 )
 from llmforge.cli.parameters import is_json_log, log_format_option
@@ -140,6 +141,8 @@ Exit codes:
 @click.group(
     cls=_Root,
     commands=[
+        starting.init,
+        starting.up,
         building.build,
         caching.cache,
         running.run,

@@ -24,8 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
-from llmforge.checkpoint.quantized.layout import Grouped, Layout, NotHeld, QuantizedTensor
+from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, data_type, external, parse_json
+from llmforge.quantization.stored import NotHeld
 
 NF4 = np.array(
     [

@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError
-from llmforge.checkpoint.quantized.layout import CHUNK_BYTES, NotHeld, QuantizedTensor
+from llmforge.checkpoint.quantized.layout import CHUNK_BYTES, QuantizedTensor
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry
 from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, Scale, unpack_bits
+from llmforge.quantization.stored import NotHeld
 
 WORD_BITS = 32
 LARGEST_BLOCK = 128  # of input features: a larger group is held as several blocks with one scale

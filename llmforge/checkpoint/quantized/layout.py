@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, external, same_bytes
+from llmforge.quantization.stored import NotHeld
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
     from llmforge.quantization.grids import Grid, QuantizedMatrix
 
 CHUNK_BYTES = 1 << 22  # of fp32 weights that are dequantized at a time: what a result takes beside itself
-
-
-class NotHeld(Exception):
-    """Why no format of ours holds the codes of a tensor exactly; reads on from "its codes …"."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +130,10 @@ class Layout(ABC):
             UnsupportedError: it says what is not taken.
             CheckpointError: it says what makes no sense.
         """
+
+    def grid(self, config: Mapping[str, Any]) -> Grid | None:
+        """Guess, by what passed `check`, the grid on which most codes lie as they are; None: none is known to."""
+        return None
 
     @abstractmethod
     def group(self, settings: Mapping[str, Any], stored: Mapping[str, TensorEntry], folder: Path) -> Grouped:

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError
-from llmforge.checkpoint.quantized.layout import Grouped, Layout, NotHeld, QuantizedTensor
+from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor
 from llmforge.checkpoint.quantized.microscaling import MXFP4_BLOCK, dequantize_mxfp4
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, data_type
+from llmforge.quantization.stored import NotHeld
 
 _BLOCKS, _SCALES = "blocks", "scales"
 

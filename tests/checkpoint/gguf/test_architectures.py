@@ -17,8 +17,8 @@ from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import Checkpoint, gguf
 from llmforge.checkpoint.gguf import architectures, tokenizer
 from llmforge.checkpoint.quantized.gguf import GgufTensor, grouped
-from llmforge.checkpoint.quantized.layout import NotHeld
 from llmforge.quantization.grids import dequantize
+from llmforge.quantization.stored import NotHeld
 
 from ... import zoo
 from ...checkpoints import write_checkpoint
