@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  numpy reads bf16 by it
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file

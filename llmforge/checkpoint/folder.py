@@ -236,7 +236,12 @@ class Checkpoint:
             done += count
             progress.advance(done, total)
 
-        hashes = {file.name: digest_weights(file, self._stored_in(file), advance) for file in self.weight_files}
+        hashes = {
+            gguf.WEIGHTS if file.suffix == gguf.SUFFIX else file.name: digest_weights(
+                file, self._stored_in(file), advance
+            )
+            for file in self.weight_files
+        }
         small = [self.path / name for name in SMALL_FILES if (self.path / name).exists()]
         hashes |= {file.name: hashlib.sha256(read_small(file)).hexdigest() for file in small}
         lines = "".join(f"{name} {digest}\n" for name, digest in sorted(hashes.items()))

@@ -10,7 +10,7 @@ from typing import Any, cast
 from llmforge import targets
 from llmforge.base.backends import BackendName, Dtype
 from llmforge.base.errors import UnsupportedError, UsageError
-from llmforge.checkpoint import read_settings
+from llmforge.checkpoint import folder_of, read_settings
 from llmforge.planning import advice, building, config, deployment, families, scheme
 from llmforge.planning.building import Build
 from llmforge.planning.render import Planned, Refused
@@ -95,7 +95,7 @@ def build_of(recipe: Recipe) -> Build | None:
     Raises:
         CheckpointError: the configuration is not usable.
     """
-    settings = read_settings(recipe.checkpoint.absolute())
+    settings = read_settings(folder_of(recipe.checkpoint.absolute()))
     intent, target = _intent(recipe), targets.find(recipe.target)
     try:
         shape = families.shape(recipe.checkpoint.name, settings)
