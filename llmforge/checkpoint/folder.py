@@ -339,12 +339,13 @@ class Checkpoint:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read `config.json` and refuse what no later stage may meet.
+    """Read `config.json`, or what a GGUF file says instead, and refuse what no later stage may meet.
 
     Raises:
         CheckpointError: there is no such file, or it asks for code.
         UnsupportedError: the weights are quantized in a way that is not taken.
     """
+    folder = gguf.folder_of(folder)
     file = folder / CONFIG
     try:
         if not folder.is_dir():
