@@ -100,11 +100,15 @@ class Gguf(Layout):
     methods: ClassVar[tuple[str, ...]] = ("gguf",)
 
     def check(self, config: Mapping[str, Any], where: Path) -> str:
-        """The header of the file says how each tensor is stored."""
-        return self.name
+        """Return the type in which most numbers are, which `architectures.settings` wrote down."""
+        return f"most of it {config.get('type')}"
+
+    def is_plain(self, config: Mapping[str, Any]) -> bool:
+        """Say whether that type has no blocks; then none has."""
+        return str(config.get("type")) in DTYPES
 
     def grid(self, config: Mapping[str, Any]) -> Grid | None:
-        """Tell by the type in which most numbers of the file are, which `architectures.settings` wrote down."""
+        """Tell by that type."""
         from llmforge.quantization.grids import Grid
 
         found = blocks.CODES.get(str(config.get("type")))

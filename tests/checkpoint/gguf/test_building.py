@@ -9,12 +9,15 @@ import pytest
 from click.testing import CliRunner
 
 from llmforge import trace
-from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint import Checkpoint, read_settings
 from llmforge.cli import cli
-from llmforge.planning import config
+from llmforge.ir import dialect
+from llmforge.planning import config, source
+from llmforge.quantization.grids import Grid
 
 from ... import zoo
-from ...gguf_files import F16, F32, Q4_0, write
+from ...checkpoints import write_checkpoint
+from ...gguf_files import F16, F32, Q4_0, Q8_0, write
 
 
 def test_a_traced_file_computes_what_its_checkpoint_does(tmp_path: Path) -> None:
@@ -22,13 +25,27 @@ def test_a_traced_file_computes_what_its_checkpoint_does(tmp_path: Path) -> None
     zoo.write("llama", tmp_path / "hf")
     write(tmp_path / "hf", tmp_path / "model.gguf", kind=F32)
     graph = trace.trace(Checkpoint.open(tmp_path / "model.gguf"))
-    assert zoo.largest_difference(graph, zoo.reference(tmp_path / "hf"), zoo.SCHEDULES["ragged"]) < 1e-5
+    assert zoo.largest_difference(dialect.expand(graph), zoo.reference(tmp_path / "hf"), zoo.SCHEDULES["ragged"]) < 1e-5
 
 
 def test_its_shape_is_read_for_a_plan(tmp_path: Path, sample_checkpoint: Path) -> None:
     write(sample_checkpoint, tmp_path / "sample.gguf", kind=F16)
     ours, own = config.read(tmp_path / "sample.gguf"), config.read(sample_checkpoint)
     assert (ours.name, ours.layers, ours.parameters) == ("sample", own.layers, own.parameters)
+
+
+def test_only_blocks_count_as_codes(tmp_path: Path) -> None:
+    """Plain numbers may be quantized without a word about it in the recipe; blocks are not quantized again."""
+    write_checkpoint(tmp_path / "hf", num_hidden_layers=1)
+    for kind, said, grid in (
+        (F16, None, None),
+        (Q4_0, "GGUF, most of it Q4_0", Grid(4, 32, True, "fp16")),
+        (Q8_0, "GGUF, most of it Q8_0", Grid(8, 32, True, "fp16")),
+    ):
+        file = tmp_path / f"{kind}.gguf"
+        write(tmp_path / "hf", file, kind=kind)
+        settings = read_settings(file)
+        assert (source.described(settings, file), source.grid_of(settings, file)) == (said, grid)
 
 
 @pytest.mark.slow  # a whole build
