@@ -113,6 +113,7 @@ class Checkpoint:
     layout: Layout | None = None  # None: its weights are not quantized
     notes: tuple[str, ...] = ()  # what is in it and is not taken, a sentence each
     _digest: str | None = field(default=None, init=False, repr=False)
+    _codes: dict[str, StoredCodes] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
@@ -280,7 +281,9 @@ class Checkpoint:
         entry = self.tensors[name]
         if isinstance(entry, TensorEntry):
             raise NotHeld(f"are none: the checkpoint stores it in {entry.dtype.name}", is_plain=True)
-        return StoredCodes(entry.grid(), entry.columns(), entry.codes)
+        if name not in self._codes:
+            self._codes[name] = StoredCodes(entry.grid(), entry.columns(), entry.codes)
+        return self._codes[name]
 
     def require(
         self, parameters: Mapping[str, tuple[int, ...]], tied: Mapping[str, str] | None = None

@@ -83,6 +83,16 @@ class Stored(ir.LazyTensor):
         return ir.Tensor(result, dtype=self.dtype, name=self.name)
 
 
+class OfExperts(ir.LazyTensor):
+    """Matrices of experts, [E, N, K] or `transposed`: each is made of some of the checkpoint's, on top of each other.
+
+    `matrices` names those of each expert; (): they are made otherwise.
+    """
+
+    matrices: tuple[tuple[str, ...], ...] = ()
+    transposed: bool = False
+
+
 def is_stored(tensor: ir.TensorProtocol) -> bool:
     """Say whether `tensor` [K, N] is stored as [N, K], whole or as several that are side by side."""
     if isinstance(tensor, Derived):

@@ -310,7 +310,7 @@ class Group:
         Only where the converter stacks tensors along the first axis and joins what it stacked along another: then the
         slices are independent, and one can be made without the others. Otherwise the group itself is all there is.
         """
-        first, *rest = self.converter.operations if self.converter is not None else [None]
+        first, *rest = self._operations()
         stacks = isinstance(first, MergeModulelist) and first.dim == 0
         if not stacks or not all(isinstance(later, Concatenate) and later.dim > 0 for later in rest):
             return [self]
@@ -322,6 +322,22 @@ class Group:
         return [
             replace(self, keys=tuple(members), patterns=tuple(keys)) for members in zip(*keys.values(), strict=True)
         ]
+
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """Name the tensors [N, K] that lie on top of each other in each slice of the parameter.
+
+        (): it is not made so.
+        """
+        first, *rest = self._operations()
+        if not isinstance(first, MergeModulelist) or any(later.dim != 1 for later in rest if later is not None):
+            return ()
+        pieces = self.pieces()
+        if pieces == [self] or len(rest) > 1 or (not rest and len(pieces[0].keys) > 1):
+            return ()
+        return tuple(piece.keys for piece in pieces)
+
+    def _operations(self) -> list[Any]:
+        return list(self.converter.operations) if self.converter is not None else [None]
 
 
 def sources_by_parameter(model: PreTrainedModel, keys: Sequence[str]) -> dict[str, Group]:
