@@ -467,6 +467,23 @@ class GatesFile(_Section):
     gates: Gates = Field(description="limits that the release must meet", json_schema_extra=_known_metrics)
 
     @classmethod
+    def of(cls, gates: Mapping[str, Mapping[str, float]]) -> GatesFile:
+        """Make it of limits that a program gives.
+
+        Raises:
+            UsageError: they do not validate.
+        """
+        try:
+            found = cls.model_validate_json(json.dumps({"gates": gates}))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise UsageError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        for metric, gate in found.gates.items():
+            if why := misdirected(metric, gate):
+                raise UsageError(f"gates.{metric}: {why[0]}", hint=why[1])
+        return found
+
+    @classmethod
     def load(cls, path: Path) -> GatesFile:
         """Read the file at `path`.
 
