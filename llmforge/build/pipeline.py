@@ -44,6 +44,7 @@ from llmforge.ir.scratch import Scratch
 from llmforge.lowering import options, pass_base
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
 from llmforge.metrics.agreement import RuntimeName
+from llmforge.planning import source
 from llmforge.quantization.statistics import Demand, Statistics
 from llmforge.recipe import Recipe
 from llmforge.report import model as records
@@ -89,6 +90,7 @@ def build(
     steps, target = recipe.instantiate(passes.ALL), targets.find(recipe.target)
     check_host(recipe, target)
     preflight.check(recipe)
+    preflight.check_source(recipe, steps)
     preflight.check_room(recipe, out)
     others = evidence.interpreters(recipe, target, pythons or {}, recipe.validation.runtimes) if measure else ()
     # What is calibrated or measured is computed by torch in this process, which then imports it anyway.
@@ -168,7 +170,7 @@ def make(
     demands = [demand for step in steps for demand in step.demands()]
     calibrated = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else {}
     dry_run.run(model, steps, target=target, spec=recipe.engine, checkpoint=checkpoint, calibrated=calibrated)
-    notes = check_context(recipe, checkpoint, model)
+    notes = check_context(recipe, checkpoint, model) + source_notes(checkpoint, steps)
     progress.stage("Read checkpoint")
     if not is_starting:
         prepare(steps, kept)
@@ -235,7 +237,7 @@ def make(
             threads=threads,
             ranks=recipe.engine.tensor_parallel,
             progress=progress,
-            keep=lambda baseline: kept.baseline(checkpoint, windows, threads, baseline, progress),
+            keep=lambda original, baseline: kept.baseline(original, windows, threads, baseline, progress),
             interpreters=others,
             reuse=kept,
         )
@@ -316,6 +318,12 @@ def check_context(recipe: Recipe, checkpoint: Checkpoint, model: ir.Model) -> li
             hint=f"set engine.max_context to at most {made_for}",
         )
     return [f"attention was traced from the model's own code and is left unchanged by passes: {reason}"]
+
+
+def source_notes(checkpoint: Checkpoint, steps: Sequence[Pass]) -> list[str]:
+    """Note what becomes of a checkpoint that comes quantized, and what of it is not taken."""
+    said = source.note(checkpoint.settings, checkpoint.path, steps)
+    return [*([] if said is None else [said]), *checkpoint.notes]
 
 
 @dataclass(eq=False)

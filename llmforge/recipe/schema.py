@@ -172,6 +172,17 @@ class QualitySpec(_Section):
         description=f"documents whose first {PROMPT_TOKENS} tokens both models continue by {ANSWER_TOKENS}, greedily; "
         "default: none",
     )
+    reference: RecipePath | None = Field(
+        default=None,
+        description="folder of the checkpoint before it was quantized, which quality is measured against; default: "
+        "`checkpoint`",
+    )
+
+    @model_serializer(mode="wrap")
+    def _asked_for(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the reference where there is none: versions of older recipes stay."""
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if name != "reference" or value is not None}
 
 
 class SloSpec(_Section):
@@ -533,6 +544,9 @@ class Recipe(_Section):
         default_factory=dict, description="limits that the artifact must meet", json_schema_extra=_known_metrics
     )
     serving: ServingSpec = Field(default_factory=ServingSpec)
+    requantize: bool = Field(
+        default=False, description="let passes choose codes for weights that the checkpoint stores as codes already"
+    )
 
     _source: Source = PrivateAttr()
 
@@ -628,12 +642,16 @@ class Recipe(_Section):
         """
         plain = self.model_dump(mode="json", by_alias=True)
         plain["checkpoint"] = self.checkpoint.name
+        if not self.requantize:
+            del plain["requantize"]  # versions of older recipes stay
         if targets.is_file(self.target):
             plain["target"] = _content(Path(self.target))
         if self.calibration is not None:
             plain["calibration"]["data"] = _content(self.calibration.data)
         if self.validation.quality is not None:
             plain["validation"]["quality"]["data"] = _content(self.validation.quality.data)
+            if (reference := self.validation.quality.reference) is not None:
+                plain["validation"]["quality"]["reference"] = reference.name
         if (latency := self.validation.latency) is not None and latency.trace is not None:
             plain["validation"]["latency"]["workloads"]["trace"]["data"] = _content(latency.trace.data)
         if (tasks := self.validation.tasks) is not None:
