@@ -205,12 +205,11 @@ def build(request: BuildRequest) -> Engine:
     schemes = {tensor: scheme_of(tensor, matrix) for tensor, matrix in exported.quantized.items()}
     packed = any(scheme.format == "pack-quantized" for scheme in schemes.values())
     _write_weights(request, exported, packed)
-    settings = {key: value for key, value in exported.checkpoint.settings.items() if key != "torch_dtype"}
+    settings = dict(exported.checkpoint.settings)
     if packed:
-        settings["dtype"] = "float16"
+        settings = _in_fp16(settings)
         if isinstance(text := settings.get("text_config"), dict):
-            settings["text_config"] = {key: value for key, value in text.items() if key != "torch_dtype"}
-            settings["text_config"]["dtype"] = "float16"
+            settings["text_config"] = _in_fp16(text)
     settings["quantization_config"] = quantization_config(schemes, exported.checkpoint)
     _write_json(folder / CONFIG, settings)
     copy_settings(exported.checkpoint, folder)
@@ -220,6 +219,11 @@ def build(request: BuildRequest) -> Engine:
     facts = {"format": f"{METHOD} {VERSION}: {formats}", "codes": "read back, and equal to those of the graph"}
     notes = ["engine: config.json says dtype float16, in which scales are exact"] if packed else []
     return Engine.built(request, written, facts, notes, graph_=request.model)
+
+
+def _in_fp16(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Let servers compute in fp16; the older name of the entry is left out."""
+    return {**{key: value for key, value in settings.items() if key != "torch_dtype"}, "dtype": "float16"}
 
 
 def quantization_config(schemes: Mapping[str, Scheme], checkpoint: Checkpoint) -> dict[str, Any]:
