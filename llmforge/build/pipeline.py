@@ -553,12 +553,12 @@ def build_engine(
         return None, tuple(notes)
     engine = builder.build(request)
     notes += [*engine.notes, *(f"interface: {note}" for note in interop.write(lowered, engine, checkpoint))]
-    if others is not None:
-        vllm.write(recipe, staging)
-        return engine, tuple(notes)
     made_of = {"checkpoint": f"{checkpoint.path.name} {checkpoint.digest}"}
     served = repository.Model(recipe.name, target.kind, recipe.serving, engine.config, made_of)
-    repository.write(served, staging / repository.FOLDER / recipe.name)
+    if others is None:
+        repository.write(served, staging / repository.FOLDER / recipe.name)
+    else:
+        vllm.write(served, staging)
     return engine, tuple(notes)
 
 
