@@ -1,13 +1,15 @@
 """The packages whose internals llmforge uses: only versions that it was proven with are used.
 
 torch and ONNX's tools are pinned to one version each. Of transformers there are several releases, those of `PROVEN`,
-and whatever `llmforge doctor --prove-transformers` has proven on this machine (`llmforge.trace.proving`).
+and whatever `llmforge doctor --prove-transformers` has proven on this machine (`llmforge.doctor.releases`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +25,7 @@ PROVE = "llmforge doctor --prove-transformers"
 FORMAT = 1
 _TRANSFORMERS = "transformers"
 _ROOMS = ("trace", "checkpoint")  # whose code a proof is of
+_ON_TRIAL: ContextVar[str | None] = ContextVar("on_trial", default=None)
 
 
 def check() -> None:
@@ -34,9 +37,9 @@ def check() -> None:
     """
     wanted = pins()
     for package in PINNED:
-        version = installed(package)
+        version, _, tag = installed(package).partition("+")
         if package == _TRANSFORMERS:
-            if version not in PROVEN and not is_proven_here(version):
+            if version not in (*PROVEN, _ON_TRIAL.get()) and not is_proven_here(version):
                 raise VersionMismatch(
                     f"{package} {version} is installed; this llmforge requires {package} {wanted[package]}, whose "
                     "internals it uses",
@@ -44,21 +47,32 @@ def check() -> None:
                     f"release works: `{PROVE}`",
                 )
         elif version != wanted[package]:
+            tagged = f"{version}+{tag}" if tag else version
             raise VersionMismatch(
-                f"{package} {version} is installed; this llmforge requires {package} {wanted[package]}, "
+                f"{package} {tagged} is installed; this llmforge requires {package} {wanted[package]}, "
                 "whose internals it uses",
                 hint=f"pip install '{package}=={wanted[package]}' (see constraints.txt for all)",
             )
 
 
+@contextmanager
+def on_trial(version: str) -> Iterator[None]:
+    """Let a release of transformers pass in this thread for as long as the `with` block lasts, to prove it."""
+    token = _ON_TRIAL.set(version)
+    try:
+        yield
+    finally:
+        _ON_TRIAL.reset(token)
+
+
 def installed(package: str) -> str:
-    """Return the installed version of `package`, without a build tag.
+    """Return the installed version of `package`.
 
     Raises:
         EnvironmentLacks: it is not installed.
     """
     try:
-        return metadata.version(package).partition("+")[0]
+        return metadata.version(package)
     except metadata.PackageNotFoundError as error:
         raise EnvironmentLacks(
             f"{package} {pins()[package]} is not installed; it is required for building",
@@ -101,7 +115,7 @@ def proof_of(version: str) -> Mapping[str, str]:
     return {
         "format": str(FORMAT),
         "transformers": version,
-        **{package: installed(package) for package in PINNED if package != _TRANSFORMERS},
+        **{package: installed(package).partition("+")[0] for package in PINNED if package != _TRANSFORMERS},
         "code": _code(),
     }
 
