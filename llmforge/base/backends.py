@@ -292,8 +292,35 @@ COMPRESSED_TENSORS = Backend(
     ),
 )
 
+GGUF = Backend(
+    name="gguf",
+    title="GGUF file",
+    module="gguf",
+    compiled=False,
+    scales="blocks",
+    alone="llama.cpp divides the file itself",
+    elsewhere=Elsewhere(
+        servers="llama.cpp",
+        serve="llama-server -m {engine}/model.gguf",
+        runtime="llama-cpp",
+        passes=(*_AS_STORED, "quantize-weights"),
+    ),
+    providers=(
+        Provider(
+            name="gguf",
+            kind=None,
+            package="gguf",
+            requirements=(),
+            builder="llmforge.engines.gguf",
+            session="llmforge.runtime.backends.elsewhere",
+            dtypes={**_ALL_COMPUTE, "int8": Use(("weights", "kv")), "int4": Use(("weights", "kv"))},
+            never={"fp8": "GGUF has no fp8 weights", "fp4": "the formats that hold our codes have no fp4"},
+        ),
+    ),
+)
+
 BACKENDS: Mapping[str, Backend] = {
-    each.name: each for each in (ONNXRUNTIME, TENSORRT, TENSORRT_RTX, COMPRESSED_TENSORS)
+    each.name: each for each in (ONNXRUNTIME, TENSORRT, TENSORRT_RTX, COMPRESSED_TENSORS, GGUF)
 }
 PROVIDERS: Mapping[str, Provider] = {each.name: each for backend in BACKENDS.values() for each in backend.providers}
 
