@@ -168,7 +168,7 @@ class Target(BaseModel):
         """
         record = BACKENDS[backend]
         provider = record.on(self.kind)
-        if provider is None or backend not in self.engines:
+        if provider is None or (backend not in self.engines and record.elsewhere is None):
             reason = record.unsupported(self.sm) or "its file does not list it"
             raise UnsupportedError(
                 f"target {self.name} ({self.title}) cannot load engines of {backend}: {reason}; its engines: "

@@ -37,8 +37,8 @@ def resolve(text: str, out: Path, *, newest: bool = True) -> Path:
         if path.exists():
             if (path / MANIFEST).exists():
                 return path
-            parents = (path, out / text) if is_name(text) else (path,)  # a folder may be called as an artifact is
-            return next((_newest(each, newest) for each in parents if versions.version_names(each)), path)
+            places = (path, out / text) if is_name(text) else (path,)  # a folder may be called as an artifact is
+            return next((_newest(each, newest) for each in places if versions.version_names(each)), path)
     except OSError as error:
         raise InputError(
             f"{text}: cannot be read: {error.strerror}", hint=f"check the permissions of {text}"

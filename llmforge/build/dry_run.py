@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from llmforge import engines
 from llmforge.base.errors import UnsupportedError
+from llmforge.build import elsewhere
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import interop, signatures
 from llmforge.ir import graph, interface
@@ -66,6 +67,7 @@ def run(
             )
         else:
             idle |= {fact: f"{step.name} changed no node: {_reason(changes)}" for fact in step.provides}
+    elsewhere.check(spec, target, [step.name for step in steps], copy, model, checkpoint)
     builder = engines.for_target(spec.backend, target)
     if spec.tensor_parallel > 1:
         shard_plan.plan(copy.clone(), spec.tensor_parallel)

@@ -5,6 +5,7 @@ This module alone owns verification after each pass, timing, and the record of w
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +22,21 @@ from numpy.typing import NDArray
 from llmforge import artifact, calibration, engines, passes, targets
 from llmforge.artifact import Hashing
 from llmforge.base import spans
+from llmforge.base.backends import BACKENDS
 from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Progress, Silent
-from llmforge.build import attribution, dry_run, evidence, lock, preflight, provenance, publishing, reuse, texts
+from llmforge.build import (
+    attribution,
+    dry_run,
+    elsewhere,
+    evidence,
+    lock,
+    preflight,
+    provenance,
+    publishing,
+    reuse,
+    texts,
+)
 from llmforge.build.evidence import Clock, Evidence
 from llmforge.build.frontend import Frontend
 from llmforge.build.lock import Lock, Stages
@@ -53,7 +66,7 @@ from llmforge.runtime.backends.config import physical_cores
 from llmforge.targets import Target
 from llmforge.trace.export import kept_graph
 from llmforge.trace.export.limits import WHOLE_BYTES
-from llmforge.triton import repository, sources
+from llmforge.triton import repository, sources, vllm
 from llmforge.verification import engine_parts
 from llmforge.verification.promises import Promises
 from llmforge.verification.reports import Snapshot
@@ -221,10 +234,15 @@ def make(
 
             proofs.begin(nullcontext(), proof)
 
-        engine, said = build_engine(recipe, checkpoint, target, model, read, staging, progress, prove_engine)
+        engine, said = build_engine(recipe, checkpoint, target, model, traced, read, staging, progress, prove_engine)
     proofs.finish(progress)
     notes += of_passes
     found = Evidence(None, None, None, evidence.NOT_ASKED)
+    stand_in = None
+    if measure and recipe.validation.quality is not None and BACKENDS[recipe.engine.backend].elsewhere is not None:
+        stand_in = staging / "stand-in"
+        progress.stage("Build stand-in")
+        elsewhere.stand_in(model, recipe.engine, checkpoint, stand_in, progress)
     if measure:
         found = evidence.measure(
             staging,
@@ -240,7 +258,10 @@ def make(
             keep=lambda original, baseline: kept.baseline(original, windows, threads, baseline, progress),
             interpreters=others,
             reuse=kept,
+            stand_in=stand_in,
         )
+    if stand_in is not None:
+        shutil.rmtree(stand_in)
     attributed = None
     if measure and lossy_steps:
         attributed = attribution.measure(
@@ -295,9 +316,11 @@ def check_host(recipe: Recipe, target: Target) -> None:
     builder = engines.for_target(recipe.engine.backend, target)
     if not recipe.engine.deferred:
         builder.require_host(target, recipe.engine)
-    elif target.kind == "cpu":
+    elif target.kind == "cpu" or BACKENDS[recipe.engine.backend].elsewhere is not None:
         raise UnsupportedError(
-            f"target {target.name} is a CPU; its engine cannot be deferred",
+            f"{recipe.engine.backend}: the engine is written here; it cannot be deferred"
+            if target.kind != "cpu"
+            else f"target {target.name} is a CPU; its engine cannot be deferred",
             hint="remove `deferred` from the recipe, and --defer",
         )
 
@@ -507,6 +530,7 @@ def build_engine(
     checkpoint: Checkpoint,
     target: Target,
     model: ir.Model,
+    traced: ir.Model,
     read: BytesRead,
     staging: Path,
     progress: Progress,
@@ -523,7 +547,11 @@ def build_engine(
     notes = [f"lowering: {_named(nodes)}: {what}" for what, nodes in grouped]
     write_tokenizer(checkpoint, staging / "tokenizer")
     ends = checkpoint.eos_token_ids, checkpoint.bos_token_id
-    request = BuildRequest(lowered, staging / "engine", recipe.engine, target, *ends, progress, engine_parts.run, prove)
+    others = BACKENDS[recipe.engine.backend].elsewhere
+    exported = None if others is None else elsewhere.exported(lowered, traced, checkpoint)
+    request = BuildRequest(
+        lowered, staging / "engine", recipe.engine, target, *ends, progress, exported, engine_parts.run, prove
+    )
     if recipe.engine.deferred:
         pending.write(
             request,
@@ -536,7 +564,10 @@ def build_engine(
     notes += [*engine.notes, *(f"interface: {note}" for note in interop.write(lowered, engine, checkpoint))]
     made_of = {"checkpoint": f"{checkpoint.path.name} {checkpoint.digest}"}
     served = repository.Model(recipe.name, target.kind, recipe.serving, engine.config, made_of)
-    repository.write(served, staging / repository.FOLDER / recipe.name)
+    if others is None:
+        repository.write(served, staging / repository.FOLDER / recipe.name)
+    else:
+        vllm.write(served, staging)
     return engine, tuple(notes)
 
 

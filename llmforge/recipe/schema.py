@@ -30,7 +30,7 @@ from pydantic import (
 
 from llmforge import targets
 from llmforge.base import small_file
-from llmforge.base.backends import BackendName
+from llmforge.base.backends import BACKENDS, BackendName
 from llmforge.base.errors import InputError, RecipeError, UsageError
 from llmforge.base.located_yaml import Location, Source, dotted, read
 from llmforge.checkpoint import documents
@@ -622,6 +622,13 @@ class Recipe(_Section):
         """Say why another runtime would not load what this recipe builds, and a hint; None: it does."""
         passes = [cls for cls in registry if cls.name in {spec.name for spec in self.passes}]
         hint = "see recipes/portable.yaml and recipes/genai.yaml"
+        record = BACKENDS[self.engine.backend].elsewhere
+        if record is not None and runtime == record.runtime:
+            return None
+        if record is not None:
+            return f"{runtime} cannot load a {self.engine.backend} artifact", f"its runtime is {record.runtime}"
+        if runtime in {each.elsewhere.runtime for each in BACKENDS.values() if each.elsewhere is not None}:
+            return f"{runtime} cannot load engines of the backend {self.engine.backend}", hint
         if self.engine.backend != "onnxruntime":
             return f"{runtime} cannot load engines of the backend {self.engine.backend}", hint
         if own := [cls.name for cls in passes if cls.own_operators]:
@@ -700,6 +707,12 @@ class Recipe(_Section):
                 yield self._problem(
                     where, f"prompts and answers of {RUNTIME_TOKENS} tokens exceed engine.max_context, {longest}"
                 )
+        if (record := BACKENDS[self.engine.backend].elsewhere) is not None:
+            hint = f"serve the artifact, `{record.serve.format(engine='ARTIFACT/engine')}`, and measure it there"
+            for where_else in ("latency", "tasks"):
+                if getattr(self.validation, where_else) is not None:
+                    what = f"is measured on what serves, and that is {record.servers}"
+                    yield self._problem(("validation", where_else), what, hint)
         if latency is not None:
             yield from self._loads_that_do_not_fit(latency)
         for metric, gate in self.gates.items():
