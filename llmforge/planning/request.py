@@ -134,7 +134,7 @@ def _intent(recipe: Recipe) -> Request:
         wanted = replace(
             wanted,
             weights=channels.dtype,
-            product=channels.dtype if channels.activations == "static" else None,
+            product=channels.dtype if channels.activations != "none" else None,
             head=channels.dtype if channels.head else None,
             block=0,
         )
