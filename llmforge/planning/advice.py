@@ -39,7 +39,7 @@ _QUANTIZATIONS: Mapping[str, tuple[tuple[str, Dtype, Dtype | None, int | None], 
         ("quantize-channels, dtype: fp8", "fp8", None, 0),
         ("quantize-channels, dtype: fp8, activations: static", "fp8", "fp8", 0),
         ("quantize-weights, bits: 4", "int4", None, None),
-        ("fp4, activations too (no pass yet)", "fp4", "fp4", None),
+        ("quantize-fp4", "fp4", "fp4", None),
     ),
 }
 

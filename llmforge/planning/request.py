@@ -138,6 +138,8 @@ def _intent(recipe: Recipe) -> Request:
             head=channels.dtype if channels.head else None,
             block=0,
         )
+    elif "quantize-fp4" in instances:
+        wanted = replace(wanted, weights="fp4", product="fp4")
     return Request(
         targets=(recipe.target,),
         backend=spec.backend,

@@ -13,7 +13,7 @@ from llmforge.engines.tensorrt.precisions import Products
 from llmforge.ir import graph
 from llmforge.lowering import pass_base
 from llmforge.lowering.pass_base import Budget, Context, Pass
-from llmforge.passes import LowerPrecision, PackGateUp, PackQkv, QuantizeChannels
+from llmforge.passes import LowerPrecision, PackGateUp, PackQkv, QuantizeChannels, QuantizeFp4
 from llmforge.quantization.statistics import InputRange, Statistics
 from llmforge.recipe import EngineSpec
 
@@ -77,6 +77,13 @@ def test_codes_are_multiplied_as_codes(target: str, dtype: str, activations: str
     assert found.widened == ()
     assert len(wanted) == (4 if activations == "static" else 5)  # qkv, o, gate and up, down; and the head
     assert found.counted == {"INT8" if dtype == "int8" else "FLOAT8E4M3FN": len(wanted)}
+
+
+@pytest.mark.parametrize("target", ["rtx-5090", pytest.param("rtx-pro-6000", marks=pytest.mark.slow)])
+def test_nvfp4_is_multiplied_as_nvfp4(target: str, tmp_path: Path) -> None:
+    found, wanted = products(target, tmp_path / "engine", PackQkv(), PackGateUp(), QuantizeFp4(budget=LOOSE))
+    assert found == Products({"FLOAT4E2M1": 4}, ())
+    assert len(wanted) == 4
 
 
 def test_a_product_that_is_widened_is_told(tmp_path: Path) -> None:

@@ -467,8 +467,8 @@ def test_quantization_that_makes_it_fit_pays() -> None:
 def test_what_is_done_or_refused_says_so() -> None:
     found = verdicts(planned(weights="int8"))
     assert found["quantize-channels, dtype: int8"] == "done"
-    assert found["fp4, activations too (no pass yet)"] == "refused"
-    assert verdicts(planned(target="b200"))["fp4, activations too (no pass yet)"] == "pays"
+    assert found["quantize-fp4"] == "refused"
+    assert verdicts(planned(target="b200"))["quantize-fp4"] == "pays"
     assert found["quantize-channels, dtype: int8, activations: static"] != "done"
     rounded = verdicts(planned(weights="fp8", product="fp8"))
     assert rounded["quantize-channels, dtype: fp8, activations: static"] == "done"
