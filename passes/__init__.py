@@ -11,6 +11,7 @@ from llmforge.passes.optimum_interface import OptimumInterface
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.quantize_channels import QuantizeChannels
+from llmforge.passes.quantize_fp4 import QuantizeFp4
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.passes.quantize_weights import QuantizeWeights
 
@@ -22,6 +23,7 @@ ALL: tuple[type[Pass], ...] = (
     FlashAttention,
     QuantizeWeights,
     QuantizeChannels,
+    QuantizeFp4,
     FuseExperts,
     QuantizeKvCache,
     LowerPrecision,

@@ -23,10 +23,12 @@ from llmforge.lowering import pass_base
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
 from llmforge.parallel import shard_plan
 from llmforge.quantization.grids import Grid, QuantizedMatrix
-from llmforge.quantization.statistics import KvRange, Statistics
+from llmforge.quantization.statistics import InputRange, KvRange, Statistics
 from llmforge.quantization.stored import StoredCodes
 from llmforge.recipe import EngineSpec
 from llmforge.targets import Target
+
+_READ = InputRange(np.ones((), np.float32))  # of every feature, however many there are
 
 
 def run(
@@ -92,7 +94,7 @@ def _reason(changes: Changes) -> str:
 
 def _stand_in(model: ir.Model, calibrated: Mapping[str, Grid]) -> Statistics:
     """Make up the results of a calibration: the passes ask what there is, and read no matrix before it is written."""
-    read = {name: 1.0 for value in model.graph.initializers.values() for name in graph.sources(value)}
+    read = {name: _READ for value in model.graph.initializers.values() for name in graph.sources(value)}
     unread = {
         name: QuantizedMatrix(grid, np.empty((0, 0), np.uint8), np.empty((0, 0), np.float32), None)
         for name, grid in calibrated.items()

@@ -168,10 +168,12 @@ def _intent(recipe: Recipe) -> Request:
         wanted = replace(
             wanted,
             weights=channels.dtype,
-            product=channels.dtype if channels.activations == "static" else None,
+            product=channels.dtype if channels.activations != "none" else None,
             head=channels.dtype if channels.head else None,
             block=0,
         )
+    elif "quantize-fp4" in instances:
+        wanted = replace(wanted, weights="fp4", product="fp4")
     return Request(
         targets=(recipe.target,),
         backend=spec.backend,
