@@ -158,7 +158,7 @@ def make(
     """
     if is_starting := kept.frontend is not None and kept.frontend.is_starting:
         prepare(steps, kept)
-    checkpoint = ahead.begin(recipe.checkpoint)
+    checkpoint = ahead.begin(recipe.checkpoint, recipe.merged)
     kept.configure(checkpoint, progress, partial(ahead.quantize, checkpoint, steps))
     threads = recipe.engine.threads or physical_cores()
     model = kept.trace(checkpoint, progress)
@@ -168,7 +168,7 @@ def make(
     demands = [demand for step in steps for demand in step.demands()]
     calibrated = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else {}
     dry_run.run(model, steps, target=target, spec=recipe.engine, checkpoint=checkpoint, calibrated=calibrated)
-    notes = check_context(recipe, checkpoint, model)
+    notes = [*(checkpoint.merge.notes if checkpoint.merge else ()), *check_context(recipe, checkpoint, model)]
     progress.stage("Read checkpoint")
     if not is_starting:
         prepare(steps, kept)
@@ -284,7 +284,8 @@ def prove_trace(checkpoint: Checkpoint, traced: ir.Model, threads: int, frontend
     """Hold the graph `traced` to transformers, in the process that has it, and return a note of what was found."""
     if frontend is None:
         return verify_trace(checkpoint, traced, threads=threads).note()
-    return frontend.prove(checkpoint.path, kept_graph.dump(traced), threads)
+    folder, adapters = checkpoint.opened_from
+    return frontend.prove(folder, kept_graph.dump(traced), threads, adapters)
 
 
 def check_host(recipe: Recipe, target: Target) -> None:

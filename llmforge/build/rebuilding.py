@@ -46,7 +46,7 @@ def rebuilt(recipe: Recipe, cache: Callable[[], Cache] | None, progress: Progres
     steps, target = recipe.instantiate(passes.ALL), targets.find(recipe.target)
     preflight.check(recipe)
     with TemporaryDirectory() as folder, reuse.opened(cache, Path(folder), progress) as kept:
-        checkpoint = Checkpoint.located(recipe.checkpoint)
+        checkpoint = Checkpoint.located(recipe.checkpoint, recipe.merged)
         kept.configure(checkpoint, progress)
         model = kept.trace(checkpoint, progress)
         stages, lossy = Stages(), []

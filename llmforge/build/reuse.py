@@ -108,7 +108,7 @@ class Reuse:
                 progress.stage("Load torch and transformers")
                 if self.frontend is not None:
                     beside()
-                    made = self.frontend.configuration(checkpoint.path)
+                    made = self.frontend.configuration(*checkpoint.opened_from)
                     checkpoint.configuration = _configuration(made)
                 else:
                     with process.unwatched():
@@ -134,7 +134,7 @@ class Reuse:
                 self.stages.append("trace")
                 return found
             if self.frontend is not None:
-                files = self.frontend.trace(checkpoint.path)
+                files = self.frontend.trace(*checkpoint.opened_from)
                 bound = kept_graph.load(files, checkpoint)
                 if bound is None:
                     raise CheckpointError(f"{checkpoint.path}: it changed while it was traced")

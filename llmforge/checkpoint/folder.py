@@ -8,7 +8,7 @@ files are symbolic links.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
@@ -23,6 +23,8 @@ from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.base.wording import cut, shown
 from llmforge.checkpoint import lengths
+from llmforge.checkpoint.adapters import AdapterSource, Merge
+from llmforge.checkpoint.adapters.merging import unmergeable
 from llmforge.checkpoint.safetensors_file import (
     DAMAGED,
     DENIED,
@@ -107,23 +109,24 @@ class Checkpoint:
     special_tokens: Mapping[str, str]  # "bos_token": "<s>", …: those that the tokenizer configuration names
     generation: Mapping[str, Any] = field(repr=False)  # what stands in its generation_config.json
     weight_files: tuple[Path, ...] = field(repr=False)
+    merge: Merge | None = field(default=None, repr=False)  # adapters that are a part of what `tensor` gives
     _digest: str | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def open(cls, path: Path) -> Checkpoint:
-        """Open the checkpoint in folder `path`.
+    def open(cls, path: Path, adapters: Sequence[AdapterSource] = ()) -> Checkpoint:
+        """Open the checkpoint in folder `path`, with `adapters` merged into its tensors.
 
         Raises:
-            CheckpointError: the folder is not a usable checkpoint.
+            CheckpointError: the folder is not a usable checkpoint, or an adapter is not one of it.
             UnsupportedError: its architecture is unknown, or its weights are already quantized.
             VersionMismatch: another transformers or torch is installed than this llmforge was proven with.
         """
-        checkpoint = cls.located(path)
+        checkpoint = cls.located(path, adapters)
         checkpoint.check_tokens()
         return checkpoint
 
     @classmethod
-    def located(cls, path: Path) -> Checkpoint:
+    def located(cls, path: Path, adapters: Sequence[AdapterSource] = ()) -> Checkpoint:
         """Open it as far as that needs no transformers, which takes seconds to import.
 
         Until `check_tokens`, nothing has looked at what is configured.
@@ -137,16 +140,23 @@ class Checkpoint:
         tokenizer_settings = _read_optional(folder / TOKENIZER_CONFIG)
         _refuse_remote_code(folder / TOKENIZER_CONFIG, tokenizer_settings)
         files = weight_files(folder)
+        tensors = read_headers(folder, files)
         return cls(
             path=folder,
             settings=settings,
-            tensors=read_headers(folder, files),
+            tensors=tensors,
             tokenizer=_load_tokenizer(folder),
             chat_template=_chat_template(folder, tokenizer_settings),
             special_tokens=_special_tokens(tokenizer_settings),
             generation=_read_optional(folder / GENERATION_CONFIG),
             weight_files=files,
+            merge=Merge.of(adapters, tensors, folder) if adapters else None,
         )
+
+    @property
+    def opened_from(self) -> tuple[Path, tuple[AdapterSource, ...]]:
+        """What `located` takes to open the same in another process."""
+        return self.path, () if self.merge is None else tuple(adapter.source for adapter in self.merge.adapters)
 
     @cached_property
     def config(self) -> PretrainedConfig:
@@ -232,20 +242,22 @@ class Checkpoint:
         small = [self.path / name for name in SMALL_FILES if (self.path / name).exists()]
         hashes |= {file.name: hashlib.sha256(read_small(file)).hexdigest() for file in small}
         lines = "".join(f"{name} {digest}\n" for name, digest in sorted(hashes.items()))
-        self._digest = hashlib.sha256(DIGEST_FORMAT + lines.encode()).hexdigest()
+        own = hashlib.sha256(DIGEST_FORMAT + lines.encode()).hexdigest()
+        self._digest = own if self.merge is None else self.merge.digest(own)
         return self._digest
 
-    def tensor(self, name: str) -> ir.ExternalTensor:
-        """Map one tensor; its bytes are read when it is.
+    def tensor(self, name: str) -> ir.TensorProtocol:
+        """Map one tensor; its bytes are read, and adapters merged into them, when it is.
 
         The path is absolute and `base_dir` empty, because onnx-ir refuses symbolic and hard links below a `base_dir`.
         """
         import onnx_ir as ir
 
         entry = self.tensors[name]
-        return ir.ExternalTensor(
+        stored = ir.ExternalTensor(
             str(entry.file), entry.offset, entry.size_bytes, entry.dtype, shape=ir.Shape(entry.shape), name=name
         )
+        return stored if self.merge is None else self.merge.apply(stored)
 
     def require(
         self, parameters: Mapping[str, tuple[int, ...]], tied: Mapping[str, str] | None = None
@@ -266,6 +278,9 @@ class Checkpoint:
             raise self._lacks(missing, parameters)
         for name, source in sources.items():
             self._check_tensor(name, self.tensors[source], parameters[name])
+        shared = [pair for pair in ties.items() if sources.get(pair[0], "") == sources.get(pair[1])]
+        if self.merge is not None and (refused := unmergeable(self.merge, shared)) is not None:
+            raise refused
         return sources
 
     def _supplier(self, name: str, ties: Mapping[str, str]) -> str | None:

@@ -34,6 +34,7 @@ from llmforge.base.backends import BackendName
 from llmforge.base.errors import InputError, RecipeError, UsageError
 from llmforge.base.located_yaml import Location, Source, dotted, read
 from llmforge.checkpoint import documents
+from llmforge.checkpoint.adapters.source import AdapterSource
 from llmforge.lowering import options
 from llmforge.lowering.pass_base import Numerics, Pass
 from llmforge.metrics import catalog
@@ -55,6 +56,7 @@ def _anchor(path: Path, info: ValidationInfo) -> Path:
 
 
 MOST_PASSES = 256
+MOST_ADAPTERS = 1024
 TASK_FILES = (".yaml", ".yml")
 
 RecipePath = Annotated[Path, AfterValidator(_anchor)]
@@ -131,6 +133,19 @@ class EngineSpec(_Section):
                 f"decode_batches is {list(batches)}; expected ascending numbers up to max_batch, {self.max_batch}"
             )
         return self
+
+
+class AdapterSpec(_Section):
+    """A LoRA adapter as peft saves it: merged into the weights, or kept apart and chosen by each request."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$", description="name; requests choose one kept apart by it")
+    path: RecipePath = Field(description="folder with adapter_config.json; relative to the recipe")
+    mode: Literal["merged", "apart"] = Field(
+        default="merged", description="merged: into the weights; apart: chosen by each request, of several"
+    )
+    weight: float = Field(
+        default=1.0, allow_inf_nan=False, ge=-1e3, le=1e3, description="factor of what it adds to the weights"
+    )
 
 
 class CalibrationSpec(_Section):
@@ -505,6 +520,9 @@ class Recipe(_Section):
     target: TargetName = Field(
         description="deployment device: a name of `llmforge targets`, `local`, or a file written by `llmforge doctor`"
     )
+    adapters: tuple[AdapterSpec, ...] = Field(
+        default=(), max_length=MOST_ADAPTERS, description="LoRA adapters of the checkpoint"
+    )
     engine: EngineSpec
     calibration: CalibrationSpec | None = None
     passes: tuple[PassSpec, ...] = Field(max_length=MOST_PASSES, description="passes to run, in order")
@@ -515,6 +533,12 @@ class Recipe(_Section):
     serving: ServingSpec = Field(default_factory=ServingSpec)
 
     _source: Source = PrivateAttr()
+
+    @model_serializer(mode="wrap")
+    def _with_adapters(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out adapters where there are none: versions of older recipes stay."""
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if name != "adapters" or value}
 
     @classmethod
     def load(cls, path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -550,6 +574,16 @@ class Recipe(_Section):
     def written(self) -> dict[str, Any]:
         """The recipe as it is written, with its overrides: plain data."""
         return self._source.mapping
+
+    @property
+    def merged(self) -> tuple[AdapterSource, ...]:
+        """The adapters that are merged into the checkpoint, in order."""
+        return tuple(_source(each) for each in self.adapters if each.mode == "merged")
+
+    @property
+    def apart(self) -> tuple[AdapterSource, ...]:
+        """The adapters that requests choose from, in order."""
+        return tuple(_source(each) for each in self.adapters if each.mode == "apart")
 
     def instantiate(self, registry: Sequence[type[Pass]]) -> tuple[Pass, ...]:
         """Make the passes from their options, and check what holds between them.
@@ -608,6 +642,8 @@ class Recipe(_Section):
         """
         plain = self.model_dump(mode="json", by_alias=True)
         plain["checkpoint"] = self.checkpoint.name
+        for number, adapter in enumerate(self.adapters):
+            plain["adapters"][number]["path"] = {"name": adapter.path.name, "sha256": _source(adapter).digest()}
         if targets.is_file(self.target):
             plain["target"] = _content(Path(self.target))
         if self.calibration is not None:
@@ -633,6 +669,10 @@ class Recipe(_Section):
                 targets.meant(self.target)
             except UsageError as error:
                 yield self._problem(("target",), error.message, error.hint)
+        named = [each.name for each in self.adapters]
+        for number, name in enumerate(named):
+            if name in named[:number]:
+                yield self._problem(("adapters", number, "name"), f"there are two adapters {name}")
         quality, latency, longest = self.validation.quality, self.validation.latency, self.engine.max_context
         if quality is not None and quality.context > longest:
             yield self._problem(
@@ -750,6 +790,10 @@ class Recipe(_Section):
 
     def _problem(self, location: Location, what: str, hint: str | None = None) -> Problem:
         return Problem(self._source.where(location), dotted(location), what, hint)
+
+
+def _source(spec: AdapterSpec) -> AdapterSource:
+    return AdapterSource(spec.name, spec.path, spec.weight)
 
 
 def json_schema(registry: Sequence[type[Pass]]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from llmforge.base.errors import CheckpointError, NotADecoder
 from llmforge.checkpoint import Checkpoint
+from llmforge.trace.export import weights
+from llmforge.trace.export.weights import Source
 from llmforge.trace.hooks import internals
 
 
@@ -68,13 +70,18 @@ def load(checkpoint: Checkpoint, attention: str | None = None) -> PreTrainedMode
         CheckpointError: transformers misses weights.
     """
     read: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+    given: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.path, "trust_remote_code": False}
+    if checkpoint.merge is not None:  # the files hold other numbers
+        state = {name: weights.load(checkpoint, Source((name,))) for name in checkpoint.tensors}
+        kind: Any = type(on_meta(checkpoint.config, "eager"))  # the Auto class wants a folder
+        read = kind.from_pretrained
+        given = {"pretrained_model_name_or_path": None, "config": copy.deepcopy(checkpoint.config), "state_dict": state}
     with internals.no_progress_bars():
         loaded: tuple[PreTrainedModel, Mapping[str, Any]] = read(
-            checkpoint.path,
+            **given,
             dtype=torch.float32,
             attn_implementation=attention,
             local_files_only=True,
-            trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
         )
