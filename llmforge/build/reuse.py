@@ -35,6 +35,7 @@ from llmforge.build.frontend import Frontend
 from llmforge.build.proofs import Proof, Proofs
 from llmforge.cache import Cache, Code, Entry, Key, processor
 from llmforge.checkpoint import Checkpoint, Configuration, Geometry
+from llmforge.checkpoint.adapters import Adapter
 from llmforge.checkpoint.text import Window
 from llmforge.evaluation.baseline import Baseline, baseline_on
 from llmforge.evaluation.quality import Logits
@@ -226,10 +227,21 @@ class Reuse:
         return kept
 
     def chain(
-        self, checkpoint: Checkpoint, calibration: str, promises: Promises, texts: Sequence[NDArray[np.int64]]
+        self,
+        checkpoint: Checkpoint,
+        calibration: str,
+        promises: Promises,
+        texts: Sequence[NDArray[np.int64]],
+        adapters: Sequence[Adapter] = (),
     ) -> Chain:
-        """Begin the chain of passes, which are held to `promises`; `texts` are those that budgets are measured on."""
-        return Chain(self, checkpoint.digest, calibration, _hash(asdict(promises)), _hash_of_texts(texts))
+        """Begin the chain of passes, which are held to `promises`; `texts` are those that budgets are measured on.
+
+        `adapters` are those that are kept apart.
+        """
+        begun = checkpoint.digest
+        if adapters:
+            begun = _hash([begun, *((each.name, each.digest, each.source.weight) for each in adapters)])
+        return Chain(self, begun, calibration, _hash(asdict(promises)), _hash_of_texts(texts))
 
 
 @contextmanager

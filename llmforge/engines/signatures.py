@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
@@ -42,6 +44,7 @@ def config(request: BuildRequest, session: SessionOptions) -> RuntimeConfig:
         bos_token_id=request.bos_token_id,
         caches=caches(request.model),
         session=session,
+        adapters=tuple(json.loads(request.model.metadata_props.get(interface.ADAPTERS, "[]"))),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,6 +18,7 @@ from llmforge.targets import Target
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from llmforge.checkpoint.adapters import Adapter
     from llmforge.quantization.ahead import Ahead
     from llmforge.quantization.grids import Grid
     from llmforge.quantization.methods.base import Method
@@ -80,6 +82,7 @@ class Context:
     statistics: Statistics | None = None  # present when any pass of the recipe has demands
     scratch: Scratch | None = None  # where tensors are kept that are read more than once
     ahead: Ahead | None = None  # what was quantized before a pass asked for it
+    adapters: Sequence[Adapter] = ()  # that requests choose from
     _target: Target = field(init=False, repr=False)
 
     def __post_init__(self, target: Target) -> None:

@@ -57,6 +57,7 @@ def _anchor(path: Path, info: ValidationInfo) -> Path:
 
 MOST_PASSES = 256
 MOST_ADAPTERS = 1024
+ADD_ADAPTERS = "add-adapters"  # the pass that adds what is kept apart
 TASK_FILES = (".yaml", ".yml")
 
 RecipePath = Annotated[Path, AfterValidator(_anchor)]
@@ -612,11 +613,28 @@ class Recipe(_Section):
                 problems += describe(error, self._source, options.schema(cls), prefix=("passes", index, spec.name))
             else:
                 problems += self._missing_text(spec, made[-1])
+        problems += self._apart_without_pass(known)
         found = (self.why_not_loaded(name, registry) for name in self.validation.runtimes)
         problems += [self._problem(("validation", "runtimes"), *why) for why in found if why is not None]
         if problems:
             raise collect(problems)
         return tuple(made)
+
+    def _apart_without_pass(self, known: Mapping[str, type[Pass]]) -> Iterator[Problem]:
+        """Find adapters that no pass adds, a pass without adapters, and interfaces that cannot choose one."""
+        places = {spec.name: spec for spec in self.passes}
+        added = places.get(ADD_ADAPTERS)
+        for number, adapter in enumerate(self.adapters):
+            if adapter.mode == "apart" and added is None:
+                what = "it is kept apart, and no pass adds it to the graph"
+                hint = f"add `{ADD_ADAPTERS}` to `passes`, before those that quantize"
+                yield self._problem(("adapters", number), what, hint)
+        if added is not None and not self.apart:
+            yield added.problem("the recipe has no adapters with `mode: apart`", "leave it out")
+        for spec in self.passes:
+            if self.apart and spec.name in known and known[spec.name].loads_in:
+                what = "other runtimes cannot choose an adapter for each request"
+                yield spec.problem(what, "merge one adapter: `mode: merged`")
 
     def why_not_loaded(self, runtime: RuntimeName, registry: Sequence[type[Pass]]) -> tuple[str, str] | None:
         """Say why another runtime would not load what this recipe builds, and a hint; None: it does."""

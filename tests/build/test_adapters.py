@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmforge import passes
 from llmforge.artifact import Artifact
 from llmforge.base.errors import CheckpointError, RecipeError, UsageError
 from llmforge.build import pipeline, preflight, reproducing
@@ -109,3 +110,45 @@ def test_recipes_that_are_wrong_say_where(recipe: Write, adapters: list[dict[str
 
 def test_a_recipe_without_adapters_keeps_its_version(recipe: Write) -> None:
     assert "adapters" not in recipe().resolved()
+
+
+def test_adapters_kept_apart_are_chosen_by_requests(recipe: Write, tmp_path: Path, tiny_checkpoint: Path) -> None:
+    for seed, name in enumerate(("one", "two")):
+        write_adapter(tmp_path / name, tiny_checkpoint, seed=seed, rank=4 + seed)
+    named = [{"name": name, "path": name, "mode": "apart"} for name in ("one", "two")]
+    quantized = {"quantize-weights": {"bits": 8, "method": "rtn", "block_size": 32, "budget": {"kld_mean": 5.0}}}
+    quality = {"quality": {"data": "evaluation.jsonl", "context": 64}}
+    steps = [*FUSED, "add-adapters", quantized]
+    built = pipeline.build(recipe(adapters=named, passes=steps, validation=quality), tmp_path / "out")
+    report = reports.read(Artifact.open(built.path))
+    [proven] = [note for note in report.proven if note.startswith("adapters:")]
+    assert "rows with one, two, and rows beside them with none" in proven
+    runner = load(built.path, threads=1)
+    assert runner.config.adapters == ("one", "two")
+    ids = [5, 40, 77, 130, 9]
+    rows = [runner.logits(ids, adapter=name) for name in ("", "one", "two")]
+    for number, name in enumerate(("one", "two"), 1):
+        merged = write_merged(tmp_path / f"merged-{name}", tiny_checkpoint, tmp_path / name)
+        plain = pipeline.build(recipe(checkpoint=str(merged)), tmp_path / "out", measure=False)
+        theirs = logits(plain.path, ids)
+        near = np.abs(rows[number] - theirs).max()
+        assert near < 0.1 * np.abs(rows[0] - theirs).max()  # int8 weights beside fp32 ones
+
+
+@pytest.mark.parametrize(
+    ("adapters", "steps", "words"),
+    [
+        ([{"name": "a", "path": "x", "mode": "apart"}], FUSED, r"adapters\.0: it is kept apart, and no pass adds it"),
+        ([], [*FUSED, "add-adapters"], r"passes\.add-adapters: the recipe has no adapters with `mode: apart`"),
+        (
+            [{"name": "a", "path": "x", "mode": "apart"}],
+            [*FUSED, "add-adapters", "genai-interface"],
+            r"genai-interface: other runtimes cannot choose an adapter",
+        ),
+    ],
+)
+def test_adapters_and_passes_belong_together(
+    recipe: Write, adapters: list[dict[str, Any]], steps: list[Any], words: str
+) -> None:
+    with pytest.raises(RecipeError, match=words):
+        recipe(adapters=adapters, passes=steps).instantiate(passes.ALL)
