@@ -34,7 +34,7 @@ from llmforge.build.read_ahead import ReadAhead
 from llmforge.build.reuse import Chain, Reuse, Step
 from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint, documents
-from llmforge.checkpoint.adapters import Adapter
+from llmforge.checkpoint.adapters import Merge
 from llmforge.engines import BuildRequest, Engine, Prove, interop, pending
 from llmforge.engines.onnxruntime import write_tokenizer
 from llmforge.evaluation import footprint
@@ -160,9 +160,10 @@ def make(
     if is_starting := kept.frontend is not None and kept.frontend.is_starting:
         prepare(steps, kept)
     checkpoint = ahead.begin(recipe.checkpoint, recipe.merged)
+    # As if they were merged: what is of another base is refused before anything is read.
+    apart = Merge.of(recipe.apart, checkpoint.tensors, checkpoint.path).adapters
     kept.configure(checkpoint, progress, partial(ahead.quantize, checkpoint, steps))
     threads = recipe.engine.threads or physical_cores()
-    apart = tuple(map(Adapter.open, recipe.apart))
     model = kept.trace(checkpoint, progress)
     stages = Stages()
     stages.graph(lock.TRACE, model)
@@ -207,7 +208,9 @@ def make(
     with proofs.blamed():
         for step in steps:
             # A pass sees what it demands: what others measure is not part of its key.
-            context = Context(target, statistics if step.demands() else None, scratch, ahead.quantized, apart)
+            wanted = statistics if step.demands() else None
+            stored = dry_run.stored_codes(checkpoint)
+            context = Context(target, wanted, scratch, ahead.quantized, stored, apart)
             before = model.clone() if recipe.validation.attribution or apart else model
             record, proof, noted = transform(step, model, context, chain, verification, progress)
             done.append((record, proof))

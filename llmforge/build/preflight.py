@@ -13,7 +13,6 @@ from llmforge.base import extras, resources
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.build import texts
 from llmforge.checkpoint import CONFIG, CONTEXTS, read_settings
-from llmforge.checkpoint.adapters import Merge
 from llmforge.checkpoint.shards import read_headers, weight_files
 from llmforge.planning import request
 from llmforge.recipe import Recipe
@@ -29,7 +28,7 @@ def check(recipe: Recipe) -> None:
 
     Raises:
         DataError: a text is missing or not readable, or evaluation text was calibrated on.
-        CheckpointError: the folder is no checkpoint: a file is missing or damaged; an adapter is of another base.
+        CheckpointError: the folder is no checkpoint: a file is missing or damaged.
         EnvironmentLacks: the recipe asks for tasks, and what runs them is not installed.
         UnsupportedError: the weights are already quantized, or `engine.max_context` is more than rotary tables reach.
     """
@@ -38,9 +37,7 @@ def check(recipe: Recipe) -> None:
     texts.check(recipe)
     settings = read_settings(recipe.checkpoint.absolute())
     _check_context(recipe, settings.get("text_config", settings))
-    tensors = read_headers(recipe.checkpoint, weight_files(recipe.checkpoint))
-    if recipe.merged:
-        Merge.of(recipe.merged, tensors, recipe.checkpoint)
+    read_headers(recipe.checkpoint, weight_files(recipe.checkpoint))
 
 
 def check_room(recipe: Recipe, out: Path) -> list[str]:

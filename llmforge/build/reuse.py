@@ -57,6 +57,7 @@ _TRACE_CODE = ("llmforge.trace", "llmforge.trace.export.kept_graph")
 _TRACE_PROOF_CODE = "llmforge.verification.trace_verifier"
 _PROOF_CODE = "llmforge.verification.verifier"
 _ENGINE_CODE = ("llmforge.engines.onnxruntime", "llmforge.verification.engine_parts")
+_SOURCE_CODE = "llmforge.checkpoint.quantized"
 _BASELINE_CODE = "llmforge.evaluation.baseline"
 _ALIGNMENT_BYTES = 64
 BASELINE_SHARE = 1 / 8  # of the cache that the logits of one text may take: 2.5 GB of 20, or 16,000 tokens of 150,000
@@ -238,10 +239,12 @@ class Reuse:
 
         `adapters` are those that are kept apart.
         """
-        begun = checkpoint.digest
+        of_weights = checkpoint.digest
+        if checkpoint.layout is not None:  # they are what the code makes of them that reads its layout
+            of_weights = self.key("source", [_SOURCE_CODE], checkpoint=of_weights).digest
         if adapters:
-            begun = _hash([begun, *((each.name, each.digest, each.source.weight) for each in adapters)])
-        return Chain(self, begun, calibration, _hash(asdict(promises)), _hash_of_texts(texts))
+            of_weights = _hash([of_weights, *((each.name, each.digest, each.source.weight) for each in adapters)])
+        return Chain(self, of_weights, calibration, _hash(asdict(promises)), _hash_of_texts(texts))
 
 
 @contextmanager

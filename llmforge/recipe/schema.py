@@ -169,6 +169,9 @@ class QualitySpec(_Section):
     max_tokens: int | None = Field(
         default=None, ge=1, le=2**40, description="maximum tokens to evaluate, spread over all documents; default: all"
     )
+    max_documents: int | None = Field(
+        default=None, ge=1, le=10_000, description="maximum documents to evaluate, spread over the file; default: all"
+    )
     scored: Literal["all", "second-half"] = Field(
         default="all",
         description="tokens of each window that count; second-half: as llama.cpp, and full windows alone",

@@ -13,7 +13,7 @@ import pytest
 from llmforge import passes
 from llmforge.artifact import Artifact
 from llmforge.base.errors import CheckpointError, RecipeError, UsageError
-from llmforge.build import pipeline, preflight, reproducing
+from llmforge.build import pipeline, reproducing
 from llmforge.build.frontend import Frontend
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import AdapterSource
@@ -90,7 +90,10 @@ def test_an_adapter_of_another_base_is_refused_before_anything_is_read(
     write_checkpoint(tmp_path / "wide", hidden_size=128)
     write_adapter(tmp_path / "style", tmp_path / "wide", targets=("q_proj",))
     with pytest.raises(CheckpointError, match=r"adapter style: .*q_proj: its product is"):
-        preflight.check(recipe(adapters=[{"name": "style", "path": "style"}]))
+        pipeline.build(recipe(adapters=[{"name": "style", "path": "style"}]), tmp_path / "out")
+    apart = [{"name": "style", "path": "style", "mode": "apart"}]
+    with pytest.raises(CheckpointError, match=r"adapter style: .*q_proj: its product is"):
+        pipeline.build(recipe(adapters=apart, passes=[*FUSED, "add-adapters"]), tmp_path / "out")
     assert Checkpoint.open(tiny_checkpoint).merge is None
 
 

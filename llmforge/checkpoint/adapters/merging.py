@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint.adapters.folder import Adapter, LowRank
 from llmforge.checkpoint.adapters.source import CONFIG, AdapterSource
+from llmforge.checkpoint.quantized import QuantizedTensor
 from llmforge.checkpoint.safetensors_file import TensorEntry, listed
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Product:
 
 
 _Step = _Replace | _Add | Product
+Base = TensorEntry | QuantizedTensor  # a tensor of the checkpoint
 
 
 @dataclass(eq=False)
@@ -65,9 +67,10 @@ class Merge:
 
     adapters: tuple[Adapter, ...]
     steps: Mapping[str, tuple[_Step, ...]] = field(repr=False)
+    of_codes: frozenset[str] = frozenset()  # adapters that change a tensor which is stored as codes
 
     @classmethod
-    def of(cls, sources: Sequence[AdapterSource], tensors: Mapping[str, TensorEntry], base: Path) -> Merge:
+    def of(cls, sources: Sequence[AdapterSource], tensors: Mapping[str, Base], base: Path) -> Merge:
         """Open the adapters of `sources`, and find what they change among the `tensors` of the checkpoint `base`.
 
         Raises:
@@ -77,6 +80,7 @@ class Merge:
         adapters = tuple(map(Adapter.open, sources))
         steps: dict[str, list[_Step]] = {}
         replaced: dict[str, str] = {}
+        of_codes: set[str] = set()
         for adapter in adapters:
             for name, step in _steps(adapter, tensors, base):
                 if isinstance(step, _Replace) and (other := replaced.setdefault(name, adapter.name)) != adapter.name:
@@ -85,9 +89,11 @@ class Merge:
                         hint="merge one of them",
                     )
                 steps.setdefault(name, []).append(step)
-        return cls(adapters, {name: tuple(each) for name, each in sorted(steps.items())})
+                if not isinstance(tensors[name], TensorEntry):
+                    of_codes.add(adapter.name)
+        return cls(adapters, {name: tuple(each) for name, each in sorted(steps.items())}, frozenset(of_codes))
 
-    def apply(self, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    def apply(self, tensor: ir.ExternalTensor | ir.LazyTensor) -> ir.ExternalTensor | ir.LazyTensor:
         """Return what becomes of a tensor of the checkpoint, lazily; one that no adapter changes stays as it is."""
         import onnx_ir as ir
 
@@ -123,10 +129,11 @@ class Merge:
         return (
             f"adapter {adapter.name} merged{weight}: {', '.join(parts)}; computed in fp32, each tensor rounded once to "
             "the checkpoint's dtype"
+            + ("; weights that are stored as codes are dequantized first" if adapter.name in self.of_codes else "")
         )
 
 
-def _steps(adapter: Adapter, tensors: Mapping[str, TensorEntry], base: Path) -> Iterator[tuple[str, _Step]]:
+def _steps(adapter: Adapter, tensors: Mapping[str, Base], base: Path) -> Iterator[tuple[str, _Step]]:
     """Name the tensors that `adapter` changes, and how; what replaces one comes before what is added to it."""
     weight = adapter.source.weight
     for name, entry in adapter.saved.items():
@@ -146,7 +153,7 @@ def _steps(adapter: Adapter, tensors: Mapping[str, TensorEntry], base: Path) -> 
             yield stored, _Add(low_rank.bias, low_rank.scale * weight)
 
 
-def swapped(adapter: Adapter, low_rank: LowRank, entry: TensorEntry) -> bool:
+def swapped(adapter: Adapter, low_rank: LowRank, entry: Base) -> bool:
     """Say whether a weight is stored as [K, N]: tables of embeddings are, and the matrices of transformers' Conv1D.
 
     Raises:
@@ -170,7 +177,7 @@ def swapped(adapter: Adapter, low_rank: LowRank, entry: TensorEntry) -> bool:
     return result
 
 
-def _named(adapter: Adapter, name: str, tensors: Mapping[str, TensorEntry], base: Path) -> str:
+def _named(adapter: Adapter, name: str, tensors: Mapping[str, Base], base: Path) -> str:
     """Find the tensor of a parameter; checkpoints of a model without its head leave out what its name begins with.
 
     Raises:
@@ -182,9 +189,7 @@ def _named(adapter: Adapter, name: str, tensors: Mapping[str, TensorEntry], base
     raise _other_base(adapter, f"{name!r}, which it changes, is not in {base.name}")
 
 
-def _same_shape(
-    adapter: Adapter, name: str, shape: tuple[int, ...], stored: str, tensors: Mapping[str, TensorEntry]
-) -> None:
+def _same_shape(adapter: Adapter, name: str, shape: tuple[int, ...], stored: str, tensors: Mapping[str, Base]) -> None:
     if tensors[stored].shape != shape:
         raise _other_base(adapter, f"it has {name!r} {list(shape)}, the checkpoint {list(tensors[stored].shape)}")
 

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from llmforge.base.errors import CheckpointError, NotADecoder
 from llmforge.checkpoint import Checkpoint
-from llmforge.trace.export import weights
-from llmforge.trace.export.weights import Source
+from llmforge.trace.export import stored_matrix, weights
 from llmforge.trace.hooks import internals
 
 
@@ -47,10 +46,10 @@ def build(config: PretrainedConfig, attention: str) -> tuple[PreTrainedModel, in
     return model, mode
 
 
-def on_meta(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+def on_meta(config: PretrainedConfig, attention: str | None) -> PreTrainedModel:
     """Build the causal language model of `config` in fp32, its parameters on the meta device; buffers hold numbers.
 
-    `attention` names the attention implementation.
+    `attention` names the attention implementation; None: transformers' default.
 
     Raises:
         ValueError: transformers has no causal language model for `config`, or it does not take `attention`.
@@ -66,22 +65,24 @@ def on_meta(config: PretrainedConfig, attention: str) -> PreTrainedModel:
 def load(checkpoint: Checkpoint, attention: str | None = None) -> PreTrainedModel:
     """Load the whole model of `checkpoint` by transformers, in fp32; local files only, no remote code, no pickle.
 
+    Where its weights are stored as codes, the model is transformers', and they are dequantized here.
+
     Raises:
         CheckpointError: transformers misses weights.
     """
+    if checkpoint.layout is not None or checkpoint.merge is not None:  # no file holds its numbers
+        dense = on_meta(checkpoint.config, attention)
+        sources = weights.plan(dense, checkpoint)
+        stored_matrix.give_weights(dense, checkpoint, sources, without=(), in_memory=True)
+        return dense
     read: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
-    given: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.path, "trust_remote_code": False}
-    if checkpoint.merge is not None:  # the files hold other numbers
-        state = {name: weights.load(checkpoint, Source((name,))) for name in checkpoint.tensors}
-        kind: Any = type(on_meta(checkpoint.config, "eager"))  # the Auto class wants a folder
-        read = kind.from_pretrained
-        given = {"pretrained_model_name_or_path": None, "config": copy.deepcopy(checkpoint.config), "state_dict": state}
     with internals.no_progress_bars():
         loaded: tuple[PreTrainedModel, Mapping[str, Any]] = read(
-            **given,
+            checkpoint.path,
             dtype=torch.float32,
             attn_implementation=attention,
             local_files_only=True,
+            trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
         )
