@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmforge import passes
+from llmforge import native, passes
 from llmforge.artifact import Artifact
 from llmforge.base.errors import CheckpointError, RecipeError, UsageError
 from llmforge.build import pipeline, reproducing
@@ -119,11 +119,17 @@ def test_adapters_kept_apart_are_chosen_by_requests(recipe: Write, tmp_path: Pat
     for seed, name in enumerate(("one", "two")):
         write_adapter(tmp_path / name, tiny_checkpoint, seed=seed, rank=4 + seed)
     named = [{"name": name, "path": name, "mode": "apart"} for name in ("one", "two")]
-    quantized = {"quantize-weights": {"bits": 8, "method": "rtn", "block_size": 32, "budget": {"kld_mean": 5.0}}}
+    loose = {"budget": {"kld_mean": 5.0}}
+    quantized: list[Any] = [{"quantize-weights": {"bits": 8, "method": "rtn", "block_size": 32, **loose}}]
+    if native.library() is not None:
+        quantized.append({"cpu-kernels": loose})
     quality = {"quality": {"data": "evaluation.jsonl", "context": 64}}
-    steps = [*FUSED, "add-adapters", quantized]
+    steps = [*FUSED, "add-adapters", *quantized]
     built = pipeline.build(recipe(adapters=named, passes=steps, validation=quality), tmp_path / "out")
     report = reports.read(Artifact.open(built.path))
+    if native.library() is not None:
+        whats = [each.what for each in report.passes[-1].rewritten]
+        assert sum(what.startswith("LowRankAdapter of rank 5, 2 adapters") for what in whats) == 8
     [proven] = [note for note in report.proven if note.startswith("adapters:")]
     assert "rows with one, two, and rows beside them with none" in proven
     runner = load(built.path, threads=1)
