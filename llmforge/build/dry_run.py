@@ -17,6 +17,7 @@ from llmforge import engines
 from llmforge.base.errors import UnsupportedError
 from llmforge.build import elsewhere
 from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint.adapters import Adapter
 from llmforge.engines import interop, signatures
 from llmforge.ir import graph, interface
 from llmforge.lowering import pass_base
@@ -39,10 +40,11 @@ def run(
     spec: EngineSpec,
     checkpoint: Checkpoint,
     calibrated: Mapping[str, Grid] = MappingProxyType({}),
+    adapters: Sequence[Adapter] = (),
 ) -> None:
     """Run `steps` over a copy of `model`, lower it, and return if an engine can be made of it.
 
-    `calibrated` has the grids of what calibration will quantize, by the parameter.
+    `calibrated` has the grids of what calibration will quantize, by the parameter; `adapters` are those kept apart.
 
     Raises:
         UnsupportedError: a pass, the engine or the runtime that the interface is for refuses the graph; a lossy pass
@@ -50,7 +52,7 @@ def run(
             cannot be divided as `spec.tensor_parallel` says, or the engine cannot run a part of it.
     """
     copy = model.clone()
-    context = Context(target, _stand_in(model, calibrated), stored=stored_codes(checkpoint))
+    context = Context(target, _stand_in(model, calibrated), stored=stored_codes(checkpoint), adapters=adapters)
     facts: set[str] = set()
     idle: dict[str, str] = {}  # fact → why it does not hold
     for step in steps:

@@ -162,7 +162,7 @@ def build(
         if not Frontend.serves(loaded):  # this process will import torch itself
             frontend.end()
         if pending is None and not nothing:  # else the other process would have to wait for a core
-            ahead.begin(loaded.checkpoint)
+            ahead.begin(loaded.checkpoint, loaded.merged)
         with process.unwatched():
             from llmforge import passes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,6 +18,7 @@ from llmforge.targets import WORTH, Rate, Target
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from llmforge.checkpoint.adapters import Adapter
     from llmforge.quantization.ahead import Ahead
     from llmforge.quantization.grids import Grid
     from llmforge.quantization.methods.base import Method
@@ -83,6 +84,7 @@ class Context:
     scratch: Scratch | None = None  # where tensors are kept that are read more than once
     ahead: Ahead | None = None  # what was quantized before a pass asked for it
     stored: Callable[[str], StoredCodes] | None = None  # codes of the checkpoint, by tensor; None: it has none
+    adapters: Sequence[Adapter] = ()  # that requests choose from
     _target: Target = field(init=False, repr=False)
 
     def __post_init__(self, target: Target) -> None:
