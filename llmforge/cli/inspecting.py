@@ -84,7 +84,14 @@ def _inspect_checkpoint(path: Path, as_json: bool, verify: bool) -> None:
         output.write_lines(*inspected.lines(found))
 
 
-@click.command()
+_TRACE = """\b
+Examples:
+  llmforge trace CHECKPOINT
+  llmforge trace CHECKPOINT -o graph.onnx --no-weights    # to look at in a viewer
+"""
+
+
+@click.command(epilog=_TRACE)
 @click.argument("checkpoint", type=PATH)
 @click.option(
     "-o", "--output", "path", type=PATH, metavar="GRAPH.onnx",
@@ -128,7 +135,14 @@ def trace(checkpoint: Path, path: Path | None, no_weights: bool, as_json: bool) 
             output.write_lines(str(file))
 
 
-@click.command("diff-graph")
+_DIFF_GRAPH = """\b
+Examples:
+  llmforge diff-graph a.onnx b.onnx
+  llmforge diff-graph a.onnx b.onnx > /dev/null && echo same
+"""
+
+
+@click.command("diff-graph", epilog=_DIFF_GRAPH)
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
@@ -149,7 +163,14 @@ def diff_graph(a: Path, b: Path, as_json: bool) -> None:
         click.get_current_context().exit(VerificationError.exit_code)
 
 
-@click.command()
+_PASSES = """\b
+Examples:
+  llmforge passes
+  llmforge passes quantize-weights
+"""
+
+
+@click.command(epilog=_PASSES)
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def passes(name: str | None, as_json: bool) -> None:
@@ -176,7 +197,15 @@ def passes(name: str | None, as_json: bool) -> None:
         output.write_lines(*describe.pass_text(known[name]).split("\n"))
 
 
-@click.command()
+_TARGETS = """\b
+Examples:
+  llmforge targets
+  llmforge targets h200
+  llmforge targets local --json
+"""
+
+
+@click.command(epilog=_TARGETS)
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def targets(name: str | None, as_json: bool) -> None:
@@ -197,7 +226,13 @@ def targets(name: str | None, as_json: bool) -> None:
         output.write_columns([(target.name, target.kind, target.title) for target in found])
 
 
-@click.command()
+_SCHEMA = """\b
+Example:
+  llmforge schema > recipe.schema.json
+"""
+
+
+@click.command(epilog=_SCHEMA)
 def schema() -> None:
     """Print the JSON Schema of recipes, for editor completion."""
     from llmforge import passes as registry

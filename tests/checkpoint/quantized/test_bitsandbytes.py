@@ -1,4 +1,4 @@
-"""bitsandbytes: what its tensors stand for, and what is refused; test_other_packages.py has the package beside it."""
+"""bitsandbytes: what its tensors stand for, and what is refused; test_other_packages.py has the package itself."""
 
 from __future__ import annotations
 
