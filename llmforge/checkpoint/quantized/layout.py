@@ -149,6 +149,12 @@ class Layout(ABC):
         """
 
 
+def is_finite(weights: NDArray[Any]) -> bool:
+    """Say whether there is neither NaN nor infinity in them, some at a time."""
+    flat = weights.reshape(-1)
+    return all(np.isfinite(flat[at : at + CHUNK_BYTES]).all() for at in range(0, flat.size, CHUNK_BYTES))
+
+
 def settings_of(settings: Mapping[str, Any]) -> Any:
     """Return the quantization_config of a configuration, or that of the language model inside; None: it has none."""
     own = settings.get("quantization_config")
