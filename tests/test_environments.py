@@ -157,6 +157,7 @@ ARGUMENTS: dict[str, Sequence[str]] = {
     "bisect": ["artifact", "--recipe", "recipe.yaml"],
     "build": ["recipe.yaml", "--out", "built"],
     "cache": ["ls"],
+    "completion": ["bash"],
     "diff": ["artifact", "artifact"],
     "diff-graph": ["a.onnx", "b.onnx"],
     "doctor": [],

@@ -12,7 +12,7 @@ import psutil
 from llmforge.base import extras, resources
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.build import reference, texts
-from llmforge.checkpoint import CONFIG, CONTEXTS, read_settings
+from llmforge.checkpoint import CONFIG, CONTEXTS, folder_of, read_settings
 from llmforge.checkpoint.shards import read_headers, weight_files
 from llmforge.lowering.pass_base import Pass
 from llmforge.planning import request, source
@@ -37,9 +37,10 @@ def check(recipe: Recipe) -> None:
     if recipe.validation.tasks is not None:
         extras.require("eval")
     texts.check(recipe)
-    settings = read_settings(recipe.checkpoint.absolute())
+    folder = folder_of(recipe.checkpoint.absolute())
+    settings = read_settings(folder)
     _check_context(recipe, settings.get("text_config", settings))
-    read_headers(recipe.checkpoint, weight_files(recipe.checkpoint))
+    read_headers(folder, weight_files(folder))
     reference.check(recipe)
 
 

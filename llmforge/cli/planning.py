@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from llmforge.base import extras
 from llmforge.base.backends import BACKENDS, Dtype
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import PATH, POSITIVE, record
+from llmforge.cli.parameters import PATH, POSITIVE, TARGET, record
 
 if TYPE_CHECKING:
     from llmforge.doctor.ceilings import Ceilings
@@ -37,7 +38,7 @@ Examples:
 @click.command(epilog=_EXAMPLES)
 @click.argument("what", metavar="RECIPE|CHECKPOINT", type=PATH)
 @click.option(
-    "--target", "targets", multiple=True, metavar="NAME|FILE.yaml",
+    "--target", "targets", type=TARGET, multiple=True, metavar="NAME|FILE.yaml",
     help="Target to plan for, see `llmforge targets`; repeatable. Defaults to the target of RECIPE.",
 )  # fmt: skip
 @click.option(
@@ -149,7 +150,14 @@ def measured_here(target: Target) -> Target | None:
     return found.model_copy(update={"name": target.name})
 
 
-@click.command()
+_DOCTOR = """\b
+Examples:
+  llmforge doctor
+  llmforge doctor --measure --write here.yaml    # then: llmforge plan RECIPE --target here.yaml
+"""
+
+
+@click.command(epilog=_DOCTOR)
 @click.option("--measure", is_flag=True, help="Measure memory bandwidth and matrix multiplication rates.")
 @click.option(
     "--write", "path", type=PATH, metavar="FILE.yaml",
@@ -159,9 +167,18 @@ def measured_here(target: Target) -> Target | None:
 @click.option(
     "--threads", type=POSITIVE, metavar="N", help="Maximum number of threads. Defaults to all physical cores."
 )
+@click.option(
+    "--prove-transformers", "prove", is_flag=True,
+    help="Prove that the installed release of transformers works, which lets it pass from then on.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def doctor(measure: bool, path: Path | None, device: str, threads: int | None, as_json: bool) -> None:
+def doctor(measure: bool, path: Path | None, device: str, threads: int | None, prove: bool, as_json: bool) -> None:
     """Check what this machine can build and run, and measure it."""
+    if prove:
+        if measure:
+            raise UsageError("--prove-transformers and --measure exclude each other")
+        _prove_transformers(as_json)
+        return
     from llmforge.cli import console
     from llmforge.doctor import environment, gpus, render
     from llmforge.evaluation import machine
@@ -184,6 +201,23 @@ def doctor(measure: bool, path: Path | None, device: str, threads: int | None, a
         output.write(render.report(checks, ceilings))
     if path is not None:
         output.write_lines(str(path), err=as_json)
+
+
+def _prove_transformers(as_json: bool) -> None:
+    """Prove the installed release of transformers, and say what was found."""
+    from llmforge.cli import console
+    from llmforge.doctor import releases
+
+    extras.require("build")
+    with console.progress() as progress:
+        proof = releases.prove(progress)
+    if as_json:
+        output.write_json({**dataclasses.asdict(proof), "record": str(proof.record)})
+        return
+    changed = f", of which {', '.join(proof.changed)} have a source that is new" if proof.changed else ""
+    lines = [f"transformers {proof.version}: {proof.hooks} hooks are there{changed}"]
+    lines += [f"{name}: {found}" for name, found in proof.types.items()]
+    output.write_lines(*lines, str(proof.record))
 
 
 def _measured(

@@ -14,7 +14,7 @@ from llmforge.base import extras
 from llmforge.base.backends import BACKENDS
 from llmforge.base.errors import UsageError
 from llmforge.cli import building, output, serving
-from llmforge.cli.parameters import PATH, out_option
+from llmforge.cli.parameters import PATH, TARGET, out_option
 from llmforge.cli.planning import measured_here
 
 _GOALS = ("latency", "throughput", "size", "quality")
@@ -33,7 +33,7 @@ Examples:
 def _recipe_options(command: Any) -> Any:
     options = (
         click.option(
-            "--target", metavar="NAME|FILE.yaml", default="local",
+            "--target", type=TARGET, metavar="NAME|FILE.yaml", default="local",
             help="Target to deploy on, see `llmforge targets`; `local` is the CPU of this machine.",
         ),
         click.option(
@@ -60,6 +60,7 @@ def _recipe_options(command: Any) -> Any:
 )  # fmt: skip
 @click.option("--evaluation", type=PATH, metavar="FILE.jsonl", help="Evaluation text; must not overlap --calibration.")
 @click.option("--force", is_flag=True, help="Replace the recipe if it is there.")
+@click.option("--json", "as_json", is_flag=True, help="Print the path of the recipe as JSON.")
 def init(
     checkpoint: Path,
     target: str,
@@ -70,6 +71,7 @@ def init(
     calibration: Path | None,
     evaluation: Path | None,
     force: bool,
+    as_json: bool,
 ) -> None:
     """Write a commented recipe for CHECKPOINT that builds.
 
@@ -79,7 +81,10 @@ def init(
     from llmforge.cli import console
 
     path = write(checkpoint, target, goal, backend, path, name, calibration, evaluation, force=force)
-    output.write_lines(str(path))
+    if as_json:
+        output.write_json({"recipe": str(path)})
+    else:
+        output.write_lines(str(path))
     quoted = shlex.quote(str(path))
     console.say(f"next: llmforge plan {quoted}\n      llmforge build {quoted}")
 

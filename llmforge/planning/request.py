@@ -11,11 +11,13 @@ from llmforge import targets
 from llmforge.base.backends import BackendName, Dtype
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.checkpoint import CONFIG, read_settings
+from llmforge.checkpoint.adapters import Adapter
 from llmforge.planning import advice, building, config, deployment, families, scheme, source
+from llmforge.planning.adapters import Adapters
 from llmforge.planning.building import Build
 from llmforge.planning.render import Planned, Refused
 from llmforge.planning.roofline import Workload
-from llmforge.planning.scheme import Wanted
+from llmforge.planning.scheme import Scheme, Wanted
 from llmforge.planning.shape import Shape
 from llmforge.recipe import Recipe
 from llmforge.targets import Target
@@ -38,6 +40,7 @@ class Request:
     usd_per_hour: float | None = None
     calibration_tokens: int = 0  # of a recipe
     stored: str | None = None  # what becomes of a checkpoint that comes quantized
+    adapters: Adapters = field(default_factory=Adapters)  # of a recipe
 
 
 def answer(
@@ -106,7 +109,12 @@ def build_of(recipe: Recipe) -> Build | None:
         chosen = scheme.choose(target, recipe.engine.backend, shape.dtype, intent.wanted)
     except (families.Unsaid, UnsupportedError, UsageError):  # the build itself says better what is wrong
         return None
-    return building.predict(shape, chosen, recipe.engine.backend, calibration_tokens=intent.calibration_tokens)
+    build = building.predict(shape, chosen, recipe.engine.backend, calibration_tokens=intent.calibration_tokens)
+    return _with_adapters(build, intent.adapters, chosen)
+
+
+def _with_adapters(build: Build, adapters: Adapters, chosen: Scheme) -> Build:
+    return replace(build, disk_bytes=build.disk_bytes + adapters.bytes_apart(chosen))
 
 
 def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, intent: Request) -> Planned:
@@ -115,9 +123,10 @@ def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, i
     chosen = scheme.choose(target, backend, shape.dtype, asked.wanted.or_else(said))
     made = deployment.make(shape, target, backend, chosen, workload, ranks=asked.ranks, usd_per_hour=asked.usd_per_hour)
     build = building.predict(shape, chosen, backend, calibration_tokens=intent.calibration_tokens)
-    if intent.stored is not None:
-        made = replace(made, notes=(intent.stored, *made.notes))
-    return Planned(made, build, advice.advise(made))
+    told = advice.advise(made)
+    stored = () if intent.stored is None else (intent.stored,)
+    made = replace(made, notes=(*stored, *made.notes, *intent.adapters.notes(chosen, made.asked.decode.step.bytes)))
+    return Planned(made, _with_adapters(build, intent.adapters, chosen), told)
 
 
 def _workload(shape: Shape, asked: Request, intent: Request) -> Workload:
@@ -168,10 +177,12 @@ def _intent(recipe: Recipe) -> Request:
         wanted = replace(
             wanted,
             weights=channels.dtype,
-            product=channels.dtype if channels.activations == "static" else None,
+            product=channels.dtype if channels.activations != "none" else None,
             head=channels.dtype if channels.head else None,
             block=0,
         )
+    elif "quantize-fp4" in instances:
+        wanted = replace(wanted, weights="fp4", product="fp4")
     return Request(
         targets=(recipe.target,),
         backend=spec.backend,
@@ -180,4 +191,5 @@ def _intent(recipe: Recipe) -> Request:
         wanted=wanted,
         calibration_tokens=tokens,
         stored=source.note(settings, folder, steps),
+        adapters=Adapters(tuple(map(Adapter.open, recipe.merged)), tuple(map(Adapter.open, recipe.apart))),
     )

@@ -9,12 +9,16 @@ from typing import Any
 from llmforge.base.errors import UnsupportedError
 from llmforge.base.wording import shown
 from llmforge.checkpoint.quantized.awq import Awq
+from llmforge.checkpoint.quantized.bitsandbytes import Bitsandbytes
 from llmforge.checkpoint.quantized.compressed_tensors import CompressedTensors
+from llmforge.checkpoint.quantized.fp8_blocks import Fp8
+from llmforge.checkpoint.quantized.gguf import Gguf
 from llmforge.checkpoint.quantized.gptq import Gptq
 from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor, same_content, settings_of
+from llmforge.checkpoint.quantized.mxfp4 import Mxfp4
 from llmforge.quantization.stored import NotHeld
 
-LAYOUTS: tuple[Layout, ...] = (Gptq(), Awq(), CompressedTensors())
+LAYOUTS: tuple[Layout, ...] = (Gptq(), Awq(), CompressedTensors(), Fp8(), Mxfp4(), Bitsandbytes(), Gguf())
 
 __all__ = ["LAYOUTS", "Grouped", "Layout", "NotHeld", "QuantizedTensor", "layout_of", "same_content", "settings_of"]
 
