@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from llmforge import trace
-from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint import Checkpoint, read_settings
 from llmforge.cli import cli
-from llmforge.planning import config
+from llmforge.planning import config, source
 
 from ... import zoo
 from ...gguf_files import F16, F32, Q4_0, write
@@ -31,6 +31,15 @@ def test_its_shape_is_read_for_a_plan(tmp_path: Path, sample_checkpoint: Path) -
     assert (ours.name, ours.layers, ours.parameters) == ("sample", own.layers, own.parameters)
 
 
+@pytest.mark.parametrize(("kind", "plain"), [(F16, True), (Q4_0, False)])
+def test_numbers_may_be_quantized_and_codes_not_again(
+    sample_checkpoint: Path, tmp_path: Path, kind: int, plain: bool
+) -> None:
+    file = tmp_path / "sample.gguf"
+    write(sample_checkpoint, file, kind=kind)
+    assert (source.described(read_settings(file), file) is None) is plain
+
+
 @pytest.mark.slow  # a whole build
 def test_a_file_builds_with_its_codes_as_they_are(sample_checkpoint: Path, tmp_path: Path) -> None:
     write(sample_checkpoint, tmp_path / "sample.gguf", kind=Q4_0)
@@ -41,7 +50,7 @@ def test_a_file_builds_with_its_codes_as_they_are(sample_checkpoint: Path, tmp_p
         "checkpoint": "sample.gguf",
         "target": "cpu-generic",
         "engine": {"backend": "onnxruntime", "max_context": 128},
-        "passes": [{"quantize-weights": {"method": "stored", "budget": {"kld_mean": 0.01}}}],
+        "passes": [{"quantize-weights": {"method": "stored", "scales": "fp16", "budget": {"kld_mean": 0.01}}}],
         "validation": {"quality": {"data": "text.jsonl", "context": 64}},
     }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
