@@ -24,10 +24,9 @@ def described(settings: Mapping[str, Any], folder: Path) -> str | None:
         CheckpointError: what it says of that makes no sense.
     """
     layout = quantized.layout_of(settings, folder / CONFIG)
-    if layout is None or layout.is_plain(quantized.settings_of(settings)):
+    if layout is None:
         return None
-    said = layout.check(quantized.settings_of(settings), folder / CONFIG)
-    return layout.name if said == layout.name else f"{layout.name}, {said}"
+    return f"{layout.name}, {layout.check(quantized.settings_of(settings), folder / CONFIG)}"
 
 
 def grid_of(settings: Mapping[str, Any], folder: Path) -> Grid | None:

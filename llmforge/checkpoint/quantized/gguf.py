@@ -103,10 +103,6 @@ class Gguf(Layout):
         """The header of the file says how each tensor is stored."""
         return self.name
 
-    def is_plain(self, config: Mapping[str, Any]) -> bool:
-        """Tell by the type in which most numbers of the file are."""
-        return config.get("type") in ("F32", "F16", "BF16")
-
     def grid(self, config: Mapping[str, Any]) -> Grid | None:
         """Tell by the type in which most numbers of the file are, which `architectures.settings` wrote down."""
         from llmforge.quantization.grids import Grid

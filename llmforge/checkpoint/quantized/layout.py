@@ -131,10 +131,6 @@ class Layout(ABC):
             CheckpointError: it says what makes no sense.
         """
 
-    def is_plain(self, config: Mapping[str, Any]) -> bool:
-        """Say, by what passed `check`, whether most weights are numbers and no codes, whatever the layout."""
-        return False
-
     def grid(self, config: Mapping[str, Any]) -> Grid | None:
         """Guess, by what passed `check`, the grid on which most codes lie as they are; None: none is known to."""
         return None

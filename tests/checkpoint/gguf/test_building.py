@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from llmforge import trace
-from llmforge.checkpoint import Checkpoint, read_settings
+from llmforge.checkpoint import Checkpoint
 from llmforge.cli import cli
-from llmforge.planning import config, source
+from llmforge.planning import config
 
 from ... import zoo
 from ...gguf_files import F16, F32, Q4_0, write
@@ -29,15 +29,6 @@ def test_its_shape_is_read_for_a_plan(tmp_path: Path, sample_checkpoint: Path) -
     write(sample_checkpoint, tmp_path / "sample.gguf", kind=F16)
     ours, own = config.read(tmp_path / "sample.gguf"), config.read(sample_checkpoint)
     assert (ours.name, ours.layers, ours.parameters) == ("sample", own.layers, own.parameters)
-
-
-@pytest.mark.parametrize(("kind", "plain"), [(F16, True), (Q4_0, False)])
-def test_numbers_may_be_quantized_and_codes_not_again(
-    sample_checkpoint: Path, tmp_path: Path, kind: int, plain: bool
-) -> None:
-    file = tmp_path / "sample.gguf"
-    write(sample_checkpoint, file, kind=kind)
-    assert (source.described(read_settings(file), file) is None) is plain
 
 
 @pytest.mark.slow  # a whole build
