@@ -16,7 +16,7 @@ from llmforge.base.errors import CheckpointError, ForgeError, InputError, Unsupp
 from llmforge.checkpoint import gguf, quantized
 from llmforge.checkpoint.folder import CONFIG, CONFIG_BYTES, TOKENIZER, read_settings
 from llmforge.checkpoint.gguf import architectures
-from llmforge.checkpoint.quantized.gguf import GgufTensor, grouped
+from llmforge.checkpoint.quantized.gguf import Gguf, GgufTensor, grouped
 from llmforge.checkpoint.quantized.layout import Grouped, QuantizedTensor, settings_of
 from llmforge.checkpoint.safetensors_file import TensorEntry, parse_json, read_header, read_small
 from llmforge.checkpoint.shards import PICKLES, read_headers, weight_files
@@ -131,9 +131,9 @@ def _gguf(file: Path) -> Inspection:
         made = Inspection(str(file), "GGUF file", {"architecture": header.architecture}, layout="GGUF")
         settings = architectures.settings(header)
         facts = _facts(settings) | {"name": str(header.metadata.get("general.name", "")) or None}
-        made = Inspection(
-            str(file), "GGUF file", facts, layout=f"GGUF version {header.version}", **_architecture(settings)
-        )
+        config, layout = settings["quantization_config"], Gguf()
+        described = None if layout.is_plain(config) else f"{layout.name}: {layout.check(config, file)}"
+        made = Inspection(str(file), "GGUF file", facts, described, **_architecture(settings))
         return _with(made, grouped(header, settings), made.layout)
     except (CheckpointError, UnsupportedError) as error:
         return _with(made, Grouped((), {}), made.layout, refusal=error)

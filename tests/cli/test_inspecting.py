@@ -18,7 +18,7 @@ from llmforge.cli import cli
 
 from ..checkpoint.quantized import test_bitsandbytes, writers
 from ..checkpoints import write_checkpoint
-from ..gguf_files import Q4_0, Q8_0, UINT32, value, write
+from ..gguf_files import F16, Q4_0, Q8_0, UINT32, value, write
 from ..sweep import render
 
 
@@ -89,10 +89,14 @@ def test_a_gguf_file_and_the_folder_of_one(tmp_path: Path) -> None:
     file = tmp_path / "models" / "tiny.gguf"
     write(tmp_path / "hf", file, kind=Q4_0)
     rows = shown(file)
-    assert (rows["what"], rows["quantized"], rows["name"]) == ("GGUF file", "GGUF version 3", "tiny")
+    assert (rows["what"], rows["quantized"], rows["name"]) == ("GGUF file", "GGUF: most of it Q4_0", "tiny")
     assert "Q4_0" in rows["parameters"]
     assert "codes can be kept exactly" in rows["parameters"]
     assert data(tmp_path / "models") == data(file)
+    write(tmp_path / "hf", tmp_path / "plain.gguf", kind=F16)
+    rows = shown(tmp_path / "plain.gguf")
+    assert rows["quantized"] == "no"
+    assert "codes" not in rows["parameters"]
 
 
 def test_a_refusal_is_shown_and_is_no_error(tmp_path: Path) -> None:
