@@ -42,12 +42,17 @@ Runtime would fold a Reshape of the table when it loads, and hold the table twic
 
 8 bits run at `accuracy_level` 4 alone: at any other, the CPU kernel of onnxruntime 1.31 takes 400 times as long.
 
+With `method: stored`, codes, scales and zero points are those of a checkpoint that comes quantized, whose bits, blocks
+and symmetry they have; what it does not store as codes, or not in a format of ours, stays as it is, embedding and head
+apart, which are quantized as above where they are no codes. Where its input features are in another order,
+`x` becomes Gather(x, columns) along the last axis.
+
 Numerics: lossy, within the budget of the recipe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass as record
 from dataclasses import field, replace
 from typing import Annotated, ClassVar, Literal, Self
@@ -149,9 +154,11 @@ class QuantizeWeights(Pass):
         if native and self.accuracy_level != INT8_ACTIVATIONS:
             raise ValueError(f"this format needs llmforge's CPU kernels, which have accuracy_level: {INT8_ACTIVATIONS}")
         if self.takes_stored:
-            defaults = {"bits": 4, "block_size": 32, "symmetric": False, "scales": "fp32", "codes": "uniform"}
+            defaults = {"bits": 4, "block_size": 32, "symmetric": False, "codes": "uniform"}
             if given := [name for name, default in defaults.items() if getattr(self, name) != default]:
                 raise ValueError(f"method: {methods.STORED} takes {', '.join(given)} from the checkpoint; leave it out")
+            if self.scales == "int8":
+                raise ValueError(f"method: {methods.STORED} keeps scales, which int8 would round; use fp32 or fp16")
             if self.accuracy_level != INT8_ACTIVATIONS:
                 raise ValueError(f"method: {methods.STORED} goes with accuracy_level: {INT8_ACTIVATIONS}")
         if self.grid.format not in self.chosen.formats:
@@ -392,15 +399,27 @@ class _Rewriting:
         tensors = stored_in(graph.tensor(weight), transposed=transposed)
         if not tensors:
             raise _Skip("its numbers are not those of the checkpoint any more; put quantize-weights further in front")
-        assert self.context.stored is not None
         try:
-            found = together([self.context.stored(tensor) for tensor in tensors])
+            found = self._together(tensors)
         except NotHeld as reason:
             if not reason.is_plain:
                 self.dequantized.setdefault(str(reason), []).append(", ".join(tensors))
                 raise _Skip(f"its codes {reason}; it stays dequantized") from reason
             raise _Skip(f"its codes {reason}") from reason
         return LazyMatrix(found.read, n, k, found.grid), found.columns
+
+    def _together(self, tensors: Sequence[str]) -> StoredCodes:
+        """Put the codes of tensors on top of each other, with fp32 scales unless fp16 is wanted and holds them.
+
+        Raises:
+            NotHeld: no format here holds them.
+        """
+        assert self.context.stored is not None
+        found = together([self.context.stored(tensor) for tensor in tensors])
+        if found.grid.scale == self.step.scales:
+            return found
+        grid = replace(found.grid, scale="fp32")
+        return StoredCodes(grid, found.columns, lambda: on_grid(found.read(), grid))
 
     def _stored_experts(self, experts: moe_kernels.Experts) -> None:
         """Take the codes of experts from the checkpoint, on one grid that QMoE reads."""
@@ -434,8 +453,7 @@ class _Rewriting:
         tensor = graph.tensor(weight)
         if not isinstance(tensor, OfExperts) or not tensor.matrices or not tensor.transposed:
             raise NotHeld("are not put together of matrices of experts")
-        assert self.context.stored is not None
-        found = together([self.context.stored(name) for names in tensor.matrices for name in names])
+        found = self._together([name for names in tensor.matrices for name in names])
         if found.columns is not None:
             raise NotHeld("have input features in another order, which QMoE does not read")
         return found

@@ -182,8 +182,8 @@ def _stored(planned: Planned, grid: Grid | None) -> tuple[_Weights | None, Advic
         block=grid.block_size,
         symmetric=grid.symmetric,
     )
-    tables = "" if on_cpu or ort else ", embedding_bits: 16"
-    weights = _Weights(f"quantize-weights: {{method: stored{tables}", 0.01, change, wanted, grid.bits)
+    more = ", scales: fp16" if on_cpu else "" if ort else ", embedding_bits: 16"
+    weights = _Weights(f"quantize-weights: {{method: stored{more}", 0.01, change, wanted, grid.bits)
     advice = next((each for each in planned.advice if each.change == change), None)
     return weights, None if advice is None else replace(advice, reason="the codes of the checkpoint, as they are")
 

@@ -43,6 +43,7 @@ TEXTS = [
     {"id": f"{i}", "text": f"document {i} says graph engine pass weight scale token cache layer {i}"} for i in range(8)
 ]
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+LAYER = "model.layers.0.self_attn.o_proj"
 Store = Callable[[str, tuple[int, int]], Drawn]
 
 
@@ -144,6 +145,16 @@ def test_codes_in_the_graph_are_those_of_the_checkpoint(
         assert matrix.zero_points is None or np.array_equal(matrix.zero_points, np.repeat(wanted.zeros, times, 1))
 
 
+@pytest.mark.parametrize(("store", "wanted"), [(as_awq, ir.DataType.FLOAT16), (as_packed, ir.DataType.FLOAT)])
+def test_scales_are_fp16_where_that_holds_them(tiny_checkpoint: Path, store: Any, wanted: ir.DataType) -> None:
+    drawn = store(tiny_checkpoint)
+    model, _ = rewritten(tiny_checkpoint, scales="fp16")
+    scales = {name: value for name, value in model.graph.initializers.items() if name.endswith(".scales")}
+    assert {value.dtype for value in scales.values()} == {wanted}
+    found = matrices(model)[f"{LAYER}.weight"].scales
+    assert np.array_equal(found[:, 0], drawn[f"{LAYER}.weight"].scales[:, 0].astype(np.float32))
+
+
 def test_packed_layers_have_the_codes_of_all(tiny_checkpoint: Path) -> None:
     drawn = as_gptq(tiny_checkpoint, act=True)
     model, changes = rewritten(tiny_checkpoint, "pack-qkv", "pack-gate-up")
@@ -231,10 +242,10 @@ def test_stored_needs_codes(tiny_checkpoint: Path) -> None:
         rewritten(tiny_checkpoint)
 
 
-@pytest.mark.parametrize("option", [{"bits": 8}, {"block_size": 64}, {"symmetric": True}, {"scales": "fp16"}])
+@pytest.mark.parametrize("option", [{"bits": 8}, {"block_size": 64}, {"symmetric": True}, {"scales": "int8"}])
 def test_stored_takes_its_format_from_the_checkpoint(option: dict[str, Any]) -> None:
     known = {each.name: each for each in passes.ALL}
-    with pytest.raises(ValueError, match="method: stored takes"):
+    with pytest.raises(ValueError, match=r"method: stored (takes|keeps)"):
         options.make(known["quantize-weights"], {"method": "stored", "budget": BUDGET, **option})
 
 
