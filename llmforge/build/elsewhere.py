@@ -17,6 +17,7 @@ from llmforge.base.progress import Progress
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import BuildRequest, onnxruntime, parameters
 from llmforge.engines.parameters import Exported
+from llmforge.metrics.agreement import DISTRIBUTIONS
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import RuntimeConfig
 from llmforge.targets import Target
@@ -68,5 +69,6 @@ def note(backend: BackendName, config: RuntimeConfig, runtime: str | None) -> st
         return f"quality: of the files in engine/, as {runtime} runs them on a CPU; {record.servers} did not run here"
     return (
         f"quality: of the same graph, as llmforge's own engine (ONNX Runtime {config.onnxruntime}) runs it on a CPU; "
-        f"neither {record.runtime} nor {record.servers} ran engine/, whose codes were read back and are equal"
+        f"neither {DISTRIBUTIONS[record.runtime]} nor {record.servers} ran engine/, whose codes were read back and are "
+        "equal"
     )
