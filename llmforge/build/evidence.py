@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from llmforge.base import spans
 from llmforge.base.backends import BACKENDS, of_provider
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.base.progress import Progress
-from llmforge.build import elsewhere, tasks
+from llmforge.build import elsewhere, reference, tasks
 from llmforge.build.latency import Measuring
 from llmforge.build.reuse import Reuse
 from llmforge.checkpoint import Checkpoint
@@ -182,13 +183,14 @@ def measure(
     threads: int,
     progress: Progress,
     ranks: int = 1,
-    keep: Callable[[Baseline | StreamedBaseline], Logits] | None = None,
+    keep: Callable[[Checkpoint, Baseline | StreamedBaseline], Logits] | None = None,
     interpreters: Sequence[Interpreter] = (),
     reuse: Reuse | None = None,
     stand_in: Path | None = None,
 ) -> Evidence:
     """Measure the engine in the folder `artifact`, loaded by the runtime that serves it, beside the checkpoint.
 
+    Where `spec` names a reference, the quality is held against that.
     `read` is what a decode step reads, `windows` the text for its quality. `keep` may give the logits of the baseline
     on them from where they were kept; `reuse` keeps what it answers to tasks. `interpreters` have other runtimes, which
     run the engine as well. An engine that is not built yet (None), or that this machine does not run, is not measured;
@@ -199,17 +201,22 @@ def measure(
     if engine is None or reason is not None or spec.is_empty:
         return Evidence(None, None, None, reason)
     baseline, expected = None, None
+    notes: tuple[str, ...] = ()
     progress.stage("Load engine and baseline")
     if spec.quality is not None:
-        baseline = open_baseline(checkpoint, threads=threads)
+        original = reference.of(spec.quality, checkpoint)
+        kept = None if keep is None else partial(keep, original)
+        baseline = open_baseline(original, threads=threads)
+        if original is not checkpoint:
+            baseline.description = f"{reference.described(original)}: {baseline.description}"
+            notes += (f"quality is measured against {reference.described(original)}",)
         if isinstance(baseline, StreamedBaseline):  # it is done, as far as it can be kept, before the engine is there
-            expected = _logits(baseline, windows, keep, progress)
+            expected = _logits(baseline, windows, kept, progress)
             progress.stage("Load engine")
     began = time.perf_counter()
     runner = load_runner(stand_in or artifact, threads=threads)
     load_seconds = time.perf_counter() - began
     moved = timed = None
-    notes: tuple[str, ...] = ()
     if spec.quality is not None:
         assert baseline is not None
         said = _answers(spec.quality, runner, baseline, windows, progress)
@@ -218,7 +225,7 @@ def measure(
                 "answers: the baseline runs layer by layer: behind the first difference it is shown for "
                 f"{streamed_baseline.GENERATED} tokens at most",
             )
-        expected = expected or _logits(baseline, windows, keep, progress)
+        expected = expected or _logits(baseline, windows, kept, progress)
         with contextlib.ExitStack() as held:
             logits: Callable[..., NDArray[np.float32]] = runner.logits
             if stand_in is not None:

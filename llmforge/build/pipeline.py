@@ -47,6 +47,7 @@ from llmforge.build.read_ahead import ReadAhead
 from llmforge.build.reuse import Chain, Reuse, Step
 from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint, documents
+from llmforge.checkpoint.adapters import Merge
 from llmforge.engines import BuildRequest, Engine, Prove, interop, pending
 from llmforge.engines.onnxruntime import write_tokenizer
 from llmforge.evaluation import footprint
@@ -57,6 +58,7 @@ from llmforge.ir.scratch import Scratch
 from llmforge.lowering import options, pass_base
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
 from llmforge.metrics.agreement import RuntimeName
+from llmforge.planning import source
 from llmforge.quantization.statistics import Demand, Statistics
 from llmforge.recipe import Recipe
 from llmforge.report import model as records
@@ -66,7 +68,7 @@ from llmforge.targets import Target
 from llmforge.trace.export import kept_graph
 from llmforge.trace.export.limits import WHOLE_BYTES
 from llmforge.triton import repository, sources, vllm
-from llmforge.verification import engine_parts
+from llmforge.verification import adapter_proof, engine_parts
 from llmforge.verification.promises import Promises
 from llmforge.verification.reports import Snapshot
 from llmforge.verification.trace_verifier import verify_trace
@@ -102,6 +104,7 @@ def build(
     steps, target = recipe.instantiate(passes.ALL), targets.find(recipe.target)
     check_host(recipe, target)
     preflight.check(recipe)
+    preflight.check_source(recipe, steps)
     preflight.check_room(recipe, out)
     others = evidence.interpreters(recipe, target, pythons or {}, recipe.validation.runtimes) if measure else ()
     # What is calibrated or measured is computed by torch in this process, which then imports it anyway.
@@ -171,7 +174,9 @@ def make(
     """
     if is_starting := kept.frontend is not None and kept.frontend.is_starting:
         prepare(steps, kept)
-    checkpoint = ahead.begin(recipe.checkpoint)
+    checkpoint = ahead.begin(recipe.checkpoint, recipe.merged)
+    # As if they were merged: what is of another base is refused before anything is read.
+    apart = Merge.of(recipe.apart, checkpoint.tensors, checkpoint.path).adapters
     kept.configure(checkpoint, progress, partial(ahead.quantize, checkpoint, steps))
     threads = recipe.engine.threads or physical_cores()
     model = kept.trace(checkpoint, progress)
@@ -180,8 +185,17 @@ def make(
     progress.stage("Check passes")
     demands = [demand for step in steps for demand in step.demands()]
     calibrated = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else {}
-    dry_run.run(model, steps, target=target, spec=recipe.engine, checkpoint=checkpoint, calibrated=calibrated)
-    notes = check_context(recipe, checkpoint, model)
+    dry_run.run(
+        model,
+        steps,
+        target=target,
+        spec=recipe.engine,
+        checkpoint=checkpoint,
+        calibrated=calibrated,
+        adapters=apart,
+    )
+    notes = [*(checkpoint.merge.notes if checkpoint.merge else ()), *check_context(recipe, checkpoint, model)]
+    notes += source_notes(checkpoint, steps)
     progress.stage("Read checkpoint")
     if not is_starting:
         prepare(steps, kept)
@@ -202,17 +216,26 @@ def make(
     promised = Promises.of(checkpoint, recipe.engine.max_context, recipe.engine.max_batch)
     verification = Verification(out / recipe.name / ".failed", promised, chosen, threads, proofs)
     of_passes = coverage(model)
-    chain = kept.chain(checkpoint, calibration_key, promised, chosen)
+    chain = kept.chain(checkpoint, calibration_key, promised, chosen, apart)
+    of_adapters: list[Proof[str]] = []
     lossy_steps: list[LossyStep] = []
     done: list[tuple[partial[records.PassRecord], Proof[records.VerificationRecord]]] = []
     scratch = Scratch(staging.parent)
     with proofs.blamed():
         for step in steps:
             # A pass sees what it demands: what others measure is not part of its key.
-            context = Context(target, statistics if step.demands() else None, scratch, ahead.quantized)
-            before = model.clone() if recipe.validation.attribution else model
+            wanted = statistics if step.demands() else None
+            stored = dry_run.stored_codes(checkpoint)
+            context = Context(target, wanted, scratch, ahead.quantized, stored, apart)
+            before = model.clone() if recipe.validation.attribution or apart else model
             record, proof, noted = transform(step, model, context, chain, verification, progress)
             done.append((record, proof))
+            if _takes_adapters(model) and not _takes_adapters(before):
+                after, vocabulary = model.clone(), checkpoint.geometry.vocabulary
+                prove_adapters = partial(
+                    adapter_proof.prove, before, after, apart, vocabulary=vocabulary, threads=threads
+                )
+                of_adapters.append(proofs.begin(nullcontext(), prove_adapters, in_turn=True))
             stages.graph(step.name, model)
             of_passes += noted
             if recipe.validation.attribution and record.keywords["rewritten"] and step.numerics is Numerics.LOSSY:
@@ -252,7 +275,7 @@ def make(
             threads=threads,
             ranks=recipe.engine.tensor_parallel,
             progress=progress,
-            keep=lambda baseline: kept.baseline(checkpoint, windows, threads, baseline, progress),
+            keep=lambda original, baseline: kept.baseline(original, windows, threads, baseline, progress),
             interpreters=others,
             reuse=kept,
             stand_in=stand_in,
@@ -286,11 +309,15 @@ def make(
         "passes": tuple(record(verification=proof.result()) for record, proof in done),
         "calibration": seen,
         "attribution": attributed,
-        "proven": (of_trace.result(),),
+        "proven": (of_trace.result(), *(proof.result() for proof in of_adapters)),
         "notes": (*notes, *said, *found.notes),
         "recipe": resolved,
     }
     return facts, engine, found, lock.gather(recipe, resolved, checkpoint, target.known_as, stages)
+
+
+def _takes_adapters(model: ir.Model) -> bool:
+    return any(value.name == interface.ADAPTER_IDS for value in model.graph.inputs)
 
 
 def prepare(steps: Sequence[Pass], kept: Reuse) -> None:
@@ -305,7 +332,8 @@ def prove_trace(checkpoint: Checkpoint, traced: ir.Model, threads: int, frontend
     """Hold the graph `traced` to transformers, in the process that has it, and return a note of what was found."""
     if frontend is None:
         return verify_trace(checkpoint, traced, threads=threads).note()
-    return frontend.prove(checkpoint.path, kept_graph.dump(traced), threads)
+    folder, adapters = checkpoint.opened_from
+    return frontend.prove(folder, kept_graph.dump(traced), threads, adapters)
 
 
 def check_host(recipe: Recipe, target: Target) -> None:
@@ -338,6 +366,12 @@ def check_context(recipe: Recipe, checkpoint: Checkpoint, model: ir.Model) -> li
             hint=f"set engine.max_context to at most {made_for}",
         )
     return [f"attention was traced from the model's own code and is left unchanged by passes: {reason}"]
+
+
+def source_notes(checkpoint: Checkpoint, steps: Sequence[Pass]) -> list[str]:
+    """Note what becomes of a checkpoint that comes quantized, and what of it is not taken."""
+    said = source.note(checkpoint.settings, checkpoint.path, steps)
+    return [*([] if said is None else [said]), *checkpoint.notes]
 
 
 @dataclass(eq=False)

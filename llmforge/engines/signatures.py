@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import onnx_ir as ir
@@ -45,6 +46,7 @@ def config(request: BuildRequest, session: SessionOptions) -> RuntimeConfig:
         bos_token_id=request.bos_token_id,
         caches=caches(request.model),
         session=session,
+        adapters=tuple(json.loads(request.model.metadata_props.get(interface.ADAPTERS, "[]"))),
     )
 
 
