@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from llmforge import engines, targets
 from llmforge.base.backends import BACKENDS, BackendName
+from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Progress
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import BuildRequest, onnxruntime, parameters
@@ -30,6 +31,11 @@ def exported(model: ir.Model, traced: ir.Model, checkpoint: Checkpoint) -> Expor
     Raises:
         UnsupportedError: something that no file of parameters can say.
     """
+    if checkpoint.layout is not None:
+        raise UnsupportedError(
+            f"{checkpoint.path.name} is quantized already; servers of others get what is made of unquantized weights",
+            hint="build from the checkpoint that it was made of",
+        )
     bindings: Bindings = traced.meta[BINDINGS]
     bound = {
         name: (source.tensors[0], transposed)

@@ -96,6 +96,7 @@ def check(exported: Exported, spec: EngineSpec) -> None:
         UnsupportedError: it has not; says which option would do.
     """
     checkpoint = exported.checkpoint
+    assert not exported.changed, "quantize-channels alone changes vectors"
     architecture_of(checkpoint)
     pre_tokenizer(checkpoint)
     _tensors(checkpoint)

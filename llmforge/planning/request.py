@@ -118,9 +118,9 @@ def _with_adapters(build: Build, adapters: Adapters, chosen: Scheme) -> Build:
 
 
 def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, intent: Request) -> Planned:
-    anywhere = BACKENDS[intent.backend].elsewhere is not None
-    kept = intent.backend if anywhere or intent.backend in target.engines else target.engines[0]
-    backend = asked.backend or kept
+    wanted = intent.backend or target.engines[0]
+    anywhere = wanted in target.engines or BACKENDS[wanted].elsewhere is not None
+    backend = asked.backend or (wanted if anywhere else target.engines[0])
     said = intent.wanted if asked.wanted.kv is None else replace(intent.wanted, cache=None)
     chosen = scheme.choose(target, backend, shape.dtype, asked.wanted.or_else(said))
     made = deployment.make(shape, target, backend, chosen, workload, ranks=asked.ranks, usd_per_hour=asked.usd_per_hour)
