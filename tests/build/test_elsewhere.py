@@ -14,10 +14,10 @@ import onnx_ir as ir
 import pytest
 from click.testing import CliRunner
 
-from llmforge import artifact, targets
+from llmforge import artifact, passes, targets
 from llmforge.base.errors import RecipeError, UnsupportedError
 from llmforge.base.progress import Silent
-from llmforge.build import elsewhere, pipeline
+from llmforge.build import dry_run, elsewhere, pipeline
 from llmforge.build.publishing import BuildResult
 from llmforge.checkpoint import Checkpoint
 from llmforge.cli import cli
@@ -30,6 +30,7 @@ from llmforge.runtime import load
 
 from .. import zoo
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 INT4 = {"bits": 4, "block_size": 32, "scales": "fp16", "embedding_bits": 16, "method": "rtn"}
 
 
@@ -151,6 +152,14 @@ def test_what_cannot_be_written_is_refused_when_it_is_planned(
         pipeline.build(recipe, tmp_path / "out", Silent())
     assert hint in (caught.value.hint or "")
     assert not list((tmp_path / "out").glob("tiny/[!.]*"))
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors", "gguf"])
+def test_the_shipped_recipe_is_taken(name: str, sample_checkpoint: Path, sample_graph: ir.Model) -> None:
+    recipe = Recipe.load(RECIPES / f"{name}.yaml")
+    assert recipe.engine.backend == name
+    steps, checkpoint = recipe.instantiate(passes.ALL), Checkpoint.open(sample_checkpoint)
+    dry_run.run(sample_graph, steps, target=targets.local(), spec=recipe.engine, checkpoint=checkpoint)
 
 
 def test_it_cannot_be_deferred(checkpoint: Path, data: Path, tmp_path: Path) -> None:
