@@ -74,7 +74,8 @@ def open_unread(name: str, folder: Path) -> Checkpoint:
 
 def test_every_shipped_recipe_is_in_the_table() -> None:
     recipes = {file.stem: Recipe.load(file) for file in FOLDER.glob("*.yaml")}
-    cpu = [name for name, recipe in recipes.items() if targets.load(recipe.target).kind == "cpu"]
+    ours = {name: recipe for name, recipe in recipes.items() if recipe.engine.backend == "onnxruntime"}
+    cpu = [name for name, recipe in ours.items() if targets.load(recipe.target).kind == "cpu"]
     assert sorted(cpu) == sorted(ALL)
 
 
