@@ -3,6 +3,9 @@
 `llmforge::Attention` becomes two TensorScatter, which write the step's keys and values into the cache, and one
 Attention over the whole buffer under a boolean mask [batch, 1, sequence, capacity], built once for every window, or an
 additive one by head, where scores have a bias by position.
+`llmforge::LatentAttention` becomes one TensorScatter, of latents, and the same attention of all heads over them: what
+makes keys of latents is multiplied with the queries instead, and what makes values with the sums (DeepSeek-V2,
+appendix C; Attention's key and value are then the cache and a part of it, of one head).
 `llmforge::MoE` becomes a Loop over the experts that a step chooses (`moe`); how layers with a recurrent state are
 written stands in `llmforge.ir.recurrence`.
 `llmforge::GrowingAttention` becomes two Concat, of past and new, and the same Attention under a mask that the graph's
@@ -42,6 +45,7 @@ def expand(model: ir.Model) -> ir.Model:
     rules: Mapping[type[Operator], Callable[[Any], None]] = {
         canonical.Attention: attention.attention,
         canonical.GrowingAttention: attention.growing_attention,
+        canonical.LatentAttention: attention.latent_attention,
         canonical.MoE: lambda experts: g.replace_value(experts.output, moe.Expansion(clone, experts).result()),
         canonical.CacheLengths: masked.cache_lengths,
         canonical.TokenOrder: masked.token_order,
@@ -80,6 +84,32 @@ class _Expansion(Builder):
         values = self._add(node, "Concat", [layer.past_value, self._split(node, layer.v, kv_heads)], {"axis": 2})
         places = self._growing_places(layer.past_key, held)
         self._attend(layer, keys, values, places, self._mask(layer.window, places, held))
+
+    def latent_attention(self, layer: canonical.LatentAttention) -> None:
+        """Replace one `llmforge::LatentAttention`; no head has keys or values of its own."""
+        node, heads, rank, plain = layer.node, layer.num_heads, layer.rank, layer.plain
+        one_head = self._add(node, "Unsqueeze", [layer.latent, self._constant("axis_1", [1])])
+        present = self._scatter(node, layer.past, one_head, self._write_indices(layer.past_lengths))  # [B, 1, C, L+R]
+        keys, queries = present, self._split(node, layer.q, heads)  # [B, H, S, N+R]
+        last = self._constant("axis_3", [3])
+        values = self._add(
+            node, "Slice", [keys, self._constant("slice_0", [0]), self._constant(f"to_{rank}", [rank]), last]
+        )
+        sizes = self._constant(f"plain_{plain}_{layer.rotary}", [plain, layer.rotary])
+        unturned, turned = g.insert(node, "Split", [queries, sizes], {"axis": 3}, outputs=2)
+        of_keys, of_values = self._up_by_head(layer)
+        absorbed = self._add(node, "MatMul", [unturned, of_keys])  # [B, H, S, L]
+        queries = self._add(node, "Concat", [absorbed, turned], {"axis": 3})
+        places = self._places(layer.past, layer.past_lengths)
+        mask = self._mask(layer.window, places, None)
+        if layer.sinks is not None:
+            keys, values, mask = self._with_sinks(node, keys, values, mask, layer.sinks, heads, False)
+        attributes = {"scale": layer.scale, "softcap": layer.softcap, "softmax_precision": 1}  # 1: fp32
+        y = self._add(node, "Attention", [queries, keys, values, mask], attributes)  # [B, H, S, L]
+        y = self._add(node, "MatMul", [y, of_values])  # [B, H, S, Dv]
+        y = self._add(node, "Transpose", [y], {"perm": [0, 2, 1, 3]})
+        y = self._add(node, "Reshape", [y, self._constant("rows", [0, 0, -1])])
+        g.replace_outputs(node, (y, present))
 
     def _attend(
         self,

@@ -38,14 +38,14 @@ PLACES = frozenset(
 )
 LOGITS_ROWS = "logits_rows"  # int64 [rows], default [-1]
 LOGITS = "logits"  # [batch, rows, vocabulary]
-PAST = re.compile(r"past_key_values\.(\d+)\.(key|value|conv|recurrent)")  # a cache, its layer and part
+PAST = re.compile(r"past_key_values\.(\d+)\.(key|value|latent|conv|recurrent)")  # a cache, its layer and part
 STATES = ("conv", "recurrent")  # parts of a cache that every token replaces, instead of adding to them
 
 FALLBACK = "llmforge.fallback"  # metadata_props key of a model: why its own attention was traced, in plain words
 
 
 def past_part(layer: int, part: str) -> str:
-    """Name the graph input that holds a part of the cache of `layer`: key, value, conv or recurrent."""
+    """Name the graph input that holds a part of the cache of `layer`: key, value, latent, conv or recurrent."""
     return f"past_key_values.{layer}.{part}"
 
 

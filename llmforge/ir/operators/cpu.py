@@ -82,6 +82,30 @@ class GroupQueryAttention(_Kernel):
     present_value = Output(like="past_value")
 
 
+class LatentAttention(_Kernel):
+    """Attention over latents, as the canonical one, with `up` [num_heads·(N+Dv), L]."""
+
+    q = Input(FP32, 3)
+    latent = Input(FP32, 3)
+    up = Input(FP32, 2)
+    past = Input(FP32, 4)
+    past_lengths = Input(I32, 1)
+    up_scale = OptionalInput(FP32, 2)
+    sinks = OptionalInput(FP32, 1)
+    num_heads = integer()
+    window = integer()
+    scale = real()
+    softcap = real()
+    y = Output()
+    present = Output(like="past")
+
+
+class LatentAttentionInt8(LatentAttention):
+    """The same, with codes in `up` and a scale for each block of a row."""
+
+    up = Input({INT8}, 2)
+
+
 class GroupQueryAttentionInt8(GroupQueryAttention):
     """Attention over caches of int8."""
 
