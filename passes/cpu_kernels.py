@@ -5,6 +5,7 @@
     e = GatherBlockQuantized(codes, ids, scales)        becomes  e = llmforge.cpu::Embedding(ids, W')
     y, … = com.microsoft::GroupQueryAttention(RMSNormalization of heads, …)
                                                         becomes  y, … = llmforge.cpu::GroupQueryAttention[Int8](qkv, …)
+    y, … = llmforge::LatentAttention(q, latent, up, …)  becomes  y, … = llmforge.cpu::LatentAttention(q, latent, up, …)
 
 `x` is [batch, sequence, K] and `y` [batch, sequence, N], or N / 2 behind a gate. `W'` holds the codes, scales and zero
 points of W, arranged in the order in which the kernel reads them (docs/cpu-kernels.md); ONNX Runtime maps them from the
@@ -17,7 +18,8 @@ Fires for
 - every plain Linear that quantize-weights wrote,
 - every MatMulNBits of `accuracy_level` 4 in blocks of 32 or more that divide K,
 - every GatherBlockQuantized whose table has such blocks,
-- every GroupQueryAttention with heads of a multiple of 16 channels and caches of fp32 or int8.
+- every GroupQueryAttention with heads of a multiple of 16 channels and caches of fp32 or int8,
+- every LatentAttention in fp32 whose latents, keys and values have multiples of 16 channels.
 
 Needs the compiled kernels (llmforge.native), here and wherever the artifact runs. Where llmforge was installed without
 a C compiler there are none: the pass refuses, or, with `fallback: onnxruntime`, leaves the graph as it is and says so.
@@ -36,7 +38,7 @@ from pydantic.dataclasses import dataclass
 
 from llmforge import native
 from llmforge.ir import graph
-from llmforge.ir.operators import contrib, cpu
+from llmforge.ir.operators import canonical, contrib, cpu
 from llmforge.lowering import cpu_attention, cpu_linear
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.quantization.exclusion import exclusion
@@ -93,6 +95,9 @@ class CpuKernels(Pass):
         for attention in contrib.GroupQueryAttention.all(model):
             reason = cpu_attention.reason_against(attention)
             _record(changes, attention.node, reason or cpu_attention.lower(attention), skipped=reason is not None)
+        for latent in canonical.LatentAttention.all(model):
+            reason = cpu_attention.reason_against_latents(latent)
+            _record(changes, latent.node, reason or cpu_attention.lower_latents(latent), skipped=reason is not None)
         for layer, reason in layers.items():
             done = None if reason else rewriting.linear(layer, self._terms(layer))
             _record(changes, layer.node, done or reason or "it has nothing to take over", skipped=done is None)

@@ -62,7 +62,7 @@ class Builder:
         """Divide `up` of a layer: what makes keys of latents, [H, N, L], and what makes values, [H, L, Dv]."""
         up, heads, plain, rank, values = layer.up, layer.num_heads, layer.plain, layer.rank, layer.value_dim
         if not up.is_initializer():
-            wanted = self._constant(f"by_head_{heads}_{rank}", [heads, -1, rank])
+            wanted = self._constant(f"up_by_head_{heads}_{rank}", [heads, -1, rank])
             by_head, sizes = self._add(layer.node, "Reshape", [up, wanted]), [plain, values]
             rows = self._constant(f"rows_{plain}_{values}", sizes)
             of_keys, of_values = g.insert(layer.node, "Split", [by_head, rows], {"axis": 1}, outputs=2)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import onnx_ir as ir
 
 from llmforge.ir import graph
-from llmforge.ir.operators import contrib, cpu
+from llmforge.ir.operators import canonical, contrib, cpu
 from llmforge.ir.operators.record import Operator
 from llmforge.ir.operators.standard import Reshape, RMSNormalization, Split
 from llmforge.quantization.formats import KvFormat, SlotFormat
@@ -63,6 +63,45 @@ def lower(attention: contrib.GroupQueryAttention) -> str:
     scales = {"k_scale": attention.k_scale, "v_scale": attention.v_scale} if int8 else {}
     lowered = _lower(attention, kernel, scales, {})
     return kernel.op_type + ", norms of queries and keys" * (lowered.q_norm_weight is not None)
+
+
+def reason_against_latents(attention: canonical.LatentAttention) -> str | None:
+    """Say why `attention` cannot become one of `llmforge.cpu`; None where it can."""
+    sizes = {
+        "a latent": attention.rank,
+        "rotary embedding": attention.rotary,
+        "the rest of a key": attention.plain,
+        "a value": attention.value_dim,
+    }
+    for what, size in sizes.items():
+        if size % HEAD_MULTIPLE:
+            return f"{what} has {size} channels; the kernel needs a multiple of {HEAD_MULTIPLE}"
+    if {attention.q.dtype, attention.past.dtype, attention.up.dtype} != {ir.DataType.FLOAT}:
+        return "it does not compute in fp32"
+    return None
+
+
+def lower_latents(attention: canonical.LatentAttention) -> str:
+    """Put the kernel in the place of an attention over latents, against which there is no reason; say what was done."""
+    inputs = {
+        "q": attention.q,
+        "latent": attention.latent,
+        "up": attention.up,
+        "past": attention.past,
+        "past_lengths": attention.past_lengths,
+        "sinks": attention.sinks,
+    }
+    attributes = {
+        "num_heads": attention.num_heads,
+        "window": attention.window,
+        "scale": attention.scale,
+        "softcap": attention.softcap,
+    }
+    name, node = attention.name, attention.node
+    node.name = f"{name}.replaced"
+    lowered = cpu.LatentAttention.insert(node, inputs, attributes, outputs=2, name=name)
+    graph.replace_outputs(node, lowered.node.outputs)
+    return lowered.op_type
 
 
 def lower_to_slots(

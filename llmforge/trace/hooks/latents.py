@@ -49,7 +49,9 @@ def expansion(module: nn.Module, new: tuple[Tensor, Tensor], key: Tensor, value:
         return None
     shape = (heads * (plain + values), rank)
     for name, child in module.named_children():
-        if isinstance(child, nn.Linear) and child.bias is None and tuple(child.weight.shape) == shape:
+        if not isinstance(child, nn.Linear) or child._parameters["bias"] is not None:
+            continue
+        if tuple(child.weight.shape) == shape:
             with internals.real_tensors():
                 if _makes(module, name, heads, plain, rotary, values, rank):
                     return child.weight
