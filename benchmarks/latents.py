@@ -2,9 +2,9 @@
 
     python benchmarks/latents.py [--threads N] [--rounds N] [--passes int4] [--case CONTEXT,TOKENS,BATCH …]
 
-The model has random weights and the sizes of DeepSeek-V2-Lite's attention: 16 heads, latents of 512 channels, keys of 128
-and 64 with rotary embedding, values of 128; 4 layers of 1024 features, each with a dense MLP of 2816. Forms take turns,
-step by step; a time is the median, and the fastest is beside it.
+The model has random weights and the sizes of DeepSeek-V2-Lite's attention: 16 heads, latents of 512 channels, keys of
+128 and 64 with rotary embedding, values of 128; 4 layers of 1024 features, each with a dense MLP of 2816. Forms take
+turns, step by step; a time is the median, and the fastest is beside it.
 """
 
 from __future__ import annotations

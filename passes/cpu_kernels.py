@@ -5,7 +5,7 @@
     e = GatherBlockQuantized(codes, ids, scales)        becomes  e = llmforge.cpu::Embedding(ids, W')
     y, … = com.microsoft::GroupQueryAttention(RMSNormalization of heads, …)
                                                         becomes  y, … = llmforge.cpu::GroupQueryAttention[Int8](qkv, …)
-    y, … = llmforge::LatentAttention(q, latent, up, …)  becomes  y, … = llmforge.cpu::LatentAttention(q, latent, up, …)
+    y, … = llmforge::LatentAttention(q, latent, up, …)  becomes  y, … = llmforge.cpu::LatentAttention[Int8](q, …)
 
 `x` is [batch, sequence, K] and `y` [batch, sequence, N], or N / 2 behind a gate. `W'` holds the codes, scales and zero
 points of W, arranged in the order in which the kernel reads them (docs/cpu-kernels.md); ONNX Runtime maps them from the
@@ -71,6 +71,11 @@ class CpuKernels(Pass):
         tuple[str, ...], Field(description="globs of checkpoint parameter names whose layers read int8x2 in any case")
     ] = ()
 
+    latents: Annotated[
+        Literal["int8", "fp32"],
+        Field(description="what makes keys and values of latents: int8 in blocks of 64 columns, or fp32 as it is"),
+    ] = "int8"
+
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every layer and every attention of `model` that the kernels compute.
 
@@ -97,7 +102,9 @@ class CpuKernels(Pass):
             _record(changes, attention.node, reason or cpu_attention.lower(attention), skipped=reason is not None)
         for latent in canonical.LatentAttention.all(model):
             reason = cpu_attention.reason_against_latents(latent)
-            _record(changes, latent.node, reason or cpu_attention.lower_latents(latent), skipped=reason is not None)
+            int8 = self.latents == "int8"
+            done = None if reason else cpu_attention.lower_latents(model, latent, context.scratch, int8=int8)
+            _record(changes, latent.node, done or str(reason), skipped=done is None)
         for layer, reason in layers.items():
             done = None if reason else rewriting.linear(layer, self._terms(layer))
             _record(changes, layer.node, done or reason or "it has nothing to take over", skipped=done is None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,12 @@ import pytest
 from numpy.typing import NDArray
 
 from llmforge import native
+from llmforge.base.errors import UsageError
 from llmforge.ir import dialect
 from llmforge.ir import graph as g
 from llmforge.ir.operators import canonical, cpu
 from llmforge.ir.operators.record import OPSETS
+from llmforge.quantization import row_blocks
 
 Floats = NDArray[np.float32]
 
@@ -139,3 +141,66 @@ def test_kernel(step: str, threads: int) -> None:
     got = run(model_of(shape, given, cpu.LatentAttention), given, shape, threads)
     np.testing.assert_allclose(got[0], y, atol=2e-5)
     np.testing.assert_array_equal(got[1], present)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_kernel_with_int8_up_projection(step: str) -> None:
+    shape, given = STEPS[step], feeds(STEPS[step])
+    block = row_blocks.block_of(shape.rank)
+    operands = [given["up"], np.array(block)]
+    codes, scales = row_blocks.codes(operands), row_blocks.scales(operands)
+    assert block is not None
+    dequantized = codes * scales.repeat(block, 1)
+    assert np.abs(dequantized - given["up"]).max() <= scales.max() / 2 * 1.001
+    y, present = reference(shape, {**given, "up": dequantized})
+    coded = {**given, "up": codes, "up_scale": scales}
+    got = run(model_of(shape, coded, cpu.LatentAttentionInt8), coded, shape)
+    np.testing.assert_allclose(got[0], y, atol=2e-5)
+    np.testing.assert_array_equal(got[1], present)
+    assert np.abs(y - reference(shape, given)[0]).max() > 1e-4  # the codes were read
+
+
+@pytest.mark.parametrize("name", native.INSTRUCTION_SETS)
+def test_kernel_of_every_instruction_set(name: str) -> None:
+    try:
+        native.instruction_set(name)
+    except UsageError:
+        pytest.skip(f"this processor has no {name}")
+    try:
+        for step in ("decode, two blocks of keys, ragged", "window, prompt", "softcap and sinks, prompt", "few tokens"):
+            shape, given = STEPS[step], feeds(STEPS[step])
+            got = run(model_of(shape, given, cpu.LatentAttention), given, shape)
+            np.testing.assert_allclose(got[0], reference(shape, given)[0], atol=2e-5)
+    finally:
+        native.instruction_set()
+
+
+def test_a_row_is_what_it_is_alone_whatever_lies_behind_it() -> None:
+    shape = Shape(past=(130, 5), capacity=256)
+    given = feeds(shape)
+    given["past_key_values.0.latent"][0, :, 132:] = np.nan
+    given["past_key_values.0.latent"][1, :, 7:] = np.inf
+    got, _ = run(model_of(shape, given, cpu.LatentAttention), given, shape)
+    for row in range(2):
+        own = {name: array if name == "up" else array[row : row + 1] for name, array in given.items()}
+        alone = replace(shape, past=shape.past[row : row + 1])
+        np.testing.assert_array_equal(run(model_of(alone, own, cpu.LatentAttention), own, alone)[0], got[row : row + 1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"past_lengths": np.array([300], np.int32)}, "past_lengths is outside the cache"),
+        ({"past_lengths": np.array([-1], np.int32)}, "past_lengths is outside the cache"),
+        ({"past_lengths": np.zeros(2, np.int32)}, "do not agree"),
+        ({"latent": np.zeros((1, 1, 64), np.float32)}, "do not agree"),
+        ({"up": np.zeros((6 * 64, 40), np.float32)}, "multiples of 16"),
+        ({"q": np.zeros((1, 1, 193), np.float32)}, "num_heads must divide"),
+        ({"sinks": np.zeros(5, np.float32)}, "sinks are"),
+    ],
+)
+def test_kernel_refuses_what_does_not_fit(change: dict[str, Any], message: str) -> None:
+    shape = Shape()
+    given = {**feeds(shape), **change}
+    with pytest.raises(Exception, match=message):
+        run(model_of(shape, given, cpu.LatentAttention), given, shape)
