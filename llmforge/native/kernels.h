@@ -141,11 +141,16 @@ typedef struct Latents {
     float *y;                /* [batch, sequence, heads·values] */
 } Latents;
 
+#define FEW_TOKENS 8      /* up to so many of a row never expand latents */
+#define CHUNK_TOKENS 512 /* of a prompt, that a scheduler reads at a time */
+
 /* Whether a row of the batch makes keys and values of its latents, and does not multiply queries and sums with `up`: what
- * takes fewer multiplications. A prompt does, a step of decode does not. */
+ * takes fewer multiplications for all tokens up to its last one that are of the same chunk. So the rest of a chunk, behind
+ * a beginning that was kept, gets the bits that it gets in the whole chunk. */
 static inline int expands(const Latents *a, int64_t batch) {
-    const int64_t total = a->past[batch] + a->sequence, s = a->sequence;
-    const double pairs = (double)s * (double)(a->past[batch] + (s + 1) / 2), each = (double)a->rank * (double)(a->plain + a->values);
+    if (a->sequence <= FEW_TOKENS) return 0;
+    const int64_t total = a->past[batch] + a->sequence, s = total - a->past[batch] / CHUNK_TOKENS * CHUNK_TOKENS;
+    const double pairs = (double)s * (double)(total - s / 2), each = (double)a->rank * (double)(a->plain + a->values);
     return (double)total * each + pairs * (double)(a->plain + a->rotary + a->values) <
            (double)s * each + pairs * (double)(2 * a->rank + a->rotary);
 }

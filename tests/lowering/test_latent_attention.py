@@ -187,6 +187,18 @@ def test_a_row_is_what_it_is_alone_whatever_lies_behind_it() -> None:
         np.testing.assert_array_equal(run(model_of(alone, own, cpu.LatentAttention), own, alone)[0], got[row : row + 1])
 
 
+@pytest.mark.parametrize(("whole", "rest", "past"), [(150, 40, 0), (60, 9, 512), (512, 12, 0), (40, 12, 1024)])
+def test_the_rest_of_a_chunk_gets_the_bits_of_the_whole(whole: int, rest: int, past: int) -> None:
+    shape = Shape(2, 64, 16, 16, 16, capacity=past + whole, sequence=whole, past=(past,))
+    given = feeds(shape)
+    y, present = run(model_of(shape, given, cpu.LatentAttention), given, shape)
+    behind = replace(shape, sequence=rest, past=(past + whole - rest,))
+    own = {**given, "past_lengths": np.array(behind.past, np.int32), "past_key_values.0.latent": present}
+    own |= {name: given[name][:, -rest:] for name in ("q", "latent")}
+    got, _ = run(model_of(behind, own, cpu.LatentAttention), own, behind)
+    np.testing.assert_array_equal(got, y[:, -rest:])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
