@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -88,8 +88,8 @@ def runners(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Mappi
 
 
 @pytest.fixture(params=FORMS)
-def runner(request: pytest.FixtureRequest, runners: Mapping[str, Runner]) -> Iterator[Runner]:
-    yield runners[request.param]
+def runner(request: pytest.FixtureRequest, runners: Mapping[str, Runner]) -> Runner:
+    return runners[request.param]
 
 
 def logits_of(model: transformers.PreTrainedModel, ids: NDArray[np.int64]) -> NDArray[np.float32]:
