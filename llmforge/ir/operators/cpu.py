@@ -22,6 +22,7 @@ from llmforge.ir.operators.record import (
 
 class _Kernel(Operator, domain=CPU):
     precision = Precision.NO_HALF
+    rounds = True
 
 
 class _Packed(_Kernel):
@@ -98,6 +99,7 @@ class LatentAttention(_Kernel):
     softcap = real()
     y = Output()
     present = Output(like="past")
+    rounds = False
 
 
 class LatentAttentionInt8(LatentAttention):

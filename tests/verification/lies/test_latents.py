@@ -152,6 +152,18 @@ def test_an_expansion_that_takes_heads_in_another_order_is_refused(
         verify_trace(checkpoint, traced)
 
 
+@pytest.mark.parametrize("lie", ["mscale once", "a window", "rotary channels of the keys in front"])
+def test_no_budget_pays_for_a_lie_about_a_kernel_that_rounds_nothing(
+    lie: str, checkpoint: Checkpoint, traced: ir.Model, tmp_path: Path
+) -> None:
+    promises, told = Promises.of(checkpoint, 128, 4), table.Lie(lie, LIES[lie], table.LOSSY)
+    texts = [np.random.default_rng(7).integers(0, zoo.VOCABULARY, length) for length in (60, 48)]
+    inner = CpuKernels(BUDGET, latents="fp32")
+    message = table.caught(told, traced, promises, tmp_path, graphs.CPU, inner=inner, texts=texts)  # 100 nats
+    assert message is not None
+    assert message.startswith("pass lying-pass ")
+
+
 @pytest.mark.parametrize("latents", ["fp32", "int8"])
 @pytest.mark.parametrize("lie", [None, *LIES])
 def test_a_lie_of_the_pass_is_refused(
