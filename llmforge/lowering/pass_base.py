@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,14 +13,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from llmforge.base.errors import ForgeError, UnsupportedError
 from llmforge.ir.scratch import Scratch
 from llmforge.quantization.statistics import Demand, Statistics
-from llmforge.targets import Target
+from llmforge.targets import WORTH, Rate, Target
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from llmforge.checkpoint.adapters import Adapter
     from llmforge.quantization.ahead import Ahead
     from llmforge.quantization.grids import Grid
     from llmforge.quantization.methods.base import Method
+    from llmforge.quantization.stored import StoredCodes
 
 
 class Numerics(enum.Enum):
@@ -80,6 +83,8 @@ class Context:
     statistics: Statistics | None = None  # present when any pass of the recipe has demands
     scratch: Scratch | None = None  # where tensors are kept that are read more than once
     ahead: Ahead | None = None  # what was quantized before a pass asked for it
+    stored: Callable[[str], StoredCodes] | None = None  # codes of the checkpoint, by tensor; None: it has none
+    adapters: Sequence[Adapter] = ()  # that requests choose from
     _target: Target = field(init=False, repr=False)
 
     def __post_init__(self, target: Target) -> None:
@@ -131,6 +136,19 @@ class Context:
                 hint=f"set `dtype` to one of these{otherwise}",
             )
 
+    def require_faster(self, step: str, dtype: Rate, otherwise: str) -> None:
+        """Return unless the target is known not to multiply faster in `dtype` than without; `otherwise` is the hint.
+
+        Raises:
+            UnsupportedError: it is, with both figures.
+        """
+        if (known := self._target.speedup(dtype)) is None or known.times > 1 + WORTH:
+            return
+        raise UnsupportedError(
+            f"{step}: does not pay on target {self._target.name} ({self._target.title}): {known}",
+            hint=f"{otherwise}: weights alone take fewer bytes, which is what decoding waits for",
+        )
+
 
 class Pass(ABC):
     """A named graph transformation.
@@ -156,6 +174,10 @@ class Pass(ABC):
         So it is quantized while the model is traced; None: it is not. A wrong guess costs no more than that.
         """
         return None
+
+    def chooses_codes(self) -> bool:
+        """Say whether it chooses codes for weights: on a checkpoint that has codes already, a recipe must want that."""
+        return False
 
     @abstractmethod
     def run(self, model: ir.Model, context: Context) -> Changes:
