@@ -211,6 +211,7 @@ def attention(
     scale: float,
     softcap: float,
     window: int,
+    chunk: int = 0,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
     """Compute `llmforge::Attention` query by query, as docs/dialect.md defines it; the reference of tests.
 
@@ -227,7 +228,8 @@ def attention(
             present_value[b, :, past_lengths[b] + s] = v[b, s].reshape(kv_num_heads, -1)
         for s in range(sequence):
             last = past_lengths[b] + s
-            seen = slice(max(0, last + 1 - window) if window else 0, last + 1)
+            first = max(0, last + 1 - window) if window else 0
+            seen = slice(max(first, last - last % chunk) if chunk else first, last + 1)
             for h in range(num_heads):
                 kv = h // (num_heads // kv_num_heads)
                 scores = scale * (present_key[b, kv, seen].astype(np.float64) @ queries[b, s, h])

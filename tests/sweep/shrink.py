@@ -24,6 +24,7 @@ VOCABULARY = 320
 POSITIONS = 128
 WINDOW = 7  # shorter than every prompt, no multiple of anything
 ORIGINAL_POSITIONS = 16  # of scaled rotary embedding: shorter than the long prompt
+INDEXED = 72  # tokens that an indexer chooses: more than any text of the sweep has, and fewer than `POSITIONS`
 LAYERS = 3
 GAIN = 0.6  # standard deviation of a matrix's outputs for inputs of one
 NOISE = 0.1  # added to norms, biases and sinks
@@ -47,7 +48,7 @@ SIZES: Mapping[str, int] = {
         ),
         (
             8,
-            "attention_chunk_size mamba_chunk_size chunk_size block_size index_topk time_step_rank mamba_dt_rank "
+            "attention_chunk_size mamba_chunk_size chunk_size block_size time_step_rank mamba_dt_rank "
             "qk_rope_head_dim qk_nope_head_dim rel_extent d_rel hidden_size_per_layer_input laurel_rank rotary_dim "
             "gated_norm_rank mamba_n_heads mamba_num_heads hc_lowrank",
         ),
@@ -88,6 +89,7 @@ SIZES: Mapping[str, int] = {
             "v_head_dim linear_value_head_dim index_n_heads mamba_d_head mamba_head_dim",
         ),
         (24, "q_lora_rank"),
+        (INDEXED, "index_topk"),
         (
             LAYERS,
             "num_hidden_layers n_layer n_layers num_layers num_blocks decoder_layers encoder_layers "

@@ -16,7 +16,7 @@ from llmforge.ir import dialect, interface
 from llmforge.trace import trace
 from llmforge.trace.export.limits import LONGEST
 from llmforge.trace.hooks import masks
-from llmforge.trace.hooks.ones import Ones
+from llmforge.trace.hooks.uniform import Uniform
 from llmforge.verification.trace_verifier import prove_candidate, verify_trace
 
 from ..sweep import compare, shrink
@@ -131,7 +131,7 @@ def test_what_is_no_decoder_is_refused_in_plain_words(model_type: str, reason: s
 
 def test_ones_are_followed_by_how_they_are_made() -> None:
     x: dict[str, Any] = {}
-    with Ones() as ones:
+    with Uniform() as ones:
         x["made"] = torch.ones(2, 3)
         x["moved"] = x["made"].to(torch.bool)
         x["joined"] = torch.cat([x["made"], x["made"]], -1)

@@ -7,8 +7,8 @@
     y = rows(Attention(heads(q), present_key, present_value, mask))      an IAttention, which one kernel computes
 
 `heads` is [B, S, H·D] → [B, H, S, D] and `rows` its inverse. The mask is bool [B, 1, S, C]: slot `t` for the query at
-position `p` where `t ≤ p`, and `t > p - window` where there is a window; with ALiBi it is additive, [B, H, S, C]. It is
-made once for every window, of `position_ids`, which becomes an input of the graph where it was none, and of the
+position `p` where `t ≤ p`, and `t > p - window` where there is a window, `t ≥ p - p mod chunk` where there are chunks;
+with ALiBi it is additive, [B, H, S, C]. It is made once for every window, of `position_ids`, which becomes an input of the graph where it was none, and of the
 constant slots 0 … C - 1: a Range over a dynamic size in its place made the builder of TensorRT-RTX 1.7 fail.
 
 Where no kernel computes an attention (`written_out`), it is written as two MatMul around a softmax in fp32.
@@ -54,7 +54,7 @@ class Attentions(Builder):
 
     capacity: int
     _lengths: ir.Value | None = None
-    _masks: dict[int, ir.Value] = field(default_factory=dict)
+    _masks: dict[tuple[int, int], ir.Value] = field(default_factory=dict)
     _biases: dict[tuple[ir.Value, ir.Value], ir.Value] = field(default_factory=dict)
 
     def rewrite(self, attention: canonical.Attention) -> str:
@@ -62,7 +62,7 @@ class Attentions(Builder):
         node = attention.node
         keys = self._write(attention, attention.past_key, attention.k)
         values = self._write(attention, attention.past_value, attention.v)
-        mask = self._mask(attention.window)
+        mask = self._mask(attention.window, attention.chunk)
         if (slopes := attention.alibi_slopes) is not None:
             mask = self._with_slopes(mask, slopes, g.dtype(attention.q))
         reason = written_out(attention)
@@ -132,16 +132,20 @@ class Attentions(Builder):
         total = self._add(node, "Add", [self._add(node, "ReduceSum", [powers, last]), beside])
         return self._add(node, "Div", [powers, total])
 
-    def _mask(self, window: int) -> ir.Value:
+    def _mask(self, window: int, chunk: int) -> ir.Value:
         """bool [B, 1, S, C]."""
-        if window not in self._masks:
+        if (window, chunk) not in self._masks:
             slots = self._constant("slots", np.arange(self.capacity).reshape(1, 1, 1, -1))
             allowed = self._first("LessOrEqual", [slots, self._places])
             if window:
                 start = self._first("Sub", [self._places, self._constant(f"window_{window}", window)])
                 allowed = self._first("And", [allowed, self._first("Greater", [slots, start])])
-            self._masks[window] = allowed
-        return self._masks[window]
+            if chunk:
+                size = self._constant(f"chunk_{chunk}", chunk)
+                begun = self._first("Mul", [self._first("Div", [self._places, size]), size])
+                allowed = self._first("And", [allowed, self._first("GreaterOrEqual", [slots, begun])])
+            self._masks[window, chunk] = allowed
+        return self._masks[window, chunk]
 
     @cached_property
     def _places(self) -> ir.Value:

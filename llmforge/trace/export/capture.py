@@ -18,7 +18,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.ir import interface
 from llmforge.trace.export import concatenations, depth, untranslated
 from llmforge.trace.export.pattern import Irregular, Pattern
-from llmforge.trace.hooks import gated_norms, indexers, internals, modules, norms, recurrent, rotary
+from llmforge.trace.hooks import gated_norms, internals, modules, norms, recurrent, rotary
 from llmforge.trace.hooks.attention import Attention, CacheLayer
 
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]  # of the cache's parts, layer by layer, without batch and capacity
@@ -80,7 +80,8 @@ class Traced(nn.Module):
         """Run the model once; `past` holds the cache tensors of each layer, or None in a dry run."""
         cache = self._attention.step(past, past_lengths, lengths)
         self.rotary.step.position_ids, self.rotary.step.text_lengths = position_ids, text_lengths
-        with self._attention.ones:
+        self._attention.places.position_ids = position_ids
+        with self._attention.uniform, self._attention.places:
             given = {"input_ids": input_ids, "position_ids": position_ids, self._cache: cache}
             output = self.model(**given, use_cache=True)
         for layer in self._attention.layers:
@@ -133,11 +134,11 @@ def capture(
 @contextmanager
 def prepared(model: PreTrainedModel, attention: Attention) -> Iterator[Traced]:
     """Substitute what `model` computes by what the dialect says, and give it the dialect's inputs."""
-    indexers.refuse(model)
     norms.substitute(model)
     gated_norms.substitute(model)
     modules.substitute(model)
     with attention.tables(model) as tables, recurrent.substituted(model, attention):
+        attention.choose(model, tables)
         yield Traced(model, attention, tables)
 
 

@@ -11,9 +11,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir.operators import canonical
-from llmforge.trace.hooks import internals, masks, rotary
-from llmforge.trace.hooks.ones import Ones
+from llmforge.trace.hooks import indexers, internals, masks, rotary
+from llmforge.trace.hooks.places import Places
 from llmforge.trace.hooks.symbolic import emit
+from llmforge.trace.hooks.uniform import Uniform
 
 # Keyword arguments of attention functions that change nothing in what a decoder computes at inference.
 INERT = frozenset(
@@ -75,10 +76,12 @@ class CacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: igno
     def get_seq_length(self) -> int:
         """Return the capacity of the cache, which is not what the model asks for.
 
-        Rows of a batch have different pasts, so a model that computes with one length for all cannot be right. What
-        it computes from the capacity leaves a Shape of the cache in the graph, which the dialect does not have.
+        Rows of a batch have different pasts, so a model that computes with one length for all cannot be right. Where
+        it counts positions from it, it gets those of each row (`places`). What else it computes from the capacity
+        leaves a Shape of the cache in the graph, which the dialect does not have.
         """
-        return 1 if self.past is None or "key" not in self.past else self.past["key"].shape[2]
+        tokens = 1 if self.past is None or "key" not in self.past else self.past["key"].shape[2]
+        return self._run.places.length(tokens)  # type: ignore[no-any-return]
 
     def get_max_length(self) -> int:
         """Return -1, transformers' sign for no limit."""
@@ -133,7 +136,8 @@ class Attention:
 
     def __init__(self, positions: int) -> None:
         self.positions = positions  # of the longest context
-        self.ones = Ones()
+        self.uniform, self.places = Uniform(), Places()
+        self.limit = indexers.Shortest()
         self.layers: Sequence[CacheLayer] = []
         self.unclaimed: Tensor | None = None  # the recurrent state that was computed last
 
@@ -144,6 +148,10 @@ class Attention:
     def tables(self, model: nn.Module) -> AbstractContextManager[rotary.Tables]:
         """Substitute the rotary embedding of `model` for a while, by what reads these tables."""
         return rotary.substituted(model, self.positions)
+
+    def choose(self, model: nn.Module, tables: rotary.Tables) -> None:
+        """Let the indexers of `model` choose every token, as far as they do."""
+        indexers.substitute(model, tables, self.limit)
 
     @property
     def dry(self) -> bool:
@@ -162,8 +170,9 @@ class Attention:
         """Describe the mask that transformers asks for, instead of building it."""
         self.refuse_padding(attention_mask)
         local = int(kwargs.get("local_size") or 0)  # window or chunk: look further than it reaches
-        mask = masks.classify(mask_function, max(self.positions, 2 * local + 2))
-        return masks.Mask(0) if mask.window >= self.positions else mask  # a window that no query reaches beyond
+        mask = masks.classify(self.uniform.resolved(mask_function), max(self.positions, 2 * local + 2))
+        # A window or chunk that no query reaches beyond is none.
+        return masks.Mask(0) if max(mask.window, mask.chunk) >= self.positions else mask
 
     def describe(self, **kwargs: Any) -> Any:
         """Answer transformers' call for a mask."""
@@ -171,7 +180,7 @@ class Attention:
 
     def refuse_padding(self, attention_mask: object) -> None:
         """Refuse a padding mask, unless it is the model's own and says that nothing is padded."""
-        if attention_mask is not None and not self.ones.holds(attention_mask):
+        if attention_mask is not None and not self.uniform.holds(attention_mask):
             raise UnsupportedError("the model makes a padding mask of its own")
 
     def attend(
@@ -197,7 +206,11 @@ class Attention:
             UnsupportedError: the layer's attention does something that the operator cannot say.
         """
         where = type(module).__name__
-        unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in INERT)
+        unknown = sorted(
+            name
+            for name, given in kwargs.items()
+            if given is not None and name not in INERT and not isinstance(given, indexers.AllTokens)
+        )
         if unknown:
             raise UnsupportedError(
                 f"{where} gives attention {', '.join(unknown)}, which llmforge::Attention lacks",
@@ -235,6 +248,7 @@ class Attention:
                 "softcap": float(softcap or 0.0),
                 "window": attention_mask.window,
                 "layer": layer.number,
+                **({"chunk": attention_mask.chunk} if attention_mask.chunk else {}),
             },
             [
                 (query.dtype, (batch, sequence, num_heads * value_dim)),
