@@ -142,7 +142,7 @@ def _verify(
 ) -> TraceProof:
     process.import_whole("transformers")  # another thread may be at it
     from llmforge.trace.export.reference import Reference  # here, because it imports torch
-    from llmforge.trace.hooks import indexers
+    from llmforge.trace.hooks import indexers, lightning
     from llmforge.verification import bindings, magnified, norms, positions
     from llmforge.verification.expected import Expected
 
@@ -167,7 +167,7 @@ def _verify(
         foreseen = None
     ahead = foreseen or Expected(checkpoint, part=part)
     reference = ahead.reference
-    idle = set() if limit is None else indexers.parameters(reference.model)
+    idle = lightning.following(reference.model) | (set() if limit is None else indexers.parameters(reference.model))
     parameters = bindings.require_bound(checkpoint, model, reference, idle)
     shown = model
     if part:

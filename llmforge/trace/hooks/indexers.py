@@ -7,7 +7,6 @@ running the module on random numbers. Graphs made so say how long a text they ar
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir.longest_text import Limit
-from llmforge.trace.hooks import internals, masks, rotary
+from llmforge.trace.hooks import internals, masks, miniature, rotary
 
 CACHES = ("update_indexer", "indexer_position_ids")  # what an indexer asks transformers' cache for
 QUERIES = 2  # of a probe
@@ -137,7 +136,7 @@ def _chosen(module: nn.Module, bound: inspect.BoundArguments, tables: rotary.Tab
     given = {name: _stand_in(value, tables, tokens, generator) for name, value in bound.arguments.items()}
     arguments = inspect.BoundArguments(bound.signature, given)  # type: ignore[arg-type]
     try:
-        indices = type(module).forward(_with_numbers(module, generator), *arguments.args, **arguments.kwargs)
+        indices = type(module).forward(miniature.copied(module, {}, generator), *arguments.args, **arguments.kwargs)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise _refusal(module) from error
     if not isinstance(indices, Tensor) or indices.is_floating_point() or indices.shape[:-1] != (1, QUERIES):
@@ -179,24 +178,6 @@ def _stand_in(value: object, tables: rotary.Tables, tokens: int, generator: torc
             return torch.randn(1, QUERIES, *value.shape[2:], generator=generator)
         return torch.arange(tokens - QUERIES, tokens)[None]
     return value
-
-
-def _with_numbers(module: nn.Module, generator: torch.Generator) -> nn.Module:
-    """Copy `module` with random numbers in the place of parameters, and its own code in that of substitutes."""
-    made = copy.copy(module)
-    vars(made).pop("forward", None)
-    made._parameters = {
-        name: None if each is None else nn.Parameter(torch.randn(each.shape, generator=generator), requires_grad=False)
-        for name, each in module._parameters.items()
-    }
-    made._buffers = {
-        name: torch.randn(each.shape, generator=generator) if internals.is_fake(each) else each
-        for name, each in module._buffers.items()
-    }
-    made._modules = {
-        name: None if each is None else _with_numbers(each, generator) for name, each in module._modules.items()
-    }
-    return made
 
 
 def parameters(model: nn.Module) -> set[str]:

@@ -98,20 +98,28 @@ class Uniform(TorchFunctionMode):
     def resolved(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Copy `function` with each known tensor that it closes over replaced by its number, whatever the index."""
         with internals.real_tensors():
-            made = self._resolve(function)
-        assert callable(made)
-        return made  # type: ignore[no-any-return]
+            return resolved(function, self.number)
 
-    def _resolve(self, value: Any) -> Any:
-        if isinstance(value, types.FunctionType) and value.__closure__:
-            cells = tuple(types.CellType(self._resolve(cell.cell_contents)) for cell in value.__closure__)
-            made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
-            made.__kwdefaults__ = value.__kwdefaults__
-            return made
-        if isinstance(value, tuple | list):
-            return type(value)(self._resolve(each) for each in value)
-        number = self.number(value)
-        return value if number is None else Everywhere(value.dtype, number)
+
+def resolved(value: Any, number: Callable[[object], float | None]) -> Any:
+    """Copy `value`, a function, with each tensor that it closes over and that has a `number` replaced by that."""
+    if isinstance(value, types.FunctionType) and value.__closure__:
+        cells = tuple(types.CellType(resolved(cell.cell_contents, number)) for cell in value.__closure__)
+        made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        made.__kwdefaults__ = value.__kwdefaults__
+        return made
+    if isinstance(value, tuple | list):
+        return type(value)(resolved(each, number) for each in value)
+    found = number(value)
+    return value if found is None else Everywhere(value.dtype, found)
+
+
+def held(value: object) -> float | None:
+    """Read the number that a tensor with numbers holds everywhere; None: it holds several, or is no tensor of any."""
+    if not isinstance(value, Tensor) or value.dim() == 0 or value.numel() == 0 or internals.is_fake(value):
+        return None
+    first = value.reshape(-1)[0]
+    return float(first) if bool((value == first).all()) else None
 
 
 class Everywhere:
