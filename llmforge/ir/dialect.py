@@ -18,13 +18,14 @@ from llmforge.ir import graph as g
 from llmforge.ir import interface, operators
 from llmforge.ir.expansion import expand
 from llmforge.ir.operators.contrib import CACHE
-from llmforge.ir.operators.record import FLOATS, I32, I64, OPSETS, Dtypes, Operator, Stage, listed, shown
+from llmforge.ir.operators.record import FLOATS, FP32, I32, I64, OPSETS, Dtypes, Operator, Stage, listed, shown
 
 __all__ = ["attention", "caches", "check", "expand"]
 
 # Graph inputs and outputs: dtypes and rank by name; {layer} is the index of a cache.
 INPUTS: Mapping[str, tuple[Dtypes, int]] = {
     interface.INPUT_IDS: (I64, 2),
+    interface.INPUTS_EMBEDS: (FP32, 3),
     interface.POSITION_IDS: (I64, 2),
     interface.PAST_LENGTHS: (I32, 1),
     interface.LENGTHS: (I32, 1),
@@ -117,8 +118,9 @@ def _check_interface(model: ir.Model) -> None:
     masked = interface.ATTENTION_MASK in inputs  # for a runtime of others, which may want all rows
     for name in (interface.INPUT_IDS, interface.LOGITS_ROWS):
         _require(name in inputs or (masked and name == interface.LOGITS_ROWS), f"graph input {name!r}", "is missing")
-    if rows := inputs.get(interface.LOGITS_ROWS):
-        _require(rows.is_initializer(), f"graph input {interface.LOGITS_ROWS!r}", "has no default (an initializer)")
+    for name in (interface.LOGITS_ROWS, interface.INPUTS_EMBEDS):
+        if (optional := inputs.get(name)) is not None:
+            _require(optional.is_initializer(), f"graph input {name!r}", "has no default (an initializer)")
     for name, value in inputs.items():
         where = f"graph input {name!r}"
         if past := interface.PAST.fullmatch(name):
