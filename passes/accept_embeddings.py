@@ -82,7 +82,7 @@ def _end_of_module(lookup: ir.Node) -> ir.Value:
     module = str(lookup.name).rpartition("/")[0]
     value = lookup.outputs[0]
     while module and len(uses := value.uses()) == 1:
-        node, _ = uses[0]
+        ((node, _),) = uses
         if str(node.name).rpartition("/")[0] != module or len(node.outputs) != 1:
             break
         value = node.outputs[0]
@@ -91,7 +91,11 @@ def _end_of_module(lookup: ir.Node) -> ir.Value:
 
 def _add_input(model: ir.Model, hidden: int) -> ir.Value:
     """Add the input `inputs_embeds`, a row of zeros where it is left out."""
-    dims = ["embeds_batch", "embeds_sequence", hidden]  # of the default 1 and 1, else those of a step
+    dims: list[int | str | None] = [
+        "embeds_batch",
+        "embeds_sequence",
+        hidden,
+    ]  # of the default 1 and 1, else those of a step
     given = ir.val(interface.INPUTS_EMBEDS, ir.DataType.FLOAT, dims)
     given.const_value = ir.Tensor(np.zeros((1, 1, hidden), np.float32), name=interface.INPUTS_EMBEDS)
     model.graph.inputs.append(given)

@@ -23,7 +23,18 @@ from llmforge.artifact import Hashing
 from llmforge.base import spans
 from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Progress, Silent
-from llmforge.build import attribution, dry_run, evidence, lock, preflight, provenance, publishing, reuse, texts
+from llmforge.build import (
+    attribution,
+    dry_run,
+    evidence,
+    left_out,
+    lock,
+    preflight,
+    provenance,
+    publishing,
+    reuse,
+    texts,
+)
 from llmforge.build.evidence import Clock, Evidence
 from llmforge.build.frontend import Frontend
 from llmforge.build.lock import Lock, Stages
@@ -168,7 +179,7 @@ def make(
     demands = [demand for step in steps for demand in step.demands()]
     calibrated = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else {}
     dry_run.run(model, steps, target=target, spec=recipe.engine, checkpoint=checkpoint, calibrated=calibrated)
-    notes = check_context(recipe, checkpoint, model)
+    notes = [*filter(None, [left_out.note(checkpoint, model)]), *check_context(recipe, checkpoint, model)]
     progress.stage("Read checkpoint")
     if not is_starting:
         prepare(steps, kept)

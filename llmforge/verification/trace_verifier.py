@@ -125,6 +125,7 @@ def verify_trace(
     except (UnsupportedError, VerificationError) as error:
         if (reason := model.metadata_props.get(interface.FALLBACK)) is None:
             raise
+        from llmforge.trace import NEEDED
         from llmforge.trace.export import fallback
 
         named = f"architecture {checkpoint.architecture!r} cannot be compiled"
@@ -133,7 +134,7 @@ def verify_trace(
         except NotADecoder as plainer:
             raise NotADecoder(f"{named}: {plainer.message}") from error
         raise UnsupportedError(
-            f"{named}: {reason}; tracing the attention from its own code failed too: {error.message}"
+            f"{named}: {reason}; tracing the attention from its own code failed too: {error.message}", hint=NEEDED
         ) from error
 
 

@@ -104,6 +104,7 @@ def kinds(model: ir.Model) -> dict[str, int]:
 DECODERS = {
     "grouped queries": graphs.Llama(),
     "window": graphs.Llama(window=7),
+    "chunks": graphs.Llama(chunk=5),
     "query norm, biases": graphs.Llama(query_norm=True, bias=True),
     "partial rotary": graphs.Llama(rotary_dim=8),
     "interleaved rotary": graphs.Llama(interleaved=1),

@@ -1,4 +1,4 @@
-"""accept-embeddings: rows of another model's making in the place of tokens, as transformers' `inputs_embeds` has them."""
+"""accept-embeddings: rows of another model's making in the place of tokens, as with transformers' inputs_embeds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CAPACITY = 32
 
 def test_where_a_token_id_is_negative_the_row_that_was_given_counts(tmp_path: Path) -> None:
     model = graphs.llama(graphs.Llama(layers=1))
-    changes, verification = graphs.prove(AcceptEmbeddings(), model, tmp_path)
+    _, verification = graphs.prove(AcceptEmbeddings(), model, tmp_path)
 
     assert verification.largest_difference == 0.0
     assert graphs.lines(model, ["Max", "Less", "Where"]) == [
@@ -85,7 +85,11 @@ def test_a_text_with_rows_of_another_model_is_transformers(model_type: str, tmp_
 
 
 def _step(
-    session: onnxruntime.InferenceSession, caches: dict[str, Any], ids: NDArray[np.int64], past: int, more: dict[str, Any]
+    session: onnxruntime.InferenceSession,
+    caches: dict[str, Any],
+    ids: NDArray[np.int64],
+    past: int,
+    more: dict[str, Any],
 ) -> tuple[NDArray[np.float32], dict[str, Any]]:
     """Run one row over its caches; return logits [tokens, vocabulary] and the caches after."""
     names = [value.name for value in session.get_inputs()]

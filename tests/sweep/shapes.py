@@ -1,7 +1,7 @@
 """Shapes in which a type is made: the tiny one, and two larger ones that are derived from it by rule.
 
-`wide` has heads, ranks and states twice as wide, one KV head for four of queries, and twice the experts; `deep` twice the
-layers, three times the heads and two times the KV heads of the same width, and three times the experts, of which a
+`wide` has heads, ranks and states twice as wide, one KV head for four of queries, and twice the experts; `deep` twice
+the layers, three times the heads and two times the KV heads of the same width, and three times the experts, of which a
 token chooses three. Hidden sizes follow, so that heads times their width stay what they are of it.
 """
 
@@ -39,7 +39,10 @@ WIDTHS = (
 )
 EXPERTS = "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num"
 CHOSEN = "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k top_k_experts"
-LAYERS = "num_hidden_layers n_layer n_layers num_layers num_blocks decoder_layers encoder_layers num_encoder_layers num_decoder_layers depth"
+LAYERS = (
+    "num_hidden_layers n_layer n_layers num_layers num_blocks decoder_layers encoder_layers num_encoder_layers "
+    "num_decoder_layers depth"
+)
 FACTORS: Mapping[str, Mapping[str, Fraction]] = {
     WIDE: {
         **dict.fromkeys(HIDDEN.split(), Fraction(2)),
@@ -89,7 +92,9 @@ class Shape:
         made = {}
         for name, value in entries.items():
             value = self.scaled(name, value) if not isinstance(value, Mapping) else self.changes(value)
-            made[name] = value * self.layers if counts and isinstance(value, list) and len(value) == counts[0] else value
+            made[name] = (
+                value * self.layers if counts and isinstance(value, list) and len(value) == counts[0] else value
+            )
         for kv_heads, heads in (("swa_num_key_value_heads", "swa_num_attention_heads"),):
             if kv_heads in entries and entries[kv_heads] == entries[heads]:
                 made[kv_heads] = made[heads]

@@ -41,7 +41,11 @@ TWENTY = {
     "codegen": RIGHT,  # its own attention
     "mamba": RIGHT,  # no attention at all
     "openai-gpt": ("decoder", "no layer caches keys and values or a state"),
-    "llama4_text": ("decoder", "cannot be compiled"),  # chunked attention, layers without positions
+    "llama4_text": RIGHT,  # chunks, layers without positions, experts whose input is scaled
+    "dbrx": RIGHT,  # experts that loop
+    "longcat_flash": RIGHT,  # experts that hand on their tokens
+    "minimax": RIGHT,  # lightning attention
+    "deepseek_v32": RIGHT,  # an indexer that chooses every token
     "bert": ("encoder-only", "it is an encoder, not a decoder"),
     "bart": ("encoder-decoder", "it is an encoder-decoder"),
 }
@@ -58,6 +62,9 @@ SLOW = {
     "codegen",
     "mistral",
     "gpt_neox",
+    "dbrx",
+    "longcat_flash",
+    "deepseek_v32",
 }
 # transformers cannot even make their default configuration
 IMPOSSIBLE = {"gemma4_assistant"}

@@ -8,8 +8,9 @@
 
 `heads` is [B, S, H·D] → [B, H, S, D] and `rows` its inverse. The mask is bool [B, 1, S, C]: slot `t` for the query at
 position `p` where `t ≤ p`, and `t > p - window` where there is a window, `t ≥ p - p mod chunk` where there are chunks;
-with ALiBi it is additive, [B, H, S, C]. It is made once for every window, of `position_ids`, which becomes an input of the graph where it was none, and of the
-constant slots 0 … C - 1: a Range over a dynamic size in its place made the builder of TensorRT-RTX 1.7 fail.
+with ALiBi it is additive, [B, H, S, C]. It is made once for every window, of `position_ids`, which becomes an input of
+the graph where it was none, and of the constant slots 0 … C - 1: a Range over a dynamic size in its place made the
+builder of TensorRT-RTX 1.7 fail.
 
 Where no kernel computes an attention (`written_out`), it is written as two MatMul around a softmax in fp32.
 """

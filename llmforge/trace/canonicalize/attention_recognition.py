@@ -76,10 +76,10 @@ class OpenAttention(Attention):
         self, *, batch_size: int, q_length: int, kv_length: int, **kwargs: object
     ) -> Tensor:
         """Emit the mask that transformers asks for: fp32 [batch, 1, queries, keys], 0 or the lowest number."""
-        mask = self.mask(**kwargs)  # type: ignore[arg-type]
-        if mask.chunk:
-            raise UnsupportedError(f"attention of its own code reads chunks of {mask.chunk} tokens")
-        window = mask.window
+        described = self.mask(**kwargs)  # type: ignore[arg-type]
+        if described.chunk:
+            raise UnsupportedError(f"attention of its own code reads chunks of {described.chunk} tokens")
+        window = described.window
         made = [(torch.float32, (batch_size, 1, q_length, kv_length))]
         (mask,) = emit(canonical.CausalMask, {"past_lengths": self.past_lengths}, {"window": window}, made)
         return mask

@@ -124,9 +124,11 @@ def longest(module: nn.Module, bound: inspect.BoundArguments, tables: rotary.Tab
         if chosen < tokens or tokens == tables.positions:
             break
         tokens = min(2 * tokens, tables.positions)
-    for length in {chosen, chosen + 1} if chosen < tokens else ():
-        if length < QUERIES or _chosen(module, bound, tables, length) != chosen:
-            raise _refusal(module)
+    others = {chosen // 3, 3 * chosen // 4, chosen - 1, chosen, min(chosen + 1, tables.positions)}
+    if chosen < QUERIES or any(
+        _chosen(module, bound, tables, length) != min(length, chosen) for length in others if length >= QUERIES
+    ):
+        raise _refusal(module)
     return chosen
 
 
@@ -134,7 +136,7 @@ def _chosen(module: nn.Module, bound: inspect.BoundArguments, tables: rotary.Tab
     """Count the tokens that a text's last queries choose among `tokens`; each must choose different ones."""
     generator = torch.Generator().manual_seed(0)
     given = {name: _stand_in(value, tables, tokens, generator) for name, value in bound.arguments.items()}
-    arguments = inspect.BoundArguments(bound.signature, given)  # type: ignore[arg-type]
+    arguments = inspect.BoundArguments(bound.signature, given)
     try:
         indices = type(module).forward(miniature.copied(module, {}, generator), *arguments.args, **arguments.kwargs)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -155,10 +157,11 @@ class _Keys(Cache):
     def __init__(self, tokens: int, generator: torch.Generator) -> None:
         self._tokens, self._generator = tokens, generator
 
-    def update_indexer(self, keys: Tensor, *args: object, **kwargs: object) -> Tensor:
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Return keys [B, tokens, D]."""
-        past = torch.randn(keys.shape[0], self._tokens - keys.shape[1], keys.shape[2], generator=self._generator)
-        return torch.cat([past, keys], 1)
+        batch, step, width = indexer_key_states.shape
+        past = torch.randn(batch, self._tokens - step, width, generator=self._generator)
+        return torch.cat([past, indexer_key_states], 1)
 
 
 def _stand_in(value: object, tables: rotary.Tables, tokens: int, generator: torch.Generator) -> object:

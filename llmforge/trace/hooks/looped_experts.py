@@ -40,7 +40,9 @@ class Layout:
 
     def small(self) -> Layout:
         """Return the layout of the probe."""
-        return replace(self, routed=self.sizes.get(self.routed, self.routed), total=self.sizes.get(self.total, self.total))
+        return replace(
+            self, routed=self.sizes.get(self.routed, self.routed), total=self.sizes.get(self.total, self.total)
+        )
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Positions that a model counts itself: behind the one length that its cache says all rows of a batch have.
 
-Rows have lengths of their own. So what a model counts from the cache, `torch.arange(S) + cache.get_seq_length()`, becomes
-the graph's positions [B, S]; functions of each position alone keep them, and where a model gives them a batch axis of 1,
-they get that of the batch.
+Rows have lengths of their own. So what a model counts from the cache, `torch.arange(S) + cache.get_seq_length()`,
+becomes the graph's positions [B, S]; functions of each position alone keep them, and where a model gives them a batch
+axis of 1, they get that of the batch.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ class Places(TorchFunctionMode):
     ) -> Any:
         """Run `func`, or find that it counts positions."""
         kwargs = dict(kwargs or {})
-        if getattr(func, "__name__", "") in SUMS and len(args) == 2 and not kwargs and self.position_ids is not None:
+        given = self.position_ids
+        if getattr(func, "__name__", "") in SUMS and len(args) == 2 and not kwargs and given is not None:
             counts = [x for x in args if self._counts.get(id(x)) is x]
             lengths = [x for x in args if any(x is each for each in self._lengths)]
-            if len(counts) == len(lengths) == 1 and counts[0].shape[0] == self.position_ids.shape[1]:
-                return Positions(self.position_ids)
+            if len(counts) == len(lengths) == 1 and counts[0].shape[0] == given.shape[1]:
+                return Positions(given)
         result = func(*args, **kwargs)
         if func is torch.arange and (len(args) == 1 or (len(args) == 2 and type(args[0]) is int and args[0] == 0)):
             self._counts[id(result)] = result

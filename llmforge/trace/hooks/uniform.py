@@ -98,7 +98,8 @@ class Uniform(TorchFunctionMode):
     def resolved(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Copy `function` with each known tensor that it closes over replaced by its number, whatever the index."""
         with internals.real_tensors():
-            return resolved(function, self.number)
+            made: Callable[..., Any] = resolved(function, self.number)
+            return made
 
 
 def resolved(value: Any, number: Callable[[object], float | None]) -> Any:
@@ -140,7 +141,22 @@ def _writes(func: Callable[..., Any]) -> bool:
 
 
 _IN_PLACE = frozenset(
-    f"__i{name}__" for name in "add and div floordiv lshift mod mul or pow rshift sub truediv xor".split()
+    f"__i{name}__"
+    for name in [
+        "add",
+        "and",
+        "div",
+        "floordiv",
+        "lshift",
+        "mod",
+        "mul",
+        "or",
+        "pow",
+        "rshift",
+        "sub",
+        "truediv",
+        "xor",
+    ]
 )
 
 
