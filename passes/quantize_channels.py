@@ -64,6 +64,10 @@ class QuantizeChannels(Pass):
         """Ask calibration for the ranges of what linears read."""
         return () if self.activations == "none" else (InputRangeDemand(),)
 
+    def chooses_codes(self) -> bool:
+        """Say that it does."""
+        return True
+
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every linear layer of `model`, and the head.
 

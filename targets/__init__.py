@@ -171,7 +171,7 @@ class Target(BaseModel):
         if provider is None or backend not in self.engines:
             reason = record.unsupported(self.sm) or "its file does not list it"
             raise UnsupportedError(
-                f"target {self.name} ({self.title}) cannot load a {backend} engine: {reason}; its engines: "
+                f"target {self.name} ({self.title}) cannot load engines of {backend}: {reason}; its engines: "
                 f"{', '.join(self.engines)}",
                 hint=f"set `engine: {{backend: {self.engines[0]}}}`, or choose another target",
             )

@@ -6,7 +6,7 @@ lowered. Nothing is proven here: passes are, when they run on the graph itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -23,6 +23,7 @@ from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
 from llmforge.parallel import shard_plan
 from llmforge.quantization.grids import Grid, QuantizedMatrix
 from llmforge.quantization.statistics import KvRange, Statistics
+from llmforge.quantization.stored import StoredCodes
 from llmforge.recipe import EngineSpec
 from llmforge.targets import Target
 
@@ -46,7 +47,7 @@ def run(
             cannot be divided as `spec.tensor_parallel` says, or the engine cannot run a part of it.
     """
     copy = model.clone()
-    context = Context(target, _stand_in(model, calibrated))
+    context = Context(target, _stand_in(model, calibrated), stored=stored_codes(checkpoint))
     facts: set[str] = set()
     idle: dict[str, str] = {}  # fact → why it does not hold
     for step in steps:
@@ -72,6 +73,11 @@ def run(
     lowered, _ = builder.lower(copy, target, spec)
     signatures.check_context(lowered, spec.max_context)
     interop.check(lowered, checkpoint)
+
+
+def stored_codes(checkpoint: Checkpoint) -> Callable[[str], StoredCodes] | None:
+    """Return what gives passes the codes of a checkpoint; None: it has none."""
+    return None if checkpoint.layout is None else checkpoint.codes
 
 
 def _reason(changes: Changes) -> str:

@@ -207,7 +207,8 @@ def make(
     with proofs.blamed():
         for step in steps:
             # A pass sees what it demands: what others measure is not part of its key.
-            context = Context(target, statistics if step.demands() else None, scratch, ahead.quantized)
+            wanted = statistics if step.demands() else None
+            context = Context(target, wanted, scratch, ahead.quantized, dry_run.stored_codes(checkpoint))
             before = model.clone() if recipe.validation.attribution else model
             record, proof, noted = transform(step, model, context, chain, verification, progress)
             done.append((record, proof))

@@ -12,7 +12,7 @@ from llmforge import passes, targets
 from llmforge.artifact import Artifact
 from llmforge.base.errors import InputError
 from llmforge.base.progress import Progress
-from llmforge.build import finishing, lock, pipeline, preflight, reuse, texts
+from llmforge.build import dry_run, finishing, lock, pipeline, preflight, reuse, texts
 from llmforge.build.lock import Stages
 from llmforge.build.parts import LossyStep
 from llmforge.cache import Cache
@@ -60,7 +60,8 @@ def rebuilt(recipe: Recipe, cache: Callable[[], Cache] | None, progress: Progres
         chain, scratch = kept.chain(checkpoint, key, promised, chosen), Scratch(Path(folder))
         for number, step in enumerate(steps):
             progress.stage(f"Pass {step.name}")
-            context = Context(target, statistics if step.demands() else None, scratch)
+            wanted = statistics if step.demands() else None
+            context = Context(target, wanted, scratch, stored=dry_run.stored_codes(checkpoint))
             before = model.clone()
             there = {name: value.const_value for name, value in model.graph.initializers.items()}
             link = chain.step(step, model)

@@ -56,6 +56,7 @@ _TRACE_CODE = ("llmforge.trace", "llmforge.trace.export.kept_graph")
 _TRACE_PROOF_CODE = "llmforge.verification.trace_verifier"
 _PROOF_CODE = "llmforge.verification.verifier"
 _ENGINE_CODE = ("llmforge.engines.onnxruntime", "llmforge.verification.engine_parts")
+_SOURCE_CODE = "llmforge.checkpoint.quantized"
 _BASELINE_CODE = "llmforge.evaluation.baseline"
 _ALIGNMENT_BYTES = 64
 BASELINE_SHARE = 1 / 8  # of the cache that the logits of one text may take: 2.5 GB of 20, or 16,000 tokens of 150,000
@@ -229,7 +230,10 @@ class Reuse:
         self, checkpoint: Checkpoint, calibration: str, promises: Promises, texts: Sequence[NDArray[np.int64]]
     ) -> Chain:
         """Begin the chain of passes, which are held to `promises`; `texts` are those that budgets are measured on."""
-        return Chain(self, checkpoint.digest, calibration, _hash(asdict(promises)), _hash_of_texts(texts))
+        of_weights = checkpoint.digest
+        if checkpoint.layout is not None:  # they are what the code makes of them that reads its layout
+            of_weights = self.key("source", [_SOURCE_CODE], checkpoint=of_weights).digest
+        return Chain(self, of_weights, calibration, _hash(asdict(promises)), _hash_of_texts(texts))
 
 
 @contextmanager

@@ -22,18 +22,20 @@ from llmforge.base import process, versions
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.base.wording import cut, shown
-from llmforge.checkpoint import lengths
+from llmforge.checkpoint import gguf, lengths, quantized
+from llmforge.checkpoint.quantized import Grouped, Layout, QuantizedTensor, same_content
 from llmforge.checkpoint.safetensors_file import (
     DAMAGED,
     DENIED,
     TensorEntry,
     digest_weights,
+    external,
     listed,
     parse_json,
     read_small,
-    same_bytes,
 )
 from llmforge.checkpoint.shards import WEIGHTS_INDEX, read_headers, weight_files
+from llmforge.quantization.stored import NotHeld, StoredCodes
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -101,21 +103,24 @@ class Checkpoint:
 
     path: Path  # absolute
     settings: Mapping[str, Any] = field(repr=False)  # what stands in its config.json
-    tensors: Mapping[str, TensorEntry] = field(repr=False)
+    tensors: Mapping[str, TensorEntry | QuantizedTensor] = field(repr=False)  # its parameters
+    stored: Mapping[str, TensorEntry] = field(repr=False)  # what its files hold: others, where it is quantized
     tokenizer: Tokenizer = field(repr=False)
     chat_template: str | None = field(repr=False)
     special_tokens: Mapping[str, str]  # "bos_token": "<s>", …: those that the tokenizer configuration names
     generation: Mapping[str, Any] = field(repr=False)  # what stands in its generation_config.json
     weight_files: tuple[Path, ...] = field(repr=False)
+    layout: Layout | None = None  # None: its weights are not quantized
+    notes: tuple[str, ...] = ()  # what is in it and is not taken, a sentence each
     _digest: str | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Open the checkpoint in folder `path`.
+        """Open the checkpoint in folder `path`, or in a GGUF file.
 
         Raises:
             CheckpointError: the folder is not a usable checkpoint.
-            UnsupportedError: its architecture is unknown, or its weights are already quantized.
+            UnsupportedError: its architecture is unknown, or its weights are quantized in a way that is not taken.
             VersionMismatch: another transformers or torch is installed than this llmforge was proven with.
         """
         checkpoint = cls.located(path)
@@ -132,20 +137,26 @@ class Checkpoint:
             CheckpointError, UnsupportedError, VersionMismatch: as `open`.
         """
         versions.check()
-        folder = path.absolute()
+        folder = gguf.folder_of(path.absolute())
         settings = read_settings(folder)
         tokenizer_settings = _read_optional(folder / TOKENIZER_CONFIG)
         _refuse_remote_code(folder / TOKENIZER_CONFIG, tokenizer_settings)
         files = weight_files(folder)
+        stored = read_headers(folder, files)
+        layout = quantized.layout_of(settings, folder / CONFIG)
+        grouped = Grouped((), stored) if layout is None else layout.group(settings, stored, folder)
         return cls(
             path=folder,
             settings=settings,
-            tensors=read_headers(folder, files),
+            tensors=_parameters(grouped),
+            stored=stored,
             tokenizer=_load_tokenizer(folder),
             chat_template=_chat_template(folder, tokenizer_settings),
             special_tokens=_special_tokens(tokenizer_settings),
             generation=_read_optional(folder / GENERATION_CONFIG),
             weight_files=files,
+            layout=layout,
+            notes=tuple(grouped.notes),
         )
 
     @cached_property
@@ -194,7 +205,7 @@ class Checkpoint:
 
     @property
     def parameters(self) -> int:
-        """Count the elements of all tensors."""
+        """Count the elements of all parameters."""
         return sum(prod(entry.shape) for entry in self.tensors.values())
 
     @property
@@ -225,27 +236,46 @@ class Checkpoint:
             done += count
             progress.advance(done, total)
 
-        hashes = {
-            file.name: digest_weights(file, [entry for entry in self.tensors.values() if entry.file == file], advance)
-            for file in self.weight_files
-        }
+        hashes = {file.name: digest_weights(file, self._stored_in(file), advance) for file in self.weight_files}
         small = [self.path / name for name in SMALL_FILES if (self.path / name).exists()]
         hashes |= {file.name: hashlib.sha256(read_small(file)).hexdigest() for file in small}
         lines = "".join(f"{name} {digest}\n" for name, digest in sorted(hashes.items()))
         self._digest = hashlib.sha256(DIGEST_FORMAT + lines.encode()).hexdigest()
         return self._digest
 
-    def tensor(self, name: str) -> ir.ExternalTensor:
-        """Map one tensor; its bytes are read when it is.
+    def _stored_in(self, file: Path) -> list[TensorEntry]:
+        """List what a file holds behind its header, without holes."""
+        entries = [entry for entry in self.stored.values() if entry.file == file]
+        return entries + gguf.read(file).gaps() if file.suffix == gguf.SUFFIX else entries
 
-        The path is absolute and `base_dir` empty, because onnx-ir refuses symbolic and hard links below a `base_dir`.
+    def tensor(self, name: str) -> ir.ExternalTensor | ir.LazyTensor:
+        """Map one parameter, its bytes are read when it is; one that is stored as codes is dequantized whenever it is.
+
+        Raises:
+            CheckpointError: when it is read: parts of what is stored as codes hold what their layout forbids.
         """
         import onnx_ir as ir
 
         entry = self.tensors[name]
-        return ir.ExternalTensor(
-            str(entry.file), entry.offset, entry.size_bytes, entry.dtype, shape=ir.Shape(entry.shape), name=name
-        )
+        if isinstance(entry, TensorEntry):
+            return external(entry)
+
+        def read() -> ir.TensorProtocol:
+            return ir.Tensor(entry.dequantize(), dtype=entry.dtype, name=name)
+
+        return ir.LazyTensor(read, entry.dtype, ir.Shape(entry.shape), name=name)
+
+    def codes(self, name: str) -> StoredCodes:
+        """Return the codes as which a parameter is stored; they are read later.
+
+        Raises:
+            NotHeld: it is not stored as codes, or in none of our formats.
+            CheckpointError: what says how they lie is damaged.
+        """
+        entry = self.tensors[name]
+        if isinstance(entry, TensorEntry):
+            raise NotHeld(f"are none: the checkpoint stores it in {entry.dtype.name}", is_plain=True)
+        return StoredCodes(entry.grid(), entry.columns(), entry.codes)
 
     def require(
         self, parameters: Mapping[str, tuple[int, ...]], tied: Mapping[str, str] | None = None
@@ -271,7 +301,7 @@ class Checkpoint:
     def _supplier(self, name: str, ties: Mapping[str, str]) -> str | None:
         partner = ties.get(name, "")
         if name in self.tensors:
-            shared = partner in self.tensors and same_bytes(self.tensors[name], self.tensors[partner])
+            shared = partner in self.tensors and same_content(self.tensors[name], self.tensors[partner])
             return partner if shared else name
         others = [partner, *(tied for tied, to in ties.items() if to == name)]
         return next((other for other in others if other in self.tensors), None)
@@ -295,7 +325,7 @@ class Checkpoint:
             hint=f"it holds {listed(unused)} instead" if unused else "some of the weights were not saved",
         )
 
-    def _check_tensor(self, name: str, entry: TensorEntry, shape: tuple[int, ...]) -> None:
+    def _check_tensor(self, name: str, entry: TensorEntry | QuantizedTensor, shape: tuple[int, ...]) -> None:
         where = f"{entry.file}: tensor {entry.name!r}"
         if entry.shape != shape:
             raise CheckpointError(f"{where} has shape {list(entry.shape)}, {CONFIG} makes {name!r} {list(shape)}")
@@ -308,7 +338,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: there is no such file, or it asks for code.
-        UnsupportedError: the weights are already quantized.
+        UnsupportedError: the weights are quantized in a way that is not taken.
     """
     file = folder / CONFIG
     try:
@@ -327,14 +357,19 @@ def read_settings(folder: Path) -> dict[str, Any]:
     settings = parse_json(read_small(file, CONFIG_BYTES), file)
     _check_sizes(file, settings)
     _refuse_remote_code(file, settings)
-    quantization = settings.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedError(
-            f"{file}: the weights are already quantized (quantization_config: {method!r})",
-            hint="start from the unquantized checkpoint",
-        )
+    quantized.layout_of(settings, file)
     return settings
+
+
+def _parameters(grouped: Grouped) -> dict[str, TensorEntry | QuantizedTensor]:
+    """Put the parameters of a checkpoint together, sorted by name."""
+    of_codes: dict[str, TensorEntry | QuantizedTensor] = {tensor.name: tensor for tensor in grouped.quantized}
+    for name in of_codes.keys() & grouped.plain.keys():
+        raise CheckpointError(
+            f"{of_codes[name].file}: tensor {name!r} is there as codes and in {grouped.plain[name].file.name} as it is",
+            hint=DAMAGED,
+        )
+    return dict(sorted({**grouped.plain, **of_codes}.items()))
 
 
 def _check_sizes(file: Path, settings: Mapping[str, Any], inside: str = "") -> None:
@@ -389,6 +424,8 @@ def load_config(folder: Path, settings: Mapping[str, Any]) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (StrictDataclassError, *wild) as error:
         raise CheckpointError(f"{file}: transformers refuses it: {error}", hint=DAMAGED) from error
+    if hasattr(config, "quantization_config"):  # the model is that of the weights, however those are stored
+        del config.quantization_config
     return config
 
 

@@ -16,7 +16,16 @@ from llmforge.base import extras, process
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output, verdicts
 from llmforge.cli.caching import connect, remote_option
-from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, is_json_log, out_option, refuse_given, runtime_option
+from llmforge.cli.parameters import (
+    ARTIFACT,
+    NATURAL,
+    PATH,
+    is_json_log,
+    keep_quiet,
+    out_option,
+    refuse_given,
+    runtime_option,
+)
 
 if TYPE_CHECKING:
     from llmforge.metrics.agreement import RuntimeName
@@ -93,7 +102,7 @@ _REMOTE = "remote_cache", "cache_key", "remote_cache_write"
 )  # fmt: skip
 @runtime_option
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a summary.")
-@click.option("--quiet", is_flag=True, help="Hide progress.")
+@click.option("-q", "--quiet", is_flag=True, callback=keep_quiet, help="Hide progress and notes.")
 @click.option(
     "--trace", "trace", type=PATH, metavar="FILE.json",
     help="Write when each stage and pass ran to FILE.json, for a trace viewer such as Perfetto.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +13,7 @@ from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.checkpoint import read_settings
 from llmforge.planning import advice, building, config, deployment, families, scheme
 from llmforge.planning.building import Build
-from llmforge.planning.render import Planned
+from llmforge.planning.render import Planned, Refused
 from llmforge.planning.roofline import Workload
 from llmforge.planning.scheme import Wanted
 from llmforge.planning.shape import Shape
@@ -38,8 +39,13 @@ class Request:
     calibration_tokens: int = 0  # of a recipe
 
 
-def answer(what: Path, asked: Request) -> list[Planned]:
+def answer(
+    what: Path, asked: Request, measured: Callable[[Target], Target | None] = lambda target: None
+) -> list[Planned | Refused]:
     """Plan the recipe or the checkpoint at `what` on every target that is asked for.
+
+    Of several targets, those that cannot be planned are `Refused`; if none can, the first one's error is raised.
+    `measured` may give the figures of a target that has none, as those of CPUs.
 
     Raises:
         UsageError: no such target, no target at all, or options that contradict each other.
@@ -59,7 +65,28 @@ def answer(what: Path, asked: Request) -> list[Planned]:
     found = [targets.find(name) for name in names]
     shape = config.read(folder)
     workload = _workload(shape, asked, intent)
-    return [_planned(shape, target, workload, asked, intent) for target in found]
+    answers: list[Planned | Refused] = []
+    for target in found:
+        figures = measured(target) if target.bandwidth_gbs is None else None
+        try:
+            answers.append(_planned(shape, figures or target, workload, asked, intent))
+        except (UnsupportedError, UsageError) as error:
+            if len(found) == 1:
+                raise
+            answers.append(Refused(target.name, error))
+    if all(isinstance(each, Refused) for each in answers):
+        raise next(each.error for each in answers if isinstance(each, Refused))
+    return answers
+
+
+def of_target(shape: Shape, target: Target, asked: Request) -> Planned:
+    """Plan `shape` on one target, by what is `asked` alone.
+
+    Raises:
+        UsageError, UnsupportedError: as `answer`.
+    """
+    said = Request(calibration_tokens=asked.calibration_tokens)
+    return _planned(shape, target, _workload(shape, asked, said), asked, said)
 
 
 def build_of(recipe: Recipe) -> Build | None:

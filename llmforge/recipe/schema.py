@@ -153,6 +153,9 @@ class QualitySpec(_Section):
     max_tokens: int | None = Field(
         default=None, ge=1, le=2**40, description="maximum tokens to evaluate, spread over all documents; default: all"
     )
+    max_documents: int | None = Field(
+        default=None, ge=1, le=10_000, description="maximum documents to evaluate, spread over the file; default: all"
+    )
     scored: Literal["all", "second-half"] = Field(
         default="all",
         description="tokens of each window that count; second-half: as llama.cpp, and full windows alone",
@@ -462,6 +465,23 @@ class GatesFile(_Section):
         default=None, description="artifact that the release is held against, or `latest-passed`, as --against"
     )
     gates: Gates = Field(description="limits that the release must meet", json_schema_extra=_known_metrics)
+
+    @classmethod
+    def of(cls, gates: Mapping[str, Mapping[str, float]]) -> GatesFile:
+        """Make it of limits that a program gives.
+
+        Raises:
+            UsageError: they do not validate.
+        """
+        try:
+            found = cls.model_validate_json(json.dumps({"gates": gates}))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise UsageError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        for metric, gate in found.gates.items():
+            if why := misdirected(metric, gate):
+                raise UsageError(f"gates.{metric}: {why[0]}", hint=why[1])
+        return found
 
     @classmethod
     def load(cls, path: Path) -> GatesFile:

@@ -396,9 +396,9 @@ class TestConfig:
             Checkpoint.open(tiny_checkpoint)
 
     def test_quantized_already(self, tiny_checkpoint: Path) -> None:
-        edit(tiny_checkpoint / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
+        edit(tiny_checkpoint / "config.json", quantization_config={"quant_method": "of tomorrow", "bits": 4})
         message = refusal(tiny_checkpoint, UnsupportedError)
-        assert "already quantized (quantization_config: 'awq')" in message
+        assert 'already quantized (quantization_config: "of tomorrow")' in message
         assert "hint: start from the unquantized checkpoint" in message
 
     def test_layers_of_several_models(self, tiny_checkpoint: Path) -> None:

@@ -37,7 +37,7 @@ BUILT = {
     H200: ("h200", "h100-sxm", "b200"),
 }
 REFUSED = {
-    INT4: {"t4": "no int4 weights for Turing", "h200": "cannot load a tensorrt-rtx engine"},
+    INT4: {"t4": "no int4 weights for Turing", "h200": "cannot load engines of tensorrt-rtx"},
     FP8: {"a10g": "does not compute in fp8", "t4": "does not compute in fp8"},
     H200: {"a100-80": "does not compute in fp8"},
 }

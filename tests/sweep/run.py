@@ -152,6 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run([name for name in wanted if options.only or name not in records])
     if options.table is not None:
         _write(options.table, render.table(records))
+        if options.table.resolve() == render.DOCUMENT:
+            render.write_packaged(render.table(records))
     print(json.dumps(Counter(record["outcome"] for name, record in records.items() if "@" not in name)))
     return 0
 

@@ -47,10 +47,9 @@ class Places(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         given = self.position_ids
         if given is not None and getattr(func, "__name__", "") in SUMS and len(args) == 2 and not kwargs:
-            counts = [x for x in args if self._counts.get(id(x)) is x]
+            counts: list[Any] = [x for x in args if self._counts.get(id(x)) is x]
             lengths = [x for x in args if any(x is each for each in self._lengths)]
-            tokens = given.shape[1]
-            if len(counts) == len(lengths) == 1 and counts[0].shape[0] == tokens:
+            if len(counts) == len(lengths) == 1 and counts[0].shape[0] == given.shape[1]:
                 return Positions(given)
         result = func(*args, **kwargs)
         if func is torch.arange and (len(args) == 1 or (len(args) == 2 and type(args[0]) is int and args[0] == 0)):
