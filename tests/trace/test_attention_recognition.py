@@ -47,7 +47,9 @@ def test_roundings_of_probabilities_are_no_slope(total: int, noise: float, width
 
 @pytest.mark.parametrize("slope", [2.0**-0.5, 2.0**-3.5, 2.0**-7.5])
 @pytest.mark.parametrize("total", [128, 8192])
-def test_a_slope_that_is_added_by_absolute_positions_is_read_where_it_is_rounded_least(slope: float, total: int) -> None:
+def test_a_slope_that_is_added_by_absolute_positions_is_read_where_it_is_rounded_least(
+    slope: float, total: int
+) -> None:
     """Bloom of 112 heads: in fp32 a score of some thousands is off by more than the slope."""
     probed = attention(slope)
 

@@ -6,10 +6,11 @@ import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import interface
-from llmforge.ir.graph import dims
+from llmforge.ir.graph import dims, static
 from llmforge.ir.operators.record import (
     CANONICAL,
     FLOAT,
+    FLOAT8,
     FLOATS,
     FP32,
     I32,
@@ -25,6 +26,7 @@ from llmforge.ir.operators.record import (
     Precision,
     Stage,
     integer,
+    integers,
     listed,
     real,
     shown,
@@ -162,6 +164,40 @@ class MoE(Experts, domain=CANONICAL):
         return _dim(self.expert_ids, -1)
 
 
+class LowRankAdapter(Operator, domain=CANONICAL):
+    """What adapters add to a linear layer: base [B, S, N], x [B, S, K], one of `a` [n + 1, K, P·R], `b` [n + 1, R, N].
+
+    Row b of the batch takes number adapter_ids[b] of the n adapters, 0 is none. The features of the layer are P parts,
+    side by side, of `widths`; part p multiplies columns p·R … (p + 1)·R - 1 of x·a[id] by its columns of b[id].
+    """
+
+    base = Input(FLOATS, 3)
+    x = Input(FLOATS, 3)
+    adapter_ids = Input(I64, 1)
+    a = Input(FLOATS, 3, chosen_by_row=True)
+    b = Input(FLOATS, 3, chosen_by_row=True)
+    widths = integers()
+    y = Output()
+    indivisible = "adapters that requests choose are not divided"
+
+    def check(self) -> None:
+        """Check that the matrices fit the layer and its parts."""
+        a, b, parts = dims(self.a), dims(self.b), len(self.widths)
+        self.require(parts > 0 and min(self.widths) > 0, f"widths are {list(self.widths)}, must be positive")
+        if not a or not b or not isinstance(b[1], int):
+            return
+        fits = a[0] == b[0] and a[2] == parts * b[1] and b[2] == sum(self.widths)
+        self.require(fits, f"a {shown(a)} and b {shown(b)} do not fit parts of {list(self.widths)}")
+        for name, axis, size in (("x", -1, a[1]), ("base", -1, b[2])):
+            held = _dim(getattr(self, name), axis)
+            self.require(held in (None, size), f"{name} is {held} wide, must be {size}")
+
+    @property
+    def rank(self) -> int:
+        """The rank R of each part's product."""
+        return static(self.b)[1]
+
+
 class CausalConv(Operator, domain=CANONICAL):
     """A depthwise convolution over the tokens: x [B, S, C], weight [C, 1, taps], its state [B, taps - 1, C]."""
 
@@ -240,6 +276,24 @@ class LinearAttention(Operator, domain=CANONICAL):
         found = _dim(self.decay, 2)
         fits = found in (None, heads, heads * width)
         self.require(fits, f"decay is {found} wide, must be {heads} or {heads * width} for {shown(state)}")
+
+
+class Fp4Linear(Operator, domain=CANONICAL):
+    """A product in NVFP4: x [B, S, K], rounded to e2m1 in blocks of 16 features, codes [K, N], scales [K / 16, N]."""
+
+    x = Input(FLOATS, 3)
+    codes = Input({ir.DataType.FLOAT4E2M1}, 2)
+    scales = Input({FLOAT8}, 2)
+    weight_scale = Input(FP32, 0, fp32=True)
+    input_scale = Input(FP32, 0, fp32=True)  # of x: block scales are fp8 in its units
+    linear = True
+    precision = Precision.HALF
+    indivisible = "layers in NVFP4 are not divided; split the graph before quantize-fp4"
+
+    def check(self) -> None:
+        """Check that blocks divide the matrix."""
+        k, rows = _dim(self.codes, 0), _dim(self.scales, 0)
+        self.require(k is not None and rows is not None and k == 16 * rows, f"{k} rows are not {rows} blocks of 16")
 
 
 class CacheLengths(Operator, domain=CANONICAL):
