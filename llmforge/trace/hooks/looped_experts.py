@@ -55,7 +55,7 @@ def substitute(model: nn.Module) -> None:
     """Let each such module of `model` emit `llmforge::MoE`; one that computes something else is left alone."""
     known: dict[object, _Found | None] = {}
     for module in list(model.modules()):
-        if "forward" in vars(module) or any(map(experts.marked, module.modules())):
+        if "forward" in vars(module) or not _may_be(module) or any(map(experts.marked, module.modules())):
             continue
         for probe, emitter in ((_probe_loop, _loop), (_probe_gated_input, _gated_input)):
             key = (probe, type(module), str(module), *((n, tuple(p.shape)) for n, p in module.named_parameters()))
@@ -65,6 +65,15 @@ def substitute(model: nn.Module) -> None:
             if (found := known[key]) is not None:
                 module.forward = emitter(module, found)
                 break
+
+
+def _may_be(module: nn.Module) -> bool:
+    """Say whether a module is called like one of them and has stacks of matrices, or three matrices of one shape."""
+    if len(inspect.signature(type(module).forward).parameters) not in (2, 4):
+        return False
+    parameters = list(module.parameters())
+    stacked = sum(each.dim() == 3 for each in parameters)
+    return stacked == 2 or (len(parameters) == 3 and len({each.shape for each in parameters}) == 1)
 
 
 # Experts of tokens that were given theirs.
