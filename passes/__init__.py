@@ -12,6 +12,7 @@ from llmforge.passes.optimum_interface import OptimumInterface
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.quantize_channels import QuantizeChannels
+from llmforge.passes.quantize_fp4 import QuantizeFp4
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.passes.quantize_weights import QuantizeWeights
 
@@ -24,6 +25,7 @@ ALL: tuple[type[Pass], ...] = (
     AddAdapters,
     QuantizeWeights,
     QuantizeChannels,
+    QuantizeFp4,
     FuseExperts,
     QuantizeKvCache,
     LowerPrecision,

@@ -225,6 +225,7 @@ class QuantizeWeights(Pass):
                     changes.skipped.append(Skipped(str(node.name), str(reason)))
         if changes:
             graph.drop_unused(model)
+        changes.notes += rewriting.notes()
         return changes
 
 
@@ -243,6 +244,15 @@ class _Rewriting:
     routers: Mapping[ir.Node, ir.Node]  # nodes of routers that stay, and the experts that they choose
     changes: Changes = field(default_factory=Changes)
     reordered: dict[tuple[ir.Value, bytes], ir.Value] = field(default_factory=dict)  # inputs, by the order of columns
+
+    dequantized: dict[str, list[str]] = field(default_factory=dict)  # tensors whose codes are not held, by the reason
+
+    def notes(self) -> list[str]:
+        """Say which codes of the checkpoint were not taken."""
+        return [
+            f"{self.step.name}: {_counted(tensors)}: the codes {reason}; the weights stay dequantized"
+            for reason, tensors in self.dequantized.items()
+        ]
 
     def rewrite(self, node: ir.Node) -> None:
         """Rewrite what `node` stands for."""
@@ -310,6 +320,8 @@ class _Rewriting:
         if reason := moe_kernels.reason(layer):
             raise _Skip(f"{reason}; its matrices stay fp32")
         if self.step.takes_stored:
+            names = _names(layer.up) + _names(layer.down)
+            self.dequantized.setdefault("of experts are not taken", []).append(", ".join(names))
             raise _Skip("codes of experts are not taken; its matrices stay dequantized")
         experts = moe_kernels.of(layer)
         grid = self.step.grid.fitting(experts.hidden, experts.inner)
@@ -385,7 +397,10 @@ class _Rewriting:
         try:
             found = together([self.context.stored(tensor) for tensor in tensors])
         except NotHeld as reason:
-            raise _Skip(f"its codes {reason}; it stays dequantized") from reason
+            if not reason.is_plain:
+                self.dequantized.setdefault(str(reason), []).append(", ".join(tensors))
+                raise _Skip(f"its codes {reason}; it stays dequantized") from reason
+            raise _Skip(f"its codes {reason}") from reason
         return LazyMatrix(found.read, n, k, found.grid), found.columns
 
     def _reorder(self, layer: linears.Linear, columns: NDArray[np.intp]) -> None:
@@ -504,6 +519,11 @@ class _Rewriting:
 
     def _note(self, node: ir.Node, what: str) -> None:
         self.changes.rewritten.append(Rewritten(str(node.name), what))
+
+
+def _counted(tensors: list[str]) -> str:
+    """Name the first of several tensors and count the others."""
+    return tensors[0] if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more"
 
 
 def _names(weight: ir.Value) -> list[str]:

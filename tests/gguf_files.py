@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  numpy reads bf16 by it
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
@@ -119,9 +120,10 @@ def metadata_of(settings: Mapping[str, Any], architecture: str) -> dict[str, byt
         "rope.freq_base": value(FLOAT32, rope["rope_theta"]),
         "rope.dimension_count": value(UINT32, head_dim),
     }
-    if "num_experts" in settings:
+    experts = settings.get("num_experts", settings.get("num_local_experts"))
+    if experts is not None:
         of_architecture |= {
-            "expert_count": value(UINT32, settings["num_experts"]),
+            "expert_count": value(UINT32, experts),
             "expert_used_count": value(UINT32, settings["num_experts_per_tok"]),
             "expert_feed_forward_length": value(UINT32, settings["moe_intermediate_size"]),
         }

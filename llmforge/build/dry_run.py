@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from llmforge import engines
 from llmforge.base.errors import UnsupportedError
+from llmforge.build import elsewhere
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import Adapter
 from llmforge.engines import interop, signatures
@@ -23,10 +24,12 @@ from llmforge.lowering import pass_base
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
 from llmforge.parallel import shard_plan
 from llmforge.quantization.grids import Grid, QuantizedMatrix
-from llmforge.quantization.statistics import KvRange, Statistics
+from llmforge.quantization.statistics import InputRange, KvRange, Statistics
 from llmforge.quantization.stored import StoredCodes
 from llmforge.recipe import EngineSpec
 from llmforge.targets import Target
+
+_READ = InputRange(np.ones((), np.float32))  # of every feature, however many there are
 
 
 def run(
@@ -68,6 +71,7 @@ def run(
             )
         else:
             idle |= {fact: f"{step.name} changed no node: {_reason(changes)}" for fact in step.provides}
+    elsewhere.check(spec, target, [step.name for step in steps], copy, model, checkpoint)
     builder = engines.for_target(spec.backend, target)
     if spec.tensor_parallel > 1:
         shard_plan.plan(copy.clone(), spec.tensor_parallel)
@@ -92,7 +96,7 @@ def _reason(changes: Changes) -> str:
 
 def _stand_in(model: ir.Model, calibrated: Mapping[str, Grid]) -> Statistics:
     """Make up the results of a calibration: the passes ask what there is, and read no matrix before it is written."""
-    read = {name: 1.0 for value in model.graph.initializers.values() for name in graph.sources(value)}
+    read = {name: _READ for value in model.graph.initializers.values() for name in graph.sources(value)}
     unread = {
         name: QuantizedMatrix(grid, np.empty((0, 0), np.uint8), np.empty((0, 0), np.float32), None)
         for name, grid in calibrated.items()

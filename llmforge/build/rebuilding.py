@@ -46,6 +46,7 @@ def rebuilt(recipe: Recipe, cache: Callable[[], Cache] | None, progress: Progres
     progress.stage("Check recipe, target and data")
     steps, target = recipe.instantiate(passes.ALL), targets.find(recipe.target)
     preflight.check(recipe)
+    preflight.check_source(recipe, steps)
     with TemporaryDirectory() as folder, reuse.opened(cache, Path(folder), progress) as kept:
         checkpoint = Checkpoint.located(recipe.checkpoint, recipe.merged)
         kept.configure(checkpoint, progress)

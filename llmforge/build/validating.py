@@ -19,7 +19,7 @@ from llmforge.artifact import Artifact
 from llmforge.base.errors import DataError, EnginePending, UnsupportedError, UsageError
 from llmforge.base.progress import Progress, Silent
 from llmforge.base.sealed import is_content
-from llmforge.build import evidence, finishing, tasks, texts
+from llmforge.build import evidence, finishing, reference, tasks, texts
 from llmforge.build.evidence import Clock
 from llmforge.build.publishing import BuildResult
 from llmforge.build.reuse import opened as opened_cache
@@ -282,7 +282,8 @@ def decide(
             f"{len(ours)} documents were measured already, and there are no further ones up to {total}",
             hint="give more text with --text FILE.jsonl, or a larger --max-documents",
         )
-    baseline = open_baseline(checkpoint, threads=recipe.engine.threads or physical_cores())
+    original = reference.of(recipe.validation.quality, checkpoint)
+    baseline = open_baseline(original, threads=recipe.engine.threads or physical_cores())
     looks: list[Look] = []
     for size, alpha in gates.schedule(len(ours), total):
         progress.stage(f"Measure up to {size} documents")

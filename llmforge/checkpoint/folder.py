@@ -246,7 +246,12 @@ class Checkpoint:
             done += count
             progress.advance(done, total)
 
-        hashes = {file.name: digest_weights(file, self._stored_in(file), advance) for file in self.weight_files}
+        hashes = {
+            gguf.WEIGHTS if file.suffix == gguf.SUFFIX else file.name: digest_weights(
+                file, self._stored_in(file), advance
+            )
+            for file in self.weight_files
+        }
         small = [self.path / name for name in SMALL_FILES if (self.path / name).exists()]
         hashes |= {file.name: hashlib.sha256(read_small(file)).hexdigest() for file in small}
         lines = "".join(f"{name} {digest}\n" for name, digest in sorted(hashes.items()))
@@ -355,12 +360,13 @@ class Checkpoint:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read `config.json` and refuse what no later stage may meet.
+    """Read `config.json`, or what a GGUF file says instead, and refuse what no later stage may meet.
 
     Raises:
         CheckpointError: there is no such file, or it asks for code.
         UnsupportedError: the weights are quantized in a way that is not taken.
     """
+    folder = gguf.folder_of(folder)
     file = folder / CONFIG
     try:
         if not folder.is_dir():

@@ -166,12 +166,13 @@ def build(
         with process.unwatched():
             from llmforge import passes
 
-        loaded.instantiate(passes.ALL)  # a recipe that is wrong says so before torch is imported
+        steps = loaded.instantiate(passes.ALL)  # a recipe that is wrong says so before torch is imported
         if pending is None:
             with process.unwatched():
                 from llmforge.build import preflight
 
             preflight.check(loaded)
+            preflight.check_source(loaded, steps)
             for tight in preflight.check_room(loaded, out):
                 console.say(f"note: {tight}")
 

@@ -3,6 +3,7 @@
 `llmforge::Attention` becomes two TensorScatter, which write the step's keys and values into the cache, and one
 Attention over the whole buffer under a boolean mask [batch, 1, sequence, capacity], built once for every window, or an
 additive one by head, where scores have a bias by position.
+`llmforge::Fp4Linear` becomes a MatMul of rounded numbers (`fp4`).
 `llmforge::MoE` becomes a Loop over the experts that a step chooses (`moe`); how layers with a recurrent state are
 written stands in `llmforge.ir.recurrence`.
 `llmforge::GrowingAttention` becomes two Concat, of past and new, and the same Attention under a mask that the graph's
@@ -22,6 +23,7 @@ import onnx_ir as ir
 from llmforge.ir import graph as g
 from llmforge.ir import interface, low_rank, moe, operators
 from llmforge.ir.builder import Builder, shared
+from llmforge.ir.fp4 import Fp4Expansion
 from llmforge.ir.masked_step import MaskedStep
 from llmforge.ir.operators import canonical
 from llmforge.ir.operators.record import CANONICAL, Operator
@@ -44,6 +46,7 @@ def expand(model: ir.Model) -> ir.Model:
         canonical.Attention: attention.attention,
         canonical.GrowingAttention: attention.growing_attention,
         canonical.MoE: lambda experts: g.replace_value(experts.output, moe.Expansion(clone, experts).result()),
+        canonical.Fp4Linear: Fp4Expansion(clone).expand,
         canonical.CacheLengths: masked.cache_lengths,
         canonical.TokenOrder: masked.token_order,
         canonical.RowPlaces: masked.row_places,

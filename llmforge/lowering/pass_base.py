@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from llmforge.base.errors import ForgeError, UnsupportedError
 from llmforge.ir.scratch import Scratch
 from llmforge.quantization.statistics import Demand, Statistics
-from llmforge.targets import Target
+from llmforge.targets import WORTH, Rate, Target
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -135,6 +135,19 @@ class Context:
                 f"{', '.join(self._target.rates)}",
                 hint=f"set `dtype` to one of these{otherwise}",
             )
+
+    def require_faster(self, step: str, dtype: Rate, otherwise: str) -> None:
+        """Return unless the target is known not to multiply faster in `dtype` than without; `otherwise` is the hint.
+
+        Raises:
+            UnsupportedError: it is, with both figures.
+        """
+        if (known := self._target.speedup(dtype)) is None or known.times > 1 + WORTH:
+            return
+        raise UnsupportedError(
+            f"{step}: does not pay on target {self._target.name} ({self._target.title}): {known}",
+            hint=f"{otherwise}: weights alone take fewer bytes, which is what decoding waits for",
+        )
 
 
 class Pass(ABC):

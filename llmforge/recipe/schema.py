@@ -30,7 +30,7 @@ from pydantic import (
 
 from llmforge import targets
 from llmforge.base import small_file
-from llmforge.base.backends import BackendName
+from llmforge.base.backends import BACKENDS, BackendName
 from llmforge.base.errors import InputError, RecipeError, UsageError
 from llmforge.base.located_yaml import Location, Source, dotted, read
 from llmforge.checkpoint import documents
@@ -188,6 +188,17 @@ class QualitySpec(_Section):
         description=f"documents whose first {PROMPT_TOKENS} tokens both models continue by {ANSWER_TOKENS}, greedily; "
         "default: none",
     )
+    reference: RecipePath | None = Field(
+        default=None,
+        description="folder of the checkpoint before it was quantized, which quality is measured against; default: "
+        "`checkpoint`",
+    )
+
+    @model_serializer(mode="wrap")
+    def _asked_for(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the reference where there is none: versions of older recipes stay."""
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if name != "reference" or value is not None}
 
 
 class SloSpec(_Section):
@@ -483,6 +494,23 @@ class GatesFile(_Section):
     gates: Gates = Field(description="limits that the release must meet", json_schema_extra=_known_metrics)
 
     @classmethod
+    def of(cls, gates: Mapping[str, Mapping[str, float]]) -> GatesFile:
+        """Make it of limits that a program gives.
+
+        Raises:
+            UsageError: they do not validate.
+        """
+        try:
+            found = cls.model_validate_json(json.dumps({"gates": gates}))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise UsageError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        for metric, gate in found.gates.items():
+            if why := misdirected(metric, gate):
+                raise UsageError(f"gates.{metric}: {why[0]}", hint=why[1])
+        return found
+
+    @classmethod
     def load(cls, path: Path) -> GatesFile:
         """Read the file at `path`.
 
@@ -535,6 +563,9 @@ class Recipe(_Section):
         default_factory=dict, description="limits that the artifact must meet", json_schema_extra=_known_metrics
     )
     serving: ServingSpec = Field(default_factory=ServingSpec)
+    requantize: bool = Field(
+        default=False, description="let passes choose codes for weights that the checkpoint stores as codes already"
+    )
 
     _source: Source = PrivateAttr()
 
@@ -643,6 +674,13 @@ class Recipe(_Section):
         """Say why another runtime would not load what this recipe builds, and a hint; None: it does."""
         passes = [cls for cls in registry if cls.name in {spec.name for spec in self.passes}]
         hint = "see recipes/portable.yaml and recipes/genai.yaml"
+        record = BACKENDS[self.engine.backend].elsewhere
+        if record is not None and runtime == record.runtime:
+            return None
+        if record is not None:
+            return f"{runtime} cannot load a {self.engine.backend} artifact", f"its runtime is {record.runtime}"
+        if runtime in {each.elsewhere.runtime for each in BACKENDS.values() if each.elsewhere is not None}:
+            return f"{runtime} cannot load engines of the backend {self.engine.backend}", hint
         if self.engine.backend != "onnxruntime":
             return f"{runtime} cannot load engines of the backend {self.engine.backend}", hint
         if own := [cls.name for cls in passes if cls.own_operators]:
@@ -663,6 +701,8 @@ class Recipe(_Section):
         """
         plain = self.model_dump(mode="json", by_alias=True)
         plain["checkpoint"] = self.checkpoint.name
+        if not self.requantize:
+            del plain["requantize"]  # versions of older recipes stay
         for number, adapter in enumerate(self.adapters):
             plain["adapters"][number]["path"] = {"name": adapter.path.name, "sha256": _source(adapter).digest()}
         if targets.is_file(self.target):
@@ -671,6 +711,8 @@ class Recipe(_Section):
             plain["calibration"]["data"] = _content(self.calibration.data)
         if self.validation.quality is not None:
             plain["validation"]["quality"]["data"] = _content(self.validation.quality.data)
+            if (reference := self.validation.quality.reference) is not None:
+                plain["validation"]["quality"]["reference"] = reference.name
         if (latency := self.validation.latency) is not None and latency.trace is not None:
             plain["validation"]["latency"]["workloads"]["trace"]["data"] = _content(latency.trace.data)
         if (tasks := self.validation.tasks) is not None:
@@ -723,6 +765,12 @@ class Recipe(_Section):
                 yield self._problem(
                     where, f"prompts and answers of {RUNTIME_TOKENS} tokens exceed engine.max_context, {longest}"
                 )
+        if (record := BACKENDS[self.engine.backend].elsewhere) is not None:
+            hint = f"serve the artifact, `{record.serve.format(engine='ARTIFACT/engine')}`, and measure it there"
+            for where_else in ("latency", "tasks"):
+                if getattr(self.validation, where_else) is not None:
+                    what = f"is measured on what serves, and that is {record.servers}"
+                    yield self._problem(("validation", where_else), what, hint)
         if latency is not None:
             yield from self._loads_that_do_not_fit(latency)
         for metric, gate in self.gates.items():

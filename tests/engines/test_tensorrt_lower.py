@@ -152,6 +152,15 @@ def test_eight_bit_weights_are_those_of_the_quantized_graph(dtype: Any) -> None:
     assert largest_difference(model, lowered) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_activations_by_token_are_those_of_the_quantized_graph(dtype: Any) -> None:
+    """Attention sums in another order, so that a number beside a border may take the other code: a step, of few."""
+    step = QuantizeChannels(budget=LOOSE, dtype=dtype, activations="per_token", smooth=False)
+    model = after(graphs.llama(), step)
+    lowered, _ = lower.rewrite(model, CAPACITY)
+    assert largest_difference(model, lowered) < (2**-6 if dtype == "int8" else 2**-3)
+
+
 @pytest.mark.parametrize("name", ["grouped queries", "sinks", "soft cap"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_half_precision_rounds_as_the_graph_before_it(name: str, dtype: Any) -> None:

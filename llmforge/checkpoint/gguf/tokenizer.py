@@ -98,6 +98,8 @@ def _parts(header: Header) -> dict[str, Any]:
         made[name] = value
     if "tokenizer_type" not in made or not made.get("tokens"):
         raise CheckpointError(f"{header.file}: has no tokenizer: no tokenizer.ggml.model or tokens", hint=DAMAGED)
+    if made["tokenizer_type"] == "gpt2":
+        made.setdefault("merges", [])  # of bytes alone
     for name in ("scores", "token_type"):
         if name in made and len(made[name]) != len(made["tokens"]):
             raise CheckpointError(

@@ -45,13 +45,14 @@ def dequantize(weight: NDArray[Any], scales: NDArray[Any], block_size: tuple[int
         factors = factors.reshape((1,) * len(wanted))
     elif factors.shape != wanted:
         raise ValueError(f"scales of shape {list(wanted)} are expected, they are {list(factors.shape)}")
-    if block_size is None:
-        values *= factors
-        return values
-    rows, columns = block_size
-    for band in range(wanted[-2]):  # of rows: never more than one band of spread scales
-        spread = np.repeat(factors[..., band, :], columns, axis=-1)[..., : weight.shape[-1]]
-        values[..., band * rows : (band + 1) * rows, :] *= spread[..., None, :]
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused where it is used
+        if block_size is None:
+            values *= factors
+            return values
+        rows, columns = block_size
+        for band in range(wanted[-2]):  # of rows: never more than one band of spread scales
+            spread = np.repeat(factors[..., band, :], columns, axis=-1)[..., : weight.shape[-1]]
+            values[..., band * rows : (band + 1) * rows, :] *= spread[..., None, :]
     return values
 
 

@@ -133,6 +133,13 @@ class Integers(QuantizedTensor):
         return Grid(bits, block, middle and bits == self.bits, scale)
 
 
+def grid_of(bits: int, group_size: int, *, symmetric: bool) -> Grid | None:
+    """Guess the grid of codes in groups, -1: by channel, that lie in order; None: no grid holds them."""
+    block = LARGEST_BLOCK if group_size == -1 else math.gcd(LARGEST_BLOCK, group_size)
+    held = _HELD.get(bits, bits)
+    return None if block < SMALLEST_BLOCK else Grid(held, block, symmetric and held == bits, "fp16")
+
+
 def along_rows(words: NDArray[np.int32], bits: int, count: int) -> NDArray[np.uint8]:
     """Unpack rows of 32-bit words [N, W] to `count` codes each, the first in the lowest bits; codes may span words."""
     return unpack_bits(np.ascontiguousarray(words, "<i4").view(np.uint8), bits, count)

@@ -89,6 +89,8 @@ def _reason(view: Operator) -> tuple[str | None, str]:
             return None, ""
         case canonical.AllReduce() | canonical.AllGather():
             return collectives.reason_against(view), "split the graph along its last axis"
+        case canonical.Fp4Linear():
+            return None, ""
         case canonical.CausalConv() | canonical.LinearAttention():
             return "layers with a recurrent state are not lowered", _OTHER_ENGINE
         case contrib.MatMulNBits() | contrib.GatherBlockQuantized():
@@ -154,6 +156,8 @@ class _Rewriting(Builder):
                 return "LowRankAdapter to Gather and MatMul, which no GPU has run"
             case canonical.AllReduce() | canonical.AllGather() as collective:
                 return collectives.lower(collective)
+            case canonical.Fp4Linear() as layer:
+                return self._weights.multiply_fp4(layer)
             case contrib.MatMulNBits() as product:
                 return self._weights.multiply(product)
             case contrib.GatherBlockQuantized() as lookup:

@@ -10,6 +10,7 @@ from llmforge.ir.graph import dims, static
 from llmforge.ir.operators.record import (
     CANONICAL,
     FLOAT,
+    FLOAT8,
     FLOATS,
     FP32,
     I32,
@@ -274,6 +275,24 @@ class LinearAttention(Operator, domain=CANONICAL):
         found = _dim(self.decay, 2)
         fits = found in (None, heads, heads * width)
         self.require(fits, f"decay is {found} wide, must be {heads} or {heads * width} for {shown(state)}")
+
+
+class Fp4Linear(Operator, domain=CANONICAL):
+    """A product in NVFP4: x [B, S, K], rounded to e2m1 in blocks of 16 features, codes [K, N], scales [K / 16, N]."""
+
+    x = Input(FLOATS, 3)
+    codes = Input({ir.DataType.FLOAT4E2M1}, 2)
+    scales = Input({FLOAT8}, 2)
+    weight_scale = Input(FP32, 0, fp32=True)
+    input_scale = Input(FP32, 0, fp32=True)  # of x: block scales are fp8 in its units
+    linear = True
+    precision = Precision.HALF
+    indivisible = "layers in NVFP4 are not divided; split the graph before quantize-fp4"
+
+    def check(self) -> None:
+        """Check that blocks divide the matrix."""
+        k, rows = _dim(self.codes, 0), _dim(self.scales, 0)
+        self.require(k is not None and rows is not None and k == 16 * rows, f"{k} rows are not {rows} blocks of 16")
 
 
 class CacheLengths(Operator, domain=CANONICAL):

@@ -160,8 +160,9 @@ class RuntimeConfig:
 
     def _check_parts(self, where: str) -> None:
         """Refuse parts that `provider` does not have, and missing ones that it has."""
-        compiled, kind = backends.of_provider(self.provider).compiled, PROVIDERS[self.provider].kind
-        parts = {"onnxruntime": not compiled, "plan": compiled, "device": kind == "gpu"}
+        backend, kind = backends.of_provider(self.provider), PROVIDERS[self.provider].kind
+        ours = backend.elsewhere is None
+        parts = {"onnxruntime": ours and not backend.compiled, "plan": backend.compiled, "device": kind == "gpu"}
         for name, wanted in parts.items():
             if (getattr(self, name) is not None) != wanted:
                 state = "is missing" if wanted else "makes no sense"
