@@ -101,7 +101,7 @@ def _missing(adapters: Sequence[Adapter], missing: Sequence[str]) -> CheckpointE
     trained = f"; it was trained on {adapter.base}" if adapter.base else ""
     return UnsupportedError(
         f"{adapter.path}: adapter {adapter.name}: no linear layer of the graph multiplies by {missing[0]!r}{trained}",
-        hint=f"put add-adapters before passes that quantize; experts and tied heads: {MERGE}",
+        hint=f"put add-adapters before passes that quantize; experts, tied heads, up-projections of latents: {MERGE}",
     )
 
 

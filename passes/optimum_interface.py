@@ -28,7 +28,7 @@ from pydantic.dataclasses import dataclass
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface, logits_rows
-from llmforge.ir.operators.canonical import Attention, GrowingAttention
+from llmforge.ir.operators.canonical import Attention, GrowingAttention, LatentAttention
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _PAST_SLOTS = "past_sequence_length"  # names of dimensions, as optimum's exporters spell them
@@ -79,6 +79,12 @@ class OptimumInterface(Pass):
                 raise UnsupportedError(
                     f"{self.name}: node {others[0].name}, {others[0].op_type}, keeps a state of fixed size; "
                     "ORTModelForCausalLM feeds caches of keys and values",
+                    hint="leave this pass out of the recipe",
+                )
+            if others and LatentAttention.matches(others[0]):
+                raise UnsupportedError(
+                    f"{self.name}: node {others[0].name}, {others[0].op_type}, caches latents; ORTModelForCausalLM "
+                    "feeds caches of keys and values",
                     hint="leave this pass out of the recipe",
                 )
             if others:

@@ -39,7 +39,7 @@ PLACES = frozenset(
 ADAPTER_IDS = "adapter_ids"  # int64 [batch]: the adapter of each row, from 1 on; 0: none
 LOGITS_ROWS = "logits_rows"  # int64 [rows], default [-1]
 LOGITS = "logits"  # [batch, rows, vocabulary]
-PAST = re.compile(r"past_key_values\.(\d+)\.(key|value|conv|recurrent)")  # a cache, its layer and part
+PAST = re.compile(r"past_key_values\.(\d+)\.(key|value|latent|conv|recurrent)")  # a cache, its layer and part
 STATES = ("conv", "recurrent")  # parts of a cache that every token replaces, instead of adding to them
 
 ADAPTERS = "llmforge.adapters"  # metadata_props key of a model: JSON list of the adapters' names, number 1 first
@@ -47,7 +47,7 @@ FALLBACK = "llmforge.fallback"  # metadata_props key of a model: why its own att
 
 
 def past_part(layer: int, part: str) -> str:
-    """Name the graph input that holds a part of the cache of `layer`: key, value, conv or recurrent."""
+    """Name the graph input that holds a part of the cache of `layer`: key, value, latent, conv or recurrent."""
     return f"past_key_values.{layer}.{part}"
 
 

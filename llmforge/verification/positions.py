@@ -165,7 +165,7 @@ def require_windows(
     proven: set[tuple[OwnMask, int]] = set()
     for index, nodes in layers.items():
         for node in nodes:
-            attention = canonical.Attention.of(node)
+            attention = next((kind(node) for kind in canonical.ATTENTIONS if kind.matches(node)), None)
             if attention is None:
                 continue
             mask = given[index].mask

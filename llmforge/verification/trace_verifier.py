@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from llmforge.base import process
 from llmforge.base.errors import NotADecoder, RunFailed, UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
-from llmforge.ir import graph, interface, summary
+from llmforge.ir import graph, interface, operators, summary
 from llmforge.ir.operators import canonical, standard
 from llmforge.trace.export import pattern, replicate_layers
 from llmforge.trace.export.limits import LONGEST, TAIL, WHOLE_BYTES
@@ -157,7 +157,7 @@ def _verify(
         )
     context = checkpoint.geometry.context
     named = _named(checkpoint)
-    of_attention = {layer.window for layer in canonical.Attention.all(model)} - {0}
+    of_attention = {layer.window for kind in canonical.ATTENTIONS for layer in kind.all(model)} - {0}
     windows = sorted(of_attention | summary.rotary_switches(model))
     if foreseen is not None and foreseen.part != part:
         del foreseen.reference
@@ -459,7 +459,7 @@ def _layers_of(model: ir.Model, stack: str, depth: int) -> dict[int, list[ir.Nod
     layers: dict[int, list[ir.Node]] = {index: [] for index in range(depth if stack else 0)}
     named = re.compile(rf"{re.escape(stack)}\.(\d+)[./]")
     for node in model.graph if stack else ():
-        if canonical.Attention.matches(node) or standard.RotaryEmbedding.matches(node):
+        if operators.is_a(node, *canonical.ATTENTIONS, standard.RotaryEmbedding):
             match = named.match(node.name or "")
             if match is None or int(match[1]) not in layers:
                 raise VerificationError(f"node {node.name} of the traced graph is of no layer", hint=HINT)

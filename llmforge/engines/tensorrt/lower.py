@@ -79,7 +79,7 @@ def unsupported(model: ir.Model) -> list[Unsupported]:
 def _reason(view: Operator) -> tuple[str | None, str]:
     """Say why there is no way for a node, None where there is one, and what to do."""
     match view:
-        case canonical.Attention():
+        case canonical.Attention() | canonical.LatentAttention():
             fp32 = view.q.dtype == ir.DataType.FLOAT
             reason = "IAttention has kernels for fp16 and bf16 only, not fp32" if fp32 else None
             return reason, "put `lower-precision` into the recipe"
@@ -149,6 +149,8 @@ class _Rewriting(Builder):
         match operators.view(node):
             case canonical.Attention() as attention:
                 return self._attentions.rewrite(attention)
+            case canonical.LatentAttention() as latent:
+                return self._attentions.rewrite_latent(latent)
             case canonical.MoE() as layer:
                 return experts.lower(self.model, layer)
             case canonical.LowRankAdapter() as layer:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir.operators import canonical
-from llmforge.trace.hooks import internals, masks, rotary
+from llmforge.trace.hooks import internals, latents, masks, rotary
 from llmforge.trace.hooks.ones import Ones
 from llmforge.trace.hooks.symbolic import emit
 
@@ -33,8 +34,8 @@ INERT = frozenset(
 class CacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: ignore[no-untyped-call, override]
     """The cache of one layer: hands on what a step adds to it, and remembers which tensors they were.
 
-    Parts have the names that they have in the graph: key and value [B, kv_heads, C, D], conv [B, K-1, C], recurrent
-    [B, H, D, Dv] (`states`). A dry run learns which parts there are.
+    Parts have the names that they have in the graph: key and value [B, kv_heads, C, D], or a latent [B, 1, C, L+R] of
+    both; conv [B, K-1, C], recurrent [B, H, D, Dv] (`states`). A dry run learns which parts there are.
     """
 
     is_sliding = False
@@ -78,7 +79,8 @@ class CacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: igno
         Rows of a batch have different pasts, so a model that computes with one length for all cannot be right. What
         it computes from the capacity leaves a Shape of the cache in the graph, which the dialect does not have.
         """
-        return 1 if self.past is None or "key" not in self.past else self.past["key"].shape[2]
+        slots = [cache.shape[2] for part, cache in (self.past or {}).items() if part in ("key", "latent")]
+        return slots[0] if slots else 1
 
     def get_max_length(self) -> int:
         """Return -1, transformers' sign for no limit."""
@@ -127,6 +129,8 @@ class Attention:
     NAME = "llmforge"
     LAYER: Callable[..., CacheLayer] = CacheLayer  # takes the graph inputs of a layer (None: a dry run), and this
     bounded = False  # code that indexes tables by its sizes is right up to the longest context, and torch says so
+
+    latent = True  # cache latents where a model has them, and not the keys and values that are made of them
 
     past_lengths: Tensor  # int32 [B], of the run under way
     lengths: Tensor  # int32 [B]
@@ -212,44 +216,67 @@ class Attention:
         index = self._layer_of(key, value)
         layer = self.layers[index]
         layer.read = (key, value)
+        matrix = self._expansion(module, layer, key, value)
+        if matrix is not None:
+            layer.shapes["latent"] = (1, sum(part.shape[3] for part in layer.new or ()))
         (batch, num_heads, sequence, key_dim), value_dim = query.shape, value.shape[3]
-        layer.shapes |= {"key": (key.shape[1], key_dim), "value": (key.shape[1], value_dim)}
+        if matrix is None:
+            layer.shapes |= {"key": (key.shape[1], key_dim), "value": (key.shape[1], value_dim)}
         if layer.past is None:
             return query.new_zeros(batch, sequence, num_heads, value_dim), None
-        past_key, past_value = layer.past["key"], layer.past["value"]
-        y, layer.present["key"], layer.present["value"] = emit(
-            canonical.Attention,
-            {
-                "q": _rows(query),
-                "k": _rows(key),
-                "v": _rows(value),
-                "past_key": past_key,
-                "past_value": past_value,
-                "past_lengths": self.past_lengths,
-                "sinks": s_aux,
-            },
-            {
-                "num_heads": num_heads,
-                "kv_num_heads": key.shape[1],
-                "scale": float(key_dim**-0.5 if scaling is None else scaling),
-                "softcap": float(softcap or 0.0),
-                "window": attention_mask.window,
-                "layer": layer.number,
-            },
-            [
-                (query.dtype, (batch, sequence, num_heads * value_dim)),
-                (key.dtype, past_key.shape),
-                (value.dtype, past_value.shape),
-            ],
-        )
+        attributes: dict[str, int | float] = {
+            "num_heads": num_heads,
+            "scale": float(key_dim**-0.5 if scaling is None else scaling),
+            "softcap": float(softcap or 0.0),
+            "window": attention_mask.window,
+            "layer": layer.number,
+        }
+        made = (query.dtype, (batch, sequence, num_heads * value_dim))
+        if matrix is not None:
+            assert layer.new is not None
+            past = layer.past["latent"]
+            y, layer.present["latent"] = emit(
+                canonical.LatentAttention,
+                {
+                    "q": _rows(query),
+                    "latent": _rows(torch.cat(layer.new, -1)),
+                    "up": matrix,
+                    "past": past,
+                    "past_lengths": self.past_lengths,
+                    "sinks": s_aux,
+                },
+                attributes,
+                [made, (key.dtype, past.shape)],
+            )
+        else:
+            past_key, past_value = layer.past["key"], layer.past["value"]
+            y, layer.present["key"], layer.present["value"] = emit(
+                canonical.Attention,
+                {
+                    "q": _rows(query),
+                    "k": _rows(key),
+                    "v": _rows(value),
+                    "past_key": past_key,
+                    "past_value": past_value,
+                    "past_lengths": self.past_lengths,
+                    "sinks": s_aux,
+                },
+                {**attributes, "kv_num_heads": key.shape[1]},
+                [made, (key.dtype, past_key.shape), (value.dtype, past_value.shape)],
+            )
         return y.view(batch, sequence, num_heads, value_dim), None
+
+    def _expansion(self, module: nn.Module, layer: CacheLayer, key: Tensor, value: Tensor) -> Tensor | None:
+        """Find the matrix that makes keys and values of the latent that `layer` caches; None: it caches them."""
+        if not self.latent or layer.new is None or (layer.new[0] is key and layer.new[1] is value):
+            return None
+        return latents.expansion(module, layer.new, key, value)
 
     def _layer_of(self, key: Tensor, value: Tensor) -> int:
         """Find the layer whose cache update returned these tensors, or what these were made of.
 
         Latent attention caches something smaller and expands it after the update, token by token (`tokenwise` sees to
-        it); the expanded keys and values are what the graph caches. They are of the one layer that was updated and
-        has not been read.
+        it). Keys and values are of the one layer that was updated and has not been read.
         """
         if any(layer.read is not None and layer.read[0] is key and layer.read[1] is value for layer in self.layers):
             return self._sharing()
