@@ -1,6 +1,8 @@
 """The passes, one flat file each, and the explicit tuple of all of them."""
 
 from llmforge.lowering.pass_base import Pass
+from llmforge.passes.accept_embeddings import AcceptEmbeddings
+from llmforge.passes.add_adapters import AddAdapters
 from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_experts import FuseExperts
@@ -11,6 +13,7 @@ from llmforge.passes.optimum_interface import OptimumInterface
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.quantize_channels import QuantizeChannels
+from llmforge.passes.quantize_fp4 import QuantizeFp4
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.passes.quantize_weights import QuantizeWeights
 
@@ -20,12 +23,15 @@ ALL: tuple[type[Pass], ...] = (
     PackQkv,
     PackGateUp,
     FlashAttention,
+    AddAdapters,
     QuantizeWeights,
     QuantizeChannels,
+    QuantizeFp4,
     FuseExperts,
     QuantizeKvCache,
     LowerPrecision,
     CpuKernels,
+    AcceptEmbeddings,
     GenaiInterface,
     OptimumInterface,
 )

@@ -13,34 +13,53 @@ engine is built, so a tied head gets a matrix of its own, [K, V], and the embedd
                                              r = DequantizeLinear(QuantizeLinear(x, s), s)
 
 and `s` is one number, the largest |x| of the calibration text over the largest code; layers that read one tensor share
-`r`. So TensorRT may multiply 8 bits by 8 bits. What the head reads is not measured, and stays.
+`r`. So 8 bits are multiplied by 8 bits. What the head reads is not measured, and stays.
+
+    with `activations: per_token`:
+    y = x·W + b                     becomes  y = t·(r·DequantizeLinear(codes, scales)) + b,
+                                             r = DequantizeLinear(QuantizeLinear(x / t, 1), 1)
+
+and `t` [batch, sequence, 1] is the largest |x| of each token over the largest code.
+
+Where activations are rounded, `smooth` first divides features of x with outliers by powers of two, s, in the weights
+of the norm that makes x, or of the up projection behind a gate, and multiplies by them the rows of all matrices that
+read x (llmforge.lowering.smoothing): alone, that moves no bit. s_j = max|x_j|^α / max|W_j|^(1 - α), with the α that
+leaves outputs of the layer the least error on calibration text, or the one that is given. What attention makes stays
+as it is: its factors would stand in the cache.
 
 Fires for every MatMul whose second input is an fp32 initializer [K, N] that nothing else reads, and with `head` also
 for the head, which is the MatMul that works on the selected rows. Routers stay, unless `routers` says otherwise.
 
-Numerics: lossy, within the budget of the recipe. Refused where the target does not compute in the dtype.
+On CPUs products of int8 by int8 become MatMulIntegerToFloat; ONNX Runtime makes MatMulNBits of int8 weights alone. No
+CPU multiplies fp8.
+
+Numerics: lossy, within the budget of the recipe. Refused where the target does not compute in the dtype, and, for
+activations, where it does not multiply faster in it than in 16 bits.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass as record
+from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
 import onnx_ir as ir
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from llmforge.base.errors import DataError
 from llmforge.ir import graph, logits_rows, routing
 from llmforge.ir.derived import Derived, swapped
 from llmforge.ir.operators.standard import MatMul, Transpose
+from llmforge.lowering import smoothing
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.quantization import channels
 from llmforge.quantization.exclusion import exclusion
-from llmforge.quantization.statistics import Demand, InputRangeDemand, Statistics
+from llmforge.quantization.statistics import Demand, InputRange, InputRangeDemand, Smoothed, Smoothing
 
-_DTYPES = {"int8": channels.INT8, "fp8": channels.FP8}
+_LEAST = 2.0**-24  # scale of a token: the smallest number of fp16, so that a token of zeros has a scale
 
 
 @dataclass(frozen=True)
@@ -53,16 +72,35 @@ class QuantizeChannels(Pass):
     budget: Annotated[Budget, Field(description="quality budget of the pass")]
     dtype: Annotated[Literal["int8", "fp8"], Field(description="int8, or fp8 (e4m3)")]
     activations: Annotated[
-        Literal["none", "static"],
-        Field(description="static: also quantize the inputs of the layers, with calibrated ranges"),
+        Literal["none", "static", "per_token"],
+        Field(
+            description="also round the inputs of the layers; static: by calibrated ranges, per_token: by the range of "
+            "each token"
+        ),
     ] = "none"
+    smooth: Annotated[
+        bool, Field(description="move outliers of rounded activations into weights first, by calibrated factors")
+    ] = True
+    alpha: Annotated[
+        float | None,
+        Field(ge=0, le=1, description="share of outliers that weights take over; default: for each layer the best"),
+    ] = None
     head: Annotated[bool, Field(description="also quantize the output head")] = True
     routers: Annotated[bool, Field(description="also quantize the routers of experts")] = False
     exclude: Annotated[tuple[str, ...], Field(description="globs of checkpoint parameter names to skip")] = ()
 
+    @model_validator(mode="after")
+    def _smooths(self) -> Self:
+        if self.alpha is not None and (self.activations == "none" or not self.smooth):
+            raise ValueError("alpha goes with smooth: true and activations: static or per_token")
+        return self
+
     def demands(self) -> tuple[Demand, ...]:
-        """Ask calibration for the ranges of what linears read."""
-        return () if self.activations == "none" else (InputRangeDemand(),)
+        """Ask calibration for the ranges of what linears read, and for factors."""
+        per_token = self.activations == "per_token"
+        if self.activations == "none" or (per_token and not self.smooth):
+            return ()
+        return (InputRangeDemand(Smoothing(self.dtype, per_token, self.alpha) if self.smooth else None),)
 
     def chooses_codes(self) -> bool:
         """Say that it does."""
@@ -72,74 +110,187 @@ class QuantizeChannels(Pass):
         """Rewrite every linear layer of `model`, and the head.
 
         Raises:
-            UnsupportedError: the target does not compute in the dtype.
+            UnsupportedError: the target does not compute in the dtype, or not faster than in 16 bits.
+            DataError: what a layer reads has no range on the calibration text.
         """
         context.require_dtype(self.name, self.dtype, ", or use quantize-weights")
+        if self.dtype == "fp8":
+            context.refuse_cpu(f"{self.name}: no CPU multiplies fp8", "set `dtype: int8`, or use quantize-weights")
+        if self.activations != "none":
+            context.require_faster(self.name, self.dtype, "set `activations: none`")
         left_alone = {} if self.routers else routing.routers(model)
         heads = logits_rows.readers(model)
-        changes = Changes()
+        changes, chosen = Changes(), list[MatMul]()
         for product in MatMul.all(model):
             node, weight = product.node, _weight(product)
             if weight is None:
                 continue
-            transposed = weight is not product.w
             parameters = graph.sources(weight) or [str(weight.name)]
-            reason = _reason(weight, transposed) or exclusion(parameters, self.exclude)
+            reason = _reason(weight, weight is not product.w) or exclusion(parameters, self.exclude)
             if node in left_alone:
                 reason = f"router of {left_alone[node].name}; `routers: true` quantizes it"
             elif node in heads and not self.head:
                 reason = "output head, and `head` is false"
             if reason is not None:
                 changes.skipped.append(Skipped(str(node.name), reason))
-                continue
-            rounded = self._round(model, product, weight, context.statistics)
-            self._store(model, product, weight, transposed)
-            what = f"{self.dtype}, one scale per output feature" + (", inputs quantized too" if rounded else "")
-            changes.rewritten.append(Rewritten(str(node.name), what))
+            else:
+                chosen.append(product)
+        inputs = {} if context.statistics is None else context.statistics.inputs
+        rounding = _Rounding(self, model, chosen, inputs)
+        for product in chosen:
+            done = rounding.round(product)
+            self._store(model, product, rounding.sources[product.node])
+            what = f"{self.dtype}, one scale per output feature" + (f", {done}" if done else "")
+            changes.rewritten.append(Rewritten(str(product.node.name), what))
         if changes:
             graph.drop_unused(model)
         return changes
 
-    def _round(self, model: ir.Model, product: MatMul, weight: ir.Value, statistics: Statistics | None) -> bool:
-        """Let `product` read its input rounded to the dtype, where calibration ranged it; say whether it does."""
-        x, node, ranges = product.x, product.node, {} if statistics is None else statistics.inputs
-        peaks = [ranges[name] for name in graph.sources(weight) if name in ranges]
-        if self.activations == "none" or not peaks:
-            return False
-        if not 0 < max(peaks) < math.inf:
-            raise DataError(
-                f"{self.name}: what {node.name} reads ranges to {max(peaks):g} on the calibration text, so that it has "
-                "no scale",
-                hint="use more calibration text, or set `activations: none`",
-            )
-        dtype, name = _DTYPES[self.dtype], f"{x.name}.{self.dtype}"
-        rounded = next((each.outputs[0] for each in model.graph if each.outputs[0].name == name), None)
-        if rounded is None:
-            step = np.float32(max(peaks) / channels.LARGEST[dtype])
-            scale = graph.initializer(model, f"{name}.scale", step)
-            zero = graph.initializer(model, f"{self.name}.zero", np.zeros((), dtype.numpy()))
-            [codes] = graph.insert(node, "QuantizeLinear", [x, scale, zero], name=f"{name}/codes")
-            codes.name, codes.type, codes.shape = f"{name}.codes", ir.TensorType(dtype), x.shape
-            [rounded] = graph.insert(node, "DequantizeLinear", [codes, scale], name=f"{name}/values")
-            rounded.name, rounded.type, rounded.shape = name, x.type, x.shape
-        product.x = rounded
-        return True
-
-    def _store(self, model: ir.Model, product: MatMul, weight: ir.Value, transposed: bool) -> None:
-        """Let `product` multiply by dequantized codes of `weight`, [K, N], or [N, K] where `transposed`."""
-        dtype, tensor = _DTYPES[self.dtype], graph.tensor(weight)
+    def _store(self, model: ir.Model, product: MatMul, sources: Sequence[str]) -> None:
+        """Let `product` multiply by dequantized codes of its weight, [K, N], or [N, K] where that is transposed."""
+        weight = _weight(product)
+        assert weight is not None
+        transposed = weight is not product.w
+        dtype, tensor = channels.DTYPES[self.dtype], graph.tensor(weight)
         name, shape = f"{weight.name}.{self.dtype}", ir.Shape(graph.static(weight)[:: -1 if transposed else 1])
         if transposed:
             tensor = Derived(swapped, [tensor], tensor.dtype, shape, f"{weight.name}.transposed")
-        sources = [] if transposed else graph.sources(weight)  # a tied head's are those of the embedding
         rounded = Derived(channels.CODES[dtype], [tensor], dtype, shape, name)
-        codes = graph.initializer(model, name, rounded, sources)
+        codes = graph.initializer(model, name, rounded, () if transposed else sources)  # a tied head's: the embedding's
         steps = Derived(channels.SCALES[dtype], [tensor], ir.DataType.FLOAT, ir.Shape(shape[1:]), f"{name}.scales")
         scales = graph.initializer(model, f"{name}.scales", steps)
         place = product.node
         [wide] = graph.insert(place, "DequantizeLinear", [codes, scales], {"axis": 1}, name=f"{product.name}/weight")
         wide.name, wide.type, wide.shape = f"{name}.dequantized", ir.TensorType(ir.DataType.FLOAT), codes.shape
         product.w = wide
+
+
+@record(eq=False)
+class _Input:
+    """What layers read, rounded: `values` in the units of `scale`, one for each token; None: in those of the layers."""
+
+    values: ir.Value
+    scale: ir.Value | None
+    done: str
+
+
+class _Rounding:
+    """Rounds what layers `chosen` read, smoothed where that is possible; `sources` are the parameters of each."""
+
+    def __init__(
+        self, step: QuantizeChannels, model: ir.Model, chosen: Sequence[MatMul], inputs: Mapping[str, InputRange]
+    ) -> None:
+        self.step, self.model = step, model
+        self.sources = {product.node: _sources(product) for product in chosen}
+        self._ranges: dict[ir.Value, list[InputRange]] = {}
+        self._made: dict[ir.Value, _Input] = {}
+        for product in chosen:
+            known = [inputs[name] for name in self.sources[product.node] if name in inputs]
+            self._ranges.setdefault(product.x, []).extend(known)
+        self._smoothed: dict[ir.Value, Smoothed] = {}
+        self._reasons: dict[ir.Value, str] = {}
+        if step.activations != "none" and step.smooth:
+            for x in self._ranges:
+                self._smooth(x)
+
+    def round(self, product: MatMul) -> str:
+        """Let `product` read its input rounded to the dtype; say what was done, "" where it was left alone."""
+        x = product.x
+        if self.step.activations == "none" or (self.step.activations == "static" and not self._ranges[x]):
+            return ""
+        if x not in self._made:
+            self._made[x] = self._static(product) if self.step.activations == "static" else self._per_token(product)
+        made = self._made[x]
+        product.x = made.values
+        if made.scale is not None:
+            y = product.output
+            scaled = ir.node("Mul", [y, made.scale], name=f"{product.name}/scaled")
+            scaled.outputs[0].type = y.type
+            graph.insert_behind(y, [scaled], "in_steps")
+        return made.done
+
+    def _smooth(self, x: ir.Value) -> None:
+        """Divide features of `x` by factors, where calibration found some that help and the graph can take them."""
+        found = [each.smoothed for each in self._ranges[x]]
+        if not found or found[0] is None:
+            return
+        first = found[0]
+        if any(each is None or not np.array_equal(each.exponents, first.exponents) for each in found):
+            self._reasons[x] = "its readers were measured apart"
+        elif first.alpha is None:
+            self._reasons[x] = f"no factors help, output error {first.loss:.2g}"
+        elif reason := smoothing.smooth(self.model, x, first.exponents):
+            self._reasons[x] = reason
+        else:
+            self._smoothed[x] = first
+
+    def _done(self, x: ir.Value) -> str:
+        if (smoothed := self._smoothed.get(x)) is not None:
+            error = f"output error {smoothed.loss_before:.2g}, smoothed {smoothed.loss:.2g}"
+            return f"inputs {self.step.activations}, smoothed by alpha {smoothed.alpha:g}: {error}"
+        reason = self._reasons.get(x)
+        return f"inputs {self.step.activations}" + (f", not smoothed: {reason}" if reason else "")
+
+    def _static(self, product: MatMul) -> _Input:
+        """Round by the largest magnitude on the calibration text."""
+        x, node, name = product.x, product.node, f"{product.x.name}.{self.step.dtype}"
+        factors = self._smoothed[x].factors if x in self._smoothed else np.float32(1)
+        peak = float(np.max([(each.peaks / factors).max() for each in self._ranges[x]]))
+        if not 0 < peak < math.inf:
+            raise DataError(
+                f"{self.step.name}: what {node.name} reads ranges to {peak:g} on the calibration text, so that it has "
+                "no scale",
+                hint="use more calibration text, or set `activations: none`",
+            )
+        step = np.float32(peak / channels.LARGEST[channels.DTYPES[self.step.dtype]])
+        scale = graph.initializer(self.model, f"{name}.scale", step)
+        return _Input(self._through_codes(node, x, scale, name), None, self._done(x))
+
+    def _per_token(self, product: MatMul) -> _Input:
+        """Round each token by its own largest magnitude: what is read is in steps of the token."""
+        x, node, name = product.x, product.node, f"{product.x.name}.{self.step.dtype}"
+        largest = channels.LARGEST[channels.DTYPES[self.step.dtype]]
+        one = graph.initializer(self.model, f"{self.step.name}.one", np.float32(1))
+        last = graph.initializer(self.model, f"{self.step.name}.last_axis", np.array([-1]))
+        share = graph.initializer(self.model, f"{self.step.name}.of_largest_{self.step.dtype}", np.float32(1 / largest))
+        least = graph.initializer(self.model, f"{self.step.name}.least", np.float32(_LEAST))
+        size = self._add("Abs", node, [x], f"{name}.size", x)
+        top = self._add("ReduceMax", node, [size, last], f"{name}.top", x, per_token=True, keepdims=1)
+        step = self._add("Mul", node, [top, share], f"{name}.step", x, per_token=True)
+        scale = self._add("Max", node, [step, least], f"{name}.scale", x, per_token=True)
+        steps = self._add("Div", node, [x, scale], f"{name}.steps", x)
+        return _Input(self._through_codes(node, steps, one, name), scale, self._done(x))
+
+    def _through_codes(self, node: ir.Node, x: ir.Value, scale: ir.Value, name: str) -> ir.Value:
+        """Round `x` to multiples of `scale` in front of `node`."""
+        dtype = channels.DTYPES[self.step.dtype]
+        zero = graph.initializer(self.model, f"{self.step.name}.zero_{self.step.dtype}", np.zeros((), dtype.numpy()))
+        codes = self._add("QuantizeLinear", node, [x, scale, zero], f"{name}.codes", x)
+        codes.type = ir.TensorType(dtype)
+        return self._add("DequantizeLinear", node, [codes, scale], name, x)
+
+    def _add(
+        self,
+        op_type: str,
+        node: ir.Node,
+        inputs: list[ir.Value],
+        name: str,
+        like: ir.Value,
+        *,
+        per_token: bool = False,
+        **attributes: int,
+    ) -> ir.Value:
+        """Insert a node in front of `node` that makes what `like` is, or one number for each of its tokens."""
+        [made] = graph.insert(node, op_type, inputs, attributes, name=f"{name}/{op_type}")
+        made.name, made.type, made.shape = name, like.type, like.shape
+        if per_token and like.shape is not None:
+            made.shape = ir.Shape([*like.shape[:-1], 1])
+        return made
+
+
+def _sources(product: MatMul) -> list[str]:
+    weight = _weight(product)
+    return [] if weight is None else graph.sources(weight)
 
 
 def _weight(product: MatMul) -> ir.Value | None:

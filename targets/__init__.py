@@ -24,6 +24,7 @@ FOLDER = Path(__file__).resolve().parent
 LOCAL = "local"
 _WRITTEN = "write one with `llmforge doctor --measure --write FILE.yaml`"
 
+WORTH = 0.05  # of time, for what costs quality; less is within what a plan can tell
 Rate = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "int8", "int4", "fp4"]
 Library = Literal["onnxruntime", "llmforge"]  # whose kernels compute quantized layers on a CPU
 BlockDtype = Literal["int4", "int8"]  # of weights that those kernels read
@@ -71,6 +72,17 @@ class QuantizedLayers(BaseModel):
 
     rate: Figure  # of a prompt's rows, TOP/s
     read_gbs: Figure  # 10**9 bytes of weights a second, where a step has one row
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """How much faster matrices are multiplied in one dtype than in another, as a plan reckons, and why."""
+
+    times: float
+    words: str
+
+    def __str__(self) -> str:
+        return self.words
 
 
 class Price(Figure):
@@ -161,6 +173,24 @@ class Target(BaseModel):
         own = self.achieved.get(name)
         return defaults(self.sm)[name] if own is None else Assumption(own.value, own.source)
 
+    def speedup(self, dtype: Rate) -> Speedup | None:
+        """Say how much faster matrices are multiplied in `dtype` than in the best of wider ones; None: not known."""
+        wide: tuple[Rate, ...] = ("fp16", "bf16") if self.kind == "gpu" else ("fp32",)
+        reached = {
+            each: self.rates[each].value * self.share(matrix_share_of(each)).value
+            for each in (dtype, *wide)
+            if each in self.rates
+        }
+        best = max((each for each in wide if each in reached), key=lambda each: reached[each], default=None)
+        if best is None or dtype not in reached:
+            return None
+        times = reached[dtype] / reached[best]
+        figures = [
+            f"{each} {reached[each]:.3g} of {self.rates[each].value:g} T/s ({self.rates[each].source})"
+            for each in (dtype, best)
+        ]
+        return Speedup(times, f"products in {dtype} take {1 / times:.2f} of the time of {best}: {'; '.join(figures)}")
+
     def require_engine(self, backend: BackendName) -> Provider:
         """Return what runs engines of `backend` on this device.
 
@@ -169,7 +199,7 @@ class Target(BaseModel):
         """
         record = BACKENDS[backend]
         provider = record.on(self.kind)
-        if provider is None or backend not in self.engines:
+        if provider is None or (backend not in self.engines and record.elsewhere is None):
             reason = record.unsupported(self.sm) or "its file does not list it"
             raise UnsupportedError(
                 f"target {self.name} ({self.title}) cannot load engines of {backend}: {reason}; its engines: "

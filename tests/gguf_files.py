@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  numpy reads bf16 by it
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
@@ -119,9 +120,10 @@ def metadata_of(settings: Mapping[str, Any], architecture: str) -> dict[str, byt
         "rope.freq_base": value(FLOAT32, rope["rope_theta"]),
         "rope.dimension_count": value(UINT32, head_dim),
     }
-    if "num_experts" in settings:
+    experts = settings.get("num_experts", settings.get("num_local_experts"))
+    if experts is not None:
         of_architecture |= {
-            "expert_count": value(UINT32, settings["num_experts"]),
+            "expert_count": value(UINT32, experts),
             "expert_used_count": value(UINT32, settings["num_experts_per_tok"]),
             "expert_feed_forward_length": value(UINT32, settings["moe_intermediate_size"]),
         }
@@ -159,9 +161,17 @@ def vocabulary_of(folder: Path, rows: int) -> dict[str, bytes]:
 
 
 def write(
-    folder: Path, file: Path, *, architecture: str = "llama", kind: int = F32, **more: bytes
+    folder: Path,
+    file: Path,
+    *,
+    architecture: str = "llama",
+    kind: int = F32,
+    drop: Sequence[str] = (),
+    **more: bytes,
 ) -> dict[str, NDArray[Any]]:
-    """Write the checkpoint in `folder` as a GGUF file, matrices of whole blocks as `kind`; `more` are further keys.
+    """Write the checkpoint in `folder` as a GGUF file, matrices of whole blocks as `kind`.
+
+    `more` are further keys, or others; `drop` are keys to leave out.
 
     Returns the parameters of the checkpoint by their names there.
     """
@@ -197,5 +207,5 @@ def write(
         own = kind if weights.ndim > 1 and weights.shape[-1] % 32 == 0 else F32
         tensors.append((name, weights.shape, own, encode(weights, own)))
     metadata = {**metadata_of(settings, architecture), **vocabulary_of(folder, settings["vocab_size"]), **more}
-    file.write_bytes(gguf(metadata, tensors))
+    file.write_bytes(gguf({key: packed for key, packed in metadata.items() if key not in drop}, tensors))
     return parameters

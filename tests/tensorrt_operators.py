@@ -57,6 +57,20 @@ def _made(operator: str, dtype: ir.DataType) -> ir.DataType:
     return ir.DataType.FLOAT if operator == "Cast" else dtype
 
 
+def _through_fp4(bench: Bench, x: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """Round in blocks, and back: the operator's outputs are none that an engine could give out."""
+    scale = bench.constant("scale4", np.array(0.5, np.float32))
+    node = ir.node(
+        "TRT_FP4DynamicQuantize", [x, scale], {"axis": -1, "block_size": 16, "scale_type": 17}, num_outputs=2
+    )
+    node.name = f"TRT_FP4DynamicQuantize_{len(bench.graph)}"
+    bench.graph.append(node)
+    codes, scales = node.outputs
+    codes.type, scales.type = ir.TensorType(ir.DataType.FLOAT4E2M1), ir.TensorType(ir.DataType.FLOAT8E4M3FN)
+    steps = bench.node("Cast", [bench.node("DequantizeLinear", [scales, scale])], to=int(dtype))
+    return bench.node("DequantizeLinear", [codes, steps], axis=-1, block_size=16)
+
+
 def make(bench: Bench, operator: str, dtype: ir.DataType) -> ir.Value:
     """Add the node; what it reads is [B, S, D] of `dtype` unless the operator wants another shape."""
     name = dtype.name
@@ -107,6 +121,7 @@ def make(bench: Bench, operator: str, dtype: ir.DataType) -> ir.Value:
                 ),
             ],
         ),
+        "TRT_FP4DynamicQuantize": lambda: _through_fp4(bench, x, dtype),
         "QuantizeLinear": lambda: bench.node(
             "DequantizeLinear",
             [

@@ -15,17 +15,21 @@ from numpy.typing import NDArray
 
 from llmforge import engines
 from llmforge.base.errors import UnsupportedError
+from llmforge.build import elsewhere
 from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint.adapters import Adapter
 from llmforge.engines import interop, signatures
 from llmforge.ir import graph, interface
 from llmforge.lowering import pass_base
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
 from llmforge.parallel import shard_plan
 from llmforge.quantization.grids import Grid, QuantizedMatrix
-from llmforge.quantization.statistics import KvRange, Statistics
+from llmforge.quantization.statistics import InputRange, KvRange, Statistics
 from llmforge.quantization.stored import StoredCodes
 from llmforge.recipe import EngineSpec
 from llmforge.targets import Target
+
+_READ = InputRange(np.ones((), np.float32))  # of every feature, however many there are
 
 
 def run(
@@ -36,10 +40,11 @@ def run(
     spec: EngineSpec,
     checkpoint: Checkpoint,
     calibrated: Mapping[str, Grid] = MappingProxyType({}),
+    adapters: Sequence[Adapter] = (),
 ) -> None:
     """Run `steps` over a copy of `model`, lower it, and return if an engine can be made of it.
 
-    `calibrated` has the grids of what calibration will quantize, by the parameter.
+    `calibrated` has the grids of what calibration will quantize, by the parameter; `adapters` are those kept apart.
 
     Raises:
         UnsupportedError: a pass, the engine or the runtime that the interface is for refuses the graph; a lossy pass
@@ -47,7 +52,7 @@ def run(
             cannot be divided as `spec.tensor_parallel` says, or the engine cannot run a part of it.
     """
     copy = model.clone()
-    context = Context(target, _stand_in(model, calibrated), stored=stored_codes(checkpoint))
+    context = Context(target, _stand_in(model, calibrated), stored=stored_codes(checkpoint), adapters=adapters)
     facts: set[str] = set()
     idle: dict[str, str] = {}  # fact → why it does not hold
     for step in steps:
@@ -66,6 +71,7 @@ def run(
             )
         else:
             idle |= {fact: f"{step.name} changed no node: {_reason(changes)}" for fact in step.provides}
+    elsewhere.check(spec, target, [step.name for step in steps], copy, model, checkpoint)
     builder = engines.for_target(spec.backend, target)
     if spec.tensor_parallel > 1:
         shard_plan.plan(copy.clone(), spec.tensor_parallel)
@@ -90,7 +96,7 @@ def _reason(changes: Changes) -> str:
 
 def _stand_in(model: ir.Model, calibrated: Mapping[str, Grid]) -> Statistics:
     """Make up the results of a calibration: the passes ask what there is, and read no matrix before it is written."""
-    read = {name: 1.0 for value in model.graph.initializers.values() for name in graph.sources(value)}
+    read = {name: _READ for value in model.graph.initializers.values() for name in graph.sources(value)}
     unread = {
         name: QuantizedMatrix(grid, np.empty((0, 0), np.uint8), np.empty((0, 0), np.float32), None)
         for name, grid in calibrated.items()

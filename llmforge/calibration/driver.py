@@ -19,7 +19,7 @@ import torch
 from llmforge.base.errors import DataError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.cache import Code, processor
-from llmforge.calibration import mixed
+from llmforge.calibration import activations, mixed
 from llmforge.calibration.gradients import Gradients, take
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.losses import Losses
@@ -166,7 +166,7 @@ def _walk(
     kept in a folder that is given, and found there by the next walk over the same windows; what formats lose is put to
     `losses`. Returns results of the embedding and head, and of each layer.
     """
-    weights = _weight_demand(demands)
+    weights, wanted = _weight_demand(demands), _range_demand(demands)
     skeleton = Skeleton.build(checkpoint)
     # Hidden states of every window in front of a layer, as the checkpoint makes them and as quantized layers do.
     calls, original = skeleton.enter([window.ids for window in windows])
@@ -200,7 +200,7 @@ def _walk(
             progress.advance(index, len(found))
             layer = skeleton.load(index, calls[index])
             ranges = KvRangeDemand() in demands and (measured is None or index in measured)
-            inputs = {} if kept or InputRangeDemand() not in demands else _input_ranges(layer, original)
+            inputs = {} if kept or wanted is None else activations.measure(layer, original, wanted)
             result = _calibrate_layer(layer, original, current, weights, taken, threads, ranges, kept, losses)
             done.append(result if kept else store.save(own, index, replace(result, inputs=inputs)))
             del layer  # before the next one is read
@@ -270,6 +270,17 @@ def _weight_demand(demands: Sequence[Demand]) -> WeightDemand | None:
     return weights[0] if weights else None
 
 
+def _range_demand(demands: Sequence[Demand]) -> InputRangeDemand | None:
+    """Return the one demand for ranges of inputs; None where there is none."""
+    ranges = list(dict.fromkeys(demand for demand in demands if isinstance(demand, InputRangeDemand)))
+    if len(ranges) > 1:
+        raise UnsupportedError(
+            f"{len(ranges)} passes round what linear layers read in different ways: " + "; ".join(map(str, ranges)),
+            hint="keep one of them, or give them the same `activations`, `smooth` and `alpha`",
+        )
+    return ranges[0] if ranges else None
+
+
 def key(
     checkpoint: Checkpoint,
     windows: Sequence[Window],
@@ -337,17 +348,6 @@ def _calibrate_layer(
         return found
     kv = _ranges(layer, len(current)) if wants_ranges else None
     return LayerResult(linears, kv, notes=tuple(notes))
-
-
-def _input_ranges(layer: DecoderLayer, states: Sequence[torch.Tensor]) -> dict[str, float]:
-    """Return the largest magnitude that each linear of `layer` reads; `states` stay in front of it."""
-    experts = layer.experts()
-    names = [name for group in layer.groups(states[0]) for name in group if name not in experts]
-    ranges = dict.fromkeys(names, 0.0)
-    for window, state in enumerate(states):
-        for name, x in layer.run_with_inputs(names, window, state)[1].items():
-            ranges[name] = max(ranges[name], float(x.abs().max()))
-    return ranges
 
 
 def _ranges(layer: DecoderLayer, windows: int) -> KvRange:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from llmforge.cache import Cache, Key
 from llmforge.quantization.grids import Float32, Grid, Packed, QuantizedMatrix, pack, unpack
-from llmforge.quantization.statistics import KvRange
+from llmforge.quantization.statistics import InputRange, KvRange, Smoothed
 
 _FILE = "layer.npz"
 _STATES = "states"
@@ -74,7 +74,7 @@ class LayerResult:
 
     linears: Mapping[str, QuantizedMatrix | Path]
     kv: KvRange | None
-    inputs: Mapping[str, float] = field(default_factory=dict)  # largest |x| that a linear reads, by parameter name
+    inputs: Mapping[str, InputRange] = field(default_factory=dict)  # by parameter name
     notes: tuple[str, ...] = ()  # for the report
 
 
@@ -96,8 +96,9 @@ class Store:
         self.reused.append(index)
         with np.load(entry.path / _FILE, allow_pickle=False) as arrays:
             kv = KvRange(arrays["kv/key"], arrays["kv/value"]) if "kv/key" in arrays else None
-            names, inputs, notes = (json.loads(arrays[part].tobytes()) for part in ("grids", "inputs", "notes"))
-        return LayerResult(dict.fromkeys(names, entry.path / _FILE), kv, inputs, tuple(notes))
+            names, notes, inputs = (json.loads(arrays[part].tobytes()) for part in ("grids", "notes", "inputs"))
+            ranges = {name: _read_range(arrays, name, described) for name, described in inputs.items()}
+        return LayerResult(dict.fromkeys(names, entry.path / _FILE), kv, ranges, tuple(notes))
 
     def save(self, key: str, index: int, result: LayerResult) -> LayerResult:
         """Keep the result of layer `index`, and return one that reads from there."""
@@ -109,7 +110,8 @@ class Store:
             grids[name] = {**asdict(matrix.grid), "k": matrix.shape[1]}
         if result.kv is not None:
             arrays["kv/key"], arrays["kv/value"] = result.kv.key, result.kv.value
-        arrays["inputs"] = np.frombuffer(json.dumps(dict(result.inputs)).encode(), np.uint8)
+        inputs = {name: _write_range(arrays, name, each) for name, each in result.inputs.items()}
+        arrays["inputs"] = np.frombuffer(json.dumps(inputs).encode(), np.uint8)
         arrays["notes"] = np.frombuffer(json.dumps(result.notes).encode(), np.uint8)
         arrays["grids"] = np.frombuffer(json.dumps(grids).encode(), np.uint8)
 
@@ -200,6 +202,20 @@ def _read_states(file: Path, shapes: Sequence[tuple[int, ...]]) -> Iterator[Floa
     with file.open("rb") as stream:
         for shape in shapes:
             yield np.fromfile(stream, np.float32, math.prod(shape)).reshape(shape)
+
+
+def _write_range(arrays: dict[str, NDArray[Any]], name: str, of: InputRange) -> list[float | None] | None:
+    """Put the range of a linear's inputs to `arrays`; return what of it is no array."""
+    arrays[f"{name}/peaks"] = of.peaks
+    if of.smoothed is None:
+        return None
+    arrays[f"{name}/exponents"] = of.smoothed.exponents
+    return [of.smoothed.alpha, of.smoothed.loss_before, of.smoothed.loss]
+
+
+def _read_range(arrays: Mapping[str, NDArray[Any]], name: str, described: list[Any] | None) -> InputRange:
+    smoothed = None if described is None else Smoothed(arrays[f"{name}/exponents"], *described)
+    return InputRange(arrays[f"{name}/peaks"], smoothed)
 
 
 def _states_key(key: str, index: int) -> Key:

@@ -8,7 +8,7 @@ files are symbolic links.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
@@ -23,6 +23,8 @@ from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.base.wording import cut, shown
 from llmforge.checkpoint import gguf, lengths, quantized
+from llmforge.checkpoint.adapters import AdapterSource, Merge
+from llmforge.checkpoint.adapters.merging import unmergeable
 from llmforge.checkpoint.quantized import Grouped, Layout, QuantizedTensor, same_content
 from llmforge.checkpoint.safetensors_file import (
     DAMAGED,
@@ -112,23 +114,25 @@ class Checkpoint:
     weight_files: tuple[Path, ...] = field(repr=False)
     layout: Layout | None = None  # None: its weights are not quantized
     notes: tuple[str, ...] = ()  # what is in it and is not taken, a sentence each
+    merge: Merge | None = field(default=None, repr=False)  # adapters that are a part of what `tensor` gives
     _digest: str | None = field(default=None, init=False, repr=False)
+    _codes: dict[str, StoredCodes] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def open(cls, path: Path) -> Checkpoint:
-        """Open the checkpoint in folder `path`, or in a GGUF file.
+    def open(cls, path: Path, adapters: Sequence[AdapterSource] = ()) -> Checkpoint:
+        """Open the checkpoint in folder `path`, or in a GGUF file, with `adapters` merged into its tensors.
 
         Raises:
-            CheckpointError: the folder is not a usable checkpoint.
+            CheckpointError: the folder is not a usable checkpoint, or an adapter is not one of it.
             UnsupportedError: its architecture is unknown, or its weights are quantized in a way that is not taken.
             VersionMismatch: another transformers or torch is installed than this llmforge was proven with.
         """
-        checkpoint = cls.located(path)
+        checkpoint = cls.located(path, adapters)
         checkpoint.check_tokens()
         return checkpoint
 
     @classmethod
-    def located(cls, path: Path) -> Checkpoint:
+    def located(cls, path: Path, adapters: Sequence[AdapterSource] = ()) -> Checkpoint:
         """Open it as far as that needs no transformers, which takes seconds to import.
 
         Until `check_tokens`, nothing has looked at what is configured.
@@ -145,10 +149,11 @@ class Checkpoint:
         stored = read_headers(folder, files)
         layout = quantized.layout_of(settings, folder / CONFIG)
         grouped = Grouped((), stored) if layout is None else layout.group(settings, stored, folder)
+        tensors = _parameters(grouped)
         return cls(
             path=folder,
             settings=settings,
-            tensors=_parameters(grouped),
+            tensors=tensors,
             stored=stored,
             tokenizer=_load_tokenizer(folder),
             chat_template=_chat_template(folder, tokenizer_settings),
@@ -157,7 +162,13 @@ class Checkpoint:
             weight_files=files,
             layout=layout,
             notes=tuple(grouped.notes),
+            merge=Merge.of(adapters, tensors, folder) if adapters else None,
         )
+
+    @property
+    def opened_from(self) -> tuple[Path, tuple[AdapterSource, ...]]:
+        """What `located` takes to open the same in another process."""
+        return self.path, () if self.merge is None else tuple(adapter.source for adapter in self.merge.adapters)
 
     @cached_property
     def config(self) -> PretrainedConfig:
@@ -236,11 +247,17 @@ class Checkpoint:
             done += count
             progress.advance(done, total)
 
-        hashes = {file.name: digest_weights(file, self._stored_in(file), advance) for file in self.weight_files}
+        hashes = {
+            gguf.WEIGHTS if file.suffix == gguf.SUFFIX else file.name: digest_weights(
+                file, self._stored_in(file), advance
+            )
+            for file in self.weight_files
+        }
         small = [self.path / name for name in SMALL_FILES if (self.path / name).exists()]
         hashes |= {file.name: hashlib.sha256(read_small(file)).hexdigest() for file in small}
         lines = "".join(f"{name} {digest}\n" for name, digest in sorted(hashes.items()))
-        self._digest = hashlib.sha256(DIGEST_FORMAT + lines.encode()).hexdigest()
+        own = hashlib.sha256(DIGEST_FORMAT + lines.encode()).hexdigest()
+        self._digest = own if self.merge is None else self.merge.digest(own)
         return self._digest
 
     def _stored_in(self, file: Path) -> list[TensorEntry]:
@@ -251,6 +268,8 @@ class Checkpoint:
     def tensor(self, name: str) -> ir.ExternalTensor | ir.LazyTensor:
         """Map one parameter, its bytes are read when it is; one that is stored as codes is dequantized whenever it is.
 
+        Adapters are merged into it then.
+
         Raises:
             CheckpointError: when it is read: parts of what is stored as codes hold what their layout forbids.
         """
@@ -258,24 +277,31 @@ class Checkpoint:
 
         entry = self.tensors[name]
         if isinstance(entry, TensorEntry):
-            return external(entry)
+            return self._with_adapters(external(entry))
 
         def read() -> ir.TensorProtocol:
             return ir.Tensor(entry.dequantize(), dtype=entry.dtype, name=name)
 
-        return ir.LazyTensor(read, entry.dtype, ir.Shape(entry.shape), name=name)
+        return self._with_adapters(ir.LazyTensor(read, entry.dtype, ir.Shape(entry.shape), name=name))
+
+    def _with_adapters(self, tensor: ir.ExternalTensor | ir.LazyTensor) -> ir.ExternalTensor | ir.LazyTensor:
+        return tensor if self.merge is None else self.merge.apply(tensor)
 
     def codes(self, name: str) -> StoredCodes:
         """Return the codes as which a parameter is stored; they are read later.
 
         Raises:
-            NotHeld: it is not stored as codes, or in none of our formats.
+            NotHeld: it is not stored as codes, or in none of our formats; an adapter is merged into it.
             CheckpointError: what says how they lie is damaged.
         """
         entry = self.tensors[name]
         if isinstance(entry, TensorEntry):
             raise NotHeld(f"are none: the checkpoint stores it in {entry.dtype.name}", is_plain=True)
-        return StoredCodes(entry.grid(), entry.columns(), entry.codes)
+        if self.merge is not None and name in self.merge.steps:
+            raise NotHeld("do not hold what an adapter adds to it")
+        if name not in self._codes:
+            self._codes[name] = StoredCodes(entry.grid(), entry.columns(), entry.codes)
+        return self._codes[name]
 
     def require(
         self, parameters: Mapping[str, tuple[int, ...]], tied: Mapping[str, str] | None = None
@@ -296,6 +322,9 @@ class Checkpoint:
             raise self._lacks(missing, parameters)
         for name, source in sources.items():
             self._check_tensor(name, self.tensors[source], parameters[name])
+        shared = [pair for pair in ties.items() if sources.get(pair[0], "") == sources.get(pair[1])]
+        if self.merge is not None and (refused := unmergeable(self.merge, shared)) is not None:
+            raise refused
         return sources
 
     def _supplier(self, name: str, ties: Mapping[str, str]) -> str | None:
@@ -334,12 +363,13 @@ class Checkpoint:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read `config.json` and refuse what no later stage may meet.
+    """Read `config.json`, or what a GGUF file says instead, and refuse what no later stage may meet.
 
     Raises:
         CheckpointError: there is no such file, or it asks for code.
         UnsupportedError: the weights are quantized in a way that is not taken.
     """
+    folder = gguf.folder_of(folder)
     file = folder / CONFIG
     try:
         if not folder.is_dir():
@@ -352,7 +382,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if not there:
         hint = "the folder must hold config.json, tokenizer.json and model.safetensors, or its shards and their index"
         if (folder / "adapter_config.json").exists():
-            hint = "this is an adapter: merge it into its base model first (peft's merge_and_unload)"
+            hint = "this is an adapter: name its base as the checkpoint, and it under `adapters` (docs/adapters.md)"
         raise CheckpointError(f"{folder}: not a Hugging Face checkpoint: it has no {CONFIG}", hint=hint)
     settings = parse_json(read_small(file, CONFIG_BYTES), file)
     _check_sizes(file, settings)
@@ -438,7 +468,11 @@ def _geometry(text: PretrainedConfig, folder: Path) -> Geometry:
     def size(name: str) -> int:
         value = getattr(text, name, None)
         if type(value) is not int:
-            raise UnsupportedError(f"{folder / CONFIG}: {text.model_type} gives no single {name}")
+            raise UnsupportedError(
+                f"{folder / CONFIG}: {text.model_type} gives no single {name}",
+                hint="needed: a model of one stack of layers, each with a cache of its own; several stacks, of which "
+                "one reads another, are not compiled",
+            )
         if value < 1:
             raise CheckpointError(f"{folder / CONFIG}: {name} must be at least 1, is {value}")
         return value

@@ -27,7 +27,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     if single.exists() or single.is_symlink():
         return (single,)
     if (folder / gguf.WEIGHTS).is_symlink():
-        return (folder / gguf.WEIGHTS,)
+        return ((folder / gguf.WEIGHTS).readlink(),)  # messages name the file that was given
     if not (folder / WEIGHTS_INDEX).exists():
         raise _no_weights(folder)
     files = tuple(folder / shard for shard in sorted(set(_weight_map(folder / WEIGHTS_INDEX).values())))
@@ -89,7 +89,7 @@ def read_headers(folder: Path, files: Collection[Path]) -> dict[str, TensorEntry
             tensors[name] = entry
     if not tensors:
         raise CheckpointError(f"{folder}: the weight files hold no tensors")
-    if not {folder / WEIGHTS, folder / gguf.WEIGHTS} & set(files):
+    if folder / WEIGHTS not in files and not any(file.suffix == gguf.SUFFIX for file in files):
         _check_index(folder / WEIGHTS_INDEX, tensors)
     return dict(sorted(tensors.items()))
 

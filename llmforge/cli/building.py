@@ -206,16 +206,17 @@ def build(
         if not Frontend.serves(loaded):  # this process will import torch itself
             frontend.end()
         if pending is None and not nothing:  # else the other process would have to wait for a core
-            ahead.begin(loaded.checkpoint)
+            ahead.begin(loaded.checkpoint, loaded.merged)
         with process.unwatched():
             from llmforge import passes
 
-        loaded.instantiate(passes.ALL)  # a recipe that is wrong says so before torch is imported
+        steps = loaded.instantiate(passes.ALL)  # a recipe that is wrong says so before torch is imported
         if pending is None:
             with process.unwatched():
                 from llmforge.build import preflight
 
             preflight.check(loaded)
+            preflight.check_source(loaded, steps)
             for tight in preflight.check_room(loaded, out):
                 console.say(f"note: {tight}")
 

@@ -104,5 +104,6 @@ def _checkpoint(recipe: Path | None, folder: Path | None) -> Checkpoint:
 
     if folder is None:
         assert recipe is not None
-        folder = Recipe.load(recipe).checkpoint
+        loaded = Recipe.load(recipe)
+        return Checkpoint.open(loaded.checkpoint, loaded.merged)
     return Checkpoint.open(folder)

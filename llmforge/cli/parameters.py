@@ -45,12 +45,15 @@ Record = TypeVar("Record")
 
 
 class ArtifactPath(click.ParamType[Path]):
-    """The folder of an artifact, by its path, NAME/VERSION, NAME:TAG or the beginning of a version.
+    """The folder of an artifact, by its path, NAME, NAME/VERSION, NAME:TAG or the beginning of a version.
 
     Names are looked up in the folder of the option --out before it, else in that of the environment.
     """
 
     name = "artifact"
+
+    def __init__(self, *, newest: bool = True) -> None:
+        self._newest = newest
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Find the folder."""
@@ -59,7 +62,7 @@ class ArtifactPath(click.ParamType[Path]):
         if (why := small_file.why_no_path(str(value))) is not None:
             self.fail(f"{shown(str(value))}: {why}", param, ctx)
         given = None if ctx is None or param is None or param.name == "pending" else ctx.params.get("out")
-        return resolve(str(value), given or Path(os.environ.get(ARTIFACTS) or _ARTIFACTS_FOLDER))
+        return resolve(str(value), given or Path(os.environ.get(ARTIFACTS) or _ARTIFACTS_FOLDER), newest=self._newest)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Offer names, versions of the name that is there, and paths."""
@@ -75,6 +78,7 @@ class ArtifactPath(click.ParamType[Path]):
 
 
 ARTIFACT = ArtifactPath()
+VERSION = ArtifactPath(newest=False)  # of what is removed: no name stands for a version that was not seen
 
 
 class TargetName(click.ParamType[str]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -166,9 +167,18 @@ Examples:
 @click.option(
     "--threads", type=POSITIVE, metavar="N", help="Maximum number of threads. Defaults to all physical cores."
 )
+@click.option(
+    "--prove-transformers", "prove", is_flag=True,
+    help="Prove that the installed release of transformers works, which lets it pass from then on.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def doctor(measure: bool, path: Path | None, device: str, threads: int | None, as_json: bool) -> None:
+def doctor(measure: bool, path: Path | None, device: str, threads: int | None, prove: bool, as_json: bool) -> None:
     """Check what this machine can build and run, and measure it."""
+    if prove:
+        if measure:
+            raise UsageError("--prove-transformers and --measure exclude each other")
+        _prove_transformers(as_json)
+        return
     from llmforge.cli import console
     from llmforge.doctor import environment, gpus, render
     from llmforge.evaluation import machine
@@ -191,6 +201,23 @@ def doctor(measure: bool, path: Path | None, device: str, threads: int | None, a
         output.write(render.report(checks, ceilings))
     if path is not None:
         output.write_lines(str(path), err=as_json)
+
+
+def _prove_transformers(as_json: bool) -> None:
+    """Prove the installed release of transformers, and say what was found."""
+    from llmforge.cli import console
+    from llmforge.doctor import releases
+
+    extras.require("build")
+    with console.progress() as progress:
+        proof = releases.prove(progress)
+    if as_json:
+        output.write_json({**dataclasses.asdict(proof), "record": str(proof.record)})
+        return
+    changed = f", of which {', '.join(proof.changed)} have a source that is new" if proof.changed else ""
+    lines = [f"transformers {proof.version}: {proof.hooks} hooks are there{changed}"]
+    lines += [f"{name}: {found}" for name, found in proof.types.items()]
+    output.write_lines(*lines, str(proof.record))
 
 
 def _measured(

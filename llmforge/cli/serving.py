@@ -14,6 +14,7 @@ import click
 
 from llmforge.base import extras, process
 from llmforge.base.admission import LOADED
+from llmforge.base.backends import of_provider
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import (
@@ -315,7 +316,7 @@ def triton(
     """
     from llmforge.artifact import Artifact, check_name
     from llmforge.triton import launch as starting
-    from llmforge.triton import repository
+    from llmforge.triton import repository, vllm
 
     if as_json and launch:
         raise UsageError("--json cannot be used with --launch")
@@ -326,12 +327,17 @@ def triton(
     admit(opened, allow, rehash, parts=(*LOADED, f"{repository.FOLDER}/"))
     chosen = check_name(name) if name is not None else None
     model = repository.of_artifact(opened, name=chosen, overrides=overrides, allow=allow)
-    written = str(repository.export(opened, model, models, version=version, copy=copy))
+    elsewhere = of_provider(model.runtime.provider).elsewhere is not None
+    export = vllm.export if elsewhere else repository.export
+    written = str(export(opened, model, models, version=version, copy=copy))
     if as_json:
         output.write_json({"model": written})
     else:
         output.write_lines(written)
     if binary is not None:
+        if elsewhere:  # vLLM reads paths from where the server starts
+            os.chdir(models)
+            models = Path()
         line = starting.command(binary, models, starting.Ports(**ports), server_options)
         output.write_lines(shlex.join(line))
         sys.stdout.flush()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import onnx_ir as ir
 
+from llmforge.base.backends import ProviderName
 from llmforge.base.errors import UnsupportedError
 from llmforge.engines import BuildRequest
-from llmforge.ir import graph, interface, operators
+from llmforge.ir import graph, interface, longest_text, operators
 from llmforge.runtime.backends.config import FORMAT, RuntimeConfig, SessionOptions
 from llmforge.runtime.backends.signature import CacheInput
 
@@ -42,15 +46,29 @@ def config(request: BuildRequest, session: SessionOptions) -> RuntimeConfig:
         bos_token_id=request.bos_token_id,
         caches=caches(request.model),
         session=session,
+        adapters=tuple(json.loads(request.model.metadata_props.get(interface.ADAPTERS, "[]"))),
     )
+
+
+def elsewhere(request: BuildRequest, provider: ProviderName) -> RuntimeConfig:
+    """Say of an engine that servers of others load what is told for all of them alike."""
+    return replace(config(request, SessionOptions(None, optimize=True, entries={})), provider=provider)
 
 
 def check_context(model: ir.Model, max_context: int) -> None:
     """Refuse a context that the rotary tables [positions, rotary_dim / 2] do not reach: kernels read beyond them.
 
+    Nor may it be longer than the texts that the graph is right for.
+
     Raises:
-        UnsupportedError: names the table.
+        UnsupportedError: names the table, or what is computed otherwise in longer texts.
     """
+    if (limit := longest_text.recorded(model)) is not None and limit.tokens < max_context:
+        raise UnsupportedError(
+            f"engine.max_context is {max_context}; the graph is right for texts of up to {limit.tokens} tokens: "
+            f"{limit.reason}",
+            hint=f"set engine.max_context to at most {limit.tokens}",
+        )
     for view in map(operators.view, model.graph.all_nodes()):
         for table in filter(None, [view.operand(field) for field in view.inputs if field.rotary]):
             positions = (graph.dims(table) or (None,))[0]

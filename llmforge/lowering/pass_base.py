@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,11 +13,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from llmforge.base.errors import ForgeError, UnsupportedError
 from llmforge.ir.scratch import Scratch
 from llmforge.quantization.statistics import Demand, Statistics
-from llmforge.targets import Target
+from llmforge.targets import WORTH, Rate, Target
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from llmforge.checkpoint.adapters import Adapter
     from llmforge.quantization.ahead import Ahead
     from llmforge.quantization.grids import Grid
     from llmforge.quantization.methods.base import Method
@@ -83,6 +84,7 @@ class Context:
     scratch: Scratch | None = None  # where tensors are kept that are read more than once
     ahead: Ahead | None = None  # what was quantized before a pass asked for it
     stored: Callable[[str], StoredCodes] | None = None  # codes of the checkpoint, by tensor; None: it has none
+    adapters: Sequence[Adapter] = ()  # that requests choose from
     _target: Target = field(init=False, repr=False)
 
     def __post_init__(self, target: Target) -> None:
@@ -133,6 +135,19 @@ class Context:
                 f"{', '.join(self._target.rates)}",
                 hint=f"set `dtype` to one of these{otherwise}",
             )
+
+    def require_faster(self, step: str, dtype: Rate, otherwise: str) -> None:
+        """Return unless the target is known not to multiply faster in `dtype` than without; `otherwise` is the hint.
+
+        Raises:
+            UnsupportedError: it is, with both figures.
+        """
+        if (known := self._target.speedup(dtype)) is None or known.times > 1 + WORTH:
+            return
+        raise UnsupportedError(
+            f"{step}: does not pay on target {self._target.name} ({self._target.title}): {known}",
+            hint=f"{otherwise}: weights alone take fewer bytes, which is what decoding waits for",
+        )
 
 
 class Pass(ABC):

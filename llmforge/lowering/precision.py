@@ -138,7 +138,11 @@ def _behind_head(model: ir.Model) -> tuple[list[ir.Node], ir.Node | None]:
         if node is None or node in tail:
             continue
         if operators.view(node).linear:
-            return tail, node
+            behind = {node}  # and not what makes another factor, such as the step of a token
+            for each in model.graph:
+                if each in tail and any(value is not None and value.producer() in behind for value in each.inputs):
+                    behind.add(each)
+            return [each for each in tail if each in behind], node
         if _keeps_numbers_apart(node):
             tail.append(node)
             waiting += [value.producer() for value in node.inputs if value is not None]

@@ -124,6 +124,50 @@ typedef struct Attention {
     float *y;                  /* [batch, sequence, heads·dim] */
 } Attention;
 
+/* One layer's attention over latents, of which keys and values of every head are made: row n of `up` and a latent give
+ * channel n of a head's key, and rows from `plain` on those of its value. */
+typedef struct Latents {
+    int64_t batch, sequence, heads, capacity;
+    int64_t rank, rotary, plain, values; /* channels of a latent, of what keys share, of the rest of a key, of a value */
+    const float *q;          /* [batch, sequence, heads·(plain + rotary)], rotated */
+    float *cache;            /* [batch, 1, capacity, rank + rotary], with what the step adds */
+    const int32_t *past;     /* [batch] */
+    const void *up;          /* [heads·(plain + values), rank], fp32; or int8 codes of that shape */
+    const float *up_scale;   /* of codes, [heads·(plain + values), rank/block]; NULL: there are none */
+    int64_t block;
+    const float *sink;       /* [heads], or NULL */
+    float scale, softcap;
+    int64_t window;          /* as in Attention */
+    float *y;                /* [batch, sequence, heads·values] */
+} Latents;
+
+#define FEW_TOKENS 8      /* up to so many of a row never expand latents */
+#define CHUNK_TOKENS 512 /* of a prompt, that a scheduler reads at a time */
+
+/* Whether a row of the batch makes keys and values of its latents, and does not multiply queries and sums with `up`: what
+ * takes fewer multiplications for all tokens up to its last one that are of the same chunk. So the rest of a chunk, behind
+ * a beginning that was kept, gets the bits that it gets in the whole chunk. */
+static inline int expands(const Latents *a, int64_t batch) {
+    if (a->sequence <= FEW_TOKENS) return 0;
+    const int64_t total = a->past[batch] + a->sequence, s = total - a->past[batch] / CHUNK_TOKENS * CHUNK_TOKENS;
+    const double pairs = (double)s * (double)(total - s / 2), each = (double)a->rank * (double)(a->plain + a->values);
+    return (double)total * each + pairs * (double)(a->plain + a->rotary + a->values) <
+           (double)s * each + pairs * (double)(2 * a->rank + a->rotary);
+}
+
+/* What low-rank adapters add to the rows [batch·sequence, n] that a linear layer made of x [batch·sequence, k]: row b of
+ * the batch takes number ids[b] of `a` [count, parts·rank, k] and `b` [count, rank, n], 0 is none. Part p are the columns
+ * starts[p] … starts[p + 1] - 1, of rows p·rank … (p + 1)·rank - 1 of a. */
+typedef struct Adapters {
+    int64_t batch, sequence, k, n, rank, parts;
+    const float *base, *x, *a, *b;
+    const int64_t *ids, *starts;
+    float *hidden; /* scratch [batch·sequence, parts·rank]: x·aᵀ */
+    float *y;
+} Adapters;
+#define ADAPTER_ROWS 4   /* of a batch's row that are computed together */
+#define ADAPTER_COLUMNS 1024 /* of a part that are one piece of work */
+
 enum { STORED_FP32 = 0, STORED_FP16 = 1, STORED_BF16 = 2 };
 
 /* A matrix [n, k], row after row, in a dtype of STORED_*, and where its codes go: uint8 [n, k], scales fp32 [n, blocks],
@@ -152,10 +196,19 @@ typedef struct Kernels {
     void (*attention_prepare)(const Attention *a, int64_t batch, int64_t kv_head, int64_t first, int64_t last);
     /* Attend for queries `first` … `last - 1` of a row and of one key/value head; 0: out of memory, nothing was written. */
     int (*attention)(const Attention *a, int64_t batch, int64_t kv_head, int64_t first, int64_t last);
+    /* Attend for heads `first` … `last - 1` of all rows that do not expand latents; 0: out of memory. */
+    int (*latent_heads)(const Latents *a, int64_t first, int64_t last);
+    /* Attend for one head of a row that does; 0: out of memory. */
+    int (*latent_expanded)(const Latents *a, int64_t batch, int64_t head);
     /* Round weights to the nearest point of a grid; `row` is a place for k fp32. 0: one of them is not finite. */
     int (*round)(const Rounding *rounding, float *row);
     /* Pack `count` pairs of codes into bytes, the first of each in the low half. */
     void (*pack)(const uint8_t *codes, int64_t count, uint8_t *packed);
+    /* Multiply up to ADAPTER_ROWS rows from `first` on by numbers `from` … `to - 1` of the rows of a; of one batch's row. */
+    void (*adapter_hidden)(const Adapters *adapters, int64_t batch, int64_t first, int64_t last, int64_t from, int64_t to);
+    /* Add the products with columns `from` … `to - 1` of part `part` of b to these rows. */
+    void (*adapter_add)(const Adapters *adapters, int64_t batch, int64_t first, int64_t last, int64_t part, int64_t from,
+                        int64_t to);
 } Kernels;
 
 extern const Kernels kernels_generic;

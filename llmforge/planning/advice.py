@@ -15,10 +15,9 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.planning.deployment import Plan, degree
 from llmforge.planning.roofline import Placement, StepCost
 from llmforge.planning.scheme import BITS, Scheme, Wanted, choose
-from llmforge.targets import QuantizedLayers
+from llmforge.targets import WORTH, QuantizedLayers
 from llmforge.targets.achieved import Assumption
 
-WORTH = 0.05  # of TPOT, TTFT or tokens a second, for what costs quality; less is within what a plan can tell
 FREE_WORTH = 0.01  # for passes that cost none
 # What a kernel costs besides its bytes, in seconds.
 KERNEL_S = {
@@ -40,7 +39,7 @@ _QUANTIZATIONS: Mapping[str, tuple[tuple[str, Dtype, Dtype | None, int | None], 
         ("quantize-channels, dtype: fp8", "fp8", None, 0),
         ("quantize-channels, dtype: fp8, activations: static", "fp8", "fp8", 0),
         ("quantize-weights, bits: 4", "int4", None, None),
-        ("fp4, activations too (no pass yet)", "fp4", "fp4", None),
+        ("quantize-fp4", "fp4", "fp4", None),
     ),
 }
 
@@ -72,22 +71,36 @@ def _quantizations(plan: Plan) -> Iterator[Advice]:
             what = "weights are" if product is None else "matmul is"
             yield Advice(name, "done", f"{what} already {now}")
         else:
-            yield _tried(plan, name, Wanted(weights=weights, product=product, block=block))
+            wanted = Wanted(weights=weights, product=product, block=block)
+            yield _tried(plan, name, wanted, beside=None if product is None else replace(wanted, product=None))
     if BITS[plan.scheme.kv] <= 8:
         yield Advice("quantize-kv-cache, bits: 8", "done", f"the cache is already {plan.scheme.cached}")
     else:
         yield _tried(plan, "quantize-kv-cache, bits: 8", Wanted(kv="int8"))
 
 
-def _tried(plan: Plan, name: str, wanted: Wanted) -> Advice:
-    """Plan once more with other dtypes."""
+def _tried(plan: Plan, name: str, wanted: Wanted, beside: Wanted | None = None) -> Advice:
+    """Plan once more with other dtypes; it pays where it does more than `beside`, which costs less quality."""
     old = plan.scheme
     try:
         kept = Wanted(compute=old.compute, weights=old.weights, kv=old.kv, cache=old.cache)
         changed = choose(plan.target, plan.backend, old.compute, wanted.or_else(kept))
     except UnsupportedError as error:
         return Advice(name, "refused", error.message.partition(": ")[2] or error.message)
-    return _compared(plan, name, changed if wanted.kv is None else replace(old, kv=wanted.kv))
+    found = _compared(plan, name, changed if wanted.kv is None else replace(old, kv=wanted.kv))
+    if beside is None or found.verdict != "pays":
+        return found
+    less = _tried(plan, name, beside)
+    if less.verdict == "refused" or _gains(found, less):
+        return found
+    reason = f"weights alone give TPOT × {less.tpot:.2f}, TTFT × {less.ttft:.2f}: less than {WORTH:.0%} apart"
+    return replace(found, verdict="does not pay", reason=reason)
+
+
+def _gains(one: Advice, other: Advice) -> bool:
+    """Say whether `one` is better than `other` in any ratio by what is worth some quality."""
+    pairs = ((one.tpot, other.tpot), (one.ttft, other.ttft), (other.tokens_per_second, one.tokens_per_second))
+    return any(a is not None and b is not None and a < b * (1 - WORTH) for a, b in pairs)
 
 
 def _compared(plan: Plan, name: str, scheme: Scheme) -> Advice:

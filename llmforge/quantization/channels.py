@@ -18,6 +18,7 @@ from llmforge.ir.derived import Function
 from llmforge.quantization.formats import FP8_CHANNEL, INT8_CHANNEL
 
 INT8, FP8 = ir.DataType.INT8, ir.DataType.FLOAT8E4M3FN
+DTYPES: Mapping[str, ir.DataType] = {"int8": INT8, "fp8": FP8}
 LARGEST: Mapping[ir.DataType, float] = {INT8: INT8_CHANNEL.largest, FP8: FP8_CHANNEL.largest}
 
 
@@ -37,10 +38,15 @@ def _scales(dtype: ir.DataType, parts: Sequence[NDArray[Any]]) -> NDArray[np.flo
 def _codes(dtype: ir.DataType, parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Round one matrix [K, N] to codes; ties go to the even one."""
     weight = parts[0].astype(np.float32)
+    return codes(weight, _scales(dtype, [weight]), dtype)
+
+
+def codes(numbers: NDArray[np.float32], scales: NDArray[np.float32], dtype: ir.DataType) -> NDArray[Any]:
+    """Divide `numbers` by `scales`, which broadcast, and round to codes; ties go to the even one."""
     limit = np.float32(LARGEST[dtype])  # a quotient may be a bit above it, which in fp8 would become NaN
-    steps = np.clip(weight / _scales(dtype, [weight]), -limit, limit)
-    codes: NDArray[Any] = (np.rint(steps) if dtype == INT8 else steps).astype(dtype.numpy())
-    return codes
+    steps = np.clip(numbers / scales, -limit, limit)
+    rounded: NDArray[Any] = (np.rint(steps) if dtype == INT8 else steps).astype(dtype.numpy())
+    return rounded
 
 
 CODES: Mapping[ir.DataType, Function] = {dtype: partial(_codes, dtype) for dtype in LARGEST}

@@ -55,8 +55,42 @@ class KvRangeDemand:
 
 
 @dataclass(frozen=True)
+class Smoothing:
+    """How inputs will be rounded, which decides how much smoothing is best: `dtype` is "int8" or "fp8"."""
+
+    dtype: str
+    per_token: bool
+    alpha: float | None = None  # None: that of the least error, of `smoothing.ALPHAS`
+
+
+@dataclass(frozen=True, eq=False)
+class Smoothed:
+    """Factors for the inputs of linears that read one tensor, 2**exponents, and what rounding then costs.
+
+    A loss is Σ |ŷ - y|² / |y|², the mean over tokens, before and after; `alpha` is None where no smoothing is best.
+    """
+
+    exponents: NDArray[np.int8]
+    alpha: float | None
+    loss_before: float
+    loss: float
+
+    @property
+    def factors(self) -> NDArray[np.float32]:
+        """The factors s, powers of two, [K]."""
+        return factors(self.exponents)
+
+
+def factors(exponents: NDArray[np.int8]) -> NDArray[np.float32]:
+    """Return 2**exponents."""
+    return np.exp2(exponents.astype(np.float32))
+
+
+@dataclass(frozen=True)
 class InputRangeDemand:
-    """Record the largest magnitude of what each linear of a layer reads."""
+    """Record the largest magnitude of each feature that a linear of a layer reads, and factors that smooth it."""
+
+    smoothing: Smoothing | None = None  # None: no factors
 
 
 Demand = WeightDemand | KvRangeDemand | InputRangeDemand
@@ -70,6 +104,14 @@ class KvRange:
     value: NDArray[np.float32]
 
 
+@dataclass(frozen=True, eq=False)
+class InputRange:
+    """What a linear reads: the largest magnitude of each feature, fp32 [K], and what smooths it, if that was asked."""
+
+    peaks: NDArray[np.float32]
+    smoothed: Smoothed | None = None
+
+
 @dataclass(frozen=True)
 class Statistics:
     """Results of one calibration, for all demands of a recipe."""
@@ -79,7 +121,7 @@ class Statistics:
     # By parameter name, "model.layers.0.self_attn.q_proj.weight"; of experts [E·N, K], one after another. May be lazy.
     linears: Mapping[str, QuantizedMatrix]
     kv: Mapping[int, KvRange]  # by layer
-    inputs: Mapping[str, float] = field(default_factory=dict)  # largest |x| that a linear reads, by parameter name
+    inputs: Mapping[str, InputRange] = field(default_factory=dict)  # of what a linear reads, by parameter name
     notes: tuple[str, ...] = ()  # what a reader of the report should know
     grids: Mapping[str, Grid] = field(default_factory=dict)  # of `linears`, where they are known without reading them
 

@@ -26,7 +26,14 @@ from llmforge.quantization.grids import Float32, Grid, dequantize
 from llmforge.quantization.grids import round_to_nearest as rtn
 from llmforge.quantization.methods import gptq
 from llmforge.quantization.methods.gptq import Gptq
-from llmforge.quantization.statistics import Demand, InputRangeDemand, KvRangeDemand, Statistics, WeightDemand
+from llmforge.quantization.statistics import (
+    Demand,
+    InputRangeDemand,
+    KvRangeDemand,
+    Smoothing,
+    Statistics,
+    WeightDemand,
+)
 from llmforge.trace import trace
 from llmforge.trace.export import pattern
 
@@ -57,11 +64,12 @@ def model(path: Path) -> PreTrainedModel:
 
 def test_inputs_range_as_in_the_model(checkpoint: Checkpoint, windows: list[Window], tmp_path: Path) -> None:
     """Over all windows, by the model's own forward; again from the folder of a calibration that is done."""
-    whole, peaks = model(checkpoint.path), dict[str, float]()
+    whole, peaks = model(checkpoint.path), dict[str, Float32]()
 
     def note(name: str) -> Callable[..., None]:
         def before(_: torch.nn.Module, given: tuple[torch.Tensor]) -> None:
-            peaks[name] = max(peaks.get(name, 0.0), float(given[0].abs().max()))
+            own = given[0].abs().amax((0, 1)).numpy()
+            peaks[name] = np.maximum(peaks.get(name, own), own)
 
         return before
 
@@ -71,12 +79,29 @@ def test_inputs_range_as_in_the_model(checkpoint: Checkpoint, windows: list[Wind
     with torch.inference_mode():
         for window in windows:
             whole(torch.from_numpy(window.ids)[None])
+    demand = InputRangeDemand(Smoothing("int8", per_token=False, alpha=0.5))
     for _ in range(2):
-        found = calibrate(
-            checkpoint, windows, [InputRangeDemand(), *DEMANDS], store=Store(Cache(tmp_path / "kept"))
-        ).inputs
-        assert found == pytest.approx(peaks, rel=1e-5)
+        found = calibrate(checkpoint, windows, [demand, *DEMANDS], store=Store(Cache(tmp_path / "kept"))).inputs
+        assert {name: each.peaks for name, each in found.items()} == {
+            name: pytest.approx(peak, rel=1e-5) for name, peak in peaks.items()
+        }
     assert len(found) == len(LINEARS) * whole.config.num_hidden_layers
+    query, key, down = (
+        found[f"model.layers.0.{name}.weight"] for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")
+    )
+    assert query.smoothed is not None
+    assert key.smoothed is not None
+    assert down.smoothed is not None
+    np.testing.assert_array_equal(query.smoothed.exponents, key.smoothed.exponents)
+    assert query.smoothed.alpha == 0.5
+    assert query.smoothed.exponents.any()
+    assert query.smoothed.loss == key.smoothed.loss > 0
+    assert len(down.smoothed.exponents) == whole.config.intermediate_size
+
+
+def test_two_ways_of_rounding_inputs_are_refused(checkpoint: Checkpoint, windows: list[Window]) -> None:
+    with pytest.raises(UnsupportedError, match="2 passes round what linear layers read in different ways"):
+        calibrate(checkpoint, windows, [InputRangeDemand(), InputRangeDemand(Smoothing("fp8", per_token=True))])
 
 
 def equal(one: Statistics, other: Statistics) -> bool:

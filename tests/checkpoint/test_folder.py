@@ -323,7 +323,7 @@ class TestFolder:
 
     def test_adapter(self, tmp_path: Path) -> None:
         (tmp_path / "adapter_config.json").write_text("{}")
-        assert "hint: this is an adapter: merge it" in refusal(tmp_path)
+        assert "hint: this is an adapter: name its base" in refusal(tmp_path)
 
     @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
     def test_pickle(self, tiny_checkpoint: Path, name: str) -> None:

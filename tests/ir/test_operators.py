@@ -16,7 +16,7 @@ from llmforge.ir.operators import canonical, contrib, standard
 from llmforge.ir.operators.record import CANONICAL, CPU, MICROSOFT, OPSETS, STANDARD, Attribute, Operator
 
 RECORDS = sorted(operators.TABLE.values(), key=lambda each: each.identity)
-OWN = {standard.DistCollective}  # of TensorRT, in ONNX's domain
+OWN = {standard.DistCollective, standard.TRT_FP4DynamicQuantize}  # of TensorRT, in ONNX's domain
 
 
 def _runtime_schemas() -> Mapping[tuple[str, str], Any]:

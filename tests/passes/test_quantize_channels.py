@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,10 +17,12 @@ from numpy.typing import NDArray
 from llmforge import targets
 from llmforge.base.errors import DataError, UnsupportedError, VerificationError
 from llmforge.ir import graph
+from llmforge.ir.operators.standard import MatMul
 from llmforge.lowering.pass_base import Budget, Context
-from llmforge.passes import LowerPrecision, PackQkv, QuantizeChannels, QuantizeWeights
+from llmforge.passes import LowerPrecision, PackGateUp, PackQkv, QuantizeChannels, QuantizeWeights
 from llmforge.quantization import channels
-from llmforge.quantization.statistics import InputRangeDemand, Statistics
+from llmforge.quantization.smoothing import choose
+from llmforge.quantization.statistics import InputRange, InputRangeDemand, Smoothing, Statistics
 from llmforge.verification import probe
 from llmforge.verification.verifier import Verifier
 
@@ -177,20 +180,26 @@ def test_other_quantized_layers_are_left_alone() -> None:
 # --- what the layers read --------------------------------------------------------------------------------------------
 
 
-def measured(model: ir.Model, text: NDArray[np.int64]) -> dict[str, float]:
-    """Return the largest magnitude that each linear of a layer reads on `text`, by parameter name."""
-    linears = {
-        graph.sources(node.inputs[1])[0]: str(node.inputs[0].name)
-        for node in graphs.find(model, "MatMul")
-        if node.inputs[0] is not None and node.inputs[1] is not None and graph.sources(node.inputs[1])
-    }
+def measured(model: ir.Model, text: NDArray[np.int64], wanted: Smoothing | None = None) -> dict[str, InputRange]:
+    """Return what each linear of a layer reads on `text`, by parameter name."""
+    linears: dict[str, str] = {}
+    weights: dict[str, list[Any]] = {}  # by what they read
+    for product in MatMul.all(model):
+        if names := graph.sources(product.w):
+            linears |= dict.fromkeys(names, str(product.x.name))
+            weights.setdefault(str(product.x.name), []).append(graph.tensor(product.w).numpy().T)
     run = probe.schedule("text", [text], [(len(text),)])
     session = probe.open_session(model, probe.Weights(), 1, expose=list(linears.values()))
     read = probe.observe(session, run, 0, sorted(set(linears.values())))
-    return {parameter: float(np.abs(read[x]).max()) for parameter, x in linears.items()}
+    ranges = {}
+    for x, own in weights.items():
+        tokens = read[x].reshape(-1, read[x].shape[-1])
+        peaks = np.abs(tokens).max(0)
+        ranges[x] = InputRange(peaks, None if wanted is None else choose(tokens, peaks, own, wanted))
+    return {parameter: ranges[x] for parameter, x in linears.items()}
 
 
-def with_ranges(inputs: dict[str, float]) -> Context:
+def with_ranges(inputs: dict[str, InputRange]) -> Context:
     return Context(RTX_4090, Statistics(samples=1, tokens=1, linears={}, kv={}, inputs=inputs))
 
 
@@ -208,10 +217,11 @@ def test_inputs_are_rounded_once_for_all_their_readers(dtype: str, tmp_path: Pat
     # read by: q, k and v; o; gate and up; down. The head reads what it read.
     assert len(graphs.find(model, "QuantizeLinear")) == 4
     scales = {node.inputs[1].const_value.numpy().item() for node in graphs.find(model, "QuantizeLinear")}  # type: ignore[union-attr]
-    assert scales == {np.float32(peak / (127 if dtype == "int8" else 448)).item() for peak in peaks.values()}
+    largest = 127 if dtype == "int8" else 448
+    assert scales == {np.float32(float(each.peaks.max()) / largest).item() for each in peaks.values()}
     said = {change.node: change.what for change in changes.rewritten}
-    assert said["l0_q_node"].endswith(", inputs quantized too")
-    assert not said["logits_node"].endswith(", inputs quantized too")
+    assert said["l0_q_node"].endswith(", inputs static")
+    assert not said["logits_node"].endswith(", inputs static")
 
 
 def test_half_precision_leaves_no_cast_between_codes_and_product() -> None:
@@ -227,14 +237,99 @@ def test_half_precision_leaves_no_cast_between_codes_and_product() -> None:
 
 
 def test_inputs_that_are_always_0_have_no_scale() -> None:
-    context = with_ranges({"model.layers.0.self_attn.q_proj.weight": 0.0})
+    context = with_ranges({"model.layers.0.self_attn.q_proj.weight": InputRange(np.zeros(48, np.float32))})
     with pytest.raises(DataError, match="ranges to 0 on the calibration text"):
         quantize(activations="static").run(graphs.llama(), context)
 
 
 def test_calibration_is_asked_for_ranges_only_where_they_are_used() -> None:
     assert quantize().demands() == ()
-    assert quantize(activations="static").demands() == (InputRangeDemand(),)
+    assert quantize(activations="static", smooth=False).demands() == (InputRangeDemand(),)
+    assert quantize(activations="per_token", smooth=False).demands() == ()
+    wanted = Smoothing("fp8", per_token=True, alpha=0.5)
+    assert quantize(dtype="fp8", activations="per_token", alpha=0.5).demands() == (InputRangeDemand(wanted),)
+    with pytest.raises(ValueError, match="alpha goes with smooth: true"):
+        quantize(alpha=0.5)
+
+
+def rounded(x: NDArray[np.float64], largest: int, axis: int) -> NDArray[np.float64]:
+    """Round to multiples of the largest magnitude along an axis, over 127."""
+    steps = np.abs(x).max(axis, keepdims=True) / largest
+    return np.rint(x / steps) * steps
+
+
+def test_each_token_is_rounded_by_its_own_range(tmp_path: Path) -> None:
+    """One layer alone, against numpy in fp64: tokens of all sizes, and one of zeros."""
+    x, w = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["b", "s", 48])), None
+    random = np.random.default_rng(0)
+    weight = random.standard_normal((48, 20)).astype(np.float32)
+    model = ir.Model(ir.Graph([x], [], nodes=[], opset_imports={"": 24}), ir_version=11)
+    w = graph.initializer(model, "layers.0.weight", weight, ["layers.0.weight"])
+    product = ir.node("MatMul", [x, w], name="product")
+    model.graph.append(product)
+    model.graph.outputs.append(product.outputs[0])
+    product.outputs[0].name, product.outputs[0].type = "y", x.type
+    tokens = (random.standard_normal((2, 5, 48)) * 10.0 ** random.integers(-3, 4, (2, 5, 1))).astype(np.float32)
+    tokens[1, 2] = 0
+    changes = quantize(activations="per_token", smooth=False).run(model, RTX)
+    assert [change.what for change in changes.rewritten] == ["int8, one scale per output feature, inputs per_token"]
+    model.graph.sort()
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
+    [made] = session.run(None, {"x": tokens})
+    with np.errstate(invalid="ignore"):
+        read = np.nan_to_num(rounded(tokens.astype(np.float64), 127, -1))
+    expected = read @ rounded(weight.astype(np.float64), 127, 0)
+    size = np.abs(expected).max(-1, keepdims=True) + 1e-30
+    assert np.abs((made - expected) / size).max() < 1e-5
+    assert not made[1, 2].any()
+
+
+OUTLIERS = graphs.Llama(layers=1)
+
+
+def with_outliers() -> ir.Model:
+    """A decoder whose norms make features 64 times as large as others, and its inner features, too."""
+    model = graphs.llama(OUTLIERS)
+    for name, value in model.graph.initializers.items():
+        if "layernorm" in name or name.endswith("up_proj.weight"):
+            numbers = graph.tensor(value).numpy().copy()
+            numbers[..., 3] *= 64
+            value.const_value = ir.Tensor(numbers, name=name)
+    return model
+
+
+@pytest.mark.parametrize("activations", ["static", "per_token"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_smoothed_inputs_lose_less(activations: str, packed: bool, tmp_path: Path) -> None:
+    text = np.random.default_rng(0).integers(0, 96, 24)
+    lost = {}
+    for smooth in (False, True):
+        model = with_outliers()
+        if packed:
+            PackQkv().run(model, RTX)
+            PackGateUp().run(model, RTX)
+        ranges = measured(model, text, Smoothing("int8", activations == "per_token"))
+        verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=[text], threads=1)
+        step = quantize(activations=activations, smooth=smooth)
+        changes = step.run(model, with_ranges(ranges))
+        lost[smooth] = verifier.check(step, model, changes).kld_mean
+        said = [change.what for change in changes.rewritten]
+        assert sum("smoothed by alpha" in what for what in said) == (0 if not smooth else 3 if packed else 6)
+    assert lost[False] is not None
+    assert lost[True] is not None
+    assert lost[True] < lost[False] / 4
+
+
+def test_a_device_that_gains_nothing_is_refused_with_the_figures() -> None:
+    slow = RTX_4090.model_copy(update={"rates": {**RTX_4090.rates, "int8": RTX_4090.rates["fp16"]}})
+    with pytest.raises(
+        UnsupportedError, match=r"does not pay on target rtx-4090 .*int8 take 1\.25 of the time of fp16"
+    ) as caught:
+        quantize(activations="per_token", smooth=False).run(graphs.llama(), Context(slow))
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("set `activations: none`")
+    assert quantize().run(graphs.llama(), Context(slow))
+    assert quantize(activations="per_token", smooth=False).run(graphs.llama(), graphs.CPU)  # has no figures
 
 
 def test_a_device_without_the_dtype_is_refused() -> None:

@@ -363,7 +363,10 @@ def test_latent_attention_and_unverified_figures_are_noted() -> None:
     })  # fmt: skip
     plan = deployment.make(latent, targets.load("t4"), "onnxruntime", Scheme("fp16", "fp16", "fp16", "fp16", "fp16"),
                            Workload(100, 100))  # fmt: skip
-    assert any("6.0 times the size of the latent" in note for note in plan.notes)
+    assert any("its latents are cached, not keys and values" in note for note in plan.notes)
+    assert plan.scheme.kv_bytes_per_token(latent) == 2 * (24 + 8) * 2
+    rounded = replace(plan.scheme, kv="int8")
+    assert rounded.kv_bytes_per_token(latent) == 2 * (24 + 8) * 2
     assert any("unverified figures of t4: bandwidth, fp16" in note for note in plan.notes)
 
 
@@ -467,8 +470,8 @@ def test_quantization_that_makes_it_fit_pays() -> None:
 def test_what_is_done_or_refused_says_so() -> None:
     found = verdicts(planned(weights="int8"))
     assert found["quantize-channels, dtype: int8"] == "done"
-    assert found["fp4, activations too (no pass yet)"] == "refused"
-    assert verdicts(planned(target="b200"))["fp4, activations too (no pass yet)"] == "pays"
+    assert found["quantize-fp4"] == "refused"
+    assert verdicts(planned(target="b200"))["quantize-fp4"] == "pays"
     assert found["quantize-channels, dtype: int8, activations: static"] != "done"
     rounded = verdicts(planned(weights="fp8", product="fp8"))
     assert rounded["quantize-channels, dtype: fp8, activations: static"] == "done"
@@ -510,3 +513,14 @@ def test_the_coefficients_give_back_what_they_were_measured_on() -> None:
     build = building.predict(qwen, int4, "onnxruntime")
     assert build.cpu_s == pytest.approx(41, rel=0.1)
     assert build.memory_bytes == pytest.approx(1.495e9, rel=0.2)
+
+
+def test_rounded_activations_do_not_pay_where_weights_alone_give_as_much() -> None:
+    """One row and short prompts wait for bytes of weights, which are the same; long prompts for products."""
+    name = "quantize-channels, dtype: int8, activations: static"
+    one = {each.change: each for each in advice.advise(planned(prompt=1, output=512))}
+    assert one["quantize-channels, dtype: int8"].verdict == "pays"
+    assert one[name].verdict == "does not pay"
+    assert one[name].reason.startswith("weights alone give TPOT × 0.")
+    long = {each.change: each for each in advice.advise(planned(prompt=4096, output=64, batch=16))}
+    assert long[name].verdict == "pays"

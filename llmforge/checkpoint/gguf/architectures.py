@@ -8,8 +8,10 @@ so may a tensor. Sources: `convert_hf_to_gguf.py` and `gguf-py/gguf/tensor_mappi
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -158,9 +160,14 @@ def settings(header: Header) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "vocab_size": _vocabulary(header),
         "torch_dtype": "float32",
-        "quantization_config": {"quant_method": "gguf"},
+        "quantization_config": {"quant_method": "gguf", "type": _type(header)},
     }
-    if "ffn_gate" in architecture.parts:
+    if made["num_hidden_layers"] > len(header.tensors):
+        raise CheckpointError(
+            f"{header.file}: states {made['num_hidden_layers']} layers, and holds {len(header.tensors)} tensors",
+            hint=DAMAGED,
+        )
+    if "ffn_gate" in architecture.parts or metadata.get("feed_forward_length") is not None:
         made["intermediate_size"] = metadata.integer("feed_forward_length")
     made["num_key_value_heads"] = metadata.integer("attention.head_count_kv", made["num_attention_heads"])
     made["head_dim"] = _head_dim(metadata, made)
@@ -212,6 +219,16 @@ def _architecture(header: Header) -> Architecture:
             hint=_HINT,
         )
     return found
+
+
+def _type(header: Header) -> str:
+    """Name the type in which most numbers are, of quantized ones where there are any."""
+    counts = Counter[str]()
+    quantized = any(tensor.kind.quantized for tensor in header.tensors.values())
+    for tensor in header.tensors.values():
+        if tensor.kind.quantized or not quantized:
+            counts[tensor.kind.name] += prod(tensor.shape)
+    return counts.most_common(1)[0][0]
 
 
 def _vocabulary(header: Header) -> int:

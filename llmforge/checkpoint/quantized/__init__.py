@@ -20,7 +20,7 @@ from llmforge.quantization.stored import NotHeld
 
 LAYOUTS: tuple[Layout, ...] = (Gptq(), Awq(), CompressedTensors(), Fp8(), Mxfp4(), Bitsandbytes(), Gguf())
 
-__all__ = ["LAYOUTS", "Grouped", "Layout", "NotHeld", "QuantizedTensor", "layout_of", "same_content"]
+__all__ = ["LAYOUTS", "Grouped", "Layout", "NotHeld", "QuantizedTensor", "layout_of", "same_content", "settings_of"]
 
 
 def layout_of(settings: Mapping[str, Any], where: Path) -> Layout | None:

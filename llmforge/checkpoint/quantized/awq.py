@@ -19,9 +19,18 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.wording import shown
-from llmforge.checkpoint.quantized.integers import FLOATS, Integers, along_rows, modules, part, require_shape
+from llmforge.checkpoint.quantized.integers import (
+    FLOATS,
+    Integers,
+    along_rows,
+    grid_of,
+    modules,
+    part,
+    require_shape,
+)
 from llmforge.checkpoint.quantized.layout import Grouped, Layout, settings_of
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry
+from llmforge.quantization.grids import Grid
 
 IN_A_WORD = 8
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of output features 0 to 7
@@ -68,6 +77,10 @@ class Awq(Layout):
                 f"{where}: quantization_config.group_size is {shown(size)}; it must be -1 or at least 1", hint=DAMAGED
             )
         return f"int4 {'by channel' if size == -1 else f'in groups of {size}'}"
+
+    def grid(self, config: Mapping[str, Any]) -> Grid | None:
+        """Guess the grid by the groups."""
+        return grid_of(4, config.get("group_size", 128), symmetric=False)
 
     def group(self, settings: Mapping[str, Any], stored: Mapping[str, TensorEntry], folder: Path) -> Grouped:
         """Find the linear layers that have a qweight."""

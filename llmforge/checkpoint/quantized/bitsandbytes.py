@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
-from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor
+from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor, is_finite
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, data_type, external, parse_json
 from llmforge.quantization.stored import NotHeld
 
@@ -44,6 +44,7 @@ TABLES = {"nf4": NF4, "fp4": FP4}
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _MOST_DIMENSIONS = 8
+_BLOCKS = 4096  # that are dequantized at a time
 _ONE_127TH = np.float32(7.874015718698502e-3)  # as int8_vectorwise_dequant has it: 1 / 127 in fp32
 
 
@@ -118,14 +119,13 @@ def dequantize_4bit(packed: NDArray[np.uint8], scales: NDArray[np.float32], stat
         raise ValueError(f"{codes.size} bytes and {scales.size} scales do not make shape {list(state.shape)}")
     table = TABLES[state.kind]
     pairs = np.stack([table[np.arange(256) >> 4], table[np.arange(256) & 15]], axis=-1)
-    values = pairs[codes].reshape(-1)[:count]
     result = np.empty(count, DTYPES[state.dtype])
-    step = 4096 * state.block_size  # numbers at a time, in fp32
-    for at in range(0, count, step):
-        part = values[at : at + step]
-        first = at // state.block_size
-        spread = np.repeat(scales.reshape(-1)[first : first + 4096].astype(np.float32), state.block_size)[: part.size]
-        result[at : at + step] = (part * spread).astype(result.dtype)
+    step = _BLOCKS * state.block_size  # numbers at a time, in fp32
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused where it is used
+        for at in range(0, count, step):
+            part = pairs[codes[at // 2 : (at + step) // 2]].reshape(-1)[: count - at]
+            some = scales.reshape(-1)[at // state.block_size :][:_BLOCKS].astype(np.float32)
+            result[at : at + step] = (part * np.repeat(some, state.block_size)[: part.size]).astype(result.dtype)
     return result.reshape(state.shape)
 
 
@@ -137,7 +137,11 @@ def dequantize_int8(codes: NDArray[np.int8], row_maxima: NDArray[np.float32]) ->
     """
     if codes.ndim != 2 or row_maxima.size != codes.shape[0]:
         raise ValueError(f"{row_maxima.size} maxima of rows do not fit a matrix of shape {list(codes.shape)}")
-    return codes.astype(np.float32) * row_maxima.astype(np.float32).reshape(-1, 1) * _ONE_127TH
+    values = codes.astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        values *= row_maxima.astype(np.float32).reshape(-1, 1)
+        values *= _ONE_127TH
+    return values
 
 
 _PACKED, _ABSMAX, _NESTED, _TABLE = "weight", "absmax", "nested_absmax", "nested_quant_map"
@@ -168,7 +172,7 @@ class FourBitTensor(QuantizedTensor):
             weights = dequantize_4bit(self.read(_PACKED).view(np.uint8), scales, self.state)
         except ValueError as error:
             raise self.damaged(_PACKED, f"does not fit what stands beside it: {error}") from error
-        if not np.isfinite(weights).all():
+        if not is_finite(weights):
             raise self.damaged(_ABSMAX, "gives weights that are NaN or infinite")
         return weights
 
@@ -189,7 +193,7 @@ class EightBitTensor(QuantizedTensor):
     def dequantize(self) -> NDArray[np.float32]:
         """Return its weights, fp32."""
         weights = dequantize_int8(self.read(_PACKED), self.read(_ABSMAX))
-        if not np.isfinite(weights).all():
+        if not is_finite(weights):
             raise self.damaged(_ABSMAX, "gives weights that are NaN or infinite")
         return weights
 

@@ -32,12 +32,14 @@ from llmforge.checkpoint.quantized.integers import (
     Integers,
     along_columns,
     along_rows,
+    grid_of,
     modules,
     part,
     require_shape,
 )
 from llmforge.checkpoint.quantized.layout import CHUNK_BYTES, Grouped, Layout, QuantizedTensor, settings_of
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, external
+from llmforge.quantization.grids import Grid
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized")
 MIXED = "mixed-precision"
@@ -207,6 +209,15 @@ class CompressedTensors(Layout):
         """Say the formats of its groups."""
         schemes = _schemes(config, where)
         return ", ".join(sorted({f"{'fp' if each.kind == 'float' else 'int'}{each.bits}" for each in schemes}))
+
+    def grid(self, config: Mapping[str, Any]) -> Grid | None:
+        """Guess the grid by the first group of the configuration that has integers."""
+        for group in config["config_groups"].values():
+            weights = group.get("weights") or {}
+            if weights.get("type", "int") == "int":
+                size = weights.get("group_size")
+                return grid_of(weights.get("num_bits", 8), size or -1, symmetric=weights.get("symmetric", True) is True)
+        return None
 
     def group(self, settings: Mapping[str, Any], stored: Mapping[str, TensorEntry], folder: Path) -> Grouped:
         """Find the linear layers that have a weight_packed or a weight_scale."""

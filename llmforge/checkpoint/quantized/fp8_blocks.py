@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.wording import shown
-from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor, settings_of
+from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor, is_finite, settings_of
 from llmforge.checkpoint.quantized.microscaling import e8m0
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, data_type
 
@@ -45,13 +45,14 @@ def dequantize(weight: NDArray[Any], scales: NDArray[Any], block_size: tuple[int
         factors = factors.reshape((1,) * len(wanted))
     elif factors.shape != wanted:
         raise ValueError(f"scales of shape {list(wanted)} are expected, they are {list(factors.shape)}")
-    if block_size is None:
-        values *= factors
-        return values
-    rows, columns = block_size
-    for band in range(wanted[-2]):  # of rows: never more than one band of spread scales
-        spread = np.repeat(factors[..., band, :], columns, axis=-1)[..., : weight.shape[-1]]
-        values[..., band * rows : (band + 1) * rows, :] *= spread[..., None, :]
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused where it is used
+        if block_size is None:
+            values *= factors
+            return values
+        rows, columns = block_size
+        for band in range(wanted[-2]):  # of rows: never more than one band of spread scales
+            spread = np.repeat(factors[..., band, :], columns, axis=-1)[..., : weight.shape[-1]]
+            values[..., band * rows : (band + 1) * rows, :] *= spread[..., None, :]
     return values
 
 
@@ -76,7 +77,7 @@ class Fp8Tensor(QuantizedTensor):
     def dequantize(self) -> NDArray[np.float32]:
         """Return its weights, fp32: bit-equal to transformers, where that loads the model in fp32."""
         weights = dequantize(self.read(_CODES), self.read(_SCALES), self.block_size)
-        if not np.isfinite(weights).all():
+        if not is_finite(weights):
             raise self.damaged(_SCALES, "gives weights that are NaN or infinite")
         return weights
 

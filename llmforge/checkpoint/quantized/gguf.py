@@ -14,12 +14,12 @@ from llmforge.base.errors import CheckpointError
 from llmforge.checkpoint.gguf import architectures, blocks
 from llmforge.checkpoint.gguf.blocks import BlockType
 from llmforge.checkpoint.gguf.header import DTYPES, Header, TensorInfo, read
-from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor
+from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor, is_finite
 from llmforge.checkpoint.safetensors_file import TensorEntry, data_type
 from llmforge.quantization.stored import NotHeld
 
 if TYPE_CHECKING:
-    from llmforge.quantization.grids import Grid, QuantizedMatrix
+    from llmforge.quantization.grids import Grid, QuantizedMatrix, Scale
 
 _BLOCKS = "blocks"  # the one part of a parameter
 # Types whose scales are fp16 as they stand; of others they are products, which fp16 does not hold.
@@ -42,7 +42,7 @@ class GgufTensor(QuantizedTensor):
     def dequantize(self) -> NDArray[Any]:
         """Return its weights, bit-equal to `gguf.quants.dequantize`, with rows as transformers has them."""
         values = blocks.dequantize(self._data(), self.kind, self.shape)
-        if not np.isfinite(values).all():
+        if not is_finite(values):
             raise self.damaged(_BLOCKS, f"({self.kind.name}) holds NaN or infinity; weights must be finite")
         return values - values.dtype.type(1) if self.minus_one else values
 
@@ -52,9 +52,9 @@ class GgufTensor(QuantizedTensor):
 
         found = blocks.CODES.get(self.kind.name)
         if found is None or len(self.shape) != 2 or self.minus_one:
-            raise NotHeld(f"are {self.kind.name}, {_why_not(self.kind)}")
+            raise NotHeld(f"are {self.kind.name}, {_why_not(self.kind)}", is_plain=not self.kind.quantized)
         bits, block_size, _ = found
-        return Grid(bits, block_size, True, "fp16" if self.kind.name in _FP16_SCALES else "fp32")
+        return Grid(bits, block_size, True, _scale(self.kind.name))
 
     def codes(self) -> QuantizedMatrix:
         """Return the stored codes; a block whose scale is 0 gets the code of 0 and the scale 1."""
@@ -81,6 +81,10 @@ class GgufTensor(QuantizedTensor):
         return data.reshape(self.heads, rows // self.heads // 2, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
+def _scale(kind: str) -> Scale:
+    return "fp16" if kind in _FP16_SCALES else "fp32"
+
+
 def _why_not(kind: BlockType) -> str:
     if not kind.quantized:
         return "plain numbers"
@@ -96,8 +100,19 @@ class Gguf(Layout):
     methods: ClassVar[tuple[str, ...]] = ("gguf",)
 
     def check(self, config: Mapping[str, Any], where: Path) -> str:
-        """The header of the file says how each tensor is stored."""
-        return self.name
+        """Return the type in which most numbers are, which `architectures.settings` wrote down."""
+        return f"most of it {config.get('type')}"
+
+    def is_plain(self, config: Mapping[str, Any]) -> bool:
+        """Say whether that type has no blocks; then none has."""
+        return str(config.get("type")) in DTYPES
+
+    def grid(self, config: Mapping[str, Any]) -> Grid | None:
+        """Tell by that type."""
+        from llmforge.quantization.grids import Grid
+
+        found = blocks.CODES.get(str(config.get("type")))
+        return None if found is None else Grid(found[0], found[1], True, _scale(str(config["type"])))
 
     def group(self, settings: Mapping[str, Any], stored: Mapping[str, TensorEntry], folder: Path) -> Grouped:
         """Give every tensor of the file the name that it has in transformers."""

@@ -26,12 +26,14 @@ from llmforge.checkpoint.quantized.integers import (
     Integers,
     along_columns,
     along_rows,
+    grid_of,
     modules,
     part,
     require_shape,
 )
 from llmforge.checkpoint.quantized.layout import Grouped, Layout, settings_of
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry
+from llmforge.quantization.grids import Grid
 
 BITS = (2, 3, 4, 8)
 FORMATS = ("gptq", "gptq_v2")
@@ -116,6 +118,10 @@ class Gptq(Layout):
                 )
         act = ", desc_act" if config.get("desc_act") else ""
         return f"int{bits} {'by channel' if size == -1 else f'in groups of {size}'}{act}"
+
+    def grid(self, config: Mapping[str, Any]) -> Grid | None:
+        """Guess the grid by bits and groups."""
+        return grid_of(config["bits"], config.get("group_size", -1), symmetric=config.get("sym") is True)
 
     def group(self, settings: Mapping[str, Any], stored: Mapping[str, TensorEntry], folder: Path) -> Grouped:
         """Find the linear layers that have a qweight."""

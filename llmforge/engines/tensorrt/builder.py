@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError, VerificationError
-from llmforge.engines.tensorrt import layers
+from llmforge.engines.tensorrt import layers, precisions
 from llmforge.engines.tensorrt.build_log import BuildLog
 from llmforge.engines.tensorrt.library import Library
 from llmforge.engines.tensorrt.profiles import Profile
@@ -19,6 +19,7 @@ from llmforge.engines.tensorrt.profiles import Profile
 # Builder flags that are set otherwise than the module does by default. TF32 is on by default, and would round the
 # operands of fp32 products to 10 bits of mantissa: the engine computes what the graph says.
 FLAGS = ("-TF32",)
+VERBOSITY = "DETAILED"  # of what the builder says of its layers (`precisions`)
 
 _NO_FUSED_KERNEL = "Attention operation was not supported by a dedicated kernel"
 _OPERATION = re.compile(r"operation '([^']+)'")
@@ -28,7 +29,7 @@ _OPERATION = re.compile(r"operation '([^']+)'")
 class Built:
     """What a build found out."""
 
-    layers: dict[str, int]  # by type
+    layers: dict[str, int]  # by type, and products of codes by dtype
     warnings: tuple[str, ...]
     timings: bytes | None  # the timing cache after the build; None where the module keeps none
 
@@ -69,12 +70,17 @@ def build(
     if not done:
         raise _refused_by_builder(library, sm, log)
     _check_log(library, log)
-    return Built(counted, log.warnings, None if cache is None else bytes(cache.serialize()))
+    products = precisions.of((text for _, text in log.lines), model, max(len(profiles), 1))
+    warnings = log.warnings
+    if products is not None:
+        counted, warnings = counted | products.layers, (*warnings, *products.warnings)
+    return Built(counted, warnings, None if cache is None else bytes(cache.serialize()))
 
 
 def _config(library: Library, builder: Any, sm: str, profiles: Sequence[Profile]) -> Any:
     api = library.api
     config = builder.create_builder_config()
+    config.profiling_verbosity = getattr(api.ProfilingVerbosity, VERBOSITY)
     for flag in FLAGS:
         config.clear_flag(getattr(api.BuilderFlag, flag.removeprefix("-")))
     if library.ahead_of_time:

@@ -24,6 +24,7 @@ ASSERTED: Mapping[type[operators.Operator], str] = {
     standard.TensorScatter: "KV_CACHE_UPDATE",
     standard.DequantizeLinear: "DEQUANTIZE",
     standard.QuantizeLinear: "QUANTIZE",
+    standard.TRT_FP4DynamicQuantize: "DYNAMIC_QUANTIZE",
     standard.Softmax: "SOFTMAX",
     standard.DistCollective: "DIST_COLLECTIVE",
 }

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from llmforge.base.errors import UnsupportedError
 from llmforge.engines.tensorrt import collectives, experts, support, weights
 from llmforge.engines.tensorrt.attention import Attentions
-from llmforge.ir import dtype_inference, interface, operators
+from llmforge.ir import dtype_inference, interface, low_rank, operators
 from llmforge.ir import graph as g
 from llmforge.ir.builder import Builder
 from llmforge.ir.operators import canonical, contrib, standard
@@ -65,6 +65,9 @@ def unsupported(model: ir.Model) -> list[Unsupported]:
             Unsupported("the model", f"its attention was traced from the model's own code: {reason}", _OTHER_ENGINE)
         )
     for value in model.graph.inputs:
+        if value.name == interface.INPUTS_EMBEDS:
+            what = "TensorRT has no inputs that may be left out"
+            found.append(Unsupported(value.name, what, "leave accept-embeddings out of the recipe"))
         if value.name in (interface.ATTENTION_MASK, interface.SEQLENS_K):
             what = "only canonical attention over past_lengths is lowered to TensorRT"
             hint = "leave flash-attention, genai-interface and optimum-interface out of the recipe"
@@ -79,14 +82,18 @@ def unsupported(model: ir.Model) -> list[Unsupported]:
 def _reason(view: Operator) -> tuple[str | None, str]:
     """Say why there is no way for a node, None where there is one, and what to do."""
     match view:
-        case canonical.Attention():
+        case canonical.Attention() | canonical.LatentAttention():
             fp32 = view.q.dtype == ir.DataType.FLOAT
             reason = "IAttention has kernels for fp16 and bf16 only, not fp32" if fp32 else None
             return reason, "put `lower-precision` into the recipe"
         case canonical.MoE():
             return experts.reason_against(view), _OTHER_ENGINE
+        case canonical.LowRankAdapter():
+            return None, ""
         case canonical.AllReduce() | canonical.AllGather():
             return collectives.reason_against(view), "split the graph along its last axis"
+        case canonical.Fp4Linear():
+            return None, ""
         case canonical.CausalConv() | canonical.LinearAttention():
             return "layers with a recurrent state are not lowered", _OTHER_ENGINE
         case contrib.MatMulNBits() | contrib.GatherBlockQuantized():
@@ -134,19 +141,28 @@ class _Rewriting(Builder):
     capacity: int
     _attentions: Attentions = field(init=False)
     _weights: weights.Weights = field(init=False)
+    _adapters: low_rank.Expansion = field(init=False)
 
     def __post_init__(self) -> None:
         self._attentions, self._weights = Attentions(self.model, self.capacity), weights.Weights(self.model)
+        self._adapters = low_rank.Expansion(self.model)
 
     def node(self, node: ir.Node) -> str | None:
         """Replace `node` where the parser does not take it; say what it became."""
         match operators.view(node):
             case canonical.Attention() as attention:
                 return self._attentions.rewrite(attention)
+            case canonical.LatentAttention() as latent:
+                return self._attentions.rewrite_latent(latent)
             case canonical.MoE() as layer:
                 return experts.lower(self.model, layer)
+            case canonical.LowRankAdapter() as layer:
+                self._adapters.adapter(layer)
+                return "LowRankAdapter to Gather and MatMul, which no GPU has run"
             case canonical.AllReduce() | canonical.AllGather() as collective:
                 return collectives.lower(collective)
+            case canonical.Fp4Linear() as layer:
+                return self._weights.multiply_fp4(layer)
             case contrib.MatMulNBits() as product:
                 return self._weights.multiply(product)
             case contrib.GatherBlockQuantized() as lookup:

@@ -24,7 +24,9 @@ class Source:
     module: PlanModule
     version: str
     sm: str  # "89"
-    flags: tuple[str, ...]  # builder flags that differ from the module's defaults: "-TF32" is cleared
+    flags: tuple[
+        str, ...
+    ]  # builder flags that differ from the module's defaults: "-TF32" is cleared, and other settings
     profiles: Mapping[str, Mapping[str, tuple[tuple[int, ...], ...]]]  # profile → input → smallest, tuned for, largest
     onnx_sha256: str  # of model.onnx and its data (`digest`)
 
@@ -42,7 +44,7 @@ class PlanRecord:
     format: int
     key: str  # of the source
     source: Source
-    layers: Mapping[str, int]  # of TensorRT's network, by type (`layers.count`)
+    layers: Mapping[str, int]  # of TensorRT's network, by type, and products (`layers`, `precisions`)
     warnings: tuple[str, ...]
     sha256: str  # of the plan
     size_bytes: int

@@ -5,6 +5,11 @@
     rows = com.microsoft::GatherBlockQuantized(codes, ids, scales)
     becomes  rows = Gather(DequantizeLinear(codes4, scales), ids)
 
+    y = llmforge::Fp4Linear(x, codes, scales, weight_scale, input_scale)
+    becomes  y = MatMul(DequantizeLinear(xc, DequantizeLinear(xs, input_scale)),
+                        DequantizeLinear(codes, DequantizeLinear(scales, weight_scale)))
+             xc, xs = TRT_FP4DynamicQuantize(x, input_scale)
+
 `codes` are uint8, two a byte, around 8; `codes4` int4 [N, K], the same bits with the upper one of each turned, and made
 when they are written; `scales` [N, K / block_size]. Every reader has a DequantizeLinear of its own: one for two readers
 was computed in whole by TensorRT-RTX 1.7, in every step.
@@ -25,6 +30,8 @@ import onnx_ir as ir
 
 from llmforge.ir import graph as g
 from llmforge.ir.builder import Builder, shared
+from llmforge.ir.fp4 import BLOCK
+from llmforge.ir.operators.canonical import Fp4Linear
 from llmforge.ir.operators.contrib import GatherBlockQuantized, MatMulNBits
 from llmforge.ir.operators.standard import Reshape
 
@@ -76,6 +83,30 @@ class Weights(Builder):
             rows.shape = ir.Shape([*lookup.indices.shape, _features(lookup)])
         g.replace_value(lookup.output, rows)
         return "GatherBlockQuantized to DequantizeLinear of int4 and Gather"
+
+    def multiply_fp4(self, layer: Fp4Linear) -> str:
+        """Replace one Fp4Linear; say what it became."""
+        node, x = layer.node, layer.x
+        attributes = {"axis": -1, "block_size": BLOCK, "scale_type": int(ir.DataType.FLOAT8E4M3FN)}
+        codes, scales = g.insert(node, "TRT_FP4DynamicQuantize", [x, layer.input_scale], attributes, outputs=2)
+        read = self._from_fp4(node, codes, scales, layer.input_scale, x, -1)
+        weight = self._from_fp4(node, layer.codes, layer.scales, layer.weight_scale, x, 0)
+        [y] = g.insert(node, "MatMul", [read, weight], name=layer.name)
+        g.replace_value(layer.output, y)
+        return "Fp4Linear to TRT_FP4DynamicQuantize, DequantizeLinear and MatMul"
+
+    def _from_fp4(
+        self, node: ir.Node, codes: ir.Value, scales: ir.Value, scale: ir.Value, like: ir.Value, axis: int
+    ) -> ir.Value:
+        """Dequantize codes in blocks along `axis`, in the dtype of `like`."""
+        steps = self._add(node, "DequantizeLinear", [scales, scale])
+        steps.type = ir.TensorType(ir.DataType.FLOAT)
+        if (dtype := g.dtype(like)) != ir.DataType.FLOAT:
+            steps = self._add(node, "Cast", [steps], {"to": int(dtype)})
+            steps.type = like.type
+        made = self._add(node, "DequantizeLinear", [codes, steps], {"axis": axis, "block_size": BLOCK})
+        made.type = like.type
+        return made
 
     def _dequantized(self, view: MatMulNBits | GatherBlockQuantized, codes: ir.Value, scales: ir.Value) -> ir.Value:
         """Add a DequantizeLinear: [N, K] in the dtype of `scales`."""

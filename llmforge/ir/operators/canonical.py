@@ -5,11 +5,12 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir import interface
-from llmforge.ir.graph import dims
+from llmforge.ir import graph, interface
+from llmforge.ir.graph import dims, static
 from llmforge.ir.operators.record import (
     CANONICAL,
     FLOAT,
+    FLOAT8,
     FLOATS,
     FP32,
     I32,
@@ -25,6 +26,7 @@ from llmforge.ir.operators.record import (
     Precision,
     Stage,
     integer,
+    integers,
     listed,
     real,
     shown,
@@ -49,6 +51,7 @@ class _Attention(CachedAttention, domain=CANONICAL):
     softcap = real()
     window = integer()
     layer = integer()
+    chunk = integer(0)
 
     @property
     def projections(self) -> tuple[ir.Value, ...]:
@@ -64,7 +67,7 @@ class _Attention(CachedAttention, domain=CANONICAL):
         """Check that heads divide widths, and that the caches are the layer's own."""
         heads, kv_heads, layer = self.num_heads, self.kv_num_heads, self.layer
         self.require(0 < kv_heads <= heads and heads % kv_heads == 0, f"{heads} heads cannot share {kv_heads} KV heads")
-        self.require(self.window >= 0 and self.softcap >= 0, "window and softcap must not be negative")
+        self.require(min(self.window, self.chunk, self.softcap) >= 0, "window, chunk and softcap must not be negative")
         for field in self.inputs:
             size = _dim(self.operand(field), 0) if field.heads == 0 else None
             self.require(size in (None, heads), f"{field.name} has {size} numbers, there are {heads} heads")
@@ -102,6 +105,84 @@ class GrowingAttention(_Attention):
     sinks = OptionalInput(FLOATS, 1, heads=0)
     alibi_slopes = OptionalInput(FP32, 1, fp32=True, heads=0)
     indivisible = _INTERFACE
+
+
+class LatentAttention(Operator, domain=CANONICAL):
+    """Attention over latents, of which each head's keys and values are made (DeepSeek-V2, arXiv 2405.04434, 2.1).
+
+    q [B, S, num_heads·(N+R)], in each head N channels without rotary embedding and then R with it; latent [B, S, L+R],
+    a latent and the R rotary channels that keys of all heads share; up [num_heads·(N+Dv), L], as it is stored: of each
+    head the rows that make the N channels of its key, and then those of its value; cache [B, 1, C, L+R].
+    """
+
+    q = Input(FLOATS, 3)
+    latent = Input(FLOATS, 3)
+    up = Input(FLOATS, 2, heads=0)
+    past = Input(FLOATS, 4)
+    past_lengths = Input(I32, 1)
+    sinks = OptionalInput(FLOATS, 1, heads=0)
+    num_heads = integer()
+    scale = real()
+    softcap = real()
+    window = integer()
+    layer = integer()
+    y = Output()
+    present = Output(like="past")
+    precision = Precision.HALF
+
+    @property
+    def chunk(self) -> int:
+        """0: what `Attention` has in chunks, this has not."""
+        return 0
+
+    @property
+    def rank(self) -> int:
+        """Channels of a latent, L."""
+        return graph.width(self.up)
+
+    @property
+    def rotary(self) -> int:
+        """Channels of a key that all heads share, R."""
+        return graph.width(self.past) - self.rank
+
+    @property
+    def plain(self) -> int:
+        """Channels of a head's key that are made of the latent, N."""
+        return graph.width(self.q) // self.num_heads - self.rotary
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of a head's value, Dv."""
+        return graph.static(self.up)[0] // self.num_heads - self.plain
+
+    def check(self) -> None:
+        """Check that heads divide widths, and that the cache is the layer's own."""
+        heads, layer = self.num_heads, self.layer
+        self.require(heads > 0, f"there are {heads} heads")
+        self.require(self.window >= 0 and self.softcap >= 0, "window and softcap must not be negative")
+        sinks = _dim(self.sinks, 0)
+        self.require(sinks in (None, heads), f"sinks has {sinks} numbers, there are {heads} heads")
+        _check_layer(
+            self,
+            layer,
+            [self.past, self.past_lengths],
+            [interface.past_part(layer, "latent"), interface.PAST_LENGTHS],
+            [interface.present_part(layer, "latent")],
+        )
+        width, rank, q, rows = _dim(self.past, 3), _dim(self.up, 1), _dim(self.q, 2), _dim(self.up, 0)
+        latent, kv_heads = _dim(self.latent, 2), _dim(self.past, 1)
+        self.require(kv_heads in (None, 1), f"the cache has {kv_heads} heads; latents are of all heads")
+        self.require(None in (latent, width) or latent == width, f"latent is {latent} wide, the cache {width}")
+        if width is None or rank is None or q is None or rows is None:
+            return
+        self.require(0 < rank <= width, f"latents have {rank} channels, of {width} that are cached")
+        for name, size in (("q", q), ("up", rows)):
+            self.require(size % heads == 0, f"{name} has {size} channels, which {heads} heads cannot share")
+        plain = q // heads - (width - rank)
+        self.require(0 < plain < rows // heads, f"up has {rows // heads} rows a head, {plain} of which make its key")
+
+
+ATTENTIONS = (Attention, LatentAttention)  # over preallocated caches, each in a window of tokens
 
 
 class CausalMask(Operator, domain=CANONICAL):
@@ -159,6 +240,40 @@ class MoE(Experts, domain=CANONICAL):
     def chosen(self) -> int | None:
         """How many experts a token chooses, where that is known."""
         return _dim(self.expert_ids, -1)
+
+
+class LowRankAdapter(Operator, domain=CANONICAL):
+    """What adapters add to a linear layer: base [B, S, N], x [B, S, K], one of `a` [n + 1, K, P·R], `b` [n + 1, R, N].
+
+    Row b of the batch takes number adapter_ids[b] of the n adapters, 0 is none. The features of the layer are P parts,
+    side by side, of `widths`; part p multiplies columns p·R … (p + 1)·R - 1 of x·a[id] by its columns of b[id].
+    """
+
+    base = Input(FLOATS, 3)
+    x = Input(FLOATS, 3)
+    adapter_ids = Input(I64, 1)
+    a = Input(FLOATS, 3, chosen_by_row=True)
+    b = Input(FLOATS, 3, chosen_by_row=True)
+    widths = integers()
+    y = Output()
+    indivisible = "adapters that requests choose are not divided"
+
+    def check(self) -> None:
+        """Check that the matrices fit the layer and its parts."""
+        a, b, parts = dims(self.a), dims(self.b), len(self.widths)
+        self.require(parts > 0 and min(self.widths) > 0, f"widths are {list(self.widths)}, must be positive")
+        if not a or not b or not isinstance(b[1], int):
+            return
+        fits = a[0] == b[0] and a[2] == parts * b[1] and b[2] == sum(self.widths)
+        self.require(fits, f"a {shown(a)} and b {shown(b)} do not fit parts of {list(self.widths)}")
+        for name, axis, size in (("x", -1, a[1]), ("base", -1, b[2])):
+            held = _dim(getattr(self, name), axis)
+            self.require(held in (None, size), f"{name} is {held} wide, must be {size}")
+
+    @property
+    def rank(self) -> int:
+        """The rank R of each part's product."""
+        return static(self.b)[1]
 
 
 class CausalConv(Operator, domain=CANONICAL):
@@ -239,6 +354,24 @@ class LinearAttention(Operator, domain=CANONICAL):
         found = _dim(self.decay, 2)
         fits = found in (None, heads, heads * width)
         self.require(fits, f"decay is {found} wide, must be {heads} or {heads * width} for {shown(state)}")
+
+
+class Fp4Linear(Operator, domain=CANONICAL):
+    """A product in NVFP4: x [B, S, K], rounded to e2m1 in blocks of 16 features, codes [K, N], scales [K / 16, N]."""
+
+    x = Input(FLOATS, 3)
+    codes = Input({ir.DataType.FLOAT4E2M1}, 2)
+    scales = Input({FLOAT8}, 2)
+    weight_scale = Input(FP32, 0, fp32=True)
+    input_scale = Input(FP32, 0, fp32=True)  # of x: block scales are fp8 in its units
+    linear = True
+    precision = Precision.HALF
+    indivisible = "layers in NVFP4 are not divided; split the graph before quantize-fp4"
+
+    def check(self) -> None:
+        """Check that blocks divide the matrix."""
+        k, rows = _dim(self.codes, 0), _dim(self.scales, 0)
+        self.require(k is not None and rows is not None and k == 16 * rows, f"{k} rows are not {rows} blocks of 16")
 
 
 class CacheLengths(Operator, domain=CANONICAL):

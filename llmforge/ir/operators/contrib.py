@@ -95,6 +95,21 @@ class MatMulNBits(Operator, domain=MICROSOFT):
     prepacked = True
 
 
+class MatMulIntegerToFloat(Operator, domain=MICROSOFT):
+    """A product of codes in the units of their scales: a [..., K], b [K, N], b_scale [N]."""
+
+    a = Input(BYTES | {INT8})
+    b = Input(BYTES | {INT8}, 2)
+    a_scale = Input(FP32, 0, 1)
+    b_scale = Input(FP32, 0, 1)
+    a_zero_point = OptionalInput(BYTES | {INT8}, 0, 1)
+    b_zero_point = OptionalInput(BYTES | {INT8}, 0, 1)
+    bias = OptionalInput(FP32, 1)
+    y = Output(like="a_scale")
+    stage = Stage.LOWERED
+    linear = True
+
+
 class FusedMatMul(Operator, domain=MICROSOFT):
     """A product of matrices that may be transposed."""
 

@@ -22,6 +22,7 @@ from llmforge.ir.operators.record import (
 
 class _Kernel(Operator, domain=CPU):
     precision = Precision.NO_HALF
+    rounds = True
 
 
 class _Packed(_Kernel):
@@ -55,6 +56,17 @@ class Embedding(_Packed):
     y = Output(dtype=FLOAT)
 
 
+class LowRankAdapter(_Kernel):
+    """`llmforge::LowRankAdapter` with `a` [n + 1, P·R, K], a row for each sum."""
+
+    base = Input(FP32, 3)
+    x = Input(FP32, 3)
+    adapter_ids = Input(I64, 1)
+    a = Input(FP32, 3, chosen_by_row=True)
+    b = Input(FP32, 3, chosen_by_row=True)
+    widths = Input(I64, 1)
+
+
 class GroupQueryAttention(_Kernel):
     """Attention over caches of fp32."""
 
@@ -80,6 +92,31 @@ class GroupQueryAttention(_Kernel):
     y = Output()
     present_key = Output(like="past_key")
     present_value = Output(like="past_value")
+
+
+class LatentAttention(_Kernel):
+    """Attention over latents, as the canonical one, with `up` [num_heads·(N+Dv), L]."""
+
+    q = Input(FP32, 3)
+    latent = Input(FP32, 3)
+    up = Input(FP32, 2)
+    past = Input(FP32, 4)
+    past_lengths = Input(I32, 1)
+    up_scale = OptionalInput(FP32, 2)
+    sinks = OptionalInput(FP32, 1)
+    num_heads = integer()
+    window = integer()
+    scale = real()
+    softcap = real()
+    y = Output()
+    present = Output(like="past")
+    rounds = False
+
+
+class LatentAttentionInt8(LatentAttention):
+    """The same, with codes in `up` and a scale for each block of a row."""
+
+    up = Input({INT8}, 2)
 
 
 class GroupQueryAttentionInt8(GroupQueryAttention):

@@ -313,7 +313,7 @@ class DequantizeLinear(Operator):
     y = Output(like="scales")
     lookup = True
     indivisible = "layers in codes of a channel are not divided; split the graph before quantize-channels"
-    tensorrt = Seen(HALVES, _BYTES | {ir.DataType.INT4})
+    tensorrt = Seen(HALVES, _BYTES | {FLOAT, ir.DataType.INT4, ir.DataType.FLOAT4E2M1})
 
 
 class QuantizeLinear(Operator):
@@ -566,6 +566,20 @@ class Attention(Operator):
     present_value = Output(like="v")
     stage = Stage.LOWERED
     tensorrt = Seen(HALVES, BOOLS)
+
+
+class TRT_FP4DynamicQuantize(Operator):  # noqa: N801  # TensorRT's name
+    """TensorRT's, in the domain of ONNX: blocks of x as e2m1, and their scales as e4m3 in units of `scale`."""
+
+    x = Input(HALVES)
+    scale = Input({FLOAT}, 0)
+    axis = integer(-1)
+    block_size = integer(16)
+    scale_type = integer(int(FLOAT8))
+    codes = Output(dtype=ir.DataType.FLOAT4E2M1)
+    scales = Output(dtype=FLOAT8)
+    stage = Stage.LOWERED
+    tensorrt = Seen(HALVES, frozenset({FLOAT, FLOAT8, ir.DataType.FLOAT4E2M1}))
 
 
 class DistCollective(Operator):

@@ -70,7 +70,7 @@ def load(checkpoint: Checkpoint, attention: str | None = None) -> PreTrainedMode
     Raises:
         CheckpointError: transformers misses weights.
     """
-    if checkpoint.layout is not None:
+    if checkpoint.layout is not None or checkpoint.merge is not None:  # no file holds its numbers
         dense = on_meta(checkpoint.config, attention)
         sources = weights.plan(dense, checkpoint)
         stored_matrix.give_weights(dense, checkpoint, sources, without=(), in_memory=True)

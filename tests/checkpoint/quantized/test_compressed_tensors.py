@@ -243,7 +243,11 @@ def test_codes_beyond_their_bits(tiny_checkpoint: Path) -> None:
     ("change", "said", "kind"),
     [
         ({"quantization_status": "frozen"}, "only compressed weights are taken", UnsupportedError),
-        ({"format": "marlin-24"}, 'has format "marlin-24"; taken are pack-quantized', UnsupportedError),
+        (
+            {"config_groups": {"a": {"weights": {}, "format": "marlin-24"}}},
+            'has format "marlin-24"; taken are pack-quantized',
+            UnsupportedError,
+        ),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not taken", UnsupportedError),
         ({"transform_config": {"config_groups": {"R1": {}}}}, "rotates what layers read", UnsupportedError),
         ({"config_groups": {}}, "config_groups must map names to schemes", CheckpointError),

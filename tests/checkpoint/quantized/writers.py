@@ -123,7 +123,7 @@ def scheme(bits: int, strategy: str, *, kind: str = "int", symmetric: bool = Tru
 def compressed(form: str, *schemes: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """Write the quantization_config of compressed-tensors."""
     groups = {
-        f"group_{at}": {"targets": ["Linear"], "weights": dict(weights), "input_activations": None}
+        f"group_{at}": {"targets": ["Linear"], "weights": dict(weights), "input_activations": None, "format": form}
         for at, weights in enumerate(schemes)
     }
     own = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}

@@ -19,6 +19,7 @@ from llmforge.ir import graph, interface
 from llmforge.ir.derived import Derived, side_by_side
 from llmforge.ir.operators import canonical, contrib
 from llmforge.ir.operators.standard import Add, Gather, MatMul, RMSNormalization, RotaryEmbedding, Sigmoid
+from llmforge.lowering import smoothing
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.verification.promises import Promises
 from llmforge.verification.verifier import Verifier
@@ -1024,4 +1025,23 @@ def _thought_up_last() -> Iterator[Lie]:
     yield Lie("long rope switched a token later", switch_later, ROUNDING)
 
 
-LIES = (*_lies(), *_thought_up_later(), *_thought_up_last())
+def smoothed_on_one_side(model: ir.Model) -> list[str] | None:
+    """Move factors of what layers read into all weights but those of the last reader."""
+    for product in MatMul.all(model):
+        x, k = product.x, graph.static(product.w)[0]
+        readers = [MatMul(node) for node, _ in x.uses() if MatMul.matches(node)]
+        last = readers[-1].w
+        if k > 1 and smoothing.smooth(model, x, np.arange(k).astype(np.int8) % 4) is None:
+            readers[-1].w = last
+            graph.drop_unused(model)
+            return _names([reader.node for reader in readers])
+    return None
+
+
+def _of_compression() -> Iterator[Lie]:
+    """List lies of passes that round activations."""
+    yield Lie("factors of activations on one side", smoothed_on_one_side)
+    yield Lie("factors of activations on one side, as rounding", smoothed_on_one_side, ROUNDING)
+
+
+LIES = (*_lies(), *_thought_up_later(), *_thought_up_last(), *_of_compression())
