@@ -133,6 +133,7 @@ class Cache:
     _held: dict[str, tuple[int, Entry]] = field(default_factory=dict, repr=False)  # locked, by digest
     _own: list[Path] = field(default_factory=list, repr=False)  # entries that another build published first
     _made: dict[str, Entry] = field(default_factory=dict, repr=False)  # what this build computed, by digest
+    _uploaded: int = field(default=0, repr=False)  # of what was made, written to the remote cache
     _uploads: ThreadPoolExecutor | None = field(default=None, repr=False)  # of what was made so far, beside the build
 
     def __post_init__(self) -> None:
@@ -205,12 +206,14 @@ class Cache:
     def upload(self, entries: Iterable[Entry] | None = None) -> int:
         """Write `entries` to the remote cache; return how many were written.
 
-        By default those that this build computed and that are not there yet: they are written as they are made, so that
-        what a machine has computed outlives it.
+        By default those that this build computed: most were written as they were made, so that what a machine has
+        computed outlives it.
         """
-        if entries is None:
-            self._end_uploads(wait=True)
-        return self._upload(list(self._made.values() if entries is None else entries))
+        if entries is not None:
+            return self._upload(entries)
+        self._end_uploads(wait=True)
+        self._upload(list(self._made.values()))
+        return self._uploaded
 
     def _upload(self, entries: Iterable[Entry]) -> int:
         done = 0
@@ -218,13 +221,16 @@ class Cache:
             facts = _read_record(entry.path)
             if self.remote is None or facts is None or facts["kind"] in LOCAL_KINDS:
                 continue
+            if self.remote.unreachable:  # which a note says
+                break
             try:
                 self.remote.upload(entry.path, facts)
             except RemoteRefused as refused:
                 self._note_once(str(refused))
                 break
-            self._made.pop(entry.path.name, None)
             done += 1
+            if self._made.pop(entry.path.name, None) is not None:
+                self._uploaded += 1
         return done
 
     def _upload_beside(self, entry: Entry) -> None:

@@ -68,6 +68,19 @@ def taken(folder: Path, remote: Remote | None, key: Key = KEY) -> tuple[bool, li
         return entry is not None, cache.notes
 
 
+def test_entries_are_uploaded_as_they_are_made(keys: tuple[Path, Path], tmp_path: Path, url: str) -> None:
+    """A build that is lost leaves to other machines what it had computed."""
+    private, public = keys
+    cache = Cache(tmp_path / "lost", remote=connect(url, trusted=None, signer=private))
+    cache.put(KEY, write)
+    until = time.monotonic() + 30
+    while not taken(tmp_path / "other", connect(url, trusted=public, signer=None))[0]:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert cache.upload() == 1
+    cache.close()
+
+
 def test_what_one_machine_computed_another_one_takes(keys: tuple[Path, Path], tmp_path: Path, url: str) -> None:
     private, public = keys
     for place in (url, f"memory://{tmp_path.name}"):
