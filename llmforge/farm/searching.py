@@ -43,7 +43,7 @@ _MARGIN = {"size_bytes": 1.3, "tpot_p50_ms": 1.5}
 _FEW = ("validation.quality.max_documents=4", "validation.quality.max_tokens=2048")
 _UNASKED = ("gates={}", "validation.attribution=false")
 _SECTIONS = {"latency": "null", "runtimes": "[]", "tasks": "null"}  # of validation, left out where nobody asks
-_OVER_BUDGET = 7  # exit code of a build one of whose passes loses more than its budget
+_OVER_BUDGET = 7  # exit code of a build one of whose passes loses more than its budget, or does not run at all
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ class _Driver:
         if outcome.artifact is not None:
             _remove(outcome.artifact)
         if outcome.artifact is None:
-            over = outcome.exit_code == _OVER_BUDGET
+            over = outcome.exit_code == _OVER_BUDGET and "its budget" in (outcome.message or "")
             running.trial.set_user_attr("pruned" if over else "failed", outcome.message or "it was not built")
             self._told(self.study.tell(running.trial, state=TrialState.PRUNED if over else TrialState.FAIL))
             return
