@@ -222,7 +222,10 @@ def _second(layout: Layout, widths: tuple[int, ...], rank: int) -> _Function:
         starts = np.cumsum([0, *widths])
         stacked = np.zeros((len(layout) + 1, rank, int(starts[-1])), np.float32)
         for (number, part, (own, scale)), matrix in zip(_present(layout), matrices, strict=True):
-            scaled = matrix.T.astype(np.float32) * np.float32(scale)
+            with np.errstate(over="ignore"):
+                scaled = matrix.T.astype(np.float32) * np.float32(scale)
+            if not np.isfinite(scaled).all():
+                raise OverflowError(f"an adapter times its scale, {scale:g}, leaves the range of fp32")
             stacked[number, :own, starts[part] : starts[part + 1]] = scaled
         return stacked
 

@@ -16,7 +16,7 @@ Fires for every `llmforge::Attention` where
 - keys and values have one head size, a multiple of 8,
 - kv_num_heads divides num_heads,
 - sinks, if there are any, are [num_heads],
-- there are no ALiBi slopes.
+- there are no ALiBi slopes, and no chunks.
 `llmforge::LatentAttention` has no keys and values for it, and stays.
 
 Rotary embedding is folded in where query and key have the same caches, layout and the graph's `position_ids`, the head
@@ -107,6 +107,8 @@ def _reason(attention: canonical.Attention) -> str | None:
         return f"heads have {key} channels; GroupQueryAttention needs a multiple of {_HEAD_MULTIPLE}"
     if attention.alibi_slopes is not None:
         return "attention has a position bias (ALiBi), which GroupQueryAttention takes only as a full tensor"
+    if attention.chunk:
+        return f"attention reads chunks of {attention.chunk} tokens; GroupQueryAttention knows windows"
     if attention.sinks is not None and graph.dims(attention.sinks) != (heads,):
         return f"sinks have shape {graph.dims(attention.sinks)}; GroupQueryAttention needs ({heads},)"
     return None

@@ -68,6 +68,13 @@ class OptimumInterface(Pass):
 
     def _check(self, model: ir.Model, attentions: list[Attention]) -> None:
         """Refuse a graph with other state than the caches of `attentions`."""
+        for attention in attentions:
+            if attention.chunk:
+                raise UnsupportedError(
+                    f"{self.name}: node {attention.name} reads chunks of {attention.chunk} tokens, counted from the "
+                    "beginning of a text; ORTModelForCausalLM pads texts on the left",
+                    hint="leave this pass out of the recipe",
+                )
         served = {cache for attention in attentions for cache in (attention.past_key, attention.past_value)}
         for value in sorted(model.graph.inputs, key=lambda value: not interface.is_state(str(value.name))):
             name = str(value.name)

@@ -18,13 +18,14 @@ from llmforge.ir import graph as g
 from llmforge.ir import interface, operators
 from llmforge.ir.expansion import expand
 from llmforge.ir.operators.contrib import CACHE
-from llmforge.ir.operators.record import FLOATS, I32, I64, OPSETS, Dtypes, Operator, Stage, listed, shown
+from llmforge.ir.operators.record import FLOATS, FP32, I32, I64, OPSETS, Dtypes, Operator, Stage, listed, shown
 
 __all__ = ["attention", "caches", "check", "expand", "latent_attention"]
 
 # Graph inputs and outputs: dtypes and rank by name; {layer} is the index of a cache.
 INPUTS: Mapping[str, tuple[Dtypes, int]] = {
     interface.INPUT_IDS: (I64, 2),
+    interface.INPUTS_EMBEDS: (FP32, 3),
     interface.POSITION_IDS: (I64, 2),
     interface.PAST_LENGTHS: (I32, 1),
     interface.LENGTHS: (I32, 1),
@@ -118,8 +119,9 @@ def _check_interface(model: ir.Model) -> None:
     masked = interface.ATTENTION_MASK in inputs  # for a runtime of others, which may want all rows
     for name in (interface.INPUT_IDS, interface.LOGITS_ROWS):
         _require(name in inputs or (masked and name == interface.LOGITS_ROWS), f"graph input {name!r}", "is missing")
-    if rows := inputs.get(interface.LOGITS_ROWS):
-        _require(rows.is_initializer(), f"graph input {interface.LOGITS_ROWS!r}", "has no default (an initializer)")
+    for name in (interface.LOGITS_ROWS, interface.INPUTS_EMBEDS):
+        if (optional := inputs.get(name)) is not None:
+            _require(optional.is_initializer(), f"graph input {name!r}", "has no default (an initializer)")
     for name, value in inputs.items():
         where = f"graph input {name!r}"
         if past := interface.PAST.fullmatch(name):
@@ -212,6 +214,7 @@ def attention(
     scale: float,
     softcap: float,
     window: int,
+    chunk: int = 0,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
     """Compute `llmforge::Attention` query by query, as docs/dialect.md defines it; the reference of tests.
 
@@ -228,7 +231,8 @@ def attention(
             present_value[b, :, past_lengths[b] + s] = v[b, s].reshape(kv_num_heads, -1)
         for s in range(sequence):
             last = past_lengths[b] + s
-            seen = slice(max(0, last + 1 - window) if window else 0, last + 1)
+            first = max(0, last + 1 - window) if window else 0
+            seen = slice(max(first, last - last % chunk) if chunk else first, last + 1)
             for h in range(num_heads):
                 kv = h // (num_heads // kv_num_heads)
                 scores = scale * (present_key[b, kv, seen].astype(np.float64) @ queries[b, s, h])

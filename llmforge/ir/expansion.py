@@ -80,7 +80,7 @@ class _Expansion(Builder):
         keys = self._scatter(node, layer.past_key, self._split(node, layer.k, kv_heads), write)
         values = self._scatter(node, layer.past_value, self._split(node, layer.v, kv_heads), write)
         places = self._places(layer.past_key, layer.past_lengths)
-        self._attend(layer, keys, values, places, self._mask(layer.window, places, None))
+        self._attend(layer, keys, values, places, self._mask(layer.window, layer.chunk, places, None))
 
     def growing_attention(self, layer: canonical.GrowingAttention) -> None:
         """Replace one `llmforge::GrowingAttention`; the caches hold P slots before the step, and P + S after it."""
@@ -88,7 +88,7 @@ class _Expansion(Builder):
         keys = self._add(node, "Concat", [layer.past_key, self._split(node, layer.k, kv_heads)], {"axis": 2})
         values = self._add(node, "Concat", [layer.past_value, self._split(node, layer.v, kv_heads)], {"axis": 2})
         places = self._growing_places(layer.past_key, held)
-        self._attend(layer, keys, values, places, self._mask(layer.window, places, held))
+        self._attend(layer, keys, values, places, self._mask(layer.window, layer.chunk, places, held))
 
     def latent_attention(self, layer: canonical.LatentAttention) -> None:
         """Replace one `llmforge::LatentAttention`; no head has keys or values of its own.
@@ -116,7 +116,7 @@ class _Expansion(Builder):
         if cap := layer.softcap:
             capped = self._add(node, "Div", [scores, self._number(cap)])
             scores = self._add(node, "Mul", [self._add(node, "Tanh", [capped]), self._number(cap)])
-        mask = self._mask(layer.window, self._places(layer.past, layer.past_lengths), None)
+        mask = self._mask(layer.window, layer.chunk, self._places(layer.past, layer.past_lengths), None)
         scores = self._add(node, "Where", [mask, scores, self._constant("hidden", HIDDEN_SLOT)])
         weights = self._softmax(node, scores, layer.sinks, heads)
         if half:
@@ -209,8 +209,10 @@ class _Expansion(Builder):
         return self._slots
 
     @shared
-    def _mask(self, window: int, places: Places, held: ir.Value | None) -> ir.Value:
+    def _mask(self, window: int, chunk: int, places: Places, held: ir.Value | None) -> ir.Value:
         """bool [B, 1, S, slots]: slot t for the query of slot p where t ≤ p, and t > p - window where there is one.
+
+        In chunks, t / chunk and p / chunk are the same, rounded down: of caches whose slots are positions.
 
         `held` [B, slots] says which slots hold a token, where not all up to p do. A query always sees itself: padding
         that saw nothing would come out as NaN, and its value poison every sum.
@@ -220,6 +222,10 @@ class _Expansion(Builder):
         if window:
             start = self._first("Sub", [own, self._constant(f"window_{window}", window)])
             allowed = self._first("And", [allowed, self._first("Greater", [slots, start])])
+        if chunk:
+            size = self._constant(f"chunk_{chunk}", chunk)
+            of_slots, of_own = self._first("Div", [slots, size]), self._first("Div", [own, size])
+            allowed = self._first("And", [allowed, self._first("Equal", [of_slots, of_own])])
         if held is None:
             return self._first("Unsqueeze", [allowed, self._constant("axis_1", [1])])
         tokens = self._first("Cast", [held], {"to": int(ir.DataType.BOOL)})

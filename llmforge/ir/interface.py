@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 INPUT_IDS = "input_ids"  # int64 [batch, sequence]
+INPUTS_EMBEDS = "inputs_embeds"  # fp32 [batch, sequence, hidden]: in the place of tokens whose id is negative
 POSITION_IDS = "position_ids"  # int64 [batch, sequence]
 PAST_LENGTHS = "past_lengths"  # int32 [batch]
 LENGTHS = "lengths"  # int32 [batch]: tokens of the step that are no padding; where a layer keeps a state

@@ -7,9 +7,10 @@
     y = rows(Attention(heads(q), present_key, present_value, mask))      an IAttention, which one kernel computes
 
 `heads` is [B, S, H·D] → [B, H, S, D] and `rows` its inverse. The mask is bool [B, 1, S, C]: slot `t` for the query at
-position `p` where `t ≤ p`, and `t > p - window` where there is a window; with ALiBi it is additive, [B, H, S, C]. It is
-made once for every window, of `position_ids`, which becomes an input of the graph where it was none, and of the
-constant slots 0 … C - 1: a Range over a dynamic size in its place made the builder of TensorRT-RTX 1.7 fail.
+position `p` where `t ≤ p`, and `t > p - window` where there is a window, `t ≥ p - p mod chunk` where there are chunks;
+with ALiBi it is additive, [B, H, S, C]. It is made once for every window, of `position_ids`, which becomes an input of
+the graph where it was none, and of the constant slots 0 … C - 1: a Range over a dynamic size in its place made the
+builder of TensorRT-RTX 1.7 fail.
 
 Where no kernel computes an attention (`written_out`), it is written as two MatMul around a softmax in fp32.
 
@@ -60,7 +61,7 @@ class Attentions(Builder):
 
     capacity: int
     _lengths: ir.Value | None = None
-    _masks: dict[int, ir.Value] = field(default_factory=dict)
+    _masks: dict[tuple[int, int], ir.Value] = field(default_factory=dict)
     _biases: dict[tuple[ir.Value, ir.Value], ir.Value] = field(default_factory=dict)
 
     def rewrite(self, attention: canonical.Attention) -> str:
@@ -68,7 +69,7 @@ class Attentions(Builder):
         node = attention.node
         keys = self._write(attention, attention.past_key, attention.k)
         values = self._write(attention, attention.past_value, attention.v)
-        mask = self._mask(attention.window)
+        mask = self._mask(attention.window, attention.chunk)
         if (slopes := attention.alibi_slopes) is not None:
             mask = self._with_slopes(mask, slopes, g.dtype(attention.q))
         q, reason = self._heads(node, attention.q, attention.num_heads), written_out(attention)
@@ -94,7 +95,7 @@ class Attentions(Builder):
         ends = [self._constant(f"end_{end}", [end]) for end in (0, rank, 3)]
         values = self._add(node, "Slice", [latents, *ends])
         values.type, values.shape = layer.past.type, ir.Shape([*(g.dims(layer.past) or ())[:3], rank])
-        y = self._plain(layer, q, latents, values, self._mask(layer.window), biased=False)
+        y = self._plain(layer, q, latents, values, self._mask(layer.window, layer.chunk), biased=False)
         y = self._add(node, "MatMul", [y, of_values])  # [B, H, S, Dv]
         g.replace_outputs(node, (self._rows(layer, y, layer.value_dim), latents))
         return "LatentAttention to TensorScatter, and attention over latents written out"
@@ -164,16 +165,20 @@ class Attentions(Builder):
         total = self._add(node, "Add", [self._add(node, "ReduceSum", [powers, last]), beside])
         return self._add(node, "Div", [powers, total])
 
-    def _mask(self, window: int) -> ir.Value:
+    def _mask(self, window: int, chunk: int) -> ir.Value:
         """bool [B, 1, S, C]."""
-        if window not in self._masks:
+        if (window, chunk) not in self._masks:
             slots = self._constant("slots", np.arange(self.capacity).reshape(1, 1, 1, -1))
             allowed = self._first("LessOrEqual", [slots, self._places])
             if window:
                 start = self._first("Sub", [self._places, self._constant(f"window_{window}", window)])
                 allowed = self._first("And", [allowed, self._first("Greater", [slots, start])])
-            self._masks[window] = allowed
-        return self._masks[window]
+            if chunk:
+                size = self._constant(f"chunk_{chunk}", chunk)
+                begun = self._first("Mul", [self._first("Div", [self._places, size]), size])
+                allowed = self._first("And", [allowed, self._first("GreaterOrEqual", [slots, begun])])
+            self._masks[window, chunk] = allowed
+        return self._masks[window, chunk]
 
     @cached_property
     def _places(self) -> ir.Value:

@@ -65,6 +65,9 @@ def unsupported(model: ir.Model) -> list[Unsupported]:
             Unsupported("the model", f"its attention was traced from the model's own code: {reason}", _OTHER_ENGINE)
         )
     for value in model.graph.inputs:
+        if value.name == interface.INPUTS_EMBEDS:
+            what = "TensorRT has no inputs that may be left out"
+            found.append(Unsupported(value.name, what, "leave accept-embeddings out of the recipe"))
         if value.name in (interface.ATTENTION_MASK, interface.SEQLENS_K):
             what = "only canonical attention over past_lengths is lowered to TensorRT"
             hint = "leave flash-attention, genai-interface and optimum-interface out of the recipe"

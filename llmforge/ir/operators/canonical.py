@@ -51,6 +51,7 @@ class _Attention(CachedAttention, domain=CANONICAL):
     softcap = real()
     window = integer()
     layer = integer()
+    chunk = integer(0)
 
     @property
     def projections(self) -> tuple[ir.Value, ...]:
@@ -66,7 +67,7 @@ class _Attention(CachedAttention, domain=CANONICAL):
         """Check that heads divide widths, and that the caches are the layer's own."""
         heads, kv_heads, layer = self.num_heads, self.kv_num_heads, self.layer
         self.require(0 < kv_heads <= heads and heads % kv_heads == 0, f"{heads} heads cannot share {kv_heads} KV heads")
-        self.require(self.window >= 0 and self.softcap >= 0, "window and softcap must not be negative")
+        self.require(min(self.window, self.chunk, self.softcap) >= 0, "window, chunk and softcap must not be negative")
         for field in self.inputs:
             size = _dim(self.operand(field), 0) if field.heads == 0 else None
             self.require(size in (None, heads), f"{field.name} has {size} numbers, there are {heads} heads")
@@ -128,6 +129,11 @@ class LatentAttention(Operator, domain=CANONICAL):
     y = Output()
     present = Output(like="past")
     precision = Precision.HALF
+
+    @property
+    def chunk(self) -> int:
+        """0: what `Attention` has in chunks, this has not."""
+        return 0
 
     @property
     def rank(self) -> int:

@@ -12,9 +12,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir.operators import canonical
-from llmforge.trace.hooks import internals, latents, masks, rotary
-from llmforge.trace.hooks.ones import Ones
+from llmforge.trace.hooks import indexers, internals, latents, masks, rotary
+from llmforge.trace.hooks.places import Places
 from llmforge.trace.hooks.symbolic import emit
+from llmforge.trace.hooks.uniform import Uniform
 
 # Keyword arguments of attention functions that change nothing in what a decoder computes at inference.
 INERT = frozenset(
@@ -76,11 +77,12 @@ class CacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: igno
     def get_seq_length(self) -> int:
         """Return the capacity of the cache, which is not what the model asks for.
 
-        Rows of a batch have different pasts, so a model that computes with one length for all cannot be right. What
-        it computes from the capacity leaves a Shape of the cache in the graph, which the dialect does not have.
+        Rows of a batch have different pasts, so a model that computes with one length for all cannot be right. Where
+        it counts positions from it, it gets those of each row (`places`). What else it computes from the capacity
+        leaves a Shape of the cache in the graph, which the dialect does not have.
         """
         slots = [cache.shape[2] for part, cache in (self.past or {}).items() if part in ("key", "latent")]
-        return slots[0] if slots else 1
+        return self._run.places.length(slots[0] if slots else 1)  # type: ignore[no-any-return]
 
     def get_max_length(self) -> int:
         """Return -1, transformers' sign for no limit."""
@@ -137,7 +139,8 @@ class Attention:
 
     def __init__(self, positions: int) -> None:
         self.positions = positions  # of the longest context
-        self.ones = Ones()
+        self.uniform, self.places = Uniform(), Places()
+        self.limit = indexers.Shortest()
         self.layers: Sequence[CacheLayer] = []
         self.unclaimed: Tensor | None = None  # the recurrent state that was computed last
 
@@ -148,6 +151,10 @@ class Attention:
     def tables(self, model: nn.Module) -> AbstractContextManager[rotary.Tables]:
         """Substitute the rotary embedding of `model` for a while, by what reads these tables."""
         return rotary.substituted(model, self.positions)
+
+    def choose(self, model: nn.Module, tables: rotary.Tables) -> None:
+        """Let the indexers of `model` choose every token, as far as they do."""
+        indexers.substitute(model, tables, self.limit)
 
     @property
     def dry(self) -> bool:
@@ -166,8 +173,9 @@ class Attention:
         """Describe the mask that transformers asks for, instead of building it."""
         self.refuse_padding(attention_mask)
         local = int(kwargs.get("local_size") or 0)  # window or chunk: look further than it reaches
-        mask = masks.classify(mask_function, max(self.positions, 2 * local + 2))
-        return masks.Mask(0) if mask.window >= self.positions else mask  # a window that no query reaches beyond
+        mask = masks.classify(self.uniform.resolved(mask_function), max(self.positions, 2 * local + 2))
+        # A window or chunk that no query reaches beyond is none.
+        return masks.Mask(0) if max(mask.window, mask.chunk) >= self.positions else mask
 
     def describe(self, **kwargs: Any) -> Any:
         """Answer transformers' call for a mask."""
@@ -175,7 +183,7 @@ class Attention:
 
     def refuse_padding(self, attention_mask: object) -> None:
         """Refuse a padding mask, unless it is the model's own and says that nothing is padded."""
-        if attention_mask is not None and not self.ones.holds(attention_mask):
+        if attention_mask is not None and not self.uniform.holds(attention_mask):
             raise UnsupportedError("the model makes a padding mask of its own")
 
     def attend(
@@ -201,7 +209,11 @@ class Attention:
             UnsupportedError: the layer's attention does something that the operator cannot say.
         """
         where = type(module).__name__
-        unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in INERT)
+        unknown = sorted(
+            name
+            for name, given in kwargs.items()
+            if given is not None and name not in INERT and not isinstance(given, indexers.AllTokens)
+        )
         if unknown:
             raise UnsupportedError(
                 f"{where} gives attention {', '.join(unknown)}, which llmforge::Attention lacks",
@@ -216,7 +228,7 @@ class Attention:
         index = self._layer_of(key, value)
         layer = self.layers[index]
         layer.read = (key, value)
-        matrix = self._expansion(module, layer, key, value)
+        matrix = None if attention_mask.chunk else self._expansion(module, layer, key, value)
         if matrix is not None:
             layer.shapes["latent"] = (1, sum(part.shape[3] for part in layer.new or ()))
         (batch, num_heads, sequence, key_dim), value_dim = query.shape, value.shape[3]
@@ -261,7 +273,11 @@ class Attention:
                     "past_lengths": self.past_lengths,
                     "sinks": s_aux,
                 },
-                {**attributes, "kv_num_heads": key.shape[1]},
+                {
+                    **attributes,
+                    "kv_num_heads": key.shape[1],
+                    **({"chunk": attention_mask.chunk} if attention_mask.chunk else {}),
+                },
                 [made, (key.dtype, past_key.shape), (value.dtype, past_value.shape)],
             )
         return y.view(batch, sequence, num_heads, value_dim), None
