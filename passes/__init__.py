@@ -1,6 +1,7 @@
 """The passes, one flat file each, and the explicit tuple of all of them."""
 
 from llmforge.lowering.pass_base import Pass
+from llmforge.passes.add_adapters import AddAdapters
 from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_experts import FuseExperts
@@ -22,6 +23,7 @@ ALL: tuple[type[Pass], ...] = (
     PackQkv,
     PackGateUp,
     FlashAttention,
+    AddAdapters,
     Sparsify,
     QuantizeWeights,
     QuantizeChannels,

@@ -5,6 +5,7 @@
     e = GatherBlockQuantized(codes, ids, scales)        becomes  e = llmforge.cpu::Embedding(ids, W')
     y, … = com.microsoft::GroupQueryAttention(RMSNormalization of heads, …)
                                                         becomes  y, … = llmforge.cpu::GroupQueryAttention[Int8](qkv, …)
+    y = LowRankAdapter(base, x, ids, a, b)              becomes  y = llmforge.cpu::LowRankAdapter(base, x, ids, a', b)
 
 `x` is [batch, sequence, K] and `y` [batch, sequence, N], or N / 2 behind a gate. `W'` holds the codes, scales and zero
 points of W, arranged in the order in which the kernel reads them (docs/cpu-kernels.md); ONNX Runtime maps them from the
@@ -17,6 +18,7 @@ Fires for
 - every plain Linear that quantize-weights wrote,
 - every MatMulNBits of `accuracy_level` 4 in blocks of 32 or more that divide K,
 - every GatherBlockQuantized whose table has such blocks,
+- every LowRankAdapter in fp32,
 - every GroupQueryAttention with heads of a multiple of 16 channels and caches of fp32 or int8.
 
 Needs the compiled kernels (llmforge.native), here and wherever the artifact runs. Where llmforge was installed without
@@ -36,8 +38,8 @@ from pydantic.dataclasses import dataclass
 
 from llmforge import native
 from llmforge.ir import graph
-from llmforge.ir.operators import contrib, cpu
-from llmforge.lowering import cpu_attention, cpu_linear
+from llmforge.ir.operators import canonical, contrib, cpu
+from llmforge.lowering import cpu_adapters, cpu_attention, cpu_linear
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.quantization.exclusion import exclusion
 
@@ -90,12 +92,18 @@ class CpuKernels(Pass):
         rewriting = cpu_linear.Rewriting(model, ready, context.scratch)
         if rewriting.ready:
             rewriting.separate_norms()
+        adapters = [each for each in canonical.LowRankAdapter.all(model) if each.base.dtype == ir.DataType.FLOAT]
+        for adapter in adapters:
+            if adapter.base.producer() in ready:
+                cpu_adapters.add_first(adapter)
         for attention in contrib.GroupQueryAttention.all(model):
             reason = cpu_attention.reason_against(attention)
             _record(changes, attention.node, reason or cpu_attention.lower(attention), skipped=reason is not None)
         for layer, reason in layers.items():
             done = None if reason else rewriting.linear(layer, self._terms(layer))
             _record(changes, layer.node, done or reason or "it has nothing to take over", skipped=done is None)
+        for adapter in adapters:
+            _record(changes, adapter.node, cpu_adapters.lower(adapter), skipped=False)
         for table in contrib.GatherBlockQuantized.all(model):
             done = rewriting.embedding(table)
             what = done or "its table has blocks that the kernel cannot read"

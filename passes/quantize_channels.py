@@ -102,6 +102,10 @@ class QuantizeChannels(Pass):
             return ()
         return (InputRangeDemand(Smoothing(self.dtype, per_token, self.alpha) if self.smooth else None),)
 
+    def chooses_codes(self) -> bool:
+        """Say that it does."""
+        return True
+
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every linear layer of `model`, and the head.
 

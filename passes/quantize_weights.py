@@ -59,7 +59,9 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from llmforge import native
+from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface, logits_rows, operators, routing
+from llmforge.ir.derived import stored_in
 from llmforge.ir.operators import canonical, contrib, cpu
 from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
 from llmforge.ir.operators.standard import Add, Gather, MatMul, Transpose
@@ -72,6 +74,7 @@ from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, S
 from llmforge.quantization.initializers import LazyMatrix, PackedInitializers
 from llmforge.quantization.methods.base import Method
 from llmforge.quantization.statistics import Demand, WeightDemand
+from llmforge.quantization.stored import NotHeld, together
 
 _KEEP = 16  # embedding_bits that leave embedding and head alone
 _PLAIN = methods.PLAIN()  # of an embedding or head that was not calibrated
@@ -145,9 +148,24 @@ class QuantizeWeights(Pass):
         native = not (self.grid.portable and self.embedding_bits in (4, 8, _KEEP))
         if native and self.accuracy_level != INT8_ACTIVATIONS:
             raise ValueError(f"this format needs llmforge's CPU kernels, which have accuracy_level: {INT8_ACTIVATIONS}")
+        if self.takes_stored:
+            defaults = {"bits": 4, "block_size": 32, "symmetric": False, "scales": "fp32", "codes": "uniform"}
+            if given := [name for name, default in defaults.items() if getattr(self, name) != default]:
+                raise ValueError(f"method: {methods.STORED} takes {', '.join(given)} from the checkpoint; leave it out")
+            if self.accuracy_level != INT8_ACTIVATIONS:
+                raise ValueError(f"method: {methods.STORED} goes with accuracy_level: {INT8_ACTIVATIONS}")
         if self.grid.format not in self.chosen.formats:
             raise ValueError(f"method: {self.method} cannot give {self.grid.format.name}; use another format or method")
         return self
+
+    @property
+    def takes_stored(self) -> bool:
+        """Whether codes are those of the checkpoint."""
+        return self.method == methods.STORED
+
+    def chooses_codes(self) -> bool:
+        """Say whether it does, unless it takes those that are there."""
+        return not self.takes_stored
 
     @property
     def grid(self) -> Grid:
@@ -175,6 +193,8 @@ class QuantizeWeights(Pass):
 
     def expects(self, parameter: str, k: int, *, table: bool) -> tuple[Method, Grid] | None:
         """Guess by the recipe alone."""
+        if self.takes_stored and not table:
+            return None
         method = _PLAIN if table else self.chosen
         grid = (self.tables and self.tables.dividing(k)) if table else self.grid
         if grid is None or method.demands or exclusion([parameter], self.exclude):
@@ -185,9 +205,15 @@ class QuantizeWeights(Pass):
         """Rewrite every linear layer, the embedding and the head of `model`.
 
         Raises:
-            UnsupportedError: the target has no ONNX Runtime, whose operators these are.
+            UnsupportedError: the target has no ONNX Runtime, whose operators these are, or `method` is stored and the
+                checkpoint has no codes.
         """
         context.require_onnxruntime(self.name, "MatMulNBits is an operator of ONNX Runtime")
+        if self.takes_stored and context.stored is None:
+            raise UnsupportedError(
+                f"{self.name}: method: {methods.STORED} takes the codes of a quantized checkpoint; this one is not",
+                hint="choose another method: see `llmforge passes quantize-weights`",
+            )
         routers = {} if self.routers else routing.routers(model)
         rewriting = _Rewriting(self, model, context, logits_rows.readers(model), routers)
         changes = rewriting.changes
@@ -199,6 +225,7 @@ class QuantizeWeights(Pass):
                     changes.skipped.append(Skipped(str(node.name), str(reason)))
         if changes:
             graph.drop_unused(model)
+        changes.notes += rewriting.notes()
         return changes
 
 
@@ -216,6 +243,16 @@ class _Rewriting:
     on_rows: set[ir.Node]  # what works on the rows that get logits
     routers: Mapping[ir.Node, ir.Node]  # nodes of routers that stay, and the experts that they choose
     changes: Changes = field(default_factory=Changes)
+    reordered: dict[tuple[ir.Value, bytes], ir.Value] = field(default_factory=dict)  # inputs, by the order of columns
+
+    dequantized: dict[str, list[str]] = field(default_factory=dict)  # tensors whose codes are not held, by the reason
+
+    def notes(self) -> list[str]:
+        """Say which codes of the checkpoint were not taken."""
+        return [
+            f"{self.step.name}: {_counted(tensors)}: the codes {reason}; the weights stay dequantized"
+            for reason, tensors in self.dequantized.items()
+        ]
 
     def rewrite(self, node: ir.Node) -> None:
         """Rewrite what `node` stands for."""
@@ -239,14 +276,19 @@ class _Rewriting:
         k, n = _shape(layer.weight)
         _require_own(layer.weight)
         self._refuse_excluded(_names(layer.weight))
-        method = self.step.method
-        if head:
-            matrix, method = self._table(layer.weight, n, k)
-        elif node in self.routers:
+        method, columns = self.step.method, None
+        if node in self.routers and not head and not self.step.takes_stored:
             raise _Skip(f"router of {self.routers[node].name}; `routers: true` quantizes it")
+        if self.step.takes_stored and (not head or self._is_codes(layer.weight)):
+            matrix, columns = self._stored(layer.weight, n, k)
+        elif head:
+            matrix, method = self._table(layer.weight, n, k)
         else:
             matrix = self._matrix(layer.weight, n, k)
-        self._multiply(layer, matrix, self._store(layer.weight, matrix))
+        parts = self._store(layer.weight, matrix)
+        if columns is not None:
+            self._reorder(layer, columns)
+        self._multiply(layer, matrix, parts)
         self._note(node, f"{'head, ' if head else ''}{method}, {_summary(matrix)}")
 
     def embedding(self, lookup: Gather) -> None:
@@ -256,7 +298,15 @@ class _Rewriting:
             return
         v, k = _shape(table)
         self._refuse_excluded(_names(table))
-        matrix, method = self._table(table, v, k, transposed=False)
+        if self.step.takes_stored and self._is_codes(table, transposed=False):
+            matrix, columns = self._stored(table, v, k, transposed=False)
+            method = self.step.method
+            if columns is not None or not matrix.grid.symmetric:
+                raise _Skip(
+                    "its codes have zero points, or another order; GatherBlockQuantized is written with neither"
+                )
+        else:
+            matrix, method = self._table(table, v, k, transposed=False)
         tied = _tied_head(table, lookup.node, self.on_rows)
         parts = self._store(table, matrix, flat=tied is None)
         self._gather(lookup, matrix, parts, tied is not None)
@@ -269,6 +319,10 @@ class _Rewriting:
         """Rewrite the experts of a layer."""
         if reason := moe_kernels.reason(layer):
             raise _Skip(f"{reason}; its matrices stay fp32")
+        if self.step.takes_stored:
+            names = _names(layer.up) + _names(layer.down)
+            self.dequantized.setdefault("of experts are not taken", []).append(", ".join(names))
+            raise _Skip("codes of experts are not taken; its matrices stay dequantized")
         experts = moe_kernels.of(layer)
         grid = self.step.grid.fitting(experts.hidden, experts.inner)
         if grid is None and self.step.bits not in (4, 8):
@@ -320,6 +374,45 @@ class _Rewriting:
         if len(grids) > 1:
             raise _Skip(f"{', '.join(names)} are one matrix, and have {len(grids)} formats")
         return LazyMatrix(calculate, n, k, grids.pop())
+
+    def _is_codes(self, weight: ir.Value, *, transposed: bool = True) -> bool:
+        """Say whether the checkpoint stores all of a weight as codes, which a format here may hold or not."""
+        tensors = stored_in(graph.tensor(weight), transposed=transposed)
+        assert self.context.stored is not None
+        try:
+            for tensor in tensors:
+                self.context.stored(tensor)
+        except NotHeld as reason:
+            return not reason.is_plain
+        return bool(tensors)
+
+    def _stored(
+        self, weight: ir.Value, n: int, k: int, *, transposed: bool = True
+    ) -> tuple[LazyMatrix, NDArray[np.intp] | None]:
+        """Take the codes of a weight [K, N] from the checkpoint, with the input feature of each of their columns."""
+        tensors = stored_in(graph.tensor(weight), transposed=transposed)
+        if not tensors:
+            raise _Skip("its numbers are not those of the checkpoint any more; put quantize-weights further in front")
+        assert self.context.stored is not None
+        try:
+            found = together([self.context.stored(tensor) for tensor in tensors])
+        except NotHeld as reason:
+            if not reason.is_plain:
+                self.dequantized.setdefault(str(reason), []).append(", ".join(tensors))
+                raise _Skip(f"its codes {reason}; it stays dequantized") from reason
+            raise _Skip(f"its codes {reason}") from reason
+        return LazyMatrix(found.read, n, k, found.grid), found.columns
+
+    def _reorder(self, layer: linears.Linear, columns: NDArray[np.intp]) -> None:
+        """Let a layer read the features of its input in the order of its columns; one that reads the same shares it."""
+        key = layer.input, columns.tobytes()
+        if key not in self.reordered:
+            indices = graph.initializer(self.model, f"{layer.weight.name}.columns", columns.astype(np.int64))
+            inputs, name = [layer.input, indices], f"{layer.matmul.name}/columns"
+            [made] = graph.insert(layer.matmul, "Gather", inputs, {"axis": -1}, name=name)
+            made.type, made.shape, made.name = layer.input.type, layer.input.shape, name
+            self.reordered[key] = made
+        layer.matmul.replace_input_with(0, self.reordered[key])
 
     def _table(self, weight: ir.Value, v: int, k: int, *, transposed: bool = True) -> tuple[LazyMatrix, str]:
         """Quantize an embedding [V, K], or a head, `transposed`; returns the name of the method, too.
@@ -426,6 +519,11 @@ class _Rewriting:
 
     def _note(self, node: ir.Node, what: str) -> None:
         self.changes.rewritten.append(Rewritten(str(node.name), what))
+
+
+def _counted(tensors: list[str]) -> str:
+    """Name the first of several tensors and count the others."""
+    return tensors[0] if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more"
 
 
 def _names(weight: ir.Value) -> list[str]:

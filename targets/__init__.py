@@ -211,10 +211,10 @@ class Target(BaseModel):
         """
         record = BACKENDS[backend]
         provider = record.on(self.kind)
-        if provider is None or backend not in self.engines:
+        if provider is None or (backend not in self.engines and record.elsewhere is None):
             reason = record.unsupported(self.sm) or "its file does not list it"
             raise UnsupportedError(
-                f"target {self.name} ({self.title}) cannot load a {backend} engine: {reason}; its engines: "
+                f"target {self.name} ({self.title}) cannot load engines of {backend}: {reason}; its engines: "
                 f"{', '.join(self.engines)}",
                 hint=f"set `engine: {{backend: {self.engines[0]}}}`, or choose another target",
             )

@@ -244,12 +244,12 @@ def lines(model: ir.Model, ops: Sequence[str]) -> list[str]:
     ]
 
 
-def prove(change: Pass, model: ir.Model, folder: Path) -> tuple[Changes, Verification]:
+def prove(change: Pass, model: ir.Model, folder: Path, context: Context = CPU) -> tuple[Changes, Verification]:
     """Run `change` on `model`, have its numerics proven, and see that a second run changes nothing."""
     verifier = Verifier(model, promises=PROMISES, folder=folder)
-    changes = change.run(model, CPU)
+    changes = change.run(model, context)
     verification = verifier.check(change, model, changes)
     fingerprint = graph.fingerprint(model)
-    assert not change.run(model, CPU)
+    assert not change.run(model, context)
     assert graph.fingerprint(model) == fingerprint
     return changes, verification

@@ -35,12 +35,14 @@ LACKING = {
         ),
         **dict.fromkeys(("run", "bench", "triton"), "cpu"),
         "serve": "cpu,serve",
+        "up": "build,cpu,serve",
         "sign": "signing",
         **dict.fromkeys(("push", "pull"), "registry"),
     },
     "serving": {
         **dict.fromkeys(
-            ("build", "bisect", "eval", "reproduce", "validate", "trace", "diff-graph", "passes", "schema"), "build"
+            ("build", "bisect", "eval", "reproduce", "validate", "trace", "diff-graph", "passes", "schema", "up"),
+            "build",
         ),
         "sign": "signing",
         **dict.fromkeys(("push", "pull"), "registry"),
@@ -148,13 +150,14 @@ def place(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> 
     return folder
 
 
-# Of `serve` only what ends by itself: its test stands alone.
+# Of `serve` and `up` only what ends by itself: their test stands alone.
 ARGUMENTS: dict[str, Sequence[str]] = {
     "bench": ["artifact", "--concurrency", "1", "--requests", "2", "--warmup", "0", "--prompt-tokens", "8",
               "--output-tokens", "4", "-o", "bench.json"],
     "bisect": ["artifact", "--recipe", "recipe.yaml"],
     "build": ["recipe.yaml", "--out", "built"],
     "cache": ["ls"],
+    "completion": ["bash"],
     "diff": ["artifact", "artifact"],
     "diff-graph": ["a.onnx", "b.onnx"],
     "doctor": [],
@@ -164,6 +167,7 @@ ARGUMENTS: dict[str, Sequence[str]] = {
     "gc": ["--dry-run"],
     "history": ["only"],
     "import": ["artifact.tar", "--out", "imported"],
+    "init": [str(ROOT / "tests/data/docs-llama-7m"), "--target", "h200", "-o", "{environment}.yaml"],
     "inspect": ["artifact", "--verify"],
     "ls": ["only"],
     "passes": ["quantize-weights"],
@@ -181,6 +185,7 @@ ARGUMENTS: dict[str, Sequence[str]] = {
     "targets": ["l4"],
     "trace": ["checkpoint", "-o", "traced.onnx"],
     "triton": ["artifact", "-o", "repository"],
+    "up": ["checkpoint", "--port", "0"],
     "validate": ["artifact", "--recipe", "recipe.yaml"],
     "verify": ["artifact"],
 }  # fmt: skip
@@ -197,7 +202,7 @@ def test_what_is_installed(environment: Environment) -> None:
     assert "onnxruntime-gpu" not in found
 
 
-@pytest.mark.parametrize("command", sorted(set(ARGUMENTS) - {"serve"}))
+@pytest.mark.parametrize("command", sorted(set(ARGUMENTS) - {"serve", "up"}))
 def test_a_command_works_or_says_what_to_install(environment: Environment, place: Path, command: str) -> None:
     kept = {
         name: next((place / "artifacts" / name).glob("[!.]*"), Path()) for name in ("only", f"spare-{environment.name}")
@@ -235,6 +240,9 @@ def judge(environment: Environment, command: str, done: subprocess.CompletedProc
 def test_serve_answers_a_request_or_says_what_to_install(environment: Environment, place: Path) -> None:
     if "serve" in LACKING[environment.name]:
         judge(environment, "serve", environment.llmforge("serve", *ARGUMENTS["serve"], cwd=place))
+    if "up" in LACKING[environment.name]:
+        judge(environment, "up", environment.llmforge("up", *ARGUMENTS["up"], cwd=place))
+    if "serve" in LACKING[environment.name]:
         return
     command = [environment.python, "-m", "llmforge", "serve", *ARGUMENTS["serve"]]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=place, env=environ()) as server:

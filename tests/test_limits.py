@@ -18,7 +18,7 @@ LIMITS = {
         "LARGEST_MANIFEST": "16 MiB", "LARGEST_SIGNATURE": "16 MiB", "LARGEST_RECORD": "16 MiB",
         "MOST_VALUES": "400,000 values",
     },
-    "llmforge.recipe.schema": {"MOST_PASSES": "256 passes"},
+    "llmforge.recipe.schema": {"MOST_PASSES": "256 passes", "MOST_ADAPTERS": "1024 adapters"},
     "llmforge.runtime.backends.config": {"MOST_TOKENS": "2^24", "MOST_ROWS": "4096", "MOST_THREADS": "1024"},
     "llmforge.bench.workload": {"MOST_TOKENS": "2^24"},
     "llmforge.checkpoint.folder": {"CONFIG_BYTES": "4 MiB", "MOST_LAYERS": "4096 layers"},

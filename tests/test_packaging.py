@@ -39,6 +39,7 @@ def shipped() -> dict[str, Path]:
     }
     for folder, pattern in MAPPED.items():
         files |= {f"llmforge/{folder}/{path.name}": path for path in (ROOT / folder).glob(pattern) if path.is_file()}
+    files |= {f"llmforge/recipes/text/{path.name}": path for path in (ROOT / "recipes" / "text").iterdir()}
     return files
 
 

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from llmforge.artifact import tags, versions
 from llmforge.base.errors import InputError, UsageError
-from llmforge.base.sealed import is_name
+from llmforge.base.sealed import MANIFEST, is_name
 
+FOLDER_VARIABLE, _FOLDER = "LLMFORGE_ARTIFACTS", "artifacts"
+LATEST = "latest"  # in place of a tag: the newest version
 SHORTEST = 4  # characters of a version that stand for it without its name
 
 
-def resolve(text: str, out: Path) -> Path:
+def default_folder(given: str | Path | None = None) -> Path:
+    """Return the folder of artifacts: what is given, else $LLMFORGE_ARTIFACTS, else artifacts/."""
+    return Path(given if given is not None else os.environ.get(FOLDER_VARIABLE) or _FOLDER)
+
+
+def resolve(text: str, out: Path, *, newest: bool = True) -> Path:
     """Find the folder of the artifact that `text` names.
 
-    What exists as a path is that path. Else, under `out`: `NAME:TAG`; `NAME/VERSION`; `NAME/…` or `…`, where … begins
-    one version alone (of all names: at least 4 characters). What is none of them is returned as a path.
+    A path to an artifact is that path; one to the folder of its versions, the newest of them. Else, under `out`:
+    `NAME`, the newest version; `NAME:TAG`; `NAME:latest`, where no tag is called so; `NAME/VERSION`; `NAME/…` or `…`,
+    where … begins one version alone (of all names: at least 4 characters). What is none of them is returned as a path.
+    Without `newest` a name stands for no version.
 
     Raises:
         InputError: the name is there and has no such tag or version.
@@ -25,7 +35,10 @@ def resolve(text: str, out: Path) -> Path:
     path = Path(text)
     try:
         if path.exists():
-            return path
+            if (path / MANIFEST).exists():
+                return path
+            places = (path, out / text) if is_name(text) else (path,)  # a folder may be called as an artifact is
+            return next((_newest(each, newest) for each in places if versions.version_names(each)), path)
     except OSError as error:
         raise InputError(
             f"{text}: cannot be read: {error.strerror}", hint=f"check the permissions of {text}"
@@ -35,7 +48,7 @@ def resolve(text: str, out: Path) -> Path:
         return _tagged(out / name, tag)
     if is_name(text):
         if (out / text).is_dir():
-            return out / text  # it names its versions where it is opened
+            return _newest(out / text, newest)
         parents = [out / name for name in versions.names(out)] if len(text) >= SHORTEST else []
         return _beginning(text, parents) or path
     name, _, beginning = text.partition("/")
@@ -47,8 +60,16 @@ def resolve(text: str, out: Path) -> Path:
     return path
 
 
+def _newest(parent: Path, newest: bool) -> Path:
+    """Return the newest version in `parent`; `parent` itself, which names its versions where it is opened, if none."""
+    found = versions.listed(parent.parent, parent.name) if newest and versions.version_names(parent) else []
+    return next((each.path for each in found if each.artifact is not None), parent)
+
+
 def _tagged(parent: Path, tag: str) -> Path:
     version = tags.current(parent, tag)
+    if version is None and tag == LATEST:
+        return _newest(parent, newest=True)
     if version is None:
         known = ", ".join(f"{parent.name}:{each}" for each in tags.current_of_all(parent))
         raise InputError(

@@ -82,7 +82,7 @@ class Provider:
     """
 
     name: str
-    kind: Kind
+    kind: Kind | None  # of the targets; None: any, since what it writes is the same for each
     package: str  # that runs its engines, as pip knows it
     requirements: tuple[str, ...]  # of a serving environment, for pip; `{version}` is that of `package`
     builder: str  # module that lowers and builds (llmforge.engines.Builder)
@@ -119,6 +119,19 @@ class Provider:
 
 
 @dataclass(frozen=True)
+class Elsewhere:
+    """Whose servers load what a backend writes: a file format of theirs, that holds the parameters of a checkpoint.
+
+    A format has the architecture by its name: `passes` change no more of the model than how parameters are stored.
+    """
+
+    servers: str  # "vLLM, SGLang or TensorRT-LLM"
+    serve: str  # the command of one of them; `{engine}` is the folder
+    runtime: str  # that runs what was written on a CPU, of llmforge.metrics.agreement.RUNTIMES
+    passes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Backend:
     """What a recipe's `engine: {backend: …}` names."""
 
@@ -130,10 +143,11 @@ class Backend:
     scales: Literal["blocks", "channels"]  # what shares a scale where weights in 8 bits are multiplied as they are
     alone: str  # why its engines share no model with others (docs/tensor-parallelism.md)
     head_dims: range | None = None  # channels of a head that attention has kernels for, keys as values; None: any
+    elsewhere: Elsewhere | None = None  # None: llmforge's own runtime runs its engines
 
     def on(self, kind: Kind) -> Provider | None:
         """Return what of it runs on targets of `kind`, if anything does."""
-        return next((provider for provider in self.providers if provider.kind == kind), None)
+        return next((provider for provider in self.providers if provider.kind in (kind, None)), None)
 
     def unsupported(self, sm: str | None) -> str | None:
         """Say why it has no engine at all for capability `sm` (None: a CPU); None where it has."""
@@ -249,7 +263,65 @@ TENSORRT_RTX = replace(
     ),
 )
 
-BACKENDS: Mapping[str, Backend] = {each.name: each for each in (ONNXRUNTIME, TENSORRT, TENSORRT_RTX)}
+_AS_STORED = ("fuse-norms", "flash-attention")  # they change how a graph runs, and no parameter
+_ALL_COMPUTE: Mapping[Dtype, Use] = {"fp32": Use(_ANY), "fp16": Use(_ANY), "bf16": Use(_ANY)}
+
+COMPRESSED_TENSORS = Backend(
+    name="compressed-tensors",
+    title="compressed-tensors checkpoint",
+    module="compressed_tensors",
+    compiled=False,
+    scales="blocks",
+    alone="the servers that load the checkpoint divide it themselves",
+    elsewhere=Elsewhere(
+        servers="vLLM, SGLang or TensorRT-LLM",
+        serve="vllm serve {engine}",
+        runtime="transformers",
+        passes=(*_AS_STORED, "quantize-weights", "quantize-channels"),
+    ),
+    providers=(
+        Provider(
+            name="compressed-tensors",
+            kind=None,
+            package="compressed-tensors",
+            requirements=(),
+            builder="llmforge.engines.compressed_tensors",
+            session="llmforge.runtime.backends.elsewhere",
+            dtypes={**_ALL_COMPUTE, "int8": Use(("weights",)), "int4": Use(("weights",)), "fp8": Use(("weights",))},
+        ),
+    ),
+)
+
+GGUF = Backend(
+    name="gguf",
+    title="GGUF file",
+    module="gguf",
+    compiled=False,
+    scales="blocks",
+    alone="llama.cpp divides the file itself",
+    elsewhere=Elsewhere(
+        servers="llama.cpp",
+        serve="llama-server -m {engine}/model.gguf",
+        runtime="llama-cpp",
+        passes=(*_AS_STORED, "quantize-weights"),
+    ),
+    providers=(
+        Provider(
+            name="gguf",
+            kind=None,
+            package="gguf",
+            requirements=(),
+            builder="llmforge.engines.gguf",
+            session="llmforge.runtime.backends.elsewhere",
+            dtypes={**_ALL_COMPUTE, "int8": Use(("weights", "kv")), "int4": Use(("weights", "kv"))},
+            never={"fp8": "GGUF has no fp8 weights", "fp4": "the formats that hold our codes have no fp4"},
+        ),
+    ),
+)
+
+BACKENDS: Mapping[str, Backend] = {
+    each.name: each for each in (ONNXRUNTIME, TENSORRT, TENSORRT_RTX, COMPRESSED_TENSORS, GGUF)
+}
 PROVIDERS: Mapping[str, Provider] = {each.name: each for backend in BACKENDS.values() for each in backend.providers}
 
 # As pydantic, click and strict_json read them off annotations; type checkers know no type that is made of values.
@@ -261,6 +333,11 @@ else:
     BackendName = Literal[tuple(BACKENDS)]
     ProviderName = Literal[tuple(PROVIDERS)]
     PlanModule = Literal[tuple(backend.module for backend in BACKENDS.values() if backend.compiled)]
+
+
+def elsewhere(name: BackendName) -> Elsewhere | None:
+    """Say whose servers load what a backend writes; None: llmforge's own runtime runs it."""
+    return BACKENDS[name].elsewhere
 
 
 def of_provider(name: ProviderName) -> Backend:

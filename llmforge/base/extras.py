@@ -79,15 +79,16 @@ def missing(extra: str) -> list[str]:
     return [each.distribution for each in requirements() if each.extra == extra and _origin(each.module) is None]
 
 
-def require(extra: str) -> None:
-    """Return if all that an extra brings is here, and what runs engines beside it; nothing is imported.
+def require(*extras: str) -> None:
+    """Return if all that some extras bring is here, and what runs engines beside it; nothing is imported.
 
     Raises:
         EnvironmentLacks: something is missing, or not whole.
     """
-    if absent := missing(extra):
+    lacking = {extra: absent for extra in extras if (absent := missing(extra))}
+    if absent := list(dict.fromkeys(name for names in lacking.values() for name in names)):
         verb = "is" if len(absent) == 1 else "are"
-        raise EnvironmentLacks(f"{', '.join(absent)} {verb} not installed", hint=hint(extra))
+        raise EnvironmentLacks(f"{', '.join(absent)} {verb} not installed", hint=hint(*lacking))
     if (lack := trouble(RUNTIME)) is not None:
         raise lack
 

@@ -6,7 +6,7 @@ lowered. Nothing is proven here: passes are, when they run on the graph itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 from llmforge import engines
 from llmforge.base.errors import UnsupportedError
+from llmforge.build import elsewhere
 from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint.adapters import Adapter
 from llmforge.engines import interop, signatures
 from llmforge.ir import graph, interface
 from llmforge.lowering import pass_base
@@ -24,6 +26,7 @@ from llmforge.parallel import shard_plan
 from llmforge.quantization.grids import Grid, QuantizedMatrix
 from llmforge.quantization.sparsity import SparseMatrix
 from llmforge.quantization.statistics import InputRange, KvRange, Statistics
+from llmforge.quantization.stored import StoredCodes
 from llmforge.recipe import EngineSpec
 from llmforge.targets import Target
 
@@ -38,10 +41,11 @@ def run(
     spec: EngineSpec,
     checkpoint: Checkpoint,
     calibrated: Mapping[str, Grid] = MappingProxyType({}),
+    adapters: Sequence[Adapter] = (),
 ) -> None:
     """Run `steps` over a copy of `model`, lower it, and return if an engine can be made of it.
 
-    `calibrated` has the grids of what calibration will quantize, by the parameter.
+    `calibrated` has the grids of what calibration will quantize, by the parameter; `adapters` are those kept apart.
 
     Raises:
         UnsupportedError: a pass, the engine or the runtime that the interface is for refuses the graph; a lossy pass
@@ -49,7 +53,7 @@ def run(
             cannot be divided as `spec.tensor_parallel` says, or the engine cannot run a part of it.
     """
     copy = model.clone()
-    context = Context(target, _stand_in(model, calibrated))
+    context = Context(target, _stand_in(model, calibrated), stored=stored_codes(checkpoint), adapters=adapters)
     facts: set[str] = set()
     idle: dict[str, str] = {}  # fact → why it does not hold
     for step in steps:
@@ -68,6 +72,7 @@ def run(
             )
         else:
             idle |= {fact: f"{step.name} changed no node: {_reason(changes)}" for fact in step.provides}
+    elsewhere.check(spec, target, [step.name for step in steps], copy, model, checkpoint)
     builder = engines.for_target(spec.backend, target)
     if spec.tensor_parallel > 1:
         shard_plan.plan(copy.clone(), spec.tensor_parallel)
@@ -75,6 +80,11 @@ def run(
     lowered, _ = builder.lower(copy, target, spec)
     signatures.check_context(lowered, spec.max_context)
     interop.check(lowered, checkpoint)
+
+
+def stored_codes(checkpoint: Checkpoint) -> Callable[[str], StoredCodes] | None:
+    """Return what gives passes the codes of a checkpoint; None: it has none."""
+    return None if checkpoint.layout is None else checkpoint.codes
 
 
 def _reason(changes: Changes) -> str:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from llmforge import engines
 from llmforge.base import spans
+from llmforge.base.backends import BACKENDS, of_provider
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.base.progress import Progress
-from llmforge.build import tasks
+from llmforge.build import elsewhere, reference, tasks
 from llmforge.build.latency import Measuring
 from llmforge.build.reuse import Reuse
 from llmforge.checkpoint import Checkpoint
@@ -57,8 +63,10 @@ class Evidence:
     def engine_record(self, backend: str, folder: Path, engine: Engine | None) -> records.EngineRecord:
         """Write down what is in the engine's `folder`; `engine` None: what it is built of, later."""
         graphs = [onnx_file.load(file) for file in sorted(folder.glob(f"*{onnx_file.SUFFIX}"))]
+        if engine is not None and engine.graph is not None:
+            graphs = [engine.graph]
         groups = [group for graph in graphs for group in footprint.weights(graph)]
-        runs_in_onnxruntime = engine is not None and engine.config.plan is None
+        runs_in_onnxruntime = engine is not None and engine.config.onnxruntime is not None
         return records.EngineRecord(
             backend=backend,
             files=tuple(
@@ -155,7 +163,7 @@ def interpreters(
             f"--runtime {extra[0]}: `validation.runtimes` of {recipe.path} does not name it",
             hint=f"add `validation: {{runtimes: [{extra[0]}]}}`, or measure it later with `llmforge validate`",
         )
-    if wanted and target.kind != "cpu":
+    if wanted and target.kind != "cpu" and BACKENDS[recipe.engine.backend].elsewhere is None:
         raise UnsupportedError(
             f"{', '.join(wanted)}: other runtimes run engines for CPUs alone, and {target.name} is none",
             hint="remove `validation.runtimes` from the recipe, or choose another target",
@@ -175,32 +183,40 @@ def measure(
     threads: int,
     progress: Progress,
     ranks: int = 1,
-    keep: Callable[[Baseline | StreamedBaseline], Logits] | None = None,
+    keep: Callable[[Checkpoint, Baseline | StreamedBaseline], Logits] | None = None,
     interpreters: Sequence[Interpreter] = (),
     reuse: Reuse | None = None,
+    stand_in: Path | None = None,
 ) -> Evidence:
     """Measure the engine in the folder `artifact`, loaded by the runtime that serves it, beside the checkpoint.
 
+    Where `spec` names a reference, the quality is held against that.
     `read` is what a decode step reads, `windows` the text for its quality. `keep` may give the logits of the baseline
     on them from where they were kept; `reuse` keeps what it answers to tasks. `interpreters` have other runtimes, which
     run the engine as well. An engine that is not built yet (None), or that this machine does not run, is not measured;
-    `ranks` devices share one.
+    `ranks` devices share one. Of one that servers of others load, there is a `stand_in` that llmforge's own runtime
+    loads; its quality is that of the artifact in another runtime, where there is an interpreter.
     """
-    reason = PENDING if engine is None else engines.why_not_run(target)
+    reason = PENDING if engine is None else None if stand_in is not None else engines.why_not_run(target)
     if engine is None or reason is not None or spec.is_empty:
         return Evidence(None, None, None, reason)
     baseline, expected = None, None
+    notes: tuple[str, ...] = ()
     progress.stage("Load engine and baseline")
     if spec.quality is not None:
-        baseline = open_baseline(checkpoint, threads=threads)
+        original = reference.of(spec.quality, checkpoint)
+        kept = None if keep is None else partial(keep, original)
+        baseline = open_baseline(original, threads=threads)
+        if original is not checkpoint:
+            baseline.description = f"{reference.described(original)}: {baseline.description}"
+            notes += (f"quality is measured against {reference.described(original)}",)
         if isinstance(baseline, StreamedBaseline):  # it is done, as far as it can be kept, before the engine is there
-            expected = _logits(baseline, windows, keep, progress)
+            expected = _logits(baseline, windows, kept, progress)
             progress.stage("Load engine")
     began = time.perf_counter()
-    runner = load_runner(artifact, threads=threads)
+    runner = load_runner(stand_in or artifact, threads=threads)
     load_seconds = time.perf_counter() - began
     moved = timed = None
-    notes: tuple[str, ...] = ()
     if spec.quality is not None:
         assert baseline is not None
         said = _answers(spec.quality, runner, baseline, windows, progress)
@@ -209,8 +225,16 @@ def measure(
                 "answers: the baseline runs layer by layer: behind the first difference it is shown for "
                 f"{streamed_baseline.GENERATED} tokens at most",
             )
-        expected = expected or _logits(baseline, windows, keep, progress)
-        moved = _quality(spec.quality, runner, expected, said, windows, progress)
+        expected = expected or _logits(baseline, windows, kept, progress)
+        with contextlib.ExitStack() as held:
+            logits: Callable[..., NDArray[np.float32]] = runner.logits
+            if stand_in is not None:
+                title = None
+                if interpreters:
+                    other = held.enter_context(runtimes.opened(artifact, runner.config.vocabulary, interpreters[0]))
+                    logits, title = other.logits, other.title
+                notes += (elsewhere.note(of_provider(engine.config.provider).name, runner.config, title),)
+            moved = _quality(spec.quality, logits, expected, said, windows, progress)
     held_against = None if baseline is None else baseline.description
     if spec.latency is not None:
         theirs = None
@@ -279,7 +303,7 @@ def _answers(
 
 def _quality(
     spec: QualitySpec,
-    runner: Runner,
+    logits: Callable[..., NDArray[np.float32]],
     expected: Logits,
     said: tuple[tuple[Answer, ...], tuple[Sample, ...]],
     windows: Sequence[Window],
@@ -290,9 +314,9 @@ def _quality(
     return quality.compare(
         windows,
         expected,
-        lambda ids: runner.logits(ids.tolist()),
+        lambda ids: logits(ids.tolist()),
         half_of=spec.context if spec.scored == "second-half" else None,
-        decode=lambda ids: runner.logits(ids.tolist(), step_tokens=1),
+        decode=lambda ids: logits(ids.tolist(), step_tokens=1),
         decode_tokens=spec.decode_tokens or 0,
         answers=said[0],
         samples=said[1],

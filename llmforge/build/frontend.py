@@ -28,8 +28,11 @@ from llmforge.base.errors import EnvironmentLacks
 
 if TYPE_CHECKING:  # the process is started before this one imports anything else
     from llmforge.checkpoint import Checkpoint
+    from llmforge.checkpoint.adapters import AdapterSource
     from llmforge.lowering.pass_base import Pass
     from llmforge.recipe import Recipe
+
+    Origin = tuple[Path, tuple[AdapterSource, ...]]  # `Checkpoint.opened_from`
 
 _START = "import sys; sys.path[:] = {path!r}; from llmforge.build.frontend import serve; serve()"
 
@@ -86,31 +89,33 @@ class Frontend:
             self._process.communicate()
             self._process = None
 
-    def configuration(self, folder: Path) -> dict[str, Any]:
+    def configuration(self, folder: Path, adapters: Sequence[AdapterSource] = ()) -> dict[str, Any]:
         """Return what `Checkpoint.configuration` says, as plain data.
 
         Raises:
             CheckpointError, UnsupportedError: as `Checkpoint.open`.
         """
-        made: dict[str, Any] = self._ask("configuration", folder)
+        made: dict[str, Any] = self._ask("configuration", (folder, tuple(adapters)))
         return made
 
-    def trace(self, folder: Path) -> dict[str, bytes]:
+    def trace(self, folder: Path, adapters: Sequence[AdapterSource] = ()) -> dict[str, bytes]:
         """Trace the model of the checkpoint in `folder`, and return the files of the kept graph, by name.
 
         Raises:
             CheckpointError, UnsupportedError: as `llmforge.trace.trace`.
         """
-        files: dict[str, bytes] = self._ask("trace", folder)
+        files: dict[str, bytes] = self._ask("trace", (folder, tuple(adapters)))
         return files
 
-    def prove(self, folder: Path, files: Mapping[str, bytes], threads: int) -> str:
+    def prove(
+        self, folder: Path, files: Mapping[str, bytes], threads: int, adapters: Sequence[AdapterSource] = ()
+    ) -> str:
         """Hold a kept graph to transformers, and return a note of what was found.
 
         Raises:
             UnsupportedError, VerificationError: as `llmforge.verification.trace_verifier.verify_trace`.
         """
-        note, self._grown_bytes = self._ask("prove", folder, dict(files), threads)
+        note, self._grown_bytes = self._ask("prove", (folder, tuple(adapters)), dict(files), threads)
         return str(note)
 
     def _ask(self, name: str, *given: object) -> Any:
@@ -158,15 +163,15 @@ def serve() -> None:
         from llmforge.trace.export import strategy  # noqa: F401  what tracing imports, and transformers
     provers: list[_Prover] = []  # one at most: whoever has run threads is not to be copied
 
-    def trace(folder: Path) -> dict[str, bytes]:
+    def trace(origin: Origin) -> dict[str, bytes]:
         if not provers:
-            provers.append(_Prover(folder))
-        return _trace(folder)
+            provers.append(_Prover(origin))
+        return _trace(origin)
 
-    def prove(folder: Path, files: Mapping[str, bytes], threads: int) -> tuple[str, int]:
-        if provers and provers[0].folder == folder:
+    def prove(origin: Origin, files: Mapping[str, bytes], threads: int) -> tuple[str, int]:
+        if provers and provers[0].origin == origin:
             return provers[0].prove(files, threads)
-        return _prove(folder, files, threads), 0
+        return _prove(origin, files, threads), 0
 
     functions: dict[str, Callable[..., Any]] = {"configuration": _configuration, "trace": trace, "prove": prove}
     while True:
@@ -186,15 +191,15 @@ class _Prover:
     It is made before torch has threads, which no copy would have, and ends with the process that it was made by.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, origin: Origin) -> None:
+        self.origin = origin
         (asked, self._ask), (self._answered, answer) = os.pipe(), os.pipe()
         self._process = os.fork()
         if self._process == 0:
             os.close(self._ask)
             os.close(self._answered)
             try:
-                _be_prover(folder, os.fdopen(asked, "rb"), os.fdopen(answer, "wb"))
+                _be_prover(origin, os.fdopen(asked, "rb"), os.fdopen(answer, "wb"))
             finally:
                 os._exit(1)
         os.close(asked)
@@ -220,7 +225,7 @@ class _Prover:
         return note, grown_bytes
 
 
-def _be_prover(folder: Path, questions: BinaryIO, answers: BinaryIO) -> None:
+def _be_prover(origin: Origin, questions: BinaryIO, answers: BinaryIO) -> None:
     """Be the copy: compute what can be foreseen, and answer what comes, until nobody is there to ask."""
     asked: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_listen, args=(questions, asked), daemon=True).start()
@@ -228,7 +233,7 @@ def _be_prover(folder: Path, questions: BinaryIO, answers: BinaryIO) -> None:
     from llmforge.trace.export import kept_graph
     from llmforge.verification.trace_verifier import foresee, verify_trace
 
-    checkpoint, before = _checkpoint(folder), machine.peak_resident_bytes()
+    checkpoint, before = _checkpoint(origin), machine.peak_resident_bytes()
     try:
         foreseen = foresee(checkpoint)
     except Exception:  # noqa: BLE001  the proof does it again, and raises it where it can be answered
@@ -269,28 +274,28 @@ def _portable(error: Exception) -> Exception:
 
 
 @cache
-def _checkpoint(folder: Path) -> Checkpoint:
+def _checkpoint(origin: Origin) -> Checkpoint:
     from llmforge.checkpoint import Checkpoint
 
-    return Checkpoint.located(folder)
+    return Checkpoint.located(*origin)
 
 
-def _configuration(folder: Path) -> dict[str, Any]:
-    return asdict(_checkpoint(folder).configuration)
+def _configuration(origin: Origin) -> dict[str, Any]:
+    return asdict(_checkpoint(origin).configuration)
 
 
-def _trace(folder: Path) -> dict[str, bytes]:
+def _trace(origin: Origin) -> dict[str, bytes]:
     from llmforge import trace
     from llmforge.trace.export import kept_graph
 
     with process.unwatched():
-        return kept_graph.dump(trace.trace(_checkpoint(folder)))
+        return kept_graph.dump(trace.trace(_checkpoint(origin)))
 
 
-def _prove(folder: Path, files: Mapping[str, bytes], threads: int) -> str:
+def _prove(origin: Origin, files: Mapping[str, bytes], threads: int) -> str:
     from llmforge.trace.export import kept_graph
     from llmforge.verification.trace_verifier import verify_trace
 
-    model = kept_graph.load(files, _checkpoint(folder))
+    model = kept_graph.load(files, _checkpoint(origin))
     assert model is not None, "a graph of other ties"
-    return verify_trace(_checkpoint(folder), model, threads=threads).note()
+    return verify_trace(_checkpoint(origin), model, threads=threads).note()

@@ -79,6 +79,8 @@ def write(recipe: Recipe, replaced: Mapping[int, Sequence[Entry]], path: Path) -
     ]
     folder = path.resolve().parent
     plain["checkpoint"] = _relative(recipe.checkpoint, folder)
+    for number, adapter in enumerate(recipe.adapters):
+        plain["adapters"][number]["path"] = _relative(adapter.path, folder)
     if targets.is_file(recipe.target):
         plain["target"] = _relative(Path(recipe.target), folder)
     if recipe.calibration is not None:

@@ -5,6 +5,7 @@ This module alone owns verification after each pass, timing, and the record of w
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +22,21 @@ from numpy.typing import NDArray
 from llmforge import artifact, calibration, engines, passes, targets
 from llmforge.artifact import Hashing
 from llmforge.base import spans
+from llmforge.base.backends import BACKENDS
 from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Progress, Silent
-from llmforge.build import attribution, dry_run, evidence, lock, preflight, provenance, publishing, reuse, texts
+from llmforge.build import (
+    attribution,
+    dry_run,
+    elsewhere,
+    evidence,
+    lock,
+    preflight,
+    provenance,
+    publishing,
+    reuse,
+    texts,
+)
 from llmforge.build.evidence import Clock, Evidence
 from llmforge.build.frontend import Frontend
 from llmforge.build.lock import Lock, Stages
@@ -34,6 +47,7 @@ from llmforge.build.read_ahead import ReadAhead
 from llmforge.build.reuse import Chain, Reuse, Step
 from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint, documents
+from llmforge.checkpoint.adapters import Merge
 from llmforge.engines import BuildRequest, Engine, Prove, interop, pending
 from llmforge.engines.onnxruntime import write_tokenizer
 from llmforge.evaluation import footprint
@@ -44,6 +58,7 @@ from llmforge.ir.scratch import Scratch
 from llmforge.lowering import options, pass_base
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
 from llmforge.metrics.agreement import RuntimeName
+from llmforge.planning import source
 from llmforge.quantization.statistics import Demand, Statistics
 from llmforge.recipe import Recipe
 from llmforge.report import model as records
@@ -52,8 +67,8 @@ from llmforge.runtime.backends.config import physical_cores
 from llmforge.targets import Target
 from llmforge.trace.export import kept_graph
 from llmforge.trace.export.limits import WHOLE_BYTES
-from llmforge.triton import repository, sources
-from llmforge.verification import engine_parts
+from llmforge.triton import repository, sources, vllm
+from llmforge.verification import adapter_proof, engine_parts
 from llmforge.verification.promises import Promises
 from llmforge.verification.reports import Snapshot
 from llmforge.verification.trace_verifier import verify_trace
@@ -89,6 +104,7 @@ def build(
     steps, target = recipe.instantiate(passes.ALL), targets.find(recipe.target)
     check_host(recipe, target)
     preflight.check(recipe)
+    preflight.check_source(recipe, steps)
     preflight.check_room(recipe, out)
     others = evidence.interpreters(recipe, target, pythons or {}, recipe.validation.runtimes) if measure else ()
     # What is calibrated or measured is computed by torch in this process, which then imports it anyway.
@@ -158,7 +174,9 @@ def make(
     """
     if is_starting := kept.frontend is not None and kept.frontend.is_starting:
         prepare(steps, kept)
-    checkpoint = ahead.begin(recipe.checkpoint)
+    checkpoint = ahead.begin(recipe.checkpoint, recipe.merged)
+    # As if they were merged: what is of another base is refused before anything is read.
+    apart = Merge.of(recipe.apart, checkpoint.tensors, checkpoint.path).adapters
     kept.configure(checkpoint, progress, partial(ahead.quantize, checkpoint, steps))
     threads = recipe.engine.threads or physical_cores()
     model = kept.trace(checkpoint, progress)
@@ -167,8 +185,17 @@ def make(
     progress.stage("Check passes")
     demands = [demand for step in steps for demand in step.demands()]
     calibrated = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else {}
-    dry_run.run(model, steps, target=target, spec=recipe.engine, checkpoint=checkpoint, calibrated=calibrated)
-    notes = check_context(recipe, checkpoint, model)
+    dry_run.run(
+        model,
+        steps,
+        target=target,
+        spec=recipe.engine,
+        checkpoint=checkpoint,
+        calibrated=calibrated,
+        adapters=apart,
+    )
+    notes = [*(checkpoint.merge.notes if checkpoint.merge else ()), *check_context(recipe, checkpoint, model)]
+    notes += source_notes(checkpoint, steps)
     progress.stage("Read checkpoint")
     if not is_starting:
         prepare(steps, kept)
@@ -189,17 +216,26 @@ def make(
     promised = Promises.of(checkpoint, recipe.engine.max_context, recipe.engine.max_batch)
     verification = Verification(out / recipe.name / ".failed", promised, chosen, threads, proofs)
     of_passes = coverage(model)
-    chain = kept.chain(checkpoint, calibration_key, promised, chosen)
+    chain = kept.chain(checkpoint, calibration_key, promised, chosen, apart)
+    of_adapters: list[Proof[str]] = []
     lossy_steps: list[LossyStep] = []
     done: list[tuple[partial[records.PassRecord], Proof[records.VerificationRecord]]] = []
     scratch = Scratch(staging.parent)
     with proofs.blamed():
         for step in steps:
             # A pass sees what it demands: what others measure is not part of its key.
-            context = Context(target, statistics if step.demands() else None, scratch, ahead.quantized)
-            before = model.clone() if recipe.validation.attribution else model
+            wanted = statistics if step.demands() else None
+            stored = dry_run.stored_codes(checkpoint)
+            context = Context(target, wanted, scratch, ahead.quantized, stored, apart)
+            before = model.clone() if recipe.validation.attribution or apart else model
             record, proof, noted = transform(step, model, context, chain, verification, progress)
             done.append((record, proof))
+            if _takes_adapters(model) and not _takes_adapters(before):
+                after, vocabulary = model.clone(), checkpoint.geometry.vocabulary
+                prove_adapters = partial(
+                    adapter_proof.prove, before, after, apart, vocabulary=vocabulary, threads=threads
+                )
+                of_adapters.append(proofs.begin(nullcontext(), prove_adapters, in_turn=True))
             stages.graph(step.name, model)
             of_passes += noted
             if recipe.validation.attribution and record.keywords["rewritten"] and step.numerics is Numerics.LOSSY:
@@ -218,10 +254,15 @@ def make(
 
             proofs.begin(nullcontext(), proof)
 
-        engine, said = build_engine(recipe, checkpoint, target, model, read, staging, progress, prove_engine)
+        engine, said = build_engine(recipe, checkpoint, target, model, traced, read, staging, progress, prove_engine)
     proofs.finish(progress)
     notes += of_passes
     found = Evidence(None, None, None, evidence.NOT_ASKED)
+    stand_in = None
+    if measure and recipe.validation.quality is not None and BACKENDS[recipe.engine.backend].elsewhere is not None:
+        stand_in = staging / "stand-in"
+        progress.stage("Build stand-in")
+        elsewhere.stand_in(model, recipe.engine, checkpoint, stand_in, progress)
     if measure:
         found = evidence.measure(
             staging,
@@ -234,10 +275,13 @@ def make(
             threads=threads,
             ranks=recipe.engine.tensor_parallel,
             progress=progress,
-            keep=lambda baseline: kept.baseline(checkpoint, windows, threads, baseline, progress),
+            keep=lambda original, baseline: kept.baseline(original, windows, threads, baseline, progress),
             interpreters=others,
             reuse=kept,
+            stand_in=stand_in,
         )
+    if stand_in is not None:
+        shutil.rmtree(stand_in)
     attributed = None
     if measure and lossy_steps:
         attributed = attribution.measure(
@@ -265,11 +309,15 @@ def make(
         "passes": tuple(record(verification=proof.result()) for record, proof in done),
         "calibration": seen,
         "attribution": attributed,
-        "proven": (of_trace.result(),),
+        "proven": (of_trace.result(), *(proof.result() for proof in of_adapters)),
         "notes": (*notes, *said, *found.notes),
         "recipe": resolved,
     }
     return facts, engine, found, lock.gather(recipe, resolved, checkpoint, target.known_as, stages)
+
+
+def _takes_adapters(model: ir.Model) -> bool:
+    return any(value.name == interface.ADAPTER_IDS for value in model.graph.inputs)
 
 
 def prepare(steps: Sequence[Pass], kept: Reuse) -> None:
@@ -284,7 +332,8 @@ def prove_trace(checkpoint: Checkpoint, traced: ir.Model, threads: int, frontend
     """Hold the graph `traced` to transformers, in the process that has it, and return a note of what was found."""
     if frontend is None:
         return verify_trace(checkpoint, traced, threads=threads).note()
-    return frontend.prove(checkpoint.path, kept_graph.dump(traced), threads)
+    folder, adapters = checkpoint.opened_from
+    return frontend.prove(folder, kept_graph.dump(traced), threads, adapters)
 
 
 def check_host(recipe: Recipe, target: Target) -> None:
@@ -292,9 +341,11 @@ def check_host(recipe: Recipe, target: Target) -> None:
     builder = engines.for_target(recipe.engine.backend, target)
     if not recipe.engine.deferred:
         builder.require_host(target, recipe.engine)
-    elif target.kind == "cpu":
+    elif target.kind == "cpu" or BACKENDS[recipe.engine.backend].elsewhere is not None:
         raise UnsupportedError(
-            f"target {target.name} is a CPU; its engine cannot be deferred",
+            f"{recipe.engine.backend}: the engine is written here; it cannot be deferred"
+            if target.kind != "cpu"
+            else f"target {target.name} is a CPU; its engine cannot be deferred",
             hint="remove `deferred` from the recipe, and --defer",
         )
 
@@ -315,6 +366,12 @@ def check_context(recipe: Recipe, checkpoint: Checkpoint, model: ir.Model) -> li
             hint=f"set engine.max_context to at most {made_for}",
         )
     return [f"attention was traced from the model's own code and is left unchanged by passes: {reason}"]
+
+
+def source_notes(checkpoint: Checkpoint, steps: Sequence[Pass]) -> list[str]:
+    """Note what becomes of a checkpoint that comes quantized, and what of it is not taken."""
+    said = source.note(checkpoint.settings, checkpoint.path, steps)
+    return [*([] if said is None else [said]), *checkpoint.notes]
 
 
 @dataclass(eq=False)
@@ -498,6 +555,7 @@ def build_engine(
     checkpoint: Checkpoint,
     target: Target,
     model: ir.Model,
+    traced: ir.Model,
     read: BytesRead,
     staging: Path,
     progress: Progress,
@@ -514,7 +572,11 @@ def build_engine(
     notes = [f"lowering: {_named(nodes)}: {what}" for what, nodes in grouped]
     write_tokenizer(checkpoint, staging / "tokenizer")
     ends = checkpoint.eos_token_ids, checkpoint.bos_token_id
-    request = BuildRequest(lowered, staging / "engine", recipe.engine, target, *ends, progress, engine_parts.run, prove)
+    others = BACKENDS[recipe.engine.backend].elsewhere
+    exported = None if others is None else elsewhere.exported(lowered, traced, checkpoint)
+    request = BuildRequest(
+        lowered, staging / "engine", recipe.engine, target, *ends, progress, exported, engine_parts.run, prove
+    )
     if recipe.engine.deferred:
         pending.write(
             request,
@@ -527,7 +589,10 @@ def build_engine(
     notes += [*engine.notes, *(f"interface: {note}" for note in interop.write(lowered, engine, checkpoint))]
     made_of = {"checkpoint": f"{checkpoint.path.name} {checkpoint.digest}"}
     served = repository.Model(recipe.name, target.kind, recipe.serving, engine.config, made_of)
-    repository.write(served, staging / repository.FOLDER / recipe.name)
+    if others is None:
+        repository.write(served, staging / repository.FOLDER / recipe.name)
+    else:
+        vllm.write(served, staging)
     return engine, tuple(notes)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,11 @@ import psutil
 
 from llmforge.base import extras, resources
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
-from llmforge.build import texts
-from llmforge.checkpoint import CONFIG, CONTEXTS, read_settings
+from llmforge.build import reference, texts
+from llmforge.checkpoint import CONFIG, CONTEXTS, folder_of, read_settings
 from llmforge.checkpoint.shards import read_headers, weight_files
-from llmforge.planning import request
+from llmforge.lowering.pass_base import Pass
+from llmforge.planning import request, source
 from llmforge.recipe import Recipe
 
 _ROTARY = ("rope_theta", "rope_scaling", "rope_parameters")  # fields of a configuration, of which one is set
@@ -30,14 +31,27 @@ def check(recipe: Recipe) -> None:
         DataError: a text is missing or not readable, or evaluation text was calibrated on.
         CheckpointError: the folder is no checkpoint: a file is missing or damaged.
         EnvironmentLacks: the recipe asks for tasks, and what runs them is not installed.
-        UnsupportedError: the weights are already quantized, or `engine.max_context` is more than rotary tables reach.
+        UnsupportedError: the weights are quantized in a way that is not taken, or `engine.max_context` is more than
+            rotary tables reach.
     """
     if recipe.validation.tasks is not None:
         extras.require("eval")
     texts.check(recipe)
-    settings = read_settings(recipe.checkpoint.absolute())
+    folder = folder_of(recipe.checkpoint.absolute())
+    settings = read_settings(folder)
     _check_context(recipe, settings.get("text_config", settings))
-    read_headers(recipe.checkpoint, weight_files(recipe.checkpoint))
+    read_headers(folder, weight_files(folder))
+    reference.check(recipe)
+
+
+def check_source(recipe: Recipe, steps: Sequence[Pass]) -> None:
+    """Hold the passes of `recipe` against a checkpoint that comes quantized.
+
+    Raises:
+        RecipeError: a pass chooses other codes, and the recipe does not say that it may.
+        CheckpointError, UnsupportedError: see `check`.
+    """
+    source.refuse_requantizing(recipe, steps, read_settings(recipe.checkpoint.absolute()))
 
 
 def check_room(recipe: Recipe, out: Path) -> list[str]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.progress import Progress, Silent
 from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint.adapters import AdapterSource
 
 if TYPE_CHECKING:  # a walk begins before these are imported
     from llmforge.lowering.pass_base import Pass
@@ -42,14 +43,14 @@ class ReadAhead:
         self._others.close()
         self._pool.shutdown()
 
-    def begin(self, folder: Path) -> Checkpoint:
-        """Start to read the checkpoint in `folder`, once; what is wrong with the weights is said by `finish`.
+    def begin(self, folder: Path, adapters: Sequence[AdapterSource] = ()) -> Checkpoint:
+        """Start to read a checkpoint, once; what is wrong with the weights is said by `finish`.
 
         Raises:
             CheckpointError: as `Checkpoint.located`.
         """
         if self._checkpoint is None:
-            self._checkpoint = Checkpoint.located(folder)
+            self._checkpoint = Checkpoint.located(folder, adapters)
             self._running = self._pool.submit(self._checkpoint.verify, self)
         return self._checkpoint
 

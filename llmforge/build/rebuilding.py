@@ -12,11 +12,12 @@ from llmforge import passes, targets
 from llmforge.artifact import Artifact
 from llmforge.base.errors import InputError
 from llmforge.base.progress import Progress
-from llmforge.build import finishing, lock, pipeline, preflight, reuse, texts
+from llmforge.build import dry_run, finishing, lock, pipeline, preflight, reuse, texts
 from llmforge.build.lock import Stages
 from llmforge.build.parts import LossyStep
 from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint.adapters import Adapter
 from llmforge.checkpoint.text import Window
 from llmforge.ir.scratch import Scratch
 from llmforge.lowering import pass_base
@@ -45,8 +46,9 @@ def rebuilt(recipe: Recipe, cache: Callable[[], Cache] | None, progress: Progres
     progress.stage("Check recipe, target and data")
     steps, target = recipe.instantiate(passes.ALL), targets.find(recipe.target)
     preflight.check(recipe)
+    preflight.check_source(recipe, steps)
     with TemporaryDirectory() as folder, reuse.opened(cache, Path(folder), progress) as kept:
-        checkpoint = Checkpoint.located(recipe.checkpoint)
+        checkpoint = Checkpoint.located(recipe.checkpoint, recipe.merged)
         kept.configure(checkpoint, progress)
         model = kept.trace(checkpoint, progress)
         stages, lossy = Stages(), []
@@ -57,10 +59,12 @@ def rebuilt(recipe: Recipe, cache: Callable[[], Cache] | None, progress: Progres
         windows = texts.evaluation_windows(recipe, checkpoint)
         chosen = [window.ids for window in texts.budget_windows(windows, recipe, checkpoint)]
         promised = Promises.of(checkpoint, recipe.engine.max_context, recipe.engine.max_batch)
-        chain, scratch = kept.chain(checkpoint, key, promised, chosen), Scratch(Path(folder))
+        apart = tuple(map(Adapter.open, recipe.apart))
+        chain, scratch = kept.chain(checkpoint, key, promised, chosen, apart), Scratch(Path(folder))
         for number, step in enumerate(steps):
             progress.stage(f"Pass {step.name}")
-            context = Context(target, statistics if step.demands() else None, scratch)
+            wanted = statistics if step.demands() else None
+            context = Context(target, wanted, scratch, stored=dry_run.stored_codes(checkpoint), adapters=apart)
             before = model.clone()
             there = {name: value.const_value for name, value in model.graph.initializers.items()}
             link = chain.step(step, model)

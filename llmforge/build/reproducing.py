@@ -43,6 +43,11 @@ def recorded(path: Path, checkpoint: Path, texts: Sequence[Path], folder: Path) 
             f"{path}: its recipe names the target file {named}, which the artifact does not hold",
             hint="give the recipe with --recipe",
         )
+    if plain.get("adapters"):
+        raise UsageError(
+            f"{path}: was built with {len(plain['adapters'])} adapters, which the artifact does not hold as files",
+            hint="give the recipe with --recipe",
+        )
     plain["checkpoint"] = str(checkpoint.resolve())
     here = {documents.digest(text): text for text in texts}
     for section, (digest, name) in zip(sections, wanted_texts, strict=True):

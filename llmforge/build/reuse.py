@@ -35,6 +35,7 @@ from llmforge.build.frontend import Frontend
 from llmforge.build.proofs import Proof, Proofs
 from llmforge.cache import Cache, Code, Entry, Key, processor
 from llmforge.checkpoint import Checkpoint, Configuration, Geometry
+from llmforge.checkpoint.adapters import Adapter
 from llmforge.checkpoint.text import Window
 from llmforge.evaluation.baseline import Baseline, baseline_on
 from llmforge.evaluation.quality import Logits
@@ -56,6 +57,7 @@ _TRACE_CODE = ("llmforge.trace", "llmforge.trace.export.kept_graph")
 _TRACE_PROOF_CODE = "llmforge.verification.trace_verifier"
 _PROOF_CODE = "llmforge.verification.verifier"
 _ENGINE_CODE = ("llmforge.engines.onnxruntime", "llmforge.verification.engine_parts")
+_SOURCE_CODE = "llmforge.checkpoint.quantized"
 _BASELINE_CODE = "llmforge.evaluation.baseline"
 _ALIGNMENT_BYTES = 64
 BASELINE_SHARE = 1 / 8  # of the cache that the logits of one text may take: 2.5 GB of 20, or 16,000 tokens of 150,000
@@ -108,7 +110,7 @@ class Reuse:
                 progress.stage("Load torch and transformers")
                 if self.frontend is not None:
                     beside()
-                    made = self.frontend.configuration(checkpoint.path)
+                    made = self.frontend.configuration(*checkpoint.opened_from)
                     checkpoint.configuration = _configuration(made)
                 else:
                     with process.unwatched():
@@ -134,7 +136,7 @@ class Reuse:
                 self.stages.append("trace")
                 return found
             if self.frontend is not None:
-                files = self.frontend.trace(checkpoint.path)
+                files = self.frontend.trace(*checkpoint.opened_from)
                 bound = kept_graph.load(files, checkpoint)
                 if bound is None:
                     raise CheckpointError(f"{checkpoint.path}: it changed while it was traced")
@@ -226,10 +228,23 @@ class Reuse:
         return kept
 
     def chain(
-        self, checkpoint: Checkpoint, calibration: str, promises: Promises, texts: Sequence[NDArray[np.int64]]
+        self,
+        checkpoint: Checkpoint,
+        calibration: str,
+        promises: Promises,
+        texts: Sequence[NDArray[np.int64]],
+        adapters: Sequence[Adapter] = (),
     ) -> Chain:
-        """Begin the chain of passes, which are held to `promises`; `texts` are those that budgets are measured on."""
-        return Chain(self, checkpoint.digest, calibration, _hash(asdict(promises)), _hash_of_texts(texts))
+        """Begin the chain of passes, which are held to `promises`; `texts` are those that budgets are measured on.
+
+        `adapters` are those that are kept apart.
+        """
+        of_weights = checkpoint.digest
+        if checkpoint.layout is not None:  # they are what the code makes of them that reads its layout
+            of_weights = self.key("source", [_SOURCE_CODE], checkpoint=of_weights).digest
+        if adapters:
+            of_weights = _hash([of_weights, *((each.name, each.digest, each.source.weight) for each in adapters)])
+        return Chain(self, of_weights, calibration, _hash(asdict(promises)), _hash_of_texts(texts))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.checkpoint.documents import Document
 from llmforge.checkpoint.text import Window
 from llmforge.metrics.quality import MOST_DOCUMENTS
-from llmforge.recipe import CalibrationSpec, Recipe
+from llmforge.recipe import CalibrationSpec, QualitySpec, Recipe
 
 BUDGET_WINDOWS = 24  # windows of text, spread over all documents, that the budget of a lossy pass is measured on
 
@@ -19,13 +19,20 @@ BUDGET_WINDOWS = 24  # windows of text, spread over all documents, that the budg
 def check(recipe: Recipe) -> None:
     """Read both texts; refuse evaluation on what calibration has seen, and on too many documents."""
     calibration, quality = recipe.calibration, recipe.validation.quality
-    measured = documents.read_documents(quality.data) if quality else []
+    measured = _measured(quality) if quality else []
     if quality and len(measured) > MOST_DOCUMENTS:
         raise DataError(
             f"{quality.data}: {len(measured)} documents; quality is measured on at most {MOST_DOCUMENTS}",
-            hint="give fewer of them, or longer ones",
+            hint=f"set validation.quality.max_documents: {MOST_DOCUMENTS}",
         )
     documents.refuse_overlap(documents.read_documents(calibration.data) if calibration else [], measured)
+
+
+def _measured(spec: QualitySpec) -> list[Document]:
+    """Read the documents that quality is measured on: all of the file, or as many as are asked for, evenly spread."""
+    found = documents.read_documents(spec.data)
+    count = min(spec.max_documents or len(found), len(found))
+    return [found[place * len(found) // count] for place in range(count)]
 
 
 def calibration_windows(spec: CalibrationSpec, read: Sequence[Document], checkpoint: Checkpoint) -> list[Window]:
@@ -39,8 +46,7 @@ def evaluation_windows(recipe: Recipe, checkpoint: Checkpoint) -> list[Window]:
     spec = recipe.validation.quality
     if spec is None:
         return []
-    found = documents.read_documents(spec.data)
-    cut = text.windows(checkpoint.tokenizer, found, spec.context, checkpoint.bos_token_id)
+    cut = text.windows(checkpoint.tokenizer, _measured(spec), spec.context, checkpoint.bos_token_id)
     return cut if spec.max_tokens is None else text.spread(cut, spec.max_tokens)
 
 

@@ -19,7 +19,7 @@ from llmforge.artifact import Artifact
 from llmforge.base.errors import DataError, EnginePending, UnsupportedError, UsageError
 from llmforge.base.progress import Progress, Silent
 from llmforge.base.sealed import is_content
-from llmforge.build import evidence, finishing, tasks, texts
+from llmforge.build import evidence, finishing, reference, tasks, texts
 from llmforge.build.evidence import Clock
 from llmforge.build.publishing import BuildResult
 from llmforge.build.reuse import opened as opened_cache
@@ -100,7 +100,7 @@ def validate(
         read = BytesRead(
             footprint.weight_bytes_per_token, footprint.kv_bytes_per_token, footprint.multiply_adds_per_token
         )
-    checkpoint = Checkpoint.open(recipe.checkpoint)
+    checkpoint = Checkpoint.open(recipe.checkpoint, recipe.merged)
     found = evidence.measure(
         opened.path,
         Engine(opened.path / "engine", RuntimeConfig.read(opened.path / "engine" / FILE), 0, before.engine.size_bytes),
@@ -273,7 +273,7 @@ def decide(
         _runnable(side.opened.path).verify()
         runners.append(load_runner(side.opened.path, threads=recipe.engine.threads or physical_cores()))
     ours, theirs = _recorded(release_, against)
-    checkpoint = Checkpoint.open(recipe.checkpoint)
+    checkpoint = Checkpoint.open(recipe.checkpoint, recipe.merged)
     known = {each.document for side in sides for each in _documents(side)}
     pool = [group for group in _further(recipe, checkpoint, more) if group[0].document not in known]
     total = min(len(ours) + len(pool), most or len(ours) + len(pool))
@@ -282,7 +282,8 @@ def decide(
             f"{len(ours)} documents were measured already, and there are no further ones up to {total}",
             hint="give more text with --text FILE.jsonl, or a larger --max-documents",
         )
-    baseline = open_baseline(checkpoint, threads=recipe.engine.threads or physical_cores())
+    original = reference.of(recipe.validation.quality, checkpoint)
+    baseline = open_baseline(original, threads=recipe.engine.threads or physical_cores())
     looks: list[Look] = []
     for size, alpha in gates.schedule(len(ours), total):
         progress.stage(f"Measure up to {size} documents")

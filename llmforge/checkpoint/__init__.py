@@ -10,6 +10,7 @@ from llmforge.checkpoint.folder import (
     load_config,
     read_settings,
 )
+from llmforge.checkpoint.gguf import folder_of
 
 __all__ = [
     "CONFIG",
@@ -18,6 +19,7 @@ __all__ = [
     "Checkpoint",
     "Configuration",
     "Geometry",
+    "folder_of",
     "load_config",
     "read_settings",
 ]

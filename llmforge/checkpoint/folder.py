@@ -8,7 +8,7 @@ files are symbolic links.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
@@ -22,18 +22,22 @@ from llmforge.base import process, versions
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.base.wording import cut, shown
-from llmforge.checkpoint import lengths
+from llmforge.checkpoint import gguf, lengths, quantized
+from llmforge.checkpoint.adapters import AdapterSource, Merge
+from llmforge.checkpoint.adapters.merging import unmergeable
+from llmforge.checkpoint.quantized import Grouped, Layout, QuantizedTensor, same_content
 from llmforge.checkpoint.safetensors_file import (
     DAMAGED,
     DENIED,
     TensorEntry,
     digest_weights,
+    external,
     listed,
     parse_json,
     read_small,
-    same_bytes,
 )
 from llmforge.checkpoint.shards import WEIGHTS_INDEX, read_headers, weight_files
+from llmforge.quantization.stored import NotHeld, StoredCodes
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -101,29 +105,33 @@ class Checkpoint:
 
     path: Path  # absolute
     settings: Mapping[str, Any] = field(repr=False)  # what stands in its config.json
-    tensors: Mapping[str, TensorEntry] = field(repr=False)
+    tensors: Mapping[str, TensorEntry | QuantizedTensor] = field(repr=False)  # its parameters
+    stored: Mapping[str, TensorEntry] = field(repr=False)  # what its files hold: others, where it is quantized
     tokenizer: Tokenizer = field(repr=False)
     chat_template: str | None = field(repr=False)
     special_tokens: Mapping[str, str]  # "bos_token": "<s>", …: those that the tokenizer configuration names
     generation: Mapping[str, Any] = field(repr=False)  # what stands in its generation_config.json
     weight_files: tuple[Path, ...] = field(repr=False)
+    layout: Layout | None = None  # None: its weights are not quantized
+    notes: tuple[str, ...] = ()  # what is in it and is not taken, a sentence each
+    merge: Merge | None = field(default=None, repr=False)  # adapters that are a part of what `tensor` gives
     _digest: str | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def open(cls, path: Path) -> Checkpoint:
-        """Open the checkpoint in folder `path`.
+    def open(cls, path: Path, adapters: Sequence[AdapterSource] = ()) -> Checkpoint:
+        """Open the checkpoint in folder `path`, or in a GGUF file, with `adapters` merged into its tensors.
 
         Raises:
-            CheckpointError: the folder is not a usable checkpoint.
-            UnsupportedError: its architecture is unknown, or its weights are already quantized.
+            CheckpointError: the folder is not a usable checkpoint, or an adapter is not one of it.
+            UnsupportedError: its architecture is unknown, or its weights are quantized in a way that is not taken.
             VersionMismatch: another transformers or torch is installed than this llmforge was proven with.
         """
-        checkpoint = cls.located(path)
+        checkpoint = cls.located(path, adapters)
         checkpoint.check_tokens()
         return checkpoint
 
     @classmethod
-    def located(cls, path: Path) -> Checkpoint:
+    def located(cls, path: Path, adapters: Sequence[AdapterSource] = ()) -> Checkpoint:
         """Open it as far as that needs no transformers, which takes seconds to import.
 
         Until `check_tokens`, nothing has looked at what is configured.
@@ -132,21 +140,34 @@ class Checkpoint:
             CheckpointError, UnsupportedError, VersionMismatch: as `open`.
         """
         versions.check()
-        folder = path.absolute()
+        folder = gguf.folder_of(path.absolute())
         settings = read_settings(folder)
         tokenizer_settings = _read_optional(folder / TOKENIZER_CONFIG)
         _refuse_remote_code(folder / TOKENIZER_CONFIG, tokenizer_settings)
         files = weight_files(folder)
+        stored = read_headers(folder, files)
+        layout = quantized.layout_of(settings, folder / CONFIG)
+        grouped = Grouped((), stored) if layout is None else layout.group(settings, stored, folder)
+        tensors = _parameters(grouped)
         return cls(
             path=folder,
             settings=settings,
-            tensors=read_headers(folder, files),
+            tensors=tensors,
+            stored=stored,
             tokenizer=_load_tokenizer(folder),
             chat_template=_chat_template(folder, tokenizer_settings),
             special_tokens=_special_tokens(tokenizer_settings),
             generation=_read_optional(folder / GENERATION_CONFIG),
             weight_files=files,
+            layout=layout,
+            notes=tuple(grouped.notes),
+            merge=Merge.of(adapters, tensors, folder) if adapters else None,
         )
+
+    @property
+    def opened_from(self) -> tuple[Path, tuple[AdapterSource, ...]]:
+        """What `located` takes to open the same in another process."""
+        return self.path, () if self.merge is None else tuple(adapter.source for adapter in self.merge.adapters)
 
     @cached_property
     def config(self) -> PretrainedConfig:
@@ -194,7 +215,7 @@ class Checkpoint:
 
     @property
     def parameters(self) -> int:
-        """Count the elements of all tensors."""
+        """Count the elements of all parameters."""
         return sum(prod(entry.shape) for entry in self.tensors.values())
 
     @property
@@ -226,26 +247,58 @@ class Checkpoint:
             progress.advance(done, total)
 
         hashes = {
-            file.name: digest_weights(file, [entry for entry in self.tensors.values() if entry.file == file], advance)
+            gguf.WEIGHTS if file.suffix == gguf.SUFFIX else file.name: digest_weights(
+                file, self._stored_in(file), advance
+            )
             for file in self.weight_files
         }
         small = [self.path / name for name in SMALL_FILES if (self.path / name).exists()]
         hashes |= {file.name: hashlib.sha256(read_small(file)).hexdigest() for file in small}
         lines = "".join(f"{name} {digest}\n" for name, digest in sorted(hashes.items()))
-        self._digest = hashlib.sha256(DIGEST_FORMAT + lines.encode()).hexdigest()
+        own = hashlib.sha256(DIGEST_FORMAT + lines.encode()).hexdigest()
+        self._digest = own if self.merge is None else self.merge.digest(own)
         return self._digest
 
-    def tensor(self, name: str) -> ir.ExternalTensor:
-        """Map one tensor; its bytes are read when it is.
+    def _stored_in(self, file: Path) -> list[TensorEntry]:
+        """List what a file holds behind its header, without holes."""
+        entries = [entry for entry in self.stored.values() if entry.file == file]
+        return entries + gguf.read(file).gaps() if file.suffix == gguf.SUFFIX else entries
 
-        The path is absolute and `base_dir` empty, because onnx-ir refuses symbolic and hard links below a `base_dir`.
+    def tensor(self, name: str) -> ir.ExternalTensor | ir.LazyTensor:
+        """Map one parameter, its bytes are read when it is; one that is stored as codes is dequantized whenever it is.
+
+        Adapters are merged into it then.
+
+        Raises:
+            CheckpointError: when it is read: parts of what is stored as codes hold what their layout forbids.
         """
         import onnx_ir as ir
 
         entry = self.tensors[name]
-        return ir.ExternalTensor(
-            str(entry.file), entry.offset, entry.size_bytes, entry.dtype, shape=ir.Shape(entry.shape), name=name
-        )
+        if isinstance(entry, TensorEntry):
+            return self._with_adapters(external(entry))
+
+        def read() -> ir.TensorProtocol:
+            return ir.Tensor(entry.dequantize(), dtype=entry.dtype, name=name)
+
+        return self._with_adapters(ir.LazyTensor(read, entry.dtype, ir.Shape(entry.shape), name=name))
+
+    def _with_adapters(self, tensor: ir.ExternalTensor | ir.LazyTensor) -> ir.ExternalTensor | ir.LazyTensor:
+        return tensor if self.merge is None else self.merge.apply(tensor)
+
+    def codes(self, name: str) -> StoredCodes:
+        """Return the codes as which a parameter is stored; they are read later.
+
+        Raises:
+            NotHeld: it is not stored as codes, or in none of our formats; an adapter is merged into it.
+            CheckpointError: what says how they lie is damaged.
+        """
+        entry = self.tensors[name]
+        if isinstance(entry, TensorEntry):
+            raise NotHeld(f"are none: the checkpoint stores it in {entry.dtype.name}", is_plain=True)
+        if self.merge is not None and name in self.merge.steps:
+            raise NotHeld("do not hold what an adapter adds to it")
+        return StoredCodes(entry.grid(), entry.columns(), entry.codes)
 
     def require(
         self, parameters: Mapping[str, tuple[int, ...]], tied: Mapping[str, str] | None = None
@@ -266,12 +319,15 @@ class Checkpoint:
             raise self._lacks(missing, parameters)
         for name, source in sources.items():
             self._check_tensor(name, self.tensors[source], parameters[name])
+        shared = [pair for pair in ties.items() if sources.get(pair[0], "") == sources.get(pair[1])]
+        if self.merge is not None and (refused := unmergeable(self.merge, shared)) is not None:
+            raise refused
         return sources
 
     def _supplier(self, name: str, ties: Mapping[str, str]) -> str | None:
         partner = ties.get(name, "")
         if name in self.tensors:
-            shared = partner in self.tensors and same_bytes(self.tensors[name], self.tensors[partner])
+            shared = partner in self.tensors and same_content(self.tensors[name], self.tensors[partner])
             return partner if shared else name
         others = [partner, *(tied for tied, to in ties.items() if to == name)]
         return next((other for other in others if other in self.tensors), None)
@@ -295,7 +351,7 @@ class Checkpoint:
             hint=f"it holds {listed(unused)} instead" if unused else "some of the weights were not saved",
         )
 
-    def _check_tensor(self, name: str, entry: TensorEntry, shape: tuple[int, ...]) -> None:
+    def _check_tensor(self, name: str, entry: TensorEntry | QuantizedTensor, shape: tuple[int, ...]) -> None:
         where = f"{entry.file}: tensor {entry.name!r}"
         if entry.shape != shape:
             raise CheckpointError(f"{where} has shape {list(entry.shape)}, {CONFIG} makes {name!r} {list(shape)}")
@@ -304,12 +360,13 @@ class Checkpoint:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read `config.json` and refuse what no later stage may meet.
+    """Read `config.json`, or what a GGUF file says instead, and refuse what no later stage may meet.
 
     Raises:
         CheckpointError: there is no such file, or it asks for code.
-        UnsupportedError: the weights are already quantized.
+        UnsupportedError: the weights are quantized in a way that is not taken.
     """
+    folder = gguf.folder_of(folder)
     file = folder / CONFIG
     try:
         if not folder.is_dir():
@@ -322,19 +379,24 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if not there:
         hint = "the folder must hold config.json, tokenizer.json and model.safetensors, or its shards and their index"
         if (folder / "adapter_config.json").exists():
-            hint = "this is an adapter: merge it into its base model first (peft's merge_and_unload)"
+            hint = "this is an adapter: name its base as the checkpoint, and it under `adapters` (docs/adapters.md)"
         raise CheckpointError(f"{folder}: not a Hugging Face checkpoint: it has no {CONFIG}", hint=hint)
     settings = parse_json(read_small(file, CONFIG_BYTES), file)
     _check_sizes(file, settings)
     _refuse_remote_code(file, settings)
-    quantization = settings.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedError(
-            f"{file}: the weights are already quantized (quantization_config: {method!r})",
-            hint="start from the unquantized checkpoint",
-        )
+    quantized.layout_of(settings, file)
     return settings
+
+
+def _parameters(grouped: Grouped) -> dict[str, TensorEntry | QuantizedTensor]:
+    """Put the parameters of a checkpoint together, sorted by name."""
+    of_codes: dict[str, TensorEntry | QuantizedTensor] = {tensor.name: tensor for tensor in grouped.quantized}
+    for name in of_codes.keys() & grouped.plain.keys():
+        raise CheckpointError(
+            f"{of_codes[name].file}: tensor {name!r} is there as codes and in {grouped.plain[name].file.name} as it is",
+            hint=DAMAGED,
+        )
+    return dict(sorted({**grouped.plain, **of_codes}.items()))
 
 
 def _check_sizes(file: Path, settings: Mapping[str, Any], inside: str = "") -> None:
@@ -389,6 +451,8 @@ def load_config(folder: Path, settings: Mapping[str, Any]) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (StrictDataclassError, *wild) as error:
         raise CheckpointError(f"{file}: transformers refuses it: {error}", hint=DAMAGED) from error
+    if hasattr(config, "quantization_config"):  # the model is that of the weights, however those are stored
+        del config.quantization_config
     return config
 
 

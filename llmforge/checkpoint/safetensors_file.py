@@ -152,7 +152,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     Raises:
         CheckpointError: the file is not safetensors, or states what its bytes do not bear out.
     """
-    with _open(file) as stream:
+    with open_regular(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         length = _header_length(stream.read(PREFIX_BYTES + len(LFS_POINTER)), size, file)
         stream.seek(PREFIX_BYTES)
@@ -179,7 +179,7 @@ def digest_weights(file: Path, entries: Sequence[TensorEntry], advance: Callable
         CheckpointError: a floating-point tensor holds NaN or infinity, or the file changed since it was opened.
     """
     digest, hashed = hashlib.sha256(), None
-    with _open(file) as stream, ThreadPoolExecutor(1, "digest") as beside:
+    with open_regular(file) as stream, ThreadPoolExecutor(1, "digest") as beside:
         ordered = sorted(entries, key=lambda entry: entry.offset)
         data_start = ordered[0].offset if ordered else os.fstat(stream.fileno()).st_size
         for chunk in _chunks(stream, data_start, file):
@@ -226,11 +226,30 @@ def _pieces(entries: Sequence[TensorEntry]) -> Iterator[list[tuple[TensorEntry, 
         yield together
 
 
+def data_type(name: str) -> ir.DataType:
+    """Return a dtype of onnx-ir by its name; onnx-ir is imported where weights are."""
+    import onnx_ir as ir
+
+    return ir.DataType[name]
+
+
+def external(entry: TensorEntry) -> ir.ExternalTensor:
+    """Map a tensor; its bytes are read when it is.
+
+    The path is absolute and `base_dir` empty, because onnx-ir refuses symbolic and hard links below a `base_dir`.
+    """
+    import onnx_ir as ir
+
+    return ir.ExternalTensor(
+        str(entry.file), entry.offset, entry.size_bytes, entry.dtype, shape=ir.Shape(entry.shape), name=entry.name
+    )
+
+
 def same_bytes(left: TensorEntry, right: TensorEntry) -> bool:
     """Tell whether two tensors have equal dtype, shape and bytes; reads up to the first difference."""
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
-    with _open(left.file) as a, _open(right.file) as b:
+    with open_regular(left.file) as a, open_regular(right.file) as b:
         a.seek(left.offset)
         b.seek(right.offset)
         pairs = zip(_chunks(a, left.size_bytes, left.file), _chunks(b, right.size_bytes, right.file), strict=True)
@@ -247,7 +266,12 @@ def _refuse_irregular(file: Path) -> None:
         )
 
 
-def _open(file: Path) -> FileIO:
+def open_regular(file: Path) -> FileIO:
+    """Open a regular file to read its bytes.
+
+    Raises:
+        CheckpointError: it is none, or cannot be read.
+    """
     _refuse_irregular(file)
     try:
         return file.open("rb", buffering=0)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from llmforge.base.errors import CheckpointError
+from llmforge.checkpoint import gguf
 from llmforge.checkpoint.safetensors_file import TensorEntry, listed, parse_json, read_header, read_small
 
 WEIGHTS = "model.safetensors"
@@ -17,7 +18,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """List the safetensors files; the single file wins over an index, as in transformers.
+    """List the safetensors files; the single file wins over an index, as in transformers. Or the one GGUF file.
 
     Raises:
         CheckpointError: there are none, a shard is missing, or the index is not one.
@@ -25,6 +26,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     single = folder / WEIGHTS
     if single.exists() or single.is_symlink():
         return (single,)
+    if (folder / gguf.WEIGHTS).is_symlink():
+        return ((folder / gguf.WEIGHTS).readlink(),)  # messages name the file that was given
     if not (folder / WEIGHTS_INDEX).exists():
         raise _no_weights(folder)
     files = tuple(folder / shard for shard in sorted(set(_weight_map(folder / WEIGHTS_INDEX).values())))
@@ -79,13 +82,14 @@ def read_headers(folder: Path, files: Collection[Path]) -> dict[str, TensorEntry
     """
     tensors: dict[str, TensorEntry] = {}
     for file in files:
-        for name, entry in read_header(file).items():
+        entries = gguf.read(file).entries() if file.suffix == gguf.SUFFIX else read_header(file)
+        for name, entry in entries.items():
             if name in tensors:
                 raise CheckpointError(f"{folder}: tensor {name!r} is in {tensors[name].file.name} and in {file.name}")
             tensors[name] = entry
     if not tensors:
         raise CheckpointError(f"{folder}: the weight files hold no tensors")
-    if folder / WEIGHTS not in files:
+    if folder / WEIGHTS not in files and not any(file.suffix == gguf.SUFFIX for file in files):
         _check_index(folder / WEIGHTS_INDEX, tensors)
     return dict(sorted(tensors.items()))
 

@@ -11,7 +11,7 @@ import click
 
 from llmforge.base import extras, process
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, PATH
+from llmforge.cli.parameters import ARTIFACT, PATH, keep_quiet
 from llmforge.cli.recorded import Inputs, inputs_options
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _SHOWN = 3  # layers that lose most
 @click.option("--documents", type=click.IntRange(min=8), default=48, help="Maximum number of documents to run.")
 @click.option("--tokens", type=click.IntRange(min=8), default=128, help="Maximum tokens of each document.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-@click.option("--quiet", is_flag=True, help="Hide progress.")
+@click.option("-q", "--quiet", is_flag=True, callback=keep_quiet, help="Hide progress and notes.")
 def bisect(
     artifact: Path,
     inputs: Inputs,

@@ -16,7 +16,16 @@ from llmforge.base import extras, process
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output, verdicts
 from llmforge.cli.caching import connect, remote_option
-from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, is_json_log, out_option, refuse_given, runtime_option
+from llmforge.cli.parameters import (
+    ARTIFACT,
+    NATURAL,
+    PATH,
+    is_json_log,
+    keep_quiet,
+    out_option,
+    refuse_given,
+    runtime_option,
+)
 
 if TYPE_CHECKING:
     from llmforge.metrics.agreement import RuntimeName
@@ -93,7 +102,7 @@ _REMOTE = "remote_cache", "cache_key", "remote_cache_write"
 )  # fmt: skip
 @runtime_option
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a summary.")
-@click.option("--quiet", is_flag=True, help="Hide progress.")
+@click.option("-q", "--quiet", is_flag=True, callback=keep_quiet, help="Hide progress and notes.")
 @click.option(
     "--trace", "trace", type=PATH, metavar="FILE.json",
     help="Write when each stage and pass ran to FILE.json, for a trace viewer such as Perfetto.",
@@ -153,16 +162,17 @@ def build(
         if not Frontend.serves(loaded):  # this process will import torch itself
             frontend.end()
         if pending is None and not nothing:  # else the other process would have to wait for a core
-            ahead.begin(loaded.checkpoint)
+            ahead.begin(loaded.checkpoint, loaded.merged)
         with process.unwatched():
             from llmforge import passes
 
-        loaded.instantiate(passes.ALL)  # a recipe that is wrong says so before torch is imported
+        steps = loaded.instantiate(passes.ALL)  # a recipe that is wrong says so before torch is imported
         if pending is None:
             with process.unwatched():
                 from llmforge.build import preflight
 
             preflight.check(loaded)
+            preflight.check_source(loaded, steps)
             for tight in preflight.check_room(loaded, out):
                 console.say(f"note: {tight}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,9 +20,10 @@ from llmforge.base import spans, wording
 from llmforge.base.errors import ForgeError
 from llmforge.base.progress import Progress, Silent
 from llmforge.cli import output
-from llmforge.cli.parameters import is_json_log
+from llmforge.cli.parameters import is_json_log, is_quiet, is_verbose
 
 _WORTH_TELLING = 1.0  # seconds; a stage that ends sooner leaves no time behind
+_TENTH = 0.1  # seconds; --verbose says nothing of spans that took less
 _EVERY = 10.0  # seconds between two lines of one stage where there is no terminal
 
 
@@ -37,6 +38,8 @@ def show_error(error: ForgeError) -> None:
         log("error", message=error.message, hint=error.hint, kind=type(error).__name__, exit_code=error.exit_code)
         return
     console = stderr()
+    if is_verbose():
+        click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
     console.print(Text.assemble(("error: ", "bold red"), error.message), soft_wrap=True)
     if error.hint is not None:
         console.print(Text.assemble(("hint: ", "bold cyan"), error.hint), soft_wrap=True)
@@ -49,11 +52,11 @@ def log_bug(error: Exception, hint: str, exit_code: int) -> None:
     log("error", message=message, hint=hint, kind="bug", exit_code=exit_code, traceback=trace)
 
 
-def say(message: str) -> None:
-    """Print what people should know besides the result."""
+def say(message: str, *, always: bool = False) -> None:
+    """Print what people should know besides the result; with --quiet only what they must `always` know."""
     if is_json_log():
         log("note", message=message.removeprefix("note: "))
-    else:
+    elif always or not is_quiet():
         click.echo(wording.bounded(message), err=True)
 
 
@@ -164,7 +167,7 @@ class PlainProgress(AbstractContextManager["PlainProgress"]):
 
 def progress(*, quiet: bool = False) -> AbstractContextManager[Progress]:
     """Choose how to show progress on standard error."""
-    if quiet:
+    if quiet or is_quiet():
         return nullcontext(Silent())
     if is_json_log():
         return nullcontext(JsonProgress())
@@ -183,12 +186,24 @@ def traced(name: str, *, quiet: bool = False, trace: Path | None = None) -> Iter
         with progress(quiet=quiet) as shown, spans.active(tracer), tracer.span(name):
             yield spans.TracedProgress(shown, tracer)
     finally:
+        if is_verbose() and not is_json_log():
+            _say_times(tracer.spans)
         if trace is not None:
             try:
                 with output.writing(trace):
                     trace.write_text(json.dumps(spans.chrome_trace(tracer.spans)) + "\n", encoding="utf-8")
             except ForgeError as error:  # how the block ended is not for its trace to decide
                 say(f"note: {error.message}")
+
+
+def _say_times(ended: Sequence[spans.Span]) -> None:
+    """Say how long each span took that took a tenth of a second, those inside of others indented."""
+    depth: dict[str, int] = {}
+    for span in ended:
+        depth[span.span_id] = depth.get(span.parent_span_id or "", -1) + 1
+        seconds = ((span.end_ns or span.start_ns) - span.start_ns) / 1e9
+        if seconds >= _TENTH:
+            click.echo(f"{seconds:8.1f} s  {'  ' * depth[span.span_id]}{wording.bounded(span.name)}", err=True)
 
 
 def _ignore(span: spans.Span) -> None:

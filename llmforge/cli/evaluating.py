@@ -11,7 +11,7 @@ import click
 from llmforge.base import extras, process
 from llmforge.base.errors import UsageError
 from llmforge.cli import output, verdicts
-from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, POSITIVE
+from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, POSITIVE, keep_quiet
 
 if TYPE_CHECKING:
     from llmforge.checkpoint import Checkpoint
@@ -42,7 +42,7 @@ Examples:
 @click.option("--model", metavar="NAME", help="With --url: the model of an OpenAI endpoint. Default: its first.")
 @click.option("--no-cache", is_flag=True, help="Reuse no answers of earlier runs, and keep none.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON, item by item.")
-@click.option("--quiet", is_flag=True, help="Hide progress.")
+@click.option("-q", "--quiet", is_flag=True, callback=keep_quiet, help="Hide progress and notes.")
 def evaluate(
     artifact: Path,
     wanted: str,
@@ -104,5 +104,6 @@ def _checkpoint(recipe: Path | None, folder: Path | None) -> Checkpoint:
 
     if folder is None:
         assert recipe is not None
-        folder = Recipe.load(recipe).checkpoint
+        loaded = Recipe.load(recipe)
+        return Checkpoint.open(loaded.checkpoint, loaded.merged)
     return Checkpoint.open(folder)

@@ -1,4 +1,4 @@
-"""The commands that show: artifacts, graphs, passes, targets, the schema of recipes."""
+"""The commands that show: artifacts, checkpoints, graphs, passes, targets, the schema of recipes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from llmforge.base import extras
-from llmforge.base.errors import InputError, UsageError
+from llmforge.base.errors import InputError, UsageError, VerificationError
 from llmforge.cli import output
 from llmforge.cli.parameters import ARTIFACT, PATH
 
@@ -18,11 +18,23 @@ from llmforge.cli.parameters import ARTIFACT, PATH
 @click.option("--json", "as_json", is_flag=True, help="Print manifest, verdict and records of evidence as JSON.")
 @click.option("--verify", is_flag=True, help="Do what `llmforge verify` does first.")
 def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
-    """Show the manifest, the evidence and the newest report of ARTIFACT."""
+    """Show what ARTIFACT is: manifest, evidence and newest report.
+
+    Of a checkpoint, a GGUF file or an adapter in its place: how it is stored, and what a build would do with it.
+
+    \b
+    Examples:
+      llmforge inspect my-model:prod --verify
+      llmforge inspect Meta-Llama-3-8B-GPTQ/
+      llmforge inspect qwen3-8b-q4_0.gguf --json
+    """
     from llmforge.artifact import Artifact
     from llmforge.cli import describe, provenance
     from llmforge.report import model, render
 
+    if _is_no_artifact(artifact):
+        _inspect_checkpoint(artifact, as_json, verify)
+        return
     opened = Artifact.open(artifact)
     verified = provenance.verified(opened) if verify else []
     report = model.read(opened)
@@ -45,7 +57,41 @@ def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
     output.write(summary, output.SUMMARY_WIDTH)
 
 
-@click.command()
+def _is_no_artifact(path: Path) -> bool:
+    """Say whether `path` is there and is neither an artifact nor the folder of one's versions."""
+    from llmforge.base.sealed import MANIFEST
+
+    try:
+        if not path.is_dir() or path.name.startswith("."):  # the latter of unfinished builds
+            return path.is_file()
+        return not (path / MANIFEST).exists() and not any(path.glob(f"[!.]*/{MANIFEST}"))
+    except OSError:  # who opens it says so
+        return False
+
+
+def _inspect_checkpoint(path: Path, as_json: bool, verify: bool) -> None:
+    """Show what is no artifact."""
+    extras.require("build")
+    from llmforge.checkpoint import inspection
+    from llmforge.cli import inspected
+
+    found = inspection.inspect(path)
+    if verify:
+        raise UsageError(f"{path}: is no artifact; --verify is of artifacts", hint="leave out --verify")
+    if as_json:
+        output.write_json(inspected.data(found))
+    else:
+        output.write_lines(*inspected.lines(found))
+
+
+_TRACE = """\b
+Examples:
+  llmforge trace CHECKPOINT
+  llmforge trace CHECKPOINT -o graph.onnx --no-weights    # to look at in a viewer
+"""
+
+
+@click.command(epilog=_TRACE)
 @click.argument("checkpoint", type=PATH)
 @click.option(
     "-o", "--output", "path", type=PATH, metavar="GRAPH.onnx",
@@ -89,7 +135,14 @@ def trace(checkpoint: Path, path: Path | None, no_weights: bool, as_json: bool) 
             output.write_lines(str(file))
 
 
-@click.command("diff-graph")
+_DIFF_GRAPH = """\b
+Examples:
+  llmforge diff-graph a.onnx b.onnx
+  llmforge diff-graph a.onnx b.onnx > /dev/null && echo same
+"""
+
+
+@click.command("diff-graph", epilog=_DIFF_GRAPH)
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
@@ -97,7 +150,7 @@ def diff_graph(a: Path, b: Path, as_json: bool) -> None:
     """Compare two ONNX graphs, A and B.
 
     Compares operators, nodes by name, attributes and initializers. Initializers larger than 64 KiB are compared by
-    dtype and shape only.
+    dtype and shape only. Ends with exit code 7 if the graphs differ.
     """
     from llmforge.ir import diff, onnx_file
 
@@ -106,9 +159,18 @@ def diff_graph(a: Path, b: Path, as_json: bool) -> None:
         output.write_json(vars(difference))
     else:
         output.write_lines(*diff.text(difference))
+    if difference:
+        click.get_current_context().exit(VerificationError.exit_code)
 
 
-@click.command()
+_PASSES = """\b
+Examples:
+  llmforge passes
+  llmforge passes quantize-weights
+"""
+
+
+@click.command(epilog=_PASSES)
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def passes(name: str | None, as_json: bool) -> None:
@@ -135,7 +197,15 @@ def passes(name: str | None, as_json: bool) -> None:
         output.write_lines(*describe.pass_text(known[name]).split("\n"))
 
 
-@click.command()
+_TARGETS = """\b
+Examples:
+  llmforge targets
+  llmforge targets h200
+  llmforge targets local --json
+"""
+
+
+@click.command(epilog=_TARGETS)
 @click.argument("name", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
 def targets(name: str | None, as_json: bool) -> None:
@@ -156,7 +226,13 @@ def targets(name: str | None, as_json: bool) -> None:
         output.write_columns([(target.name, target.kind, target.title) for target in found])
 
 
-@click.command()
+_SCHEMA = """\b
+Example:
+  llmforge schema > recipe.schema.json
+"""
+
+
+@click.command(epilog=_SCHEMA)
 def schema() -> None:
     """Print the JSON Schema of recipes, for editor completion."""
     from llmforge import passes as registry

@@ -12,7 +12,7 @@ import click
 from llmforge.base import extras, process
 from llmforge.base.errors import UsageError
 from llmforge.cli import output, verdicts
-from llmforge.cli.parameters import ARTIFACT, PATH, POSITIVE, out_option, runtime_option
+from llmforge.cli.parameters import ARTIFACT, PATH, POSITIVE, keep_quiet, out_option, runtime_option
 
 if TYPE_CHECKING:
     from llmforge.evaluation.gates import Figure
@@ -257,7 +257,7 @@ Examples:
 @click.option("--recipe", type=PATH, required=True, help="The recipe that ARTIFACT was built by.")
 @runtime_option
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a summary.")
-@click.option("--quiet", is_flag=True, help="Hide progress.")
+@click.option("-q", "--quiet", is_flag=True, callback=keep_quiet, help="Hide progress and notes.")
 def validate(
     artifact: Path, recipe: Path, runtimes: tuple[tuple[RuntimeName, Path], ...], as_json: bool, quiet: bool
 ) -> None:

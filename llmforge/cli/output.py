@@ -40,6 +40,11 @@ def write_data(written: str) -> None:
     click.echo(wording.plain_json(written.rstrip("\n")))
 
 
+def write_script(text: str) -> None:
+    """Write a program of our own, as it is."""
+    click.echo(text.rstrip("\n"))
+
+
 def write_lines(*lines: str, err: bool = False) -> None:
     """Write lines of text; what is no character to show in one, line ends too, is written out."""
     click.echo("\n".join(map(wording.plain, lines)), err=err)

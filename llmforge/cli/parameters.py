@@ -16,6 +16,8 @@ from llmforge.base.errors import UsageError
 from llmforge.base.wording import shown
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from llmforge.artifact.remote import Url
 
 
@@ -43,12 +45,15 @@ Record = TypeVar("Record")
 
 
 class ArtifactPath(click.ParamType[Path]):
-    """The folder of an artifact, by its path, NAME/VERSION, NAME:TAG or the beginning of a version.
+    """The folder of an artifact, by its path, NAME, NAME/VERSION, NAME:TAG or the beginning of a version.
 
     Names are looked up in the folder of the option --out before it, else in that of the environment.
     """
 
     name = "artifact"
+
+    def __init__(self, *, newest: bool = True) -> None:
+        self._newest = newest
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Find the folder."""
@@ -57,10 +62,45 @@ class ArtifactPath(click.ParamType[Path]):
         if (why := small_file.why_no_path(str(value))) is not None:
             self.fail(f"{shown(str(value))}: {why}", param, ctx)
         given = None if ctx is None or param is None or param.name == "pending" else ctx.params.get("out")
-        return resolve(str(value), given or Path(os.environ.get(ARTIFACTS) or _ARTIFACTS_FOLDER))
+        return resolve(str(value), given or Path(os.environ.get(ARTIFACTS) or _ARTIFACTS_FOLDER), newest=self._newest)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Offer names, versions of the name that is there, and paths."""
+        from click.shell_completion import CompletionItem
+
+        from llmforge.artifact import versions
+
+        out = ctx.params.get("out") or Path(os.environ.get(ARTIFACTS) or _ARTIFACTS_FOLDER)
+        name, slash, _ = incomplete.partition("/")
+        found = versions.names(out) if not slash else [f"{name}/{each}" for each in versions.version_names(out / name)]
+        items = [CompletionItem(each) for each in found if each.startswith(incomplete)]
+        return items or [CompletionItem(incomplete, type="dir")]
 
 
 ARTIFACT = ArtifactPath()
+VERSION = ArtifactPath(newest=False)  # of what is removed: no name stands for a version that was not seen
+
+
+class TargetName(click.ParamType[str]):
+    """The name of a target, or the file of one."""
+
+    name = "target"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Take it as it is: what names no target is refused where it is looked up."""
+        return str(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Offer names, and files."""
+        from click.shell_completion import CompletionItem
+
+        from llmforge import targets
+
+        items = [CompletionItem(name) for name in (targets.LOCAL, *targets.names()) if name.startswith(incomplete)]
+        return items or [CompletionItem(incomplete, type="file")]
+
+
+TARGET = TargetName()
 
 
 _LOG_FORMAT = "llmforge.log_format"  # key in the metadata of click's context, which subcommands share
@@ -83,6 +123,50 @@ def log_format_option(*, hidden: bool = False) -> click.Option:
         callback=_choose_log_format,
         help="Standard error as text, or as one JSON object per line: stages, progress, spans, notes, errors.",
     )
+
+
+_QUIET, _VERBOSE = "llmforge.quiet", "llmforge.verbose"  # likewise
+
+
+def _remember(key: str) -> Callable[[click.Context, click.Parameter, bool], bool]:
+    def remember(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
+        if value:
+            context.meta[key] = True
+        return value
+
+    return remember
+
+
+keep_quiet = _remember(_QUIET)  # callback of an option --quiet
+
+
+def loudness_options(*, hidden: bool = False) -> list[click.Option]:
+    """Make the options --quiet and --verbose, which the group and each of its commands take."""
+    quiet = click.Option(
+        ["-q", "--quiet"], is_flag=True, is_eager=True, expose_value=False, hidden=hidden, callback=keep_quiet,
+        help="Hide progress and notes on standard error; errors are shown.",
+    )  # fmt: skip
+    verbose = click.Option(
+        ["-v", "--verbose"], is_flag=True, is_eager=True, expose_value=False, hidden=hidden,
+        callback=_remember(_VERBOSE),
+        help="Also show how long each stage and pass took, and where an error came from.",
+    )  # fmt: skip
+    return [quiet, verbose]
+
+
+def is_quiet() -> bool:
+    """Say if the command that runs is to write nothing but results and errors."""
+    return _is_set(_QUIET)
+
+
+def is_verbose() -> bool:
+    """Say if the command that runs is to write more than usual."""
+    return _is_set(_VERBOSE)
+
+
+def _is_set(key: str) -> bool:
+    context = click.get_current_context(silent=True)
+    return context is not None and key in context.meta
 
 
 def is_json_log() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -11,15 +12,17 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+from llmforge.base import extras
 from llmforge.base.backends import BACKENDS, Dtype
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import PATH, POSITIVE, record
+from llmforge.cli.parameters import PATH, POSITIVE, TARGET, record
 
 if TYPE_CHECKING:
     from llmforge.doctor.ceilings import Ceilings
     from llmforge.doctor.gpus import Gpu
     from llmforge.evaluation.machine import Machine
+    from llmforge.targets import Target
 
 _DTYPES = get_args(Dtype)
 
@@ -35,7 +38,7 @@ Examples:
 @click.command(epilog=_EXAMPLES)
 @click.argument("what", metavar="RECIPE|CHECKPOINT", type=PATH)
 @click.option(
-    "--target", "targets", multiple=True, metavar="NAME|FILE.yaml",
+    "--target", "targets", type=TARGET, multiple=True, metavar="NAME|FILE.yaml",
     help="Target to plan for, see `llmforge targets`; repeatable. Defaults to the target of RECIPE.",
 )  # fmt: skip
 @click.option(
@@ -81,9 +84,11 @@ Examples:
 def plan(what: Path, plot: Path | None, as_json: bool, **asked: Any) -> None:
     """Predict memory, speed and cost without building.
 
-    Reads no weights: a folder with only config.json is enough. Prints one line per target if several are given.
+    Reads no weights: a folder with only config.json is enough. Prints one line per target if several are given. The
+    target of this machine's CPU is measured first, once; see `llmforge doctor --measure`.
     """
     from llmforge.planning import render, request, scheme
+    from llmforge.planning.render import Planned
 
     if asked["usd_per_hour"] is not None and not math.isfinite(asked["usd_per_hour"]):
         raise UsageError(f"--price {asked['usd_per_hour']}: expected a finite number of US dollars")
@@ -92,17 +97,67 @@ def plan(what: Path, plot: Path | None, as_json: bool, **asked: Any) -> None:
 
         output.check_file(plot, *plots.SUFFIXES)
     wanted = record(scheme.Wanted, asked)
-    planned = request.answer(what, record(request.Request, asked, wanted=wanted))
+    planned = request.answer(what, record(request.Request, asked, wanted=wanted), measured_here)
     if plot is not None:
-        plots.write([each.plan for each in planned], plot)
+        plots.write([each.plan for each in planned if isinstance(each, Planned)], plot)
     if as_json:
         facts = [render.data(each) for each in planned]
         output.write_json(facts[0] if len(facts) == 1 else facts)
     else:
-        output.write(render.details(planned[0]) if len(planned) == 1 else render.comparison(planned))
+        [*others, last] = planned
+        output.write(render.comparison(planned) if others or not isinstance(last, Planned) else render.details(last))
+    if plot is not None:
+        output.write_lines(str(plot), err=as_json)
 
 
-@click.command()
+def show(recipe: Path) -> None:
+    """Show the plan of a recipe."""
+    from llmforge.planning import render, request
+    from llmforge.planning.render import Planned
+
+    for planned in request.answer(recipe, request.Request(), measured_here):
+        if isinstance(planned, Planned):
+            output.write(render.details(planned))
+
+
+def measured_here(target: Target) -> Target | None:
+    """Give the figures of this machine to a CPU target that is its own; None where it is another's.
+
+    They are measured once, and again where other processes were in the way.
+    """
+    from llmforge import targets
+    from llmforge.doctor import kept
+    from llmforge.evaluation import machine
+
+    if target.kind != "cpu" or target.isa is None or target.isa != targets.detect():
+        return None
+    if extras.missing("build") or extras.trouble(extras.RUNTIME) is not None:  # nothing that could be measured
+        return None
+    here = machine.describe()
+    found = kept.find(here)
+    if found is None:
+        from llmforge.cli import console
+        from llmforge.doctor import ceilings
+        from llmforge.doctor import machine as files
+
+        console.say("measuring this machine, once: memory bandwidth and matrix products")
+        with console.progress() as progress:
+            reached = ceilings.measure(here.cores, progress.stage)
+        if reached.disturbed:
+            console.say(f"other processes took {reached.others:.1f} cores meanwhile: an idle machine is faster")
+        found = files.of_cpu(target.name, here, reached, datetime.now(UTC).date().isoformat())
+        kept.keep(found, here)
+    return found.model_copy(update={"name": target.name})
+
+
+_DOCTOR = """\b
+Examples:
+  llmforge doctor
+  llmforge doctor --measure --write here.yaml    # then: llmforge plan RECIPE --target here.yaml
+"""
+
+
+@click.command(epilog=_DOCTOR)
 @click.option("--measure", is_flag=True, help="Measure memory bandwidth and matrix multiplication rates.")
 @click.option(
     "--write", "path", type=PATH, metavar="FILE.yaml",
@@ -112,9 +167,18 @@ def plan(what: Path, plot: Path | None, as_json: bool, **asked: Any) -> None:
 @click.option(
     "--threads", type=POSITIVE, metavar="N", help="Maximum number of threads. Defaults to all physical cores."
 )
+@click.option(
+    "--prove-transformers", "prove", is_flag=True,
+    help="Prove that the installed release of transformers works, which lets it pass from then on.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def doctor(measure: bool, path: Path | None, device: str, threads: int | None, as_json: bool) -> None:
+def doctor(measure: bool, path: Path | None, device: str, threads: int | None, prove: bool, as_json: bool) -> None:
     """Check what this machine can build and run, and measure it."""
+    if prove:
+        if measure:
+            raise UsageError("--prove-transformers and --measure exclude each other")
+        _prove_transformers(as_json)
+        return
     from llmforge.cli import console
     from llmforge.doctor import environment, gpus, render
     from llmforge.evaluation import machine
@@ -137,6 +201,23 @@ def doctor(measure: bool, path: Path | None, device: str, threads: int | None, a
         output.write(render.report(checks, ceilings))
     if path is not None:
         output.write_lines(str(path), err=as_json)
+
+
+def _prove_transformers(as_json: bool) -> None:
+    """Prove the installed release of transformers, and say what was found."""
+    from llmforge.cli import console
+    from llmforge.doctor import releases
+
+    extras.require("build")
+    with console.progress() as progress:
+        proof = releases.prove(progress)
+    if as_json:
+        output.write_json({**dataclasses.asdict(proof), "record": str(proof.record)})
+        return
+    changed = f", of which {', '.join(proof.changed)} have a source that is new" if proof.changed else ""
+    lines = [f"transformers {proof.version}: {proof.hooks} hooks are there{changed}"]
+    lines += [f"{name}: {found}" for name, found in proof.types.items()]
+    output.write_lines(*lines, str(proof.record))
 
 
 def _measured(

@@ -12,7 +12,7 @@ from llmforge.base import admission, extras, process, small_file
 from llmforge.base.admission import ALLOWED, LOADED
 from llmforge.base.errors import UsageError, VerificationError
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, PATH
+from llmforge.cli.parameters import ARTIFACT, PATH, keep_quiet
 from llmforge.cli.recorded import Inputs, inputs_options
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ Examples:
 @inputs_options
 @click.option("--out", type=PATH, help="Keep what is built in this folder; by default it is deleted.")
 @click.option("--json", "as_json", is_flag=True, help="Write the comparison as JSON.")
-@click.option("--quiet", is_flag=True, help="Hide progress.")
+@click.option("-q", "--quiet", is_flag=True, callback=keep_quiet, help="Hide progress and notes.")
 def reproduce(
     artifact: Path,
     inputs: Inputs,
@@ -78,7 +78,8 @@ Examples:
 @click.option("--key", type=PATH, required=True, help="Private key, PEM: P-256, P-384 or P-521.")
 @click.option("--certificate", type=PATH, help="Certificate of the key, PEM.")
 @click.option("--chain", type=PATH, multiple=True, help="Certificate between it and the authority. Repeatable.")
-def sign(artifact: Path, key: Path, certificate: Path | None, chain: tuple[Path, ...]) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the path of the signature as JSON.")
+def sign(artifact: Path, key: Path, certificate: Path | None, chain: tuple[Path, ...], as_json: bool) -> None:
     """Sign every file of ARTIFACT.
 
     The signature is ARTIFACT/model.sig, a Sigstore bundle as `model_signing verify` reads it.
@@ -89,7 +90,11 @@ def sign(artifact: Path, key: Path, certificate: Path | None, chain: tuple[Path,
         raise UsageError("--chain requires --certificate")
     encrypted = certificate is None and b"ENCRYPTED" in small_file.read(key, signing.KEY_BYTES, error=UsageError)
     password = click.prompt(f"Password of {key}", hide_input=True, err=True) if encrypted else None
-    output.write_lines(str(signing.sign(Artifact.open(artifact), signing.Signer(key, certificate, chain, password))))
+    signature = str(signing.sign(Artifact.open(artifact), signing.Signer(key, certificate, chain, password)))
+    if as_json:
+        output.write_json({"signature": signature})
+    else:
+        output.write_lines(signature)
 
 
 _VERIFY = """\b
@@ -105,7 +110,8 @@ Examples:
 @click.option(
     "--authority", type=PATH, multiple=True, help="Certificate that must have issued the signer's. Repeatable."
 )
-def verify(artifact: Path, key: Path | None, authority: tuple[Path, ...]) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print what holds as JSON.")
+def verify(artifact: Path, key: Path | None, authority: tuple[Path, ...], as_json: bool) -> None:
     """Check every byte of ARTIFACT, and make its verdict again from what was measured.
 
     Without a signature, digests show that nothing was damaged, and not who built it: whoever computes all of them anew
@@ -113,7 +119,20 @@ def verify(artifact: Path, key: Path | None, authority: tuple[Path, ...]) -> Non
     """
     from llmforge.artifact import Artifact
 
-    output.write_lines(*verified(Artifact.open(artifact), key, authority))
+    opened = Artifact.open(artifact)
+    lines = verified(opened, key, authority)
+    if not as_json:
+        output.write_lines(*lines)
+        return
+    output.write_json(
+        {
+            "artifact": str(opened.path),
+            "content_digest": opened.manifest.content_digest,
+            "verdict": opened.verdict,
+            "signature_checked": key is not None or bool(authority),
+            "holds": lines,
+        }
+    )
 
 
 def verified(opened: Artifact, key: Path | None = None, authority: tuple[Path, ...] = ()) -> list[str]:

@@ -8,12 +8,12 @@ import click
 
 from llmforge.base import extras
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, out_option
+from llmforge.cli.parameters import ARTIFACT, keep_quiet, out_option
 from llmforge.cli.provenance import signature_check, signature_options
 
 _INSECURE = click.option("--insecure", is_flag=True, help="Use plain HTTP. Registries on this machine get it anyway.")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
-_QUIET = click.option("--quiet", is_flag=True, help="Hide progress.")
+_QUIET = click.option("-q", "--quiet", is_flag=True, callback=keep_quiet, help="Hide progress and notes.")
 
 _PUSH = """\b
 Examples:

@@ -21,6 +21,7 @@ from llmforge.cli import (
     bisecting,
     building,
     caching,
+    completing,
     evaluating,
     inspecting,
     judging,
@@ -29,9 +30,10 @@ from llmforge.cli import (
     registries,
     running,
     serving,
+    starting,
     storing,
 )
-from llmforge.cli.parameters import is_json_log, log_format_option
+from llmforge.cli.parameters import is_json_log, log_format_option, loudness_options
 
 _INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
 _PIPE_CLOSED = 128 + 13  # … and SIGPIPE
@@ -66,7 +68,7 @@ class _Root(click.Group):
             from llmforge.cli.console import say
 
             name, code = (str(error), error.exit_code) if isinstance(error, Interrupted) else ("SIGINT", _INTERRUPTED)
-            say(": ".join([f"interrupted by {name}", *getattr(error, "__notes__", ())]))
+            say(": ".join([f"interrupted by {name}", *getattr(error, "__notes__", ())]), always=True)
             ctx.exit(code)
         except BrokenPipeError:
             _drop(sys.stdout)
@@ -140,6 +142,8 @@ Exit codes:
 @click.group(
     cls=_Root,
     commands=[
+        starting.init,
+        starting.up,
         building.build,
         caching.cache,
         running.run,
@@ -172,6 +176,7 @@ Exit codes:
         inspecting.passes,
         inspecting.targets,
         inspecting.schema,
+        completing.completion,
     ],
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},
@@ -187,9 +192,11 @@ def cli() -> None:
     """
 
 
-cli.params.append(log_format_option())
-for _command in cli.commands.values():
-    _command.params.append(log_format_option(hidden=True))
+cli.params += [log_format_option(), *loudness_options()]
+for _command in (*cli.commands.values(), *caching.cache.commands.values()):
+    _own = {name for parameter in _command.params for name in parameter.opts}
+    _more = [log_format_option(hidden=True), *loudness_options(hidden=True)]
+    _command.params += [option for option in _more if not _own.intersection(option.opts)]
 
 
 def main() -> None:

@@ -56,6 +56,7 @@ Examples:
 )
 @click.option("--json-schema", type=PATH, metavar="FILE.json", help="Constrain the answer to a JSON schema.")
 @click.option("--regex", metavar="PATTERN", help="Constrain the answer to a regular expression.")
+@click.option("--adapter", metavar="NAME", default="", help="Use an adapter that the artifact keeps apart.")
 @click.option("--chat", is_flag=True, help="Apply the checkpoint's chat template, with PROMPT as the user message.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming.")
 @loading_options
@@ -65,6 +66,7 @@ def run(
     prompt: str,
     json_schema: Path | None,
     regex: str | None,
+    adapter: str,
     chat: bool,
     as_json: bool,
     allow: str | None,
@@ -89,7 +91,8 @@ def run(
     admit(opened, allow, rehash, require_signature=require_signature, key=key)
     runner = runtime.load(opened.path)
     chunks = []
-    for chunk in runner.generate(runner.encode_chat([{"role": "user", "content": text}]) if chat else text, sampling):
+    prompted = runner.encode_chat([{"role": "user", "content": text}]) if chat else text
+    for chunk in runner.generate(prompted, sampling, adapter):
         chunks.append(chunk)
         if not as_json:
             output.write_generated(chunk.text)

@@ -14,9 +14,20 @@ import click
 
 from llmforge.base import extras, process
 from llmforge.base.admission import LOADED
+from llmforge.base.backends import of_provider
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, POSITIVE, Numbers, is_json_log, record, refuse_given
+from llmforge.cli.parameters import (
+    ARTIFACT,
+    NATURAL,
+    PATH,
+    POSITIVE,
+    Numbers,
+    is_json_log,
+    keep_quiet,
+    record,
+    refuse_given,
+)
 from llmforge.cli.provenance import admit, loading_options, signature_options
 
 if TYPE_CHECKING:
@@ -199,7 +210,7 @@ Examples:
 @click.option("--url", metavar="URL", help="Measure this endpoint instead; it must use the tokenizer of ARTIFACT.")
 @click.option("-o", "--output", "path", type=PATH, metavar="REPORT.json", help="Write the report to a file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
-@click.option("--quiet", is_flag=True, help="Hide progress.")
+@click.option("-q", "--quiet", is_flag=True, callback=keep_quiet, help="Hide progress and notes.")
 @loading_options
 def bench(
     artifact: Path,
@@ -275,6 +286,7 @@ Examples:
 )  # fmt: skip
 @loading_options
 @click.option("--copy", is_flag=True, help="Copy the engine files instead of hard-linking them.")
+@click.option("--json", "as_json", is_flag=True, help="Print the model's folder as JSON.")
 @click.option("--launch", is_flag=True, help="Start the server; SERVER_OPTIONS after `--` are passed to it.")
 @click.option("--server", type=PATH, help="Server binary. Defaults to `tritonserver` on PATH.")
 @click.option("--host", metavar="ADDRESS", default="127.0.0.1", help="With --launch: address of the server.")
@@ -291,6 +303,7 @@ def triton(
     version: int,
     overrides: tuple[str, ...],
     copy: bool,
+    as_json: bool,
     launch: bool,
     server: Path | None,
     allow: str | None,
@@ -303,8 +316,10 @@ def triton(
     """
     from llmforge.artifact import Artifact, check_name
     from llmforge.triton import launch as starting
-    from llmforge.triton import repository
+    from llmforge.triton import repository, vllm
 
+    if as_json and launch:
+        raise UsageError("--json cannot be used with --launch")
     if server_options and not launch:
         raise UsageError("SERVER_OPTIONS require --launch")
     binary = starting.find(server) if launch else None
@@ -312,8 +327,17 @@ def triton(
     admit(opened, allow, rehash, parts=(*LOADED, f"{repository.FOLDER}/"))
     chosen = check_name(name) if name is not None else None
     model = repository.of_artifact(opened, name=chosen, overrides=overrides, allow=allow)
-    output.write_lines(str(repository.export(opened, model, models, version=version, copy=copy)))
+    elsewhere = of_provider(model.runtime.provider).elsewhere is not None
+    export = vllm.export if elsewhere else repository.export
+    written = str(export(opened, model, models, version=version, copy=copy))
+    if as_json:
+        output.write_json({"model": written})
+    else:
+        output.write_lines(written)
     if binary is not None:
+        if elsewhere:  # vLLM reads paths from where the server starts
+            os.chdir(models)
+            models = Path()
         line = starting.command(binary, models, starting.Ports(**ports), server_options)
         output.write_lines(shlex.join(line))
         sys.stdout.flush()

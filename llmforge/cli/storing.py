@@ -10,7 +10,7 @@ import click
 
 from llmforge.base.errors import GateFailed, GateInconclusive, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, LOCATION, NATURAL, out_option
+from llmforge.cli.parameters import ARTIFACT, LOCATION, NATURAL, VERSION, out_option
 from llmforge.cli.provenance import signature_check, signature_options
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ Examples:
 
 
 @click.command(epilog=_RM)
-@click.argument("artifacts", nargs=-1, required=True, type=ARTIFACT, metavar="ARTIFACT...")
+@click.argument("artifacts", nargs=-1, required=True, type=VERSION, metavar="ARTIFACT...")
 @out_option(_OUT)
 @_JSON
 def rm(artifacts: tuple[Path, ...], out: Path, as_json: bool) -> None:

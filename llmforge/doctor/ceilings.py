@@ -20,7 +20,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from llmforge import native
-from llmforge.evaluation.machine import read_bandwidth
+from llmforge.evaluation.machine import OthersMeter, read_bandwidth
 from llmforge.ir import graph
 from llmforge.ir.operators.contrib import INT8_ACTIVATIONS, MatMulNBits
 from llmforge.ir.operators.record import OPSETS, STANDARD, Operator
@@ -34,6 +34,7 @@ LAYER_BYTES = 1 << 27  # of the weights that a single row is multiplied with
 ROWS, COLUMNS, INNER = 512, 2048, 2048  # a prompt through a layer of a model of one to three billion parameters
 BLOCK = 128
 REPETITIONS = 5
+QUIET_CORES = 0.2  # that other processes may take while it is measured; the best of several repetitions counts
 _BITS: Mapping[BlockDtype, int] = {"int8": 8, "int4": 4}
 _NAMES: Mapping[Library, str] = {"onnxruntime": "ONNX Runtime's MatMulNBits", "llmforge": "llmforge.cpu's Linear"}
 _HALVES: Mapping[str, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
@@ -56,10 +57,17 @@ class Ceilings:
     kernels: Mapping[str, str]  # whose they are, by dtype
     quantized: Mapping[Library, Mapping[BlockDtype, QuantizedLayers]]
     threads: int  # that the rates were measured with
+    others: float = 0.0  # cores that other processes took meanwhile
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether others took so much that an idle machine would reach more."""
+        return self.others > QUIET_CORES
 
 
 def measure(threads: int, told: Callable[[str], None]) -> Ceilings:
     """Measure this CPU with up to `threads` threads; `told` hears of each step. Takes some seconds."""
+    meter = OthersMeter()
     counts = sorted({1, *(2**power for power in range(1, 10) if 2**power < threads), threads})
     bandwidth = {}
     for count in counts:
@@ -75,7 +83,7 @@ def measure(threads: int, told: Callable[[str], None]) -> Ceilings:
         quantized[library][dtype] = _layers(library, _BITS[dtype], threads)
     fastest = max(quantized, key=lambda each: quantized[each]["int8"].rate)
     rates["int8"], kernels["int8"] = quantized[fastest]["int8"].rate, _NAMES[fastest]
-    return Ceilings(bandwidth, rates, kernels, quantized, threads)
+    return Ceilings(bandwidth, rates, kernels, quantized, threads, meter.cores())
 
 
 def products(threads: int) -> tuple[dict[str, float], str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -24,7 +25,8 @@ _DIGITS = 4  # of a measured figure
 
 def of_cpu(name: str, machine: Machine, ceilings: Ceilings, day: str) -> Target:
     """Make the target of this machine's CPU; `day` is that of the measurement."""
-    by = f"measured by llmforge doctor on {day}"
+    busy = f", while others took {ceilings.others:.1f} cores" if ceilings.disturbed else ""
+    by, figure = f"measured by llmforge doctor on {day}{busy}", partial(_figure, verified=not ceilings.disturbed)
     widest = max(ceilings.bandwidth)
     local = targets.local()
     return Target(
@@ -35,16 +37,16 @@ def of_cpu(name: str, machine: Machine, ceilings: Ceilings, day: str) -> Target:
         isa=local.isa,
         cores=machine.cores,
         memory_gb=_figure(machine.memory_bytes / 1e9, by),
-        bandwidth_gbs=_figure(ceilings.bandwidth[widest] / 1e9, f"{by}, {widest} threads reading"),
+        bandwidth_gbs=figure(ceilings.bandwidth[widest] / 1e9, f"{by}, {widest} threads reading"),
         rates={
-            cast(Rate, dtype): _figure(rate / 1e12, f"{by}, {ceilings.threads} threads, {ceilings.kernels[dtype]}")
+            cast(Rate, dtype): figure(rate / 1e12, f"{by}, {ceilings.threads} threads, {ceilings.kernels[dtype]}")
             for dtype, rate in ceilings.rates.items()
         },
         kernels={
             library: {
                 dtype: QuantizedLayers(
-                    rate=_figure(each.rate / 1e12, f"{by}, {ceilings.threads} threads"),
-                    read_gbs=_figure(each.read / 1e9, f"{by}, {ceilings.threads} threads"),
+                    rate=figure(each.rate / 1e12, f"{by}, {ceilings.threads} threads"),
+                    read_gbs=figure(each.read / 1e9, f"{by}, {ceilings.threads} threads"),
                 )
                 for dtype, each in reached.items()
             }

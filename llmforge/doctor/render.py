@@ -43,7 +43,10 @@ def measured(ceilings: Ceilings) -> RenderableType:
         for dtype, each in reached.items():
             figures = f"{significant(each.rate / 1e9)} Gop/s, weights at {significant(each.read / 1e9)} GB/s"
             table.add_row(f"{dtype} layers", figures, Text(f"{library}'s kernels", "dim"))
-    return table
+    if not ceilings.disturbed:
+        return table
+    busy = f"other processes took {ceilings.others:.1f} cores meanwhile: an idle machine reaches more"
+    return Group(table, Text(f"{busy}; a target file that is written says unverified", "yellow"))
 
 
 def data(

@@ -20,6 +20,7 @@ from llmforge.runtime.backends.device import CudaDevice
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from llmforge.engines.parameters import Exported
     from llmforge.lowering.pass_base import Changes
     from llmforge.recipe import EngineSpec
     from llmforge.runtime.backends.config import RuntimeConfig
@@ -48,6 +49,7 @@ class BuildRequest:
     eos_token_ids: Sequence[int]
     bos_token_id: int | None
     progress: Progress = field(default_factory=Silent)
+    exported: Exported | None = None  # where the backend writes a file of parameters (`Backend.elsewhere`)
     run_in_parts: RunInParts | None = None  # what proves an engine of more than `WHOLE_BYTES`; None: it is loaded
     prove: Prove = at_once
 
@@ -61,6 +63,7 @@ class Engine:
     nodes: int
     size_bytes: int  # all files together
     facts: Mapping[str, str] = field(default_factory=dict)  # what else is known of it, in words
+    graph: ir.Model | None = None  # what was written, where the folder holds no graph
     notes: tuple[str, ...] = ()  # what a reader should know of this build
 
     @classmethod
@@ -70,10 +73,12 @@ class Engine:
         config: RuntimeConfig,
         facts: Mapping[str, str] | None = None,
         notes: Sequence[str] = (),
+        *,
+        graph_: ir.Model | None = None,
     ) -> Engine:
-        """Describe what lies in the folder of `request`, once it is all there."""
+        """Describe what lies in the folder of `request`, once it is all there; `graph_`: where no graph does."""
         size_bytes = sum(file.stat().st_size for file in request.folder.iterdir())
-        return cls(request.folder, config, graph.nodes(request.model), size_bytes, facts or {}, tuple(notes))
+        return cls(request.folder, config, graph.nodes(request.model), size_bytes, facts or {}, graph_, tuple(notes))
 
 
 class Builder(Protocol):
@@ -92,6 +97,16 @@ class Builder(Protocol):
         """Write the engine, and prove it as far as this machine can."""
 
 
+class Exporter(Builder, Protocol):
+    """What a module that writes for servers of others offers besides."""
+
+    def check(self, exported: Exported, spec: EngineSpec, /) -> None:
+        """Return if the format holds every parameter exactly, and the servers load it; reads no weight.
+
+        Raises UnsupportedError where it does not.
+        """
+
+
 def for_target(backend: BackendName, target: Target) -> Builder:
     """Import what builds engines of `backend` for `target`; whether this machine can is not asked.
 
@@ -99,6 +114,11 @@ def for_target(backend: BackendName, target: Target) -> Builder:
         UnsupportedError: the target cannot load such an engine.
     """
     return cast(Builder, importlib.import_module(target.require_engine(backend).builder))
+
+
+def exporter(backend: BackendName, target: Target) -> Exporter:
+    """Import what writes files of `backend`, which servers of others load."""
+    return cast(Exporter, for_target(backend, target))
 
 
 def refuse_ranks(backend: BackendName, degree: int) -> None:

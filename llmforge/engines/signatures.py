@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import onnx_ir as ir
 
+from llmforge.base.backends import ProviderName
 from llmforge.base.errors import UnsupportedError
 from llmforge.engines import BuildRequest
 from llmforge.ir import graph, interface, operators
@@ -42,7 +46,13 @@ def config(request: BuildRequest, session: SessionOptions) -> RuntimeConfig:
         bos_token_id=request.bos_token_id,
         caches=caches(request.model),
         session=session,
+        adapters=tuple(json.loads(request.model.metadata_props.get(interface.ADAPTERS, "[]"))),
     )
+
+
+def elsewhere(request: BuildRequest, provider: ProviderName) -> RuntimeConfig:
+    """Say of an engine that servers of others load what is told for all of them alike."""
+    return replace(config(request, SessionOptions(None, optimize=True, entries={})), provider=provider)
 
 
 def check_context(model: ir.Model, max_context: int) -> None:

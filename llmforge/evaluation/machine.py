@@ -108,6 +108,24 @@ def reset_peak_resident_bytes() -> bool:
     return True
 
 
+class OthersMeter:
+    """Counts the CPU time that others take on this machine, from when it was made."""
+
+    def __init__(self) -> None:
+        self._began, self._taken = time.perf_counter(), _taken_by_others()
+
+    def cores(self) -> float:
+        """Return how many cores they took, on average: of other processes, and of other guests of the host."""
+        return max(0.0, _taken_by_others() - self._taken) / max(time.perf_counter() - self._began, 1e-9)
+
+
+def _taken_by_others() -> float:
+    """Return the CPU seconds of all cores since the start, less those of this process and of its children."""
+    every, own = psutil.cpu_times(), os.times()
+    idle = every.idle + getattr(every, "iowait", 0.0) + getattr(every, "guest", 0.0) + getattr(every, "guest_nice", 0.0)
+    return float(sum(every) - idle - sum(own[:4]))
+
+
 class NoiseProbe:
     """Records what else the machine does, from when it was made."""
 

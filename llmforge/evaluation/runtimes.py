@@ -23,7 +23,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.base.errors import EnvironmentLacks
+from llmforge.base.errors import EnvironmentLacks, RunFailed
 from llmforge.base.wording import cut, shown
 from llmforge.checkpoint.text import Window
 from llmforge.evaluation import answers, runtime_process
@@ -40,6 +40,8 @@ _Logits = NDArray[np.float32]  # [S, V]
 _INSTALL: Mapping[RuntimeName, str] = {
     "onnxruntime-genai": "onnxruntime-genai",
     "optimum": "optimum-onnx onnxruntime",
+    "transformers": "transformers compressed-tensors torch",
+    "llama-cpp": "llama-cpp-python",
 }
 
 
@@ -141,6 +143,48 @@ def run(
         found.append(made.model_copy(update={"figures": agreement.made_of(made)}))
     progress(total, total)
     return tuple(found)
+
+
+class Opened:
+    """An artifact in another runtime, which gives its logits."""
+
+    def __init__(self, process: _Process, title: str, vocabulary: int, file: Path) -> None:
+        self._process, self.title = process, title
+        self._vocabulary, self._file = vocabulary, file
+
+    def logits(self, ids: Sequence[int], step_tokens: int | None = None) -> _Logits:
+        """Give the logits after every token of `ids`, fp32 [S, V], reading at most `step_tokens` a step.
+
+        Raises:
+            RunFailed: it ended, was too late, or said what is no answer.
+        """
+        try:
+            self._process.write({"ids": list(ids), "step": step_tokens, "logits": str(self._file)})
+            self._process.read(TIMEOUT_S)
+            found = _logits(self._file, len(ids), self._vocabulary)
+        except RuntimeFailed as error:
+            raise RunFailed(f"{self.title}: {error}", hint="remove it from `validation.runtimes`") from error
+        self._file.unlink()
+        return found
+
+
+@contextlib.contextmanager
+def opened(artifact: Path, vocabulary: int, interpreter: Interpreter) -> Iterator[Opened]:
+    """Run the artifact in another runtime, for as long as the `with` block lasts.
+
+    Raises:
+        RunFailed: it does not load it.
+    """
+    versions = ", ".join(f"{name} {version}" for name, version in interpreter.versions.items() if name != "python")
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="llmforge-runtime-") as folder,
+            _Process(interpreter.runtime, interpreter.python, artifact / "engine") as process,
+        ):
+            process.read(TIMEOUT_S)  # its versions
+            yield Opened(process, versions or interpreter.runtime, vocabulary, Path(folder) / "logits")
+    except RuntimeFailed as error:
+        raise RunFailed(f"{interpreter.runtime}: {error}") from error
 
 
 def _greedy(runner: Runner, prompt: Sequence[int]) -> list[int]:

@@ -32,6 +32,7 @@ INPUTS: Mapping[str, tuple[Dtypes, int]] = {
     interface.SEQLENS_K: (I32, 1),
     interface.TOTAL_SEQUENCE_LENGTH: (I32, 0),
     interface.ATTENTION_MASK: (I64, 2),
+    interface.ADAPTER_IDS: (I64, 1),
     interface.LOGITS_ROWS: (I64, 1),
 }
 RANKS = {"key": 4, "value": 4, "conv": 3, "recurrent": 4}  # of the parts of a cache

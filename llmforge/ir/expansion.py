@@ -7,7 +7,8 @@ additive one by head, where scores have a bias by position.
 `llmforge::MoE` becomes a Loop over the experts that a step chooses (`moe`); how layers with a recurrent state are
 written stands in `llmforge.ir.recurrence`.
 `llmforge::GrowingAttention` becomes two Concat, of past and new, and the same Attention under a mask that the graph's
-`attention_mask` narrows. What reads that mask in place of lengths stands in `llmforge.ir.masked_step`.
+`attention_mask` narrows. What reads that mask in place of lengths stands in `llmforge.ir.masked_step`, and
+`llmforge::LowRankAdapter` in `llmforge.ir.low_rank`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 import onnx_ir as ir
 
 from llmforge.ir import graph as g
-from llmforge.ir import interface, moe, operators
+from llmforge.ir import interface, low_rank, moe, operators
 from llmforge.ir.builder import Builder, shared
 from llmforge.ir.fp4 import Fp4Expansion
 from llmforge.ir.masked_step import MaskedStep
@@ -51,6 +52,7 @@ def expand(model: ir.Model) -> ir.Model:
         canonical.RowPlaces: masked.row_places,
         canonical.CausalConv: recurrence.causal_conv,
         canonical.LinearAttention: recurrence.linear_attention,
+        canonical.LowRankAdapter: low_rank.Expansion(clone).adapter,
     }
     for view in list(map(operators.view, clone.graph)):
         if type(view) in rules:

@@ -36,11 +36,13 @@ PLACES = frozenset(
         ATTENTION_MASK,
     }
 )
+ADAPTER_IDS = "adapter_ids"  # int64 [batch]: the adapter of each row, from 1 on; 0: none
 LOGITS_ROWS = "logits_rows"  # int64 [rows], default [-1]
 LOGITS = "logits"  # [batch, rows, vocabulary]
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value|conv|recurrent)")  # a cache, its layer and part
 STATES = ("conv", "recurrent")  # parts of a cache that every token replaces, instead of adding to them
 
+ADAPTERS = "llmforge.adapters"  # metadata_props key of a model: JSON list of the adapters' names, number 1 first
 FALLBACK = "llmforge.fallback"  # metadata_props key of a model: why its own attention was traced, in plain words
 
 
@@ -81,6 +83,7 @@ def feeds(
     rows: NDArray[np.int64] | None = None,
     lengths: NDArray[np.integer[Any]] | None = None,
     text_lengths: NDArray[np.integer[Any]] | None = None,
+    adapters: NDArray[np.integer[Any]] | None = None,
     *,
     growing: bool = False,
 ) -> dict[str, NDArray[np.generic]]:
@@ -88,7 +91,8 @@ def feeds(
 
     `ids` is int64 [batch, sequence], right-padded; `past_lengths` int32 [batch]; `rows` selects the rows that get
     logits (None: the graph's default, the last). `lengths` [batch] counts the tokens of each row that are no padding
-    (None: all of them); `text_lengths` [batch] those of the text that the step is a part of (None: the step ends it).
+    (None: all of them); `text_lengths` [batch] those of the text that the step is a part of (None: the step ends it);
+    `adapters` [batch] names the adapter of each row (None: no row has one).
     Caches that grow hold each row's past at their end (`growing`), others at their beginning.
     """
     sequence, longest = ids.shape[1], int(past_lengths.max(initial=0))
@@ -110,6 +114,7 @@ def feeds(
         SEQLENS_K: lambda: (past_lengths + sequence - 1).astype(np.int32),
         TOTAL_SEQUENCE_LENGTH: lambda: np.array(longest + sequence, np.int32),
         ATTENTION_MASK: mask,
+        ADAPTER_IDS: lambda: np.zeros(len(ids), np.int64) if adapters is None else adapters.astype(np.int64),
     }
     made = {name: make() for name, make in known.items() if name in names}
     if rows is not None:

@@ -68,13 +68,15 @@ def _constant(value: ir.Value) -> bool:
 
 
 def share_read(value: ir.Value) -> Fraction:
-    """Say which part of the initializer `value` one token reads: of experts those that it chooses, else all of it."""
+    """Say which part of the initializer `value` one token reads: of experts and adapters, those chosen."""
     shares = [_share(value, node, index) for node, index in value.uses()]
     return max(shares, default=Fraction(1))
 
 
 def _share(value: ir.Value, node: ir.Node, index: int) -> Fraction:
     view, (count, *_) = operators.view(node), graph.static(value) or (0,)
+    if count and index < len(view.inputs) and view.inputs[index].chosen_by_row:
+        return Fraction(1, count)
     if not isinstance(view, Experts) or not view.inputs[index].experts or not count or view.chosen is None:
         return Fraction(1)
     return min(Fraction(1), Fraction(view.chosen, count))

@@ -105,6 +105,14 @@ def stack(layers: Sequence[Linear], name: str) -> str | None:
     return None
 
 
+def widths(weight: ir.Value) -> list[int]:
+    """Return the features of each part of a `weight` [K, N]: of several that are side by side, as `stack` puts them."""
+    tensor = graph.tensor(weight)
+    if isinstance(tensor, Derived) and tensor.function is side_by_side:
+        return [int(operand.shape.numpy()[-1]) for operand in tensor.operands]
+    return [graph.width(weight)]
+
+
 def common_name(layers: Sequence[Linear], member: str) -> str:
     """Name what `layers` become: the dotted prefix that their weights share, and `member`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,9 +18,11 @@ from llmforge.targets import WORTH, Rate, Target
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from llmforge.checkpoint.adapters import Adapter
     from llmforge.quantization.ahead import Ahead
     from llmforge.quantization.grids import Grid
     from llmforge.quantization.methods.base import Method
+    from llmforge.quantization.stored import StoredCodes
 
 
 class Numerics(enum.Enum):
@@ -80,6 +83,8 @@ class Context:
     statistics: Statistics | None = None  # present when any pass of the recipe has demands
     scratch: Scratch | None = None  # where tensors are kept that are read more than once
     ahead: Ahead | None = None  # what was quantized before a pass asked for it
+    stored: Callable[[str], StoredCodes] | None = None  # codes of the checkpoint, by tensor; None: it has none
+    adapters: Sequence[Adapter] = ()  # that requests choose from
     _target: Target = field(init=False, repr=False)
 
     def __post_init__(self, target: Target) -> None:
@@ -183,6 +188,10 @@ class Pass(ABC):
         So it is quantized while the model is traced; None: it is not. A wrong guess costs no more than that.
         """
         return None
+
+    def chooses_codes(self) -> bool:
+        """Say whether it chooses codes for weights: on a checkpoint that has codes already, a recipe must want that."""
+        return False
 
     @abstractmethod
     def run(self, model: ir.Model, context: Context) -> Changes:

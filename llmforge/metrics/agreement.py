@@ -13,9 +13,14 @@ from llmforge.metrics.intervals import SMALLEST_SAMPLE, Estimate, bootstrap, qua
 from llmforge.metrics.quality import PROMPT_TOKENS
 from llmforge.metrics.record import Record
 
-RuntimeName = Literal["onnxruntime-genai", "optimum"]
+RuntimeName = Literal["onnxruntime-genai", "optimum", "transformers", "llama-cpp"]
 RUNTIMES: tuple[RuntimeName, ...] = get_args(RuntimeName)
-DISTRIBUTIONS: dict[RuntimeName, str] = {"onnxruntime-genai": "onnxruntime-genai", "optimum": "optimum-onnx"}
+DISTRIBUTIONS: dict[RuntimeName, str] = {
+    "onnxruntime-genai": "onnxruntime-genai",
+    "optimum": "optimum-onnx",
+    "transformers": "transformers",
+    "llama-cpp": "llama-cpp-python",
+}
 PROMPTS, TOKENS = 16, 64  # beginnings of documents, and tokens of an answer
 PROMPT_AND_ANSWER = PROMPT_TOKENS + TOKENS
 MOST_PROMPTS, MOST_TOKENS = 32, 128  # that a record may have: as many are bounded in half a second

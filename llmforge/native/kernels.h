@@ -124,6 +124,19 @@ typedef struct Attention {
     float *y;                  /* [batch, sequence, heads·dim] */
 } Attention;
 
+/* What low-rank adapters add to the rows [batch·sequence, n] that a linear layer made of x [batch·sequence, k]: row b of
+ * the batch takes number ids[b] of `a` [count, parts·rank, k] and `b` [count, rank, n], 0 is none. Part p are the columns
+ * starts[p] … starts[p + 1] - 1, of rows p·rank … (p + 1)·rank - 1 of a. */
+typedef struct Adapters {
+    int64_t batch, sequence, k, n, rank, parts;
+    const float *base, *x, *a, *b;
+    const int64_t *ids, *starts;
+    float *hidden; /* scratch [batch·sequence, parts·rank]: x·aᵀ */
+    float *y;
+} Adapters;
+#define ADAPTER_ROWS 4   /* of a batch's row that are computed together */
+#define ADAPTER_COLUMNS 1024 /* of a part that are one piece of work */
+
 enum { STORED_FP32 = 0, STORED_FP16 = 1, STORED_BF16 = 2 };
 
 /* A matrix [n, k], row after row, in a dtype of STORED_*, and where its codes go: uint8 [n, k], scales fp32 [n, blocks],
@@ -156,6 +169,11 @@ typedef struct Kernels {
     int (*round)(const Rounding *rounding, float *row);
     /* Pack `count` pairs of codes into bytes, the first of each in the low half. */
     void (*pack)(const uint8_t *codes, int64_t count, uint8_t *packed);
+    /* Multiply up to ADAPTER_ROWS rows from `first` on by numbers `from` … `to - 1` of the rows of a; of one batch's row. */
+    void (*adapter_hidden)(const Adapters *adapters, int64_t batch, int64_t first, int64_t last, int64_t from, int64_t to);
+    /* Add the products with columns `from` … `to - 1` of part `part` of b to these rows. */
+    void (*adapter_add)(const Adapters *adapters, int64_t batch, int64_t first, int64_t last, int64_t part, int64_t from,
+                        int64_t to);
 } Kernels;
 
 extern const Kernels kernels_generic;

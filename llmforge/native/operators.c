@@ -365,6 +365,101 @@ static Status *embedding_compute(void *kernel, Context *context) {
     return NULL;
 }
 
+/* ---- LowRankAdapter ----------------------------------------------------------------------------------------------- */
+
+#define MOST_PARTS 64
+#define ADAPTER_SUMS 8 /* rows of a that are one piece of work */
+
+typedef struct AdapterKernel {
+    const Api *api;
+} AdapterKernel;
+
+typedef struct AdapterWork {
+    Adapters d;
+    int64_t starts[MOST_PARTS + 1], pieces[MOST_PARTS + 1]; /* of columns, before each part */
+    int64_t blocks; /* of a batch's row */
+    int64_t sums; /* pieces of the rows of a */
+} AdapterWork;
+
+static Status *adapter_create(const CustomOp *op, const Api *api, const KernelInfo *info, void **kernel) {
+    (void)op, (void)info;
+    AdapterKernel made = {.api = api};
+    return keep(api, &made, sizeof made, kernel);
+}
+
+static void block_of(const AdapterWork *work, int64_t block, int64_t *batch, int64_t *first, int64_t *last) {
+    *batch = block / work->blocks;
+    *first = block % work->blocks * ADAPTER_ROWS;
+    *last = *first + ADAPTER_ROWS < work->d.sequence ? *first + ADAPTER_ROWS : work->d.sequence;
+}
+
+static void hidden_unit(void *data, size_t unit) {
+    const AdapterWork *work = data;
+    int64_t batch, first, last, width = work->d.parts * work->d.rank;
+    block_of(work, (int64_t)unit / work->sums, &batch, &first, &last);
+    const int64_t from = (int64_t)unit % work->sums * ADAPTER_SUMS, to = from + ADAPTER_SUMS;
+    kernels->adapter_hidden(&work->d, batch, first, last, from, to < width ? to : width);
+}
+
+static void add_unit(void *data, size_t unit) {
+    const AdapterWork *work = data;
+    const int64_t pieces = work->pieces[work->d.parts], piece = (int64_t)unit % pieces;
+    int64_t batch, first, last, part = 0;
+    block_of(work, (int64_t)unit / pieces, &batch, &first, &last);
+    while (piece >= work->pieces[part + 1]) part++;
+    const int64_t from = work->starts[part] + (piece - work->pieces[part]) * ADAPTER_COLUMNS, end = work->starts[part + 1];
+    const int64_t to = from + ADAPTER_COLUMNS < end ? from + ADAPTER_COLUMNS : end;
+    kernels->adapter_add(&work->d, batch, first, last, part, from, to);
+}
+
+static Status *adapter_compute(void *kernel, Context *context) {
+    const Api *api = ((const AdapterKernel *)kernel)->api;
+    Tensor base, x, ids, a, b, widths;
+    Tensor *inputs[] = {&base, &x, &ids, &a, &b, &widths};
+    for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) TRY(input(api, context, i, inputs[i]));
+    if (base.rank != 3 || x.rank != 3 || a.rank != 3 || b.rank != 3 || ids.rank != 1 || memcmp(base.dims, x.dims, 2 * sizeof(int64_t)))
+        REFUSE("LowRankAdapter: wanted base [batch, sequence, N], x [batch, sequence, K], ids [batch] and matrices of rank 3");
+    AdapterWork work = {.d = {.batch = x.dims[0], .sequence = x.dims[1], .k = x.dims[2], .n = base.dims[2],
+                              .rank = b.dims[1], .parts = widths.count, .base = base.data, .x = x.data, .a = a.data,
+                              .b = b.data, .ids = ids.data}};
+    Adapters *d = &work.d;
+    if (d->parts < 1 || d->parts > MOST_PARTS || d->rank < 1) REFUSE("LowRankAdapter: 1 to 64 parts, and a rank of 1 or more");
+    if (a.dims[0] != b.dims[0] || a.dims[1] != d->parts * d->rank || a.dims[2] != d->k || b.dims[2] != d->n || ids.count != d->batch)
+        REFUSE("LowRankAdapter: shapes of the layer and of the adapters do not agree");
+    for (int64_t p = 0; p < d->parts; p++) {
+        const int64_t width = ((const int64_t *)widths.data)[p];
+        if (width < 1 || width > d->n - work.starts[p]) REFUSE("LowRankAdapter: widths do not add up to N");
+        work.starts[p + 1] = work.starts[p] + width;
+        work.pieces[p + 1] = work.pieces[p] + (width + ADAPTER_COLUMNS - 1) / ADAPTER_COLUMNS;
+    }
+    if (work.starts[d->parts] != d->n) REFUSE("LowRankAdapter: widths do not add up to N");
+    int64_t chosen = 0;
+    for (int64_t i = 0; i < d->batch; i++) {
+        if (d->ids[i] < 0 || d->ids[i] >= a.dims[0]) REFUSE("LowRankAdapter: there is no such adapter");
+        chosen += d->ids[i] != 0;
+    }
+    void *y;
+    TRY(output(api, context, 0, base.dims, 3, &y));
+    if (!base.count) return NULL;
+    if (!chosen) {
+        if (y != base.data) memcpy(y, base.data, (size_t)base.count * sizeof(float));
+        return NULL;
+    }
+    d->y = y;
+    d->starts = work.starts;
+    work.blocks = (d->sequence + ADAPTER_ROWS - 1) / ADAPTER_ROWS;
+    work.sums = (d->parts * d->rank + ADAPTER_SUMS - 1) / ADAPTER_SUMS;
+    const Scratch taken = take((size_t)(d->batch * d->sequence * d->parts * d->rank) * sizeof(float));
+    d->hidden = taken.memory;
+    if (!d->hidden) return ort_status(api, STATUS_FAIL, "out of memory");
+    const int64_t blocks = d->batch * work.blocks;
+    const int alone = chosen * d->sequence * d->rank * (d->parts * d->k + d->n) < INLINE_MACS;
+    Status *status = run(api, context, hidden_unit, blocks * work.sums, &work, alone);
+    if (!status) status = run(api, context, add_unit, blocks * work.pieces[d->parts], &work, alone);
+    give_back(taken);
+    return status;
+}
+
 /* ---- GroupQueryAttention ------------------------------------------------------------------------------------------ */
 
 typedef struct AttentionKernel {
@@ -546,6 +641,7 @@ static int op_last_version(const CustomOp *op) { (void)op; return INT32_MAX; }
 static const int linear_inputs[] = {TYPE_FLOAT, TYPE_UINT8, -TYPE_FLOAT, -TYPE_FLOAT, -TYPE_FLOAT};
 static const int linear_outputs[] = {TYPE_FLOAT};
 static const int embedding_inputs[] = {TYPE_INT64, TYPE_UINT8};
+static const int adapter_inputs[] = {TYPE_FLOAT, TYPE_FLOAT, TYPE_INT64, TYPE_FLOAT, TYPE_FLOAT, TYPE_INT64};
 #define ATTENTION_INPUTS(CACHE)                                                                                       \
     {TYPE_FLOAT, CACHE, CACHE, TYPE_INT32, -TYPE_FLOAT, -TYPE_FLOAT, -TYPE_FLOAT, -TYPE_FLOAT, -TYPE_FLOAT,          \
      -TYPE_FLOAT, -TYPE_FLOAT}
@@ -557,6 +653,7 @@ static const int attention8_outputs[] = {TYPE_FLOAT, TYPE_INT8, TYPE_INT8};
 static Operator operators[] = {
     OPERATOR("Linear", linear_inputs, linear_outputs, linear_create, linear_compute),
     OPERATOR("Embedding", embedding_inputs, linear_outputs, embedding_create, embedding_compute),
+    OPERATOR("LowRankAdapter", adapter_inputs, linear_outputs, adapter_create, adapter_compute),
     OPERATOR("GroupQueryAttention", attention_inputs, attention_outputs, attention_create, attention_compute),
     OPERATOR("GroupQueryAttentionInt8", attention8_inputs, attention8_outputs, attention_create, attention_compute),
     OPERATOR("GroupQueryAttentionSlots", slots_inputs, slots_outputs, attention_create, attention_compute),

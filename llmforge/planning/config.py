@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
-from llmforge.checkpoint import CONFIG, CONTEXTS, load_config, read_settings
+from llmforge.checkpoint import CONFIG, CONTEXTS, folder_of, load_config, read_settings
 from llmforge.planning import families
 from llmforge.planning.families import Unsaid
 from llmforge.planning.shape import Attention, LayerSizes, Shape, runs
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def read(path: Path) -> Shape:
-    """Read the shape of the checkpoint in folder `path`; `path` may also be its config.json.
+    """Read the shape of the checkpoint in folder `path`; `path` may also be its config.json, or a GGUF file.
 
     Raises:
         CheckpointError: there is no usable configuration.
         UnsupportedError: transformers does not know the architecture, or the frontend cannot build it.
     """
-    folder = (path.parent if path.name == CONFIG else path).absolute()
+    folder = folder_of((path.parent if path.name == CONFIG else path).absolute())
     settings = read_settings(folder)
     try:
         return families.shape(folder.name, settings)

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from llmforge.base.errors import ForgeError
 from llmforge.metrics.units import count, duration, ms, percent, significant, size, times
 from llmforge.planning.advice import Advice
 from llmforge.planning.building import Build
@@ -35,26 +36,41 @@ class Planned:
     advice: tuple[Advice, ...]
 
 
-def comparison(planned: Sequence[Planned]) -> RenderableType:
-    """Set targets side by side, one line each."""
-    speeds = ("TTFT", "TPOT", "tok/s", "MBU", "bound by", "$/M in", "$/M out")
-    table = _table(_workload(planned[0].plan), "target", "dtypes", "fits", "weights", "largest batch", *speeds)
-    table.title_style = "dim"
-    for each in planned:
+@dataclass(frozen=True)
+class Refused:
+    """A target that was asked for beside others, and why it has no plan."""
+
+    target: str
+    error: ForgeError
+
+
+def comparison(answers: Sequence[Planned | Refused]) -> RenderableType:
+    """Set targets side by side, one line each; what memory holds and what it costs stand in tables of their own."""
+    planned = [each for each in answers if isinstance(each, Planned)]
+    speeds = _table("", "target", "TTFT", "TPOT", "tok/s", "MBU", "bound by")
+    sizes = _table("", "target", "dtypes", "fits", "weights", "batch ≤", "$/M in", "$/M out")
+    refusals = []
+    for each in answers:
+        if isinstance(each, Refused):
+            for table in (speeds, sizes):
+                table.add_row(each.target, Text("refused", "yellow"))
+            hint = f"; hint: {each.error.hint}" if each.error.hint else ""
+            refusals.append(Text(f"{each.target}: {each.error.message}{hint}", "yellow"))
+            continue
         plan, asked, step = each.plan, each.plan.asked, each.plan.asked.decode.step
-        table.add_row(
-            plan.target.name if asked.ranks == 1 else f"{asked.ranks} × {plan.target.name}",
+        name = plan.target.name if asked.ranks == 1 else f"{asked.ranks} × {plan.target.name}"
+        rate = significant(asked.decode.tokens_per_second)
+        speeds.add_row(name, *_times(asked), rate, percent(step.mbu), step.bound)
+        sizes.add_row(
+            name,
             f"{plan.scheme.weights}, cache {plan.scheme.cached}",
             _fits(asked.memory.fits),
             size(asked.memory.weights),
             count(asked.largest_batch),
-            *_times(asked),
-            significant(asked.decode.tokens_per_second),
-            percent(step.mbu),
-            step.bound,
             *_prices(plan),
         )
-    return Group(Text(_model(planned[0].plan)), table)
+    first = planned[0].plan
+    return Group(Text(_model(first)), Text(_workload(first), "dim"), speeds, sizes, *refusals)
 
 
 def details(planned: Planned) -> RenderableType:
@@ -80,8 +96,10 @@ def details(planned: Planned) -> RenderableType:
     )
 
 
-def data(planned: Planned) -> dict[str, Any]:
-    """Write a plan as plain data: bytes, seconds, shares between 0 and 1, US dollars."""
+def data(planned: Planned | Refused) -> dict[str, Any]:
+    """Write a plan as plain data: bytes, seconds, shares between 0 and 1, US dollars; or why there is none."""
+    if isinstance(planned, Refused):
+        return {"target": planned.target, "refused": planned.error.message, "hint": planned.error.hint}
     plan = planned.plan
     return {
         "model": {
@@ -159,7 +177,7 @@ def _workload(plan: Plan) -> str:
 
 def _table(title: str, *columns: str) -> Table:
     """Make a table: words stand on the left, figures on the right."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title or None, title_justify="left")
     for name in columns:
         table.add_column(name, justify="left" if name in _WORDS else "right")
     return table
@@ -169,8 +187,15 @@ def _fits(fits: bool) -> Text:
     return Text("yes", "green") if fits else Text("no", "bold red")
 
 
+def _time(seconds: float) -> str:
+    """Write a time of a step, "12.3 ms", "1.91 s", "2 min 09 s"."""
+    if seconds < 1:
+        return ms(seconds * 1e3)
+    return f"{significant(seconds)} s" if seconds < 60 else duration(seconds)
+
+
 def _times(degree: Degree) -> tuple[str, str]:
-    return ms(degree.prefill.seconds * 1e3), ms(degree.decode.step.seconds * 1e3)
+    return _time(degree.prefill.seconds), _time(degree.decode.step.seconds)
 
 
 def _prices(plan: Plan) -> tuple[str, str]:
@@ -181,10 +206,10 @@ def _prices(plan: Plan) -> tuple[str, str]:
 
 def _memory(plan: Plan) -> Table:
     held = plan.asked.memory
-    names = ("weights", "KV per token", "KV cache", "activations", "reserve", "needed", "available", "fits")
-    table = _table("Memory per device", *names)
+    names = ("weights", "KV cache", "activations", "reserve", "needed", "of", "fits")
+    table = _table(f"Memory per device; a token takes {size(held.kv_per_token)} of the KV cache", *names)
     table.columns[-1].justify = "right"
-    parts = (held.weights, held.kv_per_token, held.cache, held.activations, held.reserve, held.needed, held.capacity)
+    parts = (held.weights, held.cache, held.activations, held.reserve, held.needed, held.capacity)
     table.add_row(*map(size, parts), _fits(held.fits))
     return table
 
@@ -198,12 +223,12 @@ def _largest(plan: Plan) -> Table:
 
 
 def _steps(plan: Plan) -> Table:
-    names = ("step", "time", "tok/s", "MBU", "MFU", "ops/byte", "bound by", "fits")
-    table = _table("Prefill and decode by batch size", *names)
+    names = ("step", "time", "tok/s", "MBU", "MFU", "ops/byte", "bound by", "fits")  # 80 columns wide
+    table = _table("Prefill, and decode by batch size", *names)
     first = plan.asked.prefill
     table.add_row(
-        f"prefill, {count(plan.workload.prompt)} tokens",
-        ms(first.seconds * 1e3),
+        "prefill",
+        _time(first.seconds),
         significant(plan.workload.prompt / first.seconds),
         *_shares_of(first),
         _fits(plan.asked.memory.fits),
@@ -211,8 +236,8 @@ def _steps(plan: Plan) -> Table:
     for each in plan.decodes:
         style = "bold" if each.batch == plan.workload.batch else ""
         table.add_row(
-            f"decode, batch {count(each.batch)}",
-            ms(each.step.seconds * 1e3),
+            f"batch {count(each.batch)}",
+            _time(each.step.seconds),
             significant(each.tokens_per_second),
             *_shares_of(each.step),
             _fits(each.fits),
@@ -226,7 +251,7 @@ def _shares_of(step: StepCost) -> tuple[str, ...]:
 
 
 def _degrees(plan: Plan) -> Table:
-    names = ("devices", "fits", "weights per device", "largest batch", "TTFT", "TPOT", "links", "tok/s")
+    names = ("devices", "fits", "weights of each", "batch ≤", "TTFT", "TPOT", "links", "tok/s")
     table = _table("Tensor parallelism", *names)
     for each in plan.degrees:
         table.add_row(
@@ -246,9 +271,9 @@ def _links_share(degree: Degree) -> float:
 
 
 def _passes(advice: Sequence[Advice]) -> Table:
-    table = _table("Effect of passes", "pass", "verdict", "TPOT", "TTFT", "tok/s", "why")
+    table = _table("Effect of passes: how many times as fast", "pass", "verdict", "decode", "prefill", "tok/s", "why")
     for each in advice:
-        ratios = (each.tpot, each.ttft, each.tokens_per_second)
+        ratios = (each.tpot and 1 / each.tpot, each.ttft and 1 / each.ttft, each.tokens_per_second)
         table.add_row(
             each.change,
             Text(each.verdict, _VERDICTS[each.verdict]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -9,12 +10,14 @@ from typing import Any, cast
 from llmforge import targets
 from llmforge.base.backends import BackendName, Dtype
 from llmforge.base.errors import UnsupportedError, UsageError
-from llmforge.checkpoint import read_settings
-from llmforge.planning import advice, building, config, deployment, families, scheme
+from llmforge.checkpoint import CONFIG, read_settings
+from llmforge.checkpoint.adapters import Adapter
+from llmforge.planning import advice, building, config, deployment, families, scheme, source
+from llmforge.planning.adapters import Adapters
 from llmforge.planning.building import Build
-from llmforge.planning.render import Planned
+from llmforge.planning.render import Planned, Refused
 from llmforge.planning.roofline import Workload
-from llmforge.planning.scheme import Wanted
+from llmforge.planning.scheme import Scheme, Wanted
 from llmforge.planning.shape import Shape
 from llmforge.recipe import Recipe
 from llmforge.targets import Target
@@ -36,10 +39,17 @@ class Request:
     ranks: int = 1
     usd_per_hour: float | None = None
     calibration_tokens: int = 0  # of a recipe
+    stored: str | None = None  # what becomes of a checkpoint that comes quantized
+    adapters: Adapters = field(default_factory=Adapters)  # of a recipe
 
 
-def answer(what: Path, asked: Request) -> list[Planned]:
+def answer(
+    what: Path, asked: Request, measured: Callable[[Target], Target | None] = lambda target: None
+) -> list[Planned | Refused]:
     """Plan the recipe or the checkpoint at `what` on every target that is asked for.
+
+    Of several targets, those that cannot be planned are `Refused`; if none can, the first one's error is raised.
+    `measured` may give the figures of a target that has none, as those of CPUs.
 
     Raises:
         UsageError: no such target, no target at all, or options that contradict each other.
@@ -58,8 +68,32 @@ def answer(what: Path, asked: Request) -> list[Planned]:
         )
     found = [targets.find(name) for name in names]
     shape = config.read(folder)
+    if intent.stored is None:
+        own = (folder.parent if folder.name == CONFIG else folder).absolute()
+        intent = replace(intent, stored=source.note(read_settings(own), own, ()))
     workload = _workload(shape, asked, intent)
-    return [_planned(shape, target, workload, asked, intent) for target in found]
+    answers: list[Planned | Refused] = []
+    for target in found:
+        figures = measured(target) if target.bandwidth_gbs is None else None
+        try:
+            answers.append(_planned(shape, figures or target, workload, asked, intent))
+        except (UnsupportedError, UsageError) as error:
+            if len(found) == 1:
+                raise
+            answers.append(Refused(target.name, error))
+    if all(isinstance(each, Refused) for each in answers):
+        raise next(each.error for each in answers if isinstance(each, Refused))
+    return answers
+
+
+def of_target(shape: Shape, target: Target, asked: Request) -> Planned:
+    """Plan `shape` on one target, by what is `asked` alone.
+
+    Raises:
+        UsageError, UnsupportedError: as `answer`.
+    """
+    said = Request(calibration_tokens=asked.calibration_tokens)
+    return _planned(shape, target, _workload(shape, asked, said), asked, said)
 
 
 def build_of(recipe: Recipe) -> Build | None:
@@ -75,7 +109,12 @@ def build_of(recipe: Recipe) -> Build | None:
         chosen = scheme.choose(target, recipe.engine.backend, shape.dtype, intent.wanted)
     except (families.Unsaid, UnsupportedError, UsageError):  # the build itself says better what is wrong
         return None
-    return building.predict(shape, chosen, recipe.engine.backend, calibration_tokens=intent.calibration_tokens)
+    build = building.predict(shape, chosen, recipe.engine.backend, calibration_tokens=intent.calibration_tokens)
+    return _with_adapters(build, intent.adapters, chosen)
+
+
+def _with_adapters(build: Build, adapters: Adapters, chosen: Scheme) -> Build:
+    return replace(build, disk_bytes=build.disk_bytes + adapters.bytes_apart(chosen))
 
 
 def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, intent: Request) -> Planned:
@@ -84,7 +123,10 @@ def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, i
     chosen = scheme.choose(target, backend, shape.dtype, asked.wanted.or_else(said))
     made = deployment.make(shape, target, backend, chosen, workload, ranks=asked.ranks, usd_per_hour=asked.usd_per_hour)
     build = building.predict(shape, chosen, backend, calibration_tokens=intent.calibration_tokens)
-    return Planned(made, build, advice.advise(made))
+    told = advice.advise(made)
+    stored = () if intent.stored is None else (intent.stored,)
+    made = replace(made, notes=(*stored, *made.notes, *intent.adapters.notes(chosen, made.asked.decode.step.bytes)))
+    return Planned(made, _with_adapters(build, intent.adapters, chosen), told)
 
 
 def _workload(shape: Shape, asked: Request, intent: Request) -> Workload:
@@ -111,7 +153,10 @@ def _intent(recipe: Recipe) -> Request:
     from llmforge import passes
 
     spec, calibration = recipe.engine, recipe.calibration
-    instances: dict[str, Any] = {each.name: each for each in recipe.instantiate(passes.ALL)}
+    steps, folder = recipe.instantiate(passes.ALL), recipe.checkpoint.absolute()
+    settings = read_settings(folder)
+    source.refuse_requantizing(recipe, steps, settings)
+    instances: dict[str, Any] = {each.name: each for each in steps}
     cache, precision = instances.get("quantize-kv-cache"), instances.get("lower-precision")
     tokens = 0
     wanted = Wanted(
@@ -123,13 +168,11 @@ def _intent(recipe: Recipe) -> Request:
         if blocks.demands() and calibration is not None:
             tokens = calibration.samples * calibration.length
         table = blocks.embedding_bits  # and of the head; 16: both are left alone
-        wanted = replace(
-            wanted,
-            weights=cast(Dtype, f"int{blocks.bits}"),
-            embedding=cast(Dtype, f"int{table}") if table in (4, 8) else None,
-            block=blocks.block_size,
-            symmetric=blocks.symmetric,
-        )
+        grid = source.grid_of(settings, folder) if blocks.takes_stored else blocks.grid
+        wanted = replace(wanted, embedding=cast(Dtype, f"int{table}") if table in (4, 8) else None)
+        if grid is not None:
+            weights = cast(Dtype, f"int{grid.bits}")
+            wanted = replace(wanted, weights=weights, block=grid.block_size, symmetric=grid.symmetric)
     elif (channels := instances.get("quantize-channels")) is not None:
         wanted = replace(
             wanted,
@@ -147,4 +190,6 @@ def _intent(recipe: Recipe) -> Request:
         context=spec.max_context,
         wanted=wanted,
         calibration_tokens=tokens,
+        stored=source.note(settings, folder, steps),
+        adapters=Adapters(tuple(map(Adapter.open, recipe.merged)), tuple(map(Adapter.open, recipe.apart))),
     )

@@ -30,10 +30,11 @@ from pydantic import (
 
 from llmforge import targets
 from llmforge.base import small_file
-from llmforge.base.backends import BackendName
+from llmforge.base.backends import BACKENDS, BackendName
 from llmforge.base.errors import InputError, RecipeError, UsageError
 from llmforge.base.located_yaml import Location, Source, dotted, read
 from llmforge.checkpoint import documents
+from llmforge.checkpoint.adapters.source import AdapterSource
 from llmforge.lowering import options
 from llmforge.lowering.pass_base import Numerics, Pass
 from llmforge.metrics import catalog
@@ -55,6 +56,8 @@ def _anchor(path: Path, info: ValidationInfo) -> Path:
 
 
 MOST_PASSES = 256
+MOST_ADAPTERS = 1024
+ADD_ADAPTERS = "add-adapters"  # the pass that adds what is kept apart
 TASK_FILES = (".yaml", ".yml")
 
 RecipePath = Annotated[Path, AfterValidator(_anchor)]
@@ -133,6 +136,19 @@ class EngineSpec(_Section):
         return self
 
 
+class AdapterSpec(_Section):
+    """A LoRA adapter as peft saves it: merged into the weights, or kept apart and chosen by each request."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$", description="name; requests choose one kept apart by it")
+    path: RecipePath = Field(description="folder with adapter_config.json; relative to the recipe")
+    mode: Literal["merged", "apart"] = Field(
+        default="merged", description="merged: into the weights; apart: chosen by each request, of several"
+    )
+    weight: float = Field(
+        default=1.0, allow_inf_nan=False, ge=-1e3, le=1e3, description="factor of what it adds to the weights"
+    )
+
+
 class CalibrationSpec(_Section):
     """Text for calibration: a JSON Lines file of `{id, text}`."""
 
@@ -153,6 +169,9 @@ class QualitySpec(_Section):
     max_tokens: int | None = Field(
         default=None, ge=1, le=2**40, description="maximum tokens to evaluate, spread over all documents; default: all"
     )
+    max_documents: int | None = Field(
+        default=None, ge=1, le=10_000, description="maximum documents to evaluate, spread over the file; default: all"
+    )
     scored: Literal["all", "second-half"] = Field(
         default="all",
         description="tokens of each window that count; second-half: as llama.cpp, and full windows alone",
@@ -169,6 +188,17 @@ class QualitySpec(_Section):
         description=f"documents whose first {PROMPT_TOKENS} tokens both models continue by {ANSWER_TOKENS}, greedily; "
         "default: none",
     )
+    reference: RecipePath | None = Field(
+        default=None,
+        description="folder of the checkpoint before it was quantized, which quality is measured against; default: "
+        "`checkpoint`",
+    )
+
+    @model_serializer(mode="wrap")
+    def _asked_for(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the reference where there is none: versions of older recipes stay."""
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if name != "reference" or value is not None}
 
 
 class SloSpec(_Section):
@@ -464,6 +494,23 @@ class GatesFile(_Section):
     gates: Gates = Field(description="limits that the release must meet", json_schema_extra=_known_metrics)
 
     @classmethod
+    def of(cls, gates: Mapping[str, Mapping[str, float]]) -> GatesFile:
+        """Make it of limits that a program gives.
+
+        Raises:
+            UsageError: they do not validate.
+        """
+        try:
+            found = cls.model_validate_json(json.dumps({"gates": gates}))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise UsageError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        for metric, gate in found.gates.items():
+            if why := misdirected(metric, gate):
+                raise UsageError(f"gates.{metric}: {why[0]}", hint=why[1])
+        return found
+
+    @classmethod
     def load(cls, path: Path) -> GatesFile:
         """Read the file at `path`.
 
@@ -505,6 +552,9 @@ class Recipe(_Section):
     target: TargetName = Field(
         description="deployment device: a name of `llmforge targets`, `local`, or a file written by `llmforge doctor`"
     )
+    adapters: tuple[AdapterSpec, ...] = Field(
+        default=(), max_length=MOST_ADAPTERS, description="LoRA adapters of the checkpoint"
+    )
     engine: EngineSpec
     calibration: CalibrationSpec | None = None
     passes: tuple[PassSpec, ...] = Field(max_length=MOST_PASSES, description="passes to run, in order")
@@ -513,8 +563,17 @@ class Recipe(_Section):
         default_factory=dict, description="limits that the artifact must meet", json_schema_extra=_known_metrics
     )
     serving: ServingSpec = Field(default_factory=ServingSpec)
+    requantize: bool = Field(
+        default=False, description="let passes choose codes for weights that the checkpoint stores as codes already"
+    )
 
     _source: Source = PrivateAttr()
+
+    @model_serializer(mode="wrap")
+    def _with_adapters(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out adapters where there are none: versions of older recipes stay."""
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if name != "adapters" or value}
 
     @classmethod
     def load(cls, path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -551,6 +610,16 @@ class Recipe(_Section):
         """The recipe as it is written, with its overrides: plain data."""
         return self._source.mapping
 
+    @property
+    def merged(self) -> tuple[AdapterSource, ...]:
+        """The adapters that are merged into the checkpoint, in order."""
+        return tuple(_source(each) for each in self.adapters if each.mode == "merged")
+
+    @property
+    def apart(self) -> tuple[AdapterSource, ...]:
+        """The adapters that requests choose from, in order."""
+        return tuple(_source(each) for each in self.adapters if each.mode == "apart")
+
     def instantiate(self, registry: Sequence[type[Pass]]) -> tuple[Pass, ...]:
         """Make the passes from their options, and check what holds between them.
 
@@ -578,16 +647,40 @@ class Recipe(_Section):
                 problems += describe(error, self._source, options.schema(cls), prefix=("passes", index, spec.name))
             else:
                 problems += self._missing_text(spec, made[-1])
+        problems += self._apart_without_pass(known)
         found = (self.why_not_loaded(name, registry) for name in self.validation.runtimes)
         problems += [self._problem(("validation", "runtimes"), *why) for why in found if why is not None]
         if problems:
             raise collect(problems)
         return tuple(made)
 
+    def _apart_without_pass(self, known: Mapping[str, type[Pass]]) -> Iterator[Problem]:
+        """Find adapters that no pass adds, a pass without adapters, and interfaces that cannot choose one."""
+        places = {spec.name: spec for spec in self.passes}
+        added = places.get(ADD_ADAPTERS)
+        for number, adapter in enumerate(self.adapters):
+            if adapter.mode == "apart" and added is None:
+                what = "it is kept apart, and no pass adds it to the graph"
+                hint = f"add `{ADD_ADAPTERS}` to `passes`, before those that quantize"
+                yield self._problem(("adapters", number), what, hint)
+        if added is not None and not self.apart:
+            yield added.problem("the recipe has no adapters with `mode: apart`", "leave it out")
+        for spec in self.passes:
+            if self.apart and spec.name in known and known[spec.name].loads_in:
+                what = "other runtimes cannot choose an adapter for each request"
+                yield spec.problem(what, "merge one adapter: `mode: merged`")
+
     def why_not_loaded(self, runtime: RuntimeName, registry: Sequence[type[Pass]]) -> tuple[str, str] | None:
         """Say why another runtime would not load what this recipe builds, and a hint; None: it does."""
         passes = [cls for cls in registry if cls.name in {spec.name for spec in self.passes}]
         hint = "see recipes/portable.yaml and recipes/genai.yaml"
+        record = BACKENDS[self.engine.backend].elsewhere
+        if record is not None and runtime == record.runtime:
+            return None
+        if record is not None:
+            return f"{runtime} cannot load a {self.engine.backend} artifact", f"its runtime is {record.runtime}"
+        if runtime in {each.elsewhere.runtime for each in BACKENDS.values() if each.elsewhere is not None}:
+            return f"{runtime} cannot load engines of the backend {self.engine.backend}", hint
         if self.engine.backend != "onnxruntime":
             return f"{runtime} cannot load engines of the backend {self.engine.backend}", hint
         if own := [cls.name for cls in passes if cls.own_operators]:
@@ -608,12 +701,18 @@ class Recipe(_Section):
         """
         plain = self.model_dump(mode="json", by_alias=True)
         plain["checkpoint"] = self.checkpoint.name
+        if not self.requantize:
+            del plain["requantize"]  # versions of older recipes stay
+        for number, adapter in enumerate(self.adapters):
+            plain["adapters"][number]["path"] = {"name": adapter.path.name, "sha256": _source(adapter).digest()}
         if targets.is_file(self.target):
             plain["target"] = _content(Path(self.target))
         if self.calibration is not None:
             plain["calibration"]["data"] = _content(self.calibration.data)
         if self.validation.quality is not None:
             plain["validation"]["quality"]["data"] = _content(self.validation.quality.data)
+            if (reference := self.validation.quality.reference) is not None:
+                plain["validation"]["quality"]["reference"] = reference.name
         if (latency := self.validation.latency) is not None and latency.trace is not None:
             plain["validation"]["latency"]["workloads"]["trace"]["data"] = _content(latency.trace.data)
         if (tasks := self.validation.tasks) is not None:
@@ -633,6 +732,10 @@ class Recipe(_Section):
                 targets.meant(self.target)
             except UsageError as error:
                 yield self._problem(("target",), error.message, error.hint)
+        named = [each.name for each in self.adapters]
+        for number, name in enumerate(named):
+            if name in named[:number]:
+                yield self._problem(("adapters", number, "name"), f"there are two adapters {name}")
         quality, latency, longest = self.validation.quality, self.validation.latency, self.engine.max_context
         if quality is not None and quality.context > longest:
             yield self._problem(
@@ -662,6 +765,12 @@ class Recipe(_Section):
                 yield self._problem(
                     where, f"prompts and answers of {RUNTIME_TOKENS} tokens exceed engine.max_context, {longest}"
                 )
+        if (record := BACKENDS[self.engine.backend].elsewhere) is not None:
+            hint = f"serve the artifact, `{record.serve.format(engine='ARTIFACT/engine')}`, and measure it there"
+            for where_else in ("latency", "tasks"):
+                if getattr(self.validation, where_else) is not None:
+                    what = f"is measured on what serves, and that is {record.servers}"
+                    yield self._problem(("validation", where_else), what, hint)
         if latency is not None:
             yield from self._loads_that_do_not_fit(latency)
         for metric, gate in self.gates.items():
@@ -750,6 +859,10 @@ class Recipe(_Section):
 
     def _problem(self, location: Location, what: str, hint: str | None = None) -> Problem:
         return Problem(self._source.where(location), dotted(location), what, hint)
+
+
+def _source(spec: AdapterSpec) -> AdapterSource:
+    return AdapterSource(spec.name, spec.path, spec.weight)
 
 
 def json_schema(registry: Sequence[type[Pass]]) -> dict[str, Any]:

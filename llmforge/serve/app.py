@@ -30,7 +30,7 @@ from llmforge.serve import bodies, openapi
 from llmforge.serve.call_stream import CallStream
 from llmforge.serve.doors import Doorway
 from llmforge.serve.metrics import ServerMetrics
-from llmforge.serve.protocol import Call, UnknownModel, chat_call, text_call
+from llmforge.serve.protocol import Call, adapter_of, chat_call, served, text_call
 from llmforge.serve.responses import ResponseWriter, error_body, status
 from llmforge.serve.telemetry import RequestSpan
 from llmforge.serve.token_bytes import TokenBytes
@@ -44,7 +44,7 @@ PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def create_app(engine: Serving, model: str, doorway: Doorway | None = None) -> Starlette:
-    """Make the application: OpenAI's endpoints over `engine`, whose model is called `model`.
+    """Make the application: OpenAI's endpoints over `engine`, its model called `model`, or `model:ADAPTER`.
 
     The engine stays the caller's: the application neither starts nor closes it. Once `doorway` is draining, calls are
     refused with 503.
@@ -109,13 +109,12 @@ class _Server:
         return JSONResponse(writer.completion(chunks))
 
     async def models(self, http: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [self._description()]})
+        return JSONResponse({"object": "list", "data": list(map(self._description, self._served()))})
 
     async def model(self, http: HttpRequest) -> Response:
         name = http.path_params["name"]
-        if name != self._model:
-            raise UnknownModel(f"model {name!r} not found; this server serves {self._model!r}")
-        return JSONResponse(self._description())
+        adapter_of(name, self._model, self._engine.encoder.config.adapters)
+        return JSONResponse(self._description(name))
 
     async def tokenize(self, http: HttpRequest) -> Response:
         """Give the token ids of `prompt` (a text) or of `messages` under the chat template, as vLLM does."""
@@ -179,13 +178,17 @@ class _Server:
     async def openapi(self, http: HttpRequest) -> Response:
         return JSONResponse(self.document)
 
-    def _description(self) -> dict[str, Any]:
+    def _served(self) -> tuple[str, ...]:
+        return served(self._model, self._engine.encoder.config.adapters)
+
+    def _description(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._model,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "llmforge",
             "max_model_len": self._engine.encoder.config.max_context,
+            **({} if name == self._model else {"parent": self._model}),  # of an adapter, as vLLM says it
         }
 
 

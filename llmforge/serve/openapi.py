@@ -132,7 +132,15 @@ _SCHEMAS: Mapping[str, Schema] = {
     "Completion": _response("text_completion", {"text": _TEXT}),
     "CompletionChunk": _response("text_completion", {"text": _TEXT}, chunk=True),
     "Model": _object(
-        {"id": _TEXT, "object": {"const": "model"}, "created": _COUNT, "owned_by": _TEXT, "max_model_len": _COUNT}
+        {
+            "id": _TEXT,
+            "object": {"const": "model"},
+            "created": _COUNT,
+            "owned_by": _TEXT,
+            "max_model_len": _COUNT,
+            "parent": _TEXT,  # of a model with an adapter
+        },
+        ["id", "object", "created", "owned_by", "max_model_len"],
     ),
     "Models": _object({"object": {"const": "list"}, "data": _array({"$ref": "#/components/schemas/Model"})}),
     "TokenizeRequest": {
@@ -176,8 +184,8 @@ def _operation(
 
 # Path, as the application's routes have it -> its operation.
 _OPERATIONS: Mapping[str, Mapping[str, Any]] = {
-    "/v1/models": _operation("The one model", "Models"),
-    "/v1/models/{name:path}": _operation("The model, by its name", "Model"),
+    "/v1/models": _operation("The model, and those with an adapter", "Models"),
+    "/v1/models/{name:path}": _operation("A model, by its name", "Model"),
     "/v1/chat/completions": _operation(
         "Go on with a conversation", "ChatCompletion", "ChatRequest", "ChatCompletionChunk"
     ),

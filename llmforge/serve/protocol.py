@@ -82,10 +82,11 @@ def chat_call(body: Any, encoder: PromptEncoder, model: str) -> Call:
     Raises:
         UsageError: the body makes no sense; says what, and what is allowed.
     """
-    fields = _fields(body, model, tools.FIELDS)
+    fields = _fields(body, encoder, model, tools.FIELDS)
     use = tools.read(fields, encoder)
     shown = () if use is None else use.tools
-    call = _call("chat", fields, {}, 1, lambda: [encode_messages(fields.get("messages"), encoder, shown)])
+    adapter = adapter_of(fields["model"], model, encoder.config.adapters)
+    call = _call("chat", fields, {}, 1, adapter, lambda: [encode_messages(fields.get("messages"), encoder, shown)])
     if use is None:
         return call
     return replace(call, requests=tuple(use.applied(each) for each in call.requests), parser=use.parser)
@@ -97,13 +98,34 @@ def text_call(body: Any, encoder: PromptEncoder, model: str) -> Call:
     Raises:
         UsageError: the body makes no sense; says what, and what is allowed.
     """
-    fields = _fields(body, model)
+    fields = _fields(body, encoder, model)
     given = texts(fields.get("prompt"))
 
     def encode() -> list[list[int]]:
         return [encoder.encode(each) if isinstance(each, str) else each for each in given]
 
-    return _call("text", fields, {"max_tokens": TEXT_MAX_TOKENS}, len(given), encode)
+    adapter = adapter_of(fields["model"], model, encoder.config.adapters)
+    return _call("text", fields, {"max_tokens": TEXT_MAX_TOKENS}, len(given), adapter, encode)
+
+
+def served(model: str, adapters: Sequence[str]) -> tuple[str, ...]:
+    """Name the models of a server: `model`, and `model:ADAPTER` for each of its adapters."""
+    return (model, *(f"{model}:{adapter}" for adapter in adapters))
+
+
+def adapter_of(name: str, model: str, adapters: Sequence[str]) -> str:
+    """Return which of `adapters` the model `name` has; "": none.
+
+    Raises:
+        UnknownModel: the server of `model` has no such one.
+    """
+    if name == model:
+        return ""
+    known = served(model, adapters)
+    if name not in known:
+        here = f"this is {model!r}" if len(known) == 1 else f"these are {', '.join(map(repr, known))}"
+        raise UnknownModel(f"model {name!r} is not served here; {here}")
+    return adapters[known.index(name) - 1]
 
 
 def texts(value: Any) -> list[str | list[int]]:
@@ -128,7 +150,7 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
-def _fields(body: Any, model: str, reads: Collection[str] = ()) -> dict[str, Any]:
+def _fields(body: Any, encoder: PromptEncoder, model: str, reads: Collection[str] = ()) -> dict[str, Any]:
     """Take what a body says, less what is null (as if it were not there) or changes no output.
 
     What the caller `reads` may have values that ask for something.
@@ -136,12 +158,12 @@ def _fields(body: Any, model: str, reads: Collection[str] = ()) -> dict[str, Any
     if not isinstance(body, dict):
         raise UsageError("the body is not a JSON object")
     fields = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
-    if fields.get("model", model) != model:
-        raise UnknownModel(f"model {fields['model']!r} is not served here; this is {model!r}")
+    named = fields.get("model", model)
+    adapter_of(named, model, encoder.config.adapters)
     for name in (HARMLESS.keys() & fields.keys()).difference(reads):
         if not any(type(fields[name]) is type(each) and fields[name] == each for each in HARMLESS[name]):
             raise UsageError(f"{name}: this server does not support it", hint=f"leave {name} out")
-    return {name: value for name, value in fields.items() if name in reads or name not in HARMLESS} | {"model": model}
+    return {name: value for name, value in fields.items() if name in reads or name not in HARMLESS} | {"model": named}
 
 
 def _call(
@@ -149,9 +171,10 @@ def _call(
     fields: Mapping[str, Any],
     defaults: Mapping[str, Any],
     count: int,
+    adapter: str,
     encode: Callable[[], Sequence[Sequence[int]]],
 ) -> Call:
-    """Make a call of `count` prompts, which `encode` gives: what takes time comes last."""
+    """Make a call of `count` prompts, which `encode` gives, of one adapter: what takes time comes last."""
     stream, include_usage = _stream(fields)
     given = {name: value for name, value in fields.items() if name not in OWN | tools.FIELDS}
     samplings = samplings_of({"temperature": TEMPERATURE, **defaults, **given})
@@ -164,7 +187,9 @@ def _call(
         id=("chatcmpl-" if kind == "chat" else "cmpl-") + secrets.token_hex(12),
         created=int(time.time()),
         model=fields["model"],
-        requests=tuple(Request(tuple(prompt), sampling) for prompt in encode() for sampling in samplings),
+        requests=tuple(
+            Request(tuple(prompt), sampling, adapter=adapter) for prompt in encode() for sampling in samplings
+        ),
         n=len(samplings),
         stream=stream,
         include_usage=include_usage,

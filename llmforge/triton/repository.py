@@ -23,7 +23,8 @@ import os
 import secrets
 import shutil
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,7 @@ import numpy as np
 
 from llmforge import targets
 from llmforge.artifact import Artifact
-from llmforge.base.backends import PROVIDERS
+from llmforge.base.backends import PROVIDERS, of_provider
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 from llmforge.base.sealed import MANIFEST
 from llmforge.recipe import ServingSpec
@@ -138,7 +139,8 @@ def of_artifact(
     """
     manifest = artifact.manifest
     runtime = RuntimeConfig.read(artifact.path / "engine" / FILE)
-    if not (artifact.path / FOLDER / manifest.name).is_dir():
+    ours = of_provider(runtime.provider).elsewhere is None
+    if ours and not (artifact.path / FOLDER / manifest.name).is_dir():
         raise InputError(
             f"{artifact.path}: the artifact has no {FOLDER}/{manifest.name}", hint="build it again with this llmforge"
         )
@@ -162,7 +164,27 @@ def export(artifact: Artifact, model: Model, repository: Path, *, version: int =
         UsageError: the model has that version already.
         EnvironmentLacks: the repository cannot be written.
     """
-    final = repository / model.name
+    with published(repository, model.name, version) as partial:
+        _write_shared(model, partial, ALONE)
+        own = partial / str(version)
+        shutil.copytree(artifact.path / FOLDER / artifact.manifest.name / "1", own)
+        for name in CARRIED:
+            shutil.copytree(artifact.path / name, own / name, copy_function=shutil.copy2 if copy else link)
+        for path in (MANIFEST, *(record.path for record in artifact.evidence)):  # what it is held to when it loads
+            (own / path).parent.mkdir(exist_ok=True)
+            shutil.copy2(artifact.path / path, own / path)
+    return repository / model.name
+
+
+@contextmanager
+def published(repository: Path, name: str, version: int) -> Iterator[Path]:
+    """Give a folder that does not exist yet, to write a model with one version in; it gets its name behind.
+
+    Raises:
+        UsageError: the model has that version already.
+        EnvironmentLacks: the repository cannot be written.
+    """
+    final = repository / name
     partial = repository / f"{PARTIAL}{secrets.token_hex(4)}"
     try:
         if (final / str(version)).exists():
@@ -171,14 +193,7 @@ def export(artifact: Artifact, model: Model, repository: Path, *, version: int =
                 hint="use another --model-version or --name",
             )
         repository.mkdir(parents=True, exist_ok=True)
-        _write_shared(model, partial, ALONE)
-        own = partial / str(version)
-        shutil.copytree(artifact.path / FOLDER / artifact.manifest.name / "1", own)
-        for name in CARRIED:
-            shutil.copytree(artifact.path / name, own / name, copy_function=shutil.copy2 if copy else _link)
-        for path in (MANIFEST, *(record.path for record in artifact.evidence)):  # what it is held to when it loads
-            (own / path).parent.mkdir(exist_ok=True)
-            shutil.copy2(artifact.path / path, own / path)
+        yield partial
         _move(partial, final, version)
     except OSError as error:
         raise EnvironmentLacks(
@@ -186,7 +201,6 @@ def export(artifact: Artifact, model: Model, repository: Path, *, version: int =
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return final
 
 
 def _move(partial: Path, final: Path, version: int) -> None:
@@ -197,10 +211,12 @@ def _move(partial: Path, final: Path, version: int) -> None:
     (partial / str(version)).rename(final / str(version))
     shutil.rmtree(final / WARMUP, ignore_errors=True)
     for name in (WARMUP, README, CONFIG):
-        (partial / name).rename(final / name)
+        if (partial / name).exists():
+            (partial / name).rename(final / name)
 
 
-def _link(source: str, target: str) -> str:
+def link(source: str, target: str) -> str:
+    """Make `target` another name of the file `source`, where the file system can, else a copy."""
     try:
         os.link(source, target)
     except OSError:  # another file system, or one without hard links

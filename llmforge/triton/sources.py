@@ -9,7 +9,7 @@ from pathlib import Path
 
 import llmforge
 from llmforge import native
-from llmforge.base.backends import PROVIDERS
+from llmforge.base.backends import BACKENDS
 
 PACKAGE = "llmforge"
 # What Triton loads, and what the runtime imports by name: the session of the provider that an engine is for.
@@ -17,7 +17,7 @@ ROOTS = (
     "llmforge.triton.backend.model",
     "llmforge.triton.backend.checks",
     "llmforge.runtime.serving.engine_worker",  # which `engine_process` starts
-    *(provider.session for provider in PROVIDERS.values()),
+    *(each.session for backend in BACKENDS.values() if backend.elsewhere is None for each in backend.providers),
 )
 _FOLDER = Path(llmforge.__file__).parent
 _PARSED: dict[str, tuple[str, ...]] = {}

@@ -46,6 +46,11 @@ class ProbeStep:
     every: int = 1
 
     @property
+    def adapters(self) -> NDArray[np.int64]:
+        """The adapter of each row, where a graph takes them: every other one has the first, [B]."""
+        return np.arange(len(self.ids)) % 2
+
+    @property
     def rows(self) -> NDArray[np.int64]:
         """Positions of all tokens, [S]."""
         return np.arange(self.ids.shape[1])
@@ -256,8 +261,16 @@ def observe(session: Session, run: Run, index: int, names: Sequence[str]) -> dic
     for step in run.steps[:index]:
         _step(session, step, cache)
     step = run.steps[index]
-    return session.read(names, step.ids, step.past, cache, step.rows, step.lengths, step.text_lengths)
+    return session.read(names, step.ids, step.past, cache, step.rows, step.lengths, step.text_lengths, step.adapters)
 
 
 def _step(session: Session, step: ProbeStep, cache: Cache) -> NDArray[np.float32]:
-    return session.step(step.ids, step.past, cache, step.asked, lengths=step.lengths, text_lengths=step.text_lengths)
+    return session.step(
+        step.ids,
+        step.past,
+        cache,
+        step.asked,
+        lengths=step.lengths,
+        text_lengths=step.text_lengths,
+        adapters=step.adapters,
+    )

@@ -179,9 +179,12 @@ class Pair:
         """Run both sides."""
         step, caches = place.step, (dict(edges.before), dict(edges.after))
         rows = place.rows if self.gives_rows else None  # else a side may give all of them
+        given = edges.given
+        if interface.ADAPTER_IDS in {*self.before.inputs} ^ {*self.after.inputs}:  # one side knows no adapters
+            given = {**given, interface.ADAPTER_IDS: np.zeros(place.batch, np.int64)}
         results = (
-            self.before.run(step, edges.given, caches[0], rows),
-            self.after.run(step, edges.given, caches[1], rows),
+            self.before.run(step, given, caches[0], rows),
+            self.after.run(step, given, caches[1], rows),
         )
         filled = step.past + step.lengths
         for name in self.changed.outputs:

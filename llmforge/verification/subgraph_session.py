@@ -165,7 +165,14 @@ class SubgraphSession:
         elif rows is None:
             rows = step.rows
         feeds = interface.feeds(
-            self.inputs, step.ids, step.past, rows, step.lengths, step.text_lengths, growing=self._growing
+            self.inputs,
+            step.ids,
+            step.past,
+            rows,
+            step.lengths,
+            step.text_lengths,
+            step.adapters,
+            growing=self._growing,
         )
         past = grown(caches, step.past) if self._growing else caches
         fed = {name: given[name] for name in self.inputs if name in given}

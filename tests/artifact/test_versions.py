@@ -258,11 +258,24 @@ class TestResolve:
             resolve("tiny/x", tmp_path)
         assert f"known: {version}" in str(caught.value)
         with pytest.raises(InputError, match=f"hint: use one of its versions: {version}"):
-            Artifact.open(resolve("tiny", tmp_path))
+            Artifact.open(resolve("tiny", tmp_path, newest=False))
         for text in ("nobody/1", "nobody:new", "1.0", "abcdefg", "a/b/c", "", "../x", "x" * 200):
             assert resolve(text, tmp_path) == Path(text)
         with pytest.raises(InputError, match="File name too long"):
             resolve("x" * 5000, tmp_path)
+
+    def test_a_name_is_its_newest_version(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        older, newest = several(tmp_path, 2)
+        newer = tmp_path / "tiny" / newest
+        for text in ("tiny", "tiny:latest", str(tmp_path / "tiny")):
+            assert resolve(text, tmp_path) == newer
+        tags.move(tmp_path / "tiny", "latest", older)
+        assert resolve("tiny:latest", tmp_path).name == older  # a tag that is called so
+        (tmp_path / "here" / "tiny").mkdir(parents=True)
+        monkeypatch.chdir(tmp_path / "here")  # a checkpoint's folder of the same name
+        assert resolve("tiny", tmp_path) == newer
+        assert resolve("tiny", tmp_path / "none") == Path("tiny")
+        assert resolve("tiny", tmp_path, newest=False) == tmp_path / "tiny"
 
     def test_a_path_that_is_there_comes_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         version = put(tmp_path / "artifacts").path.name

@@ -323,7 +323,7 @@ class TestFolder:
 
     def test_adapter(self, tmp_path: Path) -> None:
         (tmp_path / "adapter_config.json").write_text("{}")
-        assert "hint: this is an adapter: merge it" in refusal(tmp_path)
+        assert "hint: this is an adapter: name its base" in refusal(tmp_path)
 
     @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
     def test_pickle(self, tiny_checkpoint: Path, name: str) -> None:
@@ -396,9 +396,9 @@ class TestConfig:
             Checkpoint.open(tiny_checkpoint)
 
     def test_quantized_already(self, tiny_checkpoint: Path) -> None:
-        edit(tiny_checkpoint / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
+        edit(tiny_checkpoint / "config.json", quantization_config={"quant_method": "of tomorrow", "bits": 4})
         message = refusal(tiny_checkpoint, UnsupportedError)
-        assert "already quantized (quantization_config: 'awq')" in message
+        assert 'already quantized (quantization_config: "of tomorrow")' in message
         assert "hint: start from the unquantized checkpoint" in message
 
     def test_layers_of_several_models(self, tiny_checkpoint: Path) -> None:

@@ -1,18 +1,24 @@
 """`llmforge plan` through its runner: tables, JSON, plots, and the message and exit code of each mistake."""
 
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from llmforge import targets
 from llmforge.cli import cli
-from llmforge.planning import plot
+from llmforge.doctor import ceilings
+from llmforge.doctor.ceilings import Ceilings
+from llmforge.metrics.units import times
+from llmforge.planning import plot, render, request
 
 from ..shapes import PUBLIC
 
@@ -69,7 +75,7 @@ def test_one_target_shows_everything(llama: Path) -> None:
         "8.03 B parameters, 32 layers, context of 131,072 tokens",
         "Memory per device", "16.1 GB", "131 kB",
         "Largest batch by context",
-        "decode, batch 4", "prefill, 1,024 tokens", "memory", "compute",
+        "batch 4", "prefill", "memory", "compute",
         "Tensor parallelism",
         "Effect of passes", "quantize-weights, bits: 4", "no fp4 arithmetic",
         "the device does 206 operations per byte",
@@ -88,9 +94,55 @@ def test_several_targets_are_set_side_by_side(llama: Path) -> None:
     result = invoke(llama, "--target", "h200", "--target", "rtx-4090", "--target", "gb200", "--batch", "8")
     assert result.exit_code == 0
     rows = [line for line in result.stdout.splitlines() if line.startswith("│")]
-    assert [row.split("│")[1].strip() for row in rows] == ["h200", "rtx-4090", "gb200"]
-    assert "–" in rows[2]  # no price is known
+    assert [row.split("│")[1].strip() for row in rows] == 2 * ["h200", "rtx-4090", "gb200"]  # speed, then size and cost
+    assert "–" in rows[5]  # no price is known
     assert "8 concurrent sequences, 1,024 prompt tokens, 256 output tokens" in result.stdout
+
+
+def test_a_refused_target_is_a_row_beside_others(llama: Path) -> None:
+    asked = ("--target", "t4", "--target", "b200", "--engine", "onnxruntime")
+    result = invoke(llama, *asked)
+    assert result.exit_code == 0
+    rows = [line.split("│")[1:3] for line in result.stdout.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row] for row in rows if "b200" in row[0]] == 2 * [["b200", "refused"]]
+    assert "b200: target b200 (NVIDIA B200 (HGX, 1000 W)) cannot load engines of onnxruntime" in result.stdout
+    planned, refused = facts(llama, *asked)
+    assert (planned["target"], refused["target"]) == ("t4", "b200")
+    assert "SM 10.0" in refused["refused"]
+    alone = invoke(llama, "--target", "b200", "--target", "gb200", "--engine", "onnxruntime")
+    assert (alone.exit_code, alone.stdout) == (6, "")
+
+
+@pytest.mark.parametrize("targets_", [["h200"], ["h200", "t4", "b200", "rtx-4090"]])
+def test_80_columns_cut_nothing_off(llama: Path, targets_: list[str]) -> None:
+    planned = request.answer(llama, request.Request(targets=tuple(targets_), backend=None, batch=16))
+    first = planned[0]
+    assert isinstance(first, render.Planned)
+    shown = render.details(first) if len(planned) == 1 else render.comparison(planned)
+    console = Console(width=80, file=StringIO())
+    console.print(shown)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text
+    for name in ("TTFT", "TPOT", "tok/s", "MBU", "bound by", "fits"):
+        assert name in text
+
+
+def test_long_times_are_in_seconds_and_minutes(llama: Path) -> None:
+    shown = invoke(llama, "--target", "t4", "--prompt", "120000").stdout
+    assert re.search(r"prefill +│ +[\d.]+ (s|min \d\d s) │", shown) is not None
+    assert re.search(r"\d,\d{3} ms", shown) is None
+
+
+def test_ratios_of_passes_are_above_1_where_they_are_better(llama: Path) -> None:
+    passes = {each["change"]: each for each in facts(llama, "--target", "h200")["passes"]}
+    row = passes["quantize-weights, bits: 4"]
+    shown = invoke(llama, "--target", "h200").stdout
+    line = next(line for line in shown.splitlines() if "quantize-weights, bits: 4" in line and "pays" in line)
+    decode, prefill, rate = (cell.strip() for cell in line.split("│")[3:6])
+    assert decode == times(1 / row["tpot"])
+    assert prefill == times(1 / row["ttft"])
+    assert rate == times(row["tokens_per_second"])
+    assert row["tpot"] < 1 < row["tokens_per_second"]
 
 
 def test_json_holds_what_the_tables_show(llama: Path) -> None:
@@ -167,8 +219,58 @@ def test_a_recipe_for_tensorrt_keeps_its_passes_in_mind() -> None:
     assert "fp16 activations, weights fp8, embedding fp16, cache fp16, fp16 matmul" in shown
 
 
-def test_a_recipe_for_this_machine_says_how_to_measure_it() -> None:
-    result = invoke(ROOT / "recipes" / "fp32.yaml")
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
+    """Let measurements be made up, say how many there were, and how many cores others took meanwhile."""
+    others: list[float] = []
+
+    def measure(threads: int, told: Any) -> Ceilings:
+        others.append(1.3 if not others else 0.1)
+        rates, kernels = {"fp32": 2e11, "int8": 8e11}, {"fp32": "x", "int8": "y"}
+        return Ceilings({threads: 40e9}, rates, kernels, {}, threads, others[-1])
+
+    monkeypatch.setattr(ceilings, "measure", measure)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    return others
+
+
+def test_this_machine_is_measured_once(measured: list[float]) -> None:
+    recipe = ROOT / "recipes" / "fp32.yaml"
+    busy = invoke(recipe)
+    assert busy.exit_code == 0
+    assert "measuring this machine, once" in busy.stderr
+    assert "other processes took 1.3 cores meanwhile: an idle machine is faster" in busy.stderr
+    assert "unverified figures" in busy.stdout
+    again = invoke(recipe)  # nothing was kept
+    assert "measuring this machine, once" in again.stderr
+    assert "unverified" not in again.stdout
+    kept = invoke(recipe)
+    assert kept.stderr == ""
+    assert kept.stdout == again.stdout
+    assert len(measured) == 2
+
+
+def test_a_damaged_file_of_this_machine_is_measured_again(measured: list[float], tmp_path: Path) -> None:
+    recipe = ROOT / "recipes" / "fp32.yaml"
+    invoke(recipe), invoke(recipe)
+    [file] = (tmp_path / "home" / "llmforge" / "machines").iterdir()
+    file.write_text(file.read_text()[:40])
+    assert invoke(recipe).exit_code == 0
+    assert len(measured) == 3
+    assert invoke(recipe).stderr == ""
+
+
+def test_what_cannot_be_kept_is_measured_each_time(measured: list[float], tmp_path: Path) -> None:
+    (tmp_path / "home" / "llmforge").mkdir(parents=True)
+    (tmp_path / "home" / "llmforge" / "machines").write_text("a file where the folder would be")
+    for _ in range(3):
+        assert invoke(ROOT / "recipes" / "fp32.yaml").exit_code == 0
+    assert len(measured) == 3
+
+
+def test_another_cpu_says_how_to_measure_it(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "detect", lambda: targets.Isa.AVX2)
+    result = invoke(llama, "--target", "cpu-amx")
     assert result.exit_code == 2
     assert "has no memory bandwidth" in result.stderr
     assert "llmforge doctor --measure --write machine.yaml" in result.stderr.replace("\n", " ")
@@ -181,7 +283,6 @@ def test_a_recipe_for_this_machine_says_how_to_measure_it() -> None:
         (("--target", "h100"), 2, "'h100' is ambiguous: h100-pcie, h100-sxm"),
         (("--target", "a100"), 2, "a100-40, a100-80"),
         (("--target", "h20"), 2, "did you mean"),
-        (("--target", "cpu-amx"), 2, "no memory bandwidth"),
         (("--target", "absent.yaml"), 2, "absent.yaml: cannot be read"),
         (("--target", "h200", "--engine", "tensorrt-rtx"), 6, "TensorRT-RTX 1.7 has no target SM 9.0"),
         (("--target", "b200", "--engine", "onnxruntime"), 6, "holds neither code for SM 10.0 nor PTX"),
@@ -218,7 +319,8 @@ def drawn(path: Path) -> ElementTree.Element:
 
 def test_the_roofline_is_drawn(llama: Path, tmp_path: Path) -> None:
     path = tmp_path / "roof.svg"
-    assert invoke(llama, "--target", "h200", "--plot", path).exit_code == 0
+    result = invoke(llama, "--target", "h200", "--plot", path)
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, str(path))
     tree = drawn(path)
     circles = [each for each in tree.iter(f"{SVG}circle") if each.find(f"{SVG}title") is not None]
     assert [each.get("class") for each in circles] == ["decode"] * 9 + ["prefill"]

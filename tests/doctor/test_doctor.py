@@ -1,8 +1,12 @@
 """`llmforge doctor`: what it finds, measures and writes; GPUs stand in as what their drivers print."""
 
 import json
+import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from llmforge import native, targets
 from llmforge.base import versions
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError, VersionMismatch
 from llmforge.cli import cli
-from llmforge.doctor import ceilings, environment, gpus, machine
+from llmforge.doctor import ceilings, environment, gpus, machine, render
 from llmforge.doctor.ceilings import Ceilings, QuantizedLayers
 from llmforge.doctor.environment import Check
 from llmforge.doctor.gpus import Gpu
-from llmforge.evaluation.machine import Machine
+from llmforge.evaluation.machine import Machine, OthersMeter
 from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.recipe import Recipe
@@ -72,6 +77,40 @@ def test_a_machine_without_a_gpu() -> None:
     assert found["CPU"].found.startswith(f"AMD EPYC: target {targets.local().name}, 2 cores, 4 usable CPUs, 25.0 GB")
     assert found["run on CUDA"].state == "optional"
     assert all(check.hint for check in found.values() if check.state == "no")
+
+
+def test_a_busy_machine_is_not_verified(tmp_path: Path) -> None:
+    busy = replace(MEASURED, others=1.26)
+    target = machine.of_cpu("here", HERE, busy, "2026-11-23")
+    assert target.bandwidth_gbs is not None
+    figures = [target.bandwidth_gbs, *target.rates.values()]
+    figures += [figure for kernels in target.kernels.values() for each in kernels.values()
+                for figure in (each.rate, each.read_gbs)]  # fmt: skip
+    assert not any(figure.verified for figure in figures)
+    assert "while others took 1.3 cores" in target.bandwidth_gbs.source
+    quiet = machine.of_cpu("here", HERE, MEASURED, "2026-11-23")
+    assert quiet.bandwidth_gbs is not None
+    assert quiet.bandwidth_gbs.verified
+    console = Console(file=StringIO(), width=120)
+    console.print(render.measured(busy))
+    assert "other processes took 1.3 cores meanwhile" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_others_are_other_processes() -> None:
+    spin = "import time\nend = time.time() + 1\nwhile time.time() < end: pass"
+    meter = OthersMeter()
+    end = time.perf_counter() + 0.5
+    while time.perf_counter() < end:
+        pass
+    before = meter.cores()
+    other = subprocess.Popen([sys.executable, "-c", spin])
+    try:
+        time.sleep(0.7)
+        taken = meter.cores()
+    finally:
+        other.wait()
+    assert before >= 0
+    assert taken > 0.15  # of its own, 0.5 s are not counted
 
 
 @pytest.mark.usefixtures("no_gpu")

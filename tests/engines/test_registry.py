@@ -23,7 +23,7 @@ def test_onnxruntime_on_a_cpu_has_its_builder() -> None:
 
 
 def test_a_device_that_cannot_load_an_engine_gets_none() -> None:
-    with pytest.raises(UnsupportedError, match="cannot load a tensorrt engine") as caught:
+    with pytest.raises(UnsupportedError, match="cannot load engines of tensorrt") as caught:
         engines.for_target("tensorrt", targets.load("cpu-avx2"))
     assert "backend: onnxruntime" in (caught.value.hint or "")
 

@@ -24,6 +24,7 @@ pytest.importorskip("tensorrt_rtx")
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 INT4, FP8, H200 = "llama-rtx4090-tensorrt", "llama-rtx4090-tensorrt-fp8", "h200-tensorrt"
+CHAT, COST = "chat-h100-fp8", "cost-l4"
 QUICK = (
     "calibration.samples=2",
     "passes.quantize-weights.method=rtn",
@@ -35,11 +36,15 @@ BUILT = {
     INT4: ("a100-80", "a10g", "l4", "l40s", "rtx-4090", "rtx-5090", "rtx-pro-6000"),
     FP8: ("l4", "l40s", "rtx-4090", "rtx-5090", "rtx-pro-6000"),
     H200: ("h200", "h100-sxm", "b200"),
+    CHAT: ("h100-sxm", "h100-pcie", "h200"),
+    COST: ("l4", "a10g", "rtx-4090"),
 }
 REFUSED = {
-    INT4: {"t4": "no int4 weights for Turing", "h200": "cannot load a tensorrt-rtx engine"},
+    INT4: {"t4": "no int4 weights for Turing", "h200": "cannot load engines of tensorrt-rtx"},
     FP8: {"a10g": "does not compute in fp8", "t4": "does not compute in fp8"},
     H200: {"a100-80": "does not compute in fp8"},
+    CHAT: {"a100-80": "does not compute in fp8"},
+    COST: {"t4": "no int4 weights for Turing"},
 }
 
 

@@ -140,11 +140,14 @@ def test_the_commands(folder: Path, tmp_path: Path) -> None:
     assert shown.exit_code == 0
     assert "3: 2 traced, 1 copied (period 1)" in shown.stdout
     assert f"{facts['cache_bytes_per_token']:,} bytes per token in 6 tensors" in shown.stdout
-    assert invoke("diff-graph", file, file).stdout == "no difference\n"
+    same = invoke("diff-graph", file, file)
+    assert (same.exit_code, same.stdout) == (0, "no difference\n")
     other = onnx_file.load(file)
     next(node for node in other.graph if node.op_type == "Sigmoid").op_type = "Tanh"
     onnx_file.save(other, tmp_path / "other.onnx", weights=False)
-    lines = invoke("diff-graph", file, tmp_path / "other.onnx").stdout.splitlines()
+    differs = invoke("diff-graph", file, tmp_path / "other.onnx")
+    assert (differs.exit_code, differs.stderr) == (7, "")
+    lines = differs.stdout.splitlines()
     assert "~ Sigmoid: 3 → 2 nodes" in lines
     assert "~ node model.layers.0.mlp.act_fn/Sigmoid: Sigmoid → Tanh" in lines
     as_data = json.loads(invoke("diff-graph", file, tmp_path / "other.onnx", "--json").stdout)

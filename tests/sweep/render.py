@@ -1,10 +1,21 @@
-"""The table of architectures, docs/architectures.md, from the records of a sweep."""
+"""The table of architectures, docs/architectures.md, from the records of a sweep.
+
+`python -m tests.sweep.render` writes what of it the package has along (`llmforge inspect`) anew from the document.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from llmforge.checkpoint.inspection import TRACED
+
+DOCUMENT = Path(__file__).parents[2] / "docs/architectures.md"
+_ROW = re.compile(r"^\| (?P<type>\S+) \| (?P<outcome>[\w-]+) \| .*? \| .*? \| (?P<reason>.*) \|$")
 
 MEANING = {
     "right": "logits equal transformers' (fp32, prefill, decode, continuation, ragged batch, prompts beyond windows)",
@@ -43,3 +54,22 @@ def table(records: Mapping[str, Mapping[str, Any]]) -> str:
         reason = " ".join(str(record.get("reason") or "").replace("|", "\\|").split())
         lines.append(f"| {name} | {record['outcome']} | {shown} | {record.get('nodes') or ''} | {reason} |")
     return "\n".join(lines) + "\n"
+
+
+def packaged(document: str) -> dict[str, str]:
+    """Return of every type in a table why it is not compiled, empty where it is."""
+    rows = [match for line in document.splitlines() if (match := _ROW.match(line))]
+    return {
+        row["type"]: "" if row["outcome"] == "right" else (row["reason"] or row["outcome"]).replace("\\|", "|")
+        for row in rows
+        if row["outcome"] in MEANING
+    }
+
+
+def write_packaged(document: str) -> None:
+    """Write that to where the package has it."""
+    TRACED.write_text(json.dumps(packaged(document), indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_packaged(DOCUMENT.read_text(encoding="utf-8"))

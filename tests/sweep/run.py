@@ -137,6 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _write(options.out, json.dumps(dict(sorted(records.items())), indent=1))
     if options.table is not None:
         _write(options.table, render.table(records))
+        if options.table.resolve() == render.DOCUMENT:
+            render.write_packaged(render.table(records))
     print(json.dumps(Counter(record["outcome"] for record in records.values())))
     return 0
 

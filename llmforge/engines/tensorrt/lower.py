@@ -18,7 +18,7 @@ import onnx_ir as ir
 from llmforge.base.errors import UnsupportedError
 from llmforge.engines.tensorrt import collectives, experts, support, weights
 from llmforge.engines.tensorrt.attention import Attentions
-from llmforge.ir import dtype_inference, interface, operators
+from llmforge.ir import dtype_inference, interface, low_rank, operators
 from llmforge.ir import graph as g
 from llmforge.ir.builder import Builder
 from llmforge.ir.operators import canonical, contrib, standard
@@ -85,6 +85,8 @@ def _reason(view: Operator) -> tuple[str | None, str]:
             return reason, "put `lower-precision` into the recipe"
         case canonical.MoE():
             return experts.reason_against(view), _OTHER_ENGINE
+        case canonical.LowRankAdapter():
+            return None, ""
         case canonical.AllReduce() | canonical.AllGather():
             return collectives.reason_against(view), "split the graph along its last axis"
         case canonical.Fp4Linear():
@@ -136,9 +138,11 @@ class _Rewriting(Builder):
     capacity: int
     _attentions: Attentions = field(init=False)
     _weights: weights.Weights = field(init=False)
+    _adapters: low_rank.Expansion = field(init=False)
 
     def __post_init__(self) -> None:
         self._attentions, self._weights = Attentions(self.model, self.capacity), weights.Weights(self.model)
+        self._adapters = low_rank.Expansion(self.model)
 
     def node(self, node: ir.Node) -> str | None:
         """Replace `node` where the parser does not take it; say what it became."""
@@ -147,6 +151,9 @@ class _Rewriting(Builder):
                 return self._attentions.rewrite(attention)
             case canonical.MoE() as layer:
                 return experts.lower(self.model, layer)
+            case canonical.LowRankAdapter() as layer:
+                self._adapters.adapter(layer)
+                return "LowRankAdapter to Gather and MatMul, which no GPU has run"
             case canonical.AllReduce() | canonical.AllGather() as collective:
                 return collectives.lower(collective)
             case canonical.Fp4Linear() as layer:

@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import interface
-from llmforge.ir.graph import dims
+from llmforge.ir.graph import dims, static
 from llmforge.ir.operators.record import (
     CANONICAL,
     FLOAT,
@@ -26,6 +26,7 @@ from llmforge.ir.operators.record import (
     Precision,
     Stage,
     integer,
+    integers,
     listed,
     real,
     shown,
@@ -160,6 +161,40 @@ class MoE(Experts, domain=CANONICAL):
     def chosen(self) -> int | None:
         """How many experts a token chooses, where that is known."""
         return _dim(self.expert_ids, -1)
+
+
+class LowRankAdapter(Operator, domain=CANONICAL):
+    """What adapters add to a linear layer: base [B, S, N], x [B, S, K], one of `a` [n + 1, K, P·R], `b` [n + 1, R, N].
+
+    Row b of the batch takes number adapter_ids[b] of the n adapters, 0 is none. The features of the layer are P parts,
+    side by side, of `widths`; part p multiplies columns p·R … (p + 1)·R - 1 of x·a[id] by its columns of b[id].
+    """
+
+    base = Input(FLOATS, 3)
+    x = Input(FLOATS, 3)
+    adapter_ids = Input(I64, 1)
+    a = Input(FLOATS, 3, chosen_by_row=True)
+    b = Input(FLOATS, 3, chosen_by_row=True)
+    widths = integers()
+    y = Output()
+    indivisible = "adapters that requests choose are not divided"
+
+    def check(self) -> None:
+        """Check that the matrices fit the layer and its parts."""
+        a, b, parts = dims(self.a), dims(self.b), len(self.widths)
+        self.require(parts > 0 and min(self.widths) > 0, f"widths are {list(self.widths)}, must be positive")
+        if not a or not b or not isinstance(b[1], int):
+            return
+        fits = a[0] == b[0] and a[2] == parts * b[1] and b[2] == sum(self.widths)
+        self.require(fits, f"a {shown(a)} and b {shown(b)} do not fit parts of {list(self.widths)}")
+        for name, axis, size in (("x", -1, a[1]), ("base", -1, b[2])):
+            held = _dim(getattr(self, name), axis)
+            self.require(held in (None, size), f"{name} is {held} wide, must be {size}")
+
+    @property
+    def rank(self) -> int:
+        """The rank R of each part's product."""
+        return static(self.b)[1]
 
 
 class CausalConv(Operator, domain=CANONICAL):

@@ -55,6 +55,17 @@ class Embedding(_Packed):
     y = Output(dtype=FLOAT)
 
 
+class LowRankAdapter(_Kernel):
+    """`llmforge::LowRankAdapter` with `a` [n + 1, P·R, K], a row for each sum."""
+
+    base = Input(FP32, 3)
+    x = Input(FP32, 3)
+    adapter_ids = Input(I64, 1)
+    a = Input(FP32, 3, chosen_by_row=True)
+    b = Input(FP32, 3, chosen_by_row=True)
+    widths = Input(I64, 1)
+
+
 class GroupQueryAttention(_Kernel):
     """Attention over caches of fp32."""
 

@@ -112,6 +112,7 @@ class Operand:
         table: its operator looks a few rows of it up.
         experts: axis 0 is the experts, of which a token reads those that were chosen for it.
         chooses: it chooses experts, or weighs them.
+        chosen_by_row: axis 0 is the adapters, of which each row of the batch reads one.
         heads: the axis of the query heads.
         kv_heads: the axis of the KV heads, where it has rank 4.
         rotary: a table of rotary embedding, a row a position.
@@ -128,12 +129,14 @@ class Operand:
         table: bool = False,
         experts: bool = False,
         chooses: bool = False,
+        chosen_by_row: bool = False,
         heads: int | None = None,
         kv_heads: int | None = None,
         rotary: bool = False,
     ) -> None:
         self.index, self.dtypes, self.ranks = -1, frozenset(dtypes), frozenset(ranks)
         self.fp32, self.table, self.experts, self.chooses = fp32, table or rotary, experts, chooses
+        self.chosen_by_row = chosen_by_row
         self.heads, self.kv_heads, self.rotary = heads, kv_heads, rotary
 
 

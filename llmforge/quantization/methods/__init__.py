@@ -25,19 +25,23 @@ _AUTO_SUMMARY = (
     f"{DEFAULT.name} in formats that calibration chooses for each weight, within weight_bits or weight_bytes"
 )
 
+STORED = "stored"  # none: the codes that the checkpoint has
+_STORED_SUMMARY = "the codes of a checkpoint that is quantized already, as they are; other weights stay as they are"
+
 _Pass = TypeVar("_Pass")
 
 
 class Named:
-    """Annotates a string that names a method: only names of `METHODS`, and `AUTO`, are valid."""
+    """Annotates a string that names a method: only names of `METHODS`, `AUTO` and `STORED` are valid."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.literal_schema([*(method.name for method in METHODS), AUTO])
+        return core_schema.literal_schema([*(method.name for method in METHODS), AUTO, STORED])
 
 
 def summaries() -> str:
     """Describe all methods in a line."""
-    return "; ".join([*(f"{method.name}: {method.summary}" for method in METHODS), f"{AUTO}: {_AUTO_SUMMARY}"])
+    named = [(method.name, method.summary) for method in METHODS]
+    return "; ".join(f"{name}: {said}" for name, said in (*named, (AUTO, _AUTO_SUMMARY), (STORED, _STORED_SUMMARY)))
 
 
 def with_options(*, before: str) -> Callable[[type[_Pass]], type[_Pass]]:
@@ -67,8 +71,12 @@ def with_options(*, before: str) -> Callable[[type[_Pass]], type[_Pass]]:
 
 
 def make(name: str, options: object) -> Method:
-    """Make the method called `name`; its options are attributes of `options`, a pass with those of all methods."""
-    cls = DEFAULT if name == AUTO else next(method for method in METHODS if method.name == name)
+    """Make the method called `name`; its options are attributes of `options`, a pass with those of all methods.
+
+    That of `STORED` is for what is not stored as codes.
+    """
+    others: dict[str, type[Method]] = {AUTO: DEFAULT, STORED: PLAIN}
+    cls = others[name] if name in others else next(method for method in METHODS if method.name == name)
     return cls(**{option: getattr(options, option) for option in _options(cls)})
 
 

@@ -122,10 +122,14 @@ class RuntimeConfig:
     device: DeviceFacts | None = None  # null: a CPU
     graphs: GraphPlan | None = None
     plan: PlanFacts | None = None
+    adapters: tuple[str, ...] = ()  # that requests choose from; the first is number 1 of the input `adapter_ids`
 
     def to_json(self) -> str:
-        """Write the file's text: sorted keys, one trailing newline."""
-        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n"
+        """Write the file's text: sorted keys, one trailing newline; adapters only where there are some."""
+        plain = dataclasses.asdict(self)
+        if not self.adapters:
+            del plain["adapters"]
+        return json.dumps(plain, indent=2, sort_keys=True) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> RuntimeConfig:
@@ -148,14 +152,17 @@ class RuntimeConfig:
                 f"{path}: format {quoted(data.get('format'))}; this llmforge reads format {FORMAT}",
                 hint="build the artifact again, or run it with the llmforge that built it",
             )
+        if isinstance(data, dict):
+            data = {"adapters": [], **data}
         config = strict_json.read(cls, data, str(path))
         config._check_parts(str(path))
         return config
 
     def _check_parts(self, where: str) -> None:
         """Refuse parts that `provider` does not have, and missing ones that it has."""
-        compiled, kind = backends.of_provider(self.provider).compiled, PROVIDERS[self.provider].kind
-        parts = {"onnxruntime": not compiled, "plan": compiled, "device": kind == "gpu"}
+        backend, kind = backends.of_provider(self.provider), PROVIDERS[self.provider].kind
+        ours = backend.elsewhere is None
+        parts = {"onnxruntime": ours and not backend.compiled, "plan": backend.compiled, "device": kind == "gpu"}
         for name, wanted in parts.items():
             if (getattr(self, name) is not None) != wanted:
                 state = "is missing" if wanted else "makes no sense"
@@ -186,6 +193,7 @@ class RuntimeConfig:
             "plan.profiles": (max((p.max_batch for p in profiles), default=None), MOST_ROWS),
             "plan.profiles.max_sequence": (max((p.max_sequence for p in profiles), default=None), MOST_TOKENS),
             "caches": (len(self.caches) or None, MOST_ROWS),
+            "adapters": (len(self.adapters) or None, MOST_ROWS),
         }
 
     @property

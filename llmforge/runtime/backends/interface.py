@@ -65,12 +65,15 @@ class StepInputs(NamedTuple):
     rows: NDArray[np.int64] | None = None
     lengths: Counts | None = None
     text_lengths: Counts | None = None
+    adapters: Counts | None = None
 
     def only(self, b: int) -> StepInputs:
         """Give those of row `b` alone."""
         row = slice(b, b + 1)
-        lengths, text_lengths = (None if x is None else x[row] for x in (self.lengths, self.text_lengths))
-        return StepInputs(self.ids[row], self.past_lengths[row], self.rows, lengths, text_lengths)
+        lengths, text_lengths, adapters = (
+            None if x is None else x[row] for x in (self.lengths, self.text_lengths, self.adapters)
+        )
+        return StepInputs(self.ids[row], self.past_lengths[row], self.rows, lengths, text_lengths, adapters)
 
     def feeds(self, signature: Signature) -> dict[str, NDArray[Any]]:
         """Make what a graph takes besides its caches."""
@@ -82,6 +85,7 @@ class StepInputs(NamedTuple):
             rows,
             self.lengths,
             self.text_lengths,
+            self.adapters,
             growing=signature.growing,
         )
 
@@ -133,6 +137,7 @@ class Backend(ABC, Generic[C]):
         out: NDArray[np.float32] | None = None,
         lengths: Counts | None = None,
         text_lengths: Counts | None = None,
+        adapters: Counts | None = None,
     ) -> NDArray[np.float32]:
         """Run the tokens `ids` after what `cache` holds, and store their keys and values there.
 
@@ -145,6 +150,7 @@ class Backend(ABC, Generic[C]):
             lengths: [B], the tokens of each row that are no padding; None: all. Layers with a state need it.
             text_lengths: [B], the tokens of the whole text that the step is a part of; None: the step ends it. Rotary
                 angles that depend on the length of a text (LongRoPE) need it.
+            adapters: [B], the adapter of each row, 0 for none, where the graph takes them; None: no row has one.
 
         Returns:
             Logits, fp32 [B, R, V]: `out`, or a new array.
@@ -153,7 +159,7 @@ class Backend(ABC, Generic[C]):
             UsageError: the tokens do not fit into the cache.
             ValueError: shapes do not agree.
         """
-        inputs = StepInputs(ids, past_lengths, rows, lengths, text_lengths)
+        inputs = StepInputs(ids, past_lengths, rows, lengths, text_lengths, adapters)
         self._check(inputs, cache)
         shape = (cache.batch, 1 if rows is None else len(rows), self.vocabulary)
         if out is None:

@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from llmforge.base.backends import PROVIDERS
+from llmforge.base.backends import PROVIDERS, of_provider
 from llmforge.base.errors import InputError, VersionMismatch
 from llmforge.runtime.backends.config import DAMAGED, DATA_FILE, FILE, MODEL_FILE, DeviceFacts, RuntimeConfig
 from llmforge.runtime.backends.device import CudaDevice
@@ -27,6 +27,8 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
     gpu = None if config.device is None else _gpu(config.device, device, extra=config.provider)
     config.check_versions()
     wanted = (MODEL_FILE, DATA_FILE) if config.plan is None else (config.plan.file,)
+    if of_provider(config.provider).elsewhere is not None:
+        wanted = (FILE,)  # the files of others are theirs to read
     for name in wanted:
         file = folder / name
         if not file.is_symlink() and not file.exists():
@@ -39,6 +41,8 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
     opened: Backend[Any] = session.open_engine(folder / wanted[0], config, threads, gpu)
     if (opened.vocabulary, set(opened.signature.caches)) != (config.vocabulary, set(config.caches)):
         raise InputError(f"{folder}: {FILE} does not match {wanted[0]}: vocabulary or caches differ")
+    if opened.signature.takes_adapters != bool(config.adapters):
+        raise InputError(f"{folder}: {FILE} does not match {wanted[0]}: it names {len(config.adapters)} adapters")
     return opened
 
 

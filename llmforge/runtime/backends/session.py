@@ -156,9 +156,10 @@ class Session(Backend[Cache]):
         rows: NDArray[np.int64],
         lengths: Counts | None = None,
         text_lengths: Counts | None = None,
+        adapters: Counts | None = None,
     ) -> dict[str, NDArray[Any]]:
         """Run one step as `step` does, leave `cache` as it is, and return the outputs `names`. For diagnosis: slow."""
-        feeds = StepInputs(ids, past_lengths, rows, lengths, text_lengths).feeds(self.signature)
+        feeds = StepInputs(ids, past_lengths, rows, lengths, text_lengths, adapters).feeds(self.signature)
         past = grown(cache.buffers, past_lengths) if self.signature.growing else cache.buffers
         values = run(self._session, list(names), {**feeds, **past})
         return dict(zip(names, values, strict=True))

@@ -33,7 +33,7 @@ CACHE_TYPES: Mapping[str, ElementType] = MappingProxyType(
 ELEMENTS: Mapping[str, ElementType] = MappingProxyType({each.name: each for each in CACHE_TYPES.values()})
 
 # What `interface.feeds` knows to make.
-_FED = interface.PLACES | {interface.INPUT_IDS, interface.LOGITS_ROWS}
+_FED = interface.PLACES | {interface.INPUT_IDS, interface.ADAPTER_IDS, interface.LOGITS_ROWS}
 # ONNX Runtime 1.31 has a kernel for one token, and from two tokens on equal bits (measured, docs/runtime.md). Our own
 # attention has one for up to 8 queries (FEW_QUERIES in native/impl.inc).
 _STEADY_FROM, _STEADY_FROM_OWN = 2, 9
@@ -126,6 +126,11 @@ class Signature:
     def cache_types(self) -> dict[str, str]:
         """The type of the elements of each cache and state, by the name of its input."""
         return {each.name: each.dtype for each in self.caches} | {each.name: each.dtype for each in self.states}
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether each row of a step chooses an adapter."""
+        return interface.ADAPTER_IDS in self.inputs
 
     @property
     def gives_all_rows(self) -> bool:

@@ -52,6 +52,7 @@ class Engine:
             runner.samplers,
             options,
             speculation=None if proposer is None else Speculation(proposer),
+            adapters=runner.config.adapters,
         )
         self._wake = threading.Condition()
         # Guarded by `_wake`: what callers hand to the thread, and what it tells them.

@@ -2,8 +2,9 @@
 
 A block is `BLOCK` tokens that follow the tokens of another block, or begin a text: blocks form a tree, and a path from
 the root is the beginning of some text (system prompts, earlier turns of a conversation). Blocks are compared by their
-tokens, not by a hash of them. Their keys and values lie in a cache of the decoder, one row a block, of fixed size;
-they are copied in and out, at a few percent of what computing them costs.
+tokens, not by a hash of them, and by the number of the adapter that computed them: none serves a text of another one.
+Their keys and values lie in a cache of the decoder, one row a block, of fixed size; they are copied in and out, at a
+few percent of what computing them costs.
 
 When all rows are taken, the block that was used least recently goes. Whoever uses a block uses those before it, so
 that no block goes before those that follow it.
@@ -58,49 +59,49 @@ class PrefixCache(Generic[C]):
     def __len__(self) -> int:
         return len(self._lru)
 
-    def find(self, tokens: Sequence[int]) -> int:
+    def find(self, tokens: Sequence[int], adapter: int = 0) -> int:
         """Give the length of the longest prefix of `tokens` that is stored, a multiple of `BLOCK`."""
-        return len(self._path(tokens, len(tokens) // BLOCK)) * BLOCK
+        return len(self._path(tokens, len(tokens) // BLOCK, adapter)) * BLOCK
 
-    def load(self, tokens: Sequence[int], cache: C, row: int) -> None:
+    def load(self, tokens: Sequence[int], cache: C, row: int, adapter: int = 0) -> None:
         """Copy `tokens`, whole blocks that are stored, into `row`."""
-        path = self._path(tokens, len(tokens) // BLOCK)
+        path = self._path(tokens, len(tokens) // BLOCK, adapter)
         for i, block in enumerate(path):
             cache.copy(row, i * BLOCK, self._pool, block.row, 0, BLOCK)
         self._touch(path)
 
-    def store(self, tokens: Sequence[int], cache: C, row: int) -> None:
+    def store(self, tokens: Sequence[int], cache: C, row: int, adapter: int = 0) -> None:
         """Store `tokens`, which `row` holds from its first one on, but for the last ones that fill no block.
 
         A text that is longer than all the memory is stored as far as that reaches.
         """
         count = min(len(tokens) // BLOCK, self.capacity)
-        path = self._path(tokens, count)
+        path = self._path(tokens, count, adapter)
         self._touch(path)  # so none of them is the oldest: others are, or there is room
         for i in range(len(path), count):
             row_of_pool = self._free.pop() if self._free else self._evict()
             self._pool.copy(row_of_pool, 0, cache, row, i * BLOCK, BLOCK)
-            block = _Block(row_of_pool, _key(tokens, i), path[-1].children if path else self._roots)
+            block = _Block(row_of_pool, _key(tokens, i, adapter), path[-1].children if path else self._roots)
             block.siblings[block.key] = block
             self._lru[block] = None
             path.append(block)
         self._touch(path)
 
-    def forget(self, tokens: Sequence[int]) -> None:
+    def forget(self, tokens: Sequence[int], adapter: int = 0) -> None:
         """Drop the first block of `tokens` and all that follow it, in whatever texts."""
-        first = self._roots.pop(_key(tokens, 0), None)
+        first = self._roots.pop(_key(tokens, 0, adapter), None)
         dropped = [] if first is None else [first]
         for block in dropped:
             dropped += block.children.values()
             del self._lru[block]
             self._free.append(block.row)
 
-    def _path(self, tokens: Sequence[int], count: int) -> list[_Block]:
+    def _path(self, tokens: Sequence[int], count: int, adapter: int) -> list[_Block]:
         """Follow the first `count` blocks of `tokens` as far as they are stored."""
         path: list[_Block] = []
         children = self._roots
         for i in range(count):
-            block = children.get(_key(tokens, i))
+            block = children.get(_key(tokens, i, adapter))
             if block is None:
                 break
             path.append(block)
@@ -120,5 +121,9 @@ class PrefixCache(Generic[C]):
         return oldest.row
 
 
-def _key(tokens: Sequence[int], block: int) -> bytes:
+def _key(tokens: Sequence[int], block: int, adapter: int) -> bytes:
+    """Make the key of a block: its tokens, and what computed them, in which a prefix of another adapter differs."""
+    if adapter:
+        tokens, block = (adapter, *tokens[block * BLOCK : (block + 1) * BLOCK]), 0
+        return np.array(tokens, np.int32).tobytes()
     return np.array(tokens[block * BLOCK : (block + 1) * BLOCK], np.int32).tobytes()

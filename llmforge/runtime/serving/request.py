@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import ForgeError, UsageError
+from llmforge.base.wording import quoted
 from llmforge.runtime.sampling.options import GREEDY, Sampling
 from llmforge.runtime.sampling.sampler import TokenLogprob
 
@@ -29,6 +30,7 @@ class Request:
     timeout_s: float | None = None
     detokenize: bool = True
     special_tokens: frozenset[int] = frozenset()
+    adapter: str = ""  # of those that the artifact keeps apart; "": none
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
@@ -83,6 +85,20 @@ class Chunk:
 # Receives the chunks of one sequence, the last one with a `finish_reason`; or one error, after which nothing comes.
 # It is called by the engine's thread: it must hand over and return, never wait.
 Receiver = Callable[[Chunk | ForgeError], None]
+
+
+def adapter_number(name: str, adapters: Sequence[str]) -> int:
+    """Return the number of the adapter `name` of an artifact that has `adapters`, from 1 on; of "", which is none, 0.
+
+    Raises:
+        UsageError: there is no such adapter.
+    """
+    if not name:
+        return 0
+    if name not in adapters:
+        known = f"the adapters are {', '.join(adapters)}" if adapters else "the artifact has none"
+        raise UsageError(f"no adapter {quoted(name)}: {known}")
+    return adapters.index(name) + 1
 
 
 def check_tokens(ids: Sequence[int] | NDArray[np.integer[Any]], longest: int, vocabulary: int) -> None:

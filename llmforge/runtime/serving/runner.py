@@ -25,7 +25,7 @@ from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.runtime.serving.chat import ChatTemplate
 from llmforge.runtime.serving.options import EngineOptions
 from llmforge.runtime.serving.prompts import PromptEncoder
-from llmforge.runtime.serving.request import Chunk, Request, check_tokens
+from llmforge.runtime.serving.request import Chunk, Request, adapter_number, check_tokens
 from llmforge.runtime.serving.scheduler import Scheduler
 
 # Tokens of a text that get logits in one step: at a vocabulary of 150,000, 256 rows of fp32 logits take 154 MB.
@@ -56,11 +56,11 @@ class Runner(PromptEncoder):
         self._taken = [False] * config.max_batch
         self._lock = threading.Lock()
 
-    def generate(self, prompt: str | Sequence[int], sampling: Sampling = GREEDY) -> Iterator[Chunk]:
-        """Go on from one prompt, a text or token ids, chunk by chunk.
+    def generate(self, prompt: str | Sequence[int], sampling: Sampling = GREEDY, adapter: str = "") -> Iterator[Chunk]:
+        """Go on from one prompt, a text or token ids, chunk by chunk, with an `adapter` of the artifact, or none.
 
         Raises:
-            UsageError: the prompt is empty or too long, or `max_batch` sequences are running.
+            UsageError: the prompt is empty or too long, `max_batch` sequences are running, or there is no such adapter.
         """
         start = time.perf_counter()
         ids = tuple(self.encode(prompt) if isinstance(prompt, str) else prompt)
@@ -68,7 +68,7 @@ class Runner(PromptEncoder):
         received: deque[Chunk | ForgeError] = deque()
         with self._lease(1) as cache:
             scheduler = self._scheduler(cache)
-            scheduler.add(Request(ids, sampling), received.append, start)
+            scheduler.add(Request(ids, sampling, adapter=adapter), received.append, start)
             while scheduler.step():
                 while received:
                     yield _chunk(received.popleft())
@@ -87,28 +87,32 @@ class Runner(PromptEncoder):
             raise ValueError(f"{len(prompts)} prompts, {len(samplings)} samplings")
         return self._steps([tuple(prompt) for prompt in prompts], samplings)
 
-    def logits(self, ids: Sequence[int], step_tokens: int | None = None, *, first_step: int = 1) -> NDArray[np.float32]:
+    def logits(
+        self, ids: Sequence[int], step_tokens: int | None = None, *, first_step: int = 1, adapter: str = ""
+    ) -> NDArray[np.float32]:
         """Give the logits after every token of `ids`, fp32 [S, V], reading at most `step_tokens` a step.
 
         None: `LOGITS_CHUNK`. With 1 every token but the first is read by a decode step, which finds all before it in
         the KV cache. The first step reads `first_step` tokens, if that is more: a prompt.
         """
-        return np.concatenate(list(self.logits_chunks(ids, step_tokens, first_step=first_step)))
+        return np.concatenate(list(self.logits_chunks(ids, step_tokens, first_step=first_step, adapter=adapter)))
 
     def logits_chunks(
-        self, ids: Sequence[int], step_tokens: int | None = None, *, first_step: int = 1
+        self, ids: Sequence[int], step_tokens: int | None = None, *, first_step: int = 1, adapter: str = ""
     ) -> Iterator[NDArray[np.float32]]:
         """Give the logits after every token of `ids` in chunks, one for each step: fp32 [rows, V]."""
         check_tokens(ids, self.config.max_context, self.config.vocabulary)
         with self._lease(1) as cache:
             tokens, whole = np.array([ids], np.int64), np.array([len(ids)])
+            chosen = np.array([adapter_number(adapter, self.config.adapters)])
             wanted = step_tokens or LOGITS_CHUNK
             longest = self.session.longest_step
             size, first = (min(most, longest or most) for most in (wanted, max(wanted, first_step)))
             for start in (0, *range(first, len(ids), size)):
                 end = start + (size if start else first)
                 chunk, past = tokens[:, start:end], np.array([start], np.int32)
-                yield self.session.step(chunk, past, cache, np.arange(chunk.shape[1]), text_lengths=whole)[0]
+                every = np.arange(chunk.shape[1])
+                yield self.session.step(chunk, past, cache, every, text_lengths=whole, adapters=chosen)[0]
 
     def logits_after(self, texts: Sequence[Sequence[int]], starts: Sequence[int]) -> list[NDArray[np.float32]]:
         """Read `texts` together, and give the logits after each token from number `starts[b]` on: fp32 [S_b, V].
@@ -162,7 +166,8 @@ class Runner(PromptEncoder):
     def _scheduler(self, cache: Any) -> Scheduler[Any]:
         """Make a scheduler for the rows of `cache` that reads all prompts in its first step."""
         options = EngineOptions(max_queue=0, step_tokens=cache.batch * cache.capacity, prefix_cache_bytes=0)
-        return Scheduler(self.session, cache, self.samplers, options, chunk=PREFILL_CHUNK)
+        adapters = self.config.adapters
+        return Scheduler(self.session, cache, self.samplers, options, chunk=PREFILL_CHUNK, adapters=adapters)
 
     @contextlib.contextmanager
     def _lease(self, wanted: int) -> Iterator[Any]:

@@ -13,9 +13,10 @@ tokens besides those that decode, which bounds the time between two tokens of a 
 prompt of `L` tokens is read within `ceil(L / chunk)` steps, whatever decodes beside it.
 
 **Nobody's tokens depend on neighbours.** Chunks end at multiples of `chunk` tokens counted from the start of the text,
-wherever they begin and whatever else the step runs, and each sequence has random numbers of its own. What is left are
-kernels whose sums differ in the last bits with the shape of a step: those for few tokens and those for many. What is
-read behind a cached prefix has many tokens where it would have many without (`Scheduler._reusable_tokens`).
+wherever they begin and whatever else the step runs; each row takes the adapter of its own sequence, which has random
+numbers of its own. What is left are kernels whose sums differ in the last bits with the shape of a step: those for few
+tokens and those for many. What is read behind a cached prefix has many tokens where it would have many without
+(`Scheduler._reusable_tokens`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from llmforge.runtime.backends.interface import Backend, C
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.runtime.serving.options import EngineOptions
 from llmforge.runtime.serving.prefix_cache import BLOCK, PrefixCache
-from llmforge.runtime.serving.request import Chunk, Receiver, Request, check_tokens
+from llmforge.runtime.serving.request import Chunk, Receiver, Request, adapter_number, check_tokens
 from llmforge.runtime.serving.sequence import NoText, OutputText, Sequence
 from llmforge.runtime.serving.speculation import Speculation
 from llmforge.runtime.serving.stats import EngineStats
@@ -59,6 +60,7 @@ class Scheduler(Generic[C]):
         chunk: longest piece of a prompt that runs at once, in tokens; never longer than `step_tokens` or the backend's
             `longest_step`.
         clock: seconds, from any origin.
+        adapters: names of those that requests choose from; the first is number 1.
 
     A decoder whose tokens cannot be used again or taken back (`no_reuse_reason`) goes without prefix cache and
     speculation, and `EngineStats.notes` says so.
@@ -77,6 +79,7 @@ class Scheduler(Generic[C]):
         speculation: Speculation | None = None,
         chunk: int = PREFILL_CHUNK,
         clock: Callable[[], float] = time.perf_counter,
+        adapters: tuple[str, ...] = (),
     ) -> None:
         self._backend = backend
         self._cache = cache
@@ -84,6 +87,7 @@ class Scheduler(Generic[C]):
         self._options = options
         self._chunk = min(chunk, options.step_tokens, backend.longest_step or chunk)
         self._clock = clock
+        self._adapters = adapters
         reason = backend.signature.no_reuse_reason
         asked = {"prefix cache": options.prefix_cache_bytes, "speculation": speculation}
         without = tuple(f"no {name}: {reason}" for name, value in asked.items() if value and reason)
@@ -96,6 +100,7 @@ class Scheduler(Generic[C]):
         self._sequences: dict[Sequence, None] = {}  # those that wait or have a slot, in order of arrival
         self._input_ids = np.zeros((cache.batch, 1), np.int64)
         self._past_lengths = np.zeros(cache.batch, np.int32)
+        self._adapter_ids = np.zeros(cache.batch, np.int64)
         self._lengths = np.zeros(cache.batch, np.int32)
         logits = backend.logits_array((cache.batch, 1, backend.vocabulary))
         self._logits = [logits[: n + 1] for n in range(cache.batch)]  # equal steps hand the backend one object
@@ -114,7 +119,8 @@ class Scheduler(Generic[C]):
         """Make what `enqueue` takes; any thread may do it. `submitted`: when, by the clock; None: now.
 
         Raises:
-            UsageError: the prompt is empty, too long or has unknown tokens; or stop strings without detokenization.
+            UsageError: the prompt is empty, too long or has unknown tokens; stop strings without detokenization; or an
+                adapter that is not there.
             UsageError, UnsupportedError, EnvironmentLacks: as `Samplers.start` does.
         """
         check_tokens(request.prompt, self._cache.capacity - 1, self._backend.vocabulary)
@@ -127,6 +133,7 @@ class Scheduler(Generic[C]):
             submitted=self._clock() if submitted is None else submitted,
             max_tokens=min(request.sampling.max_tokens or room, room),
             text=self._text_of(request),
+            adapter=adapter_number(request.adapter, self._adapters),
             sampler=self._samplers.start(request.sampling, request.prompt),
         )
 
@@ -261,12 +268,20 @@ class Scheduler(Generic[C]):
             # A row that does not decode runs, too, and its logits are not read. What it writes lands behind the tokens
             # that it holds, where its next token will overwrite it.
             self._past_lengths[row] = 0 if taken is None else taken.computed_tokens
+            self._adapter_ids[row] = 0 if taken is None else taken.adapter
             self._idle_rows += taken is None
         self._lengths[:n] = self._input_ids[:n] = 0
         for slot, sequence in batch:
             self._lengths[slot], self._input_ids[slot] = 1, sequence.tokens[-1]
         logits, view = self._logits[n - 1], self._cache.rows(0, n)
-        self._backend.step(self._input_ids[:n], self._past_lengths[:n], view, out=logits, lengths=self._lengths[:n])
+        self._backend.step(
+            self._input_ids[:n],
+            self._past_lengths[:n],
+            view,
+            out=logits,
+            lengths=self._lengths[:n],
+            adapters=self._adapter_ids[:n],
+        )
         for slot, sequence in batch:
             sequence.computed_tokens += 1
             self._store_blocks(sequence, slot)
@@ -288,7 +303,9 @@ class Scheduler(Generic[C]):
         k = len(draft)
         ids = np.array([[sequence.tokens[-1], *draft]], np.int64)
         past_lengths, view = np.array([sequence.computed_tokens], np.int32), self._cache.rows(slot, slot + 1)
-        (logits,) = self._backend.step(ids, past_lengths, view, np.arange(k + 1), out=self._verify_logits[k])
+        (logits,) = self._backend.step(
+            ids, past_lengths, view, np.arange(k + 1), out=self._verify_logits[k], adapters=np.array([sequence.adapter])
+        )
         sequence.drafted_tokens += k
         self._totals["drafted_tokens"] += k
         tokens = 0
@@ -328,9 +345,9 @@ class Scheduler(Generic[C]):
         sequence.started = self._clock()
         self._totals["prompt_tokens"] += tokens
         if self._prefix_cache is not None:
-            cached = self._reusable_tokens(self._prefix_cache.find(sequence.tokens), tokens)
+            cached = self._reusable_tokens(self._prefix_cache.find(sequence.tokens, sequence.adapter), tokens)
             sequence.computed_tokens = sequence.cached_tokens = cached
-            self._prefix_cache.load(sequence.tokens[:cached], self._cache, slot)
+            self._prefix_cache.load(sequence.tokens[:cached], self._cache, slot, sequence.adapter)
             sequence.stored_blocks = cached // BLOCK
             self._totals["prefix_query_tokens"] += tokens
             self._totals["prefix_hit_tokens"] += cached
@@ -356,6 +373,7 @@ class Scheduler(Generic[C]):
             self._cache.rows(slot, slot + 1),
             out=logits,
             text_lengths=np.array([sequence.prompt_tokens]),
+            adapters=np.array([sequence.adapter]),
         )
         self._totals["prefill_tokens"] += end - start
         sequence.computed_tokens = end
@@ -367,7 +385,7 @@ class Scheduler(Generic[C]):
         """Give the blocks that `sequence` has completed in `slot` to the prefix cache."""
         computed = sequence.computed_tokens
         if self._prefix_cache is not None and not sequence.failed and computed // BLOCK > sequence.stored_blocks:
-            self._prefix_cache.store(sequence.tokens[:computed], self._cache, slot)
+            self._prefix_cache.store(sequence.tokens[:computed], self._cache, slot, sequence.adapter)
             sequence.stored_blocks = computed // BLOCK
 
     # Tokens
@@ -382,7 +400,7 @@ class Scheduler(Generic[C]):
         except ForgeError as error:
             sequence.failed = True
             if self._prefix_cache is not None:  # whatever was wrong with this text, it must not spread to others
-                self._prefix_cache.forget(sequence.tokens)
+                self._prefix_cache.forget(sequence.tokens, sequence.adapter)
             self._remove(sequence, "error")
             self._deliver(sequence, error)
             return False

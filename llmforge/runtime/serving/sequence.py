@@ -71,6 +71,7 @@ class Sequence(Ticket):
     max_tokens: int  # that may be generated
     text: OutputText | NoText
     sampler: TokenSampler
+    adapter: int = 0  # its number; 0: none
     slot: int | None = None  # row of the cache; None: it waits
     computed_tokens: int = 0  # of `tokens`, whose keys and values are in its slot
     cached_tokens: int = 0  # of the prompt, that came from the prefix cache

@@ -13,7 +13,9 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint import Checkpoint, gguf
+from llmforge.checkpoint.quantized import QuantizedTensor
+from llmforge.checkpoint.safetensors_file import external
 from llmforge.trace.export.reference import Reference
 from llmforge.trace.export.stored_matrix import StoredMatrix
 
@@ -55,7 +57,16 @@ class Parameters:
         [stored] = source.tensors
         if name in self._checkpoint.tensors:
             stored = name  # whatever was planned
-        file = self._checkpoint.tensors[stored].file
+        if self._checkpoint.merge is not None and stored in self._checkpoint.merge.steps:  # no file holds its numbers
+            return self._checkpoint.tensor(stored).numpy()[rows].astype(np.float32)
+        entry = self._checkpoint.tensors[stored]
+        if isinstance(entry, QuantizedTensor):
+            whole = entry.dequantize()
+            return np.asarray(whole if not entry.shape else whole[rows], np.float32)
+        file = entry.file
+        if file.suffix == gguf.SUFFIX:
+            plain = external(entry).numpy()
+            return np.asarray(plain if not entry.shape else plain[rows], np.float32)
         if file not in self._files:
             self._files[file] = safe_open(file, "pt").__enter__()  # type: ignore[no-untyped-call]
         part = self._files[file].get_slice(stored)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from llmforge.base.errors import CheckpointError, NotADecoder
 from llmforge.checkpoint import Checkpoint
+from llmforge.trace.export import stored_matrix, weights
 from llmforge.trace.hooks import internals
 
 
@@ -45,10 +46,10 @@ def build(config: PretrainedConfig, attention: str) -> tuple[PreTrainedModel, in
     return model, mode
 
 
-def on_meta(config: PretrainedConfig, attention: str) -> PreTrainedModel:
+def on_meta(config: PretrainedConfig, attention: str | None) -> PreTrainedModel:
     """Build the causal language model of `config` in fp32, its parameters on the meta device; buffers hold numbers.
 
-    `attention` names the attention implementation.
+    `attention` names the attention implementation; None: transformers' default.
 
     Raises:
         ValueError: transformers has no causal language model for `config`, or it does not take `attention`.
@@ -64,9 +65,16 @@ def on_meta(config: PretrainedConfig, attention: str) -> PreTrainedModel:
 def load(checkpoint: Checkpoint, attention: str | None = None) -> PreTrainedModel:
     """Load the whole model of `checkpoint` by transformers, in fp32; local files only, no remote code, no pickle.
 
+    Where its weights are stored as codes, the model is transformers', and they are dequantized here.
+
     Raises:
         CheckpointError: transformers misses weights.
     """
+    if checkpoint.layout is not None or checkpoint.merge is not None:  # no file holds its numbers
+        dense = on_meta(checkpoint.config, attention)
+        sources = weights.plan(dense, checkpoint)
+        stored_matrix.give_weights(dense, checkpoint, sources, without=(), in_memory=True)
+        return dense
     read: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
     with internals.no_progress_bars():
         loaded: tuple[PreTrainedModel, Mapping[str, Any]] = read(

@@ -27,31 +27,39 @@ _READ_BYTES = 1 << 22  # of a tile: it is multiplied by while it is in the proce
 
 
 def give_weights(
-    model: nn.Module, checkpoint: Checkpoint, sources: Mapping[str, Source], *, without: Sequence[str]
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    sources: Mapping[str, Source],
+    *,
+    without: Sequence[str],
+    in_memory: bool = False,
 ) -> None:
     """Give parameters and persistent buffers of `model` their numbers, but for those of the modules `without`.
 
-    Matrices of more than `TILE_BYTES` that the checkpoint holds as they are become a `StoredMatrix`.
+    Matrices of more than `TILE_BYTES` that the checkpoint holds as they are become a `StoredMatrix`, unless all are
+    wanted `in_memory`.
 
     Raises:
         UnsupportedError: a parameter has no source.
     """
     absent = tuple(f"{name}." for name in without)
     read: dict[Source, Tensor] = {}
+    shared: dict[Source, nn.Parameter] = {}  # what is tied stays so
     for name, tensor in list(model.state_dict(keep_vars=True).items()):
         if name.startswith(absent):
             continue
         source = sources[name]
         owner, _, leaf = name.rpartition(".")
         module, is_parameter = model.get_submodule(owner), isinstance(tensor, nn.Parameter)
-        if is_parameter and source.converted is None and tensor.dim() == 2 and 4 * tensor.numel() > TILE_BYTES:
+        is_large = source.converted is None and tensor.dim() == 2 and 4 * tensor.numel() > TILE_BYTES
+        if is_parameter and is_large and not in_memory:
             # no nn.Parameter, which would be a copy
             module._parameters[leaf] = _stored(checkpoint, source.tensors[0])  # type: ignore[assignment]
             continue
         if source not in read:
             read[source] = weights.load_fp32(checkpoint, source)
         if is_parameter:
-            module._parameters[leaf] = nn.Parameter(read[source], requires_grad=False)
+            module._parameters[leaf] = shared.setdefault(source, nn.Parameter(read[source], requires_grad=False))
         else:
             module._buffers[leaf] = read[source].to(tensor.dtype)
     left = [name for name, each in model.named_parameters() if each.is_meta and not name.startswith(absent)]

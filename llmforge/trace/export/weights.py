@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint.safetensors_file import TensorEntry
 from llmforge.ir import graph as g
 from llmforge.ir.derived import Stored
 from llmforge.ir.operators import standard
@@ -196,7 +197,8 @@ def tensor_of(
     checkpoint: Checkpoint, source: Source, shape: ir.Shape, dtype: ir.DataType, name: str, *, transposed: bool
 ) -> ir.TensorProtocol:
     """Make the tensor of a parameter: the file's bytes where dtype and layout match, else a lazy cast."""
-    if not transposed and source.converted is None and checkpoint.tensors[source.tensors[0]].dtype == dtype:
+    is_mapped = source.converted is None and isinstance(checkpoint.tensors[source.tensors[0]], TensorEntry)
+    if not transposed and is_mapped and checkpoint.tensors[source.tensors[0]].dtype == dtype:
         tensor: ir.TensorProtocol = checkpoint.tensor(source.tensors[0])
         tensor.name = name
         return tensor

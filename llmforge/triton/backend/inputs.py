@@ -15,7 +15,7 @@ from llmforge.runtime.serving import client_json, tools
 from llmforge.runtime.serving.client_json import JsonLimits
 from llmforge.runtime.serving.messages import encode_messages
 from llmforge.runtime.serving.prompts import PromptEncoder
-from llmforge.runtime.serving.request import Request, check_tokens
+from llmforge.runtime.serving.request import Request, adapter_number, check_tokens
 from llmforge.runtime.serving.tool_calls import CallParser
 from llmforge.runtime.serving.tools import ToolUse
 from llmforge.triton.backend import signature
@@ -27,6 +27,7 @@ _TRITON_PREFIX = "triton_"
 # `timeout` is that of Triton's `infer` (docs/protocol/extension_parameters.md of its server).
 _DEADLINES: Mapping[str, tuple[str, float]] = {"timeout": ("microseconds", 1e6), "timeout_ms": ("milliseconds", 1e3)}
 _LONGEST_S = 1e9
+_ADAPTER = ("adapter", "lora_name")  # the latter is what Triton's vLLM backend calls it
 
 Tensors = Mapping[str, NDArray[Any]]
 
@@ -62,16 +63,33 @@ def read(
     given = _json(parameters, "the parameters", limits)
     deadline_s = _deadline(given, timeout_s)
     gathered = _sampling(tensors, given, limits)
+    adapter = _adapter(gathered)
     sampling = sampling_of({name: value for name, value in gathered.items() if name not in tools.FIELDS})
     if gathered.get("tools") and signature.MESSAGES.name not in tensors:
         raise UsageError("tools: the model is shown them with messages alone")
     use = _tools(gathered, encoder, limits)
     prompt = _prompt(tensors, encoder, limits, () if use is None else use.tools)  # what takes time comes last
     echo = _echo(tensors, stream=stream)
-    request = Request(tuple(prompt), sampling, deadline_s)
+    adapter_number(adapter, encoder.config.adapters)
+    request = Request(tuple(prompt), sampling, deadline_s, adapter=adapter)
     if use is None:
         return InferenceRequest(request, stream, echo, frozenset(omitted))
     return InferenceRequest(use.applied(request), stream, echo, frozenset(omitted), use.parser())
+
+
+def _adapter(gathered: dict[str, Any]) -> str:
+    """Take the name of an adapter out of the parameters; "": none.
+
+    Raises:
+        UsageError: it is no text, or there are two.
+    """
+    given = {name: value for name in _ADAPTER if (value := gathered.pop(name, None)) is not None}
+    for name, value in given.items():
+        if not isinstance(value, str):
+            raise UsageError(f"{name} {str(value)[:40]}: expected the name of an adapter")
+    if len(set(given.values())) > 1:
+        raise UsageError(f"{' and '.join(given)} contradict each other", hint="use only one of them")
+    return next(iter(given.values()), "")
 
 
 def _tools(given: Mapping[str, Any], encoder: PromptEncoder, limits: JsonLimits) -> ToolUse | None:

@@ -175,7 +175,7 @@ def _device(config: RuntimeConfig, args: Mapping[str, str]) -> int:
     Raises:
         EnvironmentLacks: the group is of another kind of device than the engine.
     """
-    kind = PROVIDERS[config.provider].kind.upper()
+    kind = (PROVIDERS[config.provider].kind or "cpu").upper()
     if args["model_instance_kind"] != kind:
         raise EnvironmentLacks(
             f"instance_group of config.pbtxt says KIND_{args['model_instance_kind']}, but the engine is for a {kind}",

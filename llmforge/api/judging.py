@@ -1,0 +1,120 @@
+"""`llmforge.gate` and `llmforge.evaluate`: verdicts on what was measured, and more to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmforge.artifact import Artifact, default_folder, resolve
+from llmforge.base import extras
+from llmforge.base.errors import UsageError
+from llmforge.base.progress import Progress
+from llmforge.evaluation.gates import Verdict
+from llmforge.recipe import GatesFile
+from llmforge.report import release, release_text, verdict
+
+if TYPE_CHECKING:
+    from llmforge.metrics.tasks import TaskResult
+    from llmforge.report.release import Judgement
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The verdict on a release. A notebook shows it as a table."""
+
+    judgement: Judgement
+
+    @property
+    def verdict(self) -> Verdict:
+        """How all gates together ended: pass, fail or inconclusive."""
+        return self.judgement.verdict
+
+    @property
+    def passed(self) -> bool:
+        """Whether all gates passed."""
+        return self.verdict is Verdict.PASS
+
+    def __str__(self) -> str:
+        return "\n".join(release_text.text(self.judgement))
+
+    def _repr_markdown_(self) -> str:
+        return release_text.markdown(self.judgement)
+
+
+def gate(
+    artifact: str | Path,
+    *,
+    against: str | Path | None = None,
+    gates: Mapping[str, Mapping[str, float]] | str | Path | None = None,
+    out: str | Path | None = None,
+) -> Judged:
+    """Decide gates on the evidence of an artifact, alone and against an earlier one, as `llmforge gate` does.
+
+    `gates` maps metrics to limits ({"kld_mean": {"max": 0.02}}), or is a file of them; default: those of the recipe.
+    Nothing is measured: limits on how latency moves are left undecided.
+
+    Raises:
+        llmforge.base.errors.ForgeError: an artifact is damaged, or limits make no sense.
+    """
+    home = default_folder(out)
+    subject = _subject(artifact, home)
+    source = "gates"
+    if gates is None:
+        specs, source = dict(subject.sealed_limits), f"the recipe of {subject.side.reference}"
+    elif isinstance(gates, str | Path):
+        specs, source = dict(GatesFile.load(Path(gates)).gates), str(gates)
+    else:
+        specs = dict(GatesFile.of(gates).gates)
+    release.check(specs, source)
+    if not specs:
+        raise UsageError(f"{source} has no gates: nothing to decide", hint='give gates={"kld_mean": {"max": 0.02}}')
+    earlier = None if against is None else _subject(against, home)
+    return Judged(release.judge(subject, specs, earlier))
+
+
+def _subject(artifact: str | Path, out: Path) -> release.Subject:
+    opened = Artifact.open(resolve(str(artifact), out))
+    verdict.recompute(opened)
+    return release.Subject.of(opened)
+
+
+def evaluate(
+    artifact: str | Path,
+    tasks: Sequence[str],
+    *,
+    recipe: str | Path | None = None,
+    checkpoint: str | Path | None = None,
+    limit: int | None = None,
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> tuple[TaskResult, ...]:
+    """Run tasks on an artifact and on its checkpoint, and add the evidence to the artifact, as `llmforge eval` does.
+
+    The checkpoint is the recipe's, or given itself. `options`: few_shot.
+
+    Raises:
+        llmforge.base.errors.ForgeError: there is no such task, or the artifact is of another checkpoint.
+    """
+    extras.require("build", "eval")
+    from llmforge import cache
+    from llmforge.build import validating
+    from llmforge.checkpoint import Checkpoint
+    from llmforge.recipe import Recipe
+
+    if (recipe is None) == (checkpoint is None):
+        raise UsageError("give either recipe or checkpoint, of what the artifact was built from")
+    folder = Path(checkpoint) if checkpoint is not None else Recipe.load(Path(str(recipe))).checkpoint
+    found = validating.evaluate(
+        resolve(str(artifact), default_folder(out)),
+        list(tasks),
+        Checkpoint.open(folder),
+        progress,
+        limit=limit,
+        cache=partial(cache.Cache, cache.default_folder(), cache.default_size()),
+        **options,
+    )
+    return tuple(found.tasks)

@@ -1,0 +1,129 @@
+"""`llmforge.load`: an artifact that answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge.artifact import Artifact, default_folder, resolve
+from llmforge.base import admission
+from llmforge.base.errors import UsageError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from llmforge.runtime import Chunk, Runner, TokenLogprob, Usage
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, token ids, or messages of a chat
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A generated text. `finish_reason` is "stop" or "length"; `logprobs` are of each token, where asked for."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: Usage
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Model:
+    """An artifact's engine in this process, with its tokenizer; threads may share it."""
+
+    def __init__(self, artifact: Artifact, runner: Runner) -> None:
+        self.artifact = artifact
+        self.runner = runner
+
+    def __repr__(self) -> str:
+        manifest = self.artifact.manifest
+        return f"<llmforge.Model {manifest.name}/{manifest.version}: {self.runner.config.max_context} tokens>"
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the checkpoint."""
+        return self.runner.tokenizer
+
+    def generate(self, prompt: Prompt, **sampling: Any) -> Answer:
+        """Answer a prompt: a text, token ids, or messages, to which the chat template is applied.
+
+        `sampling` are fields of `llmforge.runtime.Sampling`: max_tokens, temperature, top_p, seed, stop, …; by default
+        greedy, until the model ends or the context is full.
+
+        Raises:
+            UsageError: the prompt is empty or too long, or an option is not what it may be.
+        """
+        chunks = list(self._chunks(prompt, sampling))
+        last = chunks[-1]
+        assert last.finish_reason is not None
+        assert last.usage is not None
+        return Answer(
+            "".join(chunk.text for chunk in chunks),
+            tuple(chunk.token_id for chunk in chunks if chunk.token_id is not None),
+            last.finish_reason,
+            last.usage,
+            tuple(chunk.logprob for chunk in chunks if chunk.logprob is not None),
+        )
+
+    def stream(self, prompt: Prompt, **sampling: Any) -> Iterator[str]:
+        """Answer as `generate` does, piece by piece as the text becomes certain; pieces are not empty."""
+        return (chunk.text for chunk in self._chunks(prompt, sampling) if chunk.text)
+
+    def logits(self, prompt: str | Sequence[int]) -> NDArray[np.float32]:
+        """Return the logits after each token of a text, or of token ids: fp32 [tokens, vocabulary].
+
+        Raises:
+            UsageError: there are no tokens, or too many.
+        """
+        return self.runner.logits(self.runner.encode(prompt) if isinstance(prompt, str) else prompt)
+
+    def _chunks(self, prompt: Prompt, sampling: Mapping[str, Any]) -> Iterator[Chunk]:
+        from llmforge.runtime import Sampling
+
+        unknown = set(sampling) - set(Sampling.__dataclass_fields__)
+        if unknown:
+            known = ", ".join(Sampling.__dataclass_fields__)
+            raise UsageError(f"unknown option of sampling: {', '.join(sorted(unknown))}; known: {known}")
+        ids: str | Sequence[int]
+        if isinstance(prompt, str):
+            ids = prompt
+        elif all(isinstance(part, Mapping) for part in prompt) and len(prompt):
+            ids = self.runner.encode_chat([dict(part) for part in prompt])  # type: ignore[arg-type]
+        else:
+            ids = [int(token) for token in prompt]  # type: ignore[arg-type]
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in sampling.items()
+        }
+        if isinstance(given.get("stop"), str):
+            given["stop"] = (given["stop"],)
+        return self.runner.generate(ids, Sampling(**given))
+
+
+def load(
+    artifact: str | Path,
+    *,
+    out: str | Path | None = None,
+    threads: int | None = None,
+    device: int = 0,
+    allow: Literal["fail", "inconclusive"] | None = None,
+) -> Model:
+    """Load an artifact: a path, or under `out` NAME/VERSION, NAME:TAG or the beginning of a version.
+
+    Its files are hashed first. `threads` defaults to all physical cores. `allow`: load it although its gates ended so.
+
+    Raises:
+        llmforge.base.errors.ForgeError: it is damaged, its gates failed, or this machine does not run its engine.
+    """
+    from llmforge import runtime
+
+    opened = Artifact.open(resolve(str(artifact), default_folder(out)))
+    admission.admit(opened.path, allow=allow, how_to_allow='allow="fail"')
+    return Model(opened, runtime.load(opened.path, threads, device))

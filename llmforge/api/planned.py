@@ -1,0 +1,71 @@
+"""`llmforge.plan`: memory, speed and cost, predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from llmforge.planning import render, request
+from llmforge.planning.render import Planned, Refused
+from llmforge.planning.scheme import Wanted
+
+_WIDTH = 120  # columns
+
+
+@dataclass(frozen=True)
+class Plans:
+    """A plan for each target that was asked for, in that order; those that are refused say why."""
+
+    planned: tuple[Planned | Refused, ...]
+
+    @property
+    def data(self) -> list[dict[str, Any]]:
+        """As plain data: bytes, seconds, shares between 0 and 1, US dollars."""
+        return [render.data(each) for each in self.planned]
+
+    def __str__(self) -> str:
+        return str(self._drawn().export_text())
+
+    def _repr_html_(self) -> str:
+        return str(self._drawn().export_html(inline_styles=True, code_format="<pre>{code}</pre>"))
+
+    def _drawn(self) -> Any:
+        from rich.console import Console
+
+        console = Console(record=True, width=_WIDTH, file=StringIO(), highlight=False)
+        [*others, last] = self.planned
+        console.print(
+            render.comparison(self.planned) if others or not isinstance(last, Planned) else render.details(last)
+        )
+        return console
+
+
+def plan(
+    what: str | Path,
+    target: str | Sequence[str] | None = None,
+    *,
+    batch: int | None = None,
+    prompt: int | None = None,
+    output: int | None = None,
+    context: int | None = None,
+    price: float | None = None,
+    ranks: int = 1,
+    **dtypes: Any,
+) -> Plans:
+    """Plan a recipe or a checkpoint for one or several targets, as `llmforge plan` does; no weights are read.
+
+    `dtypes`: compute, weights, kv, product. A CPU without figures is refused: `llmforge doctor --measure` makes a
+    target file. `price` is in US dollars an hour.
+
+    Raises:
+        UsageError, CheckpointError, UnsupportedError: nothing can be planned.
+    """
+    names = () if target is None else (target,) if isinstance(target, str) else tuple(target)
+    asked = request.Request(
+        targets=names, batch=batch, prompt=prompt, output=output, context=context, ranks=ranks, usd_per_hour=price,
+        wanted=Wanted(**dtypes),
+    )  # fmt: skip
+    return Plans(tuple(request.answer(Path(what), asked)))

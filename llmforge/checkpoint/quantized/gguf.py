@@ -1,0 +1,162 @@
+"""The parameters of a GGUF file, as the seam for stored formats has them (`llmforge.checkpoint.quantized`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge.base.errors import CheckpointError
+from llmforge.checkpoint.gguf import architectures, blocks
+from llmforge.checkpoint.gguf.blocks import BlockType
+from llmforge.checkpoint.gguf.header import DTYPES, Header, TensorInfo, read
+from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor
+from llmforge.checkpoint.safetensors_file import TensorEntry, data_type
+from llmforge.quantization.stored import NotHeld
+
+if TYPE_CHECKING:
+    from llmforge.quantization.grids import Grid, QuantizedMatrix, Scale
+
+_BLOCKS = "blocks"  # the one part of a parameter
+# Types whose scales are fp16 as they stand; of others they are products, which fp16 does not hold.
+_FP16_SCALES = ("Q4_0", "Q5_0", "Q8_0")
+
+
+@dataclass(frozen=True, eq=False)
+class GgufTensor(QuantizedTensor):
+    """A parameter in blocks of ggml, or in plain numbers whose rows are in another order."""
+
+    kind: BlockType
+    heads: int | None = None  # of how many heads the rows are in llama.cpp's order
+    minus_one: bool = False
+
+    @property
+    def format(self) -> str:
+        """ggml's name of it."""
+        return self.kind.name
+
+    def dequantize(self) -> NDArray[Any]:
+        """Return its weights, bit-equal to `gguf.quants.dequantize`, with rows as transformers has them."""
+        values = blocks.dequantize(self._data(), self.kind, self.shape)
+        if not np.isfinite(values).all():
+            raise self.damaged(_BLOCKS, f"({self.kind.name}) holds NaN or infinity; weights must be finite")
+        return values - values.dtype.type(1) if self.minus_one else values
+
+    def grid(self) -> Grid:
+        """Return the grid of types that have no minima: Q4_0, Q5_0, Q8_0, Q3_K, Q6_K."""
+        from llmforge.quantization.grids import Grid
+
+        found = blocks.CODES.get(self.kind.name)
+        if found is None or len(self.shape) != 2 or self.minus_one:
+            raise NotHeld(f"are {self.kind.name}, {_why_not(self.kind)}", is_plain=not self.kind.quantized)
+        bits, block_size, _ = found
+        return Grid(bits, block_size, True, _scale(self.kind.name))
+
+    def codes(self) -> QuantizedMatrix:
+        """Return the stored codes; a block whose scale is 0 gets the code of 0 and the scale 1."""
+        from llmforge.quantization.grids import QuantizedMatrix
+
+        grid = self.grid()
+        held = blocks.codes(self._data(), self.kind, self.shape)
+        assert held is not None
+        if not np.isfinite(held.scales).all():
+            raise self.damaged(_BLOCKS, f"({self.kind.name}) holds scales that are NaN or infinite")
+        zero = held.scales == 0
+        codes, scales = held.codes, held.scales
+        if zero.any():
+            codes.reshape(*scales.shape, -1)[zero] = grid.middle
+            scales = np.where(zero, np.float32(1), scales)
+        return QuantizedMatrix(grid, codes, scales, None)
+
+    def _data(self) -> NDArray[np.uint8]:
+        """Read its bytes, the rows in transformers' order."""
+        data = self.read(_BLOCKS).view(np.uint8)
+        if self.heads is None:
+            return data.reshape(-1)
+        rows = self.shape[0]
+        return data.reshape(self.heads, rows // self.heads // 2, 2, -1).swapaxes(1, 2).reshape(-1)
+
+
+def _scale(kind: str) -> Scale:
+    return "fp16" if kind in _FP16_SCALES else "fp32"
+
+
+def _why_not(kind: BlockType) -> str:
+    if not kind.quantized:
+        return "plain numbers"
+    if kind.name == "IQ4_NL":
+        return "whose levels are not evenly spaced"
+    return "whose blocks have a minimum that is no multiple of their scale"
+
+
+class Gguf(Layout):
+    """Files of llama.cpp."""
+
+    name: ClassVar[str] = "GGUF"
+    methods: ClassVar[tuple[str, ...]] = ("gguf",)
+
+    def check(self, config: Mapping[str, Any], where: Path) -> str:
+        """The header of the file says how each tensor is stored."""
+        return self.name
+
+    def grid(self, config: Mapping[str, Any]) -> Grid | None:
+        """Tell by the type in which most numbers of the file are, which `architectures.settings` wrote down."""
+        from llmforge.quantization.grids import Grid
+
+        found = blocks.CODES.get(str(config.get("type")))
+        return None if found is None else Grid(found[0], found[1], True, _scale(str(config["type"])))
+
+    def group(self, settings: Mapping[str, Any], stored: Mapping[str, TensorEntry], folder: Path) -> Grouped:
+        """Give every tensor of the file the name that it has in transformers."""
+        files = {entry.file for entry in stored.values()}
+        [file] = files
+        return grouped(read(file), settings)
+
+
+def grouped(header: Header, settings: Mapping[str, Any]) -> Grouped:
+    """Name the parameters of a file as transformers does; `settings` are those of `architectures.settings`.
+
+    Raises:
+        UnsupportedError: a tensor has no place in the model.
+        CheckpointError: a tensor has another shape than its place demands.
+    """
+    quantized: list[QuantizedTensor] = []
+    plain: dict[str, TensorEntry] = {}
+    for info in header.tensors.values():
+        target = architectures.target(header, info.name, settings)
+        if target is None:
+            continue
+        if target.heads is not None and info.shape[0] % (2 * target.heads):
+            raise CheckpointError(
+                f"{header.file}: tensor {info.name!r} has {info.shape[0]} rows for {target.heads} heads"
+            )
+        entry = header.entry(info)
+        for name, part, shape in _parts(target, entry, info):
+            as_it_is = not info.kind.quantized and target.heads is None and not target.minus_one
+            if as_it_is:
+                plain[name] = replace(part, name=name)
+                continue
+            dtype = data_type(DTYPES.get(info.kind.name, "FLOAT"))
+            quantized.append(GgufTensor(name, shape, dtype, {_BLOCKS: part}, info.kind, target.heads, target.minus_one))
+    return Grouped(quantized, plain)
+
+
+def _parts(
+    target: architectures.Target, entry: TensorEntry, info: TensorInfo
+) -> list[tuple[str, TensorEntry, tuple[int, ...]]]:
+    """Return the parameters that a tensor makes: name, where it lies, shape; of stacked experts one each."""
+    if not target.stacked:
+        return [(target.name, entry, info.shape)]
+    count, size = info.shape[0], info.size_bytes // info.shape[0]
+    return [
+        (
+            target.name.format(expert),
+            replace(entry, shape=entry.shape[1:], offset=entry.offset + expert * size, size_bytes=size),
+            info.shape[1:],
+        )
+        for expert in range(count)
+    ]

@@ -1,0 +1,165 @@
+"""What a layout of quantized checkpoints is: how tools store parameters as codes and scales, and how those are read.
+
+A checkpoint has two kinds of tensors: those of its files (`TensorEntry`), and the parameters of the model. In a plain
+checkpoint they are the same. A layout puts several of the files' tensors together to one parameter, which is called
+and shaped as transformers has it in the model that is not quantized.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge.base.errors import CheckpointError
+from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, external, same_bytes
+from llmforge.quantization.stored import NotHeld
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from llmforge.quantization.grids import Grid, QuantizedMatrix
+
+CHUNK_BYTES = 1 << 22  # of fp32 weights that are dequantized at a time: what a result takes beside itself
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor(ABC):
+    """A parameter that is stored as codes. Nothing is read before it is asked for, and nothing is kept.
+
+    Layouts subclass it, one class a way to store; what their codes mean stands in fields of their own.
+    """
+
+    name: str  # of the parameter: model.layers.0.mlp.up_proj.weight
+    shape: tuple[int, ...]  # as transformers has it: [N, K] of a linear layer, [E, …] of experts
+    dtype: ir.DataType  # that the public tool dequantizes to
+    parts: Mapping[str, TensorEntry]  # role (qweight, scales, …) → what the files hold
+
+    @property
+    @abstractmethod
+    def format(self) -> str:
+        """The format in a few words: int4 in groups of 128, asymmetric."""
+
+    @abstractmethod
+    def dequantize(self) -> NDArray[Any]:
+        """Return its weights [*shape] in `dtype`, bit-equal to what the public tool makes of them.
+
+        Beside the result, memory is bounded: it is made in chunks of `CHUNK_BYTES`.
+
+        Raises:
+            CheckpointError: parts hold what the layout forbids.
+        """
+
+    def grid(self) -> Grid:
+        """Return the grid on which the stored codes lie as they are; reads at most what is small (g_idx, zero points).
+
+        Raises:
+            NotHeld: no grid of ours holds them.
+            CheckpointError: as `dequantize`.
+        """
+        raise NotHeld(f"are {self.format}, for which there is no format here")
+
+    def codes(self) -> QuantizedMatrix:
+        """Return the stored codes, scales and zero points on `grid`, of experts [E·N, K]: those on top of each other.
+
+        Its columns are in the order of `columns`.
+
+        Raises:
+            NotHeld, CheckpointError: as `grid`.
+        """
+        raise NotHeld(f"are {self.format}, for which there is no format here")
+
+    def columns(self) -> NDArray[np.intp] | None:
+        """Return which input feature each column of `codes` belongs to, [K]; None where they are in their order."""
+        return None
+
+    @property
+    def file(self) -> Path:
+        """The file of its first part."""
+        return self._first.file
+
+    @property
+    def offset(self) -> int:
+        """Where its first part begins in that file, in bytes."""
+        return self._first.offset
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all its parts."""
+        return sum(part.size_bytes for part in self.parts.values())
+
+    @property
+    def _first(self) -> TensorEntry:
+        return next(iter(self.parts.values()))
+
+    def read(self, role: str) -> NDArray[Any]:
+        """Map a part."""
+        return external(self.parts[role]).numpy()
+
+    def damaged(self, role: str, what: str) -> CheckpointError:
+        """Say what is wrong with a part: "… tensor 'a.g_idx': `what`"."""
+        part = self.parts[role]
+        return CheckpointError(f"{part.file}: tensor {part.name!r} {what}", hint=DAMAGED)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """What a layout makes of the tensors of files."""
+
+    quantized: Sequence[QuantizedTensor]
+    plain: Mapping[str, TensorEntry]  # what is stored as it is, by the name of the parameter
+    notes: Sequence[str] = field(default=())  # what is in the checkpoint and is not taken, a sentence each
+
+
+class Layout(ABC):
+    """How one tool stores quantized checkpoints."""
+
+    name: ClassVar[str]  # as people call it: GPTQ
+    methods: ClassVar[tuple[str, ...]]  # what `quant_method` says in quantization_config
+
+    @abstractmethod
+    def check(self, config: Mapping[str, Any], where: Path) -> str:
+        """Return what `quantization_config` says, in a few words; `where` is the file in which it stands.
+
+        Raises:
+            UnsupportedError: it says what is not taken.
+            CheckpointError: it says what makes no sense.
+        """
+
+    def grid(self, config: Mapping[str, Any]) -> Grid | None:
+        """Guess, by what passed `check`, the grid on which most codes lie as they are; None: none is known to."""
+        return None
+
+    @abstractmethod
+    def group(self, settings: Mapping[str, Any], stored: Mapping[str, TensorEntry], folder: Path) -> Grouped:
+        """Put the tensors of files together to parameters, by their headers alone; `check` has passed `settings`.
+
+        Raises:
+            UnsupportedError: they are stored in a way that is not taken.
+            CheckpointError: parts are missing, or their shapes or dtypes do not fit.
+        """
+
+
+def settings_of(settings: Mapping[str, Any]) -> Any:
+    """Return the quantization_config of a configuration, or that of the language model inside; None: it has none."""
+    own = settings.get("quantization_config")
+    text = settings.get("text_config")
+    return text.get("quantization_config") if own is None and isinstance(text, dict) else own
+
+
+def same_content(left: TensorEntry | QuantizedTensor, right: TensorEntry | QuantizedTensor) -> bool:
+    """Tell whether two parameters are stored alike, byte for byte; reads up to the first difference."""
+    if isinstance(left, TensorEntry) and isinstance(right, TensorEntry):
+        return same_bytes(left, right)
+    if isinstance(left, TensorEntry) or isinstance(right, TensorEntry) or type(left) is not type(right):
+        return False
+    if (left.dtype, left.shape, left.format) != (right.dtype, right.shape, right.format):
+        return False
+    if left.parts.keys() != right.parts.keys():
+        return False
+    return all(same_bytes(part, right.parts[role]) for role, part in left.parts.items())

@@ -1,0 +1,219 @@
+"""The commands `init` and `up`: from a checkpoint to a recipe, and to a server. They import late what they need."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmforge.base import extras
+from llmforge.base.backends import BACKENDS
+from llmforge.base.errors import UsageError
+from llmforge.cli import building, output, serving
+from llmforge.cli.parameters import PATH, TARGET, out_option
+from llmforge.cli.planning import measured_here
+
+_GOALS = ("latency", "throughput", "size", "quality")
+_TEXTS = ("calibration.jsonl", "evaluation.jsonl")
+_NOTICE = "NOTICE"
+_PLAIN = re.compile(r"[\w./~+-]+")  # needs no quotes in YAML
+
+_INIT = """\b
+Examples:
+  llmforge init CHECKPOINT
+  llmforge init CHECKPOINT --target l4 --goal throughput -o chat-l4.yaml
+  llmforge init CHECKPOINT --calibration mine.jsonl --evaluation held-out.jsonl
+"""
+
+
+def _recipe_options(command: Any) -> Any:
+    options = (
+        click.option(
+            "--target", type=TARGET, metavar="NAME|FILE.yaml", default="local",
+            help="Target to deploy on, see `llmforge targets`; `local` is the CPU of this machine.",
+        ),
+        click.option(
+            "--goal", type=click.Choice(_GOALS), default="latency",
+            help="What to gain most: time per token, tokens per second of all requests, small files, or quality.",
+        ),
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command(epilog=_INIT)
+@click.argument("checkpoint", type=PATH)
+@_recipe_options
+@click.option(
+    "--engine", "backend", type=click.Choice(list(BACKENDS)), help="Runtime. Defaults to the first of the target."
+)
+@click.option("-o", "--output", "path", type=PATH, metavar="FILE.yaml", help="Recipe to write. Defaults to NAME.yaml.")
+@click.option("--name", metavar="NAME", help="Name of the artifacts. Defaults to that of the checkpoint's folder.")
+@click.option(
+    "--calibration", type=PATH, metavar="FILE.jsonl",
+    help="Calibration text, a line of {id, text} each. Defaults to text that ships with llmforge.",
+)  # fmt: skip
+@click.option("--evaluation", type=PATH, metavar="FILE.jsonl", help="Evaluation text; must not overlap --calibration.")
+@click.option("--force", is_flag=True, help="Replace the recipe if it is there.")
+@click.option("--json", "as_json", is_flag=True, help="Print the path of the recipe as JSON.")
+def init(
+    checkpoint: Path,
+    target: str,
+    goal: Any,
+    backend: Any,
+    path: Path | None,
+    name: str | None,
+    calibration: Path | None,
+    evaluation: Path | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Write a commented recipe for CHECKPOINT that builds.
+
+    Chooses the passes that pay on the target, and a context and a batch that fit its memory. The last line of standard
+    output is the path of the recipe.
+    """
+    from llmforge.cli import console
+
+    path = write(checkpoint, target, goal, backend, path, name, calibration, evaluation, force=force)
+    if as_json:
+        output.write_json({"recipe": str(path)})
+    else:
+        output.write_lines(str(path))
+    quoted = shlex.quote(str(path))
+    console.say(f"next: llmforge plan {quoted}\n      llmforge build {quoted}")
+
+
+_UP = """\b
+Examples:
+  llmforge up CHECKPOINT
+  llmforge up CHECKPOINT --goal quality --port 9000
+"""
+
+
+@click.command(epilog=_UP)
+@click.argument("checkpoint", type=PATH)
+@_recipe_options
+@out_option("Publish the artifact to DIR/NAME/VERSION.")
+@click.option("--host", metavar="ADDRESS", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), metavar="PORT", default=8000, help="Port; 0 picks a free one.")
+@click.pass_context
+def up(context: click.Context, checkpoint: Path, target: str, goal: Any, out: Path, host: str, port: int) -> None:
+    """Write a recipe for CHECKPOINT, build it, and serve the artifact.
+
+    `init`, `plan`, `build` and `serve` in one go. A recipe that `init` has written before is used as it stands. Does
+    not serve an artifact whose gates failed.
+    """
+    extras.require("build", "serve")
+    from llmforge.artifact import versions
+    from llmforge.cli import console, planning
+
+    path = Path(f"{name_of(checkpoint)}.yaml")
+    if path.exists():
+        console.say(f"using {path}, which is there")
+    else:
+        path = write(checkpoint, target, goal, None, path, None, None, None)
+        console.say(f"wrote {path}")
+    planning.show(path)
+    _run(context, building.build, str(path), "--out", str(out))
+    [newest, *_] = versions.listed(out, name_of(checkpoint))
+    _run(context, serving.serve, str(newest.path), "--host", host, "--port", str(port))
+
+
+def _run(context: click.Context, command: click.Command, *words: str) -> None:
+    """Run another command as if these words had been typed."""
+    with command.make_context(str(command.name), list(words), parent=context.parent) as made:
+        command.invoke(made)
+
+
+def name_of(checkpoint: Path) -> str:
+    """Name artifacts by the folder of a checkpoint: what of it may stand in a name."""
+    name = re.sub(r"[^a-z0-9._-]+", "-", checkpoint.absolute().name.lower()).strip("-._")[:64]
+    return name or "model"
+
+
+def write(
+    checkpoint: Path,
+    target: str,
+    goal: Any,
+    backend: Any,
+    path: Path | None,
+    name: str | None,
+    calibration: Path | None,
+    evaluation: Path | None,
+    *,
+    force: bool = False,
+) -> Path:
+    """Write a recipe, and beside it the text that ships with llmforge where no other is given; return its path.
+
+    Raises:
+        UsageError: the recipe is there, or other text where that which ships would be.
+        UnsupportedError, CheckpointError: there is nothing to write.
+    """
+    from llmforge import recipes, targets
+    from llmforge.base.sealed import is_name
+    from llmforge.doctor import gpus
+    from llmforge.planning import starting
+    from llmforge.recipe import Recipe
+
+    if name is not None and not is_name(name):
+        raise UsageError(f"--name {name!r}: a name has a–z, 0–9, '.', '_' and '-'")
+    name = name or name_of(checkpoint)
+    path = path or Path(f"{name}.yaml")
+    output.check_file(path, ".yaml", ".yml")
+    if path.exists() and not force:
+        raise UsageError(f"{path} is there", hint="use --force to replace it, or -o for another name")
+    if (calibration is None) != (evaluation is None):
+        raise UsageError("--calibration and --evaluation require each other", hint="they must not overlap")
+    found = targets.find(target)
+    here = [] if found.kind == "cpu" else gpus.find()
+    texts = dict(zip(("calibration", "evaluation"), (calibration, evaluation), strict=True))
+    if calibration is None:
+        texts = {Path(file).stem: path.parent / "text" / file for file in _TEXTS}
+    given = {
+        "checkpoint": _beside(checkpoint, path),
+        **{what: _beside(file, path) for what, file in texts.items() if file},
+    }
+    given["target"] = _beside(Path(target), path) if targets.is_file(target) else target.lower()
+    start = starting.write(
+        checkpoint,
+        measured_here(found) or found,
+        goal,
+        name=name,
+        given=given,
+        backend=backend,
+        has_device=any(gpu.target == found.name for gpu in here),
+        sample_text=calibration is None,
+    )
+    with output.writing(path):
+        if calibration is None:
+            _copy_texts(recipes.TEXT, path.parent / "text")
+        path.write_text(start.yaml, encoding="utf-8")
+    Recipe.load(path)
+    return path
+
+
+def _copy_texts(shipped: Path, folder: Path) -> None:
+    """Copy the text that ships with llmforge; what is there already must be the same."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (*_TEXTS, _NOTICE):
+        content, file = (shipped / name).read_bytes(), folder / name
+        if not file.exists():
+            file.write_bytes(content)
+        elif file.read_bytes() != content:
+            raise UsageError(
+                f"{file} is there, and is not the text that ships with llmforge",
+                hint="give --calibration and --evaluation, or write the recipe to another folder with -o",
+            )
+
+
+def _beside(file: Path, recipe: Path) -> str:
+    """Write a path as a recipe has it: relative to itself, quoted where YAML needs it."""
+    relative = os.path.relpath(file.absolute(), recipe.absolute().parent)
+    text = relative if relative.count("..") <= 3 else str(file.absolute())
+    return text if _PLAIN.fullmatch(text) else "'" + text.replace("'", "''") + "'"

@@ -1,0 +1,240 @@
+"""A recipe to start from: passes that pay on a target, and limits that fit it, as YAML with the reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from llmforge.base.backends import BackendName
+from llmforge.base.errors import UnsupportedError
+from llmforge.metrics.units import count, duration, significant, size
+from llmforge.planning import config, deployment, request, scheme
+from llmforge.planning.advice import Advice
+from llmforge.planning.render import Planned
+from llmforge.planning.request import Request
+from llmforge.planning.roofline import Placement
+from llmforge.planning.scheme import Wanted
+from llmforge.planning.shape import Shape
+from llmforge.targets import Target
+
+Goal = Literal["latency", "throughput", "size", "quality"]
+
+CONTEXT = 4096  # tokens that a recipe has room for, where the model reads more
+_GOALS: Mapping[Goal, str] = {
+    "latency": "least time per token",
+    "throughput": "most tokens per second of all requests",
+    "size": "least memory",
+    "quality": "hardly to be told from the checkpoint",
+}
+_LINE = 110  # characters of a pass and its reason on one line
+_BATCH: Mapping[Goal, Mapping[str, int]] = {
+    "latency": {"cpu": 4, "gpu": 4},
+    "throughput": {"cpu": 8, "gpu": 64},
+    "size": {"cpu": 4, "gpu": 4},
+    "quality": {"cpu": 4, "gpu": 16},
+}
+_CALIBRATED = ("gptq", "auto", "quantize-kv-cache", "static")  # what reads calibration text
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """A way to store weights: its pass, what it costs in quality at most, and how plans name it."""
+
+    pass_: str  # as in a recipe, less its budget
+    kld: float  # nats per token that the pass may cost
+    change: str  # of `Advice`
+    wanted: Wanted
+    smallest: int  # bits of a weight, for the goal `size`
+    good: bool = False  # hardly to be told from the checkpoint
+
+
+def _four(block: int, more: str) -> _Weights:
+    options = f"bits: 4, block_size: {block}, {more}method: gptq"
+    wanted = Wanted(weights="int4", block=block)
+    return _Weights(f"quantize-weights: {{{options}", 0.05, "quantize-weights, bits: 4", wanted, 4)
+
+
+_EIGHT = _Weights(
+    "quantize-weights: {bits: 8, block_size: 32, method: rtn", 0.005, "quantize-weights, bits: 8",
+    Wanted(weights="int8", block=32), 8, good=True,
+)  # fmt: skip
+_FP8 = _Weights(
+    "quantize-channels: {dtype: fp8",
+    0.02,
+    "quantize-channels, dtype: fp8",
+    Wanted(weights="fp8", block=0),
+    8,
+    good=True,
+)
+_FP8_BOTH = _Weights(
+    "quantize-channels: {dtype: fp8, activations: static", 0.03, "quantize-channels, dtype: fp8, activations: static",
+    Wanted(weights="fp8", product="fp8", block=0), 8,
+)  # fmt: skip
+_AUTO = _Weights(
+    "quantize-weights: {method: auto, weight_bits: 4.5", 0.05, "quantize-weights, bits: 4",
+    Wanted(weights="int4", block=32), 4,
+)  # fmt: skip
+_WEIGHTS: Mapping[str, Sequence[_Weights]] = {  # by kind of target and engine
+    "cpu": (_four(32, ""), _AUTO, _EIGHT),
+    "onnxruntime": (_four(32, "symmetric: true, "), _EIGHT),
+    "tensorrt": (_four(128, "symmetric: true, embedding_bits: 16, "), _FP8, _FP8_BOTH),
+}
+
+
+@dataclass(frozen=True)
+class Start:
+    """A recipe, and what was planned with it."""
+
+    yaml: str
+    planned: Planned  # with the recipe's weights and cache
+
+
+def write(
+    checkpoint: Path,
+    target: Target,
+    goal: Goal,
+    *,
+    name: str,
+    given: Mapping[str, str],
+    backend: BackendName | None = None,
+    has_device: bool = False,
+    sample_text: bool = True,
+) -> Start:
+    """Write the recipe called `name` for `checkpoint` on `target`, whose figures are known, as far as there are any.
+
+    `given` are the paths that stand in it: checkpoint, target, calibration, evaluation. `has_device`: the GPU of the
+    target is at hand, so that engines which only it builds need not be deferred. `sample_text`: both texts are those
+    that ship with llmforge.
+
+    Raises:
+        UsageError, CheckpointError, UnsupportedError: as `planning.request.answer`; no way to store the weights fits.
+    """
+    chosen, shape = backend or target.engines[0], config.read(checkpoint)
+    before = _plan(shape, target, chosen, Wanted(), goal)
+    weights, why = _choose(before, goal)
+    wanted = Wanted() if weights is None else weights.wanted
+    cached = target.kind == "cpu" and goal != "quality"
+    planned = _plan(shape, target, chosen, replace(wanted, kv="int8") if cached else wanted, goal)
+    if not planned.plan.asked.memory.fits:
+        held = planned.plan.asked.memory
+        raise UnsupportedError(
+            f"{planned.plan.shape.name} needs {size(held.needed)} on {target.name}, which has {size(held.capacity)}",
+            hint="choose --goal size, or a target with more memory; `llmforge plan` shows what takes it",
+        )
+    lines = [*_passes(before, weights, why, cached=cached)]
+    text = "\n".join(_recipe(planned, goal, lines, weights, name, given, has_device, sample_text, cached)) + "\n"
+    return Start(text, planned)
+
+
+def _plan(shape: Shape, target: Target, backend: BackendName, wanted: Wanted, goal: Goal) -> Planned:
+    """Plan with the largest batch of the goal that fits at the recipe's context, of powers of two."""
+    placed = Placement(shape, target, scheme.choose(target, backend, shape.dtype, wanted), 1)
+    batch = _BATCH[goal][target.kind]
+    while batch > 1 and deployment.largest_batch(placed, _context(shape)) < batch:
+        batch //= 2
+    calibrated = wanted.weights in ("int4", "fp8")
+    asked = Request(backend=backend, batch=batch, wanted=wanted, calibration_tokens=8192 if calibrated else 0)
+    return request.of_target(shape, target, asked)
+
+
+def _context(shape: Shape) -> int:
+    return min(CONTEXT, shape.context or CONTEXT)
+
+
+def _choose(planned: Planned, goal: Goal) -> tuple[_Weights | None, Advice | None]:
+    """Choose how weights are stored: what the goal gains most from, of what the target runs and pays."""
+    plan = planned.plan
+    ways = _WEIGHTS["cpu" if plan.target.kind == "cpu" else "tensorrt" if "tensorrt" in plan.backend else plan.backend]
+    advice = {each.change: each for each in planned.advice}
+    paying = [
+        (way, advice[way.change])
+        for way in ways
+        if way.change in advice and advice[way.change].verdict in ("pays", "does not pay")
+        and (way is _AUTO) == (goal == "size" and plan.target.kind == "cpu" and way.smallest == 4)
+        and (goal != "quality" or way.good)
+    ]  # fmt: skip
+    if goal == "size":
+        return min(paying, key=lambda pair: pair[0].smallest, default=(None, None))
+    paying = [pair for pair in paying if pair[1].verdict == "pays"]
+
+    def gained(pair: tuple[_Weights, Advice]) -> float:
+        said = pair[1]
+        return -(said.tokens_per_second or 1.0) if goal == "throughput" else said.tpot or 1.0
+
+    return min(paying, key=gained, default=(None, None))
+
+
+def _passes(
+    planned: Planned, weights: _Weights | None, why: Advice | None, *, cached: bool
+) -> Iterator[tuple[str, str]]:
+    """Give the passes in their order, each with a reason."""
+    plan = planned.plan
+    on_cpu, ort = plan.target.kind == "cpu", plan.backend == "onnxruntime"
+    reasons = {each.change: each.reason for each in planned.advice}
+    for name in ("fuse-norms", "pack-qkv", "pack-gate-up", "flash-attention"):
+        if ort or name.startswith("pack"):
+            yield name, reasons.get(name, "").partition(":")[0]
+    if weights is not None and why is not None:
+        faster = f"; decode {significant(1 / why.tpot, 2)}× as fast" if why.tpot else ""
+        yield f"{weights.pass_}, budget: {{kld_mean: {weights.kld:g}}}}}", f"{why.reason}{faster} (predicted)"
+    if cached:
+        yield "quantize-kv-cache: {bits: 8, budget: {kld_mean: 0.005}}", "a quarter of the cache's memory"
+    if on_cpu:
+        yield "cpu-kernels: {budget: {kld_mean: 0.005}, fallback: onnxruntime}", "llmforge's own kernels"
+    elif plan.scheme.compute in ("fp16", "bf16"):
+        yield f"lower-precision: {{dtype: {plan.scheme.compute}, budget: {{kld_mean: 0.005}}}}", "as the GPU computes"
+
+
+def _recipe(
+    planned: Planned,
+    goal: Goal,
+    passes: Sequence[tuple[str, str]],
+    weights: _Weights | None,
+    name: str,
+    given: Mapping[str, str],
+    has_device: bool,
+    sample_text: bool,
+    cached: bool,
+) -> Iterator[str]:
+    plan, build = planned.plan, planned.build
+    context, tokens = _context(plan.shape), min(512, _context(plan.shape))
+    kld = (weights.kld if weights is not None else 0.001) + 0.01 * (cached or plan.target.kind == "gpu")
+    deferred = plan.target.kind == "gpu" and plan.backend != "tensorrt-rtx" and not has_device
+    calibrated = any(word in line for line, _ in passes for word in _CALIBRATED)
+    engine = f"backend: {plan.backend}, max_context: {context}, max_batch: {plan.workload.batch}"
+    billions = plan.shape.parameters / 1e9
+    shown = f"{significant(billions)} billion" if billions >= 1 else f"{significant(billions * 1e3)} million"
+    yield f"# {plan.shape.name}, {shown} parameters, on {plan.target.title}: {_GOALS[goal]}."
+    yield "# Written by `llmforge init`; change what you like. `llmforge passes` and `llmforge schema` describe it."
+    yield "schema: 1"
+    yield f"name: {name}"
+    yield f"checkpoint: {given['checkpoint']}"
+    yield f"target: {given['target']}  # see `llmforge targets`"
+    yield f"engine: {{{engine}{', deferred: true' if deferred else ''}}}"
+    if deferred:
+        yield "# deferred: on the GPU's host, `llmforge build --finish` builds the engine of what is published here."
+    if sample_text:
+        yield "# Both texts are technical documentation that ships with llmforge. Put your own in their place:"
+        yield '# a line of JSON, {"id": …, "text": …}, for each document, and no document in both files.'
+    if calibrated:
+        yield f"calibration: {{data: {given['calibration']}, samples: 16, length: {tokens}, seed: 0}}"
+    yield "passes:"
+    for line, reason in passes:
+        if len(line) + len(reason) > _LINE:
+            yield f"  # {reason}:"
+            yield f"  - {line}"
+        else:
+            yield f"  - {line}  # {reason}" if reason else f"  - {line}"
+    yield "validation:"
+    prompts = ", ".join(map(str, sorted({32, tokens})))
+    yield f"  quality: {{data: {given['evaluation']}, context: {tokens}, max_tokens: 30720}}  # null: all tokens"
+    yield f"  latency: {{prompt_tokens: [{prompts}], output_tokens: 32, repetitions: 6}}"
+    yield "# Limits to start with: tighten them once a report shows where this model stands."
+    yield "gates:"
+    yield f"  perplexity_ratio: {{max: {1 + max(kld, 0.01):g}}}"
+    yield f"  kld_mean: {{max: {kld:g}}}"
+    cost = f"{duration(build.cpu_s)} of CPU time and {size(build.memory_bytes)} of memory"
+    step = f"{significant(plan.asked.decode.tokens_per_second)} tokens/s at {count(plan.workload.batch)} at once"
+    yield f"# Predicted: a build of about {cost}; {size(plan.asked.memory.weights)} of weights; {step}."

@@ -1,0 +1,97 @@
+"""What people expect of any command line: examples, JSON, quiet and verbose runs, completion."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from llmforge.cli import cli
+
+ROOT = Path(__file__).parents[2]
+WITHOUT_JSON = {"serve", "up", "completion", "schema"}  # servers, and what is data already
+
+
+def invoke(*args: str | Path) -> Result:
+    return CliRunner().invoke(cli, [*map(str, args)])
+
+
+def leaves() -> dict[str, click.Command]:
+    found: dict[str, click.Command] = {}
+    for name, command in cli.commands.items():
+        inner = command.commands if isinstance(command, click.Group) else {}
+        found |= {f"{name} {each}": inner[each] for each in inner} if inner else {name: command}
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(leaves()))
+def test_help_has_examples_and_json_is_everywhere(name: str) -> None:
+    words = name.split()
+    help_ = invoke(*words, "-h").output
+    outer = invoke(words[0], "-h").output
+    assert "Example" in (help_ if len(words) == 1 else outer)
+    assert f"llmforge {words[0]}" in outer.split("Example")[-1]
+    assert ("--json" in help_) == (name not in WITHOUT_JSON)
+
+
+def test_quiet_and_verbose(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text((ROOT / "recipes" / "fp32.yaml").read_text().replace("../tests", str(ROOT / "tests"))
+                      .split("validation:")[0])  # fmt: skip
+    quiet = invoke("-q", "build", recipe, "--out", tmp_path / "a")
+    assert (quiet.exit_code, quiet.stderr) == (0, "")
+    loud = invoke("build", recipe, "-v", "--out", tmp_path / "b")
+    assert loud.exit_code == 0
+    assert " s  build\n" in loud.stderr
+    assert " s    Build engine\n" in loud.stderr  # a stage in it
+    assert loud.stdout.splitlines()[-1].startswith(str(tmp_path / "b"))
+
+
+def test_verbose_errors_say_where_they_came_from(tmp_path: Path) -> None:
+    plain = invoke("verify", tmp_path)
+    verbose = invoke("-v", "verify", tmp_path)
+    assert plain.exit_code == verbose.exit_code == 5
+    assert "Traceback" not in plain.stderr
+    assert verbose.stderr.startswith("Traceback")
+    assert verbose.stderr.endswith(plain.stderr)
+    assert "error: " in invoke("-q", "verify", tmp_path).stderr
+
+
+def completed(*words: str, cwd: Path) -> list[str]:
+    env = {**os.environ, "_LLMFORGE_COMPLETE": "bash_complete", "PYTHONPATH": str(ROOT)}
+    env |= {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    done = subprocess.run(
+        [sys.executable, "-m", "llmforge"], env=env, cwd=cwd, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    return [line.partition(",")[2] for line in done.stdout.splitlines()]
+
+
+def test_names_are_completed(tmp_path: Path) -> None:
+    version = tmp_path / "artifacts" / "mine" / "0123456789ab"
+    version.mkdir(parents=True)
+    (version / "manifest.json").write_text("{}")
+    assert completed("llmforge", "pl", cwd=tmp_path) == ["plan"]
+    assert completed("llmforge", "plan", "x", "--target", "h1", cwd=tmp_path) == ["h100-pcie", "h100-sxm"]
+    assert completed("llmforge", "run", "mi", cwd=tmp_path) == ["mine"]
+    assert completed("llmforge", "run", "mine/01", cwd=tmp_path) == ["mine/0123456789ab"]
+    assert "--json" in completed("llmforge", "plan", "--js", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(shell: str) -> None:
+    result = invoke("completion", shell)
+    assert result.exit_code == 0
+    assert "_LLMFORGE_COMPLETE" in result.stdout
+    assert "llmforge" in result.stdout
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=result.stdout, text=True, check=True)
+
+
+def test_json_of_small_commands(tmp_path: Path) -> None:
+    given = ("init", ROOT / "tests" / "data" / "docs-llama-7m", "--target", "l4", "-o", tmp_path / "r.yaml", "--json")
+    assert json.loads(invoke(*given).stdout) == {"recipe": str(tmp_path / "r.yaml")}

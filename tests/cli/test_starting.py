@@ -1,0 +1,116 @@
+"""`llmforge init` and `llmforge up`: what they write, refuse and run."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from llmforge import recipes
+from llmforge.cli import cli, planning, starting
+from llmforge.recipe import Recipe
+
+from ..planning.test_starting import measured
+
+SAMPLE = Path(__file__).parents[1] / "data" / "docs-llama-7m"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for room in (planning, starting):
+        monkeypatch.setattr(room, "measured_here", measured)
+    return tmp_path
+
+
+def invoke(*args: str | Path) -> Result:
+    result = CliRunner().invoke(cli, [*map(str, args)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_a_recipe_and_its_text(home: Path) -> None:
+    result = invoke("init", SAMPLE)
+    assert (result.exit_code, result.stdout) == (0, "docs-llama-7m.yaml\n")
+    assert "llmforge build docs-llama-7m.yaml" in result.stderr
+    recipe = Recipe.load(home / "docs-llama-7m.yaml")
+    assert recipe.checkpoint.resolve() == SAMPLE
+    for name in ("calibration.jsonl", "evaluation.jsonl", "NOTICE"):
+        assert (home / "text" / name).read_bytes() == (recipes.TEXT / name).read_bytes()
+    planned = invoke("plan", "docs-llama-7m.yaml")
+    assert planned.exit_code == 0
+    assert "weights int4" in planned.stdout
+
+
+def test_what_is_there_is_not_replaced(home: Path) -> None:
+    assert invoke("init", SAMPLE).exit_code == 0
+    (home / "docs-llama-7m.yaml").write_text("mine")
+    again = invoke("init", SAMPLE)
+    assert again.exit_code == 2
+    assert "--force" in again.stderr
+    assert (home / "docs-llama-7m.yaml").read_text() == "mine"
+    assert invoke("init", SAMPLE, "--force").exit_code == 0
+    (home / "text" / "evaluation.jsonl").write_text("{}")
+    other = invoke("init", SAMPLE, "-o", "other.yaml")
+    assert other.exit_code == 2
+    assert "is not the text that ships with llmforge" in other.stderr
+    assert not (home / "other.yaml").exists()
+
+
+def test_text_of_ones_own(home: Path) -> None:
+    for name in ("a b.jsonl", "c.jsonl"):
+        (home / name).write_text('{"id": "1", "text": "x"}\n')
+    assert invoke("init", SAMPLE, "--calibration", "a b.jsonl").exit_code == 2
+    (home / "sub").mkdir()
+    result = invoke("init", SAMPLE, "--calibration", "a b.jsonl", "--evaluation", "c.jsonl", "-o", "sub/r.yaml")
+    assert result.exit_code == 0, result.stderr
+    recipe = Recipe.load(home / "sub" / "r.yaml")
+    assert recipe.calibration is not None
+    assert recipe.calibration.data.resolve() == home / "a b.jsonl"
+    assert not (home / "sub" / "text").exists()
+    assert "ships with llmforge" not in (home / "sub" / "r.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (("absent",), 5, "no such folder"),
+        ((SAMPLE, "--target", "h20"), 2, "did you mean"),
+        ((SAMPLE, "--goal", "fast"), 2, "--goal"),
+        ((SAMPLE, "--name", "A B"), 2, "--name"),
+        ((SAMPLE, "-o", "recipe.txt"), 2, "must end in .yaml"),
+        ((SAMPLE, "--target", "h200", "--engine", "tensorrt-rtx"), 6, "SM 9.0"),
+    ],
+)
+def test_each_mistake_writes_nothing(home: Path, args: tuple[Any, ...], code: int, says: str) -> None:
+    result = invoke("init", *args)
+    assert (result.exit_code, result.stdout) == (code, ""), result.stderr
+    assert says in result.stderr
+    assert list(home.iterdir()) == []
+
+
+@pytest.mark.parametrize("folder", ["Meta-Llama_3.1 (8B)", "模型", "x" * 300, "..."])
+def test_names_of_folders_become_names(folder: str) -> None:
+    from llmforge.base.sealed import is_name
+
+    assert is_name(starting.name_of(Path("a") / folder))
+
+
+def test_up_builds_and_serves(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server itself is another test's; here: that it gets the artifact of the recipe that was written."""
+    served: list[dict[str, Any]] = []
+    monkeypatch.setattr(starting.serving.serve, "callback", lambda **given: served.append(given))
+    shutil.copytree(SAMPLE, home / "mine")
+    assert invoke("init", "mine", "--goal", "quality").exit_code == 0
+    text = (home / "mine.yaml").read_text()  # a user's own change: little is measured
+    (home / "mine.yaml").write_text(text.split("  latency:")[0].replace("max_tokens: 30720", "max_tokens: 1024"))
+    result = invoke("up", "mine", "--port", "0")
+    assert result.exit_code == 0, result.stderr
+    assert "using mine.yaml" in result.stderr
+    [given] = served
+    assert given["artifact"].parent == Path("artifacts/mine")
+    assert (given["artifact"] / "manifest.json").is_file()
+    assert given["port"] == 0
+    assert given["host"] == "127.0.0.1"

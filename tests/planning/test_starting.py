@@ -1,0 +1,99 @@
+"""Recipes that `llmforge init` writes: for every target, engine, goal and shape they load, and say what was planned."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from llmforge import passes, targets
+from llmforge.base.errors import UnsupportedError
+from llmforge.planning import starting
+from llmforge.planning.starting import Goal
+from llmforge.recipe import Recipe
+from llmforge.targets import Figure, Target
+
+from ..shapes import PUBLIC
+
+GOALS = get_args(Goal)
+SHAPES = ("llama-3.1-8b", "mixtral-8x7b") if "mixtral-8x7b" in PUBLIC else tuple(PUBLIC)[:3]
+
+
+def measured(target: Target) -> Target:
+    """Give a CPU figures."""
+    if target.bandwidth_gbs is not None:
+        return target
+    figures = {name: Figure(value=value, source="made up", verified=False) for name, value in
+               {"bandwidth": 40.0, "fp32": 0.3, "int8": 0.9, "memory": 64.0}.items()}  # fmt: skip
+    return target.model_copy(
+        update={
+            "memory_gb": figures["memory"],
+            "bandwidth_gbs": figures["bandwidth"],
+            "rates": {"fp32": figures["fp32"], "int8": figures["int8"]},
+        }
+    )
+
+
+def start(folder: Path, target: str, goal: Goal, shape: str, **more: object) -> Recipe:
+    checkpoint = folder / shape
+    checkpoint.mkdir(exist_ok=True)
+    (checkpoint / "config.json").write_text(json.dumps(PUBLIC[shape]))
+    given = {"checkpoint": shape, "target": target, "calibration": "a.jsonl", "evaluation": "b.jsonl"}
+    made = starting.write(checkpoint, measured(targets.load(target)), goal, name="m", given=given, **more)  # type: ignore[arg-type]
+    path = folder / "recipe.yaml"
+    path.write_text(made.yaml)
+    assert max(map(len, made.yaml.splitlines())) <= 140
+    recipe = Recipe.load(path)
+    recipe.instantiate(passes.ALL)
+    return recipe
+
+
+@pytest.mark.parametrize("name", targets.names())
+def test_every_target_has_a_recipe_for_every_goal(name: str, tmp_path: Path) -> None:
+    written, too_large = 0, list[UnsupportedError]()
+    for goal, shape, backend in itertools.product(GOALS, SHAPES, targets.load(name).engines):
+        try:
+            recipe = start(tmp_path, name, goal, shape, backend=backend)
+        except UnsupportedError as error:
+            too_large.append(error)
+            continue
+        written += 1
+        assert recipe.engine.backend == backend
+        assert recipe.engine.max_context == 4096
+    assert written
+    assert all("needs" in error.message and error.hint for error in too_large)
+
+
+def chosen(recipe: Recipe) -> list[str]:
+    return [step.name for step in recipe.passes]
+
+
+def options(recipe: Recipe, name: str) -> dict[str, object]:
+    return next(dict(step.options) for step in recipe.passes if step.name == name)
+
+
+def test_goals_differ_on_a_cpu(tmp_path: Path) -> None:
+    small, fast, many, good = (start(tmp_path, "cpu-avx2", goal, "llama-3.1-8b") for goal in
+                               ("size", "latency", "throughput", "quality"))  # fmt: skip
+    assert options(small, "quantize-weights")["method"] == "auto"
+    assert options(fast, "quantize-weights")["bits"] == 4
+    assert options(good, "quantize-weights")["bits"] == 8
+    assert "quantize-kv-cache" not in chosen(good)
+    assert many.engine.max_batch > fast.engine.max_batch
+    assert good.calibration is None
+    assert fast.calibration is not None
+
+
+def test_a_gpu_that_is_elsewhere_gets_its_engine_later(tmp_path: Path) -> None:
+    there = start(tmp_path, "h200", "latency", "llama-3.1-8b", backend="tensorrt")
+    here = start(tmp_path, "h200", "latency", "llama-3.1-8b", backend="tensorrt", has_device=True)
+    assert (there.engine.deferred, here.engine.deferred) == (True, False)
+    anywhere = start(tmp_path, "rtx-4090", "size", "llama-3.1-8b", backend="tensorrt-rtx")
+    assert not anywhere.engine.deferred
+    assert options(anywhere, "quantize-weights")["bits"] == 4
+
+
+def test_batches_fit(tmp_path: Path) -> None:
+    recipe = start(tmp_path, "l4", "throughput", "llama-3.1-8b")
+    assert 1 <= recipe.engine.max_batch < 64
