@@ -26,7 +26,7 @@ from llmforge.engines.parameters import Exported, check_passes
 from llmforge.ir import graph
 from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes import QuantizeChannels, QuantizeWeights
-from llmforge.quantization.statistics import Statistics
+from llmforge.quantization.statistics import InputRange, Smoothed, Statistics
 from llmforge.recipe import EngineSpec
 
 Traced = tuple[Checkpoint, ir.Model]
@@ -43,12 +43,12 @@ def blocks(**changes: Any) -> QuantizeWeights:
     return QuantizeWeights(budget=LOOSE, **options)
 
 
-def export(traced: Traced, *steps: Any) -> tuple[ir.Model, Exported]:
+def export(traced: Traced, *steps: Any, ranges: dict[str, InputRange] | None = None) -> tuple[ir.Model, Exported]:
     """Run passes over the graph, with ranges of 4.0 for whatever a linear layer reads."""
     checkpoint, model = traced
     copy = model.clone()
     names = [name for value in model.graph.initializers.values() for name in graph.sources(value)]
-    statistics = Statistics(0, 0, {}, {}, dict.fromkeys(names, 4.0))
+    statistics = Statistics(0, 0, {}, {}, dict.fromkeys(names, InputRange(np.full((), 4, np.float32))) | (ranges or {}))
     for step in steps:
         assert step.run(copy, Context(LOCAL, statistics))
     return copy, elsewhere.exported(copy, model, checkpoint)
@@ -152,6 +152,43 @@ def test_channels_are_stored_by_output(bf16_llama: Traced, tmp_path: Path, dtype
     else:
         assert group["input_activations"] is None
     assert settings(engine)["dtype"] == "bfloat16", "that of the model"
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_ranges_by_token_are_those_that_servers_find(bf16_llama: Traced, tmp_path: Path, dtype: str) -> None:
+    step = QuantizeChannels(budget=LOOSE, dtype=dtype, activations="per_token", smooth=False, head=False)  # type: ignore[arg-type]
+    _, engine = write(bf16_llama, tmp_path, step)
+    assert not any("input_scale" in name for name in tensors(engine / "model.safetensors"))
+    group = settings(engine)["quantization_config"]["config_groups"]["group_0"]
+    assert group["input_activations"] == {
+        "num_bits": 8,
+        "type": "float" if dtype == "fp8" else "int",
+        "symmetric": True,
+        "strategy": "token",
+        "dynamic": True,
+    }
+
+
+def test_smoothed_norms_are_written_with_the_weights_that_read_them(bf16_llama: Traced, tmp_path: Path) -> None:
+    """Their product is that of the checkpoint: factors are powers of two."""
+    checkpoint, _ = bf16_llama
+    layer, exponents = "model.layers.0", np.arange(checkpoint.config.hidden_size).astype(np.int8) % 4
+    smoothed = InputRange(np.full(len(exponents), 4, np.float32), Smoothed(exponents, 0.5, 1.0, 0.5))
+    readers = [f"{layer}.self_attn.{part}_proj.weight" for part in "qkv"]
+    step = QuantizeChannels(budget=LOOSE, dtype="int8", activations="static", head=False)
+    copy, exported = export(bf16_llama, step, ranges=dict.fromkeys(readers, smoothed))
+    compressed_tensors.build(BuildRequest(copy, tmp_path / "engine", SPEC, LOCAL, [0], 0, exported=exported))
+    found = tensors(tmp_path / "engine" / "model.safetensors")
+    norm = checkpoint.tensor(f"{layer}.input_layernorm.weight").numpy().astype(np.float32)
+    factors = 2.0**exponents
+    assert np.array_equal(found[f"{layer}.input_layernorm.weight"].astype(np.float32) * factors, norm)
+    for name in readers:
+        weight = checkpoint.tensor(name).numpy().astype(np.float32)
+        stored = found[name].astype(np.float32) * found[f"{name}_scale"]
+        assert np.abs(stored / factors - weight).max() <= 0.51 * float(found[f"{name}_scale"].max())
+    assert found[f"{layer}.self_attn.q_proj.input_scale"] == np.float32(4 / 127)
+    other = "model.layers.1.input_layernorm.weight"
+    assert found[other].tobytes() == checkpoint.tensor(other).tobytes()
 
 
 def test_the_rest_of_the_checkpoint_is_kept(bf16_llama: Traced, tmp_path: Path) -> None:
