@@ -52,6 +52,10 @@ class QuantizeFp4(Pass):
         """Ask calibration for the ranges of what linears read."""
         return (InputRangeDemand(),)
 
+    def chooses_codes(self) -> bool:
+        """Say that it does."""
+        return True
+
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every linear layer of `model`.
 

@@ -42,12 +42,17 @@ Runtime would fold a Reshape of the table when it loads, and hold the table twic
 
 8 bits run at `accuracy_level` 4 alone: at any other, the CPU kernel of onnxruntime 1.31 takes 400 times as long.
 
+With `method: stored`, codes, scales and zero points are those of a checkpoint that comes quantized, whose bits, blocks
+and symmetry they have; what it does not store as codes, or not in a format of ours, stays as it is, embedding and head
+apart, which are quantized as above where they are no codes. Where its input features are in another order,
+`x` becomes Gather(x, columns) along the last axis.
+
 Numerics: lossy, within the budget of the recipe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass as record
 from dataclasses import field, replace
 from typing import Annotated, ClassVar, Literal, Self
@@ -61,7 +66,7 @@ from pydantic.dataclasses import dataclass
 from llmforge import native
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface, logits_rows, operators, routing
-from llmforge.ir.derived import stored_in
+from llmforge.ir.derived import OfExperts, stored_in
 from llmforge.ir.operators import canonical, contrib, cpu
 from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
 from llmforge.ir.operators.standard import Add, Gather, MatMul, Transpose
@@ -74,7 +79,7 @@ from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, S
 from llmforge.quantization.initializers import LazyMatrix, PackedInitializers
 from llmforge.quantization.methods.base import Method
 from llmforge.quantization.statistics import Demand, WeightDemand
-from llmforge.quantization.stored import NotHeld, together
+from llmforge.quantization.stored import NotHeld, StoredCodes, common, on_grid, together
 
 _KEEP = 16  # embedding_bits that leave embedding and head alone
 _PLAIN = methods.PLAIN()  # of an embedding or head that was not calibrated
@@ -149,9 +154,11 @@ class QuantizeWeights(Pass):
         if native and self.accuracy_level != INT8_ACTIVATIONS:
             raise ValueError(f"this format needs llmforge's CPU kernels, which have accuracy_level: {INT8_ACTIVATIONS}")
         if self.takes_stored:
-            defaults = {"bits": 4, "block_size": 32, "symmetric": False, "scales": "fp32", "codes": "uniform"}
+            defaults = {"bits": 4, "block_size": 32, "symmetric": False, "codes": "uniform"}
             if given := [name for name, default in defaults.items() if getattr(self, name) != default]:
                 raise ValueError(f"method: {methods.STORED} takes {', '.join(given)} from the checkpoint; leave it out")
+            if self.scales == "int8":
+                raise ValueError(f"method: {methods.STORED} keeps scales, which int8 would round; use fp32 or fp16")
             if self.accuracy_level != INT8_ACTIVATIONS:
                 raise ValueError(f"method: {methods.STORED} goes with accuracy_level: {INT8_ACTIVATIONS}")
         if self.grid.format not in self.chosen.formats:
@@ -263,6 +270,8 @@ class _Rewriting:
                 self.product(node)
             case canonical.MoE() as layer:
                 self.experts(layer)
+            case canonical.LatentAttention():
+                raise _Skip("what makes keys and values of its latents stays fp32; cpu-kernels stores it in int8")
             case contrib.MoE():
                 raise _Skip("already fused in fp32; put quantize-weights before fuse-experts")
 
@@ -319,11 +328,10 @@ class _Rewriting:
         """Rewrite the experts of a layer."""
         if reason := moe_kernels.reason(layer):
             raise _Skip(f"{reason}; its matrices stay fp32")
-        if self.step.takes_stored:
-            names = _names(layer.up) + _names(layer.down)
-            self.dequantized.setdefault("of experts are not taken", []).append(", ".join(names))
-            raise _Skip("codes of experts are not taken; its matrices stay dequantized")
         experts = moe_kernels.of(layer)
+        if self.step.takes_stored:
+            self._stored_experts(experts)
+            return
         grid = self.step.grid.fitting(experts.hidden, experts.inner)
         if grid is None and self.step.bits not in (4, 8):
             raise _Skip(f"QMoE has 4 and 8 bits, not {self.step.bits}; its matrices stay fp32")
@@ -393,15 +401,64 @@ class _Rewriting:
         tensors = stored_in(graph.tensor(weight), transposed=transposed)
         if not tensors:
             raise _Skip("its numbers are not those of the checkpoint any more; put quantize-weights further in front")
-        assert self.context.stored is not None
         try:
-            found = together([self.context.stored(tensor) for tensor in tensors])
+            found = self._together(tensors)
         except NotHeld as reason:
             if not reason.is_plain:
                 self.dequantized.setdefault(str(reason), []).append(", ".join(tensors))
                 raise _Skip(f"its codes {reason}; it stays dequantized") from reason
             raise _Skip(f"its codes {reason}") from reason
         return LazyMatrix(found.read, n, k, found.grid), found.columns
+
+    def _together(self, tensors: Sequence[str]) -> StoredCodes:
+        """Put the codes of tensors on top of each other, with fp32 scales unless fp16 is wanted and holds them.
+
+        Raises:
+            NotHeld: no format here holds them.
+        """
+        assert self.context.stored is not None
+        found = together([self.context.stored(tensor) for tensor in tensors])
+        if found.grid.scale == self.step.scales:
+            return found
+        grid = replace(found.grid, scale="fp32")
+        return StoredCodes(grid, found.columns, lambda: on_grid(found.read(), grid))
+
+    def _stored_experts(self, experts: moe_kernels.Experts) -> None:
+        """Take the codes of experts from the checkpoint, on one grid that QMoE reads."""
+        layer = experts.layer
+        self._refuse_excluded(_names(layer.up) + _names(layer.down))
+        try:
+            up, down = (self._codes_of_experts(weight) for weight in (layer.up, layer.down))
+            grid = common(up.grid, down.grid).fitting(experts.hidden, experts.inner)
+            if grid is None:
+                raise NotHeld("have bits, or blocks, that QMoE does not read")
+        except NotHeld as reason:
+            if not reason.is_plain:
+                names = _names(layer.up) + _names(layer.down)
+                self.dequantized.setdefault(str(reason), []).append(", ".join(names))
+            raise _Skip(f"its codes {reason}; its matrices stay dequantized") from reason
+        orders = experts.order, np.arange(experts.hidden)
+        first, second = (
+            self._register(weight, _ordered(weight, found, grid, order), experts=experts.count)
+            for weight, found, order in zip((layer.up, layer.down), (up, down), orders, strict=True)
+        )
+        moe_kernels.fuse_quantized(self.model, experts, first, second, self.step.accuracy_level)
+        shape = f"{experts.count} experts, top {experts.top_k}, [{len(experts.order)}, {experts.hidden}] each"
+        self._note(layer.node, f"{self.step.method}, {_grid(grid)}, {shape}")
+
+    def _codes_of_experts(self, weight: ir.Value) -> StoredCodes:
+        """Return the codes of an initializer [E, K, N] as one matrix [E·N, K].
+
+        Raises:
+            NotHeld: they are not put together here.
+        """
+        tensor = graph.tensor(weight)
+        if not isinstance(tensor, OfExperts) or not tensor.matrices or not tensor.transposed:
+            raise NotHeld("are not put together of matrices of experts")
+        found = self._together([name for names in tensor.matrices for name in names])
+        if found.columns is not None:
+            raise NotHeld("have input features in another order, which QMoE does not read")
+        return found
 
     def _reorder(self, layer: linears.Linear, columns: NDArray[np.intp]) -> None:
         """Let a layer read the features of its input in the order of its columns; one that reads the same shares it."""
@@ -519,6 +576,13 @@ class _Rewriting:
 
     def _note(self, node: ir.Node, what: str) -> None:
         self.changes.rewritten.append(Rewritten(str(node.name), what))
+
+
+def _ordered(weight: ir.Value, found: StoredCodes, grid: Grid, order: NDArray[np.intp]) -> LazyMatrix:
+    """Make a matrix [E·N, K] on `grid` of the codes of experts [E, K, N], the output features of each in `order`."""
+    count, k, n = graph.static(weight)
+    stacked = (n * np.arange(count)[:, None] + order).reshape(-1)
+    return LazyMatrix(lambda: rows(on_grid(found.read(), grid), stacked), count * n, k, grid)
 
 
 def _counted(tensors: list[str]) -> str:

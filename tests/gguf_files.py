@@ -161,9 +161,17 @@ def vocabulary_of(folder: Path, rows: int) -> dict[str, bytes]:
 
 
 def write(
-    folder: Path, file: Path, *, architecture: str = "llama", kind: int = F32, **more: bytes
+    folder: Path,
+    file: Path,
+    *,
+    architecture: str = "llama",
+    kind: int = F32,
+    drop: Sequence[str] = (),
+    **more: bytes,
 ) -> dict[str, NDArray[Any]]:
-    """Write the checkpoint in `folder` as a GGUF file, matrices of whole blocks as `kind`; `more` are further keys.
+    """Write the checkpoint in `folder` as a GGUF file, matrices of whole blocks as `kind`.
+
+    `more` are further keys, or others; `drop` are keys to leave out.
 
     Returns the parameters of the checkpoint by their names there.
     """
@@ -199,5 +207,5 @@ def write(
         own = kind if weights.ndim > 1 and weights.shape[-1] % 32 == 0 else F32
         tensors.append((name, weights.shape, own, encode(weights, own)))
     metadata = {**metadata_of(settings, architecture), **vocabulary_of(folder, settings["vocab_size"]), **more}
-    file.write_bytes(gguf(metadata, tensors))
+    file.write_bytes(gguf({key: packed for key, packed in metadata.items() if key not in drop}, tensors))
     return parameters

@@ -116,6 +116,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()  # what is in it and is not taken, a sentence each
     merge: Merge | None = field(default=None, repr=False)  # adapters that are a part of what `tensor` gives
     _digest: str | None = field(default=None, init=False, repr=False)
+    _codes: dict[str, StoredCodes] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def open(cls, path: Path, adapters: Sequence[AdapterSource] = ()) -> Checkpoint:
@@ -298,7 +299,9 @@ class Checkpoint:
             raise NotHeld(f"are none: the checkpoint stores it in {entry.dtype.name}", is_plain=True)
         if self.merge is not None and name in self.merge.steps:
             raise NotHeld("do not hold what an adapter adds to it")
-        return StoredCodes(entry.grid(), entry.columns(), entry.codes)
+        if name not in self._codes:
+            self._codes[name] = StoredCodes(entry.grid(), entry.columns(), entry.codes)
+        return self._codes[name]
 
     def require(
         self, parameters: Mapping[str, tuple[int, ...]], tied: Mapping[str, str] | None = None
@@ -465,7 +468,11 @@ def _geometry(text: PretrainedConfig, folder: Path) -> Geometry:
     def size(name: str) -> int:
         value = getattr(text, name, None)
         if type(value) is not int:
-            raise UnsupportedError(f"{folder / CONFIG}: {text.model_type} gives no single {name}")
+            raise UnsupportedError(
+                f"{folder / CONFIG}: {text.model_type} gives no single {name}",
+                hint="needed: a model of one stack of layers, each with a cache of its own; several stacks, of which "
+                "one reads another, are not compiled",
+            )
         if value < 1:
             raise CheckpointError(f"{folder / CONFIG}: {name} must be at least 1, is {value}")
         return value

@@ -11,12 +11,12 @@ What passes made of a weight [N, K] decides how it stands there (compressed_tens
   by 2**(bits-1); `weight_scale` [N, K/block]; `weight_shape`; of asymmetric codes `weight_zero_point` int32
   [N·bits/32, K/block], packed along N. These are the very codes of com.microsoft::MatMulNBits.
 - `float-quantized`, of quantize-channels in fp8: `weight` float8_e4m3fn [N, K], `weight_scale` fp32 [N, 1]; with
-  `activations: static` also `input_scale` fp32 [1]; with `per_token`, servers find that themselves.
-- `int-quantized`, of quantize-channels in int8 with `activations: static` or `per_token`: `weight` int8 [N, K], alike.
+  `activations: static` also `input_scale` fp32 [1]; with `per_token` the servers make the scales of tokens.
+- `int-quantized`, of quantize-channels in int8 with activations: `weight` int8 [N, K], the same scales.
 
 Servers hold the scales of packed codes in the dtype that they compute in: they must be fp16, and config.json says so.
-All other tensors are copied, but for vectors of norms that were smoothed. What was written is read back and compared,
-code by code. The same input gives the same bytes.
+All other tensors are copied. What was written is read back and compared, code by code. The same input gives the same
+bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -90,8 +90,7 @@ class Scheme:
     kind: str  # int or float
     block_size: int | None  # None: a scale for each output feature
     symmetric: bool
-    rounds_inputs: bool
-    by_token: bool = False  # each by its own range, and not by one that is stored
+    inputs: Literal["none", "static", "per_token"] = "none"
 
     @property
     def group(self) -> dict[str, Any]:
@@ -105,14 +104,11 @@ class Scheme:
             "dynamic": False,
         }
         inputs = None
-        if self.rounds_inputs:
-            inputs = {
-                "num_bits": self.bits,
-                "type": self.kind,
-                "symmetric": True,
-                "strategy": "token" if self.by_token else "tensor",
-                "dynamic": self.by_token,
-            }
+        if self.inputs != "none":
+            own = {"strategy": "tensor", "dynamic": False}
+            if self.inputs == "per_token":
+                own = {"strategy": "token", "dynamic": True}
+            inputs = {"num_bits": self.bits, "type": self.kind, "symmetric": True, **own}
         return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": self.format}
 
 
@@ -179,18 +175,17 @@ def scheme_of(tensor: str, matrix: Quantized) -> Scheme:
                 "points hold",
                 hint=f"exclude it: `exclude: [{matrix.parameter}]`",
             )
-        return Scheme("pack-quantized", matrix.bits, "int", matrix.block_size, matrix.symmetric, rounds_inputs=False)
+        return Scheme("pack-quantized", matrix.bits, "int", matrix.block_size, matrix.symmetric)
     if tensor == f"{_HEAD}.weight":
         raise UnsupportedError(f"{tensor}: the servers read the head as it is", hint="set `head: false`")
     if matrix.dtype == "fp8":
-        rounds = matrix.input_scale is not None or matrix.by_token
-        return Scheme("float-quantized", 8, "float", None, True, rounds, matrix.by_token)
-    if matrix.input_scale is None and not matrix.by_token:
+        return Scheme("float-quantized", 8, "float", None, True, matrix.inputs)
+    if matrix.inputs == "none":
         raise UnsupportedError(
             f"{tensor}: the servers multiply int8 weights with one scale per output feature by int8 activations alone",
             hint="set `activations: static` or `per_token`, or use quantize-weights with `bits: 8`",
         )
-    return Scheme("int-quantized", 8, "int", None, True, rounds_inputs=True, by_token=matrix.by_token)
+    return Scheme("int-quantized", 8, "int", None, True, matrix.inputs)
 
 
 def build(request: BuildRequest) -> Engine:
@@ -310,8 +305,8 @@ def _write_weights(request: BuildRequest, exported: Exported, packed: bool) -> N
             for name, parts in shard.items():
                 index |= {part.name: file.name for part in parts}
                 matrix = exported.quantized.get(name)
-                if name in exported.scaled:
-                    _write_scaled(stream, places[name], name, exported)
+                if name in exported.changed:
+                    _change(stream, places[name], checkpoint.tensors[name].dtype, name, exported.changed[name])
                 elif matrix is None:
                     _copy(stream, places[name], checkpoint, name, packed)
                 else:
@@ -342,6 +337,19 @@ def _write_header(stream: BinaryIO, parts: Sequence[Part]) -> dict[str, int]:
     return {part.name: begin + header[part.name]["data_offsets"][0] for part in ordered}
 
 
+def _change(stream: BinaryIO, place: int, dtype: ir.DataType, name: str, numbers: ir.TensorProtocol) -> None:
+    """Write other numbers in place of a tensor's, in its dtype, which must hold them."""
+    wide = numbers.numpy()
+    stored = wide.astype(dtype.numpy())
+    if not np.array_equal(stored.astype(wide.dtype), wide):
+        raise UnsupportedError(
+            f"{name}: {dtype.name} does not hold it once outliers are moved out of it",
+            hint="set `smooth: false` in quantize-channels",
+        )
+    stream.seek(place)
+    stream.write(stored.tobytes())
+
+
 def _copy(stream: BinaryIO, place: int, checkpoint: Checkpoint, name: str, packed: bool) -> None:
     """Copy a tensor that stays; where codes are `packed`, servers bring it into fp16."""
     tensor = checkpoint.tensor(name)
@@ -354,23 +362,6 @@ def _copy(stream: BinaryIO, place: int, checkpoint: Checkpoint, name: str, packe
             )
     stream.seek(place)
     tensor.tofile(stream)
-
-
-def _write_scaled(stream: BinaryIO, place: int, name: str, exported: Exported) -> None:
-    """Write a vector whose numbers were divided by powers of two, in the dtype of the checkpoint.
-
-    Raises:
-        UnsupportedError: the dtype does not hold them exactly.
-    """
-    numbers = exported.scaled[name].numpy()
-    stored = numbers.astype(exported.checkpoint.tensors[name].dtype.numpy())
-    if not np.array_equal(stored.astype(np.float32), numbers):
-        raise UnsupportedError(
-            f"{name}: {exported.checkpoint.tensors[name].dtype.name} does not hold its smoothed numbers",
-            hint="set `smooth: false` in quantize-channels",
-        )
-    stream.seek(place)
-    stream.write(np.ascontiguousarray(stored).tobytes())
 
 
 def _write(stream: BinaryIO, places: Mapping[str, int], tensor: str, matrix: Quantized) -> None:

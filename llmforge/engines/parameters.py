@@ -7,9 +7,9 @@ nothing but parameters. So every parameter is found again in the graph: as it wa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -21,7 +21,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
 from llmforge.ir.derived import Derived
 from llmforge.ir.operators.contrib import GatherBlockQuantized, MatMulNBits, QMoE
-from llmforge.ir.operators.standard import Cast, DequantizeLinear, Div, MatMul, Mul, QuantizeLinear, Reshape
+from llmforge.ir.operators.standard import Cast, DequantizeLinear, Div, MatMul, QuantizeLinear, Reshape
 from llmforge.lowering import smoothing
 from llmforge.quantization.grids import Grid, Packed, QuantizedMatrix, unpack
 
@@ -72,8 +72,8 @@ class Channels:
     dtype: str  # int8 or fp8
     codes: ir.Value  # [k, n]
     scales: ir.Value  # fp32 [n]
-    input_scale: ir.Value | None  # fp32 [], of what the layer reads; None: that is not quantized, or by token
-    by_token: bool = False  # what the layer reads is quantized, each token by its own range
+    inputs: Literal["none", "static", "per_token"]  # how what the layer reads is rounded
+    input_scale: ir.Value | None  # fp32 [], where that is static
 
     @cached_property
     def by_output(self) -> NDArray[Any]:
@@ -86,14 +86,11 @@ Quantized = Blocks | Channels
 
 @dataclass(frozen=True, eq=False)
 class Exported:
-    """A checkpoint, and the codes that stand for some of its tensors, by their names.
-
-    `scaled` has vectors that hold the checkpoint's numbers divided by powers of two.
-    """
+    """A checkpoint, and what stands for some of its tensors, by their names: codes, or other numbers."""
 
     checkpoint: Checkpoint
     quantized: Mapping[str, Quantized]
-    scaled: Mapping[str, ir.TensorProtocol] = field(default_factory=dict)
+    changed: Mapping[str, ir.TensorProtocol]  # vectors, fp32: weights of norms and biases, times powers of two
 
 
 def check_passes(backend: BackendName, names: tuple[str, ...]) -> None:
@@ -114,13 +111,13 @@ def check_passes(backend: BackendName, names: tuple[str, ...]) -> None:
             )
 
 
-def quantized(model: ir.Model, traced: ir.Model) -> tuple[dict[str, Quantized], dict[str, ir.TensorProtocol]]:
-    """Find the parameters of `model` that are stored as codes, and vectors that were smoothed.
+def found_in(model: ir.Model, traced: ir.Model) -> tuple[dict[str, Quantized], dict[str, ir.TensorProtocol]]:
+    """Find the parameters of `model` that are stored as codes, and those that outliers were moved out of.
 
     All others are as in the `traced` graph.
 
     Raises:
-        UnsupportedError: a parameter is neither.
+        UnsupportedError: a parameter is none of these.
     """
     found: dict[str, Quantized] = {}
     for node in model.graph.all_nodes():
@@ -136,8 +133,13 @@ def quantized(model: ir.Model, traced: ir.Model) -> tuple[dict[str, Quantized], 
         if before is not None and not isinstance(before, Channels):  # a tied head reads the codes of the embedding
             made = before if before.table else made
         found[made.parameter] = made
-    scaled: dict[str, ir.TensorProtocol] = {}
     there = model.graph.initializers
+    changed: dict[str, ir.TensorProtocol] = {}
+    smoothed = {
+        id(each.operands[0]): each
+        for value in there.values()
+        if isinstance(each := value.const_value, Derived) and each.function is smoothing.divided
+    }
     for value in traced.graph.initializers.values():
         names = graph.sources(value)
         if not names or set(names) <= found.keys():
@@ -145,22 +147,13 @@ def quantized(model: ir.Model, traced: ir.Model) -> tuple[dict[str, Quantized], 
         same = there.get(str(value.name))
         if same is not None and same.const_value is value.const_value:
             continue
-        if (tensor := _smoothed(model, value)) is None:
+        if (moved := smoothed.get(id(value.const_value))) is not None and len(names) == 1:
+            changed[names[0]] = moved
+        else:
             raise UnsupportedError(
-                f"parameter {names[0]} is no longer in the graph as the checkpoint has it",
-                hint=f"{_REMOVE}, or set `smooth: false` in quantize-channels",
+                f"parameter {names[0]} is no longer in the graph as the checkpoint has it", hint=_REMOVE
             )
-        scaled[names[0]] = tensor
-    return found, scaled
-
-
-def _smoothed(model: ir.Model, before: ir.Value) -> ir.TensorProtocol | None:
-    """Find what a vector of the traced graph became where its numbers were divided by powers of two."""
-    value = model.graph.initializers.get(f"{before.name}.{smoothing.SUFFIX}")
-    made = None if value is None else value.const_value
-    if not isinstance(made, Derived) or made.function is not smoothing.divided or len(made.shape) != 1:
-        return None
-    return made if made.operands[0] is before.const_value and len(graph.sources(before)) == 1 else None
+    return found, changed
 
 
 def exported(
@@ -174,18 +167,8 @@ def exported(
         UnsupportedError: a parameter was changed in a way that no file can say, or codes stand for one that is made of
             several tensors, or is stored the other way round.
     """
-    found, vectors = quantized(model, traced)
-    by_tensor, scaled = {}, {}
-    for parameter, values in vectors.items():
-        tensor, _ = bound.get(parameter, ("", False))
-        entry = checkpoint.tensors.get(tensor)
-        if entry is None or tuple(entry.shape) != tuple(values.shape.numpy()):
-            raise UnsupportedError(
-                f"parameter {parameter} is no tensor of the checkpoint as a whole, so that its smoothed numbers "
-                "have no name there",
-                hint="set `smooth: false` in quantize-channels",
-            )
-        scaled[tensor] = values
+    found, changed = found_in(model, traced)
+    by_tensor: dict[str, Quantized] = {}
     for parameter, matrix in found.items():
         tensor, transposed = bound.get(parameter, ("", False))
         entry, is_table = checkpoint.tensors.get(tensor), isinstance(matrix, Blocks) and matrix.table
@@ -196,7 +179,16 @@ def exported(
                 hint=f"exclude it: `exclude: [{parameter}]`",
             )
         by_tensor[tensor] = matrix
-    return Exported(checkpoint, by_tensor, scaled)
+    others: dict[str, ir.TensorProtocol] = {}
+    for parameter, numbers in changed.items():
+        tensor, _ = bound.get(parameter, ("", False))
+        entry = checkpoint.tensors.get(tensor)
+        if entry is None or entry.shape != tuple(numbers.shape.numpy()) or len(entry.shape) != 1:
+            raise UnsupportedError(
+                f"parameter {parameter} was smoothed, and is no vector of the checkpoint", hint=_REMOVE
+            )
+        others[tensor] = numbers
+    return Exported(checkpoint, by_tensor, others)
 
 
 def _parameter(value: ir.Value, place: str) -> str:
@@ -254,16 +246,11 @@ def _of_channels(node: ir.Node) -> Quantized | None:
         return None
     parameter = _parameter(wide.codes, product.name)
     k, n = graph.static(wide.codes)
-    read = DequantizeLinear.made(product.x)
-    by_token = read is not None and _is_by_token(product, read)
     dtype = {ir.DataType.INT8: "int8", ir.DataType.FLOAT8E4M3FN: "fp8"}[graph.dtype(wide.codes)]
-    return Channels(
-        parameter, n, k, dtype, wide.codes, wide.scales, None if read is None or by_token else read.scales, by_token
-    )
-
-
-def _is_by_token(product: MatMul, read: DequantizeLinear) -> bool:
-    """Say whether what `product` reads is in steps of each token, which its result is multiplied by."""
-    codes, scaled = QuantizeLinear.made(read.codes), Mul.only_reader(product.output)
-    steps = None if codes is None else Div.made(codes.x)
-    return steps is not None and scaled is not None and any(other is steps.b for _, other in scaled.either_way)
+    read = DequantizeLinear.made(product.x)
+    if read is None:
+        return Channels(parameter, n, k, dtype, wide.codes, wide.scales, "none", None)
+    rounded = QuantizeLinear.made(read.codes)
+    if rounded is not None and Div.made(rounded.x) is not None:  # by the scale of each token
+        return Channels(parameter, n, k, dtype, wide.codes, wide.scales, "per_token", None)
+    return Channels(parameter, n, k, dtype, wide.codes, wide.scales, "static", read.scales)

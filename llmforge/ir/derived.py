@@ -83,6 +83,16 @@ class Stored(ir.LazyTensor):
         return ir.Tensor(result, dtype=self.dtype, name=self.name)
 
 
+class OfExperts(ir.LazyTensor):
+    """Matrices of experts, [E, N, K] or `transposed`: each is made of some of the checkpoint's, on top of each other.
+
+    `matrices` names those of each expert; (): they are made otherwise.
+    """
+
+    matrices: tuple[tuple[str, ...], ...] = ()
+    transposed: bool = False
+
+
 def is_stored(tensor: ir.TensorProtocol) -> bool:
     """Say whether `tensor` [K, N] is stored as [N, K], whole or as several that are side by side."""
     if isinstance(tensor, Derived):
@@ -147,6 +157,18 @@ def side_by_side(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
 def swapped(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Transpose a matrix."""
     return arrays[0].T
+
+
+def makes_keys(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Take what makes keys of latents, [H, N, L], from [H·(N+Dv), L]; the other operand is H and N."""
+    up, (heads, plain) = arrays
+    return up.reshape(heads, -1, up.shape[1])[:, :plain]
+
+
+def makes_values(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Take what makes values of latents, transposed, [H, L, Dv], from [H·(N+Dv), L]; the other operand is H and N."""
+    up, (heads, plain) = arrays
+    return up.reshape(heads, -1, up.shape[1])[:, plain:].swapaxes(1, 2)
 
 
 def to_fp32(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:

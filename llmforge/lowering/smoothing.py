@@ -32,7 +32,7 @@ from llmforge.ir.operators.standard import (
 from llmforge.lowering import linear as linears
 from llmforge.quantization.statistics import factors
 
-SUFFIX = "smoothed"  # of the names of what holds other numbers
+_SUFFIX = "smoothed"
 _Exponents = NDArray[np.int8]
 _NORMS = (
     RMSNormalization,
@@ -90,12 +90,12 @@ def smooth(model: ir.Model, x: ir.Value, exponents: _Exponents) -> str | None:
     for change in plan.changes:
         value = change.node.inputs[change.index]
         assert value is not None
-        name, tensor = f"{value.name}.{SUFFIX}", graph.tensor(value)
+        name, tensor = f"{value.name}.{_SUFFIX}", graph.tensor(value)
         by = ir.Tensor(change.exponents, name=f"{name}.exponents")
         derived = Derived(change.function, [tensor, by], tensor.dtype, ir.Shape(tensor.shape.numpy()), name)
         change.node.replace_input_with(change.index, graph.initializer(model, name, derived))
     for value in plan.moved:
-        value.name = f"{value.name}.{SUFFIX}"
+        value.name = f"{value.name}.{_SUFFIX}"
     return None
 
 

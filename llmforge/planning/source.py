@@ -23,10 +23,10 @@ def described(settings: Mapping[str, Any], folder: Path) -> str | None:
         UnsupportedError: in a way that is not taken.
         CheckpointError: what it says of that makes no sense.
     """
-    layout = quantized.layout_of(settings, folder / CONFIG)
-    if layout is None:
+    layout, config = quantized.layout_of(settings, folder / CONFIG), quantized.settings_of(settings)
+    if layout is None or layout.is_plain(config):
         return None
-    return f"{layout.name}, {layout.check(quantized.settings_of(settings), folder / CONFIG)}"
+    return f"{layout.name}, {layout.check(config, folder / CONFIG)}"
 
 
 def grid_of(settings: Mapping[str, Any], folder: Path) -> Grid | None:

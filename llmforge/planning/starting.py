@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
-from llmforge.base.backends import BackendName
+from llmforge.base.backends import BackendName, Dtype
 from llmforge.base.errors import UnsupportedError
+from llmforge.checkpoint import CONFIG, read_settings
 from llmforge.metrics.units import count, duration, significant, size
-from llmforge.planning import config, deployment, request, scheme
+from llmforge.planning import config, deployment, request, scheme, source
 from llmforge.planning.advice import Advice
 from llmforge.planning.render import Planned
 from llmforge.planning.request import Request
 from llmforge.planning.roofline import Placement
 from llmforge.planning.scheme import Wanted
 from llmforge.planning.shape import Shape
+from llmforge.quantization.grids import Grid
 from llmforge.targets import Target
 
 Goal = Literal["latency", "throughput", "size", "quality"]
@@ -113,7 +115,10 @@ def write(
     """
     chosen, shape = backend or target.engines[0], config.read(checkpoint)
     before = _plan(shape, target, chosen, Wanted(), goal)
-    weights, why = _choose(before, goal)
+    folder = (checkpoint.parent if checkpoint.name == CONFIG else checkpoint).absolute()
+    settings = read_settings(folder)
+    is_stored = source.described(settings, folder) is not None
+    weights, why = _stored(before, source.grid_of(settings, folder)) if is_stored else _choose(before, goal)
     wanted = Wanted() if weights is None else weights.wanted
     cached = target.kind == "cpu" and goal != "quality"
     planned = _plan(shape, target, chosen, replace(wanted, kv="int8") if cached else wanted, goal)
@@ -164,6 +169,23 @@ def _choose(planned: Planned, goal: Goal) -> tuple[_Weights | None, Advice | Non
         return -(said.tokens_per_second or 1.0) if goal == "throughput" else said.tpot or 1.0
 
     return min(paying, key=gained, default=(None, None))
+
+
+def _stored(planned: Planned, grid: Grid | None) -> tuple[_Weights | None, Advice | None]:
+    """Take the codes of a checkpoint that comes quantized, where its `grid` is one that the target's kernels read."""
+    on_cpu, ort = planned.plan.target.kind == "cpu", planned.plan.backend == "onnxruntime"
+    if grid is None or not (on_cpu or (grid.portable and (ort or (grid.symmetric and grid.bits == 4)))):
+        return None, None
+    change = f"quantize-weights, bits: {4 if grid.bits <= 4 else 8}"
+    wanted = Wanted(
+        weights=cast(Dtype, f"int{grid.bits}") if grid.portable else "int4" if grid.bits <= 4 else "int8",
+        block=grid.block_size,
+        symmetric=grid.symmetric,
+    )
+    more = ", scales: fp16" if on_cpu else "" if ort else ", embedding_bits: 16"
+    weights = _Weights(f"quantize-weights: {{method: stored{more}", 0.01, change, wanted, grid.bits)
+    advice = next((each for each in planned.advice if each.change == change), None)
+    return weights, None if advice is None else replace(advice, reason="the codes of the checkpoint, as they are")
 
 
 def _passes(

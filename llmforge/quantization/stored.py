@@ -43,18 +43,27 @@ def together(parts: Sequence[StoredCodes]) -> StoredCodes:
         NotHeld: their codes have different bits, or their columns different orders.
     """
     first = parts[0]
-    bits = sorted({part.grid.bits for part in parts})
-    if len(bits) > 1:
-        raise NotHeld(f"have {' and '.join(map(str, bits))} bits in one matrix; leave out the pass that packs them")
     if any(not _same(part.columns, first.columns) for part in parts):
         raise NotHeld("have input features in different orders in one matrix; leave out the pass that packs them")
-    grid = replace(
-        first.grid,
-        block_size=min(part.grid.block_size for part in parts),
-        symmetric=all(part.grid.symmetric for part in parts),
-        scale="fp16" if all(part.grid.scale == "fp16" for part in parts) else "fp32",
-    )
+    grid = common(*(part.grid for part in parts))
     return StoredCodes(grid, first.columns, lambda: stack([on_grid(part.read(), grid) for part in parts]))
+
+
+def common(*grids: Grid) -> Grid:
+    """Return the grid that holds what lies on any of `grids`.
+
+    Raises:
+        NotHeld: they have different bits.
+    """
+    bits = sorted({grid.bits for grid in grids})
+    if len(bits) > 1:
+        raise NotHeld(f"have {' and '.join(map(str, bits))} bits in one matrix; leave out the pass that packs them")
+    return replace(
+        grids[0],
+        block_size=min(grid.block_size for grid in grids),
+        symmetric=all(grid.symmetric for grid in grids),
+        scale="fp16" if all(grid.scale == "fp16" for grid in grids) else "fp32",
+    )
 
 
 def on_grid(matrix: QuantizedMatrix, grid: Grid) -> QuantizedMatrix:

@@ -23,7 +23,7 @@ from llmforge.build import dry_run, pipeline, preflight
 from llmforge.checkpoint import Checkpoint
 from llmforge.cli.root import cli
 from llmforge.ir import graph, onnx_file
-from llmforge.ir.operators.contrib import MatMulNBits
+from llmforge.ir.operators.contrib import MatMulNBits, QMoE
 from llmforge.ir.operators.standard import Gather
 from llmforge.lowering import options, pass_base
 from llmforge.lowering.pass_base import Changes, Context
@@ -33,6 +33,7 @@ from llmforge.recipe import Recipe
 from llmforge.report import model as reports
 from llmforge.trace import trace
 
+from .. import zoo
 from ..checkpoint.quantized import writers
 from ..checkpoint.quantized.writers import BF16, Drawn
 
@@ -42,6 +43,7 @@ TEXTS = [
     {"id": f"{i}", "text": f"document {i} says graph engine pass weight scale token cache layer {i}"} for i in range(8)
 ]
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+LAYER = "model.layers.0.self_attn.o_proj"
 Store = Callable[[str, tuple[int, int]], Drawn]
 
 
@@ -143,6 +145,16 @@ def test_codes_in_the_graph_are_those_of_the_checkpoint(
         assert matrix.zero_points is None or np.array_equal(matrix.zero_points, np.repeat(wanted.zeros, times, 1))
 
 
+@pytest.mark.parametrize(("store", "wanted"), [(as_awq, ir.DataType.FLOAT16), (as_packed, ir.DataType.FLOAT)])
+def test_scales_are_fp16_where_that_holds_them(tiny_checkpoint: Path, store: Any, wanted: ir.DataType) -> None:
+    drawn = store(tiny_checkpoint)
+    model, _ = rewritten(tiny_checkpoint, scales="fp16")
+    scales = {name: value for name, value in model.graph.initializers.items() if name.endswith(".scales")}
+    assert {value.dtype for value in scales.values()} == {wanted}
+    found = matrices(model)[f"{LAYER}.weight"].scales
+    assert np.array_equal(found[:, 0], drawn[f"{LAYER}.weight"].scales[:, 0].astype(np.float32))
+
+
 def test_packed_layers_have_the_codes_of_all(tiny_checkpoint: Path) -> None:
     drawn = as_gptq(tiny_checkpoint, act=True)
     model, changes = rewritten(tiny_checkpoint, "pack-qkv", "pack-gate-up")
@@ -180,6 +192,38 @@ def test_codes_that_no_format_holds_stay_dequantized(tiny_checkpoint: Path) -> N
     assert "and 13 more: the codes are fp8 with one scale, for which there is no format here" in note
 
 
+@pytest.mark.parametrize("act", [False, True])
+def test_codes_of_experts(tmp_path: Path, act: bool) -> None:
+    """Gates and up projections of an expert lie on top of each other, in the order of the kernel."""
+    zoo.write("qwen3-moe", tmp_path, moe_intermediate_size=64)
+    drawn: dict[str, Drawn] = {}
+
+    def store(name: str, shape: tuple[int, int]) -> tuple[writers.Tensors, NDArray[Any]]:
+        made = writers.draw(*shape, 4, shape[1] // 32, shuffled=act, seed=len(drawn))
+        drawn[f"{name}.weight"] = made
+        return writers.gptq(name, made, 4), made.weight
+
+    writers.quantize(tmp_path, {**GPTQ, "desc_act": act}, store)
+    model, changes = rewritten(tmp_path)
+    found = list(QMoE.all(model))
+    if act:
+        [note] = [note for note in changes.notes if "experts" in note]
+        assert "input features in" in note
+        assert not found
+        return
+    [kernel] = found
+    assert not changes.notes
+    prefix = "model.layers.1.mlp.experts"
+    up, down = graph.tensor(kernel.fc1_experts_weights).numpy(), graph.tensor(kernel.fc2_experts_weights).numpy()
+    zeros = graph.tensor(kernel.fc1_zero_points).numpy()  # type: ignore[arg-type]
+    for expert in range(8):
+        gate, other, last = (drawn[f"{prefix}.{expert}.{which}_proj.weight"] for which in ("gate", "up", "down"))
+        pairs = np.stack([gate.codes, other.codes], 1).reshape(128, 64)  # gate and up features in turns
+        assert np.array_equal(unpack_bits(up[expert], 4, 64), pairs)
+        assert np.array_equal(unpack_bits(zeros[expert], 4, 2), np.stack([gate.zeros, other.zeros], 1).reshape(128, 2))
+        assert np.array_equal(unpack_bits(down[expert], 4, 64), last.codes)
+
+
 def test_what_the_checkpoint_stores_as_it_is_stays(tiny_checkpoint: Path) -> None:
     as_gptq(tiny_checkpoint)
     name = "model.layers.1.mlp.down_proj"
@@ -198,10 +242,10 @@ def test_stored_needs_codes(tiny_checkpoint: Path) -> None:
         rewritten(tiny_checkpoint)
 
 
-@pytest.mark.parametrize("option", [{"bits": 8}, {"block_size": 64}, {"symmetric": True}, {"scales": "fp16"}])
+@pytest.mark.parametrize("option", [{"bits": 8}, {"block_size": 64}, {"symmetric": True}, {"scales": "int8"}])
 def test_stored_takes_its_format_from_the_checkpoint(option: dict[str, Any]) -> None:
     known = {each.name: each for each in passes.ALL}
-    with pytest.raises(ValueError, match="method: stored takes"):
+    with pytest.raises(ValueError, match=r"method: stored (takes|keeps)"):
         options.make(known["quantize-weights"], {"method": "stored", "budget": BUDGET, **option})
 
 

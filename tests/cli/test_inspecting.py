@@ -18,7 +18,7 @@ from llmforge.cli import cli
 
 from ..checkpoint.quantized import test_bitsandbytes, writers
 from ..checkpoints import write_checkpoint
-from ..gguf_files import Q4_0, Q8_0, UINT32, value, write
+from ..gguf_files import F16, Q4_0, Q8_0, UINT32, value, write
 from ..sweep import render
 
 
@@ -89,10 +89,14 @@ def test_a_gguf_file_and_the_folder_of_one(tmp_path: Path) -> None:
     file = tmp_path / "models" / "tiny.gguf"
     write(tmp_path / "hf", file, kind=Q4_0)
     rows = shown(file)
-    assert (rows["what"], rows["quantized"], rows["name"]) == ("GGUF file", "GGUF version 3", "tiny")
+    assert (rows["what"], rows["quantized"], rows["name"]) == ("GGUF file", "GGUF: most of it Q4_0", "tiny")
     assert "Q4_0" in rows["parameters"]
     assert "codes can be kept exactly" in rows["parameters"]
     assert data(tmp_path / "models") == data(file)
+    write(tmp_path / "hf", tmp_path / "plain.gguf", kind=F16)
+    rows = shown(tmp_path / "plain.gguf")
+    assert rows["quantized"] == "no"
+    assert "codes" not in rows["parameters"]
 
 
 def test_a_refusal_is_shown_and_is_no_error(tmp_path: Path) -> None:
@@ -143,12 +147,16 @@ def test_an_adapter(tmp_path: Path) -> None:
     }
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     assert "no adapter_model.safetensors" in shown(tmp_path)["build"]
-    save_file({"base_model.x.lora_A.weight": np.ones((8, 4), np.float32)}, tmp_path / "adapter_model.safetensors")
+    matrices = {"lora_A.weight": (8, 4), "lora_B.weight": (6, 8), "lora_magnitude_vector": (6,)}
+    held = {f"base_model.model.x.{name}": np.ones(shape, np.float32) for name, shape in matrices.items()}
+    save_file(held, tmp_path / "adapter_model.safetensors")
     rows = shown(tmp_path)
     assert (rows["what"], rows["method"], rows["rank"]) == ("adapter (peft)", "LORA with DoRA", "8")
     assert rows["targets"] == "q_proj, v_proj"
     assert "\x1b" not in rows["base model"]
     assert "`adapters:`" in rows["build"]
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, "init_lora_weights": "pissa"}))
+    assert "taking a part out of the base" in shown(tmp_path)["build"]
 
 
 @pytest.mark.parametrize("name", ["empty", "notes.txt"])

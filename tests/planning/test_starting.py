@@ -97,3 +97,40 @@ def test_a_gpu_that_is_elsewhere_gets_its_engine_later(tmp_path: Path) -> None:
 def test_batches_fit(tmp_path: Path) -> None:
     recipe = start(tmp_path, "l4", "throughput", "llama-3.1-8b")
     assert 1 <= recipe.engine.max_batch < 64
+
+
+@pytest.mark.parametrize(
+    ("said", "target", "backend", "wanted"),
+    [
+        ({"bits": 4, "group_size": 128, "sym": True}, "local", "onnxruntime", {"method": "stored"}),
+        ({"bits": 3, "group_size": 128}, "local", "onnxruntime", {"method": "stored"}),
+        (
+            {"bits": 4, "group_size": 128, "sym": True},
+            "h100-sxm",
+            "tensorrt",
+            {"method": "stored", "embedding_bits": 16},
+        ),
+        ({"bits": 4, "group_size": 128, "sym": False}, "h100-sxm", "tensorrt", None),
+        ({"bits": 4, "group_size": 24}, "local", "onnxruntime", None),
+    ],
+)
+def test_a_checkpoint_that_comes_quantized_keeps_its_codes(
+    tmp_path: Path, said: dict[str, object], target: str, backend: str, wanted: dict[str, object] | None
+) -> None:
+    """Or its dequantized weights, where the target has no kernels for them; never others."""
+    checkpoint = tmp_path / "quantized"
+    checkpoint.mkdir()
+    config = {**PUBLIC["llama-3.1-8b"], "quantization_config": {"quant_method": "gptq", **said}}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    given = {"checkpoint": "quantized", "target": target, "calibration": "a.jsonl", "evaluation": "b.jsonl"}
+    known = measured(targets.find(target))
+    for goal in GOALS:
+        made = starting.write(checkpoint, known, goal, name="m", given=given, backend=backend)  # type: ignore[arg-type]
+        (tmp_path / "recipe.yaml").write_text(made.yaml)
+        recipe = Recipe.load(tmp_path / "recipe.yaml")
+        steps = recipe.instantiate(passes.ALL)
+        assert not [step.name for step in steps if step.chooses_codes()]
+        assert ("quantize-weights" in chosen(recipe)) is (wanted is not None)
+        if wanted is not None:
+            found = options(recipe, "quantize-weights")
+            assert {name: found[name] for name in wanted} == wanted

@@ -222,10 +222,12 @@ def _architecture(header: Header) -> Architecture:
 
 
 def _type(header: Header) -> str:
-    """Name the type in which most numbers are."""
+    """Name the type in which most numbers are, of quantized ones where there are any."""
     counts = Counter[str]()
+    quantized = any(tensor.kind.quantized for tensor in header.tensors.values())
     for tensor in header.tensors.values():
-        counts[tensor.kind.name] += prod(tensor.shape)
+        if tensor.kind.quantized or not quantized:
+            counts[tensor.kind.name] += prod(tensor.shape)
     return counts.most_common(1)[0][0]
 
 

@@ -22,6 +22,12 @@ _LISTS = {"ggml.tokens": ("tokens", str), "ggml.merges": ("merges", str)} | {
 }
 _KINDS = {"ggml.model": "tokenizer_type", "ggml.pre": "pre_tokenizer_type"}
 _TAKEN = ("gpt2", "llama")  # byte-level BPE, and SentencePiece's BPE
+# Of byte-level BPE, `tokenizer.ggml.pre` names how text is split. llama.cpp's src/llama-vocab.cpp says of which it
+# takes whole words that are tokens before it merges, and puts BOS in front where no key says otherwise.
+_GPT2_SPLITS = ("gpt-2", "phi-2")
+_WHOLE_WORDS = (
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken",
+)  # fmt: skip
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
 
 
@@ -39,10 +45,27 @@ def tokenizer_json(header: Header) -> str:
             hint="take the model's original checkpoint",
         )
     process.import_whole("transformers")
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
+    from tokenizers import processors
+    from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
 
+    split = given.get("pre_tokenizer_type")
+    if given["tokenizer_type"] == "gpt2" and split not in (*_GPT2_SPLITS, *mapping.GGUF_PRE_TOKENIZER_SPLITS):
+        raise UnsupportedError(
+            f"{header.file}: tokenizer.ggml.pre is {shown(split)}: how it splits text is not known here",
+            hint="take the model's original checkpoint",
+        )
+    settings = tokenizer_config(header)
     try:
-        backend, _ = convert_gguf_tokenizer(header.architecture, given)
+        backend, _ = mapping.convert_gguf_tokenizer(header.architecture, given)
+        if split in _WHOLE_WORDS:
+            model = backend.model
+            model.ignore_merges = True
+            backend.model = model
+        if settings["add_bos_token"]:
+            bos = settings["bos_token"]
+            backend.post_processor = processors.TemplateProcessing(
+                single=[bos, "$A"], pair=[bos, "$A", "$B"], special_tokens=[(bos, given["tokens"].index(bos))]
+            )
     except Exception as error:  # its builders and tokenizers raise nothing more specific
         raise CheckpointError(
             f"{header.file}: transformers cannot make its tokenizer: {type(error).__name__}: {error}", hint=DAMAGED
@@ -56,6 +79,7 @@ def tokenizer_config(header: Header) -> dict[str, Any]:
 
     Raises:
         CheckpointError: a special token is none of the vocabulary.
+        UnsupportedError: texts do not begin with a space.
     """
     tokens, metadata = _parts(header)["tokens"], header.metadata
     made: dict[str, Any] = {}
@@ -69,8 +93,18 @@ def tokenizer_config(header: Header) -> dict[str, Any]:
                 hint=DAMAGED,
             )
         made[name] = tokens[identity]
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.model") == "llama")
-    made["add_bos_token"] = bool(adds_bos)
+    kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or split in _WHOLE_WORDS)
+    made["add_bos_token"] = bool(adds_bos) and "bos_token" in made
+    if (
+        kind == "llama"
+        and not metadata.get("tokenizer.ggml.add_space_prefix", True)
+        and "gemma" not in header.architecture
+    ):
+        raise UnsupportedError(
+            f"{header.file}: tokenizer.ggml.add_space_prefix is false, which is not taken of {header.architecture}",
+            hint="take the model's original checkpoint",
+        )
     template = metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
         made["chat_template"] = template

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
-from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor
+from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor, is_finite
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, data_type, external, parse_json
 from llmforge.quantization.stored import NotHeld
 
@@ -172,7 +172,7 @@ class FourBitTensor(QuantizedTensor):
             weights = dequantize_4bit(self.read(_PACKED).view(np.uint8), scales, self.state)
         except ValueError as error:
             raise self.damaged(_PACKED, f"does not fit what stands beside it: {error}") from error
-        if not np.isfinite(weights).all():
+        if not is_finite(weights):
             raise self.damaged(_ABSMAX, "gives weights that are NaN or infinite")
         return weights
 
@@ -193,7 +193,7 @@ class EightBitTensor(QuantizedTensor):
     def dequantize(self) -> NDArray[np.float32]:
         """Return its weights, fp32."""
         weights = dequantize_int8(self.read(_PACKED), self.read(_ABSMAX))
-        if not np.isfinite(weights).all():
+        if not is_finite(weights):
             raise self.damaged(_ABSMAX, "gives weights that are NaN or infinite")
         return weights
 

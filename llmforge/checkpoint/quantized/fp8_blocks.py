@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.wording import shown
-from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor, settings_of
+from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor, is_finite, settings_of
 from llmforge.checkpoint.quantized.microscaling import e8m0
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, data_type
 
@@ -77,7 +77,7 @@ class Fp8Tensor(QuantizedTensor):
     def dequantize(self) -> NDArray[np.float32]:
         """Return its weights, fp32: bit-equal to transformers, where that loads the model in fp32."""
         weights = dequantize(self.read(_CODES), self.read(_SCALES), self.block_size)
-        if not np.isfinite(weights).all():
+        if not is_finite(weights):
             raise self.damaged(_SCALES, "gives weights that are NaN or infinite")
         return weights
 

@@ -14,7 +14,7 @@ from llmforge.base.errors import CheckpointError
 from llmforge.checkpoint.gguf import architectures, blocks
 from llmforge.checkpoint.gguf.blocks import BlockType
 from llmforge.checkpoint.gguf.header import DTYPES, Header, TensorInfo, read
-from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor
+from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor, is_finite
 from llmforge.checkpoint.safetensors_file import TensorEntry, data_type
 from llmforge.quantization.stored import NotHeld
 
@@ -42,7 +42,7 @@ class GgufTensor(QuantizedTensor):
     def dequantize(self) -> NDArray[Any]:
         """Return its weights, bit-equal to `gguf.quants.dequantize`, with rows as transformers has them."""
         values = blocks.dequantize(self._data(), self.kind, self.shape)
-        if not np.isfinite(values).all():
+        if not is_finite(values):
             raise self.damaged(_BLOCKS, f"({self.kind.name}) holds NaN or infinity; weights must be finite")
         return values - values.dtype.type(1) if self.minus_one else values
 
@@ -100,11 +100,15 @@ class Gguf(Layout):
     methods: ClassVar[tuple[str, ...]] = ("gguf",)
 
     def check(self, config: Mapping[str, Any], where: Path) -> str:
-        """The header of the file says how each tensor is stored."""
-        return self.name
+        """Return the type in which most numbers are, which `architectures.settings` wrote down."""
+        return f"most of it {config.get('type')}"
+
+    def is_plain(self, config: Mapping[str, Any]) -> bool:
+        """Say whether that type has no blocks; then none has."""
+        return str(config.get("type")) in DTYPES
 
     def grid(self, config: Mapping[str, Any]) -> Grid | None:
-        """Tell by the type in which most numbers of the file are, which `architectures.settings` wrote down."""
+        """Tell by that type."""
         from llmforge.quantization.grids import Grid
 
         found = blocks.CODES.get(str(config.get("type")))

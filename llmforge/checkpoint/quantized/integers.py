@@ -67,7 +67,8 @@ class Integers(QuantizedTensor):
     def dequantize(self) -> NDArray[Any]:
         """Return the weights [N, K]."""
         n, k = self.shape
-        group_of, scales, zeros = self.group_of(), self.scales(), self.zero_points()
+        scales, zeros = self.scales(), self.zero_points()
+        spread = self._spread()
         made = np.empty((n, k), self.dtype.numpy())
         middle = np.float32(1 << (self.bits - 1))
         some = max(1, CHUNK_BYTES // (4 * k * WORD_BITS)) * WORD_BITS
@@ -75,12 +76,20 @@ class Integers(QuantizedTensor):
             for at in range(0, n, some):
                 part = slice(at, min(at + some, n))
                 wide = self.unpacked(part).astype(np.float32)
-                wide -= middle if zeros is None else zeros[part].astype(np.float32)[:, group_of]
-                wide *= scales[part].astype(np.float32)[:, group_of]
+                by_group = wide if spread is not None else wide.reshape(len(wide), self.groups, -1)
+                by_group -= middle if zeros is None else _of(zeros[part], spread)
+                by_group *= _of(scales[part], spread)
                 made[part] = wide
         if not np.isfinite(made).all():
             raise self.damaged("scales", f"makes weights of {self.name!r} that are not finite")
         return made
+
+    def _spread(self) -> NDArray[np.intp] | None:
+        """Return the group of each input feature; None where they are neighbours, as many in each."""
+        group_of = self.group_of()
+        size, rest = divmod(len(group_of), self.groups)
+        in_order = not rest and np.array_equal(group_of, np.arange(len(group_of)) // max(size, 1))
+        return None if in_order else group_of
 
     def grid(self) -> Grid:
         """Return the grid of the codes as they are, symmetric where all zero points are in the middle."""
@@ -131,6 +140,12 @@ class Integers(QuantizedTensor):
         middle = zeros is None or bool((zeros == 1 << (self.bits - 1)).all())
         scale: Scale = "fp16" if self.dtype.name == "FLOAT16" else "fp32"
         return Grid(bits, block, middle and bits == self.bits, scale)
+
+
+def _of(groups: NDArray[Any], spread: NDArray[np.intp] | None) -> NDArray[np.float32]:
+    """Give what groups [n, groups] have to each input feature [n, K], or to broadcast along those of each group."""
+    wide = groups.astype(np.float32)
+    return wide[..., None] if spread is None else wide[:, spread]
 
 
 def grid_of(bits: int, group_size: int, *, symmetric: bool) -> Grid | None:

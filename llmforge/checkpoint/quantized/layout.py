@@ -131,6 +131,10 @@ class Layout(ABC):
             CheckpointError: it says what makes no sense.
         """
 
+    def is_plain(self, config: Mapping[str, Any]) -> bool:
+        """Say whether there are no codes in it all the same, by what passed `check`."""
+        return False
+
     def grid(self, config: Mapping[str, Any]) -> Grid | None:
         """Guess, by what passed `check`, the grid on which most codes lie as they are; None: none is known to."""
         return None
@@ -143,6 +147,12 @@ class Layout(ABC):
             UnsupportedError: they are stored in a way that is not taken.
             CheckpointError: parts are missing, or their shapes or dtypes do not fit.
         """
+
+
+def is_finite(weights: NDArray[Any]) -> bool:
+    """Say whether there is neither NaN nor infinity in them, some at a time."""
+    flat = weights.reshape(-1)
+    return all(np.isfinite(flat[at : at + CHUNK_BYTES]).all() for at in range(0, flat.size, CHUNK_BYTES))
 
 
 def settings_of(settings: Mapping[str, Any]) -> Any:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError
-from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor
+from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor, is_finite
 from llmforge.checkpoint.quantized.microscaling import MXFP4_BLOCK, dequantize_mxfp4
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, data_type
 from llmforge.quantization.stored import NotHeld
@@ -31,7 +30,7 @@ class Mxfp4Tensor(QuantizedTensor):
     def dequantize(self) -> NDArray[Any]:
         """Return its weights, bf16."""
         weights = dequantize_mxfp4(self.read(_BLOCKS), self.read(_SCALES))
-        if not all(np.isfinite(expert).all() for expert in weights):
+        if not is_finite(weights):
             raise self.damaged(_SCALES, "holds exponents of NaN, or of numbers that bf16 does not reach")
         return weights
 

@@ -17,7 +17,7 @@ from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.safetensors_file import TensorEntry
 from llmforge.ir import graph as g
-from llmforge.ir.derived import Stored
+from llmforge.ir.derived import OfExperts, Stored
 from llmforge.ir.operators import standard
 
 if TYPE_CHECKING:  # a graph that was kept is bound to a checkpoint without torch, which takes seconds to import
@@ -36,9 +36,10 @@ class Source:
 
     tensors: tuple[str, ...]
     converted: Callable[[], Iterator[torch.Tensor]] | None = None  # slices of the first axis, in order: often only one
+    matrices: tuple[tuple[str, ...], ...] = ()  # tensors on top of each other in each slice, where it is made so
 
 
-class Stacked(ir.LazyTensor):
+class Stacked(OfExperts):
     """Weights of three axes that are read piece by piece along the first, each cast and perhaps transposed.
 
     Nothing outlives a result; of experts that lie apart, one is read at a time.
@@ -52,18 +53,19 @@ class Stacked(ir.LazyTensor):
         name: str,
         *,
         transposed: bool,
+        matrices: tuple[tuple[str, ...], ...] = (),
     ) -> None:
         super().__init__(self._read, dtype, shape, name=name)
-        self._pieces, self._transposed = pieces, transposed
+        self._pieces, self.transposed, self.matrices = pieces, transposed, matrices
 
     def first(self) -> NDArray[Any]:
         """Read the first piece, as this tensor holds it, in the dtype in which it is stored."""
         piece = next(self._pieces())
-        return piece.swapaxes(-1, -2) if self._transposed else piece
+        return piece.swapaxes(-1, -2) if self.transposed else piece
 
     def _read(self) -> ir.TensorProtocol:
         result = np.empty(self.shape.numpy(), self.dtype.numpy())  # what is written to it is cast on the way: no copy
-        as_stored = result.swapaxes(-1, -2) if self._transposed else result
+        as_stored = result.swapaxes(-1, -2) if self.transposed else result
         filled = 0
         for part in self._pieces():
             as_stored[filled : filled + len(part)] = part
@@ -119,7 +121,10 @@ def plan(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
     plain = {name: shape for name, shape in shapes.items() if name not in sources}
     for name in plain:
         if not state[name].is_floating_point():
-            raise UnsupportedError(f"{name!r} of its state holds {state[name].dtype}, not weights")
+            raise UnsupportedError(
+                f"{name!r} of its state holds {state[name].dtype}, not weights",
+                hint="needed: initializers of integers in the frontend, and a proof of what reads them",
+            )
     ties = {names.get(a, a): names.get(b, b) for a, b in model.all_tied_weights_keys.items()}
     wanted = {names.get(name, name): shape for name, shape in plain.items()}
     found = checkpoint.require(wanted, ties)
@@ -203,7 +208,8 @@ def tensor_of(
         tensor.name = name
         return tensor
     if source.converted is not None or len(shape) > 2:
-        return Stacked(_pieces(checkpoint, source), dtype, shape, name, transposed=transposed)
+        made = _pieces(checkpoint, source)
+        return Stacked(made, dtype, shape, name, transposed=transposed, matrices=source.matrices)
     [single] = source.tensors
 
     def stored() -> NDArray[Any]:
@@ -269,7 +275,7 @@ def _converted(
             for piece in group.pieces():
                 yield _convert(model, piece, {key: _torch(checkpoint.tensor(key)) for key in piece.keys})[name]
 
-        sources[name] = Source(tuple(group.keys), read)
+        sources[name] = Source(tuple(group.keys), read, group.rows() if len(made) == 1 else ())
     return sources
 
 

@@ -23,6 +23,7 @@ from torch.onnx._internal.exporter import _fx_passes, _registration
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -273,6 +274,25 @@ def functions_replaced(model: nn.Module, replacement: Replacement) -> Iterator[N
             setattr(file, name, function)
 
 
+def own_cache(model: nn.Module, cache: Cache) -> Cache:
+    """Make `cache` one of the class of caches that a source file of `model` defines and wants, where there is one.
+
+    Private: models test for their class by `isinstance`. What is not of transformers' caches stays to be asked for.
+    """
+    files = {type(module).__module__ for module in model.modules()}
+    own = [
+        kind
+        for file in files
+        for kind in vars(sys.modules[file]).values()
+        if isinstance(kind, type) and issubclass(kind, Cache) and kind.__module__ == file
+    ]
+    if len(own) == 1:
+        made = own[0].__new__(own[0])
+        vars(made).update({**vars(own[0]()), **vars(cache)})
+        return made
+    return cache
+
+
 def cache_argument(model: nn.Module) -> str:
     """Name the argument by which `model` takes transformers' cache."""
     taken = inspect.signature(model.forward).parameters
@@ -310,7 +330,7 @@ class Group:
         Only where the converter stacks tensors along the first axis and joins what it stacked along another: then the
         slices are independent, and one can be made without the others. Otherwise the group itself is all there is.
         """
-        first, *rest = self.converter.operations if self.converter is not None else [None]
+        first, *rest = self._operations()
         stacks = isinstance(first, MergeModulelist) and first.dim == 0
         if not stacks or not all(isinstance(later, Concatenate) and later.dim > 0 for later in rest):
             return [self]
@@ -322,6 +342,22 @@ class Group:
         return [
             replace(self, keys=tuple(members), patterns=tuple(keys)) for members in zip(*keys.values(), strict=True)
         ]
+
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """Name the tensors [N, K] that lie on top of each other in each slice of the parameter.
+
+        (): it is not made so.
+        """
+        first, *rest = self._operations()
+        if not isinstance(first, MergeModulelist) or any(later.dim != 1 for later in rest if later is not None):
+            return ()
+        pieces = self.pieces()
+        if pieces == [self] or len(rest) > 1 or (not rest and len(pieces[0].keys) > 1):
+            return ()
+        return tuple(piece.keys for piece in pieces)
+
+    def _operations(self) -> list[Any]:
+        return list(self.converter.operations) if self.converter is not None else [None]
 
 
 def sources_by_parameter(model: PreTrainedModel, keys: Sequence[str]) -> dict[str, Group]:

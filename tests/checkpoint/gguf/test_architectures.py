@@ -22,7 +22,7 @@ from llmforge.quantization.stored import NotHeld
 
 from ... import zoo
 from ...checkpoints import write_checkpoint
-from ...gguf_files import ARRAY, F16, F32, FLOAT32, Q4_0, Q8_0, STRING, UINT32, value, write
+from ...gguf_files import ARRAY, BOOL, F16, F32, FLOAT32, Q4_0, Q8_0, STRING, UINT32, value, write
 
 # GGUF's name → the model of the zoo, with changes that GGUF has no key for
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,11 +52,11 @@ def numbers(settings: Any) -> Any:
     return struct.unpack("f", struct.pack("f", settings))[0] if isinstance(settings, float) else settings
 
 
-def tiny(folder: Path, architecture: str = "llama", kind: int = F32, **more: bytes) -> Path:
+def tiny(folder: Path, architecture: str = "llama", kind: int = F32, drop: tuple[str, ...] = (), **more: bytes) -> Path:
     """A random Llama of one layer as a GGUF file."""
     write_checkpoint(folder / "hf", num_hidden_layers=1)
     file = folder / "tiny.gguf"
-    write(folder / "hf", file, architecture=architecture, kind=kind, **more)
+    write(folder / "hf", file, architecture=architecture, kind=kind, drop=drop, **more)
     return file
 
 
@@ -309,6 +309,54 @@ def test_the_tokenizer_is_that_of_the_checkpoint(sample_checkpoint: Path, tmp_pa
     assert (ours.bos_token_id, ours.eos_token_ids) == (own.bos_token_id, own.eos_token_ids)
 
 
+def test_what_stands_before_every_text(tmp_path: Path) -> None:
+    """A key says so, or else the kind of tokenizer does."""
+    for more, begins in (
+        ({}, False),
+        ({"tokenizer.ggml.add_bos_token": value(BOOL, True)}, True),
+        ({"tokenizer.ggml.pre": value(STRING, "llama-bpe")}, True),
+        (
+            {"tokenizer.ggml.pre": value(STRING, "llama-bpe"), "tokenizer.ggml.add_bos_token": value(BOOL, False)},
+            False,
+        ),
+    ):
+        made = Checkpoint.open(tiny(tmp_path, **more)).tokenizer
+        assert (made.encode("hi").ids[0] == 0) == begins, more
+        assert made.encode("hi", add_special_tokens=False).ids[0] != 0
+        whole_words = json.loads(made.to_str())["model"]["ignore_merges"]
+        assert whole_words == ("tokenizer.ggml.pre" in more)
+
+
+def sentencepiece(**more: bytes) -> dict[str, bytes]:
+    """A vocabulary of SentencePiece's BPE: bytes, letters, and what they merge to, by their scores."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += ["▁", "h", "i", "hi", "▁hi"]
+    return {
+        "tokenizer.ggml.model": value(STRING, "llama"),
+        "tokenizer.ggml.pre": value(STRING, "default"),
+        "tokenizer.ggml.tokens": value(ARRAY, (STRING, tokens)),
+        "tokenizer.ggml.scores": value(ARRAY, (FLOAT32, [0.0] * 259 + [-4.0, -5.0, -6.0, -1.0, -2.0])),
+        "tokenizer.ggml.token_type": value(ARRAY, (5, [2, 3, 3] + [6] * 256 + [1] * 5)),
+        "tokenizer.ggml.bos_token_id": value(UINT32, 1),
+        "tokenizer.ggml.eos_token_id": value(UINT32, 2),
+        **more,
+    }
+
+
+def test_a_tokenizer_of_sentencepiece(tmp_path: Path) -> None:
+    """Merges come from scores; texts begin with BOS and a space."""
+    file = tiny(tmp_path, **sentencepiece(), **{"tokenizer.ggml.merges": value(ARRAY, (STRING, ["h i", "▁ hi"]))})
+    for made in (
+        Checkpoint.open(file),
+        Checkpoint.open(tiny(tmp_path, drop=("tokenizer.ggml.merges",), **sentencepiece())),
+    ):
+        assert made.tokenizer.encode("hi hié").tokens == ["<s>", "▁hi", "▁hi", "<0xC3>", "<0xA9>"]
+        assert made.tokenizer.decode(made.tokenizer.encode("hi hié").ids) == "hi hié"
+        assert (made.bos_token_id, made.eos_token_ids) == (1, (2,))
+    with pytest.raises(UnsupportedError, match="add_space_prefix is false"):
+        Checkpoint.open(tiny(tmp_path, **sentencepiece(**{"tokenizer.ggml.add_space_prefix": value(BOOL, False)})))
+
+
 def test_the_end_of_a_turn_ends_a_text_too(tmp_path: Path) -> None:
     more = {"tokenizer.ggml.eot_token_id": value(UINT32, 2), "tokenizer.chat_template": value(STRING, "{{ messages }}")}
     found = Checkpoint.open(tiny(tmp_path, **more))
@@ -320,6 +368,7 @@ def test_the_end_of_a_turn_ends_a_text_too(tmp_path: Path) -> None:
     ("more", "said", "code"),
     [
         ({"tokenizer.ggml.model": value(STRING, "bert")}, 'tokenizer.ggml.model is "bert"; taken are gpt2, llama', 6),
+        ({"tokenizer.ggml.pre": value(STRING, "smollm")}, 'tokenizer.ggml.pre is "smollm": how it splits text', 6),
         ({"tokenizer.ggml.tokens": value(ARRAY, (UINT32, [1]))}, "tokenizer.ggml.tokens must be a list of str", 5),
         ({"tokenizer.ggml.token_type": value(ARRAY, (5, [1]))}, "264 tokens, and 1 of tokenizer.ggml.token_type", 5),
         ({"tokenizer.ggml.merges": value(ARRAY, (STRING, ["no such pair", "x"]))}, "cannot make its tokenizer", 5),

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from llmforge import trace
-from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint import Checkpoint, read_settings
+from llmforge.checkpoint.quantized.gguf import GgufTensor
 from llmforge.cli import cli
-from llmforge.planning import config
+from llmforge.ir import dialect
+from llmforge.planning import config, source
+from llmforge.quantization.grids import Grid, dequantize, round_to_nearest
 
 from ... import zoo
-from ...gguf_files import F16, F32, Q4_0, write
+from ...checkpoints import write_checkpoint
+from ...gguf_files import F16, F32, Q4_0, Q8_0, write
 
 
 def test_a_traced_file_computes_what_its_checkpoint_does(tmp_path: Path) -> None:
@@ -22,7 +27,7 @@ def test_a_traced_file_computes_what_its_checkpoint_does(tmp_path: Path) -> None
     zoo.write("llama", tmp_path / "hf")
     write(tmp_path / "hf", tmp_path / "model.gguf", kind=F32)
     graph = trace.trace(Checkpoint.open(tmp_path / "model.gguf"))
-    assert zoo.largest_difference(graph, zoo.reference(tmp_path / "hf"), zoo.SCHEDULES["ragged"]) < 1e-5
+    assert zoo.largest_difference(dialect.expand(graph), zoo.reference(tmp_path / "hf"), zoo.SCHEDULES["ragged"]) < 1e-5
 
 
 def test_its_shape_is_read_for_a_plan(tmp_path: Path, sample_checkpoint: Path) -> None:
@@ -31,22 +36,64 @@ def test_its_shape_is_read_for_a_plan(tmp_path: Path, sample_checkpoint: Path) -
     assert (ours.name, ours.layers, ours.parameters) == ("sample", own.layers, own.parameters)
 
 
-@pytest.mark.slow  # a whole build
-def test_a_file_builds_with_its_codes_as_they_are(sample_checkpoint: Path, tmp_path: Path) -> None:
-    write(sample_checkpoint, tmp_path / "sample.gguf", kind=Q4_0)
-    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "The function returns the length of the list. " * 40}))
+def test_only_blocks_count_as_codes(tmp_path: Path) -> None:
+    """Plain numbers may be quantized without a word about it in the recipe; blocks are not quantized again."""
+    write_checkpoint(tmp_path / "hf", num_hidden_layers=1)
+    for kind, said, grid in (
+        (F16, None, None),
+        (Q4_0, "GGUF, most of it Q4_0", Grid(4, 32, True, "fp16")),
+        (Q8_0, "GGUF, most of it Q8_0", Grid(8, 32, True, "fp16")),
+    ):
+        file = tmp_path / f"{kind}.gguf"
+        write(tmp_path / "hf", file, kind=kind)
+        settings = read_settings(file)
+        assert (source.described(settings, file), source.grid_of(settings, file)) == (said, grid)
+
+
+def built(folder: Path, checkpoint: str, backend: str, options: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """Build `checkpoint` with one pass; return the artifact and its record of evidence."""
+    (folder / "text.jsonl").write_text(json.dumps({"text": "The function returns the length of the list. " * 40}))
     recipe = {
         "schema": 1,
         "name": "sample",
-        "checkpoint": "sample.gguf",
+        "checkpoint": checkpoint,
         "target": "cpu-generic",
-        "engine": {"backend": "onnxruntime", "max_context": 128},
-        "passes": [{"quantize-weights": {"method": "stored", "budget": {"kld_mean": 0.01}}}],
-        "validation": {"quality": {"data": "text.jsonl", "context": 64}},
+        "engine": {"backend": backend, "max_context": 128, "max_batch": 1},
+        "passes": [{"quantize-weights": {**options, "budget": {"kld_mean": 0.5}}}],
+        "calibration": {"data": "text.jsonl", "samples": 1, "length": 64},
     }
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    built = CliRunner().invoke(
-        cli, ["build", str(tmp_path / "recipe.yaml"), "--out", str(tmp_path / "artifacts"), "--json"]
-    )
-    assert built.exit_code == 0, built.output
-    assert "stored, int4-block32-fp16" in built.output
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    done = CliRunner().invoke(cli, ["build", str(folder / "recipe.yaml"), "--out", str(folder / "artifacts")])
+    assert done.exit_code == 0, done.output
+    [artifact] = [path.parent for path in (folder / "artifacts/sample").glob("[!.]*/manifest.json")]
+    [record] = (artifact / "evidence").glob("*.json")
+    return artifact, json.loads(record.read_text())
+
+
+@pytest.mark.slow  # a whole build
+def test_a_file_builds_with_its_codes_as_they_are(sample_checkpoint: Path, tmp_path: Path) -> None:
+    write(sample_checkpoint, tmp_path / "sample.gguf", kind=Q4_0)
+    _, record = built(tmp_path, "sample.gguf", "onnxruntime", {"method": "stored", "scales": "fp16"})
+    kept = [each["what"] for each in record["passes"][0]["rewritten"]]
+    assert sum("stored, 4 bits, blocks of 32, symmetric, scales fp16" in each for each in kept) >= 6 * 7
+
+
+@pytest.mark.slow  # a whole build
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_is_written_for_llama_cpp_is_read_again(bits: int, sample_checkpoint: Path, tmp_path: Path) -> None:
+    """The backend writes with the gguf package; codes are those that quantize-weights chooses."""
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    options = {"bits": bits, "block_size": 32, "symmetric": True, "scales": "fp16", "method": "rtn"}
+    artifact, _ = built(tmp_path, str(sample_checkpoint), "gguf", options)
+    own, found = Checkpoint.open(sample_checkpoint), Checkpoint.open(artifact / "engine" / "model.gguf")
+    assert set(found.tensors) == set(own.tensors)
+    for layer in range(6):
+        for part in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj"):
+            name = f"model.layers.{layer}.{part}.weight"
+            tensor = found.tensors[name]
+            assert isinstance(tensor, GgufTensor)
+            wanted = round_to_nearest(own.tensor(name).numpy(), Grid(bits, 32, True, "fp16"))
+            held = tensor.codes()
+            assert held.grid == wanted.grid
+            assert (dequantize(held) == dequantize(wanted)).all()
+    assert found.tokenizer.encode("Hello, world!").ids == own.tokenizer.encode("Hello, world!").ids
