@@ -3,7 +3,8 @@
     python benchmarks/fuzz_inputs.py [--cases 10000] [--templates 200] [--seed 0] [--atheris SECONDS]
 
 Each case begins with a file that is well: a recipe, a target, values of --set, the header of safetensors, a
-configuration, a tokenizer, a manifest, a record of evidence, runtime.json, texts, arrivals, a graph, a chat template.
+configuration, an adapter, a tokenizer, a manifest, a record of evidence, runtime.json, texts, arrivals, a graph, a
+chat template.
 Bytes are flipped, cut and doubled, values replaced by hostile ones, keys repeated; every file in tests/attacks/finds is
 among the beginnings.
 Then: it is read, or refused with a `ForgeError` of a documented exit code and at most 1 kB of message, within 5 s, with
@@ -46,7 +47,10 @@ if "--atheris" in sys.argv:  # what is imported in this block tells libFuzzer wh
         import llmforge.runtime.serving.runner
         import llmforge.triton.repository  # noqa: F401
 
+import numpy as np
+import onnx_ir as ir
 from click.testing import CliRunner
+from safetensors.numpy import save
 
 from llmforge import passes, targets
 from llmforge.artifact import Artifact, staging
@@ -54,7 +58,8 @@ from llmforge.base import admission, sealed
 from llmforge.base.errors import ForgeError
 from llmforge.bench import workload
 from llmforge.checkpoint import documents, load_config, read_settings
-from llmforge.checkpoint.safetensors_file import read_header
+from llmforge.checkpoint.adapters import AdapterSource, Merge
+from llmforge.checkpoint.safetensors_file import TensorEntry, read_header
 from llmforge.cli import cli
 from llmforge.ir import onnx_file
 from llmforge.planning import request
@@ -189,6 +194,29 @@ def kinds(place: Path) -> list[Kind]:
     def arrivals(file: Path, data: bytes) -> None:
         workload.read_trace(file, lambda text: list(text.encode()), workload.RandomPrompts(100))
 
+    def adapter(name: str, other: str, good: bytes) -> Callable[[Path, bytes], None]:
+        """Return what reads an adapter, of whose two files the one `other` is well."""
+
+        def read(file: Path, data: bytes) -> None:
+            folder = file.parent / "deep" / "artifact"
+            folder.mkdir(parents=True)
+            (folder / name).write_bytes(data)
+            (folder / other).write_bytes(good)
+            base = {
+                key: TensorEntry(key, ir.DataType.FLOAT, shape, file, 0, 0)
+                for key, shape in (("model.a.weight", (4, 6)), ("model.b.weight", (6, 4)), ("model.c.bias", (4,)))
+            }
+            merged = Merge.of([AdapterSource("a", folder)], base, SAMPLE)
+            merged.digest("0")
+            for key, entry in base.items():
+                held = np.zeros(entry.shape, np.float32)
+                merged.apply(
+                    ir.LazyTensor(lambda held=held: ir.Tensor(held), entry.dtype, ir.Shape(entry.shape), name=key)
+                ).numpy()
+
+        return read
+
+    adapter_config, adapter_weights = make_adapter()
     load_config(SAMPLE, read_settings(SAMPLE))  # imports torch, which is no part of any case
     lines = b'{"id": "a", "text": "one"}\n{"id": "b", "text": "two"}\n'
     load = b'{"at_s": 0, "prompt_tokens": 3, "output_tokens": 5}\n{"at_s": 1, "prompt": "x", "output_tokens": 1}\n'
@@ -208,6 +236,18 @@ def kinds(place: Path) -> list[Kind]:
         Kind("runtime", (runtime,), "runtime.json", lambda file, data: RuntimeConfig.read(file)),
         Kind("texts", (lines,), "texts.jsonl", lambda file, data: documents.read_documents(file)),
         Kind("arrivals", (load,), "load.jsonl", arrivals),
+        Kind(
+            "adapter config",
+            (adapter_config,),
+            "adapter.json",
+            adapter("adapter_config.json", "adapter_model.safetensors", adapter_weights),
+        ),
+        Kind(
+            "adapter",
+            (adapter_weights,),
+            "adapter.safetensors",
+            adapter("adapter_model.safetensors", "adapter_config.json", adapter_config),
+        ),
         Kind("tokenizer", (TOKENIZER,), "tokenizer.json", tokenized),
         Kind("graph", (graph,), "model.onnx", session),
         Kind("template", tuple(text.encode() for text in TEMPLATES), "chat_template.jinja", template),
@@ -254,6 +294,23 @@ def make_artifact(folder: Path) -> Artifact:
             (staged / path).write_text(content)
         recipe = {"schema": 1, "gates": stored.PASSES, "serving": {"triton": {}}}
         return stored.publish(staged, recipe=recipe, requires={"onnxruntime": "1.31.1"})
+
+
+def make_adapter() -> tuple[bytes, bytes]:
+    """Make the two files of an adapter with DoRA: a configuration, and its weights."""
+    config = {
+        "peft_type": "LORA", "r": 2, "lora_alpha": 4, "use_dora": True, "use_rslora": False, "bias": "none",
+        "alpha_pattern": {"b": 3, r"model\\.a": 2.5}, "rank_pattern": {"b": 1}, "fan_in_fan_out": False,
+        "target_modules": ["a", "b"], "init_lora_weights": True, "base_model_name_or_path": "ORG/NAME",
+        "modules_to_save": None,
+    }  # fmt: skip
+    rng, prefix = np.random.default_rng(0), "base_model.model.model"
+    weights = {f"{prefix}.c.bias": rng.standard_normal(4).astype(np.float32)}
+    for name, n, k, r in (("a", 4, 6, 2), ("b", 6, 4, 1)):
+        weights[f"{prefix}.{name}.lora_A.weight"] = rng.standard_normal((r, k)).astype(np.float32)
+        weights[f"{prefix}.{name}.lora_B.weight"] = rng.standard_normal((n, r)).astype(np.float32)
+        weights[f"{prefix}.{name}.lora_magnitude_vector"] = rng.uniform(0.5, 1, n).astype(np.float32)
+    return json.dumps(config).encode(), save(weights)
 
 
 def in_form(data: bytes) -> bytes | None:

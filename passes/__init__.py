@@ -1,6 +1,7 @@
 """The passes, one flat file each, and the explicit tuple of all of them."""
 
 from llmforge.lowering.pass_base import Pass
+from llmforge.passes.accept_embeddings import AcceptEmbeddings
 from llmforge.passes.add_adapters import AddAdapters
 from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.passes.flash_attention import FlashAttention
@@ -30,6 +31,7 @@ ALL: tuple[type[Pass], ...] = (
     QuantizeKvCache,
     LowerPrecision,
     CpuKernels,
+    AcceptEmbeddings,
     GenaiInterface,
     OptimumInterface,
 )

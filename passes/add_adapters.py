@@ -101,7 +101,7 @@ def _missing(adapters: Sequence[Adapter], missing: Sequence[str]) -> CheckpointE
     trained = f"; it was trained on {adapter.base}" if adapter.base else ""
     return UnsupportedError(
         f"{adapter.path}: adapter {adapter.name}: no linear layer of the graph multiplies by {missing[0]!r}{trained}",
-        hint=f"put add-adapters before passes that quantize; experts and tied heads: {MERGE}",
+        hint=f"put add-adapters before passes that quantize; experts, tied heads, up-projections of latents: {MERGE}",
     )
 
 
@@ -222,7 +222,10 @@ def _second(layout: Layout, widths: tuple[int, ...], rank: int) -> _Function:
         starts = np.cumsum([0, *widths])
         stacked = np.zeros((len(layout) + 1, rank, int(starts[-1])), np.float32)
         for (number, part, (own, scale)), matrix in zip(_present(layout), matrices, strict=True):
-            scaled = matrix.T.astype(np.float32) * np.float32(scale)
+            with np.errstate(over="ignore"):
+                scaled = matrix.T.astype(np.float32) * np.float32(scale)
+            if not np.isfinite(scaled).all():
+                raise OverflowError(f"an adapter times its scale, {scale:g}, leaves the range of fp32")
             stacked[number, :own, starts[part] : starts[part + 1]] = scaled
         return stacked
 

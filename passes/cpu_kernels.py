@@ -5,6 +5,7 @@
     e = GatherBlockQuantized(codes, ids, scales)        becomes  e = llmforge.cpu::Embedding(ids, W')
     y, … = com.microsoft::GroupQueryAttention(RMSNormalization of heads, …)
                                                         becomes  y, … = llmforge.cpu::GroupQueryAttention[Int8](qkv, …)
+    y, … = llmforge::LatentAttention(q, latent, up, …)  becomes  y, … = llmforge.cpu::LatentAttention[Int8](q, …)
     y = LowRankAdapter(base, x, ids, a, b)              becomes  y = llmforge.cpu::LowRankAdapter(base, x, ids, a', b)
 
 `x` is [batch, sequence, K] and `y` [batch, sequence, N], or N / 2 behind a gate. `W'` holds the codes, scales and zero
@@ -19,7 +20,8 @@ Fires for
 - every MatMulNBits of `accuracy_level` 4 in blocks of 32 or more that divide K,
 - every GatherBlockQuantized whose table has such blocks,
 - every LowRankAdapter in fp32,
-- every GroupQueryAttention with heads of a multiple of 16 channels and caches of fp32 or int8.
+- every GroupQueryAttention with heads of a multiple of 16 channels and caches of fp32 or int8,
+- every LatentAttention in fp32 whose latents, keys and values have multiples of 16 channels.
 
 Needs the compiled kernels (llmforge.native), here and wherever the artifact runs. Where llmforge was installed without
 a C compiler there are none: the pass refuses, or, with `fallback: onnxruntime`, leaves the graph as it is and says so.
@@ -71,6 +73,11 @@ class CpuKernels(Pass):
         tuple[str, ...], Field(description="globs of checkpoint parameter names whose layers read int8x2 in any case")
     ] = ()
 
+    latents: Annotated[
+        Literal["int8", "fp32"],
+        Field(description="what makes keys and values of latents: int8 in blocks of 64 columns, or fp32 as it is"),
+    ] = "int8"
+
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every layer and every attention of `model` that the kernels compute.
 
@@ -99,6 +106,11 @@ class CpuKernels(Pass):
         for attention in contrib.GroupQueryAttention.all(model):
             reason = cpu_attention.reason_against(attention)
             _record(changes, attention.node, reason or cpu_attention.lower(attention), skipped=reason is not None)
+        for latent in canonical.LatentAttention.all(model):
+            reason = cpu_attention.reason_against_latents(latent)
+            int8 = self.latents == "int8"
+            done = None if reason else cpu_attention.lower_latents(model, latent, context.scratch, int8=int8)
+            _record(changes, latent.node, done or str(reason), skipped=done is None)
         for layer, reason in layers.items():
             done = None if reason else rewriting.linear(layer, self._terms(layer))
             _record(changes, layer.node, done or reason or "it has nothing to take over", skipped=done is None)

@@ -16,7 +16,8 @@ Fires for every `llmforge::Attention` where
 - keys and values have one head size, a multiple of 8,
 - kv_num_heads divides num_heads,
 - sinks, if there are any, are [num_heads],
-- there are no ALiBi slopes.
+- there are no ALiBi slopes, and no chunks.
+`llmforge::LatentAttention` has no keys and values for it, and stays.
 
 Rotary embedding is folded in where query and key have the same caches, layout and the graph's `position_ids`, the head
 size is a multiple of 16 and the caches have a multiple of 8 columns, at most half a head; else it stays in front.
@@ -43,6 +44,9 @@ from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewrit
 _HEAD_MULTIPLE = 8
 _HEAD_MULTIPLE_WITH_ROTARY = 16
 _ROTARY_COLUMNS_MULTIPLE = 8
+
+
+_LATENTS = "it caches latents, and GroupQueryAttention reads keys and values"
 
 
 class _Operands(NamedTuple):
@@ -72,6 +76,8 @@ class FlashAttention(Pass):
         """
         context.require_onnxruntime(self.name, "GroupQueryAttention is an operator of ONNX Runtime")
         changes = Changes()
+        for latent in canonical.LatentAttention.all(model):
+            changes.skipped.append(Skipped(latent.name, _LATENTS))
         for attention in canonical.Attention.all(model):
             reason = _reason(attention)
             if reason is not None:
@@ -101,6 +107,8 @@ def _reason(attention: canonical.Attention) -> str | None:
         return f"heads have {key} channels; GroupQueryAttention needs a multiple of {_HEAD_MULTIPLE}"
     if attention.alibi_slopes is not None:
         return "attention has a position bias (ALiBi), which GroupQueryAttention takes only as a full tensor"
+    if attention.chunk:
+        return f"attention reads chunks of {attention.chunk} tokens; GroupQueryAttention knows windows"
     if attention.sinks is not None and graph.dims(attention.sinks) != (heads,):
         return f"sinks have shape {graph.dims(attention.sinks)}; GroupQueryAttention needs ({heads},)"
     return None

@@ -92,6 +92,12 @@ class GenaiInterface(Pass):
                     "onnxruntime-genai cache keys and values",
                     hint=f"leave {self.name} out of the recipe",
                 )
+            if canonical.LatentAttention.matches(node):
+                raise UnsupportedError(
+                    f"{self.name}: node {node.name}, {node.op_type}, caches latents; decoders of onnxruntime-genai "
+                    "cache keys and values",
+                    hint=f"leave {self.name} out of the recipe",
+                )
             if operators.is_a(node, canonical.Attention, canonical.GrowingAttention):
                 raise UnsupportedError(
                     f"{self.name}: node {node.name}, {node.op_type}, was not lowered to GroupQueryAttention; "

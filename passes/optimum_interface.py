@@ -28,7 +28,7 @@ from pydantic.dataclasses import dataclass
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface, logits_rows
-from llmforge.ir.operators.canonical import Attention, GrowingAttention
+from llmforge.ir.operators.canonical import Attention, GrowingAttention, LatentAttention
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _PAST_SLOTS = "past_sequence_length"  # names of dimensions, as optimum's exporters spell them
@@ -68,6 +68,13 @@ class OptimumInterface(Pass):
 
     def _check(self, model: ir.Model, attentions: list[Attention]) -> None:
         """Refuse a graph with other state than the caches of `attentions`."""
+        for attention in attentions:
+            if attention.chunk:
+                raise UnsupportedError(
+                    f"{self.name}: node {attention.name} reads chunks of {attention.chunk} tokens, counted from the "
+                    "beginning of a text; ORTModelForCausalLM pads texts on the left",
+                    hint="leave this pass out of the recipe",
+                )
         served = {cache for attention in attentions for cache in (attention.past_key, attention.past_value)}
         for value in sorted(model.graph.inputs, key=lambda value: not interface.is_state(str(value.name))):
             name = str(value.name)
@@ -79,6 +86,12 @@ class OptimumInterface(Pass):
                 raise UnsupportedError(
                     f"{self.name}: node {others[0].name}, {others[0].op_type}, keeps a state of fixed size; "
                     "ORTModelForCausalLM feeds caches of keys and values",
+                    hint="leave this pass out of the recipe",
+                )
+            if others and LatentAttention.matches(others[0]):
+                raise UnsupportedError(
+                    f"{self.name}: node {others[0].name}, {others[0].op_type}, caches latents; ORTModelForCausalLM "
+                    "feeds caches of keys and values",
                     hint="leave this pass out of the recipe",
                 )
             if others:

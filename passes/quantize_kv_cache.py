@@ -34,13 +34,15 @@ from pydantic.dataclasses import dataclass
 
 from llmforge import native
 from llmforge.base.errors import DataError
-from llmforge.ir import graph, interface
-from llmforge.ir.operators import canonical
+from llmforge.ir import graph, interface, operators
+from llmforge.ir.operators import canonical, cpu
 from llmforge.ir.operators.contrib import GroupQueryAttention
 from llmforge.lowering import cpu_attention
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.quantization.formats import INT8_KV, KvFormat, SlotFormat
 from llmforge.quantization.statistics import Demand, KvRange, KvRangeDemand
+
+_LATENTS = "it caches latents, which no kernel reads in int8"
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ class QuantizeKvCache(Pass):
         for node in list(model.graph):
             if canonical.Attention.matches(node):
                 changes.skipped.append(Skipped(str(node.name), "not lowered to GroupQueryAttention"))
+            elif operators.is_a(node, canonical.LatentAttention, cpu.LatentAttention):
+                changes.skipped.append(Skipped(str(node.name), _LATENTS))
             if (attention := GroupQueryAttention.of(node)) is None:
                 continue
             layer, name = _layer(attention), attention.name

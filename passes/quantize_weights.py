@@ -270,6 +270,8 @@ class _Rewriting:
                 self.product(node)
             case canonical.MoE() as layer:
                 self.experts(layer)
+            case canonical.LatentAttention():
+                raise _Skip("what makes keys and values of its latents stays fp32; cpu-kernels stores it in int8")
             case contrib.MoE():
                 raise _Skip("already fused in fp32; put quantize-weights before fuse-experts")
 

@@ -40,6 +40,7 @@ class Llama:
     query_norm: bool = False  # one RMSNormalization per head of query and key
     sinks: bool = False
     window: int = 0
+    chunk: int = 0
     softcap: float = 0.0
     activation: str = "silu"  # or an ONNX operator of one tensor, "Gelu"
     experts: int = 0  # of each layer, of which a token chooses two, `mlp` wide, with biases; 0: a dense MLP
@@ -134,6 +135,7 @@ def _layer(text: _Text, spec: Llama, layer: int, x: str, rotary: int) -> str:
     attributes = (
         f"num_heads: int = {spec.heads}, kv_num_heads: int = {spec.kv_heads}, layer: int = {layer}, "
         f"scale: float = {spec.head_dim**-0.5}, softcap: float = {spec.softcap}, window: int = {spec.window}"
+        + (f", chunk: int = {spec.chunk}" if spec.chunk else "")
     )
     text.shapes[f"{short}attended"] = f"float[batch, sequence, {spec.heads * value_dim}]"
     outputs = f'"{short}attended", "present.{layer}.key", "present.{layer}.value"'

@@ -21,6 +21,7 @@ LIMITS = {
     "llmforge.recipe.schema": {"MOST_PASSES": "256 passes", "MOST_ADAPTERS": "1024 adapters"},
     "llmforge.runtime.backends.config": {"MOST_TOKENS": "2^24", "MOST_ROWS": "4096", "MOST_THREADS": "1024"},
     "llmforge.bench.workload": {"MOST_TOKENS": "2^24"},
+    "llmforge.checkpoint.adapters.folder": {"LARGEST_ALPHA": "1,000,000"},
     "llmforge.checkpoint.folder": {"CONFIG_BYTES": "4 MiB", "MOST_LAYERS": "4096 layers"},
     "llmforge.checkpoint.safetensors_file": {"SMALL_BYTES": "64 MiB", "HEADER_LIMIT_BYTES": "32 MB"},
     "llmforge.checkpoint.documents": {"MOST_BYTES": "256 MiB"},

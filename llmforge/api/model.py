@@ -52,16 +52,18 @@ class Model:
         """The tokenizer of the checkpoint."""
         return self.runner.tokenizer
 
-    def generate(self, prompt: Prompt, **sampling: Any) -> Answer:
+    def generate(self, prompt: Prompt, *, adapter: str = "", **sampling: Any) -> Answer:
         """Answer a prompt: a text, token ids, or messages, to which the chat template is applied.
+
+        `adapter` names one that the artifact keeps apart; "": none.
 
         `sampling` are fields of `llmforge.runtime.Sampling`: max_tokens, temperature, top_p, seed, stop, …; by default
         greedy, until the model ends or the context is full.
 
         Raises:
-            UsageError: the prompt is empty or too long, or an option is not what it may be.
+            UsageError: the prompt is empty or too long, an option is not what it may be, or there is no such adapter.
         """
-        chunks = list(self._chunks(prompt, sampling))
+        chunks = list(self._chunks(prompt, sampling, adapter))
         last = chunks[-1]
         assert last.finish_reason is not None
         assert last.usage is not None
@@ -73,19 +75,19 @@ class Model:
             tuple(chunk.logprob for chunk in chunks if chunk.logprob is not None),
         )
 
-    def stream(self, prompt: Prompt, **sampling: Any) -> Iterator[str]:
+    def stream(self, prompt: Prompt, *, adapter: str = "", **sampling: Any) -> Iterator[str]:
         """Answer as `generate` does, piece by piece as the text becomes certain; pieces are not empty."""
-        return (chunk.text for chunk in self._chunks(prompt, sampling) if chunk.text)
+        return (chunk.text for chunk in self._chunks(prompt, sampling, adapter) if chunk.text)
 
-    def logits(self, prompt: str | Sequence[int]) -> NDArray[np.float32]:
+    def logits(self, prompt: str | Sequence[int], *, adapter: str = "") -> NDArray[np.float32]:
         """Return the logits after each token of a text, or of token ids: fp32 [tokens, vocabulary].
 
         Raises:
             UsageError: there are no tokens, or too many.
         """
-        return self.runner.logits(self.runner.encode(prompt) if isinstance(prompt, str) else prompt)
+        return self.runner.logits(self.runner.encode(prompt) if isinstance(prompt, str) else prompt, adapter=adapter)
 
-    def _chunks(self, prompt: Prompt, sampling: Mapping[str, Any]) -> Iterator[Chunk]:
+    def _chunks(self, prompt: Prompt, sampling: Mapping[str, Any], adapter: str) -> Iterator[Chunk]:
         from llmforge.runtime import Sampling
 
         unknown = set(sampling) - set(Sampling.__dataclass_fields__)
@@ -104,7 +106,7 @@ class Model:
         }
         if isinstance(given.get("stop"), str):
             given["stop"] = (given["stop"],)
-        return self.runner.generate(ids, Sampling(**given))
+        return self.runner.generate(ids, Sampling(**given), adapter)
 
 
 def load(

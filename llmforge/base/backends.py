@@ -127,7 +127,7 @@ class Elsewhere:
 
     servers: str  # "vLLM, SGLang or TensorRT-LLM"
     serve: str  # the command of one of them; `{engine}` is the folder
-    runtime: str  # that runs what was written on a CPU, of llmforge.metrics.agreement.RUNTIMES
+    runtime: Literal["transformers", "llama-cpp"]  # that runs what was written on a CPU (llmforge.metrics.agreement)
     passes: tuple[str, ...]
 
 

@@ -13,10 +13,14 @@ import onnx_ir as ir
 
 from llmforge import engines, targets
 from llmforge.base.backends import BACKENDS, BackendName
+from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Progress
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import BuildRequest, onnxruntime, parameters
 from llmforge.engines.parameters import Exported
+from llmforge.ir import graph
+from llmforge.ir.operators.standard import DequantizeLinear, MatMul
+from llmforge.metrics.agreement import DISTRIBUTIONS
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import RuntimeConfig
 from llmforge.targets import Target
@@ -29,6 +33,11 @@ def exported(model: ir.Model, traced: ir.Model, checkpoint: Checkpoint) -> Expor
     Raises:
         UnsupportedError: something that no file of parameters can say.
     """
+    if checkpoint.layout is not None:
+        raise UnsupportedError(
+            f"{checkpoint.path.name} is quantized already; servers of others get what is made of unquantized weights",
+            hint="build from the checkpoint that it was made of",
+        )
     bindings: Bindings = traced.meta[BINDINGS]
     bound = {
         name: (source.tensors[0], transposed)
@@ -54,10 +63,30 @@ def check(
 def stand_in(model: ir.Model, spec: EngineSpec, checkpoint: Checkpoint, folder: Path, progress: Progress) -> None:
     """Build llmforge's own engine of `model` for this machine's CPU in `folder`, which may then be loaded."""
     target = targets.local()
-    lowered, _ = onnxruntime.lower(model, target)
+    lowered, _ = onnxruntime.lower(_without_fp8_products(model), target)
     ends = checkpoint.eos_token_ids, checkpoint.bos_token_id
     onnxruntime.build(BuildRequest(lowered, folder / "engine", spec, target, *ends, progress))
     onnxruntime.write_tokenizer(checkpoint, folder / "tokenizer")
+
+
+def _without_fp8_products(model: ir.Model) -> ir.Model:
+    """Let products read what is rounded to fp8 through Cast and Mul in place of DequantizeLinear: the same numbers.
+
+    ONNX Runtime (1.31) makes MatMulIntegerToFloat of two DequantizeLinear of fp8 as well, which does not take it.
+    """
+    copy = model.clone()
+    for product in MatMul.all(copy):
+        read = DequantizeLinear.made(product.x)
+        if read is None or read.codes.dtype != ir.DataType.FLOAT8E4M3FN:
+            continue
+        place, name, like = product.node, product.name, product.x
+        [wide] = graph.insert(place, "Cast", [read.codes], {"to": ir.DataType.FLOAT}, name=f"{name}/codes_fp32")
+        [values] = graph.insert(place, "Mul", [wide, read.scales], name=f"{name}/dequantized")
+        for value in (wide, values):
+            value.type, value.shape = like.type, like.shape
+        product.x = values
+    graph.drop_unused(copy)
+    return copy
 
 
 def note(backend: BackendName, config: RuntimeConfig, runtime: str | None) -> str:
@@ -68,5 +97,6 @@ def note(backend: BackendName, config: RuntimeConfig, runtime: str | None) -> st
         return f"quality: of the files in engine/, as {runtime} runs them on a CPU; {record.servers} did not run here"
     return (
         f"quality: of the same graph, as llmforge's own engine (ONNX Runtime {config.onnxruntime}) runs it on a CPU; "
-        f"neither {record.runtime} nor {record.servers} ran engine/, whose codes were read back and are equal"
+        f"neither {DISTRIBUTIONS[record.runtime]} nor {record.servers} ran engine/, whose codes were read back and are "
+        "equal"
     )

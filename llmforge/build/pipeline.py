@@ -30,6 +30,7 @@ from llmforge.build import (
     dry_run,
     elsewhere,
     evidence,
+    left_out,
     lock,
     preflight,
     provenance,
@@ -53,7 +54,7 @@ from llmforge.engines.onnxruntime import write_tokenizer
 from llmforge.evaluation import footprint
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.runtimes import Interpreter
-from llmforge.ir import dialect, graph, interface
+from llmforge.ir import dialect, graph, interface, longest_text
 from llmforge.ir.scratch import Scratch
 from llmforge.lowering import options, pass_base
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
@@ -195,7 +196,7 @@ def make(
         adapters=apart,
     )
     notes = [*(checkpoint.merge.notes if checkpoint.merge else ()), *check_context(recipe, checkpoint, model)]
-    notes += source_notes(checkpoint, steps)
+    notes += [*filter(None, [left_out.note(checkpoint, model)]), *source_notes(checkpoint, steps)]
     progress.stage("Read checkpoint")
     if not is_starting:
         prepare(steps, kept)
@@ -353,11 +354,13 @@ def check_host(recipe: Recipe, target: Target) -> None:
 def check_context(recipe: Recipe, checkpoint: Checkpoint, model: ir.Model) -> list[str]:
     """Refuse a longer context than a model is made for whose own attention was traced, and note that it was.
 
-    Nobody knows what its own code does there.
+    Nobody knows what its own code does there. Note, too, that a graph is right for texts of the context alone.
     """
+    limit = longest_text.recorded(model)
+    notes = [] if limit is None else [f"texts of up to {limit.tokens} tokens are compiled: {limit.reason}"]
     reason = model.metadata_props.get(interface.FALLBACK)
     if reason is None:
-        return []
+        return notes
     wanted, made_for = recipe.engine.max_context, checkpoint.geometry.context
     if made_for is not None and wanted > made_for:
         raise UnsupportedError(
@@ -365,7 +368,7 @@ def check_context(recipe: Recipe, checkpoint: Checkpoint, model: ir.Model) -> li
             f"traced, because: {reason}",
             hint=f"set engine.max_context to at most {made_for}",
         )
-    return [f"attention was traced from the model's own code and is left unchanged by passes: {reason}"]
+    return [*notes, f"attention was traced from the model's own code and is left unchanged by passes: {reason}"]
 
 
 def source_notes(checkpoint: Checkpoint, steps: Sequence[Pass]) -> list[str]:

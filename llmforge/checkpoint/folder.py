@@ -468,7 +468,11 @@ def _geometry(text: PretrainedConfig, folder: Path) -> Geometry:
     def size(name: str) -> int:
         value = getattr(text, name, None)
         if type(value) is not int:
-            raise UnsupportedError(f"{folder / CONFIG}: {text.model_type} gives no single {name}")
+            raise UnsupportedError(
+                f"{folder / CONFIG}: {text.model_type} gives no single {name}",
+                hint="needed: a model of one stack of layers, each with a cache of its own; several stacks, of which "
+                "one reads another, are not compiled",
+            )
         if value < 1:
             raise CheckpointError(f"{folder / CONFIG}: {name} must be at least 1, is {value}")
         return value

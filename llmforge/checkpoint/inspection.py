@@ -14,6 +14,9 @@ from typing import Any
 
 from llmforge.base.errors import CheckpointError, ForgeError, InputError, UnsupportedError
 from llmforge.checkpoint import gguf, quantized
+from llmforge.checkpoint.adapters import Adapter, AdapterSource
+from llmforge.checkpoint.adapters.source import CONFIG as ADAPTER_CONFIG
+from llmforge.checkpoint.adapters.source import WEIGHTS as ADAPTER_WEIGHTS
 from llmforge.checkpoint.folder import CONFIG, CONFIG_BYTES, TOKENIZER, read_settings
 from llmforge.checkpoint.gguf import architectures
 from llmforge.checkpoint.quantized.gguf import Gguf, GgufTensor, grouped
@@ -22,7 +25,6 @@ from llmforge.checkpoint.safetensors_file import TensorEntry, parse_json, read_h
 from llmforge.checkpoint.shards import PICKLES, read_headers, weight_files
 from llmforge.quantization.stored import NotHeld
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TRACED = Path(__file__).with_name("architectures.json")  # model_type → why it is not compiled, "" where it is
 AS_IT_IS, EXACT, DEQUANTIZED = "as it is", "codes kept", "dequantized"
 _NAMES = {
@@ -159,6 +161,7 @@ def _adapter(folder: Path) -> Inspection:
                 f"{folder}: no {ADAPTER_WEIGHTS}" + (f", only pickles ({', '.join(pickles)})" if pickles else ""),
                 hint="save the adapter again with peft's save_pretrained, which writes safetensors",
             )
+        Adapter.open(AdapterSource(folder.name, folder))
         return _with(made, Grouped((), read_header(folder / ADAPTER_WEIGHTS)))
     except (CheckpointError, UnsupportedError) as error:
         return _with(made, Grouped((), {}), refusal=error)

@@ -11,8 +11,8 @@ What passes made of a weight [N, K] decides how it stands there (compressed_tens
   by 2**(bits-1); `weight_scale` [N, K/block]; `weight_shape`; of asymmetric codes `weight_zero_point` int32
   [N·bits/32, K/block], packed along N. These are the very codes of com.microsoft::MatMulNBits.
 - `float-quantized`, of quantize-channels in fp8: `weight` float8_e4m3fn [N, K], `weight_scale` fp32 [N, 1]; with
-  `activations: static` also `input_scale` fp32 [1].
-- `int-quantized`, of quantize-channels in int8 with `activations: static`: `weight` int8 [N, K], the same scales.
+  `activations: static` also `input_scale` fp32 [1]; with `per_token` the servers make the scales of tokens.
+- `int-quantized`, of quantize-channels in int8 with activations: `weight` int8 [N, K], the same scales.
 
 Servers hold the scales of packed codes in the dtype that they compute in: they must be fp16, and config.json says so.
 All other tensors are copied. What was written is read back and compared, code by code. The same input gives the same
@@ -26,7 +26,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -90,7 +90,7 @@ class Scheme:
     kind: str  # int or float
     block_size: int | None  # None: a scale for each output feature
     symmetric: bool
-    rounds_inputs: bool
+    inputs: Literal["none", "static", "per_token"] = "none"
 
     @property
     def group(self) -> dict[str, Any]:
@@ -104,14 +104,11 @@ class Scheme:
             "dynamic": False,
         }
         inputs = None
-        if self.rounds_inputs:
-            inputs = {
-                "num_bits": self.bits,
-                "type": self.kind,
-                "symmetric": True,
-                "strategy": "tensor",
-                "dynamic": False,
-            }
+        if self.inputs != "none":
+            own = {"strategy": "tensor", "dynamic": False}
+            if self.inputs == "per_token":
+                own = {"strategy": "token", "dynamic": True}
+            inputs = {"num_bits": self.bits, "type": self.kind, "symmetric": True, **own}
         return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": self.format}
 
 
@@ -178,17 +175,17 @@ def scheme_of(tensor: str, matrix: Quantized) -> Scheme:
                 "points hold",
                 hint=f"exclude it: `exclude: [{matrix.parameter}]`",
             )
-        return Scheme("pack-quantized", matrix.bits, "int", matrix.block_size, matrix.symmetric, rounds_inputs=False)
+        return Scheme("pack-quantized", matrix.bits, "int", matrix.block_size, matrix.symmetric)
     if tensor == f"{_HEAD}.weight":
         raise UnsupportedError(f"{tensor}: the servers read the head as it is", hint="set `head: false`")
     if matrix.dtype == "fp8":
-        return Scheme("float-quantized", 8, "float", None, True, matrix.input_scale is not None)
-    if matrix.input_scale is None:
+        return Scheme("float-quantized", 8, "float", None, True, matrix.inputs)
+    if matrix.inputs == "none":
         raise UnsupportedError(
             f"{tensor}: the servers multiply int8 weights with one scale per output feature by int8 activations alone",
-            hint="set `activations: static`, or use quantize-weights with `bits: 8`",
+            hint="set `activations: static` or `per_token`, or use quantize-weights with `bits: 8`",
         )
-    return Scheme("int-quantized", 8, "int", None, True, rounds_inputs=True)
+    return Scheme("int-quantized", 8, "int", None, True, matrix.inputs)
 
 
 def build(request: BuildRequest) -> Engine:
@@ -308,7 +305,9 @@ def _write_weights(request: BuildRequest, exported: Exported, packed: bool) -> N
             for name, parts in shard.items():
                 index |= {part.name: file.name for part in parts}
                 matrix = exported.quantized.get(name)
-                if matrix is None:
+                if name in exported.changed:
+                    _change(stream, places[name], checkpoint.tensors[name].dtype, name, exported.changed[name])
+                elif matrix is None:
                     _copy(stream, places[name], checkpoint, name, packed)
                 else:
                     _write(stream, places, name, matrix)
@@ -336,6 +335,19 @@ def _write_header(stream: BinaryIO, parts: Sequence[Part]) -> dict[str, int]:
     begin = stream.tell()
     stream.truncate(begin + at)
     return {part.name: begin + header[part.name]["data_offsets"][0] for part in ordered}
+
+
+def _change(stream: BinaryIO, place: int, dtype: ir.DataType, name: str, numbers: ir.TensorProtocol) -> None:
+    """Write other numbers in place of a tensor's, in its dtype, which must hold them."""
+    wide = numbers.numpy()
+    stored = wide.astype(dtype.numpy())
+    if not np.array_equal(stored.astype(wide.dtype), wide):
+        raise UnsupportedError(
+            f"{name}: {dtype.name} does not hold it once outliers are moved out of it",
+            hint="set `smooth: false` in quantize-channels",
+        )
+    stream.seek(place)
+    stream.write(stored.tobytes())
 
 
 def _copy(stream: BinaryIO, place: int, checkpoint: Checkpoint, name: str, packed: bool) -> None:

@@ -21,6 +21,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -46,8 +47,8 @@ BLOCK: Final = 32
 ALIGNMENT: Final = 32  # bytes, GGUF's default
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _UNUSED = ".rotary_emb.inv_freq"  # buffers that older checkpoints hold
-_SIZES = {4: 18, 8: 34}  # bytes of a block
 _TYPES = {4: "Q4_0", 8: "Q8_0"}
+_BLOCK_BYTES = {"Q4_0": 18, "Q8_0": 34}
 _PLAIN = {ir.DataType.FLOAT: "F32", ir.DataType.FLOAT16: "F16", ir.DataType.BFLOAT16: "BF16"}
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -95,6 +96,7 @@ def check(exported: Exported, spec: EngineSpec) -> None:
         UnsupportedError: it has not; says which option would do.
     """
     checkpoint = exported.checkpoint
+    assert not exported.changed, "quantize-channels alone changes vectors"
     architecture_of(checkpoint)
     pre_tokenizer(checkpoint)
     _tensors(checkpoint)
@@ -143,6 +145,7 @@ def pre_tokenizer(checkpoint: Checkpoint) -> str:
     elif [part.get("type") for part in parts] == ["Split", "ByteLevel"]:
         name = _SPLITS.get(parts[0]["pattern"].get("Regex", ""))
     own = model.get("type") == "BPE" and not model.get("byte_fallback") and not parts[-1].get("add_prefix_space", False)
+    own = own and bool(model.get("merges"))  # llama.cpp does not load a file without any
     normal = (settings.get("normalizer") or {}).get("type") in (None, "NFC")
     if name is None or not own or not normal or bool(model.get("ignore_merges")) != (name == "llama-bpe"):
         raise UnsupportedError(
@@ -200,27 +203,26 @@ def build(request: BuildRequest) -> Engine:
     kinds = {name: _kind(checkpoint, exported, name) for name in names}
     factors = _rope_factors(checkpoint.settings)
     for name, (kind, shape) in kinds.items():
+        raw, dtype = _as_bytes(kind, shape)
         type_ = gguf.GGMLQuantizationType[kind]
-        size = math.prod(shape) * (_SIZES[4 if kind == "Q4_0" else 8] / BLOCK if kind in _TYPES.values() else 1)
-        raw = (*shape[:-1], int(size) // math.prod(shape[:-1])) if kind in _TYPES.values() else shape
-        item = {"F32": 4, "F16": 2, "BF16": 2}.get(kind, 1)
-        dtype = np.dtype(np.uint8) if kind in _TYPES.values() else np.dtype(f"u{item}")
-        writer.add_tensor_info(names[name], raw, dtype, int(size) * item, raw_dtype=type_)
+        writer.add_tensor_info(names[name], raw, dtype, math.prod(raw) * dtype.itemsize, raw_dtype=type_)
     if factors is not None:
         writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
-    writer.write_header_to_file(file)
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
     digests = {}
-    for number, (name, (kind, _)) in enumerate(kinds.items()):
-        data = _data(gguf, checkpoint, exported, architecture, name, kind)
-        writer.write_tensor_data(data)
-        digests[names[name]] = hashlib.sha256(data.tobytes()).digest()
-        request.progress.advance(number + 1, len(kinds))
-    if factors is not None:
-        writer.write_tensor_data(factors)
-        digests["rope_freqs.weight"] = hashlib.sha256(factors.tobytes()).digest()
-    writer.close()
+    try:
+        writer.write_header_to_file(file)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for number, (name, (kind, _)) in enumerate(kinds.items()):
+            data = _data(gguf, checkpoint, exported, architecture, name, kind)
+            writer.write_tensor_data(data)
+            digests[names[name]] = hashlib.sha256(data.tobytes()).digest()
+            request.progress.advance(number + 1, len(kinds))
+        if factors is not None:
+            writer.write_tensor_data(factors)
+            digests["rope_freqs.weight"] = hashlib.sha256(factors.tobytes()).digest()
+    finally:
+        writer.close()
     _prove(gguf, file, digests)
     written = signatures.elsewhere(request, BACKEND)
     (folder / FILE).write_text(written.to_json(), encoding="utf-8")
@@ -228,16 +230,16 @@ def build(request: BuildRequest) -> Engine:
     facts = {
         "format": f"GGUF, {architecture.name}: {used}",
         "codes": "read back, and equal to those of the graph",
-        "gguf": extras_version(),
+        "gguf": metadata.version("gguf"),
     }
     return Engine.built(request, written, facts, graph_=request.model)
 
 
-def extras_version() -> str:
-    """Return the version of the package that wrote the file."""
-    from importlib import metadata
-
-    return metadata.version("gguf")
+def _as_bytes(kind: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return the shape and the dtype in which a tensor of a type is handed over: blocks as bytes."""
+    if kind in _BLOCK_BYTES:
+        return (*shape[:-1], shape[-1] // BLOCK * _BLOCK_BYTES[kind]), np.dtype(np.uint8)
+    return shape, np.dtype(np.uint32 if kind == "F32" else np.uint16)
 
 
 def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:

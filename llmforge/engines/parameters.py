@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -19,8 +19,10 @@ from llmforge.base.backends import BACKENDS, BackendName
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
+from llmforge.ir.derived import Derived
 from llmforge.ir.operators.contrib import GatherBlockQuantized, MatMulNBits, QMoE
-from llmforge.ir.operators.standard import Cast, DequantizeLinear, MatMul, Reshape
+from llmforge.ir.operators.standard import Cast, DequantizeLinear, Div, MatMul, QuantizeLinear, Reshape
+from llmforge.lowering import smoothing
 from llmforge.quantization.grids import Grid, Packed, QuantizedMatrix, unpack
 
 _REMOVE = "leave the pass that merges or changes it out of the recipe"
@@ -70,7 +72,8 @@ class Channels:
     dtype: str  # int8 or fp8
     codes: ir.Value  # [k, n]
     scales: ir.Value  # fp32 [n]
-    input_scale: ir.Value | None  # fp32 [], of what the layer reads; None: that is not quantized
+    inputs: Literal["none", "static", "per_token"]  # how what the layer reads is rounded
+    input_scale: ir.Value | None  # fp32 [], where that is static
 
     @cached_property
     def by_output(self) -> NDArray[Any]:
@@ -83,10 +86,11 @@ Quantized = Blocks | Channels
 
 @dataclass(frozen=True, eq=False)
 class Exported:
-    """A checkpoint, and the codes that stand for some of its tensors, by their names."""
+    """A checkpoint, and what stands for some of its tensors, by their names: codes, or other numbers."""
 
     checkpoint: Checkpoint
     quantized: Mapping[str, Quantized]
+    changed: Mapping[str, ir.TensorProtocol]  # vectors, fp32: weights of norms and biases, times powers of two
 
 
 def check_passes(backend: BackendName, names: tuple[str, ...]) -> None:
@@ -107,11 +111,13 @@ def check_passes(backend: BackendName, names: tuple[str, ...]) -> None:
             )
 
 
-def quantized(model: ir.Model, traced: ir.Model) -> dict[str, Quantized]:
-    """Find the parameters of `model` that are stored as codes; all others are as in the `traced` graph.
+def found_in(model: ir.Model, traced: ir.Model) -> tuple[dict[str, Quantized], dict[str, ir.TensorProtocol]]:
+    """Find the parameters of `model` that are stored as codes, and those that outliers were moved out of.
+
+    All others are as in the `traced` graph.
 
     Raises:
-        UnsupportedError: a parameter is neither.
+        UnsupportedError: a parameter is none of these.
     """
     found: dict[str, Quantized] = {}
     for node in model.graph.all_nodes():
@@ -128,16 +134,26 @@ def quantized(model: ir.Model, traced: ir.Model) -> dict[str, Quantized]:
             made = before if before.table else made
         found[made.parameter] = made
     there = model.graph.initializers
+    changed: dict[str, ir.TensorProtocol] = {}
+    smoothed = {
+        id(each.operands[0]): each
+        for value in there.values()
+        if isinstance(each := value.const_value, Derived) and each.function is smoothing.divided
+    }
     for value in traced.graph.initializers.values():
         names = graph.sources(value)
         if not names or set(names) <= found.keys():
             continue
         same = there.get(str(value.name))
-        if same is None or same.const_value is not value.const_value:
+        if same is not None and same.const_value is value.const_value:
+            continue
+        if (moved := smoothed.get(id(value.const_value))) is not None and len(names) == 1:
+            changed[names[0]] = moved
+        else:
             raise UnsupportedError(
                 f"parameter {names[0]} is no longer in the graph as the checkpoint has it", hint=_REMOVE
             )
-    return found
+    return found, changed
 
 
 def exported(
@@ -151,8 +167,8 @@ def exported(
         UnsupportedError: a parameter was changed in a way that no file can say, or codes stand for one that is made of
             several tensors, or is stored the other way round.
     """
-    found = quantized(model, traced)
-    by_tensor = {}
+    found, changed = found_in(model, traced)
+    by_tensor: dict[str, Quantized] = {}
     for parameter, matrix in found.items():
         tensor, transposed = bound.get(parameter, ("", False))
         entry, is_table = checkpoint.tensors.get(tensor), isinstance(matrix, Blocks) and matrix.table
@@ -163,7 +179,16 @@ def exported(
                 hint=f"exclude it: `exclude: [{parameter}]`",
             )
         by_tensor[tensor] = matrix
-    return Exported(checkpoint, by_tensor)
+    others: dict[str, ir.TensorProtocol] = {}
+    for parameter, numbers in changed.items():
+        tensor, _ = bound.get(parameter, ("", False))
+        entry = checkpoint.tensors.get(tensor)
+        if entry is None or entry.shape != tuple(numbers.shape.numpy()) or len(entry.shape) != 1:
+            raise UnsupportedError(
+                f"parameter {parameter} was smoothed, and is no vector of the checkpoint", hint=_REMOVE
+            )
+        others[tensor] = numbers
+    return Exported(checkpoint, by_tensor, others)
 
 
 def _parameter(value: ir.Value, place: str) -> str:
@@ -221,6 +246,11 @@ def _of_channels(node: ir.Node) -> Quantized | None:
         return None
     parameter = _parameter(wide.codes, product.name)
     k, n = graph.static(wide.codes)
-    read = DequantizeLinear.made(product.x)
     dtype = {ir.DataType.INT8: "int8", ir.DataType.FLOAT8E4M3FN: "fp8"}[graph.dtype(wide.codes)]
-    return Channels(parameter, n, k, dtype, wide.codes, wide.scales, None if read is None else read.scales)
+    read = DequantizeLinear.made(product.x)
+    if read is None:
+        return Channels(parameter, n, k, dtype, wide.codes, wide.scales, "none", None)
+    rounded = QuantizeLinear.made(read.codes)
+    if rounded is not None and Div.made(rounded.x) is not None:  # by the scale of each token
+        return Channels(parameter, n, k, dtype, wide.codes, wide.scales, "per_token", None)
+    return Channels(parameter, n, k, dtype, wide.codes, wide.scales, "static", read.scales)

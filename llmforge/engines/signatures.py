@@ -10,7 +10,7 @@ import onnx_ir as ir
 from llmforge.base.backends import ProviderName
 from llmforge.base.errors import UnsupportedError
 from llmforge.engines import BuildRequest
-from llmforge.ir import graph, interface, operators
+from llmforge.ir import graph, interface, longest_text, operators
 from llmforge.runtime.backends.config import FORMAT, RuntimeConfig, SessionOptions
 from llmforge.runtime.backends.signature import CacheInput
 
@@ -58,9 +58,17 @@ def elsewhere(request: BuildRequest, provider: ProviderName) -> RuntimeConfig:
 def check_context(model: ir.Model, max_context: int) -> None:
     """Refuse a context that the rotary tables [positions, rotary_dim / 2] do not reach: kernels read beyond them.
 
+    Nor may it be longer than the texts that the graph is right for.
+
     Raises:
-        UnsupportedError: names the table.
+        UnsupportedError: names the table, or what is computed otherwise in longer texts.
     """
+    if (limit := longest_text.recorded(model)) is not None and limit.tokens < max_context:
+        raise UnsupportedError(
+            f"engine.max_context is {max_context}; the graph is right for texts of up to {limit.tokens} tokens: "
+            f"{limit.reason}",
+            hint=f"set engine.max_context to at most {limit.tokens}",
+        )
     for view in map(operators.view, model.graph.all_nodes()):
         for table in filter(None, [view.operand(field) for field in view.inputs if field.rotary]):
             positions = (graph.dims(table) or (None,))[0]

@@ -210,6 +210,7 @@ class LlamaCpp(Stepwise):
         settings.n_ctx = settings.n_batch = settings.n_ubatch = self.CONTEXT
         settings.n_threads = settings.n_threads_batch = os.cpu_count() or 1
         settings.type_k = settings.type_v = llama_cpp.GGML_TYPE_F32
+        settings.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED  # which rounds to fp16
         self._context = llama_cpp.llama_init_from_model(self._model, settings)
         self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._batch = llama_cpp.llama_batch_init(self.CONTEXT, 0, 1)

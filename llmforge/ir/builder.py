@@ -12,6 +12,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.ir import graph as g
+from llmforge.ir.derived import Derived, Function, makes_keys, makes_values
+from llmforge.ir.operators import canonical
 
 PREFIX = "expand"  # of the names of constants made here
 Arguments = TypeVarTuple("Arguments")
@@ -55,6 +57,24 @@ class Builder:
         """0, 1, … up to the size of `axis`: int64."""
         extent = self._extent(x, axis)
         return self._first("Range", [self._constant("zero", 0), extent, self._constant("one", 1)])
+
+    def _up_by_head(self, layer: canonical.LatentAttention) -> tuple[ir.Value, ir.Value]:
+        """Divide `up` of a layer: what makes keys of latents, [H, N, L], and what makes values, [H, L, Dv]."""
+        up, heads, plain, rank, values = layer.up, layer.num_heads, layer.plain, layer.rank, layer.value_dim
+        if not up.is_initializer():
+            wanted = self._constant(f"up_by_head_{heads}_{rank}", [heads, -1, rank])
+            by_head, sizes = self._add(layer.node, "Reshape", [up, wanted]), [plain, values]
+            rows = self._constant(f"rows_{plain}_{values}", sizes)
+            of_keys, of_values = g.insert(layer.node, "Split", [by_head, rows], {"axis": 1}, outputs=2)
+            return of_keys, self._add(layer.node, "Transpose", [of_values], {"perm": [0, 2, 1]})
+        operands, sources = [g.tensor(up), ir.tensor(np.array([heads, plain], np.int64))], g.sources(up)
+
+        def part(function: Function, shape: tuple[int, int, int], name: str) -> ir.Value:
+            tensor = Derived(function, operands, operands[0].dtype, ir.Shape(shape), name)
+            return g.initializer(self.model, name, tensor, sources)
+
+        keys = part(makes_keys, (heads, plain, rank), f"{up.name}.keys")
+        return keys, part(makes_values, (heads, rank, values), f"{up.name}.values")
 
 
 def shared(method: Callable[[B, *Arguments], ir.Value]) -> Callable[[B, *Arguments], ir.Value]:

@@ -159,6 +159,18 @@ def swapped(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return arrays[0].T
 
 
+def makes_keys(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Take what makes keys of latents, [H, N, L], from [H·(N+Dv), L]; the other operand is H and N."""
+    up, (heads, plain) = arrays
+    return up.reshape(heads, -1, up.shape[1])[:, :plain]
+
+
+def makes_values(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Take what makes values of latents, transposed, [H, L, Dv], from [H·(N+Dv), L]; the other operand is H and N."""
+    up, (heads, plain) = arrays
+    return up.reshape(heads, -1, up.shape[1])[:, plain:].swapaxes(1, 2)
+
+
 def to_fp32(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Cast to fp32: exact for fp16 and bf16."""
     return arrays[0].astype(np.float32)

@@ -18,13 +18,14 @@ from llmforge.ir import graph as g
 from llmforge.ir import interface, operators
 from llmforge.ir.expansion import expand
 from llmforge.ir.operators.contrib import CACHE
-from llmforge.ir.operators.record import FLOATS, I32, I64, OPSETS, Dtypes, Operator, Stage, listed, shown
+from llmforge.ir.operators.record import FLOATS, FP32, I32, I64, OPSETS, Dtypes, Operator, Stage, listed, shown
 
-__all__ = ["attention", "caches", "check", "expand"]
+__all__ = ["attention", "caches", "check", "expand", "latent_attention"]
 
 # Graph inputs and outputs: dtypes and rank by name; {layer} is the index of a cache.
 INPUTS: Mapping[str, tuple[Dtypes, int]] = {
     interface.INPUT_IDS: (I64, 2),
+    interface.INPUTS_EMBEDS: (FP32, 3),
     interface.POSITION_IDS: (I64, 2),
     interface.PAST_LENGTHS: (I32, 1),
     interface.LENGTHS: (I32, 1),
@@ -35,7 +36,7 @@ INPUTS: Mapping[str, tuple[Dtypes, int]] = {
     interface.ADAPTER_IDS: (I64, 1),
     interface.LOGITS_ROWS: (I64, 1),
 }
-RANKS = {"key": 4, "value": 4, "conv": 3, "recurrent": 4}  # of the parts of a cache
+RANKS = {"key": 4, "value": 4, "latent": 4, "conv": 3, "recurrent": 4}  # of the parts of a cache
 
 
 def check(model: ir.Model) -> None:
@@ -58,7 +59,7 @@ def check(model: ir.Model) -> None:
 
 
 def caches(model: ir.Model) -> dict[int, set[str]]:
-    """List the parts of each layer's cache: key, value, conv, recurrent."""
+    """List the parts of each layer's cache: key, value, latent, conv, recurrent."""
     found: dict[int, set[str]] = {}
     for value in model.graph.inputs:
         if past := interface.PAST.fullmatch(str(value.name)):
@@ -118,8 +119,9 @@ def _check_interface(model: ir.Model) -> None:
     masked = interface.ATTENTION_MASK in inputs  # for a runtime of others, which may want all rows
     for name in (interface.INPUT_IDS, interface.LOGITS_ROWS):
         _require(name in inputs or (masked and name == interface.LOGITS_ROWS), f"graph input {name!r}", "is missing")
-    if rows := inputs.get(interface.LOGITS_ROWS):
-        _require(rows.is_initializer(), f"graph input {interface.LOGITS_ROWS!r}", "has no default (an initializer)")
+    for name in (interface.LOGITS_ROWS, interface.INPUTS_EMBEDS):
+        if (optional := inputs.get(name)) is not None:
+            _require(optional.is_initializer(), f"graph input {name!r}", "has no default (an initializer)")
     for name, value in inputs.items():
         where = f"graph input {name!r}"
         if past := interface.PAST.fullmatch(name):
@@ -212,6 +214,7 @@ def attention(
     scale: float,
     softcap: float,
     window: int,
+    chunk: int = 0,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
     """Compute `llmforge::Attention` query by query, as docs/dialect.md defines it; the reference of tests.
 
@@ -228,7 +231,8 @@ def attention(
             present_value[b, :, past_lengths[b] + s] = v[b, s].reshape(kv_num_heads, -1)
         for s in range(sequence):
             last = past_lengths[b] + s
-            seen = slice(max(0, last + 1 - window) if window else 0, last + 1)
+            first = max(0, last + 1 - window) if window else 0
+            seen = slice(max(first, last - last % chunk) if chunk else first, last + 1)
             for h in range(num_heads):
                 kv = h // (num_heads // kv_num_heads)
                 scores = scale * (present_key[b, kv, seen].astype(np.float64) @ queries[b, s, h])
@@ -241,3 +245,53 @@ def attention(
                 total = weights.sum() + (np.exp(sinks[h] - top) if sinks is not None else 0)
                 y[b, s, h] = (weights / total) @ present_value[b, kv, seen]
     return y.reshape(batch, sequence, -1), present_key, present_value
+
+
+def latent_attention(
+    q: NDArray[np.float32],
+    latent: NDArray[np.float32],
+    up: NDArray[np.float32],
+    past: NDArray[np.float32],
+    past_lengths: NDArray[np.int32],
+    sinks: NDArray[np.float32] | None = None,
+    *,
+    num_heads: int,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Compute `llmforge::LatentAttention` as docs/dialect.md defines it, with keys and values of every head made.
+
+    q [B, S, num_heads·(N+R)], latent [B, S, L+R], up [num_heads·(N+Dv), L], past [B, 1, C, L+R], past_lengths int32
+    [B], sinks [num_heads] → y [B, S, num_heads·Dv], present.
+    """
+    (batch, sequence, width), rank = q.shape, up.shape[1]
+    rotary = latent.shape[2] - rank
+    plain = width // num_heads - rotary
+
+    def by_head(latents: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """[B, T, L+R] → keys [B, T, H, N+R] and values [B, T, H, Dv]."""
+        made = (latents[..., :rank].astype(np.float64) @ up.T.astype(np.float64)).astype(np.float32)
+        made = made.reshape(*latents.shape[:2], num_heads, -1)
+        turned = np.broadcast_to(latents[:, :, None, rank:], (*made.shape[:3], rotary))
+        return np.concatenate([made[..., :plain], turned], -1), made[..., plain:]
+
+    (keys, values), (past_keys, past_values) = by_head(latent), by_head(past[:, 0])
+    y, _, _ = attention(
+        q,
+        keys.reshape(batch, sequence, -1),
+        values.reshape(batch, sequence, -1),
+        past_keys.transpose(0, 2, 1, 3),
+        past_values.transpose(0, 2, 1, 3),
+        past_lengths,
+        sinks,
+        num_heads=num_heads,
+        kv_num_heads=num_heads,
+        scale=scale,
+        softcap=softcap,
+        window=window,
+    )
+    present = past.copy()
+    for b in range(batch):
+        present[b, 0, past_lengths[b] : past_lengths[b] + sequence] = latent[b]
+    return y, present

@@ -3,6 +3,9 @@
 `llmforge::Attention` becomes two TensorScatter, which write the step's keys and values into the cache, and one
 Attention over the whole buffer under a boolean mask [batch, 1, sequence, capacity], built once for every window, or an
 additive one by head, where scores have a bias by position.
+`llmforge::LatentAttention` becomes one TensorScatter, of latents, and products with the whole buffer around a softmax:
+what makes keys of latents is multiplied with the queries instead, and what makes values with the sums (DeepSeek-V2,
+appendix C).
 `llmforge::Fp4Linear` becomes a MatMul of rounded numbers (`fp4`).
 `llmforge::MoE` becomes a Loop over the experts that a step chooses (`moe`); how layers with a recurrent state are
 written stands in `llmforge.ir.recurrence`.
@@ -26,7 +29,7 @@ from llmforge.ir.builder import Builder, shared
 from llmforge.ir.fp4 import Fp4Expansion
 from llmforge.ir.masked_step import MaskedStep
 from llmforge.ir.operators import canonical
-from llmforge.ir.operators.record import CANONICAL, Operator
+from llmforge.ir.operators.record import CANONICAL, HALVES, Operator
 from llmforge.ir.recurrence import Recurrence
 
 Places = tuple[ir.Value, ir.Value]  # slots [T], and those of the queries [B, S, 1] or [S, 1]: int64
@@ -45,6 +48,7 @@ def expand(model: ir.Model) -> ir.Model:
     rules: Mapping[type[Operator], Callable[[Any], None]] = {
         canonical.Attention: attention.attention,
         canonical.GrowingAttention: attention.growing_attention,
+        canonical.LatentAttention: attention.latent_attention,
         canonical.MoE: lambda experts: g.replace_value(experts.output, moe.Expansion(clone, experts).result()),
         canonical.Fp4Linear: Fp4Expansion(clone).expand,
         canonical.CacheLengths: masked.cache_lengths,
@@ -76,7 +80,7 @@ class _Expansion(Builder):
         keys = self._scatter(node, layer.past_key, self._split(node, layer.k, kv_heads), write)
         values = self._scatter(node, layer.past_value, self._split(node, layer.v, kv_heads), write)
         places = self._places(layer.past_key, layer.past_lengths)
-        self._attend(layer, keys, values, places, self._mask(layer.window, places, None))
+        self._attend(layer, keys, values, places, self._mask(layer.window, layer.chunk, places, None))
 
     def growing_attention(self, layer: canonical.GrowingAttention) -> None:
         """Replace one `llmforge::GrowingAttention`; the caches hold P slots before the step, and P + S after it."""
@@ -84,7 +88,73 @@ class _Expansion(Builder):
         keys = self._add(node, "Concat", [layer.past_key, self._split(node, layer.k, kv_heads)], {"axis": 2})
         values = self._add(node, "Concat", [layer.past_value, self._split(node, layer.v, kv_heads)], {"axis": 2})
         places = self._growing_places(layer.past_key, held)
-        self._attend(layer, keys, values, places, self._mask(layer.window, places, held))
+        self._attend(layer, keys, values, places, self._mask(layer.window, layer.chunk, places, held))
+
+    def latent_attention(self, layer: canonical.LatentAttention) -> None:
+        """Replace one `llmforge::LatentAttention`; no head has keys or values of its own.
+
+        The cache is multiplied as it is, from the left and from the right: no part of it is copied.
+        """
+        node, heads, rank, plain = layer.node, layer.num_heads, layer.rank, layer.plain
+        width, half = rank + layer.rotary, layer.q.dtype in HALVES
+        one_head = self._add(node, "Unsqueeze", [layer.latent, self._constant("axis_1", [1])])
+        cache = self._scatter(node, layer.past, one_head, self._write_indices(layer.past_lengths))  # [B, 1, C, L+R]
+        sizes = self._constant(f"parts_{plain}_{layer.rotary}", [plain, layer.rotary])
+        q = self._split(node, layer.q, heads)  # [B, H, S, N+R]
+        unturned, turned = g.insert(node, "Split", [q, sizes], {"axis": 3}, outputs=2)
+        of_keys, of_values = self._up_by_head(layer)
+        absorbed = self._add(node, "MatMul", [unturned, of_keys])  # [B, H, S, L]
+        q = self._add(node, "Concat", [absorbed, turned], {"axis": 3})
+        q = self._add(node, "Mul", [q, self._number(layer.scale, layer.q.dtype)])
+        q = self._add(node, "Reshape", [q, self._constant(f"one_head_{width}", [0, 1, -1, width])])
+        q = self._add(node, "Transpose", [q], {"perm": [0, 1, 3, 2]})  # [B, 1, L+R, H·S]
+        scores = self._add(node, "MatMul", [cache, q])  # [B, 1, C, H·S]
+        scores = self._add(node, "Transpose", [scores], {"perm": [0, 1, 3, 2]})
+        scores = self._add(node, "Reshape", [scores, self._up_to_slots(heads)])  # [B, H, S, C]
+        if half:
+            scores = self._add(node, "Cast", [scores], {"to": int(ir.DataType.FLOAT)})
+        if cap := layer.softcap:
+            capped = self._add(node, "Div", [scores, self._number(cap)])
+            scores = self._add(node, "Mul", [self._add(node, "Tanh", [capped]), self._number(cap)])
+        mask = self._mask(layer.window, layer.chunk, self._places(layer.past, layer.past_lengths), None)
+        scores = self._add(node, "Where", [mask, scores, self._constant("hidden", HIDDEN_SLOT)])
+        weights = self._softmax(node, scores, layer.sinks, heads)
+        if half:
+            assert layer.q.dtype is not None
+            weights = self._add(node, "Cast", [weights], {"to": int(layer.q.dtype)})
+        weights = self._add(node, "Reshape", [weights, self._up_to_slots(1)])  # [B, 1, H·S, C]
+        sums = self._add(node, "MatMul", [weights, cache])  # [B, 1, H·S, L+R]
+        begin, end, last = (self._constant(f"at_{place}", [place]) for place in (0, rank, 3))
+        sums = self._add(node, "Slice", [sums, begin, end, last])
+        sums = self._add(node, "Reshape", [sums, self._constant(f"by_head_{heads}_{rank}", [0, heads, -1, rank])])
+        y = self._add(node, "MatMul", [sums, of_values])  # [B, H, S, Dv]
+        y = self._add(node, "Transpose", [y], {"perm": [0, 2, 1, 3]})
+        y = self._add(node, "Reshape", [y, self._constant("rows", [0, 0, -1])])
+        g.replace_outputs(node, (y, cache))
+
+    @shared
+    def _up_to_slots(self, heads: int) -> ir.Value:
+        """Make the target of a Reshape to [B, heads, …, C]."""
+        cache = canonical.LatentAttention.all(self.model)[0].past
+        slots = self._first("Shape", [cache], {"start": 2, "end": 3})
+        return self._first("Concat", [self._constant(f"heads_of_{heads}", [0, heads, -1]), slots], {"axis": 0})
+
+    def _number(self, value: float, dtype: ir.DataType | None = None) -> ir.Value:
+        kind = dtype or ir.DataType.FLOAT
+        return self._constant(f"number_{value}_{kind.name}", np.asarray(value, kind.numpy()))
+
+    def _softmax(self, node: ir.Node, scores: ir.Value, sinks: ir.Value | None, heads: int) -> ir.Value:
+        """Over the last axis of [B, H, S, C]; a sink is one more score of its head, whose weight goes nowhere."""
+        if sinks is None:
+            return self._add(node, "Softmax", [scores], {"axis": -1})
+        if sinks.dtype != ir.DataType.FLOAT:
+            sinks = self._add(node, "Cast", [sinks], {"to": int(ir.DataType.FLOAT)})
+        column = self._add(node, "Reshape", [sinks, self._constant(f"column_{heads}", [1, heads, 1, 1])])
+        begin, one, end, last = (self._constant(f"at_{place}", [place]) for place in (0, 1, -1, 3))
+        like = self._add(node, "Shape", [self._add(node, "Slice", [scores, begin, one, last])])
+        beside = self._add(node, "Expand", [column, like])  # [B, H, S, 1]
+        weights = self._add(node, "Softmax", [self._add(node, "Concat", [scores, beside], {"axis": 3})], {"axis": -1})
+        return self._add(node, "Slice", [weights, begin, end, last])
 
     def _attend(
         self,
@@ -139,8 +209,10 @@ class _Expansion(Builder):
         return self._slots
 
     @shared
-    def _mask(self, window: int, places: Places, held: ir.Value | None) -> ir.Value:
+    def _mask(self, window: int, chunk: int, places: Places, held: ir.Value | None) -> ir.Value:
         """bool [B, 1, S, slots]: slot t for the query of slot p where t ≤ p, and t > p - window where there is one.
+
+        In chunks, t / chunk and p / chunk are the same, rounded down: of caches whose slots are positions.
 
         `held` [B, slots] says which slots hold a token, where not all up to p do. A query always sees itself: padding
         that saw nothing would come out as NaN, and its value poison every sum.
@@ -150,6 +222,10 @@ class _Expansion(Builder):
         if window:
             start = self._first("Sub", [own, self._constant(f"window_{window}", window)])
             allowed = self._first("And", [allowed, self._first("Greater", [slots, start])])
+        if chunk:
+            size = self._constant(f"chunk_{chunk}", chunk)
+            of_slots, of_own = self._first("Div", [slots, size]), self._first("Div", [own, size])
+            allowed = self._first("And", [allowed, self._first("Equal", [of_slots, of_own])])
         if held is None:
             return self._first("Unsqueeze", [allowed, self._constant("axis_1", [1])])
         tokens = self._first("Cast", [held], {"to": int(ir.DataType.BOOL)})

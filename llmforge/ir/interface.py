@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 INPUT_IDS = "input_ids"  # int64 [batch, sequence]
+INPUTS_EMBEDS = "inputs_embeds"  # fp32 [batch, sequence, hidden]: in the place of tokens whose id is negative
 POSITION_IDS = "position_ids"  # int64 [batch, sequence]
 PAST_LENGTHS = "past_lengths"  # int32 [batch]
 LENGTHS = "lengths"  # int32 [batch]: tokens of the step that are no padding; where a layer keeps a state
@@ -39,7 +40,7 @@ PLACES = frozenset(
 ADAPTER_IDS = "adapter_ids"  # int64 [batch]: the adapter of each row, from 1 on; 0: none
 LOGITS_ROWS = "logits_rows"  # int64 [rows], default [-1]
 LOGITS = "logits"  # [batch, rows, vocabulary]
-PAST = re.compile(r"past_key_values\.(\d+)\.(key|value|conv|recurrent)")  # a cache, its layer and part
+PAST = re.compile(r"past_key_values\.(\d+)\.(key|value|latent|conv|recurrent)")  # a cache, its layer and part
 STATES = ("conv", "recurrent")  # parts of a cache that every token replaces, instead of adding to them
 
 ADAPTERS = "llmforge.adapters"  # metadata_props key of a model: JSON list of the adapters' names, number 1 first
@@ -47,7 +48,7 @@ FALLBACK = "llmforge.fallback"  # metadata_props key of a model: why its own att
 
 
 def past_part(layer: int, part: str) -> str:
-    """Name the graph input that holds a part of the cache of `layer`: key, value, conv or recurrent."""
+    """Name the graph input that holds a part of the cache of `layer`: key, value, latent, conv or recurrent."""
     return f"past_key_values.{layer}.{part}"
 
 

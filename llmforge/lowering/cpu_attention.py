@@ -6,12 +6,16 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import onnx_ir as ir
 
 from llmforge.ir import graph
-from llmforge.ir.operators import contrib, cpu
+from llmforge.ir.derived import Derived
+from llmforge.ir.operators import canonical, contrib, cpu
 from llmforge.ir.operators.record import Operator
 from llmforge.ir.operators.standard import Reshape, RMSNormalization, Split
+from llmforge.ir.scratch import Scratch
+from llmforge.quantization import row_blocks
 from llmforge.quantization.formats import KvFormat, SlotFormat
 
 HEAD_MULTIPLE = 16
@@ -63,6 +67,62 @@ def lower(attention: contrib.GroupQueryAttention) -> str:
     scales = {"k_scale": attention.k_scale, "v_scale": attention.v_scale} if int8 else {}
     lowered = _lower(attention, kernel, scales, {})
     return kernel.op_type + ", norms of queries and keys" * (lowered.q_norm_weight is not None)
+
+
+def reason_against_latents(attention: canonical.LatentAttention) -> str | None:
+    """Say why `attention` cannot become one of `llmforge.cpu`; None where it can."""
+    sizes = {
+        "a latent": attention.rank,
+        "rotary embedding": attention.rotary,
+        "the rest of a key": attention.plain,
+        "a value": attention.value_dim,
+    }
+    for what, size in sizes.items():
+        if size % HEAD_MULTIPLE:
+            return f"{what} has {size} channels; the kernel needs a multiple of {HEAD_MULTIPLE}"
+    if {attention.q.dtype, attention.past.dtype, attention.up.dtype} != {ir.DataType.FLOAT}:
+        return "it does not compute in fp32"
+    if not attention.up.is_initializer():
+        return f"{attention.up.name} is no initializer"
+    return None
+
+
+def lower_latents(model: ir.Model, attention: canonical.LatentAttention, scratch: Scratch | None, *, int8: bool) -> str:
+    """Put the kernel in the place of an attention over latents, against which there is no reason; say what was done.
+
+    `int8`: what makes keys and values of latents is rounded to 8 bits, in blocks of each row.
+    """
+    up, scales, block = attention.up, None, row_blocks.block_of(attention.rank)
+    kernel = cpu.LatentAttentionInt8 if int8 else cpu.LatentAttention
+    if int8:
+        assert block is not None
+        tensor, name, shape = graph.tensor(up), f"{up.name}.int8", graph.static(up)
+        operands = [tensor, ir.tensor(np.array(block, np.int64))]
+        codes = Derived(row_blocks.codes, operands, ir.DataType.INT8, ir.Shape(shape), name, scratch=scratch)
+        steps = ir.Shape((shape[0], shape[1] // block))
+        scale = Derived(row_blocks.scales, operands, ir.DataType.FLOAT, steps, f"{name}.scales", scratch=scratch)
+        scales = graph.initializer(model, f"{name}.scales", scale)
+        up = graph.initializer(model, name, codes, graph.sources(up))
+    inputs = {
+        "q": attention.q,
+        "latent": attention.latent,
+        "up": up,
+        "up_scale": scales,
+        "past": attention.past,
+        "past_lengths": attention.past_lengths,
+        "sinks": attention.sinks,
+    }
+    attributes = {
+        "num_heads": attention.num_heads,
+        "window": attention.window,
+        "scale": attention.scale,
+        "softcap": attention.softcap,
+    }
+    name, node = attention.name, attention.node
+    node.name = f"{name}.replaced"
+    lowered = kernel.insert(node, inputs, attributes, outputs=2, name=name)
+    graph.replace_outputs(node, lowered.node.outputs)
+    return lowered.op_type + f", up-projection in blocks of {block}" * int8
 
 
 def lower_to_slots(

@@ -124,6 +124,37 @@ typedef struct Attention {
     float *y;                  /* [batch, sequence, heads·dim] */
 } Attention;
 
+/* One layer's attention over latents, of which keys and values of every head are made: row n of `up` and a latent give
+ * channel n of a head's key, and rows from `plain` on those of its value. */
+typedef struct Latents {
+    int64_t batch, sequence, heads, capacity;
+    int64_t rank, rotary, plain, values; /* channels of a latent, of what keys share, of the rest of a key, of a value */
+    const float *q;          /* [batch, sequence, heads·(plain + rotary)], rotated */
+    float *cache;            /* [batch, 1, capacity, rank + rotary], with what the step adds */
+    const int32_t *past;     /* [batch] */
+    const void *up;          /* [heads·(plain + values), rank], fp32; or int8 codes of that shape */
+    const float *up_scale;   /* of codes, [heads·(plain + values), rank/block]; NULL: there are none */
+    int64_t block;
+    const float *sink;       /* [heads], or NULL */
+    float scale, softcap;
+    int64_t window;          /* as in Attention */
+    float *y;                /* [batch, sequence, heads·values] */
+} Latents;
+
+#define FEW_TOKENS 8      /* up to so many of a row never expand latents */
+#define CHUNK_TOKENS 512 /* of a prompt, that a scheduler reads at a time */
+
+/* Whether a row of the batch makes keys and values of its latents, and does not multiply queries and sums with `up`: what
+ * takes fewer multiplications for all tokens up to its last one that are of the same chunk. So the rest of a chunk, behind
+ * a beginning that was kept, gets the bits that it gets in the whole chunk. */
+static inline int expands(const Latents *a, int64_t batch) {
+    if (a->sequence <= FEW_TOKENS) return 0;
+    const int64_t total = a->past[batch] + a->sequence, s = total - a->past[batch] / CHUNK_TOKENS * CHUNK_TOKENS;
+    const double pairs = (double)s * (double)(total - s / 2), each = (double)a->rank * (double)(a->plain + a->values);
+    return (double)total * each + pairs * (double)(a->plain + a->rotary + a->values) <
+           (double)s * each + pairs * (double)(2 * a->rank + a->rotary);
+}
+
 /* What low-rank adapters add to the rows [batch·sequence, n] that a linear layer made of x [batch·sequence, k]: row b of
  * the batch takes number ids[b] of `a` [count, parts·rank, k] and `b` [count, rank, n], 0 is none. Part p are the columns
  * starts[p] … starts[p + 1] - 1, of rows p·rank … (p + 1)·rank - 1 of a. */
@@ -165,6 +196,10 @@ typedef struct Kernels {
     void (*attention_prepare)(const Attention *a, int64_t batch, int64_t kv_head, int64_t first, int64_t last);
     /* Attend for queries `first` … `last - 1` of a row and of one key/value head; 0: out of memory, nothing was written. */
     int (*attention)(const Attention *a, int64_t batch, int64_t kv_head, int64_t first, int64_t last);
+    /* Attend for heads `first` … `last - 1` of all rows that do not expand latents; 0: out of memory. */
+    int (*latent_heads)(const Latents *a, int64_t first, int64_t last);
+    /* Attend for one head of a row that does; 0: out of memory. */
+    int (*latent_expanded)(const Latents *a, int64_t batch, int64_t head);
     /* Round weights to the nearest point of a grid; `row` is a place for k fp32. 0: one of them is not finite. */
     int (*round)(const Rounding *rounding, float *row);
     /* Pack `count` pairs of codes into bytes, the first of each in the low half. */

@@ -605,6 +605,101 @@ static Status *attention_compute(void *kernel, Context *context) {
     return !status && work.failed ? ort_status(api, STATUS_FAIL, "out of memory") : status;
 }
 
+/* ---- LatentAttention ---------------------------------------------------------------------------------------------- */
+
+#define HEADS_OF_UNIT 4 /* that a unit reads the cache for: all of them each block, while it is near */
+
+typedef struct LatentKernel {
+    const Api *api;
+    int int8;
+    int64_t heads, window;
+    float scale, softcap;
+} LatentKernel;
+
+static Status *latents_create(const CustomOp *op, const Api *api, const KernelInfo *info, void **kernel) {
+    LatentKernel made = {.api = api, .int8 = strcmp(op->name(op), "LatentAttentionInt8") == 0};
+    TRY(ort_attribute_int(api, info, "num_heads", &made.heads));
+    TRY(ort_attribute_int(api, info, "window", &made.window));
+    TRY(ort_attribute_float(api, info, "scale", &made.scale));
+    TRY(ort_attribute_float(api, info, "softcap", &made.softcap));
+    if (made.heads < 1) REFUSE("LatentAttention: num_heads must be positive");
+    return keep(api, &made, sizeof made, kernel);
+}
+
+typedef struct LatentWork {
+    Latents a;
+    int64_t groups; /* of heads, for rows that do not expand latents; 0: all do */
+    atomic_int failed;
+} LatentWork;
+
+static void latents_unit(void *data, size_t unit) {
+    LatentWork *work = data;
+    const Latents *a = &work->a;
+    int64_t left = (int64_t)unit - work->groups;
+    int done = 1;
+    if (left < 0) {
+        const int64_t first = (int64_t)unit * HEADS_OF_UNIT, last = first + HEADS_OF_UNIT;
+        done = kernels->latent_heads(a, first, last < a->heads ? last : a->heads);
+    } else {
+        int64_t batch = 0;
+        for (;; batch++)
+            if (expands(a, batch) && (left -= a->heads) < 0) break;
+        done = kernels->latent_expanded(a, batch, left + a->heads);
+    }
+    if (!done) work->failed = 1;
+}
+
+static Status *latents_compute(void *kernel, Context *context) {
+    const LatentKernel *self = kernel;
+    const Api *api = self->api;
+    Tensor q, latent, up, cache, past, scale, sink;
+    Tensor *inputs[] = {&q, &latent, &up, &cache, &past, &scale, &sink};
+    for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) TRY(input(api, context, i, inputs[i]));
+    if (q.rank != 3 || latent.rank != 3 || up.rank != 2 || cache.rank != 4 || cache.dims[1] != 1)
+        REFUSE("LatentAttention: wanted q and latent [batch, sequence, width], up [rows, rank], a cache [batch, 1, capacity, width]");
+    LatentWork work = {.a = {
+        .batch = q.dims[0], .sequence = q.dims[1], .heads = self->heads, .capacity = cache.dims[2], .rank = up.dims[1],
+        .rotary = cache.dims[3] - up.dims[1], .q = q.data, .past = past.data, .up = up.data, .sink = sink.data,
+        .scale = self->scale, .softcap = self->softcap, .window = self->window}};
+    Latents *a = &work.a;
+    if (q.dims[2] % a->heads || up.dims[0] % a->heads) REFUSE("LatentAttention: num_heads must divide q and up");
+    a->plain = q.dims[2] / a->heads - a->rotary;
+    a->values = up.dims[0] / a->heads - a->plain;
+    if (a->rank < 1 || a->rotary < 1 || a->plain < 1 || a->values < 1 || a->rank % 16 || a->rotary % 16 || a->plain % 16 || a->values % 16)
+        REFUSE("LatentAttention: channels of latents, keys and values must be multiples of 16");
+    if (latent.dims[0] != a->batch || latent.dims[1] != a->sequence || latent.dims[2] != cache.dims[3] || cache.dims[0] != a->batch || past.count != a->batch)
+        REFUSE("LatentAttention: shapes of q, latent, cache and past_lengths do not agree");
+    if (self->int8) {
+        if (!scale.data || scale.rank != 2 || scale.dims[0] != up.dims[0] || scale.dims[1] < 1 || a->rank % scale.dims[1] || a->rank / scale.dims[1] % 16)
+            REFUSE("LatentAttentionInt8: up_scale is not [rows, blocks], with blocks of a multiple of 16 that divide the rank");
+        a->up_scale = scale.data;
+        a->block = a->rank / scale.dims[1];
+    }
+    if (a->sink && sink.count != a->heads) REFUSE("LatentAttention: sinks are [num_heads]");
+    for (int64_t b = 0; b < a->batch; b++)
+        if (a->past[b] < 0 || a->past[b] + a->sequence > a->capacity) REFUSE("LatentAttention: past_lengths is outside the cache");
+    void *y, *present;
+    int64_t dims[3] = {a->batch, a->sequence, a->heads * a->values};
+    TRY(output(api, context, 0, dims, 3, &y));
+    TRY(output(api, context, 1, cache.dims, 4, &present));
+    if (present != cache.data) memcpy(present, cache.data, (size_t)cache.count * sizeof(float));
+    if (!a->batch || !a->sequence) return NULL;
+    a->y = y;
+    a->cache = present;
+    const int64_t width = a->rank + a->rotary;
+    int64_t expanding = 0;
+    double work_of = 0; /* multiplications */
+    for (int64_t b = 0; b < a->batch; b++) {
+        memcpy(a->cache + (b * a->capacity + a->past[b]) * width, (const float *)latent.data + b * a->sequence * width,
+               (size_t)(a->sequence * width) * sizeof(float));
+        expanding += expands(a, b);
+        work_of += (double)a->heads * (double)(a->sequence * width) * (double)(a->past[b] + a->sequence + a->plain + a->values);
+    }
+    work.groups = expanding < a->batch ? (a->heads + HEADS_OF_UNIT - 1) / HEADS_OF_UNIT : 0;
+    Status *status = run(api, context, latents_unit, work.groups + expanding * a->heads, &work, work_of < INLINE_MACS);
+    return !status && work.failed ? ort_status(api, STATUS_FAIL, "out of memory") : status;
+}
+
 /* ---- registration ------------------------------------------------------------------------------------------------- */
 
 typedef struct Operator {
@@ -647,6 +742,9 @@ static const int adapter_inputs[] = {TYPE_FLOAT, TYPE_FLOAT, TYPE_INT64, TYPE_FL
      -TYPE_FLOAT, -TYPE_FLOAT}
 static const int attention_inputs[] = ATTENTION_INPUTS(TYPE_FLOAT), attention8_inputs[] = ATTENTION_INPUTS(TYPE_INT8);
 static const int slots_inputs[] = ATTENTION_INPUTS(TYPE_UINT8), slots_outputs[] = {TYPE_FLOAT, TYPE_UINT8, TYPE_UINT8};
+#define LATENT_INPUTS(UP) {TYPE_FLOAT, TYPE_FLOAT, UP, TYPE_FLOAT, TYPE_INT32, -TYPE_FLOAT, -TYPE_FLOAT}
+static const int latents_inputs[] = LATENT_INPUTS(TYPE_FLOAT), latents8_inputs[] = LATENT_INPUTS(TYPE_INT8);
+static const int latents_outputs[] = {TYPE_FLOAT, TYPE_FLOAT};
 static const int attention_outputs[] = {TYPE_FLOAT, TYPE_FLOAT, TYPE_FLOAT};
 static const int attention8_outputs[] = {TYPE_FLOAT, TYPE_INT8, TYPE_INT8};
 
@@ -657,6 +755,8 @@ static Operator operators[] = {
     OPERATOR("GroupQueryAttention", attention_inputs, attention_outputs, attention_create, attention_compute),
     OPERATOR("GroupQueryAttentionInt8", attention8_inputs, attention8_outputs, attention_create, attention_compute),
     OPERATOR("GroupQueryAttentionSlots", slots_inputs, slots_outputs, attention_create, attention_compute),
+    OPERATOR("LatentAttention", latents_inputs, latents_outputs, latents_create, latents_compute),
+    OPERATOR("LatentAttentionInt8", latents8_inputs, latents_outputs, latents_create, latents_compute),
 };
 
 #if HAS_NEON

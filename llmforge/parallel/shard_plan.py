@@ -3,7 +3,7 @@
 A plan is made on the graph alone; no weight is read. It starts from what is divided by nature:
 
 - attention, by heads: each rank has `num_heads / degree` query heads and the KV heads that they read. Where there are
-  fewer KV heads than ranks, neighbours hold the same one.
+  fewer KV heads than ranks, neighbours hold the same one; latents are of all heads, and every rank has them.
 - experts, each of them: a rank has a part of every expert's inner width.
 - the linear layers that are left, by their inputs, where these come pointwise from other linear layers: an MLP's way
   down. What is in front is divided by its outputs, packed or not, section by section.
@@ -60,8 +60,11 @@ def plan(model: ir.Model, degree: int) -> ShardPlan:
     _complete_shapes(model)
     planner = _Planner(model, degree)
     for node in model.graph:
-        if isinstance(view := operators.view(node), CachedAttention):
+        view = operators.view(node)
+        if isinstance(view, CachedAttention):
             planner.attention(view)
+        elif isinstance(view, canonical.LatentAttention):
+            planner.latent_attention(view)
     for experts in canonical.MoE.all(model):
         planner.moe(experts)
     planner.vocabulary()
@@ -142,10 +145,10 @@ class _Planner:
                 f"which {n} ranks cannot share evenly",
                 hint=f"allowed are {allowed(fits, heads)}",
             )
-        own = even(heads, n, 2)
         own_kv = even(kv_heads, n, 2) if kv_heads % n == 0 else spread(kv_heads, n, 2)
         key, value = graph.width(layer.past_key), graph.width(layer.past_value)
-        try:
+
+        def divide(own: Partition) -> None:
             q, k, v = own.scaled(key), own_kv.scaled(key), own_kv.scaled(value)
             beside = q.beside(k.shifted(heads * key)).beside(v.shifted((heads + kv_heads) * key))
             given = layer.projections
@@ -155,6 +158,39 @@ class _Planner:
                 self.partitions[cache] = own_kv.on(1)
             if isinstance(layer, GroupQueryAttention) and layer.attention_bias is not None:
                 raise Undivided("it has a bias by position")
+
+        self._by_heads(layer, heads, value, fits, divide)
+
+    def latent_attention(self, layer: canonical.LatentAttention) -> None:
+        """Divide one attention by heads; latents are of all heads, and every rank caches them."""
+        heads, n = layer.num_heads, self.degree
+
+        def fits(degree: int) -> bool:
+            return heads % degree == 0
+
+        if not fits(n):
+            raise UnsupportedError(
+                f"tensor_parallel is {n}: attention {layer.name} has {heads} query heads, which {n} ranks cannot share "
+                "evenly",
+                hint=f"allowed are {allowed(fits, heads)}",
+            )
+        if not layer.up.is_initializer():
+            raise UnsupportedError(f"tensor_parallel is {n}: the up-projection of attention {layer.name} is quantized")
+        width = graph.width(layer.q) // heads
+        self._by_heads(layer, heads, layer.value_dim, fits, lambda own: self._demand(layer.q, own.scaled(width)))
+
+    def _by_heads(
+        self,
+        layer: Operator,
+        heads: int,
+        value: int,
+        fits: Callable[[int], bool],
+        divide: Callable[[Partition], None],
+    ) -> None:
+        """Divide what a `layer` of `heads` with values of `value` channels reads, and the linear layer behind it."""
+        own = even(heads, self.degree, 2)
+        try:
+            divide(own)
             self._behind(layer.output, own.scaled(value))
             self._resolve()
             self._check_readers(self.partitions)
@@ -164,7 +200,7 @@ class _Planner:
                 degrees = allowed(lambda degree: fits(degree) and heads // degree * value % unit == 0, heads)
                 hint = f"allowed are {degrees}"
             raise UnsupportedError(
-                f"tensor_parallel is {n}: attention {layer.name} cannot be divided: {reason}", hint=hint
+                f"tensor_parallel is {self.degree}: attention {layer.name} cannot be divided: {reason}", hint=hint
             ) from None
 
     def moe(self, layer: canonical.MoE) -> None:
@@ -252,7 +288,7 @@ class _Planner:
             _, node = heapq.heappop(self.pending)
             if features(node) is not None:
                 self._column(node)
-            elif not isinstance(view := operators.view(node), CachedAttention):
+            elif not isinstance(view := operators.view(node), CachedAttention | canonical.LatentAttention):
                 for value, partition in self._inputs(view):
                     self._demand(value, partition)
 

@@ -89,6 +89,8 @@ class _Rank:
                 self._experts(canonical.MoE(node))
             elif isinstance(view, CachedAttention):
                 self._attention(view)
+            elif isinstance(view, canonical.LatentAttention):
+                self._latent_attention(view)
             elif any(value in self.partitions for value in node.outputs):
                 self._between(view)
         for value, partition in self.partitions.items():
@@ -154,6 +156,12 @@ class _Rank:
             elif field.kv_heads is not None and value is not None and len(g.dims(value) or ()) == 4:
                 self._shard(layer.node, value, field.kv_heads, kv)
         layer.num_heads, layer.kv_num_heads = heads.size(self.rank), kv.size(self.rank)
+
+    def _latent_attention(self, layer: canonical.LatentAttention) -> None:
+        heads = self.partitions[layer.output].in_blocks(layer.value_dim)
+        self._shard(layer.node, layer.up, 0, heads.scaled(layer.plain + layer.value_dim))
+        self._shard(layer.node, layer.sinks, 0, heads)
+        layer.num_heads = heads.size(self.rank)
 
     def _experts(self, layer: canonical.MoE) -> None:
         inner = up = self.experts[layer.node]

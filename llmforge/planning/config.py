@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from llmforge.trace.export.shape_summary import LayerShape
 
 
+CACHED = ("key", "value", "latent")  # parts of a cache that have a slot a token
+
+
 def read(path: Path) -> Shape:
     """Read the shape of the checkpoint in folder `path`; `path` may also be its config.json, or a GGUF file.
 
@@ -65,7 +68,8 @@ def of_model(name: str, config: PretrainedConfig, folder: Path) -> Shape:
         ) from error
     window = _windows(text)
     heads = size("num_attention_heads")
-    layers = [_layer(layer, heads, window(index)) for index, layer in enumerate(found.layers)]
+    rank = getattr(text, "kv_lora_rank", None)
+    layers = [_layer(layer, heads, window(index), rank) for index, layer in enumerate(found.layers)]
     return Shape(
         name=name,
         architecture=str(config.model_type),
@@ -81,10 +85,13 @@ def of_model(name: str, config: PretrainedConfig, folder: Path) -> Shape:
     )
 
 
-def _layer(found: LayerShape, heads: int, window: int | None) -> LayerSizes:
-    keys, values = found.caches.get("key"), found.caches.get("value")
+def _layer(found: LayerShape, heads: int, window: int | None, rank: int | None) -> LayerSizes:
+    keys, values, latents = (found.caches.get(part) for part in ("key", "value", "latent"))
     attention = None
-    if keys is not None and values is not None:
+    if latents is not None:
+        _, width = latents
+        attention = Attention(heads, 1, width, rank or width, window, latent=width)
+    elif keys is not None and values is not None:
         attention = Attention(max(heads, keys[0]), keys[0], keys[1], values[1], window)
     return LayerSizes(
         matrices=found.matrices,
@@ -94,7 +101,7 @@ def _layer(found: LayerShape, heads: int, window: int | None) -> LayerSizes:
         experts=found.experts,
         chosen=found.chosen,
         attention=attention,
-        state=sum(math.prod(shape) for part, shape in found.caches.items() if part not in ("key", "value")),
+        state=sum(math.prod(shape) for part, shape in found.caches.items() if part not in CACHED),
     )
 
 

@@ -257,13 +257,9 @@ def _cost(placed: Placement, workload: Workload, given: float | None) -> Cost | 
 def _notes(placed: Placement, backend: BackendName) -> list[str]:
     shape, target, scheme = placed.shape, placed.target, placed.scheme
     notes = []
-    latent = [(count, each) for count, each in shape.attentions() if each.latent is not None]
-    if latent:
-        cached = sum(count * each.kv_elements() for count, each in latent)
-        least = sum(count * (each.latent or 0) for count, each in latent)
-        notes.append(
-            f"latent attention: llmforge caches full keys and values, {cached / least:.1f} times the size of the latent"
-        )
+    if any(each.latent is not None for _, each in shape.attentions()):
+        stay = f", in {scheme.compute}: quantize-kv-cache leaves them alone" if BITS[scheme.kv] <= 8 else ""
+        notes.append(f"latent attention: its latents are cached, not keys and values{stay}")
     if any(each.window is not None for _, each in shape.attentions()):
         notes.append("sliding-window layers read only their window, but reserve memory for the whole context")
     unverified: list[str] = [each for each in {scheme.product, scheme.compute} if not target.rates[each].verified]

@@ -152,7 +152,7 @@ def _grouped(config: Config, traits: Traits, index: int) -> tuple[Attention, int
 
 
 def _latent(config: Config, traits: Traits, index: int) -> tuple[Attention, int, int]:
-    """Return multi-head latent attention (DeepSeek-V2, section 2.1); llmforge caches its keys and values."""
+    """Return multi-head latent attention (DeepSeek-V2, section 2.1); its latents are cached where that is less."""
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     latent, rope = config.size("kv_lora_rank"), config.size("qk_rope_head_dim")
     nope, value = config.size("qk_nope_head_dim"), config.size("v_head_dim")
@@ -163,7 +163,10 @@ def _latent(config: Config, traits: Traits, index: int) -> tuple[Attention, int,
     into = hidden * queries if ranked is None else hidden * ranked + ranked * queries
     matrices = into + hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
     vectors = latent + (ranked or 0)
-    return Attention(heads, heads, nope + rope, value, latent=latent + rope), matrices, vectors
+    expanded = Attention(heads, heads, nope + rope, value)
+    if latent + rope < expanded.kv_elements():
+        return Attention(heads, 1, latent + rope, latent, latent=latent + rope), matrices, vectors
+    return expanded, matrices, vectors
 
 
 def _everywhere(config: Config, index: int) -> int | None:

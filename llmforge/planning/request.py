@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from llmforge import targets
-from llmforge.base.backends import BackendName, Dtype
+from llmforge.base.backends import BACKENDS, BackendName, Dtype
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.checkpoint import CONFIG, read_settings
 from llmforge.checkpoint.adapters import Adapter
@@ -118,7 +118,9 @@ def _with_adapters(build: Build, adapters: Adapters, chosen: Scheme) -> Build:
 
 
 def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, intent: Request) -> Planned:
-    backend = asked.backend or (intent.backend if intent.backend in target.engines else target.engines[0])
+    wanted = intent.backend or target.engines[0]
+    anywhere = wanted in target.engines or BACKENDS[wanted].elsewhere is not None
+    backend = asked.backend or (wanted if anywhere else target.engines[0])
     said = intent.wanted if asked.wanted.kv is None else replace(intent.wanted, cache=None)
     chosen = scheme.choose(target, backend, shape.dtype, asked.wanted.or_else(said))
     made = deployment.make(shape, target, backend, chosen, workload, ranks=asked.ranks, usd_per_hour=asked.usd_per_hour)

@@ -75,7 +75,9 @@ class Scheme:
         return math.ceil(sum(count * self.kv_bytes(attention, ranks) for count, attention in shape.attentions()))
 
     def kv_bytes(self, attention: Attention, ranks: int = 1) -> float:
-        """Return the bytes of one token's keys and values in one layer on one of `ranks` devices."""
+        """Return the bytes of what is cached of one token in one layer on one of `ranks` devices."""
+        if attention.latent is not None:  # no pass rounds latents to 8 bits
+            return attention.latent * BITS[self.kv if BITS[self.kv] > 8 else self.compute] / 8
         if self.cache is None:
             return attention.kv_elements(ranks) * BITS[self.kv] / 8
         return attention.ranked_kv_heads(ranks) * self.cache.bytes_per_token(attention.key_dim, attention.value_dim)

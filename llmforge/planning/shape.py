@@ -9,17 +9,22 @@ from itertools import groupby
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of one layer, with the keys and values that llmforge caches for it; sizes are elements of a head."""
+    """Attention of one layer, with what llmforge caches for it; sizes are elements of a head.
+
+    Latent attention reads its latents as the keys and values of one head (`LatentAttention` of docs/dialect.md).
+    """
 
     heads: int
     kv_heads: int
     key_dim: int
     value_dim: int
     window: int | None = None  # keys that a query sees at most; None: all before it
-    latent: int | None = None  # elements a token from which keys and values could be made anew (latent attention)
+    latent: int | None = None  # elements of the latent that is cached for a token; None: its keys and values are
 
     def kv_elements(self, ranks: int = 1) -> int:
-        """Count the elements of one token's keys and values on one of `ranks` devices, which split the heads."""
+        """Count what is cached of a token on one of `ranks` devices: they split the heads, and each has all latents."""
+        if self.latent is not None:
+            return self.latent
         return self.ranked_kv_heads(ranks) * (self.key_dim + self.value_dim)
 
     def ranked_kv_heads(self, ranks: int) -> int:

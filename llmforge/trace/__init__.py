@@ -23,6 +23,8 @@ from llmforge.trace.export.pattern import Irregular
 if TYPE_CHECKING:
     from llmforge.checkpoint import Checkpoint
 
+# Of a refusal that does not say what it would take itself.
+NEEDED = "needed: a hook that recognizes what the model computes there, or operators for it (docs/new-architecture.md)"
 REFUSALS = (UnsupportedError, VerificationError)  # the latter of a graph that the dialect or its operators refuse
 
 
@@ -55,7 +57,7 @@ def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
     except REFUSALS as error:
         kind = type(error) if isinstance(error, UnsupportedError) else UnsupportedError
         raise kind(
-            f"architecture {checkpoint.architecture!r} cannot be compiled: {error.message}", hint=error.hint
+            f"architecture {checkpoint.architecture!r} cannot be compiled: {error.message}", hint=error.hint or NEEDED
         ) from error
 
 

@@ -7,7 +7,7 @@ rows: that a tensor belongs to another parameter, or lies transposed, shows in e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,10 @@ SEED = 20_250_311  # any fixed number
 HINT = "this is a bug in llmforge's support of this architecture; nothing was built"
 
 
-def require_bound(checkpoint: Checkpoint, model: ir.Model, reference: Reference) -> int:
+def require_bound(checkpoint: Checkpoint, model: ir.Model, reference: Reference, idle: Collection[str] = ()) -> int:
     """Hold every parameter of `model` against that of the checkpoint; return how many there are.
+
+    Parameters that are `idle` the model reads, too, and no number follows from them.
 
     Raises:
         VerificationError: one holds other numbers, one that is expected is not there, or the other way round.
@@ -44,7 +46,7 @@ def require_bound(checkpoint: Checkpoint, model: ir.Model, reference: Reference)
     expected = Parameters(checkpoint, reference)
     if strange := sorted(set(held) - set(expected.names)):
         raise VerificationError(f"the traced graph has {strange[0]}, which is no parameter of the model", hint=HINT)
-    lacking = sorted(set(expected.names) - set(held))
+    lacking = sorted(set(expected.names) - set(held) - set(idle))
     if lacking and (lacking := sorted(reference.read_by_text(lacking))):
         raise VerificationError(
             f"nothing in the traced graph reads parameter {lacking[0]}, which the model has", hint=HINT

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge.ir.operators.record import CPU
+from llmforge.ir import operators
 from llmforge.ir.subgraph import Index
 from llmforge.verification import changed_subgraphs, promises, subgraph_proof
 from llmforge.verification.changed_subgraphs import ChangedSubgraph
@@ -50,7 +50,7 @@ def hold(before: ir.Model, after: ir.Model, promised: Promises, *, tolerance: fl
 
 def _is_plain(changed: ChangedSubgraph) -> bool:
     """Say whether the graph after computes in fp32 here, reads no codes, and no weights that the graph before lacks."""
-    if any(node.domain == CPU for node in changed.after_nodes):  # its kernels round what they read
+    if any(operators.view(node).rounds for node in changed.after_nodes):
         return False
     values = (value for node in changed.after_nodes for value in (*node.inputs, *node.outputs) if value is not None)
     dtypes = {value.dtype for value in values} | {tensor.dtype for tensor in changed.after_tensors}

@@ -24,6 +24,7 @@ from llmforge.verification.subgraph_session import SubgraphSession
 
 TOLERANCE = 1e-5  # of a cos or sin: the model's code and the table's differ by the last bits of fp32
 CHUNK = 8192  # positions at a time
+CHUNKS = 3  # chunks of attention whose ends are looked at
 NEAR = 2  # positions on both sides of a border
 HINT = "this is a bug in llmforge's support of this architecture; nothing was built"
 
@@ -162,31 +163,35 @@ def require_windows(
         VerificationError: a query sees other tokens; names the layer.
     """
     unknown: set[int] = set()
-    proven: set[tuple[OwnMask, int]] = set()
+    proven: set[tuple[OwnMask, int, int]] = set()
     for index, nodes in layers.items():
         for node in nodes:
-            attention = canonical.Attention.of(node)
+            attention = next((kind(node) for kind in canonical.ATTENTIONS if kind.matches(node)), None)
             if attention is None:
                 continue
             mask = given[index].mask
             if mask is None:
-                unknown |= {attention.window} - {0}
-            elif (mask, attention.window) not in proven:
-                asked = borders({*named, attention.window}, context)
+                unknown |= {attention.window, attention.chunk} - {0}
+            elif (key := (mask, attention.window, attention.chunk)) not in proven:
+                chunks = range(attention.chunk, min(context, CHUNKS * attention.chunk) + 1, attention.chunk or 1)
+                asked = borders({*named, attention.window, *chunks}, context)
                 for query in asked:
-                    _require_row(mask, query, attention.window, str(node.name))
-                proven.add((mask, attention.window))
+                    _require_row(mask, query, attention, str(node.name))
+                proven.add(key)
     return unknown
 
 
-def _require_row(mask: OwnMask, query: int, window: int, where: str) -> None:
-    """Hold what `query` sees in a window (0: none) against what `mask` shows it."""
-    keys = np.arange(query + 1)
-    sees = (keys > query - window) | (window == 0)
+def _require_row(
+    mask: OwnMask, query: int, attention: canonical.Attention | canonical.LatentAttention, where: str
+) -> None:
+    """Hold what `query` sees in a window or chunk against what `mask` shows it."""
+    keys, window, chunk = np.arange(query + 1), attention.window, attention.chunk
+    sees = ((keys > query - window) | (window == 0)) & (keys >= (query - query % chunk if chunk else 0))
     shown = mask.shows(query)
     if not np.array_equal(sees, shown):
         raise VerificationError(
-            f"{where} shows the token at position {query} {int(sees.sum())} tokens (window: {window or 'none'}); "
+            f"{where} shows the token at position {query} {int(sees.sum())} tokens (window: {window or 'none'}, "
+            f"chunk: {chunk or 'none'}); "
             f"the model shows it {int(shown.sum())}",
             hint=HINT,
         )

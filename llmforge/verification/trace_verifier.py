@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from llmforge.base import process
 from llmforge.base.errors import NotADecoder, RunFailed, UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
-from llmforge.ir import graph, interface, summary
+from llmforge.ir import graph, interface, longest_text, operators, summary
 from llmforge.ir.operators import canonical, standard
 from llmforge.trace.export import pattern, replicate_layers
 from llmforge.trace.export.limits import LONGEST, TAIL, WHOLE_BYTES
@@ -125,6 +125,7 @@ def verify_trace(
     except (UnsupportedError, VerificationError) as error:
         if (reason := model.metadata_props.get(interface.FALLBACK)) is None:
             raise
+        from llmforge.trace import NEEDED
         from llmforge.trace.export import fallback
 
         named = f"architecture {checkpoint.architecture!r} cannot be compiled"
@@ -133,7 +134,7 @@ def verify_trace(
         except NotADecoder as plainer:
             raise NotADecoder(f"{named}: {plainer.message}") from error
         raise UnsupportedError(
-            f"{named}: {reason}; tracing the attention from its own code failed too: {error.message}"
+            f"{named}: {reason}; tracing the attention from its own code failed too: {error.message}", hint=NEEDED
         ) from error
 
 
@@ -142,6 +143,7 @@ def _verify(
 ) -> TraceProof:
     process.import_whole("transformers")  # another thread may be at it
     from llmforge.trace.export.reference import Reference  # here, because it imports torch
+    from llmforge.trace.hooks import indexers, lightning
     from llmforge.verification import bindings, magnified, norms, positions
     from llmforge.verification.expected import Expected
 
@@ -155,16 +157,20 @@ def _verify(
             f"it is only compiled where it can be proved by running it, up to {whole_bytes:,} bytes of weights in "
             f"fp32; it has {graph.weight_bytes(model):,}, and its layers do not repeat"
         )
-    context = checkpoint.geometry.context
+    context, limit = checkpoint.geometry.context, longest_text.recorded(model)
+    if limit is not None:
+        context = limit.tokens if context is None else min(context, limit.tokens)
     named = _named(checkpoint)
-    of_attention = {layer.window for layer in canonical.Attention.all(model)} - {0}
+    of_attention = {layer.window for kind in canonical.ATTENTIONS for layer in kind.all(model)}
+    of_attention = (of_attention | {layer.chunk for layer in canonical.Attention.all(model)}) - {0}
     windows = sorted(of_attention | summary.rotary_switches(model))
     if foreseen is not None and foreseen.part != part:
         del foreseen.reference
         foreseen = None
     ahead = foreseen or Expected(checkpoint, part=part)
     reference = ahead.reference
-    parameters = bindings.require_bound(checkpoint, model, reference)
+    idle = lightning.following(reference.model) | (set() if limit is None else indexers.parameters(reference.model))
+    parameters = bindings.require_bound(checkpoint, model, reference, idle)
     shown = model
     if part:
         assert repetition is not None
@@ -459,7 +465,7 @@ def _layers_of(model: ir.Model, stack: str, depth: int) -> dict[int, list[ir.Nod
     layers: dict[int, list[ir.Node]] = {index: [] for index in range(depth if stack else 0)}
     named = re.compile(rf"{re.escape(stack)}\.(\d+)[./]")
     for node in model.graph if stack else ():
-        if canonical.Attention.matches(node) or standard.RotaryEmbedding.matches(node):
+        if operators.is_a(node, *canonical.ATTENTIONS, standard.RotaryEmbedding):
             match = named.match(node.name or "")
             if match is None or int(match[1]) not in layers:
                 raise VerificationError(f"node {node.name} of the traced graph is of no layer", hint=HINT)

@@ -10,11 +10,14 @@ from typing import get_args
 
 import pytest
 
+from llmforge import passes, targets
 from llmforge.base import backends
 from llmforge.base.backends import BACKENDS, PROVIDERS, Backend, BackendName, PlanModule, Provider, ProviderName, Use
 from llmforge.engines import kernels
+from llmforge.metrics.agreement import RUNTIMES
 
 ROOT = Path(__file__).resolve().parents[2]
+ELSEWHERE = ("compressed-tensors", "gguf")
 
 
 @pytest.mark.parametrize("provider", PROVIDERS.values(), ids=lambda provider: provider.name)
@@ -31,6 +34,8 @@ def test_an_extra_of_its_name_brings_a_provider(provider: Provider) -> None:
     assert any(
         each.startswith((f"{provider.package}[", f"{provider.package}=", f"{provider.package}>")) for each in brought
     )
+    if provider.requirements == ():  # servers of others load what it writes
+        return
     needed = [each for each in provider.requirements if "{version}" not in each and each != "onnxruntime"]
     assert set(needed) <= set(brought)
 
@@ -44,8 +49,8 @@ def test_the_wheel_has_code_for_the_capabilities_of_its_record() -> None:
 
 
 def test_annotations_list_what_the_records_hold() -> None:
-    assert get_args(BackendName) == tuple(BACKENDS) == ("onnxruntime", "tensorrt", "tensorrt-rtx")
-    assert get_args(ProviderName) == tuple(PROVIDERS) == ("cpu", "cuda", "tensorrt", "tensorrt-rtx")
+    assert get_args(BackendName) == tuple(BACKENDS) == ("onnxruntime", "tensorrt", "tensorrt-rtx", *ELSEWHERE)
+    assert get_args(ProviderName) == tuple(PROVIDERS) == ("cpu", "cuda", "tensorrt", "tensorrt-rtx", *ELSEWHERE)
     assert get_args(PlanModule) == ("tensorrt", "tensorrt_rtx")
     assert {backends.of_provider(name).name for name in PROVIDERS} == set(BACKENDS)
     assert backends.of_module("tensorrt_rtx") is backends.TENSORRT_RTX
@@ -57,6 +62,17 @@ def test_a_backend_of_cpus_alone_says_so() -> None:
     assert toy.unsupported(None) is None
     assert toy.unsupported("89") == "it builds engines for CPUs only"
     assert own.support(None).kv == {"fp32"}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_servers_of_others_load_is_written_for_any_target(name: str) -> None:
+    record = BACKENDS[name].elsewhere
+    assert record is not None
+    assert record.runtime in RUNTIMES
+    assert {each.name for each in passes.ALL} >= set(record.passes)
+    for target in ("cpu-generic", "t4", "b200"):
+        assert targets.load(target).require_engine(name).name == name
+    assert all(BACKENDS[other].elsewhere is None for other in BACKENDS if other not in ELSEWHERE)
 
 
 def test_why_a_dtype_is_missing_on_a_device() -> None:

@@ -9,20 +9,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx_ir as ir
 import pytest
 from click.testing import CliRunner
 
-from llmforge import artifact
+from llmforge import artifact, passes, targets
 from llmforge.base.errors import RecipeError, UnsupportedError
 from llmforge.base.progress import Silent
-from llmforge.build import pipeline
+from llmforge.build import dry_run, elsewhere, pipeline
 from llmforge.build.publishing import BuildResult
+from llmforge.checkpoint import Checkpoint
 from llmforge.cli import cli
 from llmforge.evaluation.gates import Verdict
-from llmforge.recipe import Recipe
+from llmforge.lowering.pass_base import Budget, Context
+from llmforge.passes import QuantizeChannels
+from llmforge.quantization.statistics import Statistics
+from llmforge.recipe import EngineSpec, Recipe
+from llmforge.runtime import load
 
 from .. import zoo
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 INT4 = {"bits": 4, "block_size": 32, "scales": "fp16", "embedding_bits": 16, "method": "rtn"}
 
 
@@ -146,11 +154,35 @@ def test_what_cannot_be_written_is_refused_when_it_is_planned(
     assert not list((tmp_path / "out").glob("tiny/[!.]*"))
 
 
+@pytest.mark.parametrize("name", ["compressed-tensors", "gguf"])
+def test_the_shipped_recipe_is_taken(name: str, sample_checkpoint: Path, sample_graph: ir.Model) -> None:
+    recipe = Recipe.load(RECIPES / f"{name}.yaml")
+    assert recipe.engine.backend == name
+    steps, checkpoint = recipe.instantiate(passes.ALL), Checkpoint.open(sample_checkpoint)
+    dry_run.run(sample_graph, steps, target=targets.local(), spec=recipe.engine, checkpoint=checkpoint)
+
+
 def test_it_cannot_be_deferred(checkpoint: Path, data: Path, tmp_path: Path) -> None:
     engine = {"backend": "compressed-tensors", "max_context": 96, "deferred": True}
     recipe = Recipe.load(recipe_of(tmp_path, checkpoint, data, engine=engine))
     with pytest.raises(UnsupportedError, match="cannot be deferred"):
         pipeline.build(recipe, tmp_path / "out", Silent())
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_a_stand_in_runs_products_of_rounded_activations(
+    dtype: str, bf16_llama: tuple[Checkpoint, ir.Model], tmp_path: Path
+) -> None:
+    """No CPU multiplies fp8: ONNX Runtime would refuse what it makes of the two DequantizeLinear."""
+    checkpoint, traced = bf16_llama
+    model = traced.clone()
+    step = QuantizeChannels(budget=Budget(kld_mean=1.0), dtype=dtype, activations="per_token", head=False, smooth=False)
+    assert step.run(model, Context(targets.load("l4"), Statistics(0, 0, {}, {}, {})))
+    spec = EngineSpec(backend="compressed-tensors", max_context=32)
+    elsewhere.stand_in(model, spec, checkpoint, tmp_path, Silent())
+    elsewhere.stand_in(traced, spec, checkpoint, tmp_path / "plain", Silent())
+    rounded, plain = (load(folder).logits(list(range(3, 20))) for folder in (tmp_path, tmp_path / "plain"))
+    assert 0 < np.abs(rounded - plain).mean() < 0.1 * plain.std()
 
 
 @pytest.mark.slow

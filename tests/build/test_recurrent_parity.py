@@ -1,4 +1,4 @@
-"""Served state space models and hybrids against transformers' greedy text, through the passes of the quickstart."""
+"""Served state space models, hybrids, and others that people deploy, against transformers' greedy text."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from llmforge.runtime import Sampling, load
 from llmforge.trace import trace
 
 from .. import zoo
+from ..sweep import shrink
 
 TARGET = targets.local()
 OUTPUT_TOKENS = 24
@@ -26,10 +27,19 @@ PROMPTS = (5, 21, 33)  # tokens; chunks of the models are 8
 
 
 @pytest.mark.parametrize(
-    "name", ["bamba", *(pytest.param(name, marks=[pytest.mark.slow]) for name in ("jamba", "kimi-linear"))]
+    "name",
+    [
+        "bamba",
+        "llama4_text",
+        *(pytest.param(name, marks=[pytest.mark.slow]) for name in ("jamba", "kimi-linear", "dbrx", "minimax")),
+    ],
 )
+@pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 def test_served_text_is_that_of_transformers(name: str, tmp_path: Path) -> None:
-    zoo.write(name, tmp_path / "checkpoint")
+    if name in zoo.ZOO:
+        zoo.write(name, tmp_path / "checkpoint")
+    else:
+        shrink.write(name, tmp_path / "checkpoint")
     checkpoint = Checkpoint.open(tmp_path / "checkpoint")
     model = trace(checkpoint)
     for step in (FuseNorms(), PackQkv(), PackGateUp(), FlashAttention()):

@@ -243,7 +243,7 @@ class FakeRunner:
     def encode_chat(self, messages: Sequence[Any]) -> list[int]:
         return [len(messages[0]["content"]), 7]
 
-    def generate(self, prompt: object, sampling: Sampling) -> Iterator[Chunk]:
+    def generate(self, prompt: object, sampling: Sampling, adapter: str = "") -> Iterator[Chunk]:
         self.asked.append((prompt, sampling))
         logprob = None if sampling.logprobs is None else TokenLogprob(5, -0.5, ((5, -0.5),))
         yield Chunk("Grüße", 5, logprob=logprob)

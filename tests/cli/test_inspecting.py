@@ -147,12 +147,16 @@ def test_an_adapter(tmp_path: Path) -> None:
     }
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     assert "no adapter_model.safetensors" in shown(tmp_path)["build"]
-    save_file({"base_model.x.lora_A.weight": np.ones((8, 4), np.float32)}, tmp_path / "adapter_model.safetensors")
+    matrices = {"lora_A.weight": (8, 4), "lora_B.weight": (6, 8), "lora_magnitude_vector": (6,)}
+    held = {f"base_model.model.x.{name}": np.ones(shape, np.float32) for name, shape in matrices.items()}
+    save_file(held, tmp_path / "adapter_model.safetensors")
     rows = shown(tmp_path)
     assert (rows["what"], rows["method"], rows["rank"]) == ("adapter (peft)", "LORA with DoRA", "8")
     assert rows["targets"] == "q_proj, v_proj"
     assert "\x1b" not in rows["base model"]
     assert "`adapters:`" in rows["build"]
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, "init_lora_weights": "pissa"}))
+    assert "taking a part out of the base" in shown(tmp_path)["build"]
 
 
 @pytest.mark.parametrize("name", ["empty", "notes.txt"])

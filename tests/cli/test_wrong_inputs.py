@@ -74,7 +74,7 @@ def deny(monkeypatch: pytest.MonkeyPatch) -> Deny:
     return denying
 
 
-@pytest.mark.parametrize("command", [("inspect",), ("run", "hi"), ("serve",), ("bench",), ("triton", "-o", "repo")])
+@pytest.mark.parametrize("command", [("verify",), ("run", "hi"), ("serve",), ("bench",), ("triton", "-o", "repo")])
 @pytest.mark.parametrize(
     ("what", "says"),
     [

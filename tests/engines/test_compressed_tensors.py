@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from llmforge.engines.parameters import Exported, check_passes
 from llmforge.ir import graph
 from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes import QuantizeChannels, QuantizeWeights
-from llmforge.quantization.statistics import Statistics
+from llmforge.quantization.statistics import InputRange, Smoothed, Statistics
 from llmforge.recipe import EngineSpec
 
 Traced = tuple[Checkpoint, ir.Model]
 LOOSE = Budget(kld_mean=1.0)
-LOCAL = targets.local()
+LOCAL, GPU = targets.local(), targets.load("l4")
+EXPONENTS = [0, 1, 2, 3, 0]
 SPEC = EngineSpec(backend="compressed-tensors", max_context=32)
 LAYER = "model.layers.0.mlp.down_proj"
 
@@ -44,13 +46,17 @@ def blocks(**changes: Any) -> QuantizeWeights:
 
 
 def export(traced: Traced, *steps: Any) -> tuple[ir.Model, Exported]:
-    """Run passes over the graph, with ranges of 4.0 for whatever a linear layer reads."""
+    """Run passes over the graph, with ranges of 4.0 for what a linear layer reads, and outliers in some features."""
     checkpoint, model = traced
     copy = model.clone()
-    names = [name for value in model.graph.initializers.values() for name in graph.sources(value)]
-    statistics = Statistics(0, 0, {}, {}, dict.fromkeys(names, 4.0))
+    inputs = {}
+    for name, entry in checkpoint.tensors.items():
+        exponents = np.zeros(entry.shape[-1], np.int8)
+        exponents[:5] = EXPONENTS
+        inputs[name] = InputRange(np.full(entry.shape[-1], 4.0, np.float32), Smoothed(exponents, 0.5, 1.0, 2.0))
+    statistics = Statistics(0, 0, {}, {}, inputs)
     for step in steps:
-        assert step.run(copy, Context(LOCAL, statistics))
+        assert step.run(copy, Context(GPU if isinstance(step, QuantizeChannels) else LOCAL, statistics))
     return copy, elsewhere.exported(copy, model, checkpoint)
 
 
@@ -127,9 +133,9 @@ def test_blocks_are_packed_as_they_are(bf16_llama: Traced, tmp_path: Path, bits:
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])
-@pytest.mark.parametrize("activations", ["none", "static"])
+@pytest.mark.parametrize("activations", ["none", "static", "per_token"])
 def test_channels_are_stored_by_output(bf16_llama: Traced, tmp_path: Path, dtype: str, activations: str) -> None:
-    step = QuantizeChannels(budget=LOOSE, dtype=dtype, activations=activations, head=False)
+    step = QuantizeChannels(budget=LOOSE, dtype=dtype, activations=activations, head=False, smooth=False)
     if dtype == "int8" and activations == "none":
         with pytest.raises(UnsupportedError, match="by int8 activations alone") as caught:
             check(export(bf16_llama, step)[1])
@@ -149,9 +155,34 @@ def test_channels_are_stored_by_output(bf16_llama: Traced, tmp_path: Path, dtype
         largest = 448.0 if dtype == "fp8" else 127.0
         assert found[f"{LAYER}.input_scale"] == np.float32(4.0 / largest)
         assert group["input_activations"]["strategy"] == "tensor"
+        assert group["input_activations"]["dynamic"] is False
+    elif activations == "per_token":
+        assert group["input_activations"]["strategy"] == "token"
+        assert group["input_activations"]["dynamic"] is True
+        assert not any("input_scale" in name for name in found)
     else:
         assert group["input_activations"] is None
     assert settings(engine)["dtype"] == "bfloat16", "that of the model"
+
+
+def test_outliers_are_moved_in_the_parameters_themselves(bf16_llama: Traced, tmp_path: Path) -> None:
+    """SmoothQuant: the norm is divided by powers of two, which bf16 holds, and the matrices that read it multiplied."""
+    checkpoint, _ = bf16_llama
+    step = QuantizeChannels(budget=LOOSE, dtype="fp8", activations="per_token", head=False)
+    model, engine = write(bf16_llama, tmp_path, step)
+    found = tensors(engine / "model.safetensors")
+
+    name = "model.layers.0.input_layernorm.weight"
+    before = checkpoint.tensor(name).numpy().astype(np.float32)
+    factors = np.ones(64, np.float32)
+    factors[:5] = [1, 2, 4, 8, 1]
+    assert found[name].dtype == ml_dtypes.bfloat16
+    assert np.array_equal(found[name].astype(np.float32) * factors, before)
+    query = "model.layers.0.self_attn.q_proj.weight"
+    ours = of_engine(model)[f"{query}.smoothed.fp8"]
+    assert found[query].tobytes() == np.ascontiguousarray(ours.T).tobytes()
+    plain = write(bf16_llama, tmp_path / "plain", replace(step, smooth=False))[1]
+    assert found[query].tobytes() != tensors(plain / "model.safetensors")[query].tobytes()
 
 
 def test_the_rest_of_the_checkpoint_is_kept(bf16_llama: Traced, tmp_path: Path) -> None:
@@ -256,10 +287,10 @@ def test_a_parameter_that_a_pass_changed_is_refused(bf16_llama: Traced) -> None:
         blocks(symmetric=True),
         blocks(bits=8),
         QuantizeChannels(budget=LOOSE, dtype="fp8", head=False),
-        QuantizeChannels(budget=LOOSE, dtype="fp8", activations="static", head=False),
-        QuantizeChannels(budget=LOOSE, dtype="int8", activations="static", head=False),
+        QuantizeChannels(budget=LOOSE, dtype="fp8", activations="static", head=False, smooth=False),
+        QuantizeChannels(budget=LOOSE, dtype="int8", activations="per_token", head=False, smooth=False),
     ],
-    ids=["int4", "int4-symmetric", "int8", "fp8", "fp8-static", "int8-static"],
+    ids=["int4", "int4-symmetric", "int8", "fp8", "fp8-static", "int8-per-token"],
 )
 def test_compressed_tensors_decompresses_the_weights_that_the_graph_has(
     bf16_llama: Traced, tmp_path: Path, step: Any

@@ -20,6 +20,7 @@ from llmforge.ir.operators import canonical
 from llmforge.lowering import emulation, pass_base
 from llmforge.lowering.pass_base import Budget, Context, Pass
 from llmforge.passes import (
+    AcceptEmbeddings,
     FlashAttention,
     FuseNorms,
     LowerPrecision,
@@ -103,6 +104,7 @@ def kinds(model: ir.Model) -> dict[str, int]:
 DECODERS = {
     "grouped queries": graphs.Llama(),
     "window": graphs.Llama(window=7),
+    "chunks": graphs.Llama(chunk=5),
     "query norm, biases": graphs.Llama(query_norm=True, bias=True),
     "partial rotary": graphs.Llama(rotary_dim=8),
     "interleaved rotary": graphs.Llama(interleaved=1),
@@ -171,7 +173,7 @@ def test_half_precision_rounds_as_the_graph_before_it(name: str, dtype: Any) -> 
     assert largest_difference(model, lowered) < 8 * epsilon
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", pytest.param("bloom", marks=[pytest.mark.slow])])
+@pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3", pytest.param("bloom", marks=[pytest.mark.slow])])
 def test_traced_architectures_compute_the_same(name: str, tmp_path: Path) -> None:
     _holds(name, tmp_path)
 
@@ -287,6 +289,7 @@ def _fallback() -> ir.Model:
 REFUSED: dict[str, tuple[Callable[[], ir.Model], str]] = {
     "fp32": (graphs.llama, "IAttention has kernels for fp16 and bf16 only, not fp32"),
     "fallback": (_fallback, "its attention was traced from the model's own code: its masks cannot be hooked"),
+    "embeddings": (lambda: after(graphs.llama(), AcceptEmbeddings(), HALF), "TensorRT has no inputs that may be left"),
     "GroupQueryAttention": (lambda: after(graphs.llama(), FlashAttention(), HALF), "GroupQueryAttention"),
     "zero points": (lambda: after(graphs.llama(), int4(symmetric=False), HALF), "its weights have zero points"),
     "blocks of 8 bits": (

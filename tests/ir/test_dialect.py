@@ -302,7 +302,7 @@ def other_cache(model: ir.Model) -> None:
         (set_attribute("causal", 1), "node 'attention': attribute 'causal' is unknown; known are num_heads,"),
         (set_attribute("kv_num_heads", 3), "node 'attention': 4 heads cannot share 3 KV heads"),
         (set_attribute("layer", 1), "node 'attention': layer 1 must read past_key_values.1.key,"),
-        (set_attribute("window", -1), "node 'attention': window and softcap must not be negative"),
+        (set_attribute("window", -1), "node 'attention': window, chunk and softcap must not be negative"),
         (other_cache, "node 'attention': layer 0 must read past_key_values.0.key,"),
         (shorten_tensor, r"initializer 'wq': is declared \[32, 32\], its tensor is \[32, 8\]"),
         (drop_output, "graph input 'past_key_values.0.value': has no output 'present.0.value'"),

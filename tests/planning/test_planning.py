@@ -363,7 +363,10 @@ def test_latent_attention_and_unverified_figures_are_noted() -> None:
     })  # fmt: skip
     plan = deployment.make(latent, targets.load("t4"), "onnxruntime", Scheme("fp16", "fp16", "fp16", "fp16", "fp16"),
                            Workload(100, 100))  # fmt: skip
-    assert any("6.0 times the size of the latent" in note for note in plan.notes)
+    assert any("its latents are cached, not keys and values" in note for note in plan.notes)
+    assert plan.scheme.kv_bytes_per_token(latent) == 2 * (24 + 8) * 2
+    rounded = replace(plan.scheme, kv="int8")
+    assert rounded.kv_bytes_per_token(latent) == 2 * (24 + 8) * 2
     assert any("unverified figures of t4: bandwidth, fp16" in note for note in plan.notes)
 
 

@@ -68,7 +68,10 @@ def test_families_agree_with_transformers_and_with_the_frontend(name: str) -> No
     assert shape.parameters == parameters(made)
     assert shape.tied is made.tie_word_embeddings
     found = summarize(made, shape.depth, BASE["max_position_embeddings"])
-    assert list(caches(shape)) == [(*layer.caches["key"], layer.caches["value"][1]) for layer in found.layers]
+    cached = [sum(heads * dim for heads, dim in layer.caches.values()) for layer in found.layers]
+    assert [attention.kv_elements() for count, attention in shape.attentions() for _ in range(count)] == cached
+    if not any(attention.latent for _, attention in shape.attentions()):
+        assert list(caches(shape)) == [(*layer.caches["key"], layer.caches["value"][1]) for layer in found.layers]
     flat = [layer for count, layer in shape.layers for _ in range(count)]
     for mine, theirs in zip(flat, found.layers, strict=True):
         assert (mine.matrices, mine.vectors) == (theirs.matrices, theirs.vectors)
@@ -124,11 +127,16 @@ def test_windows_stand_where_the_configuration_puts_them() -> None:
     assert windows(model_type="qwen2", layer_types=["full_attention", "sliding_attention"]) == [None, 7]
 
 
-def test_latent_attention_caches_keys_and_values_and_says_what_the_latent_would_take() -> None:
+def test_latent_attention_caches_its_latents_unless_keys_and_values_are_smaller() -> None:
     made = configuration("deepseek-v3")
     attention = next(each for _, each in families.shape("d", written(made)).attentions())
-    assert (attention.kv_heads, attention.key_dim, attention.value_dim) == (4, 24, 12)
-    assert attention.latent == 24 + 8
+    assert (attention.heads, attention.kv_heads, attention.key_dim, attention.value_dim) == (4, 1, 24 + 8, 24)
+    assert attention.latent == attention.kv_elements() == attention.kv_elements(ranks=2) == 24 + 8
+    wide = families.shape("d", {**written(made), "kv_lora_rank": 200})  # keys and values: 4 heads of 24 + 12
+    assert [(each.latent, each.kv_elements()) for _, each in wide.attentions()] == [(None, 4 * (24 + 12))]
+    for caught in (made, configuration("minicpm3")):
+        built = config.of_model("d", caught, Path("d"))
+        assert {(each.latent, each.key_dim, each.value_dim) for _, each in built.attentions()} == {(32, 32, 24)}
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,8 @@ WRONG: list[tuple[str, str, str, str, str | None]] = [
     ("max_batch: 4", "max_batch: 4.5", "5:50", "engine.max_batch", None),
     ("max_batch: 4", "max_batch: 0", "5:50", "engine.max_batch: must be greater than or equal to 1, not 0", None),
     ("seed: 1}", "seed: -1}", "6:64", "calibration.seed: must be greater than or equal to 0, not -1", None),
-    ("backend: onnxruntime", "backend: onnxrutime", "5:10", "engine.backend: must be 'onnxruntime', 'tensorrt' or "
-     "'tensorrt-rtx', not \"onnxrutime\"", "did you mean 'onnxruntime'?"),
+    ("backend: onnxruntime", "backend: onnxrutime", "5:10", "engine.backend: must be 'onnxruntime', 'tensorrt', "
+     "'tensorrt-rtx', 'compressed-tensors' or 'gguf', not \"onnxrutime\"", "did you mean 'onnxruntime'?"),
     ("schema: 1", "schema: 2", "1:1", "schema: must be 1, not 2", None),
     ("schema: 1", "schema: '1'", "1:1", 'schema: must be 1, not "1"', None),
     ("schema: 1\n", "", "1:1", "schema: required", None),

@@ -11,6 +11,7 @@ import openai
 import pytest
 from click.testing import CliRunner
 
+import llmforge
 from llmforge import runtime
 from llmforge.artifact import Artifact
 from llmforge.base.errors import UsageError
@@ -93,6 +94,14 @@ def test_run_takes_an_adapter(artifact: Artifact, runner: Runner) -> None:
     refused = CliRunner().invoke(cli, [*words, "--adapter", "poetry"])
     assert refused.exit_code == 2
     assert "no adapter 'poetry': the adapters are formal, sql" in refused.stderr
+
+
+def test_the_python_interface_takes_it(artifact: Artifact, runner: Runner) -> None:
+    model = llmforge.load(artifact.path)
+    answer = model.generate(PROMPT, adapter="sql", max_tokens=12, ignore_eos=True)
+    assert answer.text == text(runner, "sql")
+    assert "".join(model.stream(PROMPT, adapter="formal", max_tokens=12, ignore_eos=True)) == text(runner, "formal")
+    assert (model.logits(PROMPT, adapter="sql") != model.logits(PROMPT)).any()
 
 
 def test_triton_takes_it_as_a_parameter(runner: Runner) -> None:

@@ -97,5 +97,10 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 
+# Entries of single types in larger shapes, of which the rules of `shapes` make something that is no model.
+LARGER: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "gpt_neo": {"deep": {"attention_types": [[["global", "local"], 4]]}},
+}
+
 # Types whose attention has no 1/√d: without smaller norms of queries, rounding alone moves logits by more than 1e-5.
 SMALL_QUERY_NORMS = ("gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")

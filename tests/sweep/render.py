@@ -14,8 +14,10 @@ from typing import Any
 
 from llmforge.checkpoint.inspection import TRACED
 
+from .shapes import DEEP, FACTORS, WIDE
+
 DOCUMENT = Path(__file__).parents[2] / "docs/architectures.md"
-_ROW = re.compile(r"^\| (?P<type>\S+) \| (?P<outcome>[\w-]+) \| .*? \| .*? \| (?P<reason>.*) \|$")
+_ROW = re.compile(r"^\| (?P<type>\S+) \| (?P<outcome>[\w-]+) \| .*? \| .*? \| .*? \| .*? \| (?P<reason>.*) \|$")
 
 MEANING = {
     "right": "logits equal transformers' (fp32, prefill, decode, continuation, ragged batch, prompts beyond windows)",
@@ -31,7 +33,11 @@ BUGS = ("wrong", "traceback", "crash", "timeout")
 
 def table(records: Mapping[str, Mapping[str, Any]]) -> str:
     """Render the counts and one row a type."""
-    counts = Counter(record["outcome"] for record in records.values())
+    tiny = {name: record for name, record in records.items() if "@" not in name}
+    counts = Counter(record["outcome"] for record in tiny.values())
+    larger = {
+        shape: sum(records.get(f"{name}@{shape}", {}).get("outcome") == "right" for name in tiny) for shape in FACTORS
+    }
     lines = [
         "# Architectures",
         "",
@@ -43,17 +49,26 @@ def table(records: Mapping[str, Mapping[str, Any]]) -> str:
         "|---|---|---|",
         *(f"| {name} | {counts[name]} | {meaning} |" for name, meaning in MEANING.items() if counts[name]),
         "",
-        "Δ is the largest difference of a logit, for logits with a standard deviation of 0.6.",
+        "Δ is the largest difference of a logit, for logits with a standard deviation of 0.6. Types that are right run "
+        f"in two larger shapes, too: {larger[WIDE]} are right with heads twice as wide, four of queries to one of "
+        f"keys, and twice the experts (wide), {larger[DEEP]} with twice the layers, three times the heads and "
+        "experts (deep).",
         "",
-        "| type | outcome | Δ | nodes | reason |",
-        "|---|---|---|---|---|",
+        "| type | outcome | Δ | wide | deep | nodes | reason |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name, record in sorted(records.items()):
-        difference = record.get("difference")
-        shown = "" if difference is None else f"{difference:.1e}"
+    for name, record in sorted(tiny.items()):
+        shown = " | ".join([_shown(record), *(_shown(records.get(f"{name}@{shape}", {})) for shape in FACTORS)])
         reason = " ".join(str(record.get("reason") or "").replace("|", "\\|").split())
         lines.append(f"| {name} | {record['outcome']} | {shown} | {record.get('nodes') or ''} | {reason} |")
     return "\n".join(lines) + "\n"
+
+
+def _shown(record: Mapping[str, Any]) -> str:
+    """Show the difference of a record, and its outcome where that is not right."""
+    difference = record.get("difference")
+    outcome = record.get("outcome", "right") if "@" in record.get("model_type", "") else "right"
+    return ("" if difference is None else f"{difference:.1e}") if outcome == "right" else str(outcome)
 
 
 def packaged(document: str) -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""Run the sweep: `python -m tests.sweep.run --out sweep.json [--only a,b] [--jobs N] [--table docs/architectures.md]`.
+"""Run the sweep: `python -m tests.sweep.run --out sweep.json [--larger] [--only a,b] [--jobs N] [--table FILE]`.
+
+With `--larger`, types that are right run in two larger shapes, too (`shapes`), as `type@wide` and `type@deep`.
 
 Every type runs in a process of its own with a time limit, so that a crash or a hang is an outcome like others. Results
 are added to the file one by one; types that are in it already are skipped, unless `--only` names them.
@@ -30,19 +32,21 @@ Record = dict[str, Any]
 Job = Callable[[str], Record]
 
 
-def job(model_type: str) -> Record:
-    """Shrink, write, trace and compare one type (in a process of its own)."""
+def job(name: str) -> Record:
+    """Shrink, write, trace and compare one type, or `type@shape` (in a process of its own)."""
     _quiet()
     from . import shrink
     from .compare import Outcome, compare
+    from .shapes import TINY, Shape
 
+    model_type, _, shape = name.partition("@")
     with tempfile.TemporaryDirectory(prefix=f"sweep-{model_type}-") as folder:
         try:
-            shrink.write(model_type, Path(folder))
+            shrink.write(model_type, Path(folder), Shape(shape or TINY))
         except Exception as error:  # noqa: BLE001  # whatever a configuration or model of transformers raises
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
-            return dataclasses.asdict(Outcome(model_type, "transformers-fails", "unknown", reason, where=_ends(error)))
-        return dataclasses.asdict(compare(model_type, Path(folder)))
+            return dataclasses.asdict(Outcome(name, "transformers-fails", "unknown", reason, where=_ends(error)))
+        return dataclasses.asdict(compare(name, Path(folder)))
 
 
 def _quiet() -> None:
@@ -122,24 +126,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file with the records; made or added to")
     parser.add_argument("--only", help="types to run (again), with commas between")
+    parser.add_argument("--larger", action="store_true", help="run types that are right in two larger shapes, too")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--table", type=Path, help="write the table of all records here")
     options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from . import render, shrink
+    from . import render, shapes, shrink
 
     records: dict[str, Record] = json.loads(options.out.read_text()) if options.out.exists() else {}
     chosen = options.only.split(",") if options.only else [t for t in shrink.types() if t not in records]
-    for record in sweep(chosen, options.jobs):
-        records[record["model_type"]] = record
-        print(f"{record['model_type']:28} {record['outcome']:20} {record['reason'][:140]}", file=sys.stderr)
-        _write(options.out, json.dumps(dict(sorted(records.items())), indent=1))
+
+    def run(names: Sequence[str]) -> None:
+        for record in sweep(names, options.jobs):
+            records[record["model_type"]] = record
+            print(f"{record['model_type']:28} {record['outcome']:20} {record['reason'][:140]}", file=sys.stderr)
+            _write(options.out, json.dumps(dict(sorted(records.items())), indent=1))
+
+    run(chosen)
+    if options.larger:
+        tiny = chosen if options.only else shrink.types()
+        names = [f"{name}@{shape}" for name in tiny if "@" not in name for shape in shapes.FACTORS]
+        right = {name for name, record in records.items() if record["outcome"] == "right"}
+        wanted = [name for name in names if name.partition("@")[0] in right]
+        run([name for name in wanted if options.only or name not in records])
     if options.table is not None:
         _write(options.table, render.table(records))
         if options.table.resolve() == render.DOCUMENT:
             render.write_packaged(render.table(records))
-    print(json.dumps(Counter(record["outcome"] for record in records.values())))
+    print(json.dumps(Counter(record["outcome"] for name, record in records.items() if "@" not in name)))
     return 0
 
 

@@ -18,12 +18,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..checkpoints import write_tokenizer
-from .overrides import OVERRIDES, SMALL_QUERY_NORMS
+from .overrides import LARGER, OVERRIDES, SMALL_QUERY_NORMS
+from .shapes import Shape
 
+TINY_SHAPE = Shape()
 VOCABULARY = 320
 POSITIONS = 128
 WINDOW = 7  # shorter than every prompt, no multiple of anything
 ORIGINAL_POSITIONS = 16  # of scaled rotary embedding: shorter than the long prompt
+INDEXED = 72  # tokens that an indexer chooses: more than any text of the sweep has, and fewer than `POSITIONS`
 LAYERS = 3
 GAIN = 0.6  # standard deviation of a matrix's outputs for inputs of one
 NOISE = 0.1  # added to norms, biases and sinks
@@ -47,7 +50,7 @@ SIZES: Mapping[str, int] = {
         ),
         (
             8,
-            "attention_chunk_size mamba_chunk_size chunk_size block_size index_topk time_step_rank mamba_dt_rank "
+            "attention_chunk_size mamba_chunk_size chunk_size block_size time_step_rank mamba_dt_rank "
             "qk_rope_head_dim qk_nope_head_dim rel_extent d_rel hidden_size_per_layer_input laurel_rank rotary_dim "
             "gated_norm_rank mamba_n_heads mamba_num_heads hc_lowrank",
         ),
@@ -88,6 +91,7 @@ SIZES: Mapping[str, int] = {
             "v_head_dim linear_value_head_dim index_n_heads mamba_d_head mamba_head_dim",
         ),
         (24, "q_lora_rank"),
+        (INDEXED, "index_topk"),
         (
             LAYERS,
             "num_hidden_layers n_layer n_layers num_layers num_blocks decoder_layers encoder_layers "
@@ -106,24 +110,29 @@ def types() -> list[str]:
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def config(model_type: str) -> PretrainedConfig:
-    """Make the tiny configuration of `model_type`."""
-    return shrunk(CONFIG_MAPPING[model_type], OVERRIDES.get(model_type, {}))
+def config(model_type: str, shape: Shape = TINY_SHAPE) -> PretrainedConfig:
+    """Make the configuration of `model_type` in `shape`."""
+    own = shape.changes(OVERRIDES.get(model_type, {}))
+    return shrunk(CONFIG_MAPPING[model_type], own | LARGER.get(model_type, {}).get(shape.name, {}), shape)
 
 
-def shrunk(kind: type[PretrainedConfig], changes: Mapping[str, Any]) -> PretrainedConfig:
-    """Make a tiny configuration of class `kind`; `changes` are entries of it, mappings those of one nested in it."""
+def shrunk(kind: type[PretrainedConfig], changes: Mapping[str, Any], shape: Shape = TINY_SHAPE) -> PretrainedConfig:
+    """Make a small configuration of class `kind`; `changes` are entries of it, mappings those of one nested in it."""
     declared = {field.name: field.default for field in dataclasses.fields(kind)}
     default = vars(kind())
     nested = {name: value for name, value in default.items() if isinstance(value, PretrainedConfig)}
     flat = {name: value for name, value in changes.items() if name not in nested}
     own: dict[str, Any] = {name: SIZES[name] for name in declared if name in SIZES and _positive(declared[name])}
-    own |= _per_layer(default, declared, flat) | _attention(declared) | _experts(declared)
+    own |= _attention(declared) | _experts(declared)
+    own = {name: shape.scaled(name, value) for name, value in own.items()}
+    if "kv_lora_rank" in declared and "num_key_value_heads" in own:  # every head has keys of its own
+        own["num_key_value_heads"] = own["num_attention_heads"]
+    own |= _per_layer(default, declared, flat, shape)
     own |= {name: SPECIAL_IDS.get(name, 3) for name in declared if name.endswith("_token_id") and default.get(name)}
     if default.get("rope_parameters"):
-        own["rope_parameters"] = _rope(default["rope_parameters"])
+        own["rope_parameters"] = _rope(default["rope_parameters"], shape.scaled("head_dim", SIZES["head_dim"]))
     for name, value in nested.items():
-        own[name] = shrunk(type(value), changes.get(name, {}))
+        own[name] = shrunk(type(value), changes.get(name, {}), shape)
     return kind(**{**own, **flat})
 
 
@@ -134,7 +143,9 @@ def _positive(value: object) -> bool:
     return type(value) is int and value > 0
 
 
-def _per_layer(default: Mapping[str, Any], declared: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def _per_layer(
+    default: Mapping[str, Any], declared: Mapping[str, Any], changes: Mapping[str, Any], shape: Shape
+) -> dict[str, Any]:
     """Keep so many layers that every kind of layer that the default configuration has occurs, in order."""
     counts = [name for name in LAYER_COUNTS if _positive(declared.get(name))]
     if not counts:
@@ -152,8 +163,8 @@ def _per_layer(default: Mapping[str, Any], declared: Mapping[str, Any], changes:
     spare = [layer for layer in layers if layer not in first.values()]
     kept = sorted([*first.values(), *spare[: max(0, LAYERS - len(first))]])
     return {
-        **dict.fromkeys(counts, len(kept)),
-        **{name: [value[layer] for layer in kept] for name, value in lists.items()},
+        **dict.fromkeys(counts, len(kept) * shape.layers),
+        **{name: [value[layer] for layer in kept] * shape.layers for name, value in lists.items()},
     }
 
 
@@ -185,26 +196,26 @@ def _experts(declared: Mapping[str, Any]) -> dict[str, Any]:
     return {groups: 2, "topk_group": 1, **{name: 8 for name in EXPERT_COUNTS if _positive(declared.get(name))}}
 
 
-def _rope(parameters: Any) -> Any:
+def _rope(parameters: Any, head_dim: int) -> Any:
     """Shrink rotary parameters, of the model or of each kind of layer."""
     if not isinstance(parameters, Mapping):
         return parameters
     result = {}
     for name, value in parameters.items():
         if isinstance(value, Mapping):
-            result[name] = _rope(value)
+            result[name] = _rope(value, head_dim)
         elif name in SIZES and _positive(value):
             result[name] = SIZES[name]
         elif name == "mrope_section":
-            result[name] = _sections(value)
+            result[name] = _sections(value, head_dim)
         else:
             result[name] = value
     return result
 
 
-def _sections(sections: Sequence[int]) -> list[int]:
+def _sections(sections: Sequence[int], head_dim: int) -> list[int]:
     """Share half of a small head among axes of positions as `sections` share half of a large one."""
-    half = SIZES["head_dim"] // 2
+    half = head_dim // 2
     first = max(1, round(half * sections[0] / sum(sections)))
     second = max(1, round(half * sections[1] / sum(sections)))
     return [first, second, half - first - second]
@@ -252,9 +263,9 @@ def _scale_head(model: PreTrainedModel) -> None:
             head.bias.mul_(SPREAD / spread)
 
 
-def write(model_type: str, folder: Path, *, seed: int = 0) -> None:
-    """Write a tiny checkpoint of `model_type` into `folder`, as transformers saves it, with a byte tokenizer."""
-    settings = config(model_type)
+def write(model_type: str, folder: Path, shape: Shape = TINY_SHAPE, *, seed: int = 0) -> None:
+    """Write a checkpoint of `model_type` in `shape` into `folder`, as transformers saves it, with a byte tokenizer."""
+    settings = config(model_type, shape)
     model = build(settings, seed=seed)
     model.save_pretrained(folder)
     settings.architectures = [type(model).__name__]

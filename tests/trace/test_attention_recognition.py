@@ -43,3 +43,21 @@ def test_a_small_slope_adds_up_over_many_positions(total: int, bias: float) -> N
 @pytest.mark.parametrize("width", [8, 16])  # the channels bound how far away a key is read
 def test_roundings_of_probabilities_are_no_slope(total: int, noise: float, width: int) -> None:
     assert attention_recognition._slopes(attention(0.0, width=width, noise=noise), total, "layer 0") is None
+
+
+@pytest.mark.parametrize("slope", [2.0**-0.5, 2.0**-3.5, 2.0**-7.5])
+@pytest.mark.parametrize("total", [128, 8192])
+def test_a_slope_that_is_added_by_absolute_positions_is_read_where_it_is_rounded_least(
+    slope: float, total: int
+) -> None:
+    """Bloom of 112 heads: in fp32 a score of some thousands is off by more than the slope."""
+    probed = attention(slope)
+
+    def run(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+        scores = np.float32(slope) * np.arange(keys.shape[2], dtype=np.float32)
+        likely = np.exp(scores - scores.max())
+        return np.broadcast_to(likely / likely.sum() @ values[0, 0], (1, HEADS, 1, 16))
+
+    probed.run = run
+    found = attention_recognition._slopes(probed, total, "layer 0")
+    np.testing.assert_allclose(found, np.full(HEADS, slope), rtol=3e-6)

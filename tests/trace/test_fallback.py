@@ -16,7 +16,7 @@ from llmforge.ir import dialect, interface
 from llmforge.trace import trace
 from llmforge.trace.export.limits import LONGEST
 from llmforge.trace.hooks import masks
-from llmforge.trace.hooks.ones import Ones
+from llmforge.trace.hooks.uniform import Uniform
 from llmforge.verification.trace_verifier import prove_candidate, verify_trace
 
 from ..sweep import compare, shrink
@@ -131,7 +131,7 @@ def test_what_is_no_decoder_is_refused_in_plain_words(model_type: str, reason: s
 
 def test_ones_are_followed_by_how_they_are_made() -> None:
     x: dict[str, Any] = {}
-    with Ones() as ones:
+    with Uniform() as ones:
         x["made"] = torch.ones(2, 3)
         x["moved"] = x["made"].to(torch.bool)
         x["joined"] = torch.cat([x["made"], x["made"]], -1)
@@ -139,7 +139,32 @@ def test_ones_are_followed_by_how_they_are_made() -> None:
         x["data"] = torch.arange(6).view(2, 3) != 1
         x["mixed"] = torch.cat([x["made"], torch.zeros(2, 3)], -1)
         x["summed"] = x["made"] + x["made"]
+        x["written"] = torch.ones(2, 3)
+        seen_as = x["written"].view(6)
+        x["written"][0, 1] = 0.0
+        x["view"] = seen_as
+        filled = torch.full((2, 3), -1)
     assert [name for name, tensor in x.items() if ones.holds(tensor)] == ["made", "moved", "joined", "taken"]
+    assert ones.number(filled) == -1
+    assert ones.number(x["written"]) is None
+
+
+def test_a_mask_over_a_tensor_of_one_number_is_read_at_any_place() -> None:
+    with Uniform() as known:
+        offset, blocks = torch.zeros(2, dtype=torch.int64), torch.full((2, 3), -1)
+        other = torch.arange(3)
+
+    def hides(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (k - offset[b]) // 4 == (q - offset[b]) // 4
+
+    def within(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (blocks[b, q] >= 0) | hides(b, h, q, k)
+
+    resolved = known.resolved(within)
+    far = torch.tensor(9)
+    assert bool(resolved(torch.tensor(0), None, far, torch.tensor(8)))
+    assert not bool(resolved(torch.tensor(0), None, far, torch.tensor(7)))
+    assert known.resolved(lambda: other)() is other
 
 
 def test_a_model_that_only_looks_at_ones_is_hooked(tmp_path: Path) -> None:

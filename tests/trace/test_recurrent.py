@@ -52,17 +52,29 @@ def served(model: ir.Model) -> Session:
 # The graph ---------------------------------------------------------------------------------------------------------
 
 
-def test_latent_attention_is_one_attention_with_values_of_another_width(tmp_path: Path) -> None:
+def test_latent_attention_caches_its_latents(tmp_path: Path) -> None:
     model = traced("deepseek-v3", tmp_path, num_hidden_layers=1)
-    (attention,) = [node for node in model.graph if node.op_type == "Attention"]
-    assert (attention.attributes.get_int("num_heads"), attention.attributes.get_int("kv_num_heads")) == (4, 4)
+    (attention,) = canonical.LatentAttention.all(model)
+    assert (attention.num_heads, attention.rank, attention.rotary) == (4, 24, 8)
+    assert (attention.plain, attention.value_dim) == (16, 12)
+    caches = {value.name: graph.dims(value) for value in model.graph.inputs if "past_key" in str(value.name)}
+    assert caches == {"past_key_values.0.latent": ("batch", 1, "capacity", 32)}
+    assert graph.sources(attention.up) == ["model.layers.0.self_attn.kv_b_proj.weight"]
+    assert not {"ScatterND", "Range", "Shape", "ConstantOfShape", "Expand"} & {node.op_type for node in model.graph}
+    changes = FlashAttention().run(model, CPU)
+    assert not changes
+    assert changes.skipped[0].reason == "it caches latents, and GroupQueryAttention reads keys and values"
+
+
+def test_keys_and_values_that_are_smaller_than_their_latents_are_cached(tmp_path: Path) -> None:
+    model = traced("deepseek-v3", tmp_path, num_hidden_layers=1, kv_lora_rank=200)
+    (attention,) = canonical.Attention.all(model)
+    assert (attention.num_heads, attention.kv_num_heads) == (4, 4)
     caches = {value.name: graph.dims(value) for value in model.graph.inputs if "past_key" in str(value.name)}
     assert caches == {
         "past_key_values.0.key": ("batch", 4, "capacity", 24),  # 16 without rotary embedding, 8 with it
         "past_key_values.0.value": ("batch", 4, "capacity", 12),
     }
-    assert sum(node.op_type == "Expand" for node in model.graph) == 1  # the part of the key that heads share
-    assert not {"ScatterND", "Range", "Shape", "ConstantOfShape"} & {node.op_type for node in model.graph}
     changes = FlashAttention().run(model, CPU)
     assert not changes
     assert "GroupQueryAttention needs the same size" in changes.skipped[0].reason

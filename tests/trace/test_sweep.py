@@ -16,7 +16,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.trace import trace
 
-from ..sweep import compare, render, run, shrink
+from ..sweep import compare, render, run, shapes, shrink
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +41,11 @@ TWENTY = {
     "codegen": RIGHT,  # its own attention
     "mamba": RIGHT,  # no attention at all
     "openai-gpt": ("decoder", "no layer caches keys and values or a state"),
-    "llama4_text": ("decoder", "cannot be compiled"),  # chunked attention, layers without positions
+    "llama4_text": RIGHT,  # chunks, layers without positions, experts whose input is scaled
+    "dbrx": RIGHT,  # experts that loop
+    "longcat_flash": RIGHT,  # experts that hand on their tokens
+    "minimax": RIGHT,  # lightning attention
+    "deepseek_v32": RIGHT,  # an indexer that chooses every token
     "bert": ("encoder-only", "it is an encoder, not a decoder"),
     "bart": ("encoder-decoder", "it is an encoder-decoder"),
 }
@@ -58,6 +62,9 @@ SLOW = {
     "codegen",
     "mistral",
     "gpt_neox",
+    "dbrx",
+    "longcat_flash",
+    "deepseek_v32",
 }
 # transformers cannot even make their default configuration
 IMPOSSIBLE = {"gemma4_assistant"}
@@ -93,7 +100,9 @@ def test_the_table_of_architectures_names_every_type_and_no_bug() -> None:
 
     assert sorted(outcomes) == sorted(shrink.types())
     assert set(outcomes.values()) <= {"right", "refused", "transformers-fails"}
-    assert sum(outcome == "right" for outcome in outcomes.values()) >= 100
+    assert sum(outcome == "right" for outcome in outcomes.values()) >= 135
+    larger = [row.split(" | ")[3:5] for row in TABLE.read_text(encoding="utf-8").splitlines() if " | right | " in row]
+    assert not {cell for cells in larger for cell in cells} & set(render.BUGS)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -266,3 +275,42 @@ def test_whole_sweep(tmp_path: Path) -> None:
     for name, record in records.items():
         if record["kind"] in ("encoder-only", "encoder-decoder"):
             assert record["outcome"] == "refused", name
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen3_moe", "deepseek_v3", "mamba2", "gpt_neo", "gemma3n_text", "dots3_note"]
+)
+def test_larger_shapes_are_made_by_rule(model_type: str) -> None:
+    tiny, wide, deep = (shrink.config(model_type, shapes.Shape(name)).get_text_config() for name in shapes.SHAPES)
+
+    assert (wide.hidden_size, deep.hidden_size) == (2 * tiny.hidden_size, 3 * tiny.hidden_size)
+    assert (wide.num_hidden_layers, deep.num_hidden_layers) == (tiny.num_hidden_layers, 2 * tiny.num_hidden_layers)
+    for name, factor in (("num_attention_heads", 3), ("num_experts", 3), ("n_routed_experts", 3), ("head_dim", 1)):
+        if type(count := getattr(tiny, name, None)) is int and count > 0:
+            assert getattr(deep, name) == factor * count, name
+    for made in (wide, deep):
+        assert made.vocab_size == tiny.vocab_size
+        if isinstance(kinds := getattr(made, "layer_types", None), list):
+            assert len(kinds) == made.num_hidden_layers
+
+
+def test_a_type_in_a_larger_shape_is_a_row_of_its_own_in_the_records_and_none_in_the_table() -> None:
+    right = {"model_type": "llama", "outcome": "right", "difference": 1e-6, "nodes": 50}
+    records = {
+        "llama": right,
+        "llama@wide": {**right, "model_type": "llama@wide", "difference": 2e-6},
+        "llama@deep": {**right, "model_type": "llama@deep", "outcome": "wrong", "difference": 3.0},
+    }
+    table = render.table(records)
+    assert "| right | 1 |" in table
+    assert "| llama | right | 1.0e-06 | 2.0e-06 | wrong | 50 |  |" in table
+    assert "1 are right with heads twice as wide" in table
+    assert "0 with twice the layers" in table
+    assert render.packaged(table) == {"llama": ""}
+
+
+def test_every_refusal_of_the_table_says_what_is_needed() -> None:
+    rows = render.packaged(TABLE.read_text())
+    refused = {name: reason for name, reason in rows.items() if "cannot be compiled" in reason or "gives no" in reason}
+    assert refused
+    assert [name for name, reason in refused.items() if "needed: " not in reason] == []

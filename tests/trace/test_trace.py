@@ -511,10 +511,17 @@ def test_a_mask_is_classified(function: masks.MaskFunction, window: int) -> None
     assert masks.classify(function, 100) == masks.Mask(window)
 
 
+def test_chunks_are_classified() -> None:
+    assert masks.classify(lambda b, h, q, k: (k <= q) & (k // 8 == q // 8), 100) == masks.Mask(0, chunk=8)
+    assert masks.classify(lambda b, h, q, k: (k <= q) & (k // 50 == q // 50), 100) == masks.Mask(0, chunk=50)
+
+
 @pytest.mark.parametrize(
     "function",
     [
-        lambda b, h, q, k: (k <= q) & (k // 8 == q // 8),  # chunks
+        lambda b, h, q, k: (k <= q) & ((k + 3) // 8 == (q + 3) // 8),  # chunks, of which the first is shorter
+        lambda b, h, q, k: (k <= q) & (k // 8 == q // 8) & (k > q - 6),  # a window in chunks
+        lambda b, h, q, k: (k <= q) & ((k // 8 == q // 8) | (k < 4)),  # chunks that all see a prefix
         lambda b, h, q, k: (k <= q) | (k < 4),  # a prefix that all see
         lambda b, h, q, k: (k <= q) & ((k > q - 7) | (k < 2)),  # a window with sinks
         lambda b, h, q, k: k < q,

@@ -33,6 +33,7 @@ from llmforge.checkpoint.safetensors_file import (
 PICKLE = "adapter_model.bin"
 PREFIX = "base_model.model."  # of every tensor's name, before the name of a module of the base model
 CONFIG_BYTES = 1 << 20
+LARGEST_ALPHA = 1e6  # those in use are up to some thousand
 PATTERN_LENGTH, PATTERN_REPEATS = 256, 2  # of a regular expression in the configuration: a match is polynomial
 
 # What does not change what a trained adapter computes.
@@ -323,8 +324,9 @@ def _pattern(file: Path, key: str) -> re.Pattern[str]:
 
 
 def _number(file: Path, name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise CheckpointError(f"{file}: {name} must be a number, is {shown(value)}", hint=DAMAGED)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_ALPHA:
+        what = f"{file}: {name} must be a number of at most {LARGEST_ALPHA:g}, is {shown(value)}"
+        raise CheckpointError(what, hint=DAMAGED)
     return float(value)
 
 

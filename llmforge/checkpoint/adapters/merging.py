@@ -230,6 +230,14 @@ def _merged(tensor: ir.TensorProtocol, steps: Sequence[_Step]) -> _Array:
         CheckpointError: a number is beyond the dtype.
     """
     stored = tensor.numpy()
+    with np.errstate(all="ignore"):  # what is not finite is refused
+        result = _computed(stored, steps)
+    if not np.isfinite(result).all():
+        raise CheckpointError(f"{tensor.name}: with adapters merged, it leaves the range of {tensor.dtype.name}")
+    return result
+
+
+def _computed(stored: _Array, steps: Sequence[_Step]) -> _Array:
     wide = np.dtype(np.float64 if stored.dtype == np.float64 else np.float32)
     prepared = [_prepared(stored, step, wide) for step in steps]
     result = np.empty(stored.shape, stored.dtype)
@@ -237,10 +245,7 @@ def _merged(tensor: ir.TensorProtocol, steps: Sequence[_Step]) -> _Array:
         block = np.array(stored[rows], wide)  # a copy
         for change in prepared:
             block = change(block, rows)
-        with np.errstate(over="ignore"):
-            result[rows] = block
-    if not np.isfinite(result).all():
-        raise CheckpointError(f"{tensor.name}: with adapters merged, it leaves the range of {tensor.dtype.name}")
+        result[rows] = block
     return result
 
 

@@ -28,11 +28,14 @@ def file_of(path: Path) -> Path | None:
     Raises:
         CheckpointError: there are several.
     """
-    if path.is_file() and path.suffix == SUFFIX:
-        return path
-    if not path.is_dir() or (path / WEIGHTS).exists() or any(path.glob("*.safetensors")):
+    try:
+        if path.is_file() and path.suffix == SUFFIX:
+            return path
+        if not path.is_dir() or (path / WEIGHTS).exists() or any(path.glob("*.safetensors")):
+            return None
+        files = sorted(path.glob(f"*{SUFFIX}"))
+    except PermissionError:  # who reads the folder says so
         return None
-    files = sorted(path.glob(f"*{SUFFIX}"))
     if len(files) > 1:
         raise CheckpointError(
             f"{path}: holds {len(files)} GGUF files: {listed([file.name for file in files])}", hint="give one of them"

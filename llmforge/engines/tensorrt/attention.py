@@ -7,11 +7,15 @@
     y = rows(Attention(heads(q), present_key, present_value, mask))      an IAttention, which one kernel computes
 
 `heads` is [B, S, H·D] → [B, H, S, D] and `rows` its inverse. The mask is bool [B, 1, S, C]: slot `t` for the query at
-position `p` where `t ≤ p`, and `t > p - window` where there is a window; with ALiBi it is additive, [B, H, S, C]. It is
-made once for every window, of `position_ids`, which becomes an input of the graph where it was none, and of the
-constant slots 0 … C - 1: a Range over a dynamic size in its place made the builder of TensorRT-RTX 1.7 fail.
+position `p` where `t ≤ p`, and `t > p - window` where there is a window, `t ≥ p - p mod chunk` where there are chunks;
+with ALiBi it is additive, [B, H, S, C]. It is made once for every window, of `position_ids`, which becomes an input of
+the graph where it was none, and of the constant slots 0 … C - 1: a Range over a dynamic size in its place made the
+builder of TensorRT-RTX 1.7 fail.
 
 Where no kernel computes an attention (`written_out`), it is written as two MatMul around a softmax in fp32.
+
+`llmforge::LatentAttention` is written out, too, over one TensorScatter of its latents, the keys and values of one head:
+the matrix that makes keys of them is multiplied with the queries, and the one that makes values with the sums.
 """
 
 from __future__ import annotations
@@ -31,6 +35,9 @@ from llmforge.ir.operators import canonical
 # Added to a masked score: exp of the sum is 0, and fp16 holds it.
 HIDDEN = -30000.0
 _LOWEST = float(np.finfo(np.float32).min)  # in the place of a masked score in fp32
+
+
+Attention = canonical.Attention | canonical.LatentAttention
 
 
 def written_out(attention: canonical.Attention) -> str | None:
@@ -54,7 +61,7 @@ class Attentions(Builder):
 
     capacity: int
     _lengths: ir.Value | None = None
-    _masks: dict[int, ir.Value] = field(default_factory=dict)
+    _masks: dict[tuple[int, int], ir.Value] = field(default_factory=dict)
     _biases: dict[tuple[ir.Value, ir.Value], ir.Value] = field(default_factory=dict)
 
     def rewrite(self, attention: canonical.Attention) -> str:
@@ -62,23 +69,46 @@ class Attentions(Builder):
         node = attention.node
         keys = self._write(attention, attention.past_key, attention.k)
         values = self._write(attention, attention.past_value, attention.v)
-        mask = self._mask(attention.window)
+        mask = self._mask(attention.window, attention.chunk)
         if (slopes := attention.alibi_slopes) is not None:
             mask = self._with_slopes(mask, slopes, g.dtype(attention.q))
-        reason = written_out(attention)
-        y = (self._plain if reason else self._fused)(attention, keys, values, mask)
-        y = self._add(node, "Transpose", [y], {"perm": [0, 2, 1, 3]})
-        width = attention.num_heads * g.width(attention.past_value)
-        y = self._add(node, "Reshape", [y, self._constant(f"rows_{width}", [0, 0, width])])  # [B, S, H·Dv]
-        g.replace_outputs(node, (y, keys, values))
+        q, reason = self._heads(node, attention.q, attention.num_heads), written_out(attention)
+        if reason is None:
+            scale = {"scale": attention.scale}
+            y = g.insert(node, "Attention", [q, keys, values, mask], scale, name=node.name)[0]
+        else:
+            y = self._plain(attention, q, keys, values, mask, biased=attention.alibi_slopes is not None)
+        g.replace_outputs(node, (self._rows(attention, y, g.width(attention.past_value)), keys, values))
         return "Attention to TensorScatter and Attention" if reason is None else f"Attention written out: {reason}"
+
+    def rewrite_latent(self, layer: canonical.LatentAttention) -> str:
+        """Replace one `llmforge::LatentAttention`; say what it became."""
+        node, heads, rank, plain = layer.node, layer.num_heads, layer.rank, layer.plain
+        one_head = self._add(node, "Unsqueeze", [layer.latent, self._constant("axis_1", [1])])
+        latents = self._scatter(layer, layer.past, one_head)
+        sizes = self._constant(f"parts_{plain}_{layer.rotary}", [plain, layer.rotary])
+        q = self._heads(node, layer.q, heads)
+        unturned, turned = g.insert(node, "Split", [q, sizes], {"axis": 3}, outputs=2)
+        of_keys, of_values = self._up_by_head(layer)
+        absorbed = self._add(node, "MatMul", [unturned, of_keys])
+        q = self._add(node, "Concat", [absorbed, turned], {"axis": 3})  # [B, H, S, L+R]
+        ends = [self._constant(f"end_{end}", [end]) for end in (0, rank, 3)]
+        values = self._add(node, "Slice", [latents, *ends])
+        values.type, values.shape = layer.past.type, ir.Shape([*(g.dims(layer.past) or ())[:3], rank])
+        y = self._plain(layer, q, latents, values, self._mask(layer.window, layer.chunk), biased=False)
+        y = self._add(node, "MatMul", [y, of_values])  # [B, H, S, Dv]
+        g.replace_outputs(node, (self._rows(layer, y, layer.value_dim), latents))
+        return "LatentAttention to TensorScatter, and attention over latents written out"
 
     def _write(self, attention: canonical.Attention, past: ir.Value, new: ir.Value) -> ir.Value:
         """Write the step into a cache: [B, kv_heads, C, D]."""
+        return self._scatter(attention, past, self._heads(attention.node, new, attention.kv_num_heads))
+
+    def _scatter(self, layer: Attention, past: ir.Value, new: ir.Value) -> ir.Value:
+        """Write [B, kv_heads, S, D] into a cache [B, kv_heads, C, D]."""
         if self._lengths is None:
-            self._lengths = self._first("Cast", [attention.past_lengths], {"to": int(ir.DataType.INT64)})
-        inputs = [past, self._heads(attention.node, new, attention.kv_num_heads), self._lengths]
-        present = self._add(attention.node, "TensorScatter", inputs, {"axis": -2})
+            self._lengths = self._first("Cast", [layer.past_lengths], {"to": int(ir.DataType.INT64)})
+        present = self._add(layer.node, "TensorScatter", [past, new, self._lengths], {"axis": -2})
         present.type, present.shape = past.type, past.shape
         return present
 
@@ -87,17 +117,20 @@ class Attentions(Builder):
         split = self._add(node, "Reshape", [x, self._constant(f"heads_{heads}", [0, 0, heads, -1])])
         return self._add(node, "Transpose", [split], {"perm": [0, 2, 1, 3]})
 
-    def _fused(self, attention: canonical.Attention, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
-        """One kernel: [B, H, S, Dv]."""
-        node, q = attention.node, self._heads(attention.node, attention.q, attention.num_heads)
-        scale = {"scale": attention.scale}
-        return g.insert(node, "Attention", [q, keys, values, mask], scale, name=node.name)[0]
+    def _rows(self, layer: Attention, y: ir.Value, width: int) -> ir.Value:
+        """[B, H, S, Dv] → [B, S, H·Dv]."""
+        y, width = self._add(layer.node, "Transpose", [y], {"perm": [0, 2, 1, 3]}), layer.num_heads * width
+        return self._add(layer.node, "Reshape", [y, self._constant(f"rows_{width}", [0, 0, width])])
 
-    def _plain(self, attention: canonical.Attention, keys: ir.Value, values: ir.Value, mask: ir.Value) -> ir.Value:
-        """The same in plain operators; the G queries that share a key stand in one axis, and no key is repeated."""
-        node, heads, kv_heads = attention.node, attention.num_heads, attention.kv_num_heads
+    def _plain(
+        self, attention: Attention, q: ir.Value, keys: ir.Value, values: ir.Value, mask: ir.Value, *, biased: bool
+    ) -> ir.Value:
+        """Attention in plain operators, [B, H, S, Dv]; the G queries that share a key stand in one axis.
+
+        So no key is repeated. `biased`: the mask is added.
+        """
+        node, heads, kv_heads = attention.node, attention.num_heads, g.static(keys)[1]
         dtype, fp32, width = g.dtype(attention.q), ir.DataType.FLOAT, g.width(keys)
-        q = self._heads(node, attention.q, heads)
         grouped = self._constant(f"grouped_{kv_heads}_{width}", [0, kv_heads, -1, width])
         q = self._add(node, "Reshape", [q, grouped])  # [B, kv_heads, G·S, D]
         q = self._add(node, "Mul", [q, self._number(attention.scale, dtype)])
@@ -108,7 +141,7 @@ class Attentions(Builder):
         if cap := attention.softcap:
             scores = self._add(node, "Div", [scores, self._number(cap, fp32)])
             scores = self._add(node, "Mul", [self._add(node, "Tanh", [scores]), self._number(cap, fp32)])
-        if attention.alibi_slopes is not None:
+        if biased:
             scores = self._add(node, "Add", [scores, self._cast(node, mask, dtype, fp32)])
         else:
             scores = self._add(node, "Where", [mask, scores, self._number(_LOWEST, fp32)])
@@ -118,7 +151,7 @@ class Attentions(Builder):
         width = g.width(values)
         return self._add(node, "Reshape", [y, self._constant(f"heads_{heads}_{width}", [0, heads, -1, width])])
 
-    def _softmax(self, attention: canonical.Attention, scores: ir.Value) -> ir.Value:
+    def _softmax(self, attention: Attention, scores: ir.Value) -> ir.Value:
         """Over the last axis, fp32; a sink adds exp(sink) to the sum of its head."""
         node, sinks = attention.node, attention.sinks
         if sinks is None:
@@ -132,16 +165,20 @@ class Attentions(Builder):
         total = self._add(node, "Add", [self._add(node, "ReduceSum", [powers, last]), beside])
         return self._add(node, "Div", [powers, total])
 
-    def _mask(self, window: int) -> ir.Value:
+    def _mask(self, window: int, chunk: int) -> ir.Value:
         """bool [B, 1, S, C]."""
-        if window not in self._masks:
+        if (window, chunk) not in self._masks:
             slots = self._constant("slots", np.arange(self.capacity).reshape(1, 1, 1, -1))
             allowed = self._first("LessOrEqual", [slots, self._places])
             if window:
                 start = self._first("Sub", [self._places, self._constant(f"window_{window}", window)])
                 allowed = self._first("And", [allowed, self._first("Greater", [slots, start])])
-            self._masks[window] = allowed
-        return self._masks[window]
+            if chunk:
+                size = self._constant(f"chunk_{chunk}", chunk)
+                begun = self._first("Mul", [self._first("Div", [self._places, size]), size])
+                allowed = self._first("And", [allowed, self._first("GreaterOrEqual", [slots, begun])])
+            self._masks[window, chunk] = allowed
+        return self._masks[window, chunk]
 
     @cached_property
     def _places(self) -> ir.Value:

@@ -65,6 +65,9 @@ def unsupported(model: ir.Model) -> list[Unsupported]:
             Unsupported("the model", f"its attention was traced from the model's own code: {reason}", _OTHER_ENGINE)
         )
     for value in model.graph.inputs:
+        if value.name == interface.INPUTS_EMBEDS:
+            what = "TensorRT has no inputs that may be left out"
+            found.append(Unsupported(value.name, what, "leave accept-embeddings out of the recipe"))
         if value.name in (interface.ATTENTION_MASK, interface.SEQLENS_K):
             what = "only canonical attention over past_lengths is lowered to TensorRT"
             hint = "leave flash-attention, genai-interface and optimum-interface out of the recipe"
@@ -79,7 +82,7 @@ def unsupported(model: ir.Model) -> list[Unsupported]:
 def _reason(view: Operator) -> tuple[str | None, str]:
     """Say why there is no way for a node, None where there is one, and what to do."""
     match view:
-        case canonical.Attention():
+        case canonical.Attention() | canonical.LatentAttention():
             fp32 = view.q.dtype == ir.DataType.FLOAT
             reason = "IAttention has kernels for fp16 and bf16 only, not fp32" if fp32 else None
             return reason, "put `lower-precision` into the recipe"
@@ -149,6 +152,8 @@ class _Rewriting(Builder):
         match operators.view(node):
             case canonical.Attention() as attention:
                 return self._attentions.rewrite(attention)
+            case canonical.LatentAttention() as latent:
+                return self._attentions.rewrite_latent(latent)
             case canonical.MoE() as layer:
                 return experts.lower(self.model, layer)
             case canonical.LowRankAdapter() as layer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir import interface
+from llmforge.ir import graph, interface
 from llmforge.ir.graph import dims, static
 from llmforge.ir.operators.record import (
     CANONICAL,
@@ -51,6 +51,7 @@ class _Attention(CachedAttention, domain=CANONICAL):
     softcap = real()
     window = integer()
     layer = integer()
+    chunk = integer(0)
 
     @property
     def projections(self) -> tuple[ir.Value, ...]:
@@ -66,7 +67,7 @@ class _Attention(CachedAttention, domain=CANONICAL):
         """Check that heads divide widths, and that the caches are the layer's own."""
         heads, kv_heads, layer = self.num_heads, self.kv_num_heads, self.layer
         self.require(0 < kv_heads <= heads and heads % kv_heads == 0, f"{heads} heads cannot share {kv_heads} KV heads")
-        self.require(self.window >= 0 and self.softcap >= 0, "window and softcap must not be negative")
+        self.require(min(self.window, self.chunk, self.softcap) >= 0, "window, chunk and softcap must not be negative")
         for field in self.inputs:
             size = _dim(self.operand(field), 0) if field.heads == 0 else None
             self.require(size in (None, heads), f"{field.name} has {size} numbers, there are {heads} heads")
@@ -104,6 +105,84 @@ class GrowingAttention(_Attention):
     sinks = OptionalInput(FLOATS, 1, heads=0)
     alibi_slopes = OptionalInput(FP32, 1, fp32=True, heads=0)
     indivisible = _INTERFACE
+
+
+class LatentAttention(Operator, domain=CANONICAL):
+    """Attention over latents, of which each head's keys and values are made (DeepSeek-V2, arXiv 2405.04434, 2.1).
+
+    q [B, S, num_heads·(N+R)], in each head N channels without rotary embedding and then R with it; latent [B, S, L+R],
+    a latent and the R rotary channels that keys of all heads share; up [num_heads·(N+Dv), L], as it is stored: of each
+    head the rows that make the N channels of its key, and then those of its value; cache [B, 1, C, L+R].
+    """
+
+    q = Input(FLOATS, 3)
+    latent = Input(FLOATS, 3)
+    up = Input(FLOATS, 2, heads=0)
+    past = Input(FLOATS, 4)
+    past_lengths = Input(I32, 1)
+    sinks = OptionalInput(FLOATS, 1, heads=0)
+    num_heads = integer()
+    scale = real()
+    softcap = real()
+    window = integer()
+    layer = integer()
+    y = Output()
+    present = Output(like="past")
+    precision = Precision.HALF
+
+    @property
+    def chunk(self) -> int:
+        """0: what `Attention` has in chunks, this has not."""
+        return 0
+
+    @property
+    def rank(self) -> int:
+        """Channels of a latent, L."""
+        return graph.width(self.up)
+
+    @property
+    def rotary(self) -> int:
+        """Channels of a key that all heads share, R."""
+        return graph.width(self.past) - self.rank
+
+    @property
+    def plain(self) -> int:
+        """Channels of a head's key that are made of the latent, N."""
+        return graph.width(self.q) // self.num_heads - self.rotary
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of a head's value, Dv."""
+        return graph.static(self.up)[0] // self.num_heads - self.plain
+
+    def check(self) -> None:
+        """Check that heads divide widths, and that the cache is the layer's own."""
+        heads, layer = self.num_heads, self.layer
+        self.require(heads > 0, f"there are {heads} heads")
+        self.require(self.window >= 0 and self.softcap >= 0, "window and softcap must not be negative")
+        sinks = _dim(self.sinks, 0)
+        self.require(sinks in (None, heads), f"sinks has {sinks} numbers, there are {heads} heads")
+        _check_layer(
+            self,
+            layer,
+            [self.past, self.past_lengths],
+            [interface.past_part(layer, "latent"), interface.PAST_LENGTHS],
+            [interface.present_part(layer, "latent")],
+        )
+        width, rank, q, rows = _dim(self.past, 3), _dim(self.up, 1), _dim(self.q, 2), _dim(self.up, 0)
+        latent, kv_heads = _dim(self.latent, 2), _dim(self.past, 1)
+        self.require(kv_heads in (None, 1), f"the cache has {kv_heads} heads; latents are of all heads")
+        self.require(None in (latent, width) or latent == width, f"latent is {latent} wide, the cache {width}")
+        if width is None or rank is None or q is None or rows is None:
+            return
+        self.require(0 < rank <= width, f"latents have {rank} channels, of {width} that are cached")
+        for name, size in (("q", q), ("up", rows)):
+            self.require(size % heads == 0, f"{name} has {size} channels, which {heads} heads cannot share")
+        plain = q // heads - (width - rank)
+        self.require(0 < plain < rows // heads, f"up has {rows // heads} rows a head, {plain} of which make its key")
+
+
+ATTENTIONS = (Attention, LatentAttention)  # over preallocated caches, each in a window of tokens
 
 
 class CausalMask(Operator, domain=CANONICAL):

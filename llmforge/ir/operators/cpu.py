@@ -22,6 +22,7 @@ from llmforge.ir.operators.record import (
 
 class _Kernel(Operator, domain=CPU):
     precision = Precision.NO_HALF
+    rounds = True
 
 
 class _Packed(_Kernel):
@@ -91,6 +92,31 @@ class GroupQueryAttention(_Kernel):
     y = Output()
     present_key = Output(like="past_key")
     present_value = Output(like="past_value")
+
+
+class LatentAttention(_Kernel):
+    """Attention over latents, as the canonical one, with `up` [num_heads·(N+Dv), L]."""
+
+    q = Input(FP32, 3)
+    latent = Input(FP32, 3)
+    up = Input(FP32, 2)
+    past = Input(FP32, 4)
+    past_lengths = Input(I32, 1)
+    up_scale = OptionalInput(FP32, 2)
+    sinks = OptionalInput(FP32, 1)
+    num_heads = integer()
+    window = integer()
+    scale = real()
+    softcap = real()
+    y = Output()
+    present = Output(like="past")
+    rounds = False
+
+
+class LatentAttentionInt8(LatentAttention):
+    """The same, with codes in `up` and a scale for each block of a row."""
+
+    up = Input({INT8}, 2)
 
 
 class GroupQueryAttentionInt8(GroupQueryAttention):

@@ -273,6 +273,7 @@ class Operator:
     precision: ClassVar[Precision] = Precision.FOLLOWS
     sign: ClassVar[Sign] = Sign.UNKNOWN
     state: ClassVar[str] = ""  # the part of a layer's cache that its input `past` is, where every token replaces it
+    rounds: ClassVar[bool] = False  # its kernel rounds what it reads to fewer bits
     indivisible: ClassVar[str] = ""  # why a graph with it cannot be divided among ranks
     prepacked: ClassVar[bool] = False  # ONNX Runtime computes otherwise where its weights are no initializers
     tensorrt: ClassVar[Seen | None] = None  # None: TensorRT was not seen to build it

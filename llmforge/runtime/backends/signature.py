@@ -33,7 +33,12 @@ CACHE_TYPES: Mapping[str, ElementType] = MappingProxyType(
 ELEMENTS: Mapping[str, ElementType] = MappingProxyType({each.name: each for each in CACHE_TYPES.values()})
 
 # What `interface.feeds` knows to make.
-_FED = interface.PLACES | {interface.INPUT_IDS, interface.ADAPTER_IDS, interface.LOGITS_ROWS}
+_FED = interface.PLACES | {
+    interface.INPUT_IDS,
+    interface.INPUTS_EMBEDS,
+    interface.ADAPTER_IDS,
+    interface.LOGITS_ROWS,
+}
 # ONNX Runtime 1.31 has a kernel for one token, and from two tokens on equal bits (measured, docs/runtime.md). Our own
 # attention has one for up to 8 queries (FEW_QUERIES in native/impl.inc).
 _STEADY_FROM, _STEADY_FROM_OWN = 2, 9

@@ -37,6 +37,7 @@ BIAS_ROUNDINGS = 4  # of a score that has a bias by position: product, sums, and
 ELEMENTS = 1 << 24  # of keys in a probe: bounds its memory (64 MB) for long contexts
 SHORT = 5  # keys of a short probe
 QUERIES = 3
+SLOPED = (64, 512)  # tokens of texts that a slope is read in, besides a long one
 EXPONENT = 12.0  # largest difference of two scores from which a slope is read: e^-12 is far from the end of fp32
 ABSENT = 1e-6  # a bias below this, of the farthest key that shows one, is a rounding error of fp32 probabilities
 
@@ -76,7 +77,10 @@ class OpenAttention(Attention):
         self, *, batch_size: int, q_length: int, kv_length: int, **kwargs: object
     ) -> Tensor:
         """Emit the mask that transformers asks for: fp32 [batch, 1, queries, keys], 0 or the lowest number."""
-        window = self.mask(**kwargs).window  # type: ignore[arg-type]
+        described = self.mask(**kwargs)  # type: ignore[arg-type]
+        if described.chunk:
+            raise UnsupportedError(f"attention of its own code reads chunks of {described.chunk} tokens")
+        window = described.window
         made = [(torch.float32, (batch_size, 1, q_length, kv_length))]
         (mask,) = emit(canonical.CausalMask, {"past_lengths": self.past_lengths}, {"window": window}, made)
         return mask
@@ -266,6 +270,29 @@ def _zeros(probed: _Probe, total: int, queries: int) -> tuple[Floats, Floats, Fl
 def _slopes(probed: _Probe, total: int, where: str) -> Floats | None:
     """Read each head's bias per position off the probabilities of keys at distances 1, 2, 4, … from the query.
 
+    Models add the bias in fp32 by absolute positions: in long texts it is rounded more, and reaches further. Of texts
+    of several lengths, up to `total` tokens, that tells each slope which tells it best.
+    """
+    lengths = [total, *(length for length in SLOPED if length < total)]
+    read = [_slopes_in(probed, length, where) for length in lengths]
+    eps = float(np.finfo(np.float32).eps)
+    largest = max(float(np.abs(slopes * distances).max()) for slopes, distances in read)
+    if largest < ABSENT:
+        return None
+    rounding = np.array(
+        [
+            np.where(distances > 0, eps * (np.abs(slopes) * length + 1) / np.maximum(distances, 1), np.inf)
+            for length, (slopes, distances) in zip(lengths, read, strict=True)
+        ]
+    )
+    best = rounding.argmin(0)
+    slopes: Floats = np.array([read[at][0][head] for head, at in enumerate(best)], np.float32)
+    return slopes
+
+
+def _slopes_in(probed: _Probe, total: int, where: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Read slopes in a text of `total` tokens, and the distance that tells each: [H], 0 where none does.
+
     Scores are 0 but for the bias; one value channel a key shows its probability.
     """
     query, keys, values = _zeros(probed, total, 1)
@@ -273,15 +300,15 @@ def _slopes(probed: _Probe, total: int, where: str) -> Floats | None:
     for channel, distance in enumerate(distances):
         values[0, :, total - 1 - distance, channel] = 1
     shown = probed.run(query, keys, values)[0, :, 0, : len(distances)].astype(np.float64)  # [H, distances]
-    slopes, largest = np.zeros(len(shown), np.float64), 0.0
+    slopes, told = np.zeros(len(shown), np.float64), np.zeros(len(shown), np.int64)
     for head, row in enumerate(shown):
         if not row[0] > 0:
             raise UnsupportedError(f"{where}: a query does not see its own position")
         visible = [n for n in range(1, len(distances)) if row[n] > 0 and abs(np.log(row[0] / row[n])) < EXPONENT]
         if visible:
-            bias = float(np.log(row[0] / row[visible[-1]]))
-            slopes[head], largest = bias / distances[visible[-1]], max(largest, abs(bias))
-    return None if largest < ABSENT else slopes.astype(np.float32)
+            told[head] = distances[visible[-1]]
+            slopes[head] = float(np.log(row[0] / row[visible[-1]])) / told[head]
+    return slopes, told
 
 
 def _window(probed: _Probe, total: int) -> int:

@@ -18,7 +18,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.ir import interface
 from llmforge.trace.export import concatenations, depth, untranslated
 from llmforge.trace.export.pattern import Irregular, Pattern
-from llmforge.trace.hooks import gated_norms, indexers, internals, modules, norms, recurrent, rotary
+from llmforge.trace.hooks import gated_norms, internals, lightning, looped_experts, modules, norms, recurrent, rotary
 from llmforge.trace.hooks.attention import Attention, CacheLayer
 
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]  # of the cache's parts, layer by layer, without batch and capacity
@@ -78,9 +78,10 @@ class Traced(nn.Module):
         past: Sequence[Any],
     ) -> tuple[Tensor, Sequence[CacheLayer]]:
         """Run the model once; `past` holds the cache tensors of each layer, or None in a dry run."""
-        cache = self._attention.step(past, past_lengths, lengths)
+        cache = internals.own_cache(self.model, self._attention.step(past, past_lengths, lengths))
         self.rotary.step.position_ids, self.rotary.step.text_lengths = position_ids, text_lengths
-        with self._attention.ones:
+        self._attention.places.position_ids = position_ids
+        with self._attention.uniform, self._attention.places:
             given = {"input_ids": input_ids, "position_ids": position_ids, self._cache: cache}
             output = self.model(**given, use_cache=True)
         for layer in self._attention.layers:
@@ -133,11 +134,13 @@ def capture(
 @contextmanager
 def prepared(model: PreTrainedModel, attention: Attention) -> Iterator[Traced]:
     """Substitute what `model` computes by what the dialect says, and give it the dialect's inputs."""
-    indexers.refuse(model)
     norms.substitute(model)
     gated_norms.substitute(model)
     modules.substitute(model)
+    looped_experts.substitute(model)
     with attention.tables(model) as tables, recurrent.substituted(model, attention):
+        attention.choose(model, tables)
+        lightning.substitute(model, attention)
         yield Traced(model, attention, tables)
 
 
@@ -175,6 +178,16 @@ def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
     if beta != 1.0 or threshold < SOFTPLUS_THRESHOLD:
         raise UnsupportedError(f"softplus with beta {beta} and threshold {threshold}")
     return opset18.Softplus(x)
+
+
+def _vector_norm(x: Any, ord: float = 2.0, dim: Sequence[int] = (), keepdim: bool = False, dtype: int = -1) -> Any:
+    """Translate Σ|x| and √Σx² along axes into operators of the dialect."""
+    if float(ord) not in (1.0, 2.0) or not dim:
+        raise UnsupportedError(f"a norm of order {ord} along {list(dim) or 'all axes'}")
+    axes = opset18.Constant(value_ints=list(dim))
+    if float(ord) == 1.0:
+        return opset18.ReduceSum(opset18.Abs(x), axes, keepdims=int(keepdim))
+    return opset18.Sqrt(opset18.ReduceSum(opset18.Mul(x, x), axes, keepdims=int(keepdim)))
 
 
 def _inputs(shapes: Shapes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[dict[str, Tensor]]]:
@@ -243,7 +256,10 @@ def _translate(program: torch.export.ExportedProgram, shapes: Sequence[Mapping[s
             verbose=False,
             input_names=inputs,
             output_names=outputs,
-            custom_translation_table={torch.ops.aten.softplus.default: _softplus},
+            custom_translation_table={
+                torch.ops.aten.softplus.default: _softplus,
+                torch.ops.aten.linalg_vector_norm.default: _vector_norm,
+            },
         )
     translated = cast(torch.onnx.ONNXProgram, translated)  # None without `dynamo` alone
     translated.model.ir_version = IR_VERSION

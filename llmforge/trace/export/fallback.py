@@ -24,7 +24,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.ir.operators import standard
 from llmforge.trace.export import limits
 from llmforge.trace.export.reference import EAGER, Reference
-from llmforge.trace.hooks import attention, internals, masks, rotary
+from llmforge.trace.hooks import attention, indexers, internals, masks, rotary
 from llmforge.trace.hooks.symbolic import emit
 
 LOOK_AHEAD = 1e-3  # of a logit, in standard deviations, when what follows its token is left out: beyond rounding
@@ -86,6 +86,10 @@ class OwnAttention(attention.Attention):
         """Leave rotary embedding to the model."""
         return nullcontext(rotary.Tables(self.positions))
 
+    def choose(self, model: nn.Module, tables: rotary.Tables) -> None:
+        """Refuse a model that has indexers: its own code computes with the masks that they choose among."""
+        indexers.refuse(model)
+
     def numbers(
         self,
         *,
@@ -101,6 +105,7 @@ class OwnAttention(attention.Attention):
             UnsupportedError: it hides something only in texts that are too long to prove it.
         """
         self.refuse_padding(attention_mask)
+        mask_function = self.uniform.resolved(mask_function)
         masks.refuse_encoders(mask_function)
         hidden = masks.hides_from(mask_function, self.positions)
         if hidden is not None:

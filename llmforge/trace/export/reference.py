@@ -21,7 +21,7 @@ from transformers.masking_utils import eager_mask
 from llmforge.checkpoint import Checkpoint
 from llmforge.trace.export import depth, skeleton, stored_matrix, weights
 from llmforge.trace.export.pattern import Irregular
-from llmforge.trace.hooks import internals, masks
+from llmforge.trace.hooks import internals, masks, uniform
 
 NUMBERS = re.compile("layer|idx|index|block")  # in the name of an integer by which a module knows its own place
 TEXT = 4  # tokens of a run that shows which parameters a text reads
@@ -272,7 +272,7 @@ class Reference:
         def mask(*args: Any, mask_function: masks.MaskFunction, **kwargs: Any) -> Any:
             result = own(*args, mask_function=mask_function, **kwargs)
             if told:
-                made[id(result)] = mask_function
+                made[id(result)] = uniform.resolved(mask_function, uniform.held)  # what is of no token in particular
                 kept.append(result)
             return result
 

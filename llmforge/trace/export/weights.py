@@ -121,7 +121,10 @@ def plan(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
     plain = {name: shape for name, shape in shapes.items() if name not in sources}
     for name in plain:
         if not state[name].is_floating_point():
-            raise UnsupportedError(f"{name!r} of its state holds {state[name].dtype}, not weights")
+            raise UnsupportedError(
+                f"{name!r} of its state holds {state[name].dtype}, not weights",
+                hint="needed: initializers of integers in the frontend, and a proof of what reads them",
+            )
     ties = {names.get(a, a): names.get(b, b) for a, b in model.all_tied_weights_keys.items()}
     wanted = {names.get(name, name): shape for name, shape in plain.items()}
     found = checkpoint.require(wanted, ties)

@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir.operators import canonical
-from llmforge.trace.hooks import internals, masks, rotary
-from llmforge.trace.hooks.ones import Ones
+from llmforge.trace.hooks import indexers, internals, latents, masks, rotary
+from llmforge.trace.hooks.places import Places
 from llmforge.trace.hooks.symbolic import emit
+from llmforge.trace.hooks.uniform import Uniform
 
 # Keyword arguments of attention functions that change nothing in what a decoder computes at inference.
 INERT = frozenset(
@@ -33,8 +35,8 @@ INERT = frozenset(
 class CacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: ignore[no-untyped-call, override]
     """The cache of one layer: hands on what a step adds to it, and remembers which tensors they were.
 
-    Parts have the names that they have in the graph: key and value [B, kv_heads, C, D], conv [B, K-1, C], recurrent
-    [B, H, D, Dv] (`states`). A dry run learns which parts there are.
+    Parts have the names that they have in the graph: key and value [B, kv_heads, C, D], or a latent [B, 1, C, L+R] of
+    both; conv [B, K-1, C], recurrent [B, H, D, Dv] (`states`). A dry run learns which parts there are.
     """
 
     is_sliding = False
@@ -75,10 +77,12 @@ class CacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: igno
     def get_seq_length(self) -> int:
         """Return the capacity of the cache, which is not what the model asks for.
 
-        Rows of a batch have different pasts, so a model that computes with one length for all cannot be right. What
-        it computes from the capacity leaves a Shape of the cache in the graph, which the dialect does not have.
+        Rows of a batch have different pasts, so a model that computes with one length for all cannot be right. Where
+        it counts positions from it, it gets those of each row (`places`). What else it computes from the capacity
+        leaves a Shape of the cache in the graph, which the dialect does not have.
         """
-        return 1 if self.past is None or "key" not in self.past else self.past["key"].shape[2]
+        slots = [cache.shape[2] for part, cache in (self.past or {}).items() if part in ("key", "latent")]
+        return self._run.places.length(slots[0] if slots else 1)  # type: ignore[no-any-return]
 
     def get_max_length(self) -> int:
         """Return -1, transformers' sign for no limit."""
@@ -128,12 +132,15 @@ class Attention:
     LAYER: Callable[..., CacheLayer] = CacheLayer  # takes the graph inputs of a layer (None: a dry run), and this
     bounded = False  # code that indexes tables by its sizes is right up to the longest context, and torch says so
 
+    latent = True  # cache latents where a model has them, and not the keys and values that are made of them
+
     past_lengths: Tensor  # int32 [B], of the run under way
     lengths: Tensor  # int32 [B]
 
     def __init__(self, positions: int) -> None:
         self.positions = positions  # of the longest context
-        self.ones = Ones()
+        self.uniform, self.places = Uniform(), Places()
+        self.limit = indexers.Shortest()
         self.layers: Sequence[CacheLayer] = []
         self.unclaimed: Tensor | None = None  # the recurrent state that was computed last
 
@@ -144,6 +151,10 @@ class Attention:
     def tables(self, model: nn.Module) -> AbstractContextManager[rotary.Tables]:
         """Substitute the rotary embedding of `model` for a while, by what reads these tables."""
         return rotary.substituted(model, self.positions)
+
+    def choose(self, model: nn.Module, tables: rotary.Tables) -> None:
+        """Let the indexers of `model` choose every token, as far as they do."""
+        indexers.substitute(model, tables, self.limit)
 
     @property
     def dry(self) -> bool:
@@ -162,8 +173,9 @@ class Attention:
         """Describe the mask that transformers asks for, instead of building it."""
         self.refuse_padding(attention_mask)
         local = int(kwargs.get("local_size") or 0)  # window or chunk: look further than it reaches
-        mask = masks.classify(mask_function, max(self.positions, 2 * local + 2))
-        return masks.Mask(0) if mask.window >= self.positions else mask  # a window that no query reaches beyond
+        mask = masks.classify(self.uniform.resolved(mask_function), max(self.positions, 2 * local + 2))
+        # A window or chunk that no query reaches beyond is none.
+        return masks.Mask(0) if max(mask.window, mask.chunk) >= self.positions else mask
 
     def describe(self, **kwargs: Any) -> Any:
         """Answer transformers' call for a mask."""
@@ -171,7 +183,7 @@ class Attention:
 
     def refuse_padding(self, attention_mask: object) -> None:
         """Refuse a padding mask, unless it is the model's own and says that nothing is padded."""
-        if attention_mask is not None and not self.ones.holds(attention_mask):
+        if attention_mask is not None and not self.uniform.holds(attention_mask):
             raise UnsupportedError("the model makes a padding mask of its own")
 
     def attend(
@@ -197,7 +209,11 @@ class Attention:
             UnsupportedError: the layer's attention does something that the operator cannot say.
         """
         where = type(module).__name__
-        unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in INERT)
+        unknown = sorted(
+            name
+            for name, given in kwargs.items()
+            if given is not None and name not in INERT and not isinstance(given, indexers.AllTokens)
+        )
         if unknown:
             raise UnsupportedError(
                 f"{where} gives attention {', '.join(unknown)}, which llmforge::Attention lacks",
@@ -212,44 +228,71 @@ class Attention:
         index = self._layer_of(key, value)
         layer = self.layers[index]
         layer.read = (key, value)
+        matrix = None if attention_mask.chunk else self._expansion(module, layer, key, value)
+        if matrix is not None:
+            layer.shapes["latent"] = (1, sum(part.shape[3] for part in layer.new or ()))
         (batch, num_heads, sequence, key_dim), value_dim = query.shape, value.shape[3]
-        layer.shapes |= {"key": (key.shape[1], key_dim), "value": (key.shape[1], value_dim)}
+        if matrix is None:
+            layer.shapes |= {"key": (key.shape[1], key_dim), "value": (key.shape[1], value_dim)}
         if layer.past is None:
             return query.new_zeros(batch, sequence, num_heads, value_dim), None
-        past_key, past_value = layer.past["key"], layer.past["value"]
-        y, layer.present["key"], layer.present["value"] = emit(
-            canonical.Attention,
-            {
-                "q": _rows(query),
-                "k": _rows(key),
-                "v": _rows(value),
-                "past_key": past_key,
-                "past_value": past_value,
-                "past_lengths": self.past_lengths,
-                "sinks": s_aux,
-            },
-            {
-                "num_heads": num_heads,
-                "kv_num_heads": key.shape[1],
-                "scale": float(key_dim**-0.5 if scaling is None else scaling),
-                "softcap": float(softcap or 0.0),
-                "window": attention_mask.window,
-                "layer": layer.number,
-            },
-            [
-                (query.dtype, (batch, sequence, num_heads * value_dim)),
-                (key.dtype, past_key.shape),
-                (value.dtype, past_value.shape),
-            ],
-        )
+        attributes: dict[str, int | float] = {
+            "num_heads": num_heads,
+            "scale": float(key_dim**-0.5 if scaling is None else scaling),
+            "softcap": float(softcap or 0.0),
+            "window": attention_mask.window,
+            "layer": layer.number,
+        }
+        made = (query.dtype, (batch, sequence, num_heads * value_dim))
+        if matrix is not None:
+            assert layer.new is not None
+            past = layer.past["latent"]
+            y, layer.present["latent"] = emit(
+                canonical.LatentAttention,
+                {
+                    "q": _rows(query),
+                    "latent": _rows(torch.cat(layer.new, -1)),
+                    "up": matrix,
+                    "past": past,
+                    "past_lengths": self.past_lengths,
+                    "sinks": s_aux,
+                },
+                attributes,
+                [made, (key.dtype, past.shape)],
+            )
+        else:
+            past_key, past_value = layer.past["key"], layer.past["value"]
+            y, layer.present["key"], layer.present["value"] = emit(
+                canonical.Attention,
+                {
+                    "q": _rows(query),
+                    "k": _rows(key),
+                    "v": _rows(value),
+                    "past_key": past_key,
+                    "past_value": past_value,
+                    "past_lengths": self.past_lengths,
+                    "sinks": s_aux,
+                },
+                {
+                    **attributes,
+                    "kv_num_heads": key.shape[1],
+                    **({"chunk": attention_mask.chunk} if attention_mask.chunk else {}),
+                },
+                [made, (key.dtype, past_key.shape), (value.dtype, past_value.shape)],
+            )
         return y.view(batch, sequence, num_heads, value_dim), None
+
+    def _expansion(self, module: nn.Module, layer: CacheLayer, key: Tensor, value: Tensor) -> Tensor | None:
+        """Find the matrix that makes keys and values of the latent that `layer` caches; None: it caches them."""
+        if not self.latent or layer.new is None or (layer.new[0] is key and layer.new[1] is value):
+            return None
+        return latents.expansion(module, layer.new, key, value)
 
     def _layer_of(self, key: Tensor, value: Tensor) -> int:
         """Find the layer whose cache update returned these tensors, or what these were made of.
 
         Latent attention caches something smaller and expands it after the update, token by token (`tokenwise` sees to
-        it); the expanded keys and values are what the graph caches. They are of the one layer that was updated and
-        has not been read.
+        it). Keys and values are of the one layer that was updated and has not been read.
         """
         if any(layer.read is not None and layer.read[0] is key and layer.read[1] is value for layer in self.layers):
             return self._sharing()

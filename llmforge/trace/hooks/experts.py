@@ -89,9 +89,7 @@ class Experts:
         if len(bound.arguments) != len(ARGUMENTS):
             raise UnsupportedError(f"{where} takes {', '.join(bound.arguments)}: more than tokens and their experts")
         _, x, ids, mixing = bound.arguments.values()
-        inputs = {"x": x, "expert_ids": ids, "expert_weights": mixing.to(x.dtype), **vars(weights(module))}
-        (y,) = emit(canonical.MoE, inputs, asdict(self._activation(module)), [(x.dtype, x.shape)])
-        return y
+        return emit_experts(self._activation(module), weights(module), x, ids, mixing)
 
     def _activation(self, module: nn.Module) -> ExpertActivation:
         shapes = tuple((name, tuple(tensor.shape)) for name, tensor in module.named_parameters())
@@ -99,6 +97,15 @@ class Experts:
         if key not in self._activations:
             self._activations[key] = probe(module)
         return self._activations[key]
+
+
+def emit_experts(
+    activation: ExpertActivation, parameters: ExpertWeights, x: Tensor, ids: Tensor, mixing: Tensor
+) -> Tensor:
+    """Emit `llmforge::MoE` for tokens x [..., H], their experts `ids` and weights `mixing` [..., top_k] → [..., H]."""
+    inputs = {"x": x, "expert_ids": ids, "expert_weights": mixing.to(x.dtype), **vars(parameters)}
+    (y,) = emit(canonical.MoE, inputs, asdict(activation), [(x.dtype, x.shape)])
+    return y
 
 
 def probe(module: nn.Module) -> ExpertActivation:

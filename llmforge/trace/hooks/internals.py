@@ -23,6 +23,7 @@ from torch.onnx._internal.exporter import _fx_passes, _registration
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -271,6 +272,25 @@ def functions_replaced(model: nn.Module, replacement: Replacement) -> Iterator[N
     finally:
         for file, name, function, _ in originals:
             setattr(file, name, function)
+
+
+def own_cache(model: nn.Module, cache: Cache) -> Cache:
+    """Make `cache` one of the class of caches that a source file of `model` defines and wants, where there is one.
+
+    Private: models test for their class by `isinstance`. What is not of transformers' caches stays to be asked for.
+    """
+    files = {type(module).__module__ for module in model.modules()}
+    own = [
+        kind
+        for file in files
+        for kind in vars(sys.modules[file]).values()
+        if isinstance(kind, type) and issubclass(kind, Cache) and kind.__module__ == file
+    ]
+    if len(own) == 1:
+        made = own[0].__new__(own[0])
+        vars(made).update({**vars(own[0]()), **vars(cache)})
+        return made
+    return cache
 
 
 def cache_argument(model: nn.Module) -> str:

@@ -23,12 +23,25 @@ class Mask:
     """
 
     window: int
+    chunk: int = 0  # a query sees nothing before the last position that is a multiple of `chunk`; 0: there are none
+
+    def __getitem__(self, key: object) -> MaskRows:
+        """Return what code that takes rows of a mask passes on."""
+        return MaskRows(self)
+
+
+@dataclass(frozen=True)
+class MaskRows:
+    """Stands in for a part of a mask, which attention does not take; computing with it fails."""
+
+    mask: Mask
 
 
 def classify(function: MaskFunction, positions: int) -> Mask:
     """Find the `Mask` that `function` computes for queries and keys in [0, positions).
 
-    The last query tells the window; a spread of others must agree with it.
+    The last query tells the window, or the first from which a key is hidden the length of chunks; a spread of others
+    must agree with it.
 
     Raises:
         NotADecoder: `function` shows the first query what comes after it.
@@ -37,18 +50,32 @@ def classify(function: MaskFunction, positions: int) -> Mask:
     refuse_encoders(function, positions)
     with internals.real_tensors():
         last = positions - 1
-        seen = _row(function, last, positions)
-        window = int(seen.sum())
-        queries = {0, 1, 2, last // 2, last} | {q for q in (window - 1, window, window + 1) if 0 <= q < positions}
-        for query in sorted(queries):
-            expected = torch.zeros(positions, dtype=torch.bool)
-            expected[max(0, query + 1 - window) : query + 1] = True
-            if not torch.equal(_row(function, query, positions), expected):
-                raise UnsupportedError(
-                    f"an attention mask is neither causal nor a causal window: see query {query}",
-                    hint="needed: an attribute of llmforge::Attention for this mask (docs/new-architecture.md)",
-                )
-        return Mask(window=0 if window == positions else window)
+        window = int(_row(function, last, positions).sum())
+        first = hides_from(function, positions) or positions
+        candidates = [Mask(0 if window == positions else window)]
+        if first < positions:
+            candidates.append(Mask(0, chunk=first))
+        apart = [_differs(function, positions, candidate) for candidate in candidates]
+        for candidate, query in zip(candidates, apart, strict=True):
+            if query is None:
+                return candidate
+        raise UnsupportedError(
+            f"an attention mask is neither causal nor a causal window: see query {apart[0]}",
+            hint="needed: an attribute of llmforge::Attention for this mask (docs/new-architecture.md)",
+        )
+
+
+def _differs(function: MaskFunction, positions: int, mask: Mask) -> int | None:
+    """Find a query to which `function` shows other keys than `mask` does; None: none of those that are asked."""
+    last, window, chunk = positions - 1, mask.window or positions, mask.chunk or positions
+    queries = {0, 1, 2, last // 2, last} | {window - 1, window, window + 1}
+    queries |= {count * chunk + by for count in (1, 2, 3, last // chunk) for by in (-1, 0, 1)}
+    keys = torch.arange(positions)
+    for query in sorted(query for query in queries if 0 <= query < positions):
+        expected = (keys <= query) & (keys > query - window) & (keys >= query - query % chunk)
+        if not torch.equal(_row(function, query, positions), expected):
+            return query
+    return None
 
 
 def refuse_encoders(function: MaskFunction, positions: int = 2) -> None:
