@@ -51,7 +51,8 @@ def table(records: Mapping[str, Mapping[str, Any]]) -> str:
         "",
         "Δ is the largest difference of a logit, for logits with a standard deviation of 0.6. With `--larger`, types "
         f"that are right run in two larger shapes, too: {larger[WIDE]} are right with heads twice as wide, four of "
-        f"queries to one of keys, and twice the experts (wide), {larger[DEEP]} with twice the layers, three times the heads and "
+        f"queries to one of keys, and twice the experts (wide), {larger[DEEP]} with twice the "
+        f"layers, three times the heads and "
         "experts (deep). An empty cell has not been run.",
         "",
         "| type | outcome | Δ | wide | deep | nodes | reason |",
