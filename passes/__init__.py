@@ -16,6 +16,7 @@ from llmforge.passes.quantize_channels import QuantizeChannels
 from llmforge.passes.quantize_fp4 import QuantizeFp4
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.passes.quantize_weights import QuantizeWeights
+from llmforge.passes.sparsify import Sparsify
 
 # In the order in which a recipe would name them.
 ALL: tuple[type[Pass], ...] = (
@@ -24,6 +25,7 @@ ALL: tuple[type[Pass], ...] = (
     PackGateUp,
     FlashAttention,
     AddAdapters,
+    Sparsify,
     QuantizeWeights,
     QuantizeChannels,
     QuantizeFp4,

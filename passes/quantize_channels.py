@@ -30,8 +30,8 @@ as it is: its factors would stand in the cache.
 Fires for every MatMul whose second input is an fp32 initializer [K, N] that nothing else reads, and with `head` also
 for the head, which is the MatMul that works on the selected rows. Routers stay, unless `routers` says otherwise.
 
-On CPUs products of int8 by int8 become MatMulIntegerToFloat; ONNX Runtime makes MatMulNBits of int8 weights alone. No
-CPU multiplies fp8.
+On CPUs products of int8 by int8 become MatMulIntegerToFloat; ONNX Runtime makes MatMulNBits of int8 weights alone. fp8
+is multiplied as fp32 there.
 
 Numerics: lossy, within the budget of the recipe. Refused where the target does not compute in the dtype, and, for
 activations, where it does not multiply faster in it than in 16 bits.
@@ -114,8 +114,6 @@ class QuantizeChannels(Pass):
             DataError: what a layer reads has no range on the calibration text.
         """
         context.require_dtype(self.name, self.dtype, ", or use quantize-weights")
-        if self.dtype == "fp8":
-            context.refuse_cpu(f"{self.name}: no CPU multiplies fp8", "set `dtype: int8`, or use quantize-weights")
         if self.activations != "none":
             context.require_faster(self.name, self.dtype, "set `activations: none`")
         left_alone = {} if self.routers else routing.routers(model)

@@ -24,6 +24,7 @@ FOLDER = Path(__file__).resolve().parent
 LOCAL = "local"
 _WRITTEN = "write one with `llmforge doctor --measure --write FILE.yaml`"
 
+SPARSE_SINCE_SM = 80  # NVIDIA A100 Tensor Core GPU Architecture, 2020: "2:4 sparsity", twice the dense rate
 WORTH = 0.05  # of time, for what costs quality; less is within what a plan can tell
 Rate = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "int8", "int4", "fp4"]
 Library = Literal["onnxruntime", "llmforge"]  # whose kernels compute quantized layers on a CPU
@@ -190,6 +191,18 @@ class Target(BaseModel):
             for each in (dtype, best)
         ]
         return Speedup(times, f"products in {dtype} take {1 / times:.2f} of the time of {best}: {'; '.join(figures)}")
+
+    def sparse_speedup(self) -> Speedup:
+        """Say how much faster matrices of 2:4 sparsity are multiplied than dense ones, at best, and why."""
+        if self.kind == "cpu":
+            return Speedup(1.0, "2:4 takes 1.00 of the time of dense products: no CPU kernel skips zeros")
+        rate = self.rates.get("fp16") or next(iter(self.rates.values()))
+        if int(self.sm or 0) < SPARSE_SINCE_SM:
+            words = f"2:4 takes 1.00 of the time of dense products: SM{self.sm} has {rate.value:g} TFLOP/s for both"
+            return Speedup(1.0, f"{words}; sparse tensor cores begin with SM{SPARSE_SINCE_SM}")
+        if not {"tensorrt", "tensorrt-rtx"} & set(self.engines):
+            return Speedup(1.0, f"2:4 takes 1.00 of the time of dense products: {', '.join(self.engines)} knows none")
+        return Speedup(2.0, f"2:4 takes 0.50 of the time of dense products at best: {2 * rate.value:g} TFLOP/s")
 
     def require_engine(self, backend: BackendName) -> Provider:
         """Return what runs engines of `backend` on this device.

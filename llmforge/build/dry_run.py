@@ -24,6 +24,7 @@ from llmforge.lowering import pass_base
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
 from llmforge.parallel import shard_plan
 from llmforge.quantization.grids import Grid, QuantizedMatrix
+from llmforge.quantization.sparsity import SparseMatrix
 from llmforge.quantization.statistics import InputRange, KvRange, Statistics
 from llmforge.quantization.stored import StoredCodes
 from llmforge.recipe import EngineSpec
@@ -101,7 +102,8 @@ def _stand_in(model: ir.Model, calibrated: Mapping[str, Grid]) -> Statistics:
         name: QuantizedMatrix(grid, np.empty((0, 0), np.uint8), np.empty((0, 0), np.float32), None)
         for name, grid in calibrated.items()
     }
-    return Statistics(0, 0, unread, _kv_ranges(model), read)
+    pruned = SparseMatrix(np.empty((0, 0), np.float32), np.empty((0, 0), np.uint8))
+    return Statistics(0, 0, unread, _kv_ranges(model), read, dict.fromkeys(read, pruned))
 
 
 def _kv_ranges(model: ir.Model) -> dict[int, KvRange]:

@@ -25,14 +25,23 @@ from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.losses import Losses
 from llmforge.calibration.quantize import quantize_layer
 from llmforge.calibration.skeleton import Skeleton
-from llmforge.calibration.store import LayerResult, Store, StoredMatrices
+from llmforge.calibration.sparsify import sparsify_layer
+from llmforge.calibration.store import LayerResult, Store, StoredMatrices, StoredSparse
 from llmforge.calibration.tables import quantize_tables
 from llmforge.calibration.threads import fixed
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix, dequantize
-from llmforge.quantization.statistics import Demand, InputRangeDemand, KvRange, KvRangeDemand, Statistics, WeightDemand
+from llmforge.quantization.statistics import (
+    Demand,
+    InputRangeDemand,
+    KvRange,
+    KvRangeDemand,
+    SparsityDemand,
+    Statistics,
+    WeightDemand,
+)
 
 _NOTHING = LayerResult({}, None)  # of embedding and head, where they are left alone
 _TOOLS = ("numpy", "torch", "transformers")  # whose versions move the last bits of what they compute
@@ -96,6 +105,7 @@ def calibrate(
         kv={index: result.kv for index, result in enumerate(done[1:]) if result.kv is not None},
         notes=(*notes, *(note for result in done for note in result.notes)),
         inputs={name: peak for result in done for name, peak in result.inputs.items()},
+        sparse=StoredSparse({name: matrix for result in done for name, matrix in result.sparse.items()}),
     )
 
 
@@ -166,7 +176,7 @@ def _walk(
     kept in a folder that is given, and found there by the next walk over the same windows; what formats lose is put to
     `losses`. Returns results of the embedding and head, and of each layer.
     """
-    weights, wanted = _weight_demand(demands), _range_demand(demands)
+    weights, wanted, sparsity = _weight_demand(demands), _range_demand(demands), _sparsity_demand(demands)
     skeleton = Skeleton.build(checkpoint)
     # Hidden states of every window in front of a layer, as the checkpoint makes them and as quantized layers do.
     calls, original = skeleton.enter([window.ids for window in windows])
@@ -201,7 +211,10 @@ def _walk(
             layer = skeleton.load(index, calls[index])
             ranges = KvRangeDemand() in demands and (measured is None or index in measured)
             inputs = {} if kept or wanted is None else activations.measure(layer, original, wanted)
-            result = _calibrate_layer(layer, original, current, weights, taken, threads, ranges, kept, losses)
+            if sparsity is not None:
+                result = _prune_layer(layer, current, sparsity, ranges, kept)
+            else:
+                result = _calibrate_layer(layer, original, current, weights, taken, threads, ranges, kept, losses)
             done.append(result if kept else store.save(own, index, replace(result, inputs=inputs)))
             del layer  # before the next one is read
             if keeps and index + 1 < len(found):
@@ -268,6 +281,18 @@ def _weight_demand(demands: Sequence[Demand]) -> WeightDemand | None:
             hint="keep one of them",
         )
     return weights[0] if weights else None
+
+
+def _sparsity_demand(demands: Sequence[Demand]) -> SparsityDemand | None:
+    """Return the one demand for pruned linears; None where there is none."""
+    found = list(dict.fromkeys(demand for demand in demands if isinstance(demand, SparsityDemand)))
+    if len(found) > 1 or (found and _weight_demand(demands) is not None):
+        raise UnsupportedError(
+            "two passes choose the weights of the same linear layers by calibration: "
+            + "; ".join(str(demand) for demand in demands if isinstance(demand, SparsityDemand | WeightDemand)),
+            hint="keep one of them; behind sparsify, quantize-channels rounds weights and keeps their zeros",
+        )
+    return found[0] if found else None
 
 
 def _range_demand(demands: Sequence[Demand]) -> InputRangeDemand | None:
@@ -348,6 +373,31 @@ def _calibrate_layer(
         return found
     kv = _ranges(layer, len(current)) if wants_ranges else None
     return LayerResult(linears, kv, notes=tuple(notes))
+
+
+def _prune_layer(
+    layer: DecoderLayer,
+    states: list[torch.Tensor],
+    demand: SparsityDemand,
+    wants_ranges: bool,
+    found: LayerResult | None,
+) -> LayerResult:
+    """Prune one layer, or take what was `found`, and carry the hidden states through it."""
+    notes: list[str] = []
+    if found is not None:
+        for name, matrix in StoredSparse(found.sparse).items():
+            layer.set_weight(name, matrix.dense())
+        for index, state in enumerate(states):
+            states[index] = layer.run(index, state)
+        return found
+    layer = layer.recording() if wants_ranges else layer
+    pruned = sparsify_layer(layer, states, demand, notes)
+    if not all(bool(torch.isfinite(state).all()) for state in states):
+        raise DataError(
+            f"{layer.name}: hidden states are NaN or infinite on the calibration text",
+            hint="the checkpoint cannot be run in fp32 on this text; check its configuration",
+        )
+    return LayerResult({}, _ranges(layer, len(states)) if wants_ranges else None, notes=tuple(notes), sparse=pruned)
 
 
 def _ranges(layer: DecoderLayer, windows: int) -> KvRange:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from llmforge.cache import Cache, Key
 from llmforge.quantization.grids import Float32, Grid, Packed, QuantizedMatrix, pack, unpack
+from llmforge.quantization.sparsity import SparseMatrix
 from llmforge.quantization.statistics import InputRange, KvRange, Smoothed
 
 _FILE = "layer.npz"
@@ -65,6 +66,27 @@ class StoredMatrices(Mapping[str, QuantizedMatrix]):
         return len(self._places)
 
 
+class StoredSparse(Mapping[str, SparseMatrix]):
+    """Pruned linears by parameter name, each in memory or in the file of its layer, from which each access reads it."""
+
+    def __init__(self, places: Mapping[str, SparseMatrix | Path]) -> None:
+        self._places = places
+
+    def __getitem__(self, name: str) -> SparseMatrix:
+        place = self._places[name]
+        if isinstance(place, SparseMatrix):
+            return place
+        with np.load(place, allow_pickle=False) as arrays:
+            lost = json.loads(arrays["sparse"].tobytes())[name]
+            return SparseMatrix(arrays[f"{name}/kept"], arrays[f"{name}/places"], lost)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
 @dataclass(frozen=True)
 class LayerResult:
     """What one layer yielded: its linears by parameter name, the ranges of its keys and values, and of inputs.
@@ -76,6 +98,7 @@ class LayerResult:
     kv: KvRange | None
     inputs: Mapping[str, InputRange] = field(default_factory=dict)  # by parameter name
     notes: tuple[str, ...] = ()  # for the report
+    sparse: Mapping[str, SparseMatrix | Path] = field(default_factory=dict)  # see `StoredSparse`
 
 
 @dataclass(frozen=True)
@@ -98,7 +121,9 @@ class Store:
             kv = KvRange(arrays["kv/key"], arrays["kv/value"]) if "kv/key" in arrays else None
             names, notes, inputs = (json.loads(arrays[part].tobytes()) for part in ("grids", "notes", "inputs"))
             ranges = {name: _read_range(arrays, name, described) for name, described in inputs.items()}
-        return LayerResult(dict.fromkeys(names, entry.path / _FILE), kv, ranges, tuple(notes))
+            pruned = json.loads(arrays["sparse"].tobytes())
+        file = entry.path / _FILE
+        return LayerResult(dict.fromkeys(names, file), kv, ranges, tuple(notes), dict.fromkeys(pruned, file))
 
     def save(self, key: str, index: int, result: LayerResult) -> LayerResult:
         """Keep the result of layer `index`, and return one that reads from there."""
@@ -112,6 +137,10 @@ class Store:
             arrays["kv/key"], arrays["kv/value"] = result.kv.key, result.kv.value
         inputs = {name: _write_range(arrays, name, each) for name, each in result.inputs.items()}
         arrays["inputs"] = np.frombuffer(json.dumps(inputs).encode(), np.uint8)
+        for name, pruned in StoredSparse(result.sparse).items():
+            arrays[f"{name}/kept"], arrays[f"{name}/places"] = pruned.values, pruned.places
+        costs = {name: pruned.lost for name, pruned in StoredSparse(result.sparse).items()}
+        arrays["sparse"] = np.frombuffer(json.dumps(costs).encode(), np.uint8)
         arrays["notes"] = np.frombuffer(json.dumps(result.notes).encode(), np.uint8)
         arrays["grids"] = np.frombuffer(json.dumps(grids).encode(), np.uint8)
 
@@ -119,7 +148,10 @@ class Store:
             np.savez(folder / _FILE, allow_pickle=False, **arrays)
 
         entry = None if self.cache is None else self.cache.put(_key(key, index), write)
-        return result if entry is None else replace(result, linears=dict.fromkeys(result.linears, entry.path / _FILE))
+        if entry is None:
+            return result
+        file = entry.path / _FILE
+        return replace(result, linears=dict.fromkeys(result.linears, file), sparse=dict.fromkeys(result.sparse, file))
 
     def gradients(self, key: str, write: Callable[[Path], None], stack: ExitStack) -> Path:
         """Return the folder of gradients that `write` has filled, in an earlier calibration or now.

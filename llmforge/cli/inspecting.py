@@ -25,7 +25,7 @@ def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
     \b
     Examples:
       llmforge inspect my-model:prod --verify
-      llmforge inspect Meta-Llama-3-8B-GPTQ/
+      llmforge inspect Meta-Llama-3-8B-AWQ/
       llmforge inspect qwen3-8b-q4_0.gguf --json
     """
     from llmforge.artifact import Artifact

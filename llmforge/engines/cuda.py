@@ -24,7 +24,7 @@ from llmforge.engines import (
     signatures,
 )
 from llmforge.engines import onnxruntime as standard
-from llmforge.ir import operators
+from llmforge.ir import graph, operators
 from llmforge.ir.operators import contrib
 from llmforge.ir.operators.standard import Shape
 from llmforge.lowering.pass_base import Changes, Skipped
@@ -71,6 +71,11 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     """
     sm = int(target.require_gpu().sm)
     target.require_engine(spec.backend)
+    if graph.SPARSITY in model.metadata_props:
+        raise UnsupportedError(
+            "sparsify: ONNX Runtime has no kernels for 2:4 weights: the engine would be as slow as without",
+            hint="choose `engine: {backend: tensorrt-rtx}` or `tensorrt`, or leave sparsify out of the recipe",
+        )
     changes = Changes()
     lowered, changes.rewritten = standard.expand(model)
     changes.rewritten += cuda_operators.split_biases(lowered)

@@ -17,6 +17,8 @@ from llmforge.ir.derived import Derived
 
 SOURCES = "llmforge.sources"  # metadata_props key of an initializer: JSON list of parameter names (docs/dialect.md)
 
+SPARSITY = "llmforge.sparsity"  # metadata_props key of a model whose weights are pruned: "2:4"
+
 _Put = Callable[..., None]
 Attribute = int | float | str | Sequence[int] | Sequence[float]
 

@@ -234,6 +234,7 @@ class Rewriting:
             norm = _norm(rows.data)
             if norm is not None and len(rows.data.uses()) == 1:  # rows are selected from what the norm reads
                 rows.data = norm.x
+                rows.output.name = f"{rows.output.name}.before_norm"  # other numbers than under the old name
                 return value, norm
         norm = _norm(value)
         if norm is not None and self._only_layers_read(value):

@@ -136,6 +136,20 @@ class Context:
                 hint=f"set `dtype` to one of these{otherwise}",
             )
 
+    def require_sparse(self, step: str) -> None:
+        """Return if the target multiplies matrices of 2:4 sparsity faster than dense ones, with an engine that does.
+
+        Raises:
+            UnsupportedError: it does not, with the figure.
+        """
+        known = self._target.sparse_speedup()
+        if known.times > 1 + WORTH:
+            return
+        raise UnsupportedError(
+            f"{step}: does not pay on target {self._target.name} ({self._target.title}): {known}",
+            hint="leave it out: quantize-weights or quantize-channels take fewer bytes",
+        )
+
     def require_faster(self, step: str, dtype: Rate, otherwise: str) -> None:
         """Return unless the target is known not to multiply faster in `dtype` than without; `otherwise` is the hint.
 

@@ -17,7 +17,7 @@ _KEEP = f"`quantize-weights: {{method: {methods.STORED}}}`"
 
 
 def described(settings: Mapping[str, Any], folder: Path) -> str | None:
-    """Say how the weights of a checkpoint are stored: "GPTQ, int4 in groups of 128"; None: not as codes.
+    """Say how the weights of a checkpoint are stored: "AWQ, int4 in groups of 128"; None: not as codes.
 
     Raises:
         UnsupportedError: in a way that is not taken.

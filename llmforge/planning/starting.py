@@ -120,7 +120,8 @@ def write(
     is_stored = source.described(settings, folder) is not None
     weights, why = _stored(before, source.grid_of(settings, folder)) if is_stored else _choose(before, goal)
     wanted = Wanted() if weights is None else weights.wanted
-    cached = target.kind == "cpu" and goal != "quality"
+    latent = any(each.latent is not None for _, each in shape.attentions())  # which quantize-kv-cache does not take
+    cached = target.kind == "cpu" and goal != "quality" and not latent
     planned = _plan(shape, target, chosen, replace(wanted, kv="int8") if cached else wanted, goal)
     if not planned.plan.asked.memory.fits:
         held = planned.plan.asked.memory

@@ -13,6 +13,7 @@ from llmforge.quantization.methods.base import Method
 
 if TYPE_CHECKING:
     from llmforge.quantization.grids import Grid, QuantizedMatrix
+    from llmforge.quantization.sparsity import SparseMatrix
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,15 @@ class InputRangeDemand:
     smoothing: Smoothing | None = None  # None: no factors
 
 
-Demand = WeightDemand | KvRangeDemand | InputRangeDemand
+@dataclass(frozen=True)
+class SparsityDemand:
+    """Prune every decoder linear to 2:4 (`quantization.sparsity`), but parameters that match a glob of `exclude`."""
+
+    damping: float
+    exclude: tuple[str, ...] = ()
+
+
+Demand = WeightDemand | KvRangeDemand | InputRangeDemand | SparsityDemand
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,7 @@ class Statistics:
     linears: Mapping[str, QuantizedMatrix]
     kv: Mapping[int, KvRange]  # by layer
     inputs: Mapping[str, InputRange] = field(default_factory=dict)  # of what a linear reads, by parameter name
+    sparse: Mapping[str, SparseMatrix] = field(default_factory=dict)  # pruned linears by parameter name; may be lazy
     notes: tuple[str, ...] = ()  # what a reader of the report should know
     grids: Mapping[str, Grid] = field(default_factory=dict)  # of `linears`, where they are known without reading them
 

@@ -29,7 +29,11 @@ from .. import graphs, zoo
 TARGET = targets.load("cpu-avx2")
 ENGINE = EngineSpec(max_context=64, threads=1)
 FOLDER = Path(__file__).parents[2] / "recipes"
-ALL = ("evidence", "fp32", "genai", "int4-rtn", "int8", "optimum", "portable", "quickstart")
+ALL = (
+    "evidence", "fp32", "genai", "int4-rtn", "int8", "long-context", "moe", "offline-throughput", "optimum", "portable",
+    "quickstart", "retrieval",
+)  # fmt: skip
+SLOTS = ("evidence", "genai", "long-context", "moe", "offline-throughput", "portable", "quickstart", "retrieval")
 
 # type → recipe → why it is refused; recipes that are not named are not
 LATENT = "it caches latents, and GroupQueryAttention reads keys and values"
@@ -38,7 +42,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "llama-wide-heads-llama3-rope": {"optimum": "its caches would not fit"},
     "gpt-neox": {},
     "deepseek-v2": {
-        **dict.fromkeys(("evidence", "genai", "portable", "quickstart"), LATENT),
+        **dict.fromkeys(SLOTS, LATENT),
         "optimum": "caches latents; ORTModelForCausalLM feeds caches of keys and values",
     },
     "qwen3-5": dict.fromkeys(("genai", "optimum", "portable"), "keeps a state of fixed size"),

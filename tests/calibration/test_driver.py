@@ -22,6 +22,7 @@ from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint, text
 from llmforge.checkpoint.documents import read_documents
 from llmforge.checkpoint.text import Window
+from llmforge.quantization import sparsity
 from llmforge.quantization.grids import Float32, Grid, dequantize
 from llmforge.quantization.grids import round_to_nearest as rtn
 from llmforge.quantization.methods import gptq
@@ -31,6 +32,7 @@ from llmforge.quantization.statistics import (
     InputRangeDemand,
     KvRangeDemand,
     Smoothing,
+    SparsityDemand,
     Statistics,
     WeightDemand,
 )
@@ -479,3 +481,40 @@ def test_gptq_halves_what_rounding_to_nearest_costs(sample_checkpoint: Path, dat
             [mean_kld(original(ids).logits, want) for ids, want in zip(evaluated, reference, strict=True)]
         )
     assert 0.002 < costs["gptq"] < 0.45 * costs["rtn"]
+
+
+def test_layers_are_pruned_one_behind_the_other(checkpoint: Checkpoint, windows: list[Window], tmp_path: Path) -> None:
+    """By the moments of what each linear reads where those before it are pruned; found again in the cache."""
+    demand = SparsityDemand(0.01, exclude=("*.o_proj.*",))
+    made = calibrate(checkpoint, windows, [demand], store=Store(Cache(tmp_path / "kept")))
+    layers = int(checkpoint.geometry.layers)
+    assert len(made.sparse) == (len(LINEARS) - 1) * layers
+    assert all(sparsity.is_sparse(matrix.dense().T) for matrix in made.sparse.values())
+    assert not made.notes
+    again = calibrate(checkpoint, windows, [demand], store=Store(Cache(tmp_path / "kept")))
+    assert list(again.sparse) == list(made.sparse)
+    for name, matrix in made.sparse.items():
+        np.testing.assert_array_equal(matrix.dense(), again.sparse[name].dense())
+        assert matrix.lost == again.sparse[name].lost
+
+    whole, read = model(checkpoint.path), list[Float32]()
+    down = "model.layers.1.mlp.down_proj"
+    for name, matrix in made.sparse.items():
+        if name != f"{down}.weight":
+            whole.get_submodule(name.removesuffix(".weight")).weight.data = torch.from_numpy(matrix.dense())
+    whole.get_submodule(down).register_forward_pre_hook(lambda _, given: read.append(given[0][0].numpy()))
+    with torch.inference_mode():
+        for window in windows:
+            whole(torch.from_numpy(window.ids)[None])
+    x = np.concatenate(read)
+    weight = whole.get_submodule(down).weight.detach().numpy()
+    expected, _ = sparsity.sparsegpt(weight, x.T @ x, 0.01)
+    same = (expected.places == made.sparse[f"{down}.weight"].places).mean()
+    assert same > 0.99
+    own = made.sparse[f"{down}.weight"].lost
+    assert own == pytest.approx(sparsity.output_error(weight, expected.dense(), x.T @ x), rel=0.02)
+
+
+def test_pruned_and_quantized_weights_contradict_each_other(checkpoint: Checkpoint, windows: list[Window]) -> None:
+    with pytest.raises(UnsupportedError, match="two passes choose the weights"):
+        calibrate(checkpoint, windows, [SparsityDemand(0.01), WeightDemand(Gptq(), GRID)])

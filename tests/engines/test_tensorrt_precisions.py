@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 
 from llmforge import targets
-from llmforge.engines.tensorrt import lower, precisions, profiles
+from llmforge.base.errors import VerificationError
+from llmforge.base.progress import Silent
+from llmforge.engines import onnx_file
+from llmforge.engines.tensorrt import builder, layers, library, lower, precisions, profiles
 from llmforge.engines.tensorrt.precisions import Products
 from llmforge.ir import graph
 from llmforge.lowering import pass_base
 from llmforge.lowering.pass_base import Budget, Context, Pass
-from llmforge.passes import LowerPrecision, PackGateUp, PackQkv, QuantizeChannels, QuantizeFp4
+from llmforge.passes import LowerPrecision, PackGateUp, PackQkv, QuantizeChannels, QuantizeFp4, Sparsify
+from llmforge.quantization import sparsity
 from llmforge.quantization.statistics import InputRange, Statistics
 from llmforge.recipe import EngineSpec
 
@@ -84,6 +88,51 @@ def test_nvfp4_is_multiplied_as_nvfp4(target: str, tmp_path: Path) -> None:
     found, wanted = products(target, tmp_path / "engine", PackQkv(), PackGateUp(), QuantizeFp4(budget=LOOSE))
     assert found == Products({"FLOAT4E2M1": 4}, ())
     assert len(wanted) == 4
+
+
+@pytest.mark.parametrize(
+    ("target", "rounded"), [("rtx-4090", "int8"), pytest.param("a10g", None, marks=pytest.mark.slow)]
+)
+def test_plans_of_2_to_4_weights_are_built_with_them(target: str, rounded: str | None, tmp_path: Path) -> None:
+    """Codes keep the zeros; which kernels multiply them, TensorRT-RTX does not say."""
+    device = targets.load(target)
+    model = graphs.llama(sizes(4))
+    PackQkv().run(model, Context(device))
+    linears = {name: value for value in model.graph.initializers.values() for name in graph.sources(value)}
+    pruned = {}
+    for name, value in linears.items():
+        if ".layers." in name and len(graph.static(value)) == 2:
+            whole = graph.tensor(value).numpy().T
+            parts = np.split(whole, [256, 384]) if "qkv" in str(value.name) else [whole]
+            pruned |= dict(zip(graph.sources(value), map(sparsity.magnitude, parts), strict=True))
+    inputs = {name: InputRange(np.full((), 4, np.float32)) for name in pruned}
+    context = Context(device, Statistics(samples=1, tokens=1, linears={}, kv={}, inputs=inputs, sparse=pruned))
+    steps: list[Pass] = [Sparsify(budget=LOOSE)]
+    steps += [] if rounded is None else [channels(dtype=rounded, activations="static", head=False)]
+    for step in (*steps, HALF):
+        assert pass_base.run(step, model, context)
+    lowered = lower.lower(model, device, SPEC)[0]
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    onnx_file.write(lowered, folder, Silent())
+    made = builder.build(
+        library.of_backend("tensorrt-rtx"),
+        folder / "model.onnx",
+        lowered,
+        folder / "plan",
+        sm=str(device.sm),
+        profiles=profiles.of(lowered, SPEC),
+    )
+    assert builder.added_flags(lowered) == ("SPARSE_WEIGHTS",)
+    assert made.layers["MATRIX_MULTIPLY of 2:4 weights"] == 5  # qkv, o, gate, up, down
+    assert made.layers.get("MATRIX_MULTIPLY of INT8 by INT8") == (5 if rounded else None)
+    assert "does not say whether it multiplies them on sparse tensor cores" in made.warnings[-1]
+
+
+def test_zeros_that_were_filled_are_seen() -> None:
+    model = lower.rewrite(graphs.llama(sizes(4)), 8)[0]
+    with pytest.raises(VerificationError, match="none of its products does"):
+        layers.sparse(model)
 
 
 def test_a_product_that_is_widened_is_told(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.quantization.grids import Scale
-from llmforge.verification import probe
+from llmforge.verification import lossy_places, probe
 
 from .. import graphs
 
@@ -167,3 +167,11 @@ def test_other_targets_and_installations_without_the_library_are_refused(monkeyp
     monkeypatch.setattr(native, "library", lambda: None)
     with pytest.raises(EnvironmentLacks, match="not compiled in this installation"):
         STEP.run(built(), graphs.CPU)
+
+
+def test_rows_that_are_selected_in_front_of_the_norm_have_a_name_of_their_own() -> None:
+    """Behind experts no layer takes the sum over, so that a proof begins at values that both graphs name."""
+    model = built(replace(SPEC, experts=4))
+    before = model.clone()
+    check(model)
+    assert lossy_places.hold(before, model, graphs.PROMISES, tolerance=1e-4, threads=1) is None

@@ -24,7 +24,7 @@ from .. import graphs
 def test_names_are_verb_noun_in_kebab_case_and_unique() -> None:
     names = [change.name for change in passes.ALL]
     assert len(set(names)) == len(names)
-    assert all(re.fullmatch(r"[a-z]+(-[a-z]+)+", name) for name in names)
+    assert all(re.fullmatch(r"[a-z]+(-[a-z]+[0-9]*)+", name) for name in names)
 
 
 @pytest.mark.parametrize("change", passes.ALL, ids=lambda change: change.name)

@@ -44,5 +44,8 @@ def test_a_method_is_known_in_its_file_and_in_the_tuple_alone() -> None:
     for method in methods.METHODS:
         word = re.compile(rf"\b{re.escape(method.name)}\b", re.IGNORECASE)
         sources = [path for folder in ("llmforge", "passes", "targets") for path in (ROOT / folder).rglob("*.py")]
-        knowing = {path.resolve() for path in sources if word.search(path.read_text())}
+        # layouts of checkpoints are called like methods, and `llmforge init` writes recipes
+        other = (ROOT / "llmforge" / "checkpoint", ROOT / "llmforge" / "planning" / "starting.py")
+        mine = [path for path in sources if not any(path.is_relative_to(place) for place in other)]
+        knowing = {path.resolve() for path in mine if word.search(path.read_text())}
         assert knowing == {own / f"{method.name.replace('-', '_')}.py", own / "__init__.py"}

@@ -29,7 +29,8 @@ def test_every_weight_becomes_the_nearest_point_of_its_block(
     codes, steps, scale = nvfp4.codes([weight]), nvfp4.block_scales([weight]), nvfp4.scale([weight])
     assert codes.shape == weight.shape
     assert steps.shape == (blocks, n)
-    assert np.abs(steps.astype(np.float32)).max() == 448  # the largest number uses all of the range
+    if weight.any():
+        assert np.abs(steps.astype(np.float32)).max() == 448  # the largest number uses all of the range
     for k, column in np.ndindex(*weight.shape):
         step = float(steps[k // 16, column]) * float(scale)
         own = np.abs(weight[k, column] - POINTS * step).min()

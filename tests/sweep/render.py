@@ -49,10 +49,11 @@ def table(records: Mapping[str, Mapping[str, Any]]) -> str:
         "|---|---|---|",
         *(f"| {name} | {counts[name]} | {meaning} |" for name, meaning in MEANING.items() if counts[name]),
         "",
-        "Δ is the largest difference of a logit, for logits with a standard deviation of 0.6. Types that are right run "
-        f"in two larger shapes, too: {larger[WIDE]} are right with heads twice as wide, four of queries to one of "
-        f"keys, and twice the experts (wide), {larger[DEEP]} with twice the layers, three times the heads and "
-        "experts (deep).",
+        "Δ is the largest difference of a logit, for logits with a standard deviation of 0.6. With `--larger`, types "
+        f"that are right run in two larger shapes, too: {larger[WIDE]} are right with heads twice as wide, four of "
+        f"queries to one of keys, and twice the experts (wide), {larger[DEEP]} with twice the "
+        f"layers, three times the heads and "
+        "experts (deep). An empty cell has not been run.",
         "",
         "| type | outcome | Δ | wide | deep | nodes | reason |",
         "|---|---|---|---|---|---|---|",

@@ -250,7 +250,7 @@ def test_results_are_kept_and_not_run_again(
     assert sorted(ran) == ["bloom", "mpt"]
     assert set(json.loads(out.read_text())) == {"bloom", "llama", "mpt"}
     assert json.loads(capsys.readouterr().out) == {"refused": 1, "right": 2}
-    assert "| llama | refused |  |  | old |" in (tmp_path / "architectures.md").read_text()
+    assert "| llama | refused |  |  |  |  | old |" in (tmp_path / "architectures.md").read_text()
     run.main(["--out", str(out), "--only", "llama"])
     assert ran[-1] == "llama"
 
@@ -258,7 +258,7 @@ def test_results_are_kept_and_not_run_again(
 def test_table_escapes_reasons() -> None:
     text = render.table({"x": {"outcome": "refused", "reason": "a|b\nc", "difference": None, "nodes": None}})
 
-    assert "| x | refused |  |  | a\\|b c |" in text
+    assert "| x | refused |  |  |  |  | a\\|b c |" in text
     assert "| refused | 1 |" in text
 
 

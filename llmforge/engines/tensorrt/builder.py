@@ -15,6 +15,7 @@ from llmforge.engines.tensorrt import layers, precisions
 from llmforge.engines.tensorrt.build_log import BuildLog
 from llmforge.engines.tensorrt.library import Library
 from llmforge.engines.tensorrt.profiles import Profile
+from llmforge.ir import graph
 
 # Builder flags that are set otherwise than the module does by default. TF32 is on by default, and would round the
 # operands of fp32 products to 10 bits of mantissa: the engine computes what the graph says.
@@ -63,7 +64,7 @@ def build(
     _check_log(library, log)
     counted = layers.count(network)
     layers.check(counted, layers.decomposable(network, api), model)
-    config = _config(library, builder, sm, profiles)
+    config = _config(library, builder, sm, profiles, model)
     cache = _timing_cache(library, config, timings)
     with plan.open("wb") as file:
         done = builder.build_serialized_network_to_stream(network, config, _writer(api, file))
@@ -72,15 +73,25 @@ def build(
     _check_log(library, log)
     products = precisions.of((text for _, text in log.lines), model, max(len(profiles), 1))
     warnings = log.warnings
+    if added_flags(model):
+        counted |= layers.sparse(model)
+        warnings += _of_sparsity(library, log)
     if products is not None:
-        counted, warnings = counted | products.layers, (*warnings, *products.warnings)
+        counted, warnings = counted | products.layers, warnings + products.warnings
     return Built(counted, warnings, None if cache is None else bytes(cache.serialize()))
 
 
-def _config(library: Library, builder: Any, sm: str, profiles: Sequence[Profile]) -> Any:
+def added_flags(model: ir.Model) -> tuple[str, ...]:
+    """Name the builder flags that `model` asks for beside those of every engine."""
+    return ("SPARSE_WEIGHTS",) if graph.SPARSITY in model.metadata_props else ()
+
+
+def _config(library: Library, builder: Any, sm: str, profiles: Sequence[Profile], model: ir.Model) -> Any:
     api = library.api
     config = builder.create_builder_config()
     config.profiling_verbosity = getattr(api.ProfilingVerbosity, VERBOSITY)
+    for flag in added_flags(model):
+        config.set_flag(getattr(api.BuilderFlag, flag))
     for flag in FLAGS:
         config.clear_flag(getattr(api.BuilderFlag, flag.removeprefix("-")))
     if library.ahead_of_time:
@@ -116,6 +127,15 @@ def _writer(api: Any, file: BinaryIO) -> Any:
             return file.write(data)
 
     return Writer()
+
+
+def _of_sparsity(library: Library, log: BuildLog) -> tuple[str, ...]:
+    """Say what the builder makes of sparse weights, as far as it tells."""
+    said = tuple(dict.fromkeys(text for _, text in log.lines if text.startswith("(Sparsity)")))
+    return said or (
+        f"{library.title} {library.version} keeps 2:4 weights dense in the plan, and does not say whether it "
+        "multiplies them on sparse tensor cores: a GPU chooses as it loads the plan",
+    )
 
 
 def _check_log(library: Library, log: BuildLog) -> None:

@@ -99,7 +99,7 @@ def _plan(
         module=chosen.backend.module,
         version=chosen.version,
         sm=sm,
-        flags=(*builder.FLAGS, f"verbosity={builder.VERBOSITY}"),
+        flags=(*builder.FLAGS, f"verbosity={builder.VERBOSITY}", *builder.added_flags(model)),
         profiles={each.facts.name: each.shapes for each in ranges},
         onnx_sha256=plan_file.digest(onnx / MODEL_FILE, onnx / DATA_FILE),
     )

@@ -14,8 +14,9 @@ from typing import Any
 import onnx_ir as ir
 
 from llmforge.base.errors import VerificationError
-from llmforge.ir import operators
+from llmforge.ir import graph, operators
 from llmforge.ir.operators import standard
+from llmforge.quantization.sparsity import is_sparse
 
 # Operator → the type of layer that stands for one of its nodes. Softmax: none beyond the graph's own means that
 # no attention was taken apart.
@@ -67,3 +68,23 @@ def check(counted: Mapping[str, int], taken_apart: list[str], model: ir.Model) -
                 "the result would differ",
                 hint="report it with the recipe and the version of TensorRT",
             )
+
+
+def sparse(model: ir.Model) -> dict[str, int]:
+    """Count the products of a lowered `model`, said to be of 2:4 sparsity, whose weights are; reads them.
+
+    Raises:
+        VerificationError: none is.
+    """
+    found = 0
+    for product in standard.MatMul.all(model):
+        dequantized = standard.DequantizeLinear.made(product.w)
+        weight = product.w if dequantized is None else dequantized.codes
+        if graph.is_constant(weight) and len(graph.dims(weight) or ()) == 2:
+            found += is_sparse(graph.tensor(weight).numpy())
+    if not found:
+        raise VerificationError(
+            "the graph is said to have weights of 2:4 sparsity, and none of its products does",
+            hint="a pass behind sparsify filled their zeros: quantize-channels keeps them",
+        )
+    return {"MATRIX_MULTIPLY of 2:4 weights": found}

@@ -169,11 +169,13 @@ class Attention:
             layer.number = number
         return Cache(layers=[*self.layers])
 
-    def mask(self, *, mask_function: masks.MaskFunction, attention_mask: object = None, **kwargs: Any) -> masks.Mask:
+    def mask(self, *, mask_function: masks.MaskFunction, attention_mask: object = None, **kwargs: Any) -> Any:
         """Describe the mask that transformers asks for, instead of building it."""
         self.refuse_padding(attention_mask)
         local = int(kwargs.get("local_size") or 0)  # window or chunk: look further than it reaches
         mask = masks.classify(self.uniform.resolved(mask_function), max(self.positions, 2 * local + 2))
+        if isinstance(mask, masks.MaskRows):
+            return mask
         # A window or chunk that no query reaches beyond is none.
         return masks.Mask(0) if max(mask.window, mask.chunk) >= self.positions else mask
 

@@ -37,8 +37,10 @@ class MaskRows:
     mask: Mask
 
 
-def classify(function: MaskFunction, positions: int) -> Mask:
+def classify(function: MaskFunction, positions: int) -> Mask | MaskRows:
     """Find the `Mask` that `function` computes for queries and keys in [0, positions).
+
+    What hides every key, as a window of 0, is made by models whose layers do not use it: no attention takes it.
 
     The last query tells the window, or the first from which a key is hidden the length of chunks; a spread of others
     must agree with it.
@@ -51,6 +53,8 @@ def classify(function: MaskFunction, positions: int) -> Mask:
     with internals.real_tensors():
         last = positions - 1
         window = int(_row(function, last, positions).sum())
+        if not window:
+            return MaskRows(Mask(0))
         first = hides_from(function, positions) or positions
         candidates = [Mask(0 if window == positions else window)]
         if first < positions:

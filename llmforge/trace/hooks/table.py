@@ -164,6 +164,11 @@ HOOKS = [
     Hook("transformers:PretrainedConfig.attribute_map", "checkpoint", "sizes by one name for every architecture"),
     Hook("transformers:__version__", "checkpoint", "names the version that does not know a model type"),
     Hook(
+        "transformers.integrations.gguf.gguf_tokenizer_mapping:convert_gguf_tokenizer",
+        "checkpoint.gguf.tokenizer",
+        "makes the tokenizer of a GGUF file",
+    ),
+    Hook(
         "transformers:CompressedTensorsConfig",
         "evaluation.runtime_process",
         "dequantizes an exported checkpoint when it is loaded",

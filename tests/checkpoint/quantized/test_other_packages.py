@@ -118,6 +118,7 @@ def test_a_file_of_the_writer_is_read(tmp_path: Path) -> None:
     tokens = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     padded = [*sorted(tokens, key=tokens.__getitem__), *(f"[PAD{at}]" for at in range(len(tokens), 264))]
     writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(padded)
     writer.add_token_types([1] * 264)
     writer.add_token_merges([])
