@@ -16,7 +16,7 @@ from llmforge.passes.quantize_channels import QuantizeChannels
 from llmforge.passes.quantize_fp4 import QuantizeFp4
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.passes.quantize_weights import QuantizeWeights
-from llmforge.passes.sparsify import Sparsify
+from llmforge.passes.sparsify_weights import Sparsify
 
 # In the order in which a recipe would name them.
 ALL: tuple[type[Pass], ...] = (

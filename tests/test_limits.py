@@ -22,6 +22,10 @@ LIMITS = {
     "llmforge.runtime.backends.config": {"MOST_TOKENS": "2^24", "MOST_ROWS": "4096", "MOST_THREADS": "1024"},
     "llmforge.bench.workload": {"MOST_TOKENS": "2^24"},
     "llmforge.checkpoint.adapters.folder": {"LARGEST_ALPHA": "1,000,000"},
+    "llmforge.checkpoint.gguf.header": {
+        "MOST_KEYS": "16,384 keys", "MOST_TENSORS": "262,144 tensors", "MOST_STRINGS": "2,097,152 strings",
+        "MOST_DIMENSIONS": "4 axes", "MOST_ALIGNMENT": "65,536 bytes",
+    },
     "llmforge.checkpoint.folder": {"CONFIG_BYTES": "4 MiB", "MOST_LAYERS": "4096 layers"},
     "llmforge.checkpoint.safetensors_file": {"SMALL_BYTES": "64 MiB", "HEADER_LIMIT_BYTES": "32 MB"},
     "llmforge.checkpoint.documents": {"MOST_BYTES": "256 MiB"},
@@ -47,7 +51,7 @@ LIMITS = {
 }  # fmt: skip
 UNITS = {"KiB": 2**10, "MiB": 2**20, "MB": 10**6, "Mi": 2**20}
 # Not limits of what comes in: sizes of work, of messages, of what is remembered or shown.
-OTHERS = {"MOST_LOADS", "MOST_OF_A_SIZE", "MOST_IN_FLIGHT", "MOST"}
+OTHERS = {"MOST_LOADS", "MOST_OF_A_SIZE", "MOST_IN_FLIGHT", "MOST", "LARGEST_BLOCK"}
 ROOMS = ("base", "recipe", "checkpoint", "metrics", "artifact", "report", "bench")
 
 

@@ -290,7 +290,7 @@ def _sparsity_demand(demands: Sequence[Demand]) -> SparsityDemand | None:
         raise UnsupportedError(
             "two passes choose the weights of the same linear layers by calibration: "
             + "; ".join(str(demand) for demand in demands if isinstance(demand, SparsityDemand | WeightDemand)),
-            hint="keep one of them; behind sparsify, quantize-channels rounds weights and keeps their zeros",
+            hint="keep one of them; behind sparsify-weights, quantize-channels rounds weights and keeps their zeros",
         )
     return found[0] if found else None
 

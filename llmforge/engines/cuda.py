@@ -73,8 +73,8 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     target.require_engine(spec.backend)
     if graph.SPARSITY in model.metadata_props:
         raise UnsupportedError(
-            "sparsify: ONNX Runtime has no kernels for 2:4 weights: the engine would be as slow as without",
-            hint="choose `engine: {backend: tensorrt-rtx}` or `tensorrt`, or leave sparsify out of the recipe",
+            "sparsify-weights: ONNX Runtime has no kernels for 2:4 weights: the engine would be as slow as without",
+            hint="choose `engine: {backend: tensorrt-rtx}` or `tensorrt`, or leave sparsify-weights out of the recipe",
         )
     changes = Changes()
     lowered, changes.rewritten = standard.expand(model)

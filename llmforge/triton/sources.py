@@ -72,8 +72,18 @@ def _imported(file: Path) -> tuple[str, ...]:
     return _PARSED[text]
 
 
+def _at_runtime(tree: ast.AST) -> Iterator[ast.AST]:
+    """Walk over what may run: what stands behind `if TYPE_CHECKING` does not."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        types = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        waiting += node.orelse if types and isinstance(node, ast.If) else ast.iter_child_nodes(node)
+
+
 def _walk(file: Path, text: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(text)):
+    for node in _at_runtime(ast.parse(text)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -310,9 +310,9 @@ def test_evaluation_on_calibration_text_is_refused(recipe_file: Write) -> None:
         (
             {"target": "h200", "engine": {"backend": "tensorrt-rtx", "max_context": 128}},
             6,
-            "cannot load a tensorrt-rtx",
+            "cannot load engines of tensorrt-rtx",
         ),
-        ({"engine": {"backend": "tensorrt", "max_context": 128}}, 6, "cannot load a tensorrt engine"),
+        ({"engine": {"backend": "tensorrt", "max_context": 128}}, 6, "cannot load engines of tensorrt"),
         ({"engine": {"max_context": 4096}}, 6, "128 tokens"),
     ],
 )

@@ -140,7 +140,7 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.owned_by) == ("small", "llmforge")
     assert client.models.retrieve("small").id == "small"
-    with pytest.raises(openai.NotFoundError, match="model 'gpt' not found; this server serves 'small'"):
+    with pytest.raises(openai.NotFoundError, match="model 'gpt' is not served here; this is 'small'"):
         client.models.retrieve("gpt")
 
 
@@ -438,7 +438,7 @@ def test_bodies_that_are_no_json_are_refused(address: str) -> None:
     for path, status, says in (
         ("/v1/completions", 405, "/v1/completions does not take GET"),
         ("/v1/nothing", 404, "there is no /v1/nothing here"),
-        ("/v1/models/x", 404, "model 'x' not found"),
+        ("/v1/models/x", 404, "model 'x' is not served here"),
     ):
         got, content = get(address, path)
         assert got == status

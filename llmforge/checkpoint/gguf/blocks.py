@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -61,6 +60,8 @@ class BlockType:
 def dequantize(data: Bytes, kind: BlockType, shape: tuple[int, ...]) -> NDArray[Any]:
     """Return the numbers of a tensor: fp32 [..., K] of blocks, plain ones as they are. data: its bytes, in order."""
     if kind.read is None:
+        import ml_dtypes  # noqa: F401  by which numpy knows bfloat16; what serves has no such package
+
         return data.view(np.dtype(kind.dtype)).reshape(shape)
     blocks = data.reshape(-1, kind.size_bytes)
     result = np.empty((len(blocks), kind.elements), np.float32)
@@ -197,7 +198,7 @@ TYPES: Mapping[int, BlockType] = {
     for kind in (
         BlockType("F32", 0, 1, 4, None, "<f4"),
         BlockType("F16", 1, 1, 2, None, "<f2"),
-        BlockType("BF16", 30, 1, 2, None, ml_dtypes.bfloat16.__name__),
+        BlockType("BF16", 30, 1, 2, None, "bfloat16"),
         BlockType("Q4_0", 2, 32, 18, _symmetric(_q4_0_codes, 32)),
         BlockType("Q4_1", 3, 32, 20, _q4_1),
         BlockType("Q5_0", 6, 32, 22, _symmetric(_q5_0_codes, 32)),

@@ -19,7 +19,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -41,7 +40,7 @@ FP4 = np.array(
     np.float32,
 )  # as its C++ and CUDA kernels have it; its slow way in Python rounds to four digits
 TABLES = {"nf4": NF4, "fp4": FP4}
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+DTYPES = ("float32", "float16", "bfloat16")
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _MOST_DIMENSIONS = 8
 _BLOCKS = 4096  # that are dequantized at a time
@@ -119,7 +118,9 @@ def dequantize_4bit(packed: NDArray[np.uint8], scales: NDArray[np.float32], stat
         raise ValueError(f"{codes.size} bytes and {scales.size} scales do not make shape {list(state.shape)}")
     table = TABLES[state.kind]
     pairs = np.stack([table[np.arange(256) >> 4], table[np.arange(256) & 15]], axis=-1)
-    result = np.empty(count, DTYPES[state.dtype])
+    import ml_dtypes  # noqa: F401  by which numpy knows bfloat16; what serves has no such package
+
+    result = np.empty(count, np.dtype(state.dtype))
     step = _BLOCKS * state.block_size  # numbers at a time, in fp32
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused where it is used
         for at in range(0, count, step):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -48,6 +47,8 @@ def dequantize_mxfp4(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> ND
     if blocks.ndim != 4 or blocks.shape[:-1] != scales.shape or 2 * blocks.shape[-1] != MXFP4_BLOCK:
         raise ValueError(f"blocks of shape {list(blocks.shape)} and scales of shape {list(scales.shape)}")
     experts, rows, count, _ = blocks.shape
+    import ml_dtypes  # what serves has no such package
+
     result = np.empty((experts, count * MXFP4_BLOCK, rows), ml_dtypes.bfloat16)
     for expert in range(experts):  # one at a time in fp32
         values = unpack_e2m1(blocks[expert]).reshape(rows, -1)

@@ -85,6 +85,6 @@ def sparse(model: ir.Model) -> dict[str, int]:
     if not found:
         raise VerificationError(
             "the graph is said to have weights of 2:4 sparsity, and none of its products does",
-            hint="a pass behind sparsify filled their zeros: quantize-channels keeps them",
+            hint="a pass behind sparsify-weights filled their zeros: quantize-channels keeps them",
         )
     return {"MATRIX_MULTIPLY of 2:4 weights": found}

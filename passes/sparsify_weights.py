@@ -33,7 +33,7 @@ from llmforge.quantization.statistics import Demand, SparsityDemand
 class Sparsify(Pass):
     """Prune linear layers to 2:4, by SparseGPT."""
 
-    name: ClassVar[str] = "sparsify"
+    name: ClassVar[str] = "sparsify-weights"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
 
     budget: Annotated[Budget, Field(description="quality budget of the pass")]

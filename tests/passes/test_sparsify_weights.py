@@ -1,4 +1,4 @@
-"""sparsify: 2:4 weights by SparseGPT."""
+"""sparsify-weights: 2:4 weights by SparseGPT."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_budget_that_does_not_hold_fails(tmp_path: Path) -> None:
     model = graphs.llama(graphs.Llama(layers=1))
     verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=[TEXT], threads=1)
     step = Sparsify(budget=Budget(kld_mean=1e-6))
-    with pytest.raises(VerificationError, match="sparsify"):
+    with pytest.raises(VerificationError, match="sparsify-weights"):
         verifier.check(step, model, step.run(model, context(pruned())))
 
 
