@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmforge.base import extras
+from llmforge.base import extras, folders
 from llmforge.base.progress import Progress
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ def build(
     """
     extras.require("build")
     from llmforge import cache
-    from llmforge.artifact import default_folder
     from llmforge.build import pipeline
     from llmforge.recipe import Recipe
 
@@ -64,5 +63,5 @@ def build(
     elif overrides:
         raise ValueError("overrides go with the path of a recipe")
     store = partial(cache.Cache, cache.default_folder(), cache.default_size()) if cached else None
-    result = pipeline.build(recipe, default_folder(out), progress, store)
+    result = pipeline.build(recipe, folders.artifacts(out), progress, store)
     return Built(result.path, result.report)

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmforge.artifact import Artifact, default_folder, resolve
-from llmforge.base import extras
+from llmforge.artifact import Artifact, resolve
+from llmforge.base import extras, folders
 from llmforge.base.errors import UsageError
 from llmforge.base.progress import Progress
 from llmforge.evaluation.gates import Verdict
@@ -59,7 +59,7 @@ def gate(
     Raises:
         llmforge.base.errors.ForgeError: an artifact is damaged, or limits make no sense.
     """
-    home = default_folder(out)
+    home = folders.artifacts(out)
     subject = _subject(artifact, home)
     source = "gates"
     if gates is None:
@@ -109,7 +109,7 @@ def evaluate(
         raise UsageError("give either recipe or checkpoint, of what the artifact was built from")
     folder = Path(checkpoint) if checkpoint is not None else Recipe.load(Path(str(recipe))).checkpoint
     found = validating.evaluate(
-        resolve(str(artifact), default_folder(out)),
+        resolve(str(artifact), folders.artifacts(out)),
         list(tasks),
         Checkpoint.open(folder),
         progress,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.artifact import Artifact, default_folder, resolve
-from llmforge.base import admission
+from llmforge.artifact import Artifact, resolve
+from llmforge.base import admission, folders
 from llmforge.base.errors import UsageError
 
 if TYPE_CHECKING:
@@ -126,6 +126,6 @@ def load(
     """
     from llmforge import runtime
 
-    opened = Artifact.open(resolve(str(artifact), default_folder(out)))
+    opened = Artifact.open(resolve(str(artifact), folders.artifacts(out)))
     admission.admit(opened.path, allow=allow, how_to_allow='allow="fail"')
     return Model(opened, runtime.load(opened.path, threads, device))

@@ -2,7 +2,7 @@
 
 from llmforge.artifact.hashing import Hashing
 from llmforge.artifact.manifest import records, seal, tool_versions
-from llmforge.artifact.references import default_folder, resolve
+from llmforge.artifact.references import resolve
 from llmforge.artifact.store import Artifact, check_name, publish, staging
 from llmforge.base.sealed import CARD, PROVENANCE, REPORT, SIGNATURE, FileRecord, Manifest, Record, version_of
 
@@ -17,7 +17,6 @@ __all__ = [
     "Manifest",
     "Record",
     "check_name",
-    "default_folder",
     "publish",
     "records",
     "resolve",

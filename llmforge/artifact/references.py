@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,14 +9,8 @@ from llmforge.artifact import tags, versions
 from llmforge.base.errors import InputError, UsageError
 from llmforge.base.sealed import MANIFEST, is_name
 
-FOLDER_VARIABLE, _FOLDER = "LLMFORGE_ARTIFACTS", "artifacts"
 LATEST = "latest"  # in place of a tag: the newest version
 SHORTEST = 4  # characters of a version that stand for it without its name
-
-
-def default_folder(given: str | Path | None = None) -> Path:
-    """Return the folder of artifacts: what is given, else $LLMFORGE_ARTIFACTS, else artifacts/."""
-    return Path(given if given is not None else os.environ.get(FOLDER_VARIABLE) or _FOLDER)
 
 
 def resolve(text: str, out: Path, *, newest: bool = True) -> Path:

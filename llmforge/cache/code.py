@@ -130,7 +130,7 @@ def _imports(source: bytes) -> Named:
     """List the modules that a text imports, in functions too, and what it takes of each: nothing of `import`."""
     found: list[tuple[str, tuple[str, ...]]] = []
     for statement in ast.parse(source).body:
-        for node in _at_runtime(statement):
+        for node in at_runtime(statement):
             if isinstance(node, ast.Import):
                 found += ((alias.name, ()) for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -138,13 +138,13 @@ def _imports(source: bytes) -> Named:
     return tuple(found)
 
 
-def _at_runtime(node: ast.AST) -> Iterator[ast.AST]:
+def at_runtime(node: ast.AST) -> Iterator[ast.AST]:
     """Walk over the statements of `node`, but for what stands behind `if TYPE_CHECKING`: nothing else imports."""
     if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
         for other in node.orelse:
-            yield from _at_runtime(other)
+            yield from at_runtime(other)
         return
     yield node
     for block in _BLOCKS:
         for child in getattr(node, block, ()):
-            yield from _at_runtime(child)
+            yield from at_runtime(child)

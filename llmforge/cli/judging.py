@@ -370,7 +370,7 @@ def history(name: str, metrics: tuple[str, ...], out: Path, html: Path | None, a
     found = versions.listed(out, name)
     for each in found:
         if each.damage is not None:
-            console.say(f"warning: {each.reference} is left out: {each.damage}")
+            console.say(f"warning: {each.reference} is left out: {each.damage}", always=True)
     whole = sorted(
         (each.artifact for each in found if each.artifact is not None), key=lambda each: each.evidence[0].created
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from llmforge.base import small_file
+from llmforge.base import folders, small_file
 from llmforge.base.errors import UsageError
 from llmforge.base.wording import shown
 
@@ -37,8 +37,6 @@ class FilePath(click.Path):
 PATH = FilePath()
 NATURAL, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 
-ARTIFACTS = "LLMFORGE_ARTIFACTS"  # environment variable: the folder where artifacts are
-_ARTIFACTS_FOLDER = Path("artifacts")
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Record = TypeVar("Record")
@@ -62,7 +60,7 @@ class ArtifactPath(click.ParamType[Path]):
         if (why := small_file.why_no_path(str(value))) is not None:
             self.fail(f"{shown(str(value))}: {why}", param, ctx)
         given = None if ctx is None or param is None or param.name == "pending" else ctx.params.get("out")
-        return resolve(str(value), given or Path(os.environ.get(ARTIFACTS) or _ARTIFACTS_FOLDER), newest=self._newest)
+        return resolve(str(value), folders.artifacts(given), newest=self._newest)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Offer names, versions of the name that is there, and paths."""
@@ -70,7 +68,7 @@ class ArtifactPath(click.ParamType[Path]):
 
         from llmforge.artifact import versions
 
-        out = ctx.params.get("out") or Path(os.environ.get(ARTIFACTS) or _ARTIFACTS_FOLDER)
+        out = folders.artifacts(ctx.params.get("out"))
         name, slash, _ = incomplete.partition("/")
         found = versions.names(out) if not slash else [f"{name}/{each}" for each in versions.version_names(out / name)]
         items = [CompletionItem(each) for each in found if each.startswith(incomplete)]
@@ -178,8 +176,8 @@ def is_json_log() -> bool:
 def out_option(help: str) -> Callable[[Command], Command]:
     """Add the option --out, the folder of artifacts; it is read before what is looked up in it."""
     return click.option(
-        "--out", type=PATH, metavar="DIR", default=_ARTIFACTS_FOLDER, envvar=ARTIFACTS, show_envvar=True,
-        is_eager=True, help=help,
+        "--out", type=PATH, metavar="DIR", default=folders.ARTIFACTS,
+        envvar=folders.ARTIFACTS_VARIABLE, show_envvar=True, is_eager=True, help=help,
     )  # fmt: skip
 
 

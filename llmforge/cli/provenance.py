@@ -198,7 +198,7 @@ def admit(
     signed = required(opened, require_signature, key)
     counting = None if signed is None else [record.digest for record in signed]
     for note in admission.admit(opened.path, allow=allow, rehash=rehash, parts=parts, signed=counting).notes:
-        console.say(f"warning: {note}")
+        console.say(f"warning: {note}", always=True)
 
 
 def signature_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -112,6 +112,7 @@ def up(context: click.Context, checkpoint: Path, target: str, goal: Any, out: Pa
     extras.require("build", "serve")
     from llmforge.artifact import versions
     from llmforge.cli import console, planning
+    from llmforge.recipe import Recipe
 
     path = Path(f"{name_of(checkpoint)}.yaml")
     if path.exists():
@@ -121,7 +122,7 @@ def up(context: click.Context, checkpoint: Path, target: str, goal: Any, out: Pa
         console.say(f"wrote {path}")
     planning.show(path)
     _run(context, building.build, str(path), "--out", str(out))
-    [newest, *_] = versions.listed(out, name_of(checkpoint))
+    [newest, *_] = versions.listed(out, Recipe.load(path).name)  # which may have been changed
     _run(context, serving.serve, str(newest.path), "--host", host, "--port", str(port))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import llmforge
 from llmforge import native
 from llmforge.base.backends import BACKENDS
+from llmforge.cache.code import at_runtime
 
 PACKAGE = "llmforge"
 # What Triton loads, and what the runtime imports by name: the session of the provider that an engine is for.
@@ -72,18 +73,8 @@ def _imported(file: Path) -> tuple[str, ...]:
     return _PARSED[text]
 
 
-def _at_runtime(tree: ast.AST) -> Iterator[ast.AST]:
-    """Walk over what may run: what stands behind `if TYPE_CHECKING` does not."""
-    waiting = [tree]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        types = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        waiting += node.orelse if types and isinstance(node, ast.If) else ast.iter_child_nodes(node)
-
-
 def _walk(file: Path, text: str) -> Iterator[str]:
-    for node in _at_runtime(ast.parse(text)):
+    for node in (each for statement in ast.parse(text).body for each in at_runtime(statement)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -105,12 +105,13 @@ def test_up_builds_and_serves(home: Path, monkeypatch: pytest.MonkeyPatch) -> No
     shutil.copytree(SAMPLE, home / "mine")
     assert invoke("init", "mine", "--goal", "quality").exit_code == 0
     text = (home / "mine.yaml").read_text()  # a user's own change: little is measured
-    (home / "mine.yaml").write_text(text.split("  latency:")[0].replace("max_tokens: 30720", "max_tokens: 1024"))
+    (home / "mine.yaml").write_text(text.split("  latency:")[0].replace("max_tokens: 30720", "max_tokens: 1024")
+                                   .replace("name: mine", "name: renamed"))  # fmt: skip
     result = invoke("up", "mine", "--port", "0")
     assert result.exit_code == 0, result.stderr
     assert "using mine.yaml" in result.stderr
     [given] = served
-    assert given["artifact"].parent == Path("artifacts/mine")
+    assert given["artifact"].parent == Path("artifacts/renamed")
     assert (given["artifact"] / "manifest.json").is_file()
     assert given["port"] == 0
     assert given["host"] == "127.0.0.1"

@@ -26,6 +26,7 @@ from click.testing import CliRunner, Result
 import llmforge
 from llmforge.artifact import Artifact
 from llmforge.base.errors import EnvironmentLacks, InputError, RecipeError, Unavailable, UsageError, VersionMismatch
+from llmforge.cache.code import at_runtime
 from llmforge.cli import cli
 from llmforge.recipe import Recipe, ServingSpec
 from llmforge.runtime import Runner, load
@@ -188,7 +189,7 @@ class TestSources:
     def test_every_import_of_llmforge_is_shipped(self) -> None:
         shipped = sources.shipped()
         for path, file in shipped.items():
-            for node in sources._at_runtime(ast.parse(file.read_text())):
+            for node in (each for part in ast.parse(file.read_text()).body for each in at_runtime(part)):
                 if isinstance(node, ast.ImportFrom) and str(node.module).startswith("llmforge"):
                     module = str(node.module).replace(".", "/")
                     assert {f"{module}.py", f"{module}/__init__.py"} & shipped.keys(), f"{path}: {node.module}"

@@ -38,12 +38,12 @@ from llmforge.checkpoint.quantized.integers import (
     require_shape,
 )
 from llmforge.checkpoint.quantized.layout import CHUNK_BYTES, Grouped, Layout, QuantizedTensor, settings_of
+from llmforge.checkpoint.quantized.microscaling import E2M1
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, external
 from llmforge.quantization.grids import Grid
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized")
 MIXED = "mixed-precision"
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0 to 7; 8 to 15 are their negatives
 NVFP4_GROUP = 16
 _START = "start from the unquantized checkpoint"
 # Of activations and caches, which are computed here in the formats of the recipe.
@@ -185,7 +185,6 @@ class Fp4Tensor(QuantizedTensor):
         if whole == 0:
             raise self.damaged("weight_global_scale", "is 0, by which scales are divided")
         packed, scales = self.read("weight_packed"), self.read("weight_scale")
-        values = np.array([*E2M1, *(-value for value in E2M1)], np.float32)
         made = np.empty((n, k), self.dtype.numpy())
         some = max(1, CHUNK_BYTES // (4 * k))
         with np.errstate(over="ignore"):
@@ -193,7 +192,7 @@ class Fp4Tensor(QuantizedTensor):
                 stored = packed[at : at + some]
                 codes = np.stack([stored & 0xF, stored >> 4], -1).reshape(len(stored), -1, NVFP4_GROUP)
                 each = scales[at : at + some].astype(np.float32) / whole
-                made[at : at + some] = (values[codes] * each[..., None]).reshape(len(stored), k)
+                made[at : at + some] = (E2M1[codes] * each[..., None]).reshape(len(stored), k)
         if not np.isfinite(made).all():
             raise self.damaged("weight_scale", f"makes weights of {self.name!r} that are not finite")
         return made
