@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PROMPT ?= If the file does not exist,
 
-.PHONY: help quickstart test test-slow triton verify-gpu cuda-device lint types contracts check clean
+.PHONY: help quickstart test test-slow docs triton verify-gpu cuda-device lint types contracts check clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -36,6 +36,9 @@ verify-gpu: cuda-device $(VENV)/.gpu  ## Verify everything on this machine's CUD
 cuda-device:
 	@command -v nvidia-smi >/dev/null || \
 	  { echo "error: this needs a CUDA device, and there is no NVIDIA driver here (no nvidia-smi)" >&2; exit 8; }
+
+docs: $(VENV)/.docs  ## Build the documentation in build/site; every link and anchor is checked
+	$(BIN)/python -m mkdocs build --strict --site-dir build/site
 
 lint: $(VENV)/.dev  ## Check style and format
 	$(BIN)/ruff check .
@@ -72,6 +75,10 @@ $(VENV)/.runtime: pyproject.toml constraints.txt $(KERNELS) $(VENV)/.torch
 $(VENV)/.dev: pyproject.toml constraints.txt $(KERNELS) $(VENV)/.torch
 	$(PIP) install -c constraints.txt -e '.[cpu,dev]'
 	touch $@ $(VENV)/.runtime
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install -c constraints.txt -e '.[docs]'
+	touch $@
 
 # Both packages of ONNX Runtime are one module: an environment has the one for CPUs or the one for GPUs.
 $(VENV)/.gpu: pyproject.toml constraints.txt $(KERNELS) $(VENV)/.torch
