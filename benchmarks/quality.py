@@ -8,7 +8,7 @@ Each of our rows is an artifact of the sample checkpoint, built by `llmforge bui
 tests/data/evaluation.jsonl as it is deployed: int8 activations and an int8 KV cache where the row does not say
 otherwise, on this CPU. Formats and codes are chosen on tests/data/calibration.jsonl alone. What was measured is kept in
 FOLDER/results.json. PEERS.json has the rows of others, on the same text: by name `kld`, `kld_ci95`, `all_bits`,
-`linear_bits` and `kv`. The table of docs/quantization.md and docs/images/quality.svg are written.
+`linear_bits` and `kv`. The table of docs/quantization-results.md and docs/images/quality.svg are written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data"
-PAGE, PLOT = ROOT / "docs" / "quantization.md", ROOT / "docs" / "images" / "quality.svg"
+PAGE, PLOT = ROOT / "docs" / "quantization-results.md", ROOT / "docs" / "images" / "quality.svg"
 BEGIN, END = "<!-- benchmarks.quality -->", "<!-- end -->"
 LINEAR_PARAMETERS = 4_718_592  # of the sample checkpoint's decoder layers
 

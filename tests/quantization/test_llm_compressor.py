@@ -2,7 +2,7 @@
 
     pytest -m slow -s tests/quantization/test_llm_compressor.py
 
-prints the ratios that stand in docs/quantization.md.
+prints the ratios that stand in docs/quantization-results.md.
 """
 
 from __future__ import annotations

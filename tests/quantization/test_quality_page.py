@@ -1,4 +1,4 @@
-"""benchmarks/quality.py: rows that can be built, sizes off a report, and the table and plot of docs/quantization.md."""
+"""benchmarks/quality.py: rows that can be built, sizes off a report, table and plot of docs/quantization-results.md."""
 
 from __future__ import annotations
 

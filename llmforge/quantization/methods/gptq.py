@@ -2,7 +2,7 @@
 
 What is minimized is tr(O (T - Ŵ) H (T - Ŵ)ᵀ): H = Σ x xᵀ of what the layer reads, O = mean g gᵀ of the gradients of the
 loss in what it makes, and T the weight that makes up best for what quantized layers before it have changed. The
-ablation of each part stands in docs/quantization.md.
+ablation of each part stands in docs/quantization-method.md.
 """
 
 from __future__ import annotations
