@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from llmforge.base.backends import PROVIDERS, of_provider
+from llmforge.base import plugins
+from llmforge.base.backends import PROVIDERS, of_provider, plugin_of
 from llmforge.base.errors import InputError, VersionMismatch
 from llmforge.runtime.backends.config import DAMAGED, DATA_FILE, FILE, MODEL_FILE, DeviceFacts, RuntimeConfig
 from llmforge.runtime.backends.device import CudaDevice
@@ -27,7 +29,7 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
     gpu = None if config.device is None else _gpu(config.device, device, extra=config.provider)
     config.check_versions()
     wanted = (MODEL_FILE, DATA_FILE) if config.plan is None else (config.plan.file,)
-    if of_provider(config.provider).elsewhere is not None:
+    if of_provider(config.provider).elsewhere is not None or (config.plugin and config.onnxruntime is None):
         wanted = (FILE,)  # the files of others are theirs to read
     for name in wanted:
         file = folder / name
@@ -37,8 +39,14 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
             raise InputError(f"{file}: not a regular file", hint=DAMAGED)
         if name == MODEL_FILE and file.stat().st_size > GRAPH_BYTES:
             raise InputError(f"{file}: {file.stat().st_size} bytes; a graph has at most {GRAPH_BYTES}", hint=DAMAGED)
-    session = importlib.import_module(PROVIDERS[config.provider].session)
-    opened: Backend[Any] = session.open_engine(folder / wanted[0], config, threads, gpu)
+    opened: Backend[Any]
+    name = of_provider(config.provider).name
+    plugin = None if config.plugin is None else plugin_of(name)
+    with nullcontext() if plugin is None else plugins.blamed(plugin):
+        session = importlib.import_module(PROVIDERS[config.provider].session)
+        opened = session.open_engine(folder / wanted[0], config, threads, gpu)
+    if plugin is not None and not isinstance(opened, Backend):
+        raise plugins.refusal(plugin, f"its session is a {type(opened).__name__}, not a Backend")
     if (opened.vocabulary, set(opened.signature.caches)) != (config.vocabulary, set(config.caches)):
         raise InputError(f"{folder}: {FILE} does not match {wanted[0]}: vocabulary or caches differ")
     if opened.signature.takes_adapters != bool(config.adapters):
