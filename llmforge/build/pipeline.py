@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from llmforge import artifact, calibration, engines, passes, targets
 from llmforge.artifact import Hashing
-from llmforge.base import spans
-from llmforge.base.backends import BACKENDS
+from llmforge.base import plugins, spans
+from llmforge.base.backends import BACKENDS, plugin_of
 from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.build import (
@@ -243,6 +243,7 @@ def make(
                 lossy_steps.append(LossyStep(len(done) - 1, step, before, model.clone(), context))
         ahead.quantized.drop()
         read = replace(footprint.count(model), multiply_adds=multiply_adds)
+        outside = engines.outside(recipe.engine.backend, target)
 
         def prove_engine(run: Callable[[], None], about: Mapping[str, str]) -> None:
             """Load and run the engine, whose files are there, beside the rest of the build."""
@@ -251,7 +252,7 @@ def make(
                 hashing.begin(file)
 
             def proof() -> None:
-                kept.engine_proof({file.name: hashing.sha256(file) for file in files}, about, run)
+                kept.engine_proof({file.name: hashing.sha256(file) for file in files}, about, run, outside)
 
             proofs.begin(nullcontext(), proof)
 
@@ -302,7 +303,8 @@ def make(
         said = (*said, "nothing was measured: the recipe asks for no validation")
     if release.is_relative(recipe.gates):
         said = (*said, "limits against an earlier artifact are decided by `llmforge gate`, not by this build")
-    resolved = recipe.resolved(steps)
+    resolved, foreign = recipe.resolved(steps), lock.of_plugins(recipe.plugins(steps), kept.code)
+    notes += [f"plug-in {each.package} {each.version} took part: {', '.join(each.parts)}" for each in foreign]
     facts = {
         "name": recipe.name,
         "checkpoint": checkpoint_record(checkpoint),
@@ -313,8 +315,10 @@ def make(
         "proven": (of_trace.result(), *(proof.result() for proof in of_adapters)),
         "notes": (*notes, *said, *found.notes),
         "recipe": resolved,
+        "plugins": foreign,
     }
-    return facts, engine, found, lock.gather(recipe, resolved, checkpoint, target.known_as, stages)
+    locked = lock.gather(recipe, resolved, checkpoint, target.known_as, stages, foreign)
+    return facts, engine, found, locked
 
 
 def _takes_adapters(model: ir.Model) -> bool:
@@ -340,8 +344,15 @@ def prove_trace(checkpoint: Checkpoint, traced: ir.Model, threads: int, frontend
 def check_host(recipe: Recipe, target: Target) -> None:
     """Refuse what no engine is built for, and what this machine does not build unless that is deferred."""
     builder = engines.for_target(recipe.engine.backend, target)
+    plugin = plugin_of(recipe.engine.backend)
+    if plugin is not None and recipe.engine.deferred:
+        raise UnsupportedError(
+            f"{plugin}: an engine of a plug-in cannot be deferred",
+            hint="remove `deferred` from the recipe, and --defer",
+        )
     if not recipe.engine.deferred:
-        builder.require_host(target, recipe.engine)
+        with nullcontext() if plugin is None else plugins.blamed(plugin):
+            builder.require_host(target, recipe.engine)
     elif target.kind == "cpu" or BACKENDS[recipe.engine.backend].elsewhere is not None:
         raise UnsupportedError(
             f"{recipe.engine.backend}: the engine is written here; it cannot be deferred"
@@ -569,8 +580,9 @@ def build_engine(
     The engine is None where it is deferred: what a decode step of it reads is written down for the build that ends it.
     """
     progress.stage("Build engine")
-    builder = engines.for_target(recipe.engine.backend, target)
-    lowered, changes = builder.lower(model, target, recipe.engine)
+    builder, plugin = engines.for_target(recipe.engine.backend, target), plugin_of(recipe.engine.backend)
+    with nullcontext() if plugin is None else plugins.blamed(plugin):
+        lowered, changes = builder.lower(model, target, recipe.engine)
     grouped = *view.grouped(changes.rewritten).items(), *view.grouped(changes.skipped).items()
     notes = [f"lowering: {_named(nodes)}: {what}" for what, nodes in grouped]
     write_tokenizer(checkpoint, staging / "tokenizer")
@@ -588,7 +600,10 @@ def build_engine(
             multiply_adds_per_token=read.multiply_adds,
         )
         return None, tuple(notes)
-    engine = builder.build(request)
+    with nullcontext() if plugin is None else plugins.blamed(plugin):
+        engine = builder.build(request)
+    if plugin is not None:
+        engines.check_foreign(engine, plugin, target)
     notes += [*engine.notes, *(f"interface: {note}" for note in interop.write(lowered, engine, checkpoint))]
     made_of = {"checkpoint": f"{checkpoint.path.name} {checkpoint.digest}"}
     served = repository.Model(recipe.name, target.kind, recipe.serving, engine.config, made_of)

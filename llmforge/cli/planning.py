@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from llmforge.base import extras
-from llmforge.base.backends import BACKENDS, Dtype
+from llmforge.base.backends import Dtype
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import PATH, POSITIVE, TARGET, record
+from llmforge.cli.parameters import BACKEND, PATH, POSITIVE, TARGET, record
 
 if TYPE_CHECKING:
     from llmforge.doctor.ceilings import Ceilings
@@ -44,7 +44,7 @@ Examples:
 @click.option(
     "--engine",
     "backend",
-    type=click.Choice(list(BACKENDS)),
+    type=BACKEND,
     help="Runtime. Defaults to the one of RECIPE, or the first of the target.",
 )
 @click.option(
@@ -180,7 +180,7 @@ def doctor(measure: bool, path: Path | None, device: str, threads: int | None, p
         _prove_transformers(as_json)
         return
     from llmforge.cli import console
-    from llmforge.doctor import environment, gpus, render
+    from llmforge.doctor import environment, gpus, plugins, render
     from llmforge.evaluation import machine
 
     if path is not None:
@@ -190,7 +190,7 @@ def doctor(measure: bool, path: Path | None, device: str, threads: int | None, p
     if device != "cpu" and not measure:
         raise UsageError("--device requires --measure")
     here, found = machine.describe(), gpus.find()
-    checks = environment.checklist(here, found, Path.cwd())
+    checks = [*environment.checklist(here, found, Path.cwd()), *plugins.checks()]
     ceilings = None
     if measure:
         with console.progress() as progress:

@@ -11,10 +11,9 @@ from typing import Any
 import click
 
 from llmforge.base import extras
-from llmforge.base.backends import BACKENDS
 from llmforge.base.errors import UsageError
 from llmforge.cli import building, output, serving
-from llmforge.cli.parameters import PATH, TARGET, out_option
+from llmforge.cli.parameters import BACKEND, PATH, TARGET, out_option
 from llmforge.cli.planning import measured_here
 
 _GOALS = ("latency", "throughput", "size", "quality")
@@ -49,9 +48,7 @@ def _recipe_options(command: Any) -> Any:
 @click.command(epilog=_INIT)
 @click.argument("checkpoint", type=PATH)
 @_recipe_options
-@click.option(
-    "--engine", "backend", type=click.Choice(list(BACKENDS)), help="Runtime. Defaults to the first of the target."
-)
+@click.option("--engine", "backend", type=BACKEND, help="Runtime. Defaults to the first of the target.")
 @click.option("-o", "--output", "path", type=PATH, metavar="FILE.yaml", help="Recipe to write. Defaults to NAME.yaml.")
 @click.option("--name", metavar="NAME", help="Name of the artifacts. Defaults to that of the checkpoint's folder.")
 @click.option(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from llmforge.base.backends import PROVIDERS, of_provider
+from llmforge.base import plugins
+from llmforge.base.backends import PROVIDERS, of_provider, plugin_of
 from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
 from llmforge.runtime.backends.config import DAMAGED, DATA_FILE, FILE, MODEL_FILE, DeviceFacts, RuntimeConfig
 from llmforge.runtime.backends.device import CudaDevice
@@ -32,7 +35,7 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
     gpu = None if config.device is None else _gpu(config.device, device, extra=config.provider)
     config.check_versions()
     wanted = (MODEL_FILE, DATA_FILE) if config.plan is None else (config.plan.file,)
-    if of_provider(config.provider).elsewhere is not None:
+    if of_provider(config.provider).elsewhere is not None or (config.plugin and config.onnxruntime is None):
         wanted = (FILE,)  # the files of others are theirs to read
     for name in wanted:
         file = folder / name
@@ -43,9 +46,15 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
         if name == MODEL_FILE and file.stat().st_size > GRAPH_BYTES:
             raise InputError(f"{file}: {file.stat().st_size} bytes; a graph has at most {GRAPH_BYTES}", hint=DAMAGED)
     if gpu is not None:
-        _require_memory(folder, config, gpu)
-    session = importlib.import_module(PROVIDERS[config.provider].session)
-    opened: Backend[Any] = session.open_engine(folder / wanted[0], config, threads, gpu)
+        _require_memory([folder / name for name in wanted], config, gpu)
+    opened: Backend[Any]
+    name = of_provider(config.provider).name
+    plugin = None if config.plugin is None else plugin_of(name)
+    with nullcontext() if plugin is None else plugins.blamed(plugin):
+        session = importlib.import_module(PROVIDERS[config.provider].session)
+        opened = session.open_engine(folder / wanted[0], config, threads, gpu)
+    if plugin is not None and not isinstance(opened, Backend):
+        raise plugins.refusal(plugin, f"its session is a {type(opened).__name__}, not a Backend")
     if (opened.vocabulary, set(opened.signature.caches)) != (config.vocabulary, set(config.caches)):
         raise InputError(f"{folder}: {FILE} does not match {wanted[0]}: vocabulary or caches differ")
     if opened.signature.takes_adapters != bool(config.adapters):
@@ -69,8 +78,8 @@ def _gpu(facts: DeviceFacts, index: int, extra: str) -> CudaDevice:
     return gpu
 
 
-def _require_memory(folder: Path, config: RuntimeConfig, gpu: CudaDevice) -> None:
-    """Return if the GPU has room for weights and caches, which is the least that the engine takes.
+def _require_memory(files: Sequence[Path], config: RuntimeConfig, gpu: CudaDevice) -> None:
+    """Return if the GPU has room for weights, in `files`, and caches, which is the least that the engine takes.
 
     A slice of a GPU (MIG), or one that others use, has less than its target says. What the build estimated, kernels and
     captured steps included, is an upper bound: below it, a warning.
@@ -80,7 +89,7 @@ def _require_memory(folder: Path, config: RuntimeConfig, gpu: CudaDevice) -> Non
     """
     assert config.device is not None
     free, total = gpu.memory()
-    weights = sum(file.stat().st_size for file in _weight_files(folder, config))
+    weights = sum(file.stat().st_size for file in files)
     token = sum(each.kv_heads * each.head_dim * ELEMENTS[each.dtype].size_bytes for each in config.caches)
     cache = config.max_batch * config.max_context * token
     if weights + cache > free:
@@ -100,8 +109,3 @@ def _require_memory(folder: Path, config: RuntimeConfig, gpu: CudaDevice) -> Non
             "%s has %.2f GB free, and the engine may take up to %.2f GB with captured steps", gpu.name, free / 1e9,
             config.device.memory_bytes / 1e9,
         )  # fmt: skip
-
-
-def _weight_files(folder: Path, config: RuntimeConfig) -> list[Path]:
-    names = (MODEL_FILE, DATA_FILE) if config.plan is None else (config.plan.file,)
-    return [folder / name for name in names]
