@@ -3,6 +3,7 @@
 from llmforge.lowering.pass_base import Pass
 from llmforge.passes.accept_embeddings import AcceptEmbeddings
 from llmforge.passes.add_adapters import AddAdapters
+from llmforge.passes.correct_low_rank import CorrectLowRank
 from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_experts import FuseExperts
@@ -27,6 +28,7 @@ ALL: tuple[type[Pass], ...] = (
     AddAdapters,
     Sparsify,
     QuantizeWeights,
+    CorrectLowRank,
     QuantizeChannels,
     QuantizeFp4,
     FuseExperts,

@@ -20,24 +20,28 @@ from llmforge.base.errors import DataError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.cache import Code, processor
 from llmforge.calibration import activations, mixed
+from llmforge.calibration.correct import corrected
 from llmforge.calibration.gradients import Gradients, take
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.losses import Losses
 from llmforge.calibration.quantize import quantize_layer
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.sparsify import sparsify_layer
-from llmforge.calibration.store import LayerResult, Store, StoredMatrices, StoredSparse
+from llmforge.calibration.store import LayerResult, Store, StoredLowRank, StoredMatrices, StoredSparse
 from llmforge.calibration.tables import quantize_tables
 from llmforge.calibration.threads import fixed
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix, dequantize
+from llmforge.quantization.low_rank import LowRank
+from llmforge.quantization.methods.base import InputStatistic
 from llmforge.quantization.statistics import (
     Demand,
     InputRangeDemand,
     KvRange,
     KvRangeDemand,
+    LowRankDemand,
     SparsityDemand,
     Statistics,
     WeightDemand,
@@ -106,6 +110,7 @@ def calibrate(
         notes=(*notes, *(note for result in done for note in result.notes)),
         inputs={name: peak for result in done for name, peak in result.inputs.items()},
         sparse=StoredSparse({name: matrix for result in done for name, matrix in result.sparse.items()}),
+        low_rank=StoredLowRank({name: each for result in done for name, each in result.low_rank.items()}),
     )
 
 
@@ -177,6 +182,7 @@ def _walk(
     `losses`. Returns results of the embedding and head, and of each layer.
     """
     weights, wanted, sparsity = _weight_demand(demands), _range_demand(demands), _sparsity_demand(demands)
+    correction = _low_rank_demand(demands)
     skeleton = Skeleton.build(checkpoint)
     # Hidden states of every window in front of a layer, as the checkpoint makes them and as quantized layers do.
     calls, original = skeleton.enter([window.ids for window in windows])
@@ -214,7 +220,9 @@ def _walk(
             if sparsity is not None:
                 result = _prune_layer(layer, current, sparsity, ranges, kept)
             else:
-                result = _calibrate_layer(layer, original, current, weights, taken, threads, ranges, kept, losses)
+                result = _calibrate_layer(
+                    layer, original, current, weights, taken, threads, ranges, kept, losses, correction
+                )
             done.append(result if kept else store.save(own, index, replace(result, inputs=inputs)))
             del layer  # before the next one is read
             if keeps and index + 1 < len(found):
@@ -251,7 +259,12 @@ def plan(checkpoint: Checkpoint, demands: Sequence[Demand], caches: Mapping[int,
     Raises:
         UnsupportedError: as far as that can be known without weights, calibration cannot serve `demands`.
     """
-    weights = _weight_demand(demands)
+    weights, correction = _weight_demand(demands), _low_rank_demand(demands)
+    if correction is not None and weights is not None and (weights.weight_bits or weights.weight_bytes):
+        raise UnsupportedError(
+            "correct-low-rank adds to the bytes that method: auto is to keep to",
+            hint="leave it out and give `auto` its bits, which they buy more with; or choose another method",
+        )
     for layer, parts in caches.items():
         if KvRangeDemand() in demands and "key" in parts and len(parts) > 2:
             others = ", ".join(sorted(set(parts) - {"key", "value"}))
@@ -293,6 +306,24 @@ def _sparsity_demand(demands: Sequence[Demand]) -> SparsityDemand | None:
             hint="keep one of them; behind sparsify-weights, quantize-channels rounds weights and keeps their zeros",
         )
     return found[0] if found else None
+
+
+def _low_rank_demand(demands: Sequence[Demand]) -> LowRankDemand | None:
+    """Return the one demand for corrections of quantized linears; None where there is none."""
+    found = list(dict.fromkeys(demand for demand in demands if isinstance(demand, LowRankDemand)))
+    if not found:
+        return None
+    if len(found) > 1:
+        raise UnsupportedError(
+            "two passes correct the same linear layers: " + "; ".join(map(str, found)), hint="keep one of them"
+        )
+    weights = _weight_demand(demands)
+    if weights is None or InputStatistic.MOMENTS not in weights.method.demands:
+        raise UnsupportedError(
+            "correct-low-rank corrects what quantize-weights chose by calibration text, and no pass does that",
+            hint="put quantize-weights with method: gptq in front of it, or leave it out",
+        )
+    return found[0]
 
 
 def _range_demand(demands: Sequence[Demand]) -> InputRangeDemand | None:
@@ -348,20 +379,23 @@ def _calibrate_layer(
     wants_ranges: bool,
     found: LayerResult | None,
     losses: Losses | None = None,
+    correction: LowRankDemand | None = None,
 ) -> LayerResult:
     """Quantize and measure one layer, or take what was `found`, and carry the hidden states through it."""
     linears: dict[str, QuantizedMatrix] = {}
+    low_rank: dict[str, LowRank] = {}
     notes: list[str] = []
     if wants_ranges and found is None:
         layer = layer.recording()
     if weights is not None and found is None:
-        linears = quantize_layer(layer, original, current, weights, taken, threads, notes, losses)
+        linears, low_rank = quantize_layer(layer, original, current, weights, taken, threads, notes, losses, correction)
     else:
         if weights is not None and found is not None:
             for index, state in enumerate(original):
                 original[index] = layer.run(index, state)
+            corrections = StoredLowRank(found.low_rank)
             for name, matrix in StoredMatrices(found.linears).items():
-                layer.set_weight(name, dequantize(matrix))
+                layer.set_weight(name, corrected(matrix, corrections.get(name)))
         for index, state in enumerate(current):
             current[index] = layer.run(index, state)
     if not all(bool(torch.isfinite(state).all()) for state in current):
@@ -372,7 +406,7 @@ def _calibrate_layer(
     if found is not None:
         return found
     kv = _ranges(layer, len(current)) if wants_ranges else None
-    return LayerResult(linears, kv, notes=tuple(notes))
+    return LayerResult(linears, kv, notes=tuple(notes), low_rank=low_rank)
 
 
 def _prune_layer(

@@ -13,6 +13,7 @@ from llmforge.quantization.methods.base import Method
 
 if TYPE_CHECKING:
     from llmforge.quantization.grids import Grid, QuantizedMatrix
+    from llmforge.quantization.low_rank import Dtype, LowRank
     from llmforge.quantization.sparsity import SparseMatrix
 
 
@@ -102,7 +103,21 @@ class SparsityDemand:
     exclude: tuple[str, ...] = ()
 
 
-Demand = WeightDemand | KvRangeDemand | InputRangeDemand | SparsityDemand
+@dataclass(frozen=True)
+class LowRankDemand:
+    """Correct what quantized linears lose by products of low rank (`quantization.low_rank`), experts apart.
+
+    Factors take at most `bits` for each number of a weight. `damping` is the share of the mean diagonal of the inputs'
+    moments that is added to it. Parameters that match a glob of `exclude` are left alone.
+    """
+
+    bits: float
+    dtype: Dtype
+    damping: float
+    exclude: tuple[str, ...] = ()
+
+
+Demand = WeightDemand | KvRangeDemand | InputRangeDemand | SparsityDemand | LowRankDemand
 
 
 @dataclass(frozen=True)
@@ -132,6 +147,7 @@ class Statistics:
     kv: Mapping[int, KvRange]  # by layer
     inputs: Mapping[str, InputRange] = field(default_factory=dict)  # of what a linear reads, by parameter name
     sparse: Mapping[str, SparseMatrix] = field(default_factory=dict)  # pruned linears by parameter name; may be lazy
+    low_rank: Mapping[str, LowRank] = field(default_factory=dict)  # of quantized linears; may be lazy
     notes: tuple[str, ...] = ()  # what a reader of the report should know
     grids: Mapping[str, Grid] = field(default_factory=dict)  # of `linears`, where they are known without reading them
 
