@@ -13,6 +13,7 @@ from llmforge.passes.lower_precision import LowerPrecision
 from llmforge.passes.optimum_interface import OptimumInterface
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
+from llmforge.passes.prune_structure import PruneStructure
 from llmforge.passes.quantize_channels import QuantizeChannels
 from llmforge.passes.quantize_fp4 import QuantizeFp4
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
@@ -21,6 +22,7 @@ from llmforge.passes.sparsify_weights import Sparsify
 
 # In the order in which a recipe would name them.
 ALL: tuple[type[Pass], ...] = (
+    PruneStructure,
     FuseNorms,
     PackQkv,
     PackGateUp,

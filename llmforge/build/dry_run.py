@@ -7,6 +7,7 @@ lowered. Nothing is proven here: passes are, when they run on the graph itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -21,7 +22,7 @@ from llmforge.checkpoint.adapters import Adapter
 from llmforge.engines import interop, signatures
 from llmforge.ir import graph, interface
 from llmforge.ir.operators.standard import MatMul
-from llmforge.lowering import pass_base
+from llmforge.lowering import pass_base, pruning
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
 from llmforge.parallel import shard_plan
 from llmforge.quantization import low_rank
@@ -29,7 +30,7 @@ from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Grid, QuantizedMatrix
 from llmforge.quantization.low_rank import LowRank
 from llmforge.quantization.sparsity import SparseMatrix
-from llmforge.quantization.statistics import Demand, InputRange, KvRange, LowRankDemand, Statistics
+from llmforge.quantization.statistics import Demand, InputRange, KvRange, LowRankDemand, PruningDemand, Statistics
 from llmforge.quantization.stored import StoredCodes
 from llmforge.recipe import EngineSpec
 from llmforge.targets import Target
@@ -107,9 +108,12 @@ def _stand_in(model: ir.Model, calibrated: Mapping[str, Grid], demands: Sequence
         name: QuantizedMatrix(grid, np.empty((0, 0), np.uint8), np.empty((0, 0), np.float32), None)
         for name, grid in calibrated.items()
     }
-    pruned = SparseMatrix(np.empty((0, 0), np.float32), np.empty((0, 0), np.uint8))
+    sparse = SparseMatrix(np.empty((0, 0), np.float32), np.empty((0, 0), np.uint8))
     corrections = _corrections(model, calibrated, [each for each in demands if isinstance(each, LowRankDemand)])
-    return Statistics(0, 0, unread, _kv_ranges(model), read, dict.fromkeys(read, pruned), corrections)
+    units = [each.units for each in demands if isinstance(each, PruningDemand)]
+    kept, outputs = pruning.sample(model, units[0]) if units else (None, {})
+    made = Statistics(0, 0, unread, _kv_ranges(model), read, dict.fromkeys(read, sparse), corrections)
+    return replace(made, kept=kept, pruned=outputs)
 
 
 def _corrections(

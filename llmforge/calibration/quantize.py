@@ -76,7 +76,7 @@ def quantize_layer(
             reads = [each.read for each in unquantized]
             matrices = _quantize_experts(runs, names[0], reads, demand, notes)
         else:
-            outputs = gradients.outputs(names) if gradients is not None else ()
+            outputs = layer.outputs_left(names, gradients.outputs(names)) if gradients is not None else ()
             matrices, seen = _quantize_linears(runs, names, unquantized, added, demand, outputs, threads, notes, losses)
             if correction is not None and not exclusion(names, correction.exclude):
                 corrections |= correct_linears(layer, matrices, seen, correction)

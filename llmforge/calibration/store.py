@@ -109,6 +109,27 @@ class StoredLowRank(Mapping[str, LowRank]):
         return len(self._places)
 
 
+class StoredArrays(Mapping[str, Float32]):
+    """Matrices by parameter name, each in memory or in the file of its layer, from which each access reads it."""
+
+    def __init__(self, places: Mapping[str, Float32 | Path]) -> None:
+        self._places = places
+
+    def __getitem__(self, name: str) -> Float32:
+        place = self._places[name]
+        if not isinstance(place, Path):
+            return place
+        with np.load(place, allow_pickle=False) as arrays:
+            made: Float32 = arrays[f"{name}/pruned"]
+        return made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
 @dataclass(frozen=True)
 class LayerResult:
     """What one layer yielded: its linears by parameter name, the ranges of its keys and values, and of inputs.
@@ -122,6 +143,7 @@ class LayerResult:
     notes: tuple[str, ...] = ()  # for the report
     sparse: Mapping[str, SparseMatrix | Path] = field(default_factory=dict)  # see `StoredSparse`
     low_rank: Mapping[str, LowRank | Path] = field(default_factory=dict)  # see `StoredLowRank`
+    pruned: Mapping[str, Float32 | Path] = field(default_factory=dict)  # see `StoredArrays`
 
 
 @dataclass(frozen=True)
@@ -144,15 +166,17 @@ class Store:
             kv = KvRange(arrays["kv/key"], arrays["kv/value"]) if "kv/key" in arrays else None
             names, notes, inputs = (json.loads(arrays[part].tobytes()) for part in ("grids", "notes", "inputs"))
             ranges = {name: _read_range(arrays, name, described) for name, described in inputs.items()}
-            pruned, corrected = (json.loads(arrays[part].tobytes()) for part in ("sparse", "low_rank"))
+            sparse, corrected = (json.loads(arrays[part].tobytes()) for part in ("sparse", "low_rank"))
+            pruned = [name.removesuffix("/pruned") for name in arrays if name.endswith("/pruned")]
         file = entry.path / _FILE
         return LayerResult(
             dict.fromkeys(names, file),
             kv,
             ranges,
             tuple(notes),
-            dict.fromkeys(pruned, file),
+            dict.fromkeys(sparse, file),
             dict.fromkeys(corrected, file),
+            dict.fromkeys(pruned, file),
         )
 
     def save(self, key: str, index: int, result: LayerResult) -> LayerResult:
@@ -171,6 +195,7 @@ class Store:
             arrays[f"{name}/kept"], arrays[f"{name}/places"] = pruned.values, pruned.places
         costs = {name: pruned.lost for name, pruned in StoredSparse(result.sparse).items()}
         arrays["sparse"] = np.frombuffer(json.dumps(costs).encode(), np.uint8)
+        arrays |= {f"{name}/pruned": matrix for name, matrix in StoredArrays(result.pruned).items()}
         figures = {}
         for name, each in StoredLowRank(result.low_rank).items():
             arrays[f"{each.group}/a"], arrays[f"{name}/b"] = each.a, each.b
@@ -191,6 +216,7 @@ class Store:
             linears=dict.fromkeys(result.linears, file),
             sparse=dict.fromkeys(result.sparse, file),
             low_rank=dict.fromkeys(result.low_rank, file),
+            pruned=dict.fromkeys(result.pruned, file),
         )
 
     def gradients(self, key: str, write: Callable[[Path], None], stack: ExitStack) -> Path:

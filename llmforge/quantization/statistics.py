@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from llmforge.quantization.grids import Grid, QuantizedMatrix
     from llmforge.quantization.low_rank import Dtype, LowRank
     from llmforge.quantization.sparsity import SparseMatrix
+    from llmforge.quantization.structure import Kept, Structure
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,39 @@ class LowRankDemand:
     exclude: tuple[str, ...] = ()
 
 
-Demand = WeightDemand | KvRangeDemand | InputRangeDemand | SparsityDemand | LowRankDemand
+@dataclass(frozen=True)
+class PruningDemand:
+    """Take heads, channels and layers out of the decoder (`quantization.structure`), of the kinds in `units`.
+
+    So many parameters go as are `fraction` of those of its layers, or, with `read` parameters that a decode step reads,
+    as make it read `speedup` times fewer. Channels go `together` in a step, so that their count stays a multiple.
+    `structure` says what there is, and `kept` what is left; None: calibration chooses.
+    """
+
+    units: tuple[str, ...]
+    fraction: float | None
+    speedup: float | None
+    together: int
+    damping: float
+    structure: Structure | None = None
+    read: int = 0
+    kept: Kept | None = None
+
+    def drops(self, layer: int) -> bool:
+        """Say whether a layer goes as a whole."""
+        return self.kept is not None and layer in self.kept.dropped
+
+    @property
+    def target(self) -> int:
+        """Parameters that go."""
+        assert self.structure is not None
+        if self.speedup is not None:
+            return int(self.read * (1 - 1 / self.speedup))
+        assert self.fraction is not None
+        return int(self.structure.parameters * self.fraction)
+
+
+Demand = WeightDemand | KvRangeDemand | InputRangeDemand | SparsityDemand | LowRankDemand | PruningDemand
 
 
 @dataclass(frozen=True)
@@ -148,6 +181,8 @@ class Statistics:
     inputs: Mapping[str, InputRange] = field(default_factory=dict)  # of what a linear reads, by parameter name
     sparse: Mapping[str, SparseMatrix] = field(default_factory=dict)  # pruned linears by parameter name; may be lazy
     low_rank: Mapping[str, LowRank] = field(default_factory=dict)  # of quantized linears; may be lazy
+    kept: Kept | None = None  # what is left of the decoder's heads, channels and layers; None: all of it
+    pruned: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # what makes up for them; may be lazy
     notes: tuple[str, ...] = ()  # what a reader of the report should know
     grids: Mapping[str, Grid] = field(default_factory=dict)  # of `linears`, where they are known without reading them
 
