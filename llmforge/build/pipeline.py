@@ -56,7 +56,7 @@ from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.runtimes import Interpreter
 from llmforge.ir import dialect, graph, interface, longest_text
 from llmforge.ir.scratch import Scratch
-from llmforge.lowering import options, pass_base
+from llmforge.lowering import options, pass_base, pruning
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
 from llmforge.metrics.agreement import RuntimeName
 from llmforge.planning import source
@@ -184,7 +184,7 @@ def make(
     stages = Stages()
     stages.graph(lock.TRACE, model)
     progress.stage("Check passes")
-    demands = [demand for step in steps for demand in step.demands()]
+    demands = [pruning.bound(demand, model) for step in steps for demand in step.demands()]
     calibrated = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else {}
     dry_run.run(
         model,
