@@ -22,7 +22,7 @@ from llmforge.engines import interop, signatures
 from llmforge.ir import graph, interface
 from llmforge.lowering import pass_base
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
-from llmforge.parallel import shard_plan
+from llmforge.parallel.split import split
 from llmforge.quantization.grids import Grid, QuantizedMatrix
 from llmforge.quantization.sparsity import SparseMatrix
 from llmforge.quantization.statistics import InputRange, KvRange, Statistics
@@ -75,8 +75,8 @@ def run(
     elsewhere.check(spec, target, [step.name for step in steps], copy, model, checkpoint)
     builder = engines.for_target(spec.backend, target)
     if spec.tensor_parallel > 1:
-        shard_plan.plan(copy.clone(), spec.tensor_parallel)
-        engines.refuse_ranks(spec.backend, spec.tensor_parallel)
+        copy = split(copy, spec.tensor_parallel).ranks[0]
+        engines.refuse_ranks(spec.backend, spec.tensor_parallel, target)
     lowered, _ = builder.lower(copy, target, spec)
     signatures.check_context(lowered, spec.max_context)
     interop.check(lowered, checkpoint)

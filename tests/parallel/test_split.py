@@ -17,7 +17,7 @@ from llmforge.ir import dialect, graph
 from llmforge.ir.derived import Stored
 from llmforge.lowering.pass_base import Budget, Context, Pass
 from llmforge.parallel.split import RANK, split
-from llmforge.passes import FlashAttention, FuseExperts, FuseNorms, PackGateUp, PackQkv, QuantizeWeights
+from llmforge.passes import CpuKernels, FlashAttention, FuseExperts, FuseNorms, PackGateUp, PackQkv, QuantizeWeights
 from llmforge.passes.lower_precision import LowerPrecision
 from llmforge.recipe import EngineSpec, Recipe
 from llmforge.trace import trace
@@ -218,9 +218,16 @@ def test_standard_onnx_has_no_collectives() -> None:
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt", "tensorrt-rtx"])
 def test_engines_refuse_ranks_by_name(backend: str) -> None:
-    engines.refuse_ranks(backend, 1)
-    with pytest.raises(UnsupportedError, match=f"tensor_parallel is 2; {backend} does not support it"):
-        engines.refuse_ranks(backend, 2)
+    gpu = targets.load("rtx-4090" if backend == "tensorrt-rtx" else "h100-sxm")
+    engines.refuse_ranks(backend, 1, gpu)
+    with pytest.raises(UnsupportedError, match=f"tensor_parallel is 2; {backend} does not support it on {gpu.name}"):
+        engines.refuse_ranks(backend, 2, gpu)
+
+
+def test_what_cpu_kernels_packed_is_refused() -> None:
+    model = after(graphs.llama(WIDE), (*FUSED, INT4, CpuKernels(LOOSE)))
+    with pytest.raises(UnsupportedError, match="leave cpu-kernels out of the recipe"):
+        split(model, 2)
 
 
 def test_a_recipe_is_refused_when_it_is_planned(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -234,8 +241,10 @@ def test_a_recipe_is_refused_when_it_is_planned(tiny_checkpoint: Path, tmp_path:
     model = graphs.llama()
     arguments = {"target": targets.load("cpu-avx2"), "checkpoint": checkpoint}
     steps = recipe.instantiate(passes.ALL)
-    with pytest.raises(UnsupportedError, match="onnxruntime does not support it"):
-        dry_run.run(model, steps, spec=recipe.engine, **arguments)  # type: ignore[arg-type]
+    dry_run.run(model, steps, spec=recipe.engine, **arguments)  # type: ignore[arg-type]
+    gpu = {**arguments, "target": targets.load("h100-sxm")}
+    with pytest.raises(UnsupportedError, match="onnxruntime does not support it on h100-sxm"):
+        dry_run.run(model, steps, spec=recipe.engine, **gpu)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="which 3 ranks cannot share evenly"):
         dry_run.run(model, steps, spec=EngineSpec(max_context=64, tensor_parallel=3), **arguments)  # type: ignore[arg-type]
 
