@@ -582,10 +582,9 @@ def build_engine(
     notes = [f"lowering: {_named(nodes)}: {what}" for what, nodes in grouped]
     if len(graphs) > 1:
         notes.append(f"split: {len(graphs)} ranks, each with a graph and its part of the weights")
-    for reason in dict.fromkeys(whole.values()):
-        notes.append(
-            f"split: {_named([name for name in whole if whole[name] == reason])}: whole on every rank: {reason}"
-        )
+    if whole:
+        name, reason = next(iter(whole.items()))
+        notes.append(f"split: whole on every rank: {_named(list(whole))}; {name}: {reason}")
     write_tokenizer(checkpoint, staging / "tokenizer")
     ends = checkpoint.eos_token_ids, checkpoint.bos_token_id
     others = BACKENDS[recipe.engine.backend].elsewhere

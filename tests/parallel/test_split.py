@@ -106,9 +106,22 @@ def test_experts_and_biases_are_divided(interleaved: int) -> None:
         for node in graphs.find(own, "MoE"):
             dims = [graph.dims(value) for value in node.inputs[3:] if value is not None]
             assert dims == [(4, 48, 56), (4, 28, 48), (4, 56), (4, 48)]
-    FuseExperts().run(model, graphs.CPU)
-    with pytest.raises(UnsupportedError, match=r"MoE .* cannot be divided .*: split the graph before fuse-experts"):
-        split(model, 2)
+    fused = model.clone()
+    FuseExperts().run(fused, graphs.CPU)
+    equal(fused, 2)
+    [up, *_] = [graph.dims(value) for node in graphs.find(split(fused, 2).ranks[1], "MoE") for value in node.inputs[2:3]]
+    assert up == (4, 56, 48)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_quantized_experts_are_divided_by_blocks(symmetric: bool) -> None:
+    spec = graphs.Llama(**{**vars(WIDE), "experts": 4})
+    step = QuantizeWeights(LOOSE, method="rtn", accuracy_level=0, embedding_bits=4, symmetric=symmetric)
+    model = after(graphs.llama(spec), (step,))
+    assert graphs.find(model, "QMoE")
+    equal(model, 2)
+    with pytest.raises(UnsupportedError, match=r"experts of .* are 128 wide, no multiple of it in blocks of \d+"):
+        split(model, 8)
 
 
 def test_sample_checkpoint(sample_graph: ir.Model) -> None:

@@ -153,5 +153,5 @@ class AllGather(Operator, domain=CPU):
 
     x = Input(FP32)
     ranks = integer()
-    y = Output(dtype=FP32)
+    y = Output(dtype=FLOAT)
     precision = Precision.NO_HALF

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-import sys
 import threading
 from multiprocessing.connection import Connection
 from typing import NoReturn
@@ -114,4 +113,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
