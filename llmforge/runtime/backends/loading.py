@@ -12,9 +12,18 @@ from typing import Any
 from llmforge.base import plugins
 from llmforge.base.backends import PROVIDERS, of_provider, plugin_of
 from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
-from llmforge.runtime.backends.config import DAMAGED, DATA_FILE, FILE, MODEL_FILE, DeviceFacts, RuntimeConfig
+from llmforge.runtime.backends.config import (
+    DAMAGED,
+    DATA_FILE,
+    FILE,
+    MODEL_FILE,
+    DeviceFacts,
+    RuntimeConfig,
+    rank_file,
+)
 from llmforge.runtime.backends.device import CudaDevice
 from llmforge.runtime.backends.interface import Backend
+from llmforge.runtime.backends.ranks import session as rank_session
 from llmforge.runtime.backends.signature import ELEMENTS
 
 GRAPH_BYTES = 128 << 20  # of model.onnx: its weights lie beside it; of the deepest models it has some 10 MB
@@ -34,7 +43,8 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
     # The device first: without one, nothing else that may be wrong here matters.
     gpu = None if config.device is None else _gpu(config.device, device, extra=config.provider)
     config.check_versions()
-    wanted = (MODEL_FILE, DATA_FILE) if config.plan is None else (config.plan.file,)
+    graphs = (MODEL_FILE,) if config.ranks == 1 else tuple(map(rank_file, range(config.ranks)))
+    wanted = (*graphs, *_data_files(config)) if config.plan is None else (config.plan.file,)
     if of_provider(config.provider).elsewhere is not None or (config.plugin and config.onnxruntime is None):
         wanted = (FILE,)  # the files of others are theirs to read
     for name in wanted:
@@ -43,23 +53,30 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
             raise InputError(f"{file} is missing", hint=DAMAGED)
         if file.is_symlink() or not file.is_file():  # a FIFO would block, a link may lead anywhere
             raise InputError(f"{file}: not a regular file", hint=DAMAGED)
-        if name == MODEL_FILE and file.stat().st_size > GRAPH_BYTES:
+        if name in graphs and file.stat().st_size > GRAPH_BYTES:
             raise InputError(f"{file}: {file.stat().st_size} bytes; a graph has at most {GRAPH_BYTES}", hint=DAMAGED)
     if gpu is not None:
         _require_memory([folder / name for name in wanted], config, gpu)
     opened: Backend[Any]
     name = of_provider(config.provider).name
     plugin = None if config.plugin is None else plugin_of(name)
-    with nullcontext() if plugin is None else plugins.blamed(plugin):
-        session = importlib.import_module(PROVIDERS[config.provider].session)
-        opened = session.open_engine(folder / wanted[0], config, threads, gpu)
-    if plugin is not None and not isinstance(opened, Backend):
-        raise plugins.refusal(plugin, f"its session is a {type(opened).__name__}, not a Backend")
+    if config.ranks > 1:
+        opened = rank_session.open_engine(folder, config, threads)
+    else:
+        with nullcontext() if plugin is None else plugins.blamed(plugin):
+            session = importlib.import_module(PROVIDERS[config.provider].session)
+            opened = session.open_engine(folder / wanted[0], config, threads, gpu)
     if (opened.vocabulary, set(opened.signature.caches)) != (config.vocabulary, set(config.caches)):
         raise InputError(f"{folder}: {FILE} does not match {wanted[0]}: vocabulary or caches differ")
     if opened.signature.takes_adapters != bool(config.adapters):
         raise InputError(f"{folder}: {FILE} does not match {wanted[0]}: it names {len(config.adapters)} adapters")
     return opened
+
+
+def _data_files(config: RuntimeConfig) -> tuple[str, ...]:
+    """Name the files of initializers beside the graphs."""
+    own = tuple(f"{rank_file(rank)}.data" for rank in range(config.ranks)) if config.ranks > 1 else ()
+    return (DATA_FILE, *own)
 
 
 def _gpu(facts: DeviceFacts, index: int, extra: str) -> CudaDevice:
