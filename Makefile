@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PROMPT ?= If the file does not exist,
 
-.PHONY: help quickstart test test-slow triton verify-gpu cuda-device lint types contracts check clean
+.PHONY: help quickstart test test-slow wheels triton verify-gpu cuda-device lint types contracts check clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -26,6 +26,9 @@ test: $(VENV)/.dev  ## Run the tests, less those that take minutes
 
 test-slow: $(VENV)/.dev  ## Run the tests that take minutes
 	$(BIN)/python -m pytest -m 'slow and not gpu'
+
+wheels: $(VENV)/.dev  ## Build the sdist and a wheel for each processor, into dist/ (docs/release.md)
+	$(BIN)/python -m release.wheels
 
 triton: $(VENV)/.dev  ## Prepare the Triton server that tests start, in the user's cache (tests/triton_env.py)
 	$(BIN)/python tests/triton_env.py
