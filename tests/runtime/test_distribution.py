@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llmforge.runtime.sampling.distribution import HEAD, draw, largest, log_probabilities
+from llmforge.ir.interface import HEAD
+from llmforge.runtime.sampling.distribution import draw, largest, log_probabilities
 from llmforge.runtime.sampling.options import Sampling
 
 logits_of_tokens = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40).map(

@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from llmforge.ir.interface import HEAD, Heads
 from llmforge.runtime import Sampling
 from llmforge.runtime.sampling import distribution
-from llmforge.runtime.sampling.distribution import HEAD, Heads
 from llmforge.runtime.sampling.sampler import TokenSampler, sample_heads
 
 V = 1500

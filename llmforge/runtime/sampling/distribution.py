@@ -21,32 +21,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.ir.interface import HEAD, Heads
 from llmforge.runtime.sampling.options import Sampling
 
 Floats = NDArray[np.float32]
 Indices = NDArray[np.int64]
 
-HEAD = 256  # most probable tokens that stand first; of text at 6 nats a token, they hold some 75% of the mass
 # How far a device's sum of a row may be from the host's, of itself. Each has an error of 1e-5 at most: float32 sums in
 # blocks, exponents of up to some 20, and a device's own exp, which is wrong in the last two bits.
 MARGIN = 1e-4
 _LIMITS = np.finfo(np.float32)
 _BLOCK = 128  # numbers that are summed as one; then the 1,187 sums of a vocabulary of 151,936 are cheap to walk
-
-
-@dataclass(frozen=True, eq=False)
-class Heads:
-    """What a device gives of B rows of logits, of H tokens each.
-
-    `logits` [B, H] are the largest, descending; `ids` [B, H] their tokens, equals in any order; `mass` [B] sums
-    exp((logit - largest) / temperature) over the row, in any order. H is `HEAD`, or the vocabulary if that is less:
-    then `whole` is true, and nothing lies behind.
-    """
-
-    logits: Floats
-    ids: NDArray[np.int32] | NDArray[np.int64]
-    mass: Floats
-    whole: bool = False
 
 
 @dataclass(frozen=True, eq=False)

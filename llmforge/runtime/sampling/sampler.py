@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from llmforge.base.errors import InputError, UsageError
+from llmforge.ir.interface import Heads
 from llmforge.runtime.sampling.constraints import ConstraintCompiler, ConstraintState, TriggeredState
 from llmforge.runtime.sampling.distribution import (
-    Heads,
     Truncations,
     draw,
     draw_of_heads,
