@@ -44,7 +44,7 @@ cuda-device:
 	  { echo "error: this needs a CUDA device, and there is no NVIDIA driver here (no nvidia-smi)" >&2; exit 8; }
 
 docs: $(VENV)/.docs  ## Build the documentation in build/site; every link and anchor is checked
-	$(BIN)/python -m mkdocs build --strict --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir build/site
 
 lint: $(VENV)/.dev  ## Check style and format
 	$(BIN)/ruff check .

@@ -90,7 +90,7 @@ def draw(before: onnx.ModelProto, after: onnx.ModelProto, layer: str = LAYER) ->
     for title, model in (("traced", before), ("after the passes", after)):
         nodes = nodes_of(model, layer)
         weights = {each.name for each in model.graph.initializer}
-        title = f"{title}: {len(nodes)} nodes a layer, {len(model.graph.node)} in all"
+        title = f"{title}: {len(nodes)} nodes per layer, {len(model.graph.node)} in all"
         drawn, width, height = column(nodes, weights, left, title)
         elements += drawn
         left, bottom = left + max(width, 280) + 48, max(bottom, height)
