@@ -160,7 +160,9 @@ def is_unset(value: object) -> bool:
 def parse(words: tuple[str, ...]) -> tuple[click.Command, dict[str, object]]:
     """Parse a command line as click does, without running it and without looking for files."""
     command, rest = resolve(list(words))
-    context = click.Context(command, info_name=command.name)
+    # A command keeps its help option for later tests: its names come from the group.
+    parent = click.Context(cli, **cli.context_settings)
+    context = click.Context(command, info_name=command.name, parent=parent)
     values, extra, _ = command.make_parser(context).parse_args(list(rest))
     assert not extra, f"too many arguments: {extra}"
     for parameter in command.params:
