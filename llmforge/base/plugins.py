@@ -13,12 +13,11 @@ import contextlib
 import importlib.util
 import re
 import sys
-import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from llmforge.base import extras
 from llmforge.base.errors import EnvironmentLacks, ForgeError, PluginError
@@ -43,8 +42,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, order=True)
-class Package:
+class Package(NamedTuple):
     """An installed distribution."""
 
     name: str
@@ -75,8 +73,7 @@ class Plugin:
         return self.value.partition(":")[0].strip()
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """All entry points of groups that begin as ours do, and groups that mean nothing here."""
 
     plugins: tuple[Plugin, ...]
@@ -345,6 +342,8 @@ def _words(error: BaseException) -> str:
 
 def _inside(plugin: Plugin, error: BaseException) -> str | None:
     """Say at which line of the plug-in's code an error was raised, or passed through; None: at none."""
+    import traceback  # takes longer to import than `llmforge --help` may
+
     roots = [str(folder) for folder in folders(plugin.module.partition(".")[0])]
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if any(frame.filename.startswith(r) for r in roots)
