@@ -30,8 +30,8 @@ test-slow: $(VENV)/.dev  ## Run the tests that take minutes
 triton: $(VENV)/.dev  ## Prepare the Triton server that tests start, in the user's cache (tests/triton_env.py)
 	$(BIN)/python tests/triton_env.py
 
-verify-gpu: cuda-device $(VENV)/.gpu  ## Verify everything on this machine's CUDA GPU, VENV=.venv-gpu (docs/gpu-evidence.md)
-	$(BIN)/python -m benchmarks.verify_gpu
+verify-gpu: cuda-device $(VENV)/.gpu  ## Verify everything on this machine's CUDA GPU, VENV=.venv-gpu, in LEASE=40m if given
+	$(BIN)/python -m benchmarks.verify_gpu $(if $(LEASE),--lease $(LEASE))
 
 cuda-device:
 	@command -v nvidia-smi >/dev/null || \
@@ -77,5 +77,5 @@ $(VENV)/.dev: pyproject.toml constraints.txt $(KERNELS) $(VENV)/.torch
 $(VENV)/.gpu: pyproject.toml constraints.txt $(KERNELS) $(VENV)/.torch
 	@test ! -e $(VENV)/.runtime || \
 	  { echo "$(VENV) has the onnxruntime for CPUs; take another environment: make verify-gpu VENV=.venv-gpu" >&2; exit 1; }
-	$(PIP) install -c constraints.txt -e '.[cuda,tensorrt-rtx,dev]'
+	$(PIP) install -c constraints.txt -e '.[cuda,tensorrt-rtx,tensorrt,dev]' nvtx
 	touch $@

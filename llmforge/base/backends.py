@@ -103,6 +103,7 @@ class Provider:
     needs_device: str | None = None  # why an engine is built on the GPU that runs it; None: it is built anywhere
     index: str = ""  # where pip gets `package`, if not from PyPI
     verified: bool = False  # `dtypes` were read off the package, or seen when an engine was built or refused
+    ranks: bool = False  # several of its engines compute one model together (docs/tensor-parallelism.md)
 
     @property
     def install(self) -> str:
@@ -150,7 +151,7 @@ class Backend:
     providers: tuple[Provider, ...]  # one a kind of target
     compiled: bool  # an engine is a plan that `module` compiled from the graph; else the graph itself, as ONNX
     scales: Literal["blocks", "channels"]  # what shares a scale where weights in 8 bits are multiplied as they are
-    alone: str  # why its engines share no model with others (docs/tensor-parallelism.md)
+    alone: str  # why engines share no model, of providers that are no `ranks` (docs/tensor-parallelism.md)
     head_dims: range | None = None  # channels of a head that attention has kernels for, keys as values; None: any
     elsewhere: Elsewhere | None = None  # None: llmforge's own runtime runs its engines
 
@@ -176,7 +177,7 @@ ONNXRUNTIME = Backend(
     module="onnxruntime",
     compiled=False,
     scales="blocks",
-    alone="its operators do not communicate between processes",
+    alone="ONNX Runtime's wheel for CUDA has no collectives, and llmforge's own are for CPUs",
     providers=(
         Provider(
             name="cpu",
@@ -188,6 +189,7 @@ ONNXRUNTIME = Backend(
             dtypes={"fp32": Use(_ANY), "int8": Use(("weights", "kv")), "int4": Use(("weights", "kv"))},
             never=dict.fromkeys(("fp16", "bf16"), "CPU engines compute in fp32, or in int8 on int8 and int4 weights"),
             verified=True,
+            ranks=True,
         ),
         # GroupQueryAttention, MatMulNBits and their caches: the kernel registry of onnxruntime-gpu 1.31.1. The wheel
         # holds machine code (engines/cuda_kernels.json) and no PTX, so that nothing else runs.

@@ -56,9 +56,10 @@ from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.runtimes import Interpreter
 from llmforge.ir import dialect, graph, interface, longest_text
 from llmforge.ir.scratch import Scratch
-from llmforge.lowering import options, pass_base
+from llmforge.lowering import options, pass_base, pruning
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
 from llmforge.metrics.agreement import RuntimeName
+from llmforge.parallel.split import split
 from llmforge.planning import source
 from llmforge.quantization.statistics import Demand, Statistics
 from llmforge.recipe import Recipe
@@ -184,7 +185,7 @@ def make(
     stages = Stages()
     stages.graph(lock.TRACE, model)
     progress.stage("Check passes")
-    demands = [demand for step in steps for demand in step.demands()]
+    demands = [pruning.bound(demand, model) for step in steps for demand in step.demands()]
     calibrated = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else {}
     dry_run.run(
         model,
@@ -275,7 +276,7 @@ def make(
             checkpoint=checkpoint,
             windows=windows,
             threads=threads,
-            ranks=recipe.engine.tensor_parallel,
+            ranks=engines.devices(target, recipe.engine),
             progress=progress,
             keep=lambda original, baseline: kept.baseline(original, windows, threads, baseline, progress),
             interpreters=others,
@@ -297,7 +298,7 @@ def make(
             threads=threads,
             vocabulary=checkpoint.geometry.vocabulary,
             depth=checkpoint.geometry.layers,
-            ranks=recipe.engine.tensor_parallel,
+            ranks=engines.devices(target, recipe.engine),
         )
     if recipe.validation.is_empty:
         said = (*said, "nothing was measured: the recipe asks for no validation")
@@ -581,10 +582,21 @@ def build_engine(
     """
     progress.stage("Build engine")
     builder, plugin = engines.for_target(recipe.engine.backend, target), plugin_of(recipe.engine.backend)
+    whole: Mapping[str, str] = {}
+    graphs: Sequence[ir.Model] = (model,)
+    if recipe.engine.tensor_parallel > 1:
+        divided = split(model, recipe.engine.tensor_parallel)
+        graphs, whole = divided.ranks, divided.whole
     with nullcontext() if plugin is None else plugins.blamed(plugin):
-        lowered, changes = builder.lower(model, target, recipe.engine)
+        lowerings = [builder.lower(each, target, recipe.engine) for each in graphs]
+    lowered, changes = lowerings[0]  # the graphs of other ranks differ in shapes alone
     grouped = *view.grouped(changes.rewritten).items(), *view.grouped(changes.skipped).items()
     notes = [f"lowering: {_named(nodes)}: {what}" for what, nodes in grouped]
+    if len(graphs) > 1:
+        notes.append(f"split: {len(graphs)} ranks, each with a graph and its part of the weights")
+    if whole:
+        name, reason = next(iter(whole.items()))
+        notes.append(f"split: whole on every rank: {_named(list(whole))}; {name}: {reason}")
     write_tokenizer(checkpoint, staging / "tokenizer")
     ends = checkpoint.eos_token_ids, checkpoint.bos_token_id
     others = BACKENDS[recipe.engine.backend].elsewhere
@@ -592,6 +604,8 @@ def build_engine(
     request = BuildRequest(
         lowered, staging / "engine", recipe.engine, target, *ends, progress, exported, engine_parts.run, prove
     )
+    if len(graphs) > 1:
+        request = replace(request, ranks=tuple(each for each, _ in lowerings))
     if recipe.engine.deferred:
         pending.write(
             request,

@@ -111,7 +111,7 @@ def validate(
         checkpoint=checkpoint,
         windows=texts.evaluation_windows(recipe, checkpoint),
         threads=recipe.engine.threads or physical_cores(),
-        ranks=recipe.engine.tensor_parallel,
+        ranks=engines.devices(target, recipe.engine),
         progress=progress,
         interpreters=others,
     )

@@ -53,6 +53,7 @@ class BuildRequest:
     exported: Exported | None = None  # where the backend writes a file of parameters (`Backend.elsewhere`)
     run_in_parts: RunInParts | None = None  # what proves an engine of more than `WHOLE_BYTES`; None: it is loaded
     prove: Prove = at_once
+    ranks: Sequence[ir.Model] = ()  # the lowered graph of each, where several share the model; `model` is the first
 
 
 @dataclass(frozen=True)
@@ -160,17 +161,23 @@ def exporter(backend: BackendName, target: Target) -> Exporter:
     return cast(Exporter, for_target(backend, target))
 
 
-def refuse_ranks(backend: BackendName, degree: int) -> None:
-    """Return if an engine of `backend` can be one of `degree` that share a model: with 1 alone, in this version.
+def refuse_ranks(backend: BackendName, degree: int, target: Target) -> None:
+    """Return if `degree` engines of `backend` can share a model on `target`.
 
     Raises:
-        UnsupportedError: it cannot; the message says what the backend lacks.
+        UnsupportedError: they cannot; the message says what the backend lacks.
     """
-    if degree > 1:
+    if degree > 1 and not target.require_engine(backend).ranks:
         raise UnsupportedError(
-            f"engine.tensor_parallel is {degree}; {backend} does not support it: {BACKENDS[backend].alone}",
+            f"engine.tensor_parallel is {degree}; {backend} does not support it on {target.name}: "
+            f"{BACKENDS[backend].alone}",
             hint="set `tensor_parallel: 1`; `llmforge.parallel.split.split` writes the graph of each rank",
         )
+
+
+def devices(target: Target, spec: EngineSpec) -> int:
+    """Count the devices that an engine takes: ranks on a CPU share one."""
+    return spec.tensor_parallel if target.kind == "gpu" else 1
 
 
 def require_device(target: Target, spec: EngineSpec) -> None:

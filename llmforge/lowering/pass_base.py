@@ -154,6 +154,20 @@ class Context:
             hint="leave it out: quantize-weights or quantize-channels take fewer bytes",
         )
 
+    def require_fewer_bytes(self, step: str, before: int, after: int) -> None:
+        """Return if a decode step that reads `after` of `before` parameters is worth what the pass `step` costs.
+
+        Raises:
+            UnsupportedError: it is not, with the figure.
+        """
+        if (times := before / after) > 1 + WORTH:
+            return
+        raise UnsupportedError(
+            f"{step}: does not pay on target {self._target.name}: a decode step would read {after:,} parameters in place "
+            f"of {before:,}, {times:.2f} times fewer; {1 + WORTH:.2f} is the least that is worth a loss",
+            hint=f"ask for more, or leave {step} out: quantize-weights takes fewer bytes at less loss",
+        )
+
     def require_faster(self, step: str, dtype: Rate, otherwise: str) -> None:
         """Return unless the target is known not to multiply faster in `dtype` than without; `otherwise` is the hint.
 
@@ -180,6 +194,7 @@ class Pass(ABC):
     requires: ClassVar[frozenset[str]] = frozenset()  # facts that earlier passes of the recipe must provide
     provides: ClassVar[frozenset[str]] = frozenset()
     loads_in: ClassVar[frozenset[str]] = frozenset()  # other runtimes that its interface is for
+    drops_caches: ClassVar[bool] = False  # it may take layers out, and with them their caches
     own_operators: ClassVar[bool] = False  # it writes operators that only llmforge has kernels for
 
     @classmethod

@@ -372,8 +372,9 @@ class ValidationSpec(_Section):
 class TritonSpec(_Section):
     """Settings of the Triton model repository."""
 
-    kind: Literal["cpu", "gpu", "model"] | None = Field(
-        default=None, description="KIND_… of `instance_group`; default: that of the target"
+    kind: Literal["cpu", "gpu"] | None = Field(
+        default=None,
+        description="KIND_… of `instance_group`; default: the target's; never KIND_MODEL: an engine has one device",
     )
     instances: int = Field(
         default=1, ge=1, le=64, description="number of processes, each with its own weights and KV cache"
@@ -405,7 +406,7 @@ class ServingSpec(_Section):
 
     @model_validator(mode="after")
     def _gpus_have_a_kind(self) -> Self:
-        if self.triton.gpus and self.triton.kind in ("cpu", "model"):
+        if self.triton.gpus and self.triton.kind == "cpu":
             raise ValueError(f"`gpus` requires kind gpu, not {self.triton.kind}")
         return self
 

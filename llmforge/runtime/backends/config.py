@@ -25,12 +25,18 @@ FORMAT = 3
 FILE = "runtime.json"
 DAMAGED = "run `llmforge verify ARTIFACT` to list changed files; fetch or build the artifact again"
 MODEL_FILE = "model.onnx"
-DATA_FILE = "model.onnx.data"  # the larger initializers of the model
+DATA_FILE = "model.onnx.data"  # the larger initializers of the model; of ranks, those that all of them have
 # What a recipe may ask for at most (llmforge.recipe.schema).
 MOST_TOKENS = 2**24
 MOST_ROWS = 4096
 MOST_THREADS = 1024
+MOST_RANKS = 64  # llmforge/native/collectives.inc
 PLAN_FILE = "model.plan"  # what TensorRT deserializes
+
+
+def rank_file(rank: int) -> str:
+    """Name the graph of a rank, of an engine that has several; the initializers that it alone has are in `….data`."""
+    return f"model.rank{rank}.onnx"
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,8 @@ class RuntimeConfig:
 
     `max_context` bounds prompt and answer together, in tokens; `max_batch` bounds the sequences that run at once.
     A plan of TensorRT has `plan` in place of `onnxruntime`; what runs on a GPU has `device`. `buckets` are the numbers
-    of rows that decode steps are padded to, ascending; none: steps run the rows that they need.
+    of rows that decode steps are padded to, ascending; none: steps run the rows that they need. With several `ranks`,
+    `caches` are those of one of them; all have as many heads.
     """
 
     format: int
@@ -133,14 +140,17 @@ class RuntimeConfig:
     plan: PlanFacts | None = None
     adapters: tuple[str, ...] = ()  # that requests choose from; the first is number 1 of the input `adapter_ids`
     plugin: PluginFacts | None = None  # that brings `provider`; null: llmforge itself
+    ranks: int = 1  # processes that compute each layer together, each with a graph of its own (tensor parallelism)
 
     def to_json(self) -> str:
-        """Write the file's text: sorted keys, one trailing newline; adapters and plug-in only where there are some."""
+        """Write the file's text: sorted keys, one trailing newline; of adapters, plug-in and ranks what there is."""
         plain = dataclasses.asdict(self)
         if not self.adapters:
             del plain["adapters"]
         if self.plugin is None:
             del plain["plugin"]
+        if self.ranks == 1:
+            del plain["ranks"]
         return json.dumps(plain, indent=2, sort_keys=True) + "\n"
 
     @classmethod
@@ -165,7 +175,7 @@ class RuntimeConfig:
                 hint="build the artifact again, or run it with the llmforge that built it",
             )
         if isinstance(data, dict):
-            data = {"adapters": [], "plugin": None, **data}
+            data = {"adapters": [], "plugin": None, "ranks": 1, **data}
             _require_plugin(data, str(path))
         config = strict_json.read(cls, data, str(path))
         config._check_parts(str(path))
@@ -191,6 +201,8 @@ class RuntimeConfig:
                 raise InputError(f"{where}: {name} is {shown(value)}; expected 1 to {most}")
         if self.plan is not None and (Path(self.plan.file).name != self.plan.file or "\0" in self.plan.file):
             raise InputError(f"{where}: plan.file is {shown(self.plan.file)}; expected the name of a file beside it")
+        if self.ranks > 1 and not PROVIDERS[self.provider].ranks:
+            raise InputError(f"{where}: ranks is {self.ranks}, and engines of provider {self.provider} run alone")
         captures = () if self.graphs is None else self.graphs.captures
         if len({capture.id for capture in captures}) < len(captures) or min((c.id for c in captures), default=1) < 1:
             raise InputError(f"{where}: graphs: expected captures with unique ids, 1 or more")
@@ -211,6 +223,7 @@ class RuntimeConfig:
             "plan.profiles.max_sequence": (max((p.max_sequence for p in profiles), default=None), MOST_TOKENS),
             "caches": (len(self.caches) or None, MOST_ROWS),
             "adapters": (len(self.adapters) or None, MOST_ROWS),
+            "ranks": (self.ranks, MOST_RANKS),
         }
 
     @property

@@ -112,6 +112,11 @@ class Backend(ABC, Generic[C]):
         return self.signature.vocabulary
 
     @property
+    def processes(self) -> tuple[int, ...]:
+        """The ids of processes that it has besides this one, whose memory counts."""
+        return ()
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What the decoder does without, though it was asked for, and why."""
         return ()
