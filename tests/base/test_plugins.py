@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -346,6 +348,34 @@ def test_the_doctor_lists_groups_that_nothing_reads(site: Path) -> None:
     assert "nothing reads the entry-point group llmforge.v1.passess" in said[0][1] + said[1][1]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[llmforge.v1.passes]\ngarbage\n",
+        b"\xff\xfe[llmforge.v1.passes]\nx=y:z\n",
+        b"[llmforge.v99999.passes]\nx=y:z\n",
+        b"[llmforge.v1.passes]\nthing = a b c\n",
+        b"[llmforge.v1.passes]\nthing = :::\n",
+        b"[llmforge.v1.passes]\nthing =\n",
+        b"[llmforge.v1.passes]\n\x1b[31m = y:z\n",
+    ],
+)
+@pytest.mark.parametrize("metadata", [b"Metadata-Version: 2.4\nName: bad\nVersion: 1\n", b"", b"Name: \xff\n", None])
+def test_damaged_metadata_harms_nobody_else(text: bytes, metadata: bytes | None, site: Path) -> None:
+    plugin_packages.install_sample(site)
+    folder = site / "bad-1.dist-info"
+    folder.mkdir()
+    (folder / "entry_points.txt").write_bytes(text)
+    if metadata is not None:
+        (folder / "METADATA").write_bytes(metadata)
+    assert SEAMS["passes"]("zero-small-weights") is not None
+    with contextlib.suppress(PluginError):
+        assert SEAMS["passes"]("thing") is None
+    said = [check for check in examined.checks() if check.state == "no"]
+    assert len(said) == 1
+    assert said[0].found.isprintable()
+
+
 def test_help_looks_for_no_plug_in(site: Path) -> None:
     plugin_packages.install_sample(site)
     code = (
@@ -446,3 +476,15 @@ def test_an_unknown_backend_is_a_wrong_recipe(tmp_path: Path, site: Path) -> Non
         Recipe.load(write(tmp_path, engine={"backend": "onnx", "max_context": 64}))
     with pytest.raises(UsageError, match="no target is named 'sample-box'"):
         targets.load("sample-box")
+
+
+@pytest.mark.slow
+def test_pip_installs_the_sample(tmp_path: Path) -> None:
+    shutil.copytree(plugin_packages.SAMPLE, tmp_path / "source")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run([*pip, "--target", "site", "./source"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with plugin_packages.on_path(tmp_path / "site"):
+        assert [check.state for check in examined.checks()] == ["yes"]
+        assert targets.load("sample-box").engines == ("onnxruntime", "sample-plain")
+        assert plugins.tops() == {"llmforge_sample": Package("llmforge-sample", "0.1.0")}

@@ -16,8 +16,8 @@ import pytest
 from llmforge import engines, passes, targets
 from llmforge.artifact import Artifact
 from llmforge.base import plugins
-from llmforge.base.errors import EnvironmentLacks, PluginError, VerificationError
-from llmforge.build import lock, pipeline, reuse
+from llmforge.base.errors import EnvironmentLacks, PluginError, UsageError, VerificationError
+from llmforge.build import comparison, finishing, lock, pipeline, reproducing, reuse
 from llmforge.build.publishing import BuildResult
 from llmforge.cache import Cache, Code
 from llmforge.calibration import driver
@@ -133,6 +133,7 @@ def test_every_record_names_the_package_and_its_code(built: Built) -> None:
     assert f"plug-in llmforge-sample 0.1.0 took part: {', '.join(parts)}" in report.notes
     locked = lock.read(opened)
     assert locked.plugins == report.plugins
+    assert locked.packages["llmforge-sample"] == "0.1.0"
     assert locked.packages.get("numpy")
     assert opened.manifest.recipe["plugins"] == {"llmforge-sample": "0.1.0"}
     assert opened.manifest.requires["llmforge-sample"] == "0.1.0"
@@ -270,6 +271,21 @@ def test_a_line_changes_what_is_reused(built: Built, package: Path) -> None:
     assert changed.report.build.reused.passes == ("zero-small-weights",)
     assert changed.report.plugins[0].sha256 != built.result.report.plugins[0].sha256
     assert changed.report.content == built.result.report.content  # a comment changes no byte
+    told = comparison.compare(Artifact.open(built.result.path), Artifact.open(changed.path))
+    assert [line.partition(":")[0] for line in told.environment] == ["code of llmforge-sample"]
+
+
+@pytest.mark.slow
+def test_what_an_artifact_records_is_a_recipe(built: Built, tmp_path: Path) -> None:
+    texts = [built.folder / f"{name}.jsonl" for name in ("calibration", "evaluation")]
+    recipe = reproducing.recorded(built.result.path, built.folder / "tiny-llama", texts, tmp_path)
+    finishing.check_recipe(recipe, Artifact.open(built.result.path))
+    with pytest.MonkeyPatch.context() as patch:
+        away = [each for each in sys.path if each != str(built.package.parent)]
+        plugin_packages.install_sample(tmp_path / "site", version="0.2.0")
+        patch.setattr(sys, "path", [str(tmp_path / "site"), *away])
+        with pytest.raises(UsageError, match="plugins differ"):
+            finishing.check_recipe(recipe, Artifact.open(built.result.path))
 
 
 def test_a_version_and_a_requirement_are_part_of_the_code(place: Place, package: Path, tmp_path: Path) -> None:
