@@ -30,16 +30,16 @@ def checks() -> Iterator[Check]:
             yield Check("plug-in", "yes", f"{package}: {whole}")
         for wrong in broken.values():
             yield Check("plug-in", "no", wrong.message, wrong.hint)
-    for problem in found.problems:
+    for damage in found.problems:
         known = ", ".join(f"llmforge.v{plugins.INTERFACE}.{kind}" for kind in KINDS)
-        yield Check("plug-in", "no", problem, f"groups are {known}")
+        yield Check("plug-in", "no", damage, f"groups are {known}")
 
 
 def _problem(plugin: Plugin) -> PluginError | None:
     if plugin.kind in _BUILDS and extras.missing("build"):
         return None
     seam, built_in = _seams()[plugin.kind]
-    return plugins.problem(plugin, seam, built_in)
+    return plugins.damage(plugin, seam, built_in)
 
 
 def _seams() -> dict[str, tuple[Seam[Any], Collection[str]]]:

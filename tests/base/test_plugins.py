@@ -25,6 +25,7 @@ from llmforge.lowering import pass_base
 from llmforge.metrics import catalog
 from llmforge.metrics.tokens import TokenBlock
 from llmforge.quantization import methods
+from llmforge.quantization.grids import Grid, dequantize
 from llmforge.recipe import Recipe
 from llmforge.runtime.backends.config import RuntimeConfig
 
@@ -274,6 +275,47 @@ def test_a_method_cannot_take_an_option_of_the_pass(site: Path, tmp_path: Path) 
     file.write_text(file.read_text().replace("narrowest", "symmetric"))
     with pytest.raises(PluginError, match="its option symmetric is one of the pass quantize-weights"):
         made(tmp_path, {"quantize-weights": {**LOSSY, "method": "narrow-rtn"}}, **TEXT)
+
+
+@pytest.mark.parametrize(
+    ("new", "said"),
+    [
+        ("return codes", r"of a weight \[2, 64\] in int4-block32-asymmetric it gave a ndarray, not a QuantizedMatrix"),
+        (
+            "return assemble(grid, codes.reshape(n, -1), scales, zeros)",
+            r"its codes are float32 \[2, 64\]; expected uint8",
+        ),
+        ("return assemble(grid, np.full((n, k), 16, np.uint8), scales, zeros)", "expected uint8 .*, at most 15"),
+        ("return assemble(grid, np.zeros((n, k), np.uint8), scales * np.inf, zeros)", "expected finite fp32"),
+        ("return codes['a']", r"it failed: IndexError: .* \(methods\.py:\d+\)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_what_a_method_gives_is_looked_at(new: str, said: str, site: Path) -> None:
+    file = plugin_packages.install_sample(site) / "methods.py"
+    old = "return assemble(grid, codes.reshape(n, -1)[:, :k].astype(np.uint8), scales, zeros)"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    method, weight = methods.named("narrow-rtn")(), np.random.default_rng(0).standard_normal((2, 64))
+    with pytest.raises(PluginError, match=said):
+        method.quantize(weight, Grid(4, 32, False))
+
+
+def test_a_method_narrows_ranges_where_that_pays(site: Path) -> None:
+    plugin_packages.install_sample(site)
+    weight = np.random.default_rng(0).standard_normal((8, 100)).astype(np.float32)
+    errors = []
+    for name in ("rtn", "narrow-rtn"):
+        matrix = methods.named(name)().quantize(weight, Grid(4, 32, True))
+        errors.append(np.square(dequantize(matrix) - weight).sum())
+    assert errors[1] < 0.98 * errors[0]
+
+
+def test_what_a_pass_says_of_itself_may_fail_too(site: Path, tmp_path: Path) -> None:
+    source = PASS.replace("    def run", "    def demands(self):\n        return 1 / 0\n\n    def run")
+    install(site, source, name="idle-by", value="bad:Idle")
+    with pytest.raises(PluginError, match=r"idle-by of bad 1\.0 .* failed: ZeroDivisionError"):
+        made(tmp_path, "idle-by")
 
 
 @pytest.mark.parametrize(
