@@ -39,7 +39,7 @@ def _problem(plugin: Plugin) -> PluginError | None:
     if plugin.kind in _BUILDS and extras.missing("build"):
         return None
     seam, built_in = _seams()[plugin.kind]
-    return plugins.damage(plugin, seam, built_in)
+    return plugins.problem(plugin, seam, built_in)
 
 
 def _seams() -> dict[str, tuple[Seam[Any], Collection[str]]]:
