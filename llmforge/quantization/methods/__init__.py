@@ -117,14 +117,15 @@ def _wrong(found: Any, shape: tuple[int, ...], grid: Grid) -> str | None:
         return f"it gave a {type(found).__name__}, not a QuantizedMatrix on that grid"
     n, k = shape
     codes, scales, zeros = found.codes, found.scales, found.zero_points
-    if (codes.shape, codes.dtype) != (shape, np.uint8) or codes.max(initial=0) > grid.top:
+    if codes.shape != shape or codes.dtype != np.uint8 or codes.max(initial=0) > grid.top:
         return f"its codes are {codes.dtype} {list(codes.shape)}; expected uint8 {list(shape)}, at most {grid.top}"
     blocks = (n, grid.blocks(k))
-    if (scales.shape, scales.dtype) != (blocks, np.float32) or not np.isfinite(scales).all() or not scales.all():
+    shaped = scales.shape == blocks and scales.dtype == np.float32
+    if not shaped or not np.isfinite(scales).all() or not scales.all():
         return (
             f"its scales are {scales.dtype} {list(scales.shape)}; expected finite fp32 {list(blocks)}, none of them 0"
         )
-    if (zeros is None) != grid.symmetric or (zeros is not None and (zeros.shape, zeros.dtype) != (blocks, np.uint8)):
+    if (zeros is None) != grid.symmetric or (zeros is not None and (zeros.shape != blocks or zeros.dtype != np.uint8)):
         return f"its zero points do not go with a grid that is {'' if grid.symmetric else 'not '}symmetric"
     return None
 
