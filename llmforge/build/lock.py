@@ -34,6 +34,7 @@ FILE = "lock.json"  # in the folder `artifact.PROVENANCE`
 TRACE, CALIBRATION, ENGINE = "trace", "calibration", "engine"  # stages besides the passes
 _CODE = ("*.py", "*.yaml", "*.jinja", "*.json")
 _ROOMS = ("llmforge", "llmforge.passes", "llmforge.recipes", "llmforge.targets")  # those that may lie apart
+_DOCS = "llmforge/docs/"  # which no build reads
 _REVISION = re.compile(r"[0-9a-f]{40}")
 
 
@@ -219,7 +220,8 @@ def code() -> CodeLock:
         files |= {
             f"{prefix}/{path.relative_to(folder).as_posix()}": path for kind in _CODE for path in folder.rglob(kind)
         }
-    lines = "".join(f"{name} {_sha256(files[name])}\n" for name in sorted(files))
+    code = [name for name in sorted(files) if not name.startswith(_DOCS)]
+    lines = "".join(f"{name} {_sha256(files[name])}\n" for name in code)
     library = native.library()
     return CodeLock(
         version=__version__,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from difflib import get_close_matches
 from pathlib import Path
 
 import click
@@ -256,3 +257,31 @@ def schema() -> None:
     for problem in broken:
         say(f"left out: {problem.message}", always=True)
     output.write_json(recipe.json_schema([*registry.ALL, *passes], methods))
+
+
+_PAGES = Path(__file__).resolve().parents[1] / "docs"
+_DOCS = """\b
+Examples:
+  llmforge docs
+  llmforge docs gates | less
+"""
+
+
+@click.command(epilog=_DOCS)
+@click.argument("page", required=False)
+def docs(page: str | None) -> None:
+    """List the pages of the documentation, or print PAGE.
+
+    PAGE is a name of the list, or docs/NAME.md, as messages and help texts name it.
+    """
+    pages = {path.relative_to(_PAGES).with_suffix("").as_posix(): path for path in sorted(_PAGES.rglob("*.md"))}
+    if page is None:
+        titles = [(name, path.read_text(encoding="utf-8").split("\n", 1)[0]) for name, path in pages.items()]
+        output.write_columns([(name, title.removeprefix("# ").replace("`", "")) for name, title in titles])
+        return
+    name = page.removeprefix("docs/").removesuffix(".md")
+    if name not in pages:
+        near = get_close_matches(name, pages, n=1)
+        hint = f"did you mean `llmforge docs {near[0]}`?" if near else "`llmforge docs` lists the pages"
+        raise UsageError(f"there is no page {name}", hint=hint)
+    output.write_script(pages[name].read_text(encoding="utf-8"))

@@ -20,6 +20,7 @@ from llmforge.engines import (
     cuda_attention,
     cuda_graphs,
     cuda_operators,
+    heads,
     kernels,
     onnx_file,
     require_device,
@@ -87,6 +88,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     changes.rewritten += cuda_operators.split_biases(lowered)
     changes.rewritten += cuda_operators.name_layouts(lowered)
     changes.rewritten += cuda_operators.widen(lowered)
+    changes.rewritten.append(heads.give_heads(lowered))
     changes.skipped += [Skipped(str(node.name), reason) for node, reason in cuda_operators.slower(lowered)]
     check(lowered, target)
     _refuse(lowered, sm)
