@@ -206,6 +206,14 @@ class Pass(ABC):
         """Name the methods that it computes by: their code is part of its keys in the cache."""
         return ()
 
+    def brought(self) -> tuple[Plugin, ...]:
+        """List the plug-ins of those methods.
+
+        Raises:
+            PluginError: one clashes with another, or is written for another interface.
+        """
+        return ()
+
     def demands(self) -> tuple[Demand, ...]:
         """Name the calibration statistics that `run` will read from its context."""
         return ()
