@@ -1,8 +1,8 @@
 """Take heads, channels and layers out of a decoder by what that costs on calibration text.
 
 Heads and channels go by their cost in the second order (`quantization.structure`), whole layers by their influence,
-1 - E cos(h, layer(h)), the least first (ShortGPT, arXiv 2403.03853). How many layers go, and so how much is left for the
-others to give, is tried: none, one, two, … as long as the KLD on calibration text that is held out falls.
+1 - E cos(h, layer(h)), the least first (ShortGPT, arXiv 2403.03853). How many layers go, and so how much is left for
+heads and channels to give, is tried: none, one, two, … as long as the KLD on calibration text that is held out falls.
 """
 
 from __future__ import annotations

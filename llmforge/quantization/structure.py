@@ -1,8 +1,9 @@
 """Structured pruning: which heads and channels cost least, and how the others make up for them.
 
-A unit is a KV head with the query heads that read it, or a channel of an MLP: columns of the matrix that alone reads it,
-W [N, K], the output projection or the down projection. With H = Σ x xᵀ / tokens of what that matrix reads, and O the
-mean g gᵀ of the loss's gradient in its outputs, taking the columns S away, with the best update of the others, costs
+A unit is a KV head with the query heads that read it, or a channel of an MLP: columns of the matrix that alone reads
+it, W [N, K], the output projection or the down projection. With H = Σ x xᵀ / tokens of what that matrix reads, and O
+the mean g gᵀ of the loss's gradient in its outputs, taking the columns S away, with the best update of all others,
+costs
 
     ½ tr(O W_S ([H⁻¹]_SS)⁻¹ W_Sᵀ)  nats a token, and the others become  W - W_S ([H⁻¹]_SS)⁻¹ [H⁻¹]_S:
 
@@ -57,7 +58,7 @@ class Channels:
 
 @dataclass(frozen=True)
 class Block:
-    """A decoder layer, whose parameters begin with `prefix`, "model.layers.0."; what of it may go, or why it may not."""
+    """A decoder layer, whose parameters begin with `prefix`, "model.layers.0."; what of it may go, or why not."""
 
     index: int
     prefix: str
@@ -69,7 +70,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Structure:
-    """Decoder layers with attention, in their order; `fixed` says why layers cannot go as a whole, "" where they can."""
+    """Decoder layers with attention, in their order; `fixed` says why no layer can go as a whole, "" where one can."""
 
     blocks: tuple[Block, ...]
     fixed: str
