@@ -32,7 +32,6 @@ _BY_CHANNEL = frozenset(
     {"Add", "Sub", "Mul", "Div", "Pow", "Sqrt", "Sigmoid", "Tanh", "Erf", "Relu", "Gelu", "Clip", "Max", "Min", "Neg"}
     | {"Softplus", "HardSigmoid", "LeakyRelu", "Elu", "Exp", "Abs", "Swish"}
 )
-SAMPLED = 64  # channels that a sample takes: as many as any block has, or more
 
 
 class _No(Exception):
@@ -471,21 +470,23 @@ def bound(demand: Demand, model: ir.Model) -> Demand:
     return replace(demand, structure=find(model), read=_read(model))
 
 
-def sample(model: ir.Model, units: Sequence[str]) -> tuple[Kept, dict[str, Float32]]:
-    """Make up a choice that takes a KV head and a block of channels of each layer, to see that the graph lets it."""
+def sample(model: ir.Model, demand: PruningDemand) -> tuple[Kept, dict[str, Float32]]:
+    """Make up a choice, to see that the graph lets it: a KV head and a block of channels of each layer, or a layer."""
+    structure, units = find(model), demand.units
     heads, channels, outputs = [], [], dict[str, Float32]()
     sizes = {name: graph.static(value) for value in _weights(model) for name in graph.sources(value)}
-    for block in find(model).blocks:
+    for block in structure.blocks:
         if block.heads is not None and "heads" in units:
             own = block.heads
             heads.append((block.index, tuple(range(own.kv_count - 1))))
             shape = sizes[own.output][1], (own.kv_count - 1) * own.shared * own.value_dim
             outputs[own.output] = np.broadcast_to(np.float32(0), shape)
-        if block.channels is not None and "channels" in units and block.channels.count > SAMPLED:
-            left = block.channels.count - SAMPLED
+        if block.channels is not None and "channels" in units and block.channels.count > demand.together:
+            left = block.channels.count - demand.together
             channels.append((block.index, tuple(range(left))))
             outputs[block.channels.output] = np.broadcast_to(np.float32(0), (sizes[block.channels.output][1], left))
-    return Kept((), tuple(heads), tuple(channels)), outputs
+    last = [block.index for block in structure.blocks[-1:]] if units == ("layers",) and not structure.fixed else []
+    return Kept(tuple(last), tuple(heads), tuple(channels)), outputs
 
 
 def _read(model: ir.Model) -> int:
