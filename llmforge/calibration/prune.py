@@ -165,7 +165,7 @@ def _stride(block: Block, kind: str, demand: PruningDemand) -> dict[str, int]:
     return {"width": 1, "together": demand.together}
 
 
-def _damped(name: str, moments: Float32, demand: PruningDemand) -> structure.Float64:
+def _damped(name: str, moments: Float32 | structure.Float64, demand: PruningDemand) -> structure.Float64:
     try:
         return structure.damped(moments, demand.damping)
     except (ValueError, np.linalg.LinAlgError) as error:

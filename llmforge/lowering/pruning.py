@@ -494,7 +494,7 @@ def _read(model: ir.Model) -> int:
     total = 0
     for value in _weights(model):
         readers = [reader for reader, _ in value.uses()]
-        lookups = [Gather.matches(node) and node.inputs[1].name == interface.INPUT_IDS for node in readers]
+        lookups = [Gather.matches(node) and Gather(node).indices.name == interface.INPUT_IDS for node in readers]
         if graph.sources(value) and not all(lookups):
             total += int(np.prod(graph.static(value)))
     return total

@@ -125,7 +125,7 @@ def damped(moments: Float32 | Float64, damping: float) -> Float64:
     if not (np.isfinite(hessian).all() and mean > 0):
         raise ValueError(f"moments must be finite and positive; the mean of their diagonal is {mean:g}")
     for attempt in range(ATTEMPTS):
-        made = hessian + damping * 10**attempt * mean * np.eye(len(hessian))
+        made: Float64 = hessian + damping * 10**attempt * mean * np.eye(len(hessian))
         try:
             np.linalg.cholesky(made)
         except np.linalg.LinAlgError:
@@ -142,7 +142,8 @@ def eliminate(
     `hessian` [K, K] is damped, `outputs` [N, N]. Losses are as above.
     """
     left = weight.astype(np.float64)
-    weighed, inverse = outputs.astype(np.float64) @ left, np.linalg.inv(hessian)
+    weighed: Float64 = outputs.astype(np.float64) @ left
+    inverse: Float64 = np.linalg.inv(hessian).astype(np.float64)
     units = np.arange(weight.shape[1] // width)
     steps = []
     while len(units) - together >= max(least, 1):
@@ -163,7 +164,8 @@ def eliminate(
 def _costs(left: Float64, weighed: Float64, inverse: Float64, width: int) -> Float64:
     """Return what each unit costs alone."""
     if width == 1:
-        return np.einsum("nk,nk->k", left, weighed) / inverse.diagonal()
+        alone: Float64 = np.einsum("nk,nk->k", left, weighed) / inverse.diagonal()
+        return alone
     parts = (slice(first, first + width) for first in range(0, left.shape[1], width))
     return np.array([np.trace(np.linalg.solve(inverse[p, p], left[:, p].T @ weighed[:, p])) for p in parts])
 
