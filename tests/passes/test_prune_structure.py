@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -15,13 +15,22 @@ from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.calibration import calibrate, plan
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
-from llmforge.engines import cuda
+from llmforge.engines import cuda, interop, parameters
 from llmforge.engines.tensorrt import lower as tensorrt
 from llmforge.ir import dialect, graph, interface
 from llmforge.ir.operators.canonical import Attention
 from llmforge.lowering import pruning
 from llmforge.lowering.pass_base import Budget, Context
-from llmforge.passes import FlashAttention, FuseNorms, LowerPrecision, PackGateUp, PackQkv, PruneStructure, Sparsify
+from llmforge.passes import (
+    FlashAttention,
+    FuseNorms,
+    GenaiInterface,
+    LowerPrecision,
+    PackGateUp,
+    PackQkv,
+    PruneStructure,
+    Sparsify,
+)
 from llmforge.quantization import structure
 from llmforge.quantization.statistics import PruningDemand, Statistics
 from llmforge.quantization.structure import Kept
@@ -237,3 +246,19 @@ def test_engines_behind_read_the_pruned_shapes(tmp_path: Path) -> None:
     assert {
         value.name: graph.static(value)[1] for value in on_gpu.graph.inputs if "past_key" in str(value.name)
     } == caches
+
+
+@pytest.mark.parametrize("backend", ["compressed-tensors", "gguf"])
+@pytest.mark.parametrize("step", ["prune-structure", "correct-low-rank"])
+def test_files_of_others_cannot_say_it(backend: Literal["compressed-tensors", "gguf"], step: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{step}: a .* holds the parameters of the checkpoint by their own"):
+        parameters.check_passes(backend, (step,))
+
+
+def test_other_runtimes_cannot_say_it(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    model = graphs.llama(FORM)
+    STEP.run(model, Context(graphs.TARGET, chosen(KEPT)))
+    graphs.prove(FlashAttention(), model, tmp_path)
+    assert GenaiInterface().run(model, graphs.CPU)
+    with pytest.raises(UnsupportedError, match="after prune-structure layers differ"):
+        interop.check(model, Checkpoint.open(tiny_checkpoint))
