@@ -24,7 +24,7 @@ from llmforge.ir import graph, interface
 from llmforge.ir.operators.standard import MatMul
 from llmforge.lowering import pass_base, pruning
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
-from llmforge.parallel import shard_plan
+from llmforge.parallel.split import split
 from llmforge.quantization import low_rank
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Grid, QuantizedMatrix
@@ -81,8 +81,8 @@ def run(
     elsewhere.check(spec, target, [step.name for step in steps], copy, model, checkpoint)
     builder = engines.for_target(spec.backend, target)
     if spec.tensor_parallel > 1:
-        shard_plan.plan(copy.clone(), spec.tensor_parallel)
-        engines.refuse_ranks(spec.backend, spec.tensor_parallel)
+        copy = split(copy, spec.tensor_parallel).ranks[0]
+        engines.refuse_ranks(spec.backend, spec.tensor_parallel, target)
     lowered, _ = builder.lower(copy, target, spec)
     signatures.check_context(lowered, spec.max_context)
     interop.check(lowered, checkpoint)

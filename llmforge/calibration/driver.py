@@ -415,7 +415,7 @@ def key(
 
 
 def _code(methods: Collection[str]) -> list[str]:
-    """Hash the code of calibration and of `methods`, of which one may be defined outside of the package."""
+    """Hash the code of calibration and of `methods`, of which one may be defined in no package at all."""
     code = Code()
     outside = sorted(method for method in methods if not code.has(method))
     sources = [hashlib.sha256(Path(str(sys.modules[method].__file__)).read_bytes()).hexdigest() for method in outside]

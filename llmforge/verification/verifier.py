@@ -235,7 +235,7 @@ class Verifier:
 
     def _origin(self, model: ir.Model, failure: _Failure) -> str:
         """Name the first tensor that has one name in both graphs and differs in the step of `failure`."""
-        before, after = dialect.expand(self._before.model), dialect.expand(model)
+        before, after = probe.executable(self._before.model), probe.executable(model)
         there = {value.name for node in after.graph for value in node.outputs}
         made = (value.name for node in before.graph for value in node.outputs)
         names = [name for name in made if name and name in there]
