@@ -141,7 +141,7 @@ def gather(recipe: Recipe, resolved: Mapping[str, Any], checkpoint: Checkpoint, 
     return Lock(
         recipe=dict(resolved),
         checkpoint=CheckpointLock(
-            name=checkpoint.path.name,
+            name=checkpoint.name,
             digest=checkpoint.digest,
             revision=revision(checkpoint.path),
             repository=repository(checkpoint.path),

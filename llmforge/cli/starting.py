@@ -17,7 +17,7 @@ from llmforge.base.backends import BACKENDS
 from llmforge.base.errors import UsageError
 from llmforge.base.wording import shown
 from llmforge.cli import building, output, serving
-from llmforge.cli.parameters import PATH, TARGET, out_option, refuse_given
+from llmforge.cli.parameters import PATH, REVISION, TARGET, go_on, on_hub, out_option, refuse_given
 from llmforge.cli.planning import measured_here
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ Examples:
   llmforge init CHECKPOINT
   llmforge init CHECKPOINT --target l4 --goal throughput -o chat-l4.yaml
   llmforge init CHECKPOINT --calibration mine.jsonl --evaluation held-out.jsonl
+  llmforge init ORG/NAME --revision v1.0    # a checkpoint of the Hub
   llmforge init CHECKPOINT --like chat-h100-fp8    # one of the recipes that ship with llmforge
 """
 
@@ -47,6 +48,7 @@ def _recipe_options(command: Any) -> Any:
             "--goal", type=click.Choice(_GOALS), default="latency",
             help="What to gain most: time per token, tokens per second of all requests, small files, or quality.",
         ),
+        REVISION,
     )  # fmt: skip
     for option in reversed(options):
         command = option(command)
@@ -98,6 +100,7 @@ def init(
     checkpoint: Path,
     target: str,
     goal: Any,
+    revision: str | None,
     backend: Any,
     path: Path | None,
     name: str | None,
@@ -118,7 +121,19 @@ def init(
         refuse_given("--like", "goal", "backend")
         given = click.get_current_context().get_parameter_source("target") is ParameterSource.COMMANDLINE
         target = target if given else ""
-    path = write(checkpoint, target, goal, backend, path, name, calibration, evaluation, like=like, force=force)
+    path = write(
+        checkpoint,
+        target,
+        goal,
+        backend,
+        path,
+        name,
+        calibration,
+        evaluation,
+        revision=revision,
+        like=like,
+        force=force,
+    )
     if as_json:
         output.write_json({"recipe": str(path)})
     else:
@@ -141,7 +156,16 @@ Examples:
 @click.option("--host", metavar="ADDRESS", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), metavar="PORT", default=8000, help="Port; 0 picks a free one.")
 @click.pass_context
-def up(context: click.Context, checkpoint: Path, target: str, goal: Any, out: Path, host: str, port: int) -> None:
+def up(
+    context: click.Context,
+    checkpoint: Path,
+    target: str,
+    goal: Any,
+    revision: str | None,
+    out: Path,
+    host: str,
+    port: int,
+) -> None:
     """Write a recipe for CHECKPOINT, build it, and serve the artifact.
 
     `init`, `plan`, `build` and `serve` in one go. A recipe that `init` has written before is used as it stands. Does
@@ -156,9 +180,10 @@ def up(context: click.Context, checkpoint: Path, target: str, goal: Any, out: Pa
     if path.exists():
         console.say(f"using {path}, which is there")
     else:
-        path = write(checkpoint, target, goal, None, path, None, None, None)
+        path = write(checkpoint, target, goal, None, path, None, None, None, revision=revision)
         console.say(f"wrote {path}")
     planning.show(path)
+    go_on()
     _run(context, building.build, str(path), "--out", str(out))
     [newest, *_] = versions.listed(out, Recipe.load(path).name)  # which may have been changed
     _run(context, serving.serve, str(newest.path), "--host", host, "--port", str(port))
@@ -186,6 +211,7 @@ def write(
     calibration: Path | None,
     evaluation: Path | None,
     *,
+    revision: str | None = None,
     like: str | None = None,
     force: bool = False,
 ) -> Path:
@@ -213,11 +239,16 @@ def write(
         raise UsageError(f"{path} is there", hint="use --force to replace it, or -o for another name")
     if (calibration is None) != (evaluation is None):
         raise UsageError("--calibration and --evaluation require each other", hint="they must not overlap")
+    snapshot = on_hub(checkpoint, revision)
     texts = dict(zip(("calibration", "evaluation"), (calibration, evaluation), strict=True))
     if calibration is None:
         texts = {Path(file).stem: path.parent / "text" / file for file in _TEXTS}
+    written = _beside(checkpoint, path)
+    if snapshot is not None:
+        checkpoint = snapshot.folder
+        written = snapshot.repository if revision is None else f"{snapshot.repository}\nrevision: '{revision}'"
     given = {
-        "checkpoint": _beside(checkpoint, path),
+        "checkpoint": written,
         **{what: _beside(file, path) for what, file in texts.items() if file},
     }
     if target:
