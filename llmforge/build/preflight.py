@@ -41,8 +41,9 @@ def check(recipe: Recipe) -> None:
     folder = folder_of(recipe.checkpoint.absolute())
     settings = read_settings(folder)
     _check_context(recipe, settings.get("text_config", settings))
-    read_headers(folder, weight_files(folder))
     reference.check(recipe)
+    recipe.fetched()  # the last check needs the weights, which may have to be downloaded
+    read_headers(folder, weight_files(folder))
 
 
 def check_source(recipe: Recipe, steps: Sequence[Pass]) -> None:

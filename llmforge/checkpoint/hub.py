@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmforge.base import small_file
 from llmforge.base.errors import CheckpointError, EnvironmentLacks, ForgeError, UsageError
 from llmforge.base.wording import cut, shown
-from llmforge.checkpoint.safetensors_file import parse_json, read_small
 
 MAIN = "main"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)  # of a repository
@@ -49,7 +49,8 @@ class Snapshot:
         """
         names = {_WEIGHTS}
         if (index := self.folder / _INDEX).exists():
-            found = parse_json(read_small(index), index).get("weight_map")
+            data = small_file.read_json(index, small_file.SETTINGS_BYTES, error=CheckpointError, hint="it is damaged")
+            found = data.get("weight_map") if isinstance(data, dict) else None
             names = set(map(str, found.values())) if isinstance(found, dict) else set()
         if wrong := sorted(name for name in names if _SHARD.fullmatch(name) is None):
             raise CheckpointError(f"{index}: {shown(wrong[0])} is no name of a shard", hint="the repository is damaged")

@@ -237,13 +237,12 @@ def build(
             with process.unwatched():
                 from llmforge.build import preflight
 
+            if loaded.snapshot is not None:
+                console.say(f"fetching {loaded.snapshot.repository} at {loaded.snapshot.commit[:12]}")
             preflight.check(loaded)
             preflight.check_source(loaded, steps)
             for tight in (*preflight.check_room(loaded, out), *preflight.check_revision(loaded, out)):
                 console.say(f"note: {tight}")
-            if loaded.snapshot is not None:
-                console.say(f"fetching {loaded.snapshot.repository} at {loaded.snapshot.commit[:12]}")
-            loaded.fetched()
 
     if pending is None and loaded is None:
         raise UsageError("no recipe given", hint="llmforge build RECIPE")
