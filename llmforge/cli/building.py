@@ -237,6 +237,8 @@ def build(
             with process.unwatched():
                 from llmforge.build import preflight
 
+            for renamed in loaded.migrated:
+                console.say(f"note: {renamed}; `llmforge migrate {loaded.path}` rewrites the recipe")
             if loaded.snapshot is not None:
                 console.say(f"fetching {loaded.snapshot.repository} at {loaded.snapshot.commit[:12]}")
             preflight.check(loaded)

@@ -47,7 +47,7 @@ _ISSUES_JSON = _ISSUES.replace("everything above", "the traceback")
 SECTIONS = {
     "From a checkpoint to a server": ("init", "up", "plan", "build", "run", "serve", "triton"),
     "Judge": ("gate", "bench", "eval", "validate", "diff", "history", "verify"),
-    "Improve": ("tune", "bisect", "reproduce"),
+    "Improve": ("tune", "bisect", "reproduce", "migrate"),
     "Keep and share": (
         "ls", "tag", "promote", "rm", "gc", "export", "import", "push", "pull", "sign", "cache",
     ),
@@ -163,6 +163,7 @@ Exit codes:
     commands=[
         starting.init,
         starting.up,
+        starting.migrate,
         building.build,
         tuning.tune,
         caching.cache,

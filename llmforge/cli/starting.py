@@ -142,6 +142,43 @@ def init(
     console.say(f"next: llmforge plan {quoted}\n      llmforge build {quoted}")
 
 
+_MIGRATE = """\b
+Examples:
+  llmforge migrate RECIPE | diff RECIPE -
+  llmforge migrate RECIPE --write
+"""
+
+
+@click.command(epilog=_MIGRATE)
+@click.argument("recipe", type=PATH)
+@click.option("--write", "in_place", is_flag=True, help="Replace RECIPE instead of printing.")
+def migrate(recipe: Path, in_place: bool) -> None:
+    """Rewrite a RECIPE of an earlier llmforge with the names of today.
+
+    Comments and layout stay.
+    """
+    from llmforge.base import located_yaml
+    from llmforge.cli import console
+    from llmforge.recipe import migration
+
+    source = located_yaml.read(recipe)
+    _ = source.mapping  # it is one
+    notes = migration.migrate(source)
+    text = recipe.read_text(encoding="utf-8")
+    rewritten = migration.rewrite(text)
+    if notes and rewritten == text:
+        raise UsageError(f"{recipe}: cannot be rewritten in this layout", hint=notes[0])
+    for note in notes:
+        console.say(f"note: {note}")
+    if not in_place:
+        output.write_script(rewritten)
+        return
+    if rewritten != text:
+        with output.writing(recipe):
+            recipe.write_text(rewritten, encoding="utf-8")
+    output.write_lines(str(recipe))
+
+
 _UP = """\b
 Examples:
   llmforge up CHECKPOINT

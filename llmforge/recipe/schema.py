@@ -44,6 +44,7 @@ from llmforge.metrics.latency import MOST_LENGTHS, MOST_OF_SURFACE, MOST_STARTS
 from llmforge.metrics.quality import ANSWER_TOKENS, PROMPT_TOKENS
 from llmforge.metrics.tasks import MOST_TASKS
 from llmforge.metrics.workload import MOST_RUNS
+from llmforge.recipe import migration
 from llmforge.recipe.errors import Problem, collect, describe, meant
 from llmforge.recipe.overrides import apply
 
@@ -573,6 +574,7 @@ class Recipe(_Section):
     )
 
     _source: Source = PrivateAttr()
+    _migrated: tuple[str, ...] = PrivateAttr(default=())
     _snapshot: hub.Snapshot | None = PrivateAttr(default=None)
 
     @model_serializer(mode="wrap")
@@ -598,13 +600,14 @@ class Recipe(_Section):
                 f"{source.where(())}: expected a mapping with `schema`, `name`, `checkpoint`, …",
                 hint="see recipes/quickstart.yaml for an example",
             )
+        migrated = migration.migrate(source)
         apply(overrides, source, cls.model_json_schema())
         written = {**source.data, "passes": _entries(source)} if "passes" in source.data else source.data
         try:
             recipe = cls.model_validate_json(json.dumps(written), context=path.resolve().parent)
         except ValidationError as error:
             raise collect(describe(error, source, cls.model_json_schema())) from None
-        recipe._source = source
+        recipe._source, recipe._migrated = source, tuple(migrated)
         if problems := list(recipe._inconsistencies()):
             raise collect(problems)
         return recipe._with_snapshot()
@@ -639,6 +642,11 @@ class Recipe(_Section):
     def path(self) -> Path:
         """The file that this recipe was read from."""
         return self._source.path
+
+    @property
+    def migrated(self) -> tuple[str, ...]:
+        """What the file calls by an earlier name, a sentence each."""
+        return self._migrated
 
     @property
     def written(self) -> dict[str, Any]:

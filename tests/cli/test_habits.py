@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from llmforge.cli import cli, root
 
 ROOT = Path(__file__).parents[2]
-WITHOUT_JSON = {"serve", "up", "completion", "docs", "schema"}  # servers, text, and what is data already
+WITHOUT_JSON = {"serve", "up", "completion", "docs", "migrate", "schema"}  # servers, text, and what is data already
 
 
 def invoke(*args: str | Path) -> Result:
