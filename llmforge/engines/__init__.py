@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from llmforge.base.backends import BACKENDS, BackendName
-from llmforge.base.errors import EnvironmentLacks, UnsupportedError
+from llmforge.base.backends import BACKENDS, BackendName, plugin_of
+from llmforge.base.errors import EnvironmentLacks, InputError, UnsupportedError
+from llmforge.base.plugins import Plugin, blamed, refusal
 from llmforge.base.progress import Progress, Silent
 from llmforge.ir import graph
+from llmforge.runtime.backends.config import FILE, PluginFacts, RuntimeConfig
 from llmforge.runtime.backends.device import CudaDevice
 
 if TYPE_CHECKING:
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from llmforge.engines.parameters import Exported
     from llmforge.lowering.pass_base import Changes
     from llmforge.recipe import EngineSpec
-    from llmforge.runtime.backends.config import RuntimeConfig
     from llmforge.targets import Target
 
 # Of weights: up to here a build loads an engine as a server does. ONNX Runtime then holds them twice.
@@ -113,8 +114,46 @@ def for_target(backend: BackendName, target: Target) -> Builder:
 
     Raises:
         UnsupportedError: the target cannot load such an engine.
+        PluginError: it is of a plug-in, which fails.
     """
-    return cast(Builder, importlib.import_module(target.require_engine(backend).builder))
+    provider, plugin = target.require_engine(backend), plugin_of(backend)
+    if plugin is None:
+        return cast(Builder, importlib.import_module(provider.builder))
+    with blamed(plugin):
+        module = importlib.import_module(provider.builder)
+    if missing := [name for name in ("require_host", "lower", "build") if not callable(getattr(module, name, None))]:
+        raise refusal(plugin, f"its builder {provider.builder} has no {', '.join(missing)}")
+    return cast(Builder, module)
+
+
+def outside(backend: BackendName, target: Target) -> tuple[str, ...]:
+    """Name the modules of a plug-in that build and load engines of `backend` for `target`; none: llmforge does."""
+    if plugin_of(backend) is None:
+        return ()
+    provider = target.require_engine(backend)
+    return provider.builder, provider.session
+
+
+def check_foreign(engine: Engine, plugin: Plugin, target: Target) -> None:
+    """Return if what a plug-in built says so, where a host that serves it looks.
+
+    Raises:
+        PluginError: it does not.
+    """
+    if not isinstance(engine, Engine):
+        raise refusal(plugin, f"its builder returned a {type(engine).__name__}, not an Engine")
+    provider = target.require_engine(plugin.name).name
+    facts = PluginFacts(plugin.package.name, plugin.package.version)
+    try:
+        written = RuntimeConfig.read(engine.folder / FILE)
+    except InputError as error:
+        raise refusal(plugin, f"its builder wrote no whole {FILE}: {error.message}") from error
+    if written != engine.config or (written.provider, written.plugin) != (provider, facts):
+        raise refusal(
+            plugin,
+            f"its builder wrote a {FILE} with other facts than provider {provider} and plugin {plugin.package}",
+            "its authors make it with `llmforge.engines.signatures.config`",
+        )
 
 
 def exporter(backend: BackendName, target: Target) -> Exporter:

@@ -109,7 +109,9 @@ def test_experts_and_biases_are_divided(interleaved: int) -> None:
     fused = model.clone()
     FuseExperts().run(fused, graphs.CPU)
     equal(fused, 2)
-    [up, *_] = [graph.dims(value) for node in graphs.find(split(fused, 2).ranks[1], "MoE") for value in node.inputs[2:3]]
+    [up, *_] = [
+        graph.dims(value) for node in graphs.find(split(fused, 2).ranks[1], "MoE") for value in node.inputs[2:3]
+    ]
     assert up == (4, 56, 48)
 
 
