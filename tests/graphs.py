@@ -49,6 +49,7 @@ class Llama:
     activation: str = "silu"  # or an ONNX operator of one tensor, "Gelu"
     experts: int = 0  # of each layer, of which a token chooses two, `mlp` wide, with biases; 0: a dense MLP
     interleaved_gates: int = 0  # of experts
+    positions: int = MAX_POSITION  # that the rotary tables reach
     seed: int = 0
 
 
@@ -94,7 +95,7 @@ def llama(spec: Llama | None = None) -> ir.Model:
     text.weight("model.embed_tokens.weight", spec.vocabulary, spec.hidden, scale=0.5)
     rotary = spec.head_dim if spec.rotary_dim is None else spec.rotary_dim
     if rotary:
-        angles = np.arange(MAX_POSITION)[:, None] / 100.0 ** (np.arange(rotary // 2) / (rotary // 2))
+        angles = np.arange(spec.positions)[:, None] / 100.0 ** (np.arange(rotary // 2) / (rotary // 2))
         text.tensors["cos"] = np.cos(angles).astype(np.float32)
         text.tensors["sin"] = np.sin(angles).astype(np.float32)
     hidden = f"float[batch, sequence, {spec.hidden}]"
