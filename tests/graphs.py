@@ -12,7 +12,11 @@ from numpy.typing import NDArray
 
 from llmforge import targets
 from llmforge.ir import graph
+from llmforge.lowering import pruning
 from llmforge.lowering.pass_base import Changes, Context, Pass
+from llmforge.quantization import structure
+from llmforge.quantization.statistics import Statistics
+from llmforge.quantization.structure import Kept
 from llmforge.verification.promises import Promises
 from llmforge.verification.verifier import Verification, Verifier
 
@@ -256,3 +260,20 @@ def prove(change: Pass, model: ir.Model, folder: Path, context: Context = CPU) -
     assert not change.run(model, context)
     assert graph.fingerprint(model) == fingerprint
     return changes, verification
+
+
+def pruned(form: Llama, kept: Kept) -> Statistics:
+    """What calibration might find for a decoder of `form`: plain cuts, which make up for nothing."""
+    weights = {
+        graph.sources(value)[0]: graph.tensor(value).numpy().T
+        for value in llama(form).graph.initializers.values()
+        if graph.sources(value) and len(graph.static(value)) == 2
+    }
+    outputs = {}
+    for block in pruning.find(llama(form)).blocks:
+        if block.heads is not None and (heads := kept.of_heads(block.index)) is not None:
+            width = block.heads.shared * block.heads.value_dim
+            outputs[block.heads.output] = weights[block.heads.output][:, structure.columns(heads, width)]
+        if block.channels is not None and (channels := kept.of_channels(block.index)) is not None:
+            outputs[block.channels.output] = weights[block.channels.output][:, list(channels)]
+    return Statistics(1, 1, {}, {}, kept=kept, pruned=outputs)
