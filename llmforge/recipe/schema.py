@@ -118,7 +118,9 @@ class EngineSpec(_Section):
     )
     max_batch: int = Field(default=1, ge=1, le=4096, description="maximum number of concurrent sequences")
     threads: int | None = Field(default=None, ge=1, le=1024, description="CPU threads; default: one per physical core")
-    tensor_parallel: int = Field(default=1, ge=1, le=64, description="number of GPUs that each layer is split over")
+    tensor_parallel: int = Field(
+        default=1, ge=1, le=64, description="number of GPUs, or of processes on a CPU, that each layer is split over"
+    )
     decode_batches: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(
         default=(),
         max_length=4096,
