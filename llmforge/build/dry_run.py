@@ -6,7 +6,7 @@ lowered. Nothing is proven here: passes are, when they run on the graph itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -26,7 +26,7 @@ from llmforge.parallel import shard_plan
 from llmforge.quantization.grids import Grid, QuantizedMatrix
 from llmforge.quantization.sparsity import SparseMatrix
 from llmforge.quantization.statistics import InputRange, KvRange, Statistics
-from llmforge.quantization.stored import StoredCodes
+from llmforge.quantization.stored import Source
 from llmforge.recipe import EngineSpec
 from llmforge.targets import Target
 
@@ -82,9 +82,9 @@ def run(
     interop.check(lowered, checkpoint)
 
 
-def stored_codes(checkpoint: Checkpoint) -> Callable[[str], StoredCodes] | None:
+def stored_codes(checkpoint: Checkpoint) -> Source | None:
     """Return what gives passes the codes of a checkpoint; None: it has none."""
-    return None if checkpoint.layout is None else checkpoint.codes
+    return None if checkpoint.layout is None else checkpoint
 
 
 def _reason(changes: Changes) -> str:

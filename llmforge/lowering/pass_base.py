@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llmforge.quantization.ahead import Ahead
     from llmforge.quantization.grids import Grid
     from llmforge.quantization.methods.base import Method
-    from llmforge.quantization.stored import StoredCodes
+    from llmforge.quantization.stored import Source
 
 
 class Numerics(enum.Enum):
@@ -83,7 +83,7 @@ class Context:
     statistics: Statistics | None = None  # present when any pass of the recipe has demands
     scratch: Scratch | None = None  # where tensors are kept that are read more than once
     ahead: Ahead | None = None  # what was quantized before a pass asked for it
-    stored: Callable[[str], StoredCodes] | None = None  # codes of the checkpoint, by tensor; None: it has none
+    stored: Source | None = None  # codes of the checkpoint, by tensor; None: it has none
     adapters: Sequence[Adapter] = ()  # that requests choose from
     _target: Target = field(init=False, repr=False)
 
