@@ -109,4 +109,5 @@ def measure(
         threads=physical_cores(),
         ranks=waiting.spec.tensor_parallel,
         progress=progress,
+        adapters=recipe.apart,
     )

@@ -113,6 +113,7 @@ def validate(
         ranks=recipe.engine.tensor_parallel,
         progress=progress,
         interpreters=others,
+        adapters=recipe.apart,
     )
     engine = before.engine.model_copy(update={"unmeasured": found.unmeasured})
     kept_tasks = tasks.merge(before.tasks, found.tasks)  # of `llmforge eval`
@@ -126,6 +127,7 @@ def validate(
         "latency": found.latency,
         "runtimes": found.runtimes,
         "tasks": kept_tasks,
+        "adapters": found.adapters,
         "engine": engine,
         "build": clock.record(records.ReusedRecord()),
         "machine": machine.describe(),

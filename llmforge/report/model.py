@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from llmforge.artifact import Artifact, FileRecord, version_of
 from llmforge.artifact import Record as Head
@@ -18,6 +18,7 @@ from llmforge.base.wording import quoted
 from llmforge.evaluation.gates import GateResult, Verdict
 from llmforge.evaluation.machine import Machine
 from llmforge.lowering.pass_base import Numerics, Rewritten, Skipped
+from llmforge.metrics.adapters import MOST_ADAPTERS, AdapterQuality
 from llmforge.metrics.agreement import RUNTIMES, RuntimeRun
 from llmforge.metrics.catalog import Measured, Sizes
 from llmforge.metrics.latency import Latency
@@ -185,6 +186,7 @@ class Report(Record):
     attribution: Attribution | None = None
     runtimes: tuple[RuntimeRun, ...] = Field(default=(), max_length=len(RUNTIMES))  # others that ran the artifact
     tasks: tuple[TaskResult, ...] = Field(default=(), max_length=MOST_TASKS)
+    adapters: tuple[AdapterQuality, ...] = Field(default=(), max_length=MOST_ADAPTERS)  # that requests choose
     checkpoint: CheckpointRecord
     target: TargetRecord
     engine: EngineRecord
@@ -197,6 +199,12 @@ class Report(Record):
     versions: dict[Word, Word]  # of packages, by name
     recipe: dict[str, Any]  # resolved
 
+    @model_serializer(mode="wrap")
+    def _without_nothing(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out adapters where there are none: an llmforge that knows none reads it."""
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if name != "adapters" or value}
+
     @property
     def version(self) -> str:
         """Of the artifact."""
@@ -205,7 +213,9 @@ class Report(Record):
     @property
     def measured(self) -> Measured:
         """All that a gate can decide on."""
-        return measured(self.quality, self.latency, self.engine, self.checkpoint, self.runtimes, self.tasks)
+        return measured(
+            self.quality, self.latency, self.engine, self.checkpoint, self.runtimes, self.tasks, self.adapters
+        )
 
 
 def measured(
@@ -215,10 +225,11 @@ def measured(
     checkpoint: CheckpointRecord,
     runtimes: tuple[RuntimeRun, ...] = (),
     tasks: tuple[TaskResult, ...] = (),
+    adapters: tuple[AdapterQuality, ...] = (),
 ) -> Measured:
     """Put together all that a gate can decide on; an engine that is not built yet has no size."""
     sizes = None if engine.pending else Sizes(engine.size_bytes, checkpoint.size_bytes, checkpoint.parameters)
-    return Measured(quality, latency, sizes, runtimes, tasks)
+    return Measured(quality, latency, sizes, runtimes, tasks, adapters)
 
 
 def read(opened: Artifact, record: Head | None = None) -> Report:
