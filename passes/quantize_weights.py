@@ -52,6 +52,7 @@ Numerics: lossy, within the budget of the recipe.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass as record
 from dataclasses import field, replace
@@ -228,7 +229,7 @@ class QuantizeWeights(Pass):
                     changes.skipped.append(Skipped(str(node.name), str(reason)))
         if changes:
             graph.drop_unused(model)
-        changes.notes += rewriting.untaken.notes()
+        changes.notes += [*rewriting.untaken.notes(), *rewriting.notes()]
         return changes
 
 
@@ -250,6 +251,18 @@ class _Rewriting:
 
     untaken: Untaken = field(default_factory=lambda: Untaken(QuantizeWeights.name))  # codes of the checkpoint
 
+    left: dict[str, list[canonical.MoE]] = field(default_factory=dict)  # layers whose experts stay, by the reason
+
+    def notes(self) -> list[str]:
+        """Say how much of the experts was not quantized."""
+        notes = []
+        for reason, layers in self.left.items():
+            weights = sum(math.prod(graph.static(value)) for each in layers for value in (each.up, each.down))
+            which = layers[0].name if len(layers) == 1 else f"{layers[0].name} and {len(layers) - 1} more"
+            size = f"{weights / 1e6:,.4g} million weights"
+            notes.append(f"{self.step.name}: experts of {which} are not quantized, {size}: {reason}")
+        return notes
+
     def rewrite(self, node: ir.Node) -> None:
         """Rewrite what `node` stands for."""
         match operators.view(node):
@@ -258,7 +271,12 @@ class _Rewriting:
             case MatMul():
                 self.product(node)
             case canonical.MoE() as layer:
-                self.experts(layer)
+                try:
+                    with moe_kernels.gathered(self.model, layer):
+                        self.experts(layer)
+                except _Skip as reason:
+                    self.left.setdefault(str(reason), []).append(layer)
+                    raise
             case canonical.LatentAttention():
                 raise _Skip("what makes keys and values of its latents stays fp32; cpu-kernels stores it in int8")
             case contrib.MoE():
