@@ -65,6 +65,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from llmforge import native
+from llmforge.base.plugins import Plugin
 from llmforge.ir import graph, interface, logits_rows, operators, routing
 from llmforge.ir.derived import OfExperts, stored_in
 from llmforge.ir.operators import canonical, contrib, cpu
@@ -164,6 +165,21 @@ class QuantizeWeights(Pass):
         if self.grid.format not in self.chosen.formats:
             raise ValueError(f"method: {self.method} cannot give {self.grid.format.name}; use another format or method")
         return self
+
+    @classmethod
+    def taking(cls, options: Mapping[str, object]) -> type[Pass]:
+        """Add the options of a plug-in's method, where the recipe names one."""
+        name = options.get("method")
+        return methods.extended(cls, name) if isinstance(name, str) else cls
+
+    def uses(self) -> tuple[type[Method], ...]:
+        """Name the method."""
+        return (type(self.chosen),)
+
+    def brought(self) -> tuple[Plugin, ...]:
+        """Name who brings the method."""
+        plugin = methods.plugin_of(type(self.chosen).name)
+        return () if plugin is None else (plugin,)
 
     @property
     def takes_stored(self) -> bool:

@@ -303,7 +303,7 @@ def _adapters(
             baseline_on([window.ids for window in some], baseline, progress),
             ours,
             half_of=half_of,
-            metrics=list(catalog.OF_ADAPTERS.values()),
+            only=list(catalog.OF_ADAPTERS.values()),
             progress=progress.advance,
         )
         found.append(AdapterQuality(adapter=adapter.name, quality=moved))
@@ -363,6 +363,7 @@ def _quality(
         decode_tokens=spec.decode_tokens or 0,
         answers=said[0],
         samples=said[1],
+        metrics=spec.metrics,
         progress=progress.advance,
     )
 

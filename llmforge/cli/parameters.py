@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from llmforge.base import folders, small_file
+from llmforge.base import backends, folders, small_file
 from llmforge.base.errors import UsageError
 from llmforge.base.wording import shown
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from llmforge.artifact.remote import Url
+    from llmforge.checkpoint.hub import Snapshot
 
 
 class FilePath(click.Path):
@@ -101,6 +102,35 @@ class TargetName(click.ParamType[str]):
 TARGET = TargetName()
 
 
+class BackendName(click.ParamType[str]):
+    """The name of a backend, of a plug-in's, too."""
+
+    name = "backend"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Name those of llmforge, as help shows them; what plug-ins bring is not looked for."""
+        return f"[{'|'.join(backends.BUILT_IN)}]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Refuse what no backend is called.
+
+        Raises:
+            PluginError: a plug-in brings it, and fails.
+        """
+        known = [*backends.BUILT_IN, *(() if value in backends.BUILT_IN else backends.SEAM.names())]
+        return str(click.Choice(known).convert(value, param, ctx))
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Offer names."""
+        from click.shell_completion import CompletionItem
+
+        names = [*backends.BUILT_IN, *backends.SEAM.names()]
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+BACKEND = BackendName()
+
+
 _LOG_FORMAT = "llmforge.log_format"  # key in the metadata of click's context, which subcommands share
 
 
@@ -150,6 +180,44 @@ def loudness_options(*, hidden: bool = False) -> list[click.Option]:
         help="Also show how long each stage and pass took, and where an error came from.",
     )  # fmt: skip
     return [quiet, verbose]
+
+
+_GOES_ON = "llmforge.goes_on"  # likewise
+
+
+REVISION = click.option(
+    "--revision", metavar="REVISION", help="Branch, tag or commit of a checkpoint on the Hub. Defaults to main."
+)
+
+
+def on_hub(given: Path, revision: str | None) -> Snapshot | None:
+    """Resolve a checkpoint that is named as on the Hub, ORG/NAME, where no such path is here; None: it is a path.
+
+    Raises:
+        UsageError: there is a revision, of a path.
+        CheckpointError, EnvironmentLacks: as `hub.snapshot`.
+    """
+    from llmforge.checkpoint import hub
+    from llmforge.cli import console
+
+    called = hub.is_name(str(given))
+    if called and not given.exists():
+        return hub.snapshot(str(given), revision)
+    if revision is not None:
+        raise UsageError(f"{given} is not on the Hub, and has no revisions", hint="leave out --revision")
+    if called and given.is_dir():
+        console.say(f"note: {given} is the folder here, not a model of the Hub")
+    return None
+
+
+def go_on() -> None:
+    """Let the commands that follow leave out what could be done next: the one that runs them does it."""
+    click.get_current_context().meta[_GOES_ON] = True
+
+
+def goes_on() -> bool:
+    """Say if another command follows by itself."""
+    return _is_set(_GOES_ON)
 
 
 def is_quiet() -> bool:

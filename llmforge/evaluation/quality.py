@@ -31,7 +31,8 @@ def compare(
     decode_tokens: int = 0,
     answers: Sequence[Answer] = (),
     samples: Sequence[Sample] = (),
-    metrics: Sequence[QualityMetric] | None = None,
+    metrics: Sequence[str] = (),
+    only: Sequence[QualityMetric] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Quality:
     """Run every window through `baseline` and `artifact` and compare them on each next token.
@@ -40,11 +41,12 @@ def compare(
     from the other side. Logits of one block are in memory, log-probabilities never; kept are a few numbers a token.
     `progress` is told the windows done and their total.
 
-    `half_of`, the length of a full window, scores the second half of full windows alone, as llama.cpp does
-    (tools/perplexity/perplexity.cpp: rows n_ctx / 2 … n_ctx - 2 of each chunk). `decode` gives the logits of the
-    artifact through decode steps; about `decode_tokens` tokens, spread over all documents, are read by it as well.
+    `metrics` are those of plug-ins to measure besides. `half_of`, the length of a full window, scores the second half
+    of full windows alone, as llama.cpp does (tools/perplexity/perplexity.cpp: rows n_ctx / 2 … n_ctx - 2 of each
+    chunk). `decode` gives the logits of the artifact through decode steps; about `decode_tokens` tokens, spread over
+    all documents, are read by it as well.
 
-    `metrics` are what to make; all of the catalog by default.
+    `only` these metrics are made; all of the catalog by default.
 
     Raises:
         DataError: there is nothing to predict.
@@ -62,7 +64,7 @@ def compare(
                 hint="use longer documents, a smaller `context`, or `scored: all`",
             )
     again = {id(window) for window in text.spread(windows, decode_tokens)} if decode and decode_tokens else set()
-    forms = {metric.name: metric.form for metric in (metrics or catalog.of_kind(QualityMetric))}
+    forms = {metric.name: metric.form for metric in (only or catalog.of_quality(metrics))}
     of_tokens = values(tuple(forms.values()))
     scores: dict[str, list[WindowScores]] = {}
     decoded: dict[str, list[WindowScores]] = {}

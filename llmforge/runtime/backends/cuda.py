@@ -20,9 +20,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import logging
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,23 +34,30 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from llmforge import native
-from llmforge.base.errors import EnvironmentLacks, UnsupportedError
+from llmforge.base.errors import EnvironmentLacks, RunFailed, UnsupportedError
 from llmforge.ir import interface
+from llmforge.ir.interface import Heads
 from llmforge.runtime.backends import device_cache
 from llmforge.runtime.backends.config import Capture, GraphPlan, RuntimeConfig
 from llmforge.runtime.backends.cuda_graph_capture import ONE, ProbeStep, probe_inputs
 from llmforge.runtime.backends.device import Buffer, Device, how_to_install
 from llmforge.runtime.backends.device_backend import INPUT_BYTES, LOGIT_BYTES, DeviceBackend
 from llmforge.runtime.backends.device_cache import CacheMemory, DeviceCache
+from llmforge.runtime.backends.device_heads import HeadBuffers
 from llmforge.runtime.backends.device_inputs import BoundInput, InputBuffers
-from llmforge.runtime.backends.interface import StepInputs
+from llmforge.runtime.backends.interface import Counts, DecodeRun, StepInputs
+from llmforge.runtime.backends.prefill_shapes import SHAPES, pieces
 from llmforge.runtime.backends.session import SessionConfig, open_graph, run_bound, session_options
 from llmforge.runtime.backends.signature import Signature
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
 FLOAT = 1  # TensorProto.DataType of logits
+# Provider option: which attention kernels may run, as a sum: 1 flash, 2 memory-efficient, 8 cuDNN, 16 unfused.
+_SDPA_KERNEL, _FLASH = "sdpa_kernel", "1"
+WARM_S = 30.0  # that prefills of all shapes may take at load, before a warning says that they took longer
 EAGER = -1  # the `gpu_graph_id` of steps that are no CUDA graph
 
 
@@ -61,6 +71,9 @@ class DeviceSession(DeviceBackend):
         provider_options: of ONNX Runtime's provider for that device.
         buckets: numbers of rows that decode steps are padded to, ascending.
         graphs: which decode steps are captured; None: none.
+        shapes: numbers of tokens that steps of several are padded to, ascending; none: they run as they are. All run
+            once when a cache is allocated; where one fails, the graph is opened again with flash attention alone
+            (`sdpa_kernel` 1), and `notes` say so.
 
     Raises:
         InputError: the model cannot be read, or is not a decoder graph.
@@ -77,15 +90,21 @@ class DeviceSession(DeviceBackend):
         provider_options: Mapping[str, str] | None = None,
         buckets: Sequence[int] = (),
         graphs: GraphPlan | None = None,
+        shapes: tuple[int, ...] = (),
     ) -> None:
         self.device = device
+        self._shapes = shapes
+        self.longest_step = max(shapes, default=None)
+        self._without_cudnn: str | None = None  # why
+        self._options = dict(provider_options or {})
         self.buckets = tuple(buckets)
         self._captures = () if graphs is None or graphs.mode == "off" else graphs.captures
         self._graphs_required = graphs is not None and graphs.mode == "require"
         where = str(model) if isinstance(model, Path) else "the model in memory"
+        self._opens: Callable[[], Any] = lambda: self._open(model, config, self._options, where)
         # One thread makes all runs, for CUDA graphs belong to the thread that captured them.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"llmforge-{device.kind}")
-        self._session = self._on_thread(lambda: self._open(model, config, provider_options or {}, where))
+        self._session = self._on_thread(self._opens)
         inputs = [*self._session.get_inputs(), *self._session.get_overridable_initializers()]
         self.signature = signature = Signature.of(inputs, self._session.get_outputs(), where)
         if signature.growing:
@@ -103,6 +122,7 @@ class DeviceSession(DeviceBackend):
         self._decode_inputs = InputBuffers(device, self._input_names, self._host_inputs, most * INPUT_BYTES)
         self._inputs = InputBuffers(device, self._input_names, self._host_inputs, INPUT_BYTES)  # of other steps; grows
         self._decode_logits = device.allocate(most * self.vocabulary * LOGIT_BYTES)
+        self._heads = HeadBuffers(device, most, self.vocabulary) if signature.gives_heads else None
         self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)
         self._bindings: weakref.WeakKeyDictionary[CacheMemory, dict[tuple[int, int], _Binding]]
         self._bindings = weakref.WeakKeyDictionary()
@@ -116,11 +136,49 @@ class DeviceSession(DeviceBackend):
         Raises:
             EnvironmentLacks: the device has no room for them.
             VerificationError: a step that must be captured is not.
+            RunFailed: a prefill of one of the shapes fails, with flash attention alone, too.
         """
         cache = device_cache.allocate(self.device, self.signature, batch, capacity)
+        if self._pads:
+            self._warm(cache)
         if self._captures and all(c.batch <= batch and c.length <= capacity for c in self._captures):
             self._on_thread(lambda: self._capture(cache))
         return cache
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Which steps are not captured though they were planned to be, and what attention goes without; and why."""
+        without = () if self._without_cudnn is None else (f"attention runs without cuDNN: {self._without_cudnn}",)
+        return (*super().notes, *without)
+
+    @property
+    def _pads(self) -> bool:
+        """Whether steps of several tokens are padded: where the graph can pick the row that is wanted."""
+        return bool(self._shapes) and not self.signature.gives_all_rows and self.signature.declared_rows is None
+
+    def _warm(self, cache: DeviceCache) -> None:
+        """Run a step of each shape, so that none waits for its kernels while somebody waits for it."""
+        start = time.perf_counter()
+        try:
+            self._run_shapes(cache)
+        except RunFailed as error:
+            if _SDPA_KERNEL in self._options or self.device.kind != "cuda":
+                raise
+            self._options[_SDPA_KERNEL] = _FLASH
+            self._without_cudnn = error.message
+            logger.warning("%s", self.notes[-1])
+            self._bindings.clear()
+            self._graphs.clear()
+            self._session = self._on_thread(self._opens)
+            self._run_shapes(cache)
+        seconds = time.perf_counter() - start
+        level = logging.WARNING if seconds > WARM_S else logging.INFO
+        logger.log(level, "prefills of %s tokens ran once in %.1f s", ", ".join(map(str, self._shapes)), seconds)
+
+    def _run_shapes(self, cache: DeviceCache) -> None:
+        row = cache.rows(0, 1)
+        for shape in (shape for shape in reversed(self._shapes) if shape <= cache.capacity):
+            self.step(np.zeros((1, shape), np.int64), np.zeros(1, np.int32), row)
 
     def _open(self, model: Path | bytes, config: SessionConfig, options: Mapping[str, str], where: str) -> Any:
         """Open the session on its provider: ONNX Runtime goes on with the CPU alone where it cannot load another."""
@@ -163,13 +221,44 @@ class DeviceSession(DeviceBackend):
         self._on_thread(lambda: run(inputs, cache, out))
 
     def _run(self, inputs: StepInputs, cache: DeviceCache, out: NDArray[np.float32]) -> None:
-        feeds = inputs.feeds(self.signature)
         batch, tokens = inputs.ids.shape
+        if self._pads and tokens > 1:
+            self._run_pieces(inputs, cache, out)
+            return
+        feeds = inputs.feeds(self.signature)
         if tokens == 1 and out.shape[1] == 1 and batch <= self._most_rows:
             length, graph_id = self._find_graph(cache, int(inputs.past_lengths.max()) + 1)
             self._decode(feeds, cache, out, length, graph_id)
         else:
             self._run_long(feeds, cache, out)
+
+    @property
+    def decodes_ahead(self) -> bool:
+        """Whether the graph gives heads."""
+        return self._heads is not None
+
+    def begin_decode(
+        self,
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        cache: DeviceCache,
+        temperatures: NDArray[np.float32],
+        lengths: Counts | None = None,
+        adapters: Counts | None = None,
+    ) -> DecodeRun:
+        """Begin a step of one token a row, as `step` runs it; arrays are read before this returns."""
+        inputs = StepInputs(ids, past_lengths, None, lengths, None, adapters, temperatures)
+        self._check(inputs, cache)
+        if self._heads is None or ids.shape[1] != 1 or cache.batch > self._most_rows:
+            raise ValueError(f"a step of {ids.shape}; heads of one token for up to {self._most_rows} rows")
+        feeds = inputs.feeds(self.signature)
+        found = self._find_graph(cache, int(past_lengths.max()) + 1)
+        bound = self._upload_decode(feeds, found[0])
+        shape = (cache.batch, 1, self.vocabulary)
+        running = self._thread.submit(
+            lambda: self._launch(self._binding(cache), bound, self._decode_logits, shape, found[1])
+        )
+        return _Running(self._heads, self._decode_logits, cache.batch, running)
 
     def _find_graph(self, cache: DeviceCache, longest: int) -> tuple[int | None, int]:
         """Find the CUDA graph for the rows of `cache` and texts of up to `longest` tokens: its length and id."""
@@ -188,10 +277,34 @@ class DeviceSession(DeviceBackend):
         graph_id: int,
     ) -> None:
         """Run one token of every row at fixed addresses; kernels are chosen by `length`, if not by the text."""
+        bound = self._upload_decode(feeds, length)
+        self._execute(self._binding(cache), bound, self._decode_logits, out, graph_id)
+
+    def _upload_decode(self, feeds: Mapping[str, NDArray[Any]], length: int | None) -> dict[str, BoundInput]:
+        """Bring inputs of a decode step to their addresses."""
         if length is not None and interface.TOTAL_SEQUENCE_LENGTH in feeds:
             feeds = {**feeds, interface.TOTAL_SEQUENCE_LENGTH: np.array(length, np.int32)}
-        bound = self._decode_inputs.upload(feeds)
-        self._execute(self._binding(cache), bound, self._decode_logits, out, graph_id)
+        return self._decode_inputs.upload(feeds)
+
+    def _run_pieces(self, inputs: StepInputs, cache: DeviceCache, out: NDArray[np.float32]) -> None:
+        """Run several tokens of every row in pieces of the few shapes."""
+        ids, (batch, tokens) = inputs.ids, inputs.ids.shape
+        wanted = np.arange(tokens)[[-1] if inputs.rows is None else inputs.rows]
+        own = np.full(batch, tokens) if inputs.lengths is None else inputs.lengths
+        whole = inputs.past_lengths + own if inputs.text_lengths is None else inputs.text_lengths
+        room = cache.capacity - int(inputs.past_lengths.max())
+        for piece in pieces(tokens, room, self._shapes):
+            padded = np.zeros((batch, piece.padded), np.int64)
+            padded[:, : piece.tokens] = ids[:, piece.start : piece.start + piece.tokens]
+            places = np.flatnonzero((wanted >= piece.start) & (wanted < piece.start + piece.tokens))
+            rows = wanted[places] - piece.start if len(places) else np.array([piece.tokens - 1])
+            lengths = np.clip(own - piece.start, 0, piece.tokens)
+            past = (inputs.past_lengths + piece.start).astype(np.int32)
+            made = out if len(places) == out.shape[1] else np.empty((batch, len(rows), self.vocabulary), np.float32)
+            one = StepInputs(padded, past, rows, lengths, whole, inputs.adapters)
+            self._run_long(one.feeds(self.signature), cache, made)
+            if made is not out and len(places):
+                out[:, places] = made
 
     def _run_long(self, feeds: Mapping[str, NDArray[Any]], cache: DeviceCache, out: NDArray[np.float32]) -> None:
         """Run any other step: several tokens, or several rows of logits; never a CUDA graph."""
@@ -206,7 +319,7 @@ class DeviceSession(DeviceBackend):
         bindings = self._bindings.setdefault(cache.memory, {})
         key = (cache.start, cache.batch)
         if key not in bindings:
-            bindings[key] = _Binding(self._session, self.device, cache)
+            bindings[key] = _Binding(self._session, self.device, cache, self._heads)
         return bindings[key]
 
     def _execute(
@@ -218,15 +331,26 @@ class DeviceSession(DeviceBackend):
         graph_id: int,
     ) -> None:
         """Run the graph once the device has its inputs, and bring its logits to `out`."""
-        in_place = self.signature.declared_rows in (None, out.shape[1])
-        binding.bind_inputs(inputs)
-        binding.bind_logits(logits if in_place else None, out.shape)
-        self.device.synchronize()
-        run_bound(self._session, binding.binding, _run_options(graph_id))  # returns when it is done
-        if in_place:
+        if self._launch(binding, inputs, logits, out.shape, graph_id):
             self.device.read(logits, 0, out)
         else:
             out[...] = binding.binding.get_outputs()[-1].numpy()  # in the order in which outputs were bound first
+
+    def _launch(
+        self,
+        binding: _Binding,
+        inputs: Mapping[str, BoundInput],
+        logits: Buffer,
+        shape: tuple[int, ...],
+        graph_id: int,
+    ) -> bool:
+        """Run the graph once the device has its inputs; say whether its logits of `shape` are in `logits`."""
+        in_place = self.signature.declared_rows in (None, shape[1])
+        binding.bind_inputs(inputs)
+        binding.bind_logits(logits if in_place else None, shape)
+        self.device.synchronize()
+        run_bound(self._session, binding.binding, _run_options(graph_id))  # returns when it is done
+        return in_place
 
     def _capture(self, cache: DeviceCache) -> None:
         """Capture the planned steps over the rows of `cache`, in the order of the plan, and verify each."""
@@ -254,17 +378,37 @@ class DeviceSession(DeviceBackend):
                 return out.copy()
             self._decode_inputs.upload(feeds(ONE))
             other = InputBuffers(self.device, self._input_names, self._host_inputs, self._decode_inputs.each_bytes)
-            binding = _Binding(self._session, self.device, cache)
+            binding = _Binding(self._session, self.device, cache, self._heads)
             self._execute(binding, other.upload(feeds(token)), self._decode_logits, out, which)
             return out.copy()
 
         return probe
 
 
+@dataclass(frozen=True, eq=False)
+class _Running(DecodeRun):
+    """A step on the session's thread."""
+
+    _heads: HeadBuffers
+    _logits: Buffer
+    _rows: int
+    _done: Future[bool]
+
+    def heads(self) -> Heads:
+        """Wait for the step, and copy the heads of its rows."""
+        if not self._done.result():
+            raise RunFailed("the graph declares other logits than those of one row")
+        return self._heads.read(self._rows)
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """Fetch all logits of a row."""
+        return self._heads.read_row(self._logits, row)
+
+
 class _Binding:
     """Inputs and outputs of a session bound to the rows of a cache by address."""
 
-    def __init__(self, session: Any, device: Device, cache: DeviceCache) -> None:
+    def __init__(self, session: Any, device: Device, cache: DeviceCache, heads: HeadBuffers | None) -> None:
         self.binding = session.io_binding()
         self._device = device
         self._inputs: dict[str, BoundInput] = {}
@@ -273,6 +417,9 @@ class _Binding:
             where = (device.kind, device.index, tensor.onnx, cache.shape(name), cache.address(name))
             self.binding.bind_input(name, *where)
             self.binding.bind_output(interface.present_of(name), *where)
+        if heads is not None and cache.batch <= heads.most_rows:
+            for name, onnx, shape, address in heads.outputs(cache.batch):
+                self.binding.bind_output(name, device.kind, device.index, onnx, shape, address)
 
     def bind_inputs(self, inputs: Mapping[str, BoundInput]) -> None:
         """Bind what has another address or shape than before."""
@@ -320,4 +467,5 @@ def open_engine(file: Path, config: RuntimeConfig, threads: int | None, gpu: Dev
         provider_options=config.provider_options,
         buckets=config.buckets,
         graphs=config.graphs,
+        shapes=SHAPES,
     )
