@@ -39,6 +39,7 @@ LIMITS = {
     "llmforge.report.view": {"LONGEST_TEXT": "1,000 characters"},
     "llmforge.report.render": {"_NOTES": "100 notes"},
     "llmforge.report.attribution": {"MOST_STEPS": "257 steps", "MOST_LAYERS": "65,536 parts"},
+    "llmforge.metrics.adapters": {"MOST_ADAPTERS": "4096 adapters"},
     "llmforge.metrics.quality": {"MOST_DOCUMENTS": "10,000 documents"},
     "llmforge.metrics.latency": {
         "MOST_LENGTHS": "64 prompt lengths", "MOST_OF_SURFACE": "16 values of each axis", "MOST_STARTS": "100 starts",
