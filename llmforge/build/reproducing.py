@@ -48,6 +48,7 @@ def recorded(path: Path, checkpoint: Path, texts: Sequence[Path], folder: Path) 
             f"{path}: was built with {len(plain['adapters'])} adapters, which the artifact does not hold as files",
             hint="give the recipe with --recipe",
         )
+    plain.pop("plugins", None)  # the lock says which they were
     if "revision" not in plain:  # else it is named as on the Hub, at that commit
         plain["checkpoint"] = str(checkpoint.resolve())
     here = {documents.digest(text): text for text in texts}

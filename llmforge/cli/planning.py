@@ -14,10 +14,10 @@ import click
 
 import llmforge
 from llmforge.base import extras
-from llmforge.base.backends import BACKENDS, Dtype
+from llmforge.base.backends import Dtype
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import PATH, POSITIVE, REVISION, TARGET, on_hub, record, refuse_given
+from llmforge.cli.parameters import BACKEND, PATH, POSITIVE, REVISION, TARGET, on_hub, record, refuse_given
 
 if TYPE_CHECKING:
     from llmforge.doctor.ceilings import Ceilings
@@ -46,7 +46,7 @@ Examples:
 @click.option(
     "--engine",
     "backend",
-    type=click.Choice(list(BACKENDS)),
+    type=BACKEND,
     help="Runtime. Defaults to the one of RECIPE, or the first of the target.",
 )
 @click.option(
@@ -202,7 +202,7 @@ def doctor(
         _prove_transformers(as_json)
         return
     from llmforge.cli import console
-    from llmforge.doctor import environment, gpus, render
+    from llmforge.doctor import environment, gpus, plugins, render
     from llmforge.evaluation import machine
 
     if path is not None:
@@ -212,7 +212,7 @@ def doctor(
     if device != "cpu" and not measure:
         raise UsageError("--device requires --measure")
     here, found = machine.describe(), gpus.find()
-    checks = environment.checklist(here, found, Path.cwd())
+    checks = [*environment.checklist(here, found, Path.cwd()), *plugins.checks()]
     ceilings = None
     if measure:
         with console.progress() as progress:

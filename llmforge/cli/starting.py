@@ -13,11 +13,19 @@ import click
 from click.core import ParameterSource
 
 from llmforge.base import extras
-from llmforge.base.backends import BACKENDS
 from llmforge.base.errors import UsageError
 from llmforge.base.wording import shown
 from llmforge.cli import building, output, serving
-from llmforge.cli.parameters import PATH, REVISION, TARGET, go_on, on_hub, out_option, refuse_given
+from llmforge.cli.parameters import (
+    BACKEND,
+    PATH,
+    REVISION,
+    TARGET,
+    go_on,
+    on_hub,
+    out_option,
+    refuse_given,
+)
 from llmforge.cli.planning import measured_here
 
 if TYPE_CHECKING:
@@ -83,9 +91,7 @@ class ShippedRecipe(click.ParamType[str]):
 @click.command(epilog=_INIT)
 @click.argument("checkpoint", type=PATH)
 @_recipe_options
-@click.option(
-    "--engine", "backend", type=click.Choice(list(BACKENDS)), help="Runtime. Defaults to the first of the target."
-)
+@click.option("--engine", "backend", type=BACKEND, help="Runtime. Defaults to the first of the target.")
 @click.option("-o", "--output", "path", type=PATH, metavar="FILE.yaml", help="Recipe to write. Defaults to NAME.yaml.")
 @click.option("--name", metavar="NAME", help="Name of the artifacts. Defaults to that of the checkpoint's folder.")
 @click.option(
