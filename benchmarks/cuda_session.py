@@ -6,7 +6,8 @@ The sample checkpoint is lowered to fp16 for the CUDA provider, and `DeviceSessi
 the stand-ins of `cuda_wheel.py`: a device whose memory is the host's, and that computes nothing. So ONNX Runtime itself
 accepts or refuses what is bound by address, captures and replays. For each planned capture: captures and replays
 after an eager step, the first captured one, one with its inputs bound elsewhere, and one more; then the replays of
-decode steps by their number of rows. Logits are zeros.
+decode steps by their number of rows, as the scheduler begins them. Prefills are padded to their few shapes, all of
+which run as the cache is allocated. Logits are zeros.
 """
 
 from __future__ import annotations
@@ -61,11 +62,12 @@ def rehearse(folder: Path) -> dict[str, Any]:
     from llmforge.runtime.backends.config import FILE, MODEL_FILE, RuntimeConfig
     from llmforge.runtime.backends.cuda_graph_capture import ONE, OTHER, CaptureResult
     from llmforge.runtime.backends.device import HostDevice
+    from llmforge.runtime.backends.prefill_shapes import SHAPES
 
     ort.preload_dlls = lambda *_, **__: None  # the stand-ins are loaded already
     stand_in = ctypes.CDLL("libcudart.so.13")
     config = RuntimeConfig.read(folder / FILE)
-    found: dict[str, Any] = {"captures": [], "decode": {}}
+    found: dict[str, Any] = {"captures": [], "decode": {}, "heads": {}}
 
     class StandIn(HostDevice):
         kind, name, sm = "cuda", "stand-in", config.device.sm
@@ -95,6 +97,7 @@ def rehearse(folder: Path) -> dict[str, Any]:
         provider_options=config.provider_options,
         buckets=config.buckets,
         graphs=config.graphs,
+        shapes=SHAPES,
     )
     infos = zip(session._session.get_inputs(), session._session.get_input_memory_infos(), strict=True)
     found["read_on_host"] = [f"{value.name}: {info.name}" for value, info in infos if info.name != "Cuda"]
@@ -107,7 +110,9 @@ def rehearse(folder: Path) -> dict[str, Any]:
     found["prefill"] = counted(before)
     for rows in (1, 2, 3, 4, 8):
         before = counted((0, 0))
-        session.step(np.zeros((rows, 1), np.int64), np.full(rows, 40, np.int32), cache.rows(0, rows))
+        inputs = np.zeros((rows, 1), np.int64), np.full(rows, 40, np.int32), cache.rows(0, rows)
+        run = session.begin_decode(*inputs, np.ones(rows, np.float32))
+        found["heads"][rows] = [run.heads().mass.shape, run.logits(rows - 1).shape]
         found["decode"][rows] = counted(before)
     return {**found, "forbidden": stand_in.stand_in_forbidden()}
 

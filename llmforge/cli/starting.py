@@ -16,16 +16,7 @@ from llmforge.base import extras
 from llmforge.base.errors import UsageError
 from llmforge.base.wording import shown
 from llmforge.cli import building, output, serving
-from llmforge.cli.parameters import (
-    BACKEND,
-    PATH,
-    REVISION,
-    TARGET,
-    go_on,
-    on_hub,
-    out_option,
-    refuse_given,
-)
+from llmforge.cli.parameters import BACKEND, PATH, REVISION, TARGET, go_on, on_hub, out_option, refuse_given
 from llmforge.cli.planning import measured_here
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -45,7 +46,6 @@ from llmforge.metrics.latency import MOST_LENGTHS, MOST_OF_SURFACE, MOST_STARTS
 from llmforge.metrics.quality import ANSWER_TOKENS, PROMPT_TOKENS
 from llmforge.metrics.tasks import MOST_TASKS
 from llmforge.metrics.workload import MOST_RUNS
-from llmforge.quantization import methods
 from llmforge.recipe import migration
 from llmforge.recipe.errors import Problem, collect, describe, meant
 from llmforge.recipe.overrides import apply
@@ -697,12 +697,14 @@ class Recipe(_Section):
             problems += _misplaced(spec, cls, facts, registry)
             facts |= cls.provides
             cls = cls.taking(spec.options)
-            try:
-                made.append(options.make(cls, spec.options))
-            except ValidationError as error:
-                problems += describe(error, self._source, options.schema(cls), prefix=("passes", index, spec.name))
-            else:
-                problems += self._missing_text(spec, made[-1])
+            plugin = pass_base.of_plugin(cls)
+            with nullcontext() if plugin is None else plugins.blamed(plugin):
+                try:
+                    made.append(options.make(cls, spec.options))
+                except ValidationError as error:
+                    problems += describe(error, self._source, options.schema(cls), prefix=("passes", index, spec.name))
+                else:
+                    problems += self._missing_text(spec, made[-1])
         problems += self._apart_without_pass(known)
         found = (self.why_not_loaded(name, registry) for name in self.validation.runtimes)
         problems += [self._problem(("validation", "runtimes"), *why) for why in found if why is not None]
@@ -729,7 +731,7 @@ class Recipe(_Section):
             PluginError: one clashes with another, or is written for another interface.
         """
         found = [pass_base.of_plugin(step) for step in passes]
-        found += [methods.plugin_of(method.name) for step in passes for method in step.uses()]
+        found += [plugin for step in passes for plugin in step.brought()]
         if not targets.is_file(self.target):
             found.append(targets.plugin_of(targets.meant(self.target)))
         found.append(backends.plugin_of(self.engine.backend))
