@@ -33,6 +33,10 @@ from llmforge.lowering import moe_kernels
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 
+class _Skip(Exception):
+    """Why a layer is left alone."""
+
+
 @dataclass(frozen=True)
 class FuseExperts(Pass):
     """Fuse the experts of a layer into ONNX Runtime's MoE kernel."""
@@ -49,13 +53,16 @@ class FuseExperts(Pass):
         context.require_onnxruntime(self.name, "MoE is an operator of ONNX Runtime")
         changes = Changes()
         for layer in canonical.MoE.all(model):
-            reason = moe_kernels.reason(layer)
-            if reason is not None:
+            try:
+                with moe_kernels.gathered(model, layer):
+                    if (reason := moe_kernels.reason(layer)) is not None:
+                        raise _Skip(reason)
+                    experts = moe_kernels.of(layer)
+                    moe_kernels.fuse(model, experts)
+            except _Skip as reason:
                 changes.skipped.append(Skipped(layer.name, f"{reason}; experts stay a Loop"))
                 continue
-            experts = moe_kernels.of(layer)
             changes.rewritten.append(Rewritten(layer.name, f"{experts.count} experts fused into com.microsoft::MoE"))
-            moe_kernels.fuse(model, experts)
         if changes:
             graph.drop_unused(model)
         return changes

@@ -30,11 +30,17 @@ as it is: its factors would stand in the cache.
 Fires for every MatMul whose second input is an fp32 initializer [K, N] that nothing else reads, and with `head` also
 for the head, which is the MatMul that works on the selected rows. Routers stay, unless `routers` says otherwise.
 
+With `method: stored`, codes and scales are those of a checkpoint that comes quantized: int8 or fp8, as `dtype` says,
+with one scale per output feature or per matrix. What it stores otherwise stays, the head too, and nothing is smoothed.
+`activations: static` then takes the checkpoint's own scales, where it has them, and calibrates nothing; of layers that
+are packed, the largest.
+
 On CPUs products of int8 by int8 become MatMulIntegerToFloat; ONNX Runtime makes MatMulNBits of int8 weights alone. fp8
 is multiplied as fp32 there.
 
 Numerics: lossy, within the budget of the recipe. Refused where the target does not compute in the dtype, and, for
-activations, where it does not multiply faster in it than in 16 bits.
+activations, where it does not multiply faster in it than in 16 bits; and where the checkpoint stores no codes that
+`method: stored` takes.
 """
 
 from __future__ import annotations
@@ -51,13 +57,14 @@ from pydantic.dataclasses import dataclass
 
 from llmforge.base.errors import DataError
 from llmforge.ir import graph, logits_rows, routing
-from llmforge.ir.derived import Derived, swapped
+from llmforge.ir.derived import Derived, stored_in, swapped
 from llmforge.ir.operators.standard import MatMul, Transpose
 from llmforge.lowering import smoothing
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
-from llmforge.quantization import channels
+from llmforge.quantization import channels, methods
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.statistics import Demand, InputRange, InputRangeDemand, Smoothed, Smoothing
+from llmforge.quantization.stored import NotHeld, Source, StoredChannels, Untaken, channels_together, require
 
 _LEAST = 2.0**-24  # scale of a token: the smallest number of fp16, so that a token of zeros has a scale
 
@@ -74,10 +81,14 @@ class QuantizeChannels(Pass):
     activations: Annotated[
         Literal["none", "static", "per_token"],
         Field(
-            description="also round the inputs of the layers; static: by calibrated ranges, per_token: by the range of "
-            "each token"
+            description="also round the inputs of the layers; static: by calibrated ranges (with `method: stored`, by "
+            "those of the checkpoint), per_token: by the range of each token"
         ),
     ] = "none"
+    method: Annotated[
+        Literal["rtn", "stored"],
+        Field(description="rtn: round to nearest; stored: take the codes of a checkpoint that comes quantized"),
+    ] = "rtn"
     smooth: Annotated[
         bool, Field(description="move outliers of rounded activations into weights first, by calibrated factors")
     ] = True
@@ -93,18 +104,25 @@ class QuantizeChannels(Pass):
     def _smooths(self) -> Self:
         if self.alpha is not None and (self.activations == "none" or not self.smooth):
             raise ValueError("alpha goes with smooth: true and activations: static or per_token")
+        if self.alpha is not None and self.takes_stored:
+            raise ValueError(f"method: {methods.STORED} keeps weights as they are, which alpha would move")
         return self
+
+    @property
+    def takes_stored(self) -> bool:
+        """Whether codes are those of the checkpoint."""
+        return self.method == methods.STORED
 
     def demands(self) -> tuple[Demand, ...]:
         """Ask calibration for the ranges of what linears read, and for factors."""
         per_token = self.activations == "per_token"
-        if self.activations == "none" or (per_token and not self.smooth):
+        if self.activations == "none" or self.takes_stored or (per_token and not self.smooth):
             return ()
         return (InputRangeDemand(Smoothing(self.dtype, per_token, self.alpha) if self.smooth else None),)
 
     def chooses_codes(self) -> bool:
-        """Say that it does."""
-        return True
+        """Say whether it does, unless it takes those that are there."""
+        return not self.takes_stored
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every linear layer of `model`, and the head.
@@ -112,13 +130,15 @@ class QuantizeChannels(Pass):
         Raises:
             UnsupportedError: the target does not compute in the dtype, or not faster than in 16 bits.
             DataError: what a layer reads has no range on the calibration text.
+            UnsupportedError: `method` is stored, and the checkpoint has no codes that can be taken.
         """
         context.require_dtype(self.name, self.dtype, ", or use quantize-weights")
         if self.activations != "none":
             context.require_faster(self.name, self.dtype, "set `activations: none`")
-        left_alone = {} if self.routers else routing.routers(model)
+        left_alone = {} if self.routers or self.takes_stored else routing.routers(model)
         heads = logits_rows.readers(model)
         changes, chosen = Changes(), list[MatMul]()
+        codes = _Codes(self, require(context.stored, self.name)) if self.takes_stored else None
         for product in MatMul.all(model):
             node, weight = product.node, _weight(product)
             if weight is None:
@@ -129,22 +149,27 @@ class QuantizeChannels(Pass):
                 reason = f"router of {left_alone[node].name}; `routers: true` quantizes it"
             elif node in heads and not self.head:
                 reason = "output head, and `head` is false"
+            elif reason is None and codes is not None:
+                reason = codes.find(product, weight)
             if reason is not None:
                 changes.skipped.append(Skipped(str(node.name), reason))
             else:
                 chosen.append(product)
         inputs = {} if context.statistics is None else context.statistics.inputs
-        rounding = _Rounding(self, model, chosen, inputs)
+        found = {} if codes is None else codes.found
+        rounding = _Rounding(self, model, chosen, inputs, found)
         for product in chosen:
             done = rounding.round(product)
-            self._store(model, product, rounding.sources[product.node])
-            what = f"{self.dtype}, one scale per output feature" + (f", {done}" if done else "")
-            changes.rewritten.append(Rewritten(str(product.node.name), what))
+            self._store(model, product, rounding.sources[product.node], found.get(product.node))
+            what = f"{self.dtype}{', stored' if found else ''}, one scale per output feature"
+            changes.rewritten.append(Rewritten(str(product.node.name), what + (f", {done}" if done else "")))
+        if codes is not None:
+            changes.notes += codes.notes()
         if changes:
             graph.drop_unused(model)
         return changes
 
-    def _store(self, model: ir.Model, product: MatMul, sources: Sequence[str]) -> None:
+    def _store(self, model: ir.Model, product: MatMul, sources: Sequence[str], stored: StoredChannels | None) -> None:
         """Let `product` multiply by dequantized codes of its weight, [K, N], or [N, K] where that is transposed."""
         weight = _weight(product)
         assert weight is not None
@@ -153,14 +178,78 @@ class QuantizeChannels(Pass):
         name, shape = f"{weight.name}.{self.dtype}", ir.Shape(graph.static(weight)[:: -1 if transposed else 1])
         if transposed:
             tensor = Derived(swapped, [tensor], tensor.dtype, shape, f"{weight.name}.transposed")
-        rounded = Derived(channels.CODES[dtype], [tensor], dtype, shape, name)
+        steps: ir.LazyTensor
+        rounded: ir.LazyTensor
+        if stored is not None:
+            rounded, steps = _lazy(stored, dtype, shape, name)
+        else:
+            rounded = Derived(channels.CODES[dtype], [tensor], dtype, shape, name)
+            steps = Derived(channels.SCALES[dtype], [tensor], ir.DataType.FLOAT, ir.Shape(shape[1:]), f"{name}.scales")
         codes = graph.initializer(model, name, rounded, () if transposed else sources)  # a tied head's: the embedding's
-        steps = Derived(channels.SCALES[dtype], [tensor], ir.DataType.FLOAT, ir.Shape(shape[1:]), f"{name}.scales")
         scales = graph.initializer(model, f"{name}.scales", steps)
         place = product.node
         [wide] = graph.insert(place, "DequantizeLinear", [codes, scales], {"axis": 1}, name=f"{product.name}/weight")
         wide.name, wide.type, wide.shape = f"{name}.dequantized", ir.TensorType(ir.DataType.FLOAT), codes.shape
         product.w = wide
+
+
+def _lazy(
+    stored: StoredChannels, dtype: ir.DataType, shape: ir.Shape, name: str
+) -> tuple[ir.LazyTensor, ir.LazyTensor]:
+    """Return codes [K, N] and scales [N] of a checkpoint, which are read when they are written."""
+
+    def codes() -> ir.TensorProtocol:
+        return ir.Tensor(np.ascontiguousarray(stored.codes().T), dtype=dtype, name=name)
+
+    def scales() -> ir.TensorProtocol:
+        return ir.Tensor(stored.scales(), name=f"{name}.scales")
+
+    steps = ir.LazyTensor(scales, ir.DataType.FLOAT, ir.Shape(shape[1:]), name=f"{name}.scales")
+    return ir.LazyTensor(codes, dtype, shape, name=name), steps
+
+
+class _Codes:
+    """Codes of the checkpoint: those that are `found`, by the product that multiplies by them."""
+
+    def __init__(self, step: QuantizeChannels, source: Source) -> None:
+        self._step, self._source = step, source
+        self.found: dict[ir.Node, StoredChannels] = {}
+        self.untaken = Untaken(step.name)
+
+    def find(self, product: MatMul, weight: ir.Value) -> str | None:
+        """Look for the codes of `weight`; say why there are none, None where there are."""
+        tensors = stored_in(graph.tensor(weight), transposed=weight is product.w)
+        if not tensors:
+            return "its numbers are not those of the checkpoint any more; put quantize-channels further in front"
+        try:
+            codes = channels_together([self._source.channels(name) for name in tensors])
+            if codes.dtype != self._step.dtype:
+                raise NotHeld(f"are {codes.dtype}; `dtype` is {self._step.dtype}")
+        except NotHeld as reason:
+            self.untaken.add(tensors, reason)
+            return f"its codes {reason}" + ("" if reason.is_plain else "; it stays dequantized")
+        self.found[product.node] = codes
+        return None
+
+    def notes(self) -> list[str]:
+        """Say what of the checkpoint was not taken.
+
+        Raises:
+            UnsupportedError: no codes were, and there are some.
+        """
+        if not self.found:
+            self.untaken.refuse()
+        name, notes, count = self._step.name, self.untaken.notes(), len(self.found)
+        scaled = sum(codes.input_scale is not None for codes in self.found.values())
+        if self._step.activations == "static" and scaled < count:
+            what = (
+                f"{count - scaled} of {count} layers read 16 bits: the checkpoint has no static scale of what they read"
+            )
+            notes.append(f"{name}: {what}")
+        if self._step.activations != "static" and scaled:
+            what = f"static scales of what {scaled} layers read are dropped; `activations: static` takes them"
+            notes.append(f"{name}: {what}")
+        return notes
 
 
 @record(eq=False)
@@ -176,29 +265,35 @@ class _Rounding:
     """Rounds what layers `chosen` read, smoothed where that is possible; `sources` are the parameters of each."""
 
     def __init__(
-        self, step: QuantizeChannels, model: ir.Model, chosen: Sequence[MatMul], inputs: Mapping[str, InputRange]
+        self,
+        step: QuantizeChannels,
+        model: ir.Model,
+        chosen: Sequence[MatMul],
+        inputs: Mapping[str, InputRange],
+        stored: Mapping[ir.Node, StoredChannels],
     ) -> None:
-        self.step, self.model = step, model
+        self.step, self.model, self._stored = step, model, stored
         self.sources = {product.node: _sources(product) for product in chosen}
         self._ranges: dict[ir.Value, list[InputRange]] = {}
-        self._made: dict[ir.Value, _Input] = {}
+        self._made: dict[tuple[ir.Value, float | None], _Input] = {}
         for product in chosen:
             known = [inputs[name] for name in self.sources[product.node] if name in inputs]
             self._ranges.setdefault(product.x, []).extend(known)
         self._smoothed: dict[ir.Value, Smoothed] = {}
         self._reasons: dict[ir.Value, str] = {}
-        if step.activations != "none" and step.smooth:
+        if step.activations != "none" and step.smooth and not step.takes_stored:
             for x in self._ranges:
                 self._smooth(x)
 
     def round(self, product: MatMul) -> str:
         """Let `product` read its input rounded to the dtype; say what was done, "" where it was left alone."""
-        x = product.x
-        if self.step.activations == "none" or (self.step.activations == "static" and not self._ranges[x]):
+        x, static = product.x, self.step.activations == "static"
+        own = self._stored[product.node].input_scale if static and product.node in self._stored else None
+        if self.step.activations == "none" or (static and own is None and not self._ranges[x]):
             return ""
-        if x not in self._made:
-            self._made[x] = self._static(product) if self.step.activations == "static" else self._per_token(product)
-        made = self._made[x]
+        if (x, own) not in self._made:
+            self._made[x, own] = self._static(product, own) if static else self._per_token(product)
+        made = self._made[x, own]
         product.x = made.values
         if made.scale is not None:
             y = product.output
@@ -229,9 +324,14 @@ class _Rounding:
         reason = self._reasons.get(x)
         return f"inputs {self.step.activations}" + (f", not smoothed: {reason}" if reason else "")
 
-    def _static(self, product: MatMul) -> _Input:
-        """Round by the largest magnitude on the calibration text."""
+    def _static(self, product: MatMul, own: float | None) -> _Input:
+        """Round by the largest magnitude on the calibration text, or by a step of the checkpoint's `own`."""
         x, node, name = product.x, product.node, f"{product.x.name}.{self.step.dtype}"
+        if own is not None:
+            others = sum(1 for value, _ in self._made if value is x)
+            name = f"{name}.{others}" if others else name
+            scale = graph.initializer(self.model, f"{name}.scale", np.float32(own))
+            return _Input(self._through_codes(node, x, scale, name), None, "inputs static, by the checkpoint")
         factors = self._smoothed[x].factors if x in self._smoothed else np.float32(1)
         peak = float(np.max([(each.peaks / factors).max() for each in self._ranges[x]]))
         if not 0 < peak < math.inf:

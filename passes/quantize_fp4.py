@@ -11,29 +11,37 @@ and whose input calibration measured: linear layers of the decoder. Head, embedd
 stay; a budget may need `exclude: ['*.down_proj.*']`. TensorRT dequantizes such weights into memory where x stays in 16
 bits, so that there is no form of weights alone.
 
-Numerics: lossy, within the budget of the recipe. Refused on targets without products in fp4, or no faster ones.
+With `method: stored`, codes, scales and ranges are those of a checkpoint that comes in NVFP4 with ranges of what layers
+read (compressed-tensors); nothing is calibrated. Its global scales are divisors, of which the reciprocals are stored.
+Of matrices that are packed, whose tensors need one scale, the largest range is that of all.
+
+Numerics: lossy, within the budget of the recipe. Refused on targets without products in fp4, or no faster ones, and
+where the checkpoint stores no codes that `method: stored` takes.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llmforge.base.errors import DataError
 from llmforge.ir import graph, logits_rows, routing
-from llmforge.ir.derived import Derived
+from llmforge.ir.derived import Derived, stored_in
 from llmforge.ir.fp4 import BLOCK
 from llmforge.ir.operators.canonical import Fp4Linear
 from llmforge.ir.operators.standard import MatMul
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
-from llmforge.quantization import nvfp4
+from llmforge.quantization import methods, nvfp4
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.statistics import Demand, InputRangeDemand
+from llmforge.quantization.stored import NotHeld, Source, StoredFp4, Untaken, fp4_together, require
 
 _FP4, _FP8, _FP32 = ir.DataType.FLOAT4E2M1, ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT
 
@@ -46,21 +54,31 @@ class QuantizeFp4(Pass):
     numerics: ClassVar[Numerics] = Numerics.LOSSY
 
     budget: Annotated[Budget, Field(description="quality budget of the pass")]
+    method: Annotated[
+        Literal["rtn", "stored"],
+        Field(description="rtn: round to nearest; stored: take the codes of a checkpoint that comes quantized"),
+    ] = "rtn"
     exclude: Annotated[tuple[str, ...], Field(description="globs of checkpoint parameter names to skip")] = ()
+
+    @property
+    def takes_stored(self) -> bool:
+        """Whether codes are those of the checkpoint."""
+        return self.method == methods.STORED
 
     def demands(self) -> tuple[Demand, ...]:
         """Ask calibration for the ranges of what linears read."""
-        return (InputRangeDemand(),)
+        return () if self.takes_stored else (InputRangeDemand(),)
 
     def chooses_codes(self) -> bool:
-        """Say that it does."""
-        return True
+        """Say whether it does, unless it takes those that are there."""
+        return not self.takes_stored
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every linear layer of `model`.
 
         Raises:
-            UnsupportedError: the target does not compute in fp4, or no faster than in 16 bits.
+            UnsupportedError: the target does not compute in fp4, or no faster than in 16 bits; `method` is stored, and
+                the checkpoint has no codes that can be taken.
             DataError: what a layer reads has no range on the calibration text.
         """
         context.refuse_cpu(f"{self.name}: no CPU multiplies fp4", "use quantize-weights or quantize-channels")
@@ -68,7 +86,8 @@ class QuantizeFp4(Pass):
         context.require_faster(self.name, "fp4", "use quantize-weights")
         routers, heads = routing.routers(model), logits_rows.readers(model)
         ranges = {} if context.statistics is None else context.statistics.inputs
-        changes = Changes()
+        source = require(context.stored, self.name) if self.takes_stored else None
+        changes, untaken = Changes(), Untaken(self.name)
         for product in MatMul.all(model):
             if not product.w.is_initializer() or len(graph.dims(product.w) or ()) != 2:
                 continue
@@ -77,8 +96,18 @@ class QuantizeFp4(Pass):
             reason = _reason(product) or exclusion(names, self.exclude)
             if product.node in routers or product.node in heads:
                 reason = "output head" if product.node in heads else f"router of {routers[product.node].name}"
-            elif reason is None and not measured:
+            elif reason is None and not measured and not self.takes_stored:
                 reason = "calibration did not see what it reads"
+            if reason is None and source is not None:
+                try:
+                    stored = _stored(source, product)
+                except NotHeld as why:
+                    reason = f"its codes {why}"
+                    untaken.add(names, why)
+                else:
+                    _rewrite(model, product, stored)
+                    changes.rewritten.append(Rewritten(product.name, "NVFP4, stored, blocks of 16, inputs too"))
+                    continue
             if reason is not None:
                 changes.skipped.append(Skipped(product.name, reason))
                 continue
@@ -91,9 +120,27 @@ class QuantizeFp4(Pass):
                 )
             _rewrite(model, product, peak)
             changes.rewritten.append(Rewritten(product.name, "NVFP4, blocks of 16, inputs too"))
+        if not changes:
+            untaken.refuse()
+        changes.notes += untaken.notes()
         if changes:
             graph.drop_unused(model)
         return changes
+
+
+def _stored(source: Source, product: MatMul) -> StoredFp4:
+    """Return the codes of the weight of `product`, with the range of what it reads.
+
+    Raises:
+        NotHeld: the checkpoint has no such codes, or no range.
+    """
+    tensors = stored_in(graph.tensor(product.w), transposed=True)
+    if not tensors:
+        raise NotHeld("are not those of the checkpoint any more; put quantize-fp4 further in front", is_plain=True)
+    found = fp4_together([source.fp4(name) for name in tensors])
+    if found.input_scale is None:
+        raise NotHeld("come without a range of what is read (input_global_scale), which products of fp4 need")
+    return found
 
 
 def _reason(product: MatMul) -> str | None:
@@ -107,19 +154,43 @@ def _reason(product: MatMul) -> str | None:
     return f"its {k} input features are not a multiple of {BLOCK}" if k % BLOCK else None
 
 
-def _rewrite(model: ir.Model, product: MatMul, peak: float) -> None:
-    """Put Fp4Linear in the place of `product`, whose input ranges to `peak`."""
+def _rewrite(model: ir.Model, product: MatMul, given: float | StoredFp4) -> None:
+    """Put Fp4Linear in the place of `product`: with `given` codes, or rounded, over an input that ranges so far."""
     tensor, name, sources = graph.tensor(product.w), f"{product.w.name}.fp4", graph.sources(product.w)
     k, n = graph.static(product.w)
-    parts = {
-        "codes": Derived(nvfp4.codes, [tensor], _FP4, ir.Shape([k, n]), name),
-        "scales": Derived(nvfp4.block_scales, [tensor], _FP8, ir.Shape([k // BLOCK, n]), f"{name}.scales"),
-        "weight_scale": Derived(nvfp4.scale, [tensor], _FP32, ir.Shape([]), f"{name}.scale"),
-    }
+    parts: dict[str, ir.TensorProtocol]
+    if isinstance(given, StoredFp4):
+        parts, step = _lazy(given, k, n, name), given.input_scale
+        assert step is not None
+    else:
+        parts, step = _rounded(tensor, k, n, name), nvfp4.tensor_scale(given)
     operands = {
         part: graph.initializer(model, str(each.name), each, sources if part == "codes" else ())
         for part, each in parts.items()
     }
-    operands["input_scale"] = graph.initializer(model, f"{product.x.name}.fp4.scale", nvfp4.tensor_scale(peak))
+    operands["input_scale"] = graph.initializer(model, f"{product.x.name}.fp4.scale", step)
     made = Fp4Linear.insert(product.node, {"x": product.x, **operands}, name=product.name)
     graph.replace_value(product.output, made.output)
+
+
+def _rounded(tensor: ir.TensorProtocol, k: int, n: int, name: str) -> dict[str, ir.TensorProtocol]:
+    """Round a weight to nearest."""
+    return {
+        "codes": Derived(nvfp4.codes, [tensor], _FP4, ir.Shape([k, n]), name),
+        "scales": Derived(nvfp4.block_scales, [tensor], _FP8, ir.Shape([k // BLOCK, n]), f"{name}.scales"),
+        "weight_scale": Derived(nvfp4.scale, [tensor], _FP32, ir.Shape([]), f"{name}.scale"),
+    }
+
+
+def _lazy(stored: StoredFp4, k: int, n: int, name: str) -> dict[str, ir.TensorProtocol]:
+    """Return what a checkpoint stores, turned as it is written, and read then."""
+
+    def turned(read: Callable[[], NDArray[Any]], dtype: ir.DataType, name: str) -> Callable[[], ir.TensorProtocol]:
+        return lambda: ir.Tensor(np.ascontiguousarray(read().T), dtype=dtype, name=name)
+
+    scales = f"{name}.scales"
+    return {
+        "codes": ir.LazyTensor(turned(stored.codes, _FP4, name), _FP4, ir.Shape([k, n]), name=name),
+        "scales": ir.LazyTensor(turned(stored.scales, _FP8, scales), _FP8, ir.Shape([k // BLOCK, n]), name=scales),
+        "weight_scale": ir.Tensor(np.asarray(stored.scale), name=f"{name}.scale"),
+    }

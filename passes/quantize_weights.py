@@ -52,6 +52,7 @@ Numerics: lossy, within the budget of the recipe.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass as record
 from dataclasses import field, replace
@@ -64,7 +65,6 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from llmforge import native
-from llmforge.base.errors import UnsupportedError
 from llmforge.base.plugins import Plugin
 from llmforge.ir import graph, interface, logits_rows, operators, routing
 from llmforge.ir.derived import OfExperts, stored_in
@@ -80,7 +80,7 @@ from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, S
 from llmforge.quantization.initializers import LazyMatrix, PackedInitializers
 from llmforge.quantization.methods.base import Method
 from llmforge.quantization.statistics import Demand, WeightDemand
-from llmforge.quantization.stored import NotHeld, StoredCodes, common, on_grid, together
+from llmforge.quantization.stored import NotHeld, StoredCodes, Untaken, common, on_grid, require, together
 
 _KEEP = 16  # embedding_bits that leave embedding and head alone
 _PLAIN = methods.PLAIN()  # of an embedding or head that was not calibrated
@@ -232,11 +232,8 @@ class QuantizeWeights(Pass):
                 checkpoint has no codes.
         """
         context.require_onnxruntime(self.name, "MatMulNBits is an operator of ONNX Runtime")
-        if self.takes_stored and context.stored is None:
-            raise UnsupportedError(
-                f"{self.name}: method: {methods.STORED} takes the codes of a quantized checkpoint; this one is not",
-                hint="choose another method: see `llmforge passes quantize-weights`",
-            )
+        if self.takes_stored:
+            require(context.stored, self.name)
         routers = {} if self.routers else routing.routers(model)
         rewriting = _Rewriting(self, model, context, logits_rows.readers(model), routers)
         changes = rewriting.changes
@@ -248,7 +245,7 @@ class QuantizeWeights(Pass):
                     changes.skipped.append(Skipped(str(node.name), str(reason)))
         if changes:
             graph.drop_unused(model)
-        changes.notes += rewriting.notes()
+        changes.notes += [*rewriting.untaken.notes(), *rewriting.notes()]
         return changes
 
 
@@ -268,14 +265,19 @@ class _Rewriting:
     changes: Changes = field(default_factory=Changes)
     reordered: dict[tuple[ir.Value, bytes], ir.Value] = field(default_factory=dict)  # inputs, by the order of columns
 
-    dequantized: dict[str, list[str]] = field(default_factory=dict)  # tensors whose codes are not held, by the reason
+    untaken: Untaken = field(default_factory=lambda: Untaken(QuantizeWeights.name))  # codes of the checkpoint
+
+    left: dict[str, list[canonical.MoE]] = field(default_factory=dict)  # layers whose experts stay, by the reason
 
     def notes(self) -> list[str]:
-        """Say which codes of the checkpoint were not taken."""
-        return [
-            f"{self.step.name}: {_counted(tensors)}: the codes {reason}; the weights stay dequantized"
-            for reason, tensors in self.dequantized.items()
-        ]
+        """Say how much of the experts was not quantized."""
+        notes = []
+        for reason, layers in self.left.items():
+            weights = sum(math.prod(graph.static(value)) for each in layers for value in (each.up, each.down))
+            which = layers[0].name if len(layers) == 1 else f"{layers[0].name} and {len(layers) - 1} more"
+            size = f"{weights / 1e6:,.4g} million weights"
+            notes.append(f"{self.step.name}: experts of {which} are not quantized, {size}: {reason}")
+        return notes
 
     def rewrite(self, node: ir.Node) -> None:
         """Rewrite what `node` stands for."""
@@ -285,7 +287,12 @@ class _Rewriting:
             case MatMul():
                 self.product(node)
             case canonical.MoE() as layer:
-                self.experts(layer)
+                try:
+                    with moe_kernels.gathered(self.model, layer):
+                        self.experts(layer)
+                except _Skip as reason:
+                    self.left.setdefault(str(reason), []).append(layer)
+                    raise
             case canonical.LatentAttention():
                 raise _Skip("what makes keys and values of its latents stays fp32; cpu-kernels stores it in int8")
             case contrib.MoE():
@@ -405,7 +412,7 @@ class _Rewriting:
         assert self.context.stored is not None
         try:
             for tensor in tensors:
-                self.context.stored(tensor)
+                self.context.stored.codes(tensor)
         except NotHeld as reason:
             return not reason.is_plain
         return bool(tensors)
@@ -420,10 +427,8 @@ class _Rewriting:
         try:
             found = self._together(tensors)
         except NotHeld as reason:
-            if not reason.is_plain:
-                self.dequantized.setdefault(str(reason), []).append(", ".join(tensors))
-                raise _Skip(f"its codes {reason}; it stays dequantized") from reason
-            raise _Skip(f"its codes {reason}") from reason
+            self.untaken.add(tensors, reason)
+            raise _Skip(f"its codes {reason}" + ("" if reason.is_plain else "; it stays dequantized")) from reason
         return LazyMatrix(found.read, n, k, found.grid), found.columns
 
     def _together(self, tensors: Sequence[str]) -> StoredCodes:
@@ -433,7 +438,7 @@ class _Rewriting:
             NotHeld: no format here holds them.
         """
         assert self.context.stored is not None
-        found = together([self.context.stored(tensor) for tensor in tensors])
+        found = together([self.context.stored.codes(tensor) for tensor in tensors])
         if found.grid.scale == self.step.scales:
             return found
         grid = replace(found.grid, scale="fp32")
@@ -449,9 +454,7 @@ class _Rewriting:
             if grid is None:
                 raise NotHeld("have bits, or blocks, that QMoE does not read")
         except NotHeld as reason:
-            if not reason.is_plain:
-                names = _names(layer.up) + _names(layer.down)
-                self.dequantized.setdefault(str(reason), []).append(", ".join(names))
+            self.untaken.add(_names(layer.up) + _names(layer.down), reason)
             raise _Skip(f"its codes {reason}; its matrices stay dequantized") from reason
         orders = experts.order, np.arange(experts.hidden)
         first, second = (
@@ -599,11 +602,6 @@ def _ordered(weight: ir.Value, found: StoredCodes, grid: Grid, order: NDArray[np
     count, k, n = graph.static(weight)
     stacked = (n * np.arange(count)[:, None] + order).reshape(-1)
     return LazyMatrix(lambda: rows(on_grid(found.read(), grid), stacked), count * n, k, grid)
-
-
-def _counted(tensors: list[str]) -> str:
-    """Name the first of several tensors and count the others."""
-    return tensors[0] if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more"
 
 
 def _names(weight: ir.Value) -> list[str]:

@@ -6,7 +6,7 @@ lowered. Nothing is proven here: passes are, when they run on the graph itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -31,7 +31,7 @@ from llmforge.quantization.grids import Grid, QuantizedMatrix
 from llmforge.quantization.low_rank import LowRank
 from llmforge.quantization.sparsity import SparseMatrix
 from llmforge.quantization.statistics import Demand, InputRange, KvRange, LowRankDemand, PruningDemand, Statistics
-from llmforge.quantization.stored import StoredCodes
+from llmforge.quantization.stored import Source
 from llmforge.recipe import EngineSpec
 from llmforge.targets import Target
 
@@ -88,9 +88,9 @@ def run(
     interop.check(lowered, checkpoint)
 
 
-def stored_codes(checkpoint: Checkpoint) -> Callable[[str], StoredCodes] | None:
+def stored_codes(checkpoint: Checkpoint) -> Source | None:
     """Return what gives passes the codes of a checkpoint; None: it has none."""
-    return None if checkpoint.layout is None else checkpoint.codes
+    return None if checkpoint.layout is None else checkpoint
 
 
 def _reason(changes: Changes) -> str:

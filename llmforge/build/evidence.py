@@ -22,7 +22,8 @@ from llmforge.base.progress import Progress
 from llmforge.build import elsewhere, reference, tasks
 from llmforge.build.latency import Measuring
 from llmforge.build.reuse import Reuse
-from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint import Checkpoint, text
+from llmforge.checkpoint.adapters import AdapterSource
 from llmforge.checkpoint.text import Window
 from llmforge.engines import Engine
 from llmforge.evaluation import answers, footprint, gates, machine, quality, runtimes, streamed_baseline
@@ -33,6 +34,8 @@ from llmforge.evaluation.quality import Logits
 from llmforge.evaluation.runtimes import Interpreter
 from llmforge.evaluation.streamed_baseline import StreamedBaseline
 from llmforge.ir import onnx_file
+from llmforge.metrics import catalog
+from llmforge.metrics.adapters import AdapterQuality
 from llmforge.metrics.agreement import RuntimeName, RuntimeRun
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Answer, Quality, Sample
@@ -59,6 +62,7 @@ class Evidence:
     notes: tuple[str, ...] = ()  # what else was not measured, and why
     runtimes: tuple[RuntimeRun, ...] = ()  # others that ran it
     tasks: tuple[TaskResult, ...] = ()
+    adapters: tuple[AdapterQuality, ...] = ()  # those that requests choose
 
     def engine_record(self, backend: str, folder: Path, engine: Engine | None) -> records.EngineRecord:
         """Write down what is in the engine's `folder`; `engine` None: what it is built of, later."""
@@ -83,7 +87,9 @@ class Evidence:
         self, specs: Mapping[str, GateSpec], engine: records.EngineRecord, checkpoint: records.CheckpointRecord
     ) -> tuple[gates.GateResult, ...]:
         """Decide the gates; what could not be measured leaves them undecided."""
-        measured = records.measured(self.quality, self.latency, engine, checkpoint, self.runtimes, self.tasks)
+        measured = records.measured(
+            self.quality, self.latency, engine, checkpoint, self.runtimes, self.tasks, self.adapters
+        )
         return verdict.judge(specs, measured, engine.unmeasured)
 
 
@@ -187,6 +193,7 @@ def measure(
     interpreters: Sequence[Interpreter] = (),
     reuse: Reuse | None = None,
     stand_in: Path | None = None,
+    adapters: Sequence[AdapterSource] = (),
 ) -> Evidence:
     """Measure the engine in the folder `artifact`, loaded by the runtime that serves it, beside the checkpoint.
 
@@ -195,7 +202,8 @@ def measure(
     on them from where they were kept; `reuse` keeps what it answers to tasks. `interpreters` have other runtimes, which
     run the engine as well. An engine that is not built yet (None), or that this machine does not run, is not measured;
     `ranks` devices share one. Of one that servers of others load, there is a `stand_in` that llmforge's own runtime
-    loads; its quality is that of the artifact in another runtime, where there is an interpreter.
+    loads; its quality is that of the artifact in another runtime, where there is an interpreter. Each of the `adapters`
+    that requests choose is held against the checkpoint with it merged, on some of the text.
     """
     reason = PENDING if engine is None else None if stand_in is not None else engines.why_not_run(target)
     if engine is None or reason is not None or spec.is_empty:
@@ -264,7 +272,42 @@ def measure(
             spec.tasks, runner, checkpoint, progress, engine=ran_by, threads=threads, reuse=reuse
         )
         notes += left_out
-    return Evidence(moved, timed, held_against, notes=notes, runtimes=ran, tasks=results)
+    chosen: tuple[AdapterQuality, ...] = ()
+    if spec.quality is not None and spec.quality.adapter_tokens and adapters:
+        chosen = _adapters(spec.quality, runner, checkpoint, adapters, windows, threads, progress)
+    return Evidence(moved, timed, held_against, notes=notes, runtimes=ran, tasks=results, adapters=chosen)
+
+
+def _adapters(
+    spec: QualitySpec,
+    runner: Runner,
+    checkpoint: Checkpoint,
+    adapters: Sequence[AdapterSource],
+    windows: Sequence[Window],
+    threads: int,
+    progress: Progress,
+) -> tuple[AdapterQuality, ...]:
+    """Compare the artifact with each adapter chosen with the checkpoint that has it merged; one of these at a time."""
+    half_of = spec.context if spec.scored == "second-half" else None
+    pool = [window for window in windows if len(window.ids) > 1 and (half_of is None or len(window.ids) == half_of)]
+    some, found = text.spread(pool, spec.adapter_tokens), []
+    for adapter in adapters:
+        progress.stage(f"Measure adapter {adapter.name}")
+        baseline = open_baseline(reference.with_adapter(spec, checkpoint, adapter), threads=threads)
+
+        def ours(ids: NDArray[np.int64], name: str = adapter.name) -> NDArray[np.float32]:
+            return runner.logits(ids.tolist(), adapter=name)
+
+        moved = quality.compare(
+            some,
+            baseline_on([window.ids for window in some], baseline, progress),
+            ours,
+            half_of=half_of,
+            only=list(catalog.OF_ADAPTERS.values()),
+            progress=progress.advance,
+        )
+        found.append(AdapterQuality(adapter=adapter.name, quality=moved))
+    return tuple(found)
 
 
 def _logits(

@@ -109,4 +109,5 @@ def measure(
         threads=physical_cores(),
         ranks=engines.devices(target, waiting.spec),
         progress=progress,
+        adapters=recipe.apart,
     )

@@ -282,6 +282,7 @@ def make(
             interpreters=others,
             reuse=kept,
             stand_in=stand_in,
+            adapters=recipe.apart,
         )
     if stand_in is not None:
         shutil.rmtree(stand_in)

@@ -83,6 +83,7 @@ def publish(
         "latency": evidence.latency,
         "runtimes": evidence.runtimes,
         "tasks": evidence.tasks,
+        "adapters": evidence.adapters,
         "engine": engine_record,
         "build": clock.record(reused),
         "machine": machine.describe(),

@@ -7,18 +7,29 @@ from typing import Any
 
 from llmforge.base.errors import CheckpointError
 from llmforge.checkpoint import CONFIG, Checkpoint, read_settings
+from llmforge.checkpoint.adapters import AdapterSource
 from llmforge.recipe import QualitySpec, Recipe
 
 _ALIKE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers")
 
 
 def of(spec: QualitySpec, checkpoint: Checkpoint) -> Checkpoint:
-    """Open what `spec` names, or return the `checkpoint` of the recipe.
+    """Open what `spec` names, with the adapters that are merged into it, or return the `checkpoint` of the recipe.
 
     Raises:
         CheckpointError, UnsupportedError: see `Checkpoint.open`.
     """
-    return checkpoint if spec.reference is None else Checkpoint.open(spec.reference)
+    return checkpoint if spec.reference is None else Checkpoint.open(spec.reference, checkpoint.opened_from[1])
+
+
+def with_adapter(spec: QualitySpec, checkpoint: Checkpoint, adapter: AdapterSource) -> Checkpoint:
+    """Open what quality is measured against with one more adapter merged, which requests choose.
+
+    Raises:
+        CheckpointError, UnsupportedError: see `Checkpoint.open`.
+    """
+    path, merged = checkpoint.opened_from
+    return Checkpoint.open(spec.reference or path, (*merged, adapter))
 
 
 def described(original: Checkpoint) -> str:

@@ -114,6 +114,7 @@ def validate(
         ranks=engines.devices(target, recipe.engine),
         progress=progress,
         interpreters=others,
+        adapters=recipe.apart,
     )
     engine = before.engine.model_copy(update={"unmeasured": found.unmeasured})
     kept_tasks = tasks.merge(before.tasks, found.tasks)  # of `llmforge eval`
@@ -127,6 +128,7 @@ def validate(
         "latency": found.latency,
         "runtimes": found.runtimes,
         "tasks": kept_tasks,
+        "adapters": found.adapters,
         "engine": engine,
         "build": clock.record(records.ReusedRecord()),
         "machine": machine.describe(),

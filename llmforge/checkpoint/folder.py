@@ -37,7 +37,7 @@ from llmforge.checkpoint.safetensors_file import (
     read_small,
 )
 from llmforge.checkpoint.shards import WEIGHTS_INDEX, read_headers, weight_files
-from llmforge.quantization.stored import NotHeld, StoredCodes
+from llmforge.quantization.stored import NotHeld, StoredChannels, StoredCodes, StoredFp4
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -302,14 +302,34 @@ class Checkpoint:
             NotHeld: it is not stored as codes, or in none of our formats; an adapter is merged into it.
             CheckpointError: what says how they lie is damaged.
         """
+        entry = self._as_codes(name)
+        if name not in self._codes:
+            self._codes[name] = StoredCodes(entry.grid(), entry.columns(), entry.codes)
+        return self._codes[name]
+
+    def channels(self, name: str) -> StoredChannels:
+        """Return the codes of a parameter that is stored in 8 bits with a scale an output feature, or one for all.
+
+        Raises:
+            NotHeld, CheckpointError: as `codes`.
+        """
+        return self._as_codes(name).channels()
+
+    def fp4(self, name: str) -> StoredFp4:
+        """Return the codes of a parameter that is stored in NVFP4.
+
+        Raises:
+            NotHeld, CheckpointError: as `codes`.
+        """
+        return self._as_codes(name).fp4()
+
+    def _as_codes(self, name: str) -> QuantizedTensor:
         entry = self.tensors[name]
         if isinstance(entry, TensorEntry):
             raise NotHeld(f"are none: the checkpoint stores it in {entry.dtype.name}", is_plain=True)
         if self.merge is not None and name in self.merge.steps:
             raise NotHeld("do not hold what an adapter adds to it")
-        if name not in self._codes:
-            self._codes[name] = StoredCodes(entry.grid(), entry.columns(), entry.codes)
-        return self._codes[name]
+        return entry
 
     def require(
         self, parameters: Mapping[str, tuple[int, ...]], tied: Mapping[str, str] | None = None

@@ -5,6 +5,7 @@ Known are Hugging Face checkpoints, plain and quantized, GGUF files, and adapter
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -209,8 +210,22 @@ def _row(tensor: QuantizedTensor) -> tuple[str, str, str]:
     try:
         tensor.grid()
     except NotHeld as error:
-        return tensor.format, DEQUANTIZED, f"its codes {error}"
+        taken = _taken_by(tensor)
+        return (
+            tensor.format,
+            DEQUANTIZED,
+            f"its codes {error}" + (f"; {taken} takes them for TensorRT" if taken else ""),
+        )
     return tensor.format, EXACT, ""
+
+
+def _taken_by(tensor: QuantizedTensor) -> str | None:
+    """Name the pass that takes codes that no grid holds; None: there is none."""
+    for step, read in (("quantize-channels", tensor.channels), ("quantize-fp4", tensor.fp4)):
+        with contextlib.suppress(NotHeld):
+            read()
+            return f"`{step}: {{method: stored}}`"
+    return None
 
 
 def _facts(settings: Mapping[str, Any]) -> dict[str, str | int | None]:

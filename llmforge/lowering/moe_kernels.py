@@ -21,7 +21,8 @@ QMoE's `router_probs` and `router_weights` both. MoE gets log(w), whose softmax 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.ir import graph as g
+from llmforge.ir import moved_weights
 from llmforge.ir.operators import contrib
 from llmforge.ir.operators.canonical import MoE
 from llmforge.ir.operators.record import Operator
@@ -74,6 +76,31 @@ def reason(layer: MoE) -> str | None:
     if not never_negative(layer.expert_weights):
         return "router weights may be negative; the kernel drops such experts"
     return None
+
+
+@contextlib.contextmanager
+def gathered(model: ir.Model, layer: MoE) -> Iterator[None]:
+    """Let `layer` read matrices that its graph puts together of weights as one tensor each, which is made when written.
+
+    If the `with` block raises, the layer reads what it did.
+    """
+    was, made = {}, []
+    for part in ("up", "down"):
+        value: ir.Value = getattr(layer, part)
+        if (found := moved_weights.held(value)) is None:
+            continue
+        tensor, sources = found
+        was[part] = value
+        made.append(g.initializer(model, str(tensor.name), tensor, sources))
+        setattr(layer, part, made[-1])
+    try:
+        yield
+    except BaseException:
+        for part, value in was.items():
+            setattr(layer, part, value)
+        for value in made:
+            del model.graph.initializers[str(value.name)]
+        raise
 
 
 def of(layer: MoE) -> Experts:

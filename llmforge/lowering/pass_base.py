@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING, InitVar, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from llmforge.quantization.ahead import Ahead
     from llmforge.quantization.grids import Grid
     from llmforge.quantization.methods.base import Method
-    from llmforge.quantization.stored import StoredCodes
+    from llmforge.quantization.stored import Source
 
 
 class Numerics(enum.Enum):
@@ -87,7 +87,7 @@ class Context:
     statistics: Statistics | None = None  # present when any pass of the recipe has demands
     scratch: Scratch | None = None  # where tensors are kept that are read more than once
     ahead: Ahead | None = None  # what was quantized before a pass asked for it
-    stored: Callable[[str], StoredCodes] | None = None  # codes of the checkpoint, by tensor; None: it has none
+    stored: Source | None = None  # codes of the checkpoint, by tensor; None: it has none
     adapters: Sequence[Adapter] = ()  # that requests choose from
     _target: Target = field(init=False, repr=False)
 

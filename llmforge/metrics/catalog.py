@@ -21,7 +21,8 @@ from pydantic_core import PydanticKnownError
 from llmforge.base.errors import InputError
 from llmforge.base.plugins import Plugin, Seam, blamed, refusal
 from llmforge.base.wording import shown
-from llmforge.metrics import intervals, latency, units
+from llmforge.metrics import adapters, intervals, latency, units
+from llmforge.metrics.adapters import AdapterQuality
 from llmforge.metrics.agreement import DISTRIBUTIONS, RUNTIMES, RuntimeName, RuntimeRun
 from llmforge.metrics.intervals import SMALLEST_SAMPLE, Estimate
 from llmforge.metrics.latency import Conditions, Latency, Point, Side, Spread, Timing, Trial
@@ -96,6 +97,7 @@ class Measured:
     sizes: Sizes | None = None
     runtimes: tuple[RuntimeRun, ...] = ()  # of others, that ran it
     tasks: tuple[TaskResult, ...] = ()
+    adapters: tuple[AdapterQuality, ...] = ()  # those that requests choose
 
     @property
     def scores(self) -> dict[str, Score]:
@@ -425,6 +427,28 @@ def _bounds(estimate: Estimate) -> dict[str, float | None]:
     return {"value": estimate.value, "low": estimate.low, "high": estimate.high}
 
 
+@dataclass(frozen=True)
+class AdapterMetric(Metric):
+    """A figure of quality of an adapter that requests choose, under `adapter.NAME.METRIC`."""
+
+    section = "quality"
+    decides = True
+
+    adapter: str
+    of: QualityMetric
+
+    @property
+    def more(self) -> str:
+        """What gives more samples, in words."""
+        return "raise validation.quality.adapter_tokens"
+
+    def estimate(self, measured: Measured) -> Estimate | None:
+        """Read it; None where it was not measured."""
+        found = (each.quality.figures.get(self.of.name) for each in measured.adapters if each.adapter == self.adapter)
+        return next(found, None)
+
+
+ADAPTER_PATTERN = r"^adapter\.[a-z0-9][a-z0-9._-]{0,63}\.[a-z0-9_]{1,64}$"
 TASK_PATTERN = r"^task\.[A-Za-z0-9_-]{1,128}\.[A-Za-z0-9_.-]{1,64}$"
 _OF_TEXT = {"perplexity": RATIO, "word_perplexity": RATIO, "byte_perplexity": RATIO, "bits_per_byte": BITS_A_BYTE}
 _PERCENTILES: dict[Literal["p50", "p95", "p99"], str] = {"p50": "median", "p95": "95 %", "p99": "99 %"}
@@ -751,7 +775,9 @@ def of_kind(kind: type[Kind]) -> tuple[Kind, ...]:
     return tuple(metric for metric in ALL if isinstance(metric, kind))
 
 
-Deciding = QualityMetric | SlowestMetric | BestMetric | RunMetric | RuntimeMetric | SizeMetric | TaskMetric
+Deciding = (
+    QualityMetric | SlowestMetric | BestMetric | RunMetric | RuntimeMetric | SizeMetric | TaskMetric | AdapterMetric
+)
 
 
 def deciding() -> dict[str, Deciding]:
@@ -766,8 +792,8 @@ def limitable() -> dict[str, Deciding]:
 
 
 def find(name: str) -> Deciding | None:
-    """Give the metric of that name that a gate can decide on, a score of a task among them; None: there is none."""
-    return deciding().get(name) or _of_task(name) or _of_plugin(name)
+    """Give the metric of that name that a gate can decide on, of tasks and adapters, too; None: there is none."""
+    return deciding().get(name) or _of_task(name) or _of_adapter(name) or _of_plugin(name)
 
 
 def _of_plugin(name: str) -> QualityMetric | None:
@@ -811,10 +837,32 @@ def named(name: str) -> Deciding:
 
 
 def names(*measured: Measured) -> tuple[str, ...]:
-    """Name the metrics that a gate can decide on, with the scores of tasks that were `measured`."""
+    """Name the metrics that a gate can decide on, with the scores of tasks and adapters that were `measured`."""
     figures = [name for each in measured if each.quality is not None for name in each.quality.figures]
     others = sorted({name for name in figures if _of_plugin(name) is not None} - {metric.name for metric in ALL})
-    return (*deciding(), *others, *dict.fromkeys(name for each in measured for name in each.scores))
+    bounded = [name for name, metric in OF_ADAPTERS.items() if metric.decides]
+    of_adapters = (
+        f"{adapters.PREFIX}{found.adapter}.{name}" for each in measured for found in each.adapters for name in bounded
+    )
+    scores = (name for each in measured for name in each.scores)
+    return (*deciding(), *others, *dict.fromkeys(scores), *dict.fromkeys(of_adapters))
+
+
+OF_ADAPTERS: dict[str, QualityMetric] = {  # what is measured of each adapter: sums over its text, which are small
+    metric.name: metric
+    for metric in of_kind(QualityMetric)
+    if isinstance(metric.form, OfSums) and metric.source == "text"
+}
+
+
+def _of_adapter(name: str) -> AdapterMetric | None:
+    if re.fullmatch(ADAPTER_PATTERN, name) is None:
+        return None
+    adapter, _, of = name.removeprefix(adapters.PREFIX).rpartition(".")
+    metric = OF_ADAPTERS.get(of)
+    if metric is None or not metric.decides:
+        return None
+    return AdapterMetric(name, f"{adapter}, {metric.title}", metric.unit, metric.better, adapter, metric)
 
 
 def _of_task(name: str) -> TaskMetric | None:

@@ -105,3 +105,10 @@ def interval(estimate: Estimate, write: Callable[[float], str]) -> str:
     if estimate.low is None or estimate.high is None:
         return f"no interval: only {estimate.samples} {estimate.of}"
     return f"{write(estimate.low)} – {write(estimate.high)}"
+
+
+def step_time(seconds: float) -> str:
+    """Write a time of a step, "12.3 ms", "1.91 s", "2 min 09 s"."""
+    if seconds < 1:
+        return ms(seconds * 1e3)
+    return f"{significant(seconds)} s" if seconds < 60 else duration(seconds)

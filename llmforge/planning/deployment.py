@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from llmforge.base.backends import BACKENDS, PREFILL_CHUNK, BackendName
 from llmforge.base.errors import UnsupportedError, UsageError
-from llmforge.planning import roofline
+from llmforge.planning import not_built, roofline
 from llmforge.planning.roofline import Ceilings, Placement, StepCost, Workload
 from llmforge.planning.scheme import BITS, Scheme
 from llmforge.planning.shape import Shape
@@ -143,7 +143,7 @@ def make(
         turning_batch=placed.turning_batch(workload.mean_context),
         degrees=tuple(degrees.values()),
         cost=_cost(placed, workload, usd_per_hour),
-        notes=tuple(_notes(placed, backend)),
+        notes=(*_notes(placed, backend), *not_built.notes(placed, workload)),
     )
 
 

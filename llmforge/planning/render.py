@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from llmforge.base.errors import ForgeError
-from llmforge.metrics.units import count, duration, ms, percent, significant, size, times
+from llmforge.metrics.units import count, duration, percent, significant, size, step_time, times
 from llmforge.planning.advice import Advice
 from llmforge.planning.building import Build
 from llmforge.planning.deployment import Degree, Plan
@@ -187,15 +187,8 @@ def _fits(fits: bool) -> Text:
     return Text("yes", "green") if fits else Text("no", "bold red")
 
 
-def _time(seconds: float) -> str:
-    """Write a time of a step, "12.3 ms", "1.91 s", "2 min 09 s"."""
-    if seconds < 1:
-        return ms(seconds * 1e3)
-    return f"{significant(seconds)} s" if seconds < 60 else duration(seconds)
-
-
 def _times(degree: Degree) -> tuple[str, str]:
-    return _time(degree.prefill.seconds), _time(degree.decode.step.seconds)
+    return step_time(degree.prefill.seconds), step_time(degree.decode.step.seconds)
 
 
 def _prices(plan: Plan) -> tuple[str, str]:
@@ -228,7 +221,7 @@ def _steps(plan: Plan) -> Table:
     first = plan.asked.prefill
     table.add_row(
         "prefill",
-        _time(first.seconds),
+        step_time(first.seconds),
         significant(plan.workload.prompt / first.seconds),
         *_shares_of(first),
         _fits(plan.asked.memory.fits),
@@ -237,7 +230,7 @@ def _steps(plan: Plan) -> Table:
         style = "bold" if each.batch == plan.workload.batch else ""
         table.add_row(
             f"batch {count(each.batch)}",
-            _time(each.step.seconds),
+            step_time(each.step.seconds),
             significant(each.tokens_per_second),
             *_shares_of(each.step),
             _fits(each.fits),

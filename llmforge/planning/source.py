@@ -13,7 +13,8 @@ from llmforge.quantization.grids import Grid
 from llmforge.recipe import Recipe
 from llmforge.recipe.errors import collect
 
-_KEEP = f"`quantize-weights: {{method: {methods.STORED}}}`"
+_TAKING = ("quantize-weights", "quantize-channels", "quantize-fp4")  # passes with a method that keeps codes
+_KEEP = f"`quantize-weights: {{method: {methods.STORED}}}` (quantize-channels and quantize-fp4 have it, too)"
 
 
 def described(settings: Mapping[str, Any], folder: Path) -> str | None:
@@ -51,7 +52,7 @@ def note(settings: Mapping[str, Any], folder: Path, steps: Sequence[Pass]) -> st
     choosing = [step.name for step in steps if step.chooses_codes()]
     if choosing:
         return f"the checkpoint is quantized ({stored}); {choosing[0]} chooses other codes, as `requantize` allows"
-    if any(step.name == "quantize-weights" for step in steps):
+    if any(step.name in _TAKING for step in steps):
         return f"the checkpoint is quantized ({stored}); its codes are taken as they are"
     return f"the checkpoint is quantized ({stored}); its weights are dequantized, unless {_KEEP} takes its codes"
 

@@ -1,13 +1,15 @@
-"""Matrices that a checkpoint stores as codes already: on which grid, and how several become one without rounding."""
+"""Matrices that a checkpoint stores as codes already: in which format, and how several become one without rounding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.base.errors import UnsupportedError
 from llmforge.quantization.grids import Grid, QuantizedMatrix, stack
 
 
@@ -32,6 +34,126 @@ class StoredCodes:
     grid: Grid
     columns: NDArray[np.intp] | None
     read: Callable[[], QuantizedMatrix]
+
+
+@dataclass(frozen=True, eq=False)
+class StoredChannels:
+    """A matrix [N, K] of a checkpoint in 8 bits with a scale an output feature, read when it is wanted."""
+
+    dtype: Literal["int8", "fp8"]
+    codes: Callable[[], NDArray[Any]]  # [N, K], int8 or float8e4m3fn
+    scales: Callable[[], NDArray[np.float32]]  # [N]
+    input_scale: float | None  # static step of what the layer reads; None: the checkpoint says none
+
+
+@dataclass(frozen=True, eq=False)
+class StoredFp4:
+    """A matrix [N, K] of a checkpoint in NVFP4, read when it is wanted (llmforge.quantization.nvfp4)."""
+
+    codes: Callable[[], NDArray[Any]]  # [N, K], e2m1
+    scales: Callable[[], NDArray[Any]]  # of blocks: float8e4m3fn [N, K / 16]
+    scale: np.float32  # of the tensor
+    input_scale: np.float32 | None  # of what the layer reads; None: the checkpoint says none
+
+
+class Source(Protocol):
+    """A checkpoint that comes quantized, by the names of its tensors. Each raises NotHeld where no such format is."""
+
+    def codes(self, name: str) -> StoredCodes:
+        """Return integer codes in blocks of input features."""
+        ...
+
+    def channels(self, name: str) -> StoredChannels:
+        """Return codes of 8 bits with a scale an output feature."""
+        ...
+
+    def fp4(self, name: str) -> StoredFp4:
+        """Return codes in NVFP4."""
+        ...
+
+
+@dataclass
+class Untaken:
+    """Tensors whose codes the pass `step` does not take, by the reason."""
+
+    step: str
+    tensors: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, tensors: Sequence[str], reason: NotHeld) -> None:
+        """Note tensors that are one matrix, unless they are no codes."""
+        if not reason.is_plain:
+            self.tensors.setdefault(str(reason), []).append(", ".join(tensors))
+
+    def notes(self) -> list[str]:
+        """Say which there are, a sentence a reason."""
+        return [f"{self.step}: {each}; the weights stay dequantized" for each in self._listed()]
+
+    def refuse(self) -> None:
+        """Return if there are none.
+
+        Raises:
+            UnsupportedError: there are some, and the pass has taken no others.
+        """
+        if self.tensors:
+            raise UnsupportedError(
+                f"{self.step}: method: stored can take no codes of this checkpoint: {'; '.join(self._listed())}",
+                hint=f"leave {self.step} out, so that weights are dequantized, or quantize them anew with "
+                "`requantize: true`",
+            )
+
+    def _listed(self) -> list[str]:
+        return [
+            f"{each[0] if len(each) == 1 else f'{each[0]} and {len(each) - 1} more'}: the codes {reason}"
+            for reason, each in self.tensors.items()
+        ]
+
+
+def require(source: Source | None, step: str) -> Source:
+    """Return a checkpoint that comes quantized, which the pass `step` wants.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
+    if source is None:
+        raise UnsupportedError(
+            f"{step}: method: stored takes the codes of a quantized checkpoint; this one is not",
+            hint=f"choose another method: see `llmforge passes {step}`",
+        )
+    return source
+
+
+def channels_together(parts: Sequence[StoredChannels]) -> StoredChannels:
+    """Put matrices that read the same on top of each other; the largest step of what they read is that of all.
+
+    Raises:
+        NotHeld: some are int8 and some fp8.
+    """
+    if len({part.dtype for part in parts}) > 1:
+        raise NotHeld("are int8 and fp8 in one matrix; leave out the pass that packs them")
+    steps = [part.input_scale for part in parts if part.input_scale is not None]
+    return StoredChannels(
+        parts[0].dtype,
+        lambda: np.concatenate([part.codes() for part in parts]),
+        lambda: np.concatenate([part.scales() for part in parts]),
+        max(steps) if len(steps) == len(parts) else None,
+    )
+
+
+def fp4_together(parts: Sequence[StoredFp4]) -> StoredFp4:
+    """Put matrices that read the same on top of each other; the largest scale of what they read is that of all.
+
+    Raises:
+        NotHeld: their tensors have different scales.
+    """
+    if len({float(part.scale) for part in parts}) > 1:
+        raise NotHeld("have different scales of tensors in one matrix; leave out the pass that packs them")
+    steps = [part.input_scale for part in parts if part.input_scale is not None]
+    return StoredFp4(
+        lambda: np.concatenate([part.codes() for part in parts]),
+        lambda: np.concatenate([part.scales() for part in parts]),
+        parts[0].scale,
+        max(steps) if len(steps) == len(parts) else None,
+    )
 
 
 def together(parts: Sequence[StoredCodes]) -> StoredCodes:

@@ -100,7 +100,11 @@ def _known_metrics(schema: dict[str, Any]) -> None:
         for name in sorted(described, key=lambda name: name not in catalog.limitable())
     }
     schema["patternProperties"] = {
-        catalog.TASK_PATTERN: {"description": "a score of a task (see docs/tasks.md)", **schema["additionalProperties"]}
+        pattern: {"description": what, **schema["additionalProperties"]}
+        for pattern, what in (
+            (catalog.TASK_PATTERN, "a score of a task (see docs/tasks.md)"),
+            (catalog.ADAPTER_PATTERN, "quality with an adapter that is kept apart (see docs/adapters.md)"),
+        )
     }
     schema["additionalProperties"] = False
 
@@ -118,7 +122,9 @@ class EngineSpec(_Section):
     )
     max_batch: int = Field(default=1, ge=1, le=4096, description="maximum number of concurrent sequences")
     threads: int | None = Field(default=None, ge=1, le=1024, description="CPU threads; default: one per physical core")
-    tensor_parallel: int = Field(default=1, ge=1, le=64, description="number of GPUs that each layer is split over")
+    tensor_parallel: int = Field(
+        default=1, ge=1, le=64, description="number of GPUs, or of processes on a CPU, that each layer is split over"
+    )
     decode_batches: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(
         default=(),
         max_length=4096,
@@ -204,11 +210,21 @@ class QualitySpec(_Section):
         default=(), max_length=MOST_METRICS, description="metrics of plug-ins to measure besides (docs/plugins.md)"
     )
 
+    adapter_tokens: int = Field(
+        default=4096,
+        ge=0,
+        le=2**40,
+        description="tokens, in whole windows, on which each adapter that is kept apart is compared with the "
+        "checkpoint that has it merged; 0: none",
+    )
+
     @model_serializer(mode="wrap")
     def _asked_for(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out the reference and metrics where there are none: versions of older recipes stay."""
+        """Leave out what is as it was before it could be asked for: versions of older recipes stay."""
         fields: dict[str, Any] = write(self)
-        return {name: value for name, value in fields.items() if name not in ("reference", "metrics") or value}
+        new = {"reference": None, "adapter_tokens": type(self).model_fields["adapter_tokens"].default}
+        same = {name for name, default in new.items() if fields[name] == default}
+        return {n: value for n, value in fields.items() if n not in same and (n != "metrics" or value)}
 
 
 class SloSpec(_Section):
@@ -881,6 +897,13 @@ class Recipe(_Section):
                     "it would not be measured",
                     f"add `validation: {{{section}: …}}`, or remove the gate",
                 )
+            elif isinstance(measured, catalog.AdapterMetric):
+                apart = [each.name for each in self.apart]
+                if measured.adapter not in apart or not (quality and quality.adapter_tokens):
+                    which = "validation.quality.adapter_tokens is 0"
+                    if measured.adapter not in apart:
+                        which = f"{', '.join(apart)} are kept apart" if apart else "no adapter is kept apart"
+                    yield self._problem(("gates", metric), f"it would not be measured: {which}", "remove the gate")
             elif quality is not None and catalog.plugin_of(metric) is not None and metric not in quality.metrics:
                 yield self._problem(
                     ("gates", metric),

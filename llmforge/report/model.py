@@ -25,6 +25,7 @@ from llmforge.base.wording import quoted
 from llmforge.evaluation.gates import GateResult, Verdict
 from llmforge.evaluation.machine import Machine
 from llmforge.lowering.pass_base import Numerics, Rewritten, Skipped
+from llmforge.metrics.adapters import MOST_ADAPTERS, AdapterQuality
 from llmforge.metrics.agreement import RUNTIMES, RuntimeRun
 from llmforge.metrics.catalog import Measured, Sizes
 from llmforge.metrics.latency import Latency
@@ -201,6 +202,7 @@ class Report(Record):
     attribution: Attribution | None = None
     runtimes: tuple[RuntimeRun, ...] = Field(default=(), max_length=len(RUNTIMES))  # others that ran the artifact
     tasks: tuple[TaskResult, ...] = Field(default=(), max_length=MOST_TASKS)
+    adapters: tuple[AdapterQuality, ...] = Field(default=(), max_length=MOST_ADAPTERS)  # that requests choose
     checkpoint: CheckpointRecord
     target: TargetRecord
     engine: EngineRecord
@@ -216,9 +218,9 @@ class Report(Record):
 
     @model_serializer(mode="wrap")
     def _took_part(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out plug-ins where there are none."""
+        """Leave out plug-ins and adapters where there are none."""
         fields: dict[str, Any] = write(self)
-        return {name: value for name, value in fields.items() if name != "plugins" or value}
+        return {name: value for name, value in fields.items() if name not in ("plugins", "adapters") or value}
 
     @property
     def version(self) -> str:
@@ -228,7 +230,9 @@ class Report(Record):
     @property
     def measured(self) -> Measured:
         """All that a gate can decide on."""
-        return measured(self.quality, self.latency, self.engine, self.checkpoint, self.runtimes, self.tasks)
+        return measured(
+            self.quality, self.latency, self.engine, self.checkpoint, self.runtimes, self.tasks, self.adapters
+        )
 
 
 def measured(
@@ -238,10 +242,11 @@ def measured(
     checkpoint: CheckpointRecord,
     runtimes: tuple[RuntimeRun, ...] = (),
     tasks: tuple[TaskResult, ...] = (),
+    adapters: tuple[AdapterQuality, ...] = (),
 ) -> Measured:
     """Put together all that a gate can decide on; an engine that is not built yet has no size."""
     sizes = None if engine.pending else Sizes(engine.size_bytes, checkpoint.size_bytes, checkpoint.parameters)
-    return Measured(quality, latency, sizes, runtimes, tasks)
+    return Measured(quality, latency, sizes, runtimes, tasks, adapters)
 
 
 def read(opened: Artifact, record: Head | None = None) -> Report:

@@ -105,7 +105,7 @@ class Subject(Reported):
         """
         for head in reversed(opened.evidence):
             report = model.read(opened, head)
-            if report.quality is not None or report.latency is not None or report.tasks:
+            if report.quality is not None or report.latency is not None or report.tasks or report.adapters:
                 return cls(opened, report, head)
         head = opened.evidence[-1]
         return cls(opened, model.read(opened, head), head)
@@ -148,7 +148,9 @@ def check(specs: Mapping[str, GateSpec], source: str) -> None:
     for metric, gate in specs.items():
         if catalog.find(metric) is None:
             known = ", ".join(catalog.limitable())
-            raise UsageError(f"{source}: no gate decides on {metric!r}; known: {known}, task.NAME.SCORE")
+            raise UsageError(
+                f"{source}: no gate decides on {metric!r}; known: {known}, task.NAME.SCORE, adapter.NAME.METRIC"
+            )
         if (wrong := misdirected(metric, gate)) is not None:
             raise UsageError(f"{source}: {metric}: {wrong[0]}", hint=wrong[1])
 

@@ -117,13 +117,11 @@ def _figures(report: Report) -> Iterator[str]:
             yield "quality: no documents"
             return
         yield from _sums(quality)
-        known = (metric for metric in catalog.of_quality(quality.figures) if metric.name in quality.figures)
-        forms = {metric.name: metric.form for metric in known}
-        made = quality.make(forms)
-        yield from (name for name in forms if name not in made or not _close(quality.figures[name], made[name]))
-        counted = quality.documents, quality.tokens
-        if counted != (len(quality.per_document), sum(each.tokens for each in quality.per_document)):
-            yield "quality: documents or tokens"
+        yield from _of_quality(quality)
+    for each in report.adapters:
+        yield from (f"adapter {cut(each.adapter)}: {what}" for what in _of_quality(each.quality))
+    if len({each.adapter for each in report.adapters}) < len(report.adapters):
+        yield "adapters: one stands there twice"
     if (found := report.latency) is not None:
         yield from _timings(found)
     for run in report.runtimes:
@@ -137,6 +135,17 @@ def _figures(report: Report) -> Iterator[str]:
         yield from (what for what, said, made in attribution.recomputed(attributed) if not _close(said, made))
         yield from attribution.miscounted(attributed)
         yield from _attributed(attributed, report)
+
+
+def _of_quality(quality: Quality) -> Iterator[str]:
+    """Name the figures of quality that its raw values do not give."""
+    known = (metric for metric in catalog.of_quality(quality.figures) if metric.name in quality.figures)
+    forms = {metric.name: metric.form for metric in known}
+    made = quality.make(forms)
+    yield from (name for name in forms if name not in made or not _close(quality.figures[name], made[name]))
+    counted = quality.documents, quality.tokens
+    if counted != (len(quality.per_document), sum(each.tokens for each in quality.per_document)):
+        yield "quality: documents or tokens"
 
 
 def _attributed(attributed: Attribution, report: Report) -> Iterator[str]:

@@ -90,6 +90,20 @@ def task_rows(tasks: Sequence[TaskResult]) -> list[tuple[str, ...]]:
     return rows
 
 
+def adapter_rows(report: Report) -> list[tuple[str, ...]]:
+    """Write the quality of each adapter as rows, the titles first: figures with their intervals."""
+    shown = [metric for metric in catalog.OF_ADAPTERS.values() if metric.key is not None]
+    rows: list[tuple[str, ...]] = [("ADAPTER", "DOCUMENTS", "TOKENS", *(metric.title for metric in shown))]
+    for each in report.adapters:
+        cells = []
+        for metric in shown:
+            figure, write = each.quality.figures[metric.name], metric.unit.write
+            cells.append(f"{write(figure.value)} ({units.interval(figure, write)})")
+        counts = units.count(each.quality.documents), units.count(each.quality.tokens)
+        rows.append((each.adapter, *counts, *cells))
+    return rows
+
+
 def _signed(value: float, write: Callable[[float], str]) -> str:
     """Write a change with its sign."""
     return f"{'+' if value > 0 else '-' if value < 0 else ''}{write(abs(value))}"

@@ -49,7 +49,9 @@ class Magnified:
         scale = ir.Value(name=SCALE, shape=ir.Shape(("batch", 1, 1)), type=ir.TensorType(ir.DataType.FLOAT))
         clone.graph.inputs.append(scale)
         for lookup in list(standard.Gather.all(clone)):
-            if lookup.indices.name == interface.INPUT_IDS and lookup.output.dtype == ir.DataType.FLOAT:
+            # A multimodal model looks up another token where it puts what a tower makes: Where(…, pad, input_ids).
+            own = lookup.indices.name == interface.INPUT_IDS or lookup.data.name == reference.embedding
+            if own and lookup.output.dtype == ir.DataType.FLOAT:
                 _scale(clone, lookup.output, scale)
         return cls(clone, weights)
 

@@ -19,6 +19,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import AdapterSource
 from llmforge.recipe import Recipe
 from llmforge.report import model as reports
+from llmforge.report import verdict
 from llmforge.runtime import load
 
 from ..adapters import write_adapter, write_merged
@@ -31,7 +32,7 @@ Write = Callable[..., Recipe]
 @pytest.fixture
 def recipe(tmp_path: Path, tiny_checkpoint: Path) -> Write:
     def write(**sections: Any) -> Recipe:
-        text = "\n".join(json.dumps({"id": str(i), "text": f"text {i} of graphs and gates " * 4}) for i in range(6))
+        text = "\n".join(json.dumps({"id": str(i), "text": f"text {i} of graphs and gates " * 4}) for i in range(10))
         (tmp_path / "evaluation.jsonl").write_text(text)
         plain = {
             "schema": 1,
@@ -126,8 +127,22 @@ def test_adapters_kept_apart_are_chosen_by_requests(recipe: Write, tmp_path: Pat
         quantized.append({"cpu-kernels": loose})
     quality = {"quality": {"data": "evaluation.jsonl", "context": 64}}
     steps = [*FUSED, "add-adapters", *quantized]
-    built = pipeline.build(recipe(adapters=named, passes=steps, validation=quality), tmp_path / "out")
-    report = reports.read(Artifact.open(built.path))
+    gates = {"adapter.one.kld_mean": {"max": 0.05}, "adapter.two.top1_agreement": {"min": 0.5}}
+    wanted = recipe(adapters=named, passes=steps, validation=quality, gates=gates)
+    built = pipeline.build(wanted, tmp_path / "out")
+    opened = Artifact.open(built.path)
+    report = reports.read(opened)
+    assert [(each.adapter, each.quality.documents) for each in report.adapters] == [("one", 10), ("two", 10)]
+    assert all(0 < each.quality.kld_mean.value < 0.01 for each in report.adapters)  # int8, and no more
+    assert {gate.metric: gate.verdict.value for gate in report.gates} == dict.fromkeys(gates, "pass")
+    page = (built.path / "report" / "report.html").read_text(encoding="utf-8")
+    assert "Quality with each adapter" in page
+    assert '<th scope="row">two</th>' in page
+    assert "\n| two | 10 |" in (built.path / "report" / "report.md").read_text(encoding="utf-8")
+    assert {gate.metric for gate in verdict.recompute(opened)} == set(gates)
+    lie = report.adapters[0].quality.model_copy(update={"kld_mean": report.adapters[1].quality.kld_mean})
+    told = (report.adapters[0].model_copy(update={"quality": lie}), report.adapters[1])
+    assert list(verdict._figures(report.model_copy(update={"adapters": told}))) == ["adapter one: kld_mean"]
     if native.library() is not None:
         whats = [each.what for each in report.passes[-1].rewritten]
         assert sum(what.startswith("LowRankAdapter of rank 5, 2 adapters") for what in whats) == 8
@@ -143,6 +158,22 @@ def test_adapters_kept_apart_are_chosen_by_requests(recipe: Write, tmp_path: Pat
         theirs = logits(plain.path, ids)
         near = np.abs(rows[number] - theirs).max()
         assert near < 0.1 * np.abs(rows[0] - theirs).max()  # int8 weights beside fp32 ones
+
+
+@pytest.mark.parametrize(
+    ("gate", "quality", "words"),
+    [
+        ("adapter.b.kld_mean", {}, r"adapter\.b\.kld_mean: it would not be measured: a are kept apart"),
+        ("adapter.a.kld_mean", {"adapter_tokens": 0}, r"adapter\.a\.kld_mean: .*adapter_tokens is 0"),
+        ("adapter.a.kld_p99", {}, r"gates"),
+        ("adapter.a.perplexity", {}, r"gates"),
+    ],
+)
+def test_gates_of_adapters_that_are_not_measured(recipe: Write, gate: str, quality: dict[str, Any], words: str) -> None:
+    validation = {"quality": {"data": "evaluation.jsonl", "context": 64, **quality}}
+    apart = [{"name": "a", "path": "x", "mode": "apart"}]
+    with pytest.raises(RecipeError, match=words):
+        recipe(adapters=apart, validation=validation, gates={gate: {"max": 1}})
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from llmforge import targets
 from llmforge.base.backends import PROVIDERS
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.engines.tensorrt import refusals
+from llmforge.metrics.units import significant, step_time
 from llmforge.planning import advice, building, deployment, families, roofline, scheme
 from llmforge.planning.deployment import Plan
 from llmforge.planning.roofline import Placement, Workload
@@ -524,3 +525,26 @@ def test_rounded_activations_do_not_pay_where_weights_alone_give_as_much() -> No
     assert one[name].reason.startswith("weights alone give TPOT × 0.")
     long = {each.change: each for each in advice.advise(planned(prompt=4096, output=64, batch=16))}
     assert long[name].verdict == "pays"
+
+
+def test_what_is_not_supported_is_noted_with_what_it_would_bring() -> None:
+    plan = planned(target="a100-80")
+    step, first = plan.asked.decode.step.seconds, plan.asked.prefill.seconds
+    [pipeline, offload, apart] = [note for note in plan.notes if "is not supported" in note]
+    assert "no speed to a single sequence" in pipeline
+    cache = plan.workload.prompt * plan.scheme.kv_bytes_per_token(plan.shape, 1)
+    host = 63e9 * plan.target.share("link").value
+    assert (
+        f"come back in {step_time(cache / host)}, with 63 GB/s assumed, and are read again in {step_time(first)}"
+        in offload
+    )
+    writing = plan.workload.output * step
+    assert f"would serve {significant((first + writing) / max(first, writing) / 2)} times" in apart
+    assert f"a cache would pass in {step_time(cache / plan.ceilings.link)}" in apart
+    batch = planned(target="a100-80", batch=8)
+    halves = Placement(batch.shape, batch.target, batch.scheme).decode(4, batch.workload.mean_context).seconds
+    gained = significant(batch.asked.decode.step.seconds / halves)
+    assert any(
+        f"it would bring {gained} times the tokens per second of decode on 2 devices" in note for note in batch.notes
+    )
+    assert not [note for note in planned(target="a100-80", ranks=2).notes if "is not supported" in note]

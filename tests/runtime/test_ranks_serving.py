@@ -212,7 +212,7 @@ def greedy(artifact: Path) -> list[list[int | None]]:
 
 
 INT4 = (
-    "quantize-weights: {bits: 4, block_size: 16, method: rtn, accuracy_level: 0, embedding_bits: 4, "
+    "quantize-weights: {bits: 4, block_size: 32, method: rtn, accuracy_level: 0, embedding_bits: 4, "
     "budget: {kld_mean: 9}}"
 )
 
@@ -222,7 +222,7 @@ INT4 = (
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral"])
 def test_builds_give_the_texts_of_one_rank(name: str, steps: list[str], tmp_path: Path, data: Path) -> None:
     """From the recipe on, with the quality measured through the ranks."""
-    config = {"intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64}
+    config = {"intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
     zoo.write(name, tmp_path / "checkpoint", **config)
     found = {}
     for degree in (1, 2, 4):

@@ -152,7 +152,7 @@ class TestRepository:
         [
             ("max_que=3", "no key 'max_que'; known: max_queue, step_tokens"),
             ("max_queue=-1", "--set max_queue=-1: max_queue: "),
-            ("triton.kind=tpu", "must be 'cpu', 'gpu' or 'model', not \"tpu\""),
+            ("triton.kind=tpu", "must be 'cpu' or 'gpu', not \"tpu\""),
             ("speculation=always", "must be 'off' or 'prompt-lookup'"),
         ],
     )

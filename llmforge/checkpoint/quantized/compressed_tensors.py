@@ -17,7 +17,7 @@ Which format, and which group of the configuration, a layer has follows from wha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,6 +28,7 @@ from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.wording import shown
 from llmforge.checkpoint.quantized.integers import (
     FLOATS,
+    INPUT_SCALE,
     WORD_BITS,
     Integers,
     along_columns,
@@ -41,10 +42,13 @@ from llmforge.checkpoint.quantized.layout import CHUNK_BYTES, Grouped, Layout, Q
 from llmforge.checkpoint.quantized.microscaling import E2M1
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, external
 from llmforge.quantization.grids import Grid
+from llmforge.quantization.stored import StoredChannels, StoredFp4
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized")
 MIXED = "mixed-precision"
 NVFP4_GROUP = 16
+_INPUT_GLOBAL_SCALE = "input_global_scale"
+_OF_INPUTS = (INPUT_SCALE, _INPUT_GLOBAL_SCALE)
 _START = "start from the unquantized checkpoint"
 # Of activations and caches, which are computed here in the formats of the recipe.
 _NOT_TAKEN = (
@@ -158,7 +162,7 @@ class Fp8Tensor(QuantizedTensor):
         made = np.empty((n, k), self.dtype.numpy())
         some = max(1, CHUNK_BYTES // (4 * k))
         columns = np.arange(k) // width
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             for at in range(0, n, some):
                 rows = np.arange(at, min(at + some, n))
                 wide = codes[at : at + some].astype(np.float32)
@@ -167,6 +171,16 @@ class Fp8Tensor(QuantizedTensor):
         if not np.isfinite(made).all():
             raise self.damaged("weight_scale", f"makes weights of {self.name!r} that are not finite")
         return made
+
+    def channels(self) -> StoredChannels:
+        """Return the codes, unless blocks share scales."""
+        n, k = self.shape
+        height, width = self.block
+        if width < k or (height > 1 and height < n):
+            return super().channels()
+
+        scales = np.broadcast_to(self.read("weight_scale").astype(np.float32).reshape(-1), (n,))
+        return self.in_channels("fp8", lambda: self.read("weight"), scales, self.number(INPUT_SCALE))
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,13 +195,11 @@ class Fp4Tensor(QuantizedTensor):
     def dequantize(self) -> NDArray[Any]:
         """Return the weights."""
         n, k = self.shape
-        [whole] = self.read("weight_global_scale").astype(np.float32).reshape(-1)
-        if whole == 0:
-            raise self.damaged("weight_global_scale", "is 0, by which scales are divided")
+        whole = self._whole()
         packed, scales = self.read("weight_packed"), self.read("weight_scale")
         made = np.empty((n, k), self.dtype.numpy())
         some = max(1, CHUNK_BYTES // (4 * k))
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             for at in range(0, n, some):
                 stored = packed[at : at + some]
                 codes = np.stack([stored & 0xF, stored >> 4], -1).reshape(len(stored), -1, NVFP4_GROUP)
@@ -196,6 +208,29 @@ class Fp4Tensor(QuantizedTensor):
         if not np.isfinite(made).all():
             raise self.damaged("weight_scale", f"makes weights of {self.name!r} that are not finite")
         return made
+
+    def fp4(self) -> StoredFp4:
+        """Return the codes; a scale of tensors is the reciprocal of the global scale, rounded to fp32."""
+        n, k = self.shape
+
+        def codes() -> NDArray[Any]:
+            import ml_dtypes  # what serves has no such package
+
+            packed = self.read("weight_packed")
+            return np.stack([packed & 0xF, packed >> 4], -1).reshape(n, k).view(ml_dtypes.float4_e2m1fn)
+
+        inputs = self.number(_INPUT_GLOBAL_SCALE)
+        scale = np.float32(1) / self._whole()
+        if not np.isfinite(scale) or not scale > 0:
+            raise self.damaged("weight_global_scale", "has no positive reciprocal")
+        of_inputs = None if inputs is None else np.float32(1) / np.float32(inputs)
+        return StoredFp4(codes, lambda: self.read("weight_scale"), scale, of_inputs)
+
+    def _whole(self) -> np.float32:
+        [whole] = self.read("weight_global_scale").astype(np.float32).reshape(-1)
+        if whole == 0:
+            raise self.damaged("weight_global_scale", "is 0, by which scales are divided")
+        return np.float32(whole)
 
 
 class CompressedTensors(Layout):
@@ -231,7 +266,8 @@ class CompressedTensors(Layout):
                     f"{entry.file}: tensor {name!r} has no weight_scale beside it, and is not taken", hint=DAMAGED
                 )
         plain = {name: entry for name, entry in left.items() if name.rpartition(".")[2] not in _NOT_TAKEN}
-        return Grouped(found, plain, list(_notes(config, left.keys() - plain.keys())))
+        own = {entry.name for tensor in found for role, entry in tensor.parts.items() if role in _OF_INPUTS}
+        return Grouped(found, plain, list(_notes(config, own | (left.keys() - plain.keys()))))
 
 
 def _schemes(config: Mapping[str, Any], where: Path) -> list[Scheme]:
@@ -299,6 +335,14 @@ def _scheme(weights: object, where: str) -> Scheme:
 
 def _tensor(schemes: list[Scheme], stored: Mapping[str, TensorEntry], module: str) -> QuantizedTensor:
     """Put one weight together, by the dtype of what is stored."""
+    made = _of_weight(schemes, stored, module)
+    inputs = {role: stored[f"{module}.{role}"] for role in _OF_INPUTS if f"{module}.{role}" in stored}
+    if f"{module}.input_zero_point" in stored:  # what is read is not around 0, as it is in what the formats here say
+        inputs = {}
+    return replace(made, parts={**made.parts, **inputs}) if inputs else made
+
+
+def _of_weight(schemes: list[Scheme], stored: Mapping[str, TensorEntry], module: str) -> QuantizedTensor:
     if f"{module}.weight_packed" in stored:
         packed = part(stored, f"{module}.weight_packed", ["INT32", "UINT8"])
         made = _packed if packed.dtype.name == "INT32" else _fp4
@@ -434,7 +478,10 @@ def _notes(config: Mapping[str, Any], left: set[str]) -> Iterator[str]:
     """Say what is quantized there and not here."""
     of = [group for group in config["config_groups"].values() if group.get("input_activations")]
     if of or any(name.rpartition(".")[2].startswith("input_") for name in left):
-        yield "the checkpoint says that activations are quantized, too, which is not taken: the recipe decides that"
+        yield (
+            "the checkpoint says that activations are quantized, too; the recipe decides that: `method: stored` of "
+            "quantize-channels and quantize-fp4 takes its static scales, and nothing else does"
+        )
     if config.get("kv_cache_scheme") or any(name.endswith(("k_scale", "v_scale")) for name in left):
         yield "the checkpoint says how the KV cache is quantized, which is not taken: see the pass quantize-kv-cache"
 

@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.wording import shown
+from llmforge.checkpoint.quantized.integers import INPUT_SCALE
 from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor, is_finite, settings_of
 from llmforge.checkpoint.quantized.microscaling import e8m0
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, data_type
+from llmforge.quantization.stored import StoredChannels
 
 _CODES, _SCALES = "codes", "scales"
 _SUFFIX = "_scale_inv"
@@ -81,6 +83,16 @@ class Fp8Tensor(QuantizedTensor):
             raise self.damaged(_SCALES, "gives weights that are NaN or infinite")
         return weights
 
+    def channels(self) -> StoredChannels:
+        """Return the codes, where one scale is that of the whole."""
+        if self.block_size is not None or len(self.shape) != 2:
+            return super().channels()
+        n, _ = self.shape
+        stored = self.read(_SCALES)
+        factors = e8m0(stored) if stored.dtype == np.uint8 else stored.astype(np.float32)
+        scales = np.full(n, factors.item(), np.float32)
+        return self.in_channels("fp8", lambda: self.read(_CODES), scales, self.number(INPUT_SCALE))
+
 
 class Fp8(Layout):
     """DeepSeek's FP8, and what transformers saves as FineGrainedFP8."""
@@ -99,6 +111,12 @@ class Fp8(Layout):
         """Put weights and their scales together."""
         block_size = _block_size(settings_of(settings), folder)
         plain, quantized, of_activations = dict(stored), [], 0
+        inputs = {
+            f"{name.removesuffix(end)}.weight": entry
+            for name, entry in stored.items()
+            for end in _ACTIVATIONS
+            if name.endswith(end)
+        }
         for name, entry in stored.items():
             if name.endswith(_ACTIVATIONS):
                 del plain[name]
@@ -117,11 +135,15 @@ class Fp8(Layout):
                     hint="start from the unquantized checkpoint",
                 )
             _check(entry, scales, block_size)
-            quantized.append(
-                Fp8Tensor(name, entry.shape, data_type("FLOAT"), {_CODES: entry, _SCALES: scales}, block_size)
-            )
+            parts = {_CODES: entry, _SCALES: scales}
+            if block_size is None and name in inputs:
+                parts[INPUT_SCALE] = inputs[name]
+            quantized.append(Fp8Tensor(name, entry.shape, data_type("FLOAT"), parts, block_size))
             del plain[name], plain[name + _SUFFIX]
-        notes = [f"{of_activations} scales of activations are not taken: activations stay unquantized"]
+        notes = [
+            f"{of_activations} scales of activations are taken by `quantize-channels: {{method: stored, activations: "
+            "static}` alone"
+        ]
         return Grouped(quantized, plain, notes if of_activations else ())
 
 

@@ -21,9 +21,10 @@ from llmforge.base.errors import CheckpointError
 from llmforge.checkpoint.quantized.layout import CHUNK_BYTES, QuantizedTensor
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry
 from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, Scale, unpack_bits
-from llmforge.quantization.stored import NotHeld
+from llmforge.quantization.stored import NotHeld, StoredChannels
 
 WORD_BITS = 32
+INPUT_SCALE = "input_scale"  # role of the static step of what a layer reads
 LARGEST_BLOCK = 128  # of input features: a larger group is held as several blocks with one scale
 _HELD = {2: 4, 7: 8}  # bits for which there is no grid, and those that hold the same codes
 FLOATS = ("FLOAT", "FLOAT16", "BFLOAT16")  # of scales
@@ -72,7 +73,7 @@ class Integers(QuantizedTensor):
         made = np.empty((n, k), self.dtype.numpy())
         middle = np.float32(1 << (self.bits - 1))
         some = max(1, CHUNK_BYTES // (4 * k * WORD_BITS)) * WORD_BITS
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             for at in range(0, n, some):
                 part = slice(at, min(at + some, n))
                 wide = self.unpacked(part).astype(np.float32)
@@ -81,7 +82,8 @@ class Integers(QuantizedTensor):
                 by_group *= _of(scales[part], spread)
                 made[part] = wide
         if not np.isfinite(made).all():
-            raise self.damaged("scales", f"makes weights of {self.name!r} that are not finite")
+            role = "scales" if "scales" in self.parts else "weight_scale"
+            raise self.damaged(role, f"makes weights of {self.name!r} that are not finite")
         return made
 
     def _spread(self) -> NDArray[np.intp] | None:
@@ -114,6 +116,21 @@ class Integers(QuantizedTensor):
             codes = np.where(nothing, np.repeat(points, grid.block_size, axis=1)[:, :k], codes)
             scales = np.where(scales == 0, np.float32(1), scales)
         return QuantizedMatrix(grid, codes, np.ascontiguousarray(scales), None if grid.symmetric else points)
+
+    def channels(self) -> StoredChannels:
+        """Return codes of 8 bits by channel, around 0 where all zero points are in the middle."""
+        zeros, middle = self.zero_points(), 1 << (self.bits - 1)
+        if self.bits != 8 or self.groups != 1:
+            return super().channels()
+        if zeros is not None and not (zeros == middle).all():
+            raise NotHeld("have zero points")
+
+        def codes() -> NDArray[np.int8]:
+            around = self.unpacked(slice(0, self.shape[0])) ^ np.uint8(middle)
+            return around.view(np.int8)
+
+        scales = self.scales().astype(np.float32).reshape(self.shape[0])
+        return self.in_channels("int8", codes, scales, self.number(INPUT_SCALE))
 
     def columns(self) -> NDArray[np.intp] | None:
         """Return the input features group by group; None where they are so already."""

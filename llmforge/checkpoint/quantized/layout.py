@@ -8,17 +8,17 @@ and shaped as transformers has it in the model that is not quantized.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, external, same_bytes
-from llmforge.quantization.stored import NotHeld
+from llmforge.quantization.stored import NotHeld, StoredChannels, StoredFp4
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -77,6 +77,62 @@ class QuantizedTensor(ABC):
     def columns(self) -> NDArray[np.intp] | None:
         """Return which input feature each column of `codes` belongs to, [K]; None where they are in their order."""
         return None
+
+    def channels(self) -> StoredChannels:
+        """Return the stored codes where they are 8 bits with a scale an output feature, or one for all.
+
+        Raises:
+            NotHeld: they are not.
+            CheckpointError: as `dequantize`.
+        """
+        raise NotHeld(f"are {self.format}, not int8 or fp8 with one scale per output feature")
+
+    def fp4(self) -> StoredFp4:
+        """Return the stored codes where they are NVFP4.
+
+        Raises:
+            NotHeld: they are not.
+            CheckpointError: as `dequantize`.
+        """
+        raise NotHeld(f"are {self.format}, not NVFP4")
+
+    def in_channels(
+        self,
+        dtype: Literal["int8", "fp8"],
+        codes: Callable[[], NDArray[Any]],
+        scales: NDArray[np.float32],
+        input_scale: float | None,
+    ) -> StoredChannels:
+        """Put codes [N, K] and scales [N] together; a scale of 0 is 1 over codes that are 0.
+
+        Raises:
+            NotHeld: scales are negative, or no numbers.
+        """
+        if not (np.isfinite(scales) & (scales >= 0)).all():
+            raise NotHeld("have scales that are negative or not finite")
+        nothing = scales == 0
+        if not nothing.any():
+            return StoredChannels(dtype, codes, lambda: scales, input_scale)
+
+        def with_zeros() -> NDArray[Any]:
+            made = codes().copy()
+            made[nothing] = 0
+            return made
+
+        return StoredChannels(dtype, with_zeros, lambda: np.where(nothing, np.float32(1), scales), input_scale)
+
+    def number(self, role: str) -> float | None:
+        """Read a part that is one positive number; None: there is no such part.
+
+        Raises:
+            CheckpointError: it is none.
+        """
+        if role not in self.parts:
+            return None
+        stored = self.read(role).astype(np.float32)
+        if stored.size != 1 or not np.isfinite(stored).all() or not (stored > 0).all():
+            raise self.damaged(role, "must be one positive number")
+        return float(stored.reshape(()))
 
     @property
     def file(self) -> Path:

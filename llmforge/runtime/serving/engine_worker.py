@@ -43,6 +43,7 @@ from llmforge.runtime.serving.wire import (
 
 MANY, GATHER_S = 8, 5e-4  # answers at once, from which on the tokens of a step leave together, and what that takes
 POLL_S = 0.05  # between two looks at the figures, while the engine is busy and says nothing
+IDLE_S = 1.0  # while it is not: a part of it that ends then has nobody to tell
 SWITCH_S = 1e-3  # after which the engine's thread lets another one run, where a step is all Python
 END_S = 5.0  # for the end of a process whose connection has ended
 SMALL_CONSTRAINT = 4096  # characters; larger ones, which may take long to compile, wait for each other only
@@ -144,7 +145,7 @@ class _Worker:
         while not ended:
             items: list[tuple[int, Item]] = []
             with contextlib.suppress(queue.Empty):
-                given = self._given.get(timeout=None if settled else POLL_S)
+                given = self._given.get(timeout=IDLE_S if settled else POLL_S)
                 if sent.running > MANY:
                     # Each message takes the interpreter away from the engine's thread, which is in the midst of a step.
                     time.sleep(GATHER_S)

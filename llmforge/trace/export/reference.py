@@ -235,6 +235,12 @@ class Reference:
             for parameter, numbers in zip(parameters, held, strict=True):
                 parameter.data = numbers
 
+    @property
+    def embedding(self) -> str | None:
+        """Name the parameter whose rows are embeddings of tokens; None: no module of the model holds it."""
+        found: nn.Module = self.model.get_input_embeddings()
+        return next((f"{name}.weight" for name, module in self.model.named_modules() if module is found), None)
+
     @contextmanager
     def nudged(self, by: float, seed: int) -> Iterator[None]:
         """Compute with embeddings, and vectors of every layer, that are off by the share `by` of themselves."""

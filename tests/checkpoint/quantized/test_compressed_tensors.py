@@ -168,7 +168,7 @@ def test_nvfp4(tiny_checkpoint: Path) -> None:
     for name, weight in expected.items():
         assert checkpoint.tensor(name).numpy().tobytes() == weight.tobytes()
     assert not any("global_scale" in name for name in checkpoint.tensors)
-    assert any("activations are quantized, too, which is not taken" in note for note in checkpoint.notes)
+    assert any("activations are quantized, too; the recipe decides that" in note for note in checkpoint.notes)
 
 
 def test_layers_of_several_groups(tiny_checkpoint: Path) -> None:

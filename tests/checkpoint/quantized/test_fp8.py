@@ -115,7 +115,9 @@ def test_scales_are_of_any_of_these_dtypes_and_blocks_may_be_cut(scale: Any, tmp
 def test_scales_of_activations_are_left_out_and_told(tmp_path: Path) -> None:
     written(tmp_path)
     changed(tmp_path, model__layers__0__mlp__up_proj__activation_scale=np.float32(0.5).reshape(1))
-    assert Checkpoint.open(tmp_path).notes == ("1 scales of activations are not taken: activations stay unquantized",)
+    assert Checkpoint.open(tmp_path).notes == (
+        "1 scales of activations are taken by `quantize-channels: {method: stored, activations: static}` alone",
+    )
 
 
 @pytest.mark.parametrize(
