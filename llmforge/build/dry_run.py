@@ -77,6 +77,7 @@ def run(
     if spec.tensor_parallel > 1:
         shard_plan.plan(copy.clone(), spec.tensor_parallel)
         engines.refuse_ranks(spec.backend, spec.tensor_parallel)
+    engines.refuse_paged(spec, target)
     lowered, _ = builder.lower(copy, target, spec)
     signatures.check_context(lowered, spec.max_context)
     interop.check(lowered, checkpoint)

@@ -134,6 +134,21 @@ def refuse_ranks(backend: BackendName, degree: int) -> None:
         )
 
 
+def refuse_paged(spec: EngineSpec, target: Target) -> None:
+    """Return if the engine of `spec` on `target` keeps its KV cache as `spec` wants it.
+
+    Raises:
+        UnsupportedError: only ONNX Runtime's CUDA provider has attention over blocks.
+    """
+    provider = target.require_engine(spec.backend)
+    if spec.kv_cache == "paged" and provider.name != "cuda":
+        raise UnsupportedError(
+            f"engine.kv_cache is paged; {spec.backend} on {target.name} does not support it: only ONNX Runtime's CUDA "
+            "provider has attention over blocks of a pool",
+            hint="set `engine: {kv_cache: slots}`, or choose a GPU and `backend: onnxruntime`",
+        )
+
+
 def require_device(target: Target, spec: EngineSpec) -> None:
     """Return if the GPU of `target` is at hand, or the backend of `spec` builds without.
 

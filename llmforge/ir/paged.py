@@ -1,8 +1,8 @@
 """The reference of `com.microsoft::PagedAttention`: a function in standard ONNX, which any CPU runs.
 
-No CPU kernel of the operator exists. This is how graphs that have it are proven: `expand` writes it out, and every query
-is multiplied with the keys of all rows of the step under a mask that leaves it those of its own text. It is slow, and
-reads and writes blocks by the same tables as the kernel. Sources: the operator's schema in onnxruntime 1.31, and
+No CPU kernel of the operator exists. This is how graphs that have it are proven: `expand` writes it out, and every
+query is multiplied with the keys of all rows of the step under a mask that leaves it those of its own text. It is slow,
+and reads and writes blocks by the same tables as the kernel. Sources: the operator's schema in onnxruntime 1.31, and
 contrib_ops/cuda/bert/paged_attention.cc.
 """
 

@@ -41,6 +41,8 @@ def reason_against(model: ir.Model) -> str | None:
     layers = contrib.GroupQueryAttention.all(model)
     if not layers:
         return "it has no GroupQueryAttention: flash-attention is not among the passes, or left its attention alone"
+    if not any(value.name == interface.LOGITS_ROWS for value in model.graph.inputs):
+        return f"it gives every token logits, and takes no {interface.LOGITS_ROWS}"
     read = {value for layer in layers for value in (layer.past_key, layer.past_value)}
     for value in model.graph.inputs:
         name = str(value.name)

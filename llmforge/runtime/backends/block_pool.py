@@ -1,15 +1,16 @@
 """Which text holds which blocks of a paged cache: a free list, reference counts, and blocks that texts have in common.
 
-Pure bookkeeping, without memory: a block is a number from 1 on, room for `block_size` tokens in every layer. Number 0 is
-nobody's: rows of padding write there.
+Pure bookkeeping, without memory: a block is a number from 1 on, room for `block_size` tokens in every layer. Number 0
+is nobody's: rows of padding write there.
 
 A block of tokens that are computed may be published: it follows another published block, or begins a text, and texts
 that begin alike then hold the same block, with a reference each. They are compared by their tokens and by the adapter
-that computed them, not by a hash. A published block that no text holds any more stays as long as there is room, and goes
-when it is the least recently used one. Who holds a block holds those before it, so none goes before those that follow.
+that computed them, not by a hash. A published block that no text holds any more stays as long as there is room, and
+goes when it is the least recently used one. Who holds a block holds those before it, so none goes before those that follow.
 
 A text only writes to blocks of which it alone holds a reference and that are not published: before it writes into
-another one, which a fork or a part of a block in common gives it, it gets a copy of it (`Copy`), for the caller to make.
+another one, which a fork or a part of a block in common gives it, it gets a copy of it (`Copy`), which the caller
+makes.
 """
 
 from __future__ import annotations

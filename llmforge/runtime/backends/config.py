@@ -123,10 +123,13 @@ class RuntimeConfig:
     graphs: GraphPlan | None = None
     plan: PlanFacts | None = None
     adapters: tuple[str, ...] = ()  # that requests choose from; the first is number 1 of the input `adapter_ids`
+    kv_blocks: int | None = None  # of a pool, at most; null: the cache has a slot of `max_context` for each sequence
 
     def to_json(self) -> str:
-        """Write the file's text: sorted keys, one trailing newline; adapters only where there are some."""
+        """Write the file's text: sorted keys, one trailing newline; adapters and blocks only where there are some."""
         plain = dataclasses.asdict(self)
+        if self.kv_blocks is None:
+            del plain["kv_blocks"]
         if not self.adapters:
             del plain["adapters"]
         return json.dumps(plain, indent=2, sort_keys=True) + "\n"
@@ -153,7 +156,7 @@ class RuntimeConfig:
                 hint="build the artifact again, or run it with the llmforge that built it",
             )
         if isinstance(data, dict):
-            data = {"adapters": [], **data}
+            data = {"adapters": [], "kv_blocks": None, **data}
         config = strict_json.read(cls, data, str(path))
         config._check_parts(str(path))
         return config
@@ -167,6 +170,8 @@ class RuntimeConfig:
             if (getattr(self, name) is not None) != wanted:
                 state = "is missing" if wanted else "makes no sense"
                 raise InputError(f"{where}: {name} {state} where provider is {self.provider}")
+        if self.kv_blocks is not None and self.provider != "cuda":
+            raise InputError(f"{where}: kv_blocks makes no sense where provider is {self.provider}")
         if list(self.buckets) != sorted(set(self.buckets)) or min(self.buckets, default=1) < 1:
             raise InputError(f"{where}: buckets is {list(self.buckets)}; expected numbers of rows, ascending")
         for name, (value, most) in self._sizes().items():
@@ -194,6 +199,7 @@ class RuntimeConfig:
             "plan.profiles.max_sequence": (max((p.max_sequence for p in profiles), default=None), MOST_TOKENS),
             "caches": (len(self.caches) or None, MOST_ROWS),
             "adapters": (len(self.adapters) or None, MOST_ROWS),
+            "kv_blocks": (self.kv_blocks, MOST_TOKENS),
         }
 
     @property

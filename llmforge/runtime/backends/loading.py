@@ -12,6 +12,7 @@ from llmforge.runtime.backends.config import DAMAGED, DATA_FILE, FILE, MODEL_FIL
 from llmforge.runtime.backends.device import CudaDevice
 from llmforge.runtime.backends.interface import Backend
 
+_PAGED = "llmforge.runtime.backends.paged"
 GRAPH_BYTES = 128 << 20  # of model.onnx: its weights lie beside it; of the deepest models it has some 10 MB
 
 
@@ -37,13 +38,17 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
             raise InputError(f"{file}: not a regular file", hint=DAMAGED)
         if name == MODEL_FILE and file.stat().st_size > GRAPH_BYTES:
             raise InputError(f"{file}: {file.stat().st_size} bytes; a graph has at most {GRAPH_BYTES}", hint=DAMAGED)
-    session = importlib.import_module(PROVIDERS[config.provider].session)
-    opened: Backend[Any] = session.open_engine(folder / wanted[0], config, threads, gpu)
+    opened: Backend[Any] = module_of(config).open_engine(folder / wanted[0], config, threads, gpu)
     if (opened.vocabulary, set(opened.signature.caches)) != (config.vocabulary, set(config.caches)):
         raise InputError(f"{folder}: {FILE} does not match {wanted[0]}: vocabulary or caches differ")
     if opened.signature.takes_adapters != bool(config.adapters):
         raise InputError(f"{folder}: {FILE} does not match {wanted[0]}: it names {len(config.adapters)} adapters")
     return opened
+
+
+def module_of(config: RuntimeConfig) -> Any:
+    """Import the module that opens an engine: the one of its provider, or the one for blocks of a pool."""
+    return importlib.import_module(PROVIDERS[config.provider].session if config.kv_blocks is None else _PAGED)
 
 
 def _gpu(facts: DeviceFacts, index: int, extra: str) -> CudaDevice:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from llmforge.base.errors import InputError, RunFailed, UnsupportedError, UsageError
 from llmforge.ir import interface
 from llmforge.runtime.backends.block_pool import BlockPool, BlockTable, Copy, NoBlocks
-from llmforge.runtime.backends.config import Capture, GraphPlan
+from llmforge.runtime.backends.config import Capture, GraphPlan, RuntimeConfig
 from llmforge.runtime.backends.cuda import EAGER, Binding, open_on, read_on_host, run_options
 from llmforge.runtime.backends.cuda_graph_capture import ONE, ProbeStep, probe_inputs
 from llmforge.runtime.backends.device import Device
@@ -36,6 +36,8 @@ from llmforge.runtime.backends.session import SessionConfig, run_bound
 from llmforge.runtime.backends.signature import ELEMENTS, Signature
 
 T = TypeVar("T")
+
+FREE_PART = 0.9  # of a device's free memory that a pool takes at most: scratch memory of kernels needs the rest
 
 
 class BlockTensor(CacheTensor):
@@ -186,25 +188,46 @@ class PagedSession(DeviceBackend[PagedCache]):
         self._bindings: weakref.WeakKeyDictionary[CacheMemory, Binding] = weakref.WeakKeyDictionary()
         self._graphs: weakref.WeakKeyDictionary[CacheMemory, dict[int, list[tuple[int, int]]]]
         self._graphs = weakref.WeakKeyDictionary()  # batch → (length, id), ascending
+        self._fewer: tuple[str, ...] = ()  # what `allocate` has to say of its pool
         self._last_id = 0  # none is used twice: a graph outlives the cache that it was captured over
 
     def allocate(self, batch: int, capacity: int) -> PagedCache:
         """Reserve a pool for `batch` rows of texts of at most `capacity` tokens, and capture steps over it.
 
-        It has `blocks` blocks, or as many as all rows can fill, or one text of `capacity` tokens needs.
+        It has `blocks` blocks, but no more than all rows can fill or than FREE_PART of what the device has left holds
+        (`notes` then say so), and no fewer than a text of `capacity` tokens needs.
 
         Raises:
-            EnvironmentLacks: the device has no room for it.
+            EnvironmentLacks: the device has no room for those.
             VerificationError: a step that must be captured is not.
         """
         if batch < 1 or capacity < 1:
             raise ValueError(f"a cache of {batch} rows of {capacity} tokens")
         of_a_row = -(-capacity // self.block_size)
-        pool = BlockPool(max(of_a_row, min(self.blocks, batch * of_a_row)), self.block_size)
+        planned = max(of_a_row, min(self.blocks, batch * of_a_row))
+        free, total = self.device.memory()
+        fitting = int(free * FREE_PART) // self.block_bytes - 1 if total else planned
+        pool = BlockPool(max(of_a_row, min(planned, fitting)), self.block_size)
+        self._fewer = (
+            (f"a KV cache of {pool.blocks} blocks instead of {planned}: {free / 1e9:.1f} GB of the device were free",)
+            if pool.blocks < planned
+            else ()
+        )
         cache = PagedCache(batch, capacity, self._store(pool.blocks + 1), pool, [None] * batch)
         if self._captures and all(c.batch <= batch and c.length <= capacity for c in self._captures):
             self._on_thread(lambda: self._capture(cache))
         return cache
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of one block, in all layers."""
+        token = sum(c.kv_heads * c.head_dim * ELEMENTS[c.dtype].size_bytes for c in self.signature.caches)
+        return token * self.block_size
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Which steps are not captured though they were planned to be, and why; and of a pool that is smaller."""
+        return (*super().notes, *self._fewer)
 
     def _store(self, blocks: int) -> DeviceCache:
         tensors = {}
@@ -386,3 +409,17 @@ class PagedSession(DeviceBackend[PagedCache]):
             return out.copy()
 
         return probe
+
+
+def open_engine(file: Path, config: RuntimeConfig, threads: int | None, gpu: Device) -> PagedSession:
+    """Open the engine whose graph is in `file` (llmforge.base.backends, Provider.session)."""
+    assert config.kv_blocks is not None
+    return PagedSession(
+        file,
+        config.session.resolve(threads),
+        gpu,
+        blocks=config.kv_blocks,
+        provider_options=config.provider_options,
+        buckets=config.buckets,
+        graphs=config.graphs,
+    )
