@@ -1,4 +1,4 @@
-"""GroupQueryAttention over rows becomes PagedAttention over blocks: what it computes, what is refused, what it takes."""
+"""GroupQueryAttention over rows becomes PagedAttention over blocks: what it computes, and what is refused."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from llmforge.engines import BuildRequest, cuda, cuda_graphs
 from llmforge.ir import dialect, graph, interface, paged
 from llmforge.ir.operators import contrib
 from llmforge.lowering import paged_attention
-from llmforge.lowering.pass_base import Budget, Context
-from llmforge.passes import FlashAttention, FuseNorms, LowerPrecision, PackQkv, QuantizeKvCache
+from llmforge.passes import QuantizeKvCache
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends import device
 from llmforge.runtime.backends.config import Capture, GraphPlan, RuntimeConfig

@@ -101,7 +101,7 @@ def test_two_hundred_requests_over_far_too_few_blocks_get_the_text_that_each_get
     assert stats.finished["cancelled"] > 10
     compared = 0
     for client in everybody:
-        alone = [chunk for chunk in slots.generate(client.request.prompt, client.request.sampling)]
+        alone = list(slots.generate(client.request.prompt, client.request.sampling))
         if client.received.reason == "cancelled":
             assert "".join(chunk.text for chunk in alone).startswith(client.received.text)
         else:

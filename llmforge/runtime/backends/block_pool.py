@@ -6,7 +6,8 @@ is nobody's: rows of padding write there.
 A block of tokens that are computed may be published: it follows another published block, or begins a text, and texts
 that begin alike then hold the same block, with a reference each. They are compared by their tokens and by the adapter
 that computed them, not by a hash. A published block that no text holds any more stays as long as there is room, and
-goes when it is the least recently used one. Who holds a block holds those before it, so none goes before those that follow.
+goes when it is the least recently used one. Who holds a block holds those before it, so none goes before those that
+follow.
 
 A text only writes to blocks of which it alone holds a reference and that are not published: before it writes into
 another one, which a fork or a part of a block in common gives it, it gets a copy of it (`Copy`), which the caller

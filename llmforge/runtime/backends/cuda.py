@@ -309,6 +309,7 @@ class Binding:
 
 @functools.cache
 def run_options(graph_id: int) -> ort.RunOptions:
+    """Make the options of a run through a CUDA graph, or `EAGER`."""
     options = ort.RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(graph_id))
     return options

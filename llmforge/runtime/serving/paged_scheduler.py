@@ -3,8 +3,8 @@
 As `scheduler`, but for where tokens lie and what one step runs:
 
 1. those that wait longest are taken up while there is a row for them and the pool has blocks for all their tokens, and
-   one more for each sequence that runs and has a quarter of its last block left, or less. A text begins with the blocks that earlier ones published, which no copy
-   is made of; of the block behind them, the part in common is copied;
+   one more for each sequence that runs and has a quarter of its last block left, or less. A text begins with the blocks
+   that earlier ones published, which no copy is made of; of the block behind them, the part in common is copied;
 2. each sequence that decodes gets room for its next token. Where the pool is empty, the sequence that was taken up
    last is preempted: its blocks are freed, and it goes back to the head of the queue with all its tokens and the state
    of its random numbers, to be read again like a prompt and to go on with the token that it would have had;
