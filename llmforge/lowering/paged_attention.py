@@ -9,19 +9,18 @@ changes: a graph with an input or a cache that another operator reads is left al
 
 PagedAttention of ONNX Runtime 1.31 (its schema; contrib_ops/cuda/bert/paged_attention.cc): a window of n tokens has
 the token itself in it, as in GroupQueryAttention; blocks are of a power of two of tokens, 16 or more; FlashAttention
-reads blocks of a multiple of FLASH_TOKENS, and others are gathered into a dense buffer first.
+reads blocks of a multiple of `paged_block_tokens`, and others are gathered into a dense buffer first.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
+from llmforge.base.backends import paged_block_tokens
 from llmforge.ir import graph, interface
 from llmforge.ir.operators import contrib
 from llmforge.lowering.pass_base import Rewritten
 
-FLASH_TOKENS = ((64, 256), (128, 128))  # of a block, by channels of a head up to these; else 64
-_FLASH_LEAST = 64
 _INPUTS = {interface.INPUT_IDS, interface.POSITION_IDS, interface.LOGITS_ROWS}
 _LENGTHS = {interface.SEQLENS_K, interface.TOTAL_SEQUENCE_LENGTH}
 TOKENS, BLOCKS, ROWS, ROW_ENDS, ROW_BLOCKS = "tokens", "blocks", "batch", "batch_plus_1", "blocks_of_a_row"
@@ -29,11 +28,7 @@ TOKENS, BLOCKS, ROWS, ROW_ENDS, ROW_BLOCKS = "tokens", "blocks", "batch", "batch
 
 def block_size(model: ir.Model) -> int:
     """Choose the tokens of a block, so that FlashAttention reads the blocks of every layer of `model`."""
-    return max(_flash_tokens(graph.static(layer.past_key)[3]) for layer in contrib.GroupQueryAttention.all(model))
-
-
-def _flash_tokens(head_dim: int) -> int:
-    return next((tokens for channels, tokens in FLASH_TOKENS if head_dim <= channels), _FLASH_LEAST)
+    return max(paged_block_tokens(graph.static(layer.past_key)[3]) for layer in contrib.GroupQueryAttention.all(model))
 
 
 def reason_against(model: ir.Model) -> str | None:

@@ -31,7 +31,7 @@ from llmforge.runtime.backends.device import Device
 from llmforge.runtime.backends.device_backend import INPUT_BYTES, LOGIT_BYTES, DeviceBackend
 from llmforge.runtime.backends.device_cache import CacheMemory, CacheTensor, DeviceCache
 from llmforge.runtime.backends.device_inputs import InputBuffers
-from llmforge.runtime.backends.interface import Rows, StepInputs
+from llmforge.runtime.backends.interface import RowCopy, Rows, StepInputs
 from llmforge.runtime.backends.session import SessionConfig, run_bound
 from llmforge.runtime.backends.signature import ELEMENTS, Signature
 
@@ -77,8 +77,9 @@ class PagedCache(Rows):
 
     def make(self, copies: Sequence[Copy]) -> None:
         """Fill blocks from others."""
-        for copy in copies:
-            self.store.copy(copy.target, 0, self.store, copy.source, 0, copy.tokens)
+        if copies:
+            made = [RowCopy(copy.target, 0, copy.source, 0, copy.tokens) for copy in copies]
+            self.store.copy_all(self.store, made)
 
     def table(self, row: int, past: int, end: int) -> BlockTable:
         """Give the blocks of a row, which holds `past` tokens and is about to hold `end`.
