@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -37,7 +38,7 @@ class Texts(RuleBasedStateMachine):
             assert (table.blocks, self.pool.available) == (before, available)
             return False
         for place in range(start, len(tokens)):
-            self.memory[table.blocks[place // SIZE]][place % SIZE] = tokens[place]
+            self.memory[table.blocks[place // SIZE]][place % SIZE] = tokens[place] + 10 * table.adapter
         return True
 
     @rule(tokens=TOKENS, adapter=st.sampled_from([0, 0, 1]), shares=st.booleans())
@@ -50,6 +51,7 @@ class Texts(RuleBasedStateMachine):
         assert start <= most
         if self.write(table, tokens, start):
             self.texts[table] = list(tokens)
+            self.pool.publish(table, tokens[: most if shares else 0])
         else:
             self.pool.close(table)
 
@@ -85,7 +87,8 @@ class Texts(RuleBasedStateMachine):
     @invariant()
     def every_text_reads_what_it_wrote(self) -> None:
         for table, tokens in self.texts.items():
-            assert [self.memory[table.blocks[i // SIZE]][i % SIZE] for i in range(len(tokens))] == tokens
+            read = [self.memory[table.blocks[i // SIZE]][i % SIZE] for i in range(len(tokens))]
+            assert read == [token + 10 * table.adapter for token in tokens]
 
     @invariant()
     def every_block_is_held_as_often_as_texts_hold_it(self) -> None:
@@ -99,7 +102,8 @@ class Texts(RuleBasedStateMachine):
     @invariant()
     def published_blocks_hold_their_tokens(self) -> None:
         for block, node in self.pool._node_of.items():
-            assert bytes(node.key[4:]) == b"".join(int(token).to_bytes(4, "little") for token in self.memory[block])
+            adapter, *tokens = np.frombuffer(node.key, np.int32).tolist()
+            assert self.memory[block] == [token + 10 * adapter for token in tokens]
 
 
 TestTexts = Texts.TestCase
@@ -130,6 +134,16 @@ def test_a_part_of_a_block_in_common_is_copied_before_it_is_written_to():
     [copy] = pool.grow(second, 6, 7)
     assert (copy.source, copy.tokens) == (first.blocks[1], 2)
     assert second.blocks == [first.blocks[0], copy.target]
+
+
+def test_texts_of_different_adapters_have_no_block_in_common():
+    pool, text = BlockPool(8, SIZE), list(range(8))
+    first = pool.open(text)
+    pool.grow(first, 0, 8)
+    pool.publish(first, text)
+    assert (pool.find(text), pool.find(text, 1)) == (2, 0)
+    second = pool.open(text, adapter=1)
+    assert (second.blocks, pool.borrow(second, text, 1, 7)) == ([], 0)
 
 
 def test_the_least_recently_used_published_block_goes_and_none_before_those_that_follow_it():

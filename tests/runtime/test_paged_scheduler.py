@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 
@@ -9,12 +10,14 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from llmforge.base.errors import RunFailed, UsageError
+from llmforge.base.errors import InputError, RunFailed, UnsupportedError, UsageError
 from llmforge.ir import paged
 from llmforge.lowering import paged_attention
 from llmforge.runtime import EngineOptions, Request, Runner, Sampling
 from llmforge.runtime.backends.block_pool import BlockPool
+from llmforge.runtime.backends.config import RuntimeConfig
 from llmforge.runtime.backends.device import HostDevice
+from llmforge.runtime.backends.loading import open_engine
 from llmforge.runtime.backends.paged import PagedCache, PagedSession, Piece
 from llmforge.runtime.backends.session import SessionConfig
 from llmforge.runtime.sampling.sampler import Samplers
@@ -58,7 +61,9 @@ class Client:
 
 
 def clients(random: np.random.Generator) -> list[Client]:
-    systems = [tuple(random.integers(6, VOCABULARY, size).tolist()) for size in (20, 33, 48)]
+    systems = [
+        tuple(random.integers(6, VOCABULARY, size).tolist()) for size in (28, 45, 48)
+    ]  # 12 and 13 tokens behind whole blocks
     made, arrives = [], 0
     for i in range(REQUESTS):
         own = tuple(random.integers(6, VOCABULARY, int(random.integers(1, 30))).tolist())
@@ -161,6 +166,26 @@ def test_an_engine_over_blocks_serves_and_says_what_it_goes_without(slots, sessi
         chunks = list(engine.stream(Request((10, 11, 12), Sampling(max_tokens=9, ignore_eos=True))))
         assert [chunk.token_id for chunk in chunks] == wanted
         assert engine.stats().notes == ("no speculation: drafts are not verified over a paged KV cache",)
+
+
+def test_a_draft_over_blocks_is_refused(slots, session):
+    draft = Runner(session, slots.config, slots.tokenizer, None)
+    with pytest.raises(UnsupportedError, match="drafts need a slot for each sequence"):
+        Engine(slots, EngineOptions(speculation="draft-model"), draft)
+
+
+def test_files_that_disagree_about_blocks_are_refused(slots, tmp_path, sample_checkpoint):
+    folder = tmp_path / "engine"
+    config = small_runner(folder, sample_checkpoint).config
+    said = dataclasses.replace(config, kv_blocks=5)
+    (folder / "runtime.json").write_text(said.to_json(), encoding="utf-8")
+    with pytest.raises(InputError, match="kv_blocks makes no sense where provider is cpu"):
+        RuntimeConfig.read(folder / "runtime.json")
+    model = decoder(VOCABULARY)
+    paged_attention.lower(model, BLOCK)
+    (folder / "model.onnx").write_bytes(ir.to_proto(paged.expand(model)).SerializeToString())
+    with pytest.raises(InputError, match="one has blocks of a KV cache, one has not"):
+        open_engine(folder, config)
 
 
 def test_a_runner_over_blocks_gives_the_logits_of_one_over_slots(slots, session):

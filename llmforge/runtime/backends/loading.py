@@ -41,6 +41,8 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
     opened: Backend[Any] = module_of(config).open_engine(folder / wanted[0], config, threads, gpu)
     if (opened.vocabulary, set(opened.signature.caches)) != (config.vocabulary, set(config.caches)):
         raise InputError(f"{folder}: {FILE} does not match {wanted[0]}: vocabulary or caches differ")
+    if (opened.signature.block_size is None) != (config.kv_blocks is None):
+        raise InputError(f"{folder}: {FILE} does not match {wanted[0]}: one has blocks of a KV cache, one has not")
     if opened.signature.takes_adapters != bool(config.adapters):
         raise InputError(f"{folder}: {FILE} does not match {wanted[0]}: it names {len(config.adapters)} adapters")
     return opened

@@ -230,5 +230,10 @@ def _proposer(runner: Runner, options: EngineOptions, draft: Runner | None) -> P
         raise InputError("the draft artifact has a different vocabulary")
     if (reason := draft.session.signature.no_reuse_reason) is not None:
         raise UnsupportedError(f"the draft artifact cannot discard draft tokens: {reason}")
+    if draft.session.signature.block_size is not None:
+        raise UnsupportedError(
+            "the draft artifact keeps its KV cache in blocks of one pool, and drafts need a slot for each sequence",
+            hint="build it with `engine: {kv_cache: slots}`",
+        )
     capacity = min(runner.config.max_context, draft.config.max_context)
     return DraftModel(draft.session, runner.config.vocabulary, runner.config.max_batch, capacity, PREFILL_CHUNK)

@@ -135,7 +135,6 @@ class PagedScheduler(Scheduler[PagedCache]):
 
     def _preempt(self, sequence: Sequence) -> None:
         self._pool.close(self._tables.pop(sequence))
-        sequence.computed_tokens = 0
         self._waiting.appendleft(sequence)
         self._totals["preemptions"] += 1
 
