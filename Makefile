@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PROMPT ?= If the file does not exist,
 
-.PHONY: help quickstart test test-slow triton verify-gpu cuda-device lint types contracts check clean
+.PHONY: help quickstart test test-slow test-thorough wheels triton verify-gpu cuda-device lint types contracts check clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -24,14 +24,20 @@ quickstart: $(VENV)/.runtime  ## Build recipes/quickstart.yaml and generate from
 test: $(VENV)/.dev  ## Run the tests, less those that take minutes
 	$(BIN)/python -m pytest -n auto --dist loadgroup --max-worker-restart 0 --durations 20
 
+test-thorough: $(VENV)/.dev  ## Run what takes longer on more models, more kills, more threads: CI does, after the tests
+	$(BIN)/python -m pytest -n auto --dist loadgroup --max-worker-restart 0 --durations 10 -m 'thorough and not slow and not gpu'
+
 test-slow: $(VENV)/.dev  ## Run the tests that take minutes
 	$(BIN)/python -m pytest -m 'slow and not gpu'
+
+wheels: $(VENV)/.dev  ## Build the sdist and a wheel for each processor, into dist/ (docs/release.md)
+	$(BIN)/python -m release.wheels
 
 triton: $(VENV)/.dev  ## Prepare the Triton server that tests start, in the user's cache (tests/triton_env.py)
 	$(BIN)/python tests/triton_env.py
 
-verify-gpu: cuda-device $(VENV)/.gpu  ## Verify everything on this machine's CUDA GPU, VENV=.venv-gpu (docs/gpu-evidence.md)
-	$(BIN)/python -m benchmarks.verify_gpu
+verify-gpu: cuda-device $(VENV)/.gpu  ## Verify everything on this machine's CUDA GPU, VENV=.venv-gpu, in LEASE=40m if given
+	$(BIN)/python -m benchmarks.verify_gpu $(if $(LEASE),--lease $(LEASE))
 
 cuda-device:
 	@command -v nvidia-smi >/dev/null || \
@@ -77,5 +83,5 @@ $(VENV)/.dev: pyproject.toml constraints.txt $(KERNELS) $(VENV)/.torch
 $(VENV)/.gpu: pyproject.toml constraints.txt $(KERNELS) $(VENV)/.torch
 	@test ! -e $(VENV)/.runtime || \
 	  { echo "$(VENV) has the onnxruntime for CPUs; take another environment: make verify-gpu VENV=.venv-gpu" >&2; exit 1; }
-	$(PIP) install -c constraints.txt -e '.[cuda,tensorrt-rtx,dev]'
+	$(PIP) install -c constraints.txt -e '.[cuda,tensorrt-rtx,tensorrt,dev]' nvtx
 	touch $@

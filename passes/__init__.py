@@ -3,6 +3,7 @@
 from llmforge.lowering.pass_base import Pass
 from llmforge.passes.accept_embeddings import AcceptEmbeddings
 from llmforge.passes.add_adapters import AddAdapters
+from llmforge.passes.correct_low_rank import CorrectLowRank
 from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_experts import FuseExperts
@@ -12,6 +13,7 @@ from llmforge.passes.lower_precision import LowerPrecision
 from llmforge.passes.optimum_interface import OptimumInterface
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
+from llmforge.passes.prune_structure import PruneStructure
 from llmforge.passes.quantize_channels import QuantizeChannels
 from llmforge.passes.quantize_fp4 import QuantizeFp4
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
@@ -20,6 +22,7 @@ from llmforge.passes.sparsify_weights import Sparsify
 
 # In the order in which a recipe would name them.
 ALL: tuple[type[Pass], ...] = (
+    PruneStructure,
     FuseNorms,
     PackQkv,
     PackGateUp,
@@ -27,6 +30,7 @@ ALL: tuple[type[Pass], ...] = (
     AddAdapters,
     Sparsify,
     QuantizeWeights,
+    CorrectLowRank,
     QuantizeChannels,
     QuantizeFp4,
     FuseExperts,

@@ -165,6 +165,16 @@ class QuantizeWeights(Pass):
             raise ValueError(f"method: {self.method} cannot give {self.grid.format.name}; use another format or method")
         return self
 
+    @classmethod
+    def taking(cls, options: Mapping[str, object]) -> type[Pass]:
+        """Add the options of a plug-in's method, where the recipe names one."""
+        name = options.get("method")
+        return methods.extended(cls, name) if isinstance(name, str) else cls
+
+    def uses(self) -> tuple[type[Method], ...]:
+        """Name the method."""
+        return (type(self.chosen),)
+
     @property
     def takes_stored(self) -> bool:
         """Whether codes are those of the checkpoint."""

@@ -2,4 +2,5 @@
 
 from pathlib import Path
 
-TEXT = Path(__file__).with_name("text")  # technical documentation: calibration.jsonl, evaluation.jsonl, NOTICE
+FOLDER = Path(__file__).resolve().parent
+TEXT = FOLDER / "text"  # technical documentation: calibration.jsonl, evaluation.jsonl, NOTICE

@@ -1,4 +1,4 @@
-"""Deployment devices: one YAML file each, and their loader.
+"""Deployment devices: one YAML file each, here or in a package from outside (llmforge.base.plugins), and their loader.
 
 A figure (memory, bandwidth, a rate) never stands alone: it carries its source, and whether somebody verified it.
 """
@@ -11,13 +11,14 @@ import platform
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from llmforge.base import extras, located_yaml
-from llmforge.base.backends import BACKENDS, BackendName, Kind, Provider, Support
+from llmforge.base.backends import BACKENDS, BUILT_IN, BackendName, Kind, Provider, Support
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError
+from llmforge.base.plugins import Plugin, Seam
 from llmforge.targets.achieved import Assumption, Share, defaults
 
 FOLDER = Path(__file__).resolve().parent
@@ -212,7 +213,10 @@ class Target(BaseModel):
         """
         record = BACKENDS[backend]
         provider = record.on(self.kind)
-        if provider is None or (backend not in self.engines and record.elsewhere is None):
+        listed = backend in self.engines or record.elsewhere is not None
+        if backend not in BUILT_IN:  # no file here can list it: its record says what it runs on
+            listed = record.unsupported(self.sm) is None
+        if provider is None or not listed:
             reason = record.unsupported(self.sm) or "its file does not list it"
             raise UnsupportedError(
                 f"target {self.name} ({self.title}) cannot load engines of {backend}: {reason}; its engines: "
@@ -251,7 +255,38 @@ class Target(BaseModel):
 
 def names() -> list[str]:
     """List the names that `load` knows besides `local`."""
+    return sorted({*built_in(), *SEAM.names()})
+
+
+def built_in() -> list[str]:
+    """List the names of the files in this folder."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def plugin_of(name: str) -> Plugin | None:
+    """Find the plug-in that brings the target `name`, of `names`; None: its file lies in this folder.
+
+    Raises:
+        PluginError: several bring it, or it is written for another interface.
+    """
+    return SEAM.plugin(name, {*built_in(), LOCAL})
+
+
+def _of_plugin(plugin: Plugin, package: Any) -> Target:
+    """Read the file NAME.yaml that lies in a package."""
+    folders = getattr(package, "__path__", None)
+    if folders is None:
+        raise ValueError(f"it is a {type(package).__name__}, not a package with the file {plugin.name}.yaml")
+    path = next((file for folder in folders if (file := Path(folder, f"{plugin.name}.yaml")).is_file()), None)
+    if path is None:
+        raise ValueError(f"its package has no file {plugin.name}.yaml")
+    found = read(path)
+    if found.name != plugin.name or found.like is not None:
+        raise ValueError(f"{path.name}: a target of a plug-in is called as its file, and has no `like`")
+    return found
+
+
+SEAM = Seam("targets", _of_plugin)
 
 
 def load(name: str) -> Target:
@@ -260,8 +295,12 @@ def load(name: str) -> Target:
     Raises:
         UsageError: no such target, or several are meant.
         EnvironmentLacks: `local`, and this machine does not tell its instruction set.
+        PluginError: a plug-in brings it, and fails.
     """
     found = meant(name)
+    of_plugin = SEAM.find(found, {*built_in(), LOCAL})
+    if of_plugin is not None:
+        return of_plugin
     return local() if found == LOCAL else read(FOLDER / f"{found}.yaml")
 
 

@@ -58,6 +58,7 @@ def fake_api(engine: FakeEngine | None, *, rtx: bool, complaint: str = "") -> An
     )
     if rtx:
         api.CudaGraphStrategy = SimpleNamespace(DISABLED="disabled", WHOLE_GRAPH_CAPTURE="whole")
+        api.DynamicShapesKernelSpecializationStrategy = SimpleNamespace(EAGER="eager", LAZY="lazy")
     if engine is not None:
         engine.rtx = rtx
     return api
@@ -120,12 +121,34 @@ class FakeEngine:
         assert self.rtx
         settings = SimpleNamespace(cuda_graph_strategy="disabled")
         settings.set_execution_context_allocation_strategy = lambda strategy: setattr(settings, "strategy", strategy)
+        settings.create_runtime_cache = lambda: FakeRuntimeCache(self)
+        settings.set_runtime_cache = lambda cache: setattr(settings, "cache", cache)
         return settings
 
     def create_execution_context(self, how: Any) -> FakeContext:
         assert (how.strategy if self.rtx else how) == "user"
-        self.contexts.append(FakeContext(self, how.cuda_graph_strategy if self.rtx else None))
-        return self.contexts[-1]
+        made = FakeContext(self, how.cuda_graph_strategy if self.rtx else None)
+        if self.rtx:
+            made.specialization, made.cache = how.dynamic_shapes_kernel_specialization_strategy, how.cache
+        self.contexts.append(made)
+        return made
+
+
+class FakeRuntimeCache:
+    """Compiled kernels: of what shapes. What another library left is refused."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.compiled: set[str] = set()
+
+    def deserialize(self, content: bytes) -> bool:
+        if not content.startswith(b"kernels"):
+            return False
+        self.compiled = set(content.decode().split("\n")[1:])
+        return True
+
+    def serialize(self) -> bytes:
+        return "\n".join(["kernels", *sorted(self.compiled)]).encode()
 
 
 class FakeContext:
@@ -138,6 +161,9 @@ class FakeContext:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.addresses: dict[str, int] = {}
         self.enqueued = 0
+        self.compiled = 0  # kernels that were in no cache
+        self.specialization: str | None = None
+        self.cache: FakeRuntimeCache | None = None
         self.fails = False
 
     def set_device_memory(self, memory: int, size: int) -> None:
@@ -180,6 +206,9 @@ class FakeContext:
         if self.fails:
             return False
         self.enqueued += 1
+        if self.cache is not None and (shape := str(self.shapes[interface.INPUT_IDS])) not in self.cache.compiled:
+            self.compiled += 1
+            self.cache.compiled.add(shape)
         # What is enqueued is fixed by the call: shapes, addresses, and the values that the host holds.
         shapes, addresses = dict(self.shapes), dict(self.addresses)
         hosted = {

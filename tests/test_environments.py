@@ -162,6 +162,7 @@ ARGUMENTS: dict[str, Sequence[str]] = {
     "completion": ["bash"],
     "diff": ["artifact", "artifact"],
     "diff-graph": ["a.onnx", "b.onnx"],
+    "docs": ["gates"],
     "doctor": [],
     "eval": ["artifact", "--tasks", "task.yaml", "--recipe", "recipe.yaml"],
     "export": ["only/{only}", "-o", "exported.tar"],

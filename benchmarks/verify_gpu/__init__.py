@@ -2,13 +2,19 @@
 
 What is verified, a step each, every one in a process of its own:
 
-    environment             the device, its copy bandwidth, driver and package versions
-    attention:…             which kernel computes attention, against what is expected of the device
-    parity:MODEL            logits of every model of tests/zoo.py on the GPU in fp16, against fp32 on the CPU
-    capture                 every planned decode step is recorded as a CUDA graph; unrecorded and replayed times
-    tensorrt, tensorrt-rtx  plans of the sample checkpoint: built, deserialized, compared, timed
-    shape, build:PRECISION  an 8B Llama of random weights, and its engines in bf16, int8 and int4
-    speed:ROUND:SUBJECT     decode throughput at batch 1, 8, 64; torch eager and torch.compile take turns with ours
+    environment              the device, its copy bandwidth, driver and package versions
+    parity:PRECISION:MODEL   logits of models of tests/zoo.py in fp16, bf16, int8, int4 and with caches in int8, against
+                             the CPU, which computes the same codes in fp32
+    capture                  every planned decode step is recorded as a CUDA graph; unrecorded and replayed times
+    shape:, build:           Llamas of 1B and 8B parameters with random weights, and their engines in bf16, int8, int4
+    speed:ROUND:SHAPE:…      decode steps alone at 1, 8 and 64 rows, and through the scheduler TTFT and TPOT, greedy and
+                             sampled; torch eager, torch.compile and vLLM, where it is installed, take turns with ours
+    profile                  where a served step's time goes on the host: steps, sampling, copies, as NVTX ranges
+    tensorrt, tensorrt-rtx   plans of the sample checkpoint: built, deserialized, compared, timed
+    attention:…              which kernel computes attention, against what is expected of the device
+
+--lease 40m takes of it what settles most in so much time, and stops there; without a network, wheels are carried in
+parts (python -m benchmarks.verify_gpu.wheels).
 
 A step that fails is recorded with its reason, and the others go on. What is done is not done again: start it anew with
 the same --work to go on. The tables are written to WORK/gpu-evidence.md, everything that was measured to

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import fnmatch
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ def main() -> None:
     parser.add_argument("--only", default="*", metavar="GLOB,…", help="steps to run: parity:*, speed:*")
     parser.add_argument("--target", help="name of the target; that of the device's compute capability if not")
     parser.add_argument("--minutes", type=float, default=240, help="no step is begun, or goes on, after that")
+    parser.add_argument("--lease", type=_minutes, metavar="40m", help="what settles most in so much time, as 40m or 1h")
     parser.add_argument("--dry-run", action="store_true", help="the same steps on the CPU, with tiny shapes")
     parser.add_argument("--step", help=argparse.SUPPRESS)  # inside the process of one step
     arguments = parser.parse_args()
@@ -33,11 +35,19 @@ def main() -> None:
         raise SystemExit(error.exit_code) from None
 
 
+def _minutes(text: str) -> float:
+    """Read 40m, 1h or 90s."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}; expected a time such as 40m, 1h or 90s")
+    return float(found[1]) * {"s": 1 / 60, "m": 1, "h": 60}[found[2]]
+
+
 def _run(arguments: argparse.Namespace) -> None:
     # A machine without a GPU is told so before anything else is imported.
     from benchmarks.verify_gpu import checks, evidence, runner, scale
 
-    chosen = scale.DRY if arguments.dry_run else scale.GPU
+    chosen = scale.DRY if arguments.dry_run else scale.GPU if arguments.lease is None else scale.LEASE
     run = checks.Run(chosen, arguments.work, arguments.target)
     steps = checks.plan(chosen)
     record = runner.Record(arguments.work / "steps")
@@ -52,9 +62,12 @@ def _run(arguments: argparse.Namespace) -> None:
     command = [sys.executable, "-m", "benchmarks.verify_gpu", "--work", str(arguments.work)]
     command += ["--dry-run"] if arguments.dry_run else []
     command += ["--target", arguments.target] if arguments.target else []
+    command += [] if arguments.lease is None else ["--lease", f"{arguments.lease:g}m"]
     mark = arguments.work / "scale.json"
     _same_kind(mark, dry=chosen.dry)
-    runner.run(wanted, record, [*command, "--step"], deadline=time.monotonic() + 60 * arguments.minutes)
+    runner.run(
+        wanted, record, [*command, "--step"], deadline=time.monotonic() + 60 * (arguments.lease or arguments.minutes)
+    )
     outcomes = {step.name: found for step in steps if (found := record.read(step.name)) is not None}
     facts = {name: dataclasses.asdict(outcome) for name, outcome in outcomes.items()}
     told = {"dry_run": chosen.dry, "scale": dataclasses.asdict(chosen), "steps": facts}

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.verify_gpu import place, speed
-from benchmarks.verify_gpu.scale import Scale
+from benchmarks.verify_gpu.scale import EVERY, Scale
 from llmforge.base.errors import EnvironmentLacks, VerificationError
 from llmforge.runtime.backends.config import FILE, RuntimeConfig
 from llmforge.runtime.backends.device import Block, BlockCopy
@@ -30,7 +30,6 @@ PACKAGES = (
     "llmforge", "onnxruntime-gpu", "onnxruntime", "cuda-bindings", "tensorrt", "tensorrt-rtx", "torch", "transformers",
     "numpy",
 )  # fmt: skip
-SUBSET = ("llama", "mistral-window", "qwen3-moe")  # of a dry run
 ATTENTION = {  # heads, KV heads, head_dim, cache, window
     "h64-group4": (8, 2, 64, None),
     "h128-group8": (8, 1, 128, None),
@@ -63,32 +62,46 @@ class Step:
 
 
 def plan(scale: Scale) -> list[Step]:
-    """List the steps in their order."""
-    models = SUBSET
-    if not scale.dry:
-        from tests import zoo
-
-        models = tuple(zoo.ZOO)
+    """List the steps in their order: what a lease that ends early should have settled comes first."""
     made = [Step("environment", 120, environment)]
-    made += [Step(f"attention:{name}", 300, _named(attention, name), (), read_attention) for name in ATTENTION]
-    made += [Step(f"parity:{name}", 300, _named(parity, name)) for name in models]
-    made += [Step("capture", 600, capture)]
-    made += [Step(name, 1200, _named(plans, name)) for name in ("tensorrt-rtx", "tensorrt")]
-    made += [Step("shape", 1800, shape)]
-    made += [Step(f"build:{each}", 3600, _named(build, each), ("shape",)) for each in scale.precisions]
+    for precision, names in scale.parity.items():
+        for name in zoo_names() if EVERY in names else names:
+            made.append(Step(f"parity:{precision}:{name}", 300, _named(parity, precision, name)))
+    made.append(Step("capture", 600, capture))
+    for model, wanted in scale.models.items():
+        made.append(Step(f"shape:{model}", 1800, _named(shape, model)))
+        after = (f"shape:{model}",)
+        made += [Step(f"build:{model}:{each}", 3600, _named(build, model, each), after) for each in wanted.precisions]
     for number in range(1, scale.rounds + 1):
-        for subject in scale.subjects:
-            needs = f"build:{subject.removeprefix('llmforge-')}" if subject.startswith("llmforge") else "shape"
-            made.append(Step(f"speed:{number}:{subject}", 900, _named(throughput, subject), (needs,)))
+        for model in scale.models:
+            for subject in scale.subjects(model):
+                ours = subject.startswith("llmforge-")
+                needs = f"build:{model}:{subject.removeprefix('llmforge-')}" if ours else f"shape:{model}"
+                made.append(
+                    Step(f"speed:{number}:{model}:{subject}", 900, _named(throughput, model, subject), (needs,))
+                )
+    first, last = next(iter(scale.models)), scale.models[next(iter(scale.models))].precisions[-1]
+    made.append(Step("profile", 600, _named(profile, first, last), (f"build:{first}:{last}",)))
+    made += [Step(name, 1200, _named(plans, name)) for name in ("tensorrt", "tensorrt-rtx")]
+    if scale.attention:
+        made += [Step(f"attention:{name}", 300, _named(attention, name), (), read_attention) for name in ATTENTION]
     return made
 
 
-def _named(work: Callable[[Run, str], Result], name: str) -> Callable[[Run], Result]:
-    return lambda run: work(run, name)
+def zoo_names() -> tuple[str, ...]:
+    """Name every model of the zoo, which imports torch."""
+    from tests import zoo
+
+    return tuple(zoo.ZOO)
+
+
+def _named(work: Callable[..., Result], *names: str) -> Callable[[Run], Result]:
+    return lambda run: work(run, *names)
 
 
 def environment(run: Run) -> Result:
     device = place.device(run.scale)
+    chosen = place.target(run.scale, run.target)
     driver = "not asked"
     if shutil.which("nvidia-smi") and not run.scale.dry:
         query = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
@@ -99,7 +112,8 @@ def environment(run: Run) -> Result:
         "memory_bytes": device.memory()[1],
         "driver": driver,
         "copy_gb_per_s": _copy_bandwidth(device, run.scale.copy_bytes),
-        "target": place.target(run.scale, run.target).name,
+        "target": chosen.name,
+        "data_sheet_gb_per_s": None if chosen.bandwidth_gbs is None else chosen.bandwidth_gbs.value,
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
     }
@@ -138,9 +152,8 @@ def attention(run: Run, name: str) -> Result:
     kind = "mistral-window" if window else "llama"
     zoo.write(kind, checkpoint, **options, **({"sliding_window": window} if window else {}))
     folder = run.work / "engines" / name
-    precision = "fp32" if run.scale.dry else "fp16"
     chosen = place.target(run.scale, run.target)
-    subjects.build(checkpoint, folder, precision, chosen, max_batch=1, max_context=128)
+    subjects.build(checkpoint, folder, run.scale.plain, chosen, max_batch=1, max_context=128)
     config = RuntimeConfig.read(folder / "engine" / FILE)
     # Unrecorded: a replay chooses no kernel.
     (folder / "engine" / FILE).write_text(dataclasses.replace(config, graphs=None, buckets=()).to_json())
@@ -179,21 +192,21 @@ def read_attention(result: Result, log: str) -> Result:
     return {**result, "found": found, "as_expected": right if result["expected"]["decode"] else None}
 
 
-def parity(run: Run, name: str) -> Result:
-    """Hold the device's logits against fp32 on the CPU: one text, read in pieces and token by token."""
+def parity(run: Run, precision: str, name: str) -> Result:
+    """Hold the device's logits against the CPU's, which computes the same codes in fp32: one text, piece by piece."""
     from benchmarks.verify_gpu import subjects
     from tests import zoo
 
     checkpoint = run.work / "checkpoints" / name
     zoo.write(name, checkpoint)
-    chosen, precision = place.target(run.scale, run.target), run.scale.parity_precision
-    folder = run.work / "engines" / name
+    chosen, folder = place.target(run.scale, run.target), run.work / "engines" / f"{name}-{precision}"
     subjects.build(checkpoint, folder, precision, chosen, max_batch=2, max_context=128)
-    wanted = subjects.reference(checkpoint, run.work / "engines" / f"{name}-cpu")
-    return _compared(subjects.open_engine(folder, run.scale), wanted, run.scale, zoo.VOCABULARY)
+    wanted = subjects.reference(checkpoint, run.work / "engines" / f"{name}-{precision}-cpu", precision)
+    session = subjects.open_engine(folder, run.scale)
+    return _compared(session, wanted, run.scale.tolerances[precision], zoo.VOCABULARY)
 
 
-def _compared(session: Any, wanted: Any, scale: Scale, vocabulary: int) -> Result:
+def _compared(session: Any, wanted: Any, tolerance: float, vocabulary: int) -> Result:
     from benchmarks.verify_gpu import subjects
 
     ids = np.random.default_rng(0).integers(3, vocabulary, (1, sum(PIECES)))
@@ -205,8 +218,8 @@ def _compared(session: Any, wanted: Any, scale: Scale, vocabulary: int) -> Resul
         "kld_mean": _divergence(expected, got),
         "same_first_choice": float((got.argmax(-1) == expected.argmax(-1)).mean()),
     }
-    if not worst <= scale.tolerance:  # also where it is NaN
-        raise VerificationError(f"logits differ by up to {worst:.3g}, and {scale.tolerance:g} is allowed: {result}")
+    if not worst <= tolerance:  # also where it is NaN
+        raise VerificationError(f"logits differ by up to {worst:.3g}, and {tolerance:g} is allowed: {result}")
     return result
 
 
@@ -222,8 +235,8 @@ def capture(run: Run) -> Result:
     from benchmarks.verify_gpu import subjects
 
     folder = run.work / "engines" / "capture"
-    precision, chosen = run.scale.parity_precision, place.target(run.scale, run.target)
-    subjects.build(subjects.SAMPLE, folder, precision, chosen, max_batch=8, max_context=1024)
+    chosen = place.target(run.scale, run.target)
+    subjects.build(subjects.SAMPLE, folder, run.scale.plain, chosen, max_batch=8, max_context=1024)
     session = subjects.open_engine(folder, run.scale)
     config = RuntimeConfig.read(folder / "engine" / FILE)
     session.allocate(config.max_batch, config.max_context)
@@ -246,45 +259,71 @@ def plans(run: Run, backend: str) -> Result:
     facts = subjects.build(subjects.SAMPLE, folder, "fp16", chosen, max_batch=8, max_context=128, backend=backend)
     session = subjects.open_engine(folder, run.scale)
     wanted = subjects.reference(subjects.SAMPLE, run.work / "engines" / f"{backend}-cpu")
-    trained = dataclasses.replace(run.scale, tolerance=0.2)  # logits of a trained model spread over some 3
-    compared = _compared(session, wanted, trained, wanted.vocabulary)
+    compared = _compared(session, wanted, 0.2, wanted.vocabulary)  # logits of a trained model spread over some 3
     step = speed.decode(session, session.allocate(8, 128), 8, 16, 16)
     recordings = [_recording(each) for each in session.capture_results]
     return {**compared, "size_bytes": facts["size_bytes"], "decode_ms@8": step * 1e3, "recordings": recordings}
 
 
-def shape(run: Run) -> Result:
+def shape(run: Run, model: str) -> Result:
     from benchmarks.verify_gpu import subjects
 
-    checkpoint = run.work / "checkpoints" / "shape"
+    checkpoint = run.work / "checkpoints" / model
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    subjects.shape_checkpoint(run.scale, checkpoint)
+    subjects.shape_checkpoint(run.scale.models[model].config, checkpoint)
     return {"bytes": sum(path.stat().st_size for path in checkpoint.iterdir())}
 
 
-def build(run: Run, precision: str) -> Result:
+def build(run: Run, model: str, precision: str) -> Result:
     from benchmarks.verify_gpu import subjects
 
     start = time.perf_counter()
     sizes = {"max_batch": max(run.scale.batches), "max_context": run.scale.max_context}
     chosen = place.target(run.scale, run.target)
-    folder = run.work / "engines" / f"shape-{precision}"
-    facts = subjects.build(run.work / "checkpoints" / "shape", folder, precision, chosen, **sizes)
+    facts = subjects.build(run.work / "checkpoints" / model, _engine(run, model, precision), precision, chosen, **sizes)
     return {**facts, "seconds": time.perf_counter() - start}
 
 
-def throughput(run: Run, subject: str) -> Result:
-    """Time decode steps at every batch size; the first use of each is not timed."""
-    scale = run.scale
+def _engine(run: Run, model: str, precision: str) -> Path:
+    return run.work / "engines" / f"{model}-{precision}"
+
+
+def throughput(run: Run, model: str, subject: str) -> Result:
+    """Time decode steps at every batch size, and ours and vLLM's through their schedulers; first uses are not timed."""
+    scale, checkpoint = run.scale, run.work / "checkpoints" / model
     if subject.startswith("torch"):
-        compiled = subject == "torch-compile"
-        return speed.torch_steps(run.work / "checkpoints" / "shape", scale, compiled=compiled)
+        return speed.torch_steps(checkpoint, scale, compiled=subject == "torch-compile")
+    if subject == "vllm":
+        return speed.vllm(checkpoint, scale)
     from benchmarks.verify_gpu import subjects
 
-    folder = run.work / "engines" / f"shape-{subject.removeprefix('llmforge-')}"
     start = time.perf_counter()
-    session = subjects.open_engine(folder, scale)
+    runner = subjects.open_runner(_engine(run, model, subject.removeprefix("llmforge-")), scale)
+    session = runner.session
     cache = session.allocate(max(scale.batches), scale.max_context)
     loaded = time.perf_counter() - start
     steps = {str(batch): speed.decode(session, cache, batch, scale.context, scale.tokens) for batch in scale.batches}
-    return {"load_s": loaded, "step_s": steps, "notes": list(session.notes)}
+    notes = list(getattr(session, "notes", ()))
+    del cache  # the engine has its own
+    return {"load_s": loaded, "step_s": steps, "notes": notes, **speed.served(runner, scale)}
+
+
+def profile(run: Run, model: str, precision: str) -> Result:
+    """Say where the time of a served step goes: steps, sampling and copies, with ranges for a profiler."""
+    from benchmarks.verify_gpu import subjects
+    from benchmarks.verify_gpu.ranges import Ranges
+    from llmforge.runtime.sampling.sampler import TokenSampler
+
+    ranges, rows = Ranges(), max(run.scale.batches)
+    runner = subjects.open_runner(_engine(run, model, precision), run.scale)
+    device = runner.session.device
+    parts = {
+        "step": [(runner.session, "step")],
+        "sampling": [(TokenSampler, "sample")],
+        "copies": [(device, method) for method in ("read", "write", "copy")],
+    }
+    with ranges.watch(parts):
+        start = time.perf_counter()
+        found = speed.served(runner, dataclasses.replace(run.scale, batches=(rows,), prompts=run.scale.prompts[:1]))
+        whole = time.perf_counter() - start
+    return {"rows": rows, "whole_s": whole, "parts": ranges.table(), "nvtx": ranges.marked, **found}

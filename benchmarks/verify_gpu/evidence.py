@@ -16,7 +16,11 @@ Outcomes = Mapping[str, Outcome]
 def render(outcomes: Outcomes, scale: Scale) -> str:
     """Write the evidence as Markdown."""
     parts = ["# Evidence from a GPU", DRY_RUN if scale.dry else "", _environment(outcomes), _attention(outcomes)]
-    parts += [_parity(outcomes), _captures(outcomes), _speed(outcomes, scale), _troubles(outcomes)]
+    parts += [_parity(outcomes), _captures(outcomes)]
+    parts += [
+        part for model in scale.models for part in (_speed(outcomes, scale, model), _served(outcomes, scale, model))
+    ]
+    parts += [_profile(outcomes), _troubles(outcomes)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -28,6 +32,7 @@ def _environment(outcomes: Outcomes) -> str:
         ("device", f"{found['device']}, compute capability {found['sm']}"),
         ("memory", f"{found['memory_bytes'] / 1e9:.1f} GB"),
         ("copy bandwidth, read and written", f"{found['copy_gb_per_s']:.0f} GB/s"),
+        ("bandwidth of its data sheet", _bandwidth(found["data_sheet_gb_per_s"])),
         ("driver, power limit", found["driver"]),
         ("target", found["target"]),
         ("Python", found["python"]),
@@ -53,8 +58,8 @@ def _parity(outcomes: Outcomes) -> str:
             name = f"{name or step} (sample checkpoint)" if step == "tensorrt" else name
             choice = f"{found['same_first_choice']:.1%}"
             rows.append((name, f"{found['largest_difference']:.2g}", f"{found['kld_mean']:.2g}", choice))
-    head = ("model", "largest difference of logits", "mean KL divergence", "same first choice")
-    return _table("## Parity with fp32 on the CPU", head, rows)
+    head = ("precision:model", "largest difference of logits", "mean KL divergence", "same first choice")
+    return _table("## Parity with the CPU, which computes the same codes in fp32", head, rows)
 
 
 def _captures(outcomes: Outcomes) -> str:
@@ -69,35 +74,85 @@ def _captures(outcomes: Outcomes) -> str:
     return _table("## Recorded decode steps", head, rows)
 
 
-def _speed(outcomes: Outcomes, scale: Scale) -> str:
-    """Tokens a second and MBU: medians over the rounds, in which all take turns."""
+def _bandwidth(gb_per_s: float | None) -> str:
+    return "–" if gb_per_s is None else f"{gb_per_s:.0f} GB/s"
+
+
+def _rounds(outcomes: Outcomes, scale: Scale, model: str, subject: str) -> list[Mapping[str, Any]]:
+    names = (f"speed:{number}:{model}:{subject}" for number in range(1, scale.rounds + 1))
+    return [found for name in names if (found := _result(outcomes, name)) is not None]
+
+
+def _title(scale: Scale, model: str) -> str:
+    shape = scale.models[model].config
+    layers, hidden = shape["num_hidden_layers"], shape["hidden_size"]
+    return f"{model}: {layers} layers of hidden size {hidden}, random weights, context {scale.context}"
+
+
+def _speed(outcomes: Outcomes, scale: Scale, model: str) -> str:
+    """Tokens a second and MBU of steps alone: medians over the rounds, in which all take turns."""
     rows = []
-    machine = _result(outcomes, "environment")
-    for subject in scale.subjects:
-        rounds = [
-            found
-            for number in range(1, scale.rounds + 1)
-            if (found := _result(outcomes, f"speed:{number}:{subject}")) is not None
-        ]
-        read = _read(outcomes, subject, scale)
+    for subject in scale.subjects(model):
+        rounds = [found for found in _rounds(outcomes, scale, model, subject) if "step_s" in found]
         for batch in scale.batches if rounds else ():
             step_s = statistics.median(found["step_s"][str(batch)] for found in rounds)
-            mbu = "–"
-            if read is not None and machine is not None:
-                weights, kv = read
-                held = scale.context + scale.tokens / 2
-                mbu = f"{(weights + batch * held * kv) / step_s / machine['copy_gb_per_s'] / 1e9:.0%}"
-            rows.append((subject, batch, f"{step_s * 1e3:.2f}", f"{batch / step_s:.0f}", mbu, len(rounds)))
-    layers, hidden = scale.shape["num_hidden_layers"], scale.shape["hidden_size"]
-    title = f"## Decoding, {layers} layers of hidden size {hidden}, random weights, context {scale.context}"
-    return _table(title, ("", "batch", "ms a step", "tokens/s", "MBU of copy bandwidth", "rounds"), rows)
+            used = _mbu(outcomes, scale, model, subject, batch, step_s)
+            rows.append((subject, batch, f"{step_s * 1e3:.2f}", f"{batch / step_s:.0f}", *used, len(rounds)))
+    head = ("", "rows", "ms a step", "tokens/s", "MBU of copy bandwidth", "MBU of data sheet", "rounds")
+    return _table(f"## Decode steps alone, {_title(scale, model)}", head, rows)
 
 
-def _read(outcomes: Outcomes, subject: str, scale: Scale) -> tuple[int, int] | None:
-    """Give the bytes of weights, and of cache for a token of context, that a step reads; torch's are those of bf16."""
-    precision = subject.removeprefix("llmforge-") if subject.startswith("llmforge") else scale.precisions[0]
-    found = _result(outcomes, f"build:{precision}")
-    return None if found is None else (found["weight_bytes_per_token"], found["kv_bytes_per_token"])
+def _served(outcomes: Outcomes, scale: Scale, model: str) -> str:
+    """TTFT and TPOT through schedulers: medians over the rounds."""
+    ttft, tpot = [], []
+    for subject in scale.subjects(model):
+        rounds = [found for found in _rounds(outcomes, scale, model, subject) if "tpot_s" in found]
+        if not rounds:
+            continue
+        firsts = (statistics.median(found["ttft_s"][str(length)] for found in rounds) for length in scale.prompts)
+        ttft.append((subject, *(f"{1e3 * first:.1f}" for first in firsts), len(rounds)))
+        for batch in scale.batches:
+            greedy, sampled = (
+                statistics.median(found["tpot_s"][kind][str(batch)] for found in rounds)
+                for kind in ("greedy", "sampled")
+            )
+            used = _mbu(outcomes, scale, model, subject, batch, greedy)
+            told = (f"{1e3 * greedy:.2f}", f"{1e3 * sampled:.2f}", f"{batch / greedy:.0f}", f"{batch / sampled:.0f}")
+            tpot.append((subject, batch, *told, *used, len(rounds)))
+    title = _title(scale, model)
+    head = ("", *(f"{length} tokens, ms" for length in scale.prompts), "rounds")
+    first = _table(f"## TTFT through the scheduler, {title}", head, ttft)
+    head = ("", "rows", "TPOT greedy, ms", "TPOT at T = 1, ms", "tokens/s greedy", "tokens/s at T = 1")
+    head += ("MBU of copy bandwidth", "MBU of data sheet", "rounds")
+    second = _table(f"## TPOT through the scheduler, {title}", head, tpot)
+    return "\n\n".join(part for part in (first, second) if part)
+
+
+def _mbu(outcomes: Outcomes, scale: Scale, model: str, subject: str, batch: int, step_s: float) -> tuple[str, str]:
+    """Give the bytes that a step must read, a second, as parts of the copy bandwidth and of the data sheet's."""
+    machine, precisions = _result(outcomes, "environment"), scale.models[model].precisions
+    # torch's and vLLM's weights are those of bf16.
+    precision = subject.removeprefix("llmforge-") if subject.startswith("llmforge") else precisions[0]
+    built = _result(outcomes, f"build:{model}:{precision}")
+    if machine is None or built is None:
+        return "–", "–"
+    read = built["weight_bytes_per_token"] + batch * (scale.context + scale.tokens / 2) * built["kv_bytes_per_token"]
+    known = (machine["copy_gb_per_s"], machine["data_sheet_gb_per_s"])
+    copied, sheet = ("–" if each is None else f"{read / step_s / each / 1e9:.0%}" for each in known)
+    return copied, sheet
+
+
+def _profile(outcomes: Outcomes) -> str:
+    found = _result(outcomes, "profile")
+    if found is None:
+        return ""
+    rows = [
+        (name, part["calls"], f"{1e3 * part['median_s']:.3f}", f"{part['total_s'] / found['whole_s']:.0%}")
+        for name, part in found["parts"].items()
+    ]
+    marked = "marked for a profiler" if found["nvtx"] else "not marked: the package nvtx is not installed"
+    title = f"## Where the host's time goes, {found['rows']} rows; NVTX ranges {marked}"
+    return _table(title, ("", "calls", "median ms", "of the whole"), rows)
 
 
 def _troubles(outcomes: Outcomes) -> str:

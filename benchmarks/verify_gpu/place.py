@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.verify_gpu.scale import Scale
 from llmforge import targets
 from llmforge.base.errors import EnvironmentLacks
+from llmforge.doctor.gpus import Gpu
 from llmforge.runtime.backends import device as devices
 from llmforge.runtime.backends.device import Device, HostDevice
 
@@ -15,7 +16,7 @@ def device(scale: Scale) -> Device:
 
 
 def target(scale: Scale, name: str | None) -> targets.Target:
-    """Find the target of the device: the one of its compute capability whose memory is nearest, unless `name` says.
+    """Find the target of the device, as `llmforge doctor` names it, unless `name` says.
 
     Raises:
         EnvironmentLacks: there is none.
@@ -25,9 +26,7 @@ def target(scale: Scale, name: str | None) -> targets.Target:
     if name is not None:
         return targets.load(name)
     found = devices.CudaDevice()
-    total_gb = found.memory()[1] / 1e9
-    known = [targets.load(each) for each in targets.names()]
-    fitting = [each for each in known if each.kind == "gpu" and each.sm == str(found.sm) and each.memory_gb is not None]
-    if not fitting:
-        raise EnvironmentLacks(f"no target is of compute capability {found.sm} ({found.name})", hint="--target NAME")
-    return min(fitting, key=lambda each: abs(each.memory_gb.value - total_gb) if each.memory_gb else 0.0)
+    known = Gpu(found.index, found.name, str(found.sm), found.memory()[1]).target
+    if known is None:
+        raise EnvironmentLacks(f"no target is {found.name} of compute capability {found.sm}", hint="--target NAME")
+    return targets.load(known)

@@ -1,17 +1,27 @@
-"""Times of decode steps, ours and torch's: every row has a context, and gets its most probable token in each step."""
+"""Times of prompts and decode steps, ours and others': of sessions alone, and through the scheduler."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
+import itertools
 import statistics
+import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.verify_gpu.scale import Scale
+from llmforge.base.errors import EnvironmentLacks, ForgeError
+from llmforge.runtime import Chunk, Engine, EngineOptions, Request, Runner, Sampling
 
 PIECE = 256  # tokens of a context that are read at once
+REPEATS = 3  # prompts whose median TTFT is given, after one that is not timed
+SAMPLED = Sampling(temperature=1.0, ignore_eos=True)
+GREEDY = Sampling(ignore_eos=True)
 
 
 def decode(session: Any, cache: Any, batch: int, context: int, tokens: int) -> float:
@@ -38,21 +48,84 @@ def decode(session: Any, cache: Any, batch: int, context: int, tokens: int) -> f
     return statistics.median(times)
 
 
+def served(runner: Runner, scale: Scale) -> dict[str, Any]:
+    """Time requests through the scheduler: TTFT by length of the prompt, TPOT by rows, greedy and sampled; seconds."""
+    random = np.random.default_rng(1)
+
+    def prompt(length: int) -> tuple[int, ...]:
+        return tuple(random.integers(3, runner.config.vocabulary, length).tolist())
+
+    options = EngineOptions(max_queue=max(scale.batches), prefix_cache_bytes=0)
+    with Engine(runner, options) as engine:
+        ttft = {}
+        for length in scale.prompts:
+            firsts = [together(engine, [prompt(length)], GREEDY, 1)[0][0] for _ in range(1 + REPEATS)]
+            ttft[str(length)] = statistics.median(firsts[1:])
+        tpot: dict[str, dict[str, float]] = {}
+        for name, sampling in (("greedy", GREEDY), ("sampled", SAMPLED)):
+            tpot[name] = {}
+            for rows in scale.batches:
+                prompts = [prompt(scale.context) for _ in range(rows)]
+                tpot[name][str(rows)] = gap(together(engine, prompts, sampling, scale.tokens))
+    return {"ttft_s": ttft, "tpot_s": tpot}
+
+
+def together(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, tokens: int) -> list[list[float]]:
+    """Run requests at once; give for each the times of its tokens, in seconds after all were sent."""
+    times: list[list[float]] = [[] for _ in prompts]
+    left, done, failed = [len(prompts)], threading.Event(), []
+
+    def receiver(own: list[float]) -> Callable[[Chunk | ForgeError], None]:
+        def receive(item: Chunk | ForgeError) -> None:
+            if isinstance(item, ForgeError):
+                failed.append(item)
+            elif item.token_id is not None:
+                own.append(time.perf_counter() - start)
+            if isinstance(item, ForgeError) or item.finish_reason is not None:
+                left[0] -= 1
+                if not left[0]:
+                    done.set()
+
+        return receive
+
+    wanted = dataclasses.replace(sampling, max_tokens=tokens)
+    start = time.perf_counter()
+    for prompt, own in zip(prompts, times, strict=True):
+        engine.submit(Request(tuple(prompt), wanted), receiver(own))
+    done.wait()
+    if failed:
+        raise failed[0]
+    return times
+
+
+def gap(times: Sequence[Sequence[float]]) -> float:
+    """Give the median time between two tokens of a request, of those between the last first and the first last."""
+    begin, end = max(own[0] for own in times), min(own[-1] for own in times)
+    gaps = [b - a for own in times for a, b in itertools.pairwise(own) if a >= begin and b <= end]
+    if not gaps:  # so many rows that none decodes before the last prompt is read
+        gaps = [b - a for own in times for a, b in itertools.pairwise(own)]
+    return statistics.median(gaps)
+
+
 def torch_steps(checkpoint: Path, scale: Scale, *, compiled: bool) -> dict[str, Any]:
-    """Time transformers' own model in bf16 with a static cache: as it is, or compiled with CUDA graphs."""
+    """Time transformers' own model in bf16 with a static cache: as it is, or compiled with CUDA graphs.
+
+    Each batch is compiled anew: what an earlier one left, torch would generalize.
+    """
     import torch
     import transformers
 
     where = "cpu" if scale.dry else "cuda"
     start = time.perf_counter()
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).to(where).eval()
-    step = model.forward
-    if compiled:
-        backend = {"backend": "eager"} if scale.dry else {"mode": "reduce-overhead"}
-        step = torch.compile(model.forward, **backend)
     loaded = time.perf_counter() - start
     found = {}
     for batch in scale.batches:
+        step = model.forward
+        if compiled:
+            torch.compiler.reset()
+            backend = {"backend": "eager"} if scale.dry else {"mode": "reduce-overhead"}
+            step = torch.compile(model.forward, **backend)
         cache = transformers.StaticCache(config=model.config, max_cache_len=scale.max_context)
         ids = torch.randint(0, model.config.vocab_size, (batch, scale.context), device=where)
         times = []
@@ -68,6 +141,49 @@ def torch_steps(checkpoint: Path, scale: Scale, *, compiled: bool) -> dict[str, 
                 times.append(time.perf_counter() - start)
         found[str(batch)] = statistics.median(times[scale.tokens :])
     return {"load_s": loaded, "step_s": found, "torch": torch.__version__}
+
+
+def vllm(checkpoint: Path, scale: Scale) -> dict[str, Any]:
+    """Time vLLM on the checkpoint in bf16, through its own scheduler; as it is installed.
+
+    Raises:
+        EnvironmentLacks: it is not.
+    """
+    if importlib.util.find_spec("vllm") is None or scale.dry:
+        raise EnvironmentLacks("vLLM is not installed here", hint="an environment with vllm, and --only 'speed:*:vllm'")
+    import vllm
+
+    start = time.perf_counter()
+    engine = vllm.LLM(
+        model=str(checkpoint), dtype="bfloat16", max_model_len=scale.max_context, max_num_seqs=max(scale.batches),
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    loaded = time.perf_counter() - start
+    random = np.random.default_rng(1)
+
+    def seconds(rows: int, length: int, tokens: int, temperature: float) -> float:
+        prompts = [{"prompt_token_ids": random.integers(3, 100_000, length).tolist()} for _ in range(rows)]
+        sampling = vllm.SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
+        begun = time.perf_counter()
+        engine.generate(prompts, sampling, use_tqdm=False)
+        return time.perf_counter() - begun
+
+    ttft = {
+        str(length): statistics.median([seconds(1, length, 1, 0.0) for _ in range(1 + REPEATS)][1:])
+        for length in scale.prompts
+    }
+    tpot = {
+        name: {
+            str(rows): (
+                seconds(rows, scale.context, scale.tokens + 1, temperature)
+                - seconds(rows, scale.context, 1, temperature)
+            )
+            / scale.tokens
+            for rows in scale.batches
+        }
+        for name, temperature in (("greedy", 0.0), ("sampled", 1.0))
+    }
+    return {"load_s": loaded, "ttft_s": ttft, "tpot_s": tpot, "vllm": vllm.__version__}
 
 
 def _wait(torch: Any, where: str) -> None:

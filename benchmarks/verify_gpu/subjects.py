@@ -5,24 +5,31 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from benchmarks.verify_gpu.scale import Scale
 from llmforge import engines, passes, targets
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines.onnxruntime import write_tokenizer
 from llmforge.evaluation import footprint
+from llmforge.ir import graph
+from llmforge.ir.operators import canonical
 from llmforge.lowering.pass_base import Budget, Context, Pass
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_experts import FuseExperts
 from llmforge.passes.fuse_norms import FuseNorms
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
+from llmforge.quantization.statistics import KvRange, Statistics
 from llmforge.recipe import EngineSpec
+from llmforge.runtime import Runner
 from llmforge.runtime.backends import loading
 from llmforge.runtime.backends.config import FILE, MODEL_FILE, RuntimeConfig
 from llmforge.runtime.backends.cuda import DeviceSession
@@ -33,10 +40,11 @@ from llmforge.trace import trace
 SAMPLE = Path("tests/data/docs-llama-7m")
 ANY_COST = Budget(kld_mean=1e9)  # weights are random: what precision costs is measured on real ones
 FACTS = "facts.json"
+KV_PEAK = 8.0
 
 
 def steps(precision: str, backend: str) -> list[Pass]:
-    """Choose the passes that make a graph compute in `precision`; int8 and int4 weights with fp16 activations."""
+    """Choose the passes that make a graph compute in `precision`; codes of weights and caches with fp16 activations."""
     if backend != "onnxruntime":  # which takes the canonical graph as it is
         return []
     made: list[Pass] = [FuseNorms(), PackQkv(), PackGateUp(), FlashAttention()]
@@ -44,8 +52,21 @@ def steps(precision: str, backend: str) -> list[Pass]:
         bits = int(precision.removeprefix("int"))
         options = {"block_size": 32, "symmetric": True, "method": "rtn", "embedding_bits": 16}
         made.append(passes.QuantizeWeights(budget=ANY_COST, bits=bits, **options))
+    if precision == "int8-kv":
+        made.append(passes.QuantizeKvCache(budget=ANY_COST))
     made.append(FuseExperts())
     return made
+
+
+def _ranges(model: ir.Model) -> Statistics:
+    """Say of every cache that its values lie within `KV_PEAK`: weights are random, and so are keys and values."""
+    layers = {
+        layer: KvRange(
+            *(np.full(graph.static(each)[1::2], KV_PEAK, np.float32) for each in (of.past_key, of.past_value))
+        )
+        for layer, of in enumerate(canonical.Attention.all(model))
+    }
+    return Statistics(0, 0, {}, layers)
 
 
 def build(
@@ -66,8 +87,9 @@ def build(
     if chosen.kind == "gpu" and precision != "fp32":
         dtype = "bf16" if precision == "bf16" else "fp16"
         made.append(passes.LowerPrecision(budget=ANY_COST, dtype=dtype))
+    ranges = _ranges(model) if precision == "int8-kv" else None
     for step in made:
-        step.run(model, Context(chosen))
+        step.run(model, Context(chosen) if ranges is None else Context(chosen, statistics=ranges))
     # What cannot be recorded is part of the evidence, and keeps nothing from being measured.
     spec = EngineSpec(backend=backend, max_context=max_context, max_batch=max_batch, cuda_graphs="allow")
     builder = engines.for_target(spec.backend, chosen)
@@ -97,11 +119,19 @@ def open_engine(folder: Path, scale: Scale) -> Any:
     return DeviceSession(model, config.session.resolve(), HostDevice(), buckets=(config.max_batch,))
 
 
-def reference(checkpoint: Path, folder: Path) -> Session:
-    """Open the checkpoint in fp32 on this machine's CPU, as the passes leave it."""
-    build(checkpoint, folder, "fp32", targets.local(), max_batch=1, max_context=128)
+def reference(checkpoint: Path, folder: Path, precision: str = "fp32") -> Session:
+    """Open the checkpoint on this machine's CPU, which computes in fp32, with the codes that `precision` has."""
+    codes = precision if precision.startswith("int") else "fp32"
+    build(checkpoint, folder, codes, targets.local(), max_batch=1, max_context=128)
     config = RuntimeConfig.read(folder / "engine" / FILE)
     return Session(folder / "engine" / MODEL_FILE, dataclasses.replace(config.session.resolve(), optimize=False))
+
+
+def open_runner(folder: Path, scale: Scale) -> Runner:
+    """Open an engine with its tokenizer, so that a scheduler runs it."""
+    config = RuntimeConfig.read(folder / "engine" / FILE)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    return Runner(open_engine(folder, scale), config, tokenizer, None)
 
 
 def all_logits(backend: Any, ids: NDArray[np.int64], pieces: list[int], capacity: int) -> NDArray[np.float32]:
@@ -115,14 +145,14 @@ def all_logits(backend: Any, ids: NDArray[np.int64], pieces: list[int], capacity
     return np.concatenate(found)
 
 
-def shape_checkpoint(scale: Scale, folder: Path) -> None:
-    """Write a Llama of random weights in the scale's shape, bf16, with the sample's tokenizer, unless it is there."""
+def shape_checkpoint(shape: Mapping[str, Any], folder: Path) -> None:
+    """Write a Llama of random weights of a `shape`, bf16, with the sample's tokenizer, unless it is there."""
     if (folder / "config.json").exists():
         return
     import torch
     import transformers
 
-    config = transformers.LlamaConfig(**scale.shape, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    config = transformers.LlamaConfig(**shape, bos_token_id=0, eos_token_id=0, pad_token_id=0)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     partial = folder.with_name(f"{folder.name}.partial")

@@ -14,7 +14,7 @@ from llmforge.base.errors import UsageError
 from llmforge.base.progress import Progress
 from llmforge.evaluation.gates import Verdict
 from llmforge.recipe import GatesFile
-from llmforge.report import release, release_text, verdict
+from llmforge.report import release, release_text
 
 if TYPE_CHECKING:
     from llmforge.metrics.tasks import TaskResult
@@ -76,9 +76,7 @@ def gate(
 
 
 def _subject(artifact: str | Path, out: Path) -> release.Subject:
-    opened = Artifact.open(resolve(str(artifact), out))
-    verdict.recompute(opened)
-    return release.Subject.of(opened)
+    return release.Subject.checked(Artifact.open(resolve(str(artifact), out)))
 
 
 def evaluate(

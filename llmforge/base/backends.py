@@ -5,13 +5,22 @@ the name of that in `engine/runtime.json` and of the extra of this package that 
 here, the modules that the record names, and an entry in `engines` of the targets that run it.
 
 The records are data, with modules by their names: a serving environment reads them, which has no build tools.
+
+A backend of a plug-in (llmforge.base.plugins) is such a record, too, and found by its name like those here; its
+providers are called as it is, or begin with its name and a hyphen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from llmforge.base.plugins import Plugin, Seam
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+    from pydantic_core import CoreSchema
 
 Kind = Literal["cpu", "gpu"]  # of a target
 Dtype = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4", "fp4"]
@@ -100,6 +109,7 @@ class Provider:
     needs_device: str | None = None  # why an engine is built on the GPU that runs it; None: it is built anywhere
     index: str = ""  # where pip gets `package`, if not from PyPI
     verified: bool = False  # `dtypes` were read off the package, or seen when an engine was built or refused
+    ranks: bool = False  # several of its engines compute one model together (docs/tensor-parallelism.md)
 
     @property
     def install(self) -> str:
@@ -147,7 +157,7 @@ class Backend:
     providers: tuple[Provider, ...]  # one a kind of target
     compiled: bool  # an engine is a plan that `module` compiled from the graph; else the graph itself, as ONNX
     scales: Literal["blocks", "channels"]  # what shares a scale where weights in 8 bits are multiplied as they are
-    alone: str  # why its engines share no model with others (docs/tensor-parallelism.md)
+    alone: str  # why engines share no model, of providers that are no `ranks` (docs/tensor-parallelism.md)
     head_dims: range | None = None  # channels of a head that attention has kernels for, keys as values; None: any
     elsewhere: Elsewhere | None = None  # None: llmforge's own runtime runs its engines
 
@@ -173,7 +183,7 @@ ONNXRUNTIME = Backend(
     module="onnxruntime",
     compiled=False,
     scales="blocks",
-    alone="its operators do not communicate between processes",
+    alone="ONNX Runtime's wheel for CUDA has no collectives, and llmforge's own are for CPUs",
     providers=(
         Provider(
             name="cpu",
@@ -185,6 +195,7 @@ ONNXRUNTIME = Backend(
             dtypes={"fp32": Use(_ANY), "int8": Use(("weights", "kv")), "int4": Use(("weights", "kv"))},
             never=dict.fromkeys(("fp16", "bf16"), "CPU engines compute in fp32, or in int8 on int8 and int4 weights"),
             verified=True,
+            ranks=True,
         ),
         # GroupQueryAttention, MatMulNBits and their caches: the kernel registry of onnxruntime-gpu 1.31.1. The wheel
         # holds machine code (engines/cuda_kernels.json) and no PTX, so that nothing else runs.
@@ -325,20 +336,119 @@ GGUF = Backend(
     ),
 )
 
-BACKENDS: Mapping[str, Backend] = {
+BUILT_IN: Mapping[str, Backend] = {
     each.name: each for each in (ONNXRUNTIME, TENSORRT, TENSORRT_RTX, COMPRESSED_TENSORS, GGUF)
 }
-PROVIDERS: Mapping[str, Provider] = {each.name: each for backend in BACKENDS.values() for each in backend.providers}
+BUILT_IN_PROVIDERS: Mapping[str, Provider] = {
+    each.name: each for backend in BUILT_IN.values() for each in backend.providers
+}
 
-# As pydantic, click and strict_json read them off annotations; type checkers know no type that is made of values.
+
+def _check(plugin: Plugin, given: Any) -> Backend:
+    """Return the record that a plug-in gives, if it is one."""
+    if not isinstance(given, Backend):
+        raise ValueError(f"it is a {type(given).__name__}, not an instance of llmforge.base.backends.Backend")
+    if given.name != plugin.name:
+        raise ValueError(f"its record calls itself {given.name!r}")
+    if not given.providers:
+        raise ValueError("it has no providers")
+    for provider in given.providers:
+        if provider.name != given.name and not provider.name.startswith(f"{given.name}-"):
+            raise ValueError(f"its provider {provider.name!r} must be called {given.name!r}, or {given.name}-SOMETHING")
+        if provider.name in BUILT_IN_PROVIDERS:
+            raise ValueError(f"llmforge has a provider {provider.name!r} itself")
+        if provider.kind not in ("cpu", "gpu", None):
+            raise ValueError(f"its provider {provider.name!r} is of kind {provider.kind!r}; expected cpu, gpu or None")
+    return given
+
+
+SEAM = Seam("backends", _check)
+
+K = TypeVar("K")
+
+
+class _Known(dict[str, K]):
+    """Records by name: one of a plug-in is found as well, and not listed."""
+
+    def __init__(self, records: Mapping[str, K], of_plugin: Callable[[str], K | None]) -> None:
+        super().__init__(records)
+        self._of_plugin = of_plugin
+
+    def __missing__(self, name: str) -> K:
+        if (found := self._of_plugin(name)) is None:
+            raise KeyError(name)
+        return found
+
+
+def _provider(name: str) -> Provider | None:
+    """Find a provider of a plug-in's backend by the beginning of its name."""
+    for each in sorted(SEAM.names(), key=len, reverse=True):
+        if name == each or name.startswith(f"{each}-"):
+            backend = SEAM.find(each, BUILT_IN)
+            assert backend is not None
+            return next((provider for provider in backend.providers if provider.name == name), None)
+    return None
+
+
+# Those of this file, in its order; `[name]` finds those of plug-ins, too, and raises PluginError where one is broken.
+BACKENDS: Mapping[str, Backend] = _Known(BUILT_IN, lambda name: SEAM.find(name, BUILT_IN))
+PROVIDERS: Mapping[str, Provider] = _Known(BUILT_IN_PROVIDERS, _provider)
+
+
+@dataclass(frozen=True)
+class _Named:
+    """Annotates a string that names a record, for pydantic and strict_json."""
+
+    records: Mapping[str, Any]
+    of_plugins: Callable[[], Sequence[str]]  # names, for a schema
+
+    def allows(self, name: str) -> bool:
+        """Say whether there is such a record."""
+        if name in self.records:
+            return True
+        try:
+            self.records[name]
+        except KeyError:
+            return False
+        return True
+
+    def choices(self) -> list[str]:
+        """List the names that are allowed."""
+        return [*self.records, *self.of_plugins()]
+
+    def _checked(self, name: str) -> str:
+        from pydantic_core import PydanticKnownError
+
+        if not self.allows(name):
+            known = [f"'{each}'" for each in self.choices()]
+            raise PydanticKnownError("literal_error", {"expected": f"{', '.join(known[:-1])} or {known[-1]}"})
+        return name
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(self._checked, core_schema.str_schema(strict=True))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": self.choices(), "type": "string"}
+
+
+BackendName = Annotated[str, _Named(BACKENDS, SEAM.names)]
+ProviderName = Annotated[str, _Named(PROVIDERS, tuple)]
+# As strict_json reads it off annotations; type checkers know no type that is made of values.
 if TYPE_CHECKING:
-    BackendName = str
-    ProviderName = str
     PlanModule = str
 else:
-    BackendName = Literal[tuple(BACKENDS)]
-    ProviderName = Literal[tuple(PROVIDERS)]
-    PlanModule = Literal[tuple(backend.module for backend in BACKENDS.values() if backend.compiled)]
+    PlanModule = Literal[tuple(backend.module for backend in BUILT_IN.values() if backend.compiled)]
+
+
+def plugin_of(name: str) -> Plugin | None:
+    """Find the plug-in that brings the backend `name`; None: it is one of this file.
+
+    Raises:
+        PluginError: several bring it, or it is written for another interface.
+    """
+    return SEAM.plugin(name, BUILT_IN)
 
 
 def elsewhere(name: BackendName) -> Elsewhere | None:
@@ -348,7 +458,12 @@ def elsewhere(name: BackendName) -> Elsewhere | None:
 
 def of_provider(name: ProviderName) -> Backend:
     """Find the backend that a provider is of."""
-    return next(backend for backend in BACKENDS.values() if PROVIDERS[name] in backend.providers)
+    provider = PROVIDERS[name]
+    for backend in BACKENDS.values():
+        if provider in backend.providers:
+            return backend
+    owners = (each for each in SEAM.names() if name == each or name.startswith(f"{each}-"))
+    return next(backend for backend in map(BACKENDS.__getitem__, owners) if provider in backend.providers)
 
 
 def of_module(module: PlanModule) -> Backend:

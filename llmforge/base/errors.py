@@ -17,7 +17,8 @@
     │   └── RunFailed               6   what runs a graph took it, and a run of it failed
     ├── VerificationError           7   a pass did not do what it declares; a build gives other bytes again
     └── EnvironmentLacks            8   a package, a device, network, disk space or memory is missing
-        └── VersionMismatch         8   an artifact needs other versions than are installed
+        ├── VersionMismatch         8   an artifact needs other versions than are installed
+        └── PluginError             8   a plug-in does not load, or is not what it should be
 
 No errors, and ends of a command: 0 success; 130 SIGINT and 143 SIGTERM (`base.signals.Interrupted`); 141 nobody reads
 standard output any more (SIGPIPE).
@@ -124,3 +125,7 @@ class EnvironmentLacks(ForgeError):
 
 class VersionMismatch(EnvironmentLacks):
     """An artifact needs other versions than are installed."""
+
+
+class PluginError(EnvironmentLacks):
+    """A plug-in does not load, is not what it should be, or fails."""

@@ -15,6 +15,17 @@ from llmforge.base.wording import cut, shown
 D = TypeVar("D")
 
 
+@typing.runtime_checkable
+class Choice(typing.Protocol):
+    """Stands in `Annotated`, and says which values are allowed."""
+
+    def allows(self, value: Any, /) -> bool:
+        """Say whether `value` is."""
+
+    def choices(self) -> list[str]:
+        """List those that are known."""
+
+
 class _Misfit(Exception):
     """A JSON value is not what a type stands for."""
 
@@ -37,7 +48,7 @@ def read(kind: type[D], data: Any, where: str) -> D:
         try:
             values[name] = _value(hints[name], data[name], _inside(where, name))
         except _Misfit:
-            choices = typing.get_args(hints[name]) if typing.get_origin(hints[name]) is typing.Literal else ()
+            choices = _choices(hints[name])
             wanted = f"one of {', '.join(choices)}" if choices else annotation
             raise InputError(f"{where}: {name} is {shown(data[name])}; expected {wanted}") from None
     return kind(**values)
@@ -46,7 +57,16 @@ def read(kind: type[D], data: Any, where: str) -> D:
 @functools.cache
 def _fields(kind: type) -> tuple[dict[str, Any], dict[str, str]]:
     """Give the types of the fields of a dataclass, and how they are written."""
-    return typing.get_type_hints(kind), {field.name: str(field.type) for field in dataclasses.fields(kind)}
+    return typing.get_type_hints(kind, include_extras=True), {
+        field.name: str(field.type) for field in dataclasses.fields(kind)
+    }
+
+
+def _choices(hint: Any) -> typing.Sequence[str]:
+    """List the values that a type allows; empty: it does not tell."""
+    if typing.get_origin(hint) is typing.Annotated:
+        return [choice for mark in hint.__metadata__ if isinstance(mark, Choice) for choice in mark.choices()]
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
 
 
 def _inside(where: str, name: str) -> str:
@@ -63,6 +83,11 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, dict) and "[" not in where:  # an item of a list says more than its whole list
             raise _Misfit
         return read(hint, value, where)  # type: ignore[arg-type]
+    if origin is typing.Annotated:
+        made = _value(arguments[0], value, where)
+        if not all(mark.allows(made) for mark in hint.__metadata__ if isinstance(mark, Choice)):
+            raise _Misfit
+        return made
     if origin in (typing.Union, types.UnionType):  # T | None
         (of,) = (each for each in arguments if each is not type(None))
         return None if value is None else _value(of, value, where)

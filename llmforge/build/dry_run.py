@@ -7,6 +7,7 @@ lowered. Nothing is proven here: passes are, when they run on the graph itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -20,12 +21,16 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import Adapter
 from llmforge.engines import interop, signatures
 from llmforge.ir import graph, interface
-from llmforge.lowering import pass_base
+from llmforge.ir.operators.standard import MatMul
+from llmforge.lowering import pass_base, pruning
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
-from llmforge.parallel import shard_plan
+from llmforge.parallel.split import split
+from llmforge.quantization import low_rank
+from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Grid, QuantizedMatrix
+from llmforge.quantization.low_rank import LowRank
 from llmforge.quantization.sparsity import SparseMatrix
-from llmforge.quantization.statistics import InputRange, KvRange, Statistics
+from llmforge.quantization.statistics import Demand, InputRange, KvRange, LowRankDemand, PruningDemand, Statistics
 from llmforge.quantization.stored import StoredCodes
 from llmforge.recipe import EngineSpec
 from llmforge.targets import Target
@@ -53,7 +58,8 @@ def run(
             cannot be divided as `spec.tensor_parallel` says, or the engine cannot run a part of it.
     """
     copy = model.clone()
-    context = Context(target, _stand_in(model, calibrated), stored=stored_codes(checkpoint), adapters=adapters)
+    demands = [demand for step in steps for demand in step.demands()]
+    context = Context(target, _stand_in(model, calibrated, demands), stored=stored_codes(checkpoint), adapters=adapters)
     facts: set[str] = set()
     idle: dict[str, str] = {}  # fact → why it does not hold
     for step in steps:
@@ -75,8 +81,8 @@ def run(
     elsewhere.check(spec, target, [step.name for step in steps], copy, model, checkpoint)
     builder = engines.for_target(spec.backend, target)
     if spec.tensor_parallel > 1:
-        shard_plan.plan(copy.clone(), spec.tensor_parallel)
-        engines.refuse_ranks(spec.backend, spec.tensor_parallel)
+        copy = split(copy, spec.tensor_parallel).ranks[0]
+        engines.refuse_ranks(spec.backend, spec.tensor_parallel, target)
     engines.refuse_paged(spec, target)
     lowered, _ = builder.lower(copy, target, spec)
     signatures.check_context(lowered, spec.max_context)
@@ -96,15 +102,40 @@ def _reason(changes: Changes) -> str:
     return f"{first.node}: {first.reason}"
 
 
-def _stand_in(model: ir.Model, calibrated: Mapping[str, Grid]) -> Statistics:
+def _stand_in(model: ir.Model, calibrated: Mapping[str, Grid], demands: Sequence[Demand]) -> Statistics:
     """Make up the results of a calibration: the passes ask what there is, and read no matrix before it is written."""
     read = {name: _READ for value in model.graph.initializers.values() for name in graph.sources(value)}
     unread = {
         name: QuantizedMatrix(grid, np.empty((0, 0), np.uint8), np.empty((0, 0), np.float32), None)
         for name, grid in calibrated.items()
     }
-    pruned = SparseMatrix(np.empty((0, 0), np.float32), np.empty((0, 0), np.uint8))
-    return Statistics(0, 0, unread, _kv_ranges(model), read, dict.fromkeys(read, pruned))
+    sparse = SparseMatrix(np.empty((0, 0), np.float32), np.empty((0, 0), np.uint8))
+    corrections = _corrections(model, calibrated, [each for each in demands if isinstance(each, LowRankDemand)])
+    units = [each.units for each in demands if isinstance(each, PruningDemand)]
+    kept, outputs = pruning.sample(model, units[0]) if units else (None, {})
+    made = Statistics(0, 0, unread, _kv_ranges(model), read, dict.fromkeys(read, sparse), corrections)
+    return replace(made, kept=kept, pruned=outputs)
+
+
+def _corrections(
+    model: ir.Model, calibrated: Mapping[str, Grid], demands: Sequence[LowRankDemand]
+) -> dict[str, LowRank]:
+    """Make up corrections of what will be quantized, where the bits that `demands` has allow a rank."""
+    groups: dict[ir.Value, list[MatMul]] = {}
+    for product in MatMul.all(model):
+        names = graph.sources(product.w)
+        if len(names) == 1 and names[0] in calibrated and demands and not exclusion(names, demands[0].exclude):
+            groups.setdefault(product.x, []).append(product)
+    made: dict[str, LowRank] = {}
+    for products in groups.values():
+        shapes = [graph.static(product.w) for product in products]
+        k = shapes[0][0]
+        rank = low_rank.rank_within(demands[0].bits, k, sum(n for _, n in shapes), demands[0].dtype)
+        [group] = graph.sources(products[0].w)
+        for product, (_, n) in zip(products, shapes, strict=True):
+            a, b = (np.broadcast_to(np.float32(0), shape) for shape in ((k, rank), (rank, n)))
+            made |= {name: LowRank(a, b, group, 1.0, 1.0, None) for name in graph.sources(product.w) if rank}
+    return made
 
 
 def _kv_ranges(model: ir.Model) -> dict[int, KvRange]:

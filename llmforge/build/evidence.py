@@ -320,6 +320,7 @@ def _quality(
         decode_tokens=spec.decode_tokens or 0,
         answers=said[0],
         samples=said[1],
+        metrics=spec.metrics,
         progress=progress.advance,
     )
 

@@ -107,6 +107,6 @@ def measure(
         checkpoint=checkpoint,
         windows=texts.evaluation_windows(recipe, checkpoint),
         threads=physical_cores(),
-        ranks=waiting.spec.tensor_parallel,
+        ranks=engines.devices(target, waiting.spec),
         progress=progress,
     )

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import onnx_ir as ir
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from llmforge import __version__, artifact, calibration, native
-from llmforge.base import extras, small_file
+from llmforge.base import extras, plugins, small_file
 from llmforge.base.errors import InputError
+from llmforge.base.plugins import Plugin
+from llmforge.cache import Code
 from llmforge.checkpoint import Checkpoint, documents
 from llmforge.evaluation import machine
 from llmforge.evaluation.machine import Machine
@@ -27,13 +28,14 @@ from llmforge.ir import graph
 from llmforge.metrics.record import Record
 from llmforge.quantization.statistics import Statistics
 from llmforge.recipe import Recipe
+from llmforge.report.model import PluginRecord
 
 FILE = "lock.json"  # in the folder `artifact.PROVENANCE`
 TRACE, CALIBRATION, ENGINE = "trace", "calibration", "engine"  # stages besides the passes
 _CODE = ("*.py", "*.yaml", "*.jinja", "*.json")
 _ROOMS = ("llmforge", "llmforge.passes", "llmforge.recipes", "llmforge.targets")  # those that may lie apart
+_DOCS = "llmforge/docs/"  # which no build reads
 _REVISION = re.compile(r"[0-9a-f]{40}")
-_NAME = re.compile(r"[\w.-]+")
 
 
 class CheckpointLock(Record):
@@ -89,11 +91,18 @@ class Lock(Record):
     texts: tuple[TextLock, ...]
     seeds: dict[str, int]
     code: CodeLock
-    packages: dict[str, str]  # all that the extras brought, installed versions
+    packages: dict[str, str]  # all that the extras and plug-ins brought, installed versions
+    plugins: tuple[PluginRecord, ...] = ()
     threads: ThreadsLock
     target: str
     machine: Machine
     stages: tuple[StageLock, ...]
+
+    @model_serializer(mode="wrap")
+    def _took_part(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out plug-ins where there are none."""
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if name != "plugins" or value}
 
     def with_engine(self, files: Mapping[str, artifact.FileRecord]) -> Lock:
         """Add the last stage: the files of the engine, of all `files` of the artifact."""
@@ -128,8 +137,15 @@ class Stages:
         self.done.append(StageLock(name=CALIBRATION, sha256=digest.hexdigest()))
 
 
-def gather(recipe: Recipe, resolved: Mapping[str, Any], checkpoint: Checkpoint, target: str, stages: Stages) -> Lock:
-    """Write down what a build read, and what it ran on."""
+def gather(
+    recipe: Recipe,
+    resolved: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    target: str,
+    stages: Stages,
+    others: Sequence[PluginRecord] = (),
+) -> Lock:
+    """Write down what a build read, and what it ran on; `others` are the plug-ins that took part."""
     blas = calibration.openblas()
     spec, quality = recipe.calibration, recipe.validation.quality
     calibrated = spec is not None and any(stage.name == CALIBRATION for stage in stages.done)
@@ -148,7 +164,8 @@ def gather(recipe: Recipe, resolved: Mapping[str, Any], checkpoint: Checkpoint, 
         texts=tuple(texts),
         seeds={} if spec is None else {"calibration": spec.seed},
         code=code(),
-        packages=packages(),
+        packages=packages(each.package for each in others),
+        plugins=tuple(others),
         threads=ThreadsLock(
             calibration=spec.threads if spec is not None and calibrated else None,
             blas_core=None if blas is None else blas.core,
@@ -156,6 +173,20 @@ def gather(recipe: Recipe, resolved: Mapping[str, Any], checkpoint: Checkpoint, 
         target=target,
         machine=machine.describe(),
         stages=tuple(stages.done),
+    )
+
+
+def of_plugins(used: Sequence[Plugin], code: Code) -> tuple[PluginRecord, ...]:
+    """Say which packages from outside took part, and with what."""
+    packages = sorted({each.package for each in used})
+    return tuple(
+        PluginRecord(
+            package=package.name,
+            version=package.version,
+            sha256=code.digest_of(package),
+            parts=tuple(f"{plugins.KINDS[each.kind]} {each.name}" for each in used if each.package == package),
+        )
+        for package in packages
     )
 
 
@@ -189,7 +220,8 @@ def code() -> CodeLock:
         files |= {
             f"{prefix}/{path.relative_to(folder).as_posix()}": path for kind in _CODE for path in folder.rglob(kind)
         }
-    lines = "".join(f"{name} {_sha256(files[name])}\n" for name in sorted(files))
+    code = [name for name in sorted(files) if not name.startswith(_DOCS)]
+    lines = "".join(f"{name} {_sha256(files[name])}\n" for name in code)
     library = native.library()
     return CodeLock(
         version=__version__,
@@ -198,24 +230,10 @@ def code() -> CodeLock:
     )
 
 
-def packages() -> dict[str, str]:
-    """List the versions of what llmforge requires, and of what that requires, as far as it is installed."""
-    found: dict[str, str] = {}
-    waiting = [each.distribution for each in extras.requirements() if each.extra != extras.DEVELOPMENT]
-    while waiting:
-        name = waiting.pop().lower().replace("_", "-")
-        if name in found:
-            continue
-        try:
-            distribution = metadata.distribution(name)
-        except metadata.PackageNotFoundError:
-            continue
-        found[name] = distribution.version
-        for line in distribution.requires or []:
-            match = _NAME.match(line)
-            if match is not None and "extra ==" not in line:
-                waiting.append(match[0])
-    return dict(sorted(found.items()))
+def packages(more: Iterable[str] = ()) -> dict[str, str]:
+    """List the versions of what llmforge requires, and `more`, and of what that requires, as far as it is installed."""
+    named = [each.distribution for each in extras.requirements() if each.extra != extras.DEVELOPMENT]
+    return plugins.installed([*named, *more])
 
 
 def revision(folder: Path) -> str | None:

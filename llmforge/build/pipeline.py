@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from llmforge import artifact, calibration, engines, passes, targets
 from llmforge.artifact import Hashing
-from llmforge.base import spans
-from llmforge.base.backends import BACKENDS
+from llmforge.base import plugins, spans
+from llmforge.base.backends import BACKENDS, plugin_of
 from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.build import (
@@ -56,9 +56,10 @@ from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.runtimes import Interpreter
 from llmforge.ir import dialect, graph, interface, longest_text
 from llmforge.ir.scratch import Scratch
-from llmforge.lowering import options, pass_base
+from llmforge.lowering import options, pass_base, pruning
 from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass
 from llmforge.metrics.agreement import RuntimeName
+from llmforge.parallel.split import split
 from llmforge.planning import source
 from llmforge.quantization.statistics import Demand, Statistics
 from llmforge.recipe import Recipe
@@ -184,7 +185,7 @@ def make(
     stages = Stages()
     stages.graph(lock.TRACE, model)
     progress.stage("Check passes")
-    demands = [demand for step in steps for demand in step.demands()]
+    demands = [pruning.bound(demand, model) for step in steps for demand in step.demands()]
     calibrated = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else {}
     dry_run.run(
         model,
@@ -243,6 +244,7 @@ def make(
                 lossy_steps.append(LossyStep(len(done) - 1, step, before, model.clone(), context))
         ahead.quantized.drop()
         read = replace(footprint.count(model), multiply_adds=multiply_adds)
+        outside = engines.outside(recipe.engine.backend, target)
 
         def prove_engine(run: Callable[[], None], about: Mapping[str, str]) -> None:
             """Load and run the engine, whose files are there, beside the rest of the build."""
@@ -251,7 +253,7 @@ def make(
                 hashing.begin(file)
 
             def proof() -> None:
-                kept.engine_proof({file.name: hashing.sha256(file) for file in files}, about, run)
+                kept.engine_proof({file.name: hashing.sha256(file) for file in files}, about, run, outside)
 
             proofs.begin(nullcontext(), proof)
 
@@ -274,7 +276,7 @@ def make(
             checkpoint=checkpoint,
             windows=windows,
             threads=threads,
-            ranks=recipe.engine.tensor_parallel,
+            ranks=engines.devices(target, recipe.engine),
             progress=progress,
             keep=lambda original, baseline: kept.baseline(original, windows, threads, baseline, progress),
             interpreters=others,
@@ -296,13 +298,14 @@ def make(
             threads=threads,
             vocabulary=checkpoint.geometry.vocabulary,
             depth=checkpoint.geometry.layers,
-            ranks=recipe.engine.tensor_parallel,
+            ranks=engines.devices(target, recipe.engine),
         )
     if recipe.validation.is_empty:
         said = (*said, "nothing was measured: the recipe asks for no validation")
     if release.is_relative(recipe.gates):
         said = (*said, "limits against an earlier artifact are decided by `llmforge gate`, not by this build")
-    resolved = recipe.resolved(steps)
+    resolved, foreign = recipe.resolved(steps), lock.of_plugins(recipe.plugins(steps), kept.code)
+    notes += [f"plug-in {each.package} {each.version} took part: {', '.join(each.parts)}" for each in foreign]
     facts = {
         "name": recipe.name,
         "checkpoint": checkpoint_record(checkpoint),
@@ -313,8 +316,10 @@ def make(
         "proven": (of_trace.result(), *(proof.result() for proof in of_adapters)),
         "notes": (*notes, *said, *found.notes),
         "recipe": resolved,
+        "plugins": foreign,
     }
-    return facts, engine, found, lock.gather(recipe, resolved, checkpoint, target.known_as, stages)
+    locked = lock.gather(recipe, resolved, checkpoint, target.known_as, stages, foreign)
+    return facts, engine, found, locked
 
 
 def _takes_adapters(model: ir.Model) -> bool:
@@ -340,8 +345,15 @@ def prove_trace(checkpoint: Checkpoint, traced: ir.Model, threads: int, frontend
 def check_host(recipe: Recipe, target: Target) -> None:
     """Refuse what no engine is built for, and what this machine does not build unless that is deferred."""
     builder = engines.for_target(recipe.engine.backend, target)
+    plugin = plugin_of(recipe.engine.backend)
+    if plugin is not None and recipe.engine.deferred:
+        raise UnsupportedError(
+            f"{plugin}: an engine of a plug-in cannot be deferred",
+            hint="remove `deferred` from the recipe, and --defer",
+        )
     if not recipe.engine.deferred:
-        builder.require_host(target, recipe.engine)
+        with nullcontext() if plugin is None else plugins.blamed(plugin):
+            builder.require_host(target, recipe.engine)
     elif target.kind == "cpu" or BACKENDS[recipe.engine.backend].elsewhere is not None:
         raise UnsupportedError(
             f"{recipe.engine.backend}: the engine is written here; it cannot be deferred"
@@ -569,10 +581,22 @@ def build_engine(
     The engine is None where it is deferred: what a decode step of it reads is written down for the build that ends it.
     """
     progress.stage("Build engine")
-    builder = engines.for_target(recipe.engine.backend, target)
-    lowered, changes = builder.lower(model, target, recipe.engine)
+    builder, plugin = engines.for_target(recipe.engine.backend, target), plugin_of(recipe.engine.backend)
+    whole: Mapping[str, str] = {}
+    graphs: Sequence[ir.Model] = (model,)
+    if recipe.engine.tensor_parallel > 1:
+        divided = split(model, recipe.engine.tensor_parallel)
+        graphs, whole = divided.ranks, divided.whole
+    with nullcontext() if plugin is None else plugins.blamed(plugin):
+        lowerings = [builder.lower(each, target, recipe.engine) for each in graphs]
+    lowered, changes = lowerings[0]  # the graphs of other ranks differ in shapes alone
     grouped = *view.grouped(changes.rewritten).items(), *view.grouped(changes.skipped).items()
     notes = [f"lowering: {_named(nodes)}: {what}" for what, nodes in grouped]
+    if len(graphs) > 1:
+        notes.append(f"split: {len(graphs)} ranks, each with a graph and its part of the weights")
+    if whole:
+        name, reason = next(iter(whole.items()))
+        notes.append(f"split: whole on every rank: {_named(list(whole))}; {name}: {reason}")
     write_tokenizer(checkpoint, staging / "tokenizer")
     ends = checkpoint.eos_token_ids, checkpoint.bos_token_id
     others = BACKENDS[recipe.engine.backend].elsewhere
@@ -580,6 +604,8 @@ def build_engine(
     request = BuildRequest(
         lowered, staging / "engine", recipe.engine, target, *ends, progress, exported, engine_parts.run, prove
     )
+    if len(graphs) > 1:
+        request = replace(request, ranks=tuple(each for each, _ in lowerings))
     if recipe.engine.deferred:
         pending.write(
             request,
@@ -588,7 +614,10 @@ def build_engine(
             multiply_adds_per_token=read.multiply_adds,
         )
         return None, tuple(notes)
-    engine = builder.build(request)
+    with nullcontext() if plugin is None else plugins.blamed(plugin):
+        engine = builder.build(request)
+    if plugin is not None:
+        engines.check_foreign(engine, plugin, target)
     notes += [*engine.notes, *(f"interface: {note}" for note in interop.write(lowered, engine, checkpoint))]
     made_of = {"checkpoint": f"{checkpoint.path.name} {checkpoint.digest}"}
     served = repository.Model(recipe.name, target.kind, recipe.serving, engine.config, made_of)

@@ -48,6 +48,7 @@ def recorded(path: Path, checkpoint: Path, texts: Sequence[Path], folder: Path) 
             f"{path}: was built with {len(plain['adapters'])} adapters, which the artifact does not hold as files",
             hint="give the recipe with --recipe",
         )
+    plain.pop("plugins", None)  # the lock says which they were
     plain["checkpoint"] = str(checkpoint.resolve())
     here = {documents.digest(text): text for text in texts}
     for section, (digest, name) in zip(sections, wanted_texts, strict=True):

@@ -91,7 +91,7 @@ class Reuse:
 
     def read_code(self, steps: Sequence[Pass]) -> None:
         """Read the code that the keys of a build with `steps` depend on, which `key` would do when it is asked."""
-        modules = {type(step).__module__ for step in steps}
+        modules = {module for step in steps for module in _modules(step)}
         self.code.digest(*filter(self.code.has, modules), *_TRACE_CODE, *_ENGINE_CODE, _TRACE_PROOF_CODE, _PROOF_CODE)
 
     def configure(self, checkpoint: Checkpoint, progress: Progress, beside: Callable[[], None] = lambda: None) -> None:
@@ -175,9 +175,14 @@ class Reuse:
 
             return proofs.begin(held.pop_all(), run)
 
-    def engine_proof(self, files: Mapping[str, str], facts: Mapping[str, str], prove: Callable[[], None]) -> None:
-        """Load and run an engine of `files`, SHA-256 by name, unless an earlier build did; `facts` say how."""
-        key = self.key("engine-proof", _ENGINE_CODE, files=_hash(dict(files)), **facts)
+    def engine_proof(
+        self, files: Mapping[str, str], facts: Mapping[str, str], prove: Callable[[], None], modules: Sequence[str] = ()
+    ) -> None:
+        """Load and run an engine of `files`, SHA-256 by name, unless an earlier build did; `facts` say how.
+
+        `modules` are those of a plug-in that build and load it.
+        """
+        key = self.key("engine-proof", (*_ENGINE_CODE, *modules), files=_hash(dict(files)), **facts)
         with self.cache.computing(key) as entry:
             if entry is not None:
                 self.stages.append("engine")
@@ -286,8 +291,9 @@ class Chain:
 
         A pass that is defined outside of the package has keys that no other build has: its code is not known.
         """
-        module = type(step).__module__
-        known = self.reuse.code.has(module)
+        modules = _modules(step)
+        outside = [module for module in modules if not self.reuse.code.has(module)]
+        known = not outside
         given = options.values(step)
         parts = {
             "after": self.before,
@@ -295,9 +301,9 @@ class Chain:
             "pass": step.name,
             "options": json.dumps({name: value for name, value in given.items() if name != "budget"}, sort_keys=True),
             "calibration": self.calibration if step.demands() else "",
-            "outside": "" if known else f"{module}, in build {self.reuse.build}",
+            "outside": "" if known else f"{', '.join(outside)}, in build {self.reuse.build}",
         }
-        modules = [module] if known else []
+        modules = modules if known else []
         tensors = self.reuse.key("tensors", modules, **parts)
         more = {"budget": json.dumps(given.get("budget")), "promises": self.promises, "texts": self.texts}
         proof = self.reuse.key("proof", [*modules, _PROOF_CODE], **parts, **more)
@@ -378,6 +384,11 @@ class Step:
                 "found": record.model_dump(mode="json"),
             }
             self.cache.put(self.proof, partial(_write_json, PROOF, kept))
+
+
+def _modules(step: Pass) -> list[str]:
+    """Name the modules that compute a pass: its own, and those of the methods that it computes by."""
+    return list(dict.fromkeys([type(step).__module__, *(method.__module__ for method in step.uses())]))
 
 
 def _configuration(read: Mapping[str, Any]) -> Configuration:

@@ -13,6 +13,7 @@ from typing import Any
 
 from llmforge.base import extras
 from llmforge.base.errors import UnsupportedError
+from llmforge.base.plugins import Package
 from llmforge.base.progress import Progress
 from llmforge.build.reuse import Reuse
 from llmforge.checkpoint import Checkpoint
@@ -104,11 +105,13 @@ def run(
         tokenizer.decode,
     )
     beside = theirs, kept(f"{checkpoint.digest} {threads} {','.join(map(str, config.eos_token_ids))}")
-    alone = why_not_whole(checkpoint)
+    alone, code = why_not_whole(checkpoint), ""
+    if config.plugin is not None and reuse is not None:  # which may change under one version
+        code = reuse.code.digest_of(Package(config.plugin.package, config.plugin.version))
     results, left_out = harness.measure(
         harness.Asked(tuple(tasks), limit, few_shot),
         harness.Tokens(encode, prefix),
-        (ours, kept(content and f"{content} {threads}")),
+        (ours, kept(content and f"{content} {threads} {code}")),
         beside if alone is None else None,
         stage=progress.stage,
         advance=progress.advance,

@@ -34,6 +34,7 @@ from llmforge.evaluation.footprint import BytesRead
 from llmforge.evaluation.gates import Figure, Verdict
 from llmforge.evaluation.quality import Logits
 from llmforge.evaluation.runtimes import Interpreter
+from llmforge.metrics import catalog
 from llmforge.metrics.agreement import RuntimeName
 from llmforge.metrics.quality import DocumentSums
 from llmforge.metrics.tasks import TaskResult
@@ -110,7 +111,7 @@ def validate(
         checkpoint=checkpoint,
         windows=texts.evaluation_windows(recipe, checkpoint),
         threads=recipe.engine.threads or physical_cores(),
-        ranks=recipe.engine.tensor_parallel,
+        ranks=engines.devices(target, recipe.engine),
         progress=progress,
         interpreters=others,
     )
@@ -284,6 +285,7 @@ def decide(
         )
     original = reference.of(recipe.validation.quality, checkpoint)
     baseline = open_baseline(original, threads=recipe.engine.threads or physical_cores())
+    others = [name for name in specs if catalog.plugin_of(name) is not None]
     looks: list[Look] = []
     for size, alpha in gates.schedule(len(ours), total):
         progress.stage(f"Measure up to {size} documents")
@@ -291,7 +293,7 @@ def decide(
         expected = baseline.of([window.ids for group in further for window in group], progress.advance)
         for group in further:
             progress.advance(len(ours), size)
-            found = _measured(group, expected, [runner.logits for runner in runners])
+            found = _measured(group, expected, [runner.logits for runner in runners], others)
             ours.append(found[0])
             theirs += found[1:]
         pairs: Pairs = (ours, theirs)
@@ -330,14 +332,25 @@ def _further(recipe: Recipe, checkpoint: Checkpoint, more: Sequence[Path]) -> li
 
 
 def _measured(
-    windows: Sequence[Window], baseline: Logits, sides: Sequence[Callable[[list[int]], NDArray[np.float32]]]
+    windows: Sequence[Window],
+    baseline: Logits,
+    sides: Sequence[Callable[[list[int]], NDArray[np.float32]]],
+    metrics: Sequence[str],
 ) -> list[DocumentSums]:
-    """Compare each side with the baseline, which runs once, on the windows of one document."""
+    """Compare each side with the baseline, which runs once, on the windows of one document.
+
+    `metrics` are those of plug-ins that are asked for.
+    """
     expected = [baseline(window.ids) for window in windows]
     found = []
     for logits in sides:
         kept = iter(expected)
-        compared = quality.compare(windows, lambda _, kept=kept: next(kept), lambda ids, f=logits: f(ids.tolist()))  # type: ignore[misc]
+        compared = quality.compare(
+            windows,
+            lambda _, kept=kept: next(kept),  # type: ignore[misc]
+            lambda ids, f=logits: f(ids.tolist()),  # type: ignore[misc]
+            metrics=metrics,
+        )
         found.append(compared.per_document[0])
     return found
 

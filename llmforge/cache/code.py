@@ -4,6 +4,10 @@ A module that is named in an import counts, and so on from there; imports for ty
 `__init__.py` of a package that is passed through on the way to a module runs, so that its text counts; what it imports
 counts only where a name is taken from it. So a method is part of what quantizes weights, and not of every pass that
 knows what a demand on calibration is. Compiled libraries in the folder of a package count with it.
+
+Code of plug-ins counts likewise (llmforge.base.plugins): what a module of one imports, of its own distribution and of
+this package. All files beside it that are no Python count, too, since it may read them; and all its modules, where
+one looks for others at run time.
 """
 
 from __future__ import annotations
@@ -17,8 +21,11 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
+from llmforge.base import plugins
+
 _PACKAGE = Path(__file__).parents[1]
 Named = tuple[tuple[str, tuple[str, ...]], ...]  # modules, and what is taken of each: nothing of `import`
+_AT_RUNTIME = frozenset({"importlib", "pkgutil", "runpy"})  # import what no statement names
 _BLOCKS = "body", "orelse", "finalbody", "handlers", "cases"  # where a statement holds others
 
 
@@ -32,12 +39,56 @@ class Code:
     _digests: dict[Path, str] = field(default_factory=dict, repr=False)
     _found: dict[str, Path | None] = field(default_factory=dict, repr=False)  # files of modules
     _compiled: dict[Path, tuple[Path, ...]] = field(default_factory=dict, repr=False)  # by the folder of a package
+    _homes: dict[str, tuple[Path, ...]] = field(default_factory=dict, repr=False)  # of packages of plug-ins
 
     def digest(self, *modules: str) -> str:
         """Hash the text of `modules` and of everything inside the package that they import, directly or not."""
-        files = {file for module in self.modules(*modules) for file in self._files(module)}
-        lines = [f"{file.relative_to(self.root)} {self._hash(file)}\n" for file in sorted(files)]
+        reached = self.modules(*modules)
+        files = {file for module in reached for file in self._files(module)}
+        named = {self._named_file(file): file for file in files}
+        tops = sorted({module.partition(".")[0] for module in reached} - {self.root.name})
+        for top in tops:
+            named |= self._outside(top, everything=any(self._looks_for_modules(each, top) for each in reached))
+        lines = [f"{name} {self._hash(named[name])}\n" for name in sorted(named)]
+        for package in sorted({package for top in tops if (package := plugins.of_module(top)) is not None}):
+            lines.append(f"{package} {sorted(plugins.requirements(package).items())}\n")
         return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def digest_of(self, package: plugins.Package) -> str:
+        """Hash all files of a distribution with plug-ins."""
+        tops = sorted(top for top, whose in plugins.tops().items() if whose == package)
+        named = {name: file for top in tops for name, file in self._outside(top, everything=True).items()}
+        return hashlib.sha256("".join(f"{n} {self._hash(named[n])}\n" for n in sorted(named)).encode()).hexdigest()
+
+    def _named_file(self, file: Path) -> str:
+        """Name a file by the package that it is in, wherever that lies."""
+        if file.is_relative_to(self.root):
+            return str(file.relative_to(self.root))
+        home = next(folder for folders in self._homes.values() for folder in folders if file.is_relative_to(folder))
+        return f"{home.name}/{file.relative_to(home).as_posix()}"
+
+    def _outside(self, top: str, *, everything: bool) -> dict[str, Path]:
+        """List the files below a top-level package of a plug-in: all, or those that are no Python, by name."""
+        found = {}
+        for home in self._folders(top):
+            for file in sorted(home.rglob("*")) if home.is_dir() else [home]:
+                kept = file.suffix != ".pyc" and "__pycache__" not in file.parts and file.is_file()
+                if kept and (everything or file.suffix != ".py"):
+                    found[self._named_file(file)] = file
+        return found
+
+    def _folders(self, top: str) -> tuple[Path, ...]:
+        if top not in self._homes:
+            self._homes[top] = plugins.folders(top) if plugins.of_module(top) is not None else ()
+        return self._homes[top]
+
+    def _looks_for_modules(self, module: str, top: str) -> bool:
+        """Say whether a module of package `top` imports others that no statement of it names."""
+        if module.partition(".")[0] != top or (file := self._file(module)) is None:
+            return False
+        self._imported(module)
+        found = any(named.partition(".")[0] in _AT_RUNTIME for named, _ in self._parsed[self._hash(file)])
+        return found or b"__import__" in file.read_bytes()
 
     @property
     def parsed(self) -> dict[str, Named]:
@@ -58,7 +109,7 @@ class Code:
         ).hexdigest()
 
     def has(self, module: str) -> bool:
-        """Say whether `module` is in the package."""
+        """Say whether `module` is in the package, or in that of a plug-in."""
         return self._file(module) is not None
 
     def modules(self, *modules: str) -> frozenset[str]:
@@ -76,6 +127,8 @@ class Code:
         parts = module.split(".")
         for count in range(1, len(parts) + 1):
             file = self._file(".".join(parts[:count]))
+            if file is None and parts[0] != self.root.name and count < len(parts):
+                continue  # a namespace
             assert file is not None, f"no module is called {module}"
             yield file
             if file.name == "__init__.py":
@@ -93,11 +146,14 @@ class Code:
 
     def _look_for(self, module: str) -> Path | None:
         first, *parts = module.split(".")
-        if first != self.root.name:
-            return None
-        folder = self.root.joinpath(*parts)
-        candidates = (folder / "__init__.py", folder.with_name(f"{folder.name}.py"))
-        return next((file for file in candidates if file.is_file()), None)
+        for home in (self.root,) if first == self.root.name else self._folders(first):
+            if home.is_file():
+                return home if not parts and home.suffix == ".py" else None
+            folder = home.joinpath(*parts)
+            candidates = [folder / "__init__.py", *([folder.with_name(f"{folder.name}.py")] if parts else [])]
+            if found := next((file for file in candidates if file.is_file()), None):
+                return found
+        return None
 
     def _hash(self, file: Path) -> str:
         if file not in self._digests:
@@ -108,15 +164,19 @@ class Code:
         if module not in self._imports:
             file = self._file(module)
             assert file is not None, f"no module is called {module}"
-            self._imports[module] = frozenset(self._named(file))
+            self._imports[module] = frozenset(self._named(file, module))
         return self._imports[module]
 
-    def _named(self, file: Path) -> Iterator[str]:
-        """Name the modules of the package that `file` imports."""
+    def _named(self, file: Path, own: str) -> Iterator[str]:
+        """Name the modules of the package, and of plug-ins, that `file`, the module `own`, imports."""
         text = self._hash(file)
         if text not in self._parsed:
             self._parsed[text] = _imports(file.read_bytes())
-        for module, names in self._parsed[text]:
+        package = own.split(".") if file.name == "__init__.py" else own.split(".")[:-1]
+        for written, names in self._parsed[text]:
+            module = written.lstrip(".")
+            if (level := len(written) - len(module)) > 0:  # relative to the package
+                module = ".".join([*package[: len(package) - level + 1], *filter(None, [module])])
             if self._file(module):
                 submodules = [f"{module}.{name}" for name in names]
                 found = [name for name in submodules if self._file(name)]
@@ -133,8 +193,8 @@ def _imports(source: bytes) -> Named:
         for node in at_runtime(statement):
             if isinstance(node, ast.Import):
                 found += ((alias.name, ()) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom) and node.module is not None:
-                found.append((node.module, tuple(alias.name for alias in node.names)))
+            elif isinstance(node, ast.ImportFrom):
+                found.append(("." * node.level + (node.module or ""), tuple(alias.name for alias in node.names)))
     return tuple(found)
 
 

@@ -19,29 +19,35 @@ import torch
 from llmforge.base.errors import DataError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.cache import Code, processor
-from llmforge.calibration import activations, mixed
+from llmforge.calibration import activations, mixed, prune
+from llmforge.calibration.correct import corrected
 from llmforge.calibration.gradients import Gradients, take
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.losses import Losses
 from llmforge.calibration.quantize import quantize_layer
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.sparsify import sparsify_layer
-from llmforge.calibration.store import LayerResult, Store, StoredMatrices, StoredSparse
+from llmforge.calibration.store import LayerResult, Store, StoredArrays, StoredLowRank, StoredMatrices, StoredSparse
 from llmforge.calibration.tables import quantize_tables
 from llmforge.calibration.threads import fixed
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix, dequantize
+from llmforge.quantization.low_rank import LowRank
+from llmforge.quantization.methods.base import InputStatistic
 from llmforge.quantization.statistics import (
     Demand,
     InputRangeDemand,
     KvRange,
     KvRangeDemand,
+    LowRankDemand,
+    PruningDemand,
     SparsityDemand,
     Statistics,
     WeightDemand,
 )
+from llmforge.quantization.structure import Kept
 
 _NOTHING = LayerResult({}, None)  # of embedding and head, where they are left alone
 _TOOLS = ("numpy", "torch", "transformers")  # whose versions move the last bits of what they compute
@@ -81,7 +87,9 @@ def calibrate(
     if not windows:
         raise DataError("the calibration data has no text")
     progress, store = progress or Silent(), store or Store()
-    demands, notes = _with_formats(checkpoint, windows, demands, threads, store, progress)
+    demands, pruned = _with_structure(checkpoint, windows, demands, threads, store, progress)
+    demands, formats = _with_formats(checkpoint, windows, demands, threads, store, progress)
+    notes, pruning = (*pruned, *formats), _pruning_demand(demands)
     own, layers = key(checkpoint, windows, demands, caches, threads), checkpoint.geometry.layers
     found = [store.load(own, index) for index in range(layers)]
     if store.reused:  # before those of embedding and head
@@ -106,7 +114,37 @@ def calibrate(
         notes=(*notes, *(note for result in done for note in result.notes)),
         inputs={name: peak for result in done for name, peak in result.inputs.items()},
         sparse=StoredSparse({name: matrix for result in done for name, matrix in result.sparse.items()}),
+        low_rank=StoredLowRank({name: each for result in done for name, each in result.low_rank.items()}),
+        kept=None if pruning is None else pruning.kept,
+        pruned=StoredArrays({name: each for result in done for name, each in result.pruned.items()}),
     )
+
+
+def _with_structure(
+    checkpoint: Checkpoint,
+    windows: Sequence[Window],
+    demands: Sequence[Demand],
+    threads: int,
+    store: Store,
+    progress: Progress,
+) -> tuple[Sequence[Demand], tuple[str, ...]]:
+    """Choose what is left of the decoder where a demand prunes it: demands that say it, and notes for the report."""
+    demand = _pruning_demand(demands)
+    if demand is None or demand.kept is not None:
+        return demands, ()
+
+    def compute() -> dict[str, Any]:
+        progress.stage("Choose what to prune")
+        with torch.no_grad(), fixed(threads):
+            kept, note = prune.choose(checkpoint, windows, demand)
+        return {**asdict(kept), "note": note}
+
+    found = store.figures("structure", key(checkpoint, windows, [demand], None, threads), compute)
+    heads, channels = (
+        tuple((layer, tuple(units)) for layer, units in found[kind]) for kind in (prune.HEADS, prune.CHANNELS)
+    )
+    chosen = replace(demand, kept=Kept(tuple(found["dropped"]), heads, channels))
+    return [chosen if each is demand else each for each in demands], (found["note"],)
 
 
 def _with_formats(
@@ -177,6 +215,7 @@ def _walk(
     `losses`. Returns results of the embedding and head, and of each layer.
     """
     weights, wanted, sparsity = _weight_demand(demands), _range_demand(demands), _sparsity_demand(demands)
+    correction, pruning = _low_rank_demand(demands), _pruning_demand(demands)
     skeleton = Skeleton.build(checkpoint)
     # Hidden states of every window in front of a layer, as the checkpoint makes them and as quantized layers do.
     calls, original = skeleton.enter([window.ids for window in windows])
@@ -208,14 +247,22 @@ def _walk(
             current[:] = skeleton.enter([window.ids for window in windows], dequantize(embedding))[1]
         for index, kept in enumerate(found[begin:], begin):
             progress.advance(index, len(found))
-            layer = skeleton.load(index, calls[index])
+            if pruning is not None and pruning.drops(index):
+                done.append(kept or store.save(own, index, _NOTHING))
+                continue
+            layer, made = skeleton.load(index, calls[index]), dict[str, Float32]()
+            if pruning is not None:
+                known = None if kept is None else StoredArrays(kept.pruned)
+                layer, made = prune.prune_layer(layer, index, original, pruning, known)
             ranges = KvRangeDemand() in demands and (measured is None or index in measured)
             inputs = {} if kept or wanted is None else activations.measure(layer, original, wanted)
             if sparsity is not None:
                 result = _prune_layer(layer, current, sparsity, ranges, kept)
             else:
-                result = _calibrate_layer(layer, original, current, weights, taken, threads, ranges, kept, losses)
-            done.append(result if kept else store.save(own, index, replace(result, inputs=inputs)))
+                result = _calibrate_layer(
+                    layer, original, current, weights, taken, threads, ranges, kept, losses, correction
+                )
+            done.append(result if kept else store.save(own, index, replace(result, inputs=inputs, pruned=made)))
             del layer  # before the next one is read
             if keeps and index + 1 < len(found):
                 store.keep_states(own, index + 1, (state.numpy() for side in sides for state in side))
@@ -251,7 +298,15 @@ def plan(checkpoint: Checkpoint, demands: Sequence[Demand], caches: Mapping[int,
     Raises:
         UnsupportedError: as far as that can be known without weights, calibration cannot serve `demands`.
     """
-    weights = _weight_demand(demands)
+    weights, correction = _weight_demand(demands), _low_rank_demand(demands)
+    pruning = _pruning_demand(demands)
+    if pruning is not None and pruning.structure is not None:
+        prune.require(pruning, checkpoint.geometry.layers)
+    if correction is not None and weights is not None and (weights.weight_bits or weights.weight_bytes):
+        raise UnsupportedError(
+            "correct-low-rank adds to the bytes that method: auto is to keep to",
+            hint="leave it out and give `auto` its bits, which they buy more with; or choose another method",
+        )
     for layer, parts in caches.items():
         if KvRangeDemand() in demands and "key" in parts and len(parts) > 2:
             others = ", ".join(sorted(set(parts) - {"key", "value"}))
@@ -295,6 +350,40 @@ def _sparsity_demand(demands: Sequence[Demand]) -> SparsityDemand | None:
     return found[0] if found else None
 
 
+def _pruning_demand(demands: Sequence[Demand]) -> PruningDemand | None:
+    """Return the one demand that takes heads, channels and layers out; None where there is none."""
+    found = list(dict.fromkeys(demand for demand in demands if isinstance(demand, PruningDemand)))
+    if len(found) > 1:
+        raise UnsupportedError(
+            "two passes prune the same layers: " + "; ".join(map(str, found)), hint="keep one of them"
+        )
+    weights = _weight_demand(demands)
+    if found and weights is not None and (weights.weight_bits is not None or weights.weight_bytes is not None):
+        raise UnsupportedError(
+            "prune-structure goes with one format of all weights: method: auto measures those of the whole model",
+            hint="choose another method, or leave prune-structure out: auto takes bytes where they cost least",
+        )
+    return found[0] if found else None
+
+
+def _low_rank_demand(demands: Sequence[Demand]) -> LowRankDemand | None:
+    """Return the one demand for corrections of quantized linears; None where there is none."""
+    found = list(dict.fromkeys(demand for demand in demands if isinstance(demand, LowRankDemand)))
+    if not found:
+        return None
+    if len(found) > 1:
+        raise UnsupportedError(
+            "two passes correct the same linear layers: " + "; ".join(map(str, found)), hint="keep one of them"
+        )
+    weights = _weight_demand(demands)
+    if weights is None or InputStatistic.MOMENTS not in weights.method.demands:
+        raise UnsupportedError(
+            "correct-low-rank corrects what quantize-weights chose by calibration text, and no pass does that",
+            hint="put quantize-weights with method: gptq in front of it, or leave it out",
+        )
+    return found[0]
+
+
 def _range_demand(demands: Sequence[Demand]) -> InputRangeDemand | None:
     """Return the one demand for ranges of inputs; None where there is none."""
     ranges = list(dict.fromkeys(demand for demand in demands if isinstance(demand, InputRangeDemand)))
@@ -326,7 +415,7 @@ def key(
 
 
 def _code(methods: Collection[str]) -> list[str]:
-    """Hash the code of calibration and of `methods`, of which one may be defined outside of the package."""
+    """Hash the code of calibration and of `methods`, of which one may be defined in no package at all."""
     code = Code()
     outside = sorted(method for method in methods if not code.has(method))
     sources = [hashlib.sha256(Path(str(sys.modules[method].__file__)).read_bytes()).hexdigest() for method in outside]
@@ -348,20 +437,23 @@ def _calibrate_layer(
     wants_ranges: bool,
     found: LayerResult | None,
     losses: Losses | None = None,
+    correction: LowRankDemand | None = None,
 ) -> LayerResult:
     """Quantize and measure one layer, or take what was `found`, and carry the hidden states through it."""
     linears: dict[str, QuantizedMatrix] = {}
+    low_rank: dict[str, LowRank] = {}
     notes: list[str] = []
     if wants_ranges and found is None:
         layer = layer.recording()
     if weights is not None and found is None:
-        linears = quantize_layer(layer, original, current, weights, taken, threads, notes, losses)
+        linears, low_rank = quantize_layer(layer, original, current, weights, taken, threads, notes, losses, correction)
     else:
         if weights is not None and found is not None:
             for index, state in enumerate(original):
                 original[index] = layer.run(index, state)
+            corrections = StoredLowRank(found.low_rank)
             for name, matrix in StoredMatrices(found.linears).items():
-                layer.set_weight(name, dequantize(matrix))
+                layer.set_weight(name, corrected(matrix, corrections.get(name)))
         for index, state in enumerate(current):
             current[index] = layer.run(index, state)
     if not all(bool(torch.isfinite(state).all()) for state in current):
@@ -372,7 +464,7 @@ def _calibrate_layer(
     if found is not None:
         return found
     kv = _ranges(layer, len(current)) if wants_ranges else None
-    return LayerResult(linears, kv, notes=tuple(notes))
+    return LayerResult(linears, kv, notes=tuple(notes), low_rank=low_rank)
 
 
 def _prune_layer(

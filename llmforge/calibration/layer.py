@@ -6,10 +6,12 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.calibration import experts as of_experts
@@ -39,6 +41,33 @@ class Additions(NamedTuple):
     last: tuple[str, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Selected:
+    """Which output and input features of a linear are left where others were pruned; None: all."""
+
+    rows: NDArray[np.intp] | None = None
+    columns: NDArray[np.intp] | None = None
+
+    def of(self, weight: Float32) -> Float32:
+        """Return what is left of a weight [N, K]."""
+        kept = weight if self.rows is None else weight[self.rows]
+        return kept if self.columns is None else kept[:, self.columns]
+
+    def spread(self, kept: Float32, n: int, k: int) -> Float32:
+        """Put what is left of a weight back in its places of [n, k], zeros elsewhere."""
+        whole = np.zeros((n, k), np.float32)
+        rows = np.arange(n) if self.rows is None else self.rows
+        whole[np.ix_(rows, np.arange(k) if self.columns is None else self.columns)] = kept
+        return whole
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what is left of inputs [..., K]."""
+        return x if self.columns is None else x[..., torch.from_numpy(self.columns)]
+
+
+_WHOLE = Selected()
+
+
 class _Reached(Exception):
     """The module that was waited for is about to run."""
 
@@ -47,12 +76,16 @@ class _Reached(Exception):
 class DecoderLayer:
     """A decoder layer in fp32; `name` is its place in the model, `calls` how it is called with each window.
 
-    Parameter names are those of the checkpoint: "model.layers.0.self_attn.q_proj.weight".
+    Parameter names are those of the checkpoint: "model.layers.0.self_attn.q_proj.weight". Where features of its linears
+    were pruned, `selected` has those that are left, and `kv_heads` the KV heads: weights and inputs are without the
+    others, which the module itself keeps, with zeros in what reads them.
     """
 
     module: torch.nn.Module
     name: str
     calls: Sequence[Call]
+    selected: Mapping[str, Selected] = field(default_factory=dict)
+    kv_heads: tuple[int, ...] | None = None
 
     def run(self, window: int, state: torch.Tensor) -> torch.Tensor:
         """Return the hidden states [1, tokens, hidden] after the layer, of window number `window`."""
@@ -85,7 +118,10 @@ class DecoderLayer:
                 "their ranges can be calibrated where it does once",
                 hint="leave quantize-kv-cache out",
             )
-        return peaks[0]
+        if self.kv_heads is None:
+            return peaks[0]
+        key, value = (peak[list(self.kv_heads)] for peak in peaks[0])
+        return key, value
 
     def groups(self, state: torch.Tensor) -> list[list[str]]:
         """Name the weights of the linears in the order they run, those that read one tensor together; experts apart.
@@ -218,15 +254,24 @@ class DecoderLayer:
     def weight(self, name: str) -> Float32:
         """Return the weight of linear `name`, fp32 [N, K]."""
         weight: Float32 = self.linears()[name].weight.detach().numpy()
-        return weight
+        return self._left(name).of(weight)
 
     def set_weight(self, name: str, weight: Float32) -> None:
         """Give linear `name` another weight, fp32 [N, K], or experts another parameter, [E·N, K]."""
         if name in (linears := self.linears()):
+            if name in self.selected:
+                weight = self.selected[name].spread(weight, linears[name].out_features, linears[name].in_features)
             linears[name].weight = torch.nn.Parameter(torch.from_numpy(weight), requires_grad=False)
             return
         owner, _, parameter = name.rpartition(".")
         of_experts.assign(self.experts()[owner], parameter, weight)
+
+    def outputs_left(self, names: Sequence[str], moments: tuple[Float32, ...]) -> tuple[Float32, ...]:
+        """Return what is left of moments of the outputs of linears `names`, [N, N] each, or of none."""
+        kept = [self._left(name).rows for name in names]
+        return tuple(
+            each if rows is None else each[np.ix_(rows, rows)] for rows, each in zip(kept, moments, strict=False)
+        )
 
     def _watched(self, note: Callable[[str, Arguments], None], names: Sequence[str]) -> ExitStack:
         """Call `note` with the name of each of the linears or experts `names`, and what it is given, before it runs."""
@@ -235,7 +280,8 @@ class DecoderLayer:
         def hook(name: str) -> Callable[..., None]:
             def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
                 given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
-                note(name, tuple(given.values())[1:])
+                x, *others = tuple(given.values())[1:]
+                note(name, (self._left(name).read(x), *others))
 
             return before
 
@@ -261,7 +307,7 @@ class DecoderLayer:
         linear, read = self.linears()[name], list[torch.Tensor]()
 
         def nothing(input: torch.Tensor) -> torch.Tensor:
-            read.append(input)
+            read.append(self._left(name).read(input))
             return input.new_zeros(*input.shape[:-1], linear.out_features)
 
         linear.forward = nothing  # type: ignore[method-assign]
@@ -276,6 +322,9 @@ class DecoderLayer:
             f"{name} does not run for every window of the calibration text, so its inputs are unknown",
             hint=f"add it to `exclude`, or use method: {PLAIN.name}",
         )
+
+    def _left(self, name: str) -> Selected:
+        return self.selected.get(name, _WHOLE)
 
     def linears(self) -> dict[str, torch.nn.Linear]:
         """Map the names of its linears to them."""

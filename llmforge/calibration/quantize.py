@@ -12,16 +12,18 @@ import torch
 
 from llmforge.base.errors import DataError
 from llmforge.calibration import experts as of_experts
+from llmforge.calibration.correct import correct_linears, corrected
 from llmforge.calibration.gradients import Gradients
 from llmforge.calibration.layer import Additions, DecoderLayer
 from llmforge.calibration.losses import Losses
 from llmforge.calibration.resuming import Runs
 from llmforge.calibration.sums import InputSums
 from llmforge.quantization.exclusion import exclusion
-from llmforge.quantization.grids import Float32, QuantizedMatrix, dequantize, rows
+from llmforge.quantization.grids import Float32, QuantizedMatrix, rows
+from llmforge.quantization.low_rank import LowRank
 from llmforge.quantization.methods import PLAIN
-from llmforge.quantization.methods.base import InputStatistic, Method
-from llmforge.quantization.statistics import WeightDemand
+from llmforge.quantization.methods.base import InputStatistic, LayerInputs, Method
+from llmforge.quantization.statistics import LowRankDemand, WeightDemand
 
 HELD_OUT = 8  # of so many windows, one is held out of what the others are measured by
 
@@ -43,8 +45,9 @@ def quantize_layer(
     threads: int = 1,
     notes: list[str] | None = None,
     losses: Losses | None = None,
-) -> dict[str, QuantizedMatrix]:
-    """Quantize the linears and experts of `layer` in place, in the order in which they run.
+    correction: LowRankDemand | None = None,
+) -> tuple[dict[str, QuantizedMatrix], dict[str, LowRank]]:
+    """Quantize the linears and experts of `layer` in place, in the order in which they run; with what corrects them.
 
     The hidden states `original`, those of the checkpoint, end behind the layer, and so do `current` ones, which what is
     quantized makes; each run through it once. What a reader of the report should know is put to `notes`, and what each
@@ -65,6 +68,7 @@ def quantize_layer(
         original[window] = after
     runs = Runs.of(layer, current)
     results: dict[str, QuantizedMatrix] = {}
+    corrections: dict[str, LowRank] = {}
     notes = [] if notes is None else notes
     for names in groups:
         unquantized = [read.pop(names[0]) for read in inputs]
@@ -72,13 +76,15 @@ def quantize_layer(
             reads = [each.read for each in unquantized]
             matrices = _quantize_experts(runs, names[0], reads, demand, notes)
         else:
-            outputs = gradients.outputs(names) if gradients is not None else ()
-            matrices = _quantize_linears(runs, names, unquantized, added, demand, outputs, threads, notes, losses)
+            outputs = layer.outputs_left(names, gradients.outputs(names)) if gradients is not None else ()
+            matrices, seen = _quantize_linears(runs, names, unquantized, added, demand, outputs, threads, notes, losses)
+            if correction is not None and not exclusion(names, correction.exclude):
+                corrections |= correct_linears(layer, matrices, seen, correction)
         for name, matrix in matrices.items():
-            layer.set_weight(name, dequantize(matrix))
+            layer.set_weight(name, corrected(matrix, corrections.get(name)))
         results |= matrices
     runs.end()
-    return results
+    return results, corrections
 
 
 def _residuals(
@@ -116,8 +122,11 @@ def _quantize_linears(
     threads: int,
     notes: list[str],
     losses: Losses | None,
-) -> dict[str, QuantizedMatrix]:
-    """Quantize linears that read one tensor, `originals` in the checkpoint: their rows are one matrix."""
+) -> tuple[dict[str, QuantizedMatrix], LayerInputs]:
+    """Quantize linears that read one tensor, `originals` in the checkpoint: their rows are one matrix.
+
+    Also return what was seen of that tensor.
+    """
     layer, name, residual = runs.layer, names[0], originals[0].residual
     rows_added = residual.shape[1] if residual is not None and len(names) == 1 else None
     sums, held = (InputSums.start(demand.method.demands, originals[0].read.shape[1], rows_added) for _ in range(2))
@@ -142,7 +151,7 @@ def _quantize_linears(
             losses.measure(names, weights, demand.method, seen)
     notes += [f"{name}: {note}" for note in seen.notes]
     bounds = pairwise(np.cumsum([0, *map(len, weights)]))
-    return {name: rows(matrix, slice(*own)) for name, own in zip(names, bounds, strict=True)}
+    return {name: rows(matrix, slice(*own)) for name, own in zip(names, bounds, strict=True)}, seen
 
 
 def _quantize_experts(

@@ -29,7 +29,7 @@ def sparsify_layer(
         DataError: what a linear reads over the calibration text does not allow it.
     """
     groups = layer.groups(states[0])
-    routers, experts, linears = layer.routers(groups, states[0]), layer.experts(), layer.linears()
+    routers, experts = layer.routers(groups, states[0]), layer.experts()
     runs = Runs.of(layer, states)
     pruned: dict[str, SparseMatrix] = {}
     for group in groups:
@@ -37,11 +37,11 @@ def sparsify_layer(
             name
             for name in group
             if name not in experts and name not in routers and not exclusion([name], demand.exclude)
-            if linears[name].in_features % sparsity.GROUP == 0
+            if layer.weight(name).shape[1] % sparsity.GROUP == 0
         ]
         if not names:
             continue
-        sums = InputSums.start({InputStatistic.MOMENTS}, linears[names[0]].in_features)
+        sums = InputSums.start({InputStatistic.MOMENTS}, layer.weight(names[0]).shape[1])
         for window in range(len(states)):
             x, *_ = runs.arguments(names[0], window)
             sums.add(x, x)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from llmforge.cache import Cache, Key
 from llmforge.quantization.grids import Float32, Grid, Packed, QuantizedMatrix, pack, unpack
+from llmforge.quantization.low_rank import LowRank
 from llmforge.quantization.sparsity import SparseMatrix
 from llmforge.quantization.statistics import InputRange, KvRange, Smoothed
 
@@ -87,6 +88,48 @@ class StoredSparse(Mapping[str, SparseMatrix]):
         return len(self._places)
 
 
+class StoredLowRank(Mapping[str, LowRank]):
+    """Corrections by parameter name, each in memory or in the file of its layer, from which each access reads it."""
+
+    def __init__(self, places: Mapping[str, LowRank | Path]) -> None:
+        self._places = places
+
+    def __getitem__(self, name: str) -> LowRank:
+        place = self._places[name]
+        if isinstance(place, LowRank):
+            return place
+        with np.load(place, allow_pickle=False) as arrays:
+            group, *figures = json.loads(arrays["low_rank"].tobytes())[name]
+            return LowRank(arrays[f"{group}/a"], arrays[f"{name}/b"], group, *figures)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+class StoredArrays(Mapping[str, Float32]):
+    """Matrices by parameter name, each in memory or in the file of its layer, from which each access reads it."""
+
+    def __init__(self, places: Mapping[str, Float32 | Path]) -> None:
+        self._places = places
+
+    def __getitem__(self, name: str) -> Float32:
+        place = self._places[name]
+        if not isinstance(place, Path):
+            return place
+        with np.load(place, allow_pickle=False) as arrays:
+            made: Float32 = arrays[f"{name}/pruned"]
+        return made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
 @dataclass(frozen=True)
 class LayerResult:
     """What one layer yielded: its linears by parameter name, the ranges of its keys and values, and of inputs.
@@ -99,6 +142,8 @@ class LayerResult:
     inputs: Mapping[str, InputRange] = field(default_factory=dict)  # by parameter name
     notes: tuple[str, ...] = ()  # for the report
     sparse: Mapping[str, SparseMatrix | Path] = field(default_factory=dict)  # see `StoredSparse`
+    low_rank: Mapping[str, LowRank | Path] = field(default_factory=dict)  # see `StoredLowRank`
+    pruned: Mapping[str, Float32 | Path] = field(default_factory=dict)  # see `StoredArrays`
 
 
 @dataclass(frozen=True)
@@ -121,9 +166,18 @@ class Store:
             kv = KvRange(arrays["kv/key"], arrays["kv/value"]) if "kv/key" in arrays else None
             names, notes, inputs = (json.loads(arrays[part].tobytes()) for part in ("grids", "notes", "inputs"))
             ranges = {name: _read_range(arrays, name, described) for name, described in inputs.items()}
-            pruned = json.loads(arrays["sparse"].tobytes())
+            sparse, corrected = (json.loads(arrays[part].tobytes()) for part in ("sparse", "low_rank"))
+            pruned = [name.removesuffix("/pruned") for name in arrays if name.endswith("/pruned")]
         file = entry.path / _FILE
-        return LayerResult(dict.fromkeys(names, file), kv, ranges, tuple(notes), dict.fromkeys(pruned, file))
+        return LayerResult(
+            dict.fromkeys(names, file),
+            kv,
+            ranges,
+            tuple(notes),
+            dict.fromkeys(sparse, file),
+            dict.fromkeys(corrected, file),
+            dict.fromkeys(pruned, file),
+        )
 
     def save(self, key: str, index: int, result: LayerResult) -> LayerResult:
         """Keep the result of layer `index`, and return one that reads from there."""
@@ -135,12 +189,18 @@ class Store:
             grids[name] = {**asdict(matrix.grid), "k": matrix.shape[1]}
         if result.kv is not None:
             arrays["kv/key"], arrays["kv/value"] = result.kv.key, result.kv.value
-        inputs = {name: _write_range(arrays, name, each) for name, each in result.inputs.items()}
+        inputs = {name: _write_range(arrays, name, of) for name, of in result.inputs.items()}
         arrays["inputs"] = np.frombuffer(json.dumps(inputs).encode(), np.uint8)
         for name, pruned in StoredSparse(result.sparse).items():
             arrays[f"{name}/kept"], arrays[f"{name}/places"] = pruned.values, pruned.places
         costs = {name: pruned.lost for name, pruned in StoredSparse(result.sparse).items()}
         arrays["sparse"] = np.frombuffer(json.dumps(costs).encode(), np.uint8)
+        arrays |= {f"{name}/pruned": matrix for name, matrix in StoredArrays(result.pruned).items()}
+        figures = {}
+        for name, each in StoredLowRank(result.low_rank).items():
+            arrays[f"{each.group}/a"], arrays[f"{name}/b"] = each.a, each.b
+            figures[name] = [each.group, each.before, each.after, each.codes]
+        arrays["low_rank"] = np.frombuffer(json.dumps(figures).encode(), np.uint8)
         arrays["notes"] = np.frombuffer(json.dumps(result.notes).encode(), np.uint8)
         arrays["grids"] = np.frombuffer(json.dumps(grids).encode(), np.uint8)
 
@@ -151,7 +211,13 @@ class Store:
         if entry is None:
             return result
         file = entry.path / _FILE
-        return replace(result, linears=dict.fromkeys(result.linears, file), sparse=dict.fromkeys(result.sparse, file))
+        return replace(
+            result,
+            linears=dict.fromkeys(result.linears, file),
+            sparse=dict.fromkeys(result.sparse, file),
+            low_rank=dict.fromkeys(result.low_rank, file),
+            pruned=dict.fromkeys(result.pruned, file),
+        )
 
     def gradients(self, key: str, write: Callable[[Path], None], stack: ExitStack) -> Path:
         """Return the folder of gradients that `write` has filled, in an earlier calibration or now.

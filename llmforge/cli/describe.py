@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from llmforge import targets
 from llmforge.artifact import Artifact
+from llmforge.base import plugins
 from llmforge.base.backends import PENDING_FILE, Support, dotted
-from llmforge.lowering import options
+from llmforge.base.errors import PluginError
+from llmforge.lowering import options, pass_base
 from llmforge.lowering.pass_base import Pass
+from llmforge.quantization import methods
 from llmforge.targets import Figure, Target
 
 if TYPE_CHECKING:
@@ -31,6 +35,75 @@ def pass_row(cls: type[Pass]) -> dict[str, str]:
     """Say what a pass does, in one line."""
     summary = (inspect.getdoc(cls) or "").partition("\n")[0]
     return {"name": cls.name, "numerics": cls.numerics.value, "summary": summary}
+
+
+def pass_rows_of_plugins(known: Collection[str]) -> list[dict[str, str]]:
+    """Say what each pass of a plug-in does, and who brings it, in one line; or why it does not load."""
+    rows = []
+    for name in pass_base.SEAM.names():
+        try:
+            cls = pass_base.SEAM.find(name, known)
+        except PluginError as error:
+            rows.append(_broken(pass_base.SEAM, name, "numerics", error))
+            continue
+        if cls is not None and (plugin := pass_base.of_plugin(cls)) is not None:
+            rows.append({**pass_row(cls), "package": str(plugin.package)})
+    return rows
+
+
+def loaded(known: Collection[str]) -> tuple[list[type[Pass]], list[str], list[PluginError]]:
+    """Load the passes of plug-ins, and their methods, by name; and say which of them do not load."""
+    passes: list[type[Pass]] = []
+    usable: list[str] = []
+    broken: list[PluginError] = []
+    for name in pass_base.SEAM.names():
+        try:
+            passes += filter(None, [pass_base.SEAM.find(name, known)])
+        except PluginError as error:
+            broken.append(error)
+    for name in methods.SEAM.names():
+        try:
+            usable += [] if methods.SEAM.find(name, methods.built_in()) is None else [name]
+        except PluginError as error:
+            broken.append(error)
+    return passes, usable, broken
+
+
+def targets_here() -> tuple[list[Target], list[dict[str, str]]]:
+    """Read all targets, those of plug-ins among them; and say which of these do not load, and why."""
+    found, broken = [], []
+    for name in targets.names():
+        try:
+            found.append(targets.load(name))
+        except PluginError as error:
+            broken.append(_broken(targets.SEAM, name, "kind", error))
+            if name in targets.built_in():
+                found.append(targets.read(targets.FOLDER / f"{name}.yaml"))
+    return found, broken
+
+
+def of_package(target: Target) -> dict[str, str]:
+    """Say who brings a target."""
+    plugin = None if target.name in targets.built_in() else targets.plugin_of(target.name)
+    return {"package": "llmforge" if plugin is None else str(plugin.package)}
+
+
+def target_facts(target: Target) -> dict[str, Any]:
+    """Write the facts of a target as plain data."""
+    return {**target.model_dump(mode="json", exclude_none=True), **of_package(target)}
+
+
+def with_packages(rows: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
+    """Leave out the package of each row where all are llmforge's own."""
+    if any(row["package"] != "llmforge" for row in rows):
+        return [tuple(row.values()) for row in rows]
+    return [tuple(value for name, value in row.items() if name != "package") for row in rows]
+
+
+def _broken(seam: plugins.Seam[Any], name: str, second: str, error: PluginError) -> dict[str, str]:
+    packages = [str(each.package) for each in plugins.found().plugins if (each.kind, each.name) == (seam.kind, name)]
+    text = {"numerics": "summary", "kind": "title"}[second]
+    return {"name": name, second: "–", text: f"cannot be used: {error.message}", "package": ", ".join(packages)}
 
 
 def pass_facts(cls: type[Pass]) -> dict[str, Any]:
@@ -98,6 +171,7 @@ def artifact_lines(artifact: Artifact, tools: Mapping[str, str]) -> list[str]:
         f"{record.created:%Y-%m-%d %H:%M %Z}  {record.verdict:<12}  {record.home}report/report.html"
         for record in artifact.evidence
     ]
+    brought = manifest.recipe.get("plugins") or {}
     rows = [
         ("gates", artifact.verdict),
         *zip(("evidence", *[""] * len(evidence)), evidence, strict=False),
@@ -106,6 +180,7 @@ def artifact_lines(artifact: Artifact, tools: Mapping[str, str]) -> list[str]:
         ("checkpoint", manifest.checkpoint),
         *([("engine", "not built yet; run `llmforge build --finish`")] if _PENDING in manifest.files else ()),
         ("requires", ", ".join(f"{package} {version}" for package, version in manifest.requires.items()) or "nothing"),
+        *([("plug-ins", ", ".join(f"{name} {version}" for name, version in brought.items()))] if brought else ()),
         ("built with", ", ".join(f"{tool} {version}" for tool, version in tools.items())),
     ]
     lines = [f"{manifest.name} {manifest.version}", *(f"  {title:<12}{value}" for title, value in rows)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from difflib import get_close_matches
 from pathlib import Path
 
 import click
@@ -177,20 +178,25 @@ def passes(name: str | None, as_json: bool) -> None:
     """List the passes, or describe the pass NAME and its options."""
     from llmforge import passes as registry
     from llmforge.cli import describe
+    from llmforge.lowering import pass_base
 
     if name is None:
-        rows = [describe.pass_row(cls) for cls in registry.ALL]
+        rows = [{**describe.pass_row(cls), "package": "llmforge"} for cls in registry.ALL]
+        rows += describe.pass_rows_of_plugins([cls.name for cls in registry.ALL])
         if as_json:
             output.write_json(rows)
         else:
-            output.write_columns([tuple(row.values()) for row in rows])
+            output.write_columns(describe.with_packages(rows))
         return
     known = {cls.name: cls for cls in registry.ALL}
+    if (brought := pass_base.SEAM.find(name, known)) is not None:
+        known[name] = brought
     if name not in known:
         from llmforge.recipe.errors import meant
 
-        hint = meant(name.lower(), list(known)) or "see `llmforge passes`"
-        raise UsageError(f"no pass is named {name!r}; known: {', '.join(known)}", hint=hint)
+        names = [*known, *pass_base.SEAM.names()]
+        hint = meant(name.lower(), names) or "see `llmforge passes`"
+        raise UsageError(f"no pass is named {name!r}; known: {', '.join(names)}", hint=hint)
     if as_json:
         output.write_json(describe.pass_facts(known[name]))
     else:
@@ -216,14 +222,21 @@ def targets(name: str | None, as_json: bool) -> None:
     from llmforge import targets as devices
     from llmforge.cli import describe
 
-    found = [devices.find(name)] if name is not None else [devices.load(each) for each in devices.names()]
+    if name is not None:
+        found = devices.find(name)
+        if as_json:
+            output.write_json(describe.target_facts(found))
+        else:
+            output.write_lines(*describe.target_text(found).split("\n"))
+        return
+    listed, broken = describe.targets_here()
     if as_json:
-        facts = [target.model_dump(mode="json", exclude_none=True) for target in found]
-        output.write_json(facts if name is None else facts[0])
-    elif name is not None:
-        output.write_lines(*describe.target_text(found[0]).split("\n"))
+        output.write_json([*map(describe.target_facts, listed), *broken])
     else:
-        output.write_columns([(target.name, target.kind, target.title) for target in found])
+        rows = [
+            {"name": each.name, "kind": each.kind, "title": each.title, **describe.of_package(each)} for each in listed
+        ]
+        output.write_columns(describe.with_packages([*rows, *broken]))
 
 
 _SCHEMA = """\b
@@ -237,5 +250,38 @@ def schema() -> None:
     """Print the JSON Schema of recipes, for editor completion."""
     from llmforge import passes as registry
     from llmforge import recipe
+    from llmforge.cli import describe
+    from llmforge.cli.console import say
 
-    output.write_json(recipe.json_schema(registry.ALL))
+    passes, methods, broken = describe.loaded([cls.name for cls in registry.ALL])
+    for problem in broken:
+        say(f"left out: {problem.message}", always=True)
+    output.write_json(recipe.json_schema([*registry.ALL, *passes], methods))
+
+
+_PAGES = Path(__file__).resolve().parents[1] / "docs"
+_DOCS = """\b
+Examples:
+  llmforge docs
+  llmforge docs gates | less
+"""
+
+
+@click.command(epilog=_DOCS)
+@click.argument("page", required=False)
+def docs(page: str | None) -> None:
+    """List the pages of the documentation, or print PAGE.
+
+    PAGE is a name of the list, or docs/NAME.md, as messages and help texts name it.
+    """
+    pages = {path.relative_to(_PAGES).with_suffix("").as_posix(): path for path in sorted(_PAGES.rglob("*.md"))}
+    if page is None:
+        titles = [(name, path.read_text(encoding="utf-8").split("\n", 1)[0]) for name, path in pages.items()]
+        output.write_columns([(name, title.removeprefix("# ").replace("`", "")) for name, title in titles])
+        return
+    name = page.removeprefix("docs/").removesuffix(".md")
+    if name not in pages:
+        near = get_close_matches(name, pages, n=1)
+        hint = f"did you mean `llmforge docs {near[0]}`?" if near else "`llmforge docs` lists the pages"
+        raise UsageError(f"there is no page {name}", hint=hint)
+    output.write_script(pages[name].read_text(encoding="utf-8"))

@@ -75,7 +75,7 @@ def gate(
     """
     from llmforge.artifact import Artifact
     from llmforge.recipe import GatesFile, Recipe
-    from llmforge.report import release, release_text, verdict
+    from llmforge.report import release, release_text
 
     if not until_decided and (recipe is not None or texts or max_documents is not None):
         raise UsageError("--recipe, --text and --max-documents require --until-decided")
@@ -84,8 +84,7 @@ def gate(
     for path in filter(None, (junit, markdown)):
         output.check_file(path)
     opened = Artifact.open(artifact)
-    verdict.recompute(opened)
-    subject = release.Subject.of(opened)
+    subject = release.Subject.checked(opened)
     given = None if file is None else GatesFile.load(file)
     specs = subject.sealed_limits if given is None else dict(given.gates)
     source = f"the recipe of {subject.side.reference}" if file is None else str(file)
@@ -153,7 +152,7 @@ def _earlier(
 ) -> Subject | None:
     """Find the artifact that a release is held against; None: there is none to be held against."""
     from llmforge.artifact import Artifact, resolve, versions
-    from llmforge.report import release, verdict
+    from llmforge.report import release
 
     needed = release.is_relative(specs)
     if named == NOTHING:
@@ -182,10 +181,9 @@ def _earlier(
                 hint="name one with --against ARTIFACT; for a first release: --against none",
             )
         opened = found[0]
-    verdict.recompute(opened)
     if not needed:
         notes.append("no gate limits a change against the earlier artifact: add `rise_max` or `drop_max`")
-    return release.Subject.of(opened)
+    return release.Subject.checked(opened)
 
 
 def _of_turns(specs: Mapping[str, GateSpec]) -> list[SlowestMetric]:

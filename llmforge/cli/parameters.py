@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from llmforge.base import folders, small_file
+from llmforge.base import backends, folders, small_file
 from llmforge.base.errors import UsageError
 from llmforge.base.wording import shown
 
@@ -99,6 +99,35 @@ class TargetName(click.ParamType[str]):
 
 
 TARGET = TargetName()
+
+
+class BackendName(click.ParamType[str]):
+    """The name of a backend, of a plug-in's, too."""
+
+    name = "backend"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Name those of llmforge, as help shows them; what plug-ins bring is not looked for."""
+        return f"[{'|'.join(backends.BUILT_IN)}]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Refuse what no backend is called.
+
+        Raises:
+            PluginError: a plug-in brings it, and fails.
+        """
+        known = [*backends.BUILT_IN, *(() if value in backends.BUILT_IN else backends.SEAM.names())]
+        return str(click.Choice(known).convert(value, param, ctx))
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Offer names."""
+        from click.shell_completion import CompletionItem
+
+        names = [*backends.BUILT_IN, *backends.SEAM.names()]
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+BACKEND = BackendName()
 
 
 _LOG_FORMAT = "llmforge.log_format"  # key in the metadata of click's context, which subcommands share

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
+import llmforge
 from llmforge.base import extras
-from llmforge.base.backends import BACKENDS, Dtype
+from llmforge.base.backends import Dtype
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import PATH, POSITIVE, TARGET, record
+from llmforge.cli.parameters import BACKEND, PATH, POSITIVE, TARGET, record, refuse_given
 
 if TYPE_CHECKING:
     from llmforge.doctor.ceilings import Ceilings
@@ -44,7 +45,7 @@ Examples:
 @click.option(
     "--engine",
     "backend",
-    type=click.Choice(list(BACKENDS)),
+    type=BACKEND,
     help="Runtime. Defaults to the one of RECIPE, or the first of the target.",
 )
 @click.option(
@@ -150,10 +151,12 @@ def measured_here(target: Target) -> Target | None:
     return found.model_copy(update={"name": target.name})
 
 
+_CONSTRAINTS = Path(llmforge.__file__).with_name("constraints.txt")
 _DOCTOR = """\b
 Examples:
   llmforge doctor
   llmforge doctor --measure --write here.yaml    # then: llmforge plan RECIPE --target here.yaml
+  llmforge doctor --constraints > constraints.txt    # then: pip install -c constraints.txt 'llmforge[build,cpu]'
 """
 
 
@@ -171,16 +174,31 @@ Examples:
     "--prove-transformers", "prove", is_flag=True,
     help="Prove that the installed release of transformers works, which lets it pass from then on.",
 )  # fmt: skip
+@click.option(
+    "--constraints", is_flag=True, help="Print the package versions that llmforge is tested with, for `pip install -c`."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def doctor(measure: bool, path: Path | None, device: str, threads: int | None, prove: bool, as_json: bool) -> None:
+def doctor(
+    measure: bool,
+    path: Path | None,
+    device: str,
+    threads: int | None,
+    prove: bool,
+    constraints: bool,
+    as_json: bool,
+) -> None:
     """Check what this machine can build and run, and measure it."""
+    if constraints:
+        refuse_given("--constraints", "measure", "path", "device", "threads", "prove", "as_json")
+        output.write_script(_CONSTRAINTS.read_text(encoding="utf-8"))
+        return
     if prove:
         if measure:
             raise UsageError("--prove-transformers and --measure exclude each other")
         _prove_transformers(as_json)
         return
     from llmforge.cli import console
-    from llmforge.doctor import environment, gpus, render
+    from llmforge.doctor import environment, gpus, plugins, render
     from llmforge.evaluation import machine
 
     if path is not None:
@@ -190,7 +208,7 @@ def doctor(measure: bool, path: Path | None, device: str, threads: int | None, p
     if device != "cpu" and not measure:
         raise UsageError("--device requires --measure")
     here, found = machine.describe(), gpus.find()
-    checks = environment.checklist(here, found, Path.cwd())
+    checks = [*environment.checklist(here, found, Path.cwd()), *plugins.checks()]
     ceilings = None
     if measure:
         with console.progress() as progress:

@@ -124,9 +124,8 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
 _EPILOG = """\b
 Examples:
   llmforge doctor    # what can this machine build and run?
-  llmforge build recipes/quickstart.yaml
-  llmforge run artifacts/NAME/VERSION "Once upon a time"
-  llmforge serve artifacts/NAME/VERSION
+  llmforge init CHECKPOINT    # write a recipe; then plan, build, run, as it says
+  llmforge docs tutorial
 
 \b
 Exit codes:
@@ -178,6 +177,7 @@ Exit codes:
         inspecting.passes,
         inspecting.targets,
         inspecting.schema,
+        inspecting.docs,
         completing.completion,
     ],
     epilog=_EPILOG,

@@ -5,17 +5,22 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from llmforge.base import extras
-from llmforge.base.backends import BACKENDS
 from llmforge.base.errors import UsageError
+from llmforge.base.wording import shown
 from llmforge.cli import building, output, serving
-from llmforge.cli.parameters import PATH, TARGET, out_option
+from llmforge.cli.parameters import BACKEND, PATH, TARGET, out_option, refuse_given
 from llmforge.cli.planning import measured_here
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 _GOALS = ("latency", "throughput", "size", "quality")
 _TEXTS = ("calibration.jsonl", "evaluation.jsonl")
@@ -27,6 +32,7 @@ Examples:
   llmforge init CHECKPOINT
   llmforge init CHECKPOINT --target l4 --goal throughput -o chat-l4.yaml
   llmforge init CHECKPOINT --calibration mine.jsonl --evaluation held-out.jsonl
+  llmforge init CHECKPOINT --like chat-h100-fp8    # one of the recipes that ship with llmforge
 """
 
 
@@ -46,12 +52,35 @@ def _recipe_options(command: Any) -> Any:
     return command
 
 
+class ShippedRecipe(click.ParamType[str]):
+    """The name of a recipe that ships with llmforge."""
+
+    name = "recipe"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Take the name, with or without its suffix."""
+        names, name = self._names(), str(value).removesuffix(".yaml")
+        if name not in names:
+            self.fail(f"{shown(name)} is no recipe that ships with llmforge; there are {', '.join(names)}", param, ctx)
+        return name
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Offer the names."""
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(name) for name in self._names() if name.startswith(incomplete)]
+
+    @staticmethod
+    def _names() -> list[str]:
+        from llmforge import recipes
+
+        return sorted(path.stem for path in recipes.FOLDER.glob("*.yaml"))
+
+
 @click.command(epilog=_INIT)
 @click.argument("checkpoint", type=PATH)
 @_recipe_options
-@click.option(
-    "--engine", "backend", type=click.Choice(list(BACKENDS)), help="Runtime. Defaults to the first of the target."
-)
+@click.option("--engine", "backend", type=BACKEND, help="Runtime. Defaults to the first of the target.")
 @click.option("-o", "--output", "path", type=PATH, metavar="FILE.yaml", help="Recipe to write. Defaults to NAME.yaml.")
 @click.option("--name", metavar="NAME", help="Name of the artifacts. Defaults to that of the checkpoint's folder.")
 @click.option(
@@ -59,6 +88,7 @@ def _recipe_options(command: Any) -> Any:
     help="Calibration text, a line of {id, text} each. Defaults to text that ships with llmforge.",
 )  # fmt: skip
 @click.option("--evaluation", type=PATH, metavar="FILE.jsonl", help="Evaluation text; must not overlap --calibration.")
+@click.option("--like", type=ShippedRecipe(), metavar="NAME", help="Copy a recipe that ships with llmforge instead.")
 @click.option("--force", is_flag=True, help="Replace the recipe if it is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print the path of the recipe as JSON.")
 def init(
@@ -70,6 +100,7 @@ def init(
     name: str | None,
     calibration: Path | None,
     evaluation: Path | None,
+    like: str | None,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -80,7 +111,11 @@ def init(
     """
     from llmforge.cli import console
 
-    path = write(checkpoint, target, goal, backend, path, name, calibration, evaluation, force=force)
+    if like is not None:
+        refuse_given("--like", "goal", "backend")
+        given = click.get_current_context().get_parameter_source("target") is ParameterSource.COMMANDLINE
+        target = target if given else ""
+    path = write(checkpoint, target, goal, backend, path, name, calibration, evaluation, like=like, force=force)
     if as_json:
         output.write_json({"recipe": str(path)})
     else:
@@ -148,9 +183,12 @@ def write(
     calibration: Path | None,
     evaluation: Path | None,
     *,
+    like: str | None = None,
     force: bool = False,
 ) -> Path:
     """Write a recipe, and beside it the text that ships with llmforge where no other is given; return its path.
+
+    `like` is a recipe that ships with llmforge; without a `target` its own stays.
 
     Raises:
         UsageError: the recipe is there, or other text where that which ships would be.
@@ -158,6 +196,7 @@ def write(
     """
     from llmforge import recipes, targets
     from llmforge.base.sealed import is_name
+    from llmforge.checkpoint import read_settings
     from llmforge.doctor import gpus
     from llmforge.planning import starting
     from llmforge.recipe import Recipe
@@ -171,8 +210,6 @@ def write(
         raise UsageError(f"{path} is there", hint="use --force to replace it, or -o for another name")
     if (calibration is None) != (evaluation is None):
         raise UsageError("--calibration and --evaluation require each other", hint="they must not overlap")
-    found = targets.find(target)
-    here = [] if found.kind == "cpu" else gpus.find()
     texts = dict(zip(("calibration", "evaluation"), (calibration, evaluation), strict=True))
     if calibration is None:
         texts = {Path(file).stem: path.parent / "text" / file for file in _TEXTS}
@@ -180,23 +217,43 @@ def write(
         "checkpoint": _beside(checkpoint, path),
         **{what: _beside(file, path) for what, file in texts.items() if file},
     }
-    given["target"] = _beside(Path(target), path) if targets.is_file(target) else target.lower()
-    start = starting.write(
-        checkpoint,
-        measured_here(found) or found,
-        goal,
-        name=name,
-        given=given,
-        backend=backend,
-        has_device=any(gpu.target == found.name for gpu in here),
-        sample_text=calibration is None,
-    )
+    if target:
+        given["target"] = _beside(Path(target), path) if targets.is_file(target) else target.lower()
+        found = targets.find(target)
+    if like is not None:
+        read_settings(checkpoint.absolute())  # what is no checkpoint is refused before anything is written
+        shipped = (recipes.FOLDER / f"{like}.yaml").read_text(encoding="utf-8")
+        text = _adapted(shipped.replace(f"recipes/{like}.yaml", path.name), {"name": name, **given})
+    else:
+        here = [] if found.kind == "cpu" else gpus.find()
+        text = starting.write(
+            checkpoint,
+            measured_here(found) or found,
+            goal,
+            name=name,
+            given=given,
+            backend=backend,
+            has_device=any(gpu.target == found.name for gpu in here),
+            sample_text=calibration is None,
+        ).yaml
     with output.writing(path):
         if calibration is None:
             _copy_texts(recipes.TEXT, path.parent / "text")
-        path.write_text(start.yaml, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     Recipe.load(path)
     return path
+
+
+def _adapted(recipe: str, given: Mapping[str, str]) -> str:
+    """Put what is `given` in the place of what a recipe that ships has: name, checkpoint, target and texts."""
+    from llmforge import recipes
+
+    for key in {"name", "checkpoint", "target"} & given.keys():
+        written = f"{key}: {given[key]}".replace("\\", r"\\")
+        recipe = re.sub(rf"^{key}: .*$", written, recipe, count=1, flags=re.MULTILINE)
+    for key in {"calibration", "evaluation"} & given.keys():
+        recipe = recipe.replace(f"text/{key}.jsonl", given[key])
+    return recipe.replace(" ../", f" {recipes.FOLDER.parent}/").replace("[../", f"[{recipes.FOLDER.parent}/")
 
 
 def _copy_texts(shipped: Path, folder: Path) -> None:

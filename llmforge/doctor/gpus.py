@@ -39,7 +39,8 @@ class Gpu:
     def target(self) -> str | None:
         """Name the target that it is, if one is known: the longest whose words are all in its name."""
         words = set(self.title.lower().replace("-", " ").split())
-        known = [targets.load(name) for name in targets.names() if set(name.split("-")) - {"40", "80", "sxm"} <= words]
+        alike = (name for name in targets.built_in() if set(name.split("-")) - {"40", "80", "sxm"} <= words)
+        known = [targets.load(name) for name in alike]
         near = [each.name for each in known if each.sm == self.sm and self._has_memory_of(each)]
         return max(near, key=len, default=None)
 

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from llmforge.base.backends import BACKENDS, BackendName
-from llmforge.base.errors import EnvironmentLacks, UnsupportedError
+from llmforge.base.backends import BACKENDS, BackendName, plugin_of
+from llmforge.base.errors import EnvironmentLacks, InputError, UnsupportedError
+from llmforge.base.plugins import Plugin, blamed, refusal
 from llmforge.base.progress import Progress, Silent
 from llmforge.ir import graph
+from llmforge.runtime.backends.config import FILE, PluginFacts, RuntimeConfig
 from llmforge.runtime.backends.device import CudaDevice
 
 if TYPE_CHECKING:
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from llmforge.engines.parameters import Exported
     from llmforge.lowering.pass_base import Changes
     from llmforge.recipe import EngineSpec
-    from llmforge.runtime.backends.config import RuntimeConfig
     from llmforge.targets import Target
 
 # Of weights: up to here a build loads an engine as a server does. ONNX Runtime then holds them twice.
@@ -52,6 +53,7 @@ class BuildRequest:
     exported: Exported | None = None  # where the backend writes a file of parameters (`Backend.elsewhere`)
     run_in_parts: RunInParts | None = None  # what proves an engine of more than `WHOLE_BYTES`; None: it is loaded
     prove: Prove = at_once
+    ranks: Sequence[ir.Model] = ()  # the lowered graph of each, where several share the model; `model` is the first
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,46 @@ def for_target(backend: BackendName, target: Target) -> Builder:
 
     Raises:
         UnsupportedError: the target cannot load such an engine.
+        PluginError: it is of a plug-in, which fails.
     """
-    return cast(Builder, importlib.import_module(target.require_engine(backend).builder))
+    provider, plugin = target.require_engine(backend), plugin_of(backend)
+    if plugin is None:
+        return cast(Builder, importlib.import_module(provider.builder))
+    with blamed(plugin):
+        module = importlib.import_module(provider.builder)
+    if missing := [name for name in ("require_host", "lower", "build") if not callable(getattr(module, name, None))]:
+        raise refusal(plugin, f"its builder {provider.builder} has no {', '.join(missing)}")
+    return cast(Builder, module)
+
+
+def outside(backend: BackendName, target: Target) -> tuple[str, ...]:
+    """Name the modules of a plug-in that build and load engines of `backend` for `target`; none: llmforge does."""
+    if plugin_of(backend) is None:
+        return ()
+    provider = target.require_engine(backend)
+    return provider.builder, provider.session
+
+
+def check_foreign(engine: Engine, plugin: Plugin, target: Target) -> None:
+    """Return if what a plug-in built says so, where a host that serves it looks.
+
+    Raises:
+        PluginError: it does not.
+    """
+    if not isinstance(engine, Engine):
+        raise refusal(plugin, f"its builder returned a {type(engine).__name__}, not an Engine")
+    provider = target.require_engine(plugin.name).name
+    facts = PluginFacts(plugin.package.name, plugin.package.version)
+    try:
+        written = RuntimeConfig.read(engine.folder / FILE)
+    except InputError as error:
+        raise refusal(plugin, f"its builder wrote no whole {FILE}: {error.message}") from error
+    if written != engine.config or (written.provider, written.plugin) != (provider, facts):
+        raise refusal(
+            plugin,
+            f"its builder wrote a {FILE} with other facts than provider {provider} and plugin {plugin.package}",
+            "its authors make it with `llmforge.engines.signatures.config`",
+        )
 
 
 def exporter(backend: BackendName, target: Target) -> Exporter:
@@ -121,15 +161,16 @@ def exporter(backend: BackendName, target: Target) -> Exporter:
     return cast(Exporter, for_target(backend, target))
 
 
-def refuse_ranks(backend: BackendName, degree: int) -> None:
-    """Return if an engine of `backend` can be one of `degree` that share a model: with 1 alone, in this version.
+def refuse_ranks(backend: BackendName, degree: int, target: Target) -> None:
+    """Return if `degree` engines of `backend` can share a model on `target`.
 
     Raises:
-        UnsupportedError: it cannot; the message says what the backend lacks.
+        UnsupportedError: they cannot; the message says what the backend lacks.
     """
-    if degree > 1:
+    if degree > 1 and not target.require_engine(backend).ranks:
         raise UnsupportedError(
-            f"engine.tensor_parallel is {degree}; {backend} does not support it: {BACKENDS[backend].alone}",
+            f"engine.tensor_parallel is {degree}; {backend} does not support it on {target.name}: "
+            f"{BACKENDS[backend].alone}",
             hint="set `tensor_parallel: 1`; `llmforge.parallel.split.split` writes the graph of each rank",
         )
 
@@ -147,6 +188,11 @@ def refuse_paged(spec: EngineSpec, target: Target) -> None:
             "provider has attention over blocks of a pool",
             hint="set `engine: {kv_cache: slots}`, or choose a GPU and `backend: onnxruntime`",
         )
+
+
+def devices(target: Target, spec: EngineSpec) -> int:
+    """Count the devices that an engine takes: ranks on a CPU share one."""
+    return spec.tensor_parallel if target.kind == "gpu" else 1
 
 
 def require_device(target: Target, spec: EngineSpec) -> None:

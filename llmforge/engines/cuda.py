@@ -6,19 +6,22 @@ Nothing here needs a GPU. Whether the provider runs a node is looked up in the r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
-from llmforge.base.errors import UnsupportedError
+from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.engines import (
     BuildRequest,
     Engine,
     cuda_attention,
     cuda_graphs,
     cuda_operators,
+    heads,
     kernels,
     onnx_file,
     require_device,
@@ -47,9 +50,13 @@ VERSION = kernels.cuda().wheel.rpartition("=")[2]
 
 # Session entries of the fast product of 4-bit and 8-bit weights (cuda_operators), in the wheel by these names.
 FAST_ENTRY, FAST_ROWS_ENTRY = "ep.cuda.fpa_intb_gemm", "ep.cuda.fpa_intb_profile_m"
+FUSIONS_ENTRY = "optimization.disable_specified_optimizers"
 
 # Tokens of a prefill that it is tuned for at load, beside the rows of decode steps.
 PREFILL_ROWS = (16, 64, 256, 1024)
+
+# Tokens of the steps that prove an engine: kernels of products are chosen by the power of two at or above them.
+PROVED_TOKENS = tuple(sorted({*(1 << i for i in range(10)), *(3 << i for i in range(8))}))  # 1 … 512
 
 
 def require_host(target: Target, spec: EngineSpec) -> None:
@@ -86,6 +93,8 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     changes.rewritten += cuda_operators.split_biases(lowered)
     changes.rewritten += cuda_operators.name_layouts(lowered)
     changes.rewritten += cuda_operators.widen(lowered)
+    if spec.kv_cache == "slots":
+        changes.rewritten.append(heads.give_heads(lowered))
     changes.skipped += [Skipped(str(node.name), reason) for node, reason in cuda_operators.slower(lowered)]
     check(lowered, target)
     _refuse(lowered, sm)
@@ -175,8 +184,39 @@ def build(request: BuildRequest) -> Engine:
     check(request.model, request.target)
     signatures.check_context(request.model, request.spec.max_context)
     config = write(request)
-    session = module_of(config).open_engine(request.folder / MODEL_FILE, config, None, CudaDevice())
-    return Engine.built(request, config, notes=prove(session, config))
+    device = CudaDevice()
+    config, notes = open_and_prove(
+        request.folder,
+        config,
+        lambda chosen: module_of(chosen).open_engine(request.folder / MODEL_FILE, chosen, None, device),
+    )
+    return Engine.built(request, config, notes=notes)
+
+
+def open_and_prove(
+    folder: Path, config: RuntimeConfig, open_session: Callable[[RuntimeConfig], Backend[Any]]
+) -> tuple[RuntimeConfig, tuple[str, ...]]:
+    """Open an engine and prove it; where its fast products do not run, without them, which `runtime.json` then says.
+
+    Not every number of rows has a tactic on every device (onnxruntime#29691), and once weights lie in the order of the
+    fast product there is no other way for them: it is all or none.
+
+    Raises:
+        UnsupportedError: ONNX Runtime refuses the engine, or fails to run it.
+        VerificationError: as `prove`.
+    """
+    try:
+        return config, prove(open_session(config), config)
+    except (UnsupportedError, VerificationError) as error:
+        if FAST_ENTRY not in config.session.entries:
+            raise
+        reason = error.message
+    own = {FAST_ENTRY, FAST_ROWS_ENTRY, FUSIONS_ENTRY}
+    entries = {name: value for name, value in config.session.entries.items() if name not in own}
+    slower = replace(config, session=replace(config.session, entries=entries))
+    notes = prove(open_session(slower), slower)
+    (folder / FILE).write_text(slower.to_json(), encoding="utf-8")
+    return slower, (f"{FAST_ENTRY} is off, and products of codes are slower: with it, {reason}", *notes)
 
 
 def write(request: BuildRequest) -> RuntimeConfig:
@@ -189,12 +229,20 @@ def write(request: BuildRequest) -> RuntimeConfig:
 
 
 def prove(session: Backend[Any], config: RuntimeConfig) -> tuple[str, ...]:
-    """Capture the planned steps, and run two (`onnxruntime.prove`); return notes on what is not captured.
+    """Capture the planned steps, run two (`onnxruntime.prove`) and one of each of `PROVED_TOKENS`; return notes.
+
+    They are on what is not captured.
 
     Raises:
         VerificationError: a step that must be captured is not, or logits are not finite.
     """
-    standard.prove(session, session.allocate(config.max_batch, config.max_context).rows(0, 1))
+    row = session.allocate(config.max_batch, config.max_context).rows(0, 1)
+    standard.prove(session, row)
+    for tokens in PROVED_TOKENS:
+        if tokens <= min(row.capacity, session.longest_step or row.capacity):
+            logits = session.step(np.zeros((1, tokens), np.int64), np.zeros(1, np.int32), row)
+            if not np.isfinite(logits).all():
+                raise VerificationError(f"the engine returns NaN or infinite logits for a prompt of {tokens} tokens")
     return session.notes
 
 
@@ -240,7 +288,7 @@ def session_options(model: ir.Model, buckets: Sequence[int]) -> SessionOptions:
         entries |= {
             FAST_ENTRY: "1",
             FAST_ROWS_ENTRY: ",".join(map(str, sorted({*buckets, *PREFILL_ROWS}))),
-            "optimization.disable_specified_optimizers": "MatMulNBitsFusion",
+            FUSIONS_ENTRY: "MatMulNBitsFusion",
         }
     return SessionOptions(threads=1, optimize=True, entries=entries)
 

@@ -136,6 +136,12 @@ def check(model: ir.Model, checkpoint: Checkpoint) -> None:
             f"other runtimes cannot load {', '.join(own)}, operators that only llmforge has kernels for",
             hint="leave genai-interface or optimum-interface out of the recipe, or the passes that write them",
         )
+    if graph.PRUNED in model.metadata_props:
+        raise UnsupportedError(
+            "other runtimes read the number of layers and heads from one configuration; after prune-structure layers "
+            "differ",
+            hint="leave genai-interface or optimum-interface out of the recipe, or prune-structure",
+        )
     if _grows(model):
         if (reason := _optimum_reason(model, checkpoint)) is not None:
             raise UnsupportedError(reason, hint="leave optimum-interface out of the recipe")

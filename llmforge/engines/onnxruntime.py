@@ -20,7 +20,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.engines import WHOLE_BYTES, BuildRequest, Engine, integer_products, kernels, onnx_file, signatures
 from llmforge.engines.kernels import Kernel
 from llmforge.ir import constant_folding, dialect, graph, operators
-from llmforge.ir.operators import canonical
+from llmforge.ir.operators import canonical, cpu
 from llmforge.ir.operators.contrib import FusedMatMul
 from llmforge.ir.operators.record import CANONICAL
 from llmforge.ir.operators.standard import Constant, MatMul, QuantizeLinear, Transpose
@@ -29,6 +29,8 @@ from llmforge.lowering.pass_base import Changes, Rewritten
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import FILE, MODEL_FILE, SessionOptions
 from llmforge.runtime.backends.interface import Backend, C
+from llmforge.runtime.backends.ranks import group as groups
+from llmforge.runtime.backends.ranks import session as rank_session
 from llmforge.runtime.backends.session import PROVIDER, Session
 from llmforge.runtime.serving import chat
 from llmforge.targets import Isa, Target
@@ -41,9 +43,11 @@ def require_host(target: Target, spec: EngineSpec) -> None:
     """Return if this machine has the target's instruction set: an engine is run as it is built.
 
     Raises:
-        EnvironmentLacks: it has not, or ONNX Runtime is not installed.
+        EnvironmentLacks: it has not, ONNX Runtime is not installed, or several ranks are wanted and cannot meet here.
     """
     target.require_here()
+    if spec.tensor_parallel > 1:
+        groups.require()
 
 
 def lower(model: ir.Model, target: Target, spec: EngineSpec | None = None) -> tuple[ir.Model, Changes]:
@@ -61,10 +65,26 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec | None = None) -> tu
     if target.kind != "cpu":
         raise UnsupportedError(f"target {target.name} is a {target.kind}; this engine runs on CPUs")
     changes = Changes()
-    lowered, changes.rewritten = expand(model)
+    meeting = _with_collectives(model)
+    lowered, changes.rewritten = expand(meeting)
     changes.rewritten += integer_products.write(lowered)
     check_operators(lowered)
     return lowered, changes
+
+
+def _with_collectives(model: ir.Model) -> ir.Model:
+    """Clone the graph of a rank with the collectives of our own kernels; any other is returned as it is."""
+    if not any(operators.is_a(node, canonical.AllReduce, canonical.AllGather) for node in model.graph):
+        return model
+    meeting = model.clone()
+    for node in list(meeting.graph):
+        view = operators.view(node)
+        if isinstance(view, canonical.AllReduce | canonical.AllGather):
+            own = cpu.AllReduce if isinstance(view, canonical.AllReduce) else cpu.AllGather
+            made = own.insert(node, {"x": view.x}, {"ranks": view.ranks}, name=str(node.name))
+            graph.replace_value(node.outputs[0], made.node.outputs[0])
+    graph.drop_unused(meeting)
+    return meeting
 
 
 def expand(model: ir.Model) -> tuple[ir.Model, list[Rewritten]]:
@@ -160,6 +180,8 @@ def build(request: BuildRequest) -> Engine:
         VerificationError: the engine yields logits that are not finite.
     """
     model, folder, spec = request.model, request.folder, request.spec
+    if request.ranks:
+        return _build_ranks(request)
     check_operators(model)
     signatures.check_context(model, spec.max_context)
     folder.mkdir(parents=True, exist_ok=True)
@@ -187,6 +209,34 @@ def build(request: BuildRequest) -> Engine:
     config = replace(signatures.config(request, options), onnxruntime=onnxruntime.__version__, kernels=own_kernels)
     (folder / FILE).write_text(config.to_json(), encoding="utf-8")
     return Engine.built(request, config, notes=notes)
+
+
+def _build_ranks(request: BuildRequest) -> Engine:
+    """Write the graphs of all ranks, their data and `runtime.json`, start the ranks once, and run two steps."""
+    folder, spec = request.folder, request.spec
+    for model in request.ranks:
+        check_operators(model)
+        signatures.check_context(model, spec.max_context)
+    folder.mkdir(parents=True, exist_ok=True)
+    onnx_file.write_ranks(request.ranks, folder, request.progress)
+    options = session_options(spec.threads)
+    config = replace(
+        signatures.config(request, options),
+        onnxruntime=onnxruntime.__version__,
+        kernels=native.VERSION,
+        ranks=len(request.ranks),
+    )
+
+    def run() -> None:
+        session = rank_session.open_engine(folder, config, None)
+        try:
+            prove(session, session.allocate(1, spec.max_context))
+        finally:
+            session.close()
+
+    request.prove(run, {"session": repr(options), "context": str(spec.max_context), "ranks": str(config.ranks)})
+    (folder / FILE).write_text(config.to_json(), encoding="utf-8")
+    return Engine.built(request, config, {"ranks": f"{config.ranks} processes"})
 
 
 def prove(session: Backend[C], cache: C) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import onnx_ir as ir
 
-from llmforge.base.backends import ProviderName
+from llmforge.base.backends import ProviderName, plugin_of
 from llmforge.base.errors import UnsupportedError
 from llmforge.engines import BuildRequest
 from llmforge.ir import graph, interface, longest_text, operators
 from llmforge.ir.operators import contrib
-from llmforge.runtime.backends.config import FORMAT, RuntimeConfig, SessionOptions
+from llmforge.runtime.backends.config import FORMAT, PluginFacts, RuntimeConfig, SessionOptions
 from llmforge.runtime.backends.signature import CacheInput
 
 
@@ -39,8 +40,15 @@ def caches(model: ir.Model) -> tuple[CacheInput, ...]:
 
 
 def config(request: BuildRequest, session: SessionOptions) -> RuntimeConfig:
-    """Say of an engine what is told for all of them alike; what its provider needs besides is `replace`d."""
+    """Say of an engine what is told for all of them alike; what its provider needs besides is `replace`d.
+
+    Of a backend of a plug-in that is the provider, and who brings it.
+    """
     spec = request.spec
+    own: dict[str, Any] = {}
+    if (plugin := plugin_of(spec.backend)) is not None:
+        own["provider"] = request.target.require_engine(spec.backend).name
+        own["plugin"] = PluginFacts(plugin.package.name, plugin.package.version)
     return RuntimeConfig(
         format=FORMAT,
         onnxruntime=None,
@@ -53,6 +61,7 @@ def config(request: BuildRequest, session: SessionOptions) -> RuntimeConfig:
         caches=caches(request.model),
         session=session,
         adapters=tuple(json.loads(request.model.metadata_props.get(interface.ADAPTERS, "[]"))),
+        **own,
     )
 
 

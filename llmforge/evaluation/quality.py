@@ -11,7 +11,7 @@ from llmforge.base.errors import DataError
 from llmforge.checkpoint import text
 from llmforge.checkpoint.text import Window
 from llmforge.metrics import catalog
-from llmforge.metrics.catalog import PREFILL_KLD, QualityMetric
+from llmforge.metrics.catalog import PREFILL_KLD
 from llmforge.metrics.quality import Answer, Quality, Sample, summarize, values
 from llmforge.metrics.token_records import WindowScores
 from llmforge.metrics.tokens import KLD, require_finite, score
@@ -31,6 +31,7 @@ def compare(
     decode_tokens: int = 0,
     answers: Sequence[Answer] = (),
     samples: Sequence[Sample] = (),
+    metrics: Sequence[str] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Quality:
     """Run every window through `baseline` and `artifact` and compare them on each next token.
@@ -39,9 +40,10 @@ def compare(
     from the other side. Logits of one block are in memory, log-probabilities never; kept are a few numbers a token.
     `progress` is told the windows done and their total.
 
-    `half_of`, the length of a full window, scores the second half of full windows alone, as llama.cpp does
-    (tools/perplexity/perplexity.cpp: rows n_ctx / 2 … n_ctx - 2 of each chunk). `decode` gives the logits of the
-    artifact through decode steps; about `decode_tokens` tokens, spread over all documents, are read by it as well.
+    `metrics` are those of plug-ins to measure besides. `half_of`, the length of a full window, scores the second half
+    of full windows alone, as llama.cpp does (tools/perplexity/perplexity.cpp: rows n_ctx / 2 … n_ctx - 2 of each
+    chunk). `decode` gives the logits of the artifact through decode steps; about `decode_tokens` tokens, spread over
+    all documents, are read by it as well.
 
     Raises:
         DataError: there is nothing to predict.
@@ -59,7 +61,7 @@ def compare(
                 hint="use longer documents, a smaller `context`, or `scored: all`",
             )
     again = {id(window) for window in text.spread(windows, decode_tokens)} if decode and decode_tokens else set()
-    forms = {metric.name: metric.form for metric in catalog.of_kind(QualityMetric)}
+    forms = {metric.name: metric.form for metric in catalog.of_quality(metrics)}
     of_tokens = values(tuple(forms.values()))
     scores: dict[str, list[WindowScores]] = {}
     decoded: dict[str, list[WindowScores]] = {}

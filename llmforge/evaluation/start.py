@@ -59,7 +59,7 @@ def run(artifact: Path, *, threads: int, batch: int, prompt_tokens: int, output_
         pass
     return Start(
         load_ms=load_ms,
-        peak_host_bytes=machine.peak_resident_bytes(),
+        peak_host_bytes=machine.peak_resident_bytes() + sum(map(machine.peak_resident_bytes, runner.session.processes)),
         # What is taken stays taken: weights and cache are allocated once, and arenas return nothing.
         peak_device_bytes=None if device is None else max(0, before - device.memory()[0]),
     )

@@ -15,6 +15,7 @@ from llmforge.farm import pareto, running
 from llmforge.farm.pareto import Plot, Point
 from llmforge.farm.running import Row
 from llmforge.metrics import catalog, units
+from llmforge.report.render import environment_of
 
 SHOWN = (pareto.QUALITY, *pareto.AGAINST)
 _MARKS = {"pass": "✓", "fail": "✗", "inconclusive": "?", "pending": "…", "error": "!", "none": "–"}
@@ -116,16 +117,10 @@ def render(template: str, **facts: Any) -> str:
 
 @cache
 def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader(
-            [jinja2.PackageLoader("llmforge.farm", ""), jinja2.PackageLoader("llmforge.report", "")]
-        ),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    environment = environment_of(
+        "llmforge.farm", "llmforge.report",
         finalize=lambda value: wording.plain_text(value) if type(value) is str else value,
-    )
+    )  # fmt: skip
     environment.filters.update(duration=units.duration, figure=figure, size=units.size)
     environment.globals.update(
         shown=SHOWN, marks=_MARKS, words=_WORDS, classes=CLASSES, width=pareto.WIDTH, height=pareto.HEIGHT, bottom=46

@@ -18,6 +18,7 @@ from llmforge.ir.derived import Derived
 SOURCES = "llmforge.sources"  # metadata_props key of an initializer: JSON list of parameter names (docs/dialect.md)
 
 SPARSITY = "llmforge.sparsity"  # metadata_props key of a model whose weights are pruned: "2:4"
+PRUNED = "llmforge.pruned"  # metadata_props key of a model that is pruned: JSON of KV heads by layer, and layers that are gone
 
 _Put = Callable[..., None]
 Attribute = int | float | str | Sequence[int] | Sequence[float]

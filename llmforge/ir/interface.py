@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,11 +48,38 @@ PLACES = frozenset(
 ADAPTER_IDS = "adapter_ids"  # int64 [batch]: the adapter of each row, from 1 on; 0: none
 LOGITS_ROWS = "logits_rows"  # int64 [rows], default [-1]
 LOGITS = "logits"  # [batch, rows, vocabulary]
+# What a graph for GPUs also takes and gives, so that a step need not copy its logits (`Heads`).
+TEMPERATURES = "temperatures"  # fp32 [batch]
+TOP_LOGITS = "top_logits"  # fp32 [batch, head], of the last row of logits
+TOP_IDS = "top_ids"  # int32 [batch, head]
+MASS = "mass"  # fp32 [batch]
+HEAD = 256  # most probable tokens of a head; of text at 6 nats a token, they hold some 70% of the probability
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value|latent|conv|recurrent)")  # a cache, its layer and part
 STATES = ("conv", "recurrent")  # parts of a cache that every token replaces, instead of adding to them
 
 ADAPTERS = "llmforge.adapters"  # metadata_props key of a model: JSON list of the adapters' names, number 1 first
 FALLBACK = "llmforge.fallback"  # metadata_props key of a model: why its own attention was traced, in plain words
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """What a device gives of B rows of logits: the largest H of each, and the sum of all.
+
+    `logits` [B, H] descend; `ids` [B, H] are their tokens, equals in any order; `mass` [B] sums
+    exp((logit - largest) / temperature) over the row, in any order. H is `HEAD`, or the vocabulary if that is less:
+    then they are `whole`, and nothing lies behind.
+    """
+
+    logits: NDArray[np.float32]
+    ids: NDArray[np.int32]
+    mass: NDArray[np.float32]
+    whole: bool = False
+
+    def of(self, rows: list[int]) -> Heads:
+        """Give those of some different rows, in ascending order."""
+        if len(rows) == len(self.mass):
+            return self
+        return Heads(self.logits[rows], self.ids[rows], self.mass[rows], self.whole)
 
 
 def past_part(layer: int, part: str) -> str:
@@ -92,6 +120,7 @@ def feeds(
     lengths: NDArray[np.integer[Any]] | None = None,
     text_lengths: NDArray[np.integer[Any]] | None = None,
     adapters: NDArray[np.integer[Any]] | None = None,
+    temperatures: NDArray[np.float32] | None = None,
     *,
     growing: bool = False,
 ) -> dict[str, NDArray[np.generic]]:
@@ -100,7 +129,8 @@ def feeds(
     `ids` is int64 [batch, sequence], right-padded; `past_lengths` int32 [batch]; `rows` selects the rows that get
     logits (None: the graph's default, the last). `lengths` [batch] counts the tokens of each row that are no padding
     (None: all of them); `text_lengths` [batch] those of the text that the step is a part of (None: the step ends it);
-    `adapters` [batch] names the adapter of each row (None: no row has one).
+    `adapters` [batch] names the adapter of each row (None: no row has one); `temperatures` [batch] are what its mass is
+    summed at (None: 1).
     Caches that grow hold each row's past at their end (`growing`), others at their beginning.
     """
     sequence, longest = ids.shape[1], int(past_lengths.max(initial=0))
@@ -123,6 +153,7 @@ def feeds(
         TOTAL_SEQUENCE_LENGTH: lambda: np.array(longest + sequence, np.int32),
         ATTENTION_MASK: mask,
         ADAPTER_IDS: lambda: np.zeros(len(ids), np.int64) if adapters is None else adapters.astype(np.int64),
+        TEMPERATURES: lambda: np.ones(len(ids), np.float32) if temperatures is None else temperatures,
     }
     made = {name: make() for name, make in known.items() if name in names}
     if rows is not None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import enum
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import MISSING, InitVar, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from llmforge.base import plugins
 from llmforge.base.errors import ForgeError, UnsupportedError
+from llmforge.base.plugins import Plugin, Seam
 from llmforge.ir.scratch import Scratch
 from llmforge.quantization.statistics import Demand, Statistics
 from llmforge.targets import WORTH, Rate, Target
@@ -150,6 +154,20 @@ class Context:
             hint="leave it out: quantize-weights or quantize-channels take fewer bytes",
         )
 
+    def require_fewer_bytes(self, step: str, before: int, after: int) -> None:
+        """Return if a decode step that reads `after` of `before` parameters is worth what the pass `step` costs.
+
+        Raises:
+            UnsupportedError: it is not, with the figure.
+        """
+        if (times := before / after) > 1 + WORTH:
+            return
+        raise UnsupportedError(
+            f"{step}: does not pay on target {self._target.name}: a decode step would read {after:,} parameters in place "
+            f"of {before:,}, {times:.2f} times fewer; {1 + WORTH:.2f} is the least that is worth a loss",
+            hint=f"ask for more, or leave {step} out: quantize-weights takes fewer bytes at less loss",
+        )
+
     def require_faster(self, step: str, dtype: Rate, otherwise: str) -> None:
         """Return unless the target is known not to multiply faster in `dtype` than without; `otherwise` is the hint.
 
@@ -176,7 +194,17 @@ class Pass(ABC):
     requires: ClassVar[frozenset[str]] = frozenset()  # facts that earlier passes of the recipe must provide
     provides: ClassVar[frozenset[str]] = frozenset()
     loads_in: ClassVar[frozenset[str]] = frozenset()  # other runtimes that its interface is for
+    drops_caches: ClassVar[bool] = False  # it may take layers out, and with them their caches
     own_operators: ClassVar[bool] = False  # it writes operators that only llmforge has kernels for
+
+    @classmethod
+    def taking(cls, options: Mapping[str, object]) -> type[Pass]:
+        """Give the class that takes `options` as a recipe writes them, those of a plug-in's method among them."""
+        return cls
+
+    def uses(self) -> tuple[type[Method], ...]:
+        """Name the methods that it computes by: their code is part of its keys in the cache."""
+        return ()
 
     def demands(self) -> tuple[Demand, ...]:
         """Name the calibration statistics that `run` will read from its context."""
@@ -203,11 +231,45 @@ class Pass(ABC):
 
 
 def run(step: Pass, model: ir.Model, context: Context) -> Changes:
-    """Run `step`; an error that is none of ours leaves with the name of the pass."""
-    try:
-        return step.run(model, context)
-    except ForgeError:
-        raise
-    except Exception as error:
-        error.add_note(f"in pass {step.name}")
-        raise
+    """Run `step`; an error that is none of ours leaves with the name of the pass, or of the plug-in that brings it."""
+    plugin = of_plugin(step)
+    with nullcontext() if plugin is None else plugins.blamed(plugin):
+        try:
+            changes = step.run(model, context)
+        except ForgeError:
+            raise
+        except Exception as error:
+            error.add_note(f"in pass {step.name}")
+            raise
+    if plugin is not None and not isinstance(changes, Changes):
+        raise plugins.refusal(plugin, f"it returned a {type(changes).__name__}, not Changes")
+    return changes
+
+
+def of_plugin(step: Pass | type[Pass]) -> Plugin | None:
+    """Find the plug-in that brings a pass; None: none does."""
+    cls = step if isinstance(step, type) else type(step)
+    loaded = (each for each in plugins.found().plugins if each.kind == SEAM.kind and each.name == cls.name)
+    return next((each for each in loaded if SEAM.loaded(each) is cls), None)
+
+
+def _check(plugin: Plugin, given: Any) -> type[Pass]:
+    """Return the class that a plug-in gives, if it is a pass and says what ours say."""
+    if not (isinstance(given, type) and issubclass(given, Pass)):
+        raise ValueError(f"{given!r:.60} is no subclass of llmforge.lowering.pass_base.Pass")
+    if inspect.isabstract(given):
+        raise ValueError(f"{given.__name__} does not define {', '.join(sorted(given.__abstractmethods__))}")
+    if "__is_pydantic_dataclass__" not in vars(given) or not vars(given)["__dataclass_params__"].frozen:
+        raise ValueError(f"{given.__name__} is no pydantic.dataclasses.dataclass(frozen=True)")
+    if getattr(given, "name", None) != plugin.name:
+        raise ValueError(f"{given.__name__}.name is {getattr(given, 'name', None)!r}")
+    if not isinstance(getattr(given, "numerics", None), Numerics):
+        raise ValueError(f"{given.__name__}.numerics is no Numerics")
+    required = {each.name for each in fields(cast(Any, given)) if each.default is each.default_factory is MISSING}
+    if ("budget" in required) != (given.numerics is Numerics.LOSSY):
+        raise ValueError("a lossy pass has a required option `budget`, and no other pass has one")
+    TypeAdapter(given).json_schema()  # raises where an option has no type that a recipe can write
+    return given
+
+
+SEAM = Seam("passes", _check)

@@ -1,15 +1,16 @@
 """The catalog of metrics: one record each, that recipes, gates, and every form of a report read.
 
 Who asks goes over `ALL` and knows no metric by name. A new metric of quality is a record here and, where none of
-`tokens` says it, the value of a token that it is made from.
+`tokens` says it, the value of a token that it is made from. One of a plug-in (llmforge.base.plugins) is measured where
+a recipe names it, and found by its name.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -18,6 +19,7 @@ from pydantic import AfterValidator
 from pydantic_core import PydanticKnownError
 
 from llmforge.base.errors import InputError
+from llmforge.base.plugins import Plugin, Seam, blamed, refusal
 from llmforge.base.wording import shown
 from llmforge.metrics import intervals, latency, units
 from llmforge.metrics.agreement import DISTRIBUTIONS, RUNTIMES, RuntimeName, RuntimeRun
@@ -51,6 +53,8 @@ from llmforge.metrics.tokens import (
     SHARED_TOP,
     TOP,
     Floats,
+    TokenBlock,
+    TokenValue,
 )
 from llmforge.metrics.units import (
     BITS,
@@ -659,6 +663,89 @@ ALL: tuple[Metric, ...] = (
 MOVED = KLD_MEAN  # how far one document moved, where a report orders documents
 
 
+def of_quality(measured: Collection[str]) -> tuple[QualityMetric, ...]:
+    """List the metrics of quality, in the order of the catalog, and those of plug-ins that were `measured`.
+
+    What a plug-in brought that is not installed here is left out.
+    """
+    known = {metric.name for metric in ALL}
+    others = (SEAM.find(name, known) for name in sorted(set(measured) - known) if name in SEAM.names())
+    return (*of_kind(QualityMetric), *(metric for metric in others if metric is not None))
+
+
+def plugin_of(name: str) -> Plugin | None:
+    """Find the plug-in that brings the metric `name`; None: it is one of `ALL`, of a task, or there is none.
+
+    Raises:
+        PluginError: several bring it, or it is written for another interface.
+    """
+    return SEAM.plugin(name, {metric.name for metric in ALL})
+
+
+def _check(plugin: Plugin, given: Any) -> QualityMetric:
+    """Return the metric that a plug-in gives, whose functions are blamed on it, if it leaves ours alone."""
+    if type(given) is not QualityMetric:
+        raise ValueError(f"it is a {type(given).__name__}, not an instance of llmforge.metrics.catalog.QualityMetric")
+    if given.name != plugin.name:
+        raise ValueError(f"its record calls itself {given.name!r}")
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", given.name):
+        raise ValueError("its name must be lower-case letters, digits and `_`, at most 64")
+    if given.name in Quality.model_fields:
+        raise ValueError("a report has a field of this name")
+    if not isinstance(given.unit, Unit) or given.better not in ("lower", "higher", "neither"):
+        raise ValueError("its unit is no Unit of llmforge.metrics.units, or `better` is none of lower, higher, neither")
+    if given.key is not None or given.note is not None:
+        raise ValueError("key figures are llmforge's own: leave `key` and `note` out")
+    if not isinstance(given.form, OfSums | OfTokens | Quantile | Histogram | ByPosition | OfAnswers):
+        raise ValueError(f"its form is a {type(given.form).__name__}")
+    if given.source == "decode_tokens":
+        raise ValueError("decode steps are measured for llmforge's own figures alone")
+    ours = {value.name: value for metric in of_kind(QualityMetric) for value in _values(metric.form)}
+    for value in _values(given.form):
+        if ours.get(value.name) is not value and value.name.partition(".")[0] != given.name:
+            raise ValueError(f"its value {value.name!r} must be called {given.name!r}, or {given.name}.SOMETHING")
+    return replace(given, form=_blamed(plugin, given.form, tuple(ours.values())))
+
+
+SEAM = Seam("metrics", _check)
+
+
+def _values(form: Form) -> tuple[TokenValue | Summed, ...]:
+    return form.values if isinstance(form, OfSums) else () if isinstance(form, OfAnswers) else (form.value,)
+
+
+def _blamed(plugin: Plugin, form: Form, ours: tuple[TokenValue | Summed, ...]) -> Form:
+    """Let what the functions of a form raise, or give that no figure is made of, be an error of their plug-in."""
+
+    def guard(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            with blamed(plugin):
+                return function(*given)
+
+        return call
+
+    def value(each: Any) -> Any:
+        if each in ours:
+            return each
+
+        def of(block: TokenBlock) -> Any:
+            with blamed(plugin):
+                found = np.asarray(each.of(block))
+            if found.shape != block.targets.shape or found.dtype.kind not in "fbiu" or not np.isfinite(found).all():
+                what = f"{each.name} is {found.dtype} {list(found.shape)} of {len(block.targets)} tokens"
+                raise refusal(plugin, f"{what}; expected a finite number, or a truth, of each")
+            return found
+
+        return replace(each, of=of)
+
+    changes: dict[str, Any] = {name: guard(getattr(form, name)) for name in ("figure", "finish") if hasattr(form, name)}
+    if isinstance(form, OfSums):
+        changes["values"] = tuple(map(value, form.values))
+    elif not isinstance(form, OfAnswers):
+        changes["value"] = value(form.value)
+    return replace(form, **changes)
+
+
 def of_kind(kind: type[Kind]) -> tuple[Kind, ...]:
     """List the metrics of one kind, in the order of the catalog."""
     return tuple(metric for metric in ALL if isinstance(metric, kind))
@@ -680,17 +767,31 @@ def limitable() -> dict[str, Deciding]:
 
 def find(name: str) -> Deciding | None:
     """Give the metric of that name that a gate can decide on, a score of a task among them; None: there is none."""
-    return deciding().get(name) or _of_task(name)
+    return deciding().get(name) or _of_task(name) or _of_plugin(name)
+
+
+def _of_plugin(name: str) -> QualityMetric | None:
+    metric = None if name not in SEAM.names() else SEAM.find(name, {each.name for each in ALL})
+    return metric if metric is not None and metric.decides else None
 
 
 def _known(name: str) -> str:
     """Allow the metrics that a gate can decide on, and say of others what pydantic says of a Literal."""
     if find(name) is None:
-        known = [f"'{each}'" for each in limitable()]
+        known = [f"'{each}'" for each in (*limitable(), *SEAM.names())]
         raise PydanticKnownError("literal_error", {"expected": f"{', '.join(known[:-1])} or {known[-1]}"})
     return name
 
 
+def _brought(name: str) -> str:
+    """Allow the metrics of plug-ins."""
+    if SEAM.find(name, {metric.name for metric in ALL}) is None:
+        known = ", ".join(SEAM.names()) or "none is installed"
+        raise ValueError(f"no plug-in brings a metric {shown(name)}; known: {known}")
+    return name
+
+
+PluginMetricName = Annotated[str, AfterValidator(_brought)]
 MetricName = Annotated[str, AfterValidator(_known)]  # of one that a gate can decide on
 
 
@@ -703,14 +804,17 @@ def named(name: str) -> Deciding:
     metric = find(name)
     if metric is None:
         raise InputError(
-            f"no gate decides on {shown(name)}", hint="what names it was written by another llmforge, or was changed"
+            f"no gate decides on {shown(name)}",
+            hint="what names it was written by another llmforge or with a plug-in that is not here, or was changed",
         )
     return metric
 
 
 def names(*measured: Measured) -> tuple[str, ...]:
     """Name the metrics that a gate can decide on, with the scores of tasks that were `measured`."""
-    return (*deciding(), *dict.fromkeys(name for each in measured for name in each.scores))
+    figures = [name for each in measured if each.quality is not None for name in each.quality.figures]
+    others = sorted({name for name in figures if _of_plugin(name) is not None} - {metric.name for metric in ALL})
+    return (*deciding(), *others, *dict.fromkeys(name for each in measured for name in each.scores))
 
 
 def _of_task(name: str) -> TaskMetric | None:

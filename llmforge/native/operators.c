@@ -700,6 +700,10 @@ static Status *latents_compute(void *kernel, Context *context) {
     return !status && work.failed ? ort_status(api, STATUS_FAIL, "out of memory") : status;
 }
 
+/* ---- AllReduce, AllGather --------------------------------------------------------------------------------------- */
+
+#include "collectives.inc"
+
 /* ---- registration ------------------------------------------------------------------------------------------------- */
 
 typedef struct Operator {
@@ -748,7 +752,13 @@ static const int latents_outputs[] = {TYPE_FLOAT, TYPE_FLOAT};
 static const int attention_outputs[] = {TYPE_FLOAT, TYPE_FLOAT, TYPE_FLOAT};
 static const int attention8_outputs[] = {TYPE_FLOAT, TYPE_INT8, TYPE_INT8};
 
+static const int collective_inputs[] = {TYPE_FLOAT};
+
 static Operator operators[] = {
+#ifdef __linux__
+    OPERATOR("AllReduce", collective_inputs, linear_outputs, reduce_create, collective_compute),
+    OPERATOR("AllGather", collective_inputs, linear_outputs, gather_create, collective_compute),
+#endif
     OPERATOR("Linear", linear_inputs, linear_outputs, linear_create, linear_compute),
     OPERATOR("Embedding", embedding_inputs, linear_outputs, embedding_create, embedding_compute),
     OPERATOR("LowRankAdapter", adapter_inputs, linear_outputs, adapter_create, adapter_compute),

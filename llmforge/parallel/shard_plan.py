@@ -25,7 +25,7 @@ import onnx_ir as ir
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import dtype_inference, graph, interface, operators
 from llmforge.ir.operators import canonical, standard
-from llmforge.ir.operators.contrib import GroupQueryAttention, MatMulNBits
+from llmforge.ir.operators.contrib import GroupQueryAttention, MatMulNBits, MoE, QMoE
 from llmforge.ir.operators.record import CachedAttention, Operator
 from llmforge.parallel.partition import Partition, even, spread
 from llmforge.parallel.partition_shapes import Undivided, axis_of, size_of, through_reshape
@@ -66,7 +66,9 @@ def plan(model: ir.Model, degree: int) -> ShardPlan:
         elif isinstance(view, canonical.LatentAttention):
             planner.latent_attention(view)
     for experts in canonical.MoE.all(model):
-        planner.moe(experts)
+        planner.moe(experts.node, graph.static(experts.down)[1])
+    for kernel in (*MoE.all(model), *QMoE.all(model)):
+        planner.kernel_moe(kernel)
     planner.vocabulary()
     head = _head(model)
     for node in list(model.graph):
@@ -203,15 +205,26 @@ class _Planner:
                 f"tensor_parallel is {self.degree}: attention {layer.name} cannot be divided: {reason}", hint=hint
             ) from None
 
-    def moe(self, layer: canonical.MoE) -> None:
-        """Divide the inner width of every expert of a layer."""
-        _, inner, _ = graph.static(layer.down)
-        if inner % self.degree:
+    def moe(self, node: ir.Node, inner: int, block: int = 1) -> None:
+        """Divide the inner width of every expert of a layer; a rank's part is whole blocks of so many features."""
+        if inner % (self.degree * block):
             raise UnsupportedError(
-                f"tensor_parallel is {self.degree}: the experts of {layer.name} are {inner} wide, no multiple of it",
-                hint=f"allowed are {allowed(lambda degree: inner % degree == 0, min(inner, 64))}",
+                f"tensor_parallel is {self.degree}: the experts of {node.name} are {inner} wide, no multiple of it"
+                + (f" in blocks of {block}" if block > 1 else ""),
+                hint=f"allowed are {allowed(lambda degree: inner % (degree * block) == 0, min(inner, 64))}",
             )
-        self.experts[layer.node] = even(inner, self.degree, 1)
+        self.experts[node] = even(inner, self.degree, 1)
+
+    def kernel_moe(self, layer: MoE | QMoE) -> None:
+        """Divide experts in the words of ONNX Runtime's kernels, matrices [E, 2·I or I, H] and [E, H, I]."""
+        if (layer.activation_type == "swiglu") != (layer.swiglu_fusion == 1):
+            raise UnsupportedError(f"tensor_parallel: the gates of {layer.name} are not interleaved, and not divided")
+        rows = graph.static(layer.fc1_experts_weights)[1]
+        inner = rows // (2 if layer.swiglu_fusion else 1)
+        if not isinstance(layer, QMoE):
+            self.moe(layer.node, inner)
+        else:  # zero points of a row with a single block lie otherwise (llmforge.lowering.moe_kernels)
+            self.moe(layer.node, inner, layer.block_size * (1 if layer.fc2_zero_points is None else 2))
 
     def vocabulary(self) -> None:
         """Divide the head, and a tied embedding, by the vocabulary; else say why not."""

@@ -27,7 +27,7 @@ from llmforge.ir import graph as g
 from llmforge.ir import operators
 from llmforge.ir.operators import canonical, standard
 from llmforge.ir.operators.canonical import AllGather, AllReduce
-from llmforge.ir.operators.contrib import MatMulNBits
+from llmforge.ir.operators.contrib import MatMulNBits, MoE, QMoE
 from llmforge.ir.operators.record import CANONICAL, OPSETS, CachedAttention, Operator
 from llmforge.parallel.partition import Partition, Ranges, nibbles, shard
 from llmforge.parallel.shard_plan import ShardPlan, features, plan
@@ -86,7 +86,7 @@ class _Rank:
             elif node in self.rows:
                 self._rows(node)
             elif node in self.experts:
-                self._experts(canonical.MoE(node))
+                self._experts(view)
             elif isinstance(view, CachedAttention):
                 self._attention(view)
             elif isinstance(view, canonical.LatentAttention):
@@ -163,19 +163,48 @@ class _Rank:
         self._shard(layer.node, layer.sinks, 0, heads)
         layer.num_heads = heads.size(self.rank)
 
-    def _experts(self, layer: canonical.MoE) -> None:
-        inner = up = self.experts[layer.node]
-        width = max(stop for ranges in inner.ranks for _, stop in ranges)
+    def _experts(self, layer: Operator) -> None:
+        """Hold a part of every expert's inner width; a bias behind it is added once, by the first rank."""
+        inner = self.experts[layer.node]
+        if isinstance(layer, canonical.MoE):
+            bias, y = self._canonical_experts(layer, inner), layer.output
+        else:
+            assert isinstance(layer, MoE | QMoE)
+            bias, y = self._kernel_experts(layer, inner), layer.output
+        if bias is not None and self.rank:
+            held = g.tensor(bias)
+            zeros = np.zeros(held.shape.numpy(), held.dtype.numpy())
+            self._hold(bias, ir.Tensor(zeros, dtype=held.dtype, name=str(bias.name)))
+        self._meet(y, AllReduce)
+
+    def _canonical_experts(self, layer: canonical.MoE, inner: Partition) -> ir.Value | None:
+        up, width = inner, max(stop for ranges in inner.ranks for _, stop in ranges)
         if layer.gated:
             up = inner.scaled(2) if layer.interleaved else inner.beside(inner.shifted(width))
         self._shard(layer.node, layer.up, 2, up)
         self._shard(layer.node, layer.down, 1, inner)
         self._shard(layer.node, layer.up_bias, 1, up)
-        if (bias := layer.down_bias) is not None and self.rank:  # added once, by the first rank
-            held = g.tensor(bias)
-            zeros = np.zeros(held.shape.numpy(), held.dtype.numpy())
-            self._hold(bias, ir.Tensor(zeros, dtype=held.dtype, name=str(bias.name)))
-        self._meet(layer.output, AllReduce)
+        return layer.down_bias
+
+    def _kernel_experts(self, layer: MoE | QMoE, inner: Partition) -> ir.Value | None:
+        """Divide matrices [E, N, K], gates interleaved, and what goes with their codes."""
+        up = inner.scaled(2) if layer.swiglu_fusion else inner
+        for value in (layer.fc1_experts_weights, layer.fc1_experts_bias):
+            self._shard(layer.node, value, 1, up)
+        if not isinstance(layer, QMoE):
+            self._shard(layer.node, layer.fc2_experts_weights, 2, inner.on(2))
+            return layer.fc2_experts_bias
+        blocks, zeros = inner.in_blocks(layer.block_size).on(2), layer.fc2_zero_points
+        for value in (layer.fc1_scales, layer.fc1_zero_points):
+            self._shard(layer.node, value, 1, up)
+        codes = blocks.scaled(layer.block_size * layer.expert_weight_bits // 8)
+        self._shard(layer.node, layer.fc2_experts_weights, 2, codes)
+        self._shard(layer.node, layer.fc2_scales, 2, blocks)
+        if zeros is not None and layer.expert_weight_bits == 4:
+            self._hold(zeros, nibbles(g.tensor(zeros), blocks.ranks[self.rank], str(zeros.name)))
+        else:
+            self._shard(layer.node, zeros, 2, blocks)
+        return layer.fc2_experts_bias
 
     def _look_up(self, lookup: standard.Gather) -> None:
         """Look up the rows that this rank holds, and zeros for others."""

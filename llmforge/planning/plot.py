@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import jinja2
-
 from llmforge.base.errors import UsageError
 from llmforge.metrics.units import significant
 from llmforge.planning.deployment import Plan
 from llmforge.planning.roofline import StepCost
 from llmforge.report.charts import Mark
+from llmforge.report.render import environment_of
 
 SUFFIXES = (".svg", ".html")
 _WIDTH, _HEIGHT = 820.0, 420.0
@@ -67,15 +66,7 @@ def write(plans: Sequence[Plan], path: Path) -> None:
     if path.suffix not in SUFFIXES:
         raise UsageError(f"{path}: the file name must end in {' or '.join(SUFFIXES)}")
     charts = [chart(plan, index * _HEIGHT) for index, plan in enumerate(plans)]
-    environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader(
-            [jinja2.PackageLoader("llmforge.planning", ""), jinja2.PackageLoader("llmforge.report", "")]
-        ),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = environment_of("llmforge.planning", "llmforge.report")
     text = environment.get_template(f"roofline{path.suffix}.jinja").render(
         charts=charts, width=_WIDTH, height=_HEIGHT * len(charts), model=plans[0].shape.name
     )

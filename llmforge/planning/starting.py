@@ -78,8 +78,9 @@ _AUTO = _Weights(
     "quantize-weights: {method: auto, weight_bits: 4.5", 0.05, "quantize-weights, bits: 4",
     Wanted(weights="int4", block=32), 4,
 )  # fmt: skip
-_WEIGHTS: Mapping[str, Sequence[_Weights]] = {  # by kind of target and engine
-    "cpu": (_four(32, ""), _AUTO, _EIGHT),
+_WEIGHTS: Mapping[str, Sequence[_Weights]] = {  # by engine, of CPUs by goal
+    "cpu": (_four(32, ""), _EIGHT),
+    "cpu, by size": (_AUTO, _EIGHT),
     "onnxruntime": (_four(32, "symmetric: true, "), _EIGHT),
     "tensorrt": (_four(128, "symmetric: true, embedding_bits: 16, "), _FP8, _FP8_BOTH),
 }
@@ -152,13 +153,14 @@ def _context(shape: Shape) -> int:
 def _choose(planned: Planned, goal: Goal) -> tuple[_Weights | None, Advice | None]:
     """Choose how weights are stored: what the goal gains most from, of what the target runs and pays."""
     plan = planned.plan
-    ways = _WEIGHTS["cpu" if plan.target.kind == "cpu" else "tensorrt" if "tensorrt" in plan.backend else plan.backend]
+    kind = "tensorrt" if "tensorrt" in plan.backend else plan.backend
+    if plan.target.kind == "cpu":
+        kind = "cpu, by size" if goal == "size" else "cpu"
     advice = {each.change: each for each in planned.advice}
     paying = [
         (way, advice[way.change])
-        for way in ways
+        for way in _WEIGHTS[kind]
         if way.change in advice and advice[way.change].verdict in ("pays", "does not pay")
-        and (way is _AUTO) == (goal == "size" and plan.target.kind == "cpu" and way.smallest == 4)
         and (goal != "quality" or way.good)
     ]  # fmt: skip
     if goal == "size":

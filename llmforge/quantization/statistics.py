@@ -13,7 +13,9 @@ from llmforge.quantization.methods.base import Method
 
 if TYPE_CHECKING:
     from llmforge.quantization.grids import Grid, QuantizedMatrix
+    from llmforge.quantization.low_rank import Dtype, LowRank
     from llmforge.quantization.sparsity import SparseMatrix
+    from llmforge.quantization.structure import Kept, Structure
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,53 @@ class SparsityDemand:
     exclude: tuple[str, ...] = ()
 
 
-Demand = WeightDemand | KvRangeDemand | InputRangeDemand | SparsityDemand
+@dataclass(frozen=True)
+class LowRankDemand:
+    """Correct what quantized linears lose by products of low rank (`quantization.low_rank`), experts apart.
+
+    Factors take at most `bits` for each number of a weight. `damping` is the share of the mean diagonal of the inputs'
+    moments that is added to it. Parameters that match a glob of `exclude` are left alone.
+    """
+
+    bits: float
+    dtype: Dtype
+    damping: float
+    exclude: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PruningDemand:
+    """Take heads, channels and layers out of the decoder (`quantization.structure`), of the kinds in `units`.
+
+    So many parameters go as are `fraction` of those of its layers, or, with `read` parameters that a decode step reads,
+    as make it read `speedup` times fewer. Channels go `together` in a step, so that their count stays a multiple.
+    `structure` says what there is, and `kept` what is left; None: calibration chooses.
+    """
+
+    units: tuple[str, ...]
+    fraction: float | None
+    speedup: float | None
+    together: int
+    damping: float
+    structure: Structure | None = None
+    read: int = 0
+    kept: Kept | None = None
+
+    def drops(self, layer: int) -> bool:
+        """Say whether a layer goes as a whole."""
+        return self.kept is not None and layer in self.kept.dropped
+
+    @property
+    def target(self) -> int:
+        """Parameters that go."""
+        assert self.structure is not None
+        if self.speedup is not None:
+            return int(self.read * (1 - 1 / self.speedup))
+        assert self.fraction is not None
+        return int(self.structure.parameters * self.fraction)
+
+
+Demand = WeightDemand | KvRangeDemand | InputRangeDemand | SparsityDemand | LowRankDemand | PruningDemand
 
 
 @dataclass(frozen=True)
@@ -132,6 +180,9 @@ class Statistics:
     kv: Mapping[int, KvRange]  # by layer
     inputs: Mapping[str, InputRange] = field(default_factory=dict)  # of what a linear reads, by parameter name
     sparse: Mapping[str, SparseMatrix] = field(default_factory=dict)  # pruned linears by parameter name; may be lazy
+    low_rank: Mapping[str, LowRank] = field(default_factory=dict)  # of quantized linears; may be lazy
+    kept: Kept | None = None  # what is left of the decoder's heads, channels and layers; None: all of it
+    pruned: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # what makes up for them; may be lazy
     notes: tuple[str, ...] = ()  # what a reader of the report should know
     grids: Mapping[str, Grid] = field(default_factory=dict)  # of `linears`, where they are known without reading them
 

@@ -29,13 +29,14 @@ from pydantic import (
 )
 
 from llmforge import targets
-from llmforge.base import small_file
+from llmforge.base import backends, plugins, small_file
 from llmforge.base.backends import BACKENDS, BackendName
 from llmforge.base.errors import InputError, RecipeError, UsageError
 from llmforge.base.located_yaml import Location, Source, dotted, read
+from llmforge.base.plugins import Plugin
 from llmforge.checkpoint import documents
 from llmforge.checkpoint.adapters.source import AdapterSource
-from llmforge.lowering import options
+from llmforge.lowering import options, pass_base
 from llmforge.lowering.pass_base import Numerics, Pass
 from llmforge.metrics import catalog
 from llmforge.metrics.agreement import PROMPT_AND_ANSWER as RUNTIME_TOKENS
@@ -44,6 +45,7 @@ from llmforge.metrics.latency import MOST_LENGTHS, MOST_OF_SURFACE, MOST_STARTS
 from llmforge.metrics.quality import ANSWER_TOKENS, PROMPT_TOKENS
 from llmforge.metrics.tasks import MOST_TASKS
 from llmforge.metrics.workload import MOST_RUNS
+from llmforge.quantization import methods
 from llmforge.recipe.errors import Problem, collect, describe, meant
 from llmforge.recipe.overrides import apply
 
@@ -56,6 +58,7 @@ def _anchor(path: Path, info: ValidationInfo) -> Path:
 
 
 MOST_PASSES = 256
+MOST_METRICS = 64  # of plug-ins
 MOST_ADAPTERS = 1024
 ADD_ADAPTERS = "add-adapters"  # the pass that adds what is kept apart
 TASK_FILES = (".yaml", ".yml")
@@ -84,13 +87,16 @@ TaskName = Annotated[str, AfterValidator(_anchor_task)]
 
 
 def _known_metrics(schema: dict[str, Any]) -> None:
-    """Name the metrics in the JSON Schema of `gates`."""
-    schema["properties"] = {
-        name: {
-            "description": f"{metric.title} ({metric.unit.name}; {metric.better} is better): {metric.meaning}",
-            **schema["additionalProperties"],
-        }
+    """Name the metrics in the JSON Schema of `gates`; those of plug-ins are not loaded for it."""
+    described = {
+        name: f"{metric.title} ({metric.unit.name}; {metric.better} is better): {metric.meaning}"
         for name, metric in catalog.limitable().items()
+    }
+    others = (each for each in plugins.found().plugins if each.kind == catalog.SEAM.kind)
+    described = {**{each.name: f"a metric of {each.package}" for each in others}, **described}
+    schema["properties"] = {
+        name: {"description": described[name], **schema["additionalProperties"]}
+        for name in sorted(described, key=lambda name: name not in catalog.limitable())
     }
     schema["patternProperties"] = {
         catalog.TASK_PATTERN: {"description": "a score of a task (see docs/tasks.md)", **schema["additionalProperties"]}
@@ -198,12 +204,15 @@ class QualitySpec(_Section):
         description="folder of the checkpoint before it was quantized, which quality is measured against; default: "
         "`checkpoint`",
     )
+    metrics: tuple[catalog.PluginMetricName, ...] = Field(
+        default=(), max_length=MOST_METRICS, description="metrics of plug-ins to measure besides (docs/plugins.md)"
+    )
 
     @model_serializer(mode="wrap")
     def _asked_for(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out the reference where there is none: versions of older recipes stay."""
+        """Leave out the reference and metrics where there are none: versions of older recipes stay."""
         fields: dict[str, Any] = write(self)
-        return {name: value for name, value in fields.items() if name != "reference" or value is not None}
+        return {name: value for name, value in fields.items() if name not in ("reference", "metrics") or value}
 
 
 class SloSpec(_Section):
@@ -368,8 +377,9 @@ class ValidationSpec(_Section):
 class TritonSpec(_Section):
     """Settings of the Triton model repository."""
 
-    kind: Literal["cpu", "gpu", "model"] | None = Field(
-        default=None, description="KIND_… of `instance_group`; default: that of the target"
+    kind: Literal["cpu", "gpu"] | None = Field(
+        default=None,
+        description="KIND_… of `instance_group`; default: the target's; never KIND_MODEL: an engine has one device",
     )
     instances: int = Field(
         default=1, ge=1, le=64, description="number of processes, each with its own weights and KV cache"
@@ -401,7 +411,7 @@ class ServingSpec(_Section):
 
     @model_validator(mode="after")
     def _gpus_have_a_kind(self) -> Self:
-        if self.triton.gpus and self.triton.kind in ("cpu", "model"):
+        if self.triton.gpus and self.triton.kind == "cpu":
             raise ValueError(f"`gpus` requires kind gpu, not {self.triton.kind}")
         return self
 
@@ -634,6 +644,7 @@ class Recipe(_Section):
         Raises:
             RecipeError: no such pass or option, an option of the wrong type or range, a missing budget or fact.
         """
+        registry = self._with_plugins(registry)
         known = {cls.name: cls for cls in registry}
         made: list[Pass] = []
         facts: frozenset[str] = frozenset()
@@ -641,11 +652,13 @@ class Recipe(_Section):
         for index, spec in enumerate(self.passes):
             cls = known.get(spec.name)
             if cls is None:
-                what = f"unknown pass; known: {', '.join(known) or 'none'}"
-                problems.append(spec.problem(what, meant(spec.name, list(known))))
+                offered = [*known, *(name for name in pass_base.SEAM.names() if name not in known)]
+                what = f"unknown pass; known: {', '.join(offered) or 'none'}"
+                problems.append(spec.problem(what, meant(spec.name, offered)))
                 continue
             problems += _misplaced(spec, cls, facts, registry)
             facts |= cls.provides
+            cls = cls.taking(spec.options)
             try:
                 made.append(options.make(cls, spec.options))
             except ValidationError as error:
@@ -657,7 +670,34 @@ class Recipe(_Section):
         problems += [self._problem(("validation", "runtimes"), *why) for why in found if why is not None]
         if problems:
             raise collect(problems)
+        self.plugins(made)  # refuses those that clash
         return tuple(made)
+
+    def _with_plugins(self, registry: Sequence[type[Pass]]) -> tuple[type[Pass], ...]:
+        """Add the passes of plug-ins that the recipe names to `registry`.
+
+        Raises:
+            PluginError: one fails, or clashes with another.
+        """
+        built_in = {cls.name for cls in registry}
+        named = dict.fromkeys(spec.name for spec in self.passes)
+        found = (pass_base.SEAM.find(name, built_in) for name in named)
+        return (*registry, *(cls for cls in found if cls is not None))
+
+    def plugins(self, passes: Sequence[Pass]) -> tuple[Plugin, ...]:
+        """List the plug-ins that take part, of the passes of this recipe and of all else that it names.
+
+        Raises:
+            PluginError: one clashes with another, or is written for another interface.
+        """
+        found = [pass_base.of_plugin(step) for step in passes]
+        found += [methods.plugin_of(method.name) for step in passes for method in step.uses()]
+        if not targets.is_file(self.target):
+            found.append(targets.plugin_of(targets.meant(self.target)))
+        found.append(backends.plugin_of(self.engine.backend))
+        measured = () if self.validation.quality is None else self.validation.quality.metrics
+        found += [catalog.plugin_of(name) for name in (*self.gates, *measured)]
+        return tuple(dict.fromkeys(plugin for plugin in found if plugin is not None))
 
     def _apart_without_pass(self, known: Mapping[str, type[Pass]]) -> Iterator[Problem]:
         """Find adapters that no pass adds, a pass without adapters, and interfaces that cannot choose one."""
@@ -677,7 +717,8 @@ class Recipe(_Section):
 
     def why_not_loaded(self, runtime: RuntimeName, registry: Sequence[type[Pass]]) -> tuple[str, str] | None:
         """Say why another runtime would not load what this recipe builds, and a hint; None: it does."""
-        passes = [cls for cls in registry if cls.name in {spec.name for spec in self.passes}]
+        named = {spec.name for spec in self.passes}
+        passes = [cls for cls in self._with_plugins(registry) if cls.name in named]
         hint = "see recipes/portable.yaml and recipes/genai.yaml"
         record = BACKENDS[self.engine.backend].elsewhere
         if record is not None and runtime == record.runtime:
@@ -723,6 +764,8 @@ class Recipe(_Section):
         if (tasks := self.validation.tasks) is not None:
             files = [Path(task) if task.endswith(TASK_FILES) else task for task in tasks]
             plain["validation"]["tasks"] = [_content(each) if isinstance(each, Path) else each for each in files]
+        if used := self.plugins(passes):
+            plain["plugins"] = {each.package.name: each.package.version for each in used}
         plain["passes"] = [{instance.name: options.values(instance)} for instance in passes] or [
             {spec.name: spec.options} for spec in self.passes
         ]
@@ -795,6 +838,12 @@ class Recipe(_Section):
                     ("gates", metric),
                     "it would not be measured",
                     f"add `validation: {{{section}: …}}`, or remove the gate",
+                )
+            elif quality is not None and catalog.plugin_of(metric) is not None and metric not in quality.metrics:
+                yield self._problem(
+                    ("gates", metric),
+                    "it would not be measured",
+                    f"set `validation.quality.metrics: [{metric}]`, or remove the gate",
                 )
             elif isinstance(measured, catalog.QualityMetric) and getattr(quality, measured.source, 0) is None:
                 yield self._problem(
@@ -870,8 +919,11 @@ def _source(spec: AdapterSpec) -> AdapterSource:
     return AdapterSource(spec.name, spec.path, spec.weight)
 
 
-def json_schema(registry: Sequence[type[Pass]]) -> dict[str, Any]:
-    """Make the JSON Schema of a recipe, for editors; it includes the options of each pass."""
+def json_schema(registry: Sequence[type[Pass]], of_plugins: Sequence[str] = ()) -> dict[str, Any]:
+    """Make the JSON Schema of a recipe, for editors; it includes the options of each pass.
+
+    `of_plugins` are the methods of plug-ins that it is to list, with their options.
+    """
     whole = Recipe.model_json_schema(by_alias=True)
     definitions = whole["$defs"]
     definitions.pop("PassSpec")
@@ -879,6 +931,9 @@ def json_schema(registry: Sequence[type[Pass]]) -> dict[str, Any]:
     entries: list[dict[str, Any]] = []
     for cls in registry:
         own = options.schema(cls)
+        for method in of_plugins:
+            if (more := cls.taking({"method": method})) is not cls:
+                _add(own, options.schema(more))
         title = inspect.getdoc(cls) or cls.name
         short = title.splitlines()[0]
         definitions |= {**own.pop("$defs", {}), cls.name: {**own, "description": title}}
@@ -896,6 +951,13 @@ def json_schema(registry: Sequence[type[Pass]]) -> dict[str, Any]:
     whole["properties"]["passes"]["items"] = {"anyOf": entries}
     whole["properties"]["target"]["examples"] = [targets.LOCAL, *targets.names()]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **whole, "title": "llmforge recipe"}
+
+
+def _add(schema: dict[str, Any], other: Mapping[str, Any]) -> None:
+    """Add the methods and the options of `other` to the schema of the same pass."""
+    own, more = schema["properties"], other["properties"]
+    methods_ = [*own["method"]["enum"], *(name for name in more["method"]["enum"] if name not in own["method"]["enum"])]
+    schema["properties"] = {**more, **own, "method": {**own["method"], "enum": methods_}}
 
 
 def _entries(source: Source) -> list[Any]:

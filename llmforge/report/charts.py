@@ -102,7 +102,7 @@ def gate(result: GateResult) -> GatePlot | None:
 
 def histograms(quality: Quality) -> list[Histogram]:
     """Lay out every distribution of the catalog."""
-    found = [metric for metric in catalog.of_kind(QualityMetric) if metric.name in quality.figures]
+    found = [metric for metric in catalog.of_quality(quality.figures) if metric.name in quality.figures]
     return [_histogram(metric, metric.form, quality) for metric in found if isinstance(metric.form, LogHistogram)]
 
 
@@ -190,7 +190,7 @@ class Curve:
 
 def by_position(quality: Quality) -> list[Curve]:
     """Lay out every figure of the catalog that goes by position."""
-    found = [metric for metric in catalog.of_kind(QualityMetric) if metric.name in quality.figures]
+    found = [metric for metric in catalog.of_quality(quality.figures) if metric.name in quality.figures]
     return [_curve(m, quality.figures[m.name]) for m in found if isinstance(m.form, ByPosition)]
 
 

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
 from llmforge.artifact import Artifact, FileRecord, version_of
 from llmforge.artifact import Record as Head
@@ -93,6 +100,15 @@ class PassRecord(Record):
     seconds: float
     verification: VerificationRecord
     reused: bool = False  # the proof, and the numbers of the tensors that it made, are those of an earlier build
+
+
+class PluginRecord(Record):
+    """A package from outside that took part: its version, SHA-256 over its files, and with what."""
+
+    package: str
+    version: str
+    sha256: str
+    parts: tuple[str, ...]  # "pass smooth-weights", "metric rank_moved"
 
 
 class EngineFile(Record):
@@ -196,6 +212,13 @@ class Report(Record):
     machine: Machine
     versions: dict[Word, Word]  # of packages, by name
     recipe: dict[str, Any]  # resolved
+    plugins: tuple[PluginRecord, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _took_part(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out plug-ins where there are none."""
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if name != "plugins" or value}
 
     @property
     def version(self) -> str:

@@ -110,6 +110,16 @@ class Subject(Reported):
         head = opened.evidence[-1]
         return cls(opened, model.read(opened, head), head)
 
+    @classmethod
+    def checked(cls, opened: Artifact) -> Subject:
+        """Read what decides a release, once every verdict in it was computed again from its evidence.
+
+        Raises:
+            InputError: a record is damaged, or says another verdict than its evidence.
+        """
+        verdicts.recompute(opened)
+        return cls.of(opened)
+
     @property
     def side(self) -> Side:
         """Name it."""

@@ -199,16 +199,23 @@ def prepare() -> None:
         _environment(False, _markdown_escaped).get_template(name)
 
 
-@cache
-def _environment(autoescape: bool, finalize: Callable[[object], object] | None) -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("llmforge.report", ""),
+def environment_of(
+    *rooms: str, autoescape: bool = True, finalize: Callable[[object], object] | None = None
+) -> jinja2.Environment:
+    """Make what fills the templates of some packages, the first before the others; an unknown name is an error."""
+    return jinja2.Environment(
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(room, "") for room in rooms]),
         autoescape=autoescape,
         finalize=finalize,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+@cache
+def _environment(autoescape: bool, finalize: Callable[[object], object] | None) -> jinja2.Environment:
+    environment = environment_of("llmforge.report", autoescape=autoescape, finalize=finalize)
     written = (units.significant, units.size, units.count, units.ms, units.duration, units.interval, units.percent)
     environment.filters.update({write.__name__: write for write in written}, words=_words)
     environment.filters.update(minute=_minute, moved=_moved, breakable=_breakable)

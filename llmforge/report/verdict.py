@@ -17,7 +17,7 @@ from llmforge.evaluation.gates import GateResult
 from llmforge.lowering.pass_base import Numerics
 from llmforge.metrics import agreement, catalog
 from llmforge.metrics import workload as workloads
-from llmforge.metrics.catalog import Measured, QualityMetric
+from llmforge.metrics.catalog import Measured
 from llmforge.metrics.latency import Latency, Point
 from llmforge.metrics.quality import Quality
 from llmforge.metrics.record import Record
@@ -117,7 +117,7 @@ def _figures(report: Report) -> Iterator[str]:
             yield "quality: no documents"
             return
         yield from _sums(quality)
-        known = (metric for metric in catalog.of_kind(QualityMetric) if metric.name in quality.figures)
+        known = (metric for metric in catalog.of_quality(quality.figures) if metric.name in quality.figures)
         forms = {metric.name: metric.form for metric in known}
         made = quality.make(forms)
         yield from (name for name in forms if name not in made or not _close(quality.figures[name], made[name]))

@@ -138,7 +138,7 @@ def _plain(value: T, write: Callable[[str], str]) -> T:
 def _key_metrics(report: Report) -> Iterator[tuple[int, KeyFigure]]:
     """Find the key figures that are metrics, each with its place."""
     if (quality := report.quality) is not None:
-        for metric in catalog.of_kind(QualityMetric):
+        for metric in catalog.of_quality(quality.figures):
             if metric.key is not None and metric.name in quality.figures:
                 estimate, write = quality.figures[metric.name], metric.unit.write
                 note = metric.unit.name if metric.note is None else metric.note(quality)
@@ -180,7 +180,7 @@ class Table:
 def quality_rows(quality: Quality) -> list[tuple[str, str, str]]:
     """Write every figure of quality that is a number: title, value and interval."""
     rows = []
-    for metric in catalog.of_kind(QualityMetric):
+    for metric in catalog.of_quality(quality.figures):
         figure, write = quality.figures.get(metric.name), metric.unit.write
         if isinstance(figure, Estimate | float):
             bounds = units.interval(figure, write) if isinstance(figure, Estimate) else ""
@@ -191,7 +191,7 @@ def quality_rows(quality: Quality) -> list[tuple[str, str, str]]:
 def summary_rows(quality: Quality) -> list[tuple[str, str]]:
     """Write what the summary says of quality beyond the key figures: a title, and its figures in one line."""
     rows: dict[str, list[str]] = {}
-    for metric in catalog.of_kind(QualityMetric):
+    for metric in catalog.of_quality(quality.figures):
         if metric.row is not None and metric.name in quality.figures:
             title, label = metric.row
             rows.setdefault(title, []).append(f"{label} {_brief(metric, quality.figures[metric.name])}".strip())
@@ -210,7 +210,7 @@ def _brief(metric: QualityMetric, figure: Any) -> str:
 def curve_rows(quality: Quality) -> list[tuple[str, str]]:
     """Write every curve: its title, and the figure of each stretch."""
     rows = []
-    for metric in catalog.of_kind(QualityMetric):
+    for metric in catalog.of_quality(quality.figures):
         if isinstance(metric.form, ByPosition) and metric.name in quality.figures:
             parts = (f"{s.first}–{s.last} {metric.unit.write(s.figure.value)}" for s in quality.figures[metric.name])
             rows.append((f"{metric.title} ({metric.meaning})", ", ".join(parts)))
@@ -268,7 +268,9 @@ def runtime_prompts(run: RuntimeRun) -> Table:
 
 def moved_most(quality: Quality, count: int = 5) -> Table:
     """Write what moved the most of documents, in that order: their tokens, how far they moved, and other figures."""
-    metrics = [metric for metric in catalog.of_kind(QualityMetric) if metric.decides and metric.name in quality.figures]
+    metrics = [
+        metric for metric in catalog.of_quality(quality.figures) if metric.decides and metric.name in quality.figures
+    ]
     of_text = [metric for metric in metrics if metric.source == "text"]
     shown = [(metric, metric.form) for metric in of_text if isinstance(metric.form, OfSums)]
     shown.sort(key=lambda pair: pair[0] is not catalog.MOVED)

@@ -120,8 +120,10 @@ def config(model: Model, artifact: str) -> str:
 def requirements(runtime: RuntimeConfig) -> str:
     """List what the serving environment needs, as pip reads it."""
     provider = PROVIDERS[runtime.provider]
-    version = runtime.requires[provider.package]
+    version = runtime.requires.get(provider.package, "")
     engine = [requirement.format(version=version) for requirement in provider.requirements]
+    if runtime.plugin is not None:  # beside the copy of llmforge, so without its own requirement of it
+        engine.append(f"{runtime.plugin.package}=={runtime.plugin.version}  # with pip install --no-deps")
     lines = [f"{name}>={oldest}" for name, oldest in checks.NEEDED.items() if oldest is not None] + engine
     constraints = ["# For answers of a given form: JSON schemas, regular expressions, grammars.", *checks.OPTIONAL]
     return "\n".join(["# A Triton older than 24.11 needs numpy<2 as well.", *lines, *constraints]) + "\n"

@@ -18,6 +18,7 @@ ROOTS = (
     "llmforge.triton.backend.model",
     "llmforge.triton.backend.checks",
     "llmforge.runtime.serving.engine_worker",  # which `engine_process` starts
+    "llmforge.runtime.backends.ranks.worker",  # which `ranks.session` starts
     *(each.session for backend in BACKENDS.values() if backend.elsewhere is None for each in backend.providers),
 )
 _FOLDER = Path(llmforge.__file__).parent

@@ -210,19 +210,24 @@ def strip(model: ir.Model) -> dict[str, ir.TensorProtocol]:
     return graph.detach(model, "weights", _INLINE_BYTES)
 
 
+def executable(model: ir.Model) -> ir.Model:
+    """Write `model`, which stays as it is, in operators that ONNX Runtime has; what nothing reads is not in it."""
+    return dialect.expand(emulation.emulate(model))
+
+
 def open_session(model: ir.Model, weights: Weights, threads: int, expose: Sequence[str] = ()) -> Session:
     """Load `model`, which stays as it is, for checks; `expose` names intermediate values to be outputs as well.
 
     Raises:
         UnsupportedError: ONNX Runtime refuses the graph.
     """
-    executable = dialect.expand(emulation.emulate(model))
+    written = executable(model)
     if expose:
-        wanted = set(expose) - {value.name for value in executable.graph.outputs}
-        values = [value for node in executable.graph for value in node.outputs if value.name in wanted]
-        executable.graph.outputs.extend(values)
-    arrays = {name: weights.array(tensor) for name, tensor in strip(executable).items()}
-    serialized = ir.serde.serialize_model(executable).SerializeToString()
+        wanted = set(expose) - {value.name for value in written.graph.outputs}
+        values = [value for node in written.graph for value in node.outputs if value.name in wanted]
+        written.graph.outputs.extend(values)
+    arrays = {name: weights.array(tensor) for name, tensor in strip(written).items()}
+    serialized = ir.serde.serialize_model(written).SerializeToString()
     return Session(serialized, SessionConfig(threads=threads, optimize=False, entries=QUIET), initializers=arrays)
 
 

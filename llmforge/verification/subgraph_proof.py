@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from llmforge.ir import graph, interface, operators
 from llmforge.ir.operators import contrib, cpu
 from llmforge.ir.subgraph import Index
-from llmforge.lowering import cpu_attention, emulation
+from llmforge.lowering import cpu_attention, emulation, pruning
 from llmforge.quantization import kv_cache
 from llmforge.verification import changed_subgraphs, comparison, probe, promises, recorded
 from llmforge.verification.changed_subgraphs import ChangedSubgraph
@@ -157,6 +157,13 @@ class Pair:
                         return graph.tensor(scale).numpy()
         return None
 
+    def heads_left(self, name: str, before: NDArray[Any]) -> NDArray[Any]:
+        """Return the KV heads of the cache `name` of the graph before that the graph after has, too."""
+        kept, had = (pruning.kept_heads(side.model).get(name) for side in (self.changed.after, self.changed.before))
+        if kept is None or kept == had:
+            return before
+        return before[:, list(kept)]
+
     def fill_slots(self, name: str, after: NDArray[np.uint8], before: NDArray[np.float32]) -> bool:
         """Store the fp32 cache `before` in the slots of the cache `name` of the graph after, and there as it is read.
 
@@ -190,6 +197,7 @@ class Pair:
         for name in self.changed.outputs:
             past = interface.past_of(name)
             if past in caches[0] and past in caches[1]:
+                caches[0][past] = self.heads_left(past, caches[0][past])
                 before, after = ([*probe.real(past, cache[past], filled)] for cache in caches)
                 yield from (Made(name, b, a) for b, a in zip(before, after, strict=True))
                 continue
@@ -381,7 +389,7 @@ def made_up(pair: Pair, place: Place, given: Mapping[str, NDArray[Any]], *, coar
         if name not in after:
             continue
         if after[name].dtype == buffer.dtype:
-            after[name] = buffer.copy()  # a cache that grows is written in place
+            after[name] = np.array(pair.heads_left(name, buffer))  # a cache that grows is written in place
         elif pair.fill_slots(name, after[name], buffer):
             continue
         elif (scale := pair.cache_scale(name)) is not None:

@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 
 from llmforge import native
 from llmforge.engines.onnxruntime import fuse_transposed_weights
-from llmforge.ir import dialect, graph, interface, operators
+from llmforge.ir import graph, interface, operators
 from llmforge.ir.derived import by_output_fp32, is_stored
 from llmforge.ir.graph import is_constant
 from llmforge.ir.operators.contrib import FusedMatMul
 from llmforge.ir.operators.standard import MatMul
-from llmforge.lowering import emulation
 from llmforge.runtime.backends.session import (
     CACHE_DTYPES,
     PROVIDER,
@@ -191,7 +190,7 @@ class SubgraphSession:
 
 def _executable(model: ir.Model) -> ir.Model:
     """Write `model`, which stays as it is, in operators that ONNX Runtime has."""
-    executable = dialect.expand(emulation.emulate(model))
+    executable = probe.executable(model)
     fuse_transposed_weights(executable)
     return executable
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UnsupportedError, UsageError, VerificationError
 from llmforge.ir import dialect, graph, interface
+from llmforge.lowering import pruning
 from llmforge.lowering.pass_base import Budget, Changes, Numerics, Pass
 from llmforge.runtime.backends.session import Session
 from llmforge.trace.export.limits import WHOLE_BYTES
@@ -149,7 +150,7 @@ class Verifier:
             dialect.check(model)
         except VerificationError as error:
             raise VerificationError(f"pass {step.name} wrote a graph outside the dialect: {error.message}") from error
-        if (other := _other_interface(self._before.model, model)) is not None:
+        if (other := _other_interface(self._before.model, model, step)) is not None:
             raise _not_as_declared(step, other)
         try:
             if step.numerics is not Numerics.LOSSY:
@@ -234,7 +235,7 @@ class Verifier:
 
     def _origin(self, model: ir.Model, failure: _Failure) -> str:
         """Name the first tensor that has one name in both graphs and differs in the step of `failure`."""
-        before, after = dialect.expand(self._before.model), dialect.expand(model)
+        before, after = probe.executable(self._before.model), probe.executable(model)
         there = {value.name for node in after.graph for value in node.outputs}
         made = (value.name for node in before.graph for value in node.outputs)
         names = [name for name in made if name and name in there]
@@ -297,14 +298,18 @@ def _no_text(step: Pass) -> UsageError:
     )
 
 
-def _other_interface(before: ir.Model, after: ir.Model) -> Difference | None:
-    """Say which caches or outputs `after` has that `before` lacks, or the other way round."""
+def _other_interface(before: ir.Model, after: ir.Model, step: Pass) -> Difference | None:
+    """Say which caches or outputs `after` has that `before` lacks, or the other way round.
+
+    Those of layers that `step` may take out, and says that it did, may be lacking.
+    """
 
     def names(model: ir.Model) -> set[str]:
         outputs = {str(value.name) for value in model.graph.outputs}
         return outputs | {str(v.name) for v in model.graph.inputs if interface.present_of(str(v.name)) != v.name}
 
-    other = sorted(names(before) ^ names(after))
+    gone = pruning.dropped_caches(after) if step.drops_caches else set[str]()
+    other = sorted((names(before) - gone) ^ names(after))
     return Difference(f"the graph has other caches ({', '.join(other)})", "its interface") if other else None
 
 

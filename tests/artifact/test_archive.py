@@ -260,6 +260,7 @@ def test_hostile_archives(made: Artifact, tmp_path: Path, change: Callable[[byte
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "there") == ["here", "x.tar"]
 
 
+@pytest.mark.thorough
 def test_fuzzed_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """200 of what benchmarks/fuzz_archives.py makes 2,000 of: nothing outside, nothing half-visible, no traceback."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

@@ -49,8 +49,10 @@ def test_the_wheel_has_code_for_the_capabilities_of_its_record() -> None:
 
 
 def test_annotations_list_what_the_records_hold() -> None:
-    assert get_args(BackendName) == tuple(BACKENDS) == ("onnxruntime", "tensorrt", "tensorrt-rtx", *ELSEWHERE)
-    assert get_args(ProviderName) == tuple(PROVIDERS) == ("cpu", "cuda", "tensorrt", "tensorrt-rtx", *ELSEWHERE)
+    assert BackendName.__metadata__[0].choices() == list(BACKENDS)  # type: ignore[attr-defined]
+    assert tuple(BACKENDS) == ("onnxruntime", "tensorrt", "tensorrt-rtx", *ELSEWHERE)
+    assert ProviderName.__metadata__[0].choices() == list(PROVIDERS)  # type: ignore[attr-defined]
+    assert tuple(PROVIDERS) == ("cpu", "cuda", "tensorrt", "tensorrt-rtx", *ELSEWHERE)
     assert get_args(PlanModule) == ("tensorrt", "tensorrt_rtx")
     assert {backends.of_provider(name).name for name in PROVIDERS} == set(BACKENDS)
     assert backends.of_module("tensorrt_rtx") is backends.TENSORRT_RTX

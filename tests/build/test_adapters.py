@@ -77,6 +77,7 @@ def test_a_merged_adapter_is_a_part_of_the_build(recipe: Write, tmp_path: Path, 
         reproducing.recorded(built.path, tiny_checkpoint, [], tmp_path)
 
 
+@pytest.mark.thorough
 def test_the_process_that_traces_merges_as_well(tmp_path: Path, tiny_checkpoint: Path) -> None:
     source = AdapterSource("style", write_adapter(tmp_path / "style", tiny_checkpoint))
     with Frontend() as frontend:

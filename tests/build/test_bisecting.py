@@ -120,6 +120,7 @@ def test_one_matrix_in_two_bits_is_found(fused: ir.Model, windows: list[Window],
     better.instantiate(passes.ALL)
 
 
+@pytest.mark.thorough
 def test_where_nothing_is_planted_it_says_so(fused: ir.Model, windows: list[Window], tmp_path: Path) -> None:
     lossy = weights(fused)
     found = search(lossy, windows, recipe(tmp_path, lossy.step, method="rtn"))

@@ -83,6 +83,7 @@ def test_every_shipped_recipe_is_in_the_table() -> None:
     assert sorted(cpu) == sorted(ALL)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in REFUSED]
 )

@@ -70,6 +70,7 @@ def shipped(path: Path) -> list[str]:
     return [node.op_type for node in ir.load(path / "engine" / "model.onnx").graph.all_nodes()]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["mixtral", pytest.param("gpt-oss", marks=pytest.mark.slow)])
 def test_4_bits_by_calibration_ship_and_generate(name: str, tmp_path: Path) -> None:
     validation = {
@@ -130,6 +131,7 @@ def test_every_pass_of_a_recipe_holds(name: str, tmp_path: Path) -> None:
     assert operators["SkipSimplifiedLayerNormalization"] > 0
 
 
+@pytest.mark.thorough
 def test_an_engine_that_is_finished_elsewhere_reads_what_one_built_in_one_go_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,7 @@ def test_a_copy_of_it_proves_what_was_traced_and_ends_with_it(tiny_checkpoint: P
     assert not _runs(copy)
 
 
+@pytest.mark.thorough
 def test_that_the_copy_was_killed_is_said(tiny_checkpoint: Path) -> None:
     with Frontend() as frontend:
         files = frontend.trace(tiny_checkpoint)

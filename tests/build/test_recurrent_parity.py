@@ -26,6 +26,7 @@ OUTPUT_TOKENS = 24
 PROMPTS = (5, 21, 33)  # tokens; chunks of the models are 8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [

@@ -73,6 +73,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(recipe, Artifact.open(result.path))
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_folder_hash_seed_and_threads_move_no_byte(tmp_path: Path, built: Built) -> None:
     recipe = write_recipe(tmp_path / "another folder/b", built.recipe.parent / "tiny-llama")

@@ -177,6 +177,7 @@ def test_a_second_build_proves_nothing_again_and_has_the_same_bytes(
         assert after.verification == before.verification.model_copy(update={"seconds": 0.0})
 
 
+@pytest.mark.thorough
 def test_an_engine_that_fails_beside_the_build_is_not_published_and_not_kept(
     recipe: Write, done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,6 +474,7 @@ def test_a_killed_build_is_resumed_at_the_last_finished_pass(
     assert digest == done.without
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("count", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_builds_at_once_share_the_work_and_have_the_same_bytes(recipe: Write, tmp_path: Path, count: int) -> None:
@@ -488,6 +490,7 @@ def test_builds_at_once_share_the_work_and_have_the_same_bytes(recipe: Write, tm
     assert Cache(tmp_path / "cache").notes == []
 
 
+@pytest.mark.thorough
 def test_targets_of_a_recipe_share_all_in_front_of_the_engine(
     recipe: Write, done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -512,6 +515,7 @@ def test_targets_of_a_recipe_share_all_in_front_of_the_engine(
     assert written == []
 
 
+@pytest.mark.thorough
 def test_a_remote_cache_gives_another_machine_all_that_one_computed(recipe: Write, tmp_path: Path) -> None:
     key = ed25519.Ed25519PrivateKey.generate()
 

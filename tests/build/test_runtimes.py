@@ -88,6 +88,7 @@ def newest(path: Path) -> tuple[Artifact, Report]:
     return opened, model.read(opened)
 
 
+@pytest.mark.thorough
 def test_evidence_of_another_runtime(recipe: Write, tmp_path: Path) -> None:
     gates = {"runtime.onnxruntime-genai.agreement": {"min": 0.95}, "runtime.onnxruntime-genai.kld_mean": {"max": 0.01}}
     file, own = recipe(gates=gates), python(tmp_path, OWN)

@@ -62,6 +62,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> 
     return Path(done.stdout.splitlines()[-1]), file
 
 
+@pytest.mark.thorough
 @harnessed
 def test_an_artifact_without_quantization_equals_its_checkpoint_item_by_item(built: tuple[Path, Path]) -> None:
     report = model.read(Artifact.open(built[0]))

@@ -20,6 +20,7 @@ def invoke(*args: object) -> Result:
     return result
 
 
+@pytest.mark.thorough
 def test_measured_again_and_until_it_is_decided(
     tmp_path: Path, sample_checkpoint: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ def test_formats_fit_the_bytes_and_what_is_read_together_shares_one(
 READ_TOGETHER = ["self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up"]
 
 
+@pytest.mark.thorough
 def test_bytes_say_the_same_as_bits(checkpoint: Checkpoint, windows: list[Window]) -> None:
     size = int(6.0 * checkpoint.parameters / 8)
     one, other = (
@@ -99,6 +100,7 @@ def test_a_choice_is_made_once(
     assert (again.grids, again.notes) == (one.grids, one.notes)
 
 
+@pytest.mark.thorough
 def test_formats_are_measured_once_for_all_budgets(
     checkpoint: Checkpoint, windows: list[Window], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 THREADS = """
 import sys, threading, time
 from pathlib import Path
@@ -19,6 +21,7 @@ print(Checkpoint.open(Path(sys.argv[1])).config.model_type)
 """
 
 
+@pytest.mark.thorough
 def test_a_configuration_is_read_while_another_thread_imports_transformers(sample_checkpoint: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", THREADS, sample_checkpoint], capture_output=True, text=True, timeout=240, check=False

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from llmforge.cli import cli
 
 ROOT = Path(__file__).parents[2]
-WITHOUT_JSON = {"serve", "up", "completion", "schema"}  # servers, and what is data already
+WITHOUT_JSON = {"serve", "up", "completion", "docs", "schema"}  # servers, text, and what is data already
 
 
 def invoke(*args: str | Path) -> Result:
@@ -95,3 +95,22 @@ def test_completion_scripts(shell: str) -> None:
 def test_json_of_small_commands(tmp_path: Path) -> None:
     given = ("init", ROOT / "tests" / "data" / "docs-llama-7m", "--target", "l4", "-o", tmp_path / "r.yaml", "--json")
     assert json.loads(invoke(*given).stdout) == {"recipe": str(tmp_path / "r.yaml")}
+
+
+def test_the_documentation_is_at_hand() -> None:
+    pages = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    listed = invoke("docs")
+    assert {line.split()[0] for line in listed.stdout.splitlines()} == pages
+    text = (ROOT / "docs" / "gates.md").read_text(encoding="utf-8")
+    for name in ("gates", "gates.md", "docs/gates.md"):
+        assert invoke("docs", name).stdout == text
+    unknown = invoke("docs", "gatse")
+    assert unknown.exit_code == 2
+    assert "did you mean `llmforge docs gates`?" in unknown.stderr
+    for path in ("../README", "/etc/passwd"):
+        assert invoke("docs", path).exit_code == 2
+
+
+def test_tested_versions_are_printed() -> None:
+    assert invoke("doctor", "--constraints").stdout == (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    assert invoke("doctor", "--constraints", "--measure").exit_code == 2

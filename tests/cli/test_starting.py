@@ -115,3 +115,39 @@ def test_up_builds_and_serves(home: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (given["artifact"] / "manifest.json").is_file()
     assert given["port"] == 0
     assert given["host"] == "127.0.0.1"
+
+
+def test_a_recipe_that_ships_is_copied(home: Path) -> None:
+    done = invoke("init", SAMPLE, "--like", "chat-h100-fp8.yaml", "--target", "h200", "--name", "chat")
+    assert (done.exit_code, done.stdout) == (0, "chat.yaml\n")
+    recipe = Recipe.load(home / "chat.yaml")
+    assert (recipe.name, recipe.checkpoint, recipe.target) == ("chat", SAMPLE, "h200")
+    assert recipe.calibration is not None
+    assert recipe.calibration.data == home / "text" / "calibration.jsonl"
+    text = (home / "chat.yaml").read_text()
+    assert "fp8 weights and activations" in text
+    assert "recipes/" not in text.partition("schema:")[0]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in recipes.FOLDER.glob("*.yaml")))
+def test_a_copy_of_each_recipe_loads(home: Path, name: str) -> None:
+    assert invoke("init", SAMPLE, "--like", name).exit_code == 0
+    recipe = Recipe.load(home / "docs-llama-7m.yaml")
+    files = [recipe.checkpoint, *(Path(task) for task in recipe.validation.tasks or () if task.endswith(".yaml"))]
+    files += [each.data for each in (recipe.calibration, recipe.validation.quality) if each is not None]
+    assert [file for file in files if not file.exists()] == []
+    assert recipe.target == Recipe.load(recipes.FOLDER / f"{name}.yaml").target
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--like", "nothing"], "there are 70b-h200-int4, "),
+        (["--like", "t4", "--goal", "size"], "--goal cannot be used"),
+    ],
+)
+def test_a_copy_that_cannot_be_made(home: Path, words: list[str], told: str) -> None:
+    done = invoke("init", SAMPLE, *words)
+    assert done.exit_code == 2
+    assert told in done.stderr
+    assert list(home.iterdir()) == []

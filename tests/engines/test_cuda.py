@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import onnx_ir as ir
 import pytest
 
 from llmforge import engines, targets
-from llmforge.base.errors import EnvironmentLacks, UnsupportedError, VerificationError
+from llmforge.base.errors import EnvironmentLacks, ForgeError, RunFailed, UnsupportedError, VerificationError
 from llmforge.engines import BuildRequest, cuda, cuda_graphs
 from llmforge.ir import dialect, graph
 from llmforge.lowering.pass_base import Budget, Changes, Context, Pass
@@ -25,7 +26,7 @@ from llmforge.passes import (
 )
 from llmforge.quantization.statistics import KvRange, Statistics
 from llmforge.recipe import EngineSpec
-from llmforge.runtime.backends.config import Capture, GraphPlan, RuntimeConfig
+from llmforge.runtime.backends.config import FILE, Capture, GraphPlan, RuntimeConfig
 from llmforge.runtime.backends.cuda import DeviceSession
 from llmforge.runtime.backends.device import HostDevice
 from llmforge.runtime.backends.session import Session, SessionConfig
@@ -405,3 +406,42 @@ def test_logits_that_are_not_finite_fail_the_build() -> None:
     config = configure(lowered)
     with pytest.raises(VerificationError, match="NaN or infinite"):
         cuda.prove(session(lowered, config, "off"), config)
+
+
+def test_an_engine_is_proven_at_every_width_that_kernels_are_chosen_by() -> None:
+    lowered, _ = lower(prepared())
+    config = replace(configure(lowered), max_context=64)
+    opened, widths = session(lowered, config, "off"), []
+    step = opened.step
+    opened.step = lambda ids, *rest: (widths.append(ids.shape[1]), step(ids, *rest))[1]  # type: ignore[method-assign]
+    cuda.prove(opened, config)
+    assert widths == [2, 1, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
+    assert cuda.PROVED_TOKENS[-1] == 512
+
+
+@pytest.mark.parametrize("failure", [RunFailed("no tactic for m = 24"), VerificationError("NaN logits")])
+def test_where_the_fast_product_does_not_run_the_engine_does_without(failure: ForgeError, tmp_path: Path) -> None:
+    lowered, _ = lower(prepared())
+    config = configure(lowered)
+    fast = {cuda.FAST_ENTRY: "1", cuda.FAST_ROWS_ENTRY: "1,2", cuda.FUSIONS_ENTRY: "MatMulNBitsFusion"}
+    entries = {**config.session.entries, **fast}
+    opened = []
+
+    def open_session(chosen: RuntimeConfig) -> DeviceSession:
+        opened.append(chosen)
+        if cuda.FAST_ENTRY in chosen.session.entries:
+            raise failure
+        return session(lowered, chosen, "off")
+
+    with_fast = replace(config, session=replace(config.session, entries=entries))
+    found, notes = cuda.open_and_prove(tmp_path, with_fast, open_session)
+    assert opened == [with_fast, config]
+    assert found == config == RuntimeConfig.read(tmp_path / FILE)
+    assert failure.message in notes[0]
+    opened.clear()
+
+    def never(_: RuntimeConfig) -> DeviceSession:
+        raise failure
+
+    with pytest.raises(type(failure)):  # which is not the fast product's doing
+        cuda.open_and_prove(tmp_path, config, never)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import onnx_ir as ir
 import pytest
@@ -15,10 +16,11 @@ import pytest
 from llmforge.base.errors import InputError, UnsupportedError, VerificationError
 from llmforge.base.progress import Silent
 from llmforge.engines import onnx_file
-from llmforge.engines.tensorrt import builder, layers, library, plan_cache, plan_file, profiles
+from llmforge.engines.tensorrt import builder, kv_lengths, layers, library, plan_cache, plan_file, profiles
 from llmforge.engines.tensorrt.build_log import BuildLog
 from llmforge.engines.tensorrt.plan_cache import PlanCache
 from llmforge.engines.tensorrt.plan_file import PlanRecord, Source
+from llmforge.ir import interface
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import DATA_FILE, MODEL_FILE
 
@@ -106,7 +108,62 @@ def test_a_library_that_times_kernels_is_given_its_timings(tmp_path: Path) -> No
         timing, tmp_path / MODEL_FILE, model, tmp_path / "b.plan", sm="89", profiles=(), timings=first.timings
     )
     assert again.timings
+    other = builder.build(
+        timing, tmp_path / MODEL_FILE, model, tmp_path / "c.plan", sm="89", profiles=(), timings=b"of another build"
+    )
+    assert other.timings  # which was refused, and timed anew
     assert build(model, tmp_path).timings is None
+
+
+def test_timings_that_the_library_refuses_are_made_anew() -> None:
+    class Config:
+        set = b""
+
+        def create_timing_cache(self, content: bytes) -> bytes:
+            return content or b"new"
+
+        def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> bool:
+            self.set = cache
+            return cache == b"new" and not ignore_mismatch
+
+    timing = dataclasses.replace(RTX, provider=dataclasses.replace(RTX.provider, needs_device="it times kernels"))
+    assert builder._timing_cache(timing, Config(), b"of another device") == b"new"
+
+    class Never(Config):
+        def set_timing_cache(self, cache: bytes, ignore_mismatch: bool) -> bool:
+            return False
+
+    with pytest.raises(UnsupportedError, match="takes no timing cache"):
+        builder._timing_cache(timing, Never(), b"")
+
+
+def test_an_attention_that_drops_the_lengths_of_its_texts_ends_the_build() -> None:
+    tensors = {name: SimpleNamespace(name=name) for name in (interface.INPUT_IDS, interface.PAST_LENGTHS)}
+
+    class Layer:  # of the shape, the slice, the casts and the sum
+        def __init__(self, *_: object) -> None:
+            self.made = SimpleNamespace(name="")
+
+        def get_output(self, _: int) -> SimpleNamespace:
+            return self.made
+
+    class Attention:
+        name, key_value_lengths = "attention", property(lambda _: None, lambda *_: None)
+
+    class InputLayer:
+        type, attention = SimpleNamespace(name="ATTENTION_INPUT"), Attention()
+
+    made = dict.fromkeys(("add_shape", "add_slice", "add_cast", "add_elementwise"), Layer)
+    network = SimpleNamespace(
+        num_inputs=2, get_input=list(tensors.values()).__getitem__, num_layers=1, get_layer=[InputLayer()].__getitem__,
+        **made,
+    )  # fmt: skip
+    api = SimpleNamespace(IAttentionInputLayer=InputLayer, int32=None, ElementWiseOperation=SimpleNamespace(SUM=None))
+    with pytest.raises(VerificationError, match="attention did not keep the lengths"):
+        kv_lengths.set_lengths(network, api)
+    tensors.popitem()
+    network.num_inputs = 1
+    assert kv_lengths.set_lengths(network, api) == 0  # no decoder
 
 
 def test_warnings_are_kept_but_for_noise() -> None:
@@ -160,7 +217,9 @@ def test_a_dimension_of_unknown_size_is_refused() -> None:
 def record(folder: Path, *, sm: str = "89", content: bytes = b"plan") -> tuple[PlanRecord, Path]:
     plan = folder / f"{sm}.plan"
     plan.write_bytes(content)
-    source = Source("tensorrt_rtx", "1.7.1", sm, ("-TF32",), {"decode": {"x": ((1,), (2,), (2,))}}, "ab" * 32)
+    source = Source(
+        "tensorrt_rtx", "1.7.1", sm, "NVIDIA L4", ("-TF32",), {"decode": {"x": ((1,), (2,), (2,))}}, "ab" * 32
+    )
     made = PlanRecord(
         format=plan_file.FORMAT,
         key=source.key,
@@ -178,6 +237,7 @@ def variants(source: Source) -> Iterator[Source]:
     yield dataclasses.replace(source, module="tensorrt")
     yield dataclasses.replace(source, version="1.7.2")
     yield dataclasses.replace(source, sm="86")
+    yield dataclasses.replace(source, device="NVIDIA L40S")
     yield dataclasses.replace(source, flags=())
     yield dataclasses.replace(source, profiles={"decode": {"x": ((1,), (2,), (4,))}})
     yield dataclasses.replace(source, onnx_sha256="cd" * 32)
@@ -186,7 +246,7 @@ def variants(source: Source) -> Iterator[Source]:
 def test_a_key_changes_with_everything_that_decides_a_plan(tmp_path: Path) -> None:
     made, _ = record(tmp_path)
     keys = {source.key for source in variants(made.source)}
-    assert len(keys) == 6
+    assert len(keys) == 7
     assert made.key not in keys
 
 
@@ -234,11 +294,12 @@ def test_the_oldest_plans_go(tmp_path: Path) -> None:
 
 
 def test_timings_are_kept_by_version_and_device(tmp_path: Path) -> None:
-    cache = PlanCache(tmp_path)
-    assert cache.timings("11.4", "90") == b""
-    cache.keep_timings("11.4", "90", b"times")
-    assert cache.timings("11.4", "90") == b"times"
-    assert cache.timings("11.5", "90") == cache.timings("11.4", "89") == b""
+    cache, source = PlanCache(tmp_path), record(tmp_path)[0].source
+    assert cache.timings(source) == b""
+    cache.keep_timings(source, b"times")
+    assert cache.timings(dataclasses.replace(source, flags=(), onnx_sha256="cd" * 32)) == b"times"
+    for change in ({"version": "11.5"}, {"sm": "90"}, {"device": "NVIDIA L40S"}):
+        assert cache.timings(dataclasses.replace(source, **change)) == b""
 
 
 def test_the_cache_lies_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

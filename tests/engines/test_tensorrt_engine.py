@@ -114,6 +114,7 @@ def test_plans_are_built_without_a_gpu(name: str, form: str, folder: Path, tmp_p
         record = PlanRecord.read(made.folder / plan_file.FILE)
         assert record.source.sm == target.sm
         assert record.layers["ATTENTION_INPUT"] == nodes["Attention"] == 2
+        assert record.layers["ATTENTION_INPUT with lengths"] == 2  # which read the text, and not the capacity
         assert record.layers["KV_CACHE_UPDATE"] == 4
         assert record.layers.get("DEQUANTIZE", 0) == nodes["DequantizeLinear"]
         assert (nodes["DequantizeLinear"] > 0) is (form not in ("fp16", "bf16"))
@@ -142,7 +143,9 @@ def test_an_engine_says_what_it_is_and_is_reused(folder: Path, tmp_path: Path) -
     ]
     assert [(cache.dtype, cache.kv_heads, cache.head_dim) for cache in config.caches] == [("float16", 2, 32)] * 4
     assert config.vocabulary == zoo.VOCABULARY
-    assert first.facts["attention"] == "2 in fused kernels, none that the builder took apart"
+    assert first.facts["attention"] == (
+        "2 in fused kernels, none that the builder took apart; 2 read the text and not the capacity"
+    )
     assert first.notes == ()
     assert again.notes == ("plan reused from an earlier build with the same key",)
     assert sorted(file.name for file in first.folder.iterdir()) == ["model.plan", "plan.json", "runtime.json"]

@@ -72,6 +72,7 @@ def test_every_recipe_for_tensorrt_is_here() -> None:
     assert {name for name, recipe in recipes.items() if "tensorrt" in recipe.engine.backend} == set(BUILT)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", BUILT)
 def test_recipes_fit_their_devices(name: str, checkpoint: Checkpoint, model: ir.Model) -> None:
     for target in BUILT[name]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,11 +70,19 @@ def test_a_whole_dry_run_goes_well(tmp_path):
     done = verify("--dry-run", "--work", str(tmp_path))
     steps = json.loads((tmp_path / "gpu-evidence.json").read_text())["steps"]
     assert done.returncode == 0, done.stderr
-    assert {name for name, step in steps.items() if step["status"] != "ok"} == {"tensorrt", "tensorrt-rtx"}
-    assert {name.partition(":")[0] for name in steps} >= {"attention", "parity", "capture", "shape", "build", "speed"}
+    lacking = {name for name, step in steps.items() if step["status"] != "ok"}
+    assert lacking == {"tensorrt", "tensorrt-rtx", "speed:1:tiny:vllm", "speed:2:tiny:vllm"}
+    kinds = {"environment", "parity", "capture", "shape", "build", "speed", "profile", "attention"}
+    assert {name.partition(":")[0] for name in steps} >= kinds
+    assert {f"parity:{each}:llama" for each in ("fp32", "int8", "int4", "int8-kv")} <= set(steps)
     page = (tmp_path / "gpu-evidence.md").read_text()
     for subject in ("torch-eager", "torch-compile", "llmforge-int8", "llmforge-int4"):
         assert f"| {subject} | 2 |" in page
+    served = page[page.index("## TPOT through the scheduler") :]
+    assert "| llmforge-int4 | 2 |" in served
+    assert "torch" not in served[: served.index("##", 4)]
+    for part in ("step", "sampling", "copies"):
+        assert f"| {part} | " in page
 
 
 STUB = """
@@ -149,17 +159,99 @@ def test_the_plan_of_a_gpu_has_every_model_and_takes_turns(program):
     from .. import zoo
 
     names = [step.name for step in program["checks"].plan(program["scale"].GPU)]
-    assert {f"parity:{name}" for name in zoo.ZOO} <= set(names)
+    assert {f"parity:fp16:{name}" for name in zoo.ZOO} <= set(names)
+    assert {f"parity:{each}:llama" for each in ("bf16", "int8", "int4", "int8-kv")} <= set(names)
     speed = [name for name in names if name.startswith("speed:")]
-    assert speed[:5] == [
-        "speed:1:torch-eager",
-        "speed:1:llmforge-bf16",
-        "speed:1:llmforge-int8",
-        "speed:1:llmforge-int4",
-        "speed:1:torch-compile",
+    assert speed[:6] == [
+        "speed:1:1b:torch-eager",
+        "speed:1:1b:llmforge-bf16",
+        "speed:1:1b:llmforge-int8",
+        "speed:1:1b:llmforge-int4",
+        "speed:1:1b:torch-compile",
+        "speed:1:1b:vllm",
     ]
-    assert len(speed) == 15
+    assert len(speed) == 36
     assert len(set(names)) == len(names)
+
+
+def test_a_lease_settles_parity_of_every_precision_before_it_measures_one_round(program):
+    names = [step.name for step in program["checks"].plan(program["scale"].LEASE)]
+    kinds = list(dict.fromkeys(name.partition(":")[0] for name in names))
+    order = ["environment", "parity", "capture", "shape", "build", "speed", "profile", "tensorrt", "tensorrt-rtx"]
+    assert kinds == order
+    assert {name.split(":")[1] for name in names if name.startswith("parity:")} == {
+        "fp16", "bf16", "int8", "int4", "int8-kv",
+    }  # fmt: skip
+    assert {name.split(":")[1] for name in names if name.startswith("speed:")} == {"1"}
+    assert program["main"]._minutes("40m") == 40
+    assert program["main"]._minutes("1.5h") == 90
+    with pytest.raises(argparse.ArgumentTypeError, match="such as 40m"):
+        program["main"]._minutes("40")
+
+
+@pytest.mark.parametrize(
+    ("title", "sm", "gib", "target"),
+    [("NVIDIA H100 80GB HBM3", 90, 80, "h100-sxm"), ("NVIDIA H100 PCIe", 90, 80, "h100-pcie"),
+     ("NVIDIA GeForce RTX 4090", 89, 24, "rtx-4090"), ("NVIDIA L4", 89, 23, "l4"), ("NVIDIA A30", 80, 24, None)],
+)  # fmt: skip
+def test_devices_are_named_as_doctor_names_them(program, monkeypatch, title, sm, gib, target):
+    from benchmarks.verify_gpu import place
+
+    device = SimpleNamespace(index=0, name=title, sm=sm, memory=lambda: (0, gib << 30))
+    monkeypatch.setattr(place.devices, "CudaDevice", lambda: device)
+    if target is None:
+        with pytest.raises(EnvironmentLacks, match="no target is NVIDIA A30 of compute capability 80"):
+            place.target(program["scale"].GPU, None)
+    else:
+        assert place.target(program["scale"].GPU, None).name == target
+    assert place.target(program["scale"].GPU, "l40s").name == "l40s"
+
+
+def test_gaps_are_those_while_all_requests_decode(program):
+    from benchmarks.verify_gpu import speed
+
+    assert speed.gap([[0.0, 1.0, 2.0, 2.1, 2.2, 5.0], [2.0, 2.1, 2.2]]) == pytest.approx(0.1)
+    assert speed.gap([[0.0, 0.5], [1.0, 1.3]]) == pytest.approx(0.4)  # they never decode together
+
+
+def test_ranges_time_what_they_watch_and_leave_it_as_it_was(program):
+    from benchmarks.verify_gpu.ranges import Ranges
+
+    class Worker:
+        def work(self, x):
+            if x < 0:
+                raise ValueError("below 0")
+            return x + 1
+
+    worker, ranges, plain = Worker(), Ranges(), Worker.work
+    with ranges.watch({"class": [(Worker, "work")], "one": [(worker, "work")]}):
+        assert worker.work(1) == 2
+        with pytest.raises(ValueError, match="below 0"):
+            worker.work(-1)
+    assert {name: part["calls"] for name, part in ranges.table().items()} == {"class": 2, "one": 2}
+    assert Worker.work is plain
+    assert vars(worker) == {}
+
+
+def test_wheels_are_carried_in_parts_and_checked(program, tmp_path):
+    from benchmarks.verify_gpu import wheels
+
+    made = tmp_path / "made"
+    made.mkdir()
+    contents = {"a-1-py3-none-any.whl": b"x" * 25, "b-2-py3-none-any.whl": b"y"}
+    for name, content in contents.items():
+        (made / name).write_bytes(content)
+    parts = tmp_path / "parts"
+    wheels.cut(made, parts, 10)
+    assert sorted(each.stat().st_size for each in parts.glob("*.whl.*")) == [1, 5, 10, 10]
+    joined = wheels.join(parts, tmp_path / "joined")
+    assert {each.name: each.read_bytes() for each in joined} == contents
+    (parts / "a-1-py3-none-any.whl.001").write_bytes(b"z" * 10)
+    with pytest.raises(SystemExit, match="not the wheel that was packed"):
+        wheels.join(parts, tmp_path / "joined")
+    (parts / "a-1-py3-none-any.whl.001").unlink()
+    with pytest.raises(SystemExit, match=r"a-1-py3-none-any\.whl\.001 is missing"):
+        wheels.join(parts, tmp_path / "joined")
 
 
 def test_throughput_and_bandwidth_are_medians_over_the_rounds(program):
@@ -172,19 +264,24 @@ def test_throughput_and_bandwidth_are_medians_over_the_rounds(program):
         "target": "h100",
         "python": "3",
         "copy_gb_per_s": 2000.0,
+        "data_sheet_gb_per_s": 3350.0,
         "packages": {"torch": "2"},
     }
     outcomes = {
         "environment": outcome("ok", 1, machine),
-        "build:bf16": outcome("ok", 1, {"weight_bytes_per_token": 16_000_000_000, "kv_bytes_per_token": 0}),
-        "speed:2:llmforge-bf16": outcome("failed", 1, None, "a | b\nc"),
+        "build:8b:bf16": outcome("ok", 1, {"weight_bytes_per_token": 16_000_000_000, "kv_bytes_per_token": 0}),
+        "speed:2:8b:llmforge-bf16": outcome("failed", 1, None, "a | b\nc"),
     }
     for number, step_s in ((1, 0.010), (3, 0.016)):
-        steps = {"step_s": {"1": step_s, "8": 0.02, "64": 0.032}}
-        outcomes[f"speed:{number}:llmforge-bf16"] = outcome("ok", 1, steps)
+        steps = {"1": step_s, "8": 0.02, "64": 0.032}
+        served = {"greedy": {"1": step_s, "8": 0.025, "64": 0.04}, "sampled": {"1": 0.02, "8": 0.03, "64": 0.064}}
+        found = {"step_s": steps, "ttft_s": {"512": 0.05, "2048": 0.2}, "tpot_s": served}
+        outcomes[f"speed:{number}:8b:llmforge-bf16"] = outcome("ok", 1, found)
     page = program["evidence"].render(outcomes, scale)
     assert "DRY RUN" not in page
-    assert "| llmforge-bf16 | 1 | 13.00 | 77 | 62% | 2 |" in page
-    assert "| llmforge-bf16 | 64 | 32.00 | 2000 | 25% | 2 |" in page
-    assert "| speed:2:llmforge-bf16 | failed | a \\| b c |" in page
-    assert "## Decoding, 32 layers of hidden size 4096" in page
+    assert "| llmforge-bf16 | 1 | 13.00 | 77 | 62% | 37% | 2 |" in page
+    assert "| llmforge-bf16 | 64 | 32.00 | 2000 | 25% | 15% | 2 |" in page
+    assert "| llmforge-bf16 | 64 | 40.00 | 64.00 | 1600 | 1000 | 20% | 12% | 2 |" in page
+    assert "| llmforge-bf16 | 50.0 | 200.0 | 2 |" in page
+    assert "| speed:2:8b:llmforge-bf16 | failed | a \\| b c |" in page
+    assert "## Decode steps alone, 8b: 32 layers of hidden size 4096" in page

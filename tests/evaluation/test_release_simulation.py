@@ -61,6 +61,7 @@ def test_a_release_at_the_margin_passes_and_fails_by_chance_alone(name: str, bou
     assert 0 < verdicts.count(Verdict.FAIL) / RELEASES <= ALPHA + ERROR
 
 
+@pytest.mark.thorough
 def test_five_gates_pass_wrongly_no_more_often_than_one_and_fail_no_more_often() -> None:
     moved = {name: Population(name) for name in ("kld_mean", "perplexity_ratio", "top1_agreement")}
     alone = {name: Population(name, both=False) for name in ("kld_mean", "perplexity_ratio")}

@@ -54,6 +54,7 @@ def test_facts_are_counted(folder: Path, model: ir.Model) -> None:
     assert facts.cache_bytes_per_token == 3 * 2 * checkpoint.config.num_key_value_heads * checkpoint.config.head_dim * 4
 
 
+@pytest.mark.thorough
 def test_a_token_uses_the_experts_that_it_chooses(tmp_path: Path) -> None:
     zoo.write("mixtral", tmp_path)  # two layers of four experts, of which it chooses two
     checkpoint = Checkpoint.open(tmp_path)

@@ -99,6 +99,7 @@ def arm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("arm"), ARM, "-static")
 
 
+@pytest.mark.thorough
 @pytest.mark.xdist_group("arm")
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_kernels_for_arm_give_the_bits_of_plain_c(every: int, arm: Path, tmp_path: Path) -> None:

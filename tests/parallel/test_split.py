@@ -17,7 +17,7 @@ from llmforge.ir import dialect, graph
 from llmforge.ir.derived import Stored
 from llmforge.lowering.pass_base import Budget, Context, Pass
 from llmforge.parallel.split import RANK, split
-from llmforge.passes import FlashAttention, FuseExperts, FuseNorms, PackGateUp, PackQkv, QuantizeWeights
+from llmforge.passes import CpuKernels, FlashAttention, FuseExperts, FuseNorms, PackGateUp, PackQkv, QuantizeWeights
 from llmforge.passes.lower_precision import LowerPrecision
 from llmforge.recipe import EngineSpec, Recipe
 from llmforge.trace import trace
@@ -106,9 +106,24 @@ def test_experts_and_biases_are_divided(interleaved: int) -> None:
         for node in graphs.find(own, "MoE"):
             dims = [graph.dims(value) for value in node.inputs[3:] if value is not None]
             assert dims == [(4, 48, 56), (4, 28, 48), (4, 56), (4, 48)]
-    FuseExperts().run(model, graphs.CPU)
-    with pytest.raises(UnsupportedError, match=r"MoE .* cannot be divided .*: split the graph before fuse-experts"):
-        split(model, 2)
+    fused = model.clone()
+    FuseExperts().run(fused, graphs.CPU)
+    equal(fused, 2)
+    [up, *_] = [
+        graph.dims(value) for node in graphs.find(split(fused, 2).ranks[1], "MoE") for value in node.inputs[2:3]
+    ]
+    assert up == (4, 56, 48)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_quantized_experts_are_divided_by_blocks(symmetric: bool) -> None:
+    spec = graphs.Llama(**{**vars(WIDE), "experts": 4})
+    step = QuantizeWeights(LOOSE, method="rtn", accuracy_level=0, embedding_bits=4, symmetric=symmetric)
+    model = after(graphs.llama(spec), (step,))
+    assert graphs.find(model, "QMoE")
+    equal(model, 2)
+    with pytest.raises(UnsupportedError, match=r"experts of .* are 128 wide, no multiple of it in blocks of \d+"):
+        split(model, 8)
 
 
 def test_sample_checkpoint(sample_graph: ir.Model) -> None:
@@ -218,9 +233,16 @@ def test_standard_onnx_has_no_collectives() -> None:
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt", "tensorrt-rtx"])
 def test_engines_refuse_ranks_by_name(backend: str) -> None:
-    engines.refuse_ranks(backend, 1)
-    with pytest.raises(UnsupportedError, match=f"tensor_parallel is 2; {backend} does not support it"):
-        engines.refuse_ranks(backend, 2)
+    gpu = targets.load("rtx-4090" if backend == "tensorrt-rtx" else "h100-sxm")
+    engines.refuse_ranks(backend, 1, gpu)
+    with pytest.raises(UnsupportedError, match=f"tensor_parallel is 2; {backend} does not support it on {gpu.name}"):
+        engines.refuse_ranks(backend, 2, gpu)
+
+
+def test_what_cpu_kernels_packed_is_refused() -> None:
+    model = after(graphs.llama(WIDE), (*FUSED, INT4, CpuKernels(LOOSE)))
+    with pytest.raises(UnsupportedError, match="leave cpu-kernels out of the recipe"):
+        split(model, 2)
 
 
 def test_a_recipe_is_refused_when_it_is_planned(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -234,8 +256,10 @@ def test_a_recipe_is_refused_when_it_is_planned(tiny_checkpoint: Path, tmp_path:
     model = graphs.llama()
     arguments = {"target": targets.load("cpu-avx2"), "checkpoint": checkpoint}
     steps = recipe.instantiate(passes.ALL)
-    with pytest.raises(UnsupportedError, match="onnxruntime does not support it"):
-        dry_run.run(model, steps, spec=recipe.engine, **arguments)  # type: ignore[arg-type]
+    dry_run.run(model, steps, spec=recipe.engine, **arguments)  # type: ignore[arg-type]
+    gpu = {**arguments, "target": targets.load("h100-sxm")}
+    with pytest.raises(UnsupportedError, match="onnxruntime does not support it on h100-sxm"):
+        dry_run.run(model, steps, spec=recipe.engine, **gpu)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="which 3 ranks cannot share evenly"):
         dry_run.run(model, steps, spec=EngineSpec(max_context=64, tensor_parallel=3), **arguments)  # type: ignore[arg-type]
 

@@ -39,6 +39,7 @@ class Watched:
 
     def __init__(self, runner: Runner, buckets: tuple[int, ...] = ()) -> None:
         self._session = runner.session
+        self.decodes_ahead = False
         self.vocabulary = self._session.vocabulary
         self.signature = SimpleNamespace(no_reuse_reason=self._session.signature.no_reuse_reason, steady_from=2)
         self.allocate = self._session.allocate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -167,6 +168,29 @@ def test_tensorrt_rtx_is_told_to_record_decode_steps_by_itself(bench):
     assert [context.strategy for context in bench.engine.contexts] == ["disabled", "disabled"]
 
 
+def test_tensorrt_rtx_compiles_its_kernels_once_for_all_starts(bench, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    record = bench.folder / "plan.json"
+    record.write_text(json.dumps({"sha256": "ab" * 32}))
+    kept = tmp_path / "caches/llmforge/tensorrt-rtx-kernels" / f"{'ab' * 32}.cache"
+
+    def compiled() -> list[int]:
+        bench.engine.contexts.clear()
+        bench.load(rtx=True).allocate(ROWS, CAPACITY)
+        return [context.compiled for context in bench.engine.contexts]
+
+    assert compiled() == [1, 3]  # a piece of a prompt; a decode step of 1, 2 and 4 rows
+    assert [context.specialization for context in bench.engine.contexts] == ["lazy", "eager"]
+    assert compiled() == [0, 0]
+    kept.write_bytes(b"of another driver")
+    assert compiled() == [1, 3]
+    assert kept.read_bytes().startswith(b"kernels")
+    for damaged in ('{"sha256": "../../x"}', "[]", "{"):  # nothing says what the plan is: nothing is kept
+        record.write_text(damaged)
+        assert compiled() == [1, 3]
+    assert list(kept.parent.iterdir()) == [kept]
+
+
 def test_a_step_that_cannot_be_recorded_is_noted_or_refused(bench, monkeypatch):
     def refuse(*_) -> tuple:
         return bench.cuda.real.cudaError_t.cudaErrorStreamCaptureUnsupported, None
@@ -236,6 +260,47 @@ def test_another_version_and_another_gpu_are_refused_in_plain_words(bench):
         bench.load(device=DeviceFacts(120, 1))
 
 
+def test_where_several_gpus_are_those_that_would_do_are_named(bench, monkeypatch):
+    def attribute(self, which, index):
+        major = which == self.real.cudaDeviceAttr.cudaDevAttrComputeCapabilityMajor
+        return (8 if major else 9) if index == 1 else (7 if major else 5)
+
+    monkeypatch.setattr(type(bench.cuda), "_cudaDeviceGetAttribute", attribute)
+    with pytest.raises(VersionMismatch, match=r"8\.9, but Fake GPU \(device 0\) has 7\.5") as caught:
+        bench.load()
+    assert "of the 2 devices here, 1 would do" in caught.value.hint
+    assert "serving: {triton: {gpus: [1]}}" in caught.value.hint
+
+
+def test_a_device_without_the_memory_is_told_what_would_fit(bench, monkeypatch, caplog):
+    caches = config().caches
+    token = sum(each.kv_heads * each.head_dim * np.dtype(each.dtype).itemsize for each in caches)
+    weights = (bench.folder / "model.plan").stat().st_size
+
+    def free(bytes_):
+        monkeypatch.setattr(
+            type(bench.cuda), "_cudaMemGetInfo",
+            lambda self: (self.real.cudaError_t.cudaSuccess, int(bytes_), 80_000_000_000),
+        )  # fmt: skip
+
+    free(weights + 2 * CAPACITY * token)
+    with pytest.raises(EnvironmentLacks, match=r"0\.00 GB free of 80\.00; .* \(4 rows of 64 tokens\)") as caught:
+        bench.load()
+    assert caught.value.hint == "free memory on the device, or build with engine.max_batch: 2"
+    free(weights + 1.5 * CAPACITY * ROWS * 128 * token)
+    with pytest.raises(EnvironmentLacks) as caught:
+        bench.load(max_context=128 * 128)
+    assert caught.value.hint.endswith("build with engine.max_batch: 3 or engine.max_context: 12288")
+    free(weights)
+    with pytest.raises(EnvironmentLacks, match="free of 80") as caught:
+        bench.load()
+    assert "its weights alone do not fit" in caught.value.hint
+    free(weights + ROWS * CAPACITY * token)
+    caplog.clear()
+    bench.load(device=DeviceFacts(89, weights + ROWS * CAPACITY * token + 1))
+    assert "may take up to" in caplog.text
+
+
 def test_without_the_library_its_extra_is_named(bench, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     with pytest.raises(EnvironmentLacks, match=r"needs TensorRT 11\.4\.0, which cannot be imported") as caught:
@@ -295,7 +360,15 @@ USED = {
         "create_runtime_config",
         "create_execution_context",
     ],
-    "IRuntimeConfig": ["set_execution_context_allocation_strategy", "cuda_graph_strategy"],
+    "IRuntimeConfig": [
+        "set_execution_context_allocation_strategy",
+        "cuda_graph_strategy",
+        "dynamic_shapes_kernel_specialization_strategy",
+        "create_runtime_cache",
+        "set_runtime_cache",
+    ],
+    "IRuntimeCache": ["deserialize", "serialize"],
+    "DynamicShapesKernelSpecializationStrategy": ["EAGER", "LAZY"],
     "IExecutionContext": [
         "set_device_memory",
         "set_optimization_profile_async",

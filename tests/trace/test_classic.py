@@ -50,6 +50,7 @@ def traced(folder: Path) -> ir.Model:
     return trace(Checkpoint.open(folder))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [
@@ -69,6 +70,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert len(model.graph) <= NODES.get(name, 1000), Counter(node.op_type for node in model.graph)
 
 
+@pytest.mark.thorough
 def test_windows_and_slopes_are_read_off_code_of_its_own(tmp_path: Path) -> None:
     zoo_classic.write("gpt-neo", tmp_path / "gpt-neo")
     nodes = [node for node in traced(tmp_path / "gpt-neo").graph if node.op_type == "Attention"]
@@ -123,6 +125,7 @@ SHORT_AND_LONG = (
 )
 
 
+@pytest.mark.thorough
 def test_long_rope_takes_the_factors_of_a_texts_length(tmp_path: Path) -> None:
     zoo_classic.write("phi3-longrope", tmp_path)
     model = traced(tmp_path)
@@ -187,6 +190,7 @@ def test_an_activation_is_recognized_by_what_it_computes() -> None:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("window", [0, 3])
 def test_the_expansion_of_slopes_equals_the_reference(window: int, tmp_path: Path) -> None:
     """One step of a traced graph's attention cannot show it alone; bloom with a window can."""

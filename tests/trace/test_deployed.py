@@ -83,6 +83,7 @@ def test_an_indexer_that_leaves_tokens_out_in_some_texts_is_refused() -> None:
         longest(Indexer(16, lambda x: x[..., :11] if 11 < x.shape[-1] < 16 else x))
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")  # transformers' own, about its models
 def test_a_graph_says_up_to_which_length_its_indexers_choose_every_token(tmp_path: Path) -> None:
     shrink.write("deepseek_v32", tmp_path)

@@ -157,6 +157,7 @@ def test_translations_are_listed_without_their_source_and_are_the_same() -> None
     assert function.function_ir.domain, "it is parsed again behind"
 
 
+@pytest.mark.thorough
 def test_what_is_left_out_of_an_import_is_not_missed() -> None:
     code = """
 import sys

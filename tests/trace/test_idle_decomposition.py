@@ -17,6 +17,7 @@ from .. import zoo
 IDLE = {"llama": True, "glm": False}  # glm divides an axis that it counts from the end
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "llama" else [pytest.mark.slow]) for name in zoo.ZOO]
 )

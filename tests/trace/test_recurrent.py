@@ -111,6 +111,7 @@ def test_a_model_without_a_state_takes_no_lengths(tmp_path: Path) -> None:
 # Passes and sessions -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["qwen3-5", "bamba", *(pytest.param(name, marks=[pytest.mark.slow]) for name in ("jamba", "minicpm3"))]
 )

@@ -260,6 +260,7 @@ def test_a_graph_that_cannot_be_grown_is_traced_whole(tmp_path: Path, monkeypatc
 # Cost --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_trace_of_70_billion_parameters_is_small_and_quick(tmp_path: Path, tiny_checkpoint: Path) -> None:
     from ..trace.test_trace import LARGE, write_hollow
 

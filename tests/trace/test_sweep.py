@@ -72,7 +72,11 @@ TABLE = ROOT / "docs/architectures.md"
 
 
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(each, marks=[pytest.mark.slow] if each in SLOW else []) for each in TWENTY]
+    "model_type",
+    [
+        pytest.param(each, marks=pytest.mark.slow if each in SLOW else () if each == "qwen3" else pytest.mark.thorough)
+        for each in TWENTY
+    ],
 )
 @pytest.mark.filterwarnings("ignore")  # transformers' own, about its models
 def test_a_type_is_right_or_refused(model_type: str, tmp_path: Path) -> None:

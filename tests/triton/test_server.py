@@ -735,6 +735,7 @@ QUIZ = [
 TEXTS = [{"page": "The server sends a reply."}, {"page": "See also the next chapter."}]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs the extra `eval`")
 def test_tasks_through_the_server_equal_those_of_the_engine_item_by_item(
     env: TritonEnv, sample_checkpoint: Path, tmp_path: Path

@@ -263,6 +263,18 @@ def test_lossy_pass_over_its_budget(tmp_path: Path) -> None:
     assert "first diverging tensor: l1_down" in error.message
 
 
+def test_a_loss_behind_a_cast_of_scales_is_placed_too(tmp_path: Path) -> None:
+    """What runs reads fp16 scales that were widened; the Cast of them, which both graphs name, is not in it."""
+    model = graphs.llama()
+    quantize = QuantizeWeights(bits=8, block_size=32, method="rtn", scales="fp16", budget=Budget(kld_mean=1))
+    quantize.run(model, graphs.CPU)
+    assert any(node.op_type == "Cast" for node in model.graph)
+    check = verifier(model, tmp_path)
+    planted = Planted(scale(1.5, "model.norm.weight"), LOSSY, Budget(kld_mean=1e-5))
+    with pytest.raises(VerificationError, match="first diverging tensor: "):
+        check.check(planted, model, planted.run(model, graphs.CPU))
+
+
 def test_both_graphs_are_saved_without_weights(tmp_path: Path) -> None:
     error = fail(Planted(scale(1.01)), tmp_path / "failed")
     before, after = (tmp_path / "failed" / f"planted.{moment}.onnx" for moment in ("before", "after"))

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError, VerificationError
-from llmforge.engines.tensorrt import layers, precisions
+from llmforge.engines.tensorrt import kv_lengths, layers, precisions
 from llmforge.engines.tensorrt.build_log import BuildLog
 from llmforge.engines.tensorrt.library import Library
 from llmforge.engines.tensorrt.profiles import Profile
@@ -64,6 +64,8 @@ def build(
     _check_log(library, log)
     counted = layers.count(network)
     layers.check(counted, layers.decomposable(network, api), model)
+    if measured := kv_lengths.set_lengths(network, api):
+        counted[kv_lengths.COUNTED] = measured
     config = _config(library, builder, sm, profiles, model)
     cache = _timing_cache(library, config, timings)
     with plan.open("wb") as file:
@@ -113,9 +115,11 @@ def _timing_cache(library: Library, config: Any, timings: bytes | None) -> Any:
     """Give the builder what was timed before. TensorRT-RTX times nothing: a GPU chooses as it loads a plan."""
     if library.ahead_of_time:
         return None
-    cache = config.create_timing_cache(timings or b"")
-    config.set_timing_cache(cache, ignore_mismatch=False)
-    return cache
+    for found in (timings, None):  # what another build of the module timed is refused: then it times anew
+        cache = config.create_timing_cache(found or b"")
+        if cache is not None and config.set_timing_cache(cache, ignore_mismatch=False):
+            return cache
+    raise UnsupportedError(f"{library.title} {library.version} takes no timing cache, not even an empty one")
 
 
 def _writer(api: Any, file: BinaryIO) -> Any:

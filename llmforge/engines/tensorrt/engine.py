@@ -14,7 +14,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from llmforge.engines import BuildRequest, Engine, onnx_file, require_device, signatures
-from llmforge.engines.tensorrt import builder, library, plan_file, profiles, refusals
+from llmforge.engines.tensorrt import builder, kv_lengths, library, plan_file, profiles, refusals
 from llmforge.engines.tensorrt import lower as lowering
 from llmforge.engines.tensorrt.library import Library
 from llmforge.engines.tensorrt.plan_cache import PlanCache, default_folder
@@ -31,6 +31,7 @@ from llmforge.runtime.backends.config import (
     PlanFacts,
     SessionOptions,
 )
+from llmforge.runtime.backends.device import CudaDevice
 from llmforge.runtime.backends.signature import ELEMENTS, CacheInput
 from llmforge.targets import Target
 
@@ -99,14 +100,15 @@ def _plan(
         module=chosen.backend.module,
         version=chosen.version,
         sm=sm,
-        flags=(*builder.FLAGS, f"verbosity={builder.VERBOSITY}", *builder.added_flags(model)),
+        device="" if chosen.ahead_of_time else CudaDevice().name,  # devices of one SM differ in what is fastest
+        flags=(*builder.FLAGS, "key_value_lengths", f"verbosity={builder.VERBOSITY}", *builder.added_flags(model)),
         profiles={each.facts.name: each.shapes for each in ranges},
         onnx_sha256=plan_file.digest(onnx / MODEL_FILE, onnx / DATA_FILE),
     )
     cache = PlanCache(default_folder() / "tensorrt")
     if (kept := cache.take(source.key, plan)) is not None:
         return kept, True
-    timings = cache.timings(source.version, sm)
+    timings = cache.timings(source)
     built = builder.build(chosen, onnx / MODEL_FILE, model, plan, sm=sm, profiles=ranges, timings=timings)
     record = PlanRecord(
         format=plan_file.FORMAT,
@@ -119,7 +121,7 @@ def _plan(
     )
     cache.keep(record, plan)
     if built.timings is not None:
-        cache.keep_timings(source.version, sm, built.timings)
+        cache.keep_timings(source, built.timings)
     return record, False
 
 
@@ -130,7 +132,8 @@ def _facts(chosen: Library, record: PlanRecord, plan: PlanFacts, device: DeviceF
         "library": f"{chosen.title} {record.source.version}",
         "compute capability": f"SM{record.source.sm}",
         "profiles": "; ".join(profiles_said),
-        "attention": f"{record.layers.get('ATTENTION_INPUT', 0)} in fused kernels, none that the builder took apart",
+        "attention": f"{record.layers.get(kv_lengths.KIND, 0)} in fused kernels, none that the builder took apart; "
+        f"{record.layers.get(kv_lengths.COUNTED, 0)} read the text and not the capacity",
         "layers": ", ".join(f"{count} {kind}" for kind, count in record.layers.items()),
         "memory": f"{device.memory_bytes / 1e9:.3f} GB of weights and KV cache, and activations",
         "plan": f"{record.size_bytes:,} bytes, SHA-256 {record.sha256}",

@@ -7,6 +7,7 @@ together take more than `LIMIT_BYTES`.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from llmforge.base.errors import InputError
 from llmforge.engines.tensorrt import plan_file
-from llmforge.engines.tensorrt.plan_file import PlanRecord
+from llmforge.engines.tensorrt.plan_file import PlanRecord, Source
 
 ENVIRONMENT = "LLMFORGE_CACHE"  # names another folder
 LIMIT_BYTES = 32 << 30  # of plans: two of an 8B model in fp16
@@ -59,14 +60,14 @@ class PlanCache:
         _replace(file, lambda partial: partial.write_text(record.to_json(), encoding="utf-8"))
         self._drop_oldest()
 
-    def timings(self, version: str, sm: str) -> bytes:
+    def timings(self, source: Source) -> bytes:
         """Read what was timed with this version on this device; b"" where nothing was."""
-        file = self._timings(version, sm)
+        file = self._timings(source)
         return file.read_bytes() if file.is_file() else b""
 
-    def keep_timings(self, version: str, sm: str, timings: bytes) -> None:
+    def keep_timings(self, source: Source, timings: bytes) -> None:
         """Keep what was timed."""
-        file = self._timings(version, sm)
+        file = self._timings(source)
         file.parent.mkdir(parents=True, exist_ok=True)
         _replace(file, lambda partial: partial.write_bytes(timings))
 
@@ -85,8 +86,9 @@ class PlanCache:
         """Name the record of a plan; the plan lies beside it."""
         return self.folder / "plans" / f"{key}.json"
 
-    def _timings(self, version: str, sm: str) -> Path:
-        return self.folder / "timings" / f"{version}-sm{sm}.cache"
+    def _timings(self, source: Source) -> Path:
+        device = re.sub(r"[^A-Za-z0-9]+", "-", source.device).strip("-").lower()
+        return self.folder / "timings" / f"{source.version}-sm{source.sm}-{device}.cache"
 
 
 def _replace(file: Path, make: Callable[[Path], object]) -> None:

@@ -14,7 +14,7 @@ from llmforge.base.backends import PlanModule
 from llmforge.base.errors import InputError
 
 FILE = "plan.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Source:
     module: PlanModule
     version: str
     sm: str  # "89"
+    device: str  # whose kernels were timed, as its driver names it; "" where nothing is timed
     flags: tuple[
         str, ...
     ]  # builder flags that differ from the module's defaults: "-TF32" is cleared, and other settings

@@ -202,7 +202,6 @@ class MoE(_Experts):
     fc1_experts_bias = OptionalInput(FLOATS, 2, experts=True)
     fc2_experts_weights = Input(FLOATS, 3, experts=True)
     fc2_experts_bias = OptionalInput(FLOATS, 2, experts=True)
-    indivisible = "split the graph before fuse-experts"
 
 
 class QMoE(_Experts):
@@ -225,7 +224,6 @@ class QMoE(_Experts):
     block_size = integer()
     accuracy_level = integer(0)
     weights_prepacked = integer(-1)
-    indivisible = "quantized experts are not divided"
     prepacked = True
 
 

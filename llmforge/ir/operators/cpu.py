@@ -23,6 +23,7 @@ from llmforge.ir.operators.record import (
 class _Kernel(Operator, domain=CPU):
     precision = Precision.NO_HALF
     rounds = True
+    indivisible = "what cpu-kernels packed is not divided; leave cpu-kernels out of the recipe"
 
 
 class _Packed(_Kernel):
@@ -136,3 +137,21 @@ class GroupQueryAttentionSlots(GroupQueryAttention):
     value_slot = integer()
     turn_keys = integer()
     turn_values = integer()
+
+
+class AllReduce(Operator, domain=CPU):
+    """The sum of `x` over all ranks, processes of one machine, added in their order (docs/tensor-parallelism.md)."""
+
+    x = Input(FP32)
+    ranks = integer()
+    y = Output(like="x")
+    precision = Precision.NO_HALF
+
+
+class AllGather(Operator, domain=CPU):
+    """What all ranks have in `x`, side by side along the last axis."""
+
+    x = Input(FP32)
+    ranks = integer()
+    y = Output(dtype=FLOAT)
+    precision = Precision.NO_HALF

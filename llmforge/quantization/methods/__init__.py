@@ -1,17 +1,25 @@
 """The methods of quantization, one file each, and the explicit tuple of all of them.
 
-Nothing else knows a method by its name: passes ask here for what a recipe names, calibration for what it demands.
+Nothing else knows a method by its name: passes ask here for what a recipe names, calibration for what it demands. One
+of a plug-in (llmforge.base.plugins) is found by its name; the class of a pass is then `extended` by its options.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from functools import cache
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import Field, GetCoreSchemaHandler
+from pydantic.dataclasses import dataclass
 from pydantic_core import CoreSchema, core_schema
 
-from llmforge.quantization.methods.base import Method
+from llmforge.base import plugins
+from llmforge.base.plugins import Plugin, Seam
+from llmforge.quantization.formats import Format
+from llmforge.quantization.methods.base import InputStatistic, Method
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.methods.rtn import Rtn
 
@@ -32,15 +40,82 @@ _Pass = TypeVar("_Pass")
 
 
 class Named:
-    """Annotates a string that names a method: only names of `METHODS`, `AUTO` and `STORED` are valid."""
+    """Annotates a string that names a method: names of `METHODS`, `AUTO`, `STORED`, and `more` alone are valid."""
+
+    def __init__(self, *more: str) -> None:
+        self._more = more
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.literal_schema([*(method.name for method in METHODS), AUTO, STORED])
+        return core_schema.literal_schema([*built_in(), *self._more])
 
 
-def summaries() -> str:
-    """Describe all methods in a line."""
-    named = [(method.name, method.summary) for method in METHODS]
+def built_in() -> list[str]:
+    """List the names that a recipe can give of what is no plug-in's."""
+    return [*(method.name for method in METHODS), AUTO, STORED]
+
+
+def plugin_of(name: str) -> Plugin | None:
+    """Find the plug-in that brings the method `name`; None: it is one of `METHODS`, or there is none.
+
+    Raises:
+        PluginError: several bring it, or it is written for another interface.
+    """
+    return SEAM.plugin(name, built_in())
+
+
+def _check(plugin: Plugin, given: Any) -> type[Method]:
+    """Return the class that a plug-in gives, if it is a method."""
+    if not (isinstance(given, type) and issubclass(given, Method)):
+        raise ValueError(f"{given!r:.60} is no subclass of llmforge.quantization.methods.base.Method")
+    if inspect.isabstract(given):
+        raise ValueError(f"{given.__name__} does not define {', '.join(sorted(given.__abstractmethods__))}")
+    if "__is_pydantic_dataclass__" not in vars(given) or not vars(given)["__dataclass_params__"].frozen:
+        raise ValueError(f"{given.__name__} is no pydantic.dataclasses.dataclass(frozen=True)")
+    if getattr(given, "name", None) != plugin.name:
+        raise ValueError(f"{given.__name__}.name is {getattr(given, 'name', None)!r}")
+    if not isinstance(getattr(given, "summary", None), str):
+        raise ValueError(f"{given.__name__}.summary is no text")
+    formats = getattr(given, "formats", ())
+    if not formats or not all(isinstance(each, Format) for each in formats):
+        raise ValueError(f"{given.__name__}.formats lists no formats of llmforge.quantization.formats")
+    if not all(isinstance(each, InputStatistic) for each in given.demands):
+        raise ValueError(f"{given.__name__}.demands lists something else than InputStatistic")
+    for option in dataclasses.fields(given):  # type: ignore[arg-type]  # as above
+        if option.default is dataclasses.MISSING:
+            raise ValueError(f"its option {option.name} has no default")
+    return given
+
+
+SEAM = Seam("methods", _check)
+
+
+def extended(cls: type[_Pass], name: str) -> type[_Pass]:
+    """Give the class of a pass that takes the method `name` of a plug-in and its options; other names change nothing.
+
+    Raises:
+        PluginError: the plug-in fails, or has an option that the pass has already.
+    """
+    plugin = plugin_of(name)
+    return cls if plugin is None else cast("type[_Pass]", _extended(cast(Any, cls), plugin))
+
+
+@cache
+def _extended(cls: Any, plugin: Plugin) -> Any:
+    method = SEAM.load(plugin)
+    own = {each.name for each in dataclasses.fields(cls)}
+    fields: dict[str, Any] = {"method": Annotated[str, Named(plugin.name), Field(description=summaries(method))]}
+    space: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__, "method": getattr(cls, "method", "")}
+    for option, annotation, default in _declared(method):
+        if option in own:
+            raise plugins.refusal(plugin, f"its option {option} is one of the pass {cls.name}")
+        fields[option], space[option] = annotation, default
+    made = type(cls.__name__, (cls,), {**space, "__annotations__": fields, "__qualname__": cls.__qualname__})
+    return dataclass(frozen=True)(made)
+
+
+def summaries(*more: type[Method]) -> str:
+    """Describe all methods in a line, and `more` of plug-ins."""
+    named = [(method.name, method.summary) for method in (*METHODS, *more)]
     return "; ".join(f"{name}: {said}" for name, said in (*named, (AUTO, _AUTO_SUMMARY), (STORED, _STORED_SUMMARY)))
 
 
@@ -58,12 +133,11 @@ def with_options(*, before: str) -> Callable[[type[_Pass]], type[_Pass]]:
         at = [name for name, _ in own].index(before)
         fields: dict[str, Any] = dict(own[:at])
         for method in METHODS:
-            for name, option in _options(method).items():
+            for name, annotation, default in _declared(method):
                 if name in cls.__annotations__ or name in fields:
                     raise TypeError(f"{cls.__name__} has an option {name} besides that of {method.name}")
-                described = Field(description=f"for {method.name}: {option.description}")
-                fields[name] = Annotated[option.annotation, *option.metadata, described]
-                setattr(cls, name, option.default)
+                fields[name] = annotation
+                setattr(cls, name, default)
         cls.__annotations__ = fields | dict(own[at:])
         return cls
 
@@ -75,9 +149,26 @@ def make(name: str, options: object) -> Method:
 
     That of `STORED` is for what is not stored as codes.
     """
-    others: dict[str, type[Method]] = {AUTO: DEFAULT, STORED: PLAIN}
-    cls = others[name] if name in others else next(method for method in METHODS if method.name == name)
+    cls = named(name)
     return cls(**{option: getattr(options, option) for option in _options(cls)})
+
+
+def named(name: str) -> type[Method]:
+    """Give the method that a recipe means by `name`, which is valid; that of `STORED` is for what has no codes."""
+    known: dict[str, type[Method]] = {AUTO: DEFAULT, STORED: PLAIN, **{method.name: method for method in METHODS}}
+    if (found := known.get(name)) is None:
+        found = SEAM.find(name, built_in())
+    assert found is not None, f"no method is called {name}"
+    return found
+
+
+def _declared(method: type[Method]) -> list[tuple[str, Any, Any]]:
+    """List the options of a method as a pass declares them: name, annotation and default."""
+    found = []
+    for name, option in _options(method).items():
+        described = Field(description=f"for {method.name}: {option.description}")
+        found.append((name, Annotated[option.annotation, *option.metadata, described], option.default))
+    return found
 
 
 def _options(method: type[Method]) -> dict[str, Any]:

@@ -13,10 +13,11 @@ from typing import Literal
 import onnxruntime
 
 from llmforge import native
-from llmforge.base import backends, small_file, strict_json
+from llmforge.base import backends, plugins, small_file, strict_json
 from llmforge.base.backends import PENDING_FILE, PROVIDERS, PlanModule, ProviderName
 from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
-from llmforge.base.wording import quoted, shown
+from llmforge.base.plugins import Package
+from llmforge.base.wording import cut, quoted, shown
 from llmforge.runtime.backends.session import SessionConfig
 from llmforge.runtime.backends.signature import CacheInput
 
@@ -24,12 +25,18 @@ FORMAT = 3
 FILE = "runtime.json"
 DAMAGED = "run `llmforge verify ARTIFACT` to list changed files; fetch or build the artifact again"
 MODEL_FILE = "model.onnx"
-DATA_FILE = "model.onnx.data"  # the larger initializers of the model
+DATA_FILE = "model.onnx.data"  # the larger initializers of the model; of ranks, those that all of them have
 # What a recipe may ask for at most (llmforge.recipe.schema).
 MOST_TOKENS = 2**24
 MOST_ROWS = 4096
 MOST_THREADS = 1024
+MOST_RANKS = 64  # llmforge/native/collectives.inc
 PLAN_FILE = "model.plan"  # what TensorRT deserializes
+
+
+def rank_file(rank: int) -> str:
+    """Name the graph of a rank, of an engine that has several; the initializers that it alone has are in `….data`."""
+    return f"model.rank{rank}.onnx"
 
 
 @dataclass(frozen=True)
@@ -98,12 +105,21 @@ class PlanFacts:
 
 
 @dataclass(frozen=True)
+class PluginFacts:
+    """The package from outside that brings the backend of an engine (llmforge.base.plugins)."""
+
+    package: str
+    version: str
+
+
+@dataclass(frozen=True)
 class RuntimeConfig:
     """Content of `runtime.json`.
 
     `max_context` bounds prompt and answer together, in tokens; `max_batch` bounds the sequences that run at once.
     A plan of TensorRT has `plan` in place of `onnxruntime`; what runs on a GPU has `device`. `buckets` are the numbers
-    of rows that decode steps are padded to, ascending; none: steps run the rows that they need.
+    of rows that decode steps are padded to, ascending; none: steps run the rows that they need. With several `ranks`,
+    `caches` are those of one of them; all have as many heads.
     """
 
     format: int
@@ -123,15 +139,21 @@ class RuntimeConfig:
     graphs: GraphPlan | None = None
     plan: PlanFacts | None = None
     adapters: tuple[str, ...] = ()  # that requests choose from; the first is number 1 of the input `adapter_ids`
+    plugin: PluginFacts | None = None  # that brings `provider`; null: llmforge itself
+    ranks: int = 1  # processes that compute each layer together, each with a graph of its own (tensor parallelism)
     kv_blocks: int | None = None  # of a pool, at most; null: the cache has a slot of `max_context` for each sequence
 
     def to_json(self) -> str:
-        """Write the file's text: sorted keys, one trailing newline; adapters and blocks only where there are some."""
+        """Write the file's text: sorted keys, one trailing newline; of what is rare, what there is."""
         plain = dataclasses.asdict(self)
         if self.kv_blocks is None:
             del plain["kv_blocks"]
         if not self.adapters:
             del plain["adapters"]
+        if self.plugin is None:
+            del plain["plugin"]
+        if self.ranks == 1:
+            del plain["ranks"]
         return json.dumps(plain, indent=2, sort_keys=True) + "\n"
 
     @classmethod
@@ -156,7 +178,8 @@ class RuntimeConfig:
                 hint="build the artifact again, or run it with the llmforge that built it",
             )
         if isinstance(data, dict):
-            data = {"adapters": [], "kv_blocks": None, **data}
+            data = {"adapters": [], "plugin": None, "ranks": 1, "kv_blocks": None, **data}
+            _require_plugin(data, str(path))
         config = strict_json.read(cls, data, str(path))
         config._check_parts(str(path))
         return config
@@ -166,6 +189,10 @@ class RuntimeConfig:
         backend, kind = backends.of_provider(self.provider), PROVIDERS[self.provider].kind
         ours = backend.elsewhere is None
         parts = {"onnxruntime": ours and not backend.compiled, "plan": backend.compiled, "device": kind == "gpu"}
+        if self.provider not in backends.BUILT_IN_PROVIDERS:  # its session module knows whether it runs ONNX Runtime
+            if self.plugin is None:
+                raise InputError(f"{where}: plugin is missing where provider is {self.provider}")
+            parts |= {"onnxruntime": self.onnxruntime is not None, "plan": False}
         for name, wanted in parts.items():
             if (getattr(self, name) is not None) != wanted:
                 state = "is missing" if wanted else "makes no sense"
@@ -179,6 +206,8 @@ class RuntimeConfig:
                 raise InputError(f"{where}: {name} is {shown(value)}; expected 1 to {most}")
         if self.plan is not None and (Path(self.plan.file).name != self.plan.file or "\0" in self.plan.file):
             raise InputError(f"{where}: plan.file is {shown(self.plan.file)}; expected the name of a file beside it")
+        if self.ranks > 1 and not PROVIDERS[self.provider].ranks:
+            raise InputError(f"{where}: ranks is {self.ranks}, and engines of provider {self.provider} run alone")
         captures = () if self.graphs is None else self.graphs.captures
         if len({capture.id for capture in captures}) < len(captures) or min((c.id for c in captures), default=1) < 1:
             raise InputError(f"{where}: graphs: expected captures with unique ids, 1 or more")
@@ -200,13 +229,15 @@ class RuntimeConfig:
             "caches": (len(self.caches) or None, MOST_ROWS),
             "adapters": (len(self.adapters) or None, MOST_ROWS),
             "kv_blocks": (self.kv_blocks, MOST_TOKENS),
+            "ranks": (self.ranks, MOST_RANKS),
         }
 
     @property
     def requires(self) -> dict[str, str]:
         """The package that runs the engine, by the name that pip knows, and its version."""
+        own = {} if self.plugin is None else {self.plugin.package: self.plugin.version}
         version = self.onnxruntime if self.plan is None else self.plan.version
-        return {} if version is None else {PROVIDERS[self.provider].package: version}
+        return own if version is None else {PROVIDERS[self.provider].package: version, **own}
 
     def check_versions(self) -> None:
         """Refuse an ONNX Runtime of another minor release: its contrib operators and kernels change between them.
@@ -232,6 +263,31 @@ class RuntimeConfig:
                 f"and {onnxruntime.__version__} is installed",
                 hint=f"pip install 'onnxruntime=={self.onnxruntime}', or build the artifact again",
             )
+
+
+def _require_plugin(data: Mapping[str, object], where: str) -> None:
+    """Return if the backend that an engine names is one of ours, or of the plug-in that it was built with.
+
+    Raises:
+        InputError: the file says otherwise of a backend of ours.
+        EnvironmentLacks: the plug-in is not installed, or fails.
+        VersionMismatch: it is installed in another version.
+    """
+    facts, provider = data["plugin"], data.get("provider")
+    if facts is None or not isinstance(provider, str):
+        return
+    given = strict_json.read(PluginFacts, facts, f"{where}: plugin")
+    wanted = Package(cut(given.package), cut(given.version))
+    if provider in backends.BUILT_IN_PROVIDERS:
+        raise InputError(f"{where}: plugin makes no sense where provider is {provider}", hint=DAMAGED)
+    here = [each for each in plugins.found().plugins if each.kind == "backends" and each.package.name == wanted.name]
+    if not any(provider == each.name or provider.startswith(f"{each.name}-") for each in here):
+        raise plugins.missing(f"{where}: the engine runs on the backend {cut(provider)}", wanted)
+    if (installed := here[0].package) != wanted:
+        raise VersionMismatch(
+            f"{where}: the engine was built with {wanted}, and {installed} is installed",
+            hint=f"pip install '{wanted.name}=={wanted.version}', or build the artifact again",
+        )
 
 
 def physical_cores() -> int:

@@ -22,7 +22,8 @@ import functools
 import io
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,16 +32,18 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from llmforge import native
-from llmforge.base.errors import EnvironmentLacks, UnsupportedError
+from llmforge.base.errors import EnvironmentLacks, RunFailed, UnsupportedError
 from llmforge.ir import interface
+from llmforge.ir.interface import Heads
 from llmforge.runtime.backends import device_cache
 from llmforge.runtime.backends.config import Capture, GraphPlan, RuntimeConfig
 from llmforge.runtime.backends.cuda_graph_capture import ONE, ProbeStep, probe_inputs
 from llmforge.runtime.backends.device import Buffer, Device, how_to_install
 from llmforge.runtime.backends.device_backend import INPUT_BYTES, LOGIT_BYTES, DeviceBackend
 from llmforge.runtime.backends.device_cache import CacheMemory, DeviceCache
+from llmforge.runtime.backends.device_heads import HeadBuffers
 from llmforge.runtime.backends.device_inputs import BoundInput, InputBuffers
-from llmforge.runtime.backends.interface import StepInputs
+from llmforge.runtime.backends.interface import Counts, DecodeRun, StepInputs
 from llmforge.runtime.backends.session import SessionConfig, open_graph, run_bound, session_options
 from llmforge.runtime.backends.signature import Signature
 
@@ -107,6 +110,7 @@ class DeviceSession(DeviceBackend[DeviceCache]):
         self._decode_inputs = InputBuffers(device, self._input_names, self._host_inputs, most * INPUT_BYTES)
         self._inputs = InputBuffers(device, self._input_names, self._host_inputs, INPUT_BYTES)  # of other steps; grows
         self._decode_logits = device.allocate(most * self.vocabulary * LOGIT_BYTES)
+        self._heads = HeadBuffers(device, most, self.vocabulary) if signature.gives_heads else None
         self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)
         self._bindings: weakref.WeakKeyDictionary[CacheMemory, dict[tuple[int, int], Binding]]
         self._bindings = weakref.WeakKeyDictionary()
@@ -142,6 +146,34 @@ class DeviceSession(DeviceBackend[DeviceCache]):
         else:
             self._run_long(feeds, cache, out)
 
+    @property
+    def decodes_ahead(self) -> bool:
+        """Whether the graph gives heads."""
+        return self._heads is not None
+
+    def begin_decode(
+        self,
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        cache: DeviceCache,
+        temperatures: NDArray[np.float32],
+        lengths: Counts | None = None,
+        adapters: Counts | None = None,
+    ) -> DecodeRun:
+        """Begin a step of one token a row, as `step` runs it; arrays are read before this returns."""
+        inputs = StepInputs(ids, past_lengths, None, lengths, None, adapters, temperatures)
+        self._check(inputs, cache)
+        if self._heads is None or ids.shape[1] != 1 or cache.batch > self._most_rows:
+            raise ValueError(f"a step of {ids.shape}; heads of one token for up to {self._most_rows} rows")
+        feeds = inputs.feeds(self.signature)
+        found = self._find_graph(cache, int(past_lengths.max()) + 1)
+        bound = self._upload_decode(feeds, found[0])
+        shape = (cache.batch, 1, self.vocabulary)
+        running = self._thread.submit(
+            lambda: self._launch(self._binding(cache), bound, self._decode_logits, shape, found[1])
+        )
+        return _Running(self._heads, self._decode_logits, cache.batch, running)
+
     def _find_graph(self, cache: DeviceCache, longest: int) -> tuple[int | None, int]:
         """Find the CUDA graph for the rows of `cache` and texts of up to `longest` tokens: its length and id."""
         if cache.start == 0:
@@ -159,10 +191,14 @@ class DeviceSession(DeviceBackend[DeviceCache]):
         graph_id: int,
     ) -> None:
         """Run one token of every row at fixed addresses; kernels are chosen by `length`, if not by the text."""
+        bound = self._upload_decode(feeds, length)
+        self._execute(self._binding(cache), bound, self._decode_logits, out, graph_id)
+
+    def _upload_decode(self, feeds: Mapping[str, NDArray[Any]], length: int | None) -> dict[str, BoundInput]:
+        """Bring inputs of a decode step to their addresses."""
         if length is not None and interface.TOTAL_SEQUENCE_LENGTH in feeds:
             feeds = {**feeds, interface.TOTAL_SEQUENCE_LENGTH: np.array(length, np.int32)}
-        bound = self._decode_inputs.upload(feeds)
-        self._execute(self._binding(cache), bound, self._decode_logits, out, graph_id)
+        return self._decode_inputs.upload(feeds)
 
     def _run_long(self, feeds: Mapping[str, NDArray[Any]], cache: DeviceCache, out: NDArray[np.float32]) -> None:
         """Run any other step: several tokens, or several rows of logits; never a CUDA graph."""
@@ -177,7 +213,7 @@ class DeviceSession(DeviceBackend[DeviceCache]):
         bindings = self._bindings.setdefault(cache.memory, {})
         key = (cache.start, cache.batch)
         if key not in bindings:
-            bindings[key] = Binding(self._session, self.device, cache)
+            bindings[key] = Binding(self._session, self.device, cache, self._heads)
         return bindings[key]
 
     def _execute(
@@ -189,15 +225,26 @@ class DeviceSession(DeviceBackend[DeviceCache]):
         graph_id: int,
     ) -> None:
         """Run the graph once the device has its inputs, and bring its logits to `out`."""
-        in_place = self.signature.declared_rows in (None, out.shape[1])
-        binding.bind_inputs(inputs)
-        binding.bind_logits(logits if in_place else None, out.shape)
-        self.device.synchronize()
-        run_bound(self._session, binding.binding, run_options(graph_id))  # returns when it is done
-        if in_place:
+        if self._launch(binding, inputs, logits, out.shape, graph_id):
             self.device.read(logits, 0, out)
         else:
             out[...] = binding.binding.get_outputs()[-1].numpy()  # in the order in which outputs were bound first
+
+    def _launch(
+        self,
+        binding: Binding,
+        inputs: Mapping[str, BoundInput],
+        logits: Buffer,
+        shape: tuple[int, ...],
+        graph_id: int,
+    ) -> bool:
+        """Run the graph once the device has its inputs; say whether its logits of `shape` are in `logits`."""
+        in_place = self.signature.declared_rows in (None, shape[1])
+        binding.bind_inputs(inputs)
+        binding.bind_logits(logits if in_place else None, shape)
+        self.device.synchronize()
+        run_bound(self._session, binding.binding, run_options(graph_id))  # returns when it is done
+        return in_place
 
     def _capture(self, cache: DeviceCache) -> None:
         """Capture the planned steps over the rows of `cache`, in the order of the plan, and verify each."""
@@ -225,7 +272,7 @@ class DeviceSession(DeviceBackend[DeviceCache]):
                 return out.copy()
             self._decode_inputs.upload(feeds(ONE))
             other = InputBuffers(self.device, self._input_names, self._host_inputs, self._decode_inputs.each_bytes)
-            binding = Binding(self._session, self.device, cache)
+            binding = Binding(self._session, self.device, cache, self._heads)
             self._execute(binding, other.upload(feeds(token)), self._decode_logits, out, which)
             return out.copy()
 
@@ -272,10 +319,30 @@ def read_on_host(session: Any, device: Device, always: str) -> set[str]:
     return {value.name for value, info in infos if info.name == "Cpu"}
 
 
+@dataclass(frozen=True, eq=False)
+class _Running(DecodeRun):
+    """A step on the session's thread."""
+
+    _heads: HeadBuffers
+    _logits: Buffer
+    _rows: int
+    _done: Future[bool]
+
+    def heads(self) -> Heads:
+        """Wait for the step, and copy the heads of its rows."""
+        if not self._done.result():
+            raise RunFailed("the graph declares other logits than those of one row")
+        return self._heads.read(self._rows)
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """Fetch all logits of a row."""
+        return self._heads.read_row(self._logits, row)
+
+
 class Binding:
     """Inputs and outputs of a session bound to the rows of a cache by address."""
 
-    def __init__(self, session: Any, device: Device, cache: DeviceCache) -> None:
+    def __init__(self, session: Any, device: Device, cache: DeviceCache, heads: HeadBuffers | None = None) -> None:
         self.binding = session.io_binding()
         self._device = device
         self._inputs: dict[str, BoundInput] = {}
@@ -284,6 +351,9 @@ class Binding:
             where = (device.kind, device.index, tensor.onnx, cache.shape(name), cache.address(name))
             self.binding.bind_input(name, *where)
             self.binding.bind_output(interface.present_of(name), *where)
+        if heads is not None and cache.batch <= heads.most_rows:
+            for name, onnx, shape, address in heads.outputs(cache.batch):
+                self.binding.bind_output(name, device.kind, device.index, onnx, shape, address)
 
     def bind_inputs(self, inputs: Mapping[str, BoundInput]) -> None:
         """Bind what has another address or shape than before."""

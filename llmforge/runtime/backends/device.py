@@ -163,7 +163,7 @@ class CudaDevice:
                 f"no CUDA device {index}; this process sees {count}",
                 hint="devices count from 0; check CUDA_VISIBLE_DEVICES",
             )
-        self.index = index
+        self.index, self.count = index, int(count)  # of the devices that this process sees
         self._select()
         attribute = cuda.cudaDeviceAttr
         major, minor = (

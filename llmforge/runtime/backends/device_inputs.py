@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from llmforge.runtime.backends.device import Buffer, Device
 
 ALIGNMENT_BYTES = 256  # what cudaMalloc guarantees, and TensorRT wants of every address
-ONNX_INTEGERS = {"int32": 6, "int64": 7}  # TensorProto.DataType, of all that is fed besides caches
+ONNX_TYPES = {"float32": 1, "int32": 6, "int64": 7}  # TensorProto.DataType, of all that is fed besides caches
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,6 @@ class InputBuffers:
             offset, on_host = self._offsets[name], name in self._on_host
             self._staging[offset : offset + value.nbytes] = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
             base = int(self._staging.ctypes.data) if on_host else self._buffer.address
-            bound[name] = BoundInput(base + offset, ONNX_INTEGERS[value.dtype.name], value.shape, on_host)
+            bound[name] = BoundInput(base + offset, ONNX_TYPES[value.dtype.name], value.shape, on_host)
         self._device.write(self._buffer, 0, self._staging)
         return bound

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UsageError
 from llmforge.ir import interface
+from llmforge.ir.interface import Heads
 from llmforge.runtime.backends.signature import Signature
 
 _LAST_ROW = np.array([-1], np.int64)  # the default of `logits_rows` (docs/dialect.md)
@@ -82,6 +83,7 @@ class StepInputs(NamedTuple):
     lengths: Counts | None = None
     text_lengths: Counts | None = None
     adapters: Counts | None = None
+    temperatures: NDArray[np.float32] | None = None
 
     def only(self, b: int) -> StepInputs:
         """Give those of row `b` alone."""
@@ -102,8 +104,21 @@ class StepInputs(NamedTuple):
             self.lengths,
             self.text_lengths,
             self.adapters,
+            self.temperatures,
             growing=signature.growing,
         )
+
+
+class DecodeRun(ABC):
+    """A decode step that a device runs: one token of every row."""
+
+    @abstractmethod
+    def heads(self) -> Heads:
+        """Wait for the step, and give the heads of its rows; they hold until the next step begins."""
+
+    @abstractmethod
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """Fetch all logits of a row, fp32 [V]; they hold until the next call."""
 
 
 class Backend(ABC, Generic[C]):
@@ -128,6 +143,11 @@ class Backend(ABC, Generic[C]):
         return self.signature.vocabulary
 
     @property
+    def processes(self) -> tuple[int, ...]:
+        """The ids of processes that it has besides this one, whose memory counts."""
+        return ()
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What the decoder does without, though it was asked for, and why."""
         return ()
@@ -139,6 +159,32 @@ class Backend(ABC, Generic[C]):
     def logits_array(self, shape: tuple[int, int, int]) -> NDArray[np.float32]:
         """Make an array that `step` fills fastest as its `out`."""
         return np.empty(shape, np.float32)
+
+    @property
+    def decodes_ahead(self) -> bool:
+        """Whether decode steps run beside the host and give heads: `begin_decode` serves them."""
+        return False
+
+    def begin_decode(
+        self,
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        cache: C,
+        temperatures: NDArray[np.float32],
+        lengths: Counts | None = None,
+        adapters: Counts | None = None,
+    ) -> DecodeRun:
+        """Begin a step of one token a row, as `step` runs it; arrays are read before this returns.
+
+        Args:
+            ids: int64 [B, 1].
+            past_lengths: int32 [B].
+            cache: as of `step`.
+            temperatures: fp32 [B], more than 0, what each row's mass is summed at.
+            lengths: as of `step`.
+            adapters: as of `step`.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def _run(self, inputs: StepInputs, cache: C, out: NDArray[np.float32]) -> None:

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import importlib
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from llmforge.base.backends import PROVIDERS, of_provider
-from llmforge.base.errors import InputError, VersionMismatch
-from llmforge.runtime.backends.config import DAMAGED, DATA_FILE, FILE, MODEL_FILE, DeviceFacts, RuntimeConfig
+from llmforge.base import plugins
+from llmforge.base.backends import PROVIDERS, of_provider, plugin_of
+from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
+from llmforge.runtime.backends.config import (
+    DAMAGED,
+    DATA_FILE,
+    FILE,
+    MODEL_FILE,
+    DeviceFacts,
+    RuntimeConfig,
+    rank_file,
+)
 from llmforge.runtime.backends.device import CudaDevice
 from llmforge.runtime.backends.interface import Backend
+from llmforge.runtime.backends.ranks import session as rank_session
+from llmforge.runtime.backends.signature import ELEMENTS
 
 _PAGED = "llmforge.runtime.backends.paged"
 GRAPH_BYTES = 128 << 20  # of model.onnx: its weights lie beside it; of the deepest models it has some 10 MB
+CONTEXT_STEP = 128  # tokens, in which a smaller context is proposed
+
+logger = logging.getLogger(__name__)
 
 
 def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None, device: int = 0) -> Backend[Any]:
@@ -27,8 +44,9 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
     # The device first: without one, nothing else that may be wrong here matters.
     gpu = None if config.device is None else _gpu(config.device, device, extra=config.provider)
     config.check_versions()
-    wanted = (MODEL_FILE, DATA_FILE) if config.plan is None else (config.plan.file,)
-    if of_provider(config.provider).elsewhere is not None:
+    graphs = (MODEL_FILE,) if config.ranks == 1 else tuple(map(rank_file, range(config.ranks)))
+    wanted = (*graphs, *_data_files(config)) if config.plan is None else (config.plan.file,)
+    if of_provider(config.provider).elsewhere is not None or (config.plugin and config.onnxruntime is None):
         wanted = (FILE,)  # the files of others are theirs to read
     for name in wanted:
         file = folder / name
@@ -36,9 +54,18 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
             raise InputError(f"{file} is missing", hint=DAMAGED)
         if file.is_symlink() or not file.is_file():  # a FIFO would block, a link may lead anywhere
             raise InputError(f"{file}: not a regular file", hint=DAMAGED)
-        if name == MODEL_FILE and file.stat().st_size > GRAPH_BYTES:
+        if name in graphs and file.stat().st_size > GRAPH_BYTES:
             raise InputError(f"{file}: {file.stat().st_size} bytes; a graph has at most {GRAPH_BYTES}", hint=DAMAGED)
-    opened: Backend[Any] = module_of(config).open_engine(folder / wanted[0], config, threads, gpu)
+    if gpu is not None:
+        _require_memory([folder / name for name in wanted], config, gpu)
+    opened: Backend[Any]
+    name = of_provider(config.provider).name
+    plugin = None if config.plugin is None else plugin_of(name)
+    if config.ranks > 1:
+        opened = rank_session.open_engine(folder, config, threads)
+    else:
+        with nullcontext() if plugin is None else plugins.blamed(plugin):
+            opened = module_of(config).open_engine(folder / wanted[0], config, threads, gpu)
     if (opened.vocabulary, set(opened.signature.caches)) != (config.vocabulary, set(config.caches)):
         raise InputError(f"{folder}: {FILE} does not match {wanted[0]}: vocabulary or caches differ")
     if (opened.signature.block_size is None) != (config.kv_blocks is None):
@@ -53,13 +80,57 @@ def module_of(config: RuntimeConfig) -> Any:
     return importlib.import_module(PROVIDERS[config.provider].session if config.kv_blocks is None else _PAGED)
 
 
+def _data_files(config: RuntimeConfig) -> tuple[str, ...]:
+    """Name the files of initializers beside the graphs."""
+    own = tuple(f"{rank_file(rank)}.data" for rank in range(config.ranks)) if config.ranks > 1 else ()
+    return (DATA_FILE, *own)
+
+
 def _gpu(facts: DeviceFacts, index: int, extra: str) -> CudaDevice:
     """Reach the GPU, and hold it against what the engine wants: kernels were chosen, or compiled, for it."""
     gpu = CudaDevice(index, extra)  # extras are named like providers
     if gpu.sm != facts.sm:
+        fit = [str(at) for at in range(gpu.count) if at != index and CudaDevice(at, extra).sm == facts.sm]
         raise VersionMismatch(
             f"the engine was built for GPUs of compute capability {facts.sm / 10}, but {gpu.name} (device {index}) "
             f"has {gpu.sm / 10}",
-            hint="build it for this device, or select another with CUDA_VISIBLE_DEVICES",
+            hint=f"of the {gpu.count} devices here, {', '.join(fit)} would do: choose with CUDA_VISIBLE_DEVICES, or in "
+            f"Triton with `serving: {{triton: {{gpus: [{', '.join(fit)}]}}}}`"
+            if fit
+            else "build it for this device, or select another with CUDA_VISIBLE_DEVICES",
         )
     return gpu
+
+
+def _require_memory(files: Sequence[Path], config: RuntimeConfig, gpu: CudaDevice) -> None:
+    """Return if the GPU has room for weights, in `files`, and caches, which is the least that the engine takes.
+
+    A slice of a GPU (MIG), or one that others use, has less than its target says. What the build estimated, kernels and
+    captured steps included, is an upper bound: below it, a warning.
+
+    Raises:
+        EnvironmentLacks: it has not; says which batch or context would fit.
+    """
+    assert config.device is not None
+    free, total = gpu.memory()
+    weights = sum(file.stat().st_size for file in files)
+    token = sum(each.kv_heads * each.head_dim * ELEMENTS[each.dtype].size_bytes for each in config.caches)
+    least = config.max_batch if config.kv_blocks is None else 1  # a pool takes what is left, and one text at least
+    cache = least * config.max_context * token
+    if weights + cache > free:
+        rows, context = ((free - weights) // (token * each) for each in (config.max_context, least))
+        smaller = [f"engine.max_batch: {rows}"] * (rows > 0 and config.kv_blocks is None)
+        smaller += [f"engine.max_context: {context // CONTEXT_STEP * CONTEXT_STEP}"] * (context >= CONTEXT_STEP)
+        raise EnvironmentLacks(
+            f"{gpu.name} (device {gpu.index}) has {free / 1e9:.2f} GB free of {total / 1e9:.2f}; the engine takes "
+            f"{weights / 1e9:.2f} GB of weights and {cache / 1e9:.2f} GB of KV cache ({least} rows of "
+            f"{config.max_context} tokens)",
+            hint=f"free memory on the device, or build with {' or '.join(smaller)}"
+            if smaller
+            else "free memory on the device, or choose another: its weights alone do not fit",
+        )
+    if config.device.memory_bytes > free:
+        logger.warning(
+            "%s has %.2f GB free, and the engine may take up to %.2f GB with captured steps", gpu.name, free / 1e9,
+            config.device.memory_bytes / 1e9,
+        )  # fmt: skip

@@ -38,6 +38,7 @@ _FED = interface.PLACES | {
     interface.INPUTS_EMBEDS,
     interface.ADAPTER_IDS,
     interface.LOGITS_ROWS,
+    interface.TEMPERATURES,
 }
 # ONNX Runtime 1.31 has a kernel for one token, and from two tokens on equal bits (measured, docs/runtime.md). Our own
 # attention has one for up to 8 queries (FEW_QUERIES in native/impl.inc).
@@ -147,6 +148,11 @@ class Signature:
     def takes_adapters(self) -> bool:
         """Whether each row of a step chooses an adapter."""
         return interface.ADAPTER_IDS in self.inputs
+
+    @property
+    def gives_heads(self) -> bool:
+        """Whether a step gives the head of its last row of logits (`interface.Heads`)."""
+        return interface.MASS in self.outputs
 
     @property
     def gives_all_rows(self) -> bool:

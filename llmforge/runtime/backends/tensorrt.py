@@ -34,6 +34,7 @@ from llmforge.runtime.backends.device_cache import CacheMemory, DeviceCache
 from llmforge.runtime.backends.device_inputs import ALIGNMENT_BYTES, BoundInput, InputBuffers
 from llmforge.runtime.backends.interface import StepInputs
 from llmforge.runtime.backends.signature import Signature
+from llmforge.runtime.backends.tensorrt_kernels import KernelCache
 from llmforge.runtime.backends.tensorrt_plan import Plan
 
 # A captured decode step, and the execution context whose work it is.
@@ -81,6 +82,7 @@ class PlanSession(DeviceBackend[DeviceCache]):
         self._host_inputs = {name for name in self._input_names if plan.engine.get_tensor_location(name) == host}
         self._scratch = device.allocate(max(1, plan.engine.device_memory_size_v2))
         self._decode_profile = decode
+        self._kernels = KernelCache(Path(plan.where))
         self._prefill = self._context(prefill, graphs=False)
         self._decode = self._context(decode, graphs=self._captures)
         self._decode_inputs = InputBuffers(device, self._input_names, self._host_inputs, most_rows * INPUT_BYTES)
@@ -107,9 +109,20 @@ class PlanSession(DeviceBackend[DeviceCache]):
                     f"{ALIGNMENT_BYTES}",
                     hint="build with another engine.max_context: a multiple of 128 always fits",
                 )
-        if self._captures and not self._captures_itself and batch >= self.buckets[-1]:
+        if self._captures_itself:
+            self._warm(cache)
+        elif self._captures and batch >= self.buckets[-1]:
             self._capture(cache)
         return cache
+
+    def _warm(self, cache: DeviceCache) -> None:
+        """Let TensorRT-RTX compile its kernels for a piece of a prompt and for every bucket, and keep them."""
+        none = np.zeros(self._most_rows, np.int32)
+        steps = [(1, min(self.longest_step, self._capacity)), *((rows, 1) for rows in self.buckets or (1,))]
+        for rows, tokens in steps:
+            if rows <= cache.batch:
+                self.step(np.zeros((rows, tokens), np.int64), none[:rows], cache.rows(0, rows))
+        self._kernels.keep()
 
     def _check(self, inputs: StepInputs, cache: DeviceCache) -> None:
         rows, tokens = len(inputs.ids), inputs.ids.shape[1]
@@ -129,6 +142,13 @@ class PlanSession(DeviceBackend[DeviceCache]):
             settings.set_execution_context_allocation_strategy(allocation)
             strategy = api.CudaGraphStrategy
             settings.cuda_graph_strategy = strategy.WHOLE_GRAPH_CAPTURE if graphs else strategy.DISABLED
+            # Decode steps have few shapes, so each gets its own kernels; prompts have as many as there are lengths.
+            specialization = api.DynamicShapesKernelSpecializationStrategy
+            eager = profile == self._decode_profile
+            settings.dynamic_shapes_kernel_specialization_strategy = (
+                specialization.EAGER if eager else specialization.LAZY
+            )
+            self._kernels.attach(settings)
             context = engine.create_execution_context(settings)
         else:
             context = engine.create_execution_context(allocation)

@@ -12,8 +12,16 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from llmforge.base.errors import InputError, UsageError
+from llmforge.ir.interface import Heads
 from llmforge.runtime.sampling.constraints import ConstraintCompiler, ConstraintState, TriggeredState
-from llmforge.runtime.sampling.distribution import draw, largest, log_probabilities
+from llmforge.runtime.sampling.distribution import (
+    Truncations,
+    draw,
+    draw_of_heads,
+    held,
+    largest,
+    log_probabilities,
+)
 from llmforge.runtime.sampling.options import Sampling
 from llmforge.runtime.sampling.penalties import Penalties
 
@@ -59,8 +67,12 @@ class TokenSampler:
         self._raw_logits = (
             constraint is None and not self._penalties.needed and not sampling.logit_bias and not sampling.min_tokens
         )
-        # Greedy, nothing changes the logits, nobody asks for their probabilities: the largest logit is all there is.
-        self.argmax_only = self._raw_logits and sampling.temperature == 0 and sampling.logprobs is None
+        # Nothing changes the logits, nobody asks for their probabilities: most tokens are decided by a head of the row,
+        self.head_only = self._raw_logits and sampling.logprobs is None
+        self.argmax_only = self.head_only and sampling.temperature == 0  # and greedy ones by the largest logit.
+        self.temperature = held(sampling.temperature) if sampling.temperature else 0.0
+        self.truncation = (self.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+        self._uniform: float | None = None  # that was taken, and decided nothing yet
 
     def is_stop(self, token: int) -> bool:
         """Say whether the sequence ends with `token`."""
@@ -69,26 +81,41 @@ class TokenSampler:
     def sample(self, logits: NDArray[np.float32]) -> SampledToken:
         """Sample the next token of the sequence from `logits` [V], which stay as they are.
 
-        Unless it is greedy, this takes one random number of the sequence's own.
+        Unless it is greedy, this takes a random number of the sequence's own, seldom more.
 
         Raises:
             InputError: logits are NaN or infinite, which no intact engine yields; or -inf for all that may come next.
             UnsupportedError: the constraint became too large at this token.
         """
-        best = int(logits.argmax())  # the first NaN where there is one
-        if not math.isfinite(logits[best]):
+        token = int(logits.argmax())  # the first NaN where there is one
+        if not math.isfinite(logits[token]):
             raise InputError("the engine returned NaN or infinite logits")
         if self.argmax_only:
-            return SampledToken(best)
-        sampling = self.sampling
-        processed = logits if self._raw_logits else self._process(logits)
-        token = int(processed.argmax())
+            return SampledToken(token)
+        sampling, processed = self.sampling, logits
+        if not self._raw_logits:
+            processed = self._process(logits)
+            token = int(processed.argmax())
         if processed[token] == -np.inf:
             raise InputError("the engine returned -inf for every allowed token")
         if sampling.temperature > 0:
-            token = draw(processed, sampling, self._rng.random())
+            uniform = self.next_uniform()
+            self._uniform = None
+            token = draw(processed, sampling, uniform, self._rng.random)
         self._advance(token)
         return SampledToken(token, None if sampling.logprobs is None else _logprob(logits, token, sampling.logprobs))
+
+    def next_uniform(self) -> float:
+        """Give the random number that decides about the next token, the same one until it has."""
+        if self._uniform is None:
+            self._uniform = self._rng.random()
+        return self._uniform
+
+    def take(self, token: int) -> SampledToken:
+        """Take the token that a head of the row decided."""
+        self._uniform = None
+        self._generated += 1
+        return SampledToken(token)
 
     def _process(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """Give a copy of `logits` [V] with steps 2 to 6 applied."""
@@ -110,6 +137,20 @@ class TokenSampler:
             self._penalties.count(token)
         if self._constraint is not None:
             self._constraint.advance(token)
+
+
+def sample_heads(samplers: Sequence[TokenSampler], heads: Heads) -> list[SampledToken | None]:
+    """Sample the next token of each sequence from its row of `heads`, all at once.
+
+    None: `TokenSampler.sample` must have the whole row; then it gives the token that it would give without this.
+    """
+    how = Truncations.of([sampler.truncation for sampler in samplers])
+    uniforms = np.array([s.next_uniform() if s.temperature and s.head_only else 0.0 for s in samplers])
+    tokens = draw_of_heads(heads, how, uniforms).tolist()
+    return [
+        sampler.take(token) if token >= 0 and sampler.head_only else None
+        for sampler, token in zip(samplers, tokens, strict=True)
+    ]
 
 
 class Samplers:

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from llmforge.base.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
 from llmforge.runtime.backends.interface import Backend, C
-from llmforge.runtime.sampling.sampler import Samplers
+from llmforge.runtime.sampling.sampler import SampledToken, Samplers, sample_heads
 from llmforge.runtime.serving.options import EngineOptions
 from llmforge.runtime.serving.prefix_cache import BLOCK, PrefixCache
 from llmforge.runtime.serving.request import Chunk, Receiver, Request, adapter_number, check_tokens
@@ -102,11 +102,15 @@ class Scheduler(Generic[C]):
         self._past_lengths = np.zeros(cache.batch, np.int32)
         self._adapter_ids = np.zeros(cache.batch, np.int64)
         self._lengths = np.zeros(cache.batch, np.int32)
-        logits = backend.logits_array((cache.batch, 1, backend.vocabulary))
-        self._logits = [logits[: n + 1] for n in range(cache.batch)]  # equal steps hand the backend one object
+        self._temperatures = np.ones(cache.batch, np.float32)
+        # Where a device gives heads, rows are fetched one at a time, and a prompt's last is all that is read whole.
+        rows = 1 if backend.decodes_ahead else cache.batch
+        logits = backend.logits_array((rows, 1, backend.vocabulary))
+        self._logits = [logits[: n + 1] for n in range(rows)]  # equal steps hand the backend one object
         most = 0 if self._speculation is None else self._speculation.max_tokens
         verified = backend.logits_array((1, most + 1, backend.vocabulary))
         self._verify_logits = [verified[:, : k + 1] for k in range(most + 1)]  # by drafted tokens
+        self._undelivered: list[tuple[Sequence, SampledToken]] = []  # of the decode step before, in order
         self._idle_rows = 0
         self._totals: Counter[str] = Counter()  # of tokens, by the names of `EngineStats`
         self._decode_s = self._verify_s = 0.0
@@ -171,6 +175,7 @@ class Scheduler(Generic[C]):
 
     def fail(self, error: ForgeError) -> None:
         """Hand `error` to every request that runs or waits, and forget them."""
+        self._undelivered.clear()
         for sequence in list(self._sequences):
             self._remove(sequence, "error")
             self._deliver(sequence, error)
@@ -212,15 +217,23 @@ class Scheduler(Generic[C]):
         self._admit()
         self._close_gap()
         decoded = self._decode()
+        if self._undelivered and not self._only_decodes():
+            self._deliver_tokens()
         return self._prefill(decoded) + decoded
+
+    def _only_decodes(self) -> bool:
+        """Whether nothing but a decode step of all that run comes next, which tokens may be delivered beside."""
+        running = [each for each in self._slots if each is not None]
+        return bool(running) and self._speculation is None and all(each.decoding for each in running)
 
     def _end_cancelled_and_overdue(self) -> None:
         now = self._clock()
-        for sequence in list(self._sequences):
-            if sequence.cancelled:
-                self._finish(sequence, "cancelled")
-            elif sequence.is_overdue(now):
-                self._finish(sequence, "timeout")
+        ends = [each for each in self._sequences if each.cancelled or each.is_overdue(now)]
+        if ends:
+            self._deliver_tokens()
+        for sequence in ends:
+            if sequence in self._sequences:
+                self._finish(sequence, "cancelled" if sequence.cancelled else "timeout")
 
     def _admit(self) -> None:
         for slot, taken in enumerate(self._slots):
@@ -277,25 +290,68 @@ class Scheduler(Generic[C]):
         self._lengths[:n] = self._input_ids[:n] = 0
         for slot, sequence in batch:
             self._lengths[slot], self._input_ids[slot] = 1, sequence.tokens[-1]
-        logits, view = self._logits[n - 1], self._cache.rows(0, n)
-        self._backend.step(
-            self._input_ids[:n],
-            self._past_lengths[:n],
-            view,
-            out=logits,
-            lengths=self._lengths[:n],
-            adapters=self._adapter_ids[:n],
-        )
-        for slot, sequence in batch:
-            sequence.computed_tokens += 1
-            self._store_blocks(sequence, slot)
-            self._sample(sequence, logits[slot, 0])
+        if self._backend.decodes_ahead:
+            self._decode_ahead(batch, n)
+        else:
+            logits, view = self._logits[n - 1], self._cache.rows(0, n)
+            self._backend.step(
+                self._input_ids[:n],
+                self._past_lengths[:n],
+                view,
+                out=logits,
+                lengths=self._lengths[:n],
+                adapters=self._adapter_ids[:n],
+            )
+            for slot, sequence in batch:
+                sequence.computed_tokens += 1
+                self._store_blocks(sequence, slot)
+                self._sample(sequence, logits[slot, 0])
         seconds = self._clock() - start
         self._steps[n] += 1
         self._totals["decode_tokens"] += len(batch)
         self._decode_s += seconds
         if self._speculation is not None:
             self._speculation.payoff.decoded(len(batch), seconds)
+
+    def _decode_ahead(self, batch: list[tuple[int, Sequence]], n: int) -> None:
+        """Run one token of each sequence of `batch` beside the host, which delivers the tokens of the step before.
+
+        A sequence that those end has run for nothing: its token is dropped.
+        """
+        self._temperatures[:n] = 1
+        for slot, sequence in batch:
+            self._temperatures[slot] = sequence.sampler.temperature or 1
+        run = self._backend.begin_decode(
+            self._input_ids[:n],
+            self._past_lengths[:n],
+            self._cache.rows(0, n),
+            self._temperatures[:n],
+            self._lengths[:n],
+            self._adapter_ids[:n],
+        )
+        self._deliver_tokens()
+        heads = run.heads()
+        live = [(slot, sequence) for slot, sequence in batch if sequence in self._sequences]
+        found = sample_heads([sequence.sampler for _, sequence in live], heads.of([slot for slot, _ in live]))
+        now = self._clock()
+        for (slot, sequence), sampled in zip(live, found, strict=True):
+            sequence.computed_tokens += 1
+            self._store_blocks(sequence, slot)
+            if sampled is None:
+                sampled = self._choose(sequence, run.logits(slot))
+            if sampled is not None:
+                self._take(sequence, sampled, now)
+                if sequence.remaining_tokens == 0 or sequence.sampler.is_stop(sampled.token):
+                    self._hand_over(sequence, sampled)  # its slot is free now
+                else:
+                    self._undelivered.append((sequence, sampled))
+
+    def _deliver_tokens(self) -> None:
+        """Deliver the tokens of the last decode step, and end what they end."""
+        undelivered, self._undelivered = self._undelivered, []
+        for sequence, sampled in undelivered:
+            if sequence in self._sequences:
+                self._hand_over(sequence, sampled)
 
     def _verify(self, slot: int, sequence: Sequence, draft: list[int], start: float, speculation: Speculation) -> None:
         """Run the last token of `sequence` and `draft`, and sample tokens for as long as they are those drafted.
@@ -399,20 +455,35 @@ class Scheduler(Generic[C]):
 
         Return whether the token is `drafted`, and more may follow.
         """
+        sampled = self._choose(sequence, logits)
+        if sampled is None:
+            return False
+        self._take(sequence, sampled, self._clock())
+        if sampled.token == drafted:
+            sequence.accepted_tokens += 1
+            self._totals["accepted_tokens"] += 1
+        return self._hand_over(sequence, sampled) and sampled.token == drafted
+
+    def _choose(self, sequence: Sequence, logits: NDArray[np.float32]) -> SampledToken | None:
+        """Sample a token from a whole row; None: it cannot be, and the sequence has ended."""
         try:
-            token, logprob = sequence.sampler.sample(logits)
+            return sequence.sampler.sample(logits)
         except ForgeError as error:
             sequence.failed = True
             self._forget(sequence)  # whatever was wrong with this text, it must not spread to others
             self._remove(sequence, "error")
             self._deliver(sequence, error)
-            return False
-        sequence.tokens.append(token)
-        sequence.token_times.append(self._clock())
+            return None
+
+    def _take(self, sequence: Sequence, sampled: SampledToken, now: float) -> None:
+        """Go on from a token."""
+        sequence.tokens.append(sampled.token)
+        sequence.token_times.append(now)
         self._totals["output_tokens"] += 1
-        if token == drafted:
-            sequence.accepted_tokens += 1
-            self._totals["accepted_tokens"] += 1
+
+    def _hand_over(self, sequence: Sequence, sampled: SampledToken) -> bool:
+        """Deliver a token that was taken; the last one ends the sequence. Return whether more may follow."""
+        token, logprob = sampled
         if sequence.sampler.is_stop(token):
             if not sequence.request.detokenize:  # who reads tokens wants this one, too
                 self._deliver(sequence, Chunk("", token, logprob=logprob))
@@ -424,7 +495,7 @@ class Scheduler(Generic[C]):
         elif sequence.remaining_tokens == 0:
             self._finish(sequence, "length")
         else:
-            return token == drafted
+            return True
         return False
 
     def _finish(self, sequence: Sequence, reason: str) -> None:

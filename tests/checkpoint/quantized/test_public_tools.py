@@ -1,5 +1,8 @@
 """Weights beside those that the public tools dequantize: `pip install --no-deps gptqmodel autoawq compressed-tensors`.
 
+Logits are beside those of transformers, which runs GPTQ and AWQ through gptqmodel (and its logbar, device-smi, pypcre,
+tokenicer, defuser, accelerate, pillow) and optimum.
+
 They are installed apart from this, and found on PYTHONPATH; a test whose tool is not there is skipped.
 
     pytest -m slow tests/checkpoint/quantized/test_public_tools.py
@@ -8,6 +11,7 @@ They are installed apart from this, and found on PYTHONPATH; a test whose tool i
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +22,12 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file as save_torch
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import AutoModelForCausalLM, AwqConfig, CompressedTensorsConfig, GPTQConfig
 
 from llmforge.checkpoint import Checkpoint
+from llmforge.trace import trace
 from llmforge.trace.export import skeleton
+from llmforge.verification import probe
 
 from . import writers
 
@@ -87,6 +93,61 @@ def test_autoawq(tiny_checkpoint: Path) -> None:
     stored = load_torch(tiny_checkpoint / "model.safetensors")
     parts = [stored[f"{UP}.{role}"] for role in ("qweight", "qzeros", "scales")]
     assert torch.equal(ours(tiny_checkpoint), tool.dequantize_gemm(*parts, 4, 32).T)
+
+
+@pytest.mark.parametrize("act", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_logits_of_gptq(tiny_checkpoint: Path, bits: int, form: str, symmetric: bool, act: bool) -> None:
+    def store(name: str, shape: tuple[int, int]) -> tuple[writers.Tensors, NDArray[Any]]:
+        made = writers.draw(*shape, bits, shape[1] // 32, symmetric=symmetric, shuffled=act)
+        return writers.gptq(name, made, bits, version=1 if form == "gptq" else 2), made.weight
+
+    said = {"bits": bits, "group_size": 32, "desc_act": act, "sym": symmetric}
+    writers.quantize(tiny_checkpoint, {"quant_method": "gptq", "checkpoint_format": form, **said}, store)
+    how = GPTQConfig(**said, backend="gptq_torch", checkpoint_format=form)
+    loaded = by_gptqmodel(tiny_checkpoint, how, "TorchLinear")
+    hold(tiny_checkpoint, logits_of(loaded), 1e-5)
+
+
+def test_logits_of_awq(tiny_checkpoint: Path) -> None:
+    def store(name: str, shape: tuple[int, int]) -> tuple[writers.Tensors, NDArray[Any]]:
+        made = writers.draw(*shape, 4, shape[1] // 32)
+        return writers.awq(name, made), made.weight
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    writers.quantize(tiny_checkpoint, config, store)
+    loaded = by_gptqmodel(tiny_checkpoint, AwqConfig(bits=4, group_size=32, backend="torch_awq"), "AwqTorchLinear")
+    hold(tiny_checkpoint, logits_of(loaded), 1e-3)  # it rounds what every layer reads and makes to fp16
+    for module in loaded.modules():
+        if type(module).__name__ == "AwqTorchLinear":
+            weight = module(torch.eye(module.in_features, dtype=torch.float16)).float()  # [K, N], exact
+            module.forward = partial(torch.matmul, other=weight)
+    hold(tiny_checkpoint, logits_of(loaded), 1e-5)
+
+
+def by_gptqmodel(folder: Path, how: Any, layer: str) -> Any:
+    """Load a checkpoint as transformers does, in fp32, with modules called `layer`."""
+    pytest.importorskip("gptqmodel", reason="gptqmodel is not installed")
+    pytest.importorskip("optimum.gptq", reason="optimum is not installed")
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=how)
+    assert type(loaded.model.layers[0].mlp.up_proj).__name__ == layer
+    return loaded
+
+
+def logits_of(loaded: Any) -> NDArray[Any]:
+    with torch.inference_mode():
+        return loaded(IDS).logits.numpy()
+
+
+def hold(folder: Path, wanted: NDArray[Any], limit: float) -> None:
+    """Hold logits of the model with weights that are dequantized here, and of the compiled graph, against `wanted`."""
+    checkpoint = Checkpoint.open(folder)
+    session = probe.open_session(trace(checkpoint), probe.Weights(), 1)
+    [compiled] = probe.logits(session, probe.schedule("text", [IDS[0].numpy()], [(IDS.shape[1],)]))
+    for found in (logits_of(skeleton.load(checkpoint)), compiled):
+        assert np.abs(wanted - found).max() <= limit * np.abs(wanted).max()
 
 
 FORMS = {

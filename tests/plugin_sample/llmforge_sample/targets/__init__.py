@@ -1,0 +1,1 @@
+"""The target `sample-box`: the file of its name."""
