@@ -156,7 +156,7 @@ def pool_blocks(model: ir.Model, spec: EngineSpec, graphs: GraphPlan, capacity_b
     At least those of one text of `max_context` tokens, whether the device has room for them or not.
     """
     layer = contrib.PagedAttention.all(model)[0]
-    of_a_row = -(-spec.max_context // graph.static(layer.past_key)[1])
+    of_a_row = -(-spec.max_context // graph.static(layer.key_cache)[1])
     room = capacity_bytes * POOL_PART - memory(model, spec, graphs).total
     return max(of_a_row, min(spec.max_batch * of_a_row, int(room) // block_bytes(model)))
 

@@ -47,7 +47,7 @@ class _Expansion(Builder):
             if getattr(layer, name) is not None:
                 raise UnsupportedError(f"{layer.name}: the reference of PagedAttention has no {name}")
         node, heads, kv_heads = layer.node, layer.num_heads, layer.kv_num_heads
-        block, head_dim = g.static(layer.past_key)[1], g.static(layer.past_key)[3]
+        block, head_dim = g.static(layer.key_cache)[1], g.static(layer.key_cache)[3]
         group, dtype = heads // kv_heads, layer.query.dtype or ir.DataType.FLOAT
         q, k, v = self._projections(layer, heads, kv_heads, head_dim)  # [T, H·D], [T, K·D], [T, K·D]
         if layer.do_rotary:
@@ -56,7 +56,7 @@ class _Expansion(Builder):
         slots = self._slots(*places, block)  # [T, 2]
         by_head = self._constant(f"paged.kv_{kv_heads}_{head_dim}", [-1, kv_heads, head_dim])
         caches, dense = [], []
-        for cache, new in ((layer.past_key, k), (layer.past_value, v)):
+        for cache, new in ((layer.key_cache, k), (layer.value_cache, v)):
             written = self._add(node, "ScatterND", [cache, slots, self._add(node, "Reshape", [new, by_head])])
             written.type, written.shape = cache.type, cache.shape
             of_rows = self._add(node, "Gather", [written, self._cast(layer.block_table)], {"axis": 0})
