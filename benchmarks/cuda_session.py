@@ -7,8 +7,10 @@ The sample checkpoint is lowered to fp16 for the CUDA provider, and `DeviceSessi
 the stand-ins of `cuda_wheel.py`: a device whose memory is the host's, and that computes nothing. So ONNX Runtime itself
 accepts or refuses what is bound by address, captures and replays. For each planned capture: captures and replays
 after an eager step, the first captured one, one with its inputs bound elsewhere, and one more; then the replays of
-decode steps by their number of rows. Logits are zeros. With `--kv-cache paged` the same over blocks of a pool, and
-`PagedSession`; its prefill is a step in which two prompts are read while two texts decode.
+decode steps by their number of rows, as the scheduler begins them. Prefills are padded to their few shapes, all of
+which run as the cache is allocated. Logits are zeros. With
+`--kv-cache paged` the same over blocks of a pool, and `PagedSession`; its prefill is a step in which two prompts are
+read while two texts decode.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def rehearse(folder: Path) -> dict[str, Any]:
     ort.preload_dlls = lambda *_, **__: None  # the stand-ins are loaded already
     stand_in = ctypes.CDLL("libcudart.so.13")
     config = RuntimeConfig.read(folder / FILE)
-    found: dict[str, Any] = {"captures": [], "decode": {}}
+    found: dict[str, Any] = {"captures": [], "decode": {}, "heads": {}}
 
     class StandIn(HostDevice):
         kind, name, sm = "cuda", "stand-in", config.device.sm
@@ -117,7 +119,9 @@ def rehearse(folder: Path) -> dict[str, Any]:
             pieces = [Piece([0], 40, table, True) for table in tables[:rows]]
             session.run(pieces, cache, np.empty((rows, config.vocabulary), np.float32))
         else:
-            session.step(np.zeros((rows, 1), np.int64), np.full(rows, 40, np.int32), cache.rows(0, rows))
+            inputs = np.zeros((rows, 1), np.int64), np.full(rows, 40, np.int32), cache.rows(0, rows)
+            run = session.begin_decode(*inputs, np.ones(rows, np.float32))
+            found["heads"][rows] = [run.heads().mass.shape, run.logits(rows - 1).shape]
         found["decode"][rows] = counted(before)
     return {**found, "forbidden": stand_in.stand_in_forbidden()}
 

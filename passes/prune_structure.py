@@ -8,12 +8,12 @@ A KV head goes with the query heads that read it; its cache [batch, kv_heads, ca
 of a layer that goes is no input any more. Channels go by whole blocks (`block`), so that codes of quantize-weights fit.
 What goes is chosen on calibration text: heads and channels by their cost in the second order, over all layers at once,
 each layer as much as it can spare; layers by their influence on hidden states; how many of these, by the KLD on text
-that is held out (llmforge.calibration.prune). Wo and Wdown of a pruned layer are the least-squares fit of what they made
-(llmforge.quantization.structure). Passes behind it are calibrated on the pruned model.
+that is held out (llmforge.calibration.prune). Wo and Wdown of a pruned layer are the least-squares fit of what they
+made (llmforge.quantization.structure). Passes behind it are calibrated on the pruned model.
 
-Fires for every `llmforge::Attention` whose queries, keys and values come from linear layers of their own, through rotary
-embedding and norms of single heads, and whose output one linear layer alone reads; for every MLP whose channels are
-made one by one of linear layers. Put it in front of all other passes. Left alone, with the reason: packed matrices,
+Fires for every `llmforge::Attention` whose queries, keys and values come from linear layers of their own, through
+rotary embedding and norms of single heads, and whose output one linear layer alone reads; for every MLP whose channels
+are made one by one of linear layers. Put it in front of all other passes. Left alone, with the reason: packed matrices,
 experts, latent attention, recurrent layers, norms over all heads.
 
 Numerics: lossy, within the budget of the recipe. Refused where what may go is too little of what a decode step reads.

@@ -65,6 +65,7 @@ from pydantic.dataclasses import dataclass
 
 from llmforge import native
 from llmforge.base.errors import UnsupportedError
+from llmforge.base.plugins import Plugin
 from llmforge.ir import graph, interface, logits_rows, operators, routing
 from llmforge.ir.derived import OfExperts, stored_in
 from llmforge.ir.operators import canonical, contrib, cpu
@@ -174,6 +175,11 @@ class QuantizeWeights(Pass):
     def uses(self) -> tuple[type[Method], ...]:
         """Name the method."""
         return (type(self.chosen),)
+
+    def brought(self) -> tuple[Plugin, ...]:
+        """Name who brings the method."""
+        plugin = methods.plugin_of(type(self.chosen).name)
+        return () if plugin is None else (plugin,)
 
     @property
     def takes_stored(self) -> bool:

@@ -12,7 +12,11 @@ from numpy.typing import NDArray
 
 from llmforge import targets
 from llmforge.ir import graph
+from llmforge.lowering import pruning
 from llmforge.lowering.pass_base import Changes, Context, Pass
+from llmforge.quantization import structure
+from llmforge.quantization.statistics import Statistics
+from llmforge.quantization.structure import Kept
 from llmforge.verification.promises import Promises
 from llmforge.verification.verifier import Verification, Verifier
 
@@ -45,6 +49,7 @@ class Llama:
     activation: str = "silu"  # or an ONNX operator of one tensor, "Gelu"
     experts: int = 0  # of each layer, of which a token chooses two, `mlp` wide, with biases; 0: a dense MLP
     interleaved_gates: int = 0  # of experts
+    positions: int = MAX_POSITION  # that the rotary tables reach
     seed: int = 0
 
 
@@ -90,7 +95,7 @@ def llama(spec: Llama | None = None) -> ir.Model:
     text.weight("model.embed_tokens.weight", spec.vocabulary, spec.hidden, scale=0.5)
     rotary = spec.head_dim if spec.rotary_dim is None else spec.rotary_dim
     if rotary:
-        angles = np.arange(MAX_POSITION)[:, None] / 100.0 ** (np.arange(rotary // 2) / (rotary // 2))
+        angles = np.arange(spec.positions)[:, None] / 100.0 ** (np.arange(rotary // 2) / (rotary // 2))
         text.tensors["cos"] = np.cos(angles).astype(np.float32)
         text.tensors["sin"] = np.sin(angles).astype(np.float32)
     hidden = f"float[batch, sequence, {spec.hidden}]"
@@ -255,3 +260,20 @@ def prove(change: Pass, model: ir.Model, folder: Path, context: Context = CPU) -
     assert not change.run(model, context)
     assert graph.fingerprint(model) == fingerprint
     return changes, verification
+
+
+def pruned(form: Llama, kept: Kept) -> Statistics:
+    """What calibration might find for a decoder of `form`: plain cuts, which make up for nothing."""
+    weights = {
+        graph.sources(value)[0]: graph.tensor(value).numpy().T
+        for value in llama(form).graph.initializers.values()
+        if graph.sources(value) and len(graph.static(value)) == 2
+    }
+    outputs = {}
+    for block in pruning.find(llama(form)).blocks:
+        if block.heads is not None and (heads := kept.of_heads(block.index)) is not None:
+            width = block.heads.shared * block.heads.value_dim
+            outputs[block.heads.output] = weights[block.heads.output][:, structure.columns(heads, width)]
+        if block.channels is not None and (channels := kept.of_channels(block.index)) is not None:
+            outputs[block.channels.output] = weights[block.channels.output][:, list(channels)]
+    return Statistics(1, 1, {}, {}, kept=kept, pruned=outputs)

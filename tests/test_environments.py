@@ -173,6 +173,7 @@ ARGUMENTS: dict[str, Sequence[str]] = {
     "init": [str(ROOT / "tests/data/docs-llama-7m"), "--target", "h200", "-o", "{environment}.yaml"],
     "inspect": ["artifact", "--verify"],
     "ls": ["only"],
+    "migrate": ["recipe.yaml"],
     "passes": ["quantize-weights"],
     "plan": [str(ROOT / "tests/data/docs-llama-7m"), "--target", "h200", "--plot", "roofline.svg"],
     "pull": ["localhost:9/models/tiny:1"],

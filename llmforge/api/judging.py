@@ -105,7 +105,7 @@ def evaluate(
 
     if (recipe is None) == (checkpoint is None):
         raise UsageError("give either recipe or checkpoint, of what the artifact was built from")
-    folder = Path(checkpoint) if checkpoint is not None else Recipe.load(Path(str(recipe))).checkpoint
+    folder = Path(checkpoint) if checkpoint is not None else Recipe.load(Path(str(recipe))).fetched()
     found = validating.evaluate(
         resolve(str(artifact), folders.artifacts(out)),
         list(tasks),

@@ -13,15 +13,15 @@ import contextlib
 import importlib.util
 import re
 import sys
-import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from llmforge.base import extras
 from llmforge.base.errors import EnvironmentLacks, ForgeError, PluginError
+from llmforge.base.wording import plain
 
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, EntryPoint
@@ -38,20 +38,21 @@ OURS = "llmforge"
 _GROUP = re.compile(r"llmforge\.v(?P<interface>\d{1,4})\.(?P<kind>\w+)")
 _PREFIX = "llmforge."
 _DISTRIBUTION = re.compile(r"[\w.-]+")
+_VALUE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*(\s*:\s*[^\W\d]\w*(\.[^\W\d]\w*)*)?")
+_LONGEST = 200  # characters that a message takes of metadata
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, order=True)
-class Package:
+class Package(NamedTuple):
     """An installed distribution."""
 
     name: str
     version: str
 
     def __str__(self) -> str:
-        return f"{self.name} {self.version}"
+        return plain(f"{self.name} {self.version}", _LONGEST)
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Plugin:
     entry: EntryPoint = field(repr=False, compare=False)
 
     def __str__(self) -> str:
-        return f"{KINDS[self.kind]} {self.name} of {self.package} ({self.value})"
+        return f"{KINDS[self.kind]} {plain(self.name, _LONGEST)} of {self.package} ({plain(self.value, _LONGEST)})"
 
     @property
     def module(self) -> str:
@@ -75,12 +76,11 @@ class Plugin:
         return self.value.partition(":")[0].strip()
 
 
-@dataclass(frozen=True)
-class Found:
-    """All entry points of groups that begin as ours do, and groups that mean nothing here."""
+class Found(NamedTuple):
+    """All entry points of groups that begin as ours do, and what is wrong with the metadata of packages, in words."""
 
     plugins: tuple[Plugin, ...]
-    unknown: tuple[tuple[str, Package], ...]  # groups, and who declares them
+    problems: tuple[str, ...]
 
 
 def found() -> Found:
@@ -93,31 +93,40 @@ def _found(path: tuple[str, ...]) -> Found:
     from importlib import metadata  # takes longer to import than `llmforge --help` may
 
     plugins: list[Plugin] = []
-    unknown: dict[tuple[str, Package], None] = {}
-    for entry, package, home in _entries(metadata.distributions(path=list(path))):
+    problems: dict[str, None] = {}
+    for entry, package, home in _entries(metadata.distributions(path=list(path)), problems):
         match = _GROUP.fullmatch(entry.group)
         if match is None or match["kind"] not in KINDS:
-            unknown[entry.group, package] = None
+            problems[f"{package}: nothing reads the entry-point group {plain(entry.group, _LONGEST)}"] = None
             continue
         plugins.append(Plugin(match["kind"], entry.name, entry.value, package, int(match["interface"]), home, entry))
     plugins.sort(key=lambda each: (list(KINDS).index(each.kind), each.name, each.package, each.interface))
-    return Found(tuple(plugins), tuple(unknown))
+    return Found(tuple(plugins), tuple(problems))
 
 
-def _entries(distributions: Iterable[Distribution]) -> Iterator[tuple[EntryPoint, Package, str]]:
-    """List the entry points of groups that begin as ours do; of a distribution that lies twice, those of the first."""
+def _entries(
+    distributions: Iterable[Distribution], problems: dict[str, None]
+) -> Iterator[tuple[EntryPoint, Package, str]]:
+    """List the entry points of groups that begin as ours do; of a distribution that lies twice, those of the first.
+
+    One whose metadata is damaged brings nothing: it is among the `problems`.
+    """
     seen: set[str] = set()
     for distribution in distributions:
-        if f"[{_PREFIX}" not in (distribution.read_text("entry_points.txt") or ""):
+        try:
+            if f"[{_PREFIX}" not in (distribution.read_text("entry_points.txt") or ""):
+                continue
+            name, version = distribution.metadata["Name"], distribution.metadata["Version"]
+            mine = [entry for entry in distribution.entry_points if entry.group.startswith(_PREFIX)]
+        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:  # importlib.metadata checks nothing
+            where = getattr(distribution, "_path", distribution.locate_file(""))
+            problems[plain(f"{where}: its metadata cannot be read: {_words(error)}", _LONGEST)] = None
             continue
-        name = str(distribution.metadata["Name"] or "a package without a name")
-        if _normal(name) in seen:
+        package = Package(str(name or "a package without a name"), str(version or "?"))
+        if _normal(package.name) in seen:
             continue
-        seen.add(_normal(name))
-        package = Package(name, str(distribution.metadata["Version"] or "?"))
-        for entry in distribution.entry_points:
-            if entry.group.startswith(_PREFIX):
-                yield entry, package, str(distribution.locate_file(""))
+        seen.add(_normal(package.name))
+        yield from ((entry, package, str(distribution.locate_file(""))) for entry in mine)
 
 
 @dataclass(eq=False)
@@ -186,6 +195,8 @@ class Seam(Generic[T]):
         return sorted({each.name for each in found().plugins if each.kind == self.kind and each.interface == INTERFACE})
 
     def _load(self, plugin: Plugin) -> T:
+        if not _VALUE.fullmatch(plugin.value):
+            raise refusal(plugin, "its entry point names no object: expected package.module:NAME, or a package")
         try:
             with contextlib.redirect_stdout(sys.stderr):  # standard output is for data
                 return self.check(plugin, plugin.entry.load())
@@ -345,6 +356,8 @@ def _words(error: BaseException) -> str:
 
 def _inside(plugin: Plugin, error: BaseException) -> str | None:
     """Say at which line of the plug-in's code an error was raised, or passed through; None: at none."""
+    import traceback  # takes longer to import than `llmforge --help` may
+
     roots = [str(folder) for folder in folders(plugin.module.partition(".")[0])]
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if any(frame.filename.startswith(r) for r in roots)

@@ -146,6 +146,11 @@ def parse_manifest(raw: bytes, source: str) -> Manifest:
         InputError: they are not one, not in the one form that it has, or of another schema.
     """
     data = small_file.parse_json(raw, source, hint=_HINT)
+    if isinstance(data, dict) and type(written := data.get("schema")) is int and written > SCHEMA:
+        raise InputError(
+            f"{source}: schema {written} is newer than this llmforge, which reads schema {SCHEMA}",
+            hint="update llmforge, or use the one that built the artifact",
+        )
     if isinstance(data, dict) and data.get("schema") != SCHEMA:
         raise InputError(
             f"{source}: schema {quoted(data.get('schema'))} is not supported; this llmforge reads schema {SCHEMA}",

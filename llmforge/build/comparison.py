@@ -101,6 +101,10 @@ def _locks(first: Artifact, second: Artifact) -> tuple[str | None, tuple[str, ..
         "processor": (one.machine.cpu, other.machine.cpu),
         "instruction sets": (" ".join(one.machine.isa), " ".join(other.machine.isa)),
     }
+    plugins = [{each.package: each.sha256 for each in held.plugins} for held in (one, other)]
+    pairs |= {
+        f"code of {name}": (plugins[0].get(name), plugins[1].get(name)) for name in sorted({*plugins[0], *plugins[1]})
+    }
     names = sorted({*one.packages, *other.packages})
     pairs |= {name: (one.packages.get(name), other.packages.get(name)) for name in names}
     return stage, tuple(f"{what}: {was} became {now}" for what, (was, now) in pairs.items() if was != now)

@@ -111,8 +111,8 @@ def _stand_in(model: ir.Model, calibrated: Mapping[str, Grid], demands: Sequence
     }
     sparse = SparseMatrix(np.empty((0, 0), np.float32), np.empty((0, 0), np.uint8))
     corrections = _corrections(model, calibrated, [each for each in demands if isinstance(each, LowRankDemand)])
-    units = [each.units for each in demands if isinstance(each, PruningDemand)]
-    kept, outputs = pruning.sample(model, units[0]) if units else (None, {})
+    wanted = [each for each in demands if isinstance(each, PruningDemand)]
+    kept, outputs = pruning.sample(model, wanted[0]) if wanted else (None, {})
     made = Statistics(0, 0, unread, _kv_ranges(model), read, dict.fromkeys(read, sparse), corrections)
     return replace(made, kept=kept, pruned=outputs)
 

@@ -35,7 +35,7 @@ def exported(model: ir.Model, traced: ir.Model, checkpoint: Checkpoint) -> Expor
     """
     if checkpoint.layout is not None:
         raise UnsupportedError(
-            f"{checkpoint.path.name} is quantized already; servers of others get what is made of unquantized weights",
+            f"{checkpoint.name} is quantized already; servers of others get what is made of unquantized weights",
             hint="build from the checkpoint that it was made of",
         )
     bindings: Bindings = traced.meta[BINDINGS]

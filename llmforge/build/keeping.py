@@ -78,7 +78,8 @@ def write(recipe: Recipe, replaced: Mapping[int, Sequence[Entry]], path: Path) -
         for each in ([{name: given} for name, given in replaced[number]] if number in replaced else [entry])
     ]
     folder = path.resolve().parent
-    plain["checkpoint"] = _relative(recipe.checkpoint, folder)
+    if recipe.snapshot is None:
+        plain["checkpoint"] = _relative(recipe.checkpoint, folder)
     for number, adapter in enumerate(recipe.adapters):
         plain["adapters"][number]["path"] = _relative(adapter.path, folder)
     if targets.is_file(recipe.target):

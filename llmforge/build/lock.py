@@ -156,7 +156,7 @@ def gather(
     return Lock(
         recipe=dict(resolved),
         checkpoint=CheckpointLock(
-            name=checkpoint.path.name,
+            name=checkpoint.name,
             digest=checkpoint.digest,
             revision=revision(checkpoint.path),
             repository=repository(checkpoint.path),

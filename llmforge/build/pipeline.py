@@ -176,7 +176,7 @@ def make(
     """
     if is_starting := kept.frontend is not None and kept.frontend.is_starting:
         prepare(steps, kept)
-    checkpoint = ahead.begin(recipe.checkpoint, recipe.merged)
+    checkpoint = ahead.begin(recipe.fetched(), recipe.merged)
     # As if they were merged: what is of another base is refused before anything is read.
     apart = Merge.of(recipe.apart, checkpoint.tensors, checkpoint.path).adapters
     kept.configure(checkpoint, progress, partial(ahead.quantize, checkpoint, steps))
@@ -619,7 +619,7 @@ def build_engine(
     if plugin is not None:
         engines.check_foreign(engine, plugin, target)
     notes += [*engine.notes, *(f"interface: {note}" for note in interop.write(lowered, engine, checkpoint))]
-    made_of = {"checkpoint": f"{checkpoint.path.name} {checkpoint.digest}"}
+    made_of = {"checkpoint": f"{checkpoint.name} {checkpoint.digest}"}
     served = repository.Model(recipe.name, target.kind, recipe.serving, engine.config, made_of)
     if others is None:
         repository.write(served, staging / repository.FOLDER / recipe.name)
@@ -631,7 +631,7 @@ def build_engine(
 def checkpoint_record(checkpoint: Checkpoint) -> records.CheckpointRecord:
     """Say in the report what the checkpoint is."""
     return records.CheckpointRecord(
-        name=checkpoint.path.name,
+        name=checkpoint.name,
         digest=checkpoint.digest,
         architecture=checkpoint.architecture,
         dtypes=tuple(sorted({entry.dtype.name for entry in checkpoint.tensors.values()})),

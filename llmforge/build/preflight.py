@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from llmforge.artifact import versions
 from llmforge.base import extras, resources
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.build import reference, texts
@@ -40,8 +41,9 @@ def check(recipe: Recipe) -> None:
     folder = folder_of(recipe.checkpoint.absolute())
     settings = read_settings(folder)
     _check_context(recipe, settings.get("text_config", settings))
-    read_headers(folder, weight_files(folder))
     reference.check(recipe)
+    recipe.fetched()  # the last check needs the weights, which may have to be downloaded
+    read_headers(folder, weight_files(folder))
 
 
 def check_source(recipe: Recipe, steps: Sequence[Pass]) -> None:
@@ -52,6 +54,21 @@ def check_source(recipe: Recipe, steps: Sequence[Pass]) -> None:
         CheckpointError, UnsupportedError: see `check`.
     """
     source.refuse_requantizing(recipe, steps, read_settings(recipe.checkpoint.absolute()))
+
+
+def check_revision(recipe: Recipe, out: Path) -> list[str]:
+    """Say whether a branch of the Hub moved since the newest artifact of this name was built from it."""
+    snapshot = recipe.snapshot
+    if snapshot is None or recipe.name not in versions.names(out):
+        return []
+    newest = next((each.artifact for each in versions.listed(out, recipe.name) if each.artifact is not None), None)
+    if newest is None or newest.manifest.recipe.get("checkpoint") != snapshot.repository:
+        return []
+    before = str(newest.manifest.recipe.get("revision"))
+    if before == snapshot.commit:
+        return []
+    built = f"{recipe.name}/{newest.path.name} was built from {before[:12]}"
+    return [f"{snapshot.repository}: {snapshot.revision} is at {snapshot.commit[:12]}; {built}"]
 
 
 def check_room(recipe: Recipe, out: Path) -> list[str]:

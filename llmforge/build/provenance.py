@@ -77,11 +77,7 @@ def statement(report: Report, lock: Lock, subjects: Mapping[str, str]) -> dict[s
         *({"name": f"{text.role}: {text.name}", "digest": {"sha256": text.sha256}} for text in lock.texts),
         {"name": "llmforge", "digest": {"llmforgePackage": lock.code.sha256}},
         *(
-            {
-                "name": f"plug-in {each.package}",
-                "digest": {"llmforgePackage": each.sha256},
-                "uri": _purl(each.package, each.version),
-            }
+            {"name": f"plug-in {each.package} {each.version}", "digest": {"llmforgePackage": each.sha256}}
             for each in lock.plugins
         ),
         *({"uri": _purl(name, version)} for name, version in lock.packages.items()),

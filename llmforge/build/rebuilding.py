@@ -48,7 +48,7 @@ def rebuilt(recipe: Recipe, cache: Callable[[], Cache] | None, progress: Progres
     preflight.check(recipe)
     preflight.check_source(recipe, steps)
     with TemporaryDirectory() as folder, reuse.opened(cache, Path(folder), progress) as kept:
-        checkpoint = Checkpoint.located(recipe.checkpoint, recipe.merged)
+        checkpoint = Checkpoint.located(recipe.fetched(), recipe.merged)
         kept.configure(checkpoint, progress)
         model = kept.trace(checkpoint, progress)
         stages, lossy = Stages(), []

@@ -49,7 +49,8 @@ def recorded(path: Path, checkpoint: Path, texts: Sequence[Path], folder: Path) 
             hint="give the recipe with --recipe",
         )
     plain.pop("plugins", None)  # the lock says which they were
-    plain["checkpoint"] = str(checkpoint.resolve())
+    if "revision" not in plain:  # else it is named as on the Hub, at that commit
+        plain["checkpoint"] = str(checkpoint.resolve())
     here = {documents.digest(text): text for text in texts}
     for section, (digest, name) in zip(sections, wanted_texts, strict=True):
         if digest not in here:

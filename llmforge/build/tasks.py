@@ -99,7 +99,7 @@ def run(
         ours, content = ServedSide(connect(server.url, server.model), config.max_context, tokenizer.decode), None
     theirs = CheckpointSide(
         partial(Baseline, checkpoint, threads=threads),
-        f"{checkpoint.path.name}, transformers {metadata.version('transformers')}, fp32 arithmetic",
+        f"{checkpoint.name}, transformers {metadata.version('transformers')}, fp32 arithmetic",
         config.max_context,
         config.eos_token_ids,
         tokenizer.decode,

@@ -101,7 +101,7 @@ def validate(
         read = BytesRead(
             footprint.weight_bytes_per_token, footprint.kv_bytes_per_token, footprint.multiply_adds_per_token
         )
-    checkpoint = Checkpoint.open(recipe.checkpoint, recipe.merged)
+    checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
     found = evidence.measure(
         opened.path,
         Engine(opened.path / "engine", RuntimeConfig.read(opened.path / "engine" / FILE), 0, before.engine.size_bytes),
@@ -274,7 +274,7 @@ def decide(
         _runnable(side.opened.path).verify()
         runners.append(load_runner(side.opened.path, threads=recipe.engine.threads or physical_cores()))
     ours, theirs = _recorded(release_, against)
-    checkpoint = Checkpoint.open(recipe.checkpoint, recipe.merged)
+    checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
     known = {each.document for side in sides for each in _documents(side)}
     pool = [group for group in _further(recipe, checkpoint, more) if group[0].document not in known]
     total = min(len(ours) + len(pool), most or len(ours) + len(pool))

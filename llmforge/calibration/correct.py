@@ -30,7 +30,7 @@ def correct_linears(
     """
     names = list(matrices)
     whole = np.concatenate([layer.weight(name) for name in names])
-    rank = low_rank.rank_within(demand.bits, *whole.shape[::-1], demand.dtype)
+    rank = low_rank.rank_within(demand.bits, whole.shape[1], whole.shape[0], demand.dtype)
     if not rank:
         return {}
     moments = seen.sums[InputStatistic.MOMENTS]

@@ -1,8 +1,8 @@
 """Take heads, channels and layers out of a decoder by what that costs on calibration text.
 
 Heads and channels go by their cost in the second order (`quantization.structure`), whole layers by their influence,
-1 - E cos(h, layer(h)), the least first (ShortGPT, arXiv 2403.03853). How many layers go, and so how much is left for the
-others to give, is tried: none, one, two, … as long as the KLD on calibration text that is held out falls.
+1 - E cos(h, layer(h)), the least first (ShortGPT, arXiv 2403.03853). How many layers go, and so how much is left for
+heads and channels to give, is tried: none, one, two, … as long as the KLD on calibration text that is held out falls.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _stride(block: Block, kind: str, demand: PruningDemand) -> dict[str, int]:
     return {"width": 1, "together": demand.together}
 
 
-def _damped(name: str, moments: Float32, demand: PruningDemand) -> structure.Float64:
+def _damped(name: str, moments: Float32 | structure.Float64, demand: PruningDemand) -> structure.Float64:
     try:
         return structure.damped(moments, demand.damping)
     except (ValueError, np.linalg.LinAlgError) as error:

@@ -22,7 +22,7 @@ from llmforge.base import process, versions
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.base.wording import cut, shown
-from llmforge.checkpoint import gguf, lengths, quantized
+from llmforge.checkpoint import gguf, hub, lengths, quantized
 from llmforge.checkpoint.adapters import AdapterSource, Merge
 from llmforge.checkpoint.adapters.merging import unmergeable
 from llmforge.checkpoint.quantized import Grouped, Layout, QuantizedTensor, same_content
@@ -166,6 +166,11 @@ class Checkpoint:
         )
 
     @property
+    def name(self) -> str:
+        """What messages and records call it."""
+        return hub.title(self.path)
+
+    @property
     def opened_from(self) -> tuple[Path, tuple[AdapterSource, ...]]:
         """What `located` takes to open the same in another process."""
         return self.path, () if self.merge is None else tuple(adapter.source for adapter in self.merge.adapters)
@@ -253,6 +258,9 @@ class Checkpoint:
             )
             for file in self.weight_files
         }
+        for file in self.weight_files:
+            if file.name in hashes:
+                hub.check_content(file, hashes[file.name])
         small = [self.path / name for name in SMALL_FILES if (self.path / name).exists()]
         hashes |= {file.name: hashlib.sha256(read_small(file)).hexdigest() for file in small}
         lines = "".join(f"{name} {digest}\n" for name, digest in sorted(hashes.items()))
@@ -374,7 +382,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     try:
         if not folder.is_dir():
             what = "is a file, a checkpoint is a folder" if folder.exists() else "no such folder"
-            hint = "a model of the Hub: `hf download ORG/NAME --local-dir FOLDER`"
+            hint = "a model of the Hub is named ORG/NAME: see `llmforge docs checkpoints`"
             raise CheckpointError(f"{folder}: {what}", hint=hint)
         there = file.exists() or file.is_symlink()
     except PermissionError as error:

@@ -99,7 +99,7 @@ def inspect(path: Path) -> Inspection:
     raise InputError(
         f"{path}: neither an artifact (manifest.json), nor a checkpoint ({CONFIG}), nor a GGUF file ({gguf.SUFFIX}), "
         f"nor an adapter ({ADAPTER_CONFIG})",
-        hint="a model of the Hub: `hf download ORG/NAME --local-dir FOLDER`",
+        hint="a model of the Hub is named ORG/NAME: see `llmforge docs checkpoints`",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llmforge.base import extras, process
+from llmforge.base import extras, folders, process
+from llmforge.base.backends import BACKENDS
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import farming, output, verdicts
 from llmforge.cli.caching import connect, remote_option
@@ -20,6 +22,7 @@ from llmforge.cli.parameters import (
     ARTIFACT,
     NATURAL,
     PATH,
+    goes_on,
     is_json_log,
     keep_quiet,
     out_option,
@@ -30,6 +33,7 @@ from llmforge.cli.parameters import (
 
 if TYPE_CHECKING:
     from llmforge.metrics.agreement import RuntimeName
+    from llmforge.report.model import EngineRecord
 
 
 @contextmanager
@@ -43,6 +47,23 @@ def _resumable(*, kept: bool) -> Iterator[None]:
         )
         error.add_note(f"nothing was published; {again}")
         raise
+
+
+def _next_steps(artifact: Path, engine: EngineRecord) -> Iterator[str]:
+    """Say what one does with an artifact whose gates passed."""
+    name = shlex.quote(output.here(artifact))
+    if artifact.parent.parent == folders.artifacts().absolute():
+        name = f"{artifact.parent.name}/{artifact.name}"
+    if engine.pending:
+        yield f"next, on the target: llmforge build --finish {name} RECIPE"
+        return
+    elsewhere = BACKENDS[engine.backend].elsewhere
+    if elsewhere is not None:
+        yield f"next: {elsewhere.serve.format(engine=shlex.quote(output.here(artifact / 'engine')))}"
+    else:
+        yield f'next: llmforge run {name} "PROMPT"'
+    yield f"      llmforge gate {name}"
+    yield f"      llmforge triton {name} -o models"
 
 
 @contextmanager
@@ -205,7 +226,8 @@ def build(
     if loaded is not None:
         if not Frontend.serves(loaded):  # this process will import torch itself
             frontend.end()
-        if pending is None and not nothing:  # else the other process would have to wait for a core
+        # Else the other process would have to wait for a core; nothing is downloaded before the recipe is checked.
+        if pending is None and not nothing and loaded.snapshot is None:
             ahead.begin(loaded.checkpoint, loaded.merged)
         with process.unwatched():
             from llmforge import passes
@@ -215,9 +237,13 @@ def build(
             with process.unwatched():
                 from llmforge.build import preflight
 
+            for renamed in loaded.migrated:
+                console.say(f"note: {renamed}; `llmforge migrate {loaded.path}` rewrites the recipe")
+            if loaded.snapshot is not None:
+                console.say(f"fetching {loaded.snapshot.repository} at {loaded.snapshot.commit[:12]}")
             preflight.check(loaded)
             preflight.check_source(loaded, steps)
-            for tight in preflight.check_room(loaded, out):
+            for tight in (*preflight.check_room(loaded, out), *preflight.check_revision(loaded, out)):
                 console.say(f"note: {tight}")
 
     if pending is None and loaded is None:
@@ -247,5 +273,9 @@ def build(
         else:
             output.write_summary(result.report, result.previous)
             output.write_lines(str(result.path))
-    hint = f"the artifact was published with this verdict; `llmforge inspect {result.path}` says where its report is"
-    verdicts.end_of(result.report, result.path, hint)
+    found = f"`llmforge inspect {result.path}` says where its report is"
+    if pending is None:
+        found = f"its report is {output.here(result.path / 'report' / 'report.html')}"
+    verdicts.end_of(result.report, result.path, f"the artifact was published with this verdict; {found}")
+    if not as_json and not goes_on():
+        console.say("\n".join([found, *_next_steps(result.path, result.report.engine)]))

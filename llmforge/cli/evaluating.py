@@ -105,5 +105,5 @@ def _checkpoint(recipe: Path | None, folder: Path | None) -> Checkpoint:
     if folder is None:
         assert recipe is not None
         loaded = Recipe.load(recipe)
-        return Checkpoint.open(loaded.checkpoint, loaded.merged)
+        return Checkpoint.open(loaded.fetched(), loaded.merged)
     return Checkpoint.open(folder)

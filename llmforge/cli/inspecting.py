@@ -11,14 +11,15 @@ import click
 from llmforge.base import extras
 from llmforge.base.errors import InputError, UsageError, VerificationError
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, PATH
+from llmforge.cli.parameters import ARTIFACT, PATH, REVISION, on_hub
 
 
 @click.command()
 @click.argument("artifact", type=ARTIFACT)
 @click.option("--json", "as_json", is_flag=True, help="Print manifest, verdict and records of evidence as JSON.")
 @click.option("--verify", is_flag=True, help="Do what `llmforge verify` does first.")
-def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
+@REVISION
+def inspect(artifact: Path, as_json: bool, verify: bool, revision: str | None) -> None:
     """Show what ARTIFACT is: manifest, evidence and newest report.
 
     Of a checkpoint, a GGUF file or an adapter in its place: how it is stored, and what a build would do with it.
@@ -33,6 +34,8 @@ def inspect(artifact: Path, as_json: bool, verify: bool) -> None:
     from llmforge.cli import describe, provenance
     from llmforge.report import model, render
 
+    if (snapshot := on_hub(artifact, revision)) is not None:
+        artifact = snapshot.fetch()
     if _is_no_artifact(artifact):
         _inspect_checkpoint(artifact, as_json, verify)
         return
@@ -101,8 +104,9 @@ Examples:
 @click.option(
     "--no-weights", is_flag=True, help="With --output: write the graph without its weights, to view or to compare."
 )
+@REVISION
 @click.option("--json", "as_json", is_flag=True, help="Print the statistics as JSON.")
-def trace(checkpoint: Path, path: Path | None, no_weights: bool, as_json: bool) -> None:
+def trace(checkpoint: Path, path: Path | None, no_weights: bool, revision: str | None, as_json: bool) -> None:
     """Trace CHECKPOINT to a graph and show its statistics.
 
     The graph is verified against the checkpoint before it is written.
@@ -119,7 +123,8 @@ def trace(checkpoint: Path, path: Path | None, no_weights: bool, as_json: bool) 
         raise UsageError("--no-weights requires --output")
     if path is not None:
         output.check_file(path, onnx_file.SUFFIX, makes_folders=True)
-    opened = Checkpoint.open(checkpoint)
+    snapshot = on_hub(checkpoint, revision)
+    opened = Checkpoint.open(checkpoint if snapshot is None else snapshot.fetch())
     model = traced(opened)
     prove_candidate(opened, model)
     files: tuple[Path, ...] = ()

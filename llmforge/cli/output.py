@@ -30,6 +30,12 @@ _PLAIN_WIDTH = 200  # columns of a table where there is no terminal; rich would 
 SUMMARY_WIDTH = 120  # … of the summary of a report
 
 
+def here(path: Path) -> str:
+    """Write a path relative to the current folder where it is inside of it."""
+    folder = Path.cwd()
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+
+
 def write_json(value: Any) -> None:
     """Write a value as indented JSON."""
     write_data(json.dumps(value, indent=1, ensure_ascii=False))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from llmforge.artifact.remote import Url
+    from llmforge.checkpoint.hub import Snapshot
 
 
 class FilePath(click.Path):
@@ -179,6 +180,44 @@ def loudness_options(*, hidden: bool = False) -> list[click.Option]:
         help="Also show how long each stage and pass took, and where an error came from.",
     )  # fmt: skip
     return [quiet, verbose]
+
+
+_GOES_ON = "llmforge.goes_on"  # likewise
+
+
+REVISION = click.option(
+    "--revision", metavar="REVISION", help="Branch, tag or commit of a checkpoint on the Hub. Defaults to main."
+)
+
+
+def on_hub(given: Path, revision: str | None) -> Snapshot | None:
+    """Resolve a checkpoint that is named as on the Hub, ORG/NAME, where no such path is here; None: it is a path.
+
+    Raises:
+        UsageError: there is a revision, of a path.
+        CheckpointError, EnvironmentLacks: as `hub.snapshot`.
+    """
+    from llmforge.checkpoint import hub
+    from llmforge.cli import console
+
+    called = hub.is_name(str(given))
+    if called and not given.exists():
+        return hub.snapshot(str(given), revision)
+    if revision is not None:
+        raise UsageError(f"{given} is not on the Hub, and has no revisions", hint="leave out --revision")
+    if called and given.is_dir():
+        console.say(f"note: {given} is the folder here, not a model of the Hub")
+    return None
+
+
+def go_on() -> None:
+    """Let the commands that follow leave out what could be done next: the one that runs them does it."""
+    click.get_current_context().meta[_GOES_ON] = True
+
+
+def goes_on() -> bool:
+    """Say if another command follows by itself."""
+    return _is_set(_GOES_ON)
 
 
 def is_quiet() -> bool:

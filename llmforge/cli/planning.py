@@ -17,7 +17,7 @@ from llmforge.base import extras
 from llmforge.base.backends import Dtype
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import BACKEND, PATH, POSITIVE, TARGET, record, refuse_given
+from llmforge.cli.parameters import BACKEND, PATH, POSITIVE, REVISION, TARGET, on_hub, record, refuse_given
 
 if TYPE_CHECKING:
     from llmforge.doctor.ceilings import Ceilings
@@ -33,6 +33,7 @@ Examples:
   llmforge plan recipes/quickstart.yaml --target l4
   llmforge plan CHECKPOINT --target h100-sxm --weights int4 --batch 8
   llmforge plan CHECKPOINT --target h100-sxm --target l4
+  llmforge plan ORG/NAME --target h100-sxm    # of the Hub; reads no weights
 """
 
 
@@ -80,9 +81,10 @@ Examples:
     metavar="USD",
     help="Price of one device per hour.",
 )
+@REVISION
 @click.option("--plot", type=PATH, metavar="FILE.svg|html", help="Plot the roofline to a file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-def plan(what: Path, plot: Path | None, as_json: bool, **asked: Any) -> None:
+def plan(what: Path, revision: str | None, plot: Path | None, as_json: bool, **asked: Any) -> None:
     """Predict memory, speed and cost without building.
 
     Reads no weights: a folder with only config.json is enough. Prints one line per target if several are given. The
@@ -97,6 +99,8 @@ def plan(what: Path, plot: Path | None, as_json: bool, **asked: Any) -> None:
         from llmforge.planning import plot as plots
 
         output.check_file(plot, *plots.SUFFIXES)
+    snapshot = on_hub(what, revision)
+    what = what if snapshot is None else snapshot.folder
     wanted = record(scheme.Wanted, asked)
     planned = request.answer(what, record(request.Request, asked, wanted=wanted), measured_here)
     if plot is not None:

@@ -43,11 +43,30 @@ _ISSUES = "This is a bug in llmforge. Please report it with the command, the rec
 _ISSUES_JSON = _ISSUES.replace("everything above", "the traceback")
 
 
+# As `llmforge --help` lists the commands: in the order in which someone comes to need them.
+SECTIONS = {
+    "From a checkpoint to a server": ("init", "up", "plan", "build", "run", "serve", "triton"),
+    "Judge": ("gate", "bench", "eval", "validate", "diff", "history", "verify"),
+    "Improve": ("tune", "bisect", "reproduce", "migrate"),
+    "Keep and share": (
+        "ls", "tag", "promote", "rm", "gc", "export", "import", "push", "pull", "sign", "cache",
+    ),
+    "Look up": ("docs", "doctor", "inspect", "trace", "diff-graph", "passes", "targets", "schema", "completion"),
+}  # fmt: skip
+
+
 class _Root(click.Group):
     """Turns errors into one message on standard error and an exit code.
 
     A package that is not installed, or not as a whole, is such an error: commands import what they need as they begin.
     """
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands by section, each with the whole first sentence of its help."""
+        for title, names in SECTIONS.items():
+            with formatter.section(title):
+                summaries = [(name, self.commands[name].get_short_help_str(limit=200)) for name in names]
+                formatter.write_dl(summaries, col_max=12)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -144,6 +163,7 @@ Exit codes:
     commands=[
         starting.init,
         starting.up,
+        starting.migrate,
         building.build,
         tuning.tune,
         caching.cache,

@@ -334,6 +334,10 @@ def triton(
         output.write_json({"model": written})
     else:
         output.write_lines(written)
+    if binary is None and not as_json:
+        from llmforge.cli import console
+
+        console.say(f"next: {written}/README.md says what the server needs and how to start it")
     if binary is not None:
         if elsewhere:  # vLLM reads paths from where the server starts
             os.chdir(models)

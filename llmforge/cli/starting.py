@@ -16,7 +16,7 @@ from llmforge.base import extras
 from llmforge.base.errors import UsageError
 from llmforge.base.wording import shown
 from llmforge.cli import building, output, serving
-from llmforge.cli.parameters import BACKEND, PATH, TARGET, out_option, refuse_given
+from llmforge.cli.parameters import BACKEND, PATH, REVISION, TARGET, go_on, on_hub, out_option, refuse_given
 from llmforge.cli.planning import measured_here
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ Examples:
   llmforge init CHECKPOINT
   llmforge init CHECKPOINT --target l4 --goal throughput -o chat-l4.yaml
   llmforge init CHECKPOINT --calibration mine.jsonl --evaluation held-out.jsonl
+  llmforge init ORG/NAME --revision v1.0    # a checkpoint of the Hub
   llmforge init CHECKPOINT --like chat-h100-fp8    # one of the recipes that ship with llmforge
 """
 
@@ -46,6 +47,7 @@ def _recipe_options(command: Any) -> Any:
             "--goal", type=click.Choice(_GOALS), default="latency",
             help="What to gain most: time per token, tokens per second of all requests, small files, or quality.",
         ),
+        REVISION,
     )  # fmt: skip
     for option in reversed(options):
         command = option(command)
@@ -95,6 +97,7 @@ def init(
     checkpoint: Path,
     target: str,
     goal: Any,
+    revision: str | None,
     backend: Any,
     path: Path | None,
     name: str | None,
@@ -115,13 +118,62 @@ def init(
         refuse_given("--like", "goal", "backend")
         given = click.get_current_context().get_parameter_source("target") is ParameterSource.COMMANDLINE
         target = target if given else ""
-    path = write(checkpoint, target, goal, backend, path, name, calibration, evaluation, like=like, force=force)
+    path = write(
+        checkpoint,
+        target,
+        goal,
+        backend,
+        path,
+        name,
+        calibration,
+        evaluation,
+        revision=revision,
+        like=like,
+        force=force,
+    )
     if as_json:
         output.write_json({"recipe": str(path)})
     else:
         output.write_lines(str(path))
     quoted = shlex.quote(str(path))
     console.say(f"next: llmforge plan {quoted}\n      llmforge build {quoted}")
+
+
+_MIGRATE = """\b
+Examples:
+  llmforge migrate RECIPE | diff RECIPE -
+  llmforge migrate RECIPE --write
+"""
+
+
+@click.command(epilog=_MIGRATE)
+@click.argument("recipe", type=PATH)
+@click.option("--write", "in_place", is_flag=True, help="Replace RECIPE instead of printing.")
+def migrate(recipe: Path, in_place: bool) -> None:
+    """Rewrite a RECIPE of an earlier llmforge with the names of today.
+
+    Comments and layout stay.
+    """
+    from llmforge.base import located_yaml
+    from llmforge.cli import console
+    from llmforge.recipe import migration
+
+    source = located_yaml.read(recipe)
+    _ = source.mapping  # it is one
+    notes = migration.migrate(source)
+    text = recipe.read_text(encoding="utf-8")
+    rewritten = migration.rewrite(text)
+    if notes and rewritten == text:
+        raise UsageError(f"{recipe}: cannot be rewritten in this layout", hint=notes[0])
+    for note in notes:
+        console.say(f"note: {note}")
+    if not in_place:
+        output.write_script(rewritten)
+        return
+    if rewritten != text:
+        with output.writing(recipe):
+            recipe.write_text(rewritten, encoding="utf-8")
+    output.write_lines(str(recipe))
 
 
 _UP = """\b
@@ -138,7 +190,16 @@ Examples:
 @click.option("--host", metavar="ADDRESS", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), metavar="PORT", default=8000, help="Port; 0 picks a free one.")
 @click.pass_context
-def up(context: click.Context, checkpoint: Path, target: str, goal: Any, out: Path, host: str, port: int) -> None:
+def up(
+    context: click.Context,
+    checkpoint: Path,
+    target: str,
+    goal: Any,
+    revision: str | None,
+    out: Path,
+    host: str,
+    port: int,
+) -> None:
     """Write a recipe for CHECKPOINT, build it, and serve the artifact.
 
     `init`, `plan`, `build` and `serve` in one go. A recipe that `init` has written before is used as it stands. Does
@@ -153,9 +214,10 @@ def up(context: click.Context, checkpoint: Path, target: str, goal: Any, out: Pa
     if path.exists():
         console.say(f"using {path}, which is there")
     else:
-        path = write(checkpoint, target, goal, None, path, None, None, None)
+        path = write(checkpoint, target, goal, None, path, None, None, None, revision=revision)
         console.say(f"wrote {path}")
     planning.show(path)
+    go_on()
     _run(context, building.build, str(path), "--out", str(out))
     [newest, *_] = versions.listed(out, Recipe.load(path).name)  # which may have been changed
     _run(context, serving.serve, str(newest.path), "--host", host, "--port", str(port))
@@ -183,6 +245,7 @@ def write(
     calibration: Path | None,
     evaluation: Path | None,
     *,
+    revision: str | None = None,
     like: str | None = None,
     force: bool = False,
 ) -> Path:
@@ -210,11 +273,16 @@ def write(
         raise UsageError(f"{path} is there", hint="use --force to replace it, or -o for another name")
     if (calibration is None) != (evaluation is None):
         raise UsageError("--calibration and --evaluation require each other", hint="they must not overlap")
+    snapshot = on_hub(checkpoint, revision)
     texts = dict(zip(("calibration", "evaluation"), (calibration, evaluation), strict=True))
     if calibration is None:
         texts = {Path(file).stem: path.parent / "text" / file for file in _TEXTS}
+    written = _beside(checkpoint, path)
+    if snapshot is not None:
+        checkpoint = snapshot.folder
+        written = snapshot.repository if revision is None else f"{snapshot.repository}\nrevision: '{revision}'"
     given = {
-        "checkpoint": _beside(checkpoint, path),
+        "checkpoint": written,
         **{what: _beside(file, path) for what, file in texts.items() if file},
     }
     if target:

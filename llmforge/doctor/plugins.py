@@ -28,11 +28,11 @@ def checks() -> Iterator[Check]:
         whole = ", ".join(f"{KINDS[each.kind]} {each.name}" for each in mine if each not in broken)
         if whole:
             yield Check("plug-in", "yes", f"{package}: {whole}")
-        for problem in broken.values():
-            yield Check("plug-in", "no", problem.message, problem.hint)
-    for group, package in found.unknown:
+        for wrong in broken.values():
+            yield Check("plug-in", "no", wrong.message, wrong.hint)
+    for damage in found.problems:
         known = ", ".join(f"llmforge.v{plugins.INTERFACE}.{kind}" for kind in KINDS)
-        yield Check("plug-in", "no", f"{package}: nothing reads the entry-point group {group}", f"groups are {known}")
+        yield Check("plug-in", "no", damage, f"groups are {known}")
 
 
 def _problem(plugin: Plugin) -> PluginError | None:

@@ -44,6 +44,7 @@ from llmforge.runtime.backends.config import (
 from llmforge.runtime.backends.device import CudaDevice
 from llmforge.runtime.backends.interface import Backend
 from llmforge.runtime.backends.loading import module_of
+from llmforge.runtime.backends.prefill_shapes import SHAPES
 from llmforge.targets import Target
 
 VERSION = kernels.cuda().wheel.rpartition("=")[2]
@@ -51,9 +52,6 @@ VERSION = kernels.cuda().wheel.rpartition("=")[2]
 # Session entries of the fast product of 4-bit and 8-bit weights (cuda_operators), in the wheel by these names.
 FAST_ENTRY, FAST_ROWS_ENTRY = "ep.cuda.fpa_intb_gemm", "ep.cuda.fpa_intb_profile_m"
 FUSIONS_ENTRY = "optimization.disable_specified_optimizers"
-
-# Tokens of a prefill that it is tuned for at load, beside the rows of decode steps.
-PREFILL_ROWS = (16, 64, 256, 1024)
 
 # Tokens of the steps that prove an engine: kernels of products are chosen by the power of two at or above them.
 PROVED_TOKENS = tuple(sorted({*(1 << i for i in range(10)), *(3 << i for i in range(8))}))  # 1 … 512
@@ -275,9 +273,9 @@ def session_options(model: ir.Model, buckets: Sequence[int]) -> SessionOptions:
     - `session.disable_cpu_ep_fallback`: a node that the CUDA provider does not take fails the load, and is not moved to
       the CPU in silence. Not where the graph computes with shapes: ONNX Runtime does that on the host by choice.
     - `session.use_device_allocator_for_initializers`: weights lie outside of the arena, which never shrinks.
-    - `ep.cuda.fpa_intb_gemm`, with the rows that its kernels are chosen for before anything is captured: only where a
-      product is fit for it. There `MatMulNBitsFusion` stays off, by which ONNX Runtime would put a bias back into the
-      operator, and the product on the slow path: seen in the wheel.
+    - `ep.cuda.fpa_intb_gemm`, with the rows of decode steps and the tokens of prefills, for which its kernels are
+      chosen before anything is captured: only where a product is fit for it. There `MatMulNBitsFusion` stays off, by
+      which ONNX Runtime would put a bias back into the operator, and the product on the slow path: seen in the wheel.
     """
     on_host = any(map(Shape.matches, model.graph.all_nodes()))
     entries = {
@@ -287,7 +285,7 @@ def session_options(model: ir.Model, buckets: Sequence[int]) -> SessionOptions:
     if cuda_operators.any_fast(model):
         entries |= {
             FAST_ENTRY: "1",
-            FAST_ROWS_ENTRY: ",".join(map(str, sorted({*buckets, *PREFILL_ROWS}))),
+            FAST_ROWS_ENTRY: ",".join(map(str, sorted({*buckets, *SHAPES}))),
             FUSIONS_ENTRY: "MatMulNBitsFusion",
         }
     return SessionOptions(threads=1, optimize=True, entries=entries)

@@ -273,7 +273,7 @@ def _describe(writer: Any, gguf: ModuleType, exported: Exported, spec: EngineSpe
     """Write what llama.cpp reads of architecture, sizes and tokenizer."""
     checkpoint, settings = exported.checkpoint, exported.checkpoint.settings
     heads, dim, rope = int(settings["num_attention_heads"]), _head_dim(settings), _rope(settings)
-    writer.add_name(checkpoint.path.name)
+    writer.add_name(checkpoint.name)
     writer.add_block_count(int(settings["num_hidden_layers"]))
     writer.add_context_length(int(settings.get("max_position_embeddings") or spec.max_context))
     writer.add_embedding_length(int(settings["hidden_size"]))

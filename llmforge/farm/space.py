@@ -57,7 +57,8 @@ def metric_of(name: str) -> str:
     """
     known = catalog.limitable()
     for each in (name, *(f"{name}{end}" for end in _SHORT)):
-        if each in known or (catalog.find(each) is not None and each.startswith("task.")):
+        found = known.get(each) or catalog.find(each)  # of a task, or of a plug-in
+        if found is not None and found.better != "neither":
             return each
     raise UsageError(
         f"no metric is called {name!r}; known: {', '.join(known)}", hint=meant(name, list(known)) or "docs/quality.md"

@@ -7,6 +7,7 @@ operators as standard ONNX.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import numpy as np
@@ -136,7 +137,9 @@ def _check_interface(model: ir.Model) -> None:
             _require(name in INPUTS, where, f"is unknown; known are {listed(INPUTS)} and the caches")
             dtypes, rank = INPUTS[name]
             _check_value(value, where, dtypes, frozenset({rank}), typed=True)
-    for position, (layer, parts) in enumerate(sorted(caches(model).items())):
+    held, gone = caches(model), g.dropped_layers(model)
+    places = (layer for layer in itertools.count() if layer not in gone)
+    for position, (layer, parts) in zip(places, sorted(held.items()), strict=False):
         _require(layer == position, f"cache of layer {layer}", f"there is none of layer {position}")
         both = len({"key", "value"} & parts) != 1
         _require(both, f"cache of layer {layer}", f"has only its {listed(sorted(parts))}")

@@ -18,10 +18,23 @@ from llmforge.ir.derived import Derived
 SOURCES = "llmforge.sources"  # metadata_props key of an initializer: JSON list of parameter names (docs/dialect.md)
 
 SPARSITY = "llmforge.sparsity"  # metadata_props key of a model whose weights are pruned: "2:4"
-PRUNED = "llmforge.pruned"  # metadata_props key of a model that is pruned: JSON of KV heads by layer, and layers that are gone
+PRUNED = "llmforge.pruned"  # metadata_props key of a pruned model: JSON of KV heads left, by layer, and layers gone
 
 _Put = Callable[..., None]
 Attribute = int | float | str | Sequence[int] | Sequence[float]
+
+
+def dropped_layers(model: ir.Model) -> list[int]:
+    """Number the layers that a pruned model lacks."""
+    described = model.metadata_props.get(PRUNED)
+    return [] if described is None else list(json.loads(described)["dropped"])
+
+
+def kept_heads(model: ir.Model) -> dict[int, tuple[int, ...]]:
+    """Return the KV heads that are left of layers of a pruned model, by the layer, as they were numbered."""
+    described = model.metadata_props.get(PRUNED)
+    heads = {} if described is None else json.loads(described)["heads"]
+    return {int(layer): tuple(own) for layer, own in heads.items()}
 
 
 def nodes(model: ir.Model) -> int:

@@ -163,8 +163,8 @@ class Context:
         if (times := before / after) > 1 + WORTH:
             return
         raise UnsupportedError(
-            f"{step}: does not pay on target {self._target.name}: a decode step would read {after:,} parameters in place "
-            f"of {before:,}, {times:.2f} times fewer; {1 + WORTH:.2f} is the least that is worth a loss",
+            f"{step}: does not pay on target {self._target.name}: a decode step would read {after:,} parameters, not "
+            f"{before:,}, {times:.2f} times fewer; {1 + WORTH:.2f} is the least that is worth a loss",
             hint=f"ask for more, or leave {step} out: quantize-weights takes fewer bytes at less loss",
         )
 
@@ -204,6 +204,14 @@ class Pass(ABC):
 
     def uses(self) -> tuple[type[Method], ...]:
         """Name the methods that it computes by: their code is part of its keys in the cache."""
+        return ()
+
+    def brought(self) -> tuple[Plugin, ...]:
+        """List the plug-ins of those methods.
+
+        Raises:
+            PluginError: one clashes with another, or is written for another interface.
+        """
         return ()
 
     def demands(self) -> tuple[Demand, ...]:

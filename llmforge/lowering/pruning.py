@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface
 from llmforge.ir.derived import Derived
-from llmforge.ir.operators.canonical import Attention
+from llmforge.ir.operators.canonical import Attention, MoE
 from llmforge.ir.operators.standard import Add, Gather, MatMul, Reshape, RMSNormalization, RotaryEmbedding
 from llmforge.lowering import linear
 from llmforge.lowering.linear import Linear
@@ -32,7 +32,6 @@ _BY_CHANNEL = frozenset(
     {"Add", "Sub", "Mul", "Div", "Pow", "Sqrt", "Sigmoid", "Tanh", "Erf", "Relu", "Gelu", "Clip", "Max", "Min", "Neg"}
     | {"Softplus", "HardSigmoid", "LeakyRelu", "Elu", "Exp", "Abs", "Swish"}
 )
-SAMPLED = 64  # channels that a sample takes: as many as any block has, or more
 
 
 class _No(Exception):
@@ -197,7 +196,12 @@ def _mlp(model: ir.Model, prefix: str) -> _Mlp:
         except _No as reason:
             reasons.append(str(reason))
     if len(found) != 1:
-        experts = any(node.op_type == "MoE" and prefix in str(node.name) for node in model.graph)
+        experts = any(
+            str(value.name).startswith(prefix)
+            for layer in MoE.all(model)
+            for value in layer.node.inputs
+            if value is not None
+        )
         why = (
             "it has experts, which are not pruned" if experts else "; ".join(reasons) or f"{len(found)} MLPs are found"
         )
@@ -360,9 +364,9 @@ class Surgery:
                 attention.node.replace_input_with(list(attention.node.inputs).index(value), own)
         attention.node.attributes["num_heads"] = ir.AttrInt64("num_heads", many * shared)
         attention.node.attributes["kv_num_heads"] = ir.AttrInt64("kv_num_heads", many)
-        for cache in (attention.past_key, attention.past_value, *attention.node.outputs[1:]):
-            assert cache.shape is not None
-            cache.shape = ir.Shape([cache.shape[0], many, *cache.shape[2:]])
+        for held in (attention.past_key, attention.past_value, *attention.node.outputs[1:]):
+            assert held.shape is not None
+            held.shape = ir.Shape([held.shape[0], many, *held.shape[2:]])
         _narrow(attention.y, many * shared * value_dim)
         self._compensated(found.output)
         return str(attention.name), f"{many} of {kv_count} KV heads, {many * shared} of {count} query heads"
@@ -449,18 +453,13 @@ def _taken(which: tuple[int, ...], axis: int) -> Callable[[Sequence[NDArray[Any]
 
 def kept_heads(model: ir.Model) -> dict[str, tuple[int, ...]]:
     """Return the KV heads that caches of a pruned graph hold, by the name of the cache input."""
-    described = model.metadata_props.get(graph.PRUNED)
-    heads = {} if described is None else json.loads(described)["heads"]
-    return {
-        interface.past_part(int(layer), part): tuple(own) for layer, own in heads.items() for part in ("key", "value")
-    }
+    kept = graph.kept_heads(model)
+    return {interface.past_part(layer, part): own for layer, own in kept.items() for part in ("key", "value")}
 
 
 def dropped_caches(model: ir.Model) -> set[str]:
     """Name the cache inputs and outputs of the layers that a pruned graph lacks."""
-    described = model.metadata_props.get(graph.PRUNED)
-    layers = [] if described is None else json.loads(described)["dropped"]
-    pasts = {interface.past_part(layer, part) for layer in layers for part in ("key", "value")}
+    pasts = {interface.past_part(layer, part) for layer in graph.dropped_layers(model) for part in ("key", "value")}
     return pasts | {interface.present_of(past) for past in pasts}
 
 
@@ -471,21 +470,23 @@ def bound(demand: Demand, model: ir.Model) -> Demand:
     return replace(demand, structure=find(model), read=_read(model))
 
 
-def sample(model: ir.Model, units: Sequence[str]) -> tuple[Kept, dict[str, Float32]]:
-    """Make up a choice that takes one KV head and one block of channels of each layer, to see that the graph lets it."""
+def sample(model: ir.Model, demand: PruningDemand) -> tuple[Kept, dict[str, Float32]]:
+    """Make up a choice, to see that the graph lets it: a KV head and a block of channels of each layer, or a layer."""
+    structure, units = find(model), demand.units
     heads, channels, outputs = [], [], dict[str, Float32]()
     sizes = {name: graph.static(value) for value in _weights(model) for name in graph.sources(value)}
-    for block in find(model).blocks:
+    for block in structure.blocks:
         if block.heads is not None and "heads" in units:
             own = block.heads
             heads.append((block.index, tuple(range(own.kv_count - 1))))
             shape = sizes[own.output][1], (own.kv_count - 1) * own.shared * own.value_dim
             outputs[own.output] = np.broadcast_to(np.float32(0), shape)
-        if block.channels is not None and "channels" in units and block.channels.count > SAMPLED:
-            left = block.channels.count - SAMPLED
+        if block.channels is not None and "channels" in units and block.channels.count > demand.together:
+            left = block.channels.count - demand.together
             channels.append((block.index, tuple(range(left))))
             outputs[block.channels.output] = np.broadcast_to(np.float32(0), (sizes[block.channels.output][1], left))
-    return Kept((), tuple(heads), tuple(channels)), outputs
+    last = [block.index for block in structure.blocks[-1:]] if units == ("layers",) and not structure.fixed else []
+    return Kept(tuple(last), tuple(heads), tuple(channels)), outputs
 
 
 def _read(model: ir.Model) -> int:
@@ -493,7 +494,7 @@ def _read(model: ir.Model) -> int:
     total = 0
     for value in _weights(model):
         readers = [reader for reader, _ in value.uses()]
-        lookups = [Gather.matches(node) and node.inputs[1].name == interface.INPUT_IDS for node in readers]
+        lookups = [Gather.matches(node) and Gather(node).indices.name == interface.INPUT_IDS for node in readers]
         if graph.sources(value) and not all(lookups):
             total += int(np.prod(graph.static(value)))
     return total

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
-from llmforge.checkpoint import CONFIG, CONTEXTS, folder_of, load_config, read_settings
+from llmforge.checkpoint import CONFIG, CONTEXTS, folder_of, hub, load_config, read_settings
 from llmforge.planning import families
 from llmforge.planning.families import Unsaid
 from llmforge.planning.shape import Attention, LayerSizes, Shape, runs
@@ -32,9 +32,9 @@ def read(path: Path) -> Shape:
     folder = folder_of((path.parent if path.name == CONFIG else path).absolute())
     settings = read_settings(folder)
     try:
-        return families.shape(folder.name, settings)
+        return families.shape(hub.title(folder), settings)
     except Unsaid:
-        return of_model(folder.name, load_config(folder, settings), folder)
+        return of_model(hub.title(folder), load_config(folder, settings), folder)
 
 
 def of_model(name: str, config: PretrainedConfig, folder: Path) -> Shape:

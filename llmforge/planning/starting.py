@@ -30,6 +30,7 @@ _GOALS: Mapping[Goal, str] = {
     "size": "least memory",
     "quality": "hardly to be told from the checkpoint",
 }
+_ANSWER = 32  # tokens that latency is measured on
 _LINE = 110  # characters of a pass and its reason on one line
 _BATCH: Mapping[Goal, Mapping[str, int]] = {
     "latency": {"cpu": 4, "gpu": 4},
@@ -253,9 +254,10 @@ def _recipe(
         else:
             yield f"  - {line}  # {reason}" if reason else f"  - {line}"
     yield "validation:"
-    prompts = ", ".join(map(str, sorted({32, tokens})))
+    longest = min(tokens, context - _ANSWER)
+    prompts = ", ".join(map(str, sorted({min(32, longest), longest})))
     yield f"  quality: {{data: {given['evaluation']}, context: {tokens}, max_tokens: 30720}}  # null: all tokens"
-    yield f"  latency: {{prompt_tokens: [{prompts}], output_tokens: 32, repetitions: 6}}"
+    yield f"  latency: {{prompt_tokens: [{prompts}], output_tokens: {_ANSWER}, repetitions: 6}}"
     yield "# Limits to start with: tighten them once a report shows where this model stands."
     yield "gates:"
     yield f"  perplexity_ratio: {{max: {1 + max(kld, 0.01):g}}}"

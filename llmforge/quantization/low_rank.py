@@ -45,7 +45,7 @@ class LowRank:
     @property
     def rank(self) -> int:
         """Inner features of the product."""
-        return self.a.shape[1]
+        return int(self.a.shape[1])
 
     def product(self) -> Float32:
         """Return what is added to the weight, [N, K]."""
@@ -96,7 +96,7 @@ def correct(wanted: Float32, codes: Float32, hessian: Float32, rank: int, dtype:
     error, whole = wanted - codes, max(_cost(wanted, hessian), 1e-30)
     a, b = fit(error, hessian, rank, dtype)
     before = _cost(error, hessian) / whole
-    more = bits_of(rank, *wanted.shape[::-1], dtype)
+    more = bits_of(rank, wanted.shape[1], wanted.shape[0], dtype)
     left = _left_by_codes(wanted, hessian, grid, more)
     return LowRank(a, b, "", before, _cost(error - (a @ b).T, hessian) / whole, None if left is None else before * left)
 

@@ -1,8 +1,9 @@
 """Structured pruning: which heads and channels cost least, and how the others make up for them.
 
-A unit is a KV head with the query heads that read it, or a channel of an MLP: columns of the matrix that alone reads it,
-W [N, K], the output projection or the down projection. With H = Σ x xᵀ / tokens of what that matrix reads, and O the
-mean g gᵀ of the loss's gradient in its outputs, taking the columns S away, with the best update of the others, costs
+A unit is a KV head with the query heads that read it, or a channel of an MLP: columns of the matrix that alone reads
+it, W [N, K], the output projection or the down projection. With H = Σ x xᵀ / tokens of what that matrix reads, and O
+the mean g gᵀ of the loss's gradient in its outputs, taking the columns S away, with the best update of all others,
+costs
 
     ½ tr(O W_S ([H⁻¹]_SS)⁻¹ W_Sᵀ)  nats a token, and the others become  W - W_S ([H⁻¹]_SS)⁻¹ [H⁻¹]_S:
 
@@ -57,7 +58,7 @@ class Channels:
 
 @dataclass(frozen=True)
 class Block:
-    """A decoder layer, whose parameters begin with `prefix`, "model.layers.0."; what of it may go, or why it may not."""
+    """A decoder layer, whose parameters begin with `prefix`, "model.layers.0."; what of it may go, or why not."""
 
     index: int
     prefix: str
@@ -69,7 +70,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Structure:
-    """Decoder layers with attention, in their order; `fixed` says why layers cannot go as a whole, "" where they can."""
+    """Decoder layers with attention, in their order; `fixed` says why no layer can go as a whole, "" where one can."""
 
     blocks: tuple[Block, ...]
     fixed: str
@@ -124,7 +125,7 @@ def damped(moments: Float32 | Float64, damping: float) -> Float64:
     if not (np.isfinite(hessian).all() and mean > 0):
         raise ValueError(f"moments must be finite and positive; the mean of their diagonal is {mean:g}")
     for attempt in range(ATTEMPTS):
-        made = hessian + damping * 10**attempt * mean * np.eye(len(hessian))
+        made: Float64 = hessian + damping * 10**attempt * mean * np.eye(len(hessian))
         try:
             np.linalg.cholesky(made)
         except np.linalg.LinAlgError:
@@ -141,7 +142,8 @@ def eliminate(
     `hessian` [K, K] is damped, `outputs` [N, N]. Losses are as above.
     """
     left = weight.astype(np.float64)
-    weighed, inverse = outputs.astype(np.float64) @ left, np.linalg.inv(hessian)
+    weighed: Float64 = outputs.astype(np.float64) @ left
+    inverse: Float64 = np.linalg.inv(hessian).astype(np.float64)
     units = np.arange(weight.shape[1] // width)
     steps = []
     while len(units) - together >= max(least, 1):
@@ -162,7 +164,8 @@ def eliminate(
 def _costs(left: Float64, weighed: Float64, inverse: Float64, width: int) -> Float64:
     """Return what each unit costs alone."""
     if width == 1:
-        return np.einsum("nk,nk->k", left, weighed) / inverse.diagonal()
+        alone: Float64 = np.einsum("nk,nk->k", left, weighed) / inverse.diagonal()
+        return alone
     parts = (slice(first, first + width) for first in range(0, left.shape[1], width))
     return np.array([np.trace(np.linalg.solve(inverse[p, p], left[:, p].T @ weighed[:, p])) for p in parts])
 

@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -34,7 +35,7 @@ from llmforge.base.backends import BACKENDS, BackendName
 from llmforge.base.errors import InputError, RecipeError, UsageError
 from llmforge.base.located_yaml import Location, Source, dotted, read
 from llmforge.base.plugins import Plugin
-from llmforge.checkpoint import documents
+from llmforge.checkpoint import documents, hub
 from llmforge.checkpoint.adapters.source import AdapterSource
 from llmforge.lowering import options, pass_base
 from llmforge.lowering.pass_base import Numerics, Pass
@@ -45,7 +46,7 @@ from llmforge.metrics.latency import MOST_LENGTHS, MOST_OF_SURFACE, MOST_STARTS
 from llmforge.metrics.quality import ANSWER_TOKENS, PROMPT_TOKENS
 from llmforge.metrics.tasks import MOST_TASKS
 from llmforge.metrics.workload import MOST_RUNS
-from llmforge.quantization import methods
+from llmforge.recipe import migration
 from llmforge.recipe.errors import Problem, collect, describe, meant
 from llmforge.recipe.overrides import apply
 
@@ -563,7 +564,12 @@ class Recipe(_Section):
 
     schema_version: Literal[1] = Field(alias="schema", description="version of this format")
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$", description="name of the artifact and its folder")
-    checkpoint: RecipePath = Field(description="folder of a Hugging Face checkpoint; relative to the recipe")
+    checkpoint: RecipePath = Field(
+        description="folder of a Hugging Face checkpoint, relative to the recipe; or ORG/NAME on the Hub"
+    )
+    revision: str | None = Field(
+        default=None, description="branch, tag or commit of a checkpoint on the Hub; default: main"
+    )
     target: TargetName = Field(
         description="deployment device: a name of `llmforge targets`, `local`, or a file written by `llmforge doctor`"
     )
@@ -583,20 +589,25 @@ class Recipe(_Section):
     )
 
     _source: Source = PrivateAttr()
+    _migrated: tuple[str, ...] = PrivateAttr(default=())
+    _snapshot: hub.Snapshot | None = PrivateAttr(default=None)
 
     @model_serializer(mode="wrap")
     def _with_adapters(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out adapters where there are none: versions of older recipes stay."""
+        """Leave out adapters and revision where there are none: versions of older recipes stay."""
         fields: dict[str, Any] = write(self)
-        return {name: value for name, value in fields.items() if name != "adapters" or value}
+        return {name: value for name, value in fields.items() if name not in ("adapters", "revision") or value}
 
     @classmethod
     def load(cls, path: Path, overrides: Sequence[str] = ()) -> Recipe:
         """Read the recipe at `path`; `overrides` are `KEY.KEY=VALUE`, with values in YAML.
 
+        Of a checkpoint on the Hub all but the weights is downloaded.
+
         Raises:
             RecipeError: the file does not validate; the message names file, line, column and key of each problem.
             UsageError: an override names nothing that could be set.
+            CheckpointError, EnvironmentLacks: as `hub.snapshot`.
         """
         source = read(path)
         if not isinstance(source.data, dict):
@@ -604,21 +615,53 @@ class Recipe(_Section):
                 f"{source.where(())}: expected a mapping with `schema`, `name`, `checkpoint`, …",
                 hint="see recipes/quickstart.yaml for an example",
             )
+        migrated = migration.migrate(source)
         apply(overrides, source, cls.model_json_schema())
         written = {**source.data, "passes": _entries(source)} if "passes" in source.data else source.data
         try:
             recipe = cls.model_validate_json(json.dumps(written), context=path.resolve().parent)
         except ValidationError as error:
             raise collect(describe(error, source, cls.model_json_schema())) from None
-        recipe._source = source
+        recipe._source, recipe._migrated = source, tuple(migrated)
         if problems := list(recipe._inconsistencies()):
             raise collect(problems)
-        return recipe
+        return recipe._with_snapshot()
+
+    def _with_snapshot(self) -> Recipe:
+        """Put the cache's folder in the place of a name on the Hub; a folder that is called so wins."""
+        written = str(self._source.mapping["checkpoint"])
+        if self.checkpoint.exists() or not hub.is_name(written):
+            if self.revision is not None:
+                what = f"{written} is a folder; only checkpoints on the Hub, ORG/NAME, have revisions"
+                raise collect([self._problem(("revision",), what, "remove it")])
+            return self
+        found = hub.snapshot(written, self.revision)
+        here = self.model_copy(update={"checkpoint": found.folder})
+        here._snapshot = found
+        return here
+
+    @property
+    def snapshot(self) -> hub.Snapshot | None:
+        """The checkpoint on the Hub, and its commit; None: it is a folder."""
+        return self._snapshot
+
+    def fetched(self) -> Path:
+        """Return the folder of the checkpoint with its weights; those on the Hub are downloaded.
+
+        Raises:
+            CheckpointError, EnvironmentLacks: as `hub.Snapshot.fetch`.
+        """
+        return self.checkpoint if self._snapshot is None else self._snapshot.fetch()
 
     @property
     def path(self) -> Path:
         """The file that this recipe was read from."""
         return self._source.path
+
+    @property
+    def migrated(self) -> tuple[str, ...]:
+        """What the file calls by an earlier name, a sentence each."""
+        return self._migrated
 
     @property
     def written(self) -> dict[str, Any]:
@@ -659,12 +702,14 @@ class Recipe(_Section):
             problems += _misplaced(spec, cls, facts, registry)
             facts |= cls.provides
             cls = cls.taking(spec.options)
-            try:
-                made.append(options.make(cls, spec.options))
-            except ValidationError as error:
-                problems += describe(error, self._source, options.schema(cls), prefix=("passes", index, spec.name))
-            else:
-                problems += self._missing_text(spec, made[-1])
+            plugin = pass_base.of_plugin(cls)
+            with nullcontext() if plugin is None else plugins.blamed(plugin):
+                try:
+                    made.append(options.make(cls, spec.options))
+                except ValidationError as error:
+                    problems += describe(error, self._source, options.schema(cls), prefix=("passes", index, spec.name))
+                else:
+                    problems += self._missing_text(spec, made[-1])
         problems += self._apart_without_pass(known)
         found = (self.why_not_loaded(name, registry) for name in self.validation.runtimes)
         problems += [self._problem(("validation", "runtimes"), *why) for why in found if why is not None]
@@ -691,7 +736,7 @@ class Recipe(_Section):
             PluginError: one clashes with another, or is written for another interface.
         """
         found = [pass_base.of_plugin(step) for step in passes]
-        found += [methods.plugin_of(method.name) for step in passes for method in step.uses()]
+        found += [plugin for step in passes for plugin in step.brought()]
         if not targets.is_file(self.target):
             found.append(targets.plugin_of(targets.meant(self.target)))
         found.append(backends.plugin_of(self.engine.backend))
@@ -746,7 +791,9 @@ class Recipe(_Section):
             DataError: a data file cannot be read.
         """
         plain = self.model_dump(mode="json", by_alias=True)
-        plain["checkpoint"] = self.checkpoint.name
+        plain["checkpoint"] = hub.title(self.checkpoint)
+        if self._snapshot is not None:
+            plain["revision"] = self._snapshot.commit
         if not self.requantize:
             del plain["requantize"]  # versions of older recipes stay
         for number, adapter in enumerate(self.adapters):

@@ -148,7 +148,7 @@ def of_artifact(
         )
     return Model(
         name=name or manifest.name,
-        kind=targets.load(manifest.target).kind,
+        kind=PROVIDERS[runtime.provider].kind or targets.load(manifest.target).kind,
         serving=ServingSpec.published(manifest.recipe, str(artifact.path)).changed(overrides),
         runtime=runtime,
         made_of={"artifact": f"{manifest.name} {manifest.version}", "content": manifest.content_digest},

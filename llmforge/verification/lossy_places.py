@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from llmforge.ir import operators
 from llmforge.ir.subgraph import Index
+from llmforge.lowering import pruning
 from llmforge.verification import changed_subgraphs, promises, subgraph_proof
 from llmforge.verification.changed_subgraphs import ChangedSubgraph
 from llmforge.verification.promises import Place, Promises
@@ -49,7 +50,12 @@ def hold(before: ir.Model, after: ir.Model, promised: Promises, *, tolerance: fl
 
 
 def _is_plain(changed: ChangedSubgraph) -> bool:
-    """Say whether the graph after computes in fp32 here, reads no codes, and no weights that the graph before lacks."""
+    """Say whether the graph after computes in fp32 here, reads no codes, and no weights that the graph before lacks.
+
+    Where it lacks a layer, it is not plain.
+    """
+    if changed.reads & pruning.dropped_caches(changed.after.model):
+        return False
     if any(operators.view(node).rounds for node in changed.after_nodes):
         return False
     values = (value for node in changed.after_nodes for value in (*node.inputs, *node.outputs) if value is not None)

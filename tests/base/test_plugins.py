@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from llmforge.lowering import pass_base
 from llmforge.metrics import catalog
 from llmforge.metrics.tokens import TokenBlock
 from llmforge.quantization import methods
+from llmforge.quantization.grids import Grid, dequantize
 from llmforge.recipe import Recipe
 from llmforge.runtime.backends.config import RuntimeConfig
 
@@ -275,6 +278,47 @@ def test_a_method_cannot_take_an_option_of_the_pass(site: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    ("new", "said"),
+    [
+        ("return codes", r"of a weight \[2, 64\] in int4-block32-asymmetric it gave a ndarray, not a QuantizedMatrix"),
+        (
+            "return assemble(grid, codes.reshape(n, -1), scales, zeros)",
+            r"its codes are float32 \[2, 64\]; expected uint8",
+        ),
+        ("return assemble(grid, np.full((n, k), 16, np.uint8), scales, zeros)", "expected uint8 .*, at most 15"),
+        ("return assemble(grid, np.zeros((n, k), np.uint8), scales * np.inf, zeros)", "expected finite fp32"),
+        ("return codes['a']", r"it failed: IndexError: .* \(methods\.py:\d+\)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_what_a_method_gives_is_looked_at(new: str, said: str, site: Path) -> None:
+    file = plugin_packages.install_sample(site) / "methods.py"
+    old = "return assemble(grid, codes.reshape(n, -1)[:, :k].astype(np.uint8), scales, zeros)"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    method, weight = methods.named("narrow-rtn")(), np.random.default_rng(0).standard_normal((2, 64))
+    with pytest.raises(PluginError, match=said):
+        method.quantize(weight, Grid(4, 32, False))
+
+
+def test_a_method_narrows_ranges_where_that_pays(site: Path) -> None:
+    plugin_packages.install_sample(site)
+    weight = np.random.default_rng(0).standard_normal((8, 100)).astype(np.float32)
+    errors = []
+    for name in ("rtn", "narrow-rtn"):
+        matrix = methods.named(name)().quantize(weight, Grid(4, 32, True))
+        errors.append(np.square(dequantize(matrix) - weight).sum())
+    assert errors[1] < 0.98 * errors[0]
+
+
+def test_what_a_pass_says_of_itself_may_fail_too(site: Path, tmp_path: Path) -> None:
+    source = PASS.replace("    def run", "    def demands(self):\n        return 1 / 0\n\n    def run")
+    install(site, source, name="idle-by", value="bad:Idle")
+    with pytest.raises(PluginError, match=r"idle-by of bad 1\.0 .* failed: ZeroDivisionError"):
+        made(tmp_path, "idle-by")
+
+
+@pytest.mark.parametrize(
     ("old", "new", "said"),
     [
         ('TokenValue("rank_moved"', 'TokenValue("kld"', "its value 'kld' must be called 'rank_moved'"),
@@ -344,6 +388,34 @@ def test_the_doctor_lists_groups_that_nothing_reads(site: Path) -> None:
     said = [(check.state, check.found) for check in examined.checks()]
     assert [state for state, _ in said] == ["no", "no"]
     assert "nothing reads the entry-point group llmforge.v1.passess" in said[0][1] + said[1][1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[llmforge.v1.passes]\ngarbage\n",
+        b"\xff\xfe[llmforge.v1.passes]\nx=y:z\n",
+        b"[llmforge.v99999.passes]\nx=y:z\n",
+        b"[llmforge.v1.passes]\nthing = a b c\n",
+        b"[llmforge.v1.passes]\nthing = :::\n",
+        b"[llmforge.v1.passes]\nthing =\n",
+        b"[llmforge.v1.passes]\n\x1b[31m = y:z\n",
+    ],
+)
+@pytest.mark.parametrize("metadata", [b"Metadata-Version: 2.4\nName: bad\nVersion: 1\n", b"", b"Name: \xff\n", None])
+def test_damaged_metadata_harms_nobody_else(text: bytes, metadata: bytes | None, site: Path) -> None:
+    plugin_packages.install_sample(site)
+    folder = site / "bad-1.dist-info"
+    folder.mkdir()
+    (folder / "entry_points.txt").write_bytes(text)
+    if metadata is not None:
+        (folder / "METADATA").write_bytes(metadata)
+    assert SEAMS["passes"]("zero-small-weights") is not None
+    with contextlib.suppress(PluginError):
+        assert SEAMS["passes"]("thing") is None
+    said = [check for check in examined.checks() if check.state == "no"]
+    assert len(said) == 1
+    assert said[0].found.isprintable()
 
 
 def test_help_looks_for_no_plug_in(site: Path) -> None:
@@ -446,3 +518,15 @@ def test_an_unknown_backend_is_a_wrong_recipe(tmp_path: Path, site: Path) -> Non
         Recipe.load(write(tmp_path, engine={"backend": "onnx", "max_context": 64}))
     with pytest.raises(UsageError, match="no target is named 'sample-box'"):
         targets.load("sample-box")
+
+
+@pytest.mark.slow
+def test_pip_installs_the_sample(tmp_path: Path) -> None:
+    shutil.copytree(plugin_packages.SAMPLE, tmp_path / "source")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run([*pip, "--target", "site", "./source"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with plugin_packages.on_path(tmp_path / "site"):
+        assert [check.state for check in examined.checks()] == ["yes"]
+        assert targets.load("sample-box").engines == ("onnxruntime", "sample-plain")
+        assert plugins.tops() == {"llmforge_sample": Package("llmforge-sample", "0.1.0")}

@@ -90,3 +90,8 @@ def test_what_was_parsed_before_is_not_parsed_again(package: Path, monkeypatch: 
     assert changed.digest("llmforge.passes.quantize_weights") == Code(package).digest(
         "llmforge.passes.quantize_weights"
     )
+
+
+def test_proofs_do_not_depend_on_a_method(package: Path) -> None:
+    gptq = "quantization/methods/gptq.py"
+    assert not changed(package, gptq, "llmforge.verification.verifier", "llmforge.verification.trace_verifier")

@@ -138,7 +138,40 @@ def test_build_ends_with_the_path(fake: FakePipeline, tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert result.stdout.splitlines()[-1] == str(tmp_path / "docs-llama-fp32" / "0123456789ab")
     assert "kld_mean" in result.stdout
-    assert result.stderr.splitlines() == ["Load llmforge", "Trace the checkpoint", "Measure quality"]
+    artifact = tmp_path / "docs-llama-fp32" / "0123456789ab"
+    assert result.stderr.splitlines() == [
+        "Load llmforge",
+        "Trace the checkpoint",
+        "Measure quality",
+        f"its report is {artifact}/report/report.html",
+        f'next: llmforge run {artifact} "PROMPT"',
+        f"      llmforge gate {artifact}",
+        f"      llmforge triton {artifact} -o models",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("engine", "first"),
+    [
+        ({"pending": True}, "next, on the target: llmforge build --finish docs-llama-fp32/0123456789ab RECIPE"),
+        ({"backend": "gguf"}, "next: llama-server -m artifacts/docs-llama-fp32/0123456789ab/engine/model.gguf"),
+        ({}, 'next: llmforge run docs-llama-fp32/0123456789ab "PROMPT"'),
+    ],
+)
+def test_build_says_what_comes_next(
+    fake: FakePipeline,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: dict[str, Any],
+    first: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = make(verdict=Verdict.PASS)
+    made = made.model_copy(update={"engine": made.engine.model_copy(update=engine)})
+    path = tmp_path / "artifacts" / "docs-llama-fp32" / "0123456789ab"
+    monkeypatch.setattr(fake, "build", lambda *_, **__: BuildResult(path, made))
+    said = invoke("build", str(FP32)).stderr.splitlines()
+    assert [line for line in said if line.startswith("next")] == [first]
 
 
 def test_build_quietly_says_nothing_on_standard_error(fake: FakePipeline, tmp_path: Path) -> None:

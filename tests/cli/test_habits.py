@@ -10,10 +10,10 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from llmforge.cli import cli
+from llmforge.cli import cli, root
 
 ROOT = Path(__file__).parents[2]
-WITHOUT_JSON = {"serve", "up", "completion", "docs", "schema"}  # servers, text, and what is data already
+WITHOUT_JSON = {"serve", "up", "completion", "docs", "migrate", "schema"}  # servers, text, and what is data already
 
 
 def invoke(*args: str | Path) -> Result:
@@ -114,3 +114,13 @@ def test_the_documentation_is_at_hand() -> None:
 def test_tested_versions_are_printed() -> None:
     assert invoke("doctor", "--constraints").stdout == (ROOT / "constraints.txt").read_text(encoding="utf-8")
     assert invoke("doctor", "--constraints", "--measure").exit_code == 2
+
+
+def test_the_help_lists_every_command_once_and_whole() -> None:
+    listed = [name for names in root.SECTIONS.values() for name in names]
+    assert sorted(listed) == sorted(cli.commands)
+    text = " ".join(invoke("--help").stdout.split())
+    for command in cli.commands.values():
+        assert command.help is not None
+        assert " ".join(command.help.split("\n\n")[0].split()).rstrip(".") in text
+    assert "..." not in text.partition("[ARGS]...")[2]

@@ -141,7 +141,7 @@ def test_the_fast_product_gets_no_bias() -> None:
     assert not changes.skipped
     entries = cuda.session_options(lowered, (1, 2)).entries
     assert entries[cuda.FAST_ENTRY] == "1"
-    assert entries[cuda.FAST_ROWS_ENTRY] == "1,2,16,64,256,1024"
+    assert entries[cuda.FAST_ROWS_ENTRY] == "1,2,64,128,256,512"
     assert "MatMulNBitsFusion" in entries["optimization.disable_specified_optimizers"]  # it would put biases back
 
 

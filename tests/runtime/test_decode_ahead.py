@@ -37,10 +37,18 @@ SAMPLINGS = (
 
 
 class CountingDevice(HostDevice):
-    """Counts what is copied from the device, and how often the host waits for it."""
+    """Counts what is copied from the device, in bytes, and its other calls."""
 
     def __init__(self) -> None:
         self.copies: list[int] = []
+        self.calls: list[str] = []
+
+    def write(self, buffer: Buffer, offset: int, values: np.ndarray) -> None:
+        self.calls.append("write")
+        super().write(buffer, offset, values)
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
 
     def read(self, buffer: Buffer, offset: int, values: np.ndarray) -> None:
         self.copies.append(values.nbytes)
@@ -113,7 +121,9 @@ def test_a_step_copies_heads_and_what_rows_must_be_whole(ahead: DeviceSession, r
     scheduled.step()
     for _ in range(5):
         device.copies.clear()
+        device.calls.clear()
         scheduled.step()
+        assert device.calls == ["write", "synchronize"]  # all inputs at once
         assert device.copies == [4 * head, row]  # one copy of all heads; the row of `min_tokens`
     scheduled.cancel_all()
     scheduled.step()

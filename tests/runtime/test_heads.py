@@ -69,9 +69,9 @@ def sampled(samplings: list[Sampling], logits: np.ndarray, random: np.random.Gen
     temperature = np.array([s.temperature or 1 for s in starts[0]], np.float32)
     heads, whole = heads_of(logits, temperature, random), 0
     for _ in range(2):  # the second token tells that as many random numbers were taken
-        for row, one, other, got in zip(logits, *starts, sample_heads(starts[0], heads), strict=True):
+        for i, (one, other, got) in enumerate(zip(*starts, sample_heads(starts[0], heads), strict=True)):
             whole += got is None
-            assert (one.sample(row) if got is None else got) == other.sample(row)
+            assert (one.sample(logits[i], (heads, i)) if got is None else got) == other.sample(logits[i])
     return 2 * len(logits), whole
 
 

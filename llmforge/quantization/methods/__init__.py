@@ -12,14 +12,18 @@ from collections.abc import Callable
 from functools import cache
 from typing import Annotated, Any, TypeVar, cast
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic.dataclasses import dataclass
 from pydantic_core import CoreSchema, core_schema
 
 from llmforge.base import plugins
+from llmforge.base.errors import ForgeError
 from llmforge.base.plugins import Plugin, Seam
 from llmforge.quantization.formats import Format
-from llmforge.quantization.methods.base import InputStatistic, Method
+from llmforge.quantization.grids import Grid, QuantizedMatrix
+from llmforge.quantization.methods.base import NO_INPUTS, InputStatistic, LayerInputs, Method
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.methods.rtn import Rtn
 
@@ -83,7 +87,47 @@ def _check(plugin: Plugin, given: Any) -> type[Method]:
     for option in dataclasses.fields(given):  # type: ignore[arg-type]  # as above
         if option.default is dataclasses.MISSING:
             raise ValueError(f"its option {option.name} has no default")
-    return given
+    return _guarded(plugin, given)
+
+
+def _guarded(plugin: Plugin, given: type[Method]) -> type[Method]:
+    """Let what a method raises besides ValueError, or gives that is no matrix of codes, be an error of its plug-in."""
+
+    def quantize(self: Method, weight: NDArray[Any], grid: Grid, inputs: LayerInputs = NO_INPUTS) -> QuantizedMatrix:
+        try:
+            found = given.quantize(self, weight, grid, inputs)
+        except ValueError:  # what it may say of a weight, or of its inputs
+            raise
+        except ForgeError:
+            raise
+        except Exception as error:
+            raise plugins.failure(plugin, error) from error
+        if (wrong := _wrong(found, weight.shape, grid)) is not None:
+            raise plugins.refusal(plugin, f"of a weight {list(weight.shape)} in {grid.format.name} {wrong}")
+        return found
+
+    own = {"__module__": given.__module__, "__qualname__": given.__qualname__, "__doc__": given.__doc__}
+    made: type[Method] = type(given.__name__, (given,), {**own, "quantize": quantize})
+    return made
+
+
+def _wrong(found: Any, shape: tuple[int, ...], grid: Grid) -> str | None:
+    """Say why `found` holds no codes of `grid` for a weight [N, K]; None: it does."""
+    if not isinstance(found, QuantizedMatrix) or found.grid != grid:
+        return f"it gave a {type(found).__name__}, not a QuantizedMatrix on that grid"
+    n, k = shape
+    codes, scales, zeros = found.codes, found.scales, found.zero_points
+    if codes.shape != shape or codes.dtype != np.uint8 or codes.max(initial=0) > grid.top:
+        return f"its codes are {codes.dtype} {list(codes.shape)}; expected uint8 {list(shape)}, at most {grid.top}"
+    blocks = (n, grid.blocks(k))
+    shaped = scales.shape == blocks and scales.dtype == np.float32
+    if not shaped or not np.isfinite(scales).all() or not scales.all():
+        return (
+            f"its scales are {scales.dtype} {list(scales.shape)}; expected finite fp32 {list(blocks)}, none of them 0"
+        )
+    if (zeros is None) != grid.symmetric or (zeros is not None and (zeros.shape != blocks or zeros.dtype != np.uint8)):
+        return f"its zero points do not go with a grid that is {'' if grid.symmetric else 'not '}symmetric"
+    return None
 
 
 SEAM = Seam("methods", _check)

@@ -20,6 +20,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import logging
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,13 +46,18 @@ from llmforge.runtime.backends.device_cache import CacheMemory, DeviceCache
 from llmforge.runtime.backends.device_heads import HeadBuffers
 from llmforge.runtime.backends.device_inputs import BoundInput, InputBuffers
 from llmforge.runtime.backends.interface import Counts, DecodeRun, StepInputs
+from llmforge.runtime.backends.prefill_shapes import SHAPES, pieces
 from llmforge.runtime.backends.session import SessionConfig, open_graph, run_bound, session_options
 from llmforge.runtime.backends.signature import Signature
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
 FLOAT = 1  # TensorProto.DataType of logits
+# Provider option: which attention kernels may run, as a sum: 1 flash, 2 memory-efficient, 8 cuDNN, 16 unfused.
+_SDPA_KERNEL, _FLASH = "sdpa_kernel", "1"
+WARM_S = 30.0  # that prefills of all shapes may take at load, before a warning says that they took longer
 EAGER = -1  # the `gpu_graph_id` of steps that are no CUDA graph
 
 
@@ -64,6 +71,9 @@ class DeviceSession(DeviceBackend[DeviceCache]):
         provider_options: of ONNX Runtime's provider for that device.
         buckets: numbers of rows that decode steps are padded to, ascending.
         graphs: which decode steps are captured; None: none.
+        shapes: numbers of tokens that steps of several are padded to, ascending; none: they run as they are. All run
+            once when a cache is allocated; where one fails, the graph is opened again with flash attention alone
+            (`sdpa_kernel` 1), and `notes` say so.
 
     Raises:
         InputError: the model cannot be read, or is not a decoder graph.
@@ -80,17 +90,23 @@ class DeviceSession(DeviceBackend[DeviceCache]):
         provider_options: Mapping[str, str] | None = None,
         buckets: Sequence[int] = (),
         graphs: GraphPlan | None = None,
+        shapes: tuple[int, ...] = (),
     ) -> None:
         self.device = device
+        self._shapes = shapes
+        self.longest_step = max(shapes, default=None)
+        self._without_cudnn: str | None = None  # why
+        self._options = dict(provider_options or {})
         self.buckets = tuple(buckets)
         self._captures = () if graphs is None or graphs.mode == "off" else graphs.captures
         self._graphs_required = graphs is not None and graphs.mode == "require"
         where = str(model) if isinstance(model, Path) else "the model in memory"
+        self._opens: Callable[[], Any] = lambda: open_on(
+            device, model, config, self._options, where, graphs=bool(self._captures)
+        )
         # One thread makes all runs, for CUDA graphs belong to the thread that captured them.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"llmforge-{device.kind}")
-        self._session = self._on_thread(
-            lambda: open_on(device, model, config, provider_options or {}, where, graphs=bool(self._captures))
-        )
+        self._session = self._on_thread(self._opens)
         inputs = [*self._session.get_inputs(), *self._session.get_overridable_initializers()]
         self.signature = signature = Signature.of(inputs, self._session.get_outputs(), where)
         if signature.growing:
@@ -124,11 +140,49 @@ class DeviceSession(DeviceBackend[DeviceCache]):
         Raises:
             EnvironmentLacks: the device has no room for them.
             VerificationError: a step that must be captured is not.
+            RunFailed: a prefill of one of the shapes fails, with flash attention alone, too.
         """
         cache = device_cache.allocate(self.device, self.signature, batch, capacity)
+        if self._pads:
+            self._warm(cache)
         if self._captures and all(c.batch <= batch and c.length <= capacity for c in self._captures):
             self._on_thread(lambda: self._capture(cache))
         return cache
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Which steps are not captured though they were planned to be, and what attention goes without; and why."""
+        without = () if self._without_cudnn is None else (f"attention runs without cuDNN: {self._without_cudnn}",)
+        return (*super().notes, *without)
+
+    @property
+    def _pads(self) -> bool:
+        """Whether steps of several tokens are padded: where the graph can pick the row that is wanted."""
+        return bool(self._shapes) and not self.signature.gives_all_rows and self.signature.declared_rows is None
+
+    def _warm(self, cache: DeviceCache) -> None:
+        """Run a step of each shape, so that none waits for its kernels while somebody waits for it."""
+        start = time.perf_counter()
+        try:
+            self._run_shapes(cache)
+        except RunFailed as error:
+            if _SDPA_KERNEL in self._options or self.device.kind != "cuda":
+                raise
+            self._options[_SDPA_KERNEL] = _FLASH
+            self._without_cudnn = error.message
+            logger.warning("%s", self.notes[-1])
+            self._bindings.clear()
+            self._graphs.clear()
+            self._session = self._on_thread(self._opens)
+            self._run_shapes(cache)
+        seconds = time.perf_counter() - start
+        level = logging.WARNING if seconds > WARM_S else logging.INFO
+        logger.log(level, "prefills of %s tokens ran once in %.1f s", ", ".join(map(str, self._shapes)), seconds)
+
+    def _run_shapes(self, cache: DeviceCache) -> None:
+        row = cache.rows(0, 1)
+        for shape in (shape for shape in reversed(self._shapes) if shape <= cache.capacity):
+            self.step(np.zeros((1, shape), np.int64), np.zeros(1, np.int32), row)
 
     def _on_thread(self, work: Callable[[], T]) -> T:
         return self._thread.submit(work).result()
@@ -138,8 +192,11 @@ class DeviceSession(DeviceBackend[DeviceCache]):
         self._on_thread(lambda: run(inputs, cache, out))
 
     def _run(self, inputs: StepInputs, cache: DeviceCache, out: NDArray[np.float32]) -> None:
-        feeds = inputs.feeds(self.signature)
         batch, tokens = inputs.ids.shape
+        if self._pads and tokens > 1:
+            self._run_pieces(inputs, cache, out)
+            return
+        feeds = inputs.feeds(self.signature)
         if tokens == 1 and out.shape[1] == 1 and batch <= self._most_rows:
             length, graph_id = self._find_graph(cache, int(inputs.past_lengths.max()) + 1)
             self._decode(feeds, cache, out, length, graph_id)
@@ -199,6 +256,26 @@ class DeviceSession(DeviceBackend[DeviceCache]):
         if length is not None and interface.TOTAL_SEQUENCE_LENGTH in feeds:
             feeds = {**feeds, interface.TOTAL_SEQUENCE_LENGTH: np.array(length, np.int32)}
         return self._decode_inputs.upload(feeds)
+
+    def _run_pieces(self, inputs: StepInputs, cache: DeviceCache, out: NDArray[np.float32]) -> None:
+        """Run several tokens of every row in pieces of the few shapes."""
+        ids, (batch, tokens) = inputs.ids, inputs.ids.shape
+        wanted = np.arange(tokens)[[-1] if inputs.rows is None else inputs.rows]
+        own = np.full(batch, tokens) if inputs.lengths is None else inputs.lengths
+        whole = inputs.past_lengths + own if inputs.text_lengths is None else inputs.text_lengths
+        room = cache.capacity - int(inputs.past_lengths.max())
+        for piece in pieces(tokens, room, self._shapes):
+            padded = np.zeros((batch, piece.padded), np.int64)
+            padded[:, : piece.tokens] = ids[:, piece.start : piece.start + piece.tokens]
+            places = np.flatnonzero((wanted >= piece.start) & (wanted < piece.start + piece.tokens))
+            rows = wanted[places] - piece.start if len(places) else np.array([piece.tokens - 1])
+            lengths = np.clip(own - piece.start, 0, piece.tokens)
+            past = (inputs.past_lengths + piece.start).astype(np.int32)
+            made = out if len(places) == out.shape[1] else np.empty((batch, len(rows), self.vocabulary), np.float32)
+            one = StepInputs(padded, past, rows, lengths, whole, inputs.adapters)
+            self._run_long(one.feeds(self.signature), cache, made)
+            if made is not out and len(places):
+                out[:, places] = made
 
     def _run_long(self, feeds: Mapping[str, NDArray[Any]], cache: DeviceCache, out: NDArray[np.float32]) -> None:
         """Run any other step: several tokens, or several rows of logits; never a CUDA graph."""
@@ -402,4 +479,5 @@ def open_engine(file: Path, config: RuntimeConfig, threads: int | None, gpu: Dev
         provider_options=config.provider_options,
         buckets=config.buckets,
         graphs=config.graphs,
+        shapes=SHAPES,
     )

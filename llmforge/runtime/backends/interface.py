@@ -7,7 +7,7 @@ provider, `runtime.backends.tensorrt` the one for plans.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -146,6 +146,16 @@ class Backend(ABC, Generic[C]):
     def processes(self) -> tuple[int, ...]:
         """The ids of processes that it has besides this one, whose memory counts."""
         return ()
+
+    def when_ended(self, tell: Callable[[], None]) -> None:
+        """Have `tell`, a method, called by another thread when processes of the decoder end and it can run no more."""
+
+    def check_alive(self) -> None:
+        """Return if steps can be run.
+
+        Raises:
+            ForgeError: why they cannot, any more.
+        """
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ partition as many numbers and 4 ms to sort them, but 0.01 ms to compare or to ta
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,10 +28,11 @@ from llmforge.runtime.sampling.options import Sampling
 Floats = NDArray[np.float32]
 Indices = NDArray[np.int64]
 
-# How far a device's sum of a row may be from the host's, of itself. Each has an error of 1e-5 at most: float32 sums in
-# blocks, exponents of up to some 20, and a device's own exp, which is wrong in the last two bits.
-MARGIN = 1e-4
+# How far a device's sum of a row may be from the host's, of itself. Each is off by some 1e-6: fp32 sums in blocks,
+# exponents of up to some 20, whose last bit is 2e-6, and exp itself, which is wrong in its last two bits.
+MARGIN = 1e-5
 _LIMITS = np.finfo(np.float32)
+_own = threading.local()  # of each thread that samples: `_scratch`
 _BLOCK = 128  # numbers that are summed as one; then the 1,187 sums of a vocabulary of 151,936 are cheap to walk
 
 
@@ -90,18 +92,20 @@ def draw_of_heads(heads: Heads, how: Truncations, uniforms: NDArray[np.float64])
         low, high = (how.top_p * (whole * (1 + sign * margin)) for sign in (-1, 1))
         within = complete | (cut & (most >= high))
         sane &= within | ~cut | (most < low)
-        end = np.full(count, width - 1)
+        # What a random number is a part of: the sum up to the cut, which the margin may leave open; all that is left of
+        # a row that ends within its head; or the sum of the row.
+        rows = np.arange(count)
+        first, last = whole * (1 - margin), whole * (1 + margin)
+        end = np.count_nonzero(weights, axis=1) - 1
         if cut.any():
-            end = np.where(cut & within, _below(sums, low), end)
-            sane &= ~cut | ~within | (_below(sums, high) == end) | complete
-        drawn = sums[np.arange(count), np.minimum(end, width - 1)]
-        end = np.where(cut, end, np.count_nonzero(weights, axis=1) - 1)
-        # Behind the head everything counts, so that the sum itself decides; within it, what is known to the last bit.
-        first = uniforms * np.where(within, drawn, whole * (1 - margin))
-        last = uniforms * np.where(within, drawn, whole * (1 + margin))
-        rank = _reached(sums, first)
-        sane &= within | ((last < most) & (_reached(sums, last) == rank))
-        rank = np.where(within, np.minimum(rank, end), rank)
+            cuts = [np.minimum(_below(sums, edge), width - 1) for edge in (low, high)]
+            end = np.where(cut & within, cuts[1], end)
+            first, last = (
+                np.where(cut & within, sums[rows, at], edge) for at, edge in zip(cuts, (first, last), strict=True)
+            )
+        rank = np.minimum(_reached(sums, uniforms * first), end)
+        same = complete | (np.minimum(_reached(sums, uniforms * last), end) == rank)
+        sane &= same & (within | (uniforms * last < most))
     return _tokens(heads, np.where(greedy, 0, rank), sane | (greedy & np.isfinite(mass) & np.isfinite(logits[:, 0])))
 
 
@@ -137,21 +141,40 @@ def _tokens(heads: Heads, ranks: Indices, sane: NDArray[np.bool_]) -> Indices:
     return tokens
 
 
-def draw(logits: Floats, sampling: Sampling, uniform: float, more: Callable[[], float]) -> int:
+def draw(
+    logits: Floats, sampling: Sampling, uniform: float, more: Callable[[], float], head: Indices | None = None
+) -> int:
     """Draw a token from `logits` [V], which are finite or -inf, not all of them -inf.
 
     `uniform` in [0, 1) decides, and then what `more` gives, where top-p forbids what it points at. Where equal logits
-    stand at the threshold of top-k or top-p, the lower token ids are taken.
+    stand at the threshold of top-k or top-p, the lower token ids are taken. `head`: the `HEAD` most probable tokens by
+    their ranks, where they are known.
     """
     if HEAD < sampling.top_k < len(logits):
         tokens = np.sort(largest(logits, sampling.top_k))
-        return int(tokens[_draw(logits[tokens], sampling, 0, uniform, more)])
-    return _draw(logits, sampling, sampling.top_k if sampling.top_k <= HEAD else 0, uniform, more)
+        kept = logits[tokens]
+        return int(tokens[_draw(kept, sampling, 0, uniform, more, largest(kept, HEAD))])
+    top_k = sampling.top_k if sampling.top_k <= HEAD else 0
+    if head is None or top_k:
+        head = largest(logits, top_k or HEAD)
+    return _draw(logits, sampling, top_k, uniform, more, head)
 
 
-def _draw(logits: Floats, sampling: Sampling, top_k: int, uniform: float, more: Callable[[], float]) -> int:
-    """Draw from `logits` [V] the index of one; `top_k` is at most `HEAD`."""
-    head = largest(logits, top_k or HEAD)
+def known_head(heads: Heads, row: int, logits: Floats) -> Indices | None:
+    """Give the tokens of a head by their ranks, if `logits` [V], the whole row, have no other of the least of them."""
+    values = heads.logits[row]
+    if heads.whole or values[-1] == values[-2] or np.count_nonzero(logits >= values[-1]) != len(values):
+        return None
+    ids: Indices = heads.ids[row].astype(np.int64)
+    if (values[1:] == values[:-1]).any():
+        ids = ids[np.lexsort((ids, -values))]
+    return ids
+
+
+def _draw(
+    logits: Floats, sampling: Sampling, top_k: int, uniform: float, more: Callable[[], float], head: Indices
+) -> int:
+    """Draw from `logits` [V], of which `head` are the most probable, the index of one; `top_k` is at most `HEAD`."""
     best, temperature = logits[head[0]], np.float32(held(sampling.temperature))
     weights = _weights(logits[head], best, temperature, sampling.min_p)
     sums = weights.cumsum(dtype=np.float64)
@@ -159,7 +182,7 @@ def _draw(logits: Floats, sampling: Sampling, top_k: int, uniform: float, more: 
     if complete:
         whole = float(sums[-1])
     else:
-        every = _weights(logits, best, temperature, sampling.min_p)
+        every = _weights(logits, best, temperature, sampling.min_p, _scratch(len(logits)))
         whole = _sum(every)
     wanted, most = sampling.top_p * whole, float(sums[-1])
     if complete or (sampling.top_p < 1 and most >= wanted):
@@ -185,9 +208,9 @@ def _draw_behind(
     """
     uniform, whole, wanted = drawn
     most = float(sums[-1])
-    if not others.any():
-        return int(head[-1])
     blocks = _block_sums(others)
+    if not blocks.any():
+        return int(head[-1])
     running = blocks.cumsum(dtype=np.float64)
     allowed, forbidden = (math.inf, -1), (-math.inf, len(logits))  # as (logit, -id): the last, the first that is known
     while True:
@@ -220,9 +243,19 @@ def _inverse(weights: Floats, blocks: Floats, running: NDArray[np.float64], targ
     return block * _BLOCK + min(int(index), int(np.flatnonzero(inside)[-1]))
 
 
-def _weights(logits: Floats, best: np.float32, temperature: np.float32, min_p: float) -> Floats:
-    """Give probabilities but for a common factor: the most probable token weighs 1, what min-p drops 0."""
-    weights = logits - best
+def _scratch(size: int) -> Floats:
+    """Give an array of this thread's own: where a server's heap gives memory back, a new one costs its pages anew."""
+    held: Floats | None = getattr(_own, "scratch", None)
+    if held is None or len(held) < size:
+        held = _own.scratch = np.empty(size, np.float32)
+    return held[:size]
+
+
+def _weights(
+    logits: Floats, best: np.float32, temperature: np.float32, min_p: float, out: Floats | None = None
+) -> Floats:
+    """Give probabilities but for a common factor, in `out`: the most probable token weighs 1, what min-p drops 0."""
+    weights: Floats = np.subtract(logits, best, out=out)
     with np.errstate(over="ignore", under="ignore"):
         if temperature != 1:
             weights /= temperature

@@ -19,6 +19,7 @@ from llmforge.runtime.sampling.distribution import (
     draw,
     draw_of_heads,
     held,
+    known_head,
     largest,
     log_probabilities,
 )
@@ -78,8 +79,10 @@ class TokenSampler:
         """Say whether the sequence ends with `token`."""
         return token in self._stop_tokens
 
-    def sample(self, logits: NDArray[np.float32]) -> SampledToken:
+    def sample(self, logits: NDArray[np.float32], head: tuple[Heads, int] | None = None) -> SampledToken:
         """Sample the next token of the sequence from `logits` [V], which stay as they are.
+
+        `head`: the row of heads that is theirs, if there is one; then less is computed anew.
 
         Unless it is greedy, this takes a random number of the sequence's own, seldom more.
 
@@ -101,7 +104,8 @@ class TokenSampler:
         if sampling.temperature > 0:
             uniform = self.next_uniform()
             self._uniform = None
-            token = draw(processed, sampling, uniform, self._rng.random)
+            known = known_head(*head, logits) if head is not None and self._raw_logits else None
+            token = draw(processed, sampling, uniform, self._rng.random, known)
         self._advance(token)
         return SampledToken(token, None if sampling.logprobs is None else _logprob(logits, token, sampling.logprobs))
 

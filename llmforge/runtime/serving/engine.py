@@ -60,10 +60,12 @@ class Engine:
         self._arrivals: list[Sequence] = []
         self._closing = False
         self._abandoned = False
+        self._lost = False
         self._failure: Unavailable | None = None
         self._stats = self._scheduler.stats()
         self._thread = threading.Thread(target=self._loop, name="llmforge-engine", daemon=True)
         self._thread.start()
+        runner.session.when_ended(self._lose)
 
     @classmethod
     def load(
@@ -167,14 +169,22 @@ class Engine:
     def _take(self) -> bool:
         """Wait for work and hand arrivals to the scheduler; return False when nothing is left to do."""
         with self._wake:
-            while not (self._arrivals or self._scheduler.busy or self._closing):
+            while not (self._arrivals or self._scheduler.busy or self._closing or self._lost):
                 self._wake.wait()
+            if self._lost:
+                self.runner.session.check_alive()
             for sequence in self._arrivals:
                 self._scheduler.enqueue(sequence)
             self._arrivals.clear()
             if self._abandoned:
                 self._scheduler.cancel_all()
             return self._scheduler.busy or not self._closing
+
+    def _lose(self) -> None:
+        """Have the thread look at the session, of which a part has ended."""
+        with self._wake:
+            self._lost = True
+            self._wake.notify()
 
     def _fail(self, cause: Exception) -> None:
         failure = Unavailable(f"the engine failed: {cause}", hint="restart it; see its log for details")

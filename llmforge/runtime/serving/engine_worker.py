@@ -15,6 +15,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from llmforge.runtime.serving.wire import (
     Taken,
 )
 
+MANY, GATHER_S = 8, 5e-4  # answers at once, from which on the tokens of a step leave together, and what that takes
 POLL_S = 0.05  # between two looks at the figures, while the engine is busy and says nothing
 SWITCH_S = 1e-3  # after which the engine's thread lets another one run, where a step is all Python
 END_S = 5.0  # for the end of a process whose connection has ended
@@ -143,6 +145,9 @@ class _Worker:
             items: list[tuple[int, Item]] = []
             with contextlib.suppress(queue.Empty):
                 given = self._given.get(timeout=None if settled else POLL_S)
+                if sent.running > MANY:
+                    # Each message takes the interpreter away from the engine's thread, which is in the midst of a step.
+                    time.sleep(GATHER_S)
                 while given is not None:
                     items.append(given)
                     given = self._given.get_nowait()

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
+from llmforge.ir.interface import Heads
 from llmforge.runtime.backends.interface import Backend, C
 from llmforge.runtime.sampling.sampler import SampledToken, Samplers, sample_heads
 from llmforge.runtime.serving.options import EngineOptions
@@ -281,15 +282,16 @@ class Scheduler(Generic[C]):
         start = self._clock()
         rows = 1 + batch[-1][0]
         n = min((size for size in self._backend.buckets if rows <= size <= self._cache.batch), default=rows)
-        for row, taken in enumerate(self._slots[:n]):
-            # A row that does not decode runs, too, and its logits are not read. What it writes lands behind the tokens
-            # that it holds, where its next token will overwrite it.
-            self._past_lengths[row] = 0 if taken is None else taken.computed_tokens
-            self._adapter_ids[row] = 0 if taken is None else taken.adapter
-            self._idle_rows += taken is None
+        # A row that does not decode runs, too, and its logits are not read. What it writes lands behind the tokens that
+        # it holds, where its next token will overwrite it.
+        slots = self._slots[:n]
+        self._past_lengths[:n] = [0 if taken is None else taken.computed_tokens for taken in slots]
+        self._adapter_ids[:n] = [0 if taken is None else taken.adapter for taken in slots]
+        self._idle_rows += slots.count(None)
         self._lengths[:n] = self._input_ids[:n] = 0
-        for slot, sequence in batch:
-            self._lengths[slot], self._input_ids[slot] = 1, sequence.tokens[-1]
+        decoding = [slot for slot, _ in batch]
+        self._lengths[decoding] = 1
+        self._input_ids[decoding, 0] = [sequence.tokens[-1] for _, sequence in batch]
         if self._backend.decodes_ahead:
             self._decode_ahead(batch, n)
         else:
@@ -319,8 +321,7 @@ class Scheduler(Generic[C]):
         A sequence that those end has run for nothing: its token is dropped.
         """
         self._temperatures[:n] = 1
-        for slot, sequence in batch:
-            self._temperatures[slot] = sequence.sampler.temperature or 1
+        self._temperatures[[slot for slot, _ in batch]] = [each.sampler.temperature or 1 for _, each in batch]
         run = self._backend.begin_decode(
             self._input_ids[:n],
             self._past_lengths[:n],
@@ -332,13 +333,14 @@ class Scheduler(Generic[C]):
         self._deliver_tokens()
         heads = run.heads()
         live = [(slot, sequence) for slot, sequence in batch if sequence in self._sequences]
-        found = sample_heads([sequence.sampler for _, sequence in live], heads.of([slot for slot, _ in live]))
+        heads = heads.of([slot for slot, _ in live])
+        found = sample_heads([sequence.sampler for _, sequence in live], heads)
         now = self._clock()
-        for (slot, sequence), sampled in zip(live, found, strict=True):
+        for row, ((slot, sequence), sampled) in enumerate(zip(live, found, strict=True)):
             sequence.computed_tokens += 1
             self._store_blocks(sequence, slot)
             if sampled is None:
-                sampled = self._choose(sequence, run.logits(slot))
+                sampled = self._choose(sequence, run.logits(slot), (heads, row))
             if sampled is not None:
                 self._take(sequence, sampled, now)
                 if sequence.remaining_tokens == 0 or sequence.sampler.is_stop(sampled.token):
@@ -464,10 +466,12 @@ class Scheduler(Generic[C]):
             self._totals["accepted_tokens"] += 1
         return self._hand_over(sequence, sampled) and sampled.token == drafted
 
-    def _choose(self, sequence: Sequence, logits: NDArray[np.float32]) -> SampledToken | None:
-        """Sample a token from a whole row; None: it cannot be, and the sequence has ended."""
+    def _choose(
+        self, sequence: Sequence, logits: NDArray[np.float32], head: tuple[Heads, int] | None = None
+    ) -> SampledToken | None:
+        """Sample a token from a whole row, whose head may be known; None: it cannot be, and the sequence has ended."""
         try:
-            return sequence.sampler.sample(logits)
+            return sequence.sampler.sample(logits, head)
         except ForgeError as error:
             sequence.failed = True
             self._forget(sequence)  # whatever was wrong with this text, it must not spread to others

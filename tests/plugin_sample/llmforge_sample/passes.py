@@ -21,6 +21,8 @@ from llmforge.ir import graph
 from llmforge.ir.operators.standard import MatMul
 from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
+_THINNED = ".thinned"  # ends the name of a weight that was done
+
 
 @dataclass(frozen=True)
 class ZeroSmallWeights(Pass):
@@ -42,7 +44,10 @@ class ZeroSmallWeights(Pass):
             if len(weight.uses()) > 1:
                 changes.skipped.append(Skipped(product.name, f"{weight.name} has other readers"))
                 continue
-            name, tensor = f"{weight.name}.thinned", graph.tensor(weight)
+            if str(weight.name).endswith(_THINNED):
+                changes.skipped.append(Skipped(product.name, "it is done already"))
+                continue
+            name, tensor = f"{weight.name}{_THINNED}", graph.tensor(weight)
             read = partial(_thinned, tensor, self.share, name)
             lazy = ir.LazyTensor(read, tensor.dtype, tensor.shape, name=name)
             product.w = graph.initializer(model, name, lazy, graph.sources(weight))

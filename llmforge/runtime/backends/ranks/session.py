@@ -20,7 +20,7 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing import connection as connections
 from multiprocessing.connection import Connection
@@ -161,7 +161,8 @@ class RankSession(Backend[RankCache]):
         if any(each != self.signature for each in signatures):
             self._end()
             raise InputError(f"{files[0].parent}: the graphs of the ranks do not belong together")
-        watch = threading.Thread(target=_watch, args=[list(self._processes), self._group], daemon=True)
+        self._told: list[weakref.WeakMethod[Callable[[], None]]] = []
+        watch = threading.Thread(target=_watch, args=[list(self._processes), self._group, self._told], daemon=True)
         watch.name = "llmforge-ranks"
         watch.start()
 
@@ -180,6 +181,19 @@ class RankSession(Backend[RankCache]):
             self._call(Allocate(held.number, batch, capacity))
         weakref.finalize(held, _drop, weakref.ref(self), held.number)
         return RankCache(batch, capacity, self, held)
+
+    def when_ended(self, tell: Callable[[], None]) -> None:
+        """Have `tell` called when a rank ends, though nothing waits for it."""
+        self._told.append(weakref.WeakMethod(tell))
+
+    def check_alive(self) -> None:
+        """Raise what a step would raise, if a rank has ended."""
+        with self._lock:
+            self._check_alive()
+            if self._group.broken_by is not None:
+                self._failure = self._why_broken()
+                self._end()
+                raise self._failure
 
     def later(self, call: Call) -> None:
         """Have the ranks do something before the next step."""
@@ -343,8 +357,10 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], group: Group, logits: Log
         os.close(descriptor)
 
 
-def _watch(processes: Sequence[subprocess.Popen[bytes]], group: Group) -> None:
-    """Wait for the end of any rank, and let nobody wait for it."""
+def _watch(
+    processes: Sequence[subprocess.Popen[bytes]], group: Group, told: Sequence[weakref.WeakMethod[Callable[[], None]]]
+) -> None:
+    """Wait for the end of any rank, let nobody wait for it, and tell those who want to know."""
     watched, handles = select.poll(), []
     for process in processes:
         try:
@@ -358,6 +374,9 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], group: Group) -> None:
         group.break_up()
     for handle in handles:
         os.close(handle)
+    for each in told:
+        if (tell := each()) is not None:
+            tell()
 
 
 def limit_s() -> float:

@@ -1,0 +1,290 @@
+"""Time the host's part of a decode step over a device that costs nothing.
+
+    python benchmarks/host_step.py [--rows 64 256] [--steps 200] [--run-ms 0]
+
+The engine's process, its scheduler and the session for GPUs are the real ones; a stand-in takes the place of ONNX
+Runtime's session, and of the copies from a device. A run of it returns at once; its logits are text-like: Zipf's law
+over a vocabulary of 128,256, with 0.5 to 6 nats a row. As many clients as rows stream from another process.
+
+Of each way to sample, medians over steps, in ms: `waits`, from the question for a run's heads to the beginning of the
+next run, in which a device has nothing to do; `period`, from step to step, with what a device's run would hide
+(detokenizing, delivering); and, a step: rows that were fetched whole, bytes copied from the device, and copies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+HERE = Path(__file__).resolve()
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(HERE.parent)]
+
+from llmforge.ir import interface  # noqa: E402
+from llmforge.ir.interface import HEAD  # noqa: E402
+from llmforge.runtime import EngineOptions, Request, Sampling  # noqa: E402
+from llmforge.runtime.backends.cuda import DeviceSession  # noqa: E402
+from llmforge.runtime.backends.device import Buffer, HostDevice  # noqa: E402
+from llmforge.runtime.backends.session import SessionConfig  # noqa: E402
+from llmforge.runtime.backends.signature import Argument  # noqa: E402
+
+VOCABULARY, CONTEXT, PROMPT = 128_256, 2048, 16
+NATS = (0.5, 6.0)
+POOL = 199  # rows of logits that steps go through: a prime, so that rows and steps meet anew
+WARM = 20  # steps that do not count
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "temperature 1": Sampling(temperature=1.0),
+    "top_p 0.95": Sampling(temperature=1.0, top_p=0.95),
+}
+_WORK = "LLMFORGE_HOST_STEP"  # what the engine's process is told: JSON
+
+
+def text_like(rows: int, vocabulary: int, seed: int = 0) -> NDArray[np.float32]:
+    """Make logits [rows, V] of Zipf's law, whose exponents give 0.5 to 6 nats, evenly spread."""
+    random, ranks = np.random.default_rng(seed), np.log(np.arange(1, vocabulary + 1))
+    exponents = np.linspace(1.0, 5.0, 200)
+    entropies = [_entropy(-exponent * ranks) for exponent in exponents]  # descending
+    wanted = np.linspace(*NATS, rows)
+    found = np.interp(wanted, entropies[::-1], exponents[::-1])
+    return np.stack([random.permutation(-exponent * ranks) for exponent in random.permutation(found)]).astype(
+        np.float32
+    )
+
+
+def _entropy(logits: NDArray[np.float64]) -> float:
+    shares = np.exp(logits - logits.max())
+    shares /= shares.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+class StandIn(HostDevice):
+    """A device whose steps cost nothing: what a copy reads was made before.
+
+    `copies` are the bytes of each copy from it; `runs` says when each run began, `asked` when its heads were asked for.
+    """
+
+    def __init__(self, logits: NDArray[np.float32], run_s: float = 0.0) -> None:
+        self.logits, self.run_s = logits, run_s
+        order = np.argsort(-logits, axis=1, kind="stable")[:, :HEAD]
+        best = logits.max(axis=1, keepdims=True)
+        self._top = np.take_along_axis(logits, order, 1)
+        self._ids = order.astype(np.int32)
+        self._mass = np.exp(logits - best).sum(axis=1)
+        self.copies: list[int] = []
+        self.runs: list[float] = []
+        self.asked: list[float] = []
+
+    def host(self, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+        """Make an array whose pages are there, as page-locked ones are."""
+        return np.zeros(shape, dtype) + np.zeros(1, dtype)
+
+    def read(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
+        """Give the heads, or one row of logits, of the last run."""
+        self.copies.append(values.nbytes)
+        first = len(self.runs)
+        if values.dtype == np.float32:
+            values.reshape(-1)[:] = self.logits[(first + offset // values.nbytes) % len(self.logits)]
+            return
+        self.asked.append(time.perf_counter())
+        rows = values.nbytes // (4 * (2 * HEAD + 1))
+        at = np.arange(first, first + rows) % len(self.logits)
+        parts = np.split(values, [4 * rows * HEAD, 8 * rows * HEAD])
+        for part, made in zip(parts, (self._top, self._ids, self._mass), strict=True):
+            part.view(made.dtype).reshape(rows, *made.shape[1:])[:] = made[at]
+
+
+class Graph:
+    """Stands for ONNX Runtime's session of a decoder with one small cache, whose runs return at once."""
+
+    def __init__(self, device: StandIn) -> None:
+        self._device = device
+
+    def get_inputs(self) -> list[Argument]:
+        """Tell the inputs of a graph for GPUs."""
+        whole, batch = ["batch", "sequence"], ["batch"]
+        return [
+            Argument(interface.INPUT_IDS, "tensor(int64)", whole),
+            Argument(interface.SEQLENS_K, "tensor(int32)", batch),
+            Argument(interface.TOTAL_SEQUENCE_LENGTH, "tensor(int32)", []),
+            Argument(interface.TEMPERATURES, "tensor(float)", batch),
+            Argument("past_key_values.0.key", "tensor(float16)", ["batch", 1, "capacity", 8]),
+        ]
+
+    def get_overridable_initializers(self) -> list[Argument]:
+        """Tell the inputs with defaults."""
+        return [Argument(interface.LOGITS_ROWS, "tensor(int64)", ["rows"])]
+
+    def get_outputs(self) -> list[Argument]:
+        """Tell the outputs."""
+        return [
+            Argument(interface.LOGITS, "tensor(float)", ["batch", "rows", self._device.logits.shape[1]]),
+            Argument("present.0.key", "tensor(float16)", ["batch", 1, "capacity", 8]),
+            Argument(interface.TOP_LOGITS, "tensor(float)", ["batch", HEAD]),
+            Argument(interface.TOP_IDS, "tensor(int32)", ["batch", HEAD]),
+            Argument(interface.MASS, "tensor(float)", ["batch"]),
+        ]
+
+    def io_binding(self) -> Any:
+        """Make what takes addresses, and leaves them."""
+        return Binding()
+
+    def run_with_iobinding(self, binding: Any, options: Any) -> None:
+        """Note when it was called."""
+        self._device.runs.append(time.perf_counter())
+        if self._device.run_s:
+            time.sleep(self._device.run_s)
+
+
+class Binding:
+    """Takes addresses, and leaves them."""
+
+    def bind_input(self, *where: object) -> None:
+        """Ignore an input."""
+
+    def bind_output(self, *where: object) -> None:
+        """Ignore an output."""
+
+
+class StandInSession(DeviceSession):
+    """The session for GPUs over a stand-in for ONNX Runtime's."""
+
+    device: StandIn
+
+    def __init__(self, rows: int, vocabulary: int = VOCABULARY, run_s: float = 0.0) -> None:
+        device = StandIn(text_like(POOL, vocabulary), run_s)
+        buckets = sorted({*(1 << i for i in range(rows.bit_length()) if 1 << i <= rows), rows})
+        super().__init__(b"", SessionConfig(threads=1), device, buckets=buckets)
+
+    def _open(self, *_: object) -> Any:
+        return Graph(self.device)
+
+
+def tokenizer(sample: Path) -> Any:
+    """Make the tokenizer of `sample` one of `VOCABULARY` tokens: words of several bytes."""
+    from tokenizers import Tokenizer
+
+    content = json.loads(sample.read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    taken = set(vocabulary.values()) | {each["id"] for each in content["added_tokens"]}
+    missing = (token for token in range(VOCABULARY) if token not in taken)
+    vocabulary |= {f"Ġword{token}": token for token in missing}
+    return Tokenizer.from_str(json.dumps(content))
+
+
+# The engine's process
+
+
+def serve() -> None:
+    """Be the engine's process, with a stand-in in the place of its artifact."""
+    from llmforge.runtime.backends.config import RuntimeConfig, SessionOptions
+    from llmforge.runtime.serving import engine_worker
+    from llmforge.runtime.serving.engine import Engine
+    from llmforge.runtime.serving.runner import Runner
+    from llmforge.runtime.serving.scheduler import Scheduler
+
+    told = json.loads(os.environ[_WORK])
+    rows = told["rows"]
+    session = StandInSession(rows, run_s=told["run_s"])
+    config = RuntimeConfig(
+        3, None, None, CONTEXT, rows, VOCABULARY, (), None, session.signature.caches, SessionOptions(1, True, {})
+    )  # fmt: skip
+    runner = Runner(session, config, tokenizer(Path(told["tokenizer"])), None)
+    begun: list[tuple[float, float, float, int, int]] = []  # of each step: begin, run, heads, copies, bytes
+    step = Scheduler.step
+
+    def timed(scheduler: Scheduler[Any]) -> bool:
+        device = session.device
+        before = len(device.copies), len(device.runs)
+        start = time.perf_counter()
+        went_on = step(scheduler)
+        copies, runs = device.copies[before[0] :], device.runs[before[1] :]
+        if len(runs) == 1 and len(copies) and copies[0] == rows * 4 * (2 * HEAD + 1):  # a decode step of all rows
+            begun.append((start, runs[0], device.asked[-1], len(copies), sum(copies)))
+        if not scheduler.busy and begun:
+            Path(told["out"]).write_text(json.dumps(begun), encoding="utf-8")
+            begun.clear()
+        return went_on
+
+    Scheduler.step = timed  # type: ignore[method-assign]
+    Engine.load = classmethod(lambda cls, artifact, options, *_: cls(runner, options))  # type: ignore[assignment]
+    engine_worker.main()
+
+
+# The clients' process
+
+
+def measure(rows: int, sampling: Sampling, steps: int, sample: Path, folder: Path, run_s: float) -> dict[str, float]:
+    """Serve `rows` clients for `steps` steps, and sum up what the engine's process noted."""
+    import dataclasses
+
+    from llmforge.runtime import EngineProcess
+    from llmforge.runtime.serving import engine_process
+    from llmforge.runtime.serving.prompts import PromptEncoder
+
+    out = folder / "steps.json"
+    out.unlink(missing_ok=True)
+    os.environ[_WORK] = json.dumps({"rows": rows, "tokenizer": str(sample), "out": str(out), "run_s": run_s})
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE.parent)])
+    engine_process._WORKER = HERE.stem
+    PromptEncoder.read = classmethod(lambda cls, artifact: None)  # type: ignore[assignment, method-assign]
+    left, done = rows, threading.Event()
+
+    def receive(item: Any) -> None:
+        nonlocal left
+        if isinstance(item, Exception):
+            raise item
+        left -= item.finish_reason is not None
+        if not left:
+            done.set()
+
+    with EngineProcess(folder, EngineOptions(max_queue=rows, prefix_cache_bytes=0)) as engine:
+        for i in range(rows):
+            own = dataclasses.replace(sampling, seed=i, max_tokens=steps + 2 * rows, ignore_eos=True)
+            engine.submit(Request(tuple(range(50, 50 + PROMPT)), own), receive)
+        done.wait()
+    noted = json.loads(out.read_text(encoding="utf-8"))[WARM : WARM + steps]
+    pairs = list(itertools.pairwise(noted))
+    return {
+        "waits": statistics.median(after[1] - before[2] for before, after in pairs) * 1e3,
+        "period": statistics.median(after[0] - before[0] for before, after in pairs) * 1e3,
+        "whole rows": statistics.mean(each[3] - 1 for each in noted),
+        "copies": statistics.mean(each[3] for each in noted),
+        "bytes": statistics.mean(each[4] for each in noted),
+        "steps": len(noted),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--run-ms", type=float, default=0.0, help="what a run takes, of no processor; default: nothing")
+    parser.add_argument("--tokenizer", type=Path, default=ROOT / "tests" / "data" / "docs-llama-7m" / "tokenizer.json")
+    chosen = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        for rows in chosen.rows:
+            for name, sampling in SAMPLINGS.items():
+                found = measure(rows, sampling, chosen.steps, chosen.tokenizer, Path(folder), chosen.run_ms / 1e3)
+                figures = "".join(f"  {key} {value:.2f}" for key, value in found.items())
+                print(f"{rows:4} rows, {name:14}{figures}", flush=True)
+
+
+if __name__ == "__main__":
+    if _WORK in os.environ:
+        serve()
+    else:
+        main()

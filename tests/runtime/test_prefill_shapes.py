@@ -1,0 +1,160 @@
+"""Prompts of every length reach a device in a few shapes, and get what they get unpadded."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from llmforge.base.errors import RunFailed
+from llmforge.runtime import EngineOptions, Request, Sampling
+from llmforge.runtime.backends.cuda import DeviceSession
+from llmforge.runtime.backends.device import HostDevice
+from llmforge.runtime.backends.prefill_shapes import SHAPES, pieces
+from llmforge.runtime.backends.session import Session, SessionConfig
+from llmforge.runtime.backends.signature import Argument
+from llmforge.runtime.sampling.sampler import TokenSampler
+from llmforge.runtime.serving.scheduler import Scheduler
+
+from ..decoder_graph import decoder
+
+ONE_THREAD = SessionConfig(threads=1)
+VOCABULARY = 97
+
+
+class Graph:
+    """Stands for ONNX Runtime's session: notes the shape of each run's tokens, and computes nothing."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def get_inputs(self) -> list[Argument]:
+        return [
+            Argument("input_ids", "tensor(int64)", ["batch", "sequence"]),
+            Argument("seqlens_k", "tensor(int32)", ["batch"]),
+            Argument("total_sequence_length", "tensor(int32)", []),
+            Argument("past_key_values.0.key", "tensor(float16)", ["batch", 1, "capacity", 2]),
+        ]
+
+    def get_overridable_initializers(self) -> list[Argument]:
+        return [Argument("logits_rows", "tensor(int64)", ["rows"])]
+
+    def get_outputs(self) -> list[Argument]:
+        logits = Argument("logits", "tensor(float)", ["batch", "rows", VOCABULARY])
+        return [logits, Argument("present.0.key", "tensor(float16)", ["batch", 1, "capacity", 2])]
+
+    def io_binding(self) -> Any:
+        bound: dict[str, Any] = {}
+        binding = types.SimpleNamespace(bound=bound, bind_output=lambda *_: None)
+        binding.bind_input = lambda name, kind, index, onnx, shape, address: bound.__setitem__(name, shape)
+        return binding
+
+    def run_with_iobinding(self, binding: Any, options: Any) -> None:
+        self.shapes.append(tuple(binding.bound["input_ids"]))
+
+
+class Recorded(DeviceSession):
+    """The session for GPUs over such a graph."""
+
+    graph: Graph
+
+    def _open(self, *_: object) -> Any:
+        self.graph = Graph()
+        return self.graph
+
+
+@pytest.mark.parametrize("prompts", [400, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_prompts_of_random_lengths_reach_the_session_in_the_stated_shapes(prompts: int) -> None:
+    session, capacity = Recorded(b"", ONE_THREAD, HostDevice(), shapes=SHAPES), 1100
+    samplers = types.SimpleNamespace(start=lambda sampling, prompt: _sampler(), tokenizer=None)
+    options = EngineOptions(max_queue=0, prefix_cache_bytes=0, step_tokens=4096)
+    scheduler: Scheduler[Any] = Scheduler(session, session.allocate(8, capacity), samplers, options)  # type: ignore[arg-type]
+    random = np.random.default_rng(0)
+    asked = 0
+    for length in random.integers(1, capacity, prompts).tolist():
+        scheduler.add(Request((1,) * length, Sampling(max_tokens=1), detokenize=False), lambda item: None)
+        asked += length
+        scheduler.step()
+    assert not scheduler.busy
+    assert set(session.graph.shapes) == {(1, 1), *((1, shape) for shape in SHAPES)}
+    assert sum(shape[1] for shape in session.graph.shapes) < 1.35 * asked
+
+
+def _sampler() -> TokenSampler:
+    return TokenSampler(Sampling(max_tokens=1), (), ())
+
+
+@pytest.mark.parametrize("room", [1, 40, 63, 64, 65, 300, 511, 512, 1100])
+def test_pieces_cover_every_token_once_and_stay_within_the_room(room: int) -> None:
+    for tokens in range(1, room + 1):
+        found = pieces(tokens, room)
+        assert [piece.start for piece in found] == np.cumsum([0, *(piece.tokens for piece in found[:-1])]).tolist()
+        assert sum(piece.tokens for piece in found) == tokens
+        assert all(piece.padded in (1, *SHAPES) and piece.tokens <= piece.padded for piece in found)
+        assert max(piece.start + piece.padded for piece in found) <= room
+        if tokens <= SHAPES[-1] and 2 * max(64, tokens) <= room:
+            assert len(found) == 1
+
+
+def test_tokens_without_room_are_refused() -> None:
+    with pytest.raises(ValueError, match="5 tokens, and room for 4"):
+        pieces(5, 4)
+
+
+@pytest.mark.parametrize("int8_cache", [False, True])
+def test_a_padded_step_computes_what_the_step_alone_does(*, int8_cache: bool) -> None:
+    model = ir.to_proto(decoder(int8_cache=int8_cache)).SerializeToString()
+    plain = Session(model, ONE_THREAD)
+    padded = DeviceSession(model, ONE_THREAD, HostDevice(), shapes=(8, 16, 32))
+    caches = [each.allocate(2, 50) for each in (plain, padded)]
+    random, past = np.random.default_rng(1), np.zeros(1, np.int32)
+    for count, rows in (
+        (5, None),
+        (1, None),
+        (17, np.arange(17)),
+        (3, np.array([0, -1])),
+        (1, None),
+        (20, None),
+        (3, None),
+    ):
+        ids = random.integers(0, VOCABULARY, (1, count))
+        wanted, got = (
+            each.step(ids, past, cache.rows(1, 2), rows) for each, cache in zip((plain, padded), caches, strict=True)
+        )
+        np.testing.assert_allclose(got, wanted, atol=2e-5)
+        past = past + np.int32(count)
+    assert past[0] == 50  # to the last place of the cache
+
+
+def test_a_shape_that_fails_opens_the_graph_again_without_cudnn(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(Recorded):
+        """Attention of 128 tokens fails, unless only flash attention may run."""
+
+        def _open(self, model: Any, config: Any, options: Any, where: str) -> Any:
+            graph = super()._open()
+            run = graph.run_with_iobinding
+
+            def fails(binding: Any, given: Any) -> None:
+                if tuple(binding.bound["input_ids"])[1] == 128 and options.get("sdpa_kernel") != "1":
+                    raise RuntimeError("cuDNN: no plan")
+                run(binding, given)
+
+            graph.run_with_iobinding = fails
+            return graph
+
+    device = HostDevice()
+    session = Failing(b"", ONE_THREAD, device, shapes=SHAPES)
+    with pytest.raises(RunFailed, match="no plan"):  # a CPU has no other kernels
+        session.allocate(2, 600)
+    device.kind = "cuda"
+    monkeypatch.setattr(Failing, "_read_on_host", lambda self: set())
+    session = Failing(b"", ONE_THREAD, device, shapes=SHAPES)
+    session.allocate(2, 600)
+    assert [note for note in session.notes if "without cuDNN" in note and "no plan" in note]
+    assert {shape[1] for shape in session.graph.shapes} == set(SHAPES)
+    assert "without cuDNN" in caplog.text
