@@ -1,13 +1,16 @@
 """Drive the runtime's session for GPUs over the onnxruntime-gpu wheel's own host code, on a machine without a GPU.
 
-    python benchmarks/cuda_session.py [--wheel DIR] [--sm 90]      JSON: what became of each planned CUDA graph
+    python benchmarks/cuda_session.py [--wheel DIR] [--sm 90] [--kv-cache paged]
+                                                                   JSON: what became of each planned CUDA graph
 
 The sample checkpoint is lowered to fp16 for the CUDA provider, and `DeviceSession` loads it into the real provider over
 the stand-ins of `cuda_wheel.py`: a device whose memory is the host's, and that computes nothing. So ONNX Runtime itself
 accepts or refuses what is bound by address, captures and replays. For each planned capture: captures and replays
 after an eager step, the first captured one, one with its inputs bound elsewhere, and one more; then the replays of
 decode steps by their number of rows, as the scheduler begins them. Prefills are padded to their few shapes, all of
-which run as the cache is allocated. Logits are zeros.
+which run as the cache is allocated. Logits are zeros. With
+`--kv-cache paged` the same over blocks of a pool, and `PagedSession`; its prefill is a step in which two prompts are
+read while two texts decode.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ ROOT = HERE.parents[1]
 TARGET, MAX_BATCH, MAX_CONTEXT = "h100-sxm", 8, 1024
 
 
-def write_engine(folder: Path) -> None:
+def write_engine(folder: Path, kv_cache: str) -> None:
     """Lower the sample checkpoint and write its engine, without loading it."""
     from llmforge import targets
     from llmforge.checkpoint import Checkpoint
@@ -48,7 +51,7 @@ def write_engine(folder: Path) -> None:
     model, any_cost = trace(checkpoint), Budget(kld_mean=1e9)
     for step in (FuseNorms(), PackQkv(), PackGateUp(), FlashAttention(), LowerPrecision(any_cost, "fp16")):
         step.run(model, Context(target))
-    spec = EngineSpec(max_context=MAX_CONTEXT, max_batch=MAX_BATCH)
+    spec = EngineSpec(max_context=MAX_CONTEXT, max_batch=MAX_BATCH, kv_cache=kv_cache)
     lowered, _ = cuda.lower(model, target, spec)
     ends = checkpoint.eos_token_ids, checkpoint.bos_token_id
     cuda.write(BuildRequest(lowered, folder, spec, target, *ends))
@@ -58,11 +61,12 @@ def rehearse(folder: Path) -> dict[str, Any]:
     """Inside the wheel: load the engine, allocate its cache, which captures, and take steps of every kind."""
     import onnxruntime as ort
 
-    from llmforge.runtime.backends import cuda, device_backend
+    from llmforge.runtime.backends import device_backend
     from llmforge.runtime.backends.config import FILE, MODEL_FILE, RuntimeConfig
     from llmforge.runtime.backends.cuda_graph_capture import ONE, OTHER, CaptureResult
     from llmforge.runtime.backends.device import HostDevice
-    from llmforge.runtime.backends.prefill_shapes import SHAPES
+    from llmforge.runtime.backends.loading import module_of
+    from llmforge.runtime.backends.paged import PagedSession, Piece
 
     ort.preload_dlls = lambda *_, **__: None  # the stand-ins are loaded already
     stand_in = ctypes.CDLL("libcudart.so.13")
@@ -90,29 +94,34 @@ def rehearse(folder: Path) -> dict[str, Any]:
         return CaptureResult(capture, None, 0.0, 0.0, 0)
 
     device_backend.verify_capture = watch
-    session = cuda.DeviceSession(
-        folder / MODEL_FILE,
-        config.session.resolve(),
-        StandIn(),
-        provider_options=config.provider_options,
-        buckets=config.buckets,
-        graphs=config.graphs,
-        shapes=SHAPES,
-    )
+    session = module_of(config).open_engine(folder / MODEL_FILE, config, None, StandIn())
     infos = zip(session._session.get_inputs(), session._session.get_input_memory_infos(), strict=True)
     found["read_on_host"] = [f"{value.name}: {info.name}" for value, info in infos if info.name != "Cuda"]
     found["providers"] = session._session.get_providers()
     found["caches_as_configured"] = session.signature.caches == config.caches
     cache = session.allocate(config.max_batch, config.max_context)
     before = counted((0, 0))
-    session.step(np.zeros((1, 40), np.int64), np.array([0], np.int32), cache.rows(2, 3))
-    session.step(np.zeros((1, 4), np.int64), np.array([40], np.int32), cache.rows(2, 3), np.arange(4))
+    if isinstance(session, PagedSession):
+        found["blocks"] = [cache.pool.blocks, cache.pool.block_size]
+        tables = [cache.pool.open(()) for _ in range(config.max_batch)]
+        for table in tables:
+            cache.pool.grow(table, 0, 45)
+        mixed = [Piece([0], 40, tables[0], True), Piece([0], 7, tables[1], True)]
+        mixed += [Piece([0] * 40, 0, tables[2], True), Piece([0] * 13, 0, tables[3], False)]
+        session.run(mixed, cache, np.empty((3, config.vocabulary), np.float32))
+    else:
+        session.step(np.zeros((1, 40), np.int64), np.array([0], np.int32), cache.rows(2, 3))
+        session.step(np.zeros((1, 4), np.int64), np.array([40], np.int32), cache.rows(2, 3), np.arange(4))
     found["prefill"] = counted(before)
     for rows in (1, 2, 3, 4, 8):
         before = counted((0, 0))
-        inputs = np.zeros((rows, 1), np.int64), np.full(rows, 40, np.int32), cache.rows(0, rows)
-        run = session.begin_decode(*inputs, np.ones(rows, np.float32))
-        found["heads"][rows] = [run.heads().mass.shape, run.logits(rows - 1).shape]
+        if isinstance(session, PagedSession):
+            pieces = [Piece([0], 40, table, True) for table in tables[:rows]]
+            session.run(pieces, cache, np.empty((rows, config.vocabulary), np.float32))
+        else:
+            inputs = np.zeros((rows, 1), np.int64), np.full(rows, 40, np.int32), cache.rows(0, rows)
+            run = session.begin_decode(*inputs, np.ones(rows, np.float32))
+            found["heads"][rows] = [run.heads().mass.shape, run.logits(rows - 1).shape]
         found["decode"][rows] = counted(before)
     return {**found, "forbidden": stand_in.stand_in_forbidden()}
 
@@ -122,6 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path, help="folder that pip installs the wheel into; default: the user's cache")
     parser.add_argument("--sm", type=int, default=90, help="compute capability that the device claims")
+    parser.add_argument("--kv-cache", choices=["slots", "paged"], default="slots", help="engine.kv_cache of the engine")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside is not None:
@@ -133,7 +143,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         libraries, engine = Path(folder, "libraries"), Path(folder, "engine")
         libraries.mkdir()
-        write_engine(engine)
+        write_engine(engine, arguments.kv_cache)
         cuda_wheel.stand_ins(wheel, libraries)
         own = {"PYTHONPATH": str(wheel), "LD_LIBRARY_PATH": str(libraries), "STAND_IN_SM": str(arguments.sm)}
         variables = {**os.environ, **own, "ORT_ENABLE_CUDNN_FLASH_ATTENTION": "0"}

@@ -262,12 +262,16 @@ class Steps:
     def run(self, batch: int, tokens: int, length: int, graph: int) -> None:
         """Run `batch` rows of `tokens` each, after which the longest row holds `length`."""
         sizes = {"batch": batch, "sequence": tokens, "rows": 1}
+        if blocks := self.config.get("kv_blocks"):  # llmforge.lowering.paged_attention names these dimensions
+            sizes |= {"tokens": batch * tokens, "batch_plus_1": batch + 1, "blocks": blocks + 1}
+            sizes |= {"blocks_of_a_row": -(-blocks // self.config["max_batch"])}
+        host = {"total_sequence_length": length, "attention_metadata": [tokens, length]}
         binding = self.session.io_binding()
         for value in self.session.get_inputs():
-            if value.name == "total_sequence_length":
+            if value.name in host:
                 import numpy as np
 
-                binding.bind_cpu_input(value.name, np.array(length, np.int32))
+                binding.bind_cpu_input(value.name, np.array(host[value.name], np.int32))
             else:
                 binding.bind_ortvalue_input(value.name, self._value(value, sizes))
         presents = {value.name: value for value in self.session.get_outputs()}

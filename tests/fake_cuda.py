@@ -31,6 +31,7 @@ class FakeCuda:
         self.recording: list[Callable[[], None]] | None = None
         self.launches = 0
         self.copies = 0
+        self.batches = 0  # of copies within the device
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(self.real, name)
@@ -111,14 +112,25 @@ class FakeCuda:
         self.copies += 1
         self.send(lambda: ctypes.memmove(target, source, size) and None)
 
-    def _cudaMemcpy2DAsync(
-        self, target: int, into: int, source: int, out: int, width: int, height: int, kind: Any, stream: int
+    def _cudaMemcpyBatchAsync(
+        self,
+        targets: list[int],
+        sources: list[int],
+        sizes: list[int],
+        count: int,
+        attributes: list[Any],
+        firsts: list[int],
+        kinds: int,
+        stream: int,
     ) -> None:
-        assert min(into, out) >= width
+        assert len(targets) == len(sources) == len(sizes) == count > 0
+        assert (len(attributes), firsts, kinds) == (1, [0], 1)
+        assert attributes[0].srcAccessOrder == self.real.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+        self.batches += 1
 
         def copy() -> None:
-            for i in range(height):
-                ctypes.memmove(target + i * into, source + i * out, width)
+            for target, source, size in reversed(list(zip(targets, sources, sizes, strict=True))):  # in any order
+                ctypes.memmove(target, source, size)
 
         self.send(copy)
 

@@ -24,7 +24,7 @@ from benchmarks.verify_gpu import place, speed
 from benchmarks.verify_gpu.scale import EVERY, Scale
 from llmforge.base.errors import EnvironmentLacks, VerificationError
 from llmforge.runtime.backends.config import FILE, RuntimeConfig
-from llmforge.runtime.backends.device import Block
+from llmforge.runtime.backends.device import Block, BlockCopy
 
 PACKAGES = (
     "llmforge", "onnxruntime-gpu", "onnxruntime", "cuda-bindings", "tensorrt", "tensorrt-rtx", "torch", "transformers",
@@ -133,7 +133,7 @@ def _copy_bandwidth(device: Any, size: int) -> float:
     for _ in range(11):
         device.synchronize()
         start = time.perf_counter()
-        device.copy(Block(target, 0, size), Block(source, 0, size), size, 1)
+        device.copy([BlockCopy(Block(target, 0, size), Block(source, 0, size), size, 1)])
         device.synchronize()
         times.append(time.perf_counter() - start)
     return 2 * size / statistics.median(times[1:]) / 1e9

@@ -32,6 +32,12 @@ PENDING_FILE = "pending.json"
 # Tokens of a prompt that run at once. It bounds the memory of activations and of the attention scores.
 PREFILL_CHUNK = 512
 
+
+def paged_block_tokens(head_dim: int) -> int:
+    """Give the fewest tokens of a block that FlashAttention reads in place (onnxruntime 1.31, paged_attention.cc)."""
+    return 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
+
+
 # Compute capability from which on devices have arithmetic in a dtype: Ampere, Ada, Blackwell.
 ARITHMETIC: Mapping[Dtype, int] = {"bf16": 80, "fp8": 89, "fp4": 100}
 INT4_TENSORRT = 80  # TensorRT-RTX 1.7 refuses int4 weights on SM 7.5

@@ -83,6 +83,7 @@ def run(
     if spec.tensor_parallel > 1:
         copy = split(copy, spec.tensor_parallel).ranks[0]
         engines.refuse_ranks(spec.backend, spec.tensor_parallel, target)
+    engines.refuse_paged(spec, target)
     lowered, _ = builder.lower(copy, target, spec)
     signatures.check_context(lowered, spec.max_context)
     interop.check(lowered, checkpoint)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llmforge.base import extras, folders, process
-from llmforge.base.backends import BACKENDS
+from llmforge.base import backends, extras, folders, process
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import farming, output, verdicts
 from llmforge.cli.caching import connect, remote_option
@@ -57,7 +56,7 @@ def _next_steps(artifact: Path, engine: EngineRecord) -> Iterator[str]:
     if engine.pending:
         yield f"next, on the target: llmforge build --finish {name} RECIPE"
         return
-    elsewhere = BACKENDS[engine.backend].elsewhere
+    elsewhere = backends.elsewhere(engine.backend)
     if elsewhere is not None:
         yield f"next: {elsewhere.serve.format(engine=shlex.quote(output.here(artifact / 'engine')))}"
     else:

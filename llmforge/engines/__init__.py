@@ -175,6 +175,21 @@ def refuse_ranks(backend: BackendName, degree: int, target: Target) -> None:
         )
 
 
+def refuse_paged(spec: EngineSpec, target: Target) -> None:
+    """Return if the engine of `spec` on `target` keeps its KV cache as `spec` wants it.
+
+    Raises:
+        UnsupportedError: only ONNX Runtime's CUDA provider has attention over blocks.
+    """
+    provider = target.require_engine(spec.backend)
+    if spec.kv_cache == "paged" and provider.name != "cuda":
+        raise UnsupportedError(
+            f"engine.kv_cache is paged; {spec.backend} on {target.name} does not support it: only ONNX Runtime's CUDA "
+            "provider has attention over blocks of a pool",
+            hint="set `engine: {kv_cache: slots}`, or choose a GPU and `backend: onnxruntime`",
+        )
+
+
 def devices(target: Target, spec: EngineSpec) -> int:
     """Count the devices that an engine takes: ranks on a CPU share one."""
     return spec.tensor_parallel if target.kind == "gpu" else 1

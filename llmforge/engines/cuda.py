@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -30,7 +31,8 @@ from llmforge.engines import onnxruntime as standard
 from llmforge.ir import graph, operators
 from llmforge.ir.operators import contrib
 from llmforge.ir.operators.standard import Shape
-from llmforge.lowering.pass_base import Changes, Skipped
+from llmforge.lowering import paged_attention
+from llmforge.lowering.pass_base import Changes, Rewritten, Skipped
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import (
     FILE,
@@ -39,8 +41,9 @@ from llmforge.runtime.backends.config import (
     RuntimeConfig,
     SessionOptions,
 )
-from llmforge.runtime.backends.cuda import DeviceSession, open_engine
 from llmforge.runtime.backends.device import CudaDevice
+from llmforge.runtime.backends.interface import Backend
+from llmforge.runtime.backends.loading import module_of
 from llmforge.runtime.backends.prefill_shapes import SHAPES
 from llmforge.targets import Target
 
@@ -83,10 +86,13 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
         )
     changes = Changes()
     lowered, changes.rewritten = standard.expand(model)
+    if spec.kv_cache == "paged":
+        changes.rewritten += _page(lowered)
     changes.rewritten += cuda_operators.split_biases(lowered)
     changes.rewritten += cuda_operators.name_layouts(lowered)
     changes.rewritten += cuda_operators.widen(lowered)
-    changes.rewritten.append(heads.give_heads(lowered))
+    if spec.kv_cache == "slots":
+        changes.rewritten.append(heads.give_heads(lowered))
     changes.skipped += [Skipped(str(node.name), reason) for node, reason in cuda_operators.slower(lowered)]
     check(lowered, target)
     _refuse(lowered, sm)
@@ -95,14 +101,30 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     return lowered, changes
 
 
+def _page(lowered: ir.Model) -> list[Rewritten]:
+    """Let `lowered` read blocks of a pool, in place; list what changes.
+
+    Raises:
+        UnsupportedError: it cannot.
+    """
+    reason = paged_attention.reason_against(lowered)
+    if reason is not None:
+        raise UnsupportedError(
+            f"engine.kv_cache is paged, and the graph cannot read blocks: {reason}",
+            hint="set `engine: {kv_cache: slots}`, or choose passes that leave GroupQueryAttention in every layer",
+        )
+    return paged_attention.lower(lowered, paged_attention.block_size(lowered))
+
+
 def require_memory(model: ir.Model, target: Target, spec: EngineSpec) -> int:
     """Return the bytes that the lowered `model` wants on the device, if it has them.
 
     Raises:
         UnsupportedError: it has not.
     """
-    wanted = cuda_graphs.memory(model, spec, cuda_graphs.plan(model, spec))
-    capacity_gb = target.require_gpu().memory_gb.value
+    capacity_gb, graphs = target.require_gpu().memory_gb.value, cuda_graphs.plan(model, spec)
+    blocks = cuda_graphs.pool_blocks(model, spec, graphs, capacity_gb * 1e9) if spec.kv_cache == "paged" else 0
+    wanted = cuda_graphs.memory(model, spec, graphs, blocks)
     if wanted.total > capacity_gb * 1e9:
         raise UnsupportedError(
             f"the engine needs about {wanted.total / 1e9:.1f} GB ({wanted}); target {target.name} ({target.title}) has "
@@ -122,12 +144,12 @@ def check(model: ir.Model, target: Target) -> None:
     found = list(kernels.missing(model, known, kernels.infer(model)))
     if not found:
         return
-    attention = any(contrib.GroupQueryAttention.matches(node) for node, _ in found)
+    attention = any(operators.is_a(node, contrib.GroupQueryAttention, contrib.PagedAttention) for node, _ in found)
     lines = {f"{operators.qualified(node)}: {what}": node for node, what in reversed(found)}
     listed = "; ".join(f"{line} (node {node.name})" for line, node in sorted(lines.items()))
     raise UnsupportedError(
         f"the CUDA provider of {known.wheel} cannot run {len(found)} nodes (target {target.name}): {listed}",
-        hint="add `lower-precision: {dtype: fp16}` to the recipe: GroupQueryAttention has no fp32 kernel on CUDA"
+        hint="add `lower-precision: {dtype: fp16}` to the recipe: attention has no fp32 kernel on CUDA"
         if attention
         else "use passes whose operators the target supports",
     )
@@ -162,13 +184,15 @@ def build(request: BuildRequest) -> Engine:
     config = write(request)
     device = CudaDevice()
     config, notes = open_and_prove(
-        request.folder, config, lambda chosen: open_engine(request.folder / MODEL_FILE, chosen, None, device)
+        request.folder,
+        config,
+        lambda chosen: module_of(chosen).open_engine(request.folder / MODEL_FILE, chosen, None, device),
     )
     return Engine.built(request, config, notes=notes)
 
 
 def open_and_prove(
-    folder: Path, config: RuntimeConfig, open_session: Callable[[RuntimeConfig], DeviceSession]
+    folder: Path, config: RuntimeConfig, open_session: Callable[[RuntimeConfig], Backend[Any]]
 ) -> tuple[RuntimeConfig, tuple[str, ...]]:
     """Open an engine and prove it; where its fast products do not run, without them, which `runtime.json` then says.
 
@@ -202,7 +226,7 @@ def write(request: BuildRequest) -> RuntimeConfig:
     return config
 
 
-def prove(session: DeviceSession, config: RuntimeConfig) -> tuple[str, ...]:
+def prove(session: Backend[Any], config: RuntimeConfig) -> tuple[str, ...]:
     """Capture the planned steps, run two (`onnxruntime.prove`) and one of each of `PROVED_TOKENS`; return notes.
 
     They are on what is not captured.
@@ -237,6 +261,9 @@ def configure(request: BuildRequest) -> RuntimeConfig:
         buckets=buckets,
         device=DeviceFacts(int(target.require_gpu().sm), require_memory(model, target, spec)),
         graphs=graphs,
+        kv_blocks=cuda_graphs.pool_blocks(model, spec, graphs, target.require_gpu().memory_gb.value * 1e9)
+        if spec.kv_cache == "paged"
+        else None,
     )
 
 

@@ -16,6 +16,7 @@ first, which later ones fit into, and the fast product has chosen its tactics fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -35,6 +36,9 @@ LENGTH_CLASSES = (1024, 4096, 16384, 65536)
 # Device memory of one launch in a graph: 64 KiB before CUDA 12.4 (PyTorch, "CUDAGraph Trees", Limitations). CUDA 13,
 # which the wheel needs, takes less; nobody has measured here how much, so this is the upper end.
 LAUNCH_BYTES = 64 << 10
+# Of a device's memory, what a pool of blocks may fill up to, with all that lies beside it: CUDA's context, its
+# libraries and scratch memory take the rest. vLLM and TensorRT-LLM have 0.9, too.
+POOL_PART = 0.9
 LAUNCHES_A_NODE = 2  # GroupQueryAttention has up to four, pointwise operators one
 
 # Operators whose results have shapes that depend on numbers. The table of operators has no others of that kind.
@@ -117,8 +121,8 @@ def reasons(model: ir.Model) -> Iterator[tuple[ir.Node, str]]:
             yield node, "the host reads its group indices"
 
 
-def memory(model: ir.Model, spec: EngineSpec, graphs: GraphPlan) -> Memory:
-    """Estimate the device memory of the lowered `model`.
+def memory(model: ir.Model, spec: EngineSpec, graphs: GraphPlan, blocks: int = 0) -> Memory:
+    """Estimate the device memory of the lowered `model`, with a pool of `blocks` if it reads blocks.
 
     Activations: three tensors of the widest layer for every token of a prefill step, and fp32 logits of `max_batch`
     rows, twice. Graphs: LAUNCH_BYTES for each launch.
@@ -129,10 +133,32 @@ def memory(model: ir.Model, spec: EngineSpec, graphs: GraphPlan) -> Memory:
     launches = LAUNCHES_A_NODE * graph.nodes(model)
     return Memory(
         weights=sum(tensor.nbytes for tensor in tensors),
-        caches=sum(_cache_bytes(value, spec) for value in model.graph.inputs if _is_cache(value)),
+        caches=(blocks + 1) * block_bytes(model)
+        if contrib.PagedAttention.all(model)
+        else sum(_cache_bytes(value, spec) for value in model.graph.inputs if _is_cache(value)),
         activations=3 * 2 * PREFILL_CHUNK * widest + logits,
         graphs=LAUNCH_BYTES * launches * len(graphs.captures),
     )
+
+
+def block_bytes(model: ir.Model) -> int:
+    """Size of one block in all layers, of a graph that reads blocks of a pool."""
+    return sum(
+        int(math.prod(graph.static(value)[1:]) * graph.dtype(value).itemsize)
+        for value in model.graph.inputs
+        if _is_cache(value)
+    )
+
+
+def pool_blocks(model: ir.Model, spec: EngineSpec, graphs: GraphPlan, capacity_bytes: float) -> int:
+    """Choose the blocks of a pool: what sequences of full length fill, or what the device has room for.
+
+    At least those of one text of `max_context` tokens, whether the device has room for them or not.
+    """
+    layer = contrib.PagedAttention.all(model)[0]
+    of_a_row = -(-spec.max_context // graph.static(layer.key_cache)[1])
+    room = capacity_bytes * POOL_PART - memory(model, spec, graphs).total
+    return max(of_a_row, min(spec.max_batch * of_a_row, int(room) // block_bytes(model)))
 
 
 def _is_cache(value: ir.Value) -> bool:

@@ -12,6 +12,7 @@ from llmforge.base.backends import ProviderName, plugin_of
 from llmforge.base.errors import UnsupportedError
 from llmforge.engines import BuildRequest
 from llmforge.ir import graph, interface, longest_text, operators
+from llmforge.ir.operators import contrib
 from llmforge.runtime.backends.config import FORMAT, PluginFacts, RuntimeConfig, SessionOptions
 from llmforge.runtime.backends.signature import CacheInput
 
@@ -22,13 +23,18 @@ def vocabulary(model: ir.Model) -> int:
 
 
 def caches(model: ir.Model) -> tuple[CacheInput, ...]:
-    """Read the caches of keys and values, [batch, kv_heads, capacity, head_dim], off the inputs, in their order."""
+    """Read the caches of keys and values off the inputs, in their order.
+
+    [batch, kv_heads, capacity, head_dim], or where they are blocks, [blocks, block_size, kv_heads, head_dim].
+    """
     found = []
+    paged = contrib.PagedAttention.all(model) != []
     for value in model.graph.inputs:
         name = str(value.name)
         if interface.present_of(name) == name or interface.is_state(name):
             continue
-        _, heads, _, channels = graph.static(value)
+        _, rows, slots, channels = graph.static(value)
+        heads = slots if paged else rows
         found.append(CacheInput(name, graph.dtype(value).numpy().name, heads, channels))
     return tuple(found)
 

@@ -26,6 +26,12 @@ TEXT_LENGTHS = "text_lengths"  # int64 [batch]: tokens of the text that the step
 SEQLENS_K = "seqlens_k"  # int32 [batch]: past + sequence - 1
 TOTAL_SEQUENCE_LENGTH = "total_sequence_length"  # int32 scalar: longest past + sequence
 ATTENTION_MASK = "attention_mask"  # int64 [batch, longest past + sequence]: 1 where a row has a token, else 0
+# Of a graph that reads blocks of a pool by a table (contrib.PagedAttention), whose `input_ids` are [1, tokens]:
+CUMULATIVE_LENGTHS = "cumulative_sequence_length"  # int32 [batch + 1]: where the tokens of each row begin
+PAST_SEQLENS = "past_seqlens"  # int32 [batch]
+BLOCK_TABLE = "block_table"  # int32 [batch, blocks of the longest text]
+ATTENTION_METADATA = "attention_metadata"  # int32 [2]: bounds on the tokens of a row, and on those of its text
+PAGED = frozenset({CUMULATIVE_LENGTHS, PAST_SEQLENS, BLOCK_TABLE, ATTENTION_METADATA})
 # What tells a graph of places; without them, and without caches, tokens know their own step alone.
 PLACES = frozenset(
     {
@@ -37,6 +43,7 @@ PLACES = frozenset(
         TOTAL_SEQUENCE_LENGTH,
         ATTENTION_MASK,
     }
+    | PAGED
 )
 ADAPTER_IDS = "adapter_ids"  # int64 [batch]: the adapter of each row, from 1 on; 0: none
 LOGITS_ROWS = "logits_rows"  # int64 [rows], default [-1]

@@ -67,8 +67,10 @@ def plan(model: ir.Model, degree: int) -> ShardPlan:
             planner.latent_attention(view)
     for experts in canonical.MoE.all(model):
         planner.moe(experts.node, graph.static(experts.down)[1])
-    for kernel in (*MoE.all(model), *QMoE.all(model)):
-        planner.kernel_moe(kernel)
+    for moe in MoE.all(model):
+        planner.kernel_moe(moe)
+    for quantized in QMoE.all(model):
+        planner.kernel_moe(quantized)
     planner.vocabulary()
     head = _head(model)
     for node in list(model.graph):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from llmforge.base.backends import BACKENDS, PREFILL_CHUNK, BackendName
+from llmforge.base.backends import BACKENDS, PREFILL_CHUNK, BackendName, paged_block_tokens
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.planning import not_built, roofline
 from llmforge.planning.roofline import Ceilings, Placement, StepCost, Workload
@@ -143,7 +143,7 @@ def make(
         turning_batch=placed.turning_batch(workload.mean_context),
         degrees=tuple(degrees.values()),
         cost=_cost(placed, workload, usd_per_hour),
-        notes=(*_notes(placed, backend), *not_built.notes(placed, workload)),
+        notes=(*_notes(placed, backend), *_paged(placed, backend, workload), *not_built.notes(placed, workload)),
     )
 
 
@@ -252,6 +252,25 @@ def _cost(placed: Placement, workload: Workload, given: float | None) -> Cost | 
         per_million_in=per_second * reading / workload.prompt * SEVERAL,
         per_million_out=per_second * writing / workload.output * SEVERAL,
     )
+
+
+def _paged(placed: Placement, backend: BackendName, workload: Workload) -> list[str]:
+    """Say what `engine.kv_cache: paged` would hold, where it is offered (docs/paged.md)."""
+    shape, scheme = placed.shape, placed.scheme
+    dims = {dim for _, each in shape.attentions() for dim in (each.key_dim, each.value_dim)}
+    latent = any(each.latent is not None for _, each in shape.attentions())
+    offered = backend == "onnxruntime" and placed.target.kind == "gpu" and placed.ranks == 1
+    if not offered or len(dims) != 1 or latent or shape.state_elements() or BITS[scheme.kv] <= 8:
+        return []
+    tokens, found = paged_block_tokens(*dims), memory(placed, workload)
+    block_bytes = tokens * found.kv_per_token
+    blocks = (found.capacity - found.needed + found.cache) // block_bytes
+    if blocks < 1:
+        return []
+    return [
+        f"engine.kv_cache: paged (unverified) has blocks of {tokens} tokens, {block_bytes / 1e6:.1f} MB each, of which "
+        f"{blocks} fit: {blocks * tokens} tokens of any sequences"
+    ]
 
 
 def _notes(placed: Placement, backend: BackendName) -> list[str]:

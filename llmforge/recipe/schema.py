@@ -134,6 +134,11 @@ class EngineSpec(_Section):
         default="require",
         description="run decode steps on a GPU as CUDA graphs; require: all, or fail the build; allow: where possible",
     )
+    kv_cache: Literal["slots", "paged"] = Field(
+        default="slots",
+        description="memory of the KV cache on a GPU; slots: max_context tokens for each sequence; paged: blocks of "
+        "one pool, as many as a text fills (onnxruntime only)",
+    )
     deferred: bool = Field(
         default=False,
         description="publish without an engine, to build it later on the target GPU with `llmforge build --finish`",

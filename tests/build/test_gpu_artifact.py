@@ -79,20 +79,25 @@ def test_so_does_the_runtime(for_gpu: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_wheels_own_host_code_records_and_replays_as_the_session_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv_cache", ["slots", "paged"])
+def test_the_wheels_own_host_code_records_and_replays_as_the_session_wants(
+    kv_cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """ONNX Runtime's CUDA provider over a device that computes nothing: what it makes of what is bound to it."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import cuda_wheel
 
     if not (cuda_wheel.CACHE / "onnxruntime").is_dir():
         pytest.skip(f"{cuda_wheel.WHEEL} is not in {cuda_wheel.CACHE}: python benchmarks/cuda_session.py puts it there")
-    command = [sys.executable, str(ROOT / "benchmarks" / "cuda_session.py")]
+    command = [sys.executable, str(ROOT / "benchmarks" / "cuda_session.py"), "--kv-cache", kv_cache]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert found["providers"][0] == "CUDAExecutionProvider"
     assert found["caches_as_configured"] is True
-    assert found["read_on_host"] == ["total_sequence_length: Cpu"]
+    lengths = "total_sequence_length" if kv_cache == "slots" else "attention_metadata"
+    assert found["read_on_host"] == [f"{lengths}: Cpu"]
     # Recorded by the first run of an id, replayed in it and in those that follow, wherever inputs are bound.
     wanted = [[0, 0], [1, 1], [1, 2], [1, 3]]
     assert [each["captured_and_replayed"] for each in found["captures"]] == [wanted] * 4
-    assert found["decode"] == {"1": [0, 1], "2": [0, 1], "3": [0, 0], "4": [0, 1], "8": [0, 1]}
+    three = [0, 0] if kv_cache == "slots" else [0, 1]  # rows of padding come from the scheduler, or the session
+    assert found["decode"] == {"1": [0, 1], "2": [0, 1], "3": three, "4": [0, 1], "8": [0, 1]}
     assert (found["prefill"], found["forbidden"]) == ([0, 0], 0)

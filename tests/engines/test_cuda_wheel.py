@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -118,6 +119,37 @@ ENGINES = [
     ("mixtral", WIDE, "fp16", (INT4,), 90),
     ("mixtral", WIDE, "bf16", (QuantizeWeights(BUDGET, method="rtn", bits=8),), 80),
 ]
+
+
+# models over blocks of a pool, with what is particular to each, and the SM
+PAGED = [
+    ("llama", "fp16", (), 75),
+    ("llama-mha-biases", "fp16", (INT4,), 80),
+    ("qwen2", "bf16", (), 90),
+    ("gemma2", "fp16", (), 89),  # windows, soft caps
+    ("gpt-oss", "bf16", (), 90),  # windows, sinks
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "more", "sm"), PAGED)
+def test_engines_over_blocks_load_and_are_captured(
+    name: str, dtype: str, more: tuple[Pass, ...], sm: int, wheel: Path, tmp_path: Path
+) -> None:
+    zoo.write(name, tmp_path / "checkpoint")
+    model, target = trace(Checkpoint.open(tmp_path / "checkpoint")), targets.load("h100-sxm")
+    for step in (FuseNorms(), PackQkv(), PackGateUp(), FlashAttention(), *more, FuseExperts()):
+        step.run(model, Context(target))
+    LowerPrecision(BUDGET, dtype).run(model, Context(target))
+    spec = EngineSpec(max_context=64, max_batch=2, kv_cache="paged")
+    lowered, _ = cuda.lower(model, target, spec)
+    cuda.write(BuildRequest(lowered, tmp_path / "engine", spec, target, (0,), 0))
+    found = cuda_wheel.rehearse(wheel, tmp_path / "engine", sm)
+    assert found["captured"] == {"1": [1, 2], "2": [1, 2]}
+    assert found["forbidden"] == 0, found["first_forbidden"]
+    steps = found["log"].partition("PREFILL")[2].split("DECODE", 1)
+    said = [set(re.findall(r"Operator=PagedAttention .*SdpaKernel=(\w+)", step)) for step in steps]
+    flash = {"FLASH_ATTENTION"}
+    assert said == ([flash, flash] if sm >= 80 else [{"EFFICIENT_ATTENTION"}, {"DECODER_ATTENTION"}])
 
 
 @pytest.mark.parametrize(("name", "changes", "dtype", "more", "sm"), ENGINES)

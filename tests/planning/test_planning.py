@@ -371,6 +371,20 @@ def test_latent_attention_and_unverified_figures_are_noted() -> None:
     assert any("unverified figures of t4: bandwidth, fp16" in note for note in plan.notes)
 
 
+def test_blocks_of_a_paged_cache_are_counted_where_they_are_offered() -> None:
+    shape = families.shape("odd", {**LLAMA, "head_dim": 128})
+    plan = deployment.make(shape, A100, "onnxruntime", BF16, Workload())
+    [note] = [note for note in plan.notes if "kv_cache: paged" in note]
+    block = 128 * plan.scheme.kv_bytes_per_token(shape)
+    held = plan.asked.memory
+    blocks = (held.capacity - held.needed + held.cache) // block
+    assert note == (
+        f"engine.kv_cache: paged (unverified) has blocks of 128 tokens, {block / 1e6:.1f} MB each, of which {blocks} "
+        f"fit: {blocks * 128} tokens of any sequences"
+    )
+    assert not any("paged" in note for note in deployment.make(shape, A100, "tensorrt", BF16, Workload()).notes)
+
+
 # what pays
 
 

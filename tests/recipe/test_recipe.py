@@ -67,6 +67,7 @@ def test_everything_that_stands_in_the_file_arrives(tmp_path: Path) -> None:
     assert loaded.engine.model_dump() == {
         "backend": "onnxruntime", "max_context": 256, "max_batch": 4, "threads": None, "decode_batches": (),
         "cuda_graphs": "require", "deferred": False, "tensor_parallel": 1,
+        "kv_cache": "slots",
     }  # fmt: skip
     assert loaded.calibration is not None
     assert (loaded.calibration.samples, loaded.calibration.length, loaded.calibration.seed) == (8, 64, 1)
@@ -117,7 +118,10 @@ WRONG: list[tuple[str, str, str, str, str | None]] = [
     ("seed: 1}", "seed: -1}", "6:64", "calibration.seed: must be greater than or equal to 0, not -1", None),
     ("backend: onnxruntime", "backend: onnxrutime", "5:10", "engine.backend: must be 'onnxruntime', 'tensorrt', "
      "'tensorrt-rtx', 'compressed-tensors' or 'gguf', not \"onnxrutime\"", "did you mean 'onnxruntime'?"),
-    ("schema: 1", "schema: 2", "1:1", "schema: must be 1, not 2", None),
+    (
+        "schema: 1", "schema: 2", "1:1", "schema 2 is newer than this llmforge",
+        "update llmforge, or write the recipe again with `llmforge init`",
+    ),
     ("schema: 1", "schema: '1'", "1:1", 'schema: must be 1, not "1"', None),
     ("schema: 1\n", "", "1:1", "schema: required", None),
     ("name: sample", "name: ../../etc", "2:1", "name: ", None),

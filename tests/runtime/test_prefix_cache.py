@@ -7,6 +7,8 @@ import onnx_ir as ir
 import pytest
 
 from llmforge.base.errors import UsageError
+from llmforge.runtime.backends.cuda import DeviceSession
+from llmforge.runtime.backends.device import HostDevice
 from llmforge.runtime.backends.session import Cache, Session, SessionConfig
 from llmforge.runtime.serving.prefix_cache import BLOCK, PrefixCache
 
@@ -146,3 +148,19 @@ def test_no_block_is_lost_or_found_wrongly_in_a_long_random_life(session):
 def test_memory_without_room_for_a_block_is_refused(session):
     with pytest.raises(UsageError, match="a prefix cache of 100 bytes; one block of 32 tokens takes 16384"):
         PrefixCache(session, 100)
+
+
+def test_blocks_in_a_devices_memory_are_copied_in_one_call(monkeypatch):
+    device, calls = HostDevice(), []
+    over = DeviceSession(ir.to_proto(decoder()).SerializeToString(), SessionConfig(threads=1), device)
+    kept = PrefixCache(over, 8 * over.allocate(1, BLOCK).size_bytes)
+    cache, tokens = over.allocate(2, CAPACITY), text(1, 5)
+    wanted = over.step(np.array([tokens]), np.zeros(1, np.int32), cache.rows(0, 1))
+    copy = device.copy
+    monkeypatch.setattr(device, "copy", lambda copies: calls.append(len(copies)) or copy(copies))
+    kept.store(tokens, cache, 0)
+    kept.load(tokens[: 4 * BLOCK], cache, 1)
+    assert calls == [5 * 4, 4 * 4]  # blocks, and keys and values of two layers: one call each
+    past = np.array([4 * BLOCK], np.int32)
+    got = over.step(np.array([tokens[4 * BLOCK :]]), past, cache.rows(1, 2))
+    np.testing.assert_allclose(got, wanted, atol=1e-4)

@@ -75,6 +75,52 @@ class GroupQueryAttention(CachedAttention, domain=MICROSOFT):
         return (self.query,) if self.key is None or self.value is None else (self.query, self.key, self.value)
 
 
+class PagedAttention(Operator, domain=MICROSOFT):
+    """Attention of packed tokens [tokens, channels] over blocks [blocks, block_size, kv_heads, head_dim] by a table.
+
+    Row b has the tokens cumulative_sequence_length[b] … [b + 1] - 1, which follow the past_seqlens[b] that its blocks
+    block_table[b] hold. attention_metadata, on the host: at least the most tokens of a row, and of its text.
+    """
+
+    query = Input(FLOATS, 2)
+    key = OptionalInput(FLOATS, 2)
+    value = OptionalInput(FLOATS, 2)
+    key_cache = Input(CACHE, 4)
+    value_cache = Input(CACHE, 4)
+    cumulative_sequence_length = Input(I32, 1)
+    past_seqlens = Input(I32, 1)
+    block_table = Input(I32, 2)
+    cos_cache = OptionalInput(FLOATS, 2, rotary=True)
+    sin_cache = OptionalInput(FLOATS, 2, rotary=True)
+    slot_mapping = OptionalInput(I32, 1)
+    head_sink = OptionalInput(FLOATS, 1, heads=0)
+    q_norm_weight = OptionalInput(FLOATS, 1)
+    k_norm_weight = OptionalInput(FLOATS, 1)
+    k_scale = OptionalInput(FP32, fp32=True)
+    v_scale = OptionalInput(FP32, fp32=True)
+    attention_metadata = OptionalInput(I32, 1)
+    num_heads = integer()
+    kv_num_heads = integer()
+    scale = optional_real()
+    softcap = real(0.0)
+    local_window_size = integer(-1)
+    do_rotary = integer(0)
+    rotary_interleaved = integer(0)
+    qk_norm_epsilon = real(1e-6)
+    k_quant_type = text("NONE")
+    v_quant_type = text("NONE")
+    y = Output()
+    key_cache_out = Output(like="key_cache")
+    value_cache_out = Output(like="value_cache")
+    stage = Stage.LOWERED
+    precision = Precision.HALF
+
+    @property
+    def projections(self) -> tuple[ir.Value, ...]:
+        """Query, key and value; one where the query holds all three side by side."""
+        return (self.query,) if self.key is None or self.value is None else (self.query, self.key, self.value)
+
+
 class MatMulNBits(Operator, domain=MICROSOFT):
     """A product with a matrix of blocks of codes: a [..., K], b [N, K / block_size, bytes of a block]."""
 

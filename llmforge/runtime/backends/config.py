@@ -141,10 +141,13 @@ class RuntimeConfig:
     adapters: tuple[str, ...] = ()  # that requests choose from; the first is number 1 of the input `adapter_ids`
     plugin: PluginFacts | None = None  # that brings `provider`; null: llmforge itself
     ranks: int = 1  # processes that compute each layer together, each with a graph of its own (tensor parallelism)
+    kv_blocks: int | None = None  # of a pool, at most; null: the cache has a slot of `max_context` for each sequence
 
     def to_json(self) -> str:
-        """Write the file's text: sorted keys, one trailing newline; of adapters, plug-in and ranks what there is."""
+        """Write the file's text: sorted keys, one trailing newline; of what is rare, what there is."""
         plain = dataclasses.asdict(self)
+        if self.kv_blocks is None:
+            del plain["kv_blocks"]
         if not self.adapters:
             del plain["adapters"]
         if self.plugin is None:
@@ -175,7 +178,7 @@ class RuntimeConfig:
                 hint="build the artifact again, or run it with the llmforge that built it",
             )
         if isinstance(data, dict):
-            data = {"adapters": [], "plugin": None, "ranks": 1, **data}
+            data = {"adapters": [], "plugin": None, "ranks": 1, "kv_blocks": None, **data}
             _require_plugin(data, str(path))
         config = strict_json.read(cls, data, str(path))
         config._check_parts(str(path))
@@ -194,6 +197,8 @@ class RuntimeConfig:
             if (getattr(self, name) is not None) != wanted:
                 state = "is missing" if wanted else "makes no sense"
                 raise InputError(f"{where}: {name} {state} where provider is {self.provider}")
+        if self.kv_blocks is not None and self.provider != "cuda":
+            raise InputError(f"{where}: kv_blocks makes no sense where provider is {self.provider}")
         if list(self.buckets) != sorted(set(self.buckets)) or min(self.buckets, default=1) < 1:
             raise InputError(f"{where}: buckets is {list(self.buckets)}; expected numbers of rows, ascending")
         for name, (value, most) in self._sizes().items():
@@ -223,6 +228,7 @@ class RuntimeConfig:
             "plan.profiles.max_sequence": (max((p.max_sequence for p in profiles), default=None), MOST_TOKENS),
             "caches": (len(self.caches) or None, MOST_ROWS),
             "adapters": (len(self.adapters) or None, MOST_ROWS),
+            "kv_blocks": (self.kv_blocks, MOST_TOKENS),
             "ranks": (self.ranks, MOST_RANKS),
         }
 

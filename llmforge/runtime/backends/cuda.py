@@ -61,7 +61,7 @@ WARM_S = 30.0  # that prefills of all shapes may take at load, before a warning 
 EAGER = -1  # the `gpu_graph_id` of steps that are no CUDA graph
 
 
-class DeviceSession(DeviceBackend):
+class DeviceSession(DeviceBackend[DeviceCache]):
     """A decoder graph (docs/dialect.md) in ONNX Runtime, over the memory of `device`.
 
     Args:
@@ -101,7 +101,9 @@ class DeviceSession(DeviceBackend):
         self._captures = () if graphs is None or graphs.mode == "off" else graphs.captures
         self._graphs_required = graphs is not None and graphs.mode == "require"
         where = str(model) if isinstance(model, Path) else "the model in memory"
-        self._opens: Callable[[], Any] = lambda: self._open(model, config, self._options, where)
+        self._opens: Callable[[], Any] = lambda: open_on(
+            device, model, config, self._options, where, graphs=bool(self._captures)
+        )
         # One thread makes all runs, for CUDA graphs belong to the thread that captured them.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"llmforge-{device.kind}")
         self._session = self._on_thread(self._opens)
@@ -112,7 +114,9 @@ class DeviceSession(DeviceBackend):
         if self._captures and interface.ATTENTION_MASK in signature.inputs:
             raise UnsupportedError(f"{where}: {interface.ATTENTION_MASK} grows with the text, so no step is recorded")
         self._input_names = tuple(name for name in signature.inputs if name not in signature.cache_types)
-        self._host_inputs = self._read_on_host()
+        self._host_inputs = read_on_host(self._session, device, interface.TOTAL_SEQUENCE_LENGTH) & set(
+            self._input_names
+        )
         if self._captures and (frozen := self._host_inputs - {interface.TOTAL_SEQUENCE_LENGTH, interface.LOGITS_ROWS}):
             raise UnsupportedError(
                 f"{where}: {', '.join(sorted(frozen))} is read on the host: a recorded step would keep its first value",
@@ -124,7 +128,7 @@ class DeviceSession(DeviceBackend):
         self._decode_logits = device.allocate(most * self.vocabulary * LOGIT_BYTES)
         self._heads = HeadBuffers(device, most, self.vocabulary) if signature.gives_heads else None
         self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)
-        self._bindings: weakref.WeakKeyDictionary[CacheMemory, dict[tuple[int, int], _Binding]]
+        self._bindings: weakref.WeakKeyDictionary[CacheMemory, dict[tuple[int, int], Binding]]
         self._bindings = weakref.WeakKeyDictionary()
         self._graphs: weakref.WeakKeyDictionary[CacheMemory, dict[int, list[tuple[int, int]]]]
         self._graphs = weakref.WeakKeyDictionary()  # batch → (length, id), ascending
@@ -179,39 +183,6 @@ class DeviceSession(DeviceBackend):
         row = cache.rows(0, 1)
         for shape in (shape for shape in reversed(self._shapes) if shape <= cache.capacity):
             self.step(np.zeros((1, shape), np.int64), np.zeros(1, np.int32), row)
-
-    def _open(self, model: Path | bytes, config: SessionConfig, options: Mapping[str, str], where: str) -> Any:
-        """Open the session on its provider: ONNX Runtime goes on with the CPU alone where it cannot load another."""
-        entries, provider = session_options(config), PROVIDERS[self.device.kind]
-        if self.device.kind == "cpu":
-            native.register(entries)
-            return open_graph(model, entries, [provider], where)
-        said = _preload()
-        if provider not in ort.get_available_providers():
-            raise EnvironmentLacks(
-                f"the installed onnxruntime {ort.__version__} has no {provider}: it is the CPU package",
-                hint=f"pip uninstall onnxruntime, then {how_to_install()}",
-            )
-        graphs = {"enable_cuda_graph": "1" if self._captures else "0"}
-        own = {"device_id": str(self.device.index), **graphs, **options}
-        session = open_graph(model, entries, [(provider, own)], where)
-        if provider not in session.get_providers():
-            raise EnvironmentLacks(
-                f"onnxruntime {ort.__version__} could not load its {provider} on {self.device.name}: "
-                f"{said or 'it gives no reason'}",
-                hint=f"its libraries must match the driver: {how_to_install()}",
-            )
-        return session
-
-    def _read_on_host(self) -> set[str]:
-        """Name the inputs whose values are read on the host, wherever the graph runs.
-
-        ONNX Runtime copies an input that is bound elsewhere than it is read, once, and never looks at it again.
-        """
-        if self.device.kind == "cpu":  # where all are: those of GroupQueryAttention on a GPU
-            return {interface.TOTAL_SEQUENCE_LENGTH} & set(self._input_names)
-        infos = zip(self._session.get_inputs(), self._session.get_input_memory_infos(), strict=True)
-        return {value.name for value, info in infos if info.name == "Cpu"}
 
     def _on_thread(self, work: Callable[[], T]) -> T:
         return self._thread.submit(work).result()
@@ -315,16 +286,16 @@ class DeviceSession(DeviceBackend):
             self._logits = self.device.allocate(out.nbytes)
         self._execute(self._binding(cache), self._inputs.upload(feeds), self._logits, out, EAGER)
 
-    def _binding(self, cache: DeviceCache) -> _Binding:
+    def _binding(self, cache: DeviceCache) -> Binding:
         bindings = self._bindings.setdefault(cache.memory, {})
         key = (cache.start, cache.batch)
         if key not in bindings:
-            bindings[key] = _Binding(self._session, self.device, cache, self._heads)
+            bindings[key] = Binding(self._session, self.device, cache, self._heads)
         return bindings[key]
 
     def _execute(
         self,
-        binding: _Binding,
+        binding: Binding,
         inputs: Mapping[str, BoundInput],
         logits: Buffer,
         out: NDArray[np.float32],
@@ -338,7 +309,7 @@ class DeviceSession(DeviceBackend):
 
     def _launch(
         self,
-        binding: _Binding,
+        binding: Binding,
         inputs: Mapping[str, BoundInput],
         logits: Buffer,
         shape: tuple[int, ...],
@@ -349,7 +320,7 @@ class DeviceSession(DeviceBackend):
         binding.bind_inputs(inputs)
         binding.bind_logits(logits if in_place else None, shape)
         self.device.synchronize()
-        run_bound(self._session, binding.binding, _run_options(graph_id))  # returns when it is done
+        run_bound(self._session, binding.binding, run_options(graph_id))  # returns when it is done
         return in_place
 
     def _capture(self, cache: DeviceCache) -> None:
@@ -378,11 +349,51 @@ class DeviceSession(DeviceBackend):
                 return out.copy()
             self._decode_inputs.upload(feeds(ONE))
             other = InputBuffers(self.device, self._input_names, self._host_inputs, self._decode_inputs.each_bytes)
-            binding = _Binding(self._session, self.device, cache, self._heads)
+            binding = Binding(self._session, self.device, cache, self._heads)
             self._execute(binding, other.upload(feeds(token)), self._decode_logits, out, which)
             return out.copy()
 
         return probe
+
+
+def open_on(
+    device: Device, model: Path | bytes, config: SessionConfig, options: Mapping[str, str], where: str, *, graphs: bool
+) -> Any:
+    """Open a session on the provider of `device`: ONNX Runtime goes on with the CPU where it cannot load another.
+
+    Raises what `DeviceSession` raises.
+    """
+    entries, provider = session_options(config), PROVIDERS[device.kind]
+    if device.kind == "cpu":
+        native.register(entries)
+        return open_graph(model, entries, [provider], where)
+    said = _preload()
+    if provider not in ort.get_available_providers():
+        raise EnvironmentLacks(
+            f"the installed onnxruntime {ort.__version__} has no {provider}: it is the CPU package",
+            hint=f"pip uninstall onnxruntime, then {how_to_install()}",
+        )
+    own = {"device_id": str(device.index), "enable_cuda_graph": "1" if graphs else "0", **options}
+    session = open_graph(model, entries, [(provider, own)], where)
+    if provider not in session.get_providers():
+        raise EnvironmentLacks(
+            f"onnxruntime {ort.__version__} could not load its {provider} on {device.name}: "
+            f"{said or 'it gives no reason'}",
+            hint=f"its libraries must match the driver: {how_to_install()}",
+        )
+    return session
+
+
+def read_on_host(session: Any, device: Device, always: str) -> set[str]:
+    """Name the inputs whose values are read on the host, wherever the graph runs.
+
+    ONNX Runtime copies an input that is bound elsewhere than it is read, once, and never looks at it again. On a CPU,
+    where all are, they are those that a GPU's kernels read there: `always`.
+    """
+    if device.kind == "cpu":
+        return {always}
+    infos = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
+    return {value.name for value, info in infos if info.name == "Cpu"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -405,10 +416,10 @@ class _Running(DecodeRun):
         return self._heads.read_row(self._logits, row)
 
 
-class _Binding:
+class Binding:
     """Inputs and outputs of a session bound to the rows of a cache by address."""
 
-    def __init__(self, session: Any, device: Device, cache: DeviceCache, heads: HeadBuffers | None) -> None:
+    def __init__(self, session: Any, device: Device, cache: DeviceCache, heads: HeadBuffers | None = None) -> None:
         self.binding = session.io_binding()
         self._device = device
         self._inputs: dict[str, BoundInput] = {}
@@ -444,7 +455,8 @@ class _Binding:
 
 
 @functools.cache
-def _run_options(graph_id: int) -> ort.RunOptions:
+def run_options(graph_id: int) -> ort.RunOptions:
+    """Make the options of a run through a CUDA graph, or `EAGER`."""
     options = ort.RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(graph_id))
     return options

@@ -10,9 +10,9 @@ import ctypes
 import importlib
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,15 @@ class Block:
     pitch: int
 
 
+class BlockCopy(NamedTuple):
+    """`height` pieces of `width` bytes, from one block to another."""
+
+    target: Block
+    source: Block
+    width: int
+    height: int
+
+
 class Device(Protocol):
     """What a backend needs of a device. Calls take effect in their order; `read` and `synchronize` wait for them."""
 
@@ -83,8 +92,8 @@ class Device(Protocol):
     def read(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
         """Fill a C-contiguous array from the device."""
 
-    def copy(self, target: Block, source: Block, width: int, height: int) -> None:
-        """Copy `height` pieces of `width` bytes within the device."""
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy within the device, in one call: in any order, so none may write what another one reads."""
 
     def synchronize(self) -> None:
         """Wait for all that was asked for."""
@@ -120,9 +129,10 @@ class HostDevice:
         """Fill an array from a buffer."""
         _flat(values)[:] = _bytes(buffer, offset, values.nbytes)
 
-    def copy(self, target: Block, source: Block, width: int, height: int) -> None:
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy pieces between buffers, now."""
-        _pieces(target, width, height)[:] = _pieces(source, width, height).copy()
+        for target, source, width, height in copies:
+            _pieces(target, width, height)[:] = _pieces(source, width, height).copy()
 
     def synchronize(self) -> None:
         """Return: everything is done when its call returns."""
@@ -214,13 +224,23 @@ class CudaDevice:
         self._move(_address(values), buffer.at(offset, values.nbytes), values.nbytes, kind)
         self.synchronize()
 
-    def copy(self, target: Block, source: Block, width: int, height: int) -> None:
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy pieces within the device."""
+        targets: list[int] = []
+        sources: list[int] = []
+        sizes: list[int] = []
+        for target, source, width, height in copies:
+            for places, block in ((targets, target), (sources, source)):
+                first = block.buffer.at(block.offset, block.pitch * (height - 1) + width)
+                places += range(first, first + block.pitch * height, block.pitch)
+            sizes += [width] * height
+        if not sizes:
+            return
         self._select()
-        into, out = (b.buffer.at(b.offset, b.pitch * (height - 1) + width) for b in (target, source))
-        kind = self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-        pieces = (into, target.pitch, out, source.pitch, width, height)
-        self._call(self._cuda.cudaMemcpy2DAsync(*pieces, kind, self._stream), "a copy")
+        attributes = self._cuda.cudaMemcpyAttributes()
+        attributes.srcAccessOrder = self._cuda.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+        batch = (targets, sources, sizes, len(sizes), [attributes], [0], 1)
+        self._call(self._cuda.cudaMemcpyBatchAsync(*batch, self._stream), "copies")
 
     def synchronize(self) -> None:
         """Wait for the stream."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Generic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +12,7 @@ from llmforge.base.errors import VerificationError
 from llmforge.runtime.backends.config import Capture
 from llmforge.runtime.backends.cuda_graph_capture import CaptureResult, ProbeStep, verify_capture
 from llmforge.runtime.backends.device import Device
-from llmforge.runtime.backends.device_cache import DeviceCache
-from llmforge.runtime.backends.interface import Backend
+from llmforge.runtime.backends.interface import Backend, C
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ INPUT_BYTES = 8  # of what is fed for each row and token of a step, at most: int
 LOGIT_BYTES = 4  # fp32
 
 
-class DeviceBackend(Backend[DeviceCache]):
+class DeviceBackend(Backend[C], Generic[C]):
     """A decoder over the memory of `device`, whose decode steps may be CUDA graphs.
 
     `capture_results` tell which steps were captured over the cache that was allocated last. A subclass says whether it

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llmforge.runtime.backends.device import Block, Buffer, Device
-from llmforge.runtime.backends.interface import Rows
+from llmforge.runtime.backends.device import Block, BlockCopy, Buffer, Device
+from llmforge.runtime.backends.interface import RowCopy, Rows
 from llmforge.runtime.backends.signature import ELEMENTS, Signature
 
 
@@ -70,15 +70,24 @@ class DeviceCache(Rows):
 
     def copy(self, row: int, start: int, source: DeviceCache, source_row: int, source_start: int, tokens: int) -> None:
         """Copy `tokens` tokens, and states as a whole, from token `source_start` of a row of `source` to `start`."""
-        self._check(row, start, tokens)
-        source._check(source_row, source_start, tokens)
+        self.copy_all(source, [RowCopy(row, start, source_row, source_start, tokens)])
+
+    def copy_all(self, source: DeviceCache, copies: Sequence[RowCopy]) -> None:
+        """Make copies of rows of `source` in one call of the device."""
+        for each in copies:
+            self._check(each.row, each.start, each.tokens)
+            source._check(each.source_row, each.source_start, each.tokens)
+        self.memory.device.copy([piece for each in copies for piece in self._pieces(source, each)])
+
+    def _pieces(self, source: DeviceCache, copy: RowCopy) -> Iterator[BlockCopy]:
+        """Give what one copy is in each tensor."""
         for name, tensor in self.memory.tensors.items():
-            other = source.memory.tensors[name]
-            count = 1 if tensor.is_state else tokens
+            count = 1 if tensor.is_state else copy.tokens
             if count:
-                into = self._block(tensor, row, 0 if tensor.is_state else start)
-                out = source._block(other, source_row, 0 if tensor.is_state else source_start)
-                self.memory.device.copy(into, out, width=count * tensor.token_bytes, height=tensor.heads)
+                into = self._block(tensor, copy.row, 0 if tensor.is_state else copy.start)
+                start = 0 if tensor.is_state else copy.source_start
+                out = source._block(source.memory.tensors[name], copy.source_row, start)
+                yield BlockCopy(into, out, width=count * tensor.token_bytes, height=tensor.heads)
 
     @property
     def size_bytes(self) -> int:

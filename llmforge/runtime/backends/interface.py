@@ -7,7 +7,7 @@ provider, `runtime.backends.tensorrt` the one for plans.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -22,6 +22,16 @@ from llmforge.runtime.backends.signature import Signature
 _LAST_ROW = np.array([-1], np.int64)  # the default of `logits_rows` (docs/dialect.md)
 
 Counts = NDArray[np.integer[Any]]
+
+
+class RowCopy(NamedTuple):
+    """What `Rows.copy` copies."""
+
+    row: int
+    start: int
+    source_row: int
+    source_start: int
+    tokens: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +64,11 @@ class Rows(ABC):
     @abstractmethod
     def copy(self, row: int, start: int, source: Self, source_row: int, source_start: int, tokens: int) -> None:
         """Copy `tokens` tokens, and states as a whole, from token `source_start` of a row of `source` to `start`."""
+
+    def copy_all(self, source: Self, copies: Sequence[RowCopy]) -> None:
+        """Make `copies` of rows of `source`, of which none writes what another one reads."""
+        for row, start, source_row, source_start, tokens in copies:
+            self.copy(row, start, source, source_row, source_start, tokens)
 
 
 C = TypeVar("C", bound=Rows)

@@ -26,6 +26,7 @@ from llmforge.runtime.backends.interface import Backend
 from llmforge.runtime.backends.ranks import session as rank_session
 from llmforge.runtime.backends.signature import ELEMENTS
 
+_PAGED = "llmforge.runtime.backends.paged"
 GRAPH_BYTES = 128 << 20  # of model.onnx: its weights lie beside it; of the deepest models it has some 10 MB
 CONTEXT_STEP = 128  # tokens, in which a smaller context is proposed
 
@@ -64,13 +65,19 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
         opened = rank_session.open_engine(folder, config, threads)
     else:
         with nullcontext() if plugin is None else plugins.blamed(plugin):
-            session = importlib.import_module(PROVIDERS[config.provider].session)
-            opened = session.open_engine(folder / wanted[0], config, threads, gpu)
+            opened = module_of(config).open_engine(folder / wanted[0], config, threads, gpu)
     if (opened.vocabulary, set(opened.signature.caches)) != (config.vocabulary, set(config.caches)):
         raise InputError(f"{folder}: {FILE} does not match {wanted[0]}: vocabulary or caches differ")
+    if (opened.signature.block_size is None) != (config.kv_blocks is None):
+        raise InputError(f"{folder}: {FILE} does not match {wanted[0]}: one has blocks of a KV cache, one has not")
     if opened.signature.takes_adapters != bool(config.adapters):
         raise InputError(f"{folder}: {FILE} does not match {wanted[0]}: it names {len(config.adapters)} adapters")
     return opened
+
+
+def module_of(config: RuntimeConfig) -> Any:
+    """Import the module that opens an engine: the one of its provider, or the one for blocks of a pool."""
+    return importlib.import_module(PROVIDERS[config.provider].session if config.kv_blocks is None else _PAGED)
 
 
 def _data_files(config: RuntimeConfig) -> tuple[str, ...]:
@@ -108,14 +115,15 @@ def _require_memory(files: Sequence[Path], config: RuntimeConfig, gpu: CudaDevic
     free, total = gpu.memory()
     weights = sum(file.stat().st_size for file in files)
     token = sum(each.kv_heads * each.head_dim * ELEMENTS[each.dtype].size_bytes for each in config.caches)
-    cache = config.max_batch * config.max_context * token
+    least = config.max_batch if config.kv_blocks is None else 1  # a pool takes what is left, and one text at least
+    cache = least * config.max_context * token
     if weights + cache > free:
-        rows, context = ((free - weights) // (token * each) for each in (config.max_context, config.max_batch))
-        smaller = [f"engine.max_batch: {rows}"] * (rows > 0)
+        rows, context = ((free - weights) // (token * each) for each in (config.max_context, least))
+        smaller = [f"engine.max_batch: {rows}"] * (rows > 0 and config.kv_blocks is None)
         smaller += [f"engine.max_context: {context // CONTEXT_STEP * CONTEXT_STEP}"] * (context >= CONTEXT_STEP)
         raise EnvironmentLacks(
             f"{gpu.name} (device {gpu.index}) has {free / 1e9:.2f} GB free of {total / 1e9:.2f}; the engine takes "
-            f"{weights / 1e9:.2f} GB of weights and {cache / 1e9:.2f} GB of KV cache ({config.max_batch} rows of "
+            f"{weights / 1e9:.2f} GB of weights and {cache / 1e9:.2f} GB of KV cache ({least} rows of "
             f"{config.max_context} tokens)",
             hint=f"free memory on the device, or build with {' or '.join(smaller)}"
             if smaller

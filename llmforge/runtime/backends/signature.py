@@ -47,7 +47,10 @@ _STEADY_FROM, _STEADY_FROM_OWN = 2, 9
 
 @dataclass(frozen=True)
 class CacheInput:
-    """One cache that a graph takes and returns: `dtype` [batch, kv_heads, capacity, head_dim]."""
+    """One cache that a graph takes and returns: `dtype` [batch, kv_heads, capacity, head_dim].
+
+    Of a graph that reads blocks by a table, [blocks, block_size, kv_heads, head_dim].
+    """
 
     name: str
     dtype: str  # as numpy spells it
@@ -77,6 +80,7 @@ class Argument:
 class Signature:
     """Inputs and outputs of a decoder graph.
 
+    `block_size`: tokens of a block, where caches are blocks of a pool; None: they are rows.
     `growing`: its caches grow in every step, and are not written in place. `declared_rows`: how many rows of logits it
     declares to give; None: any number. `own_kernels`: kernels of llmforge's own run some of its nodes.
     """
@@ -89,6 +93,7 @@ class Signature:
     growing: bool
     declared_rows: int | None
     own_kernels: bool = False
+    block_size: int | None = None
 
     @classmethod
     def of(
@@ -102,7 +107,12 @@ class Signature:
         """
         given = {value.name for value in outputs}
         past = [value for value in inputs if interface.present_of(value.name) != value.name]
-        caches = tuple(_cache_input(value, given, where) for value in past if not interface.is_state(value.name))
+        paged = any(value.name == interface.BLOCK_TABLE for value in inputs)
+        caches = tuple(
+            _cache_input(value, given, where, heads_axis=2 if paged else 1)
+            for value in past
+            if not interface.is_state(value.name)
+        )
         states = tuple(_state_input(value, given, where) for value in past if interface.is_state(value.name))
         names = [value.name for value in inputs]
         logits = next((value for value in outputs if value.name == interface.LOGITS), None)
@@ -126,6 +136,7 @@ class Signature:
             growing=_reads_growing_caches(caches, {value.name: value.shape for value in (*inputs, *outputs)}, where),
             declared_rows=logits.shape[1] if isinstance(logits.shape[1], int) else None,
             own_kernels=own_kernels,
+            block_size=_block_size(past, where) if paged else None,
         )
 
     @property
@@ -188,14 +199,25 @@ def _reads_growing_caches(
     return any(growing.values())
 
 
-def _cache_input(value: Argument, outputs: Collection[str], where: str) -> CacheInput:
+def _cache_input(value: Argument, outputs: Collection[str], where: str, heads_axis: int) -> CacheInput:
     name, shape = value.name, value.shape
-    if len(shape) != 4 or not (isinstance(shape[1], int) and isinstance(shape[3], int)):
+    kv_heads, head_dim = (shape[heads_axis], shape[3]) if len(shape) == 4 else (None, None)
+    if not (isinstance(kv_heads, int) and isinstance(head_dim, int)):
+        dims = "batch, kv_heads, capacity" if heads_axis == 1 else "blocks, block_size, kv_heads"
         raise InputError(
-            f"{where}: cache input {name} has shape {shape}; expected [batch, kv_heads, capacity, head_dim] with "
-            "fixed kv_heads and head_dim"
+            f"{where}: cache input {name} has shape {shape}; expected [{dims}, head_dim] with fixed kv_heads and "
+            "head_dim"
         )
-    return CacheInput(name, _element(value, outputs, "cache input", where), shape[1], shape[3])
+    return CacheInput(name, _element(value, outputs, "cache input", where), kv_heads, head_dim)
+
+
+def _block_size(past: Sequence[Argument], where: str) -> int:
+    """Read the tokens of a block, which all caches have in common."""
+    sizes = {value.shape[1] for value in past if len(value.shape) == 4}
+    [size] = sizes if len(sizes) == 1 else [None]
+    if not isinstance(size, int) or len(past) == 0 or any(interface.is_state(value.name) for value in past):
+        raise InputError(f"{where}: it reads {interface.BLOCK_TABLE}, and its caches are no blocks of one size")
+    return size
 
 
 def _state_input(value: Argument, outputs: Collection[str], where: str) -> StateInput:

@@ -41,7 +41,7 @@ from llmforge.runtime.backends.tensorrt_plan import Plan
 _CapturedStep = tuple[CudaGraph, Any]
 
 
-class PlanSession(DeviceBackend):
+class PlanSession(DeviceBackend[DeviceCache]):
     """A decoder in a deserialized plan (`llmforge.runtime.backends.interface.Backend`).
 
     Args:

@@ -15,6 +15,7 @@ from llmforge.base.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError, InputError, Unavailable, UnsupportedError, UsageError
 from llmforge.runtime.serving.interface import Serving
 from llmforge.runtime.serving.options import EngineOptions
+from llmforge.runtime.serving.paged_scheduler import scheduler_of
 from llmforge.runtime.serving.prompts import PromptEncoder
 from llmforge.runtime.serving.request import Chunk, Receiver, Request
 from llmforge.runtime.serving.runner import Runner, load
@@ -46,7 +47,7 @@ class Engine:
         self.runner = runner
         self.options = options = options or EngineOptions()
         proposer = _proposer(runner, options, draft)
-        self._scheduler: Scheduler[Any] = Scheduler(
+        self._scheduler: Scheduler[Any] = scheduler_of(
             runner.session,
             runner.session.allocate(runner.config.max_batch, runner.config.max_context),
             runner.samplers,
@@ -239,5 +240,10 @@ def _proposer(runner: Runner, options: EngineOptions, draft: Runner | None) -> P
         raise InputError("the draft artifact has a different vocabulary")
     if (reason := draft.session.signature.no_reuse_reason) is not None:
         raise UnsupportedError(f"the draft artifact cannot discard draft tokens: {reason}")
+    if draft.session.signature.block_size is not None:
+        raise UnsupportedError(
+            "the draft artifact keeps its KV cache in blocks of one pool, and drafts need a slot for each sequence",
+            hint="build it with `engine: {kv_cache: slots}`",
+        )
     capacity = min(runner.config.max_context, draft.config.max_context)
     return DraftModel(draft.session, runner.config.vocabulary, runner.config.max_batch, capacity, PREFILL_CHUNK)

@@ -20,7 +20,7 @@ from typing import Generic
 import numpy as np
 
 from llmforge.base.errors import UsageError
-from llmforge.runtime.backends.interface import Backend, C
+from llmforge.runtime.backends.interface import Backend, C, RowCopy
 
 # Short enough that little is read again (half a block on average), long enough that copying and looking up cost little.
 BLOCK = 32
@@ -66,8 +66,7 @@ class PrefixCache(Generic[C]):
     def load(self, tokens: Sequence[int], cache: C, row: int, adapter: int = 0) -> None:
         """Copy `tokens`, whole blocks that are stored, into `row`."""
         path = self._path(tokens, len(tokens) // BLOCK, adapter)
-        for i, block in enumerate(path):
-            cache.copy(row, i * BLOCK, self._pool, block.row, 0, BLOCK)
+        cache.copy_all(self._pool, [RowCopy(row, i * BLOCK, block.row, 0, BLOCK) for i, block in enumerate(path)])
         self._touch(path)
 
     def store(self, tokens: Sequence[int], cache: C, row: int, adapter: int = 0) -> None:
@@ -78,13 +77,15 @@ class PrefixCache(Generic[C]):
         count = min(len(tokens) // BLOCK, self.capacity)
         path = self._path(tokens, count, adapter)
         self._touch(path)  # so none of them is the oldest: others are, or there is room
+        copies = []
         for i in range(len(path), count):
             row_of_pool = self._free.pop() if self._free else self._evict()
-            self._pool.copy(row_of_pool, 0, cache, row, i * BLOCK, BLOCK)
+            copies.append(RowCopy(row_of_pool, 0, row, i * BLOCK, BLOCK))
             block = _Block(row_of_pool, _key(tokens, i, adapter), path[-1].children if path else self._roots)
             block.siblings[block.key] = block
             self._lru[block] = None
             path.append(block)
+        self._pool.copy_all(cache, copies)
         self._touch(path)
 
     def forget(self, tokens: Sequence[int], adapter: int = 0) -> None:

@@ -20,10 +20,12 @@ from llmforge.base.errors import ForgeError, UsageError
 from llmforge.runtime.backends.config import RuntimeConfig
 from llmforge.runtime.backends.interface import Backend, Rows
 from llmforge.runtime.backends.loading import open_engine
+from llmforge.runtime.backends.paged import PagedCache
 from llmforge.runtime.sampling.options import GREEDY, Sampling
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.runtime.serving.chat import ChatTemplate
 from llmforge.runtime.serving.options import EngineOptions
+from llmforge.runtime.serving.paged_scheduler import scheduler_of
 from llmforge.runtime.serving.prompts import PromptEncoder
 from llmforge.runtime.serving.request import Chunk, Request, adapter_number, check_tokens
 from llmforge.runtime.serving.scheduler import Scheduler
@@ -167,17 +169,20 @@ class Runner(PromptEncoder):
         """Make a scheduler for the rows of `cache` that reads all prompts in its first step."""
         options = EngineOptions(max_queue=0, step_tokens=cache.batch * cache.capacity, prefix_cache_bytes=0)
         adapters = self.config.adapters
-        return Scheduler(self.session, cache, self.samplers, options, chunk=PREFILL_CHUNK, adapters=adapters)
+        return scheduler_of(self.session, cache, self.samplers, options, chunk=PREFILL_CHUNK, adapters=adapters)
 
     @contextlib.contextmanager
     def _lease(self, wanted: int) -> Iterator[Any]:
         """Take neighbouring free rows of the cache for as long as the `with` block lasts.
 
-        Where decode steps are padded to buckets, the rows of padding are taken, too, if they are free.
+        Where decode steps are padded to buckets, the rows of padding are taken, too, if they are free. Rows of one pool
+        of blocks are all taken: what one scheduler plans, another one must not.
         """
         with self._lock:
+            paged = self.session.signature.block_size is not None
             padded = min((size for size in self.session.buckets if size >= wanted), default=wanted)
             rows = padded if self._find_free(padded) is not None else wanted
+            rows = max(wanted, len(self._taken)) if paged else rows
             start = self._find_free(rows)
             if start is None:
                 raise UsageError(
@@ -188,8 +193,9 @@ class Runner(PromptEncoder):
             if self._cache is None:
                 self._cache = self.session.allocate(self.config.max_batch, self.config.max_context)
             self._taken[start : start + rows] = [True] * rows
+        cache = self._cache
         try:
-            yield self._cache.rows(start, start + rows)
+            yield cache.anew().rows(0, wanted) if isinstance(cache, PagedCache) else cache.rows(start, start + rows)
         finally:
             with self._lock:
                 self._taken[start : start + rows] = [False] * rows

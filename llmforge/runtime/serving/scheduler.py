@@ -211,12 +211,16 @@ class Scheduler(Generic[C]):
     def step(self) -> bool:
         """Do one step; return whether there was anything to run."""
         self._end_cancelled_and_overdue()
+        return self._run() > 0
+
+    def _run(self) -> int:
+        """Give places to those that wait, and run those that have one; return how many tokens ran."""
         self._admit()
         self._close_gap()
         decoded = self._decode()
         if self._undelivered and not self._only_decodes():
             self._deliver_tokens()
-        return self._prefill(decoded) + decoded > 0
+        return self._prefill(decoded) + decoded
 
     def _only_decodes(self) -> bool:
         """Whether nothing but a decode step of all that run comes next, which tokens may be delivered beside."""
@@ -470,8 +474,7 @@ class Scheduler(Generic[C]):
             return sequence.sampler.sample(logits, head)
         except ForgeError as error:
             sequence.failed = True
-            if self._prefix_cache is not None:  # whatever was wrong with this text, it must not spread to others
-                self._prefix_cache.forget(sequence.tokens, sequence.adapter)
+            self._forget(sequence)  # whatever was wrong with this text, it must not spread to others
             self._remove(sequence, "error")
             self._deliver(sequence, error)
             return None
@@ -520,7 +523,16 @@ class Scheduler(Generic[C]):
         self._finished[reason] += 1
         if self._speculation is not None:
             self._speculation.forget(sequence)
+        self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Let go of the place of a sequence that ends, or of its place in the queue."""
         if sequence.slot is None:
             self._waiting.remove(sequence)
         else:
             self._slots[sequence.slot] = None
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Let no other text begin with what was computed for this one."""
+        if self._prefix_cache is not None:
+            self._prefix_cache.forget(sequence.tokens, sequence.adapter)

@@ -28,6 +28,7 @@ class EngineStats:
     prefix_hit_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    preemptions: int = 0  # sequences that gave their blocks to older ones, and were read again later
     decode_s: float
     decode_tokens: int = 0
     judge_s: float

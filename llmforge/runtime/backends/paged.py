@@ -1,0 +1,426 @@
+"""A decoder in ONNX Runtime whose caches are blocks of one pool: texts of any length share a device's memory.
+
+A step runs the tokens of several texts one behind the other, prompts and decoding together, none of them padding, and
+each reads and writes its own blocks by a table (`contrib.PagedAttention`). Decode steps may be CUDA graphs, as in
+`runtime.backends.cuda`, with a table of fixed size and rows of padding, whose blocks are number 0. `attention_metadata`
+is what the host says of lengths: exact in other steps, the class of lengths in a captured one.
+
+Over `HostDevice` the same calls bind the host's memory to the CPU provider, which runs the reference of the operator
+(`llmforge.ir.paged`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge.base.errors import InputError, RunFailed, UnsupportedError, UsageError
+from llmforge.ir import interface
+from llmforge.runtime.backends.block_pool import BlockPool, BlockTable, Copy, NoBlocks
+from llmforge.runtime.backends.config import Capture, GraphPlan, RuntimeConfig
+from llmforge.runtime.backends.cuda import EAGER, Binding, open_on, read_on_host, run_options
+from llmforge.runtime.backends.cuda_graph_capture import ONE, ProbeStep, probe_inputs
+from llmforge.runtime.backends.device import Device
+from llmforge.runtime.backends.device_backend import INPUT_BYTES, LOGIT_BYTES, DeviceBackend
+from llmforge.runtime.backends.device_cache import CacheMemory, CacheTensor, DeviceCache
+from llmforge.runtime.backends.device_inputs import InputBuffers
+from llmforge.runtime.backends.interface import RowCopy, Rows, StepInputs
+from llmforge.runtime.backends.session import SessionConfig, run_bound
+from llmforge.runtime.backends.signature import ELEMENTS, Signature
+
+T = TypeVar("T")
+
+FREE_PART = 0.9  # of a device's free memory that a pool takes at most: scratch memory of kernels needs the rest
+
+
+class BlockTensor(CacheTensor):
+    """The memory of one cache [blocks, block_size, kv_heads, head_dim]: a row is a block, all heads of a token one."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a block."""
+        return self.dims[0]
+
+
+@dataclass(frozen=True, eq=False)
+class PagedCache(Rows):
+    """A pool of blocks in a device's memory, and rows of texts of at most `capacity` tokens, which take what they hold.
+
+    A scheduler plans `pool` itself and has no use for rows; a row is what runs texts one by one (`Backend.step`). It
+    begins anew with a step behind no past.
+    """
+
+    store: DeviceCache = field(repr=False)  # a row is a block; its first one is nobody's
+    pool: BlockPool = field(repr=False)
+    tables: list[BlockTable | None] = field(repr=False)  # of all rows, of which this has those from `start` on
+    start: int = 0
+
+    def _view(self, start: int, stop: int) -> PagedCache:
+        return PagedCache(stop - start, self.capacity, self.store, self.pool, self.tables, self.start + start)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the pool, whatever rows hold of it."""
+        return self.store.size_bytes
+
+    @property
+    def blocks_of_a_row(self) -> int:
+        """Blocks of the longest text."""
+        return self.pool.count(self.capacity)
+
+    def make(self, copies: Sequence[Copy]) -> None:
+        """Fill blocks from others."""
+        if copies:
+            made = [RowCopy(copy.target, 0, copy.source, 0, copy.tokens) for copy in copies]
+            self.store.copy_all(self.store, made)
+
+    def table(self, row: int, past: int, end: int) -> BlockTable:
+        """Give the blocks of a row, which holds `past` tokens and is about to hold `end`.
+
+        Raises:
+            RunFailed: the pool has no blocks for them.
+        """
+        table = self.tables[self.start + row]
+        if table is not None and past == 0:
+            self.pool.close(table)
+            table = None
+        if table is None:
+            table = self.tables[self.start + row] = self.pool.open(())
+        try:
+            self.make(self.pool.grow(table, past, end))
+        except NoBlocks as error:
+            raise RunFailed(f"the KV cache is full: {error}") from error
+        return table
+
+    def anew(self) -> PagedCache:
+        """Give the same memory with all blocks free; nobody may go on with this object."""
+        pool = BlockPool(self.pool.blocks, self.pool.block_size)
+        return replace(self, pool=pool, tables=[None] * len(self.tables))
+
+    def copy(self, row: int, start: int, source: PagedCache, source_row: int, source_start: int, tokens: int) -> None:
+        """Copy `tokens` tokens from token `source_start` of a row of `source` to `start`."""
+        size, given = self.pool.block_size, source.tables[source.start + source_row]
+        if tokens and (given is None or len(given.blocks) * size < source_start + tokens):
+            raise ValueError(f"row {source_row} does not hold tokens {source_start} … {source_start + tokens}")
+        into, done = self.table(row, start, start + tokens), 0
+        while given is not None and done < tokens:
+            (block, at), (other, place) = divmod(start + done, size), divmod(source_start + done, size)
+            count = min(tokens - done, size - at, size - place)
+            self.store.copy(into.blocks[block], at, source.store, given.blocks[other], place, count)
+            done += count
+
+
+class Piece(NamedTuple):
+    """Tokens of one text in a step: they follow the `past` ones that `table` holds, and it has room for them.
+
+    `wanted`: whether the last of them gets logits.
+    """
+
+    tokens: Sequence[int]
+    past: int
+    table: BlockTable
+    wanted: bool
+
+
+class PagedSession(DeviceBackend[PagedCache]):
+    """A decoder graph over blocks (docs/paged.md) in ONNX Runtime, over the memory of `device`.
+
+    Args:
+        model: path of `model.onnx`, its external data beside it, or a serialized model.
+        config: threads and options of ONNX Runtime.
+        device: where it runs.
+        blocks: of the pool that `allocate` makes, at most; fewer where as many rows of full length take fewer.
+        provider_options: of ONNX Runtime's provider for that device.
+        buckets: numbers of rows that decode steps are padded to, ascending.
+        graphs: which decode steps are captured; None: none.
+
+    Raises:
+        InputError: the model cannot be read, or is not a decoder graph over blocks.
+        UnsupportedError: ONNX Runtime refuses the graph, or it cannot be run here.
+        EnvironmentLacks: this ONNX Runtime cannot use the device.
+    """
+
+    def __init__(
+        self,
+        model: Path | bytes,
+        config: SessionConfig,
+        device: Device,
+        *,
+        blocks: int,
+        provider_options: Mapping[str, str] | None = None,
+        buckets: Sequence[int] = (),
+        graphs: GraphPlan | None = None,
+    ) -> None:
+        self.device = device
+        self.blocks = blocks
+        self.buckets = tuple(buckets)
+        self._captures = () if graphs is None or graphs.mode == "off" else graphs.captures
+        self._graphs_required = graphs is not None and graphs.mode == "require"
+        where = str(model) if isinstance(model, Path) else "the model in memory"
+        # One thread makes all runs, for CUDA graphs belong to the thread that captured them.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"llmforge-paged-{device.kind}")
+        captured = bool(self._captures)
+        options = provider_options or {}
+        self._session = self._on_thread(lambda: open_on(device, model, config, options, where, graphs=captured))
+        inputs = [*self._session.get_inputs(), *self._session.get_overridable_initializers()]
+        self.signature = Signature.of(inputs, self._session.get_outputs(), where)
+        if self.signature.block_size is None or self.signature.gives_all_rows:
+            raise InputError(f"{where}: its caches are no blocks of a pool")
+        self.block_size = self.signature.block_size
+        self._input_names = tuple(name for name in self.signature.inputs if name not in self.signature.cache_types)
+        self._host_inputs = read_on_host(self._session, device, interface.ATTENTION_METADATA) & set(self._input_names)
+        if captured and (frozen := self._host_inputs - {interface.ATTENTION_METADATA, interface.LOGITS_ROWS}):
+            raise UnsupportedError(
+                f"{where}: {', '.join(sorted(frozen))} is read on the host: a recorded step would keep its first value",
+                hint="engine.cuda_graphs: off",
+            )
+        self._most_rows = most = max((1, *self.buckets, *(capture.batch for capture in self._captures)))
+        self._decode_inputs: InputBuffers | None = None  # sized by the table of the first cache
+        self._inputs = InputBuffers(device, self._input_names, self._host_inputs, INPUT_BYTES)  # of other steps; grows
+        self._decode_logits = device.allocate(most * self.vocabulary * LOGIT_BYTES)
+        self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)
+        self._bindings: weakref.WeakKeyDictionary[CacheMemory, Binding] = weakref.WeakKeyDictionary()
+        self._graphs: weakref.WeakKeyDictionary[CacheMemory, dict[int, list[tuple[int, int]]]]
+        self._graphs = weakref.WeakKeyDictionary()  # batch → (length, id), ascending
+        self._fewer: tuple[str, ...] = ()  # what `allocate` has to say of its pool
+        self._last_id = 0  # none is used twice: a graph outlives the cache that it was captured over
+
+    def allocate(self, batch: int, capacity: int) -> PagedCache:
+        """Reserve a pool for `batch` rows of texts of at most `capacity` tokens, and capture steps over it.
+
+        It has `blocks` blocks, but no more than all rows can fill or than FREE_PART of what the device has left holds
+        (`notes` then say so), and no fewer than a text of `capacity` tokens needs.
+
+        Raises:
+            EnvironmentLacks: the device has no room for those.
+            VerificationError: a step that must be captured is not.
+        """
+        if batch < 1 or capacity < 1:
+            raise ValueError(f"a cache of {batch} rows of {capacity} tokens")
+        of_a_row = -(-capacity // self.block_size)
+        planned = max(of_a_row, min(self.blocks, batch * of_a_row))
+        free, total = self.device.memory()
+        fitting = int(free * FREE_PART) // self.block_bytes - 1 if total else planned
+        pool = BlockPool(max(of_a_row, min(planned, fitting)), self.block_size)
+        self._fewer = (
+            (f"a KV cache of {pool.blocks} blocks instead of {planned}: {free / 1e9:.1f} GB of the device were free",)
+            if pool.blocks < planned
+            else ()
+        )
+        cache = PagedCache(batch, capacity, self._store(pool.blocks + 1), pool, [None] * batch)
+        if self._captures and all(c.batch <= batch and c.length <= capacity for c in self._captures):
+            self._on_thread(lambda: self._capture(cache))
+        return cache
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of one block, in all layers."""
+        token = sum(c.kv_heads * c.head_dim * ELEMENTS[c.dtype].size_bytes for c in self.signature.caches)
+        return token * self.block_size
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Which steps are not captured though they were planned to be, and why; and of a pool that is smaller."""
+        return (*super().notes, *self._fewer)
+
+    def _store(self, blocks: int) -> DeviceCache:
+        tensors = {}
+        for cache in self.signature.caches:
+            element = ELEMENTS[cache.dtype]
+            dims = (self.block_size, cache.kv_heads, cache.head_dim)
+            token_bytes = cache.kv_heads * cache.head_dim * element.size_bytes
+            buffer = self.device.allocate(blocks * self.block_size * token_bytes)
+            tensors[cache.name] = BlockTensor(buffer, element.onnx, dims, 1, token_bytes, is_state=False)
+        return DeviceCache(blocks, self.block_size, CacheMemory(self.device, tensors))
+
+    def run(self, pieces: Sequence[Piece], cache: PagedCache, out: NDArray[np.float32]) -> None:
+        """Run the tokens of several texts in one step; logits of those `wanted` go to `out` [wanted, V], in order.
+
+        Raises:
+            UsageError: a text has no room for its tokens.
+            RunFailed: a kernel fails.
+        """
+        for piece in pieces:
+            end = piece.past + len(piece.tokens)
+            if not piece.tokens or end > min(cache.capacity, len(piece.table.blocks) * self.block_size):
+                raise UsageError(f"{len(piece.tokens)} tokens after {piece.past} have no room in their blocks")
+        shape = (sum(piece.wanted for piece in pieces), self.vocabulary)
+        if out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
+            raise ValueError(f"out is {out.dtype} {out.shape}; the logits are fp32 {shape}, C-contiguous")
+        self._on_thread(lambda: self._run_pieces(pieces, cache, out[None]))
+
+    def _run_together(self, inputs: StepInputs, cache: PagedCache, out: NDArray[np.float32]) -> None:
+        """Run rows [B, S] as texts of S tokens each; `out` [B, R, V]."""
+        tokens = inputs.ids.shape[1]
+        pieces = [
+            Piece(ids, past, cache.table(b, past, past + tokens), wanted=True)
+            for b, (ids, past) in enumerate(zip(inputs.ids.tolist(), inputs.past_lengths.tolist(), strict=True))
+        ]
+        rows = np.array([-1]) if inputs.rows is None else inputs.rows
+        chosen = (np.arange(len(pieces))[:, None] * tokens + np.where(rows < 0, rows + tokens, rows)).reshape(-1)
+        flat = out.reshape(1, -1, self.vocabulary)
+        self._on_thread(lambda: self._run_pieces(pieces, cache, flat, chosen))
+
+    def _run(self, inputs: StepInputs, cache: PagedCache, out: NDArray[np.float32]) -> None:
+        self._run_together(inputs, cache, out)
+
+    def _run_pieces(
+        self,
+        pieces: Sequence[Piece],
+        cache: PagedCache,
+        out: NDArray[np.float32],
+        rows: NDArray[np.int64] | None = None,
+    ) -> None:
+        """Run a step; `rows` get logits, or None: the last token of each piece that wants them."""
+        longest = max(piece.past + len(piece.tokens) for piece in pieces)
+        decode = all(len(piece.tokens) == 1 and piece.wanted for piece in pieces) and out.shape[1] == len(pieces)
+        bucket = next((size for size in self.buckets if size >= len(pieces)), None) if decode else None
+        if bucket is None:
+            feeds = self._feeds(pieces, cache, rows, len(pieces), longest)
+            self._run_long(feeds, cache, out)
+            return
+        length, graph_id = self._find_graph(cache, bucket, longest)
+        feeds = self._feeds(pieces, cache, None, bucket, length or longest)
+        self._decode(feeds, cache, out, bucket, graph_id)
+
+    def _feeds(
+        self, pieces: Sequence[Piece], cache: PagedCache, rows: NDArray[np.int64] | None, batch: int, longest: int
+    ) -> dict[str, NDArray[Any]]:
+        """Make the inputs of a step of `batch` rows; those behind `pieces` run one token, in block 0."""
+        padding = batch - len(pieces)
+        lengths = np.array([*(len(piece.tokens) for piece in pieces), *[1] * padding], np.int32)
+        ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        past = np.array([*(piece.past for piece in pieces), *[0] * padding], np.int32)
+        table = np.zeros((batch, cache.blocks_of_a_row), np.int32)
+        for row, piece in zip(table, pieces, strict=False):
+            blocks = piece.table.blocks[: len(row)]
+            row[: len(blocks)] = blocks
+        if rows is None:
+            wanted = np.array([*(piece.wanted for piece in pieces), *[True] * padding])
+            rows = (ends[1:] - 1)[wanted].astype(np.int64)
+        ids = np.array([token for piece in pieces for token in piece.tokens] + [0] * padding, np.int64)[None]
+        places = np.arange(len(ids[0])) + np.repeat(past - ends[:-1], lengths)
+        made = {
+            interface.INPUT_IDS: ids,
+            interface.POSITION_IDS: places.astype(np.int64)[None],
+            interface.CUMULATIVE_LENGTHS: ends,
+            interface.PAST_SEQLENS: past,
+            interface.BLOCK_TABLE: table,
+            interface.ATTENTION_METADATA: np.array([int(lengths.max()), longest], np.int32),
+            interface.LOGITS_ROWS: rows,
+        }
+        return {name: value for name, value in made.items() if name in self._input_names}
+
+    def _on_thread(self, work: Callable[[], T]) -> T:
+        return self._thread.submit(work).result()
+
+    def _find_graph(self, cache: PagedCache, batch: int, longest: int) -> tuple[int | None, int]:
+        """Find the CUDA graph for so many rows and texts of up to `longest` tokens: its length and id."""
+        for length, graph_id in self._graphs.get(cache.store.memory, {}).get(batch, ()):
+            if longest <= length:
+                return length, graph_id
+        return None, EAGER
+
+    def _decode(
+        self, feeds: Mapping[str, NDArray[Any]], cache: PagedCache, out: NDArray[np.float32], batch: int, graph_id: int
+    ) -> None:
+        """Run one token of each of `batch` rows at fixed addresses; `out` takes the logits of the first rows."""
+        buffers = self._decode_inputs
+        table_bytes = self._most_rows * cache.blocks_of_a_row * 4
+        if buffers is None or buffers.each_bytes < table_bytes:
+            most = max(table_bytes, (self._most_rows + 1) * INPUT_BYTES)
+            buffers = self._decode_inputs = InputBuffers(self.device, self._input_names, self._host_inputs, most)
+            self._graphs.clear()  # they read the inputs elsewhere
+            graph_id = EAGER
+        self._execute(buffers, feeds, cache, out, (1, batch, self.vocabulary), graph_id)
+
+    def _run_long(self, feeds: Mapping[str, NDArray[Any]], cache: PagedCache, out: NDArray[np.float32]) -> None:
+        """Run any other step; never a CUDA graph."""
+        most = max(value.nbytes for value in feeds.values())
+        if most > self._inputs.each_bytes:
+            self._inputs = InputBuffers(self.device, self._input_names, self._host_inputs, most)
+        if out.nbytes > self._logits.size:
+            self._logits = self.device.allocate(out.nbytes)
+        self._execute(self._inputs, feeds, cache, out, out.shape, EAGER)
+
+    def _execute(
+        self,
+        buffers: InputBuffers,
+        feeds: Mapping[str, NDArray[Any]],
+        cache: PagedCache,
+        out: NDArray[np.float32],
+        shape: tuple[int, ...],
+        graph_id: int,
+        binding: Binding | None = None,
+    ) -> None:
+        """Run the graph, which gives logits of `shape`, and bring the first rows of them to `out` [1, R, V]."""
+        if binding is None:
+            binding = self._bindings.get(cache.store.memory)
+        if binding is None:
+            binding = self._bindings[cache.store.memory] = Binding(self._session, self.device, cache.store)
+        logits = self._decode_logits if buffers is not self._inputs else self._logits
+        binding.bind_inputs(buffers.upload(feeds))
+        binding.bind_logits(logits, shape)
+        self.device.synchronize()
+        run_bound(self._session, binding.binding, run_options(graph_id))  # returns when it is done
+        self.device.read(logits, 0, out)
+
+    def _capture(self, cache: PagedCache) -> None:
+        """Capture the planned steps, in the order of the plan, and verify each."""
+        graphs: dict[int, list[tuple[int, int]]] = {}
+        self.capture_results = ()
+        table = cache.pool.open(())
+        cache.pool.grow(table, 0, cache.capacity)
+        for capture in self._captures:
+            graph_id = self._last_id + capture.id
+            result = self._verify_capture(capture, self._probe(capture, graph_id, cache, table))
+            if result.reason is None:
+                graphs.setdefault(capture.batch, []).append((capture.length, graph_id))
+        cache.pool.close(table)
+        self._last_id += max(capture.id for capture in self._captures)
+        self._graphs[cache.store.memory] = {batch: sorted(found) for batch, found in graphs.items()}
+
+    def _probe(self, capture: Capture, graph_id: int, cache: PagedCache, table: BlockTable) -> ProbeStep:
+        """Make what runs a probe's step: all rows are the same text, and write the same."""
+        out = np.empty((1, capture.batch, self.vocabulary), np.float32)
+
+        def feeds(token: int) -> dict[str, NDArray[Any]]:
+            inputs = probe_inputs(token, capture)
+            pieces = [Piece((token,), int(past), table, wanted=True) for past in inputs.past_lengths]
+            return self._feeds(pieces, cache, None, capture.batch, capture.length)
+
+        def probe(token: int, *, graph: bool, elsewhere: bool = False) -> NDArray[np.float32]:
+            which = graph_id if graph else EAGER
+            if not elsewhere:
+                self._decode(feeds(token), cache, out, capture.batch, which)
+                return out.copy()
+            assert self._decode_inputs is not None
+            self._decode_inputs.upload(feeds(ONE))
+            most = self._decode_inputs.each_bytes
+            other = InputBuffers(self.device, self._input_names, self._host_inputs, most)
+            binding = Binding(self._session, self.device, cache.store)
+            self._execute(other, feeds(token), cache, out, out.shape, which, binding)
+            return out.copy()
+
+        return probe
+
+
+def open_engine(file: Path, config: RuntimeConfig, threads: int | None, gpu: Device) -> PagedSession:
+    """Open the engine whose graph is in `file` (llmforge.base.backends, Provider.session)."""
+    assert config.kv_blocks is not None
+    return PagedSession(
+        file,
+        config.session.resolve(threads),
+        gpu,
+        blocks=config.kv_blocks,
+        provider_options=config.provider_options,
+        buckets=config.buckets,
+        graphs=config.graphs,
+    )

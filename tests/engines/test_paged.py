@@ -1,0 +1,202 @@
+"""GroupQueryAttention over rows becomes PagedAttention over blocks: what it computes, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from llmforge import engines, targets
+from llmforge.base.errors import InputError, UnsupportedError
+from llmforge.engines import BuildRequest, cuda, cuda_graphs
+from llmforge.ir import dialect, graph, interface, paged
+from llmforge.ir.operators import contrib
+from llmforge.lowering import paged_attention
+from llmforge.passes import QuantizeKvCache
+from llmforge.recipe import EngineSpec
+from llmforge.runtime.backends import device
+from llmforge.runtime.backends.config import Capture, GraphPlan, RuntimeConfig
+from llmforge.runtime.backends.device import HostDevice
+from llmforge.runtime.backends.paged import PagedSession, Piece
+from llmforge.runtime.backends.session import Session, SessionConfig
+
+from .. import graphs
+from ..decoder_graph import decoder
+from ..recorder import Recorder
+from .test_cuda import BUDGET, FORM, H100, prepared
+
+BLOCK = 16
+SPEC = EngineSpec(max_context=64, max_batch=4, kv_cache="paged")
+
+
+def session_of(model: ir.Model, **options: object) -> PagedSession:
+    """Open the reference of a graph over blocks on the CPU, over 12 blocks."""
+    serialized = ir.to_proto(paged.expand(model)).SerializeToString()
+    return PagedSession(serialized, SessionConfig(1, optimize=False), HostDevice(), blocks=12, **options)
+
+
+def largest_difference(rows: ir.Model, blocks: ir.Model, vocabulary: int) -> float:
+    """Run two texts in ragged steps over rows, each alone, and over blocks together: prompts, both ways, and decoding.
+
+    The blocks lie in no order and hold large numbers first, which must not matter.
+    """
+    one = Session(ir.to_proto(rows).SerializeToString(), SessionConfig(1, optimize=False))
+    cache = one.allocate(2, 64)
+    many = session_of(blocks)
+    pool = many.allocate(2, 64)
+    for name, tensor in pool.store.memory.tensors.items():
+        dtype = {"float32": np.float32, "float16": np.float16}[many.signature.cache_types[name]]
+        many.device.write(tensor.buffer, 0, np.full(tensor.buffer.size // dtype().itemsize, 99, dtype))
+    random = np.random.default_rng(0)
+    texts = [random.integers(0, vocabulary, size).tolist() for size in (25, 45)]
+    tables, past, worst = [pool.pool.open(()) for _ in texts], [0, 0], 0.0
+    for counts in ((7, 30), (1, 0), (12, 1), (1, 1), (0, 6), (1, 1)):
+        pieces = []
+        for text, table, begin, count in zip(texts, tables, past, counts, strict=True):
+            if count:
+                assert pool.pool.grow(table, begin, begin + count) == []
+                pieces.append(Piece(text[begin : begin + count], begin, table, wanted=True))
+        out = np.empty((len(pieces), vocabulary), np.float32)
+        many.run(pieces, pool, out)
+        places = [row for row, count in enumerate(counts) if count]
+        for row, got in zip(places, out, strict=True):
+            ids = np.array([texts[row][past[row] : past[row] + counts[row]]])
+            wanted = one.step(ids, np.array([past[row]], np.int32), cache.rows(row, row + 1))[0, 0]
+            worst = max(worst, float(np.abs(got - wanted).max()))
+            past[row] += counts[row]
+    return worst
+
+
+FORMS: dict[str, Callable[[], ir.Model]] = {
+    "rotary inside, packed": decoder,
+    "bias": lambda: prepared(dtype=None),
+    "window, soft cap": lambda: prepared(dtype=None, form=dataclasses.replace(FORM, window=9, softcap=5.0)),
+    "sinks": lambda: prepared(dtype=None, form=dataclasses.replace(FORM, sinks=True)),
+    "one KV head": lambda: prepared(dtype=None, form=dataclasses.replace(FORM, kv_heads=1)),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_over_blocks_a_graph_computes_what_it_does_over_rows(name: str) -> None:
+    rows = dialect.expand(FORMS[name]())
+    blocks = rows.clone()
+    assert paged_attention.reason_against(blocks) is None
+    rewritten = paged_attention.lower(blocks, BLOCK)
+    assert [each.what for each in rewritten] == [f"PagedAttention over blocks of {BLOCK} tokens"] * 2
+    assert not contrib.GroupQueryAttention.all(blocks)
+    assert largest_difference(rows, blocks, graph.width(graph.output_named(rows, interface.LOGITS))) < 2e-5
+
+
+def test_what_is_lowered_in_fp16_computes_what_the_graph_did() -> None:
+    lowered, changes = cuda.lower(prepared(), H100, SPEC)
+    assert "PagedAttention over blocks of 256 tokens" in {each.what for each in changes.rewritten}
+    assert largest_difference(dialect.expand(prepared(dtype=None)), lowered, 128) < 2e-2
+
+
+@pytest.mark.parametrize(("head_dim", "tokens"), [(16, 256), (64, 256), (96, 128), (128, 128), (256, 64)])
+def test_blocks_are_of_a_size_that_flash_attention_reads(head_dim: int, tokens: int) -> None:
+    model = decoder()
+    for layer in contrib.GroupQueryAttention.all(model):
+        layer.past_key.shape = ir.Shape(["batch", 2, "capacity", head_dim])
+    assert paged_attention.block_size(model) == tokens
+
+
+def test_graphs_that_cannot_read_blocks_are_refused_with_the_reason() -> None:
+    for model, reason in (
+        (prepared(QuantizeKvCache(BUDGET)), "l0_attention: blocks of int8 and int4 are not written"),
+        (graphs.llama(FORM), "it has no GroupQueryAttention"),
+    ):
+        with pytest.raises(UnsupportedError, match=reason) as caught:
+            cuda.lower(model, H100, SPEC)
+        assert caught.value.message.startswith("engine.kv_cache is paged, and the graph cannot read blocks: ")
+        assert "kv_cache: slots" in (caught.value.hint or "")
+    model = decoder()
+    model.graph.inputs.append(ir.val(interface.ADAPTER_IDS, ir.DataType.INT64, ["batch"]))
+    assert paged_attention.reason_against(model) == "it takes adapter_ids, which is given by row"
+    model = decoder()
+    [first, _] = contrib.GroupQueryAttention.all(model)
+    graph.insert(first.node, "Identity", [graph.input_named(model, interface.SEQLENS_K)], name="peek")
+    assert paged_attention.reason_against(model) == "Identity peek reads seqlens_k"
+    model = decoder()
+    model.graph.inputs.pop()
+    assert paged_attention.reason_against(model) == "it gives every token logits, and takes no logits_rows"
+
+
+@pytest.mark.parametrize(("backend", "target"), [("onnxruntime", "cpu-avx2"), ("tensorrt", "h200")])
+def test_engines_without_attention_over_blocks_refuse_them(backend: str, target: str) -> None:
+    spec = EngineSpec(max_context=64, backend=backend, kv_cache="paged")
+    with pytest.raises(UnsupportedError, match=f"{backend} on {target} does not support it"):
+        engines.refuse_paged(spec, targets.load(target))
+    engines.refuse_paged(spec.model_copy(update={"kv_cache": "slots"}), targets.load(target))
+
+
+def test_what_is_written_says_how_many_blocks_fit(tmp_path: Path) -> None:
+    lowered, _ = cuda.lower(prepared(), H100, SPEC)
+    config = cuda.write(BuildRequest(lowered, tmp_path, SPEC, H100, (3,), None))
+    assert RuntimeConfig.read(tmp_path / "runtime.json") == config
+    assert config.kv_blocks == 4  # one of 256 tokens for each text of 64
+    assert [(cache.kv_heads, cache.head_dim) for cache in config.caches] == [(2, 16)] * 4
+    block = 2 * 2 * 256 * 2 * 16 * 2  # layers, keys and values, tokens, heads, channels, bytes
+    assert cuda_graphs.block_bytes(lowered) == block
+    plan = cuda_graphs.plan(lowered, SPEC)
+    assert cuda_graphs.memory(lowered, SPEC, plan, 4).caches == 5 * block
+    # Where slots have no room, a pool takes what is left, and one text is the least that it must hold.
+    large = EngineSpec(max_context=64 * 256, max_batch=4096, kv_cache="paged", cuda_graphs="off")
+    empty, beside = GraphPlan("off", ()), cuda_graphs.memory(lowered, large, GraphPlan("off", ())).total
+    room = (beside + 1000.5 * block) / cuda_graphs.POOL_PART
+    assert cuda_graphs.pool_blocks(lowered, large, empty, room) == 1000
+    assert cuda_graphs.pool_blocks(lowered, large, empty, 0) == 64
+    config_text = (tmp_path / "runtime.json").read_text()
+    (tmp_path / "runtime.json").write_text(config_text.replace('"kv_blocks": 4', '"kv_blocks": 0'))
+    with pytest.raises(InputError, match="kv_blocks is 0; expected 1 to"):
+        RuntimeConfig.read(tmp_path / "runtime.json")
+
+
+def test_a_pool_is_no_larger_than_what_the_device_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoder()
+    paged_attention.lower(model, BLOCK)
+    session = session_of(model)
+    assert session.block_bytes == 2 * 2 * BLOCK * 2 * 16 * 4
+    assert (session.allocate(4, 96).pool.blocks, session.notes) == (12, ())
+    assert session.allocate(1, 96).pool.blocks == 6
+    assert session.allocate(1, 96 * 4).pool.blocks == 24  # one text is the least
+    free = 10 * session.block_bytes / 0.9
+    monkeypatch.setattr(device.HostDevice, "memory", lambda self: (int(free) + 1, 1 << 30))
+    assert session.allocate(4, 96).pool.blocks == 9  # and the one of padding
+    assert session.notes == ("a KV cache of 9 blocks instead of 12: 0.0 GB of the device were free",)
+
+
+def test_a_graph_over_rows_is_no_engine_over_blocks() -> None:
+    with pytest.raises(InputError, match="its caches are no blocks of a pool"):
+        PagedSession(ir.to_proto(decoder()).SerializeToString(), SessionConfig(1), HostDevice(), blocks=4)
+
+
+def test_decode_steps_are_captured_and_replayed_with_rows_of_padding() -> None:
+    model = decoder()
+    paged_attention.lower(model, BLOCK)
+    plain = session_of(model)
+    captures = tuple(Capture(i + 1, b, n) for i, (b, n) in enumerate([(4, 96), (4, 32), (2, 96), (2, 32)]))
+    session = session_of(model, buckets=(2, 4), graphs=GraphPlan("require", captures))
+    session._session = recorder = Recorder(session._session)
+    recorder.session = session
+    pools = [each.allocate(4, 96) for each in (plain, session)]
+    assert [result.reason for result in session.capture_results] == [None] * 4
+    recorder.replays.clear()
+    out = [np.empty((3, 97), np.float32) for _ in pools]
+    tables = [[pool.pool.open(()) for _ in range(3)] for pool in pools]
+    for place in range(40):
+        for each, pool, own, logits in zip((plain, session), pools, tables, out, strict=True):
+            rows = 1 if place < 10 else 3
+            for table in own[:rows]:
+                pool.pool.grow(
+                    table, place if table is own[0] else place - 10, place + 1 if table is own[0] else place - 9
+                )
+            pieces = [Piece([place + r], place if r == 0 else place - 10, own[r], wanted=True) for r in range(rows)]
+            each.run(pieces, pool, logits[:rows])
+        np.testing.assert_allclose(out[0][:rows], out[1][:rows], atol=1e-5)
+    assert {captures[number - 1].length for number in recorder.replays} == {32, 96}
+    assert {captures[number - 1].batch for number in recorder.replays} == {2, 4}
