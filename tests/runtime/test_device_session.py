@@ -84,6 +84,15 @@ def test_copied_tokens_go_on_like_those_they_were_copied_from():
     np.testing.assert_array_equal(session.step(ids[:, 8:], lengths(8), cache.rows(2, 3)), wanted)
 
 
+def test_a_device_of_its_own_memory_says_what_is_left(monkeypatch):
+    cpu, session = both()
+    assert cpu.spare_bytes is None
+    assert session.spare_bytes is None  # it is the host's memory
+    for free, spare in ((4000, 3900), (50, 0)):
+        monkeypatch.setattr(HostDevice, "memory", lambda _, free=free: (free, 2000))
+        assert session.spare_bytes == spare
+
+
 def test_copies_beyond_a_row_are_refused():
     _, session = both()
     cache = session.allocate(2, 8)

@@ -40,6 +40,7 @@ class Watched:
     def __init__(self, runner: Runner, buckets: tuple[int, ...] = ()) -> None:
         self._session = runner.session
         self.decodes_ahead = False
+        self.spare_bytes: int | None = None
         self.vocabulary = self._session.vocabulary
         self.signature = SimpleNamespace(no_reuse_reason=self._session.signature.no_reuse_reason, steady_from=2)
         self.allocate = self._session.allocate
@@ -220,6 +221,26 @@ def test_decode_steps_are_padded_to_buckets_where_the_backend_has_them(runner, a
     run(scheduled)
     assert [answer.tokens for answer in answers[:5]] == [alone(runner, request) for request in requests]
     assert set(scheduled.stats().steps) == {2, 4, 5}
+
+
+def test_a_prefix_cache_takes_what_a_device_has_left(runner, monkeypatch):
+    block = runner.session.allocate(1, BLOCK).size_bytes
+
+    def made(left: int | None) -> Scheduler[Cache]:
+        monkeypatch.setattr(type(runner.session), "spare_bytes", property(lambda _: left))
+        return scheduler(runner, prefix_cache_bytes=8 * block)
+
+    assert [made(left).stats().prefix_tokens_capacity for left in (None, 9 * block, 3 * block)] == [
+        8 * BLOCK, 8 * BLOCK, 3 * BLOCK,
+    ]  # fmt: skip
+    assert made(8 * block).stats().notes == ()
+    assert made(3 * block).stats().notes[0].startswith("a smaller prefix cache: 0.00 GB are left on the device")
+    none = made(block - 1)
+    assert none.stats().prefix_tokens_capacity == 0
+    assert none.stats().notes[0].startswith("no prefix cache: ")
+    monkeypatch.setattr(type(runner.session), "spare_bytes", property(lambda _: None))
+    with pytest.raises(UsageError):  # too small, as it was asked for
+        scheduler(runner, prefix_cache_bytes=block - 1)
 
 
 def test_everything_is_free_again_after_many_joins_and_leaves(runner):

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 INPUT_BYTES = 8  # of what is fed for each row and token of a step, at most: int64
 LOGIT_BYTES = 4  # fp32
+RESERVE = 0.05  # of a device's memory: workspaces of kernels, and logits of many rows
 
 
 class DeviceBackend(Backend[C], Generic[C]):
@@ -35,6 +36,12 @@ class DeviceBackend(Backend[C], Generic[C]):
     def notes(self) -> tuple[str, ...]:
         """Which steps are not captured though they were planned to be, and why."""
         return tuple(each.note for each in self.capture_results if each.reason is not None)
+
+    @property
+    def spare_bytes(self) -> int | None:
+        """Count the bytes that are free, less `RESERVE` of all for what steps take; None: the device is the host."""
+        free, total = self.device.memory()
+        return max(0, free - int(RESERVE * total)) if total else None
 
     def logits_array(self, shape: tuple[int, int, int]) -> NDArray[np.float32]:
         """Make an array for `out` of `step` in memory that the device writes to by itself."""

@@ -162,6 +162,11 @@ class Backend(ABC, Generic[C]):
         """What the decoder does without, though it was asked for, and why."""
         return ()
 
+    @property
+    def spare_bytes(self) -> int | None:
+        """Count the bytes that its device has left for more caches; None: the host's memory, taken page by page."""
+        return None
+
     @abstractmethod
     def allocate(self, batch: int, capacity: int) -> C:
         """Reserve a cache; memory is taken as tokens reach it, where the device allows that."""

@@ -94,7 +94,7 @@ class Scheduler(Generic[C]):
         without = tuple(f"no {name}: {reason}" for name, value in asked.items() if value and reason)
         self._notes = (*backend.notes, *without)
         has_prefix_cache = options.prefix_cache_bytes > 0 and not reason
-        self._prefix_cache = PrefixCache(backend, options.prefix_cache_bytes) if has_prefix_cache else None
+        self._prefix_cache = self._make_prefix_cache(options.prefix_cache_bytes) if has_prefix_cache else None
         self._speculation = None if reason else speculation
         self._waiting: deque[Sequence] = deque()
         self._slots: list[Sequence | None] = [None] * cache.batch
@@ -185,6 +185,20 @@ class Scheduler(Generic[C]):
     def busy(self) -> bool:
         """Whether a request runs or waits."""
         return bool(self._sequences)
+
+    def _make_prefix_cache(self, wanted: int) -> PrefixCache[C] | None:
+        """Make the prefix cache of `wanted` bytes, or of what the device has left, which is then noted."""
+        spare = self._backend.spare_bytes
+        if spare is None or spare >= wanted:
+            return PrefixCache(self._backend, wanted)
+        left = f"{spare / 1e9:.2f} GB are left on the device, and {wanted / 1e9:.2f} were asked for"
+        try:
+            made = PrefixCache(self._backend, spare)
+        except UsageError:  # no room for one block
+            self._notes += (f"no prefix cache: {left}",)
+            return None
+        self._notes += (f"a smaller prefix cache: {left}",)
+        return made
 
     def stats(self) -> EngineStats:
         """Sum up what was done and what is going on."""
