@@ -154,11 +154,10 @@ class Repository:
         from requests import exceptions
 
         breaks = (exceptions.ChunkedEncodingError, exceptions.ConnectionError, exceptions.Timeout)
-        hashed, have, idle = hashlib.sha256(), 0, 0
+        hashed, have, idle, answered = hashlib.sha256(), 0, 0, False
         while have < size_bytes:
             before = have
             headers = {"Accept-Encoding": "identity", **({"Range": f"bytes={have}-"} if have else {})}
-            answered = bool(before or idle)
             with self._asking(f"blob {digest}"):
                 try:
                     response = self._get(f"blobs/sha256:{digest}", headers)
@@ -173,8 +172,8 @@ class Repository:
                         target.write(chunk)
                         have += len(chunk)
                         advance(len(chunk))
-                except breaks:  # what came is kept; a registry that never answered is another matter
-                    if not answered:
+                except breaks:  # what came is kept; a registry that does not answer is another matter
+                    if not answered and idle:  # the first time, it may have closed a connection that was kept open
                         raise
             idle = 0 if have > before else idle + 1
             if idle == _ATTEMPTS:

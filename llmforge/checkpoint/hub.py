@@ -59,6 +59,17 @@ class Snapshot:
         return self.folder
 
 
+def is_here(path: Path) -> bool:
+    """Say whether something of this path is here, be it that it cannot be read: then it is no name on the Hub."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def is_name(text: str) -> bool:
     """Say whether a text looks like `ORG/NAME`."""
     return _NAME.fullmatch(text) is not None and ".." not in text and "--" not in text

@@ -200,12 +200,12 @@ def on_hub(given: Path, revision: str | None) -> Snapshot | None:
     from llmforge.checkpoint import hub
     from llmforge.cli import console
 
-    called = hub.is_name(str(given))
-    if called and not given.exists():
+    called, here = hub.is_name(str(given)), hub.is_here(given)
+    if called and not here:
         return hub.snapshot(str(given), revision)
     if revision is not None:
         raise UsageError(f"{given} is not on the Hub, and has no revisions", hint="leave out --revision")
-    if called and given.is_dir():
+    if called:
         console.say(f"note: {given} is the folder here, not a model of the Hub")
     return None
 

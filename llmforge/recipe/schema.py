@@ -646,7 +646,7 @@ class Recipe(_Section):
     def _with_snapshot(self) -> Recipe:
         """Put the cache's folder in the place of a name on the Hub; a folder that is called so wins."""
         written = str(self._source.mapping["checkpoint"])
-        if self.checkpoint.exists() or not hub.is_name(written):
+        if hub.is_here(self.checkpoint) or not hub.is_name(written):
             if self.revision is not None:
                 what = f"{written} is a folder; only checkpoints on the Hub, ORG/NAME, have revisions"
                 raise collect([self._problem(("revision",), what, "remove it")])

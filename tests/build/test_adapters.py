@@ -54,6 +54,7 @@ def logits(artifact: Path, ids: list[int]) -> np.ndarray[Any, Any]:
     return runner.logits(ids)
 
 
+@pytest.mark.thorough
 def test_a_merged_adapter_is_a_part_of_the_build(recipe: Write, tmp_path: Path, tiny_checkpoint: Path) -> None:
     adapter = write_adapter(tmp_path / "style", tiny_checkpoint)
     named = [{"name": "style", "path": "style"}]

@@ -133,6 +133,7 @@ def test_where_nothing_is_planted_it_says_so(fused: ir.Model, windows: list[Wind
     assert only.kept.gain.value > 0.4 * only.kld_mean.value
 
 
+@pytest.mark.thorough
 def test_one_expert_is_found(tmp_path: Path) -> None:
     zoo.write("mixtral", tmp_path / "checkpoint")
     before = trace(Checkpoint.open(tmp_path / "checkpoint"))
@@ -273,6 +274,7 @@ def test_a_planted_channel_of_the_cache_is_found_in_most_runs(
     assert sum(names == [channel] for names in found) >= 0.95 * len(found)
 
 
+@pytest.mark.thorough
 def test_the_cache_of_a_model_that_is_streamed_is_measured_as_that_of_one_that_runs_whole(
     fused: ir.Model, windows: list[Window], tmp_path: Path
 ) -> None:

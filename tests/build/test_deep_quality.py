@@ -79,6 +79,7 @@ def kld(p: NDArray[np.float32], q: NDArray[np.float32]) -> NDArray[np.float64]:
     return (np.exp(p) * (p - q)).sum(-1)
 
 
+@pytest.mark.thorough
 def test_verify_makes_every_figure_again(built: Path, measured: Quality) -> None:
     done = CliRunner().invoke(cli, ["verify", str(built)])
     assert done.exit_code == 0, done.output

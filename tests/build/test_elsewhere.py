@@ -132,6 +132,7 @@ def test_what_is_measured_on_a_server_is_not_measured_here(
         Recipe.load(recipe_of(tmp_path, checkpoint, data, **changes))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("changes", "message", "hint"),
     [

@@ -108,6 +108,7 @@ def test_fp32_experts_ship_as_the_kernel_and_answer_as_transformers(name: str, t
     np.testing.assert_allclose(load(built.path, threads=2).logits(ids.tolist()), expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["qwen3-moe", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n != "qwen3-moe")]
 )

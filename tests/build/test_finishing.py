@@ -77,6 +77,7 @@ def built(result: Result) -> tuple[Artifact, Report]:
     return opened, model.read(opened)
 
 
+@pytest.mark.thorough
 def test_a_plan_is_published_and_nothing_unmeasured_passes(recipe: Write) -> None:
     result = build(recipe())
     assert result.exit_code == 4, result.output

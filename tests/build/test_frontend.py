@@ -92,6 +92,7 @@ def test_it_ends_with_the_block_and_with_the_process_that_started_it() -> None:
     assert not _runs(number)
 
 
+@pytest.mark.thorough
 def test_a_copy_of_it_proves_what_was_traced_and_ends_with_it(tiny_checkpoint: Path) -> None:
     with Frontend() as frontend:
         files = frontend.trace(tiny_checkpoint)

@@ -207,8 +207,9 @@ def test_codes_of_experts(tmp_path: Path, act: bool) -> None:
     model, changes = rewritten(tmp_path)
     found = list(QMoE.all(model))
     if act:
-        [note] = [note for note in changes.notes if "experts" in note]
-        assert "input features in" in note
+        [untaken, left] = [note for note in changes.notes if "experts" in note]
+        assert "input features in" in untaken
+        assert "are not quantized" in left
         assert not found
         return
     [kernel] = found

@@ -289,6 +289,7 @@ def test_answers_of_a_streamed_baseline_are_short_and_the_report_says_so(
     assert not [note for note in whole.notes if "behind the first difference" in note]
 
 
+@pytest.mark.thorough
 def test_a_changed_tail_reuses_the_head(recipe: Write, done: Done, tmp_path: Path) -> None:
     done.cache(tmp_path)
     _, report = build(recipe(budget=4.0), tmp_path)

@@ -150,6 +150,7 @@ def test_a_figure_that_its_items_do_not_give_is_found(built: tuple[Path, Path]) 
     assert found == ["accuracy of task next_sentence"]
 
 
+@pytest.mark.thorough
 @harnessed
 def test_a_server_is_measured_and_nothing_is_recorded(built: tuple[Path, Path], sample_checkpoint: Path) -> None:
     path = built[0]

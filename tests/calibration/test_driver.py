@@ -149,6 +149,7 @@ def with_list_in(part: str) -> Callable[[str], str]:
     return lambda source: source.replace(before, f"        self.others = {LIST}\n{before}")
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("part", ["model", "layer"])
 def test_calibration_sees_the_layers_that_the_trace_sees(part: str, tmp_path: Path) -> None:

@@ -213,6 +213,7 @@ def test_excluded_experts_stay(calibrated: tuple[Checkpoint, Statistics]) -> Non
     assert not [name for name in calibrate(checkpoint, texts(2, 20), [demand]).linears if "experts" in name]
 
 
+@pytest.mark.thorough
 def test_the_pass_takes_them(calibrated: tuple[Checkpoint, Statistics], tmp_path: Path) -> None:
     checkpoint, statistics = calibrated
     model = trace(checkpoint)

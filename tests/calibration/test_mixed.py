@@ -48,6 +48,7 @@ def taken(checkpoint: Checkpoint, found: Statistics) -> int:
     return quantized + 4 * (checkpoint.parameters - sum(matrix.codes.size for matrix in matrices))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("bits", "scale"), [(5.5, "int8"), (8.0, "int8"), (7.0, "fp16")])
 def test_formats_fit_the_bytes_and_what_is_read_together_shares_one(
     bits: float, scale: Scale, checkpoint: Checkpoint, windows: list[Window]

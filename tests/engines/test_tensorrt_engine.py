@@ -101,6 +101,7 @@ CELLS: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
 DEFAULT = {(WINDOWS, "int8"), (WINDOWS, "int4"), (WINDOWS, "fp8")}  # the others are slow tests
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "form"), [pytest.param(*cell, marks=[pytest.mark.slow] * (cell not in DEFAULT)) for cell in CELLS]
 )

@@ -173,6 +173,7 @@ def test_half_precision_rounds_as_the_graph_before_it(name: str, dtype: Any) -> 
     assert largest_difference(model, lowered) < 8 * epsilon
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["gpt-oss", "deepseek-v3", pytest.param("bloom", marks=[pytest.mark.slow])])
 def test_traced_architectures_compute_the_same(name: str, tmp_path: Path) -> None:
     _holds(name, tmp_path)

@@ -86,6 +86,7 @@ def test_five_gates_pass_wrongly_no_more_often_than_one_and_fail_no_more_often()
     assert 0 < failed / RELEASES <= ALPHA + ERROR  # with no correction it would be several times as often
 
 
+@pytest.mark.thorough
 def test_looking_again_and_again_costs_no_validity() -> None:
     population = Population("kld_mean")
     gates = {"kld_mean": GateSpec(rise_max=population.truth)}

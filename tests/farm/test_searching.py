@@ -234,6 +234,7 @@ def _killed(folder: Path, after: int) -> None:
     run(search(folder), FakeFarm(dies), 10, slots=2)
 
 
+@pytest.mark.thorough
 @needs_optuna
 def test_a_killed_search_goes_on(tmp_path: Path) -> None:
     process = multiprocessing.get_context("spawn").Process(target=_killed, args=(tmp_path, 4))

@@ -50,6 +50,7 @@ def test_ids_that_something_else_reads_are_refused() -> None:
         AcceptEmbeddings().run(model, graphs.CPU)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model_type", ["gemma3", "granite"])  # scaled by the embedding's module; by the model
 @pytest.mark.filterwarnings("ignore")  # transformers' own, about its models
 def test_a_text_with_rows_of_another_model_is_transformers(model_type: str, tmp_path: Path) -> None:

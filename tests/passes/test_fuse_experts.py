@@ -196,6 +196,7 @@ def test_targets_without_the_kernel_are_refused() -> None:
         FuseExperts().run(routed(FORM, matrices(gated=1, biases=False)), Context(rtx))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [

@@ -243,6 +243,7 @@ def test_weights_that_are_not_finite_are_refused_by_name() -> None:
 # Whole models ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_routers_stay_unless_they_are_asked_for(tmp_path: Path) -> None:
     zoo.write("mixtral", tmp_path)
     for routers in (False, True):

@@ -49,6 +49,7 @@ def start(folder: Path, target: str, goal: Goal, shape: str, **more: object) -> 
     return recipe
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", targets.names())
 def test_every_target_has_a_recipe_for_every_goal(name: str, tmp_path: Path) -> None:
     written, too_large = 0, list[UnsupportedError]()

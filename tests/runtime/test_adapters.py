@@ -157,6 +157,7 @@ def test_a_prefix_of_one_adapter_serves_no_other(runner: Runner) -> None:
     assert len({tuple(each) for each in answers.values()}) == 4
 
 
+@pytest.mark.thorough
 def test_texts_are_those_of_merged_builds(
     runner: Runner, model: ir.Model, adapters: list[Adapter], sample_checkpoint: Path, tmp_path: Path
 ) -> None:

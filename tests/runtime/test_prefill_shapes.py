@@ -11,6 +11,7 @@ import pytest
 
 from llmforge.base.errors import RunFailed
 from llmforge.runtime import EngineOptions, Request, Sampling
+from llmforge.runtime.backends import cuda
 from llmforge.runtime.backends.cuda import DeviceSession
 from llmforge.runtime.backends.device import HostDevice
 from llmforge.runtime.backends.prefill_shapes import SHAPES, pieces
@@ -56,19 +57,22 @@ class Graph:
         self.shapes.append(tuple(binding.bound["input_ids"]))
 
 
-class Recorded(DeviceSession):
-    """The session for GPUs over such a graph."""
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """What sessions open: such graphs."""
+    graphs: list[Graph] = []
 
-    graph: Graph
+    def open_on(*_: object, **__: object) -> Graph:
+        graphs.append(Graph())
+        return graphs[-1]
 
-    def _open(self, *_: object) -> Any:
-        self.graph = Graph()
-        return self.graph
+    monkeypatch.setattr(cuda, "open_on", open_on)
+    return graphs
 
 
 @pytest.mark.parametrize("prompts", [400, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_prompts_of_random_lengths_reach_the_session_in_the_stated_shapes(prompts: int) -> None:
-    session, capacity = Recorded(b"", ONE_THREAD, HostDevice(), shapes=SHAPES), 1100
+def test_prompts_of_random_lengths_reach_the_session_in_the_stated_shapes(prompts: int, opened: list[Graph]) -> None:
+    session, capacity = DeviceSession(b"", ONE_THREAD, HostDevice(), shapes=SHAPES), 1100
     samplers = types.SimpleNamespace(start=lambda sampling, prompt: _sampler(), tokenizer=None)
     options = EngineOptions(max_queue=0, prefix_cache_bytes=0, step_tokens=4096)
     scheduler: Scheduler[Any] = Scheduler(session, session.allocate(8, capacity), samplers, options)  # type: ignore[arg-type]
@@ -79,8 +83,9 @@ def test_prompts_of_random_lengths_reach_the_session_in_the_stated_shapes(prompt
         asked += length
         scheduler.step()
     assert not scheduler.busy
-    assert set(session.graph.shapes) == {(1, 1), *((1, shape) for shape in SHAPES)}
-    assert sum(shape[1] for shape in session.graph.shapes) < 1.35 * asked
+    [graph] = opened
+    assert set(graph.shapes) == {(1, 1), *((1, shape) for shape in SHAPES)}
+    assert sum(shape[1] for shape in graph.shapes) < 1.35 * asked
 
 
 def _sampler() -> TokenSampler:
@@ -132,29 +137,30 @@ def test_a_padded_step_computes_what_the_step_alone_does(*, int8_cache: bool) ->
 def test_a_shape_that_fails_opens_the_graph_again_without_cudnn(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Failing(Recorded):
-        """Attention of 128 tokens fails, unless only flash attention may run."""
+    def open_on(device: Any, model: Any, config: Any, options: Any, *_: object, **__: object) -> Graph:
+        """Open what fails at attention of 128 tokens, unless only flash attention may run."""
+        graph, flash_alone = Graph(), options.get("sdpa_kernel") == "1"
+        run = graph.run_with_iobinding
 
-        def _open(self, model: Any, config: Any, options: Any, where: str) -> Any:
-            graph = super()._open()
-            run = graph.run_with_iobinding
+        def fails(binding: Any, given: Any) -> None:
+            if tuple(binding.bound["input_ids"])[1] == 128 and not flash_alone:
+                raise RuntimeError("cuDNN: no plan")
+            run(binding, given)
 
-            def fails(binding: Any, given: Any) -> None:
-                if tuple(binding.bound["input_ids"])[1] == 128 and options.get("sdpa_kernel") != "1":
-                    raise RuntimeError("cuDNN: no plan")
-                run(binding, given)
+        graph.run_with_iobinding = fails  # type: ignore[method-assign]
+        graphs.append(graph)
+        return graph
 
-            graph.run_with_iobinding = fails
-            return graph
-
+    graphs: list[Graph] = []
+    monkeypatch.setattr(cuda, "open_on", open_on)
     device = HostDevice()
-    session = Failing(b"", ONE_THREAD, device, shapes=SHAPES)
+    session = DeviceSession(b"", ONE_THREAD, device, shapes=SHAPES)
     with pytest.raises(RunFailed, match="no plan"):  # a CPU has no other kernels
         session.allocate(2, 600)
     device.kind = "cuda"
-    monkeypatch.setattr(Failing, "_read_on_host", lambda self: set())
-    session = Failing(b"", ONE_THREAD, device, shapes=SHAPES)
+    monkeypatch.setattr(cuda, "read_on_host", lambda *_: set())
+    session = DeviceSession(b"", ONE_THREAD, device, shapes=SHAPES)
     session.allocate(2, 600)
     assert [note for note in session.notes if "without cuDNN" in note and "no plan" in note]
-    assert {shape[1] for shape in session.graph.shapes} == set(SHAPES)
+    assert {shape[1] for shape in graphs[-1].shapes} == set(SHAPES)
     assert "without cuDNN" in caplog.text

@@ -39,6 +39,8 @@ TEN = Sampling(temperature=0.0, max_tokens=10, ignore_eos=True)
 ENDLESS = Sampling(ignore_eos=True)
 SOON_S = 10.0
 
+pytestmark = pytest.mark.thorough
+
 
 def publish(out: Path, checkpoint: Path, degree: int) -> Artifact:
     """Publish a small model of random weights with the sample checkpoint's tokenizer."""

@@ -481,6 +481,7 @@ def test_the_next_turn_of_a_conversation_finds_the_answer_too(runner, answers):
 # Decoders that keep a state -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")  # transformers' own, about its model
 def test_layers_with_states_are_batched_and_go_without_reuse(tmp_path, answers):
     zoo.write("qwen3-5", tmp_path)

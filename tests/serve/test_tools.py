@@ -176,11 +176,11 @@ class Opening:
         self._tokenizer = tokenizer
         sample = TokenSampler.sample
 
-        def opened(sampler: TokenSampler, logits: Any) -> Any:
+        def opened(sampler: TokenSampler, logits: Any, head: Any = None) -> Any:
             if (at := sampler._generated) < len(self.tokens):
-                logits = np.full_like(logits, -100)
+                logits, head = np.full_like(logits, -100), None
                 logits[self.tokens[at]] = 100
-            return sample(sampler, logits)
+            return sample(sampler, logits, head)
 
         monkeypatch.setattr(TokenSampler, "sample", opened)
 

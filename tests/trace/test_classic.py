@@ -135,6 +135,7 @@ def test_long_rope_takes_the_factors_of_a_texts_length(tmp_path: Path) -> None:
         assert zoo.largest_difference(expanded, expected, schedule, capacity=64) <= TOLERANCE, schedule
 
 
+@pytest.mark.thorough
 def test_the_runtime_reads_a_long_prompt_in_pieces_with_the_angles_of_a_long_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

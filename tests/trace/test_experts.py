@@ -83,6 +83,7 @@ def test_matrices_of_experts_lie_as_those_of_linear_layers(mixtral: tuple[Path, 
     np.testing.assert_array_equal(tensor.numpy(), expected.detach().numpy().swapaxes(1, 2))
 
 
+@pytest.mark.thorough
 def test_the_matrices_of_experts_are_read_one_expert_at_a_time(tmp_path: Path) -> None:
     """Beside the result, [8, 64, 2·96] fp32, there is room for one expert and its conversion, not for all."""
     zoo.write("mixtral", tmp_path, num_local_experts=8, intermediate_size=512, hidden_size=256, num_hidden_layers=1)
@@ -98,6 +99,7 @@ def test_the_matrices_of_experts_are_read_one_expert_at_a_time(tmp_path: Path) -
     assert peak < 1.5 * array.nbytes
 
 
+@pytest.mark.thorough
 def test_gates_with_limits_biases_and_matrices_as_they_lie(tmp_path: Path) -> None:
     zoo.write("gpt-oss", tmp_path)
     model = traced(tmp_path)
@@ -144,6 +146,7 @@ def test_a_step_reads_the_experts_that_its_tokens_choose(mixtral: tuple[Path, ir
     assert np.isfinite(session.run(["logits"], feeds)[0]).all()
 
 
+@pytest.mark.thorough
 def test_the_trace_leaves_no_implementation_of_experts_behind(mixtral: tuple[Path, ir.Model]) -> None:
     assert experts.NAME not in ExpertsInterface().valid_keys()
 

@@ -167,6 +167,7 @@ def test_a_mask_over_a_tensor_of_one_number_is_read_at_any_place() -> None:
     assert known.resolved(lambda: other)() is other
 
 
+@pytest.mark.thorough
 def test_a_model_that_only_looks_at_ones_is_hooked(tmp_path: Path) -> None:
     """BioGPT makes a padding mask of ones where none is given."""
     shrink.write("biogpt", tmp_path)

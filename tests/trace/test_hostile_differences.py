@@ -141,6 +141,7 @@ DIFFERENCES: Mapping[str, Difference] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if d.slow else []) for n, d in DIFFERENCES.items()]

@@ -66,6 +66,7 @@ def test_latent_attention_caches_its_latents(tmp_path: Path) -> None:
     assert changes.skipped[0].reason == "it caches latents, and GroupQueryAttention reads keys and values"
 
 
+@pytest.mark.thorough
 def test_keys_and_values_that_are_smaller_than_their_latents_are_cached(tmp_path: Path) -> None:
     model = traced("deepseek-v3", tmp_path, num_hidden_layers=1, kv_lora_rank=200)
     (attention,) = canonical.Attention.all(model)
@@ -134,6 +135,7 @@ def test_passes_keep_what_the_model_computes(name: str, tmp_path: Path) -> None:
                     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_session_reuses_a_row_and_pads_without_touching_its_state(tmp_path: Path) -> None:
     model = traced("qwen3-5", tmp_path)
     session = served(model)
@@ -363,6 +365,7 @@ def test_a_state_space_is_gated_linear_attention(tmp_path: Path) -> None:
     assert graph.dims(layer.decay) == ("batch", "sequence", 8)
 
 
+@pytest.mark.thorough
 def test_layers_without_a_cache_are_not_counted(tmp_path: Path) -> None:
     model = traced("nemotron-h", tmp_path)
     caches = {str(value.name): graph.dims(value) for value in model.graph.inputs if "past_key" in str(value.name)}

@@ -45,6 +45,7 @@ def both(folder: Path) -> tuple[ir.Model, ir.Model]:
     return trace(checkpoint), trace(checkpoint, shorten=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else []) for case in REPEATED]
 )
@@ -79,6 +80,7 @@ def test_copies_read_the_weights_of_their_own_layer(tmp_path: Path) -> None:
     assert zoo.largest_difference(dialect.expand(model), zoo.reference(tmp_path), zoo.SCHEDULES["ragged"]) <= 1e-5
 
 
+@pytest.mark.thorough
 def test_layers_that_do_not_repeat_are_all_traced_and_the_graph_says_why(tmp_path: Path) -> None:
     types = [SLIDING, FULL, FULL, SLIDING]
     zoo.write("qwen2", tmp_path, num_hidden_layers=4, use_sliding_window=True, sliding_window=7, layer_types=types)

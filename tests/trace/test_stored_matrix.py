@@ -52,6 +52,7 @@ def test_modules_compute_with_it_what_they_compute_with_a_parameter(
     assert not stored.is_meta
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["llama-tied", "gemma3"])
 def test_a_part_of_a_model_computes_the_same_with_its_matrices_on_disk(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
