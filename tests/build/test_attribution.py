@@ -78,6 +78,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli, list(arguments))
 
 
+@pytest.mark.thorough
 def test_a_build_says_where_quality_went_and_bisecting_looks_into_it(recipe_file: Path, tmp_path: Path) -> None:
     done = run("build", str(recipe_file), "--out", str(tmp_path / "out"), "--quiet", "--json")
     assert done.exit_code == 0, done.output

@@ -235,7 +235,6 @@ def undisturbed(builds: Builds) -> tuple[str, list[tuple[str, float]]]:
     return artifact.manifest.content_digest, [(a[1], b[0] - a[0]) for a, b in itertools.pairwise(told)]
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
 def test_builds_killed_at_random_moments_lose_nothing(builds: Builds, kills: int) -> None:

@@ -90,6 +90,7 @@ def wanted(baseline, prompts) -> list[list[int]]:
 GREEDY = Sampling(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("runner", [pytest.param("as_traced", marks=pytest.mark.slow), "fused"])
 def test_greedy_continuations_are_those_of_transformers(runner, prompts, wanted, request):
     engine_runner: Runner = request.getfixturevalue(runner)

@@ -102,6 +102,7 @@ def command_line(*arguments: str) -> Result:
     return CliRunner().invoke(cli, [*arguments])
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_an_artifact_is_reproduced_and_a_difference_is_named(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, path = built.recipe, built.artifact.path
