@@ -179,7 +179,7 @@ def questions(draw: random.Random, count: int, *, greedy: bool = False) -> list[
             body["messages"] = [{"role": "user", "content": prompt}]
         if kind == "schema":
             form = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
-            body |= {"response_format": form, "max_tokens": 150}
+            body |= {"response_format": form, "max_tokens": 400}  # a model may write much white space
         if kind == "tools":
             body |= {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
         made.append(Question("/v1/completions", {"prompt": prompt, **body}) if kind == "text" else
