@@ -9,15 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import stat
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
-from llmforge.base import small_file
+from llmforge.base import small_file, whole_file
 from llmforge.base.errors import InputError
 
 FILE = "hashed-files.json"
@@ -101,15 +99,7 @@ def _remember(new: dict[str, str]) -> str | None:
     everything = {**_remembered(), **new}
     kept = dict(list(everything.items())[-MOST:])
     try:
-        folder = home()
-        written = folder / f".{FILE}-{secrets.token_hex(4)}"
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            written.write_text(json.dumps(kept, indent=0), encoding="utf-8")
-            written.replace(folder / FILE)
-        finally:
-            with suppress(OSError):
-                written.unlink()
+        whole_file.write(home() / FILE, lambda file: file.write_text(json.dumps(kept, indent=0), encoding="utf-8"))
     except (OSError, RuntimeError) as error:
         return str(error)
     return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -127,6 +128,25 @@ def _entries(
             continue
         seen.add(_normal(package.name))
         yield from ((entry, package, str(distribution.locate_file(""))) for entry in mine)
+
+
+def step_class(plugin: Plugin, given: Any, base: type[T]) -> type[T]:
+    """Return what `plugin` gives, if it is a class of `base` that a recipe can name and give options to.
+
+    Raises:
+        ValueError: it is not, in words.
+    """
+    if not (isinstance(given, type) and issubclass(given, base)):
+        raise ValueError(f"{given!r:.60} is no subclass of {base.__module__}.{base.__qualname__}")
+    if inspect.isabstract(given):
+        raise ValueError(
+            f"{given.__name__} does not define {', '.join(sorted(getattr(given, '__abstractmethods__', ())))}"
+        )
+    if "__is_pydantic_dataclass__" not in vars(given) or not vars(given)["__dataclass_params__"].frozen:
+        raise ValueError(f"{given.__name__} is no pydantic.dataclasses.dataclass(frozen=True)")
+    if getattr(given, "name", None) != plugin.name:
+        raise ValueError(f"{given.__name__}.name is {getattr(given, 'name', None)!r}")
+    return given
 
 
 @dataclass(eq=False)

@@ -70,6 +70,14 @@ def is_here(path: Path) -> bool:
     return True
 
 
+def is_folder(path: Path) -> bool:
+    """Say whether a path is a folder here, as far as one may look."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
 def is_name(text: str) -> bool:
     """Say whether a text looks like `ORG/NAME`."""
     return _NAME.fullmatch(text) is not None and ".." not in text and "--" not in text

@@ -205,7 +205,7 @@ def on_hub(given: Path, revision: str | None) -> Snapshot | None:
         return hub.snapshot(str(given), revision)
     if revision is not None:
         raise UsageError(f"{given} is not on the Hub, and has no revisions", hint="leave out --revision")
-    if called:
+    if called and hub.is_folder(given):
         console.say(f"note: {given} is the folder here, not a model of the Hub")
     return None
 

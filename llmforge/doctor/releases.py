@@ -10,14 +10,13 @@ What passed is written down (`llmforge.base.versions.record_of`), and holds for 
 from __future__ import annotations
 
 import json
-import secrets
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmforge.base import versions
+from llmforge.base import versions, whole_file
 from llmforge.base.errors import ForgeError, VerificationError
 from llmforge.base.progress import Progress
 
@@ -130,7 +129,8 @@ def prove(progress: Progress, types: Mapping[str, Mapping[str, Any]] = TYPES) ->
     changed = tuple(table.changed(digests, table.releases()))
     record = versions.record_of(version)
     content = {"proof": versions.proof_of(version), "hooks": digests, "changed": changed, "types": found}
-    _write(record, json.dumps(content, indent=1, sort_keys=True) + "\n")
+    text = json.dumps(content, indent=1, sort_keys=True) + "\n"
+    whole_file.write(record, lambda file: file.write_text(text, encoding="utf-8"))
     return Proof(version, version in versions.PROVEN, len(table.HOOKS), changed, found, record)
 
 
@@ -144,11 +144,3 @@ def _prove_type(name: str, entries: Mapping[str, Any], folder: Path) -> str:
     tiny.write(name, {**_BASE, **entries}, folder)
     checkpoint = Checkpoint.open(folder)
     return verify_trace(checkpoint, trace(checkpoint)).note()
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a file as a whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f"{file.name}.{secrets.token_hex(4)}")
-    part.write_text(text, encoding="utf-8")
-    part.replace(file)

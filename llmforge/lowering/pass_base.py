@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -263,21 +262,14 @@ def of_plugin(step: Pass | type[Pass]) -> Plugin | None:
 
 def _check(plugin: Plugin, given: Any) -> type[Pass]:
     """Return the class that a plug-in gives, if it is a pass and says what ours say."""
-    if not (isinstance(given, type) and issubclass(given, Pass)):
-        raise ValueError(f"{given!r:.60} is no subclass of llmforge.lowering.pass_base.Pass")
-    if inspect.isabstract(given):
-        raise ValueError(f"{given.__name__} does not define {', '.join(sorted(given.__abstractmethods__))}")
-    if "__is_pydantic_dataclass__" not in vars(given) or not vars(given)["__dataclass_params__"].frozen:
-        raise ValueError(f"{given.__name__} is no pydantic.dataclasses.dataclass(frozen=True)")
-    if getattr(given, "name", None) != plugin.name:
-        raise ValueError(f"{given.__name__}.name is {getattr(given, 'name', None)!r}")
-    if not isinstance(getattr(given, "numerics", None), Numerics):
-        raise ValueError(f"{given.__name__}.numerics is no Numerics")
-    required = {each.name for each in fields(cast(Any, given)) if each.default is each.default_factory is MISSING}
-    if ("budget" in required) != (given.numerics is Numerics.LOSSY):
+    cls = plugins.step_class(plugin, given, Pass)
+    if not isinstance(getattr(cls, "numerics", None), Numerics):
+        raise ValueError(f"{cls.__name__}.numerics is no Numerics")
+    required = {each.name for each in fields(cast(Any, cls)) if each.default is each.default_factory is MISSING}
+    if ("budget" in required) != (cls.numerics is Numerics.LOSSY):
         raise ValueError("a lossy pass has a required option `budget`, and no other pass has one")
-    TypeAdapter(given).json_schema()  # raises where an option has no type that a recipe can write
-    return given
+    TypeAdapter(cls).json_schema()  # raises where an option has no type that a recipe can write
+    return cls
 
 
 SEAM = Seam("passes", _check)

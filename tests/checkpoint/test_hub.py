@@ -200,6 +200,15 @@ def test_a_folder_wins(server: Hub, files: dict[str, bytes], tmp_path: Path) -> 
     assert server.asked == []
 
 
+def test_a_file_is_no_folder_that_wins(server: Hub, tmp_path: Path) -> None:
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / "model.gguf").write_bytes(b"GGUF, but not for long")
+    done = invoke("plan", "org/model.gguf", "--target", "h200")
+    assert done.exit_code != 0
+    assert "note:" not in done.stderr
+    assert server.asked == []
+
+
 def test_commands_take_names(server: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
     server.push("org/model", files, branch="v1.0")
     done = invoke("plan", "org/model", "--revision", "v1.0", "--target", "h200")

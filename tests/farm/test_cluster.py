@@ -222,7 +222,7 @@ def test_an_interruption_ends_everything(place: Path, tmp_path: Path, number: si
     if number is signal.SIGINT:
         assert code == 130
         assert "run the same command to go on" in rest
-    until = time.monotonic() + 200  # Ray's own agents look for their parents now and then
+    until = time.monotonic() + 60
     while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in children):
         assert time.monotonic() < until, [each for each in children if each.is_running()]
         time.sleep(0.5)

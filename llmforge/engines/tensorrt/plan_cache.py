@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmforge.base import whole_file
 from llmforge.base.errors import InputError
 from llmforge.engines.tensorrt import plan_file
 from llmforge.engines.tensorrt.plan_file import PlanRecord, Source
@@ -55,9 +54,8 @@ class PlanCache:
         if record.size_bytes > self.limit_bytes:
             return
         file = self._record(record.key)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        _replace(file.with_suffix(".plan"), lambda partial: _link(plan, partial))
-        _replace(file, lambda partial: partial.write_text(record.to_json(), encoding="utf-8"))
+        whole_file.write(file.with_suffix(".plan"), lambda partial: _link(plan, partial))
+        whole_file.write(file, lambda partial: partial.write_text(record.to_json(), encoding="utf-8"))
         self._drop_oldest()
 
     def timings(self, source: Source) -> bytes:
@@ -68,8 +66,7 @@ class PlanCache:
     def keep_timings(self, source: Source, timings: bytes) -> None:
         """Keep what was timed."""
         file = self._timings(source)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        _replace(file, lambda partial: partial.write_bytes(timings))
+        whole_file.write(file, lambda partial: partial.write_bytes(timings))
 
     def _drop_oldest(self) -> None:
         records = sorted(self.folder.glob("plans/*.json"), key=lambda file: file.stat().st_mtime)
@@ -89,16 +86,6 @@ class PlanCache:
     def _timings(self, source: Source) -> Path:
         device = re.sub(r"[^A-Za-z0-9]+", "-", source.device).strip("-").lower()
         return self.folder / "timings" / f"{source.version}-sm{source.sm}-{device}.cache"
-
-
-def _replace(file: Path, make: Callable[[Path], object]) -> None:
-    """Make a file under another name and rename it: who reads it at that moment sees one that is whole."""
-    partial = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
-    try:
-        make(partial)
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _link(source: Path, target: Path) -> None:

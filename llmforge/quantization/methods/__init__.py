@@ -7,7 +7,6 @@ of a plug-in (llmforge.base.plugins) is found by its name; the class of a pass i
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from functools import cache
 from typing import Annotated, Any, TypeVar, cast
@@ -69,25 +68,18 @@ def plugin_of(name: str) -> Plugin | None:
 
 def _check(plugin: Plugin, given: Any) -> type[Method]:
     """Return the class that a plug-in gives, if it is a method."""
-    if not (isinstance(given, type) and issubclass(given, Method)):
-        raise ValueError(f"{given!r:.60} is no subclass of llmforge.quantization.methods.base.Method")
-    if inspect.isabstract(given):
-        raise ValueError(f"{given.__name__} does not define {', '.join(sorted(given.__abstractmethods__))}")
-    if "__is_pydantic_dataclass__" not in vars(given) or not vars(given)["__dataclass_params__"].frozen:
-        raise ValueError(f"{given.__name__} is no pydantic.dataclasses.dataclass(frozen=True)")
-    if getattr(given, "name", None) != plugin.name:
-        raise ValueError(f"{given.__name__}.name is {getattr(given, 'name', None)!r}")
-    if not isinstance(getattr(given, "summary", None), str):
-        raise ValueError(f"{given.__name__}.summary is no text")
-    formats = getattr(given, "formats", ())
+    cls = plugins.step_class(plugin, given, Method)
+    if not isinstance(getattr(cls, "summary", None), str):
+        raise ValueError(f"{cls.__name__}.summary is no text")
+    formats = getattr(cls, "formats", ())
     if not formats or not all(isinstance(each, Format) for each in formats):
-        raise ValueError(f"{given.__name__}.formats lists no formats of llmforge.quantization.formats")
-    if not all(isinstance(each, InputStatistic) for each in given.demands):
-        raise ValueError(f"{given.__name__}.demands lists something else than InputStatistic")
-    for option in dataclasses.fields(given):  # type: ignore[arg-type]  # as above
+        raise ValueError(f"{cls.__name__}.formats lists no formats of llmforge.quantization.formats")
+    if not all(isinstance(each, InputStatistic) for each in cls.demands):
+        raise ValueError(f"{cls.__name__}.demands lists something else than InputStatistic")
+    for option in dataclasses.fields(cls):
         if option.default is dataclasses.MISSING:
             raise ValueError(f"its option {option.name} has no default")
-    return _guarded(plugin, given)
+    return _guarded(plugin, cls)
 
 
 def _guarded(plugin: Plugin, given: type[Method]) -> type[Method]:

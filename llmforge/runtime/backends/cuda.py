@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import onnxruntime as ort
@@ -45,7 +45,7 @@ from llmforge.runtime.backends.device_backend import INPUT_BYTES, LOGIT_BYTES, D
 from llmforge.runtime.backends.device_cache import CacheMemory, DeviceCache
 from llmforge.runtime.backends.device_heads import HeadBuffers
 from llmforge.runtime.backends.device_inputs import BoundInput, InputBuffers
-from llmforge.runtime.backends.interface import Counts, DecodeRun, StepInputs
+from llmforge.runtime.backends.interface import C, Counts, DecodeRun, StepInputs
 from llmforge.runtime.backends.prefill_shapes import SHAPES, pieces
 from llmforge.runtime.backends.session import SessionConfig, open_graph, run_bound, session_options
 from llmforge.runtime.backends.signature import Signature
@@ -61,7 +61,62 @@ WARM_S = 30.0  # that prefills of all shapes may take at load, before a warning 
 EAGER = -1  # the `gpu_graph_id` of steps that are no CUDA graph
 
 
-class DeviceSession(DeviceBackend[DeviceCache]):
+class CapturedSession(DeviceBackend[C], Generic[C]):
+    """A decoder in ONNX Runtime whose decode steps may be captured: one thread makes all runs, and finds their graphs.
+
+    A subclass opens `_session`.
+    """
+
+    _session: Any
+
+    def __init__(self, device: Device, buckets: Sequence[int], graphs: GraphPlan | None) -> None:
+        self.device = device
+        self.buckets = tuple(buckets)
+        self._captures = () if graphs is None or graphs.mode == "off" else graphs.captures
+        self._graphs_required = graphs is not None and graphs.mode == "require"
+        # One thread makes all runs, for CUDA graphs belong to the thread that captured them.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"llmforge-{device.kind}")
+        self._graphs: weakref.WeakKeyDictionary[CacheMemory, dict[int, list[tuple[int, int]]]]
+        self._graphs = weakref.WeakKeyDictionary()  # batch → (length, id), ascending
+        self._last_id = 0  # none is used twice: a graph outlives the cache that it was captured over
+
+    def _on_thread(self, work: Callable[[], T]) -> T:
+        return self._thread.submit(work).result()
+
+    def _find_host_inputs(self, names: Sequence[str], always: str, where: str) -> set[str]:
+        """Name those of `names` that are read on the host, `always` on any device.
+
+        Raises:
+            UnsupportedError: a captured step would keep the first value of one.
+        """
+        found = read_on_host(self._session, self.device, always) & set(names)
+        if self._captures and (frozen := found - {always, interface.LOGITS_ROWS}):
+            raise UnsupportedError(
+                f"{where}: {', '.join(sorted(frozen))} is read on the host: a recorded step would keep its first value",
+                hint="engine.cuda_graphs: off",
+            )
+        return found
+
+    def _graph_of(self, memory: CacheMemory, batch: int, longest: int) -> tuple[int | None, int]:
+        """Find the CUDA graph of `batch` rows for texts of up to `longest` tokens: its length and id."""
+        for length, graph_id in self._graphs.get(memory, {}).get(batch, ()):
+            if longest <= length:
+                return length, graph_id
+        return None, EAGER
+
+    def _capture_all(self, memory: CacheMemory, probe_of: Callable[[Capture, int], ProbeStep]) -> None:
+        """Capture the planned steps over `memory`, in the order of the plan, and verify each by its probe."""
+        graphs: dict[int, list[tuple[int, int]]] = {}
+        self.capture_results = ()
+        for capture in self._captures:
+            graph_id = self._last_id + capture.id
+            if self._verify_capture(capture, probe_of(capture, graph_id)).reason is None:
+                graphs.setdefault(capture.batch, []).append((capture.length, graph_id))
+        self._last_id += max(capture.id for capture in self._captures)
+        self._graphs[memory] = {batch: sorted(found) for batch, found in graphs.items()}
+
+
+class DeviceSession(CapturedSession[DeviceCache]):
     """A decoder graph (docs/dialect.md) in ONNX Runtime, over the memory of `device`.
 
     Args:
@@ -92,20 +147,15 @@ class DeviceSession(DeviceBackend[DeviceCache]):
         graphs: GraphPlan | None = None,
         shapes: tuple[int, ...] = (),
     ) -> None:
-        self.device = device
+        super().__init__(device, buckets, graphs)
         self._shapes = shapes
         self.longest_step = max(shapes, default=None)
         self._without_cudnn: str | None = None  # why
         self._options = dict(provider_options or {})
-        self.buckets = tuple(buckets)
-        self._captures = () if graphs is None or graphs.mode == "off" else graphs.captures
-        self._graphs_required = graphs is not None and graphs.mode == "require"
         where = str(model) if isinstance(model, Path) else "the model in memory"
         self._opens: Callable[[], Any] = lambda: open_on(
             device, model, config, self._options, where, graphs=bool(self._captures)
         )
-        # One thread makes all runs, for CUDA graphs belong to the thread that captured them.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"llmforge-{device.kind}")
         self._session = self._on_thread(self._opens)
         inputs = [*self._session.get_inputs(), *self._session.get_overridable_initializers()]
         self.signature = signature = Signature.of(inputs, self._session.get_outputs(), where)
@@ -114,14 +164,7 @@ class DeviceSession(DeviceBackend[DeviceCache]):
         if self._captures and interface.ATTENTION_MASK in signature.inputs:
             raise UnsupportedError(f"{where}: {interface.ATTENTION_MASK} grows with the text, so no step is recorded")
         self._input_names = tuple(name for name in signature.inputs if name not in signature.cache_types)
-        self._host_inputs = read_on_host(self._session, device, interface.TOTAL_SEQUENCE_LENGTH) & set(
-            self._input_names
-        )
-        if self._captures and (frozen := self._host_inputs - {interface.TOTAL_SEQUENCE_LENGTH, interface.LOGITS_ROWS}):
-            raise UnsupportedError(
-                f"{where}: {', '.join(sorted(frozen))} is read on the host: a recorded step would keep its first value",
-                hint="engine.cuda_graphs: off",
-            )
+        self._host_inputs = self._find_host_inputs(self._input_names, interface.TOTAL_SEQUENCE_LENGTH, where)
         self._most_rows = most = max((1, *self.buckets, *(capture.batch for capture in self._captures)))
         self._decode_inputs = InputBuffers(device, self._input_names, self._host_inputs, most * INPUT_BYTES)
         self._inputs = InputBuffers(device, self._input_names, self._host_inputs, INPUT_BYTES)  # of other steps; grows
@@ -130,9 +173,6 @@ class DeviceSession(DeviceBackend[DeviceCache]):
         self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)
         self._bindings: weakref.WeakKeyDictionary[CacheMemory, dict[tuple[int, int], Binding]]
         self._bindings = weakref.WeakKeyDictionary()
-        self._graphs: weakref.WeakKeyDictionary[CacheMemory, dict[int, list[tuple[int, int]]]]
-        self._graphs = weakref.WeakKeyDictionary()  # batch → (length, id), ascending
-        self._last_id = 0  # none is used twice: a graph outlives the cache that it was captured over
 
     def allocate(self, batch: int, capacity: int) -> DeviceCache:
         """Reserve caches for `batch` sequences of at most `capacity` tokens, and capture steps over those that fit.
@@ -184,9 +224,6 @@ class DeviceSession(DeviceBackend[DeviceCache]):
         for shape in (shape for shape in reversed(self._shapes) if shape <= cache.capacity):
             self.step(np.zeros((1, shape), np.int64), np.zeros(1, np.int32), row)
 
-    def _on_thread(self, work: Callable[[], T]) -> T:
-        return self._thread.submit(work).result()
-
     def _run_together(self, inputs: StepInputs, cache: DeviceCache, out: NDArray[np.float32]) -> None:
         run = super()._run_together
         self._on_thread(lambda: run(inputs, cache, out))
@@ -233,11 +270,7 @@ class DeviceSession(DeviceBackend[DeviceCache]):
 
     def _find_graph(self, cache: DeviceCache, longest: int) -> tuple[int | None, int]:
         """Find the CUDA graph for the rows of `cache` and texts of up to `longest` tokens: its length and id."""
-        if cache.start == 0:
-            for length, graph_id in self._graphs.get(cache.memory, {}).get(cache.batch, ()):
-                if longest <= length:
-                    return length, graph_id
-        return None, EAGER
+        return self._graph_of(cache.memory, cache.batch, longest) if cache.start == 0 else (None, EAGER)
 
     def _decode(
         self,
@@ -324,16 +357,10 @@ class DeviceSession(DeviceBackend[DeviceCache]):
         return in_place
 
     def _capture(self, cache: DeviceCache) -> None:
-        """Capture the planned steps over the rows of `cache`, in the order of the plan, and verify each."""
-        graphs: dict[int, list[tuple[int, int]]] = {}
-        self.capture_results = ()
-        for capture in self._captures:
-            graph_id = self._last_id + capture.id
-            result = self._verify_capture(capture, self._probe(capture, graph_id, cache.rows(0, capture.batch)))
-            if result.reason is None:
-                graphs.setdefault(capture.batch, []).append((capture.length, graph_id))
-        self._last_id += max(capture.id for capture in self._captures)
-        self._graphs[cache.memory] = {batch: sorted(found) for batch, found in graphs.items()}
+        """Capture the planned steps over the rows of `cache`."""
+        self._capture_all(
+            cache.memory, lambda capture, graph_id: self._probe(capture, graph_id, cache.rows(0, capture.batch))
+        )
 
     def _probe(self, capture: Capture, graph_id: int, cache: DeviceCache) -> ProbeStep:
         """Make what runs a probe's step over `cache`."""

@@ -12,8 +12,7 @@ Over `HostDevice` the same calls bind the host's memory to the CPU provider, whi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -21,14 +20,14 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.base.errors import InputError, RunFailed, UnsupportedError, UsageError
+from llmforge.base.errors import InputError, RunFailed, UsageError
 from llmforge.ir import interface
 from llmforge.runtime.backends.block_pool import BlockPool, BlockTable, Copy, NoBlocks
 from llmforge.runtime.backends.config import Capture, GraphPlan, RuntimeConfig
-from llmforge.runtime.backends.cuda import EAGER, Binding, open_on, read_on_host, run_options
+from llmforge.runtime.backends.cuda import EAGER, Binding, CapturedSession, open_on, run_options
 from llmforge.runtime.backends.cuda_graph_capture import ONE, ProbeStep, probe_inputs
 from llmforge.runtime.backends.device import Device
-from llmforge.runtime.backends.device_backend import INPUT_BYTES, LOGIT_BYTES, DeviceBackend
+from llmforge.runtime.backends.device_backend import INPUT_BYTES, LOGIT_BYTES
 from llmforge.runtime.backends.device_cache import CacheMemory, CacheTensor, DeviceCache
 from llmforge.runtime.backends.device_inputs import InputBuffers
 from llmforge.runtime.backends.interface import RowCopy, Rows, StepInputs
@@ -129,7 +128,7 @@ class Piece(NamedTuple):
     wanted: bool
 
 
-class PagedSession(DeviceBackend[PagedCache]):
+class PagedSession(CapturedSession[PagedCache]):
     """A decoder graph over blocks (docs/paged.md) in ONNX Runtime, over the memory of `device`.
 
     Args:
@@ -158,14 +157,9 @@ class PagedSession(DeviceBackend[PagedCache]):
         buckets: Sequence[int] = (),
         graphs: GraphPlan | None = None,
     ) -> None:
-        self.device = device
+        super().__init__(device, buckets, graphs)
         self.blocks = blocks
-        self.buckets = tuple(buckets)
-        self._captures = () if graphs is None or graphs.mode == "off" else graphs.captures
-        self._graphs_required = graphs is not None and graphs.mode == "require"
         where = str(model) if isinstance(model, Path) else "the model in memory"
-        # One thread makes all runs, for CUDA graphs belong to the thread that captured them.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"llmforge-paged-{device.kind}")
         captured = bool(self._captures)
         options = provider_options or {}
         self._session = self._on_thread(lambda: open_on(device, model, config, options, where, graphs=captured))
@@ -175,22 +169,14 @@ class PagedSession(DeviceBackend[PagedCache]):
             raise InputError(f"{where}: its caches are no blocks of a pool")
         self.block_size = self.signature.block_size
         self._input_names = tuple(name for name in self.signature.inputs if name not in self.signature.cache_types)
-        self._host_inputs = read_on_host(self._session, device, interface.ATTENTION_METADATA) & set(self._input_names)
-        if captured and (frozen := self._host_inputs - {interface.ATTENTION_METADATA, interface.LOGITS_ROWS}):
-            raise UnsupportedError(
-                f"{where}: {', '.join(sorted(frozen))} is read on the host: a recorded step would keep its first value",
-                hint="engine.cuda_graphs: off",
-            )
+        self._host_inputs = self._find_host_inputs(self._input_names, interface.ATTENTION_METADATA, where)
         self._most_rows = most = max((1, *self.buckets, *(capture.batch for capture in self._captures)))
         self._decode_inputs: InputBuffers | None = None  # sized by the table of the first cache
         self._inputs = InputBuffers(device, self._input_names, self._host_inputs, INPUT_BYTES)  # of other steps; grows
         self._decode_logits = device.allocate(most * self.vocabulary * LOGIT_BYTES)
         self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)
         self._bindings: weakref.WeakKeyDictionary[CacheMemory, Binding] = weakref.WeakKeyDictionary()
-        self._graphs: weakref.WeakKeyDictionary[CacheMemory, dict[int, list[tuple[int, int]]]]
-        self._graphs = weakref.WeakKeyDictionary()  # batch → (length, id), ascending
         self._fewer: tuple[str, ...] = ()  # what `allocate` has to say of its pool
-        self._last_id = 0  # none is used twice: a graph outlives the cache that it was captured over
 
     def allocate(self, batch: int, capacity: int) -> PagedCache:
         """Reserve a pool for `batch` rows of texts of at most `capacity` tokens, and capture steps over it.
@@ -286,7 +272,7 @@ class PagedSession(DeviceBackend[PagedCache]):
             feeds = self._feeds(pieces, cache, rows, len(pieces), longest)
             self._run_long(feeds, cache, out)
             return
-        length, graph_id = self._find_graph(cache, bucket, longest)
+        length, graph_id = self._graph_of(cache.store.memory, bucket, longest)
         feeds = self._feeds(pieces, cache, None, bucket, length or longest)
         self._decode(feeds, cache, out, bucket, graph_id)
 
@@ -317,16 +303,6 @@ class PagedSession(DeviceBackend[PagedCache]):
             interface.LOGITS_ROWS: rows,
         }
         return {name: value for name, value in made.items() if name in self._input_names}
-
-    def _on_thread(self, work: Callable[[], T]) -> T:
-        return self._thread.submit(work).result()
-
-    def _find_graph(self, cache: PagedCache, batch: int, longest: int) -> tuple[int | None, int]:
-        """Find the CUDA graph for so many rows and texts of up to `longest` tokens: its length and id."""
-        for length, graph_id in self._graphs.get(cache.store.memory, {}).get(batch, ()):
-            if longest <= length:
-                return length, graph_id
-        return None, EAGER
 
     def _decode(
         self, feeds: Mapping[str, NDArray[Any]], cache: PagedCache, out: NDArray[np.float32], batch: int, graph_id: int
@@ -373,19 +349,11 @@ class PagedSession(DeviceBackend[PagedCache]):
         self.device.read(logits, 0, out)
 
     def _capture(self, cache: PagedCache) -> None:
-        """Capture the planned steps, in the order of the plan, and verify each."""
-        graphs: dict[int, list[tuple[int, int]]] = {}
-        self.capture_results = ()
+        """Capture the planned steps, whose rows are one text."""
         table = cache.pool.open(())
         cache.pool.grow(table, 0, cache.capacity)
-        for capture in self._captures:
-            graph_id = self._last_id + capture.id
-            result = self._verify_capture(capture, self._probe(capture, graph_id, cache, table))
-            if result.reason is None:
-                graphs.setdefault(capture.batch, []).append((capture.length, graph_id))
+        self._capture_all(cache.store.memory, lambda capture, graph_id: self._probe(capture, graph_id, cache, table))
         cache.pool.close(table)
-        self._last_id += max(capture.id for capture in self._captures)
-        self._graphs[cache.store.memory] = {batch: sorted(found) for batch, found in graphs.items()}
 
     def _probe(self, capture: Capture, graph_id: int, cache: PagedCache, table: BlockTable) -> ProbeStep:
         """Make what runs a probe's step: all rows are the same text, and write the same."""

@@ -7,13 +7,11 @@ version left. It lies in llmforge's cache folder of the user, by the digest of t
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import secrets
 from pathlib import Path
 from typing import Any
 
-from llmforge.base import hashed_files, small_file
+from llmforge.base import hashed_files, small_file, whole_file
 from llmforge.base.errors import InputError
 
 FOLDER = "tensorrt-rtx-kernels"
@@ -49,17 +47,11 @@ class KernelCache:
         content = bytes(self._cache.serialize())
         if content == self._kept:
             return
-        partial = self._file.with_name(f".{self._file.name}-{secrets.token_hex(4)}")
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(content)
-            partial.replace(self._file)
+            whole_file.write(self._file, lambda file: file.write_bytes(content))
             self._kept = content
         except OSError as error:
             logger.warning("compiled kernels are not kept: %s: %s", self._file, error.strerror)
-        finally:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
 
     def _read(self) -> None:
         if self._file is None:
