@@ -130,7 +130,7 @@ def _entries(
         yield from ((entry, package, str(distribution.locate_file(""))) for entry in mine)
 
 
-def step_class(plugin: Plugin, given: Any, base: type[T]) -> type[T]:
+def step_class(plugin: Plugin, given: Any, base: type[Any]) -> Any:
     """Return what `plugin` gives, if it is a class of `base` that a recipe can name and give options to.
 
     Raises:

@@ -262,7 +262,7 @@ def of_plugin(step: Pass | type[Pass]) -> Plugin | None:
 
 def _check(plugin: Plugin, given: Any) -> type[Pass]:
     """Return the class that a plug-in gives, if it is a pass and says what ours say."""
-    cls = plugins.step_class(plugin, given, Pass)
+    cls: type[Pass] = plugins.step_class(plugin, given, Pass)
     if not isinstance(getattr(cls, "numerics", None), Numerics):
         raise ValueError(f"{cls.__name__}.numerics is no Numerics")
     required = {each.name for each in fields(cast(Any, cls)) if each.default is each.default_factory is MISSING}

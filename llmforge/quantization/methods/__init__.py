@@ -68,7 +68,7 @@ def plugin_of(name: str) -> Plugin | None:
 
 def _check(plugin: Plugin, given: Any) -> type[Method]:
     """Return the class that a plug-in gives, if it is a method."""
-    cls = plugins.step_class(plugin, given, Method)
+    cls: type[Method] = plugins.step_class(plugin, given, Method)
     if not isinstance(getattr(cls, "summary", None), str):
         raise ValueError(f"{cls.__name__}.summary is no text")
     formats = getattr(cls, "formats", ())
@@ -76,7 +76,7 @@ def _check(plugin: Plugin, given: Any) -> type[Method]:
         raise ValueError(f"{cls.__name__}.formats lists no formats of llmforge.quantization.formats")
     if not all(isinstance(each, InputStatistic) for each in cls.demands):
         raise ValueError(f"{cls.__name__}.demands lists something else than InputStatistic")
-    for option in dataclasses.fields(cls):
+    for option in dataclasses.fields(cast(Any, cls)):
         if option.default is dataclasses.MISSING:
             raise ValueError(f"its option {option.name} has no default")
     return _guarded(plugin, cls)
