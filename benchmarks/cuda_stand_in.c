@@ -5,7 +5,12 @@
  * STAND_IN_SM is the compute capability that the device claims, 90 if it is not set.
  *
  * Between the begin and the end of a capture, what CUDA forbids there is counted: calls that wait for the device, that
- * copy or clear memory beside the stream, or that take memory by other means than the stream's pool. */
+ * copy or clear memory beside the stream, or that take memory by other means than the stream's pool.
+ *
+ * stand_in_calls gives what was sent to a stream or waited for since it was asked last, a line for each call: its name,
+ * the number of its stream (0: none, or the default), and the bytes of a copy. Streams count from 1. */
+#include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -23,6 +28,24 @@ int stand_in_captures(void) { return captures; }
 int stand_in_replays(void) { return replays; }
 int stand_in_forbidden(void) { return forbidden; }
 const char *stand_in_first_forbidden(void) { return first_forbidden; }
+
+static char calls[1 << 20], given[1 << 20];
+static size_t used;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static int note(const char *name, const void *stream, size_t size) {
+  pthread_mutex_lock(&lock);
+  if (used + 128 < sizeof calls) used += sprintf(calls + used, "%s %zu %zu\n", name, (size_t)stream, size);
+  pthread_mutex_unlock(&lock);
+  return 0;
+}
+const char *stand_in_calls(void) {
+  pthread_mutex_lock(&lock);
+  memcpy(given, calls, used);
+  given[used] = 0;
+  used = 0;
+  pthread_mutex_unlock(&lock);
+  return given;
+}
 
 static int sm(void) {
   const char *text = getenv("STAND_IN_SM");
@@ -84,13 +107,33 @@ int cudaFree(void *address) { forbid("cudaFree"); free(address); return 0; }
 int cudaFreeHost(void *address) { forbid("cudaFreeHost"); free(address); return 0; }
 int cudaMemGetInfo(size_t *left, size_t *total) { *left = *total = MEMORY; return 0; }
 
-int cudaMemcpy(void *to, const void *from, size_t size, int kind) { memmove(to, from, size); return forbid("cudaMemcpy"); }
-int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) { memmove(to, from, size); return 0; }
-int cudaMemset(void *to, int value, size_t size) { memset(to, value, size); return forbid("cudaMemset"); }
-int cudaMemsetAsync(void *to, int value, size_t size, void *stream) { memset(to, value, size); return 0; }
-int cudaDeviceSynchronize(void) { return forbid("cudaDeviceSynchronize"); }
-int cudaStreamSynchronize(void *stream) { return forbid("cudaStreamSynchronize"); }
-int cudaEventSynchronize(void *event) { return forbid("cudaEventSynchronize"); }
+int cudaMemcpy(void *to, const void *from, size_t size, int kind) {
+  memmove(to, from, size);
+  return note("cudaMemcpy", 0, size), forbid("cudaMemcpy");
+}
+int cudaMemcpyAsync(void *to, const void *from, size_t size, int kind, void *stream) {
+  memmove(to, from, size);
+  return note("cudaMemcpyAsync", stream, size);
+}
+int cudaMemset(void *to, int value, size_t size) {
+  memset(to, value, size);
+  return note("cudaMemset", 0, size), forbid("cudaMemset");
+}
+int cudaMemsetAsync(void *to, int value, size_t size, void *stream) {
+  memset(to, value, size);
+  return note("cudaMemsetAsync", stream, size);
+}
+int cudaDeviceSynchronize(void) { return note("cudaDeviceSynchronize", 0, 0), forbid("cudaDeviceSynchronize"); }
+int cudaStreamSynchronize(void *stream) {
+  return note("cudaStreamSynchronize", stream, 0), forbid("cudaStreamSynchronize");
+}
+int cudaEventSynchronize(void *event) { return note("cudaEventSynchronize", 0, 0), forbid("cudaEventSynchronize"); }
+int cudaEventRecord(void *event, void *stream) { return note("cudaEventRecord", stream, 0); }
+int cudaStreamWaitEvent(void *stream, void *event, unsigned flags) { return note("cudaStreamWaitEvent", stream, 0); }
+
+static size_t streams;
+int cudaStreamCreateWithFlags(void **stream, unsigned flags) { *stream = (void *)++streams; return 0; }
+int cudaStreamCreate(void **stream) { return cudaStreamCreateWithFlags(stream, 0); }
 
 /* Of a constant in device code: XQA asks for the shared memory of its kernels, and goes elsewhere if it is too much. */
 int cudaMemcpyFromSymbol(void *to, const void *symbol, size_t size, size_t offset, int kind) {
@@ -108,4 +151,7 @@ int cudaStreamBeginCapture(void *stream, int mode) { capturing = 1; return 0; }
 int cudaStreamEndCapture(void *stream, void **graph) { capturing = 0; captures++; *graph = &made; return 0; }
 int cudaStreamIsCapturing(void *stream, int *status) { *status = capturing; return 0; }
 int cudaGraphInstantiate(void **instance, void *graph, unsigned long long flags) { *instance = &made; return 0; }
-int cudaGraphLaunch(void *instance, void *stream) { replays++; return 0; }
+int cudaGraphLaunch(void *instance, void *stream) {
+  replays++;
+  return note("cudaGraphLaunch", stream, 0);
+}

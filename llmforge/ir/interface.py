@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,10 @@ TEMPERATURES = "temperatures"  # fp32 [batch]
 TOP_LOGITS = "top_logits"  # fp32 [batch, head], of the last row of logits
 TOP_IDS = "top_ids"  # int32 [batch, head]
 MASS = "mass"  # fp32 [batch]
+# What it takes and gives so that the next step can begin before the host has decided its tokens (`Draw`).
+DRAWS = "draws"  # fp32 [batch, fields of `Draw`]
+CHOSEN_IDS = "chosen_ids"  # int64 [batch, 1]: in the place of `input_ids` that are negative
+NEXT_IDS = "next_ids"  # int64 [batch, 1]: where the next step has its `chosen_ids`
 HEAD = 256  # most probable tokens of a head; of text at 6 nats a token, they hold some 70% of the probability
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value|latent|conv|recurrent)")  # a cache, its layer and part
 STATES = ("conv", "recurrent")  # parts of a cache that every token replaces, instead of adding to them
@@ -80,6 +84,28 @@ class Heads:
         if len(rows) == len(self.mass):
             return self
         return Heads(self.logits[rows], self.ids[rows], self.mass[rows], self.whole)
+
+
+N = TypeVar("N")
+
+
+class Draw(NamedTuple, Generic[N]):
+    """What a device guesses a row's next token with; temperature comes by itself, and greedy rows have 0 of 1.
+
+    `uniform` and `second` in [0, 1) are the random numbers that the host will decide with: among all, and within a
+    block of those behind the head. The head is cut to `top_k`, at most `HEAD`, and what weighs `min_p` of its largest;
+    what lies behind it counts `behind`: 1, or 0 where top-k and min-p leave it out.
+    """
+
+    uniform: N
+    second: N
+    top_p: N
+    top_k: N
+    min_p: N
+    behind: N
+
+
+GREEDY = Draw(0.0, 0.0, 1.0, float(HEAD), 0.0, 0.0)
 
 
 def past_part(layer: int, part: str) -> str:
@@ -121,6 +147,7 @@ def feeds(
     text_lengths: NDArray[np.integer[Any]] | None = None,
     adapters: NDArray[np.integer[Any]] | None = None,
     temperatures: NDArray[np.float32] | None = None,
+    draws: NDArray[np.float32] | None = None,
     *,
     growing: bool = False,
 ) -> dict[str, NDArray[np.generic]]:
@@ -154,6 +181,8 @@ def feeds(
         ATTENTION_MASK: mask,
         ADAPTER_IDS: lambda: np.zeros(len(ids), np.int64) if adapters is None else adapters.astype(np.int64),
         TEMPERATURES: lambda: np.ones(len(ids), np.float32) if temperatures is None else temperatures,
+        DRAWS: lambda: np.array([GREEDY] * len(ids), np.float32) if draws is None else draws,
+        CHOSEN_IDS: lambda: np.zeros((len(ids), 1), np.int64),
     }
     made = {name: make() for name, make in known.items() if name in names}
     if rows is not None:

@@ -70,6 +70,10 @@ class Device(Protocol):
     name: str  # of the product
 
     @property
+    def stream(self) -> int | None:
+        """Handle of the stream that calls go to, for others to send their work to; None: every call is done at once."""
+
+    @property
     def sm(self) -> int | None:
         """Compute capability, ten times major plus minor; None: no GPU."""
 
@@ -92,8 +96,23 @@ class Device(Protocol):
     def read(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
         """Fill a C-contiguous array from the device."""
 
+    def fetch(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
+        """Begin to fill a C-contiguous array of `host` from the device, which what is recorded later waits for."""
+
+    def read_beside(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
+        """Fill a C-contiguous array with what is known to be in the buffer, and wait for nothing that runs."""
+
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy within the device, in one call: in any order, so none may write what another one reads."""
+
+    def event(self) -> Any:
+        """Make an event, which `record` and `wait` take."""
+
+    def record(self, event: Any) -> None:
+        """Let an event stand for all that was asked for up to now."""
+
+    def wait(self, event: Any) -> None:
+        """Wait for what an event stands for; nothing where it was never recorded."""
 
     def synchronize(self) -> None:
         """Wait for all that was asked for."""
@@ -106,6 +125,7 @@ class HostDevice:
     index = 0
     name = "host memory"
     sm = None
+    stream = None
 
     def memory(self) -> tuple[int, int]:
         """Give 0 of 0: it is nobody's own."""
@@ -129,10 +149,27 @@ class HostDevice:
         """Fill an array from a buffer."""
         _flat(values)[:] = _bytes(buffer, offset, values.nbytes)
 
+    def fetch(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
+        """Fill an array from a buffer, now."""
+        self.read(buffer, offset, values)
+
+    def read_beside(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
+        """Fill an array from a buffer."""
+        self.read(buffer, offset, values)
+
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy pieces between buffers, now."""
         for target, source, width, height in copies:
             _pieces(target, width, height)[:] = _pieces(source, width, height).copy()
+
+    def event(self) -> None:
+        """Make nothing."""
+
+    def record(self, event: None) -> None:
+        """Return: everything is done when its call returns."""
+
+    def wait(self, event: None) -> None:
+        """Return."""
 
     def synchronize(self) -> None:
         """Return: everything is done when its call returns."""
@@ -141,8 +178,8 @@ class HostDevice:
 class CudaDevice:
     """One GPU, by its number among those that this process sees.
 
-    Calls go to a stream of its own. ONNX Runtime and TensorRT have theirs, so `synchronize` stands between what is
-    written here and what they run.
+    Calls go to a stream of its own, which ONNX Runtime and TensorRT take, too, so that what is written here comes
+    before what they run; only `read_beside` has another one.
 
     `extra` is the one of this package that brings what is to run there, for hints.
 
@@ -173,11 +210,13 @@ class CudaDevice:
         self.sm: int = 10 * major + minor
         self.name: str = self._call(cuda.cudaGetDeviceProperties(index), "its properties").name.decode().rstrip("\0")
         # Not ordered after the default stream, which other libraries of the process may use.
-        self._stream = self._call(cuda.cudaStreamCreateWithFlags(cuda.cudaStreamNonBlocking), "a stream")
+        self._stream, self._beside = (
+            self._call(cuda.cudaStreamCreateWithFlags(cuda.cudaStreamNonBlocking), "a stream") for _ in range(2)
+        )
 
     @property
     def stream(self) -> int:
-        """The stream's handle, as TensorRT takes it."""
+        """The stream's handle."""
         return int(self._stream)
 
     def memory(self) -> tuple[int, int]:
@@ -220,9 +259,21 @@ class CudaDevice:
 
     def read(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
         """Fill an array from the device."""
+        self.fetch(buffer, offset, values)
+        self.synchronize()
+
+    def fetch(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
+        """Begin to fill an array from the device."""
         kind = self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
         self._move(_address(values), buffer.at(offset, values.nbytes), values.nbytes, kind)
-        self.synchronize()
+
+    def read_beside(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
+        """Fill an array from the device, while the stream runs on."""
+        kind = self._cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        place = buffer.at(offset, values.nbytes)
+        self._select()
+        self._call(self._cuda.cudaMemcpyAsync(_address(values), place, values.nbytes, kind, self._beside), "a copy")
+        self._call(self._cuda.cudaStreamSynchronize(self._beside), "a copy")
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy pieces within the device."""
@@ -241,6 +292,23 @@ class CudaDevice:
         attributes.srcAccessOrder = self._cuda.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
         batch = (targets, sources, sizes, len(sizes), [attributes], [0], 1)
         self._call(self._cuda.cudaMemcpyBatchAsync(*batch, self._stream), "copies")
+
+    def event(self) -> CudaEvent:
+        """Make an event."""
+        self._select()
+        made = self._cuda.cudaEventCreateWithFlags(self._cuda.cudaEventDisableTiming)
+        event = CudaEvent(self._call(made, "an event"))
+        weakref.finalize(event, self._cuda.cudaEventDestroy, event.handle).atexit = False
+        return event
+
+    def record(self, event: CudaEvent) -> None:
+        """Let an event stand for what was sent to the stream up to now."""
+        self._select()
+        self._call(self._cuda.cudaEventRecord(event.handle, self._stream), "an event")
+
+    def wait(self, event: CudaEvent) -> None:
+        """Wait for what an event stands for."""
+        self._call(self._cuda.cudaEventSynchronize(event.handle), "its stream")
 
     def synchronize(self) -> None:
         """Wait for the stream."""
@@ -292,6 +360,13 @@ class CudaGraph:
     """Captured work."""
 
     executable: Any
+
+
+@dataclass(frozen=True, eq=False)
+class CudaEvent:
+    """A point in the work of a stream."""
+
+    handle: Any
 
 
 def _bindings(install: str) -> Any:

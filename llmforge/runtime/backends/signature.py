@@ -39,6 +39,8 @@ _FED = interface.PLACES | {
     interface.ADAPTER_IDS,
     interface.LOGITS_ROWS,
     interface.TEMPERATURES,
+    interface.DRAWS,
+    interface.CHOSEN_IDS,
 }
 # ONNX Runtime 1.31 has a kernel for one token, and from two tokens on equal bits (measured, docs/runtime.md). Our own
 # attention has one for up to 8 queries (FEW_QUERIES in native/impl.inc).
@@ -153,6 +155,11 @@ class Signature:
     def gives_heads(self) -> bool:
         """Whether a step gives the head of its last row of logits (`interface.Heads`)."""
         return interface.MASS in self.outputs
+
+    @property
+    def gives_next_ids(self) -> bool:
+        """Whether a step guesses the tokens that follow, and takes them instead of negative ids."""
+        return interface.NEXT_IDS in self.outputs
 
     @property
     def gives_all_rows(self) -> bool:

@@ -25,6 +25,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Generic
 
 import numpy as np
@@ -32,8 +33,8 @@ from numpy.typing import NDArray
 
 from llmforge.base.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
-from llmforge.ir.interface import Heads
-from llmforge.runtime.backends.interface import Backend, C
+from llmforge.ir.interface import GREEDY, Heads
+from llmforge.runtime.backends.interface import Backend, C, DecodeRun
 from llmforge.runtime.sampling.sampler import SampledToken, Samplers, sample_heads
 from llmforge.runtime.serving.options import EngineOptions
 from llmforge.runtime.serving.prefix_cache import BLOCK, PrefixCache
@@ -47,6 +48,22 @@ logger = logging.getLogger(__name__)
 # Tokens whose keys and values are copied in about the time that one more row costs a decode step: a row of a model of
 # 0.6 B takes some 5 ms of one core, in which it copies 15 MB, which are 64 tokens in fp32 (28 layers, 8 heads of 128).
 _COPIED_TOKENS_PER_ROW = 64
+# A step begins on the guesses of the one before it while they are as good as this, of the last ones, with weights that
+# fall by an eighth a token: a wrong guess costs its row a step, and going ahead saves all rows the host's part of one.
+_RIGHT, _RIGHT_OF_ONE, _WEIGHT = 15 / 16, 3 / 4, 1 / 8
+
+
+@dataclass(eq=False)
+class _Decoding:
+    """A decode step that a device runs: slots and their sequences, padded to `size` rows.
+
+    Of those in `wrong`, it runs another token than the one that was chosen: what it gives them is nobody's.
+    """
+
+    run: DecodeRun
+    rows: list[tuple[int, Sequence]]
+    size: int
+    wrong: set[Sequence] = field(default_factory=set)
 
 
 class Scheduler(Generic[C]):
@@ -104,6 +121,9 @@ class Scheduler(Generic[C]):
         self._adapter_ids = np.zeros(cache.batch, np.int64)
         self._lengths = np.zeros(cache.batch, np.int32)
         self._temperatures = np.ones(cache.batch, np.float32)
+        self._draws = np.zeros((cache.batch, len(GREEDY)), np.float32)
+        self._guesses = backend.decodes_ahead and backend.guesses_tokens and not backend.signature.states
+        self._ahead: _Decoding | None = None  # begun on the guesses of the step before, whose tokens are all taken
         # Where a device gives heads, rows are fetched one at a time, and a prompt's last is all that is read whole.
         rows = 1 if backend.decodes_ahead else cache.batch
         logits = backend.logits_array((rows, 1, backend.vocabulary))
@@ -177,6 +197,7 @@ class Scheduler(Generic[C]):
     def fail(self, error: ForgeError) -> None:
         """Hand `error` to every request that runs or waits, and forget them."""
         self._undelivered.clear()
+        self._ahead = None
         for sequence in list(self._sequences):
             self._remove(sequence, "error")
             self._deliver(sequence, error)
@@ -225,10 +246,17 @@ class Scheduler(Generic[C]):
     def step(self) -> bool:
         """Do one step; return whether there was anything to run."""
         self._end_cancelled_and_overdue()
-        return self._run() > 0
+        ran = self._run()
+        if self._ahead is not None and not self._sequences:
+            self._ahead.run.heads()  # nothing runs any more when nobody waits for it
+            self._ahead = None
+        return ran > 0
 
     def _run(self) -> int:
         """Give places to those that wait, and run those that have one; return how many tokens ran."""
+        if self._ahead is not None and not self._live(self._ahead):
+            self._ahead.run.drop()
+            self._ahead = None
         self._admit()
         self._close_gap()
         decoded = self._decode()
@@ -260,16 +288,26 @@ class Scheduler(Generic[C]):
     def _close_gap(self) -> None:
         """Move the sequence in the last slot to a free one before it, once idle rows have cost more than that would.
 
-        So the two together cost at most twice the less of them, whichever that turns out to be.
+        So the two together cost at most twice the less of them, whichever that turns out to be. A row that a device
+        still writes to stays where it is.
         """
-        last = max((slot for slot, sequence in enumerate(self._slots) if sequence is not None), default=0)
-        gap, sequence = self._slots.index(None) if None in self._slots else last, self._slots[last]
+        gap, last = self._gap()
+        sequence = self._slots[last]
         if sequence is None or gap >= last:
             self._idle_rows = 0
-        elif self._idle_rows * _COPIED_TOKENS_PER_ROW >= sequence.computed_tokens:
+        elif self._ahead is None and self._closes(sequence):
             self._cache.copy(gap, 0, self._cache, last, 0, sequence.computed_tokens)
             sequence.slot, self._slots[gap], self._slots[last] = gap, sequence, None
             self._idle_rows = 0
+
+    def _gap(self) -> tuple[int, int]:
+        """Give the first free slot and the last that is taken; where none is free before that, the last one twice."""
+        last = max((slot for slot, sequence in enumerate(self._slots) if sequence is not None), default=0)
+        return (self._slots.index(None) if None in self._slots else last), last
+
+    def _closes(self, sequence: Sequence) -> bool:
+        """Whether idle rows have cost more than moving `sequence` would."""
+        return self._idle_rows * _COPIED_TOKENS_PER_ROW >= sequence.computed_tokens
 
     def _decode(self) -> int:
         """Give every slot whose prompt is read its next token, or several; return how many tokens ran for that."""
@@ -294,21 +332,10 @@ class Scheduler(Generic[C]):
     def _decode_batch(self, batch: list[tuple[int, Sequence]]) -> None:
         """Run one token of each sequence of `batch`, which are in the order of their slots."""
         start = self._clock()
-        rows = 1 + batch[-1][0]
-        n = min((size for size in self._backend.buckets if rows <= size <= self._cache.batch), default=rows)
-        # A row that does not decode runs, too, and its logits are not read. What it writes lands behind the tokens that
-        # it holds, where its next token will overwrite it.
-        slots = self._slots[:n]
-        self._past_lengths[:n] = [0 if taken is None else taken.computed_tokens for taken in slots]
-        self._adapter_ids[:n] = [0 if taken is None else taken.adapter for taken in slots]
-        self._idle_rows += slots.count(None)
-        self._lengths[:n] = self._input_ids[:n] = 0
-        decoding = [slot for slot, _ in batch]
-        self._lengths[decoding] = 1
-        self._input_ids[decoding, 0] = [sequence.tokens[-1] for _, sequence in batch]
         if self._backend.decodes_ahead:
-            self._decode_ahead(batch, n)
+            n, ran = self._decode_ahead(batch)
         else:
+            n, ran = self._fill(batch), len(batch)
             logits, view = self._logits[n - 1], self._cache.rows(0, n)
             self._backend.step(
                 self._input_ids[:n],
@@ -324,18 +351,38 @@ class Scheduler(Generic[C]):
                 self._sample(sequence, logits[slot, 0])
         seconds = self._clock() - start
         self._steps[n] += 1
-        self._totals["decode_tokens"] += len(batch)
+        self._totals["decode_tokens"] += ran
         self._decode_s += seconds
         if self._speculation is not None:
-            self._speculation.payoff.decoded(len(batch), seconds)
+            self._speculation.payoff.decoded(ran, seconds)
 
-    def _decode_ahead(self, batch: list[tuple[int, Sequence]], n: int) -> None:
-        """Run one token of each sequence of `batch` beside the host, which delivers the tokens of the step before.
+    def _fill(self, batch: list[tuple[int, Sequence]], running: set[Sequence] | frozenset[Sequence] = frozenset()) -> int:
+        """Fill the inputs of a step of `batch`, behind one that is `running` some of them; return how many rows it has.
 
-        A sequence that those end has run for nothing: its token is dropped.
+        A row that does not decode runs, too, and its logits are not read. What it writes lands behind the tokens that
+        it holds, where its next token will overwrite it.
         """
+        rows = 1 + batch[-1][0]
+        n = min((size for size in self._backend.buckets if rows <= size <= self._cache.batch), default=rows)
+        slots = self._slots[:n]
+        self._past_lengths[:n] = [0 if each is None else each.computed_tokens + (each in running) for each in slots]
+        self._adapter_ids[:n] = [0 if each is None else each.adapter for each in slots]
+        self._idle_rows += slots.count(None)
+        self._lengths[:n] = self._input_ids[:n] = 0
+        decoding = [slot for slot, _ in batch]
+        self._lengths[decoding] = 1
+        self._input_ids[decoding, 0] = [-1 if sequence in running else sequence.tokens[-1] for _, sequence in batch]
+        return n
+
+    def _begin(self, batch: list[tuple[int, Sequence]], before: _Decoding | None = None) -> _Decoding:
+        """Begin to run one token of each sequence of `batch`; of those that run `before`, the one that is guessed."""
+        running = frozenset() if before is None else {each for _, each in before.rows if each not in before.wrong}
+        n, slots = self._fill(batch, running), [slot for slot, _ in batch]
         self._temperatures[:n] = 1
-        self._temperatures[[slot for slot, _ in batch]] = [each.sampler.temperature or 1 for _, each in batch]
+        self._temperatures[slots] = [each.sampler.temperature or 1 for _, each in batch]
+        if self._guesses:
+            self._draws[:n] = GREEDY
+            self._draws[slots] = [each.sampler.draw(each in running) for _, each in batch]
         run = self._backend.begin_decode(
             self._input_ids[:n],
             self._past_lengths[:n],
@@ -343,10 +390,43 @@ class Scheduler(Generic[C]):
             self._temperatures[:n],
             self._lengths[:n],
             self._adapter_ids[:n],
+            self._draws[:n],
         )
+        return _Decoding(run, batch, n)
+
+    def _behind(self, step: _Decoding) -> list[tuple[int, Sequence]]:
+        """Give what to run behind `step` before its tokens are known; nothing where they had better be.
+
+        A sequence that ends with its token runs no other one. One that `step` runs with a wrong token runs the right
+        one.
+        """
+        live = [(slot, each) for slot, each in step.rows if each in self._sequences]
+        gap, last = self._gap()
+        moved = self._slots[last]
+        if not (self._guesses and live and self._only_decodes()) or (gap < last and moved and self._closes(moved)):
+            return []
+        right = [each.guessed_right for _, each in live]
+        if min(right) < _RIGHT_OF_ONE or sum(right) < _RIGHT * len(right):
+            return []
+        return [(slot, each) for slot, each in live if each in step.wrong or each.remaining_tokens > 1]
+
+    def _live(self, step: _Decoding) -> list[tuple[int, Sequence]]:
+        """Give the rows of a step whose tokens somebody waits for."""
+        return [(slot, each) for slot, each in step.rows if each in self._sequences and each not in step.wrong]
+
+    def _decode_ahead(self, batch: list[tuple[int, Sequence]]) -> tuple[int, int]:
+        """Run one token of each sequence of `batch` beside the host, which delivers the tokens of the step before.
+
+        If possible, the next step begins before this one's tokens are chosen, with those that the device guesses. A
+        guess that was wrong has run for nothing, and so has a sequence that has ended meanwhile: that row's token is
+        dropped, and the right one runs in the step behind. Return rows of the step, and how many were not in vain.
+        """
+        step = self._ahead or self._begin(batch)
+        behind = self._behind(step)
+        self._ahead = self._begin(behind, step) if behind else None
         self._deliver_tokens()
-        heads = run.heads()
-        live = [(slot, sequence) for slot, sequence in batch if sequence in self._sequences]
+        heads, live = step.run.heads(), self._live(step)
+        guesses = step.run.next_ids() if self._guesses else None
         heads = heads.of([slot for slot, _ in live])
         found = sample_heads([sequence.sampler for _, sequence in live], heads)
         now = self._clock()
@@ -354,13 +434,22 @@ class Scheduler(Generic[C]):
             sequence.computed_tokens += 1
             self._store_blocks(sequence, slot)
             if sampled is None:
-                sampled = self._choose(sequence, run.logits(slot), (heads, row))
+                sampled = self._choose(sequence, step.run.logits(slot), (heads, row))
             if sampled is not None:
+                if guesses is not None:
+                    self._judge(sequence, bool(guesses[slot] == sampled.token))
                 self._take(sequence, sampled, now)
                 if sequence.remaining_tokens == 0 or sequence.sampler.is_stop(sampled.token):
                     self._hand_over(sequence, sampled)  # its slot is free now
                 else:
                     self._undelivered.append((sequence, sampled))
+        return step.size, len(live)
+
+    def _judge(self, sequence: Sequence, right: bool) -> None:
+        """Note whether the device's guess was the token of `sequence`, which may run already."""
+        sequence.guessed_right += _WEIGHT * (right - sequence.guessed_right)
+        if not right and self._ahead is not None:
+            self._ahead.wrong.add(sequence)
 
     def _deliver_tokens(self) -> None:
         """Deliver the tokens of the last decode step, and end what they end."""

@@ -80,6 +80,7 @@ class Sequence(Ticket):
     token_times: list[float] = field(default_factory=list)  # when each token was sampled
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    guessed_right: float = 1.0  # part of its last tokens that the device guessed
     failed: bool = False  # what its slot holds is not to be trusted
 
     def __post_init__(self) -> None:

@@ -1,0 +1,165 @@
+"""Lets a graph guess the token that follows each row, and take it in the next step without the host.
+
+    ids = Where(Less(input_ids, 0), chosen_ids, input_ids)           # [batch, sequence]; chosen_ids [batch, 1]
+    next_ids = …                                                     # [batch, 1], from heads and draws
+
+`next_ids` lies where the next step reads `chosen_ids`. The host decides every token (`llmforge.runtime.sampling`), with
+the random numbers that `draws` brings here beforehand; a row whose guess was another token runs again. So the guess is
+made as the host decides, without what makes that exact: the head of a row by rank, or a block of all others by the sums
+of blocks, and a token of that block by id. There is no second attempt where top-p cuts behind the head.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmforge.ir import graph, interface
+from llmforge.lowering.pass_base import Rewritten
+
+_FLOAT, _BOOL, _INT64 = ir.DataType.FLOAT, ir.DataType.BOOL, ir.DataType.INT64
+Dims = list[int | str | None]
+
+
+def feed_back(model: ir.Model) -> Rewritten:
+    """Add the inputs `draws` and `chosen_ids` and the output `next_ids` to a graph that gives heads, in place."""
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    batch = (graph.dims(values[interface.TOP_LOGITS]) or ("batch",))[0]
+    _take_chosen(model, batch)
+    nodes = _Nodes(model)
+    shape: Dims = [batch, len(interface.Draw._fields)]
+    draws = ir.Value(name=interface.DRAWS, type=ir.TensorType(_FLOAT), shape=ir.Shape(shape))
+    model.graph.inputs.append(draws)
+    chosen = _guess(nodes, values, draws, batch, graph.width(graph.output_named(model, interface.LOGITS)))
+    given = ir.Value(name=interface.NEXT_IDS, type=ir.TensorType(_INT64), shape=ir.Shape([batch, 1]))
+    model.graph.append(ir.Node("", "Identity", [chosen], outputs=[given], name=interface.NEXT_IDS))
+    model.graph.outputs.append(given)
+    return Rewritten(interface.NEXT_IDS, "a guess of each row's next token, which the next step takes for a negative id")
+
+
+def _take_chosen(model: ir.Model, batch: int | str | None) -> None:
+    """Let all that reads `input_ids` read `chosen_ids` where they are negative."""
+    main = model.graph
+    ids = next(value for value in main.inputs if value.name == interface.INPUT_IDS)
+    readers, dims = list(ids.uses()), list(graph.dims(ids) or ())
+    chosen = ir.Value(name=interface.CHOSEN_IDS, type=ir.TensorType(_INT64), shape=ir.Shape([batch, 1]))
+    main.inputs.append(chosen)
+    nodes = _Nodes(model)
+    taken = nodes("Where", dims, nodes("Less", dims, ids, nodes.constant("0", np.array(0))), chosen, ids)
+    made = [taken.producer().inputs[0].producer(), taken.producer()]  # type: ignore[union-attr]
+    for reader in readers:
+        reader.node.replace_input_with(reader.idx, taken)
+    main.remove(made)
+    main.insert_before(main[0], made)
+
+
+def _guess(
+    nodes: _Nodes, values: dict[str | None, ir.Value], draws: ir.Value, batch: int | str | None, vocabulary: int
+) -> ir.Value:
+    """Choose a token of each row, int64 [batch, 1]."""
+    ids = values["heads.ids"]
+    width = graph.width(ids)
+    column: Dims = [batch, 1]
+    row: Dims = [batch, width]
+    parts = nodes.split(draws, [f"draws.{name}" for name in interface.Draw._fields], column)
+    draw = interface.Draw(*parts)
+    zero, along = nodes.constant("zero", np.float32(0)), nodes.constant("1", np.array(1))
+    below = nodes("Sub", row, values[interface.TOP_LOGITS], values["heads.best"])
+    head = nodes("Exp", row, nodes("Div", row, below, values["heads.column"]))
+    ranks = nodes.constant("ranks", np.arange(width, dtype=np.float32))
+    kept = nodes("And", row, nodes("GreaterOrEqual", row, head, draw.min_p), nodes("Less", row, ranks, draw.top_k))
+    sums = nodes("CumSum", row, nodes("Where", row, kept, head, zero), along)
+    most = nodes.last(sums, column)
+    whole = most
+    if vocabulary > width:
+        blocks, size = interface.mass_blocks(vocabulary)
+        of_block: Dims = [batch, blocks]
+        block_of = nodes("Div", row, ids, nodes.constant("size", np.array(size)))
+        less_head = nodes(
+            "ScatterElements",
+            of_block,
+            values[interface.MASSES],
+            block_of,
+            nodes("Neg", row, head),
+            axis=1,
+            reduction="add",
+        )
+        running = nodes("CumSum", of_block, nodes("Max", of_block, less_head, zero), along)
+        whole = nodes("Add", column, most, nodes("Mul", column, nodes.last(running, column), draw.behind))
+    # What the random number is a part of: the sum at which top-p cuts, if that is within the head, or the whole.
+    edge = nodes("Mul", column, draw.top_p, whole)
+    cut = nodes("GatherElements", column, sums, nodes.count("Less", sums, edge, row, column), axis=1)
+    end = nodes("Where", column, nodes("LessOrEqual", column, edge, most), cut, whole)
+    target = nodes("Mul", column, draw.uniform, end)
+    of_head = nodes("GatherElements", column, ids, nodes.count("LessOrEqual", sums, target, row, column), axis=1)
+    if vocabulary <= width:
+        return of_head
+    past = nodes("Sub", column, target, most)
+    block = nodes.count("LessOrEqual", running, past, of_block, column)
+    inside: Dims = [batch, size]
+    places = nodes.constant("places", np.arange(size))
+    index = nodes("Add", inside, nodes("Mul", column, block, nodes.constant("size", np.array(size))), places)
+    index = nodes("Min", inside, index, nodes.constant("final", np.array(vocabulary - 1)))
+    weights = nodes("GatherElements", inside, values["heads.weights"], index, axis=1)
+    others = nodes("Where", inside, nodes("Less", inside, weights, nodes.last(head, column)), weights, zero)
+    within = nodes("CumSum", inside, others, along)
+    past = nodes("Mul", column, draw.second, nodes.last(within, column))
+    at = nodes.count("LessOrEqual", within, past, inside, column)
+    behind = nodes("GatherElements", column, index, at, axis=1)
+    return nodes("Where", column, nodes("Less", column, target, most), of_head, behind)
+
+
+class _Nodes:
+    """Appends nodes to a graph."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self._model = model
+
+    def constant(self, name: str, value: NDArray[np.generic] | np.generic) -> ir.Value:
+        """Give a constant."""
+        return graph.initializer(self._model, f"next_ids.constant.{name}", value)
+
+    def __call__(self, op: str, dims: Dims, *inputs: ir.Value, **attributes: graph.Attribute) -> ir.Value:
+        """Append a node, whose only output has the type of its last input, but for comparisons and indices."""
+        kind = _BOOL if op in ("Less", "LessOrEqual", "GreaterOrEqual", "And") else inputs[-1].dtype
+        if op in ("GatherElements", "CumSum"):
+            kind = inputs[0].dtype
+        return self._append(op, [ir.Value(type=ir.TensorType(kind or _INT64), shape=ir.Shape(dims))], inputs, attributes)
+
+    def _append(
+        self, op: str, outputs: list[ir.Value], inputs: tuple[ir.Value, ...], attributes: dict[str, graph.Attribute]
+    ) -> ir.Value:
+        name = f"next_ids.{op}_{len(self._model.graph)}"
+        for i, output in enumerate(outputs):
+            output.name = output.name or (f"{name}.{i}" if i else name)
+        given = ir.convenience.convert_attributes(attributes)
+        self._model.graph.append(ir.Node("", op, inputs, given, outputs=outputs, name=name))
+        return outputs[0]
+
+    def split(self, value: ir.Value, names: list[str], dims: Dims) -> list[ir.Value]:
+        """Cut [batch, n] into n columns."""
+        parts = [ir.Value(name=name, type=ir.TensorType(value.dtype), shape=ir.Shape(dims)) for name in names]  # type: ignore[arg-type]
+        self._append("Split", parts, (value,), {"axis": 1, "num_outputs": len(names)})
+        return parts
+
+    def last(self, values: ir.Value, column: Dims) -> ir.Value:
+        """Give the last column."""
+        end = self.constant(f"last.{graph.width(values)}", np.array([graph.width(values) - 1]))
+        made = ir.Value(type=ir.TensorType(_FLOAT), shape=ir.Shape(column))
+        return self._append("Gather", [made], (values, end), {"axis": 1})
+
+    def count(self, compared: str, sums: ir.Value, wanted: ir.Value, row: Dims, column: Dims) -> ir.Value:
+        """Count the `sums` of a row that compare so with `wanted`, of all but the last one: int64 [batch, 1].
+
+        In fp32, which is exact, and which alone ONNX Runtime's CUDA provider sums without cuDNN.
+        """
+        ones, total, number = (
+            ir.Value(type=ir.TensorType(dtype), shape=ir.Shape(dims))
+            for dtype, dims in ((_FLOAT, row), (_FLOAT, column), (_INT64, column))
+        )
+        self._append("Cast", [ones], (self(compared, row, sums, wanted),), {"to": int(_FLOAT)})
+        self._append("ReduceSum", [total], (ones, self.constant("axes", np.array([1]))), {"keepdims": 1})
+        most = self.constant(f"most.{graph.width(sums)}", np.float32(graph.width(sums) - 1))
+        self._append("Cast", [number], (self("Min", column, total, most),), {"to": int(_INT64)})
+        return number
