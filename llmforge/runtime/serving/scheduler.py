@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic
 
@@ -379,7 +379,7 @@ class Scheduler(Generic[C]):
         running = frozenset() if before is None else {each for _, each in before.rows if each not in before.wrong}
         n, slots = self._fill(batch, running), [slot for slot, _ in batch]
         self._temperatures[:n] = 1
-        self._temperatures[slots] = [each.sampler.temperature or 1 for _, each in batch]
+        self._temperatures[slots] = temperatures(each for _, each in batch)
         if self._guesses:
             self._draws[:n] = GREEDY
             self._draws[slots] = [each.sampler.draw(each in running) for _, each in batch]
@@ -426,24 +426,34 @@ class Scheduler(Generic[C]):
         self._ahead = self._begin(behind, step) if behind else None
         self._deliver_tokens()
         heads, live = step.run.heads(), self._live(step)
-        guesses = step.run.next_ids() if self._guesses else None
-        heads = heads.of([slot for slot, _ in live])
-        found = sample_heads([sequence.sampler for _, sequence in live], heads)
-        now = self._clock()
-        for row, ((slot, sequence), sampled) in enumerate(zip(live, found, strict=True)):
+        for slot, sequence in live:
             sequence.computed_tokens += 1
             self._store_blocks(sequence, slot)
+        self._sample_heads(live, step.run, heads)
+        return step.size, len(live)
+
+    def _sample_heads(self, live: list[tuple[int, Sequence]], run: DecodeRun, heads: Heads) -> None:
+        """Sample the next token of each sequence from its row of `run`, all at once.
+
+        First and last tokens are delivered now, others while the next step runs.
+        """
+        if not live:
+            return
+        heads, guesses = heads.of([row for row, _ in live]), run.next_ids() if self._guesses else None
+        found = sample_heads([sequence.sampler for _, sequence in live], heads)
+        now = self._clock()
+        for place, ((row, sequence), sampled) in enumerate(zip(live, found, strict=True)):
             if sampled is None:
-                sampled = self._choose(sequence, step.run.logits(slot), (heads, row))
+                sampled = self._choose(sequence, run.logits(row), (heads, place))
             if sampled is not None:
                 if guesses is not None:
-                    self._judge(sequence, bool(guesses[slot] == sampled.token))
+                    self._judge(sequence, bool(guesses[row] == sampled.token))
                 self._take(sequence, sampled, now)
-                if sequence.remaining_tokens == 0 or sequence.sampler.is_stop(sampled.token):
-                    self._hand_over(sequence, sampled)  # its slot is free now
+                first, last = len(sequence.token_times) == 1, sequence.remaining_tokens == 0
+                if first or last or sequence.sampler.is_stop(sampled.token):
+                    self._hand_over(sequence, sampled)  # who waits for its answer has it, or its place is free, now
                 else:
                     self._undelivered.append((sequence, sampled))
-        return step.size, len(live)
 
     def _judge(self, sequence: Sequence, right: bool) -> None:
         """Note whether the device's guess was the token of `sequence`, which may run already."""
@@ -639,3 +649,8 @@ class Scheduler(Generic[C]):
         """Let no other text begin with what was computed for this one."""
         if self._prefix_cache is not None:
             self._prefix_cache.forget(sequence.tokens, sequence.adapter)
+
+
+def temperatures(sequences: Iterable[Sequence]) -> list[float]:
+    """Give what the mass of each sequence's row is summed at."""
+    return [sequence.sampler.temperature or 1.0 for sequence in sequences]
