@@ -1,0 +1,118 @@
+"""Decode steps that a device runs one behind the other, while the host looks at the one before.
+
+The session's thread launches a step and returns; the device copies its heads to the host when it is done. A step that
+is begun behind one whose heads nobody has asked for yet would write over that one's logits: they are copied aside
+first, within the device, and read from there on a stream of their own, beside what runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge.ir.interface import Heads
+from llmforge.runtime.backends.device import Block, BlockCopy, Buffer, Device
+from llmforge.runtime.backends.device_heads import FetchedHeads, HeadBuffers
+from llmforge.runtime.backends.interface import DecodeRun
+
+
+class Running(DecodeRun):
+    """A step that the session's thread launches; `launched` gives its heads, on their way to the host."""
+
+    def __init__(self, heads: HeadBuffers, logits: Buffer, launched: Future[FetchedHeads]) -> None:
+        self._heads = heads
+        self._logits = logits
+        self._launched = launched
+        self._kept: Future[Buffer] | None = None
+        self.taken = False
+
+    def heads(self) -> Heads:
+        """Wait for the step, and give the heads of its rows."""
+        fetched = self._launched.result()
+        fetched.wait()
+        self.taken = True
+        return fetched.heads()
+
+    def next_ids(self) -> NDArray[np.int64]:
+        """Give what the step guessed."""
+        return self._launched.result().next_ids()
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """Fetch all logits of a row."""
+        return self._heads.read_row(self._place(), row)
+
+    def blocks(self, rows: Sequence[int], blocks: Sequence[int]) -> NDArray[np.float32]:
+        """Fetch one block of the logits of each of some rows."""
+        return self._heads.read_blocks(self._place(), rows, blocks)
+
+    def drop(self) -> None:
+        """Wait until the step is launched, and no longer."""
+        wait([self._launched])
+
+    def settle(self) -> None:
+        """Wait for the step, whatever becomes of it, unless that was done."""
+        self.drop()
+        if not self.taken and self._launched.exception() is None:
+            self._launched.result().wait()
+            self.taken = True
+
+    def keep(self, kept: Future[Buffer]) -> None:
+        """Read logits from where they were copied aside."""
+        self._kept = kept
+
+    def _place(self) -> Buffer:
+        return self._logits if self._kept is None else self._kept.result()
+
+
+class DecodeRuns:
+    """Begins decode steps of one session, of which at most two are under way.
+
+    Args:
+        device: where they run.
+        thread: launches them, one after the other.
+        heads: where their heads go.
+        logits: where their logits go.
+        ahead: whether a step may begin before the host has taken the heads of the one before; then there is room for
+            its logits.
+    """
+
+    def __init__(
+        self, device: Device, thread: ThreadPoolExecutor, heads: HeadBuffers, logits: Buffer, *, ahead: bool
+    ) -> None:
+        self._device = device
+        self._thread = thread
+        self._heads = heads
+        self._logits = logits
+        self._aside = device.allocate(logits.size) if ahead else None
+        self._kept = device.event()
+        self._begun: deque[Running] = deque(maxlen=2)
+
+    def make_room(self) -> None:
+        """Wait until no more than one step is under way, so that what another one took on the host is free."""
+        if len(self._begun) == 2:
+            self._begun[0].settle()
+
+    def begin(self, launch: Callable[[], None], rows: int) -> Running:
+        """Begin a step of so many rows that `launch`, which waits for nothing, sends to the device."""
+        if self._begun and not self._begun[-1].taken and self._aside is not None:
+            self._begun[-1].keep(self._thread.submit(self._keep))
+
+        def run() -> FetchedHeads:
+            launch()
+            return self._heads.fetch(rows)
+
+        running = Running(self._heads, self._logits, self._thread.submit(run))
+        self._begun.append(running)
+        return running
+
+    def _keep(self) -> Buffer:
+        """Copy the logits of the last step aside, and give where they are once they are there."""
+        assert self._aside is not None
+        size = self._logits.size
+        self._device.copy([BlockCopy(Block(self._aside, 0, size), Block(self._logits, 0, size), size, 1)])
+        self._device.record(self._kept)
+        return self._aside
