@@ -439,8 +439,13 @@ class Scheduler(Generic[C]):
         """
         if not live:
             return
-        heads, guesses = heads.of([row for row, _ in live]), run.next_ids() if self._guesses else None
-        found = sample_heads([sequence.sampler for _, sequence in live], heads)
+        rows = [row for row, _ in live]
+        heads, guesses = heads.of(rows), run.next_ids() if self._guesses else None
+
+        def fetch(places: list[int], blocks: list[int]) -> NDArray[np.float32]:
+            return run.blocks([rows[place] for place in places], blocks)
+
+        found = sample_heads([sequence.sampler for _, sequence in live], heads, fetch)
         now = self._clock()
         for place, ((row, sequence), sampled) in enumerate(zip(live, found, strict=True)):
             if sampled is None:
