@@ -22,13 +22,14 @@ from llmforge.engines import (
     cuda_graphs,
     cuda_operators,
     heads,
+    next_ids,
     kernels,
     onnx_file,
     require_device,
     signatures,
 )
 from llmforge.engines import onnxruntime as standard
-from llmforge.ir import graph, operators
+from llmforge.ir import graph, interface, operators
 from llmforge.ir.operators import contrib
 from llmforge.ir.operators.standard import Shape
 from llmforge.lowering import paged_attention
@@ -92,6 +93,8 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     changes.rewritten += cuda_operators.name_layouts(lowered)
     changes.rewritten += cuda_operators.widen(lowered)
     changes.rewritten.append(heads.give_heads(lowered))
+    if spec.kv_cache == "slots" and all(value.name != interface.INPUTS_EMBEDS for value in lowered.graph.inputs):
+        changes.rewritten.append(next_ids.feed_back(lowered))  # else a negative id stands for an embedding
     changes.skipped += [Skipped(str(node.name), reason) for node, reason in cuda_operators.slower(lowered)]
     check(lowered, target)
     _refuse(lowered, sm)

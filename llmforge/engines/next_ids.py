@@ -71,43 +71,35 @@ def _guess(
     kept = nodes("And", row, nodes("GreaterOrEqual", row, head, draw.min_p), nodes("Less", row, ranks, draw.top_k))
     sums = nodes("CumSum", row, nodes("Where", row, kept, head, zero), along)
     most = nodes.last(sums, column)
-    whole = most
+    ahead = whole = most
     if vocabulary > width:
         blocks, size = interface.mass_blocks(vocabulary)
         of_block: Dims = [batch, blocks]
-        block_of = nodes("Div", row, ids, nodes.constant("size", np.array(size)))
-        less_head = nodes(
-            "ScatterElements",
-            of_block,
-            values[interface.MASSES],
-            block_of,
-            nodes("Neg", row, head),
-            axis=1,
-            reduction="add",
-        )
-        running = nodes("CumSum", of_block, nodes("Max", of_block, less_head, zero), along)
-        whole = nodes("Add", column, most, nodes("Mul", column, nodes.last(running, column), draw.behind))
+        running = nodes("CumSum", of_block, values[interface.MASSES], along)
+        # Of a row that ends behind its head, the least of it stands with those behind.
+        least = nodes("Mul", column, nodes.last(head, column), draw.behind)
+        ahead = nodes("Sub", column, most, least)
+        whole = nodes("Add", column, ahead, nodes("Mul", column, nodes.last(running, column), draw.behind))
     # What the random number is a part of: the sum at which top-p cuts, if that is within the head, or the whole.
     edge = nodes("Mul", column, draw.top_p, whole)
+    within = nodes("LessOrEqual", column, edge, most)
     cut = nodes("GatherElements", column, sums, nodes.count("Less", sums, edge, row, column), axis=1)
-    end = nodes("Where", column, nodes("LessOrEqual", column, edge, most), cut, whole)
-    target = nodes("Mul", column, draw.uniform, end)
+    target = nodes("Mul", column, draw.uniform, nodes("Where", column, within, cut, whole))
     of_head = nodes("GatherElements", column, ids, nodes.count("LessOrEqual", sums, target, row, column), axis=1)
     if vocabulary <= width:
         return of_head
-    past = nodes("Sub", column, target, most)
+    past = nodes("Sub", column, target, ahead)
     block = nodes.count("LessOrEqual", running, past, of_block, column)
     inside: Dims = [batch, size]
-    places = nodes.constant("places", np.arange(size))
-    index = nodes("Add", inside, nodes("Mul", column, block, nodes.constant("size", np.array(size))), places)
+    first = nodes("Mul", column, block, nodes.constant("size", np.array(size)))
+    index = nodes("Add", inside, first, nodes.constant("places", np.arange(size)))
     index = nodes("Min", inside, index, nodes.constant("final", np.array(vocabulary - 1)))
-    weights = nodes("GatherElements", inside, values["heads.weights"], index, axis=1)
-    others = nodes("Where", inside, nodes("Less", inside, weights, nodes.last(head, column)), weights, zero)
-    within = nodes("CumSum", inside, others, along)
-    past = nodes("Mul", column, draw.second, nodes.last(within, column))
-    at = nodes.count("LessOrEqual", within, past, inside, column)
-    behind = nodes("GatherElements", column, index, at, axis=1)
-    return nodes("Where", column, nodes("Less", column, target, most), of_head, behind)
+    others = nodes("CumSum", inside, nodes("GatherElements", inside, values["heads.others"], index, axis=1), along)
+    past = nodes("Mul", column, draw.second, nodes.last(others, column))
+    at = nodes.count("LessOrEqual", others, past, inside, column)
+    of_block_id = nodes("GatherElements", column, index, at, axis=1)
+    by_head = nodes("Or", column, within, nodes("Less", column, target, ahead))
+    return nodes("Where", column, by_head, of_head, of_block_id)
 
 
 class _Nodes:
@@ -122,7 +114,7 @@ class _Nodes:
 
     def __call__(self, op: str, dims: Dims, *inputs: ir.Value, **attributes: graph.Attribute) -> ir.Value:
         """Append a node, whose only output has the type of its last input, but for comparisons and indices."""
-        kind = _BOOL if op in ("Less", "LessOrEqual", "GreaterOrEqual", "And") else inputs[-1].dtype
+        kind = _BOOL if op in ("Less", "LessOrEqual", "GreaterOrEqual", "And", "Or") else inputs[-1].dtype
         if op in ("GatherElements", "CumSum"):
             kind = inputs[0].dtype
         return self._append(op, [ir.Value(type=ir.TensorType(kind or _INT64), shape=ir.Shape(dims))], inputs, attributes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import onnx_ir as ir
 import pytest
 
 from llmforge.engines.heads import give_heads
+from llmforge.engines.next_ids import feed_back
 from llmforge.ir import interface
 from llmforge.ir.interface import HEAD, Heads
 from llmforge.runtime import EngineOptions, Request, Runner, Sampling
 from llmforge.runtime.backends.cuda import DeviceSession
-from llmforge.runtime.backends.device import Buffer, HostDevice
+from llmforge.runtime.backends.device import BlockCopy, Buffer, HostDevice
 from llmforge.runtime.backends.interface import DecodeRun
 from llmforge.runtime.backends.session import Session, SessionConfig
 from llmforge.runtime.serving.scheduler import Scheduler
@@ -50,6 +52,10 @@ class CountingDevice(HostDevice):
     def synchronize(self) -> None:
         self.calls.append("synchronize")
 
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        self.calls.append("copy")
+        super().copy(copies)
+
     def read(self, buffer: Buffer, offset: int, values: np.ndarray) -> None:
         self.copies.append(values.nbytes)
         super().read(buffer, offset, values)
@@ -64,6 +70,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) ->
 def ahead() -> DeviceSession:
     model = decoder(VOCABULARY)
     give_heads(model)
+    feed_back(model)
     return DeviceSession(ir.to_proto(model).SerializeToString(), ONE_THREAD, CountingDevice(), buckets=(1, 2, 4, 8))
 
 
@@ -115,21 +122,23 @@ def test_texts_are_those_of_whole_rows(ahead: DeviceSession, runner: Runner) -> 
 def test_a_step_copies_heads_and_what_rows_must_be_whole(ahead: DeviceSession, runner: Runner) -> None:
     device = ahead.device
     assert isinstance(device, CountingDevice)
-    head, row = (2 * HEAD + interface.mass_blocks(VOCABULARY)[0]) * 4, VOCABULARY * 4
+    head, row, ids = (2 * HEAD + interface.mass_blocks(VOCABULARY)[0]) * 4, VOCABULARY * 4, 256
     scheduled = scheduler(ahead, runner)
     answers = [Received() for _ in range(4)]
     samplings = [Sampling(), Sampling(temperature=0.01), Sampling(temperature=1.0, top_k=20), Sampling(min_tokens=99)]
     for i, received in enumerate(answers):
         scheduled.add(Request(prompt(6, seed=i), samplings[i]), received.receive)
     scheduled.step()
+    device.copies.clear()
+    device.calls.clear()
     for _ in range(5):
-        device.copies.clear()
-        device.calls.clear()
         scheduled.step()
-        assert device.calls == ["write", "synchronize"]  # all inputs at once
-        assert device.copies == [4 * head, row]  # one copy of all heads; the row of `min_tokens`
     scheduled.cancel_all()
     scheduled.step()
+    # Six steps, of which five began behind another one: whose logits are copied aside, within the device; all inputs at
+    # once; one copy of all heads and guesses. The row of `min_tokens` of the five whose tokens were chosen.
+    assert sorted(device.calls) == ["copy"] * 5 + ["write"] * 6
+    assert sorted(device.copies) == sorted([ids + 4 * head] * 6 + [row] * 5)
 
 
 class Slow(DecodeRun):
@@ -167,7 +176,7 @@ def test_tokens_are_delivered_while_the_next_step_runs(
     # The first is the prompt's, and the last step's comes at once, with the end behind it.
     assert events == [
         "deliver",
-        *["begin", "wait", "begin", "deliver", "wait", "begin", "deliver", "wait"],
+        *["begin", "begin", "wait", "begin", "deliver", "wait", "deliver", "wait"],
         *["deliver"] * 2,
     ]
 

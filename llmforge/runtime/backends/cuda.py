@@ -24,7 +24,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from llmforge import native
 from llmforge.base.errors import EnvironmentLacks, RunFailed, UnsupportedError
 from llmforge.ir import interface
-from llmforge.ir.interface import Heads
+from llmforge.ir.interface import Draw
 from llmforge.runtime.backends import device_cache
 from llmforge.runtime.backends.config import Capture, GraphPlan, RuntimeConfig
 from llmforge.runtime.backends.cuda_graph_capture import ONE, ProbeStep, probe_inputs
@@ -45,6 +45,7 @@ from llmforge.runtime.backends.device_backend import INPUT_BYTES, LOGIT_BYTES, D
 from llmforge.runtime.backends.device_cache import CacheMemory, DeviceCache
 from llmforge.runtime.backends.device_heads import HeadBuffers
 from llmforge.runtime.backends.device_inputs import BoundInput, InputBuffers
+from llmforge.runtime.backends.device_runs import DecodeRuns
 from llmforge.runtime.backends.interface import C, Counts, DecodeRun, StepInputs
 from llmforge.runtime.backends.prefill_shapes import SHAPES, pieces
 from llmforge.runtime.backends.session import SessionConfig, open_graph, run_bound, session_options
@@ -58,6 +59,8 @@ FLOAT = 1  # TensorProto.DataType of logits
 # Provider option: which attention kernels may run, as a sum: 1 flash, 2 memory-efficient, 8 cuDNN, 16 unfused.
 _SDPA_KERNEL, _FLASH = "sdpa_kernel", "1"
 WARM_S = 30.0  # that prefills of all shapes may take at load, before a warning says that they took longer
+# Of an input of a decode step, for each row, at most: `interface.Draw` in fp32.
+DECODE_BYTES = 4 * len(Draw._fields)
 EAGER = -1  # the `gpu_graph_id` of steps that are no CUDA graph
 
 
@@ -151,6 +154,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
         self._shapes = shapes
         self.longest_step = max(shapes, default=None)
         self._without_cudnn: str | None = None  # why
+        self._guessed_rows = 0  # of the step begun last, which the next one may take
         self._options = dict(provider_options or {})
         where = str(model) if isinstance(model, Path) else "the model in memory"
         self._opens: Callable[[], Any] = lambda: open_on(
@@ -163,13 +167,18 @@ class DeviceSession(CapturedSession[DeviceCache]):
             raise UnsupportedError(f"{where}: its caches grow in every step, and only the CPU's session copies them")
         if self._captures and interface.ATTENTION_MASK in signature.inputs:
             raise UnsupportedError(f"{where}: {interface.ATTENTION_MASK} grows with the text, so no step is recorded")
-        self._input_names = tuple(name for name in signature.inputs if name not in signature.cache_types)
+        elsewhere = {*signature.cache_types, interface.CHOSEN_IDS}
+        self._input_names = tuple(name for name in signature.inputs if name not in elsewhere)
         self._host_inputs = self._find_host_inputs(self._input_names, interface.TOTAL_SEQUENCE_LENGTH, where)
         self._most_rows = most = max((1, *self.buckets, *(capture.batch for capture in self._captures)))
-        self._decode_inputs = InputBuffers(device, self._input_names, self._host_inputs, most * INPUT_BYTES)
+        self._decode_inputs = InputBuffers(device, self._input_names, self._host_inputs, most * DECODE_BYTES, sets=2)
         self._inputs = InputBuffers(device, self._input_names, self._host_inputs, INPUT_BYTES)  # of other steps; grows
         self._decode_logits = device.allocate(most * self.vocabulary * LOGIT_BYTES)
-        self._heads = HeadBuffers(device, most, self.vocabulary) if signature.gives_heads else None
+        self._heads: HeadBuffers | None = None
+        self._runs: DecodeRuns | None = None
+        if signature.gives_heads:
+            self._heads = HeadBuffers(device, most, self.vocabulary, guesses=signature.gives_next_ids)
+            self._runs = DecodeRuns(device, self._thread, self._heads, self._decode_logits)
         self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)
         self._bindings: weakref.WeakKeyDictionary[CacheMemory, dict[tuple[int, int], Binding]]
         self._bindings = weakref.WeakKeyDictionary()
@@ -226,6 +235,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
 
     def _run_together(self, inputs: StepInputs, cache: DeviceCache, out: NDArray[np.float32]) -> None:
         run = super()._run_together
+        self._guessed_rows = 0
         self._on_thread(lambda: run(inputs, cache, out))
 
     def _run(self, inputs: StepInputs, cache: DeviceCache, out: NDArray[np.float32]) -> None:
@@ -233,17 +243,21 @@ class DeviceSession(CapturedSession[DeviceCache]):
         if self._pads and tokens > 1:
             self._run_pieces(inputs, cache, out)
             return
-        feeds = inputs.feeds(self.signature)
         if tokens == 1 and out.shape[1] == 1 and batch <= self._most_rows:
             length, graph_id = self._find_graph(cache, int(inputs.past_lengths.max()) + 1)
-            self._decode(feeds, cache, out, length, graph_id)
+            self._decode(inputs, cache, out, length, graph_id)
         else:
-            self._run_long(feeds, cache, out)
+            self._run_long(self._feeds(inputs), cache, out)
 
     @property
     def decodes_ahead(self) -> bool:
         """Whether the graph gives heads."""
         return self._heads is not None
+
+    @property
+    def guesses_tokens(self) -> bool:
+        """Whether the graph guesses tokens, too."""
+        return self.signature.gives_next_ids
 
     def begin_decode(
         self,
@@ -253,20 +267,27 @@ class DeviceSession(CapturedSession[DeviceCache]):
         temperatures: NDArray[np.float32],
         lengths: Counts | None = None,
         adapters: Counts | None = None,
+        draws: NDArray[np.float32] | None = None,
     ) -> DecodeRun:
         """Begin a step of one token a row, as `step` runs it; arrays are read before this returns."""
-        inputs = StepInputs(ids, past_lengths, None, lengths, None, adapters, temperatures)
+        inputs = StepInputs(ids, past_lengths, None, lengths, None, adapters, temperatures, draws)
         self._check(inputs, cache)
-        if self._heads is None or ids.shape[1] != 1 or cache.batch > self._most_rows:
+        if self._runs is None or ids.shape[1] != 1 or cache.batch > self._most_rows:
             raise ValueError(f"a step of {ids.shape}; heads of one token for up to {self._most_rows} rows")
-        feeds = inputs.feeds(self.signature)
+        if (guessed := np.flatnonzero(ids < 0)).size and guessed[-1] >= self._guessed_rows:
+            raise ValueError(f"row {guessed[-1]} takes the guess of a step of {self._guessed_rows} rows")
         found = self._find_graph(cache, int(past_lengths.max()) + 1)
-        bound = self._upload_decode(feeds, found[0])
+        self._runs.make_room()
+        staged = self._decode_inputs.stage(self._decode_feeds(inputs, found[0]))
         shape = (cache.batch, 1, self.vocabulary)
-        running = self._thread.submit(
-            lambda: self._launch(self._binding(cache), bound, self._decode_logits, shape, found[1])
-        )
-        return Running(self._heads, self._decode_logits, cache.batch, running)
+
+        def launch() -> None:
+            self._decode_inputs.send(staged)
+            if not self._launch(self._binding(cache), staged.bound, self._decode_logits, shape, found[1]):
+                raise RunFailed("the graph declares other logits than those of one row")
+
+        self._guessed_rows = cache.batch if self.guesses_tokens else 0
+        return self._runs.begin(launch, cache.batch)
 
     def _find_graph(self, cache: DeviceCache, longest: int) -> tuple[int | None, int]:
         """Find the CUDA graph for the rows of `cache` and texts of up to `longest` tokens: its length and id."""
@@ -274,21 +295,32 @@ class DeviceSession(CapturedSession[DeviceCache]):
 
     def _decode(
         self,
-        feeds: Mapping[str, NDArray[Any]],
+        inputs: StepInputs,
         cache: DeviceCache,
         out: NDArray[np.float32],
         length: int | None,
         graph_id: int,
     ) -> None:
         """Run one token of every row at fixed addresses; kernels are chosen by `length`, if not by the text."""
-        bound = self._upload_decode(feeds, length)
+        bound = self._upload_decode(inputs, length)
         self._execute(self._binding(cache), bound, self._decode_logits, out, graph_id)
 
-    def _upload_decode(self, feeds: Mapping[str, NDArray[Any]], length: int | None) -> dict[str, BoundInput]:
-        """Bring inputs of a decode step to their addresses."""
+    def _upload_decode(self, inputs: StepInputs, length: int | None) -> dict[str, BoundInput]:
+        """Bring inputs of a decode step to their addresses, when all others have been copied."""
+        self.device.synchronize()
+        return self._decode_inputs.upload(self._decode_feeds(inputs, length))
+
+    def _decode_feeds(self, inputs: StepInputs, length: int | None) -> dict[str, NDArray[Any]]:
+        feeds = self._feeds(inputs)
         if length is not None and interface.TOTAL_SEQUENCE_LENGTH in feeds:
-            feeds = {**feeds, interface.TOTAL_SEQUENCE_LENGTH: np.array(length, np.int32)}
-        return self._decode_inputs.upload(feeds)
+            feeds[interface.TOTAL_SEQUENCE_LENGTH] = np.array(length, np.int32)
+        return feeds
+
+    def _feeds(self, inputs: StepInputs) -> dict[str, NDArray[Any]]:
+        """Make what lies in input buffers."""
+        feeds = inputs.feeds(self.signature)
+        feeds.pop(interface.CHOSEN_IDS, None)
+        return feeds
 
     def _run_pieces(self, inputs: StepInputs, cache: DeviceCache, out: NDArray[np.float32]) -> None:
         """Run several tokens of every row in pieces of the few shapes."""
@@ -306,7 +338,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
             past = (inputs.past_lengths + piece.start).astype(np.int32)
             made = out if len(places) == out.shape[1] else np.empty((batch, len(rows), self.vocabulary), np.float32)
             one = StepInputs(padded, past, rows, lengths, whole, inputs.adapters)
-            self._run_long(one.feeds(self.signature), cache, made)
+            self._run_long(self._feeds(one), cache, made)
             if made is not out and len(places):
                 out[:, places] = made
 
@@ -344,6 +376,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
         if self._launch(binding, inputs, logits, out.shape, graph_id):
             self.device.read(logits, 0, out)
         else:
+            self.device.synchronize()
             out[...] = binding.binding.get_outputs()[-1].numpy()  # in the order in which outputs were bound first
 
     def _launch(
@@ -354,12 +387,11 @@ class DeviceSession(CapturedSession[DeviceCache]):
         shape: tuple[int, ...],
         graph_id: int,
     ) -> bool:
-        """Run the graph once the device has its inputs; say whether its logits of `shape` are in `logits`."""
+        """Send the graph to the device, behind its inputs; say whether its logits of `shape` will be in `logits`."""
         in_place = self.signature.declared_rows in (None, shape[1])
         binding.bind_inputs(inputs)
         binding.bind_logits(logits if in_place else None, shape)
-        self.device.synchronize()
-        run_bound(self._session, binding.binding, run_options(graph_id))  # returns when it is done
+        run_bound(self._session, binding.binding, run_options(graph_id, waits=self.device.stream is None))
         return in_place
 
     def _capture(self, cache: DeviceCache) -> None:
@@ -372,17 +404,15 @@ class DeviceSession(CapturedSession[DeviceCache]):
         """Make what runs a probe's step over `cache`."""
         out = np.empty((capture.batch, 1, self.vocabulary), np.float32)
 
-        def feeds(token: int) -> dict[str, NDArray[Any]]:
-            return probe_inputs(token, capture).feeds(self.signature)
-
         def probe(token: int, *, graph: bool, elsewhere: bool = False) -> NDArray[np.float32]:
-            which = graph_id if graph else EAGER
+            which, inputs = graph_id if graph else EAGER, probe_inputs(token, capture)
             if not elsewhere:
-                self._decode(feeds(token), cache, out, capture.length, which)
+                self._decode(inputs, cache, out, capture.length, which)
                 return out.copy()
-            self._decode_inputs.upload(feeds(ONE))
+            self._upload_decode(probe_inputs(ONE, capture), None)
             other = InputBuffers(self.device, self._input_names, self._host_inputs, self._decode_inputs.each_bytes)
-            self._execute(self._new_binding(cache), other.upload(feeds(token)), self._decode_logits, out, which)
+            bound = other.upload(self._feeds(inputs))
+            self._execute(self._new_binding(cache), bound, self._decode_logits, out, which)
             return out.copy()
 
         return probe
@@ -405,7 +435,12 @@ def open_on(
             f"the installed onnxruntime {ort.__version__} has no {provider}: it is the CPU package",
             hint=f"pip uninstall onnxruntime, then {how_to_install()}",
         )
-    own = {"device_id": str(device.index), "enable_cuda_graph": "1" if graphs else "0", **options}
+    own = {
+        "device_id": str(device.index),
+        "enable_cuda_graph": "1" if graphs else "0",
+        "user_compute_stream": str(device.stream),
+        **options,
+    }
     session = open_graph(model, entries, [(provider, own)], where)
     if provider not in session.get_providers():
         raise EnvironmentLacks(
@@ -426,30 +461,6 @@ def read_on_host(session: Any, device: Device, always: str) -> set[str]:
         return {always}
     infos = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
     return {value.name for value, info in infos if info.name == "Cpu"}
-
-
-@dataclass(frozen=True, eq=False)
-class Running(DecodeRun):
-    """A step on the session's thread."""
-
-    _heads: HeadBuffers
-    _logits: Buffer
-    _rows: int
-    _done: Future[bool]
-
-    def heads(self) -> Heads:
-        """Wait for the step, and copy the heads of its rows."""
-        if not self._done.result():
-            raise RunFailed("the graph declares other logits than those of one row")
-        return self._heads.read(self._rows)
-
-    def logits(self, row: int) -> NDArray[np.float32]:
-        """Fetch all logits of a row."""
-        return self._heads.read_row(self._logits, row)
-
-    def blocks(self, rows: Sequence[int], blocks: Sequence[int]) -> NDArray[np.float32]:
-        """Fetch one block of the logits of each of some rows."""
-        return self._heads.read_blocks(self._logits, rows, blocks)
 
 
 class Binding:
@@ -495,14 +506,17 @@ class Binding:
         for name, onnx, shape, address in heads.outputs(rows):
             where = (onnx, shape, address) if rows <= heads.most_rows else ()
             self.binding.bind_output(name, kind, index, *where)
+        self.bind_inputs(heads.chosen_ids(rows))
         self._head_rows = rows
 
 
 @functools.cache
-def run_options(graph_id: int) -> ort.RunOptions:
-    """Make the options of a run through a CUDA graph, or `EAGER`."""
+def run_options(graph_id: int, *, waits: bool) -> ort.RunOptions:
+    """Make the options of a run through a CUDA graph, or `EAGER`, that `waits` for the device or returns before."""
     options = ort.RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(graph_id))
+    if not waits:
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     return options
 
 

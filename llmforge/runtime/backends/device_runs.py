@@ -20,6 +20,27 @@ from llmforge.runtime.backends.device_heads import FetchedHeads, HeadBuffers
 from llmforge.runtime.backends.interface import DecodeRun
 
 
+class _Aside:
+    """Room for the logits of one step."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        self._device = device
+        self._buffer = device.allocate(size)
+        self._event = device.event()
+
+    def keep(self, logits: Buffer) -> _Aside:
+        """Begin to copy `logits` here."""
+        size = logits.size
+        self._device.copy([BlockCopy(Block(self._buffer, 0, size), Block(logits, 0, size), size, 1)])
+        self._device.record(self._event)
+        return self
+
+    def at(self) -> Buffer:
+        """Give where they are, once they are there."""
+        self._device.wait(self._event)
+        return self._buffer
+
+
 class Running(DecodeRun):
     """A step that the session's thread launches; `launched` gives its heads, on their way to the host."""
 
@@ -27,15 +48,14 @@ class Running(DecodeRun):
         self._heads = heads
         self._logits = logits
         self._launched = launched
-        self._kept: Future[Buffer] | None = None
+        self._kept: Future[_Aside] | None = None
         self.taken = False
 
     def heads(self) -> Heads:
         """Wait for the step, and give the heads of its rows."""
-        fetched = self._launched.result()
-        fetched.wait()
+        heads = self._heads.heads(self._launched.result())
         self.taken = True
-        return fetched.heads()
+        return heads
 
     def next_ids(self) -> NDArray[np.int64]:
         """Give what the step guessed."""
@@ -60,12 +80,12 @@ class Running(DecodeRun):
             self._launched.result().wait()
             self.taken = True
 
-    def keep(self, kept: Future[Buffer]) -> None:
+    def keep(self, kept: Future[_Aside]) -> None:
         """Read logits from where they were copied aside."""
         self._kept = kept
 
     def _place(self) -> Buffer:
-        return self._logits if self._kept is None else self._kept.result()
+        return self._logits if self._kept is None else self._kept.result().at()
 
 
 class DecodeRuns:
@@ -76,19 +96,13 @@ class DecodeRuns:
         thread: launches them, one after the other.
         heads: where their heads go.
         logits: where their logits go.
-        ahead: whether a step may begin before the host has taken the heads of the one before; then there is room for
-            its logits.
     """
 
-    def __init__(
-        self, device: Device, thread: ThreadPoolExecutor, heads: HeadBuffers, logits: Buffer, *, ahead: bool
-    ) -> None:
-        self._device = device
+    def __init__(self, device: Device, thread: ThreadPoolExecutor, heads: HeadBuffers, logits: Buffer) -> None:
         self._thread = thread
         self._heads = heads
         self._logits = logits
-        self._aside = device.allocate(logits.size) if ahead else None
-        self._kept = device.event()
+        self._aside = _Aside(device, logits.size) if heads.guesses else None
         self._begun: deque[Running] = deque(maxlen=2)
 
     def make_room(self) -> None:
@@ -99,7 +113,7 @@ class DecodeRuns:
     def begin(self, launch: Callable[[], None], rows: int) -> Running:
         """Begin a step of so many rows that `launch`, which waits for nothing, sends to the device."""
         if self._begun and not self._begun[-1].taken and self._aside is not None:
-            self._begun[-1].keep(self._thread.submit(self._keep))
+            self._begun[-1].keep(self._thread.submit(self._aside.keep, self._logits))
 
         def run() -> FetchedHeads:
             launch()
@@ -108,11 +122,3 @@ class DecodeRuns:
         running = Running(self._heads, self._logits, self._thread.submit(run))
         self._begun.append(running)
         return running
-
-    def _keep(self) -> Buffer:
-        """Copy the logits of the last step aside, and give where they are once they are there."""
-        assert self._aside is not None
-        size = self._logits.size
-        self._device.copy([BlockCopy(Block(self._aside, 0, size), Block(self._logits, 0, size), size, 1)])
-        self._device.record(self._kept)
-        return self._aside

@@ -84,6 +84,7 @@ class StepInputs(NamedTuple):
     text_lengths: Counts | None = None
     adapters: Counts | None = None
     temperatures: NDArray[np.float32] | None = None
+    draws: NDArray[np.float32] | None = None
 
     def only(self, b: int) -> StepInputs:
         """Give those of row `b` alone."""
@@ -105,6 +106,7 @@ class StepInputs(NamedTuple):
             self.text_lengths,
             self.adapters,
             self.temperatures,
+            self.draws,
             growing=signature.growing,
         )
 
@@ -128,6 +130,18 @@ class DecodeRun(ABC):
             rows: [n], as of `logits`.
             blocks: [n], numbers of `interface.mass_blocks`, which says their size; -inf stands behind a row's end.
         """
+
+
+    def next_ids(self) -> NDArray[np.int64]:
+        """Give the token that the device guesses to follow in each row, int64 [B], once `heads` has given its heads.
+
+        They hold as long as those.
+        """
+        raise NotImplementedError
+
+    def drop(self) -> None:
+        """Let go of the step: nobody asks for its heads. What its decoder is asked for from now on comes behind it."""
+        self.heads()
 
 
 class Backend(ABC, Generic[C]):
@@ -189,6 +203,11 @@ class Backend(ABC, Generic[C]):
         """Whether decode steps run beside the host and give heads: `begin_decode` serves them."""
         return False
 
+    @property
+    def guesses_tokens(self) -> bool:
+        """Whether a decode step guesses the tokens that follow, so that the next one can begin before it has ended."""
+        return False
+
     def begin_decode(
         self,
         ids: NDArray[np.int64],
@@ -197,16 +216,21 @@ class Backend(ABC, Generic[C]):
         temperatures: NDArray[np.float32],
         lengths: Counts | None = None,
         adapters: Counts | None = None,
+        draws: NDArray[np.float32] | None = None,
     ) -> DecodeRun:
         """Begin a step of one token a row, as `step` runs it; arrays are read before this returns.
 
+        Where `guesses_tokens`, it may begin while the one before it runs, whose heads are asked for next.
+
         Args:
-            ids: int64 [B, 1].
+            ids: int64 [B, 1]; where tokens are guessed, negative for the one that the step begun right before this one
+                guesses for the same row.
             past_lengths: int32 [B].
             cache: as of `step`.
             temperatures: fp32 [B], more than 0, what each row's masses are summed at.
             lengths: as of `step`.
             adapters: as of `step`.
+            draws: fp32 [B, fields of `interface.Draw`], what each row's next token is guessed with; None: greedily.
         """
         raise NotImplementedError
 

@@ -24,13 +24,14 @@ from llmforge.base.errors import InputError, RunFailed, UsageError
 from llmforge.ir import interface
 from llmforge.runtime.backends.block_pool import BlockPool, BlockTable, Copy, NoBlocks
 from llmforge.runtime.backends.config import Capture, GraphPlan, RuntimeConfig
-from llmforge.runtime.backends.cuda import EAGER, Binding, CapturedSession, Running, open_on, run_options
+from llmforge.runtime.backends.cuda import EAGER, Binding, CapturedSession, open_on, run_options
 from llmforge.runtime.backends.cuda_graph_capture import ONE, ProbeStep, probe_inputs
 from llmforge.runtime.backends.device import Buffer, Device
 from llmforge.runtime.backends.device_backend import INPUT_BYTES, LOGIT_BYTES
 from llmforge.runtime.backends.device_cache import CacheMemory, CacheTensor, DeviceCache
-from llmforge.runtime.backends.device_heads import HeadBuffers
+from llmforge.runtime.backends.device_heads import FetchedHeads, HeadBuffers
 from llmforge.runtime.backends.device_inputs import BoundInput, InputBuffers
+from llmforge.runtime.backends.device_runs import Running
 from llmforge.runtime.backends.interface import Counts, DecodeRun, RowCopy, Rows, StepInputs
 from llmforge.runtime.backends.session import SessionConfig, run_bound
 from llmforge.runtime.backends.signature import ELEMENTS, Signature
@@ -268,11 +269,12 @@ class PagedSession(CapturedSession[PagedCache]):
             raise ValueError(f"temperatures {temperatures.shape}; heads of {wanted} rows, of {self._most_rows} at most")
         step = self._prepare(pieces, cache, temperatures=temperatures)
 
-        def run() -> bool:
+        def run() -> FetchedHeads:
             self._launch(self._binding(cache), step)
-            return True
+            assert self._heads is not None
+            return self._heads.fetch(step.rows)
 
-        return Running(self._heads, step.logits, step.rows, self._thread.submit(run))
+        return Running(self._heads, step.logits, self._thread.submit(run))
 
     def begin_decode(
         self,
@@ -282,6 +284,7 @@ class PagedSession(CapturedSession[PagedCache]):
         temperatures: NDArray[np.float32],
         lengths: Counts | None = None,
         adapters: Counts | None = None,
+        draws: NDArray[np.float32] | None = None,
     ) -> DecodeRun:
         """Begin a step of one token a row, as `step` runs it; arrays are read before this returns."""
         inputs = StepInputs(ids, past_lengths, None, lengths, None, adapters)
@@ -395,13 +398,12 @@ class PagedSession(CapturedSession[PagedCache]):
         return self._bindings[memory]
 
     def _launch(self, binding: Binding, step: _Step) -> None:
-        """Run the graph once the device has its inputs."""
+        """Send the graph to the device, behind its inputs."""
         binding.bind_inputs(step.inputs)
         binding.bind_logits(step.logits, (1, step.rows, self.vocabulary))
         if self._heads is not None:
             binding.bind_heads(self._heads, step.rows)
-        self.device.synchronize()
-        run_bound(self._session, binding.binding, run_options(step.graph_id))  # returns when it is done
+        run_bound(self._session, binding.binding, run_options(step.graph_id, waits=self.device.stream is None))
 
     def _execute(
         self, cache: PagedCache, step: _Step, out: NDArray[np.float32], binding: Binding | None = None

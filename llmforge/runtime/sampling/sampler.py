@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from llmforge.base.errors import InputError, UsageError
-from llmforge.ir.interface import Heads, mass_blocks
+from llmforge.ir.interface import GREEDY, HEAD, Draw, Heads, mass_blocks
 from llmforge.runtime.sampling.constraints import ConstraintCompiler, ConstraintState, TriggeredState
 from llmforge.runtime.sampling.distribution import (
     Truncations,
@@ -47,6 +48,24 @@ class SampledToken(NamedTuple):
     logprob: TokenLogprob | None = None
 
 
+class RandomNumbers:
+    """Random numbers in [0, 1) of a generator, which may be looked at before they are taken."""
+
+    def __init__(self, generator: np.random.Generator) -> None:
+        self._generator = generator
+        self._known: deque[float] = deque()
+
+    def peek(self, index: int) -> float:
+        """Give the number behind the next `index` ones."""
+        while len(self._known) <= index:
+            self._known.append(self._generator.random())
+        return self._known[index]
+
+    def take(self) -> float:
+        """Give the next number, and no more."""
+        return self._known.popleft() if self._known else self._generator.random()
+
+
 class TokenSampler:
     """Samples the tokens of one sequence, in the order of `Sampling`'s steps.
 
@@ -64,7 +83,9 @@ class TokenSampler:
         self._stop_tokens = frozenset(stop_tokens)
         self._stop_ids = np.array(sorted(self._stop_tokens), np.int64)
         self._generated = 0
-        self._rng = np.random.default_rng(sampling.seed)
+        # Of each token one decides where it stands, seldom further ones: so those of tokens to come are known.
+        rng = np.random.default_rng(sampling.seed)
+        self._uniforms, self._further = RandomNumbers(rng), RandomNumbers(rng.spawn(1)[0])
         self._constraint = constraint
         self._penalties = Penalties(sampling, prompt)
         self._biased = np.array([token for token, _ in sampling.logit_bias], np.int64)
@@ -77,7 +98,6 @@ class TokenSampler:
         self.argmax_only = self.head_only and sampling.temperature == 0  # and greedy ones by the largest logit.
         self.temperature = held(sampling.temperature) if sampling.temperature else 0.0
         self.truncation = (self.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
-        self._uniform: float | None = None  # that was taken, and decided nothing yet
 
     def is_stop(self, token: int) -> bool:
         """Say whether the sequence ends with `token`."""
@@ -106,22 +126,29 @@ class TokenSampler:
         if processed[token] == -np.inf:
             raise InputError("the engine returned -inf for every allowed token")
         if sampling.temperature > 0:
-            uniform = self.next_uniform()
-            self._uniform = None
+            uniform = self._uniforms.take()
             known = known_head(*head, logits) if head is not None and self._raw_logits else None
-            token = draw(processed, sampling, uniform, self._rng.random, known)
+            token = draw(processed, sampling, uniform, self._further.take, known)
         self._advance(token)
         return SampledToken(token, None if sampling.logprobs is None else _logprob(logits, token, sampling.logprobs))
 
     def next_uniform(self) -> float:
         """Give the random number that decides about the next token, the same one until it has."""
-        if self._uniform is None:
-            self._uniform = self._rng.random()
-        return self._uniform
+        return self._uniforms.peek(0)
+
+    def draw(self, ahead: int) -> Draw[float]:
+        """Give what a device guesses a token with: the next one, or one that many behind it."""
+        if not self.temperature:
+            return GREEDY
+        _, top_p, top_k, min_p = self.truncation
+        kept = min(top_k or HEAD, HEAD)
+        numbers = self._uniforms.peek(ahead), self._further.peek(0)
+        return Draw(*numbers, top_p, kept, min_p, float(not (top_k or min_p)))
 
     def take(self, token: int) -> SampledToken:
         """Take the token that a head of the row decided."""
-        self._uniform = None
+        if self.temperature:
+            self._uniforms.take()
         self._generated += 1
         return SampledToken(token)
 
@@ -130,7 +157,7 @@ class TokenSampler:
         if not (logits < np.inf).all():
             return None
         size = mass_blocks(heads.vocabulary)[1]
-        return self.take(block * size + draw_of_block(heads, row, logits, self.temperature, self._rng.random()))
+        return self.take(block * size + draw_of_block(heads, row, logits, self.temperature, self._further.take()))
 
     def _process(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """Give a copy of `logits` [V] with steps 2 to 6 applied."""
