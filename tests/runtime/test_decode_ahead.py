@@ -151,6 +151,9 @@ class Slow(DecodeRun):
         self._events.append("wait")
         return self._run.heads()
 
+    def next_ids(self) -> np.ndarray:
+        return self._run.next_ids()
+
     def logits(self, row: int) -> np.ndarray:
         return self._run.logits(row)
 

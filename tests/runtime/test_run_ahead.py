@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,15 +212,15 @@ def test_a_row_whose_guesses_are_wrong_is_waited_for(
     assert guesses.wrong == 39
 
 
-@pytest.mark.parametrize("at", range(2, 7))
+@pytest.mark.parametrize("at", range(4))
 def test_a_step_that_fails_ends_all_requests(
     at: int, session: DeviceSession, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever it is: the one that is waited for, the one behind it, or one that nobody waits for any more."""
-    runs, run_bound = itertools.count(), cuda.run_bound
+    runs, run_bound, armed = itertools.count(), cuda.run_bound, threading.Event()
 
     def fail(*arguments: Any) -> None:
-        if next(runs) >= at:
+        if armed.is_set() and next(runs) >= at:
             raise RunFailed("the device is gone")
         run_bound(*arguments)
 
@@ -228,7 +229,8 @@ def test_a_step_that_fails_ends_all_requests(
     answers = [Received() for _ in range(4)]
     with Engine(other, EngineOptions(prefix_cache_bytes=0)) as engine:
         for i, received in enumerate(answers):
-            engine.submit(Request(prompt(5, i), Sampling(max_tokens=50, ignore_eos=True)), received.receive)
+            engine.submit(Request(prompt(5, i), Sampling(ignore_eos=True)), received.receive)
+        armed.set()
         for received in answers:
             assert received.wait().error is not None
             assert "the device is gone" in str(received.error)

@@ -439,11 +439,11 @@ class Scheduler(Generic[C]):
         """
         if not live:
             return
-        rows = [row for row, _ in live]
-        heads, guesses = heads.of(rows), run.next_ids() if self._guesses else None
+        own = [row for row, _ in live]
+        heads, guesses = heads.of(own), run.next_ids() if self._guesses else None
 
-        def fetch(places: list[int], blocks: list[int]) -> NDArray[np.float32]:
-            return run.blocks([rows[place] for place in places], blocks)
+        def fetch(rows: list[int], blocks: list[int]) -> NDArray[np.float32]:
+            return run.blocks([own[row] for row in rows], blocks)
 
         found = sample_heads([sequence.sampler for _, sequence in live], heads, fetch)
         now = self._clock()
