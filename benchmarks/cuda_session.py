@@ -7,7 +7,8 @@ The sample checkpoint is lowered to fp16 for the CUDA provider, and `DeviceSessi
 the stand-ins of `cuda_wheel.py`: a device whose memory is the host's, and that computes nothing. So ONNX Runtime itself
 accepts or refuses what is bound by address, captures and replays. For each planned capture: captures and replays
 after an eager step, the first captured one, one with its inputs bound elsewhere, and one more; then the replays of
-decode steps by their number of rows, as the scheduler begins them. Prefills are padded to their few shapes, all of
+decode steps by their number of rows, as the scheduler begins them; then what is sent to which stream, and waited for,
+while one step is begun behind another one whose heads are awaited (call, stream, bytes). Prefills are padded to their few shapes, all of
 which run as the cache is allocated. Logits are zeros. With
 `--kv-cache paged` the same over blocks of a pool, and `PagedSession`; its prefill is a step in which two prompts are
 read while two texts decode.
@@ -20,9 +21,11 @@ import ctypes
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +60,64 @@ def write_engine(folder: Path, kv_cache: str) -> None:
     cuda.write(BuildRequest(lowered, folder, spec, target, *ends))
 
 
+class Runtime:
+    """Stands for cuda.bindings.runtime: its functions, of the stand-in for the library that they are of."""
+
+    def __init__(self, library: Any) -> None:
+        import cuda.bindings.runtime as real
+
+        self._library, self._real = library, real
+        library.cudaGetErrorName.restype = library.stand_in_calls.restype = ctypes.c_char_p
+
+    def __getattr__(self, name: str) -> Any:
+        if not re.match("cuda[A-Z]", name) or isinstance(getattr(self._real, name), type | int):
+            return getattr(self._real, name)  # types and constants
+        given = {
+            "cudaGetDeviceCount": [ctypes.c_int],
+            "cudaDeviceGetAttribute": [ctypes.c_int],
+            "cudaMemGetInfo": [ctypes.c_size_t, ctypes.c_size_t],
+            "cudaMalloc": [ctypes.c_void_p],
+            "cudaHostAlloc": [ctypes.c_void_p],
+            "cudaStreamCreateWithFlags": [ctypes.c_void_p],
+            "cudaEventCreateWithFlags": [ctypes.c_void_p],
+        }.get(name, [])
+        function = getattr(self._library, name)
+
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            results = [kind() for kind in given]
+            plain = [_plain(each) for each in arguments]
+            status = function(*map(ctypes.byref, results), *plain)
+            return (self._real.cudaError_t(status), *(each.value or 0 for each in results))
+
+        return call
+
+    def cudaGetDeviceProperties(self, index: int) -> tuple[Any, ...]:  # noqa: N802  (the name is CUDA's)
+        """Give the name alone."""
+        return self._real.cudaError_t.cudaSuccess, types.SimpleNamespace(name=b"stand-in")
+
+    def cudaMemcpyBatchAsync(self, *arguments: Any) -> tuple[Any, ...]:  # noqa: N802
+        """Copy pieces, each by a call of its own."""
+        targets, sources, sizes, *_, stream = arguments
+        both = self._real.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            self.cudaMemcpyAsync(target, source, size, both, stream)
+        return (self._real.cudaError_t.cudaSuccess,)
+
+
+def _plain(value: Any) -> Any:
+    """Give a number as wide as an address, for all that CUDA takes."""
+    return ctypes.c_size_t(int(value))
+
+
 def rehearse(folder: Path) -> dict[str, Any]:
     """Inside the wheel: load the engine, allocate its cache, which captures, and take steps of every kind."""
     import onnxruntime as ort
 
+    from llmforge.runtime.backends import device as device_module
     from llmforge.runtime.backends import device_backend
     from llmforge.runtime.backends.config import FILE, MODEL_FILE, RuntimeConfig
     from llmforge.runtime.backends.cuda_graph_capture import ONE, OTHER, CaptureResult
-    from llmforge.runtime.backends.device import HostDevice
+    from llmforge.runtime.backends.device import CudaDevice
     from llmforge.runtime.backends.loading import module_of
     from llmforge.runtime.backends.paged import PagedSession, Piece
 
@@ -73,8 +126,7 @@ def rehearse(folder: Path) -> dict[str, Any]:
     config = RuntimeConfig.read(folder / FILE)
     found: dict[str, Any] = {"captures": [], "decode": {}, "heads": {}}
 
-    class StandIn(HostDevice):
-        kind, name, sm = "cuda", "stand-in", config.device.sm
+    device_module._bindings = lambda install: Runtime(stand_in)
 
     def counted(before: tuple[int, int]) -> tuple[int, int]:
         return stand_in.stand_in_captures() - before[0], stand_in.stand_in_replays() - before[1]
@@ -94,7 +146,7 @@ def rehearse(folder: Path) -> dict[str, Any]:
         return CaptureResult(capture, None, 0.0, 0.0, 0)
 
     device_backend.verify_capture = watch
-    session = module_of(config).open_engine(folder / MODEL_FILE, config, None, StandIn())
+    session = module_of(config).open_engine(folder / MODEL_FILE, config, None, CudaDevice())
     infos = zip(session._session.get_inputs(), session._session.get_input_memory_infos(), strict=True)
     found["read_on_host"] = [f"{value.name}: {info.name}" for value, info in infos if info.name != "Cuda"]
     found["providers"] = session._session.get_providers()
@@ -124,6 +176,21 @@ def rehearse(folder: Path) -> dict[str, Any]:
             run = session.begin_decode(*inputs, ones[:rows])
         found["heads"][rows] = [run.heads().masses.shape, run.logits(rows - 1).shape]
         found["decode"][rows] = counted(before)
+    if session.guesses_tokens:
+        rows = config.max_batch
+
+        def begin(step: int) -> Any:
+            ids = np.full((rows, 1), -1 if step else 0, np.int64)
+            return session.begin_decode(ids, np.full(rows, 40 + step, np.int32), cache.rows(0, rows), ones[:rows])
+
+        first, second = begin(0), begin(1)
+        first.heads()
+        stand_in.stand_in_calls()
+        third = begin(2)
+        second.heads()
+        third.drop()
+        found["calls"] = [each.split() for each in stand_in.stand_in_calls().decode().splitlines()]
+        third.heads()
     return {**found, "forbidden": stand_in.stand_in_forbidden()}
 
 

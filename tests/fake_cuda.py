@@ -29,7 +29,7 @@ class FakeCuda:
         self.sm = sm
         self.memory: dict[int, Any] = {}
         self.recording: list[Callable[[], None]] | None = None
-        self.launches = 0
+        self.launches = self.streams = 0
         self.copies = 0
         self.batches = 0  # of copies within the device
 
@@ -76,10 +76,26 @@ class FakeCuda:
         return SimpleNamespace(name=b"Fake GPU\0\0")
 
     def _cudaStreamCreateWithFlags(self, flags: int) -> int:
-        return 77
+        assert flags == self.real.cudaStreamNonBlocking
+        self.streams += 1
+        return 76 + self.streams
 
     def _cudaStreamSynchronize(self, stream: int) -> None:
         assert self.recording is None, "waiting for a stream that records fails in CUDA"
+
+    def _cudaEventCreateWithFlags(self, flags: int) -> int:
+        assert flags == self.real.cudaEventDisableTiming
+        return 5
+
+    def _cudaEventRecord(self, event: int, stream: int) -> None:
+        assert (event, stream) == (5, 77)
+
+    def _cudaEventSynchronize(self, event: int) -> None:
+        assert event == 5
+        assert self.recording is None, "waiting for a stream that records fails in CUDA"
+
+    def _cudaEventDestroy(self, event: int) -> None:
+        assert event == 5
 
     def _cudaMemGetInfo(self) -> tuple[Any, ...]:
         used = sum(ctypes.sizeof(each) for each in self.memory.values())

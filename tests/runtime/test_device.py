@@ -147,6 +147,23 @@ def test_a_cuda_device_writes_reads_and_copies(monkeypatch):
     assert cuda.memory == {}
 
 
+def test_what_is_there_is_read_beside_the_stream(monkeypatch):
+    cuda, streams = fake_cuda(monkeypatch), []
+    copy = type(cuda)._cudaMemcpyAsync
+    monkeypatch.setattr(type(cuda), "_cudaMemcpyAsync", lambda self, *a: streams.append(a[-1]) or copy(self, *a))
+    device = CudaDevice()
+    buffer, event = device.allocate(8), device.event()
+    values, got = device.host((1,), "int64"), device.host((1,), "int64")
+    values[0] = 9
+    device.write(buffer, 0, values)
+    device.fetch(buffer, 0, got)
+    device.record(event)
+    device.wait(event)
+    device.read_beside(buffer, 0, got)
+    assert got[0] == 9
+    assert streams == [device.stream, device.stream, device.stream + 1]
+
+
 def test_a_cuda_device_without_room_says_how_much_there_is(monkeypatch):
     fake_cuda(monkeypatch)
     with pytest.raises(EnvironmentLacks, match=f"no memory for {FREE + 1} more bytes: {FREE} of {FREE} are free"):

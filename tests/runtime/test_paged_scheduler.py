@@ -194,7 +194,7 @@ def test_a_step_copies_heads_and_what_rows_must_be_whole(slots, session):
         device.copies.clear()
         device.calls.clear()
         scheduler.step()
-        assert device.calls == ["write", "synchronize"]  # all inputs at once
+        assert device.calls == ["write"]  # all inputs at once
         assert device.copies == [wanted * head, row]  # one copy of all heads; the row of `min_tokens`
     assert scheduler.stats().prefill_tokens == 3 * 6 + 34
     scheduler.cancel_all()
