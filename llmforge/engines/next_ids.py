@@ -35,7 +35,9 @@ def feed_back(model: ir.Model) -> Rewritten:
     given = ir.Value(name=interface.NEXT_IDS, type=ir.TensorType(_INT64), shape=ir.Shape([batch, 1]))
     model.graph.append(ir.Node("", "Identity", [chosen], outputs=[given], name=interface.NEXT_IDS))
     model.graph.outputs.append(given)
-    return Rewritten(interface.NEXT_IDS, "a guess of each row's next token, which the next step takes for a negative id")
+    return Rewritten(
+        interface.NEXT_IDS, "a guess of each row's next token, which the next step takes for a negative id"
+    )
 
 
 def _take_chosen(model: ir.Model, batch: int | str | None) -> None:
@@ -45,11 +47,11 @@ def _take_chosen(model: ir.Model, batch: int | str | None) -> None:
     readers, dims = list(ids.uses()), list(graph.dims(ids) or ())
     chosen = ir.Value(name=interface.CHOSEN_IDS, type=ir.TensorType(_INT64), shape=ir.Shape([batch, 1]))
     main.inputs.append(chosen)
-    nodes = _Nodes(model)
+    nodes, before = _Nodes(model), len(main)
     taken = nodes("Where", dims, nodes("Less", dims, ids, nodes.constant("0", np.array(0))), chosen, ids)
-    made = [taken.producer().inputs[0].producer(), taken.producer()]  # type: ignore[union-attr]
     for reader in readers:
         reader.node.replace_input_with(reader.idx, taken)
+    made = [main[i] for i in range(before, len(main))]
     main.remove(made)
     main.insert_before(main[0], made)
 
@@ -117,7 +119,9 @@ class _Nodes:
         kind = _BOOL if op in ("Less", "LessOrEqual", "GreaterOrEqual", "And", "Or") else inputs[-1].dtype
         if op in ("GatherElements", "CumSum"):
             kind = inputs[0].dtype
-        return self._append(op, [ir.Value(type=ir.TensorType(kind or _INT64), shape=ir.Shape(dims))], inputs, attributes)
+        return self._append(
+            op, [ir.Value(type=ir.TensorType(kind or _INT64), shape=ir.Shape(dims))], inputs, attributes
+        )
 
     def _append(
         self, op: str, outputs: list[ir.Value], inputs: tuple[ir.Value, ...], attributes: dict[str, graph.Attribute]

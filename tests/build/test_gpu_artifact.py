@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -87,9 +88,11 @@ def test_the_wheels_own_host_code_records_and_replays_as_the_session_wants(
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import cuda_wheel
 
-    if not (cuda_wheel.CACHE / "onnxruntime").is_dir():
-        pytest.skip(f"{cuda_wheel.WHEEL} is not in {cuda_wheel.CACHE}: python benchmarks/cuda_session.py puts it there")
-    command = [sys.executable, str(ROOT / "benchmarks" / "cuda_session.py"), "--kv-cache", kv_cache]
+    wheel = Path(os.environ.get("LLMFORGE_CUDA_WHEEL", cuda_wheel.CACHE))
+    if not (wheel / "onnxruntime").is_dir():
+        pytest.skip(f"{cuda_wheel.WHEEL} is not in {wheel} (LLMFORGE_CUDA_WHEEL)")
+    script = ROOT / "benchmarks" / "cuda_session.py"
+    command = [sys.executable, str(script), "--kv-cache", kv_cache, "--wheel", str(wheel)]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert found["providers"][0] == "CUDAExecutionProvider"
     assert found["caches_as_configured"] is True
@@ -101,3 +104,17 @@ def test_the_wheels_own_host_code_records_and_replays_as_the_session_wants(
     three = [0, 0] if kv_cache == "slots" else [0, 1]  # rows of padding come from the scheduler, or the session
     assert found["decode"] == {"1": [0, 1], "2": [0, 1], "3": three, "4": [0, 1], "8": [0, 1]}
     assert (found["prefill"], found["forbidden"]) == ([0, 0], 0)
+    if (
+        kv_cache == "slots"
+    ):  # a step that begins behind another one, on one stream, and the only wait: for the other one
+        calls = [tuple(each) for each in found["calls"]]
+        assert calls.count(("cudaEventSynchronize", "0", "0")) == 1
+        rows, vocabulary, head = 8, 8192, 4 * (2 * 256 + 64)
+        assert [each for each in calls if "Synchronize" not in each[0]] == [
+            ("cudaMemcpyAsync", "1", str(4 * rows * vocabulary)),  # the other one's logits, aside
+            ("cudaEventRecord", "1", "0"),
+            ("cudaMemcpyAsync", "1", "1536"),  # inputs, of 256 bytes each
+            ("cudaGraphLaunch", "1", "0"),
+            ("cudaMemcpyAsync", "1", str(256 + rows * head)),  # guesses and heads
+            ("cudaEventRecord", "1", "0"),
+        ]

@@ -46,7 +46,9 @@ def session_of(vocabulary: int, buckets: tuple[int, ...]) -> DeviceSession:
     model = decoder(vocabulary)
     give_heads(model)
     feed_back(model)
-    return DeviceSession(ir.to_proto(model).SerializeToString(), SessionConfig(threads=1), HostDevice(), buckets=buckets)
+    return DeviceSession(
+        ir.to_proto(model).SerializeToString(), SessionConfig(threads=1), HostDevice(), buckets=buckets
+    )
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +185,8 @@ def test_texts_are_those_of_each_alone_whatever_the_device_guesses(
         steps, ahead = steps + 1, ahead + (scheduled._ahead is not None)
     assert scheduled._ahead is None
     assert ahead > steps / 3
-    assert (guesses.right > 0 or wrong == 1) and (guesses.wrong > guesses.right * wrong / 2)
+    assert guesses.right > 0 or wrong == 1
+    assert guesses.wrong > guesses.right * wrong / 2
     cut = 0
     for got, wanted in zip(answers, alone, strict=True):
         assert got.error is None

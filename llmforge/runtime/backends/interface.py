@@ -131,7 +131,6 @@ class DecodeRun(ABC):
             blocks: [n], numbers of `interface.mass_blocks`, which says their size; -inf stands behind a row's end.
         """
 
-
     def next_ids(self) -> NDArray[np.int64]:
         """Give the token that the device guesses to follow in each row, int64 [B], once `heads` has given its heads.
 

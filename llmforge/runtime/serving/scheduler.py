@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Generic
 
@@ -356,7 +356,7 @@ class Scheduler(Generic[C]):
         if self._speculation is not None:
             self._speculation.payoff.decoded(ran, seconds)
 
-    def _fill(self, batch: list[tuple[int, Sequence]], running: set[Sequence] | frozenset[Sequence] = frozenset()) -> int:
+    def _fill(self, batch: list[tuple[int, Sequence]], running: Set[Sequence] = frozenset()) -> int:
         """Fill the inputs of a step of `batch`, behind one that is `running` some of them; return how many rows it has.
 
         A row that does not decode runs, too, and its logits are not read. What it writes lands behind the tokens that
