@@ -23,7 +23,8 @@ from llmforge.runtime.backends.cuda import DeviceSession
 from llmforge.runtime.backends.device import HostDevice
 from llmforge.runtime.backends.device_heads import FetchedHeads, HeadBuffers
 from llmforge.runtime.backends.session import SessionConfig
-from llmforge.runtime.sampling.sampler import TokenSampler, sample_heads
+from llmforge.runtime.sampling import distribution, distribution_numpy
+from llmforge.runtime.sampling.sampler import TokenSampler, guesses, sample_heads
 from llmforge.runtime.serving import scheduler as scheduler_module
 from llmforge.runtime.serving.scheduler import Scheduler
 
@@ -70,7 +71,7 @@ def test_the_device_guesses_what_the_host_decides(vocabulary: int, sampling: Sam
     temperatures = np.array([each.temperature or 1 for each in samplers], np.float32)
     cache, past, right = session.allocate(rows, 16), np.zeros(rows, np.int32), 0
     for _ in range(4):
-        draws = np.array([each.draw(0) for each in samplers], np.float32)
+        draws = guesses(samplers, [0] * rows)
         ids = random.integers(0, vocabulary, (rows, 1))
         run = session.begin_decode(ids, past, cache, temperatures, draws=draws)
         heads = run.heads()
@@ -81,6 +82,12 @@ def test_the_device_guesses_what_the_host_decides(vocabulary: int, sampling: Sam
         ]
         right += int((run.next_ids() == tokens).sum())
     assert right >= 4 * rows - 2  # a sum may end in another last bit
+
+
+def test_the_second_number_is_the_one_that_a_block_is_drawn_with() -> None:
+    uniforms = np.random.default_rng(0).random(100)
+    wanted = [next(distribution_numpy.further(each)) for each in uniforms.tolist()]
+    assert distribution.second_numbers(uniforms).tolist() == wanted
 
 
 def test_a_negative_id_takes_the_guess_of_the_step_before(session: DeviceSession) -> None:
@@ -163,7 +170,7 @@ def test_texts_are_those_of_each_alone_whatever_the_device_guesses(
     wrong: float, session: DeviceSession, runner: Runner, alone: list[Received], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests join, leave, stop, are cancelled and run out of time, in slots that others leave, behind prefixes."""
-    guesses, random, clock = Guesses(monkeypatch, wrong), np.random.default_rng(1), itertools.count()
+    device, random, clock = Guesses(monkeypatch, wrong), np.random.default_rng(1), itertools.count()
     options, cache = EngineOptions(prefix_cache_bytes=1 << 20), session.allocate(SLOTS, 96)
     scheduled: Scheduler[Any] = Scheduler(
         session, cache, runner.samplers, options, clock=lambda: float(next(clock)), chunk=32
@@ -185,8 +192,8 @@ def test_texts_are_those_of_each_alone_whatever_the_device_guesses(
         steps, ahead = steps + 1, ahead + (scheduled._ahead is not None)
     assert scheduled._ahead is None
     assert ahead > steps / 3
-    assert guesses.right > 0 or wrong == 1
-    assert guesses.wrong > guesses.right * wrong / 2
+    assert device.right > 0 or wrong == 1
+    assert device.wrong > device.right * wrong / 2
     cut = 0
     for got, wanted in zip(answers, alone, strict=True):
         assert got.error is None
@@ -203,7 +210,7 @@ def test_texts_are_those_of_each_alone_whatever_the_device_guesses(
 def test_a_row_whose_guesses_are_wrong_is_waited_for(
     session: DeviceSession, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guesses = Guesses(monkeypatch, 1.0)
+    device = Guesses(monkeypatch, 1.0)
     monkeypatch.setattr(scheduler_module, "_RIGHT", 15 / 16)
     scheduled, received = scheduler(session, runner), Received()
     scheduled.add(Request(prompt(5), Sampling(max_tokens=40, ignore_eos=True)), received.receive)
@@ -212,7 +219,7 @@ def test_a_row_whose_guesses_are_wrong_is_waited_for(
         ran += scheduled._ahead is not None
     assert len(received.tokens) == 40
     assert ran <= 2
-    assert guesses.wrong == 39
+    assert device.wrong == 39
 
 
 @pytest.mark.parametrize("at", range(4))

@@ -13,17 +13,18 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from llmforge.base.errors import InputError, UsageError
-from llmforge.ir.interface import GREEDY, HEAD, Draw, Heads, mass_blocks
+from llmforge.ir.interface import GREEDY, HEAD, Heads, mass_blocks
 from llmforge.runtime.sampling.constraints import ConstraintCompiler, ConstraintState, TriggeredState
 from llmforge.runtime.sampling.distribution import (
-    Truncations,
+    DRAW,
     draw,
     draw_of_block,
     draw_of_heads,
     held,
-    known_head,
     largest,
     log_probabilities,
+    record,
+    second_numbers,
 )
 from llmforge.runtime.sampling.options import Sampling
 from llmforge.runtime.sampling.penalties import Penalties
@@ -48,24 +49,6 @@ class SampledToken(NamedTuple):
     logprob: TokenLogprob | None = None
 
 
-class RandomNumbers:
-    """Random numbers in [0, 1) of a generator, which may be looked at before they are taken."""
-
-    def __init__(self, generator: np.random.Generator) -> None:
-        self._generator = generator
-        self._known: deque[float] = deque()
-
-    def peek(self, index: int) -> float:
-        """Give the number behind the next `index` ones."""
-        while len(self._known) <= index:
-            self._known.append(self._generator.random())
-        return self._known[index]
-
-    def take(self) -> float:
-        """Give the next number, and no more."""
-        return self._known.popleft() if self._known else self._generator.random()
-
-
 class TokenSampler:
     """Samples the tokens of one sequence, in the order of `Sampling`'s steps.
 
@@ -83,9 +66,8 @@ class TokenSampler:
         self._stop_tokens = frozenset(stop_tokens)
         self._stop_ids = np.array(sorted(self._stop_tokens), np.int64)
         self._generated = 0
-        # Of each token one decides where it stands, seldom further ones: so those of tokens to come are known.
-        rng = np.random.default_rng(sampling.seed)
-        self._uniforms, self._further = RandomNumbers(rng), RandomNumbers(rng.spawn(1)[0])
+        self._rng = np.random.default_rng(sampling.seed)
+        self._uniforms: deque[float] = deque()  # of the next tokens, that were taken
         self._constraint = constraint
         self._penalties = Penalties(sampling, prompt)
         self._biased = np.array([token for token, _ in sampling.logit_bias], np.int64)
@@ -97,7 +79,7 @@ class TokenSampler:
         self.head_only = self._raw_logits and sampling.logprobs is None
         self.argmax_only = self.head_only and sampling.temperature == 0  # and greedy ones by the largest logit.
         self.temperature = held(sampling.temperature) if sampling.temperature else 0.0
-        self.truncation = (self.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+        self.record = np.array([record(sampling)], DRAW).tobytes()  # without its random number
 
     def is_stop(self, token: int) -> bool:
         """Say whether the sequence ends with `token`."""
@@ -108,7 +90,7 @@ class TokenSampler:
 
         `head`: the row of heads that is theirs, if there is one; then less is computed anew.
 
-        Unless it is greedy, this takes a random number of the sequence's own, seldom more.
+        Unless it is greedy, this takes a random number of the sequence's own.
 
         Raises:
             InputError: logits are NaN or infinite, which no intact engine yields; or -inf for all that may come next.
@@ -126,38 +108,23 @@ class TokenSampler:
         if processed[token] == -np.inf:
             raise InputError("the engine returned -inf for every allowed token")
         if sampling.temperature > 0:
-            uniform = self._uniforms.take()
-            known = known_head(*head, logits) if head is not None and self._raw_logits else None
-            token = draw(processed, sampling, uniform, self._further.take, known)
+            token = draw(processed, sampling, self.next_uniform(), head if self._raw_logits else None)
+            self._uniforms.popleft()
         self._advance(token)
         return SampledToken(token, None if sampling.logprobs is None else _logprob(logits, token, sampling.logprobs))
 
-    def next_uniform(self) -> float:
-        """Give the random number that decides about the next token, the same one until it has."""
-        return self._uniforms.peek(0)
-
-    def draw(self, ahead: int) -> Draw[float]:
-        """Give what a device guesses a token with: the next one, or one that many behind it."""
-        if not self.temperature:
-            return GREEDY
-        _, top_p, top_k, min_p = self.truncation
-        kept = min(top_k or HEAD, HEAD)
-        numbers = self._uniforms.peek(ahead), self._further.peek(0)
-        return Draw(*numbers, top_p, kept, min_p, float(not (top_k or min_p)))
+    def next_uniform(self, ahead: int = 0) -> float:
+        """Give the random number that decides about the next token, or about one so many tokens `ahead` of it."""
+        while len(self._uniforms) <= ahead:
+            self._uniforms.append(self._rng.random())
+        return self._uniforms[ahead]
 
     def take(self, token: int) -> SampledToken:
         """Take the token that a head of the row decided."""
-        if self.temperature:
-            self._uniforms.take()
+        if self._uniforms:
+            self._uniforms.popleft()
         self._generated += 1
         return SampledToken(token)
-
-    def take_of_block(self, heads: Heads, row: int, block: int, logits: NDArray[np.float32]) -> SampledToken | None:
-        """Take a token of the block that a row of `heads` decided, whose `logits` are there; None as `sample_heads`."""
-        if not (logits < np.inf).all():
-            return None
-        size = mass_blocks(heads.vocabulary)[1]
-        return self.take(block * size + draw_of_block(heads, row, logits, self.temperature, self._further.take()))
 
     def _process(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """Give a copy of `logits` [V] with steps 2 to 6 applied."""
@@ -186,19 +153,35 @@ def sample_heads(samplers: Sequence[TokenSampler], heads: Heads, fetch: FetchBlo
 
     None: `TokenSampler.sample` must have the whole row; then it gives the token that it would give without this.
     """
-    how = Truncations.of([sampler.truncation for sampler in samplers])
-    uniforms = np.array([s.next_uniform() if s.temperature and s.head_only else 0.0 for s in samplers])
-    draws = draw_of_heads(heads, how, uniforms)
-    sampled = [
-        sampler.take(token) if token >= 0 and sampler.head_only else None
-        for sampler, token in zip(samplers, draws.tokens.tolist(), strict=True)
-    ]
-    behind = [row for row in np.flatnonzero(draws.blocks >= 0).tolist() if samplers[row].head_only]
+    how = np.frombuffer(bytearray().join([sampler.record for sampler in samplers]), DRAW)
+    how["uniform"] = [s.next_uniform() if s.temperature and s.head_only else 0.0 for s in samplers]
+    tokens, blocks = draw_of_heads(heads, how)
+    behind = [row for row in np.flatnonzero(blocks >= 0).tolist() if samplers[row].head_only]
     if behind:
-        blocks = draws.blocks[behind].tolist()
-        for row, block, logits in zip(behind, blocks, fetch(behind, blocks), strict=True):
-            sampled[row] = samplers[row].take_of_block(heads, row, block, logits)
-    return sampled
+        chosen, size = blocks[behind].tolist(), mass_blocks(heads.vocabulary)[1]
+        for row, block, logits in zip(behind, chosen, fetch(behind, chosen), strict=True):
+            token = draw_of_block(heads, row, logits, how[row : row + 1])
+            tokens[row] = block * size + token if token >= 0 else -1
+    return [
+        sampler.take(token) if token >= 0 and sampler.head_only else None
+        for sampler, token in zip(samplers, tokens.tolist(), strict=True)
+    ]
+
+
+def guesses(samplers: Sequence[TokenSampler], ahead: Sequence[int]) -> NDArray[np.float32]:
+    """Give what a device guesses a token of each sequence with (`interface.Draw`), fp32 [B, fields].
+
+    `ahead` [B]: 0 for its next token, 1 for the one behind that.
+    """
+    how = np.frombuffer(bytearray().join([sampler.record for sampler in samplers]), DRAW)
+    uniforms = np.array([s.next_uniform(n) if s.temperature else 0.0 for s, n in zip(samplers, ahead, strict=True)])
+    made = np.tile(np.array(GREEDY, np.float32), (len(samplers), 1))
+    drawn = how["temperature"] > 0
+    kept = np.where((how["top_k"] > 0) & (how["top_k"] < HEAD), how["top_k"], HEAD)
+    behind = (how["top_k"] == 0) & (how["min_p"] == 0)
+    columns = (uniforms, second_numbers(uniforms), how["top_p"], kept, how["min_p"], behind)
+    made[drawn] = np.stack([each.astype(np.float32) for each in columns], axis=1)[drawn]
+    return made
 
 
 class Samplers:

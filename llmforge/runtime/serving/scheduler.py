@@ -35,7 +35,7 @@ from llmforge.base.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
 from llmforge.ir.interface import GREEDY, Heads
 from llmforge.runtime.backends.interface import Backend, C, DecodeRun
-from llmforge.runtime.sampling.sampler import SampledToken, Samplers, sample_heads
+from llmforge.runtime.sampling.sampler import SampledToken, Samplers, guesses, sample_heads
 from llmforge.runtime.serving.options import EngineOptions
 from llmforge.runtime.serving.prefix_cache import BLOCK, PrefixCache
 from llmforge.runtime.serving.request import Chunk, Receiver, Request, adapter_number, check_tokens
@@ -382,7 +382,7 @@ class Scheduler(Generic[C]):
         self._temperatures[slots] = temperatures(each for _, each in batch)
         if self._guesses:
             self._draws[:n] = GREEDY
-            self._draws[slots] = [each.sampler.draw(each in running) for _, each in batch]
+            self._draws[slots] = guesses([each.sampler for _, each in batch], [each in running for _, each in batch])
         run = self._backend.begin_decode(
             self._input_ids[:n],
             self._past_lengths[:n],
@@ -440,7 +440,7 @@ class Scheduler(Generic[C]):
         if not live:
             return
         own = [row for row, _ in live]
-        heads, guesses = heads.of(own), run.next_ids() if self._guesses else None
+        heads, guessed = heads.of(own), run.next_ids() if self._guesses else None
 
         def fetch(rows: list[int], blocks: list[int]) -> NDArray[np.float32]:
             return run.blocks([own[row] for row in rows], blocks)
@@ -451,8 +451,8 @@ class Scheduler(Generic[C]):
             if sampled is None:
                 sampled = self._choose(sequence, run.logits(row), (heads, place))
             if sampled is not None:
-                if guesses is not None:
-                    self._judge(sequence, bool(guesses[row] == sampled.token))
+                if guessed is not None:
+                    self._judge(sequence, bool(guessed[row] == sampled.token))
                 self._take(sequence, sampled, now)
                 first, last = len(sequence.token_times) == 1, sequence.remaining_tokens == 0
                 if first or last or sequence.sampler.is_stop(sampled.token):
