@@ -5,13 +5,12 @@
 
 The sample checkpoint is lowered to fp16 for the CUDA provider, and `DeviceSession` loads it into the real provider over
 the stand-ins of `cuda_wheel.py`: a device whose memory is the host's, and that computes nothing. So ONNX Runtime itself
-accepts or refuses what is bound by address, captures and replays. For each planned capture: captures and replays
-after an eager step, the first captured one, one with its inputs bound elsewhere, and one more; then the replays of
-decode steps by their number of rows, as the scheduler begins them; then what is sent to which stream, and waited for,
-while one step is begun behind another one whose heads are awaited (call, stream, bytes). Prefills are padded to their few shapes, all of
-which run as the cache is allocated. Logits are zeros. With
-`--kv-cache paged` the same over blocks of a pool, and `PagedSession`; its prefill is a step in which two prompts are
-read while two texts decode.
+accepts or refuses what is bound by address, captures and replays. For each planned capture: captures and replays after
+an eager step, the first captured one, one with its inputs bound elsewhere, and one more; then the replays of decode
+steps by their number of rows, as the scheduler begins them; then what is sent to which stream, and waited for, while
+one step is begun behind another one whose heads are awaited (call, stream, bytes). Prefills are padded to their few
+shapes, all of which run as the cache is allocated. Logits are zeros. With `--kv-cache paged` the same over blocks of a
+pool, and `PagedSession`; its prefill is a step in which two prompts are read while two texts decode.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Time the host's part of a decode step over a device that costs nothing.
 
-    python benchmarks/host_step.py [--rows 64 256] [--steps 200] [--run-ms 0]
+    python benchmarks/host_step.py [--rows 64 256] [--steps 200] [--run-ms 0] [--ahead]
 
 The engine's process, its scheduler and the session for GPUs are the real ones; a stand-in takes the place of ONNX
 Runtime's session, and of the copies from a device. A run of it returns at once; its logits are text-like: Zipf's law
@@ -10,11 +10,16 @@ Of each way to sample, medians over steps, in ms: `waits`, from the question for
 next run, in which a device has nothing to do; `period`, from step to step, with what a device's run would hide
 (detokenizing, delivering); and, a step: rows that their heads do not decide, of which blocks or all logits are fetched,
 bytes copied from the device, and copies.
+
+With `--ahead` the stand-in guesses each row's next token, as the graph does, in the time of its run, so that steps
+begin before the tokens of those before are chosen. Then `waits` is from the end of a run to the beginning of the next
+one; `wrong` is the part of rows that ran for nothing; and bytes are a mean over all.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import json
 import os
@@ -25,7 +30,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +44,7 @@ from llmforge.ir.interface import HEAD  # noqa: E402
 from llmforge.runtime import EngineOptions, Request, Sampling  # noqa: E402
 from llmforge.runtime.backends import cuda  # noqa: E402
 from llmforge.runtime.backends.cuda import DeviceSession  # noqa: E402
-from llmforge.runtime.backends.device import Buffer, HostDevice  # noqa: E402
+from llmforge.runtime.backends.device import BlockCopy, Buffer, HostDevice  # noqa: E402
 from llmforge.runtime.backends.session import SessionConfig  # noqa: E402
 from llmforge.runtime.backends.signature import Argument  # noqa: E402
 
@@ -118,11 +123,87 @@ class StandIn(HostDevice):
             part.view(made.dtype).reshape(rows, *made.shape[1:])[:] = made[at]
 
 
+class Place(NamedTuple):
+    """Where an input or output lies."""
+
+    shape: tuple[int, ...]
+    address: int
+
+    def values(self, dtype: type[np.generic]) -> NDArray[Any]:
+        """Give what is there, to read and write."""
+        size = int(np.prod(self.shape)) * np.dtype(dtype).itemsize
+        return np.frombuffer((ctypes.c_uint8 * size).from_address(self.address), dtype).reshape(self.shape)
+
+
+class Guessing(StandIn):
+    """A device that guesses tokens, too: logits lie where the run before wrote them, or where they were copied to.
+
+    `ends` says when each run ended.
+    """
+
+    def __init__(self, logits: NDArray[np.float32], run_s: float) -> None:
+        super().__init__(logits, run_s)
+        self._weights = np.exp(self._top - self._top[:, :1])
+        self._sums = self._weights.cumsum(axis=1)
+        self._running = self._masses.cumsum(axis=1)
+        self.id_bytes = 0  # in front of heads
+        self._number: dict[int, int] = {}  # of the run whose logits a buffer holds
+        self.ends: list[float] = []
+
+    def run(self, inputs: dict[str, Place], outputs: dict[str, Place]) -> None:
+        """Guess the tokens of a decode step, in the time that a run takes."""
+        number = len(self.runs)
+        rows = outputs[interface.LOGITS].shape[0]
+        self._number[outputs[interface.LOGITS].address] = number
+        at = np.arange(number, number + rows) % len(self.logits)
+        guessed = self._guess(at, inputs[interface.DRAWS].values(np.float32))
+        outputs[interface.NEXT_IDS].values(np.int64)[:, 0] = guessed
+        time.sleep(max(0.0, self.runs[-1] + self.run_s - time.perf_counter()))
+        self.ends.append(time.perf_counter())
+
+    def _guess(self, at: NDArray[np.int64], draws: NDArray[np.float32]) -> NDArray[np.int64]:
+        uniform, second, top_p, _, _, behind = draws.T
+        sums, running, every = self._sums[at], self._running[at], np.arange(len(at))
+        ahead = sums[:, -1] - behind * self._weights[at, -1]
+        whole = ahead + behind * running[:, -1]
+        edge = top_p * whole
+        within = edge <= sums[:, -1]
+        cut = sums[every, np.minimum((sums < edge[:, None]).sum(1), HEAD - 1)]
+        target = uniform * np.where(within, cut, whole)
+        ids = self._ids[at, np.minimum((sums <= target[:, None]).sum(1), HEAD - 1)].astype(np.int64)
+        for row in np.flatnonzero(~within & (target >= ahead)).tolist():
+            block = min(int((running[row] <= target[row] - ahead[row]).sum()), self._blocks - 1)
+            own = self.logits[at[row], block * self._block_size : (block + 1) * self._block_size]
+            weights = np.exp(own - self._top[at[row], 0]) * (own <= self._top[at[row], -1])
+            chosen = (weights.cumsum() <= second[row] * weights.sum()).sum()
+            ids[row] = block * self._block_size + min(int(chosen), len(own) - 1)
+        return ids
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Note where logits are copied to: a device does that by itself."""
+        for target, source, *_ in copies:
+            self._number[target.buffer.address] = self._number.get(source.buffer.address, 0)  # caches have none
+
+    def read(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
+        """Give logits of one row of the run that a buffer has, or guesses and heads of the last run."""
+        vocabulary = self.logits.shape[1]
+        if values.dtype == np.float32:
+            self.copies.append(values.nbytes)
+            row, start = divmod(offset // 4, vocabulary)
+            found = self.logits[(self._number[buffer.address] + row) % len(self.logits)]
+            values.reshape(-1)[:] = found[start : start + values.size]
+            return
+        ids = self.id_bytes
+        super().read(buffer, offset, values[ids:])
+        self.copies[-1] += ids
+        ctypes.memmove(values.ctypes.data, buffer.address, ids)
+
+
 class Graph:
     """Stands for ONNX Runtime's session of a decoder with one small cache, whose runs return at once."""
 
     def __init__(self, device: StandIn) -> None:
-        self._device = device
+        self._device, self._guesses = device, isinstance(device, Guessing)
 
     def get_inputs(self) -> list[Argument]:
         """Tell the inputs of a graph for GPUs."""
@@ -132,6 +213,8 @@ class Graph:
             Argument(interface.SEQLENS_K, "tensor(int32)", batch),
             Argument(interface.TOTAL_SEQUENCE_LENGTH, "tensor(int32)", []),
             Argument(interface.TEMPERATURES, "tensor(float)", batch),
+            *([Argument(interface.DRAWS, "tensor(float)", ["batch", len(interface.GREEDY)])] if self._guesses else []),
+            *([Argument(interface.CHOSEN_IDS, "tensor(int64)", ["batch", 1])] if self._guesses else []),
             Argument("past_key_values.0.key", "tensor(float16)", ["batch", 1, "capacity", 8]),
         ]
 
@@ -147,6 +230,7 @@ class Graph:
             Argument(interface.TOP_LOGITS, "tensor(float)", ["batch", HEAD]),
             Argument(interface.TOP_IDS, "tensor(int32)", ["batch", HEAD]),
             Argument(interface.MASSES, "tensor(float)", ["batch", "blocks"]),
+            *([Argument(interface.NEXT_IDS, "tensor(int64)", ["batch", 1])] if self._guesses else []),
         ]
 
     def io_binding(self) -> Any:
@@ -156,18 +240,26 @@ class Graph:
     def run_with_iobinding(self, binding: Any, options: Any) -> None:
         """Note when it was called."""
         self._device.runs.append(time.perf_counter())
-        if self._device.run_s:
+        if isinstance(self._device, Guessing):
+            self._device.run(binding.inputs, binding.outputs)
+        elif self._device.run_s:
             time.sleep(self._device.run_s)
 
 
 class Binding:
     """Takes addresses, and leaves them."""
 
-    def bind_input(self, *where: object) -> None:
-        """Ignore an input."""
+    def __init__(self) -> None:
+        self.inputs: dict[str, Place] = {}
+        self.outputs: dict[str, Place] = {}
 
-    def bind_output(self, *where: object) -> None:
-        """Ignore an output."""
+    def bind_input(self, name: str, kind: str, index: int, onnx: int, shape: tuple[int, ...], address: int) -> None:
+        """Note where an input lies."""
+        self.inputs[name] = Place(shape, address)
+
+    def bind_output(self, name: str, kind: str, index: int, onnx: int, shape: tuple[int, ...], address: int) -> None:
+        """Note where an output goes."""
+        self.outputs[name] = Place(shape, address)
 
 
 class StandInSession(DeviceSession):
@@ -175,11 +267,13 @@ class StandInSession(DeviceSession):
 
     device: StandIn
 
-    def __init__(self, rows: int, vocabulary: int = VOCABULARY, run_s: float = 0.0) -> None:
-        device = StandIn(text_like(POOL, vocabulary), run_s)
+    def __init__(self, rows: int, vocabulary: int = VOCABULARY, run_s: float = 0.0, *, ahead: bool = False) -> None:
+        device = (Guessing if ahead else StandIn)(text_like(POOL, vocabulary), run_s)
         buckets = sorted({*(1 << i for i in range(rows.bit_length()) if 1 << i <= rows), rows})
         cuda.open_on = lambda *_, **__: Graph(device)
         super().__init__(b"", SessionConfig(threads=1), device, buckets=buckets)
+        if isinstance(device, Guessing):
+            device.id_bytes = self._heads.outputs(1)[0][3] - self._heads.outputs(1)[3][3]
 
 
 def tokenizer(sample: Path) -> Any:
@@ -207,7 +301,7 @@ def serve() -> None:
 
     told = json.loads(os.environ[_WORK])
     rows = told["rows"]
-    session = StandInSession(rows, run_s=told["run_s"])
+    session = StandInSession(rows, run_s=told["run_s"], ahead=told["ahead"])
     config = RuntimeConfig(
         3, None, None, CONTEXT, rows, VOCABULARY, (), None, session.signature.caches, SessionOptions(1, True, {})
     )  # fmt: skip
@@ -215,11 +309,29 @@ def serve() -> None:
     begun: list[tuple[float, ...]] = []  # of each step: begin, run, heads, rows fetched whole, blocks, bytes, copies
     step = Scheduler.step
 
+    def noted() -> dict[str, Any]:
+        """Give what the run-ahead way is summed up from."""
+        device = session.device
+        assert isinstance(device, Guessing)
+        return {"begins": device.runs, "ends": device.ends, "bytes": sum(device.copies), "judged": judged}
+
+    judged, judge = [0, 0], Scheduler._judge
+
+    def counted(scheduler: Scheduler[Any], sequence: Any, right: bool) -> None:
+        judged[right] += 1
+        judge(scheduler, sequence, right)
+
+    Scheduler._judge = counted  # type: ignore[method-assign]
+
     def timed(scheduler: Scheduler[Any]) -> bool:
         device = session.device
         before = len(device.copies), len(device.runs)
         start = time.perf_counter()
         went_on = step(scheduler)
+        if told["ahead"]:
+            if not scheduler.busy:
+                Path(told["out"]).write_text(json.dumps(noted()), encoding="utf-8")
+            return went_on
         copies, runs = device.copies[before[0] :], device.runs[before[1] :]
         if len(runs) == 1 and len(copies) and copies[0] == rows * device.head_bytes:  # a decode step of all rows
             whole = copies[1:].count(4 * VOCABULARY)
@@ -238,7 +350,9 @@ def serve() -> None:
 # The clients' process
 
 
-def measure(rows: int, sampling: Sampling, steps: int, sample: Path, folder: Path, run_s: float) -> dict[str, float]:
+def measure(
+    rows: int, sampling: Sampling, steps: int, sample: Path, folder: Path, run_s: float, ahead: bool
+) -> dict[str, float]:
     """Serve `rows` clients for `steps` steps, and sum up what the engine's process noted."""
     import dataclasses
 
@@ -248,7 +362,9 @@ def measure(rows: int, sampling: Sampling, steps: int, sample: Path, folder: Pat
 
     out = folder / "steps.json"
     out.unlink(missing_ok=True)
-    os.environ[_WORK] = json.dumps({"rows": rows, "tokenizer": str(sample), "out": str(out), "run_s": run_s})
+    os.environ[_WORK] = json.dumps(
+        {"rows": rows, "tokenizer": str(sample), "out": str(out), "run_s": run_s, "ahead": ahead}
+    )
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE.parent)])
     engine_process._WORKER = HERE.stem
     PromptEncoder.read = classmethod(lambda cls, artifact: None)  # type: ignore[assignment, method-assign]
@@ -267,6 +383,8 @@ def measure(rows: int, sampling: Sampling, steps: int, sample: Path, folder: Pat
             own = dataclasses.replace(sampling, seed=i, max_tokens=steps + 2 * rows, ignore_eos=True)
             engine.submit(Request(tuple(range(50, 50 + PROMPT)), own), receive)
         done.wait()
+    if ahead:
+        return _of_runs(json.loads(out.read_text(encoding="utf-8")), steps)
     noted = json.loads(out.read_text(encoding="utf-8"))[WARM : WARM + steps]
     pairs = list(itertools.pairwise(noted))
     return {
@@ -281,17 +399,32 @@ def measure(rows: int, sampling: Sampling, steps: int, sample: Path, folder: Pat
     }
 
 
+def _of_runs(noted: dict[str, Any], steps: int) -> dict[str, float]:
+    """Sum up the last runs, which are of all rows."""
+    begins, ends = noted["begins"][-steps:], noted["ends"][-steps:]
+    wrong, right = noted["judged"]
+    return {
+        "waits": statistics.median(after - before for after, before in zip(begins[1:], ends, strict=False)) * 1e3,
+        "period": statistics.median(after - before for before, after in itertools.pairwise(begins)) * 1e3,
+        "wrong": wrong / (wrong + right),
+        "bytes": noted["bytes"] / len(noted["begins"]),
+        "steps": len(begins),
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--run-ms", type=float, default=0.0, help="what a run takes, of no processor; default: nothing")
+    parser.add_argument("--ahead", action="store_true", help="steps begin on guesses of the tokens before")
     parser.add_argument("--tokenizer", type=Path, default=ROOT / "tests" / "data" / "docs-llama-7m" / "tokenizer.json")
     chosen = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         for rows in chosen.rows:
             for name, sampling in SAMPLINGS.items():
-                found = measure(rows, sampling, chosen.steps, chosen.tokenizer, Path(folder), chosen.run_ms / 1e3)
+                run_s, ahead = chosen.run_ms / 1e3, chosen.ahead
+                found = measure(rows, sampling, chosen.steps, chosen.tokenizer, Path(folder), run_s, ahead)
                 figures = "".join(f"  {key} {value:.2f}" for key, value in found.items())
                 print(f"{rows:4} rows, {name:14}{figures}", flush=True)
 
