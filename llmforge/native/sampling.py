@@ -1,7 +1,7 @@
 """Tokens drawn by the compiled kernels: what `llmforge.runtime.sampling.distribution_numpy` computes in numpy.
 
-They take 0.01 to 0.1 ms and keep the interpreter meanwhile: whoever gives it up for so short a time waits for as long as
-another thread may keep it then, which is ten times that in the engine's process.
+They take 0.01 to 0.1 ms and keep the interpreter meanwhile: whoever gives it up for so short a time waits for as long
+as another thread may keep it then, which is ten times that in the engine's process.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def draw_row(
     """
     values = np.ascontiguousarray(logits)
     parts = [np.ascontiguousarray(each) for each in head or ()]
-    addresses = [each.ctypes.data for each in parts] or [None, None]
+    addresses: list[int | None] = [each.ctypes.data for each in parts] or [None, None]
     token = int(
         _require().llmforge_draw_row(ctypes.byref(_Row(len(values), block, values.ctypes.data, *addresses, *draw)))
     )
