@@ -7,9 +7,9 @@ Runtime's session, and of the copies from a device. A run of it returns at once;
 over a vocabulary of 128,256, with 0.5 to 6 nats a row. As many clients as rows stream from another process.
 
 Of each way to sample, medians over steps, in ms: `waits`, from the question for a run's heads to the beginning of the
-next run, in which a device has nothing to do; `period`, from step to step, with what a device's run would hide
-(detokenizing, delivering); and, a step: rows that their heads do not decide, of which blocks or all logits are fetched,
-bytes copied from the device, and copies.
+next run, in which a device has nothing to do; `cpu`, of these the processor's time of the engine's thread; `period`,
+from step to step, with what a device's run would hide (detokenizing, delivering); and, a step: rows that their heads do
+not decide, of which blocks or all logits are fetched, bytes copied from the device, and copies.
 
 With `--ahead` the stand-in guesses each row's next token, as the graph does, in the time of its run, so that steps
 begin before the tokens of those before are chosen. Then `waits` is from the end of a run to the beginning of the next
@@ -81,7 +81,8 @@ def _entropy(logits: NDArray[np.float64]) -> float:
 class StandIn(HostDevice):
     """A device whose steps cost nothing: what a copy reads was made before.
 
-    `copies` are the bytes of each copy from it; `runs` says when each run began, `asked` when its heads were asked for.
+    `copies` are the bytes of each copy from it; `runs` says when each run began, `asked` when its heads were asked for;
+    `asked_cpu` and `written_cpu` are the processor's time of the engine's thread then, and after inputs were written.
     """
 
     def __init__(self, logits: NDArray[np.float32], run_s: float = 0.0) -> None:
@@ -97,6 +98,8 @@ class StandIn(HostDevice):
         self.copies: list[int] = []
         self.runs: list[float] = []
         self.asked: list[float] = []
+        self.asked_cpu: list[float] = []
+        self.written_cpu = 0.0
 
     @property
     def head_bytes(self) -> int:
@@ -107,6 +110,11 @@ class StandIn(HostDevice):
         """Make an array whose pages are there, as page-locked ones are."""
         return np.zeros(shape, dtype) + np.zeros(1, dtype)
 
+    def write(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
+        """Copy inputs."""
+        super().write(buffer, offset, values)
+        self.written_cpu = time.thread_time()
+
     def read(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
         """Give the heads, or logits of one row, of the last run."""
         self.copies.append(values.nbytes)
@@ -116,6 +124,7 @@ class StandIn(HostDevice):
             values.reshape(-1)[:] = self.logits[(first + row) % len(self.logits), start : start + values.size]
             return
         self.asked.append(time.perf_counter())
+        self.asked_cpu.append(time.thread_time())
         rows = values.nbytes // self.head_bytes
         at = np.arange(first, first + rows) % len(self.logits)
         parts = np.split(values, [4 * rows * HEAD, 8 * rows * HEAD])
@@ -306,7 +315,7 @@ def serve() -> None:
         3, None, None, CONTEXT, rows, VOCABULARY, (), None, session.signature.caches, SessionOptions(1, True, {})
     )  # fmt: skip
     runner = Runner(session, config, tokenizer(Path(told["tokenizer"])), None)
-    begun: list[tuple[float, ...]] = []  # of each step: begin, run, heads, rows fetched whole, blocks, bytes, copies
+    begun: list[tuple[float, ...]] = []  # of each step, as the line says that adds to it
     step = Scheduler.step
 
     def noted() -> dict[str, Any]:
@@ -336,7 +345,8 @@ def serve() -> None:
         if len(runs) == 1 and len(copies) and copies[0] == rows * device.head_bytes:  # a decode step of all rows
             whole = copies[1:].count(4 * VOCABULARY)
             blocks = len(copies) - 1 - whole
-            begun.append((start, runs[0], device.asked[-1], whole, blocks, sum(copies), len(copies)))
+            cpu = device.written_cpu, device.asked_cpu[-1]
+            begun.append((start, runs[0], device.asked[-1], whole, blocks, sum(copies), len(copies), *cpu))
         if not scheduler.busy and begun:
             Path(told["out"]).write_text(json.dumps(begun), encoding="utf-8")
             begun.clear()
@@ -389,6 +399,7 @@ def measure(
     pairs = list(itertools.pairwise(noted))
     return {
         "waits": statistics.median(after[1] - before[2] for before, after in pairs) * 1e3,
+        "cpu": statistics.median(after[7] - before[8] for before, after in pairs) * 1e3,
         "period": statistics.median(after[0] - before[0] for before, after in pairs) * 1e3,
         "rows beyond": statistics.mean(each[3] + each[4] for each in noted),
         "blocks": statistics.mean(each[4] for each in noted),

@@ -1,6 +1,7 @@
 """Tokens drawn by the compiled kernels: what `llmforge.runtime.sampling.distribution_numpy` computes in numpy.
 
-The interpreter is free meanwhile: other threads go on.
+They take 0.01 to 0.1 ms and keep the interpreter meanwhile: whoever gives it up for so short a time waits for as long
+as another thread may keep it then, which is ten times that in the engine's process.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ class _Row(ctypes.Structure):
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def _library() -> ctypes.PyDLL | None:
     path = native.library()
     if path is None:
         return None
-    library = ctypes.CDLL(str(path))
+    library = ctypes.PyDLL(str(path))
     pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     try:
         for name, taken, given in (
@@ -125,7 +126,7 @@ def draw_row(
     """
     values = np.ascontiguousarray(logits)
     parts = [np.ascontiguousarray(each) for each in head or ()]
-    addresses = [each.ctypes.data for each in parts] or [None, None]
+    addresses: list[int | None] = [each.ctypes.data for each in parts] or [None, None]
     token = int(
         _require().llmforge_draw_row(ctypes.byref(_Row(len(values), block, values.ctypes.data, *addresses, *draw)))
     )
@@ -155,7 +156,7 @@ def sum_exponentials(values: NDArray[np.float32], best: float) -> float:
     return float(_require().llmforge_sum_exponentials(taken.ctypes.data, len(taken), best))
 
 
-def _require() -> ctypes.CDLL:
+def _require() -> ctypes.PyDLL:
     library = _library()
     assert library is not None, "the kernels are not compiled here"
     return library

@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 
 from llmforge.ir.interface import HEAD, Heads, mass_blocks
 from llmforge.native import sampling as kernels
-from llmforge.native.sampling import DRAW
 from llmforge.runtime.sampling import distribution_numpy
 from llmforge.runtime.sampling.options import Sampling
 
@@ -109,11 +108,12 @@ def largest(values: Floats, count: int) -> Indices:
 
     There are fewer where fewer are above -inf.
     """
-    return (kernels if kernels.available() else distribution_numpy).largest(values, count)
+    return kernels.largest(values, count) if kernels.available() else distribution_numpy.largest(values, count)
 
 
 def log_probabilities(logits: Floats, tokens: Indices) -> NDArray[np.float64]:
     """Give the natural log probabilities of some `tokens` [n] in the softmax of `logits` [V]."""
     highest = float(logits.max())
-    whole = (kernels if kernels.available() else distribution_numpy).sum_exponentials(logits, highest)
+    of = kernels.sum_exponentials if kernels.available() else distribution_numpy.sum_exponentials
+    whole = of(logits, highest)
     return logits[tokens].astype(np.float64) - (highest + math.log(whole))

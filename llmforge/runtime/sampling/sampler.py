@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 
 from llmforge.base.errors import InputError, UsageError
 from llmforge.ir.interface import GREEDY, HEAD, Heads, mass_blocks
+from llmforge.native.sampling import DRAW
 from llmforge.runtime.sampling.constraints import ConstraintCompiler, ConstraintState, TriggeredState
 from llmforge.runtime.sampling.distribution import (
-    DRAW,
     draw,
     draw_of_block,
     draw_of_heads,
