@@ -109,7 +109,7 @@ def rehearse(folder: Path) -> dict[str, Any]:
         mixed = [Piece([0], 40, tables[0], True), Piece([0], 7, tables[1], True)]
         mixed += [Piece([0] * 40, 0, tables[2], True), Piece([0] * 13, 0, tables[3], False)]
         run = session.begin(mixed, cache, np.ones(3, np.float32))
-        found["heads"]["mixed"] = [run.heads().mass.shape, run.logits(2).shape]
+        found["heads"]["mixed"] = [run.heads().masses.shape, run.logits(2).shape]
     else:
         session.step(np.zeros((1, 40), np.int64), np.array([0], np.int32), cache.rows(2, 3))
         session.step(np.zeros((1, 4), np.int64), np.array([40], np.int32), cache.rows(2, 3), np.arange(4))
@@ -122,7 +122,7 @@ def rehearse(folder: Path) -> dict[str, Any]:
         else:
             inputs = np.zeros((rows, 1), np.int64), np.full(rows, 40, np.int32), cache.rows(0, rows)
             run = session.begin_decode(*inputs, ones[:rows])
-        found["heads"][rows] = [run.heads().mass.shape, run.logits(rows - 1).shape]
+        found["heads"][rows] = [run.heads().masses.shape, run.logits(rows - 1).shape]
         found["decode"][rows] = counted(before)
     return {**found, "forbidden": stand_in.stand_in_forbidden()}
 

@@ -13,7 +13,7 @@ import pytest
 
 from llmforge.base.errors import InputError, RunFailed, UnsupportedError, UsageError
 from llmforge.engines.heads import give_heads
-from llmforge.ir import paged
+from llmforge.ir import interface, paged
 from llmforge.ir.interface import HEAD
 from llmforge.lowering import paged_attention
 from llmforge.runtime import EngineOptions, Request, Runner, Sampling
@@ -164,8 +164,10 @@ def test_a_step_of_prompts_and_decoding_gives_heads_of_the_rows_that_are_wanted(
     order = np.argsort(-logits, axis=1, kind="stable")[:, :HEAD]
     np.testing.assert_array_equal(heads.ids, order)
     np.testing.assert_array_equal(heads.logits, np.take_along_axis(logits, order, 1))
-    mass = np.exp((logits - logits.max(1, keepdims=True)).astype(np.float64) / [[1], [0.5], [2]]).sum(1)
-    np.testing.assert_allclose(heads.mass, mass, rtol=1e-5)
+    mass = np.exp((logits - logits.max(1, keepdims=True)).astype(np.float64) / [[1], [0.5], [2]])
+    mass[logits > heads.logits[:, -1:]] = 0
+    blocks, size = interface.mass_blocks(VOCABULARY)
+    np.testing.assert_allclose(heads.masses, mass.reshape(3, blocks, size).sum(2), rtol=1e-5)
     np.testing.assert_array_equal(run.logits(1), logits[1])
     with pytest.raises(ValueError, match="heads of 3 rows, of 8 at most"):
         session.begin(mixed, cache, np.ones(2, np.float32))
@@ -181,7 +183,7 @@ def test_rows_of_a_cache_may_be_decoded_beside_the_host(session):
 
 def test_a_step_copies_heads_and_what_rows_must_be_whole(slots, session):
     device = session.device
-    head, row = (2 * HEAD + 1) * 4, VOCABULARY * 4
+    head, row = (2 * HEAD + interface.mass_blocks(VOCABULARY)[0]) * 4, VOCABULARY * 4
     options = EngineOptions(step_tokens=16)
     scheduler = PagedScheduler(session, session.allocate(4, CONTEXT), slots.samplers, options, chunk=16)
     for i, sampling in enumerate([Sampling(), Sampling(temperature=1.0, top_k=20), Sampling(min_tokens=99)]):

@@ -359,8 +359,13 @@ class Scheduler(Generic[C]):
         """
         if not live:
             return
-        heads = heads.of([row for row, _ in live])
-        found = sample_heads([sequence.sampler for _, sequence in live], heads)
+        own = [row for row, _ in live]
+        heads = heads.of(own)
+
+        def fetch(rows: list[int], blocks: list[int]) -> NDArray[np.float32]:
+            return run.blocks([own[row] for row in rows], blocks)
+
+        found = sample_heads([sequence.sampler for _, sequence in live], heads, fetch)
         now = self._clock()
         for place, ((row, sequence), sampled) in enumerate(zip(live, found, strict=True)):
             if sampled is None:
