@@ -14,7 +14,7 @@ import pytest
 from llmforge import engines, targets
 from llmforge.base.errors import InputError, UnsupportedError
 from llmforge.build import pipeline
-from llmforge.engines import BuildRequest, cuda, cuda_graphs
+from llmforge.engines import BuildRequest, cuda, cuda_attention, cuda_graphs
 from llmforge.ir import dialect, graph, interface, paged
 from llmforge.ir.operators import contrib
 from llmforge.lowering import paged_attention
@@ -134,6 +134,7 @@ CHOSEN = SPEC.model_copy(update={"kv_cache": None})
 def test_where_no_recipe_says_so_a_graph_reads_blocks_if_it_can_and_else_slots_with_the_reason() -> None:
     lowered, changes = cuda.lower(prepared(), H100, CHOSEN)
     assert (len(contrib.PagedAttention.all(lowered)), changes.notes) == (2, [])
+    assert [attention.paged for _, attention in cuda_attention.of(lowered)] == [True] * 2
     t4 = targets.load("t4")
     wide = dataclasses.replace(FORM, head_dim=512)
     for model, target, reason in (
