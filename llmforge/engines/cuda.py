@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.base.backends import PAGED_HEAD_DIM, slots_reason
+from llmforge.base.backends import PAGED_HEAD_DIM, PREFILL_CHUNK, slots_reason
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.engines import (
     BuildRequest,
@@ -300,10 +300,21 @@ def session_options(model: ir.Model, buckets: Sequence[int]) -> SessionOptions:
     if cuda_operators.any_fast(model):
         entries |= {
             FAST_ENTRY: "1",
-            FAST_ROWS_ENTRY: ",".join(map(str, sorted({*buckets, *SHAPES}))),
+            FAST_ROWS_ENTRY: ",".join(map(str, _rows_of_steps(model, buckets))),
             FUSIONS_ENTRY: "MatMulNBitsFusion",
         }
     return SessionOptions(threads=1, optimize=True, entries=entries)
+
+
+def _rows_of_steps(model: ir.Model, buckets: Sequence[int]) -> list[int]:
+    """List the tokens of steps that products are tuned for; kernels are chosen by the next power of two.
+
+    Over slots prompts are padded to a few shapes; over blocks a step may have any number, of those that decode, too.
+    """
+    if not contrib.PagedAttention.all(model):
+        return sorted({*buckets, *SHAPES})
+    most = PREFILL_CHUNK + max(buckets)
+    return sorted({*buckets, *(1 << exponent for exponent in range((most - 1).bit_length() + 1))})
 
 
 def provider_options(graphs: bool) -> dict[str, str]:

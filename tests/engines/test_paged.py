@@ -29,7 +29,7 @@ from llmforge.runtime.backends.session import Session, SessionConfig
 from .. import graphs
 from ..decoder_graph import decoder
 from ..recorder import Recorder
-from .test_cuda import BUDGET, FORM, H100, prepared
+from .test_cuda import BUDGET, FAST, FORM, H100, prepared
 
 BLOCK = 16
 SPEC = EngineSpec(max_context=64, max_batch=4, kv_cache="paged")
@@ -150,6 +150,12 @@ def test_where_no_recipe_says_so_a_graph_reads_blocks_if_it_can_and_else_slots_w
     assert contrib.PagedAttention.all(cuda.lower(prepared(), t4, SPEC)[0])  # which may be asked for
     lowered, changes = cuda.lower(prepared(), H100, CHOSEN.model_copy(update={"kv_cache": "slots"}))
     assert (len(contrib.GroupQueryAttention.all(lowered)), changes.notes) == (2, [])
+
+
+def test_products_are_tuned_for_steps_of_any_length() -> None:
+    lowered, _ = cuda.lower(prepared(FAST), H100, SPEC)
+    entries = cuda.session_options(lowered, (1, 3)).entries
+    assert entries[cuda.FAST_ROWS_ENTRY] == "1,2,3,4,8,16,32,64,128,256,512,1024"
 
 
 def test_a_recipe_that_drafts_has_slots(tmp_path: Path) -> None:
