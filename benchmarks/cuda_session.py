@@ -179,7 +179,7 @@ def rehearse(folder: Path) -> dict[str, Any]:
         rows = config.max_batch
 
         def begin(step: int) -> Any:
-            ids = np.full((rows, 1), -1 if step else 0, np.int64)
+            ids = -1 - np.arange(rows)[:, None] if step else np.zeros((rows, 1), np.int64)
             return session.begin_decode(ids, np.full(rows, 40 + step, np.int32), cache.rows(0, rows), ones[:rows])
 
         first, second = begin(0), begin(1)

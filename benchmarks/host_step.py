@@ -168,7 +168,7 @@ class Guessing(StandIn):
         self._number[outputs[interface.LOGITS].address] = number
         at = np.arange(number, number + rows) % len(self.logits)
         guessed = self._guess(at, inputs[interface.DRAWS].values(np.float32))
-        outputs[interface.NEXT_IDS].values(np.int64)[:, 0] = guessed
+        outputs[interface.NEXT_IDS].values(np.int64)[:] = guessed
         time.sleep(max(0.0, self.runs[-1] + self.run_s - time.perf_counter()))
         self.ends.append(time.perf_counter())
 
@@ -247,7 +247,7 @@ class Graph:
             Argument(interface.TOP_LOGITS, "tensor(float)", ["batch", HEAD]),
             Argument(interface.TOP_IDS, "tensor(int32)", ["batch", HEAD]),
             Argument(interface.MASSES, "tensor(float)", ["batch", "blocks"]),
-            *([Argument(interface.NEXT_IDS, "tensor(int64)", ["batch", 1])] if self._guesses else []),
+            *([Argument(interface.NEXT_IDS, "tensor(int64)", ["batch"])] if self._guesses else []),
         ]
 
     def io_binding(self) -> Any:

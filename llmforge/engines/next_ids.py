@@ -1,9 +1,9 @@
 """Lets a graph guess the token that follows each row, and take it in the next step without the host.
 
-    ids = Where(Less(input_ids, 0), chosen_ids, input_ids)           # [batch, sequence]; chosen_ids [batch, 1]
-    next_ids = …                                                     # [batch, 1], from heads and draws
+    ids = Where(Less(input_ids, 0), chosen_ids[-1 - input_ids], input_ids)     # as input_ids; chosen_ids [rows]
+    next_ids = …                                                               # [batch], from heads and draws
 
-`next_ids` lies where the next step reads `chosen_ids`. The host decides every token (`llmforge.runtime.sampling`), with
+`next_ids` lies where the next step reads `chosen_ids`: an id of -1 - n takes the guess of row n. The host decides every token (`llmforge.runtime.sampling`), with
 the random numbers that `draws` brings here beforehand; a row whose guess was another token runs again. So the guess is
 made as the host decides, without what makes that exact: the head of a row by rank, or a block of all others by the sums
 of blocks, and a token of that block by id. There is no second attempt where top-p cuts behind the head.
@@ -26,29 +26,30 @@ def feed_back(model: ir.Model) -> Rewritten:
     """Add the inputs `draws` and `chosen_ids` and the output `next_ids` to a graph that gives heads, in place."""
     values = {value.name: value for node in model.graph for value in node.outputs}
     batch = (graph.dims(values[interface.TOP_LOGITS]) or ("batch",))[0]
-    _take_chosen(model, batch)
+    _take_chosen(model)
     nodes = _Nodes(model)
     shape: Dims = [batch, len(interface.Draw._fields)]
     draws = ir.Value(name=interface.DRAWS, type=ir.TensorType(_FLOAT), shape=ir.Shape(shape))
     model.graph.inputs.append(draws)
     chosen = _guess(nodes, values, draws, batch, graph.width(graph.output_named(model, interface.LOGITS)))
-    given = ir.Value(name=interface.NEXT_IDS, type=ir.TensorType(_INT64), shape=ir.Shape([batch, 1]))
-    model.graph.append(ir.Node("", "Identity", [chosen], outputs=[given], name=interface.NEXT_IDS))
+    given = ir.Value(name=interface.NEXT_IDS, type=ir.TensorType(_INT64), shape=ir.Shape([batch]))
+    only = nodes.constant("axes", np.array([1]))
+    model.graph.append(ir.Node("", "Squeeze", [chosen, only], outputs=[given], name=interface.NEXT_IDS))
     model.graph.outputs.append(given)
-    return Rewritten(
-        interface.NEXT_IDS, "a guess of each row's next token, which the next step takes for a negative id"
-    )
+    return Rewritten(interface.NEXT_IDS, "guesses of tokens, and a negative id takes one of the step before")
 
 
-def _take_chosen(model: ir.Model, batch: int | str | None) -> None:
+def _take_chosen(model: ir.Model) -> None:
     """Let all that reads `input_ids` read `chosen_ids` where they are negative."""
     main = model.graph
     ids = next(value for value in main.inputs if value.name == interface.INPUT_IDS)
     readers, dims = list(ids.uses()), list(graph.dims(ids) or ())
-    chosen = ir.Value(name=interface.CHOSEN_IDS, type=ir.TensorType(_INT64), shape=ir.Shape([batch, 1]))
+    chosen = ir.Value(name=interface.CHOSEN_IDS, type=ir.TensorType(_INT64), shape=ir.Shape(["rows_before"]))
     main.inputs.append(chosen)
     nodes, before = _Nodes(model), len(main)
-    taken = nodes("Where", dims, nodes("Less", dims, ids, nodes.constant("0", np.array(0))), chosen, ids)
+    zero = nodes.constant("0", np.array(0))
+    row = nodes("Max", dims, nodes("Sub", dims, nodes.constant("-1", np.array(-1)), ids), zero)
+    taken = nodes("Where", dims, nodes("Less", dims, ids, zero), nodes("Gather", dims, chosen, row), ids)
     for reader in readers:
         reader.node.replace_input_with(reader.idx, taken)
     made = [main[i] for i in range(before, len(main))]

@@ -56,8 +56,8 @@ TOP_IDS = "top_ids"  # int32 [batch, head]
 MASSES = "masses"  # fp32 [batch, blocks]
 # What it takes and gives so that the next step can begin before the host has decided its tokens (`Draw`).
 DRAWS = "draws"  # fp32 [batch, fields of `Draw`]
-CHOSEN_IDS = "chosen_ids"  # int64 [batch, 1]: in the place of `input_ids` that are negative
-NEXT_IDS = "next_ids"  # int64 [batch, 1]: where the next step has its `chosen_ids`
+CHOSEN_IDS = "chosen_ids"  # int64 [rows]: that of row n in the place of an id of -1 - n
+NEXT_IDS = "next_ids"  # int64 [batch]: where the next step has its `chosen_ids`
 HEAD = 256  # most probable tokens of a head; of text at 6 nats a token, they hold some 70% of the probability
 BLOCKS = 64  # of a vocabulary, about, that masses are summed over: 2,004 ids of 128,256, which are 8 KB of logits
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value|latent|conv|recurrent)")  # a cache, its layer and part
@@ -201,7 +201,7 @@ def feeds(
         ADAPTER_IDS: lambda: np.zeros(len(ids), np.int64) if adapters is None else adapters.astype(np.int64),
         TEMPERATURES: lambda: np.ones(len(ids), np.float32) if temperatures is None else temperatures,
         DRAWS: lambda: np.array([GREEDY] * len(ids), np.float32) if draws is None else draws,
-        CHOSEN_IDS: lambda: np.zeros((len(ids), 1), np.int64),
+        CHOSEN_IDS: lambda: np.zeros(1, np.int64),
     }
     made = {name: make() for name, make in known.items() if name in names}
     if rows is not None:

@@ -94,7 +94,7 @@ def test_a_negative_id_takes_the_guess_of_the_step_before(session: DeviceSession
     ids, past, ones = np.array([[3], [9]]), np.zeros(2, np.int32), np.ones(2, np.float32)
     cache = session.allocate(2, 16)
     before = session.begin_decode(ids, past, cache, ones)
-    behind = session.begin_decode(np.array([[-1], [7]]), past + 1, cache, ones)
+    behind = session.begin_decode(np.array([[-2], [7]]), past + 1, cache, ones)
     heads = before.heads()
     guess = before.next_ids().tolist()
     assert guess == heads.ids[:, 0].tolist()
@@ -103,17 +103,17 @@ def test_a_negative_id_takes_the_guess_of_the_step_before(session: DeviceSession
     once = session.allocate(2, 16)
     for row, logits in enumerate(session.step(ids, past, once)[:, 0]):
         np.testing.assert_array_equal(kept[row], logits)
-    wanted = session.step(np.array([guess[:1], [7]]), past + 1, once)[:, 0]
+    wanted = session.step(np.array([guess[1:], [7]]), past + 1, once)[:, 0]
     np.testing.assert_array_equal(got, -np.sort(-wanted, axis=1)[:, :HEAD])
 
 
 def test_a_guess_that_no_step_made_is_refused(session: DeviceSession) -> None:
     cache, ones, past = session.allocate(2, 16), np.ones(2, np.float32), np.zeros(2, np.int32)
     session.begin_decode(np.array([[3]]), past[:1], cache.rows(0, 1), ones[:1]).heads()
-    with pytest.raises(ValueError, match="row 1 takes the guess of a step of 1 rows"):
-        session.begin_decode(np.array([[-1], [-1]]), past, cache, ones)
+    with pytest.raises(ValueError, match="the guess of row 1, of a step before of 1"):
+        session.begin_decode(np.array([[-1], [-2]]), past, cache, ones)
     session.step(np.array([[3], [4]]), past, cache)
-    with pytest.raises(ValueError, match="row 0 takes the guess of a step of 0 rows"):
+    with pytest.raises(ValueError, match="the guess of row 0, of a step before of 0"):
         session.begin_decode(np.array([[-1]]), past[:1], cache.rows(0, 1), ones[:1])
 
 

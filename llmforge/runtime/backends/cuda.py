@@ -80,10 +80,17 @@ class CapturedSession(DeviceBackend[C], Generic[C]):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"llmforge-{device.kind}")
         self._graphs: weakref.WeakKeyDictionary[CacheMemory, dict[int, list[tuple[int, int]]]]
         self._graphs = weakref.WeakKeyDictionary()  # batch → (length, id), ascending
+        self._guessed_rows = 0  # of the step begun last, whose guesses the next one may take
         self._last_id = 0  # none is used twice: a graph outlives the cache that it was captured over
 
     def _on_thread(self, work: Callable[[], T]) -> T:
         return self._thread.submit(work).result()
+
+    def _require_guesses(self, ids: NDArray[np.int64]) -> None:
+        """Return if the step before has guessed what negative `ids` take."""
+        row = -1 - int(ids.min())
+        if row >= self._guessed_rows:
+            raise ValueError(f"an id takes the guess of row {row}, of a step before of {self._guessed_rows}")
 
     def _find_host_inputs(self, names: Sequence[str], always: str, where: str) -> set[str]:
         """Name those of `names` that are read on the host, `always` on any device.
@@ -153,7 +160,6 @@ class DeviceSession(CapturedSession[DeviceCache]):
         self._shapes = shapes
         self.longest_step = max(shapes, default=None)
         self._without_cudnn: str | None = None  # why
-        self._guessed_rows = 0  # of the step begun last, which the next one may take
         self._options = dict(provider_options or {})
         where = str(model) if isinstance(model, Path) else "the model in memory"
         self._opens: Callable[[], Any] = lambda: open_on(
@@ -273,8 +279,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
         self._check(inputs, cache)
         if self._runs is None or ids.shape[1] != 1 or cache.batch > self._most_rows:
             raise ValueError(f"a step of {ids.shape}; heads of one token for up to {self._most_rows} rows")
-        if (guessed := np.flatnonzero(ids < 0)).size and guessed[-1] >= self._guessed_rows:
-            raise ValueError(f"row {guessed[-1]} takes the guess of a step of {self._guessed_rows} rows")
+        self._require_guesses(ids)
         found = self._find_graph(cache, int(past_lengths.max()) + 1)
         self._runs.make_room()
         staged = self._decode_inputs.stage(self._decode_feeds(inputs, found[0]))
@@ -505,7 +510,7 @@ class Binding:
         for name, onnx, shape, address in heads.outputs(rows):
             where = (onnx, shape, address) if rows <= heads.most_rows else ()
             self.binding.bind_output(name, kind, index, *where)
-        self.bind_inputs(heads.chosen_ids(rows))
+        self.bind_inputs(heads.chosen_ids())
         self._head_rows = rows
 
 

@@ -68,7 +68,6 @@ class HeadBuffers:
         self._blocks, self._block_size = interface.mass_blocks(vocabulary)
         self._start = -(-most_rows * _ID_BYTES // ALIGNMENT_BYTES) * ALIGNMENT_BYTES if guesses else 0
         self._buffer = device.allocate(self.size_bytes(most_rows))
-        self._zeros: Buffer | None = None  # of steps of more rows
         self._sets = [FetchedHeads(device, self._buffer.size, vocabulary) for _ in range(2)]
         self._row: NDArray[np.float32] = device.host((vocabulary,), "float32")
         self._fetched: NDArray[np.float32] = device.host((most_rows, self._block_size), "float32")
@@ -80,7 +79,7 @@ class HeadBuffers:
     def outputs(self, rows: int) -> list[tuple[str, int, tuple[int, ...], int]]:
         """Give name, type, shape and address of what a step of so many rows writes."""
         base, each = self._buffer.address + self._start, rows * self._width * _BYTES
-        next_ids = (interface.NEXT_IDS, ONNX_TYPES["int64"], (rows, 1), self._buffer.address)
+        next_ids = (interface.NEXT_IDS, ONNX_TYPES["int64"], (rows,), self._buffer.address)
         return [
             (interface.TOP_LOGITS, ONNX_TYPES["float32"], (rows, self._width), base),
             (interface.TOP_IDS, ONNX_TYPES["int32"], (rows, self._width), base + each),
@@ -88,16 +87,10 @@ class HeadBuffers:
             *([next_ids] if self.guesses else []),
         ]
 
-    def chosen_ids(self, rows: int) -> dict[str, BoundInput]:
-        """Give the input that the last step of as many rows, or more, has filled; of more rows than fit, zeros."""
-        if not self.guesses:
-            return {}
-        buffer = self._buffer
-        if rows > self.most_rows:
-            if self._zeros is None or rows * _ID_BYTES > self._zeros.size:
-                self._zeros = self._device.allocate(rows * _ID_BYTES)
-            buffer = self._zeros
-        return {interface.CHOSEN_IDS: BoundInput(buffer.address, ONNX_TYPES["int64"], (rows, 1), on_host=False)}
+    def chosen_ids(self) -> dict[str, BoundInput]:
+        """Give the input that the last step has filled."""
+        given = BoundInput(self._buffer.address, ONNX_TYPES["int64"], (self.most_rows,), on_host=False)
+        return {interface.CHOSEN_IDS: given} if self.guesses else {}
 
     def fetch(self, rows: int) -> FetchedHeads:
         """Begin to copy the heads of the last step, of so many rows; see what is given for how long they hold."""

@@ -222,8 +222,8 @@ class Backend(ABC, Generic[C]):
         Where `guesses_tokens`, it may begin while the one before it runs, whose heads are asked for next.
 
         Args:
-            ids: int64 [B, 1]; where tokens are guessed, negative for the one that the step begun right before this one
-                guesses for the same row.
+            ids: int64 [B, 1]; where tokens are guessed, -1 - n for the one that the step begun right before this one
+                guesses for its row n.
             past_lengths: int32 [B].
             cache: as of `step`.
             temperatures: fp32 [B], more than 0, what each row's masses are summed at.

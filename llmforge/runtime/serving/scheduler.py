@@ -371,7 +371,7 @@ class Scheduler(Generic[C]):
         self._lengths[:n] = self._input_ids[:n] = 0
         decoding = [slot for slot, _ in batch]
         self._lengths[decoding] = 1
-        self._input_ids[decoding, 0] = [-1 if sequence in running else sequence.tokens[-1] for _, sequence in batch]
+        self._input_ids[decoding, 0] = [-1 - slot if each in running else each.tokens[-1] for slot, each in batch]
         return n
 
     def _begin(self, batch: list[tuple[int, Sequence]], before: _Decoding | None = None) -> _Decoding:
