@@ -187,7 +187,7 @@ def rehearse(folder: Path) -> dict[str, Any]:
         stand_in.stand_in_calls()
         third = begin(2)
         second.heads()
-        third.drop()
+        third.launched()
         found["calls"] = [each.split() for each in stand_in.stand_in_calls().decode().splitlines()]
         third.heads()
     return {**found, "forbidden": stand_in.stand_in_forbidden()}

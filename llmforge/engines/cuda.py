@@ -97,7 +97,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     changes.rewritten += cuda_operators.name_layouts(lowered)
     changes.rewritten += cuda_operators.widen(lowered)
     changes.rewritten.append(heads.give_heads(lowered))
-    if spec.kv_cache == "slots" and all(value.name != interface.INPUTS_EMBEDS for value in lowered.graph.inputs):
+    if all(value.name != interface.INPUTS_EMBEDS for value in lowered.graph.inputs):
         changes.rewritten.append(next_ids.feed_back(lowered))  # else a negative id stands for an embedding
     changes.skipped += [Skipped(str(node.name), reason) for node, reason in cuda_operators.slower(lowered)]
     check(lowered, target)

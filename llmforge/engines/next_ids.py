@@ -3,10 +3,11 @@
     ids = Where(Less(input_ids, 0), chosen_ids[-1 - input_ids], input_ids)     # as input_ids; chosen_ids [rows]
     next_ids = …                                                               # [batch], from heads and draws
 
-`next_ids` lies where the next step reads `chosen_ids`: an id of -1 - n takes the guess of row n. The host decides every token (`llmforge.runtime.sampling`), with
-the random numbers that `draws` brings here beforehand; a row whose guess was another token runs again. So the guess is
-made as the host decides, without what makes that exact: the head of a row by rank, or a block of all others by the sums
-of blocks, and a token of that block by id. There is no second attempt where top-p cuts behind the head.
+`next_ids` lies where the next step reads `chosen_ids`: an id of -1 - n takes the guess of row n. The host decides every
+token (`llmforge.runtime.sampling`), with the random numbers that `draws` brings here beforehand; a row whose guess was
+another token runs again. So the guess is made as the host decides, without what makes that exact: the head of a row by
+rank, or a block of all others by the sums of blocks, and a token of that block by id. There is no second attempt where
+top-p cuts behind the head.
 """
 
 from __future__ import annotations

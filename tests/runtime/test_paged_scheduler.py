@@ -13,10 +13,11 @@ import pytest
 
 from llmforge.base.errors import InputError, RunFailed, UnsupportedError, UsageError
 from llmforge.engines.heads import give_heads
+from llmforge.engines.next_ids import feed_back
 from llmforge.ir import interface, paged
 from llmforge.ir.interface import HEAD
 from llmforge.lowering import paged_attention
-from llmforge.runtime import EngineOptions, Request, Runner, Sampling
+from llmforge.runtime import Chunk, EngineOptions, Request, Runner, Sampling
 from llmforge.runtime.backends.block_pool import BlockPool
 from llmforge.runtime.backends.config import RuntimeConfig
 from llmforge.runtime.backends.loading import open_engine
@@ -30,6 +31,7 @@ from llmforge.runtime.serving.sequence import Sequence
 from ..decoder_graph import decoder
 from ..small_engines import VOCABULARY, Received, prompt, small_runner
 from .test_decode_ahead import SAMPLINGS, CountingDevice, Slow
+from .test_run_ahead import Guesses
 
 pytestmark = pytest.mark.xdist_group("paged_scheduler")  # its fixtures take seconds: they are made once
 
@@ -48,12 +50,19 @@ def session() -> PagedSession:
     return opened(heads=True)
 
 
-def opened(*, heads: bool) -> PagedSession:
+@pytest.fixture(scope="module")
+def guessing() -> PagedSession:
+    return opened(heads=True, guesses=True)
+
+
+def opened(*, heads: bool, guesses: bool = False) -> PagedSession:
     model = decoder(VOCABULARY)
     assert paged_attention.reason_against(model) is None
     assert len(paged_attention.lower(model, BLOCK)) == 2
     if heads:
         give_heads(model)
+    if guesses:
+        feed_back(model)
     serialized = ir.to_proto(paged.expand(model)).SerializeToString()
     return PagedSession(serialized, SessionConfig(1), CountingDevice(), blocks=BLOCKS, buckets=(1, 2, 4, 8))
 
@@ -89,11 +98,26 @@ def clients(random: np.random.Generator) -> list[Client]:
     return made
 
 
-def test_two_hundred_requests_over_far_too_few_blocks_get_the_text_that_each_gets_alone(slots, session):
+@pytest.fixture(scope="module")
+def alone(slots) -> list[list[Chunk]]:
+    return [
+        list(slots.generate(client.request.prompt, client.request.sampling))
+        for client in clients(np.random.default_rng(11))
+    ]
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, pytest.param(0.0, marks=pytest.mark.thorough), 0.3]
+)  # of the device's guesses; None: it makes none
+def test_two_hundred_requests_over_far_too_few_blocks_get_the_text_that_each_gets_alone(
+    wrong, slots, session, guessing, alone, monkeypatch
+):
+    if wrong is not None:
+        session, device = guessing, Guesses(monkeypatch, wrong)
     everybody, cache = clients(np.random.default_rng(11)), session.allocate(ROWS, CONTEXT)
     assert cache.pool.blocks == BLOCKS
     scheduler = PagedScheduler(session, cache, slots.samplers, EngineOptions(REQUESTS, step_tokens=48), chunk=32)
-    step, most_used, mixed = 0, 0, 0
+    step, most_used, mixed, ahead = 0, 0, 0, 0
     while scheduler.busy or any(client.ticket is None for client in everybody):
         for client in everybody:
             if client.ticket is None and client.arrives <= step:
@@ -103,6 +127,7 @@ def test_two_hundred_requests_over_far_too_few_blocks_get_the_text_that_each_get
         before = scheduler.stats()
         scheduler.step()
         step += 1
+        ahead += scheduler._ahead is not None
         stats = scheduler.stats()
         assert stats.kv_tokens_used <= stats.kv_tokens_capacity == BLOCKS * BLOCK
         most_used = max(most_used, stats.kv_tokens_used)
@@ -114,14 +139,18 @@ def test_two_hundred_requests_over_far_too_few_blocks_get_the_text_that_each_get
     assert (stats.running, stats.waiting, stats.kv_tokens_used) == (0, 0, 0)
     assert sum(stats.finished.values()) == REQUESTS
     assert stats.finished["cancelled"] > 10
+    if wrong is None:
+        assert ahead == 0
+    else:
+        assert ahead > 100
+        assert device.wrong > wrong * device.right / 2
     compared = 0
-    for client in everybody:
-        alone = list(slots.generate(client.request.prompt, client.request.sampling))
+    for client, chunks in zip(everybody, alone, strict=True):
         if client.received.reason == "cancelled":
-            assert "".join(chunk.text for chunk in alone).startswith(client.received.text)
+            assert "".join(chunk.text for chunk in chunks).startswith(client.received.text)
         else:
-            assert client.received.tokens == [chunk.token_id for chunk in alone if chunk.token_id is not None]
-            assert client.received.text == "".join(chunk.text for chunk in alone)
+            assert client.received.tokens == [chunk.token_id for chunk in chunks if chunk.token_id is not None]
+            assert client.received.text == "".join(chunk.text for chunk in chunks)
             compared += 1
     assert compared > 160
 

@@ -69,16 +69,20 @@ class Running(DecodeRun):
         """Fetch one block of the logits of each of some rows."""
         return self._heads.read_blocks(self._place(), rows, blocks)
 
-    def drop(self) -> None:
+    def launched(self) -> None:
         """Wait until the step is launched, and no longer."""
         wait([self._launched])
 
     def settle(self) -> None:
         """Wait for the step, whatever becomes of it, unless that was done."""
-        self.drop()
+        self.launched()
         if not self.taken and self._launched.exception() is None:
             self._launched.result().wait()
             self.taken = True
+
+    def writes_to(self, logits: Buffer) -> bool:
+        """Whether its logits go there."""
+        return self._logits is logits
 
     def keep(self, kept: Future[_Aside]) -> None:
         """Read logits from where they were copied aside."""
@@ -110,15 +114,20 @@ class DecodeRuns:
         if len(self._begun) == 2:
             self._begun[0].settle()
 
-    def begin(self, launch: Callable[[], None], rows: int) -> Running:
-        """Begin a step of so many rows that `launch`, which waits for nothing, sends to the device."""
-        if self._begun and not self._begun[-1].taken and self._aside is not None:
-            self._begun[-1].keep(self._thread.submit(self._aside.keep, self._logits))
+    def begin(self, launch: Callable[[], None], rows: int, logits: Buffer | None = None) -> Running:
+        """Begin a step of so many rows that `launch`, which waits for nothing, sends to the device.
+
+        `logits`: where it puts them; None: where decode steps do. Another place is one that no step behind writes to.
+        """
+        logits = self._logits if logits is None else logits
+        before = self._begun[-1] if self._begun and logits is self._logits else None
+        if self._aside is not None and before is not None and not before.taken and before.writes_to(logits):
+            before.keep(self._thread.submit(self._aside.keep, logits))
 
         def run() -> FetchedHeads:
             launch()
             return self._heads.fetch(rows)
 
-        running = Running(self._heads, self._logits, self._thread.submit(run))
+        running = Running(self._heads, logits, self._thread.submit(run))
         self._begun.append(running)
         return running

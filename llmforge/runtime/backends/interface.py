@@ -138,8 +138,8 @@ class DecodeRun(ABC):
         """
         raise NotImplementedError
 
-    def drop(self) -> None:
-        """Let go of the step: nobody asks for its heads. What its decoder is asked for from now on comes behind it."""
+    def launched(self) -> None:
+        """Wait until all that is asked of the device from now on comes behind the step."""
         self.heads()
 
 

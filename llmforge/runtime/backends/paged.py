@@ -24,14 +24,14 @@ from llmforge.base.errors import InputError, RunFailed, UsageError
 from llmforge.ir import interface
 from llmforge.runtime.backends.block_pool import BlockPool, BlockTable, Copy, NoBlocks
 from llmforge.runtime.backends.config import Capture, GraphPlan, RuntimeConfig
-from llmforge.runtime.backends.cuda import EAGER, Binding, CapturedSession, open_on, run_options
+from llmforge.runtime.backends.cuda import DECODE_BYTES, EAGER, Binding, CapturedSession, open_on, run_options
 from llmforge.runtime.backends.cuda_graph_capture import ONE, ProbeStep, probe_inputs
 from llmforge.runtime.backends.device import Buffer, Device
 from llmforge.runtime.backends.device_backend import INPUT_BYTES, LOGIT_BYTES
 from llmforge.runtime.backends.device_cache import CacheMemory, CacheTensor, DeviceCache
-from llmforge.runtime.backends.device_heads import FetchedHeads, HeadBuffers
-from llmforge.runtime.backends.device_inputs import BoundInput, InputBuffers
-from llmforge.runtime.backends.device_runs import Running
+from llmforge.runtime.backends.device_heads import HeadBuffers
+from llmforge.runtime.backends.device_inputs import InputBuffers, StagedInputs
+from llmforge.runtime.backends.device_runs import DecodeRuns
 from llmforge.runtime.backends.interface import Counts, DecodeRun, RowCopy, Rows, StepInputs
 from llmforge.runtime.backends.session import SessionConfig, run_bound
 from llmforge.runtime.backends.signature import ELEMENTS, Signature
@@ -129,9 +129,10 @@ class Piece(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step whose inputs lie at their addresses: it gives `rows` of logits to `logits`."""
+    """A step whose inputs wait on the host: it gives `rows` of logits to `logits`."""
 
-    inputs: Mapping[str, BoundInput]
+    buffers: InputBuffers
+    inputs: StagedInputs
     logits: Buffer
     rows: int
     graph_id: int
@@ -177,14 +178,19 @@ class PagedSession(CapturedSession[PagedCache]):
         if self.signature.block_size is None or self.signature.gives_all_rows:
             raise InputError(f"{where}: its caches are no blocks of a pool")
         self.block_size = self.signature.block_size
-        self._input_names = tuple(name for name in self.signature.inputs if name not in self.signature.cache_types)
+        elsewhere = {*self.signature.cache_types, interface.CHOSEN_IDS}
+        self._input_names = tuple(name for name in self.signature.inputs if name not in elsewhere)
         self._host_inputs = self._find_host_inputs(self._input_names, interface.ATTENTION_METADATA, where)
         self._most_rows = most = max((1, *self.buckets, *(capture.batch for capture in self._captures)))
         self._decode_inputs: InputBuffers | None = None  # sized by the table of the first cache
         self._inputs = InputBuffers(device, self._input_names, self._host_inputs, INPUT_BYTES)  # of other steps; grows
         self._decode_logits = device.allocate(most * self.vocabulary * LOGIT_BYTES)
         self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)
-        self._heads = HeadBuffers(device, most, self.vocabulary) if self.signature.gives_heads else None
+        self._heads: HeadBuffers | None = None
+        self._runs: DecodeRuns | None = None
+        if self.signature.gives_heads:
+            self._heads = HeadBuffers(device, most, self.vocabulary, guesses=self.signature.gives_next_ids)
+            self._runs = DecodeRuns(device, self._thread, self._heads, self._decode_logits)
         self._bindings: weakref.WeakKeyDictionary[CacheMemory, Binding] = weakref.WeakKeyDictionary()
         self._fewer: tuple[str, ...] = ()  # what `allocate` has to say of its pool
 
@@ -247,34 +253,45 @@ class PagedSession(CapturedSession[PagedCache]):
         shape = (sum(piece.wanted for piece in pieces), self.vocabulary)
         if out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
             raise ValueError(f"out is {out.dtype} {out.shape}; the logits are fp32 {shape}, C-contiguous")
+        self._guessed_rows = 0
         self._on_thread(lambda: self._execute(cache, self._prepare(pieces, cache), out))
+
+    @property
+    def guesses_tokens(self) -> bool:
+        """Whether the graph guesses tokens, too."""
+        return self.signature.gives_next_ids
 
     @property
     def decodes_ahead(self) -> bool:
         """Whether the graph gives heads."""
         return self._heads is not None
 
-    def begin(self, pieces: Sequence[Piece], cache: PagedCache, temperatures: NDArray[np.float32]) -> DecodeRun:
+    def begin(
+        self,
+        pieces: Sequence[Piece],
+        cache: PagedCache,
+        temperatures: NDArray[np.float32],
+        draws: NDArray[np.float32] | None = None,
+    ) -> DecodeRun:
         """Begin a step, as `run` runs it; what is given is read before this returns.
 
-        Its rows are those `wanted`, in order, at whose `temperatures`, fp32 [wanted], their masses are summed; rows of
-        padding follow.
+        Its rows are those `wanted`, in order, at whose `temperatures`, fp32 [wanted], their masses are summed, and
+        whose next tokens are guessed with `draws`, as of `begin_decode`; rows of padding follow. Where tokens are
+        guessed, a step of one token of each piece may begin while another step runs, whose heads are asked for next; it
+        may have tokens of -1 - n, which are those that the step before guesses for its row n.
 
         Raises:
             UsageError: a text has no room for its tokens.
         """
         self._check_room(pieces, cache)
         wanted = sum(piece.wanted for piece in pieces)
-        if self._heads is None or temperatures.shape != (wanted,) or wanted > self._most_rows:
+        if self._heads is None or self._runs is None or temperatures.shape != (wanted,) or wanted > self._most_rows:
             raise ValueError(f"temperatures {temperatures.shape}; heads of {wanted} rows, of {self._most_rows} at most")
-        step = self._prepare(pieces, cache, temperatures=temperatures)
-
-        def run() -> FetchedHeads:
-            self._launch(self._binding(cache), step)
-            assert self._heads is not None
-            return self._heads.fetch(step.rows)
-
-        return Running(self._heads, step.logits, self._thread.submit(run))
+        self._require_guesses(np.array([min(piece.tokens) for piece in pieces]))
+        self._runs.make_room()
+        step = self._prepare(pieces, cache, temperatures=temperatures, draws=draws)
+        self._guessed_rows = step.rows if self.guesses_tokens else 0
+        return self._runs.begin(lambda: self._launch(self._binding(cache), step), step.rows, step.logits)
 
     def begin_decode(
         self,
@@ -289,7 +306,7 @@ class PagedSession(CapturedSession[PagedCache]):
         """Begin a step of one token a row, as `step` runs it; arrays are read before this returns."""
         inputs = StepInputs(ids, past_lengths, None, lengths, None, adapters)
         self._check(inputs, cache)
-        return self.begin(self._pieces(inputs, cache), cache, temperatures)
+        return self.begin(self._pieces(inputs, cache), cache, temperatures, draws)
 
     def _check_room(self, pieces: Sequence[Piece], cache: PagedCache) -> None:
         for piece in pieces:
@@ -310,6 +327,7 @@ class PagedSession(CapturedSession[PagedCache]):
         pieces = self._pieces(inputs, cache)
         rows = np.array([-1]) if inputs.rows is None else inputs.rows
         chosen = (np.arange(len(pieces))[:, None] * tokens + np.where(rows < 0, rows + tokens, rows)).reshape(-1)
+        self._guessed_rows = 0
         self._on_thread(lambda: self._execute(cache, self._prepare(pieces, cache, chosen), out))
 
     def _run(self, inputs: StepInputs, cache: PagedCache, out: NDArray[np.float32]) -> None:
@@ -321,8 +339,9 @@ class PagedSession(CapturedSession[PagedCache]):
         cache: PagedCache,
         rows: NDArray[np.int64] | None = None,
         temperatures: NDArray[np.float32] | None = None,
+        draws: NDArray[np.float32] | None = None,
     ) -> _Step:
-        """Bring the inputs of a step to their addresses; `rows` get logits, or None: the last of pieces that want it.
+        """Stage the inputs of a step; `rows` get logits, or None: the last of pieces that want it.
 
         Where none wants it, the first one's last row is computed all the same: kernels need not take steps of no rows.
         """
@@ -332,15 +351,15 @@ class PagedSession(CapturedSession[PagedCache]):
         bucket = next((size for size in self.buckets if size >= len(pieces)), None) if decode else None
         if bucket is not None:
             length, graph_id = self._graph_of(cache.store.memory, bucket, longest)
-            feeds = self._feeds(pieces, cache, None, bucket, length or longest, temperatures)
+            feeds = self._feeds(pieces, cache, None, bucket, length or longest, temperatures, draws)
             return self._prepare_decode(feeds, cache, graph_id)
-        feeds = self._feeds(pieces, cache, rows, len(pieces), longest, temperatures)
+        feeds = self._feeds(pieces, cache, rows, len(pieces), longest, temperatures, draws)
         most, count = max(value.nbytes for value in feeds.values()), max(1, count)
         if most > self._inputs.each_bytes:
             self._inputs = InputBuffers(self.device, self._input_names, self._host_inputs, most)
         if count * self.vocabulary * LOGIT_BYTES > self._logits.size:
             self._logits = self.device.allocate(count * self.vocabulary * LOGIT_BYTES)
-        return _Step(self._inputs.upload(feeds), self._logits, count, EAGER)
+        return _Step(self._inputs, self._inputs.stage(feeds), self._logits, count, EAGER)
 
     def _feeds(
         self,
@@ -350,6 +369,7 @@ class PagedSession(CapturedSession[PagedCache]):
         batch: int,
         longest: int,
         temperatures: NDArray[np.float32] | None = None,
+        draws: NDArray[np.float32] | None = None,
     ) -> dict[str, NDArray[Any]]:
         """Make the inputs of a step of `batch` rows; those behind `pieces` run one token, in block 0."""
         padding = batch - len(pieces)
@@ -366,6 +386,9 @@ class PagedSession(CapturedSession[PagedCache]):
         given = np.ones(len(rows), np.float32)
         if temperatures is not None:
             given[: len(temperatures)] = temperatures
+        drawn = np.tile(np.array(interface.GREEDY, np.float32), (len(rows), 1))
+        if draws is not None:
+            drawn[: len(draws)] = draws
         ids = np.array([token for piece in pieces for token in piece.tokens] + [0] * padding, np.int64)[None]
         places = np.arange(len(ids[0])) + np.repeat(past - ends[:-1], lengths)
         made: dict[str, NDArray[Any]] = {
@@ -377,19 +400,22 @@ class PagedSession(CapturedSession[PagedCache]):
             interface.ATTENTION_METADATA: np.array([int(lengths.max()), longest], np.int32),
             interface.LOGITS_ROWS: rows,
             interface.TEMPERATURES: given,
+            interface.DRAWS: drawn,
         }
         return {name: value for name, value in made.items() if name in self._input_names}
 
     def _prepare_decode(self, feeds: Mapping[str, NDArray[Any]], cache: PagedCache, graph_id: int) -> _Step:
-        """Bring the inputs of a step of one token a row to addresses that never change."""
+        """Stage the inputs of a step of one token a row, for addresses that never change."""
         buffers = self._decode_inputs
         table_bytes = self._most_rows * cache.blocks_of_a_row * 4
         if buffers is None or buffers.each_bytes < table_bytes:
-            most = max(table_bytes, (self._most_rows + 1) * INPUT_BYTES)
-            buffers = self._decode_inputs = InputBuffers(self.device, self._input_names, self._host_inputs, most)
+            most = max(table_bytes, (self._most_rows + 1) * INPUT_BYTES, self._most_rows * DECODE_BYTES)
+            buffers = InputBuffers(self.device, self._input_names, self._host_inputs, most, sets=2)
+            self._decode_inputs = buffers
             self._graphs.clear()  # they read the inputs elsewhere
             graph_id = EAGER
-        return _Step(buffers.upload(feeds), self._decode_logits, len(feeds[interface.LOGITS_ROWS]), graph_id)
+        rows = len(feeds[interface.LOGITS_ROWS])
+        return _Step(buffers, buffers.stage(feeds), self._decode_logits, rows, graph_id)
 
     def _binding(self, cache: PagedCache) -> Binding:
         memory = cache.store.memory
@@ -399,7 +425,8 @@ class PagedSession(CapturedSession[PagedCache]):
 
     def _launch(self, binding: Binding, step: _Step) -> None:
         """Send the graph to the device, behind its inputs."""
-        binding.bind_inputs(step.inputs)
+        step.buffers.send(step.inputs)
+        binding.bind_inputs(step.inputs.bound)
         binding.bind_logits(step.logits, (1, step.rows, self.vocabulary))
         if self._heads is not None:
             binding.bind_heads(self._heads, step.rows)
@@ -433,11 +460,11 @@ class PagedSession(CapturedSession[PagedCache]):
             which = graph_id if graph else EAGER
             step, binding = self._prepare_decode(feeds(ONE if elsewhere else token), cache, which), None
             if elsewhere:
-                assert self._decode_inputs is not None
-                most = self._decode_inputs.each_bytes
+                step.buffers.send(step.inputs)
+                most = step.buffers.each_bytes
                 other = InputBuffers(self.device, self._input_names, self._host_inputs, most)
                 binding = Binding(self._session, self.device, cache.store)
-                step = step._replace(inputs=other.upload(feeds(token)))
+                step = step._replace(buffers=other, inputs=other.stage(feeds(token)))
             self._execute(cache, step, out, binding)
             return out.copy()
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,15 +33,22 @@ from llmforge.base.backends import PREFILL_CHUNK
 from llmforge.runtime.backends.block_pool import BlockTable, NoBlocks
 from llmforge.runtime.backends.interface import Backend, C
 from llmforge.runtime.backends.paged import PagedCache, PagedSession, Piece
-from llmforge.runtime.sampling.sampler import Samplers
+from llmforge.runtime.sampling.sampler import Samplers, guesses
 from llmforge.runtime.serving.options import EngineOptions
-from llmforge.runtime.serving.scheduler import Scheduler, temperatures
+from llmforge.runtime.serving.scheduler import Decoding, Scheduler, temperatures
 from llmforge.runtime.serving.sequence import Sequence
 from llmforge.runtime.serving.speculation import Speculation
 from llmforge.runtime.serving.stats import EngineStats
 
 # Tokens in common that are worth a copy: a copy for each layer costs about what a few tokens of a prompt cost.
 LEAST_BORROWED = 8
+
+
+@dataclass(eq=False)
+class _Pieces(Decoding):
+    """A step of pieces of texts: `planned`, of which those that are wanted have a row."""
+
+    planned: list[tuple[Sequence, Piece]] = field(default_factory=list)
 
 
 class PagedScheduler(Scheduler[PagedCache]):
@@ -67,6 +75,7 @@ class PagedScheduler(Scheduler[PagedCache]):
         self._shares = options.prefix_cache_bytes > 0
         if speculation is not None:
             self._notes += ("no speculation: drafts are not verified over a paged KV cache",)
+        self._ahead: _Pieces | None = None
         self._tables: dict[Sequence, BlockTable] = {}  # of those that run, in the order in which they were taken up
 
     def stats(self) -> EngineStats:
@@ -82,11 +91,16 @@ class PagedScheduler(Scheduler[PagedCache]):
         )
 
     def _run(self) -> int:
+        self._drop_ahead()
         self._admit()
-        self._make_room()
-        planned = list(self._plan())
-        if planned:
-            self._run_pieces(planned)
+        if self._ahead is None:
+            self._make_room()
+            planned = list(self._plan())
+            if planned:
+                self._run_pieces(planned)
+        else:
+            planned = self._ahead.planned
+            self._run_ahead(self._ahead)
         return sum(len(piece.tokens) for _, piece in planned)
 
     def _admit(self) -> None:
@@ -113,6 +127,8 @@ class PagedScheduler(Scheduler[PagedCache]):
         spare = pool.available - wanted - sum(map(self._ends_soon, self._tables))
         if spare < 0 and self._tables:
             return None
+        if self._ahead is not None:
+            self._ahead.run.launched()  # it may write to blocks that a sequence has left
         table = pool.open(tokens, shared, sequence.adapter)
         computed = shared * pool.block_size
         if self._shares and spare > 0:
@@ -164,24 +180,66 @@ class PagedScheduler(Scheduler[PagedCache]):
             yield sequence, Piece(tokens, past, table, wanted=past + count == len(sequence.tokens))
 
     def _run_pieces(self, planned: list[tuple[Sequence, Piece]]) -> None:
-        start = self._clock()
-        pieces = [piece for _, piece in planned]
-        wanted = list(enumerate(sequence for sequence, piece in planned if piece.wanted))
+        """Run a step whose tokens are all known."""
         if self._paged.decodes_ahead:
-            of_rows = np.array(temperatures(sequence for _, sequence in wanted), np.float32)
-            run = self._paged.begin(pieces, self._cache, of_rows)
-            self._deliver_tokens()
-            heads = run.heads()
-            self._advance(planned)
-            self._sample_heads([row for row in wanted if row[1] in self._sequences], run, heads)
-        else:
-            logits = self._logits[-1][: len(wanted), 0]
-            self._paged.run(pieces, self._cache, logits)
-            self._advance(planned)
-            for row, sequence in wanted:
-                self._sample(sequence, logits[row])
-        decoded = sum(len(piece.tokens) == 1 for piece in pieces)
-        read = sum(len(piece.tokens) for piece in pieces) - decoded
+            self._run_ahead(self._begin_pieces(planned, [False] * len(planned)))
+            return
+        start = self._clock()
+        wanted = [sequence for sequence, piece in planned if piece.wanted]
+        logits = self._logits[-1][: len(wanted), 0]
+        self._paged.run([piece for _, piece in planned], self._cache, logits)
+        self._advance(planned)
+        for row, sequence in enumerate(wanted):
+            self._sample(sequence, logits[row])
+        self._count(planned, start)
+
+    def _begin_pieces(self, planned: list[tuple[Sequence, Piece]], guessed: list[bool]) -> _Pieces:
+        """Begin a step, of whose tokens some are `guessed` by the step before."""
+        wanted = [(sequence, ahead) for (sequence, piece), ahead in zip(planned, guessed, strict=True) if piece.wanted]
+        own = [sequence for sequence, _ in wanted]
+        of_rows = np.array(temperatures(own), np.float32)
+        draws = guesses([each.sampler for each in own], [ahead for _, ahead in wanted]) if self._guesses else None
+        run = self._paged.begin([piece for _, piece in planned], self._cache, of_rows, draws)
+        return _Pieces(run, list(enumerate(own)), len(own), planned=planned)
+
+    def _run_ahead(self, step: _Pieces) -> None:
+        """Sample the tokens of a step that runs, and deliver those before it meanwhile.
+
+        If possible, the next step begins first: see `Scheduler._decode_ahead`.
+        """
+        start = self._clock()
+        self._ahead = self._begin_behind(step)
+        self._deliver_tokens()
+        heads = step.run.heads()
+        self._advance([each for each in step.planned if each[0] not in step.wrong])
+        self._sample_heads(self._live(step), step.run, heads)
+        self._count(step.planned, start)
+
+    def _begin_behind(self, step: _Pieces) -> _Pieces | None:
+        """Begin the step behind `step` on what that guesses; None: its tokens had better be known, or no block is free.
+
+        All sequences that run must have a row in it: what is still to be read goes with known tokens.
+        """
+        if not self._tables.keys() <= {each for _, each in step.rows} or not (rows := self._go_on(step)):
+            return None
+        planned = []
+        for row, sequence in rows:
+            table, known = self._tables[sequence], sequence in step.wrong
+            past = len(sequence.tokens) - known  # those before it are computed, or are when `step` is done
+            try:
+                copies = self._pool.grow(table, past, past + 1)
+            except NoBlocks:
+                return None
+            if copies:
+                step.run.launched()
+                self._cache.make(copies)
+            planned.append((sequence, Piece(sequence.tokens[-1:] if known else [-1 - row], past, table, wanted=True)))
+        return self._begin_pieces(planned, [sequence not in step.wrong for _, sequence in rows])
+
+    def _count(self, planned: list[tuple[Sequence, Piece]], start: float) -> None:
+        """Count what a step has run, that was begun or looked at when the clock said `start`."""
+        decoded = sum(len(piece.tokens) == 1 for _, piece in planned)
+        read = sum(len(piece.tokens) for _, piece in planned) - decoded
         self._totals["prefill_tokens"] += read
         if not read:
             self._steps[decoded] += 1

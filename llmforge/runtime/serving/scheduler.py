@@ -54,7 +54,7 @@ _RIGHT, _RIGHT_OF_ONE, _WEIGHT = 15 / 16, 3 / 4, 1 / 8
 
 
 @dataclass(eq=False)
-class _Decoding:
+class Decoding:
     """A decode step that a device runs: slots and their sequences, padded to `size` rows.
 
     Of those in `wrong`, it runs another token than the one that was chosen: what it gives them is nobody's.
@@ -123,7 +123,7 @@ class Scheduler(Generic[C]):
         self._temperatures = np.ones(cache.batch, np.float32)
         self._draws = np.zeros((cache.batch, len(GREEDY)), np.float32)
         self._guesses = backend.decodes_ahead and backend.guesses_tokens and not backend.signature.states
-        self._ahead: _Decoding | None = None  # begun on the guesses of the step before, whose tokens are all taken
+        self._ahead: Decoding | None = None  # begun on the guesses of the step before, whose tokens are all taken
         # Where a device gives heads, rows are fetched one at a time, and a prompt's last is all that is read whole.
         rows = 1 if backend.decodes_ahead else cache.batch
         logits = backend.logits_array((rows, 1, backend.vocabulary))
@@ -254,15 +254,19 @@ class Scheduler(Generic[C]):
 
     def _run(self) -> int:
         """Give places to those that wait, and run those that have one; return how many tokens ran."""
-        if self._ahead is not None and not self._live(self._ahead):
-            self._ahead.run.drop()
-            self._ahead = None
+        self._drop_ahead()
         self._admit()
         self._close_gap()
         decoded = self._decode()
         if self._undelivered and not self._only_decodes():
             self._deliver_tokens()
         return self._prefill(decoded) + decoded
+
+    def _drop_ahead(self) -> None:
+        """Forget a step that was begun ahead if nobody waits for any of its tokens."""
+        if self._ahead is not None and not self._live(self._ahead):
+            self._ahead.run.launched()
+            self._ahead = None
 
     def _only_decodes(self) -> bool:
         """Whether nothing but a decode step of all that run comes next, which tokens may be delivered beside."""
@@ -374,7 +378,7 @@ class Scheduler(Generic[C]):
         self._input_ids[decoding, 0] = [-1 - slot if each in running else each.tokens[-1] for slot, each in batch]
         return n
 
-    def _begin(self, batch: list[tuple[int, Sequence]], before: _Decoding | None = None) -> _Decoding:
+    def _begin(self, batch: list[tuple[int, Sequence]], before: Decoding | None = None) -> Decoding:
         """Begin to run one token of each sequence of `batch`; of those that run `before`, the one that is guessed."""
         running = frozenset() if before is None else {each for _, each in before.rows if each not in before.wrong}
         n, slots = self._fill(batch, running), [slot for slot, _ in batch]
@@ -392,25 +396,29 @@ class Scheduler(Generic[C]):
             self._adapter_ids[:n],
             self._draws[:n],
         )
-        return _Decoding(run, batch, n)
+        return Decoding(run, batch, n)
 
-    def _behind(self, step: _Decoding) -> list[tuple[int, Sequence]]:
+    def _behind(self, step: Decoding) -> list[tuple[int, Sequence]]:
         """Give what to run behind `step` before its tokens are known; nothing where they had better be.
 
         A sequence that ends with its token runs no other one. One that `step` runs with a wrong token runs the right
         one.
         """
-        live = [(slot, each) for slot, each in step.rows if each in self._sequences]
         gap, last = self._gap()
         moved = self._slots[last]
-        if not (self._guesses and live and self._only_decodes()) or (gap < last and moved and self._closes(moved)):
+        if not self._only_decodes() or (gap < last and moved and self._closes(moved)):
             return []
-        right = [each.guessed_right for _, each in live]
-        if min(right) < _RIGHT_OF_ONE or sum(right) < _RIGHT * len(right):
-            return []
-        return [(slot, each) for slot, each in live if each in step.wrong or each.remaining_tokens > 1]
+        return self._go_on(step)
 
-    def _live(self, step: _Decoding) -> list[tuple[int, Sequence]]:
+    def _go_on(self, step: Decoding) -> list[tuple[int, Sequence]]:
+        """Give the rows of `step` that go on behind it, if its guesses promise to be right."""
+        live = [(row, each) for row, each in step.rows if each in self._sequences]
+        right = [each.guessed_right for _, each in live]
+        if not (self._guesses and live) or min(right) < _RIGHT_OF_ONE or sum(right) < _RIGHT * len(right):
+            return []
+        return [(row, each) for row, each in live if each in step.wrong or each.remaining_tokens > 1]
+
+    def _live(self, step: Decoding) -> list[tuple[int, Sequence]]:
         """Give the rows of a step whose tokens somebody waits for."""
         return [(slot, each) for slot, each in step.rows if each in self._sequences and each not in step.wrong]
 
