@@ -180,7 +180,13 @@ def rehearse(folder: Path) -> dict[str, Any]:
 
         def begin(step: int) -> Any:
             ids = -1 - np.arange(rows)[:, None] if step else np.zeros((rows, 1), np.int64)
-            return session.begin_decode(ids, np.full(rows, 40 + step, np.int32), cache.rows(0, rows), ones[:rows])
+            if not isinstance(session, PagedSession):
+                return session.begin_decode(ids, np.full(rows, 40 + step, np.int32), cache.rows(0, rows), ones)
+            return session.begin(
+                [Piece([int(own[0])], 40 + step, table, True) for own, table in zip(ids, tables, strict=True)],
+                cache,
+                ones,
+            )
 
         first, second = begin(0), begin(1)
         first.heads()
