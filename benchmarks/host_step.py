@@ -45,6 +45,8 @@ from llmforge.runtime import EngineOptions, Request, Sampling  # noqa: E402
 from llmforge.runtime.backends import cuda, paged  # noqa: E402
 from llmforge.runtime.backends.cuda import DeviceSession  # noqa: E402
 from llmforge.runtime.backends.device import BlockCopy, Buffer, HostDevice  # noqa: E402
+from llmforge.runtime.backends.device_heads import HeadBuffers  # noqa: E402
+from llmforge.runtime.backends.device_runs import DecodeRuns, Running  # noqa: E402
 from llmforge.runtime.backends.paged import PagedSession  # noqa: E402
 from llmforge.runtime.backends.session import SessionConfig  # noqa: E402
 from llmforge.runtime.backends.signature import Argument  # noqa: E402
@@ -84,7 +86,7 @@ class StandIn(HostDevice):
     """A device whose steps cost nothing: what a copy reads was made before.
 
     `copies` are the bytes of each copy from it; `runs` says when each run began, `asked` when its heads were asked for;
-    `asked_cpu` and `written_cpu` are the processor's time of the engine's thread then, and after inputs were written.
+    `asked_cpu` and `begun_cpu` are the processor's time of the engine's thread then, and when the next one was begun.
     """
 
     def __init__(self, logits: NDArray[np.float32], run_s: float = 0.0) -> None:
@@ -101,7 +103,7 @@ class StandIn(HostDevice):
         self.runs: list[float] = []
         self.asked: list[float] = []
         self.asked_cpu: list[float] = []
-        self.written_cpu = 0.0
+        self.begun_cpu = 0.0
 
     @property
     def head_bytes(self) -> int:
@@ -112,11 +114,6 @@ class StandIn(HostDevice):
         """Make an array whose pages are there, as page-locked ones are."""
         return np.zeros(shape, dtype) + np.zeros(1, dtype)
 
-    def write(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
-        """Copy inputs."""
-        super().write(buffer, offset, values)
-        self.written_cpu = time.thread_time()
-
     def read(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
         """Give the heads, or logits of one row, of the last run."""
         self.copies.append(values.nbytes)
@@ -125,8 +122,6 @@ class StandIn(HostDevice):
             row, start = divmod(offset // 4, vocabulary)
             values.reshape(-1)[:] = self.logits[(first + row) % len(self.logits), start : start + values.size]
             return
-        self.asked.append(time.perf_counter())
-        self.asked_cpu.append(time.thread_time())
         rows = values.nbytes // self.head_bytes
         at = np.arange(first, first + rows) % len(self.logits)
         parts = np.split(values, [4 * rows * HEAD, 8 * rows * HEAD])
@@ -164,7 +159,7 @@ class Guessing(StandIn):
     def run(self, inputs: dict[str, Place], outputs: dict[str, Place]) -> None:
         """Guess the tokens of a decode step, in the time that a run takes."""
         number = len(self.runs)
-        rows = outputs[interface.LOGITS].shape[0]
+        rows = outputs[interface.NEXT_IDS].shape[0]
         self._number[outputs[interface.LOGITS].address] = number
         at = np.arange(number, number + rows) % len(self.logits)
         guessed = self._guess(at, inputs[interface.DRAWS].values(np.float32))
@@ -303,8 +298,7 @@ class StandInSession(DeviceSession):
         buckets = sorted({*(1 << i for i in range(rows.bit_length()) if 1 << i <= rows), rows})
         cuda.open_on = lambda *_, **__: Graph(device)
         super().__init__(b"", SessionConfig(threads=1), device, buckets=buckets)
-        if isinstance(device, Guessing):
-            device.id_bytes = self._heads.outputs(1)[0][3] - self._heads.outputs(1)[3][3]
+        _watch(device, self._heads)
 
 
 class StandInPagedSession(PagedSession):
@@ -312,11 +306,32 @@ class StandInPagedSession(PagedSession):
 
     device: StandIn
 
-    def __init__(self, rows: int, vocabulary: int = VOCABULARY, run_s: float = 0.0) -> None:
-        device = StandIn(text_like(POOL, vocabulary), run_s)
+    def __init__(self, rows: int, vocabulary: int = VOCABULARY, run_s: float = 0.0, *, ahead: bool = False) -> None:
+        device = (Guessing if ahead else StandIn)(text_like(POOL, vocabulary), run_s)
         buckets = sorted({*(1 << i for i in range(rows.bit_length()) if 1 << i <= rows), rows})
         paged.open_on = lambda *_, **__: PagedGraph(device)
         super().__init__(b"", SessionConfig(threads=1), device, blocks=rows * CONTEXT // BLOCK, buckets=buckets)
+        _watch(device, self._heads)
+
+
+def _watch(device: StandIn, buffers: HeadBuffers | None) -> None:
+    """Note when heads of a run that is done are asked for, and when the next one is begun."""
+    heads, begin = Running.heads, DecodeRuns.begin
+
+    def ask(running: Running) -> Any:
+        running.launched()
+        device.asked.append(time.perf_counter())
+        device.asked_cpu.append(time.thread_time())
+        return heads(running)
+
+    def note(runs: DecodeRuns, *step: Any) -> Any:
+        device.begun_cpu = time.thread_time()
+        return begin(runs, *step)
+
+    Running.heads, DecodeRuns.begin = ask, note  # type: ignore[method-assign]
+    if isinstance(device, Guessing) and buffers is not None:
+        places = {name: address for name, _, _, address in buffers.outputs(1)}
+        device.id_bytes = places[interface.TOP_LOGITS] - places[interface.NEXT_IDS]
 
 
 def tokenizer(sample: Path) -> Any:
@@ -380,7 +395,7 @@ def serve() -> None:
         if len(runs) == 1 and len(copies) and copies[0] == rows * device.head_bytes:  # a decode step of all rows
             whole = copies[1:].count(4 * VOCABULARY)
             blocks = len(copies) - 1 - whole
-            cpu = device.written_cpu, device.asked_cpu[-1]
+            cpu = device.begun_cpu, device.asked_cpu[-1]
             begun.append((start, runs[0], device.asked[-1], whole, blocks, sum(copies), len(copies), *cpu))
         if not scheduler.busy and begun:
             Path(told["out"]).write_text(json.dumps(begun), encoding="utf-8")
