@@ -23,8 +23,11 @@ from llmforge.base.errors import (
 )
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import onnxruntime as standard
+from llmforge.engines.heads import give_heads
 from llmforge.engines.tensorrt.lower import rewrite
+from llmforge.ir.interface import HEAD
 from llmforge.recipe import EngineSpec
+from llmforge.runtime import EngineOptions, Request, Sampling
 from llmforge.runtime.backends.config import (
     DeviceFacts,
     GraphPlan,
@@ -38,11 +41,13 @@ from llmforge.runtime.backends.loading import open_engine
 from llmforge.runtime.backends.session import Session, SessionConfig
 from llmforge.runtime.backends.tensorrt import PlanSession
 from llmforge.runtime.backends.tensorrt_plan import bucket_sizes, open_plan
+from llmforge.runtime.serving.scheduler import Scheduler
 from llmforge.trace import trace
 
 from ..decoder_graph import decoder
 from ..fake_cuda import FakeCuda, fake_cuda
 from ..fake_tensorrt import MEMORY_BYTES, FakeEngine, fake_api
+from ..small_engines import VOCABULARY, Received, prompt, small_runner
 
 CAPACITY, ROWS, CHUNK = 64, 4, 8
 PROFILES = (ProfileFacts("prefill", 1, CHUNK), ProfileFacts("decode", ROWS, 1))
@@ -131,6 +136,65 @@ def test_every_kind_of_step_gives_the_bits_of_the_session_of_the_cpu(bench, rtx)
         np.testing.assert_array_equal(got, wanted)
     assert (session.buckets, session.longest_step) == ((1, 2, 4), CHUNK)
     assert bench.cuda.launches == (0 if rtx else 3 * (3 + 5) + 3)
+
+
+def with_heads() -> bytes:
+    model = decoder(VOCABULARY)
+    give_heads(model)
+    return ir.to_proto(model).SerializeToString()
+
+
+@pytest.mark.parametrize("rtx", [False, True])
+def test_a_decode_step_copies_heads_and_waits_once(bench, rtx):
+    bench.engine = FakeEngine(with_heads(), bench.cuda, CAPACITY, ((1, CHUNK), (ROWS, 1)))
+    session, cuda = bench.load(rtx=rtx, vocabulary=VOCABULARY), bench.cuda
+    assert session.decodes_ahead
+    cache = session.allocate(ROWS, CAPACITY)
+    temperatures = np.array([1, 0.5, 2, 1], np.float32)
+    head = 4 * (2 * HEAD + 1)
+    for rows in (4, 3):  # a bucket, whose step is recorded, and no bucket
+        ids, past, view = tokens(1, rows, rows), lengths(*range(rows)), cache.rows(0, rows)
+        logits = session.step(ids, past, view)[:, 0]
+        cuda.copies, cuda.waits, launches = 0, 0, cuda.launches
+        cuda.fetched.clear()
+        run = session.begin_decode(ids, past, view, temperatures[:rows])
+        assert (cuda.copies, cuda.waits) == (1, 0)  # all inputs in one; the step runs beside the host
+        heads = run.heads()
+        assert (cuda.copies, cuda.waits, cuda.fetched) == (2, 1, [rows * head])
+        assert cuda.launches - launches == (rows == 4 and not rtx)
+        np.testing.assert_array_equal(heads.ids, np.argsort(-logits, axis=1, kind="stable")[:, :HEAD])
+        np.testing.assert_array_equal(heads.logits, np.take_along_axis(logits, heads.ids, 1))
+        np.testing.assert_array_equal(run.logits(1), logits[1])
+        assert cuda.fetched[1:] == [4 * VOCABULARY]
+    with pytest.raises(ValueError, match="heads of one token a row"):
+        session.begin_decode(tokens(2), lengths(0), cache.rows(0, 1), temperatures[:1])
+
+
+def test_a_plan_with_heads_serves_the_texts_of_whole_rows(bench, tmp_path_factory, sample_checkpoint):
+    runner = small_runner(tmp_path_factory.mktemp("small"), sample_checkpoint)
+    bench.engine = FakeEngine(with_heads(), bench.cuda, 128, ((1, CHUNK), (ROWS, 1)))
+    session = bench.load(vocabulary=VOCABULARY, max_context=128)
+    assert session.decodes_ahead
+    samplings = [
+        Sampling(max_tokens=9),
+        Sampling(temperature=1.0, seed=1, max_tokens=9),
+        Sampling(temperature=0.3, top_p=0.9, seed=2, max_tokens=12),
+        Sampling(repetition_penalty=1.3, max_tokens=7),
+        Sampling(temperature=0.8, top_k=40, seed=3, max_tokens=8),
+    ]
+
+    def texts(backend) -> list[list[int]]:
+        scheduled = Scheduler(
+            backend, backend.allocate(ROWS, 128), runner.samplers, EngineOptions(prefix_cache_bytes=0)
+        )
+        answers = [Received() for _ in samplings]
+        for i, (sampling, received) in enumerate(zip(samplings, answers, strict=True)):
+            scheduled.add(Request(prompt(5 + 3 * i, seed=i), sampling), received.receive)
+        while scheduled.step():
+            pass
+        return [each.tokens for each in answers]
+
+    assert texts(session) == texts(runner.session)
 
 
 def test_all_contexts_share_one_memory_and_have_the_profile_of_their_steps(bench):

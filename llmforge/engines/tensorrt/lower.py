@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
+from llmforge.engines import heads
 from llmforge.engines.tensorrt import collectives, experts, support, weights
 from llmforge.engines.tensorrt.attention import Attentions
 from llmforge.ir import dtype_inference, interface, low_rank, operators
@@ -46,6 +47,8 @@ class Unsupported:
 def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, Changes]:
     """Write `model` for an engine of `spec.max_context` slots; the model is left alone, its tensors are shared.
 
+    Steps give heads of rows, too (`llmforge.engines.heads`).
+
     Raises:
         UnsupportedError: the graph has what TensorRT does not take.
     """
@@ -53,6 +56,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
         listed = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         raise UnsupportedError(f"TensorRT for target {target.name} does not support {listed}", hint=found[0].hint)
     lowered, changes = rewrite(model, spec.max_context)
+    changes.rewritten.append(heads.give_heads(lowered))
     support.check(lowered)
     return lowered, changes
 

@@ -9,14 +9,20 @@ step.
 **CUDA graphs.** TensorRT's work for a decode step is captured from the stream, with a context of its own for every
 number of rows, and verified like any other (`cuda_graph_capture`). TensorRT-RTX captures by itself.
 
+**Heads.** A plan whose steps give heads of rows (`interface.Heads`) decodes beside the host: `begin_decode` sends inputs
+and step to the stream, and one wait brings the heads. Rows that must be whole are fetched by themselves. A plan that
+was built without them gives whole rows.
+
 What is verified without a GPU is all that is decided here, against stand-ins for the library and for CUDA; the
 library's names are checked against the installed bindings.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +31,16 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import EnvironmentLacks, RunFailed, UnsupportedError
 from llmforge.ir import interface
+from llmforge.ir.interface import Heads
 from llmforge.runtime.backends import device_cache, tensorrt_plan
 from llmforge.runtime.backends.config import Capture, RuntimeConfig
 from llmforge.runtime.backends.cuda_graph_capture import ONE, ProbeStep, probe_inputs
 from llmforge.runtime.backends.device import Buffer, CudaDevice, CudaGraph
 from llmforge.runtime.backends.device_backend import INPUT_BYTES, LOGIT_BYTES, DeviceBackend
 from llmforge.runtime.backends.device_cache import CacheMemory, DeviceCache
+from llmforge.runtime.backends.device_heads import HeadBuffers
 from llmforge.runtime.backends.device_inputs import ALIGNMENT_BYTES, BoundInput, InputBuffers
-from llmforge.runtime.backends.interface import StepInputs
+from llmforge.runtime.backends.interface import Counts, DecodeRun, StepInputs
 from llmforge.runtime.backends.signature import Signature
 from llmforge.runtime.backends.tensorrt_kernels import KernelCache
 from llmforge.runtime.backends.tensorrt_plan import Plan
@@ -89,6 +97,7 @@ class PlanSession(DeviceBackend[DeviceCache]):
         self._inputs = InputBuffers(device, self._input_names, self._host_inputs, longest * INPUT_BYTES)
         self._decode_logits = device.allocate(most_rows * self.vocabulary * LOGIT_BYTES)
         self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)  # grows
+        self._heads = HeadBuffers(device, most_rows, self.vocabulary) if signature.gives_heads else None
         self._graphs: weakref.WeakKeyDictionary[CacheMemory, dict[int, _CapturedStep]] = weakref.WeakKeyDictionary()
 
     def allocate(self, batch: int, capacity: int) -> DeviceCache:
@@ -160,23 +169,48 @@ class PlanSession(DeviceBackend[DeviceCache]):
         return context
 
     def _run(self, inputs: StepInputs, cache: DeviceCache, out: NDArray[np.float32]) -> None:
-        feeds = inputs.feeds(self.signature)
-        batch, tokens = inputs.ids.shape
-        if tokens > 1 or out.shape[1] > 1:
+        if inputs.ids.shape[1] > 1 or out.shape[1] > 1:
             if out.nbytes > self._logits.size:
                 self._logits = self.device.allocate(out.nbytes)
-            self._bind(self._prefill, self._inputs.upload(feeds), cache, self._logits, out)
+            bound = self._inputs.upload(inputs.feeds(self.signature))
+            self._bind(self._prefill, bound, cache, self._logits, out.shape)
             self._enqueue(self._prefill)
             self.device.read(self._logits, 0, out)
-            return
-        bound = self._decode_inputs.upload(feeds)
-        captured = self._graphs.get(cache.memory, {}).get(batch) if cache.start == 0 else None
+        else:
+            self._launch_decode(inputs, cache)
+            self.device.read(self._decode_logits, 0, out)
+
+    @property
+    def decodes_ahead(self) -> bool:
+        """Whether the plan gives heads."""
+        return self._heads is not None
+
+    def begin_decode(
+        self,
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        cache: DeviceCache,
+        temperatures: NDArray[np.float32],
+        lengths: Counts | None = None,
+        adapters: Counts | None = None,
+    ) -> DecodeRun:
+        """Begin a step of one token a row, as `step` runs it; arrays are read before this returns."""
+        inputs = StepInputs(ids, past_lengths, None, lengths, None, adapters, temperatures)
+        self._check(inputs, cache)
+        if self._heads is None or ids.shape[1] != 1:
+            raise ValueError(f"a step of {ids.shape}; heads of one token a row")
+        self._launch_decode(inputs, cache)
+        return _Running(self._heads, self._decode_logits, cache.batch)
+
+    def _launch_decode(self, inputs: StepInputs, cache: DeviceCache) -> None:
+        """Send a step of one token a row to the stream, behind its inputs."""
+        bound = self._decode_inputs.upload(inputs.feeds(self.signature))
+        captured = self._graphs.get(cache.memory, {}).get(cache.batch) if cache.start == 0 else None
         if captured is None:
-            self._bind(self._decode, bound, cache, self._decode_logits, out)
+            self._bind(self._decode, bound, cache, self._decode_logits, (cache.batch, 1, self.vocabulary))
             self._enqueue(self._decode)
         else:
             self.device.replay(captured[0])
-        self.device.read(self._decode_logits, 0, out)
 
     def _bind(
         self,
@@ -184,9 +218,9 @@ class PlanSession(DeviceBackend[DeviceCache]):
         inputs: Mapping[str, BoundInput],
         cache: DeviceCache,
         logits: Buffer,
-        out: NDArray[np.float32],
+        shape: tuple[int, ...],
     ) -> None:
-        """Tell a context the shapes and addresses of all inputs and outputs."""
+        """Tell a context the shapes and addresses of all inputs and outputs; `shape`: of logits."""
         for name, bound in inputs.items():
             self._expect(context.set_input_shape(name, bound.shape), f"{name} {bound.shape}")
             self._expect(context.set_tensor_address(name, bound.address), name)
@@ -194,12 +228,17 @@ class PlanSession(DeviceBackend[DeviceCache]):
             self._expect(context.set_input_shape(name, cache.shape(name)), f"{name} {cache.shape(name)}")
             for either in (name, interface.present_of(name)):
                 self._expect(context.set_tensor_address(either, cache.address(name)), either)
-        self._expect(context.set_tensor_address(interface.LOGITS, logits.at(0, out.nbytes)), interface.LOGITS)
+        heads = () if self._heads is None else self._heads.outputs(cache.batch)
+        outputs = {interface.LOGITS: logits.at(0, math.prod(shape) * LOGIT_BYTES)}
+        outputs |= {name: address for name, _, _, address in heads}
+        for name, address in outputs.items():
+            self._expect(context.set_tensor_address(name, address), name)
         if unknown := context.infer_shapes():
             raise RuntimeError(f"{self._plan.title}: nothing says how large {', '.join(unknown)} are")
-        given = tuple(context.get_tensor_shape(interface.LOGITS))
-        if given != out.shape:
-            raise RuntimeError(f"{self._plan.title}: logits {given}; expected {out.shape}")
+        for name, expected in [(interface.LOGITS, shape), *((name, expected) for name, _, expected, _ in heads)]:
+            given = tuple(context.get_tensor_shape(name))
+            if given != expected:
+                raise RuntimeError(f"{self._plan.title}: {name} {given}; expected {expected}")
 
     def _enqueue(self, context: Any) -> None:
         """Send a step to the stream, behind the copy of its inputs."""
@@ -230,11 +269,11 @@ class PlanSession(DeviceBackend[DeviceCache]):
         def probe(token: int, *, graph: bool, elsewhere: bool = False) -> NDArray[np.float32]:
             inputs = upload(token)
             if not graph:
-                self._bind(self._decode, inputs, cache, self._decode_logits, out)
+                self._bind(self._decode, inputs, cache, self._decode_logits, out.shape)
                 self._enqueue(self._decode)
             else:
                 if batch not in graphs:
-                    graphs[batch] = self._capture_step(inputs, cache, out)
+                    graphs[batch] = self._capture_step(inputs, cache)
                 if elsewhere:  # the captured address holds another token than the one that was asked for
                     upload(ONE)
                 self.device.replay(graphs[batch][0])
@@ -243,14 +282,29 @@ class PlanSession(DeviceBackend[DeviceCache]):
 
         return probe
 
-    def _capture_step(
-        self, inputs: Mapping[str, BoundInput], cache: DeviceCache, out: NDArray[np.float32]
-    ) -> _CapturedStep:
+    def _capture_step(self, inputs: Mapping[str, BoundInput], cache: DeviceCache) -> _CapturedStep:
         """Capture a step with a context of its own, after a run: what that prepares for new shapes is not captured."""
         context = self._context(self._decode_profile, graphs=False)
-        self._bind(context, inputs, cache, self._decode_logits, out)
+        self._bind(context, inputs, cache, self._decode_logits, (cache.batch, 1, self.vocabulary))
         self._enqueue(context)
         return self.device.capture(lambda: self._enqueue(context)), context
+
+
+@dataclass(frozen=True, eq=False)
+class _Running(DecodeRun):
+    """A step in the stream."""
+
+    _heads: HeadBuffers
+    _logits: Buffer
+    _rows: int
+
+    def heads(self) -> Heads:
+        """Wait for the step, and for the copy of the heads of its rows behind it."""
+        return self._heads.read(self._rows)
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """Fetch all logits of a row."""
+        return self._heads.read_row(self._logits, row)
 
 
 def open_engine(file: Path, config: RuntimeConfig, threads: int | None, gpu: CudaDevice) -> PlanSession:
