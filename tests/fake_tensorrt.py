@@ -196,7 +196,7 @@ class FakeContext:
         batch, _ = self.shapes[interface.INPUT_IDS]
         declared = self.engine.outputs[name].shape
         if name == interface.LOGITS:
-            return (batch, *self.shapes[interface.LOGITS_ROWS], declared[-1])
+            return (batch, self.shapes[interface.LOGITS_ROWS][-1], declared[-1])
         return (batch, *declared[1:])
 
     def infer_shapes(self) -> list[str]:

@@ -46,7 +46,7 @@ from llmforge.runtime.backends.device_cache import CacheMemory, DeviceCache
 from llmforge.runtime.backends.device_heads import HeadBuffers
 from llmforge.runtime.backends.device_inputs import BoundInput, InputBuffers
 from llmforge.runtime.backends.interface import C, Counts, DecodeRun, StepInputs
-from llmforge.runtime.backends.prefill_shapes import SHAPES, pieces
+from llmforge.runtime.backends.prefill_shapes import SHAPES, pieces, together
 from llmforge.runtime.backends.session import SessionConfig, open_graph, run_bound, session_options
 from llmforge.runtime.backends.signature import Signature
 
@@ -126,9 +126,9 @@ class DeviceSession(CapturedSession[DeviceCache]):
         provider_options: of ONNX Runtime's provider for that device.
         buckets: numbers of rows that decode steps are padded to, ascending.
         graphs: which decode steps are captured; None: none.
-        shapes: numbers of tokens that steps of several are padded to, ascending; none: they run as they are. All run
-            once when a cache is allocated; where one fails, the graph is opened again with flash attention alone
-            (`sdpa_kernel` 1), and `notes` say so.
+        shapes: numbers of tokens that steps of several are padded to, ascending; none: they run as they are. All, and
+            those of several prompts (`prefill_shapes.together`), run once when a cache is allocated; where one fails,
+            the graph is opened again with flash attention alone (`sdpa_kernel` 1), and `notes` say so.
 
     Raises:
         InputError: the model cannot be read, or is not a decoder graph.
@@ -165,6 +165,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
             raise UnsupportedError(f"{where}: {interface.ATTENTION_MASK} grows with the text, so no step is recorded")
         self._input_names = tuple(name for name in signature.inputs if name not in signature.cache_types)
         self._host_inputs = self._find_host_inputs(self._input_names, interface.TOTAL_SEQUENCE_LENGTH, where)
+        self.prompt_shapes = together(shapes) if self._pads and signature.chooses_by_row else ()
         self._most_rows = most = max((1, *self.buckets, *(capture.batch for capture in self._captures)))
         self._decode_inputs = InputBuffers(device, self._input_names, self._host_inputs, most * INPUT_BYTES)
         self._inputs = InputBuffers(device, self._input_names, self._host_inputs, INPUT_BYTES)  # of other steps; grows
@@ -217,12 +218,13 @@ class DeviceSession(CapturedSession[DeviceCache]):
             self._run_shapes(cache)
         seconds = time.perf_counter() - start
         level = logging.WARNING if seconds > WARM_S else logging.INFO
-        logger.log(level, "prefills of %s tokens ran once in %.1f s", ", ".join(map(str, self._shapes)), seconds)
+        named = [*map(str, self._shapes), *(f"{rows} x {tokens}" for rows, tokens in self.prompt_shapes)]
+        logger.log(level, "prefills of %s tokens ran once in %.1f s", ", ".join(named), seconds)
 
     def _run_shapes(self, cache: DeviceCache) -> None:
-        row = cache.rows(0, 1)
-        for shape in (shape for shape in reversed(self._shapes) if shape <= cache.capacity):
-            self.step(np.zeros((1, shape), np.int64), np.zeros(1, np.int32), row)
+        for rows, tokens in (*((1, shape) for shape in reversed(self._shapes)), *self.prompt_shapes):
+            if rows <= cache.batch and tokens <= cache.capacity:
+                self.step(np.zeros((rows, tokens), np.int64), np.zeros(rows, np.int32), cache.rows(0, rows))
 
     def _run_together(self, inputs: StepInputs, cache: DeviceCache, out: NDArray[np.float32]) -> None:
         run = super()._run_together
@@ -230,7 +232,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
 
     def _run(self, inputs: StepInputs, cache: DeviceCache, out: NDArray[np.float32]) -> None:
         batch, tokens = inputs.ids.shape
-        if self._pads and tokens > 1:
+        if self._pads and tokens > 1 and (batch, tokens) not in self.prompt_shapes:
             self._run_pieces(inputs, cache, out)
             return
         feeds = inputs.feeds(self.signature)

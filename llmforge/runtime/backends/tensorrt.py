@@ -1,7 +1,7 @@
 """A decoder in a plan of TensorRT or TensorRT-RTX, over a GPU's memory.
 
-A plan has two optimization profiles over one graph: prefill, one row of up to a chunk of tokens, and decode, rows of
-one token each. A profile is used through an execution context; all contexts share one piece of memory for what they
+A plan has optimization profiles over one graph: prefill, one row of up to a chunk of tokens; decode, rows of one token
+each; and prompts, several rows of few tokens (`prefill_shapes.together`). A profile is used through an execution context; all contexts share one piece of memory for what they
 compute, for one step runs at a time. Past and present of a cache are one tensor in place, bound at one address; its
 capacity is a number of the plan's. A write beyond it would be dropped without a word, so bounds are checked before a
 step.
@@ -9,9 +9,9 @@ step.
 **CUDA graphs.** TensorRT's work for a decode step is captured from the stream, with a context of its own for every
 number of rows, and verified like any other (`cuda_graph_capture`). TensorRT-RTX captures by itself.
 
-**Heads.** A plan whose steps give heads of rows (`interface.Heads`) decodes beside the host: `begin_decode` sends inputs
-and step to the stream, and one wait brings the heads. Rows that must be whole are fetched by themselves. A plan that
-was built without them gives whole rows.
+**Heads.** A plan whose steps give heads of rows (`interface.Heads`) decodes beside the host: `begin_decode` sends a
+step to the stream, behind its inputs, and one wait brings the heads. Rows that must be whole are fetched by themselves.
+A plan that was built without heads gives whole rows.
 
 What is verified without a GPU is all that is decided here, against stand-ins for the library and for CUDA; the
 library's names are checked against the installed bindings.
@@ -62,7 +62,7 @@ class PlanSession(DeviceBackend[DeviceCache]):
         UnsupportedError: the plan does not write its caches in place, or its steps cannot be shown to be captured.
     """
 
-    rows_alone = True  # the profile of prompts has one row
+    rows_alone = True  # the profile of prefills has one row
     device: CudaDevice
     longest_step: int  # tokens of the prefill profile
 
@@ -71,7 +71,8 @@ class PlanSession(DeviceBackend[DeviceCache]):
         inputs, outputs = tensorrt_plan.read_tensors(plan)
         self.signature = signature = Signature.of(inputs, outputs, plan.where)
         tensorrt_plan.check_caches(plan, inputs, config.max_context)
-        prefill, decode = tensorrt_plan.check_profiles(plan, config)
+        places = tensorrt_plan.check_profiles(plan, config)
+        prefill, decode = places["prefill"], places["decode"]
         self._capacity = config.max_context
         self.longest_step = longest = plan.facts.profiles[prefill].max_sequence
         self._most_rows = most_rows = plan.facts.profiles[decode].max_batch
@@ -93,8 +94,11 @@ class PlanSession(DeviceBackend[DeviceCache]):
         self._kernels = KernelCache(Path(plan.where))
         self._prefill = self._context(prefill, graphs=False)
         self._decode = self._context(decode, graphs=self._captures)
+        self.prompt_shapes = tensorrt_plan.prompt_shapes(plan.facts)
+        self._prompts = self._context(places["prompts"], graphs=False) if self.prompt_shapes else None
         self._decode_inputs = InputBuffers(device, self._input_names, self._host_inputs, most_rows * INPUT_BYTES)
-        self._inputs = InputBuffers(device, self._input_names, self._host_inputs, longest * INPUT_BYTES)
+        most_tokens = max(longest, *(rows * tokens for rows, tokens in self.prompt_shapes), 1)
+        self._inputs = InputBuffers(device, self._input_names, self._host_inputs, most_tokens * INPUT_BYTES)
         self._decode_logits = device.allocate(most_rows * self.vocabulary * LOGIT_BYTES)
         self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)  # grows
         self._heads = HeadBuffers(device, most_rows, self.vocabulary) if signature.gives_heads else None
@@ -125,9 +129,10 @@ class PlanSession(DeviceBackend[DeviceCache]):
         return cache
 
     def _warm(self, cache: DeviceCache) -> None:
-        """Let TensorRT-RTX compile its kernels for a piece of a prompt and for every bucket, and keep them."""
+        """Let TensorRT-RTX compile its kernels for pieces of prompts and for every bucket, and keep them."""
         none = np.zeros(self._most_rows, np.int32)
         steps = [(1, min(self.longest_step, self._capacity)), *((rows, 1) for rows in self.buckets or (1,))]
+        steps += [(rows, tokens) for rows, tokens in self.prompt_shapes if tokens <= self._capacity]
         for rows, tokens in steps:
             if rows <= cache.batch:
                 self.step(np.zeros((rows, tokens), np.int64), none[:rows], cache.rows(0, rows))
@@ -173,8 +178,9 @@ class PlanSession(DeviceBackend[DeviceCache]):
             if out.nbytes > self._logits.size:
                 self._logits = self.device.allocate(out.nbytes)
             bound = self._inputs.upload(inputs.feeds(self.signature))
-            self._bind(self._prefill, bound, cache, self._logits, out.shape)
-            self._enqueue(self._prefill)
+            context = self._prefill if len(out) == 1 else self._prompts
+            self._bind(context, bound, cache, self._logits, out.shape)
+            self._enqueue(context)
             self.device.read(self._logits, 0, out)
         else:
             self._launch_decode(inputs, cache)

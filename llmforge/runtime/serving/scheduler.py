@@ -5,7 +5,8 @@ A slot is one row of the preallocated cache; a sequence keeps it from its first 
 1. ends what was cancelled or is past its deadline, and gives free slots to those that wait longest;
 2. decodes: one token for every slot whose prompt is read, in one run over the rows `0 … n - 1` of the cache. Sequences
    with a draft of their next tokens (`llmforge.runtime.serving.speculation`) run alone instead, and may get several;
-3. prefills prompts, oldest first, in chunks, behind what the prefix cache has of them.
+3. prefills prompts, oldest first, in chunks, behind what the prefix cache has of them. Where the decoder reads several
+   at once (`Backend.prompt_shapes`), chunks of neighbouring slots run as rows of one step, padded to one of its shapes.
 
 **Neither starves the other.** Every step gives every decoding slot a token, and reads at least one chunk of the oldest
 unread prompt; more chunks only as long as the step stays within `step_tokens`. So a step runs at most `step_tokens`
@@ -15,8 +16,8 @@ prompt of `L` tokens is read within `ceil(L / chunk)` steps, whatever decodes be
 **Nobody's tokens depend on neighbours.** Chunks end at multiples of `chunk` tokens counted from the start of the text,
 wherever they begin and whatever else the step runs; each row takes the adapter of its own sequence, which has random
 numbers of its own. What is left are kernels whose sums differ in the last bits with the shape of a step: those for few
-tokens and those for many. What is read behind a cached prefix has many tokens where it would have many without
-(`Scheduler._reusable_tokens`).
+tokens and those for many, and, where the decoder pads steps, those for one row and for several. What is read behind a
+cached prefix has many tokens where it would have many without (`Scheduler._reusable_tokens`).
 """
 
 from __future__ import annotations
@@ -108,6 +109,10 @@ class Scheduler(Generic[C]):
         rows = 1 if backend.decodes_ahead else cache.batch
         logits = backend.logits_array((rows, 1, backend.vocabulary))
         self._logits = [logits[: n + 1] for n in range(rows)]  # equal steps hand the backend one object
+        # The most rows first, and of these the fewest tokens.
+        self._prompt_shapes = sorted(backend.prompt_shapes, key=lambda shape: (-shape[0], shape[1]))
+        prompts = max((rows for rows, _ in self._prompt_shapes), default=0)
+        self._prompt_logits = backend.logits_array((prompts, 1, backend.vocabulary))
         most = 0 if self._speculation is None else self._speculation.max_tokens
         verified = backend.logits_array((1, most + 1, backend.vocabulary))
         self._verify_logits = [verified[:, : k + 1] for k in range(most + 1)]  # by drafted tokens
@@ -404,16 +409,72 @@ class Scheduler(Generic[C]):
         read = 0
         unread = [(each.slot, each) for each in self._sequences if each.slot is not None and not each.decoding]
         for slot, sequence in unread:
-            if sequence.started is None:
-                self._start_prefill(sequence, slot)
-            while not sequence.decoding and sequence in self._sequences:
-                start = sequence.computed_tokens
-                end = min(sequence.prompt_tokens, (start // self._chunk + 1) * self._chunk)
-                if read and spent + read + end - start > self._options.step_tokens:
+            while not sequence.decoding and sequence in self._sequences:  # it may have been read beside an older one
+                if sequence.started is None:
+                    self._start_prefill(sequence, slot)
+                end, step_tokens = self._chunk_end(sequence, sequence.computed_tokens), self._options.step_tokens
+                tokens = end - sequence.computed_tokens
+                if read and spent + read + tokens > step_tokens:
                     return read
-                read += end - start
-                self._prefill_chunk(sequence, slot, end)
+                found = self._find_together(slot, step_tokens - (spent + read if read else 0))
+                if found is None:
+                    read += tokens
+                    self._prefill_chunk(sequence, slot, end)
+                else:
+                    first, rows, tokens = found
+                    read += rows * tokens
+                    self._prefill_together(first, rows, tokens)
         return read
+
+    def _chunk_end(self, sequence: Sequence, start: int) -> int:
+        """Say where the chunk of a prompt ends that begins at token `start`."""
+        return min(sequence.prompt_tokens, (start // self._chunk + 1) * self._chunk)
+
+    def _find_together(self, slot: int, most: int) -> tuple[int, int, int] | None:
+        """Find a step of at most `most` tokens, padding included, that reads `slot` and its neighbours.
+
+        Return the first slot, rows and tokens of each; None: the sequence in `slot` is read alone.
+        """
+        starts: dict[int, int | None] = {}
+
+        def fits(at: int, tokens: int) -> bool:
+            if at not in starts:
+                starts[at] = self._start_beside(at)
+            start, sequence = starts[at], self._slots[at]
+            if start is None or sequence is None or start + tokens > self._cache.capacity:
+                return False
+            return self._chunk_end(sequence, start) - start <= tokens
+
+        for rows, tokens in self._prompt_shapes:
+            if rows * tokens > most or not fits(slot, tokens):
+                continue
+            for first in range(max(0, slot - rows + 1), min(slot, self._cache.batch - rows) + 1):
+                window = range(first, first + rows)
+                if all(fits(at, tokens) for at in window) and not self._repeats({at: starts[at] or 0 for at in window}):
+                    return first, rows, tokens
+        return None
+
+    def _start_beside(self, slot: int) -> int | None:
+        """Say from which token on the prompt in `slot` may be read beside others; None: it may not."""
+        sequence = self._slots[slot]
+        if sequence is None or sequence.decoding:
+            return None
+        start = self._cached_tokens(sequence) if sequence.started is None else sequence.computed_tokens
+        return None if start and self._backend.signature.one_row_continuations else start
+
+    def _repeats(self, starts: dict[int, int]) -> bool:
+        """Say whether a prompt that begins at `starts`, by slot, would find more in the prefix cache behind another."""
+        if self._prefix_cache is None:
+            return False
+        seen: set[tuple[int, ...]] = set()
+        for slot, start in starts.items():
+            sequence = self._slots[slot]
+            assert sequence is not None
+            key = (sequence.adapter, *sequence.tokens[: start + BLOCK])
+            if key in seen and self._reusable_tokens(start + BLOCK, sequence.prompt_tokens) > start:
+                return True
+            seen.add(key)
+        return False
 
     def _start_prefill(self, sequence: Sequence, slot: int) -> None:
         """Take up the prompt of `sequence`, behind what the prefix cache has of it."""
@@ -421,12 +482,19 @@ class Scheduler(Generic[C]):
         sequence.started = self._clock()
         self._totals["prompt_tokens"] += tokens
         if self._prefix_cache is not None:
-            cached = self._reusable_tokens(self._prefix_cache.find(sequence.tokens, sequence.adapter), tokens)
+            cached = self._cached_tokens(sequence)
             sequence.computed_tokens = sequence.cached_tokens = cached
             self._prefix_cache.load(sequence.tokens[:cached], self._cache, slot, sequence.adapter)
             sequence.stored_blocks = cached // BLOCK
             self._totals["prefix_query_tokens"] += tokens
             self._totals["prefix_hit_tokens"] += cached
+
+    def _cached_tokens(self, sequence: Sequence) -> int:
+        """Say how many tokens of a prompt come out of the prefix cache."""
+        if self._prefix_cache is None:
+            return 0
+        found = self._prefix_cache.find(sequence.tokens, sequence.adapter)
+        return self._reusable_tokens(found, sequence.prompt_tokens)
 
     def _reusable_tokens(self, cached: int, tokens: int) -> int:
         """Say how many tokens of a prompt of `tokens` to load, of which the first `cached` are in the prefix cache.
@@ -451,11 +519,40 @@ class Scheduler(Generic[C]):
             text_lengths=np.array([sequence.prompt_tokens]),
             adapters=np.array([sequence.adapter]),
         )
-        self._totals["prefill_tokens"] += end - start
+        self._end_chunk(sequence, slot, end, logits[0, 0])
+
+    def _prefill_together(self, first: int, rows: int, tokens: int) -> None:
+        """Read a chunk of up to `tokens` tokens of the prompts in `rows` slots from `first` on, as one step."""
+        members = [(slot, each) for slot in range(first, first + rows) if (each := self._slots[slot]) is not None]
+        ids, lengths = np.zeros((rows, tokens), np.int64), np.zeros(rows, np.int32)
+        for row, (slot, sequence) in enumerate(members):
+            if sequence.started is None:
+                self._start_prefill(sequence, slot)
+            start = sequence.computed_tokens
+            piece = sequence.tokens[start : self._chunk_end(sequence, start)]
+            lengths[row] = len(piece)
+            ids[row, : len(piece)] = piece
+        logits = self._prompt_logits[:rows]
+        self._backend.step(
+            ids,
+            np.array([sequence.computed_tokens for _, sequence in members], np.int32),
+            self._cache.rows(first, first + rows),
+            (lengths.astype(np.int64) - 1)[:, None],
+            out=logits,
+            lengths=lengths,
+            text_lengths=np.array([sequence.prompt_tokens for _, sequence in members]),
+            adapters=np.array([sequence.adapter for _, sequence in members]),
+        )
+        for row, (slot, sequence) in enumerate(members):
+            self._end_chunk(sequence, slot, sequence.computed_tokens + int(lengths[row]), logits[row, 0])
+
+    def _end_chunk(self, sequence: Sequence, slot: int, end: int, logits: NDArray[np.float32]) -> None:
+        """Go on behind a chunk that was read up to token `end`, whose `logits` [V] count if it is the prompt's last."""
+        self._totals["prefill_tokens"] += end - sequence.computed_tokens
         sequence.computed_tokens = end
         self._store_blocks(sequence, slot)
         if end == sequence.prompt_tokens:
-            self._sample(sequence, logits[0, 0])
+            self._sample(sequence, logits)
 
     def _store_blocks(self, sequence: Sequence, slot: int) -> None:
         """Give the blocks that `sequence` has completed in `slot` to the prefix cache."""
