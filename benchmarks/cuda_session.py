@@ -121,7 +121,7 @@ def rehearse(folder: Path) -> dict[str, Any]:
         else:
             inputs = np.zeros((rows, 1), np.int64), np.full(rows, 40, np.int32), cache.rows(0, rows)
             run = session.begin_decode(*inputs, np.ones(rows, np.float32))
-            found["heads"][rows] = [run.heads().mass.shape, run.logits(rows - 1).shape]
+            found["heads"][rows] = [run.heads().masses.shape, run.logits(rows - 1).shape]
         found["decode"][rows] = counted(before)
     return {**found, "forbidden": stand_in.stand_in_forbidden()}
 

@@ -25,7 +25,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.engines import onnxruntime as standard
 from llmforge.engines.heads import give_heads
 from llmforge.engines.tensorrt.lower import rewrite
-from llmforge.ir.interface import HEAD
+from llmforge.ir.interface import HEAD, mass_blocks
 from llmforge.recipe import EngineSpec
 from llmforge.runtime import EngineOptions, Request, Sampling
 from llmforge.runtime.backends.config import (
@@ -151,7 +151,7 @@ def test_a_decode_step_copies_heads_and_waits_once(bench, rtx):
     assert session.decodes_ahead
     cache = session.allocate(ROWS, CAPACITY)
     temperatures = np.array([1, 0.5, 2, 1], np.float32)
-    head = 4 * (2 * HEAD + 1)
+    head, (_, size) = 4 * (2 * HEAD + mass_blocks(VOCABULARY)[0]), mass_blocks(VOCABULARY)
     for rows in (4, 3):  # a bucket, whose step is recorded, and no bucket
         ids, past, view = tokens(1, rows, rows), lengths(*range(rows)), cache.rows(0, rows)
         logits = session.step(ids, past, view)[:, 0]
@@ -165,7 +165,8 @@ def test_a_decode_step_copies_heads_and_waits_once(bench, rtx):
         np.testing.assert_array_equal(heads.ids, np.argsort(-logits, axis=1, kind="stable")[:, :HEAD])
         np.testing.assert_array_equal(heads.logits, np.take_along_axis(logits, heads.ids, 1))
         np.testing.assert_array_equal(run.logits(1), logits[1])
-        assert cuda.fetched[1:] == [4 * VOCABULARY]
+        np.testing.assert_array_equal(run.blocks([1, 0], [3, 4])[0], logits[1, 3 * size : 4 * size])
+        assert cuda.fetched[1:] == [4 * VOCABULARY, 4 * size, 4 * size]
     with pytest.raises(ValueError, match="heads of one token a row"):
         session.begin_decode(tokens(2), lengths(0), cache.rows(0, 1), temperatures[:1])
 

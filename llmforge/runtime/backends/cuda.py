@@ -444,6 +444,10 @@ class _Running(DecodeRun):
         """Fetch all logits of a row."""
         return self._heads.read_row(self._logits, row)
 
+    def blocks(self, rows: Sequence[int], blocks: Sequence[int]) -> NDArray[np.float32]:
+        """Fetch one block of the logits of each of some rows."""
+        return self._heads.read_blocks(self._logits, rows, blocks)
+
 
 class Binding:
     """Inputs and outputs of a session bound to the rows of a cache by address."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -311,6 +311,10 @@ class _Running(DecodeRun):
     def logits(self, row: int) -> NDArray[np.float32]:
         """Fetch all logits of a row."""
         return self._heads.read_row(self._logits, row)
+
+    def blocks(self, rows: Sequence[int], blocks: Sequence[int]) -> NDArray[np.float32]:
+        """Fetch one block of the logits of each of some rows."""
+        return self._heads.read_blocks(self._logits, rows, blocks)
 
 
 def open_engine(file: Path, config: RuntimeConfig, threads: int | None, gpu: CudaDevice) -> PlanSession:

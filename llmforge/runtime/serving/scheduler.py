@@ -352,8 +352,13 @@ class Scheduler(Generic[C]):
         self._deliver_tokens()
         heads = run.heads()
         live = [(slot, sequence) for slot, sequence in batch if sequence in self._sequences]
-        heads = heads.of([slot for slot, _ in live])
-        found = sample_heads([sequence.sampler for _, sequence in live], heads)
+        slots = [slot for slot, _ in live]
+        heads = heads.of(slots)
+
+        def fetch(rows: list[int], blocks: list[int]) -> NDArray[np.float32]:
+            return run.blocks([slots[row] for row in rows], blocks)
+
+        found = sample_heads([sequence.sampler for _, sequence in live], heads, fetch)
         now = self._clock()
         for row, ((slot, sequence), sampled) in enumerate(zip(live, found, strict=True)):
             sequence.computed_tokens += 1
