@@ -5,8 +5,8 @@ name what has no way through (`unsupported` lists it), and holds what it writes 
 (`support`); what compute capabilities lack stands in `refusals`. No weight is read for any of it.
 
 The graph keeps the names of `llmforge.ir.interface`. Batch and sequence stay open, the capacity of caches is a number.
-`logits_rows` is [batch, rows] (`llmforge.ir.logits_rows.choose_by_row`) without a default, since an engine's inputs have
-none. `position_ids` is always an input: masks are made of it.
+`logits_rows` is [batch, rows] (`llmforge.ir.logits_rows.choose_by_row`), without a default, since an engine's inputs
+have none. `position_ids` is always an input: masks are made of it.
 """
 
 from __future__ import annotations
@@ -211,6 +211,7 @@ class _Rewriting(Builder):
         value = self._add(node, op_type, inputs)
         value.type, value.shape = inputs[0].type, inputs[0].shape
         return value
+
 
 def _fix_capacity(model: ir.Model, capacity: int) -> None:
     """Write the capacity of caches as a number, which IKVCacheUpdateLayer wants."""

@@ -141,8 +141,8 @@ class DecodeRun(ABC):
 class Backend(ABC, Generic[C]):
     """A decoder that is driven step by step over caches of type `C`.
 
-    A subclass sets `signature`, allocates caches, and runs its graph once. `rows_alone`: a row of several tokens runs by
-    itself, but for steps of `prompt_shapes`. `longest_step`: most tokens that a row may run in one step; None: any
+    A subclass sets `signature`, allocates caches, and runs its graph once. `rows_alone`: a row of several tokens runs
+    by itself, but for steps of `prompt_shapes`. `longest_step`: most tokens that a row may run in one step; None: any
     number, as far as memory reaches.
     """
 

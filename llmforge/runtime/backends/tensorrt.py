@@ -1,10 +1,10 @@
 """A decoder in a plan of TensorRT or TensorRT-RTX, over a GPU's memory.
 
 A plan has optimization profiles over one graph: prefill, one row of up to a chunk of tokens; decode, rows of one token
-each; and prompts, several rows of few tokens (`prefill_shapes.together`). A profile is used through an execution context; all contexts share one piece of memory for what they
-compute, for one step runs at a time. Past and present of a cache are one tensor in place, bound at one address; its
-capacity is a number of the plan's. A write beyond it would be dropped without a word, so bounds are checked before a
-step.
+each; and prompts, several rows of few tokens (`prefill_shapes.together`). A profile is used through an execution
+context; all contexts share one piece of memory for what they compute, for one step runs at a time. Past and present of
+a cache are one tensor in place, bound at one address; its capacity is a number of the plan's. A write beyond it would
+be dropped without a word, so bounds are checked before a step.
 
 **CUDA graphs.** TensorRT's work for a decode step is captured from the stream, with a context of its own for every
 number of rows, and verified like any other (`cuda_graph_capture`). TensorRT-RTX captures by itself.
