@@ -1,4 +1,4 @@
-"""The optimization profiles of an engine: shapes of its inputs in prefills of one prompt, or several, and in decodes."""
+"""The optimization profiles of an engine: shapes of its inputs in prefills of one prompt or several, and in decodes."""
 
 from __future__ import annotations
 

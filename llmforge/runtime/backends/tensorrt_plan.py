@@ -146,7 +146,7 @@ def check_profiles(plan: Plan, config: RuntimeConfig) -> dict[str, int]:
             f"{plan.where} has {plan.engine.num_optimization_profiles} profiles, its artifact lists {names}; "
             "expected one for prefill, one for decode and perhaps one for prompts"
         )
-    places = {name: at for at, name in enumerate(names)}
+    places: dict[str, int] = {name: at for at, name in enumerate(names)}
     for at, profile in enumerate(profiles):
         _, _, largest = plan.engine.get_tensor_profile_shape(interface.INPUT_IDS, at)
         if tuple(largest) != (profile.max_batch, profile.max_sequence):
