@@ -1,10 +1,12 @@
-"""Lets a graph give the head of its last row of logits, so that a step need not copy them (`interface.Heads`).
+"""Lets a graph give heads of its rows of logits, so that a step need not copy them (`interface.Heads`).
 
     last = Gather(logits, -1)                                        # [batch, rows, V] → [batch, V]
     top_logits, ids = TopK(last, HEAD)                               # [batch, HEAD], descending; all fp32
     weights = Exp(Div(Sub(last, top_logits[:, :1]), temperatures[:, None]))
     others = Where(Greater(last, top_logits[:, -1:]), 0, weights)    # NaN is among them
     masses = ReduceSum(Reshape(others, [batch, blocks, -1]), -1)     # padded with 0 where blocks do not divide V
+
+Over blocks, where a step has rows of several texts, all of them get heads: Squeeze(logits), [1, rows, V] → [rows, V].
 
 64 rows of 128,256 logits are 32.8 MB; their heads are 0.15 MB. Sums are of weights relative to the largest logit: they
 neither overflow nor lose digits where logits are large, as a logarithm would. And they are of what the host does not
@@ -42,7 +44,8 @@ def give_heads(model: ir.Model) -> Rewritten:
     """Add the input `temperatures`, and the outputs `top_logits`, `top_ids` and `masses`, in place."""
     main = model.graph
     logits = graph.output_named(model, interface.LOGITS)
-    batch = (graph.dims(logits) or ("batch",))[0]
+    over_blocks = any(value.name == interface.BLOCK_TABLE for value in main.inputs)
+    batch = (graph.dims(logits) or ("batch", "rows"))[1 if over_blocks else 0]
     vocabulary = graph.width(logits)
     head = min(interface.HEAD, vocabulary)
     temperatures = ir.Value(name=interface.TEMPERATURES, type=ir.TensorType(_FLOAT), shape=ir.Shape([batch]))
@@ -71,7 +74,11 @@ def give_heads(model: ir.Model) -> Rewritten:
         return made
 
     row, top = [batch, vocabulary], [batch, head]
-    [last] = node("Gather", [logits, constant("last", -1)], [("heads.last", _FLOAT, row)], axis=1)
+    last_row = [("heads.last", _FLOAT, row)]
+    if over_blocks:
+        [last] = node("Squeeze", [logits, constant("axis_0", [0])], last_row)
+    else:
+        [last] = node("Gather", [logits, constant("last", -1)], last_row, axis=1)
     largest, ids = node(
         "TopK",
         [last, constant("size", [head])],
