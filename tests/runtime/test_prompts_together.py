@@ -28,13 +28,21 @@ SHAPES, SLOTS, CAPACITY = (16, 32, 64), 4, 96
 
 
 class Watched(DeviceSession):
-    """Notes past lengths and shape of every step."""
+    """Notes past lengths and shape of every step of several tokens."""
 
     steps: list[tuple[list[int], tuple[int, ...]]]
 
     def step(self, ids: Any, past_lengths: Any, *rest: Any, **more: Any) -> Any:
-        self.steps.append((past_lengths.tolist(), ids.shape))
+        self._note(ids, past_lengths)
         return super().step(ids, past_lengths, *rest, **more)
+
+    def begin_prompts(self, ids: Any, past_lengths: Any, *rest: Any, **more: Any) -> Any:
+        self._note(ids, past_lengths)
+        return super().begin_prompts(ids, past_lengths, *rest, **more)
+
+    def _note(self, ids: Any, past_lengths: Any) -> None:
+        if ids.shape[1] > 1:
+            self.steps.append((past_lengths.tolist(), ids.shape))
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +50,12 @@ def runner(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) ->
     return small_runner(tmp_path_factory.mktemp("small"), sample_checkpoint)
 
 
-@pytest.fixture(scope="module")
-def opened() -> Watched:
+@pytest.fixture(scope="module", params=[True, False], ids=["heads", "whole rows"])
+def opened(request: pytest.FixtureRequest) -> Watched:
     model = decoder(VOCABULARY)
     logits_rows.choose_by_row(model)
-    give_heads(model)
+    if request.param:
+        give_heads(model)
     Watched.steps = []
     return Watched(ir.to_proto(model).SerializeToString(), ONE_THREAD, HostDevice(), buckets=(1, 2, 4), shapes=SHAPES)
 
@@ -108,7 +117,7 @@ def test_prompts_that_wait_together_are_read_in_one_step(session: Watched, runne
     wanted = answered(scheduler(runner.session, runner), requests)
     scheduled = scheduler(session, runner)
     assert answered(scheduled, requests) == wanted
-    assert session.steps == [([0] * 4, (4, 16))]  # decode steps run by `begin_decode`
+    assert session.steps == [([0] * 4, (4, 16))]
     assert scheduled.stats().prefill_tokens == 31
 
 
@@ -116,8 +125,7 @@ def test_those_that_do_not_fit_are_read_alone(session: Watched, runner: Runner) 
     requests = [asks(17, 0), asks(5, 1), asks(6, 2), asks(70, 3)]
     wanted = answered(scheduler(runner.session, runner), requests)
     assert answered(scheduler(session, runner), requests) == wanted
-    shapes = [shape for _, shape in session.steps if shape[1] > 1]
-    assert shapes == [(1, 17), (2, 16), (1, 64), (1, 6)]  # the last prompt in chunks
+    assert [shape for _, shape in session.steps] == [(1, 17), (2, 16), (1, 64), (1, 6)]  # the last prompt in chunks
 
 
 def test_a_step_stays_within_its_tokens_and_reads_the_oldest_first(session: Watched, runner: Runner) -> None:
@@ -144,7 +152,7 @@ def test_a_prompt_behind_a_cached_prefix_is_read_alone_by_attention_that_takes_o
     wanted = answered(scheduler(runner.session, runner), requests)
     scheduled = scheduler(session, runner, prefix_cache_bytes=1 << 24)
     assert answered(scheduled, requests) == wanted
-    assert [past for past, shape in session.steps if shape[1] > 1] == [[0], [BLOCK], [BLOCK]]
+    assert [past for past, _ in session.steps] == [[0], [BLOCK], [BLOCK]]
     assert scheduled.stats().prefix_hit_tokens == 2 * BLOCK
 
 
@@ -167,3 +175,21 @@ def test_requests_that_come_and_go_get_the_tokens_that_each_gets_alone(
     wanted = [answered(scheduler(runner.session, runner), [request])[0] for request, _ in made]
     assert [received.tokens for _, received in made] == wanted
     assert {shape for _, shape in session.steps} >= {(2, 16), (4, 16)}
+
+
+def test_heads_of_prompts_are_those_of_the_tokens_that_each_row_chose(session: Watched) -> None:
+    ids, lengths = np.random.default_rng(3).integers(0, VOCABULARY, (2, 16)), np.array([4, 11])
+    cache, past, rows = session.allocate(4, CAPACITY).rows(1, 3), np.zeros(2, np.int32), (lengths - 1)[:, None]
+    logits = session.step(ids, past, cache, rows)[:, 0]
+    if not session.decodes_ahead:
+        with pytest.raises(ValueError, match="heads of one token"):
+            session.begin_prompts(ids, past, cache, rows, np.ones(2, np.float32))
+        return
+    run = session.begin_prompts(ids, past, cache, rows, np.ones(2, np.float32), lengths)
+    heads = run.heads()
+    np.testing.assert_array_equal(heads.logits, -np.sort(-logits, axis=1)[:, : heads.logits.shape[1]])
+    np.testing.assert_array_equal(run.logits(1), logits[1])
+    for wrong in ({"ids": ids[:, :15]}, {"rows": np.arange(2)}):
+        given = {"ids": ids, "rows": rows, **wrong}
+        with pytest.raises(ValueError, match="heads of one token"):
+            session.begin_prompts(given["ids"], past, cache, given["rows"], np.ones(2, np.float32))

@@ -21,6 +21,7 @@ import contextlib
 import functools
 import io
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -270,6 +271,30 @@ class DeviceSession(CapturedSession[DeviceCache]):
         )
         return Running(self._heads, self._decode_logits, cache.batch, running)
 
+    def begin_prompts(
+        self,
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        cache: DeviceCache,
+        rows: NDArray[np.int64],
+        temperatures: NDArray[np.float32],
+        lengths: Counts | None = None,
+        text_lengths: Counts | None = None,
+        adapters: Counts | None = None,
+    ) -> DecodeRun:
+        """Begin a step of pieces of several prompts, of one of `prompt_shapes`; arrays are read before this returns."""
+        inputs = StepInputs(ids, past_lengths, rows, lengths, text_lengths, adapters, temperatures)
+        self._check(inputs, cache)
+        if self._heads is None or ids.shape not in self.prompt_shapes or rows.shape != (len(ids), 1):
+            raise ValueError(
+                f"a step of {ids.shape}, rows {rows.shape}; heads of one token a row of {self.prompt_shapes}"
+            )
+        bound, shape = self._upload_long(inputs.feeds(self.signature)), (cache.batch, 1, self.vocabulary)
+        self._reserve_logits(shape)
+        logits = self._logits
+        running = self._thread.submit(lambda: self._launch(self._binding(cache), bound, logits, shape, EAGER))
+        return Running(self._heads, logits, cache.batch, running)
+
     def _find_graph(self, cache: DeviceCache, longest: int) -> tuple[int | None, int]:
         """Find the CUDA graph for the rows of `cache` and texts of up to `longest` tokens: its length and id."""
         return self._graph_of(cache.memory, cache.batch, longest) if cache.start == 0 else (None, EAGER)
@@ -314,12 +339,22 @@ class DeviceSession(CapturedSession[DeviceCache]):
 
     def _run_long(self, feeds: Mapping[str, NDArray[Any]], cache: DeviceCache, out: NDArray[np.float32]) -> None:
         """Run any other step: several tokens, or several rows of logits; never a CUDA graph."""
+        bound = self._upload_long(feeds)
+        self._reserve_logits(out.shape)
+        self._execute(self._binding(cache), bound, self._logits, out, EAGER)
+
+    def _upload_long(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, BoundInput]:
+        """Bring inputs of a step of several tokens to their addresses."""
         most = max(value.nbytes for value in feeds.values())
         if most > self._inputs.each_bytes:
             self._inputs = InputBuffers(self.device, self._input_names, self._host_inputs, most)
-        if out.nbytes > self._logits.size:
-            self._logits = self.device.allocate(out.nbytes)
-        self._execute(self._binding(cache), self._inputs.upload(feeds), self._logits, out, EAGER)
+        return self._inputs.upload(feeds)
+
+    def _reserve_logits(self, shape: tuple[int, ...]) -> None:
+        """Make room for logits of a step of several tokens."""
+        size = math.prod(shape) * LOGIT_BYTES
+        if size > self._logits.size:
+            self._logits = self.device.allocate(size)
 
     def _binding(self, cache: DeviceCache) -> Binding:
         bindings = self._bindings.setdefault(cache.memory, {})

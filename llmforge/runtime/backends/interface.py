@@ -221,6 +221,31 @@ class Backend(ABC, Generic[C]):
         """
         raise NotImplementedError
 
+    def begin_prompts(
+        self,
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        cache: C,
+        rows: NDArray[np.int64],
+        temperatures: NDArray[np.float32],
+        lengths: Counts | None = None,
+        text_lengths: Counts | None = None,
+        adapters: Counts | None = None,
+    ) -> DecodeRun:
+        """Begin a step of pieces of several prompts, as `step` runs it, where it `decodes_ahead`.
+
+        Args:
+            ids: int64 [B, S], of `prompt_shapes`.
+            past_lengths: int32 [B].
+            cache: as of `step`.
+            rows: int64 [B, 1], the token of each row that gets logits.
+            temperatures: as of `begin_decode`.
+            lengths: as of `step`.
+            text_lengths: as of `step`.
+            adapters: as of `step`.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def _run(self, inputs: StepInputs, cache: C, out: NDArray[np.float32]) -> None:
         """Run the graph once, on `inputs`; it gives exactly the logits of `out` [B, R, V]."""

@@ -175,12 +175,7 @@ class PlanSession(DeviceBackend[DeviceCache]):
 
     def _run(self, inputs: StepInputs, cache: DeviceCache, out: NDArray[np.float32]) -> None:
         if inputs.ids.shape[1] > 1 or out.shape[1] > 1:
-            if out.nbytes > self._logits.size:
-                self._logits = self.device.allocate(out.nbytes)
-            bound = self._inputs.upload(inputs.feeds(self.signature))
-            context = self._prefill if len(out) == 1 else self._prompts
-            self._bind(context, bound, cache, self._logits, out.shape)
-            self._enqueue(context)
+            self._launch_prefill(inputs, cache, out.shape)
             self.device.read(self._logits, 0, out)
         else:
             self._launch_decode(inputs, cache)
@@ -207,6 +202,36 @@ class PlanSession(DeviceBackend[DeviceCache]):
             raise ValueError(f"a step of {ids.shape}; heads of one token a row")
         self._launch_decode(inputs, cache)
         return _Running(self._heads, self._decode_logits, cache.batch)
+
+    def begin_prompts(
+        self,
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        cache: DeviceCache,
+        rows: NDArray[np.int64],
+        temperatures: NDArray[np.float32],
+        lengths: Counts | None = None,
+        text_lengths: Counts | None = None,
+        adapters: Counts | None = None,
+    ) -> DecodeRun:
+        """Begin a step of pieces of several prompts, of one of `prompt_shapes`; arrays are read before this returns."""
+        inputs = StepInputs(ids, past_lengths, rows, lengths, text_lengths, adapters, temperatures)
+        self._check(inputs, cache)
+        if self._heads is None or ids.shape not in self.prompt_shapes or rows.shape != (len(ids), 1):
+            raise ValueError(
+                f"a step of {ids.shape}, rows {rows.shape}; heads of one token a row of {self.prompt_shapes}"
+            )
+        self._launch_prefill(inputs, cache, (cache.batch, 1, self.vocabulary))
+        return _Running(self._heads, self._logits, cache.batch)
+
+    def _launch_prefill(self, inputs: StepInputs, cache: DeviceCache, shape: tuple[int, ...]) -> None:
+        """Send a step of several tokens to the stream, behind its inputs; `shape`: of its logits."""
+        size = math.prod(shape) * LOGIT_BYTES
+        if size > self._logits.size:
+            self._logits = self.device.allocate(size)
+        context = self._prefill if cache.batch == 1 else self._prompts
+        self._bind(context, self._inputs.upload(inputs.feeds(self.signature)), cache, self._logits, shape)
+        self._enqueue(context)
 
     def _launch_decode(self, inputs: StepInputs, cache: DeviceCache) -> None:
         """Send a step of one token a row to the stream, behind its inputs."""

@@ -111,7 +111,7 @@ class Scheduler(Generic[C]):
         self._logits = [logits[: n + 1] for n in range(rows)]  # equal steps hand the backend one object
         # The most rows first, and of these the fewest tokens.
         self._prompt_shapes = sorted(backend.prompt_shapes, key=lambda shape: (-shape[0], shape[1]))
-        prompts = max((rows for rows, _ in self._prompt_shapes), default=0)
+        prompts = 0 if backend.decodes_ahead else max((rows for rows, _ in self._prompt_shapes), default=0)
         self._prompt_logits = backend.logits_array((prompts, 1, backend.vocabulary))
         most = 0 if self._speculation is None else self._speculation.max_tokens
         verified = backend.logits_array((1, most + 1, backend.vocabulary))
@@ -535,7 +535,9 @@ class Scheduler(Generic[C]):
             text_lengths=np.array([sequence.prompt_tokens]),
             adapters=np.array([sequence.adapter]),
         )
-        self._end_chunk(sequence, slot, end, logits[0, 0])
+        self._end_chunk(sequence, slot, end)
+        if end == sequence.prompt_tokens:
+            self._sample(sequence, logits[0, 0])
 
     def _prefill_together(self, first: int, rows: int, tokens: int) -> None:
         """Read a chunk of up to `tokens` tokens of the prompts in `rows` slots from `first` on, as one step."""
@@ -548,27 +550,37 @@ class Scheduler(Generic[C]):
             piece = sequence.tokens[start : self._chunk_end(sequence, start)]
             lengths[row] = len(piece)
             ids[row, : len(piece)] = piece
-        logits = self._prompt_logits[:rows]
-        self._backend.step(
-            ids,
-            np.array([sequence.computed_tokens for _, sequence in members], np.int32),
-            self._cache.rows(first, first + rows),
-            (lengths.astype(np.int64) - 1)[:, None],
-            out=logits,
-            lengths=lengths,
-            text_lengths=np.array([sequence.prompt_tokens for _, sequence in members]),
-            adapters=np.array([sequence.adapter for _, sequence in members]),
-        )
+        past = np.array([sequence.computed_tokens for _, sequence in members], np.int32)
+        wanted = (lengths.astype(np.int64) - 1)[:, None]
+        view, logits = self._cache.rows(first, first + rows), self._prompt_logits[:rows]
+        more = {
+            "lengths": lengths,
+            "text_lengths": np.array([sequence.prompt_tokens for _, sequence in members]),
+            "adapters": np.array([sequence.adapter for _, sequence in members]),
+        }
+        run = None
+        if self._backend.decodes_ahead:
+            heat = np.array(temperatures(each for _, each in members), np.float32)
+            run = self._backend.begin_prompts(ids, past, view, wanted, heat, **more)
+        else:
+            self._backend.step(ids, past, view, wanted, out=logits, **more)
+        heads = None if run is None else run.heads()
+        ended = []
         for row, (slot, sequence) in enumerate(members):
-            self._end_chunk(sequence, slot, sequence.computed_tokens + int(lengths[row]), logits[row, 0])
+            self._end_chunk(sequence, slot, sequence.computed_tokens + int(lengths[row]))
+            if sequence.computed_tokens == sequence.prompt_tokens:
+                ended.append((row, sequence))
+        if run is not None and heads is not None:
+            self._sample_heads(ended, run, heads)
+        else:
+            for row, sequence in ended:
+                self._sample(sequence, logits[row, 0])
 
-    def _end_chunk(self, sequence: Sequence, slot: int, end: int, logits: NDArray[np.float32]) -> None:
-        """Go on behind a chunk that was read up to token `end`, whose `logits` [V] count if it is the prompt's last."""
+    def _end_chunk(self, sequence: Sequence, slot: int, end: int) -> None:
+        """Go on behind a chunk that was read up to token `end`."""
         self._totals["prefill_tokens"] += end - sequence.computed_tokens
         sequence.computed_tokens = end
         self._store_blocks(sequence, slot)
-        if end == sequence.prompt_tokens:
-            self._sample(sequence, logits)
 
     def _store_blocks(self, sequence: Sequence, slot: int) -> None:
         """Give the blocks that `sequence` has completed in `slot` to the prefix cache."""
