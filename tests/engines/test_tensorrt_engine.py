@@ -143,6 +143,7 @@ def test_an_engine_says_what_it_is_and_is_reused(folder: Path, tmp_path: Path) -
     assert [(each.name, each.max_batch, each.max_sequence) for each in config.plan.profiles] == [
         ("prefill", 1, 64),
         ("decode", 4, 1),
+        ("prompts", 4, 64),
     ]
     assert [(cache.dtype, cache.kv_heads, cache.head_dim) for cache in config.caches] == [("float16", 2, 32)] * 4
     assert config.vocabulary == zoo.VOCABULARY
@@ -172,7 +173,7 @@ def test_a_plan_is_built_without_heads_where_the_builder_refuses_them(
     monkeypatch.setattr(builder, "build", refuse)
     refused = "TopK"
     made = build(graph, target, tmp_path / "without" / "engine")
-    assert made.notes == ("steps give whole rows of logits and no heads of them: no TopK today",)
+    assert made.notes[0] == "steps give whole rows of logits and no heads of them: no TopK today"
     layers = PlanRecord.read(made.folder / plan_file.FILE).layers
     assert layers.get("TOPK", 0) == 0
     assert layers["ATTENTION_INPUT with lengths"] == 2
