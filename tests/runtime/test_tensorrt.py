@@ -208,6 +208,8 @@ def test_several_prompts_run_in_a_profile_of_their_own(bench, rtx, tmp_path_fact
         options = EngineOptions(prefix_cache_bytes=0)
         scheduled = Scheduler(backend, backend.allocate(ROWS, 128), runner.samplers, options, chunk=64)
         before = [context.enqueued for context in contexts]
+        if rtx and backend is session:
+            assert [context.compiled for context in contexts] == [1, 3, 2]  # at load
         answers = [Received() for _ in range(ROWS + 1)]
         for request, received in zip([*requests, long], answers, strict=True):
             scheduled.add(request, received.receive)

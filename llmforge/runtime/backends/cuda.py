@@ -166,8 +166,9 @@ class DeviceSession(CapturedSession[DeviceCache]):
             raise UnsupportedError(f"{where}: {interface.ATTENTION_MASK} grows with the text, so no step is recorded")
         self._input_names = tuple(name for name in signature.inputs if name not in signature.cache_types)
         self._host_inputs = self._find_host_inputs(self._input_names, interface.TOTAL_SEQUENCE_LENGTH, where)
-        self.prompt_shapes = together(shapes) if self._pads and signature.chooses_by_row else ()
         self._most_rows = most = max((1, *self.buckets, *(capture.batch for capture in self._captures)))
+        if self._pads and signature.chooses_by_row:
+            self.prompt_shapes = tuple(shape for shape in together(shapes) if shape[0] <= most)
         self._decode_inputs = InputBuffers(device, self._input_names, self._host_inputs, most * INPUT_BYTES)
         self._inputs = InputBuffers(device, self._input_names, self._host_inputs, INPUT_BYTES)  # of other steps; grows
         self._decode_logits = device.allocate(most * self.vocabulary * LOGIT_BYTES)

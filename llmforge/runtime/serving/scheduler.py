@@ -22,6 +22,7 @@ cached prefix has many tokens where it would have many without (`Scheduler._reus
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections import Counter, deque
@@ -36,6 +37,7 @@ from llmforge.base.errors import ForgeError, Unavailable, UsageError
 from llmforge.ir.interface import Heads
 from llmforge.runtime.backends.interface import Backend, C, DecodeRun
 from llmforge.runtime.sampling.sampler import SampledToken, Samplers, sample_heads
+from llmforge.runtime.serving import together
 from llmforge.runtime.serving.options import EngineOptions
 from llmforge.runtime.serving.prefix_cache import BLOCK, PrefixCache
 from llmforge.runtime.serving.request import Chunk, Receiver, Request, adapter_number, check_tokens
@@ -109,9 +111,7 @@ class Scheduler(Generic[C]):
         rows = 1 if backend.decodes_ahead else cache.batch
         logits = backend.logits_array((rows, 1, backend.vocabulary))
         self._logits = [logits[: n + 1] for n in range(rows)]  # equal steps hand the backend one object
-        # The most rows first, and of these the fewest tokens.
-        self._prompt_shapes = sorted(backend.prompt_shapes, key=lambda shape: (-shape[0], shape[1]))
-        prompts = 0 if backend.decodes_ahead else max((rows for rows, _ in self._prompt_shapes), default=0)
+        prompts = 0 if backend.decodes_ahead else max((rows for rows, _ in backend.prompt_shapes), default=0)
         self._prompt_logits = backend.logits_array((prompts, 1, backend.vocabulary))
         most = 0 if self._speculation is None else self._speculation.max_tokens
         verified = backend.logits_array((1, most + 1, backend.vocabulary))
@@ -432,65 +432,39 @@ class Scheduler(Generic[C]):
                 tokens = end - sequence.computed_tokens
                 if read and spent + read + tokens > step_tokens:
                     return read
-                found = self._find_together(slot, step_tokens - (spent + read if read else 0))
-                if found is None:
+                window = self._find_window(slot, step_tokens - (spent + read if read else 0))
+                if window is None:
                     read += tokens
                     self._prefill_chunk(sequence, slot, end)
                 else:
-                    first, rows, tokens = found
-                    read += rows * tokens
-                    self._prefill_together(first, rows, tokens)
+                    read += window.rows * window.tokens
+                    self._prefill_together(window)
         return read
 
     def _chunk_end(self, sequence: Sequence, start: int) -> int:
         """Say where the chunk of a prompt ends that begins at token `start`."""
         return min(sequence.prompt_tokens, (start // self._chunk + 1) * self._chunk)
 
-    def _find_together(self, slot: int, most: int) -> tuple[int, int, int] | None:
-        """Find a step of at most `most` tokens, padding included, that reads `slot` and its neighbours.
+    def _find_window(self, slot: int, most: int) -> together.Window | None:
+        """Find a step of at most `most` tokens that reads `slot` and its neighbours; None: it is read alone."""
+        shapes = self._backend.prompt_shapes
+        if not shapes:
+            return None
+        chunk_of = functools.cache(self._next_chunk)
+        return together.find(slot, chunk_of, shapes, slots=self._cache.batch, capacity=self._cache.capacity, most=most)
 
-        Return the first slot, rows and tokens of each; None: the sequence in `slot` is read alone.
-        """
-        starts: dict[int, int | None] = {}
-
-        def fits(at: int, tokens: int) -> bool:
-            if at not in starts:
-                starts[at] = self._start_beside(at)
-            start, sequence = starts[at], self._slots[at]
-            if start is None or sequence is None or start + tokens > self._cache.capacity:
-                return False
-            return self._chunk_end(sequence, start) - start <= tokens
-
-        for rows, tokens in self._prompt_shapes:
-            if rows * tokens > most or not fits(slot, tokens):
-                continue
-            for first in range(max(0, slot - rows + 1), min(slot, self._cache.batch - rows) + 1):
-                window = range(first, first + rows)
-                if all(fits(at, tokens) for at in window) and not self._repeats({at: starts[at] or 0 for at in window}):
-                    return first, rows, tokens
-        return None
-
-    def _start_beside(self, slot: int) -> int | None:
-        """Say from which token on the prompt in `slot` may be read beside others; None: it may not."""
+    def _next_chunk(self, slot: int) -> together.Chunk | None:
+        """Give the next chunk of the prompt in `slot`, if it may be read beside others."""
         sequence = self._slots[slot]
         if sequence is None or sequence.decoding:
             return None
         start = self._cached_tokens(sequence) if sequence.started is None else sequence.computed_tokens
-        return None if start and self._backend.signature.one_row_continuations else start
-
-    def _repeats(self, starts: dict[int, int]) -> bool:
-        """Say whether a prompt that begins at `starts`, by slot, would find more in the prefix cache behind another."""
-        if self._prefix_cache is None:
-            return False
-        seen: set[tuple[int, ...]] = set()
-        for slot, start in starts.items():
-            sequence = self._slots[slot]
-            assert sequence is not None
-            key = (sequence.adapter, *sequence.tokens[: start + BLOCK])
-            if key in seen and self._reusable_tokens(start + BLOCK, sequence.prompt_tokens) > start:
-                return True
-            seen.add(key)
-        return False
+        if start and self._backend.signature.one_row_continuations:
+            return None
+        block = start + BLOCK
+        shared = self._prefix_cache is not None and sequence.prompt_tokens > block
+        begins = (sequence.adapter, *sequence.tokens[:block]) if shared else None
+        return together.Chunk(start, self._chunk_end(sequence, start) - start, begins)
 
     def _start_prefill(self, sequence: Sequence, slot: int) -> None:
         """Take up the prompt of `sequence`, behind what the prefix cache has of it."""
@@ -539,8 +513,9 @@ class Scheduler(Generic[C]):
         if end == sequence.prompt_tokens:
             self._sample(sequence, logits[0, 0])
 
-    def _prefill_together(self, first: int, rows: int, tokens: int) -> None:
-        """Read a chunk of up to `tokens` tokens of the prompts in `rows` slots from `first` on, as one step."""
+    def _prefill_together(self, window: together.Window) -> None:
+        """Read the next chunks of the prompts in `window` as one step."""
+        first, rows, tokens = window
         members = [(slot, each) for slot in range(first, first + rows) if (each := self._slots[slot]) is not None]
         ids, lengths = np.zeros((rows, tokens), np.int64), np.zeros(rows, np.int32)
         for row, (slot, sequence) in enumerate(members):
