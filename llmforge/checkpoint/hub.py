@@ -55,7 +55,9 @@ class Snapshot:
             found = data.get("weight_map") if isinstance(data, dict) else None
             names = set(map(str, found.values())) if isinstance(found, dict) else set()
         if wrong := sorted(name for name in names if _SHARD.fullmatch(name) is None):
-            raise CheckpointError(f"{index}: {shown(wrong[0])} is not the name of a shard", hint="the repository is damaged")
+            raise CheckpointError(
+                f"{index}: {shown(wrong[0])} is not the name of a shard", hint="the repository is damaged"
+            )
         with _explained(self.repository, self.revision):
             _download(self.repository, self.commit, sorted(names))
         return self.folder
@@ -189,7 +191,8 @@ def _explained(repository: str, revision: str) -> Iterator[None]:
         offline = constants.HF_HUB_OFFLINE
         why = "HF_HUB_OFFLINE is set" if offline else f"{where} cannot be reached"
         raise EnvironmentLacks(
-            f"{repository}: {why}, and the cache, {constants.HF_HUB_CACHE}, has not all of {shown(revision)}",
+            f"{repository}: no such folder here; as a name on the Hub: {why}, and the cache, {constants.HF_HUB_CACHE}, "
+            f"lacks files of {shown(revision)}",
             hint="unset HF_HUB_OFFLINE, or name a folder" if offline else "check the network, or name a folder",
         ) from error
     except ForgeError:

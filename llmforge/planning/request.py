@@ -12,13 +12,14 @@ from llmforge.base.backends import BACKENDS, BackendName, Dtype
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.checkpoint import CONFIG, read_settings
 from llmforge.checkpoint.adapters import Adapter
-from llmforge.planning import advice, building, config, deployment, families, scheme, source
+from llmforge.planning import advice, building, config, deployment, families, pruning, scheme, source
 from llmforge.planning.adapters import Adapters
 from llmforge.planning.building import Build
 from llmforge.planning.render import Planned, Refused
 from llmforge.planning.roofline import Workload
 from llmforge.planning.scheme import Scheme, Wanted
 from llmforge.planning.shape import Shape
+from llmforge.quantization.statistics import PruningDemand
 from llmforge.recipe import Recipe
 from llmforge.targets import Target
 
@@ -41,6 +42,8 @@ class Request:
     calibration_tokens: int = 0  # of a recipe
     stored: str | None = None  # what becomes of a checkpoint that comes quantized
     adapters: Adapters = field(default_factory=Adapters)  # of a recipe
+    pruned: PruningDemand | None = None  # of a recipe
+    passes: tuple[str, ...] = ()  # of a recipe
 
 
 def answer(
@@ -140,6 +143,8 @@ def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, i
     build = building.predict(shape, chosen, backend, calibration_tokens=intent.calibration_tokens)
     told = advice.advise(made)
     stored = () if intent.stored is None else (intent.stored,)
+    if intent.pruned is not None:
+        stored += (pruning.note(intent.pruned, intent.passes, shape, target, backend),)
     made = replace(made, notes=(*stored, *made.notes, *intent.adapters.notes(chosen, made.asked.decode.step.bytes)))
     return Planned(made, _with_adapters(build, intent.adapters, chosen), told)
 
@@ -206,5 +211,7 @@ def _intent(recipe: Recipe) -> Request:
         wanted=wanted,
         calibration_tokens=tokens,
         stored=source.note(settings, folder, steps),
+        pruned=next((each for step in steps for each in step.demands() if isinstance(each, PruningDemand)), None),
+        passes=tuple(step.name for step in steps),
         adapters=Adapters(tuple(map(Adapter.open, recipe.merged)), tuple(map(Adapter.open, recipe.apart))),
     )

@@ -456,7 +456,7 @@ def _noise(latency: Latency, noise: Noise) -> str:
     if noise.stolen_share is not None:
         parts.append(f"{units.percent(noise.stolen_share)} of CPU time taken by other virtual machines")
     if noise.waits is not None:
-        parts.append(f"had to give up a core {units.count(noise.waits)} times")
+        parts.append(f"{units.count(noise.waits)} involuntary context switches")
     return "; ".join(parts) or "not measured"
 
 

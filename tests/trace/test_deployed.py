@@ -101,7 +101,7 @@ def test_a_graph_says_up_to_which_length_its_indexers_choose_every_token(tmp_pat
     assert caught.value.hint == "set engine.max_context to at most 72"
     verify_trace(checkpoint, model)
     assert left_out.note(checkpoint, model) == (
-        "15 tensors that no text needs are left out: model.layers.*.self_attn.indexer (98688 bytes)"
+        "15 tensors not used for text are left out: model.layers.*.self_attn.indexer (98688 bytes)"
     )
 
 
@@ -324,6 +324,6 @@ def test_llama_4_is_compiled_from_inside_its_wrapper(tmp_path: Path) -> None:
     verify_trace(checkpoint, traced)
     said = left_out.note(checkpoint, traced) or ""
     assert said.startswith(
-        "the language model is compiled alone, 58 tensors that no text needs are left out: vision_model"
+        "only the language model is compiled; 58 tensors not used for text are left out: vision_model"
     )
     assert "multi_modal_projector" in said
