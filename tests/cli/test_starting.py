@@ -55,7 +55,7 @@ def test_what_is_there_is_not_replaced(home: Path) -> None:
     (home / "text" / "evaluation.jsonl").write_text("{}")
     other = invoke("init", SAMPLE, "-o", "other.yaml")
     assert other.exit_code == 2
-    assert "is not the text that ships with llmforge" in other.stderr
+    assert "differs from the text that ships with llmforge" in other.stderr
     assert not (home / "other.yaml").exists()
 
 
@@ -114,7 +114,7 @@ def test_up_builds_and_serves(home: Path, monkeypatch: pytest.MonkeyPatch) -> No
                                    .replace("name: mine", "name: renamed"))  # fmt: skip
     result = invoke("up", "mine", "--port", "0")
     assert result.exit_code == 0, result.stderr
-    assert "using mine.yaml" in result.stderr
+    assert "using the existing recipe mine.yaml" in result.stderr
     [given] = served
     assert given["artifact"].parent == Path("artifacts/renamed")
     assert (given["artifact"] / "manifest.json").is_file()

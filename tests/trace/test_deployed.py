@@ -23,6 +23,8 @@ from llmforge.build import left_out
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import signatures
 from llmforge.ir import dialect, longest_text
+from llmforge.ir.operators.canonical import MoE
+from llmforge.ir.routing import never_negative
 from llmforge.passes import FlashAttention, OptimumInterface
 from llmforge.trace import trace
 from llmforge.trace.hooks import indexers, lightning, looped_experts, miniature, places, rotary
@@ -258,6 +260,17 @@ def test_experts_that_compute_something_else_are_left_alone(name: str, line: str
     module.__class__ = with_tanh(type(module), line, other)
     looped_experts.substitute(nn.ModuleList([module]))
     assert "forward" not in vars(module)
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")  # transformers' own, about its models
+def test_kernels_take_the_experts_of_longcat(tmp_path: Path) -> None:
+    """The weights of experts that compute are known not to be negative, so that they can be quantized."""
+    transformers.LongcatFlashForCausalLM(shrink.config("longcat_flash")).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    found = list(MoE.all(trace(Checkpoint.open(tmp_path))))
+    assert found
+    assert all(never_negative(layer.expert_weights) for layer in found)
 
 
 # Lightning attention -----------------------------------------------------------------------------------------------
