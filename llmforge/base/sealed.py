@@ -154,7 +154,7 @@ def parse_manifest(raw: bytes, source: str) -> Manifest:
     if isinstance(data, dict) and data.get("schema") != SCHEMA:
         raise InputError(
             f"{source}: schema {quoted(data.get('schema'))} is not supported; this llmforge reads schema {SCHEMA}",
-            hint="build the artifact again, or use the llmforge that built it",
+            hint="artifacts are not migrated: build it again, or use the llmforge that built it",
         )
     manifest = strict_json.read(Manifest, data, source)
     if not is_name(manifest.name):

@@ -152,12 +152,18 @@ Examples:
 def migrate(recipe: Path, in_place: bool) -> None:
     """Update a RECIPE of an earlier llmforge to today's names.
 
-    Comments and layout stay.
+    Comments and layout stay. Artifacts are not migrated: build them again.
     """
     from llmforge.base import located_yaml
+    from llmforge.base.sealed import MANIFEST
     from llmforge.cli import console
     from llmforge.recipe import migration
 
+    if recipe.name == MANIFEST or (recipe / MANIFEST).exists():
+        raise UsageError(
+            f"{recipe}: only recipes are migrated; artifacts of schema 1 have no raw measurements to judge again",
+            hint="build the artifact again",
+        )
     source = located_yaml.read(recipe)
     _ = source.mapping  # it is one
     notes = migration.migrate(source)
