@@ -142,10 +142,10 @@ def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, i
     made = deployment.make(shape, target, backend, chosen, workload, ranks=asked.ranks, usd_per_hour=asked.usd_per_hour)
     build = building.predict(shape, chosen, backend, calibration_tokens=intent.calibration_tokens)
     told = advice.advise(made)
-    stored = () if intent.stored is None else (intent.stored,)
+    noted = [] if intent.stored is None else [intent.stored]
     if intent.pruned is not None:
-        stored += (pruning.note(intent.pruned, intent.passes, shape, target, backend),)
-    made = replace(made, notes=(*stored, *made.notes, *intent.adapters.notes(chosen, made.asked.decode.step.bytes)))
+        noted.append(pruning.note(intent.pruned, intent.passes, shape, target, backend))
+    made = replace(made, notes=(*noted, *made.notes, *intent.adapters.notes(chosen, made.asked.decode.step.bytes)))
     return Planned(made, _with_adapters(build, intent.adapters, chosen), told)
 
 
