@@ -59,7 +59,7 @@ class Running(DecodeRun):
 
     def next_ids(self) -> NDArray[np.int64]:
         """Give what the step guessed."""
-        return self._launched.result().next_ids()
+        return self._heads.next_ids(self._launched.result())
 
     def logits(self, row: int) -> NDArray[np.float32]:
         """Fetch all logits of a row."""
@@ -77,8 +77,7 @@ class Running(DecodeRun):
         """Wait for the step, whatever becomes of it, unless that was done."""
         self.launched()
         if not self.taken and self._launched.exception() is None:
-            self._launched.result().wait()
-            self.taken = True
+            self.heads()
 
     def writes_to(self, logits: Buffer) -> bool:
         """Whether its logits go there."""

@@ -212,7 +212,7 @@ class PagedScheduler(Scheduler[PagedCache]):
         self._deliver_tokens()
         heads = step.run.heads()
         self._advance([each for each in step.planned if each[0] not in step.wrong])
-        self._sample_heads(self._live(step), step.run, heads)
+        self._sample_heads(self._live(step), step.run, heads, step.run.next_ids() if self._guesses else None)
         self._count(step.planned, start)
 
     def _begin_behind(self, step: _Pieces) -> _Pieces | None:
