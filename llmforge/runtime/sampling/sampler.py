@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,19 +13,23 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from llmforge.base.errors import InputError, UsageError
-from llmforge.ir.interface import Heads
+from llmforge.ir.interface import Heads, mass_blocks
+from llmforge.native.sampling import DRAW
 from llmforge.runtime.sampling.constraints import ConstraintCompiler, ConstraintState, TriggeredState
 from llmforge.runtime.sampling.distribution import (
-    Truncations,
     draw,
+    draw_of_block,
     draw_of_heads,
     held,
-    known_head,
     largest,
     log_probabilities,
+    record,
 )
 from llmforge.runtime.sampling.options import Sampling
 from llmforge.runtime.sampling.penalties import Penalties
+
+# Fetches one block of each of some rows, fp32 [n, size]: of rows of heads, and the numbers of their blocks.
+FetchBlocks = Callable[[list[int], list[int]], NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class TokenSampler:
         self._stop_ids = np.array(sorted(self._stop_tokens), np.int64)
         self._generated = 0
         self._rng = np.random.default_rng(sampling.seed)
+        self._uniforms: deque[float] = deque()  # of the next tokens, that were taken
         self._constraint = constraint
         self._penalties = Penalties(sampling, prompt)
         self._biased = np.array([token for token, _ in sampling.logit_bias], np.int64)
@@ -72,8 +78,7 @@ class TokenSampler:
         self.head_only = self._raw_logits and sampling.logprobs is None
         self.argmax_only = self.head_only and sampling.temperature == 0  # and greedy ones by the largest logit.
         self.temperature = held(sampling.temperature) if sampling.temperature else 0.0
-        self.truncation = (self.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
-        self._uniform: float | None = None  # that was taken, and decided nothing yet
+        self.record = np.array([record(sampling)], DRAW).tobytes()  # without its random number
 
     def is_stop(self, token: int) -> bool:
         """Say whether the sequence ends with `token`."""
@@ -84,7 +89,7 @@ class TokenSampler:
 
         `head`: the row of heads that is theirs, if there is one; then less is computed anew.
 
-        Unless it is greedy, this takes a random number of the sequence's own, seldom more.
+        Unless it is greedy, this takes a random number of the sequence's own.
 
         Raises:
             InputError: logits are NaN or infinite, which no intact engine yields; or -inf for all that may come next.
@@ -102,22 +107,21 @@ class TokenSampler:
         if processed[token] == -np.inf:
             raise InputError("the engine returned -inf for every allowed token")
         if sampling.temperature > 0:
-            uniform = self.next_uniform()
-            self._uniform = None
-            known = known_head(*head, logits) if head is not None and self._raw_logits else None
-            token = draw(processed, sampling, uniform, self._rng.random, known)
+            token = draw(processed, sampling, self.next_uniform(), head if self._raw_logits else None)
+            self._uniforms.popleft()
         self._advance(token)
         return SampledToken(token, None if sampling.logprobs is None else _logprob(logits, token, sampling.logprobs))
 
-    def next_uniform(self) -> float:
-        """Give the random number that decides about the next token, the same one until it has."""
-        if self._uniform is None:
-            self._uniform = self._rng.random()
-        return self._uniform
+    def next_uniform(self, ahead: int = 0) -> float:
+        """Give the random number that decides about the next token, or about one so many tokens `ahead` of it."""
+        while len(self._uniforms) <= ahead:
+            self._uniforms.append(self._rng.random())
+        return self._uniforms[ahead]
 
     def take(self, token: int) -> SampledToken:
         """Take the token that a head of the row decided."""
-        self._uniform = None
+        if self._uniforms:
+            self._uniforms.popleft()
         self._generated += 1
         return SampledToken(token)
 
@@ -143,17 +147,23 @@ class TokenSampler:
             self._constraint.advance(token)
 
 
-def sample_heads(samplers: Sequence[TokenSampler], heads: Heads) -> list[SampledToken | None]:
-    """Sample the next token of each sequence from its row of `heads`, all at once.
+def sample_heads(samplers: Sequence[TokenSampler], heads: Heads, fetch: FetchBlocks) -> list[SampledToken | None]:
+    """Sample the next token of each sequence from its row of `heads`, and what `fetch` fetches, all at once.
 
     None: `TokenSampler.sample` must have the whole row; then it gives the token that it would give without this.
     """
-    how = Truncations.of([sampler.truncation for sampler in samplers])
-    uniforms = np.array([s.next_uniform() if s.temperature and s.head_only else 0.0 for s in samplers])
-    tokens = draw_of_heads(heads, how, uniforms).tolist()
+    how = np.frombuffer(bytearray().join([sampler.record for sampler in samplers]), DRAW)
+    how["uniform"] = [s.next_uniform() if s.temperature and s.head_only else 0.0 for s in samplers]
+    tokens, blocks = draw_of_heads(heads, how)
+    behind = [row for row in np.flatnonzero(blocks >= 0).tolist() if samplers[row].head_only]
+    if behind:
+        chosen, size = blocks[behind].tolist(), mass_blocks(heads.vocabulary)[1]
+        for row, block, logits in zip(behind, chosen, fetch(behind, chosen), strict=True):
+            token = draw_of_block(heads, row, logits, how[row : row + 1])
+            tokens[row] = block * size + token if token >= 0 else -1
     return [
         sampler.take(token) if token >= 0 and sampler.head_only else None
-        for sampler, token in zip(samplers, tokens, strict=True)
+        for sampler, token in zip(samplers, tokens.tolist(), strict=True)
     ]
 
 
