@@ -7,9 +7,10 @@ Runtime's session, and of the copies from a device. A run of it returns at once;
 over a vocabulary of 128,256, with 0.5 to 6 nats a row. As many clients as rows stream from another process.
 
 Of each way to sample, medians over steps, in ms: `waits`, from the question for a run's heads to the beginning of the
-next run, in which a device has nothing to do, and what a tenth of the steps stays below (`tenth`: on a machine that
-others use); `cpu`, of these the processor's time of the engine's thread; `period`, from step to step, with what a device's run would hide (detokenizing, delivering); and, a step: rows that their heads do
-not decide, of which blocks or all logits are fetched, bytes copied from the device, and copies.
+next run, in which a device has nothing to do, and what a tenth of the steps stays below (`tenth`: for a machine that
+others use, too); `cpu`, of these the processor's time of the engine's thread; `period`, from step to step, with what a
+device's run would hide (detokenizing, delivering); and, a step: rows that their heads do not decide, of which blocks or
+all logits are fetched, bytes copied from the device, and copies.
 """
 
 from __future__ import annotations
