@@ -86,6 +86,9 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
         )
     changes = Changes()
     lowered, changes.rewritten = standard.expand(model)
+    inside, outside = cuda_operators.take_norms(lowered, blocks=spec.kv_cache == "paged")
+    changes.rewritten += inside
+    changes.skipped += outside
     if spec.kv_cache == "paged":
         changes.rewritten += _page(lowered)
     changes.rewritten += cuda_operators.split_biases(lowered)

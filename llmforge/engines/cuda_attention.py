@@ -54,6 +54,7 @@ class Attention:
     softcap: bool
     window: bool
     sinks: bool
+    norms: bool = False  # of queries and keys, inside
 
     @property
     def group(self) -> int:
@@ -85,6 +86,7 @@ def of(model: ir.Model) -> Iterator[tuple[ir.Node, Attention]]:
                 softcap=attention.softcap != 0,
                 window=attention.local_window_size > 0,
                 sinks=attention.head_sink is not None,
+                norms=attention.q_norm_weight is not None,
             ),
         )
 
@@ -104,6 +106,7 @@ def expected(attention: Attention, sm: int, *, decode: bool) -> frozenset[str]:
     """Return the kernels that a step may be computed with; two where cuDNN decides."""
     groups = _XQA_GROUPS_INT8 if attention.int8 else _XQA_GROUPS
     fits = attention.head_dim in _XQA_HEADS and attention.group in groups and not attention.softcap
+    fits = fits and not (attention.int8 and attention.norms)
     if decode and fits and sm >= _AMPERE:
         return frozenset({XQA})
     plain = EFFICIENT if sm < _AMPERE or attention.head_dim > _FLASH_LARGEST_HEAD else FLASH

@@ -143,7 +143,11 @@ def make(
         turning_batch=placed.turning_batch(workload.mean_context),
         degrees=tuple(degrees.values()),
         cost=_cost(placed, workload, usd_per_hour),
-        notes=(*_notes(placed, backend), *_paged(placed, backend, workload), *not_built.notes(placed, workload)),
+        notes=(
+            *_notes(placed, backend),
+            *_paged(placed, backend, workload),
+            *(each.note for each in not_built.all_of(placed, workload, degrees[ranks].memory)),
+        ),
     )
 
 
@@ -260,9 +264,9 @@ def _paged(placed: Placement, backend: BackendName, workload: Workload) -> list[
     dims = {dim for _, each in shape.attentions() for dim in (each.key_dim, each.value_dim)}
     latent = any(each.latent is not None for _, each in shape.attentions())
     offered = backend == "onnxruntime" and placed.target.kind == "gpu" and placed.ranks == 1
-    if not offered or len(dims) != 1 or latent or shape.state_elements() or BITS[scheme.kv] <= 8:
+    if not offered or len(dims) != 1 or latent or shape.state_elements() or scheme.kv not in ("fp16", "bf16", "int8"):
         return []
-    tokens, found = paged_block_tokens(*dims), memory(placed, workload)
+    tokens, found = paged_block_tokens(*dims, int8=scheme.kv == "int8"), memory(placed, workload)
     block_bytes = tokens * found.kv_per_token
     blocks = (found.capacity - found.needed + found.cache) // block_bytes
     if blocks < 1:

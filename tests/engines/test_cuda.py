@@ -13,8 +13,9 @@ import pytest
 
 from llmforge import engines, targets
 from llmforge.base.errors import EnvironmentLacks, ForgeError, RunFailed, UnsupportedError, VerificationError
-from llmforge.engines import BuildRequest, cuda, cuda_graphs
-from llmforge.ir import dialect, graph
+from llmforge.engines import BuildRequest, cuda, cuda_graphs, cuda_operators
+from llmforge.ir import dialect, graph, query_key_norms
+from llmforge.ir.operators import contrib
 from llmforge.lowering.pass_base import Budget, Changes, Context, Pass
 from llmforge.passes import (
     FlashAttention,
@@ -38,6 +39,7 @@ H100 = targets.load("h100-sxm")
 SPEC = EngineSpec(max_context=64, max_batch=4)
 BUDGET = Budget(kld_mean=5)
 FORM = Llama(hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=64, vocabulary=128, bias=True)
+NORMED = dataclasses.replace(FORM, query_norm=True)
 FAST = QuantizeWeights(BUDGET, method="rtn", symmetric=True, embedding_bits=16, accuracy_level=0)
 PEAKS = np.full((FORM.kv_heads, FORM.head_dim), 4, np.float32)
 RANGES = Statistics(0, 0, {}, {layer: KvRange(PEAKS, PEAKS) for layer in range(FORM.layers)})
@@ -71,21 +73,61 @@ def logits(model: ir.Model) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("more", "tolerance"),
+    ("more", "form", "tolerance"),
     [
-        ((), 5e-3),
-        ((FAST,), 5e-3),
-        ((dataclasses.replace(FAST, symmetric=False),), 5e-3),
-        ((QuantizeKvCache(BUDGET),), 3e-2),  # a number of a cache may round to its neighbour
+        ((), FORM, 5e-3),
+        ((FAST,), FORM, 5e-3),
+        ((dataclasses.replace(FAST, symmetric=False),), FORM, 5e-3),
+        ((QuantizeKvCache(BUDGET),), FORM, 3e-2),  # a number of a cache may round to its neighbour
+        ((), NORMED, 5e-3),
     ],
-    ids=["dense", "int4, biases apart", "int4 with zero points", "int8 cache"],
+    ids=["dense", "int4, biases apart", "int4 with zero points", "int8 cache", "norms inside attention"],
 )
-def test_what_is_lowered_in_fp16_computes_what_the_graph_did(more: tuple[Pass, ...], tolerance: float) -> None:
-    wanted = logits(dialect.expand(prepared(*more, dtype=None)))
-    lowered, _ = lower(prepared(*more))
-    got = logits(lowered)
+def test_what_is_lowered_in_fp16_computes_what_the_graph_did(
+    more: tuple[Pass, ...], form: Llama, tolerance: float
+) -> None:
+    wanted = logits(dialect.expand(prepared(*more, dtype=None, form=form)))
+    lowered, _ = lower(prepared(*more, form=form))
+    got = logits(query_key_norms.expand(lowered))
     assert np.abs(wanted).max() > 1
     assert np.abs(got - wanted).max() < tolerance * np.abs(wanted).max()
+
+
+def test_attention_norms_queries_and_keys_itself() -> None:
+    lowered, changes = lower(prepared(form=NORMED))
+    layers = contrib.GroupQueryAttention.all(lowered)
+    assert [(len(layer.projections), graph.dims(layer.q_norm_weight)) for layer in layers] == [(1, (16,))] * 2
+    assert not any("norm" in str(node.inputs[1]) for node in lowered.graph if node.op_type == "Reshape")
+    what = "norms inside attention of queries and keys, which are packed"
+    assert [each.node for each in changes.rewritten if each.what == what] == ["l0_attention", "l1_attention"]
+    plain, _ = lower(prepared(form=FORM))
+    assert graph.nodes(lowered) == graph.nodes(plain)  # no Split, no Reshape and no norm is left
+
+
+def test_over_int8_rows_norms_stay_in_front() -> None:
+    lowered, changes = lower(prepared(QuantizeKvCache(BUDGET), form=NORMED))
+    assert all(layer.q_norm_weight is None for layer in contrib.GroupQueryAttention.all(lowered))
+    said = [each.reason for each in changes.skipped if each.node.endswith("_attention")]
+    assert said == ["norms of queries and keys stay: with them XQA reads no int8 cache"] * 2
+
+
+def test_norms_that_differ_or_that_something_else_reads_stay_in_front() -> None:
+    for spoil in (_another_epsilon, _another_reader):
+        model = prepared(form=NORMED)
+        spoil(model)
+        rewritten, _ = cuda_operators.take_norms(model, blocks=False)
+        assert [each.node for each in rewritten] == ["l1_attention"]
+
+
+def _another_epsilon(model: ir.Model) -> None:
+    [norm, *_] = (node for node in model.graph if node.name == "l0_q_normed_node")
+    norm.attributes["epsilon"] = ir.AttrFloat32("epsilon", 0.5)
+
+
+def _another_reader(model: ir.Model) -> None:
+    [norm, *_] = (node for node in model.graph if node.name == "l0_k_normed_node")
+    [seen] = graph.insert(norm, "Identity", [norm.outputs[0]], name="peek")
+    model.graph.outputs.append(seen)
 
 
 def test_the_builder_of_gpus_is_found() -> None:

@@ -54,6 +54,8 @@ EXPECTED = [
     ({"int8": True}, 90, {FLASH}, {XQA}),
     ({"int8": True, "kv_heads": 32}, 90, {FLASH}, {FLASH}),  # one to a KV head
     ({"int8": True, "softcap": True}, 89, {FLASH}, {FLASH}),
+    ({"norms": True}, 90, {FLASH, CUDNN}, {XQA}),
+    ({"norms": True, "int8": True}, 80, {FLASH}, {FLASH}),  # which is why they stay in front there
 ]
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 from llmforge import targets
@@ -78,6 +79,31 @@ def test_the_recorded_kernels_are_those_of_the_wheel(wheel: Path) -> None:
     assert cuda_wheel.dump(cuda_wheel.kernels(wheel)) == cuda_wheel.DATA.read_text(encoding="utf-8")
 
 
+def test_norms_inside_change_no_kernel_but_over_int8_rows(wheel: Path) -> None:
+    """Of what reads 16 bits, and of blocks of either: why `cuda_operators.take_norms` moves them there and only there.
+
+    Decode over int8 blocks says DECODER_ATTENTION here, and XQA where a device tells how much shared memory it wants.
+    """
+    sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "softcap": 0, "sink": False}
+    cases = [
+        {"sm": sm, **sizes, "rotary": True, "window": window, "split": split, "norms": norms, "blocks": blocks, **cache}
+        for sm in (80, 90, 120)
+        for window in (0, 16)
+        for split in (False, True)
+        for blocks in (None, 128)
+        for cache in ({"cache": None}, {"cache": "int8", "granularity": "PER_CHANNEL"})
+        for norms in (False, True)
+    ]
+    found = cuda_attention_script.ask(wheel, cases)
+    for case, without, inside in zip(cases[::2], found[::2], found[1::2], strict=True):
+        if case["blocks"] is None and case["cache"] == "int8":
+            assert (without, inside) == (["FLASH_ATTENTION", "XQA"], ["FLASH_ATTENTION", "FLASH_ATTENTION"])
+        else:
+            assert without == inside
+            decode = {(None, None): "XQA", (128, None): "FLASH_ATTENTION", (128, "int8"): "DECODER_ATTENTION"}
+            assert inside == ["FLASH_ATTENTION", decode[case["blocks"], case["cache"]]]
+
+
 def test_attention_is_computed_by_the_expected_kernels(wheel: Path) -> None:
     """The table of test_cuda_attention.py, less what cuDNN decides."""
     cases = []
@@ -93,9 +119,10 @@ def test_attention_is_computed_by_the_expected_kernels(wheel: Path) -> None:
                 "softcap": 30 if fields["softcap"] else 0,
                 "window": 16 if fields["window"] else 0,
                 "sink": bool(fields["sinks"]),
+                "norms": fields["norms"],
             }
         )
-    refused = [{**cases[-2], "sm": 75}, {**cases[-2], "head_dim": 512}]
+    refused = [{**cases[-1], "sm": 75}, {**cases[-1], "head_dim": 512}]
     found = cuda_attention_script.ask(wheel, [*cases, *refused])
     without_cudnn = [[(kernels - {cuda_attention.CUDNN}) for kernels in row[2:]] for row in EXPECTED]
     assert [[{kernel} for kernel in pair] for pair in found[: len(cases)]] == without_cudnn
@@ -117,8 +144,18 @@ ENGINES = [
     ("glm4-moe", {}, "fp16", (), 80),
     ("deepseek-v2", {}, "fp16", (), 90),
     ("mixtral", WIDE, "fp16", (INT4,), 90),
+    ("qwen3", {}, "fp16", (), 90),  # norms inside attention
+    ("qwen3", {}, "bf16", (QuantizeKvCache(BUDGET),), 80),  # norms in front of it
+    ("gemma3", {}, "bf16", (), 120),
     ("mixtral", WIDE, "bf16", (QuantizeWeights(BUDGET, method="rtn", bits=8),), 80),
 ]
+
+
+def kv_ranges(model: ir.Model) -> Statistics:
+    """Calibrate caches: every key and value reaches to 1."""
+    shapes = {value.name: value.shape for value in model.graph.inputs if value.name.endswith(".key")}
+    peaks = {int(key.split(".")[1]): np.ones((shape[1], shape[3]), np.float32) for key, shape in shapes.items()}
+    return Statistics(0, 0, {}, {layer: KvRange(peak, peak) for layer, peak in peaks.items()})
 
 
 # models over blocks of a pool, with what is particular to each, and the SM
@@ -128,6 +165,7 @@ PAGED = [
     ("qwen2", "bf16", (), 90),
     ("gemma2", "fp16", (), 89),  # windows, soft caps
     ("gpt-oss", "bf16", (), 90),  # windows, sinks
+    ("qwen3", "fp16", (QuantizeKvCache(BUDGET),), 90),  # norms inside, int8 blocks
 ]
 
 
@@ -137,8 +175,9 @@ def test_engines_over_blocks_load_and_are_captured(
 ) -> None:
     zoo.write(name, tmp_path / "checkpoint")
     model, target = trace(Checkpoint.open(tmp_path / "checkpoint")), targets.load("h100-sxm")
+    ranges = kv_ranges(model)
     for step in (FuseNorms(), PackQkv(), PackGateUp(), FlashAttention(), *more, FuseExperts()):
-        step.run(model, Context(target))
+        step.run(model, Context(target, ranges))
     LowerPrecision(BUDGET, dtype).run(model, Context(target))
     spec = EngineSpec(max_context=64, max_batch=2, kv_cache="paged")
     lowered, _ = cuda.lower(model, target, spec)
@@ -148,8 +187,9 @@ def test_engines_over_blocks_load_and_are_captured(
     assert found["forbidden"] == 0, found["first_forbidden"]
     steps = found["log"].partition("PREFILL")[2].split("DECODE", 1)
     said = [set(re.findall(r"Operator=PagedAttention .*SdpaKernel=(\w+)", step)) for step in steps]
-    flash = {"FLASH_ATTENTION"}
-    assert said == ([flash, flash] if sm >= 80 else [{"EFFICIENT_ATTENTION"}, {"DECODER_ATTENTION"}])
+    prefill = {"FLASH_ATTENTION" if sm >= 80 else "EFFICIENT_ATTENTION"}
+    in_place = sm < 80 or any(isinstance(step, QuantizeKvCache) for step in more)
+    assert said == [prefill, {"DECODER_ATTENTION"} if in_place else prefill]
 
 
 @pytest.mark.parametrize(("name", "changes", "dtype", "more", "sm"), ENGINES)
@@ -158,9 +198,7 @@ def test_engines_load_and_are_captured(
 ) -> None:
     zoo.write(name, tmp_path / "checkpoint", **changes)
     model, target = trace(Checkpoint.open(tmp_path / "checkpoint")), targets.load("h100-sxm")
-    shapes = {value.name: value.shape for value in model.graph.inputs if value.name.endswith(".key")}
-    peaks = {int(key.split(".")[1]): np.ones((shape[1], shape[3]), np.float32) for key, shape in shapes.items()}
-    ranges = Statistics(0, 0, {}, {layer: KvRange(peak, peak) for layer, peak in peaks.items()})
+    ranges = kv_ranges(model)
     first = (FuseNorms(), PackQkv(), PackGateUp(), FlashAttention())
     for step in (*first, *more, FuseExperts(), LowerPrecision(BUDGET, dtype)):
         step.run(model, Context(target, ranges))

@@ -193,7 +193,8 @@ class PagedSession(CapturedSession[PagedCache]):
         of_a_row = -(-capacity // self.block_size)
         planned = max(of_a_row, min(self.blocks, batch * of_a_row))
         free, total = self.device.memory()
-        fitting = int(free * FREE_PART) // self.block_bytes - 1 if total else planned
+        room = int(free * FREE_PART) - self._gathered_bytes(batch, capacity)
+        fitting = room // self.block_bytes - 1 if total else planned
         pool = BlockPool(max(of_a_row, min(planned, fitting)), self.block_size)
         self._fewer = (
             (f"a KV cache of {pool.blocks} blocks instead of {planned}: {free / 1e9:.1f} GB of the device were free",)
@@ -210,6 +211,11 @@ class PagedSession(CapturedSession[PagedCache]):
         """Size of one block, in all layers."""
         token = sum(c.kv_heads * c.head_dim * ELEMENTS[c.dtype].size_bytes for c in self.signature.caches)
         return token * self.block_size
+
+    def _gathered_bytes(self, batch: int, capacity: int) -> int:
+        """Size of what a step with prompts gathers of int8 blocks, in 16 bits (engines.cuda_graphs.gathered_bytes)."""
+        channels = [c.kv_heads * c.head_dim for c in self.signature.caches if c.dtype == "int8"]
+        return 2 * 2 * batch * capacity * max(channels, default=0)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -299,10 +305,20 @@ class PagedSession(CapturedSession[PagedCache]):
             interface.CUMULATIVE_LENGTHS: ends,
             interface.PAST_SEQLENS: past,
             interface.BLOCK_TABLE: table,
-            interface.ATTENTION_METADATA: np.array([int(lengths.max()), longest], np.int32),
+            interface.ATTENTION_METADATA: np.array([int(lengths.max()), longest, self._at_least(longest)], np.int32),
             interface.LOGITS_ROWS: rows,
         }
         return {name: value for name, value in made.items() if name in self._input_names}
+
+    def _at_least(self, longest: int) -> int:
+        """Give a number of tokens that the longest text has of every step that runs as one of up to `longest`.
+
+        FlashAttention divides texts of more than 512 tokens among blocks of threads only where it is told so: a few
+        long texts would keep a few multiprocessors busy. A bound that is too high changes no result.
+        """
+        if not self._captures:
+            return longest
+        return 1 + max((capture.length for capture in self._captures if capture.length < longest), default=0)
 
     def _decode(
         self, feeds: Mapping[str, NDArray[Any]], cache: PagedCache, out: NDArray[np.float32], batch: int, graph_id: int
