@@ -66,8 +66,8 @@ class _Expansion(Builder):
             dense.append(read if scale is None else self._add(node, "Mul", [read, self._by_head(scale)]))  # [B·L, K, D]
         keys = self._add(node, "Transpose", [dense[0]], {"perm": [1, 2, 0]})  # [K, D, B·L]
         values = self._add(node, "Transpose", [dense[1]], {"perm": [1, 0, 2]})  # [K, B·L, D]
-        scale = layer.scale if layer.scale else head_dim**-0.5
-        q = self._add(node, "Mul", [self._float(node, q, dtype), self._number(scale)])
+        factor = layer.scale if layer.scale else head_dim**-0.5
+        q = self._add(node, "Mul", [self._float(node, q, dtype), self._number(factor)])
         q = self._add(
             node, "Reshape", [q, self._constant(f"paged.q_{kv_heads}_{group}", [-1, kv_heads, group, head_dim])]
         )

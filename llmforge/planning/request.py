@@ -125,21 +125,17 @@ def refuse_what_is_not_built(recipe: Recipe) -> None:
     """Return if a recipe asks for no way of serving that is not built; else say what it would bring.
 
     Raises:
-        UnsupportedError: it does; names the keys, and has the figures for its model and its target.
+        UnsupportedError: it does; with the figures of the first for its model and its target, and names the others.
         CheckpointError: the configuration is not usable.
     """
     asked = recipe.engine.not_built
     if not asked:
         return
-    lines, hints = [], []
-    for each in _not_built(recipe):
-        if each.key in asked:
-            lines.append(f"{recipe.where('engine', each.key)}: engine.{each.key}: {each.note}")
-            hints.append(each.hint)
-    if len(lines) == 1:
-        raise UnsupportedError(lines[0], hint=hints[0])
-    listed = [f"{line} ({hint})" for line, hint in zip(lines, hints, strict=True)]
-    raise UnsupportedError("\n".join([f"{len(lines)} problems:", *listed]))
+    first, *others = (each for each in _not_built(recipe) if each.key in asked)
+    either = "".join(f"; engine.{each.key} is not, either" for each in others)
+    raise UnsupportedError(
+        f"{recipe.where('engine', first.key)}: engine.{first.key}: {first.note}{either}", hint=first.hint
+    )
 
 
 def _not_built(recipe: Recipe) -> tuple[NotBuilt, ...]:
