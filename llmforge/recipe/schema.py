@@ -25,6 +25,7 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     ValidationError,
     ValidationInfo,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -32,7 +33,7 @@ from pydantic import (
 from llmforge import targets
 from llmforge.base import backends, plugins, small_file
 from llmforge.base.backends import BACKENDS, BackendName
-from llmforge.base.errors import InputError, RecipeError, UsageError
+from llmforge.base.errors import EnvironmentLacks, InputError, RecipeError, UsageError
 from llmforge.base.located_yaml import Location, Source, dotted, read
 from llmforge.base.plugins import Plugin
 from llmforge.checkpoint import documents, hub
@@ -425,6 +426,13 @@ class TritonSpec(_Section):
         default=(), max_length=1024, description="GPU indices, for kind gpu; default: all"
     )
     versions: int | None = Field(default=1, ge=1, le=2**20, description="number of newest versions to serve; null: all")
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _has_one_device(cls, kind: object) -> object:
+        if kind == "model":
+            raise ValueError("must be 'cpu' or 'gpu': an instance of KIND_MODEL has no device, and an engine needs one")
+        return kind
 
 
 class ServingSpec(_Section):
@@ -867,6 +875,7 @@ class Recipe(_Section):
                 targets.meant(self.target)
             except UsageError as error:
                 yield self._problem(("target",), error.message, error.hint)
+        yield from self._triton_elsewhere()
         named = [each.name for each in self.adapters]
         for number, name in enumerate(named):
             if name in named[:number]:
@@ -978,6 +987,19 @@ class Recipe(_Section):
                         f"its longest request has {tokens} tokens of prompt and answer, more than engine.max_context, "
                         f"{longest}",
                     )
+
+    def _triton_elsewhere(self) -> Iterator[Problem]:
+        """Find instances of Triton on a kind of device that engines for the target do not run on."""
+        triton = self.serving.triton
+        wanted = triton.kind or ("gpu" if triton.gpus else None)
+        try:
+            kind = targets.find(self.target).kind
+        except (UsageError, EnvironmentLacks):
+            return
+        if wanted not in (None, kind):
+            key = "kind" if triton.kind else "gpus"
+            what = f"asks for a {wanted}, and engines for target {Path(self.target).stem} run on a {kind}"
+            yield self._problem(("serving", "triton", key), what, "leave it out")
 
     def _target_file(self, path: Path) -> Iterator[Problem]:
         """Find what is wrong with the file of a target; an engine is built for one that is known everywhere."""
