@@ -53,6 +53,10 @@ VERSION = kernels.cuda().wheel.rpartition("=")[2]
 FAST_ENTRY, FAST_ROWS_ENTRY = "ep.cuda.fpa_intb_gemm", "ep.cuda.fpa_intb_profile_m"
 FUSIONS_ENTRY = "optimization.disable_specified_optimizers"
 
+# Tokens that tactics of the fast product are chosen for at load where a step has any number of them, up to the longest:
+# one of 20 has that of 32, which would else be timed in the middle of serving.
+TACTICS = tuple(1 << i for i in range(max(SHAPES).bit_length()))
+
 # Tokens of the steps that prove an engine: kernels of products are chosen by the power of two at or above them.
 PROVED_TOKENS = tuple(sorted({*(1 << i for i in range(10)), *(3 << i for i in range(8))}))  # 1 … 512
 
@@ -92,6 +96,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     if spec.kv_cache == "paged":
         changes.rewritten += _page(lowered)
     changes.rewritten += cuda_operators.split_biases(lowered)
+    changes.rewritten += cuda_operators.keep_out(lowered)
     changes.rewritten += cuda_operators.name_layouts(lowered)
     changes.rewritten += cuda_operators.widen(lowered)
     changes.rewritten.append(heads.give_heads(lowered))
@@ -159,16 +164,20 @@ def check(model: ir.Model, target: Target) -> None:
 
 def _refuse(model: ir.Model, sm: int) -> None:
     """Refuse what the provider takes when it loads the graph and refuses when it runs it."""
-    found = [(node, cuda_attention.reason_against(attention, sm)) for node, attention in cuda_attention.of(model)]
-    found += [(experts.node, cuda_operators.experts_reason(experts)) for experts in contrib.QMoE.all(model)]
-    for node, reason in found:
+    rows, blocks = (
+        "leave quantize-kv-cache out of the recipe, or choose another target",
+        "set `engine: {kv_cache: slots}`",
+    )
+    experts_hint = "exclude the experts from quantize-weights, and fuse them with fuse-experts"
+    found = [(node, cuda_attention.reason_against(attention, sm), rows) for node, attention in cuda_attention.of(model)]
+    for layer in contrib.PagedAttention.all(model):
+        found.append((layer.node, cuda_attention.blocks_reason(layer, sm), blocks))
+    for experts in (*contrib.MoE.all(model), *contrib.QMoE.all(model)):
+        hint = "choose another target" if sm < cuda_operators.EXPERTS_SINCE_SM else experts_hint
+        found.append((experts.node, cuda_operators.experts_reason(experts, sm), hint))
+    for node, reason, hint in found:
         if reason is not None:
-            raise UnsupportedError(
-                f"{node.op_type} {node.name} on CUDA: {reason}",
-                hint="leave quantize-kv-cache out of the recipe, or choose another target"
-                if contrib.GroupQueryAttention.matches(node)
-                else "exclude the experts from quantize-weights, and fuse them with fuse-experts",
-            )
+            raise UnsupportedError(f"{node.op_type} {node.name} on CUDA: {reason}", hint=hint)
 
 
 def build(request: BuildRequest) -> Engine:
@@ -279,7 +288,7 @@ def session_options(model: ir.Model, buckets: Sequence[int]) -> SessionOptions:
       chosen before anything is captured: only where a product is fit for it. There `MatMulNBitsFusion` stays off, by
       which ONNX Runtime would put a bias back into the operator, and the product on the slow path: seen in the wheel.
     """
-    on_host = any(map(Shape.matches, model.graph.all_nodes()))
+    on_host, paged = any(map(Shape.matches, model.graph.all_nodes())), bool(contrib.PagedAttention.all(model))
     entries = {
         "session.disable_cpu_ep_fallback": "0" if on_host else "1",
         "session.use_device_allocator_for_initializers": "1",
@@ -287,7 +296,7 @@ def session_options(model: ir.Model, buckets: Sequence[int]) -> SessionOptions:
     if cuda_operators.any_fast(model):
         entries |= {
             FAST_ENTRY: "1",
-            FAST_ROWS_ENTRY: ",".join(map(str, sorted({*buckets, *SHAPES}))),
+            FAST_ROWS_ENTRY: ",".join(map(str, sorted({*buckets, *(TACTICS if paged else SHAPES)}))),
             FUSIONS_ENTRY: "MatMulNBitsFusion",
         }
     return SessionOptions(threads=1, optimize=True, entries=entries)

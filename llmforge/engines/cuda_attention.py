@@ -26,7 +26,7 @@ import onnx_ir as ir
 
 from llmforge.base.errors import VerificationError
 from llmforge.ir import graph
-from llmforge.ir.operators.contrib import GroupQueryAttention
+from llmforge.ir.operators.contrib import GroupQueryAttention, PagedAttention
 
 DEBUG_VARIABLE = "ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO"
 XQA, CUDNN, FLASH, EFFICIENT = "XQA", "CUDNN_FLASH_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"
@@ -99,6 +99,17 @@ def reason_against(attention: Attention, sm: int) -> str | None:
         return f"int8 caches need SM {_AMPERE} or above, not SM {sm}"
     if attention.head_dim > _FLASH_LARGEST_HEAD:
         return f"int8 caches need heads of up to {_FLASH_LARGEST_HEAD} channels, not {attention.head_dim}"
+    return None
+
+
+def blocks_reason(layer: PagedAttention, sm: int) -> str | None:
+    """Say why the provider has no kernel for attention over blocks on a device of `sm`; None where it has."""
+    head_dim = graph.width(layer.key_cache)
+    if layer.head_sink is not None and (sm < _AMPERE or head_dim > _FLASH_LARGEST_HEAD):
+        return (
+            f"sinks over blocks need SM {_AMPERE} or above and heads of up to {_FLASH_LARGEST_HEAD} channels, not SM "
+            f"{sm} and {head_dim}"
+        )
     return None
 
 

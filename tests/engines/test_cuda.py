@@ -19,6 +19,7 @@ from llmforge.ir.operators import contrib
 from llmforge.lowering.pass_base import Budget, Changes, Context, Pass
 from llmforge.passes import (
     FlashAttention,
+    FuseExperts,
     FuseNorms,
     LowerPrecision,
     PackQkv,
@@ -193,7 +194,7 @@ def test_the_fast_product_gets_no_bias() -> None:
         (dataclasses.replace(FAST, symmetric=False), "fp16", FORM, "takes no zero points; runs on a slower"),
         (dataclasses.replace(FAST, block_size=64), "fp16", FORM, "takes blocks of 32, not 64"),
         (dataclasses.replace(FAST, symmetric=False, block_size=64), "bf16", FORM, "takes blocks of 32, not 64"),
-        (FAST, "fp16", dataclasses.replace(FORM, mlp=96), r"multiples of 64 outputs and 32 inputs, not \[96, 64\]"),
+        (FAST, "fp16", dataclasses.replace(FORM, mlp=96), r"multiples of 64 outputs and 64 inputs, not \[96, 64\]"),
     ],
 )
 def test_slower_products_are_listed_with_the_reason(step: Pass, dtype: str, form: Llama, reason: str) -> None:
@@ -205,6 +206,28 @@ def test_slower_products_are_listed_with_the_reason(step: Pass, dtype: str, form
 def test_without_a_fast_product_nothing_is_said_of_it() -> None:
     lowered, _ = lower(prepared(dataclasses.replace(FAST, block_size=64)))
     assert cuda.FAST_ENTRY not in cuda.session_options(lowered, (1,)).entries
+
+
+def test_what_the_fast_product_fails_at_is_kept_from_it_by_a_bias() -> None:
+    """96 inputs: ONNX Runtime takes them, and has no tactic for more than 8 tokens (test_cuda_wheel.py)."""
+    form = dataclasses.replace(FORM, mlp=96, bias=False)
+    graph_of = prepared(FAST, form=form)
+    lowered, changes = lower(graph_of)
+    kept = {product.K for product in contrib.MatMulNBits.all(lowered) if product.bias is not None}
+    assert kept == {96}
+    assert {product.K for product in contrib.MatMulNBits.all(lowered) if product.bias is None} == {64}
+    what = "a bias of zeros: the fast kernel has no tactic for 96 inputs"
+    assert len([each for each in changes.rewritten if each.what == what]) == form.layers
+    wanted = logits(dialect.expand(prepared(FAST, form=form, dtype=None)))
+    assert np.abs(logits(lowered) - wanted).max() < 5e-3 * np.abs(wanted).max()
+
+
+def test_tactics_are_chosen_at_load_for_all_that_blocks_may_run() -> None:
+    """A step over blocks has any number of tokens up to 512; one over rows has those of the prefill shapes."""
+    spec = EngineSpec(max_context=64, max_batch=3, kv_cache="paged")
+    lowered, _ = lower(prepared(FAST), spec)
+    rows = cuda.session_options(lowered, (1, 2, 3)).entries[cuda.FAST_ROWS_ENTRY]
+    assert rows == "1,2,3,4,8,16,32,64,128,256,512"
 
 
 def test_operators_without_a_kernel_for_bf16_compute_in_fp32() -> None:
@@ -284,6 +307,24 @@ def test_experts_that_the_kernel_refuses(step: Pass, sizes: dict[str, int], reas
     with pytest.raises(UnsupportedError, match=reason) as caught:
         lower(model)
     assert "fuse-experts" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("step", [FAST, FuseExperts()])
+def test_experts_of_an_old_device_are_refused(step: Pass) -> None:
+    lower(of_experts(step))
+    with pytest.raises(
+        UnsupportedError, match=r"MoE .* on CUDA: products of experts need SM 80 or above, not SM 75"
+    ) as caught:
+        lower(of_experts(step), target="t4")
+    assert caught.value.hint == "choose another target"
+
+
+def test_sinks_over_blocks_of_an_old_device_are_refused() -> None:
+    form, spec = dataclasses.replace(FORM, sinks=True), EngineSpec(max_context=64, max_batch=4, kv_cache="paged")
+    lower(prepared(form=form), spec)
+    with pytest.raises(UnsupportedError, match=r"sinks over blocks need SM 80 .*, not SM 75 and 16") as caught:
+        lower(prepared(form=form, target="t4"), spec, "t4")
+    assert "kv_cache: slots" in (caught.value.hint or "")
 
 
 def test_experts_that_stay_a_loop_are_refused() -> None:

@@ -20,6 +20,7 @@ import onnx_ir as ir
 import pytest
 
 from llmforge import targets
+from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import BuildRequest, cuda, cuda_attention, cuda_operators
 from llmforge.ir.operators import contrib
@@ -77,6 +78,24 @@ def wheel() -> Path:
 
 def test_the_recorded_kernels_are_those_of_the_wheel(wheel: Path) -> None:
     assert cuda_wheel.dump(cuda_wheel.kernels(wheel)) == cuda_wheel.DATA.read_text(encoding="utf-8")
+
+
+def test_the_fast_product_has_no_tactic_for_odd_halves_of_64_inputs(wheel: Path, tmp_path: Path) -> None:
+    """Why `cuda_operators.keep_out` gives such a product a bias: without it, a prefill fails."""
+    zoo.write("llama-mha-biases", tmp_path / "checkpoint")
+    model, target = trace(Checkpoint.open(tmp_path / "checkpoint")), targets.load("h100-sxm")
+    for step in (FuseNorms(), PackQkv(), FlashAttention(), INT4, LowerPrecision(BUDGET, "fp16")):
+        step.run(model, Context(target))
+    lowered, _ = cuda.lower(model, target, SPEC)
+    odd = [product for product in contrib.MatMulNBits.all(lowered) if product.K % 64]
+    assert {product.K for product in odd} == {96}
+    cuda.write(BuildRequest(lowered, tmp_path / "kept", SPEC, target, (0,), 0))
+    assert cuda_wheel.rehearse(wheel, tmp_path / "kept", 90)["forbidden"] == 0
+    for product in odd:
+        product.bias = None
+    cuda.write(BuildRequest(lowered, tmp_path / "taken", SPEC, target, (0,), 0))
+    with pytest.raises(SystemExit, match="No valid fpA_intB MatMulN"):
+        cuda_wheel.rehearse(wheel, tmp_path / "taken", 90)
 
 
 def test_norms_inside_change_no_kernel_but_over_int8_rows(wheel: Path) -> None:
@@ -167,6 +186,29 @@ PAGED = [
     ("gpt-oss", "bf16", (), 90),  # windows, sinks
     ("qwen3", "fp16", (QuantizeKvCache(BUDGET),), 90),  # norms inside, int8 blocks
 ]
+
+
+OLD = {  # what fails on SM 75, as `cuda` says before anything runs
+    "experts": ("mixtral", "slots", (), "Arch unsupported for MoE GEMM"),
+    "quantized experts": ("mixtral", "slots", (INT4,), "Arch unsupported for MoE GEMM"),
+    "sinks": ("gpt-oss", "paged", (), "'head_sink' is only supported by the FlashAttention and paged decode backends"),
+}
+
+
+@pytest.mark.parametrize("case", OLD)
+def test_what_an_old_device_has_no_kernels_for(case: str, wheel: Path, tmp_path: Path) -> None:
+    name, kv_cache, more, said = OLD[case]
+    zoo.write(name, tmp_path / "checkpoint", **(WIDE if name == "mixtral" else {}))
+    model, target = trace(Checkpoint.open(tmp_path / "checkpoint")), targets.load("h100-sxm")
+    for step in (FuseNorms(), PackQkv(), FlashAttention(), *more, FuseExperts(), LowerPrecision(BUDGET, "fp16")):
+        step.run(model, Context(target))
+    spec = SPEC.model_copy(update={"kv_cache": kv_cache})
+    lowered, _ = cuda.lower(model, target, spec)
+    cuda.write(BuildRequest(lowered, tmp_path / "engine", spec, target, (0,), 0))
+    with pytest.raises(SystemExit, match=said):
+        cuda_wheel.rehearse(wheel, tmp_path / "engine", 75)
+    with pytest.raises(UnsupportedError, match="need SM 80"):
+        cuda.lower(model, targets.load("t4"), spec)
 
 
 @pytest.mark.parametrize(("name", "dtype", "more", "sm"), PAGED)
