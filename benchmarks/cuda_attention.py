@@ -5,8 +5,9 @@
 CASES is a list of objects: sm, dtype (float16, bfloat16), heads, kv_heads, head_dim, cache (null: that of the dtype,
 int8), granularity (PER_TENSOR, PER_CHANNEL; of int8), softcap, window (0: none), sink (true, false), and where they
 are wanted norms and rotary (true: of queries and keys, inside), split (true: query, key and value are not packed) and
-blocks (tokens of a block: PagedAttention, else GroupQueryAttention). Printed is a list of [kernel of a prefill, kernel
-of a decode step]; in the place of a kernel stands why ONNX Runtime refuses it.
+blocks (tokens of a block: PagedAttention, else GroupQueryAttention) with at_least (tokens that the longest text of a
+decode step of one row has at least; of 8192 at most). Printed is a list of [kernel of a prefill, kernel of a decode
+step], with `NumSplits=…` behind it where it divides texts; in the place of a kernel stands why ONNX Runtime refuses it.
 
 cuDNN, which on SM 90 and above is asked first for a prefill, is left out: only the library itself knows what it takes.
 """
@@ -25,7 +26,7 @@ from typing import Any
 
 import cuda_wheel
 
-CAPACITY, PROMPT = 512, 64
+CAPACITY, PROMPT, LONG = 512, 64, 8192
 
 
 def ask(wheel: Path, cases: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -127,11 +128,13 @@ def _inside(file: Path) -> None:
         except Exception as error:  # noqa: BLE001 - the answer that was asked for
             found.append([str(error)] * 2)
             continue
-        config = {"max_context": CAPACITY, "max_batch": 2}
+        at_least = case.get("at_least")
+        rows, length = (2, CAPACITY) if at_least is None else (1, LONG)
+        config = {"max_context": CAPACITY, "max_batch": rows, "at_least": at_least or 1}
         if block := case.get("blocks"):
-            config["kv_blocks"] = 2 * CAPACITY // block
+            config["kv_blocks"] = rows * length // block
         steps = cuda_wheel.Steps(ort, session, config)
-        found.append([_kernel(steps, 2, PROMPT, PROMPT), _kernel(steps, 2, 1, CAPACITY)])
+        found.append([_kernel(steps, rows, PROMPT, PROMPT), _kernel(steps, rows, 1, length)])
     cuda_wheel.leave({"kernels": found})
 
 
@@ -150,8 +153,8 @@ def _kernel(steps: Any, batch: int, tokens: int, length: int) -> str:
             os.close(kept)
         file.seek(0)
         printed = file.read().decode()
-    kernel = re.search(r"SdpaKernel=(\w+)", printed)
-    return "none" if kernel is None else kernel[1]
+    kernel = re.search(r"SdpaKernel=(\w+)(?: (NumSplits=(?:[2-9]|\d\d+)\b))?", printed)
+    return "none" if kernel is None else " ".join(filter(None, kernel.groups()))
 
 
 def main() -> None:

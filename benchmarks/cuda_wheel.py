@@ -267,7 +267,8 @@ class Steps:
         if blocks := self.config.get("kv_blocks"):  # llmforge.lowering.paged_attention names these dimensions
             sizes |= {"tokens": batch * tokens, "batch_plus_1": batch + 1, "blocks": blocks + 1}
             sizes |= {"blocks_of_a_row": -(-blocks // self.config["max_batch"])}
-        host = {"total_sequence_length": length, "attention_metadata": [tokens, length, 1]}
+        at_least = self.config.get("at_least", 1)  # of cuda_attention.py
+        host = {"total_sequence_length": length, "attention_metadata": [tokens, length, at_least]}
         binding = self.session.io_binding()
         for value in self.session.get_inputs():
             if value.name in host:

@@ -172,7 +172,8 @@ def _refuse(model: ir.Model, sm: int) -> None:
     found = [(node, cuda_attention.reason_against(attention, sm), rows) for node, attention in cuda_attention.of(model)]
     for layer in contrib.PagedAttention.all(model):
         found.append((layer.node, cuda_attention.blocks_reason(layer, sm), blocks))
-    for experts in (*contrib.MoE.all(model), *contrib.QMoE.all(model)):
+    kernels_of_experts: list[contrib.MoE | contrib.QMoE] = [*contrib.MoE.all(model), *contrib.QMoE.all(model)]
+    for experts in kernels_of_experts:
         hint = "choose another target" if sm < cuda_operators.EXPERTS_SINCE_SM else experts_hint
         found.append((experts.node, cuda_operators.experts_reason(experts, sm), hint))
     for node, reason, hint in found:

@@ -98,6 +98,15 @@ def test_the_fast_product_has_no_tactic_for_odd_halves_of_64_inputs(wheel: Path,
         cuda_wheel.rehearse(wheel, tmp_path / "taken", 90)
 
 
+def test_long_texts_over_blocks_are_divided_where_attention_knows_that_they_are_long(wheel: Path) -> None:
+    """Why the third number of `attention_metadata` is given (runtime/backends/paged.py)."""
+    case = {"sm": 90, "dtype": "float16", "heads": 32, "kv_heads": 8, "head_dim": 128, "cache": None, "softcap": 0}
+    case |= {"window": 0, "sink": False, "blocks": 128}
+    found = cuda_attention_script.ask(wheel, [{**case, "at_least": tokens} for tokens in (1, 512, 513, 4097)])
+    assert [decode for _, decode in found[:2]] == ["FLASH_ATTENTION"] * 2
+    assert all(re.fullmatch(r"FLASH_ATTENTION NumSplits=[2-9]", decode) for _, decode in found[2:])
+
+
 def test_norms_inside_change_no_kernel_but_over_int8_rows(wheel: Path) -> None:
     """Of what reads 16 bits, and of blocks of either: why `cuda_operators.take_norms` moves them there and only there.
 
@@ -119,7 +128,8 @@ def test_norms_inside_change_no_kernel_but_over_int8_rows(wheel: Path) -> None:
             assert (without, inside) == (["FLASH_ATTENTION", "XQA"], ["FLASH_ATTENTION", "FLASH_ATTENTION"])
         else:
             assert without == inside
-            decode = {(None, None): "XQA", (128, None): "FLASH_ATTENTION", (128, "int8"): "DECODER_ATTENTION"}
+            decode = {(None, None): "XQA", (128, None): "FLASH_ATTENTION"}
+            decode |= {(128, "int8"): "DECODER_ATTENTION NumSplits=4"}
             assert inside == ["FLASH_ATTENTION", decode[case["blocks"], case["cache"]]]
 
 
