@@ -221,7 +221,44 @@ def test_attention_is_told_how_long_the_longest_text_is_at_least() -> None:
     captures = tuple(Capture(i + 1, 2, length) for i, length in enumerate([96, 32]))
     session = session_of(model, buckets=(2,), graphs=GraphPlan("allow", captures))
     assert [session._at_least(longest) for longest in (32, 96, 40)] == [1, 33, 33]
-    assert session_of(model)._at_least(77) == 77
+    assert session_of(model)._at_least(64) == 33  # bounds of steps that are not captured are powers of two
+
+
+def test_steps_that_are_not_captured_have_few_bounds() -> None:
+    """From SM 90 on cuDNN keeps a plan for each bound of a step that only decodes."""
+    model = decoder()
+    paged_attention.lower(model, BLOCK)
+    session = session_of(model, buckets=(2,))
+    cache, out = session.allocate(2, 96), np.empty((1, 97), np.float32)
+    table = cache.pool.open(())
+    cache.pool.grow(table, 0, 96)
+    given, bounds = session._feeds, []
+
+    def watched(*args: object) -> object:
+        bounds.append(args[4])
+        return given(*args)
+
+    session._feeds = watched
+    for past in range(90):
+        session.run([Piece([1], past, table, True)], cache, out)
+    assert set(bounds) == {1, 2, 4, 8, 16, 32, 64, 128}
+
+
+def test_on_a_device_prompts_of_each_power_of_two_run_once_before_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoder()
+    paged_attention.lower(model, BLOCK)
+    session = session_of(model)
+    ran = []
+    prepare = session._prepare
+    monkeypatch.setattr(
+        session, "_prepare", lambda pieces, cache: ran.append(len(pieces[0].tokens)) or prepare(pieces, cache)
+    )
+    session.allocate(2, 96)
+    assert ran == []  # the host times nothing
+    monkeypatch.setattr(device.HostDevice, "memory", lambda self: (1 << 30, 1 << 30))
+    cache = session.allocate(2, 96)
+    assert ran == [64, 32, 16, 8, 4, 2, 1]
+    assert cache.pool.available == cache.pool.blocks
 
 
 def test_a_graph_over_rows_is_no_engine_over_blocks() -> None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.base.backends import PREFILL_CHUNK
 from llmforge.base.errors import InputError, RunFailed, UsageError
 from llmforge.ir import interface
 from llmforge.runtime.backends.block_pool import BlockPool, BlockTable, Copy, NoBlocks
@@ -196,6 +197,7 @@ class PagedSession(CapturedSession[PagedCache]):
         Raises:
             EnvironmentLacks: the device has no room for those.
             VerificationError: a step that must be captured is not.
+            RunFailed: a step that reads a prompt fails.
         """
         if batch < 1 or capacity < 1:
             raise ValueError(f"a cache of {batch} rows of {capacity} tokens")
@@ -211,9 +213,22 @@ class PagedSession(CapturedSession[PagedCache]):
             else ()
         )
         cache = PagedCache(batch, capacity, self._store(pool.blocks + 1), pool, [None] * batch)
+        if total:
+            self._on_thread(lambda: self._warm(cache))
         if self._captures and all(c.batch <= batch and c.length <= capacity for c in self._captures):
             self._on_thread(lambda: self._capture(cache))
         return cache
+
+    def _warm(self, cache: PagedCache) -> None:
+        """Read a prompt of each power of two of tokens, so that no request waits for what is chosen by that.
+
+        Products time their tactics in the first step of each (fpA_intB, QMoE): other steps need no padding.
+        """
+        table, out = cache.pool.open(()), np.empty((1, self.vocabulary), np.float32)
+        cache.pool.grow(table, 0, cache.capacity)
+        for tokens in (1 << i for i in reversed(range(min(PREFILL_CHUNK, cache.capacity).bit_length()))):
+            self._execute(cache, self._prepare([Piece([0] * tokens, 0, table, wanted=True)], cache), out)
+        cache.pool.close(table)
 
     @property
     def block_bytes(self) -> int:
@@ -335,7 +350,8 @@ class PagedSession(CapturedSession[PagedCache]):
         bucket = next((size for size in self.buckets if size >= len(pieces)), None) if decode else None
         if bucket is not None:
             length, graph_id = self._graph_of(cache.store.memory, bucket, longest)
-            feeds = self._feeds(pieces, cache, None, bucket, length or longest, temperatures)
+            bound = length or 1 << (longest - 1).bit_length()  # cuDNN builds and keeps a plan for each that it meets
+            feeds = self._feeds(pieces, cache, None, bucket, bound, temperatures)
             return self._prepare_decode(feeds, cache, graph_id)
         feeds = self._feeds(pieces, cache, rows, len(pieces), longest, temperatures)
         most, count = max(value.nbytes for value in feeds.values()), max(1, count)
@@ -390,7 +406,7 @@ class PagedSession(CapturedSession[PagedCache]):
         long texts would keep a few multiprocessors busy. A bound that is too high changes no result.
         """
         if not self._captures:
-            return longest
+            return longest // 2 + 1
         return 1 + max((capture.length for capture in self._captures if capture.length < longest), default=0)
 
     def _prepare_decode(self, feeds: Mapping[str, NDArray[Any]], cache: PagedCache, graph_id: int) -> _Step:
