@@ -78,6 +78,7 @@ def build(
     max_batch: int,
     max_context: int,
     backend: str = "onnxruntime",
+    kv_cache: str | None = None,
 ) -> dict[str, Any]:
     """Write the engine of `checkpoint` into `folder`, anew; return what is known of it."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -91,7 +92,9 @@ def build(
     for step in made:
         step.run(model, Context(chosen) if ranges is None else Context(chosen, statistics=ranges))
     # What cannot be recorded is part of the evidence, and keeps nothing from being measured.
-    spec = EngineSpec(backend=backend, max_context=max_context, max_batch=max_batch, cuda_graphs="allow")
+    spec = EngineSpec(
+        backend=backend, max_context=max_context, max_batch=max_batch, cuda_graphs="allow", kv_cache=kv_cache
+    )
     builder = engines.for_target(spec.backend, chosen)
     lowered, changes = builder.lower(model, chosen, spec)
     ends = opened.eos_token_ids, opened.bos_token_id
@@ -103,7 +106,7 @@ def build(
         "size_bytes": engine.size_bytes,
         "weight_bytes_per_token": read.weights,
         "kv_bytes_per_token": read.kv,
-        "notes": list(engine.notes),
+        "notes": [*changes.notes, *engine.notes],
         "slower": [f"{each.node}: {each.reason}" for each in changes.skipped],
     }
     (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")

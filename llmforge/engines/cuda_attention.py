@@ -1,4 +1,8 @@
-"""Which kernel ONNX Runtime's CUDA provider computes a GroupQueryAttention with, and what it says it did.
+"""Which kernel ONNX Runtime's CUDA provider computes an attention with, and what it says it did.
+
+Of a PagedAttention, FLASH_ATTENTION from SM 80 on, and cuDNN for decode steps where it takes the shape, from SM 90 on;
+below EFFICIENT_ATTENTION, or DECODER_ATTENTION for decode steps, as over int8 blocks that XQA does not take. Of a
+GroupQueryAttention
 
     decode, one token a row    XQA, then as prefill
     prefill                    cuDNN (SM 90 and above), FLASH_ATTENTION (SM 80 and above), EFFICIENT_ATTENTION
@@ -30,10 +34,12 @@ from llmforge.ir.operators.contrib import GroupQueryAttention, PagedAttention
 
 DEBUG_VARIABLE = "ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO"
 XQA, CUDNN, FLASH, EFFICIENT = "XQA", "CUDNN_FLASH_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"
+DECODER = "DECODER_ATTENTION"
 
 _XQA_HEADS = frozenset({64, 128, 256})
 _XQA_GROUPS = frozenset({1, 2, 4, 5, 8, 16, 32})  # query heads that share a KV head
 _XQA_GROUPS_INT8 = frozenset({4, 8, 16, 32})
+_XQA_GROUPS_BLOCKS = frozenset({4, 6, 8, 16, 32})  # of int8, in the wheel's own message
 _FLASH_LARGEST_HEAD = 256
 _AMPERE, _HOPPER = 80, 90
 
@@ -44,7 +50,7 @@ _LINE = re.compile(
 
 @dataclass(frozen=True)
 class Attention:
-    """What the choice of a kernel depends on, of one GroupQueryAttention."""
+    """What the choice of a kernel depends on, of one GroupQueryAttention or PagedAttention."""
 
     node: str
     heads: int
@@ -54,6 +60,7 @@ class Attention:
     softcap: bool
     window: bool
     sinks: bool
+    paged: bool = False
     norms: bool = False  # of queries and keys, inside
 
     @property
@@ -73,19 +80,23 @@ class Choice:
 
 
 def of(model: ir.Model) -> Iterator[tuple[ir.Node, Attention]]:
-    """Yield every GroupQueryAttention of `model`."""
-    for attention in GroupQueryAttention.all(model):
+    """Yield every GroupQueryAttention and PagedAttention of `model`."""
+    found: list[GroupQueryAttention | PagedAttention] = [*GroupQueryAttention.all(model), *PagedAttention.all(model)]
+    for attention in found:
+        paged = isinstance(attention, PagedAttention)
+        cache = attention.key_cache if isinstance(attention, PagedAttention) else attention.past_key
         yield (
             attention.node,
             Attention(
                 attention.name,
                 attention.num_heads,
                 attention.kv_num_heads,
-                graph.width(attention.past_key),
-                int8=attention.past_key.dtype == ir.DataType.INT8,
+                graph.width(cache),
+                int8=cache.dtype == ir.DataType.INT8,
                 softcap=attention.softcap != 0,
                 window=attention.local_window_size > 0,
                 sinks=attention.head_sink is not None,
+                paged=paged,
                 norms=attention.q_norm_weight is not None,
             ),
         )
@@ -93,7 +104,7 @@ def of(model: ir.Model) -> Iterator[tuple[ir.Node, Attention]]:
 
 def reason_against(attention: Attention, sm: int) -> str | None:
     """Say why the provider has no kernel for `attention` on a device of `sm`; None where it has."""
-    if not attention.int8:
+    if not attention.int8 or attention.paged:  # blocks of int8 are gathered, or read by the decoder's own kernel
         return None
     if sm < _AMPERE:
         return f"int8 caches need SM {_AMPERE} or above, not SM {sm}"
@@ -115,14 +126,26 @@ def blocks_reason(layer: PagedAttention, sm: int) -> str | None:
 
 def expected(attention: Attention, sm: int, *, decode: bool) -> frozenset[str]:
     """Return the kernels that a step may be computed with; two where cuDNN decides."""
+    asks_cudnn = sm >= _HOPPER and not (attention.int8 or attention.softcap or attention.window or attention.sinks)
+    if attention.paged:
+        return _over_blocks(attention, sm, decode=decode, asks_cudnn=asks_cudnn)
     groups = _XQA_GROUPS_INT8 if attention.int8 else _XQA_GROUPS
     fits = attention.head_dim in _XQA_HEADS and attention.group in groups and not attention.softcap
     fits = fits and not (attention.int8 and attention.norms)
     if decode and fits and sm >= _AMPERE:
         return frozenset({XQA})
     plain = EFFICIENT if sm < _AMPERE or attention.head_dim > _FLASH_LARGEST_HEAD else FLASH
-    asks_cudnn = sm >= _HOPPER and not (attention.int8 or attention.softcap or attention.window or attention.sinks)
     return frozenset({plain, CUDNN} if asks_cudnn else {plain})
+
+
+def _over_blocks(attention: Attention, sm: int, *, decode: bool, asks_cudnn: bool) -> frozenset[str]:
+    """As `expected`; XQA reads int8 blocks where the device says that its kernel has the shared memory it wants."""
+    if decode and attention.int8:
+        fits = attention.head_dim in _XQA_HEADS and attention.group in _XQA_GROUPS_BLOCKS and not attention.softcap
+        return frozenset({XQA, DECODER} if fits and sm >= _AMPERE else {DECODER})
+    if sm < _AMPERE or attention.head_dim > _FLASH_LARGEST_HEAD:
+        return frozenset({DECODER if decode else EFFICIENT})
+    return frozenset({FLASH, CUDNN} if decode and asks_cudnn else {FLASH})
 
 
 def parse(log: str) -> list[Choice]:
@@ -133,7 +156,7 @@ def parse(log: str) -> list[Choice]:
 
 
 def check(log: str, model: ir.Model, sm: int, *, decode: bool) -> None:
-    """Return if `log`, of steps of one kind, names an expected kernel for every GroupQueryAttention of `model`.
+    """Return if `log`, of steps of one kind, names an expected kernel for every attention of `model`.
 
     Raises:
         VerificationError: it names another one, or none.

@@ -37,7 +37,7 @@ from .. import graphs
 from ..graphs import Llama
 
 H100 = targets.load("h100-sxm")
-SPEC = EngineSpec(max_context=64, max_batch=4)
+SPEC = EngineSpec(max_context=64, max_batch=4, kv_cache="slots")
 BUDGET = Budget(kld_mean=5)
 FORM = Llama(hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=64, vocabulary=128, bias=True)
 NORMED = dataclasses.replace(FORM, query_norm=True)
@@ -220,14 +220,6 @@ def test_what_the_fast_product_fails_at_is_kept_from_it_by_a_bias() -> None:
     assert len([each for each in changes.rewritten if each.what == what]) == form.layers
     wanted = logits(dialect.expand(prepared(FAST, form=form, dtype=None)))
     assert np.abs(logits(lowered) - wanted).max() < 5e-3 * np.abs(wanted).max()
-
-
-def test_tactics_are_chosen_at_load_for_all_that_blocks_may_run() -> None:
-    """A step over blocks has any number of tokens up to 512; one over rows has those of the prefill shapes."""
-    spec = EngineSpec(max_context=64, max_batch=3, kv_cache="paged")
-    lowered, _ = lower(prepared(FAST), spec)
-    rows = cuda.session_options(lowered, (1, 2, 3)).entries[cuda.FAST_ROWS_ENTRY]
-    assert rows == "1,2,3,4,8,16,32,64,128,256,512"
 
 
 def test_operators_without_a_kernel_for_bf16_compute_in_fp32() -> None:
@@ -445,7 +437,7 @@ def test_attention_in_standard_operators_computes_shapes_on_the_host() -> None:
 
 
 def test_an_engine_beyond_the_memory_of_the_device_is_refused() -> None:
-    spec = EngineSpec(max_context=2**24, max_batch=64)
+    spec = EngineSpec(max_context=2**24, max_batch=64, kv_cache="slots")
     with pytest.raises(
         UnsupportedError, match=r"needs about .* GB \(weights .* GB, caches .* GB.* has 80 GB"
     ) as caught:

@@ -226,7 +226,8 @@ class PagedSession(CapturedSession[PagedCache]):
         """
         table, out = cache.pool.open(()), np.empty((1, self.vocabulary), np.float32)
         cache.pool.grow(table, 0, cache.capacity)
-        for tokens in (1 << i for i in reversed(range(min(PREFILL_CHUNK, cache.capacity).bit_length()))):
+        longest = 1 << (PREFILL_CHUNK + cache.batch - 1).bit_length()  # of prompts, and of rows that decode beside them
+        for tokens in (1 << i for i in reversed(range(min(longest, cache.capacity).bit_length()))):
             self._execute(cache, self._prepare([Piece([0] * tokens, 0, table, wanted=True)], cache), out)
         cache.pool.close(table)
 
