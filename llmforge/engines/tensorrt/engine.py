@@ -13,7 +13,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from llmforge.engines import BuildRequest, Engine, onnx_file, require_device, signatures
+from llmforge.base.errors import UnsupportedError
+from llmforge.engines import BuildRequest, Engine, heads, onnx_file, require_device, signatures
 from llmforge.engines.tensorrt import builder, kv_lengths, library, plan_file, profiles, refusals
 from llmforge.engines.tensorrt import lower as lowering
 from llmforge.engines.tensorrt.library import Library
@@ -64,7 +65,8 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
 def build(request: BuildRequest) -> Engine:
     """Build the plan of a lowered model, or take it from an earlier build of the same.
 
-    The ONNX file that the builder reads lies beside the engine's folder while it does.
+    The ONNX file that the builder reads lies beside the engine's folder while it does. Where the builder refuses the
+    graph with heads of rows and takes it without, the plan has none, and a note says why.
 
     Raises:
         EnvironmentLacks: the library, or the GPU that it builds on, is not here.
@@ -76,20 +78,35 @@ def build(request: BuildRequest) -> Engine:
     chosen, sm = library.of_backend(spec.backend), request.target.require_gpu().sm
     refusals.check(model, request.target, chosen.title)
     signatures.check_context(model, spec.max_context)
-    ranges = profiles.of(model, spec)
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".onnx-") as scratch:
-        onnx_file.write(model, Path(scratch), request.progress)
-        record, reused = _plan(chosen, model, Path(scratch), folder / PLAN_FILE, sm, ranges)
+    notes = []
+    try:
+        record, reused, ranges = _write_plan(chosen, request, model, sm)
+    except UnsupportedError as error:
+        if not heads.gives_heads(model):
+            raise
+        record, reused, ranges = _write_plan(chosen, request, heads.without_heads(model), sm)
+        notes.append(f"steps give whole rows of logits and no heads of them: {error.message}")
     (folder / plan_file.FILE).write_text(record.to_json(), encoding="utf-8")
     common = signatures.config(request, SessionOptions(threads=None, optimize=False, entries={}))
     device = DeviceFacts(int(sm), record.size_bytes + _cache_bytes(common.caches, spec))
     plan = PlanFacts(chosen.backend.module, record.source.version, PLAN_FILE, tuple(each.facts for each in ranges))
     config = replace(common, provider=chosen.provider.name, device=device, plan=plan)
     (folder / FILE).write_text(config.to_json(), encoding="utf-8")
-    notes = [f"{chosen.title}: {warning}" for warning in record.warnings]
+    notes += [f"{chosen.title}: {warning}" for warning in record.warnings]
     notes += ["plan reused from an earlier build with the same key"] if reused else []
     return Engine.built(request, config, _facts(chosen, record, plan, device), notes)
+
+
+def _write_plan(
+    chosen: Library, request: BuildRequest, model: ir.Model, sm: str
+) -> tuple[PlanRecord, bool, Sequence[Profile]]:
+    """Write the plan of `model`; say whether it was there, and its profiles."""
+    ranges = profiles.of(model, request.spec)
+    with tempfile.TemporaryDirectory(dir=request.folder.parent, prefix=".onnx-") as scratch:
+        onnx_file.write(model, Path(scratch), request.progress)
+        record, reused = _plan(chosen, model, Path(scratch), request.folder / PLAN_FILE, sm, ranges)
+    return record, reused, ranges
 
 
 def _plan(
