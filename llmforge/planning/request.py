@@ -19,6 +19,7 @@ from llmforge.planning import (
     deployment,
     families,
     not_built,
+    pruning,
     roofline,
     scheme,
     source,
@@ -30,6 +31,7 @@ from llmforge.planning.render import Planned, Refused
 from llmforge.planning.roofline import Placement, Workload
 from llmforge.planning.scheme import Scheme, Wanted
 from llmforge.planning.shape import Shape
+from llmforge.quantization.statistics import PruningDemand
 from llmforge.recipe import Recipe
 from llmforge.targets import Target
 
@@ -53,6 +55,8 @@ class Request:
     stored: str | None = None  # what becomes of a checkpoint that comes quantized
     adapters: Adapters = field(default_factory=Adapters)  # of a recipe
     slots: str | None = None  # why a recipe has a slot for each sequence
+    pruned: PruningDemand | None = None  # of a recipe
+    passes: tuple[str, ...] = ()  # of a recipe
 
 
 def answer(
@@ -191,8 +195,10 @@ def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, i
     made = deployment.make(shape, target, backend, chosen, workload, ranks=asked.ranks, usd_per_hour=price, slots=slots)
     build = building.predict(shape, chosen, backend, calibration_tokens=intent.calibration_tokens)
     told = advice.advise(made)
-    stored = () if intent.stored is None else (intent.stored,)
-    made = replace(made, notes=(*stored, *made.notes, *intent.adapters.notes(chosen, made.asked.decode.step.bytes)))
+    noted = [] if intent.stored is None else [intent.stored]
+    if intent.pruned is not None:
+        noted.append(pruning.note(intent.pruned, intent.passes, shape, target, backend))
+    made = replace(made, notes=(*noted, *made.notes, *intent.adapters.notes(chosen, made.asked.decode.step.bytes)))
     return Planned(made, _with_adapters(build, intent.adapters, chosen), told)
 
 
@@ -258,6 +264,8 @@ def _intent(recipe: Recipe) -> Request:
         wanted=wanted,
         calibration_tokens=tokens,
         stored=source.note(settings, folder, steps),
+        pruned=next((each for step in steps for each in step.demands() if isinstance(each, PruningDemand)), None),
+        passes=tuple(step.name for step in steps),
         adapters=Adapters(tuple(map(Adapter.open, recipe.merged)), tuple(map(Adapter.open, recipe.apart))),
         slots=_slots_reason(recipe, instances),
     )
