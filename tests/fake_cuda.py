@@ -32,7 +32,7 @@ class FakeCuda:
         self.launches = self.streams = 0
         self.copies = 0
         self.fetched: list[int] = []  # bytes of copies to the host
-        self.waits = 0  # for the stream
+        self.waits = 0  # for the stream, or a point in its work
         self.batches = 0  # of copies within the device
 
     def __getattr__(self, name: str) -> Any:
@@ -94,6 +94,7 @@ class FakeCuda:
         assert (event, stream) == (5, 77)
 
     def _cudaEventSynchronize(self, event: int) -> None:
+        self.waits += 1
         assert event == 5
         assert self.recording is None, "waiting for a stream that records fails in CUDA"
 
