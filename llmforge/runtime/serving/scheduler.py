@@ -95,7 +95,7 @@ class Scheduler(Generic[C]):
         reason = backend.signature.no_reuse_reason
         asked = {"prefix cache": options.prefix_cache_bytes, "speculation": speculation}
         without = tuple(f"no {name}: {reason}" for name, value in asked.items() if value and reason)
-        self._notes = (*backend.notes, *without)
+        self._notes = (*backend.notes, *samplers.notes, *without)
         has_prefix_cache = options.prefix_cache_bytes > 0 and not reason
         self._prefix_cache = self._make_prefix_cache(options.prefix_cache_bytes) if has_prefix_cache else None
         self._speculation = None if reason else speculation
