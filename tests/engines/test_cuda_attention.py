@@ -70,8 +70,9 @@ def test_expected_kernels(changes: dict[str, int], sm: int, prefill: set[str], d
 @pytest.mark.parametrize(
     ("changes", "sm", "prefill", "decode"),
     [({}, 75, EFFICIENT, {DECODER}), ({}, 80, FLASH, {FLASH}), ({"window": True, "sinks": True}, 90, FLASH, {FLASH}),
-     ({}, 90, FLASH, {FLASH, CUDNN}), ({"norms": True}, 80, FLASH, {FLASH}), ({"head_dim": 512}, 90, EFFICIENT, {DECODER}),
-     ({"int8": True}, 90, FLASH, {XQA, DECODER}), ({"int8": True, "softcap": True}, 90, FLASH, {DECODER}),
+     ({}, 90, FLASH, {FLASH, CUDNN}), ({"norms": True}, 80, FLASH, {FLASH}),
+     ({"head_dim": 512}, 90, EFFICIENT, {DECODER}), ({"int8": True}, 90, FLASH, {XQA, DECODER}),
+     ({"int8": True, "softcap": True}, 90, FLASH, {DECODER}),
      ({"int8": True}, 75, EFFICIENT, {DECODER})],
 )  # fmt: skip
 def test_expected_kernels_over_blocks(changes: dict[str, int], sm: int, prefill: str, decode: set[str]) -> None:
