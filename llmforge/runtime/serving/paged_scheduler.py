@@ -14,6 +14,9 @@ As `scheduler`, but for where tokens lie and what one step runs:
 Where the decoder gives heads of rows (`interface.Heads`), tokens are sampled from them, and delivered while the next
 step runs, whatever it runs.
 
+While all sequences decode, the next step begins on the device's guesses of this one's tokens, if the pool has a place
+for each (`Scheduler`).
+
 So the oldest sequence always goes on (the pool holds a text of full length), and a step runs at most `step_tokens`
 tokens, or a chunk besides those that decode.
 

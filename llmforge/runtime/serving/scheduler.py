@@ -8,6 +8,10 @@ A slot is one row of the preallocated cache; a sequence keeps it from its first 
 3. prefills prompts, oldest first, in chunks, behind what the prefix cache has of them. Where the decoder reads several
    at once (`Backend.prompt_shapes`), chunks of neighbouring slots run as rows of one step, padded to one of its shapes.
 
+**One step ahead.** Where a device guesses the tokens of a decode step, the next one begins on them before the host has
+chosen them, while nothing else is to be done. The host's choice is what counts: a row that was guessed wrong has run
+for nothing, and runs again, at the same place, in the step behind. So guesses change no token.
+
 **Neither starves the other.** Every step gives every decoding slot a token, and reads at least one chunk of the oldest
 unread prompt; more chunks only as long as the step stays within `step_tokens`. So a step runs at most `step_tokens`
 tokens besides those that decode, which bounds the time between two tokens of a sequence; and once its turn has come, a
