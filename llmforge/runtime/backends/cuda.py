@@ -47,6 +47,7 @@ from llmforge.runtime.backends.device_heads import HeadBuffers
 from llmforge.runtime.backends.device_inputs import BoundInput, InputBuffers
 from llmforge.runtime.backends.interface import C, Counts, DecodeRun, StepInputs
 from llmforge.runtime.backends.prefill_shapes import SHAPES, pieces
+from llmforge.runtime.backends.ranks import nccl
 from llmforge.runtime.backends.session import SessionConfig, open_graph, run_bound, session_options
 from llmforge.runtime.backends.signature import Signature
 
@@ -56,7 +57,7 @@ logger = logging.getLogger(__name__)
 PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
 FLOAT = 1  # TensorProto.DataType of logits
 # Provider option: which attention kernels may run, as a sum: 1 flash, 2 memory-efficient, 8 cuDNN, 16 unfused.
-_SDPA_KERNEL, _FLASH = "sdpa_kernel", "1"
+SDPA_KERNEL, FLASH = "sdpa_kernel", "1"
 WARM_S = 30.0  # that prefills of all shapes may take at load, before a warning says that they took longer
 EAGER = -1  # the `gpu_graph_id` of steps that are no CUDA graph
 
@@ -206,9 +207,9 @@ class DeviceSession(CapturedSession[DeviceCache]):
         try:
             self._run_shapes(cache)
         except RunFailed as error:
-            if _SDPA_KERNEL in self._options or self.device.kind != "cuda":
+            if SDPA_KERNEL in self._options or self.device.kind != "cuda":
                 raise
-            self._options[_SDPA_KERNEL] = _FLASH
+            self._options[SDPA_KERNEL] = FLASH
             self._without_cudnn = error.message
             logger.warning("%s", self.notes[-1])
             self._bindings.clear()
@@ -391,8 +392,9 @@ def open_on(
     Raises what `DeviceSession` raises.
     """
     entries, provider = session_options(config), PROVIDERS[device.kind]
-    if device.kind == "cpu":
+    if device.kind == "cpu" or nccl.joined() is not None:
         native.register(entries)
+    if device.kind == "cpu":
         return open_graph(model, entries, [provider], where)
     said = _preload()
     if provider not in ort.get_available_providers():
