@@ -84,7 +84,7 @@ class _Rank:
             return self._session.allocate(batch, capacity)
         except VerificationError as error:
             hint = (
-                "set `engine: {cuda_graphs: off}`: ranks run the same steps, so that all of them capture one, or none"
+                "set `engine: {cuda_graphs: off}`: ranks run the same steps, captured by all of them or by none"
             )
             raise VerificationError(error.message, hint=hint) from None
 
