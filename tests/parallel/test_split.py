@@ -232,11 +232,29 @@ def test_standard_onnx_has_no_collectives() -> None:
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt", "tensorrt-rtx"])
-def test_engines_refuse_ranks_by_name(backend: str) -> None:
-    gpu = targets.load("rtx-4090" if backend == "tensorrt-rtx" else "h100-sxm")
-    engines.refuse_ranks(backend, 1, gpu)
-    with pytest.raises(UnsupportedError, match=f"tensor_parallel is 2; {backend} does not support it on {gpu.name}"):
-        engines.refuse_ranks(backend, 2, gpu)
+def test_engines_for_gpus_have_ranks_where_their_collectives_run(backend: str) -> None:
+    engines.refuse_ranks(backend, 2, targets.load("rtx-4090" if backend == "tensorrt-rtx" else "h100-sxm"))
+    t4 = targets.load("t4")
+    engines.refuse_ranks(backend, 1, t4)
+    if backend == "onnxruntime":
+        engines.refuse_ranks(backend, 2, t4)
+        return
+    with pytest.raises(
+        UnsupportedError, match=rf"{backend} has collectives from compute capability 8\.0 on, and t4 has"
+    ):
+        engines.refuse_ranks(backend, 2, t4)
+
+
+def test_files_for_others_are_not_divided() -> None:
+    with pytest.raises(UnsupportedError, match="tensor_parallel is 2; gguf does not support it on cpu-avx2"):
+        engines.refuse_ranks("gguf", 2, targets.load("cpu-avx2"))
+
+
+def test_ranks_have_slots() -> None:
+    gpu = targets.load("h100-sxm")
+    engines.refuse_paged(EngineSpec(max_context=64, kv_cache="paged"), gpu)
+    with pytest.raises(UnsupportedError, match=r"ranks \(engine.tensor_parallel is 2\) have slots"):
+        engines.refuse_paged(EngineSpec(max_context=64, kv_cache="paged", tensor_parallel=2), gpu)
 
 
 def test_what_cpu_kernels_packed_is_refused() -> None:
@@ -257,9 +275,10 @@ def test_a_recipe_is_refused_when_it_is_planned(tiny_checkpoint: Path, tmp_path:
     arguments = {"target": targets.load("cpu-avx2"), "checkpoint": checkpoint}
     steps = recipe.instantiate(passes.ALL)
     dry_run.run(model, steps, spec=recipe.engine, **arguments)  # type: ignore[arg-type]
-    gpu = {**arguments, "target": targets.load("h100-sxm")}
-    with pytest.raises(UnsupportedError, match="onnxruntime does not support it on h100-sxm"):
-        dry_run.run(model, steps, spec=recipe.engine, **gpu)  # type: ignore[arg-type]
+    gpu = {**arguments, "target": targets.load("t4")}
+    spec = recipe.engine.model_copy(update={"backend": "tensorrt-rtx"})
+    with pytest.raises(UnsupportedError, match="tensorrt-rtx has collectives from compute capability"):
+        dry_run.run(model, steps, spec=spec, **gpu)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="which 3 ranks cannot share evenly"):
         dry_run.run(model, steps, spec=EngineSpec(max_context=64, tensor_parallel=3), **arguments)  # type: ignore[arg-type]
 

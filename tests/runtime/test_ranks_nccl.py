@@ -182,8 +182,7 @@ def test_a_killed_rank_ends_all(two: RankSession, rank: int) -> None:
     cache = two.allocate(1, 8)
     os.kill(two.processes[rank], signal.SIGKILL)
     with pytest.raises(Unavailable, match=rf"rank {rank} of 2 ended: its process was killed") as caught:
-        for _ in range(1000):
-            two.begin_decode(np.zeros((1, 1), np.int64), np.zeros(1, np.int32), cache, np.ones(1, np.float32)).heads()
+        two.begin_decode(np.zeros((1, 1), np.int64), np.zeros(1, np.int32), cache, np.ones(1, np.float32)).heads()
     assert caught.value.exit_code == 9
     assert not alive(two.processes)
 

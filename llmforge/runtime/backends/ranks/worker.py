@@ -83,9 +83,7 @@ class _Rank:
         try:
             return self._session.allocate(batch, capacity)
         except VerificationError as error:
-            hint = (
-                "set `engine: {cuda_graphs: off}`: ranks run the same steps, captured by all of them or by none"
-            )
+            hint = "set `engine: {cuda_graphs: off}`: ranks run the same steps, captured by all of them or by none"
             raise VerificationError(error.message, hint=hint) from None
 
     def allocated(self) -> Allocated:
