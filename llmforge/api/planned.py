@@ -52,7 +52,7 @@ def plan(
     output: int | None = None,
     context: int | None = None,
     price: float | None = None,
-    ranks: int = 1,
+    ranks: int | None = None,
     **dtypes: Any,
 ) -> Plans:
     """Plan a recipe or a checkpoint for one or several targets, as `llmforge plan` does; no weights are read.

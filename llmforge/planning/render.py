@@ -134,6 +134,9 @@ def data(planned: Planned | Refused) -> dict[str, Any]:
                 "ranks": each.ranks,
                 "fits": each.memory.fits,
                 "weights": each.memory.weights,
+                "kv_cache": each.memory.cache,
+                "activations": each.memory.activations,
+                "sent_bytes_per_token": each.sent_per_token,
                 "largest_batch": each.largest_batch,
                 "ttft_s": each.prefill.seconds,
                 "tpot_s": each.decode.step.seconds,
@@ -244,13 +247,16 @@ def _shares_of(step: StepCost) -> tuple[str, ...]:
 
 
 def _degrees(plan: Plan) -> Table:
-    names = ("devices", "fits", "weights of each", "batch ≤", "TTFT", "TPOT", "links", "tok/s")
-    table = _table("Tensor parallelism", *names)
+    names = ("devices", "fits", "weights", "KV cache", "activations", "sent a token", "batch ≤", "TTFT", "TPOT", "links")
+    table = _table("Tensor parallelism; bytes are those of each device", *names, "tok/s")
     for each in plan.degrees:
         table.add_row(
             str(each.ranks),
             _fits(each.memory.fits),
             size(each.memory.weights),
+            size(each.memory.cache),
+            size(each.memory.activations),
+            size(each.sent_per_token) if each.ranks > 1 else "-",
             count(each.largest_batch),
             *_times(each),
             percent(_links_share(each)),
