@@ -88,6 +88,7 @@ def details(planned: Planned) -> RenderableType:
         _largest(plan),
         _steps(plan),
         _degrees(plan),
+        *([_of_each(plan)] if len(plan.degrees) > 1 else []),
         _passes(planned.advice),
         *_bases(planned.advice),
         _facts(planned),
@@ -247,21 +248,26 @@ def _shares_of(step: StepCost) -> tuple[str, ...]:
 
 
 def _degrees(plan: Plan) -> Table:
-    names = ("devices", "fits", "weights", "KV cache", "activations", "sent a token", "batch ≤", "TTFT", "TPOT", "links")
-    table = _table("Tensor parallelism; bytes are those of each device", *names, "tok/s")
+    names = ("devices", "fits", "weights of each", "batch ≤", "TTFT", "TPOT", "links", "tok/s")
+    table = _table("Tensor parallelism", *names)
     for each in plan.degrees:
         table.add_row(
             str(each.ranks),
             _fits(each.memory.fits),
             size(each.memory.weights),
-            size(each.memory.cache),
-            size(each.memory.activations),
-            size(each.sent_per_token) if each.ranks > 1 else "-",
             count(each.largest_batch),
             *_times(each),
             percent(_links_share(each)),
             significant(each.decode.tokens_per_second),
         )
+    return table
+
+
+def _of_each(plan: Plan) -> Table:
+    table = _table("What each device holds, and sends", "devices", "weights", "KV cache", "activations", "sent a token")
+    for each in plan.degrees:
+        held = (each.memory.weights, each.memory.cache, each.memory.activations)
+        table.add_row(str(each.ranks), *map(size, held), size(each.sent_per_token) if each.ranks > 1 else "–")
     return table
 
 

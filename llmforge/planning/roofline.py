@@ -215,8 +215,9 @@ class Placement:
 
         In a ring, 2 · (n - 1) / n of what is summed and (n - 1) / n of what is gathered.
         """
-        shape, part = self.shape, (self.ranks - 1) / self.ranks
-        return int(part * (2 * ALL_REDUCES * shape.depth * shape.hidden + shape.vocabulary) * BITS[self.scheme.compute] / 8)
+        shape = self.shape
+        numbers = 2 * ALL_REDUCES * shape.depth * shape.hidden + shape.vocabulary
+        return int((self.ranks - 1) * numbers * BITS[self.scheme.compute] // (8 * self.ranks))
 
     def _all_reduces(self, rows: int) -> float:
         """Time the all-reduces of a step: in a ring, 2 · (n - 1) / n of the bytes leave each device."""

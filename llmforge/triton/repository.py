@@ -131,7 +131,7 @@ def _gpus(model: Model) -> Sequence[int]:
     if any(after - before < ranks for before, after in itertools.pairwise(sorted(gpus))):
         raise UsageError(
             f"serving.triton.gpus is {list(gpus)}: an instance has {ranks} ranks, on the GPU named and those behind it",
-            hint=f"name every {ranks}th GPU: [0, {ranks}]",
+            hint=f"name GPUs that are {ranks} apart: [0, {ranks}]",
         )
     return gpus or (0,)
 

@@ -72,7 +72,7 @@ def test_a_whole_dry_run_goes_well(tmp_path):
     assert done.returncode == 0, done.stderr
     lacking = {name for name, step in steps.items() if step["status"] != "ok"}
     assert lacking == {"tensorrt", "tensorrt-rtx", "speed:1:tiny:vllm", "speed:2:tiny:vllm"}
-    kinds = {"environment", "parity", "capture", "shape", "build", "speed", "profile", "attention"}
+    kinds = {"environment", "parity", "capture", "shape", "build", "speed", "profile", "attention", "ranks"}
     assert {name.partition(":")[0] for name in steps} >= kinds
     assert {f"parity:{each}:llama" for each in ("fp32", "int8", "int4", "int8-kv")} <= set(steps)
     page = (tmp_path / "gpu-evidence.md").read_text()
@@ -83,6 +83,7 @@ def test_a_whole_dry_run_goes_well(tmp_path):
     assert "torch" not in served[: served.index("##", 4)]
     for part in ("step", "sampling", "copies"):
         assert f"| {part} | " in page
+    assert "rank 1 of 2 ended: its process was killed" in page[page.index("## Two ranks") :]
 
 
 STUB = """

@@ -9,10 +9,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from llmforge import engines, passes, targets
+from llmforge import engines, native, passes, targets
 from llmforge.base.errors import UnsupportedError
 from llmforge.build import dry_run
 from llmforge.checkpoint import Checkpoint
+from llmforge.engines.tensorrt.plan_file import PlanRecord
 from llmforge.ir import dialect, graph
 from llmforge.ir.derived import Stored
 from llmforge.lowering.pass_base import Budget, Context, Pass
@@ -20,6 +21,7 @@ from llmforge.parallel.split import RANK, split
 from llmforge.passes import CpuKernels, FlashAttention, FuseExperts, FuseNorms, PackGateUp, PackQkv, QuantizeWeights
 from llmforge.passes.lower_precision import LowerPrecision
 from llmforge.recipe import EngineSpec, Recipe
+from llmforge.runtime.backends.config import FILE, RuntimeConfig, plan_record
 from llmforge.trace import trace
 from llmforge.verification import probe
 
@@ -290,12 +292,19 @@ def test_a_plan_of_each_rank_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     target = targets.load("rtx-4090")
     model = after(graphs.llama(WIDE), (FuseNorms(), PackQkv(), PackGateUp()))
     LowerPrecision(LOOSE, "fp16").run(model, Context(target))
-    spec = EngineSpec(backend="tensorrt-rtx", max_context=64, max_batch=2)
+    spec = EngineSpec(backend="tensorrt-rtx", max_context=64, max_batch=2, tensor_parallel=2)
     builder = engines.for_target("tensorrt-rtx", target)
-    for number, own in enumerate(split(model, 2).ranks):
-        lowered, changes = builder.lower(own, target, spec)
+    lowered = []
+    for own in split(model, 2).ranks:
+        made, changes = builder.lower(own, target, spec)
         assert sum("DistCollective of 2 ranks" in change.what for change in changes.rewritten) == 6
-        folder = tmp_path / str(number)
-        built = builder.build(engines.BuildRequest(lowered, folder, spec, target, [0], None))
-        assert "6 DIST_COLLECTIVE" in built.facts["layers"]
-        assert {cache.kv_heads for cache in built.config.caches if hasattr(cache, "kv_heads")} == {2}
+        lowered.append(made)
+    folder = tmp_path / "engine"
+    built = builder.build(engines.BuildRequest(lowered[0], folder, spec, target, [0], None, ranks=lowered))
+    assert "6 DIST_COLLECTIVE" in built.facts["layers"]
+    assert {cache.kv_heads for cache in built.config.caches} == {2}
+    assert (built.config.ranks, built.config.kernels) == (2, native.VERSION)
+    assert {*built.config.rank_files} < {file.name for file in folder.iterdir()}
+    records = [PlanRecord.read(folder / plan_record(name)) for name in built.config.rank_files]
+    assert records[0].sha256 != records[1].sha256
+    assert RuntimeConfig.read(folder / FILE) == built.config
