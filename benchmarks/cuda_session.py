@@ -108,20 +108,21 @@ def rehearse(folder: Path) -> dict[str, Any]:
             cache.pool.grow(table, 0, 45)
         mixed = [Piece([0], 40, tables[0], True), Piece([0], 7, tables[1], True)]
         mixed += [Piece([0] * 40, 0, tables[2], True), Piece([0] * 13, 0, tables[3], False)]
-        session.run(mixed, cache, np.empty((3, config.vocabulary), np.float32))
+        run = session.begin(mixed, cache, np.ones(3, np.float32))
+        found["heads"]["mixed"] = [run.heads().masses.shape, run.logits(2).shape]
     else:
         session.step(np.zeros((1, 40), np.int64), np.array([0], np.int32), cache.rows(2, 3))
         session.step(np.zeros((1, 4), np.int64), np.array([40], np.int32), cache.rows(2, 3), np.arange(4))
     found["prefill"] = counted(before)
+    ones = np.ones(config.max_batch, np.float32)
     for rows in (1, 2, 3, 4, 8):
         before = counted((0, 0))
         if isinstance(session, PagedSession):
-            pieces = [Piece([0], 40, table, True) for table in tables[:rows]]
-            session.run(pieces, cache, np.empty((rows, config.vocabulary), np.float32))
+            run = session.begin([Piece([0], 40, table, True) for table in tables[:rows]], cache, ones[:rows])
         else:
             inputs = np.zeros((rows, 1), np.int64), np.full(rows, 40, np.int32), cache.rows(0, rows)
-            run = session.begin_decode(*inputs, np.ones(rows, np.float32))
-            found["heads"][rows] = [run.heads().mass.shape, run.logits(rows - 1).shape]
+            run = session.begin_decode(*inputs, ones[:rows])
+        found["heads"][rows] = [run.heads().masses.shape, run.logits(rows - 1).shape]
         found["decode"][rows] = counted(before)
     return {**found, "forbidden": stand_in.stand_in_forbidden()}
 

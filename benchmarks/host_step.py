@@ -8,7 +8,8 @@ over a vocabulary of 128,256, with 0.5 to 6 nats a row. As many clients as rows 
 
 Of each way to sample, medians over steps, in ms: `waits`, from the question for a run's heads to the beginning of the
 next run, in which a device has nothing to do; `period`, from step to step, with what a device's run would hide
-(detokenizing, delivering); and, a step: rows that were fetched whole, bytes copied from the device, and copies.
+(detokenizing, delivering); and, a step: rows that their heads do not decide, of which blocks or all logits are fetched,
+bytes copied from the device, and copies.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ sys.path[:0] = [str(ROOT), str(HERE.parent)]
 from llmforge.ir import interface  # noqa: E402
 from llmforge.ir.interface import HEAD  # noqa: E402
 from llmforge.runtime import EngineOptions, Request, Sampling  # noqa: E402
+from llmforge.runtime.backends import cuda  # noqa: E402
 from llmforge.runtime.backends.cuda import DeviceSession  # noqa: E402
 from llmforge.runtime.backends.device import Buffer, HostDevice  # noqa: E402
 from llmforge.runtime.backends.session import SessionConfig  # noqa: E402
@@ -83,27 +85,36 @@ class StandIn(HostDevice):
         best = logits.max(axis=1, keepdims=True)
         self._top = np.take_along_axis(logits, order, 1)
         self._ids = order.astype(np.int32)
-        self._mass = np.exp(logits - best).sum(axis=1)
+        self._blocks, self._block_size = interface.mass_blocks(logits.shape[1])
+        others = np.exp(logits - best) * (logits <= self._top[:, -1:])
+        weights = np.pad(others, ((0, 0), (0, self._blocks * self._block_size - logits.shape[1])))
+        self._masses = weights.reshape(len(logits), self._blocks, self._block_size).sum(axis=2)
         self.copies: list[int] = []
         self.runs: list[float] = []
         self.asked: list[float] = []
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the head of one row."""
+        return 4 * (2 * HEAD + self._blocks)
 
     def host(self, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
         """Make an array whose pages are there, as page-locked ones are."""
         return np.zeros(shape, dtype) + np.zeros(1, dtype)
 
     def read(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
-        """Give the heads, or one row of logits, of the last run."""
+        """Give the heads, or logits of one row, of the last run."""
         self.copies.append(values.nbytes)
-        first = len(self.runs)
+        first, vocabulary = len(self.runs), self.logits.shape[1]
         if values.dtype == np.float32:
-            values.reshape(-1)[:] = self.logits[(first + offset // values.nbytes) % len(self.logits)]
+            row, start = divmod(offset // 4, vocabulary)
+            values.reshape(-1)[:] = self.logits[(first + row) % len(self.logits), start : start + values.size]
             return
         self.asked.append(time.perf_counter())
-        rows = values.nbytes // (4 * (2 * HEAD + 1))
+        rows = values.nbytes // self.head_bytes
         at = np.arange(first, first + rows) % len(self.logits)
         parts = np.split(values, [4 * rows * HEAD, 8 * rows * HEAD])
-        for part, made in zip(parts, (self._top, self._ids, self._mass), strict=True):
+        for part, made in zip(parts, (self._top, self._ids, self._masses), strict=True):
             part.view(made.dtype).reshape(rows, *made.shape[1:])[:] = made[at]
 
 
@@ -135,7 +146,7 @@ class Graph:
             Argument("present.0.key", "tensor(float16)", ["batch", 1, "capacity", 8]),
             Argument(interface.TOP_LOGITS, "tensor(float)", ["batch", HEAD]),
             Argument(interface.TOP_IDS, "tensor(int32)", ["batch", HEAD]),
-            Argument(interface.MASS, "tensor(float)", ["batch"]),
+            Argument(interface.MASSES, "tensor(float)", ["batch", "blocks"]),
         ]
 
     def io_binding(self) -> Any:
@@ -167,10 +178,8 @@ class StandInSession(DeviceSession):
     def __init__(self, rows: int, vocabulary: int = VOCABULARY, run_s: float = 0.0) -> None:
         device = StandIn(text_like(POOL, vocabulary), run_s)
         buckets = sorted({*(1 << i for i in range(rows.bit_length()) if 1 << i <= rows), rows})
+        cuda.open_on = lambda *_, **__: Graph(device)
         super().__init__(b"", SessionConfig(threads=1), device, buckets=buckets)
-
-    def _open(self, *_: object) -> Any:
-        return Graph(self.device)
 
 
 def tokenizer(sample: Path) -> Any:
@@ -203,7 +212,7 @@ def serve() -> None:
         3, None, None, CONTEXT, rows, VOCABULARY, (), None, session.signature.caches, SessionOptions(1, True, {})
     )  # fmt: skip
     runner = Runner(session, config, tokenizer(Path(told["tokenizer"])), None)
-    begun: list[tuple[float, float, float, int, int]] = []  # of each step: begin, run, heads, copies, bytes
+    begun: list[tuple[float, ...]] = []  # of each step: begin, run, heads, rows fetched whole, blocks, bytes, copies
     step = Scheduler.step
 
     def timed(scheduler: Scheduler[Any]) -> bool:
@@ -212,8 +221,10 @@ def serve() -> None:
         start = time.perf_counter()
         went_on = step(scheduler)
         copies, runs = device.copies[before[0] :], device.runs[before[1] :]
-        if len(runs) == 1 and len(copies) and copies[0] == rows * 4 * (2 * HEAD + 1):  # a decode step of all rows
-            begun.append((start, runs[0], device.asked[-1], len(copies), sum(copies)))
+        if len(runs) == 1 and len(copies) and copies[0] == rows * device.head_bytes:  # a decode step of all rows
+            whole = copies[1:].count(4 * VOCABULARY)
+            blocks = len(copies) - 1 - whole
+            begun.append((start, runs[0], device.asked[-1], whole, blocks, sum(copies), len(copies)))
         if not scheduler.busy and begun:
             Path(told["out"]).write_text(json.dumps(begun), encoding="utf-8")
             begun.clear()
@@ -261,9 +272,11 @@ def measure(rows: int, sampling: Sampling, steps: int, sample: Path, folder: Pat
     return {
         "waits": statistics.median(after[1] - before[2] for before, after in pairs) * 1e3,
         "period": statistics.median(after[0] - before[0] for before, after in pairs) * 1e3,
-        "whole rows": statistics.mean(each[3] - 1 for each in noted),
-        "copies": statistics.mean(each[3] for each in noted),
-        "bytes": statistics.mean(each[4] for each in noted),
+        "rows beyond": statistics.mean(each[3] + each[4] for each in noted),
+        "blocks": statistics.mean(each[4] for each in noted),
+        "whole rows": statistics.mean(each[3] for each in noted),
+        "bytes": statistics.mean(each[5] for each in noted),
+        "copies": statistics.mean(each[6] for each in noted),
         "steps": len(noted),
     }
 

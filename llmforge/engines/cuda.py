@@ -100,8 +100,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     changes.rewritten += cuda_operators.split_biases(lowered)
     changes.rewritten += cuda_operators.name_layouts(lowered)
     changes.rewritten += cuda_operators.widen(lowered)
-    if spec.kv_cache == "slots":
-        changes.rewritten.append(heads.give_heads(lowered))
+    changes.rewritten.append(heads.give_heads(lowered))
     changes.skipped += [Skipped(str(node.name), reason) for node, reason in cuda_operators.slower(lowered)]
     check(lowered, target)
     _refuse(lowered, sm)

@@ -9,6 +9,7 @@ The interface passes put `attention_mask` in their place, which is what runtimes
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -52,8 +53,9 @@ LOGITS = "logits"  # [batch, rows, vocabulary]
 TEMPERATURES = "temperatures"  # fp32 [batch]
 TOP_LOGITS = "top_logits"  # fp32 [batch, head], of the last row of logits
 TOP_IDS = "top_ids"  # int32 [batch, head]
-MASS = "mass"  # fp32 [batch]
+MASSES = "masses"  # fp32 [batch, blocks]
 HEAD = 256  # most probable tokens of a head; of text at 6 nats a token, they hold some 70% of the probability
+BLOCKS = 64  # of a vocabulary, about, that masses are summed over: 2,004 ids of 128,256, which are 8 KB of logits
 PAST = re.compile(r"past_key_values\.(\d+)\.(key|value|latent|conv|recurrent)")  # a cache, its layer and part
 STATES = ("conv", "recurrent")  # parts of a cache that every token replaces, instead of adding to them
 
@@ -63,23 +65,40 @@ FALLBACK = "llmforge.fallback"  # metadata_props key of a model: why its own att
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """What a device gives of B rows of logits: the largest H of each, and the sum of all.
+    """What a device gives of B rows of logits: the largest H of each, and sums of those that are not above all of them.
 
-    `logits` [B, H] descend; `ids` [B, H] are their tokens, equals in any order; `mass` [B] sums
-    exp((logit - largest) / temperature) over the row, in any order. H is `HEAD`, or the vocabulary if that is less:
-    then they are `whole`, and nothing lies behind.
+    `logits` [B, H] descend; `ids` [B, H] are their tokens, equals in any order; `masses` [B, blocks] sum
+    exp((logit - largest) / temperature) over the ids of each of `mass_blocks(vocabulary)` whose logits are not above
+    the least of the H, in any order. H is `HEAD`, or the vocabulary if that is less: then they are `whole`, and nothing
+    lies behind.
     """
 
     logits: NDArray[np.float32]
     ids: NDArray[np.int32]
-    mass: NDArray[np.float32]
-    whole: bool = False
+    masses: NDArray[np.float32]
+    vocabulary: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing lies behind."""
+        return self.vocabulary <= HEAD
 
     def of(self, rows: list[int]) -> Heads:
         """Give those of some different rows, in ascending order."""
-        if len(rows) == len(self.mass):
+        if len(rows) == len(self.logits):
             return self
-        return Heads(self.logits[rows], self.ids[rows], self.mass[rows], self.whole)
+        return Heads(self.logits[rows], self.ids[rows], self.masses[rows], self.vocabulary)
+
+
+@functools.cache
+def mass_blocks(vocabulary: int) -> tuple[int, int]:
+    """Say how many blocks of neighbours the masses of a row are of, and how many ids each has; the last may have fewer.
+
+    As many as divide the vocabulary, if a number from half of `BLOCKS` to its double does.
+    """
+    divisors = [count for count in range(BLOCKS // 2, 2 * BLOCKS + 1) if vocabulary % count == 0]
+    size = vocabulary // min(divisors, key=lambda count: abs(count - BLOCKS)) if divisors else -(-vocabulary // BLOCKS)
+    return -(-vocabulary // size), size
 
 
 def past_part(layer: int, part: str) -> str:
@@ -129,8 +148,8 @@ def feeds(
     `ids` is int64 [batch, sequence], right-padded; `past_lengths` int32 [batch]; `rows` selects the rows that get
     logits (None: the graph's default, the last). `lengths` [batch] counts the tokens of each row that are no padding
     (None: all of them); `text_lengths` [batch] those of the text that the step is a part of (None: the step ends it);
-    `adapters` [batch] names the adapter of each row (None: no row has one); `temperatures` [batch] are what its mass is
-    summed at (None: 1).
+    `adapters` [batch] names the adapter of each row (None: no row has one); `temperatures` [batch] are what its masses
+    are summed at (None: 1).
     Caches that grow hold each row's past at their end (`growing`), others at their beginning.
     """
     sequence, longest = ids.shape[1], int(past_lengths.max(initial=0))

@@ -94,9 +94,12 @@ def test_heads_are_those_of_the_logits(ahead: DeviceSession) -> None:
     assert not heads.whole
     np.testing.assert_array_equal(heads.ids, order)
     np.testing.assert_array_equal(heads.logits, np.take_along_axis(logits, order, 1))
-    mass = np.exp((logits - logits.max(1, keepdims=True)).astype(np.float64) / temperatures[:, None]).sum(1)
-    np.testing.assert_allclose(heads.mass, mass, rtol=1e-5)
+    mass = np.exp((logits - logits.max(1, keepdims=True)).astype(np.float64) / temperatures[:, None])
+    mass[logits > heads.logits[:, -1:]] = 0
+    blocks, size = interface.mass_blocks(VOCABULARY)
+    np.testing.assert_allclose(heads.masses, mass.reshape(4, blocks, size).sum(2), rtol=1e-5)
     np.testing.assert_array_equal(run.logits(2), logits[2])
+    np.testing.assert_array_equal(run.blocks([3, 0], [7, 0]), [logits[3, 7 * size : 8 * size], logits[0, :size]])
 
 
 def test_texts_are_those_of_whole_rows(ahead: DeviceSession, runner: Runner) -> None:
@@ -112,7 +115,7 @@ def test_texts_are_those_of_whole_rows(ahead: DeviceSession, runner: Runner) -> 
 def test_a_step_copies_heads_and_what_rows_must_be_whole(ahead: DeviceSession, runner: Runner) -> None:
     device = ahead.device
     assert isinstance(device, CountingDevice)
-    head, row = (2 * HEAD + 1) * 4, VOCABULARY * 4
+    head, row = (2 * HEAD + interface.mass_blocks(VOCABULARY)[0]) * 4, VOCABULARY * 4
     scheduled = scheduler(ahead, runner)
     answers = [Received() for _ in range(4)]
     samplings = [Sampling(), Sampling(temperature=0.01), Sampling(temperature=1.0, top_k=20), Sampling(min_tokens=99)]
@@ -141,6 +144,9 @@ class Slow(DecodeRun):
 
     def logits(self, row: int) -> np.ndarray:
         return self._run.logits(row)
+
+    def blocks(self, rows: Any, blocks: Any) -> np.ndarray:
+        return self._run.blocks(rows, blocks)
 
 
 def test_tokens_are_delivered_while_the_next_step_runs(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llmforge.ir.interface import HEAD
+from llmforge.ir.interface import HEAD, mass_blocks
 from llmforge.runtime.sampling.distribution import draw, largest, log_probabilities
 from llmforge.runtime.sampling.options import Sampling
 
@@ -113,15 +113,19 @@ def test_inversion_takes_the_most_probable_first_then_the_lower_ids():
     assert [draw(logits, PLAIN, u, nobody) for u in (0.0, 0.4, 0.6, 0.7, 0.8, 0.999999)] == [1, 1, 0, 0, 2, 2]
 
 
-def test_behind_the_head_tokens_stand_in_order_of_their_ids():
+def test_behind_the_head_stand_blocks_in_which_a_second_number_draws():
     logits = np.zeros(4 * HEAD, np.float32)
-    logits[-HEAD:] = 1e-3
-    places = [draw(logits, PLAIN, u, nobody) for u in np.linspace(0, 1, 999, endpoint=False)]
-    start = places.index(0)
-    assert places[:start] == sorted(places[:start])
-    assert min(places[:start]) == 3 * HEAD
-    assert places[start:] == sorted(places[start:])
-    assert max(places[start:]) < 3 * HEAD
+    logits[-HEAD:] = 1e-3 * np.arange(HEAD)  # the least of the head equals the others, and stands with them
+    size = mass_blocks(len(logits))[1]
+    numbers = np.linspace(0, 1, 1999, endpoint=False)
+    for second in (0.0, 0.5, np.nextafter(1, 0)):
+        drawn = [draw(logits, PLAIN, u, lambda number=second: number) for u in numbers]
+        behind = next(i for i, token in enumerate(drawn) if token <= 3 * HEAD)
+        assert drawn[:behind] == sorted(drawn[:behind], reverse=True)
+        assert set(drawn[:behind]) == set(range(3 * HEAD + 1, 4 * HEAD))
+        assert drawn[behind:] == sorted(drawn[behind:])
+        assert {token // size for token in drawn[behind:]} == set(range(3 * HEAD // size + 1))
+        assert {token % size for token in drawn[behind:] if token < 3 * HEAD} == {int(second * size)}
 
 
 def test_a_token_without_probability_is_never_drawn():

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from llmforge.ir.interface import HEAD, Heads
+from llmforge.ir.interface import HEAD, Heads, mass_blocks
 from llmforge.runtime import Sampling
 from llmforge.runtime.sampling import distribution
 from llmforge.runtime.sampling.sampler import TokenSampler, sample_heads
@@ -59,29 +59,46 @@ def heads_of(logits: np.ndarray, temperature: np.ndarray, random: np.random.Gene
     best = logits.max(axis=1, keepdims=True)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         terms = np.exp((logits - best) * (np.float32(1) / temperature[:, None]))
-    mass = terms[:, shuffled].cumsum(axis=1, dtype=np.float32)[:, -1]
-    return Heads(np.take_along_axis(logits, order, 1), order.astype(np.int32), mass, logits.shape[1] <= HEAD)
+    blocks, size = mass_blocks(logits.shape[1])
+    terms[logits > np.sort(logits, axis=1)[:, -HEAD:][:, :1]] = 0
+    terms = np.pad(terms, ((0, 0), (0, blocks * size - terms.shape[1]))).reshape(-1, blocks, size)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        masses = terms[:, :, random.permutation(size)].cumsum(axis=2, dtype=np.float32)[:, :, -1]
+    return Heads(np.take_along_axis(logits, order, 1), order.astype(np.int32), masses, logits.shape[1])
 
 
-def sampled(samplings: list[Sampling], logits: np.ndarray, random: np.random.Generator) -> tuple[int, int]:
-    """Sample a token of each row in both ways, and hold them against each other; count rows, and whole rows."""
+class Fetched:
+    """Rows of logits on a device: counts the blocks that are fetched."""
+
+    def __init__(self, logits: np.ndarray) -> None:
+        self.logits, self.blocks = logits, 0
+
+    def __call__(self, rows: list[int], blocks: list[int]) -> np.ndarray:
+        self.blocks += len(rows)
+        count, size = mass_blocks(self.logits.shape[1])
+        padded = np.pad(self.logits, ((0, 0), (0, count * size - self.logits.shape[1])), constant_values=-np.inf)
+        return padded.reshape(-1, count, size)[rows, blocks]
+
+
+def sampled(samplings: list[Sampling], logits: np.ndarray, random: np.random.Generator) -> tuple[int, int, int]:
+    """Sample a token of each row in both ways, and hold them against each other; count rows, blocks, and whole rows."""
     starts = [[TokenSampler(sampling, (), ()) for sampling in samplings] for _ in range(2)]
     temperature = np.array([s.temperature or 1 for s in starts[0]], np.float32)
-    heads, whole = heads_of(logits, temperature, random), 0
+    heads, fetch, whole = heads_of(logits, temperature, random), Fetched(logits), 0
     for _ in range(2):  # the second token tells that as many random numbers were taken
-        for i, (one, other, got) in enumerate(zip(*starts, sample_heads(starts[0], heads), strict=True)):
+        for i, (one, other, got) in enumerate(zip(*starts, sample_heads(starts[0], heads, fetch), strict=True)):
             whole += got is None
             assert (one.sample(logits[i], (heads, i)) if got is None else got) == other.sample(logits[i])
-    return 2 * len(logits), whole
+    return 2 * len(logits), fetch.blocks, whole
 
 
-@pytest.mark.parametrize("vocabulary", [V, HEAD, 40])
+@pytest.mark.parametrize("vocabulary", [V, 1511, HEAD, 40])  # 1511 is a prime: its last block is short
 def test_a_token_of_a_head_is_that_of_the_whole_row(vocabulary: int) -> None:
     random = np.random.default_rng(vocabulary)
     for batch in range(4):
         samplings = [dataclasses.replace(SAMPLINGS[i % len(SAMPLINGS)], seed=ROWS * batch + i) for i in range(ROWS)]
-        _, whole = sampled(samplings, adversarial(random, ROWS, vocabulary), random)
-        assert 0 < whole < ROWS if vocabulary > HEAD else not whole
+        _, blocks, whole = sampled(samplings, adversarial(random, ROWS, vocabulary), random)
+        assert min(blocks, whole) > 0 and max(blocks, whole) < ROWS if vocabulary > HEAD else not blocks + whole
 
 
 @pytest.mark.slow
@@ -102,8 +119,8 @@ def test_a_sum_that_is_off_by_less_than_the_margin_changes_no_token() -> None:
     wanted = [TokenSampler(s, (), ()).sample(row) for s, row in zip(samplings, logits, strict=True)]
     exact = heads_of(logits, np.ones(400, np.float32), random)
     for off, agrees in ((0.9 * distribution.MARGIN, True), (-0.9 * distribution.MARGIN, True), (0.2, False)):
-        heads = Heads(exact.logits, exact.ids, exact.mass * np.float32(1 + off))
-        got = sample_heads([TokenSampler(s, (), ()) for s in samplings], heads)
+        heads = Heads(exact.logits, exact.ids, exact.masses * np.float32(1 + off), V)
+        got = sample_heads([TokenSampler(s, (), ()) for s in samplings], heads, Fetched(logits))
         decided = [(one, other) for one, other in zip(got, wanted, strict=True) if one is not None]
         assert len(decided) > 150
         assert all(one == other for one, other in decided) is agrees
@@ -117,7 +134,7 @@ def test_a_row_with_a_number_that_is_none_is_asked_for(bad: float) -> None:
     for sampling in (Sampling(), Sampling(temperature=1.0)):
         heads = heads_of(logits, np.ones(2, np.float32), random)
         samplers = [TokenSampler(sampling, (), ()) for _ in range(2)]
-        assert sample_heads(samplers, heads)[1] is None
+        assert sample_heads(samplers, heads, Fetched(logits))[1] is None
 
 
 def test_what_changes_logits_asks_for_whole_rows() -> None:
@@ -130,5 +147,6 @@ def test_what_changes_logits_asks_for_whole_rows() -> None:
         Sampling(min_tokens=2),
         Sampling(temperature=0.5, logprobs=2),
     ]
-    got = sample_heads([TokenSampler(s, (), ()) for s in samplings], heads_of(logits, np.ones(5, np.float32), random))
+    heads = heads_of(logits, np.ones(5, np.float32), random)
+    got = sample_heads([TokenSampler(s, (), ()) for s in samplings], heads, Fetched(logits))
     assert [each is None for each in got] == [False, True, True, True, True]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,12 +12,13 @@ import onnx_ir as ir
 import pytest
 
 from llmforge.base.errors import InputError, RunFailed, UnsupportedError, UsageError
-from llmforge.ir import paged
+from llmforge.engines.heads import give_heads
+from llmforge.ir import interface, paged
+from llmforge.ir.interface import HEAD
 from llmforge.lowering import paged_attention
 from llmforge.runtime import EngineOptions, Request, Runner, Sampling
 from llmforge.runtime.backends.block_pool import BlockPool
 from llmforge.runtime.backends.config import RuntimeConfig
-from llmforge.runtime.backends.device import HostDevice
 from llmforge.runtime.backends.loading import open_engine
 from llmforge.runtime.backends.paged import PagedCache, PagedSession, Piece
 from llmforge.runtime.backends.session import SessionConfig
@@ -26,7 +28,8 @@ from llmforge.runtime.serving.paged_scheduler import PagedScheduler
 from llmforge.runtime.serving.sequence import Sequence
 
 from ..decoder_graph import decoder
-from ..small_engines import VOCABULARY, Received, small_runner
+from ..small_engines import VOCABULARY, Received, prompt, small_runner
+from .test_decode_ahead import SAMPLINGS, CountingDevice, Slow
 
 pytestmark = pytest.mark.xdist_group("paged_scheduler")  # its fixtures take seconds: they are made once
 
@@ -42,11 +45,17 @@ def slots(tmp_path_factory, sample_checkpoint) -> Runner:
 
 @pytest.fixture(scope="module")
 def session() -> PagedSession:
+    return opened(heads=True)
+
+
+def opened(*, heads: bool) -> PagedSession:
     model = decoder(VOCABULARY)
     assert paged_attention.reason_against(model) is None
     assert len(paged_attention.lower(model, BLOCK)) == 2
+    if heads:
+        give_heads(model)
     serialized = ir.to_proto(paged.expand(model)).SerializeToString()
-    return PagedSession(serialized, SessionConfig(1), HostDevice(), blocks=BLOCKS, buckets=(1, 2, 4, 8))
+    return PagedSession(serialized, SessionConfig(1), CountingDevice(), blocks=BLOCKS, buckets=(1, 2, 4, 8))
 
 
 @dataclass
@@ -115,6 +124,105 @@ def test_two_hundred_requests_over_far_too_few_blocks_get_the_text_that_each_get
             assert client.received.text == "".join(chunk.text for chunk in alone)
             compared += 1
     assert compared > 160
+
+
+def ended(scheduler: PagedScheduler, samplings: Iterable[Sampling] = SAMPLINGS) -> list[Received]:
+    """Run a request of each kind, of which some join while others decode."""
+    answers = []
+    for i, sampling in enumerate(samplings):
+        answers.append(Received())
+        scheduler.add(Request(prompt(5 + 3 * i, seed=i), sampling), answers[-1].receive)
+        if i % 3 == 2:
+            scheduler.step()
+    while scheduler.step():
+        pass
+    return answers
+
+
+def test_heads_give_the_texts_that_whole_rows_give(slots, session):
+    plain, got = (
+        ended(PagedScheduler(each, each.allocate(4, CONTEXT), slots.samplers, EngineOptions(), chunk=16))
+        for each in (opened(heads=False), session)
+    )
+    assert [(each.tokens, each.text, each.reason) for each in got] == [(e.tokens, e.text, e.reason) for e in plain]
+    assert {each.reason for each in got} == {"length", "stop"}
+
+
+def test_a_step_of_prompts_and_decoding_gives_heads_of_the_rows_that_are_wanted(session):
+    cache = session.allocate(ROWS, CONTEXT)
+    tables = [cache.pool.open(()) for _ in range(4)]
+    for table in tables:
+        cache.pool.grow(table, 0, 20)
+    first = [Piece(prompt(9, seed), 0, table, wanted=False) for seed, table in enumerate(tables[:2])]
+    assert session.begin(first, cache, np.empty(0, np.float32)).heads().logits.shape == (1, HEAD)  # which nobody wants
+    mixed = [Piece([7], 9, tables[0], True), Piece(prompt(5, 3), 9, tables[1], False)]
+    mixed += [Piece(prompt(12, 4), 0, tables[2], True), Piece([8, 9], 0, tables[3], True)]
+    logits = np.empty((3, VOCABULARY), np.float32)
+    session.run(mixed, cache, logits)
+    run = session.begin(mixed, cache, np.array([1, 0.5, 2], np.float32))
+    heads = run.heads()
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :HEAD]
+    np.testing.assert_array_equal(heads.ids, order)
+    np.testing.assert_array_equal(heads.logits, np.take_along_axis(logits, order, 1))
+    mass = np.exp((logits - logits.max(1, keepdims=True)).astype(np.float64) / [[1], [0.5], [2]])
+    mass[logits > heads.logits[:, -1:]] = 0
+    blocks, size = interface.mass_blocks(VOCABULARY)
+    np.testing.assert_allclose(heads.masses, mass.reshape(3, blocks, size).sum(2), rtol=1e-5)
+    np.testing.assert_array_equal(run.logits(1), logits[1])
+    with pytest.raises(ValueError, match="heads of 3 rows, of 8 at most"):
+        session.begin(mixed, cache, np.ones(2, np.float32))
+
+
+def test_rows_of_a_cache_may_be_decoded_beside_the_host(session):
+    cache, past = session.allocate(3, 64), np.zeros(3, np.int32)
+    ids = np.array([[3], [5], [9]])
+    logits = session.step(ids, past, cache)[:, 0]
+    run = session.begin_decode(ids, past, cache, np.ones(3, np.float32))
+    np.testing.assert_array_equal(run.heads().ids[:3, 0], logits.argmax(1))
+
+
+def test_a_step_copies_heads_and_what_rows_must_be_whole(slots, session):
+    device = session.device
+    head, row = (2 * HEAD + interface.mass_blocks(VOCABULARY)[0]) * 4, VOCABULARY * 4
+    options = EngineOptions(step_tokens=16)
+    scheduler = PagedScheduler(session, session.allocate(4, CONTEXT), slots.samplers, options, chunk=16)
+    for i, sampling in enumerate([Sampling(), Sampling(temperature=1.0, top_k=20), Sampling(min_tokens=99)]):
+        scheduler.add(Request(prompt(6, seed=i), sampling), Received().receive)
+        scheduler.step()
+    scheduler.add(Request(prompt(34, seed=9), Sampling()), Received().receive)
+    for wanted in (3, 3, 4, 4, 4):  # two steps read the long prompt, too, whose last row the third one gives
+        device.copies.clear()
+        device.calls.clear()
+        scheduler.step()
+        assert device.calls == ["write", "synchronize"]  # all inputs at once
+        assert device.copies == [wanted * head, row]  # one copy of all heads; the row of `min_tokens`
+    assert scheduler.stats().prefill_tokens == 3 * 6 + 34
+    scheduler.cancel_all()
+    scheduler.step()
+
+
+def test_tokens_are_delivered_while_the_next_step_runs_whatever_it_reads(slots, session, monkeypatch):
+    events: list[str] = []
+    begin = PagedSession.begin
+
+    def watched(*arguments):
+        events.append("begin")
+        return Slow(begin(*arguments), events)
+
+    monkeypatch.setattr(PagedSession, "begin", watched)
+    options = EngineOptions(step_tokens=16)
+    scheduler = PagedScheduler(session, session.allocate(4, CONTEXT), slots.samplers, options, chunk=16)
+    scheduler.add(Request(prompt(4), Sampling(max_tokens=3, ignore_eos=True)), lambda item: events.append("deliver"))
+    scheduler.step()
+    scheduler.add(Request(prompt(40, 1), Sampling(max_tokens=1, ignore_eos=True)), lambda item: events.append("other"))
+    while scheduler.step():
+        pass
+    assert events == [
+        *["begin", "wait", "deliver"],  # the first comes at once
+        *["begin", "wait"],  # beside a piece of the other prompt
+        *["begin", "deliver", "wait", "deliver", "deliver"],  # and so does the last, with the end behind it
+        *["begin", "wait", "other", "other"],
+    ]
 
 
 def test_a_preempted_request_goes_on_before_those_that_came_later(slots, session):

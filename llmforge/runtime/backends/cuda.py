@@ -267,7 +267,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
         running = self._thread.submit(
             lambda: self._launch(self._binding(cache), bound, self._decode_logits, shape, found[1])
         )
-        return _Running(self._heads, self._decode_logits, cache.batch, running)
+        return Running(self._heads, self._decode_logits, cache.batch, running)
 
     def _find_graph(self, cache: DeviceCache, longest: int) -> tuple[int | None, int]:
         """Find the CUDA graph for the rows of `cache` and texts of up to `longest` tokens: its length and id."""
@@ -324,8 +324,14 @@ class DeviceSession(CapturedSession[DeviceCache]):
         bindings = self._bindings.setdefault(cache.memory, {})
         key = (cache.start, cache.batch)
         if key not in bindings:
-            bindings[key] = Binding(self._session, self.device, cache, self._heads)
+            bindings[key] = self._new_binding(cache)
         return bindings[key]
+
+    def _new_binding(self, cache: DeviceCache) -> Binding:
+        binding = Binding(self._session, self.device, cache)
+        if self._heads is not None:
+            binding.bind_heads(self._heads, cache.batch)
+        return binding
 
     def _execute(
         self,
@@ -377,8 +383,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
                 return out.copy()
             self._decode_inputs.upload(feeds(ONE))
             other = InputBuffers(self.device, self._input_names, self._host_inputs, self._decode_inputs.each_bytes)
-            binding = Binding(self._session, self.device, cache, self._heads)
-            self._execute(binding, other.upload(feeds(token)), self._decode_logits, out, which)
+            self._execute(self._new_binding(cache), other.upload(feeds(token)), self._decode_logits, out, which)
             return out.copy()
 
         return probe
@@ -426,7 +431,7 @@ def read_on_host(session: Any, device: Device, always: str) -> set[str]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Running(DecodeRun):
+class Running(DecodeRun):
     """A step on the session's thread."""
 
     _heads: HeadBuffers
@@ -444,22 +449,24 @@ class _Running(DecodeRun):
         """Fetch all logits of a row."""
         return self._heads.read_row(self._logits, row)
 
+    def blocks(self, rows: Sequence[int], blocks: Sequence[int]) -> NDArray[np.float32]:
+        """Fetch one block of the logits of each of some rows."""
+        return self._heads.read_blocks(self._logits, rows, blocks)
+
 
 class Binding:
     """Inputs and outputs of a session bound to the rows of a cache by address."""
 
-    def __init__(self, session: Any, device: Device, cache: DeviceCache, heads: HeadBuffers | None = None) -> None:
+    def __init__(self, session: Any, device: Device, cache: DeviceCache) -> None:
         self.binding = session.io_binding()
         self._device = device
         self._inputs: dict[str, BoundInput] = {}
         self._logits: tuple[Buffer | None, tuple[int, ...]] | None = None
+        self._head_rows = 0
         for name, tensor in cache.memory.tensors.items():
             where = (device.kind, device.index, tensor.onnx, cache.shape(name), cache.address(name))
             self.binding.bind_input(name, *where)
             self.binding.bind_output(interface.present_of(name), *where)
-        if heads is not None and cache.batch <= heads.most_rows:
-            for name, onnx, shape, address in heads.outputs(cache.batch):
-                self.binding.bind_output(name, device.kind, device.index, onnx, shape, address)
 
     def bind_inputs(self, inputs: Mapping[str, BoundInput]) -> None:
         """Bind what has another address or shape than before."""
@@ -481,6 +488,16 @@ class Binding:
             buffer.at(0, int(np.prod(shape)) * LOGIT_BYTES)
             self.binding.bind_output(interface.LOGITS, kind, index, FLOAT, shape, buffer.address)
         self._logits = wanted
+
+    def bind_heads(self, heads: HeadBuffers, rows: int) -> None:
+        """Let heads of so many rows go to `heads`; where it has no room for them, to memory of ONNX Runtime's own."""
+        if rows == self._head_rows:
+            return
+        kind, index = self._device.kind, self._device.index
+        for name, onnx, shape, address in heads.outputs(rows):
+            where = (onnx, shape, address) if rows <= heads.most_rows else ()
+            self.binding.bind_output(name, kind, index, *where)
+        self._head_rows = rows
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,20 +18,23 @@ _BYTES = 4  # of a number: fp32, int32
 class HeadBuffers:
     """Room for the heads of up to `most_rows` rows.
 
-    Those of n rows lie behind each other, so that one copy brings them all: logits [n, H], ids [n, H], mass [n].
+    Those of n rows lie behind each other, so that one copy brings them all: logits [n, H], ids [n, H], masses
+    [n, blocks].
     """
 
     def __init__(self, device: Device, most_rows: int, vocabulary: int) -> None:
         self.most_rows = most_rows
         self._device = device
-        self._width, self._whole = min(interface.HEAD, vocabulary), vocabulary <= interface.HEAD
+        self._vocabulary, self._width = vocabulary, min(interface.HEAD, vocabulary)
+        self._blocks, self._block_size = interface.mass_blocks(vocabulary)
         self._buffer = device.allocate(self.size_bytes(most_rows))
         self._host: NDArray[np.uint8] = device.host((self._buffer.size,), "uint8")
         self._row: NDArray[np.float32] = device.host((vocabulary,), "float32")
+        self._fetched: NDArray[np.float32] = device.host((most_rows, self._block_size), "float32")
 
     def size_bytes(self, rows: int) -> int:
         """Count the bytes of the heads of so many rows."""
-        return rows * (2 * self._width + 1) * _BYTES
+        return rows * (2 * self._width + self._blocks) * _BYTES
 
     def outputs(self, rows: int) -> list[tuple[str, int, tuple[int, ...], int]]:
         """Give name, type, shape and address of what a step of so many rows writes."""
@@ -37,23 +42,36 @@ class HeadBuffers:
         return [
             (interface.TOP_LOGITS, ONNX_TYPES["float32"], (rows, self._width), base),
             (interface.TOP_IDS, ONNX_TYPES["int32"], (rows, self._width), base + each),
-            (interface.MASS, ONNX_TYPES["float32"], (rows,), base + 2 * each),
+            (interface.MASSES, ONNX_TYPES["float32"], (rows, self._blocks), base + 2 * each),
         ]
 
     def read(self, rows: int) -> Heads:
         """Copy the heads of the last step, of so many rows; they hold until the next call."""
         held = self._host[: self.size_bytes(rows)]
         self._device.read(self._buffer, 0, held)
-        logits, ids, mass = np.split(held, [rows * self._width * _BYTES, 2 * rows * self._width * _BYTES])
+        logits, ids, masses = np.split(held, [rows * self._width * _BYTES, 2 * rows * self._width * _BYTES])
         shape = (rows, self._width)
         return Heads(
             logits.view(np.float32).reshape(shape),
             ids.view(np.int32).reshape(shape),
-            mass.view(np.float32),
-            self._whole,
+            masses.view(np.float32).reshape(rows, self._blocks),
+            self._vocabulary,
         )
 
     def read_row(self, logits: Buffer, row: int) -> NDArray[np.float32]:
         """Copy one row out of `logits` [n, V]; it holds until the next call."""
         self._device.read(logits, row * self._row.nbytes, self._row)
         return self._row
+
+    def read_blocks(self, logits: Buffer, rows: Sequence[int], blocks: Sequence[int]) -> NDArray[np.float32]:
+        """Copy one block (`interface.mass_blocks`) out of each of `rows`, -inf behind a row's end.
+
+        They hold until the next call.
+        """
+        found = self._fetched[: len(rows)]
+        for into, row, block in zip(found, rows, blocks, strict=True):
+            start = block * self._block_size
+            own = into[: self._vocabulary - start]
+            self._device.read(logits, (row * self._vocabulary + start) * _BYTES, own)
+            into[len(own) :] = -np.inf
+        return found

@@ -120,6 +120,15 @@ class DecodeRun(ABC):
     def logits(self, row: int) -> NDArray[np.float32]:
         """Fetch all logits of a row, fp32 [V]; they hold until the next call."""
 
+    @abstractmethod
+    def blocks(self, rows: Sequence[int], blocks: Sequence[int]) -> NDArray[np.float32]:
+        """Fetch one block of the logits of each of some rows, fp32 [n, size]; they hold until the next call.
+
+        Args:
+            rows: [n], as of `logits`.
+            blocks: [n], numbers of `interface.mass_blocks`, which says their size; -inf stands behind a row's end.
+        """
+
 
 class Backend(ABC, Generic[C]):
     """A decoder that is driven step by step over caches of type `C`.
@@ -195,7 +204,7 @@ class Backend(ABC, Generic[C]):
             ids: int64 [B, 1].
             past_lengths: int32 [B].
             cache: as of `step`.
-            temperatures: fp32 [B], more than 0, what each row's mass is summed at.
+            temperatures: fp32 [B], more than 0, what each row's masses are summed at.
             lengths: as of `step`.
             adapters: as of `step`.
         """

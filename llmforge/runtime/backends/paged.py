@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,17 +24,16 @@ from llmforge.base.errors import InputError, RunFailed, UsageError
 from llmforge.ir import interface
 from llmforge.runtime.backends.block_pool import BlockPool, BlockTable, Copy, NoBlocks
 from llmforge.runtime.backends.config import Capture, GraphPlan, RuntimeConfig
-from llmforge.runtime.backends.cuda import EAGER, Binding, CapturedSession, open_on, run_options
+from llmforge.runtime.backends.cuda import EAGER, Binding, CapturedSession, Running, open_on, run_options
 from llmforge.runtime.backends.cuda_graph_capture import ONE, ProbeStep, probe_inputs
-from llmforge.runtime.backends.device import Device
+from llmforge.runtime.backends.device import Buffer, Device
 from llmforge.runtime.backends.device_backend import INPUT_BYTES, LOGIT_BYTES
 from llmforge.runtime.backends.device_cache import CacheMemory, CacheTensor, DeviceCache
-from llmforge.runtime.backends.device_inputs import InputBuffers
-from llmforge.runtime.backends.interface import RowCopy, Rows, StepInputs
+from llmforge.runtime.backends.device_heads import HeadBuffers
+from llmforge.runtime.backends.device_inputs import BoundInput, InputBuffers
+from llmforge.runtime.backends.interface import Counts, DecodeRun, RowCopy, Rows, StepInputs
 from llmforge.runtime.backends.session import SessionConfig, run_bound
 from llmforge.runtime.backends.signature import ELEMENTS, Signature
-
-T = TypeVar("T")
 
 FREE_PART = 0.9  # of a device's free memory that a pool takes at most: scratch memory of kernels needs the rest
 
@@ -128,6 +127,15 @@ class Piece(NamedTuple):
     wanted: bool
 
 
+class _Step(NamedTuple):
+    """A step whose inputs lie at their addresses: it gives `rows` of logits to `logits`."""
+
+    inputs: Mapping[str, BoundInput]
+    logits: Buffer
+    rows: int
+    graph_id: int
+
+
 class PagedSession(CapturedSession[PagedCache]):
     """A decoder graph over blocks (docs/paged.md) in ONNX Runtime, over the memory of `device`.
 
@@ -175,6 +183,7 @@ class PagedSession(CapturedSession[PagedCache]):
         self._inputs = InputBuffers(device, self._input_names, self._host_inputs, INPUT_BYTES)  # of other steps; grows
         self._decode_logits = device.allocate(most * self.vocabulary * LOGIT_BYTES)
         self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)
+        self._heads = HeadBuffers(device, most, self.vocabulary) if self.signature.gives_heads else None
         self._bindings: weakref.WeakKeyDictionary[CacheMemory, Binding] = weakref.WeakKeyDictionary()
         self._fewer: tuple[str, ...] = ()  # what `allocate` has to say of its pool
 
@@ -233,51 +242,111 @@ class PagedSession(CapturedSession[PagedCache]):
             UsageError: a text has no room for its tokens.
             RunFailed: a kernel fails.
         """
+        self._check_room(pieces, cache)
+        shape = (sum(piece.wanted for piece in pieces), self.vocabulary)
+        if out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
+            raise ValueError(f"out is {out.dtype} {out.shape}; the logits are fp32 {shape}, C-contiguous")
+        self._on_thread(lambda: self._execute(cache, self._prepare(pieces, cache), out))
+
+    @property
+    def decodes_ahead(self) -> bool:
+        """Whether the graph gives heads."""
+        return self._heads is not None
+
+    def begin(self, pieces: Sequence[Piece], cache: PagedCache, temperatures: NDArray[np.float32]) -> DecodeRun:
+        """Begin a step, as `run` runs it; what is given is read before this returns.
+
+        Its rows are those `wanted`, in order, at whose `temperatures`, fp32 [wanted], their masses are summed; rows of
+        padding follow.
+
+        Raises:
+            UsageError: a text has no room for its tokens.
+        """
+        self._check_room(pieces, cache)
+        wanted = sum(piece.wanted for piece in pieces)
+        if self._heads is None or temperatures.shape != (wanted,) or wanted > self._most_rows:
+            raise ValueError(f"temperatures {temperatures.shape}; heads of {wanted} rows, of {self._most_rows} at most")
+        step = self._prepare(pieces, cache, temperatures=temperatures)
+
+        def run() -> bool:
+            self._launch(self._binding(cache), step)
+            return True
+
+        return Running(self._heads, step.logits, step.rows, self._thread.submit(run))
+
+    def begin_decode(
+        self,
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        cache: PagedCache,
+        temperatures: NDArray[np.float32],
+        lengths: Counts | None = None,
+        adapters: Counts | None = None,
+    ) -> DecodeRun:
+        """Begin a step of one token a row, as `step` runs it; arrays are read before this returns."""
+        inputs = StepInputs(ids, past_lengths, None, lengths, None, adapters)
+        self._check(inputs, cache)
+        return self.begin(self._pieces(inputs, cache), cache, temperatures)
+
+    def _check_room(self, pieces: Sequence[Piece], cache: PagedCache) -> None:
         for piece in pieces:
             end = piece.past + len(piece.tokens)
             if not piece.tokens or end > min(cache.capacity, len(piece.table.blocks) * self.block_size):
                 raise UsageError(f"{len(piece.tokens)} tokens after {piece.past} have no room in their blocks")
-        shape = (sum(piece.wanted for piece in pieces), self.vocabulary)
-        if out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
-            raise ValueError(f"out is {out.dtype} {out.shape}; the logits are fp32 {shape}, C-contiguous")
-        self._on_thread(lambda: self._run_pieces(pieces, cache, out[None]))
 
-    def _run_together(self, inputs: StepInputs, cache: PagedCache, out: NDArray[np.float32]) -> None:
-        """Run rows [B, S] as texts of S tokens each; `out` [B, R, V]."""
+    def _pieces(self, inputs: StepInputs, cache: PagedCache) -> list[Piece]:
+        """Give rows [B, S] as texts of S tokens each."""
         tokens = inputs.ids.shape[1]
-        pieces = [
+        return [
             Piece(ids, past, cache.table(b, past, past + tokens), wanted=True)
             for b, (ids, past) in enumerate(zip(inputs.ids.tolist(), inputs.past_lengths.tolist(), strict=True))
         ]
+
+    def _run_together(self, inputs: StepInputs, cache: PagedCache, out: NDArray[np.float32]) -> None:
+        tokens = inputs.ids.shape[1]
+        pieces = self._pieces(inputs, cache)
         rows = np.array([-1]) if inputs.rows is None else inputs.rows
         chosen = (np.arange(len(pieces))[:, None] * tokens + np.where(rows < 0, rows + tokens, rows)).reshape(-1)
-        flat = out.reshape(1, -1, self.vocabulary)
-        self._on_thread(lambda: self._run_pieces(pieces, cache, flat, chosen))
+        self._on_thread(lambda: self._execute(cache, self._prepare(pieces, cache, chosen), out))
 
     def _run(self, inputs: StepInputs, cache: PagedCache, out: NDArray[np.float32]) -> None:
         self._run_together(inputs, cache, out)
 
-    def _run_pieces(
+    def _prepare(
         self,
         pieces: Sequence[Piece],
         cache: PagedCache,
-        out: NDArray[np.float32],
         rows: NDArray[np.int64] | None = None,
-    ) -> None:
-        """Run a step; `rows` get logits, or None: the last token of each piece that wants them."""
+        temperatures: NDArray[np.float32] | None = None,
+    ) -> _Step:
+        """Bring the inputs of a step to their addresses; `rows` get logits, or None: the last of pieces that want it.
+
+        Where none wants it, the first one's last row is computed all the same: kernels need not take steps of no rows.
+        """
         longest = max(piece.past + len(piece.tokens) for piece in pieces)
-        decode = all(len(piece.tokens) == 1 and piece.wanted for piece in pieces) and out.shape[1] == len(pieces)
+        count = sum(piece.wanted for piece in pieces) if rows is None else len(rows)
+        decode = count == len(pieces) and all(len(piece.tokens) == 1 for piece in pieces)
         bucket = next((size for size in self.buckets if size >= len(pieces)), None) if decode else None
-        if bucket is None:
-            feeds = self._feeds(pieces, cache, rows, len(pieces), longest)
-            self._run_long(feeds, cache, out)
-            return
-        length, graph_id = self._graph_of(cache.store.memory, bucket, longest)
-        feeds = self._feeds(pieces, cache, None, bucket, length or longest)
-        self._decode(feeds, cache, out, bucket, graph_id)
+        if bucket is not None:
+            length, graph_id = self._graph_of(cache.store.memory, bucket, longest)
+            feeds = self._feeds(pieces, cache, None, bucket, length or longest, temperatures)
+            return self._prepare_decode(feeds, cache, graph_id)
+        feeds = self._feeds(pieces, cache, rows, len(pieces), longest, temperatures)
+        most, count = max(value.nbytes for value in feeds.values()), max(1, count)
+        if most > self._inputs.each_bytes:
+            self._inputs = InputBuffers(self.device, self._input_names, self._host_inputs, most)
+        if count * self.vocabulary * LOGIT_BYTES > self._logits.size:
+            self._logits = self.device.allocate(count * self.vocabulary * LOGIT_BYTES)
+        return _Step(self._inputs.upload(feeds), self._logits, count, EAGER)
 
     def _feeds(
-        self, pieces: Sequence[Piece], cache: PagedCache, rows: NDArray[np.int64] | None, batch: int, longest: int
+        self,
+        pieces: Sequence[Piece],
+        cache: PagedCache,
+        rows: NDArray[np.int64] | None,
+        batch: int,
+        longest: int,
+        temperatures: NDArray[np.float32] | None = None,
     ) -> dict[str, NDArray[Any]]:
         """Make the inputs of a step of `batch` rows; those behind `pieces` run one token, in block 0."""
         padding = batch - len(pieces)
@@ -290,10 +359,13 @@ class PagedSession(CapturedSession[PagedCache]):
             row[: len(blocks)] = blocks
         if rows is None:
             wanted = np.array([*(piece.wanted for piece in pieces), *[True] * padding])
-            rows = (ends[1:] - 1)[wanted].astype(np.int64)
+            rows = (ends[1:] - 1)[wanted if wanted.any() else slice(1)].astype(np.int64)
+        given = np.ones(len(rows), np.float32)
+        if temperatures is not None:
+            given[: len(temperatures)] = temperatures
         ids = np.array([token for piece in pieces for token in piece.tokens] + [0] * padding, np.int64)[None]
         places = np.arange(len(ids[0])) + np.repeat(past - ends[:-1], lengths)
-        made = {
+        made: dict[str, NDArray[Any]] = {
             interface.INPUT_IDS: ids,
             interface.POSITION_IDS: places.astype(np.int64)[None],
             interface.CUMULATIVE_LENGTHS: ends,
@@ -301,13 +373,12 @@ class PagedSession(CapturedSession[PagedCache]):
             interface.BLOCK_TABLE: table,
             interface.ATTENTION_METADATA: np.array([int(lengths.max()), longest], np.int32),
             interface.LOGITS_ROWS: rows,
+            interface.TEMPERATURES: given,
         }
         return {name: value for name, value in made.items() if name in self._input_names}
 
-    def _decode(
-        self, feeds: Mapping[str, NDArray[Any]], cache: PagedCache, out: NDArray[np.float32], batch: int, graph_id: int
-    ) -> None:
-        """Run one token of each of `batch` rows at fixed addresses; `out` takes the logits of the first rows."""
+    def _prepare_decode(self, feeds: Mapping[str, NDArray[Any]], cache: PagedCache, graph_id: int) -> _Step:
+        """Bring the inputs of a step of one token a row to addresses that never change."""
         buffers = self._decode_inputs
         table_bytes = self._most_rows * cache.blocks_of_a_row * 4
         if buffers is None or buffers.each_bytes < table_bytes:
@@ -315,38 +386,30 @@ class PagedSession(CapturedSession[PagedCache]):
             buffers = self._decode_inputs = InputBuffers(self.device, self._input_names, self._host_inputs, most)
             self._graphs.clear()  # they read the inputs elsewhere
             graph_id = EAGER
-        self._execute(buffers, feeds, cache, out, (1, batch, self.vocabulary), graph_id)
+        return _Step(buffers.upload(feeds), self._decode_logits, len(feeds[interface.LOGITS_ROWS]), graph_id)
 
-    def _run_long(self, feeds: Mapping[str, NDArray[Any]], cache: PagedCache, out: NDArray[np.float32]) -> None:
-        """Run any other step; never a CUDA graph."""
-        most = max(value.nbytes for value in feeds.values())
-        if most > self._inputs.each_bytes:
-            self._inputs = InputBuffers(self.device, self._input_names, self._host_inputs, most)
-        if out.nbytes > self._logits.size:
-            self._logits = self.device.allocate(out.nbytes)
-        self._execute(self._inputs, feeds, cache, out, out.shape, EAGER)
+    def _binding(self, cache: PagedCache) -> Binding:
+        memory = cache.store.memory
+        if memory not in self._bindings:
+            self._bindings[memory] = Binding(self._session, self.device, cache.store)
+        return self._bindings[memory]
+
+    def _launch(self, binding: Binding, step: _Step) -> None:
+        """Run the graph once the device has its inputs."""
+        binding.bind_inputs(step.inputs)
+        binding.bind_logits(step.logits, (1, step.rows, self.vocabulary))
+        if self._heads is not None:
+            binding.bind_heads(self._heads, step.rows)
+        self.device.synchronize()
+        run_bound(self._session, binding.binding, run_options(step.graph_id))  # returns when it is done
 
     def _execute(
-        self,
-        buffers: InputBuffers,
-        feeds: Mapping[str, NDArray[Any]],
-        cache: PagedCache,
-        out: NDArray[np.float32],
-        shape: tuple[int, ...],
-        graph_id: int,
-        binding: Binding | None = None,
+        self, cache: PagedCache, step: _Step, out: NDArray[np.float32], binding: Binding | None = None
     ) -> None:
-        """Run the graph, which gives logits of `shape`, and bring the first rows of them to `out` [1, R, V]."""
-        if binding is None:
-            binding = self._bindings.get(cache.store.memory)
-        if binding is None:
-            binding = self._bindings[cache.store.memory] = Binding(self._session, self.device, cache.store)
-        logits = self._decode_logits if buffers is not self._inputs else self._logits
-        binding.bind_inputs(buffers.upload(feeds))
-        binding.bind_logits(logits, shape)
-        self.device.synchronize()
-        run_bound(self._session, binding.binding, run_options(graph_id))  # returns when it is done
-        self.device.read(logits, 0, out)
+        """Run the graph, and bring the first rows of its logits to `out` [..., V]."""
+        self._launch(self._binding(cache) if binding is None else binding, step)
+        if out.size:
+            self.device.read(step.logits, 0, out)
 
     def _capture(self, cache: PagedCache) -> None:
         """Capture the planned steps, whose rows are one text."""
@@ -366,15 +429,14 @@ class PagedSession(CapturedSession[PagedCache]):
 
         def probe(token: int, *, graph: bool, elsewhere: bool = False) -> NDArray[np.float32]:
             which = graph_id if graph else EAGER
-            if not elsewhere:
-                self._decode(feeds(token), cache, out, capture.batch, which)
-                return out.copy()
-            assert self._decode_inputs is not None
-            self._decode_inputs.upload(feeds(ONE))
-            most = self._decode_inputs.each_bytes
-            other = InputBuffers(self.device, self._input_names, self._host_inputs, most)
-            binding = Binding(self._session, self.device, cache.store)
-            self._execute(other, feeds(token), cache, out, out.shape, which, binding)
+            step, binding = self._prepare_decode(feeds(ONE if elsewhere else token), cache, which), None
+            if elsewhere:
+                assert self._decode_inputs is not None
+                most = self._decode_inputs.each_bytes
+                other = InputBuffers(self.device, self._input_names, self._host_inputs, most)
+                binding = Binding(self._session, self.device, cache.store)
+                step = step._replace(inputs=other.upload(feeds(token)))
+            self._execute(cache, step, out, binding)
             return out.copy()
 
         return probe

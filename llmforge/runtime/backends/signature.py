@@ -152,7 +152,7 @@ class Signature:
     @property
     def gives_heads(self) -> bool:
         """Whether a step gives the head of its last row of logits (`interface.Heads`)."""
-        return interface.MASS in self.outputs
+        return interface.MASSES in self.outputs
 
     @property
     def gives_all_rows(self) -> bool:

@@ -18,18 +18,19 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.ir.interface import HEAD, Heads
+from llmforge.ir.interface import HEAD, Heads, mass_blocks
 from llmforge.runtime.sampling.options import Sampling
 
 Floats = NDArray[np.float32]
 Indices = NDArray[np.int64]
 
-# How far a device's sum of a row may be from the host's, of itself. Each is off by some 1e-6: fp32 sums in blocks,
-# exponents of up to some 20, whose last bit is 2e-6, and exp itself, which is wrong in its last two bits.
+# How far a device's sum of what lies behind a head may be from the host's, of itself. Each is off by some 1e-6: fp32
+# sums in blocks, exponents of up to some 20, whose last bit is 2e-6, and exp itself, which is wrong in its last bits.
 MARGIN = 1e-5
 _LIMITS = np.finfo(np.float32)
 _own = threading.local()  # of each thread that samples: `_scratch`
@@ -58,19 +59,31 @@ def held(temperature: float) -> float:
     return min(max(temperature, float(_LIMITS.tiny)), float(_LIMITS.max))
 
 
-def draw_of_heads(heads: Heads, how: Truncations, uniforms: NDArray[np.float64]) -> Indices:
-    """Choose a token for each row of `heads`, [B]; -1 where the whole row must decide.
+class Draws(NamedTuple):
+    """What heads decided of B rows: `tokens` [B], and -1 where `blocks` [B] has the block that holds the token.
+
+    -1 in both: the whole row must decide.
+    """
+
+    tokens: Indices
+    blocks: Indices
+
+
+def draw_of_heads(heads: Heads, how: Truncations, uniforms: NDArray[np.float64]) -> Draws:
+    """Choose a token, or a block, for each row of `heads`.
 
     `uniforms` [B] in [0, 1): a row's random number, which greedy rows do not use. A token is the one that `draw` gives
     with it, or the first of the largest logits.
     """
-    logits, mass = heads.logits, heads.mass.astype(np.float64)
+    logits, masses = heads.logits, heads.masses.astype(np.float64)
     count, width = logits.shape
     greedy = how.temperature == 0
+    blocks = np.full(count, -1, np.int64)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        sane = np.isfinite(mass) & np.isfinite(logits[:, 0])
+        behind = masses.sum(axis=1)
+        sane = np.isfinite(behind) & np.isfinite(logits[:, 0])
         if greedy.all():
-            return _tokens(heads, np.zeros(count, np.int64), sane)
+            return Draws(_tokens(heads, np.zeros(count, np.int64), sane), blocks)
         weights = logits - logits[:, :1]
         weights /= np.where(greedy, np.float32(1), how.temperature)[:, None]
         np.exp(weights, out=weights)
@@ -84,18 +97,19 @@ def draw_of_heads(heads: Heads, how: Truncations, uniforms: NDArray[np.float64])
         if heads.whole:
             complete[:] = True
         sums = weights.cumsum(axis=1, dtype=np.float64)
-        whole, most = np.where(complete, sums[:, -1], mass), sums[:, -1]
+        # Of a row that ends behind its head, what equals the least of it stands with those behind.
+        rows, above = np.arange(count), np.count_nonzero(logits > logits[:, -1:], axis=1)
+        ahead, most = np.where(above > 0, sums[rows, above - 1], 0.0), sums[:, -1]
+        whole, margin = np.where(complete, most, ahead + behind), np.where(complete, 0.0, MARGIN * behind)
         # A row of which the head is a part: min-p and top-k beyond the head change a sum that nobody took.
         sane &= complete | ((how.top_k == 0) & (how.min_p == 0))
-        margin = np.where(complete, 0.0, MARGIN)
         cut = how.top_p < 1
-        low, high = (how.top_p * (whole * (1 + sign * margin)) for sign in (-1, 1))
+        low, high = how.top_p * (whole - margin), how.top_p * (whole + margin)
         within = complete | (cut & (most >= high))
         sane &= within | ~cut | (most < low)
         # What a random number is a part of: the sum up to the cut, which the margin may leave open; all that is left of
         # a row that ends within its head; or the sum of the row.
-        rows = np.arange(count)
-        first, last = whole * (1 - margin), whole * (1 + margin)
+        first, last = whole - margin, whole + margin
         end = np.count_nonzero(weights, axis=1) - 1
         if cut.any():
             cuts = [np.minimum(_below(sums, edge), width - 1) for edge in (low, high)]
@@ -105,8 +119,37 @@ def draw_of_heads(heads: Heads, how: Truncations, uniforms: NDArray[np.float64])
             )
         rank = np.minimum(_reached(sums, uniforms * first), end)
         same = complete | (np.minimum(_reached(sums, uniforms * last), end) == rank)
-        sane &= same & (within | (uniforms * last < most))
-    return _tokens(heads, np.where(greedy, 0, rank), sane | (greedy & np.isfinite(mass) & np.isfinite(logits[:, 0])))
+        found = sane & same & (within | (uniforms * last < ahead))
+        for row in np.flatnonzero(sane & ~greedy & ~within & ~cut & (uniforms * first >= ahead)).tolist():
+            blocks[row] = _block_of(masses[row], float(ahead[row]), uniforms[row])
+    return Draws(
+        _tokens(heads, np.where(greedy, 0, rank), found | (greedy & np.isfinite(behind) & np.isfinite(logits[:, 0]))),
+        blocks,
+    )
+
+
+def _block_of(masses: NDArray[np.float64], ahead: float, uniform: float) -> int:
+    """Find the block that a random number points at, behind tokens that weigh `ahead`; -1: the sums do not tell."""
+    running = masses.cumsum()
+    target, margin = uniform * (ahead + running[-1]) - ahead, 2 * MARGIN * running[-1]
+    low, high = running.searchsorted([target - margin, target + margin], side="right")
+    return int(low) if low == high < len(masses) else -1
+
+
+def draw_of_block(heads: Heads, row: int, logits: Floats, temperature: float, uniform: float) -> int:
+    """Draw a token of a block, as its number among the `logits` [n]: one that does not stand in a row of `heads`."""
+    best, least = heads.logits[row, 0], heads.logits[row, -1]
+    return _draw_of_block(logits, best, least, np.float32(temperature), 0.0, uniform)
+
+
+def _draw_of_block(
+    logits: Floats, best: np.float32, least: np.float32, temperature: np.float32, min_p: float, uniform: float
+) -> int:
+    """Draw the number of one of `logits` [n] that are at most `least`."""
+    weights = _weights(logits, best, temperature, min_p)
+    weights *= logits <= least
+    sums = weights.cumsum(dtype=np.float64)
+    return min(int(sums.searchsorted(uniform * float(sums[-1]), side="right")), int(np.flatnonzero(weights)[-1]))
 
 
 def _below(sums: NDArray[np.float64], wanted: NDArray[np.float64]) -> Indices:
@@ -183,64 +226,37 @@ def _draw(
         whole = float(sums[-1])
     else:
         every = _weights(logits, best, temperature, sampling.min_p, _scratch(len(logits)))
-        whole = _sum(every)
+        least = logits[head[-1]]
+        # What equals the least of the head, within it and behind, stands with the others.
+        ahead = np.append(0.0, sums[: np.count_nonzero(logits[head] > least)])
+        others = every * (logits <= least)
+        size = mass_blocks(len(logits))[1]
+        blocks = np.add.reduceat(others, np.arange(0, len(others), size), dtype=np.float64)
+        running = blocks.cumsum()
+        whole = float(ahead[-1] + running[-1])
     wanted, most = sampling.top_p * whole, float(sums[-1])
     if complete or (sampling.top_p < 1 and most >= wanted):
         end = int(sums.searchsorted(wanted)) if sampling.top_p < 1 else int(np.count_nonzero(weights)) - 1
         return int(head[min(int(sums.searchsorted(uniform * float(sums[end]), side="right")), end)])
-    if uniform * whole < most:
-        return int(head[sums.searchsorted(uniform * whole, side="right")])
-    every[head] = 0
-    return _draw_behind(logits, head, sums, every, (uniform, whole, wanted), more)
-
-
-def _draw_behind(
-    logits: Floats,
-    head: Indices,
-    sums: NDArray[np.float64],
-    others: Floats,
-    drawn: tuple[float, float, float],
-    more: Callable[[], float],
-) -> int:
-    """Go on behind the head, whose running sums are `sums`, among `others` [V], of which all of the head weigh 0.
-
-    `drawn`: the random number, the sum of the whole row, and the part of it that top-p wants.
-    """
-    uniform, whole, wanted = drawn
-    most = float(sums[-1])
-    blocks = _block_sums(others)
-    if not blocks.any():
-        return int(head[-1])
-    running = blocks.cumsum(dtype=np.float64)
+    filled = np.flatnonzero(blocks)
     allowed, forbidden = (math.inf, -1), (-math.inf, len(logits))  # as (logit, -id): the last, the first that is known
     while True:
-        if uniform * whole < most:
-            return int(head[sums.searchsorted(uniform * whole, side="right")])
-        token = _inverse(others, blocks, running, uniform * whole - most)
+        if not len(filled) or uniform * whole < ahead[-1]:
+            return int(head[min(int(ahead[1:].searchsorted(uniform * whole, side="right")), len(ahead) - 2)])
+        block = min(int(running.searchsorted(uniform * whole - ahead[-1], side="right")), int(filled[-1]))
+        start = block * size
+        token = start + _draw_of_block(logits[start : start + size], best, least, temperature, sampling.min_p, more())
         rank = (float(logits[token]), -token)
         if wanted >= whole or rank >= allowed:
             return token
         if rank > forbidden:
             level = logits[token]
-            before = most + _sum(others * (logits > level))
+            before = ahead[-1] + _sum(others * (logits > level))
             before += float(others[token]) * int(np.count_nonzero((logits == level)[:token] & (others[:token] > 0)))
             if before < wanted:
                 return token
             forbidden = rank
         uniform = more()
-
-
-def _inverse(weights: Floats, blocks: Floats, running: NDArray[np.float64], target: float) -> int:
-    """Find the index at which the running sum of `weights` [n] exceeds `target`; it never weighs 0.
-
-    `blocks` are sums of neighbours, `running` their running sums.
-    """
-    block = min(int(np.searchsorted(running, target, side="right")), int(np.flatnonzero(blocks)[-1]))
-    inside = weights[block * _BLOCK : (block + 1) * _BLOCK]
-    before = float(running[block - 1]) if block else 0.0
-    index = np.searchsorted(inside.cumsum(dtype=np.float64), target - before, side="right")
-    # The block's own sum was rounded in another order: the target may stand a rounding error behind its end.
-    return block * _BLOCK + min(int(index), int(np.flatnonzero(inside)[-1]))
 
 
 def _scratch(size: int) -> Floats:

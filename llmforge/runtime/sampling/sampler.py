@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from llmforge.base.errors import InputError, UsageError
-from llmforge.ir.interface import Heads
+from llmforge.ir.interface import Heads, mass_blocks
 from llmforge.runtime.sampling.constraints import ConstraintCompiler, ConstraintState, TriggeredState
 from llmforge.runtime.sampling.distribution import (
     Truncations,
     draw,
+    draw_of_block,
     draw_of_heads,
     held,
     known_head,
@@ -25,6 +26,9 @@ from llmforge.runtime.sampling.distribution import (
 )
 from llmforge.runtime.sampling.options import Sampling
 from llmforge.runtime.sampling.penalties import Penalties
+
+# Fetches one block of each of some rows, fp32 [n, size]: of rows of heads, and the numbers of their blocks.
+FetchBlocks = Callable[[list[int], list[int]], NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,13 @@ class TokenSampler:
         self._generated += 1
         return SampledToken(token)
 
+    def take_of_block(self, heads: Heads, row: int, block: int, logits: NDArray[np.float32]) -> SampledToken | None:
+        """Take a token of the block that a row of `heads` decided, whose `logits` are there; None as `sample_heads`."""
+        if not (logits < np.inf).all():
+            return None
+        size = mass_blocks(heads.vocabulary)[1]
+        return self.take(block * size + draw_of_block(heads, row, logits, self.temperature, self._rng.random()))
+
     def _process(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """Give a copy of `logits` [V] with steps 2 to 6 applied."""
         mask = None if self._constraint is None else self._constraint.mask()
@@ -143,18 +154,24 @@ class TokenSampler:
             self._constraint.advance(token)
 
 
-def sample_heads(samplers: Sequence[TokenSampler], heads: Heads) -> list[SampledToken | None]:
-    """Sample the next token of each sequence from its row of `heads`, all at once.
+def sample_heads(samplers: Sequence[TokenSampler], heads: Heads, fetch: FetchBlocks) -> list[SampledToken | None]:
+    """Sample the next token of each sequence from its row of `heads`, and what `fetch` fetches, all at once.
 
     None: `TokenSampler.sample` must have the whole row; then it gives the token that it would give without this.
     """
     how = Truncations.of([sampler.truncation for sampler in samplers])
     uniforms = np.array([s.next_uniform() if s.temperature and s.head_only else 0.0 for s in samplers])
-    tokens = draw_of_heads(heads, how, uniforms).tolist()
-    return [
+    draws = draw_of_heads(heads, how, uniforms)
+    sampled = [
         sampler.take(token) if token >= 0 and sampler.head_only else None
-        for sampler, token in zip(samplers, tokens, strict=True)
+        for sampler, token in zip(samplers, draws.tokens.tolist(), strict=True)
     ]
+    behind = [row for row in np.flatnonzero(draws.blocks >= 0).tolist() if samplers[row].head_only]
+    if behind:
+        blocks = draws.blocks[behind].tolist()
+        for row, block, logits in zip(behind, blocks, fetch(behind, blocks), strict=True):
+            sampled[row] = samplers[row].take_of_block(heads, row, block, logits)
+    return sampled
 
 
 class Samplers:

@@ -11,6 +11,9 @@ As `scheduler`, but for where tokens lie and what one step runs:
 3. one run of the decoder reads the last token of every sequence that decodes and, up to `step_tokens` in all, pieces
    of what is not read yet, oldest first; at least a `chunk` of the oldest.
 
+Where the decoder gives heads of rows (`interface.Heads`), tokens are sampled from them, and delivered while the next
+step runs, whatever it runs.
+
 So the oldest sequence always goes on (the pool holds a text of full length), and a step runs at most `step_tokens`
 tokens, or a chunk besides those that decode.
 
@@ -23,13 +26,15 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from llmforge.base.backends import PREFILL_CHUNK
 from llmforge.runtime.backends.block_pool import BlockTable, NoBlocks
 from llmforge.runtime.backends.interface import Backend, C
 from llmforge.runtime.backends.paged import PagedCache, PagedSession, Piece
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.runtime.serving.options import EngineOptions
-from llmforge.runtime.serving.scheduler import Scheduler
+from llmforge.runtime.serving.scheduler import Scheduler, temperatures
 from llmforge.runtime.serving.sequence import Sequence
 from llmforge.runtime.serving.speculation import Speculation
 from llmforge.runtime.serving.stats import EngineStats
@@ -63,7 +68,6 @@ class PagedScheduler(Scheduler[PagedCache]):
         if speculation is not None:
             self._notes += ("no speculation: drafts are not verified over a paged KV cache",)
         self._tables: dict[Sequence, BlockTable] = {}  # of those that run, in the order in which they were taken up
-        self._logits_of_step = backend.logits_array((1, cache.batch, backend.vocabulary))[0]
 
     def stats(self) -> EngineStats:
         """Sum up what was done and what is going on; tokens that texts have in common count once."""
@@ -161,24 +165,36 @@ class PagedScheduler(Scheduler[PagedCache]):
 
     def _run_pieces(self, planned: list[tuple[Sequence, Piece]]) -> None:
         start = self._clock()
-        wanted = sum(piece.wanted for _, piece in planned)
-        logits = self._logits_of_step[:wanted]
-        self._paged.run([piece for _, piece in planned], self._cache, logits)
-        decoded = sum(len(piece.tokens) == 1 for _, piece in planned)
-        read = sum(len(piece.tokens) for _, piece in planned) - decoded
-        row = 0
-        for sequence, piece in planned:
-            sequence.computed_tokens += len(piece.tokens)
-            if self._shares:
-                self._pool.publish(piece.table, sequence.tokens[: sequence.computed_tokens])
-            if piece.wanted:
+        pieces = [piece for _, piece in planned]
+        wanted = list(enumerate(sequence for sequence, piece in planned if piece.wanted))
+        if self._paged.decodes_ahead:
+            of_rows = np.array(temperatures(sequence for _, sequence in wanted), np.float32)
+            run = self._paged.begin(pieces, self._cache, of_rows)
+            self._deliver_tokens()
+            heads = run.heads()
+            self._advance(planned)
+            self._sample_heads([row for row in wanted if row[1] in self._sequences], run, heads)
+        else:
+            logits = self._logits[-1][: len(wanted), 0]
+            self._paged.run(pieces, self._cache, logits)
+            self._advance(planned)
+            for row, sequence in wanted:
                 self._sample(sequence, logits[row])
-                row += 1
+        decoded = sum(len(piece.tokens) == 1 for piece in pieces)
+        read = sum(len(piece.tokens) for piece in pieces) - decoded
         self._totals["prefill_tokens"] += read
         if not read:
             self._steps[decoded] += 1
             self._totals["decode_tokens"] += decoded
             self._decode_s += self._clock() - start
+
+    def _advance(self, planned: list[tuple[Sequence, Piece]]) -> None:
+        """Count what a step has computed, of those that have not ended since."""
+        for sequence, piece in planned:
+            if sequence in self._sequences:
+                sequence.computed_tokens += len(piece.tokens)
+                if self._shares:
+                    self._pool.publish(piece.table, sequence.tokens[: sequence.computed_tokens])
 
     def _release(self, sequence: Sequence) -> None:
         table = self._tables.pop(sequence, None)

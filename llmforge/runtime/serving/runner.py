@@ -150,20 +150,16 @@ class Runner(PromptEncoder):
     def _steps(self, prompts: list[tuple[int, ...]], samplings: Sequence[Sampling]) -> Iterator[StepOutput]:
         for prompt in prompts:
             check_tokens(prompt, self.config.max_context - 1, self.config.vocabulary)
-        received: list[list[Chunk | ForgeError]] = [[] for _ in prompts]
+        received: list[deque[Chunk | ForgeError]] = [deque() for _ in prompts]
         with self._lease(len(prompts)) as cache:
             scheduler = self._scheduler(cache)
             for prompt, sampling, chunks in zip(prompts, samplings, received, strict=True):
                 scheduler.add(Request(prompt, sampling, detokenize=False), chunks.append)
             while scheduler.step():
-                # Each row received nothing, its token, or its last token and the reason.
-                rows = [[_chunk(item) for item in chunks] for chunks in received]
-                yield StepOutput(
-                    tuple(next((chunk.token_id for chunk in chunks), None) for chunks in rows),
-                    tuple(chunks[-1].finish_reason if chunks else None for chunks in rows),
-                )
-                for items in received:
-                    items.clear()
+                # Tokens that are delivered while the next step runs come with its own where that is the last.
+                while any(received):
+                    tokens, reasons = zip(*map(_next_token, received), strict=True)
+                    yield StepOutput(tokens, reasons)
 
     def _scheduler(self, cache: Any) -> Scheduler[Any]:
         """Make a scheduler for the rows of `cache` that reads all prompts in its first step."""
@@ -217,6 +213,15 @@ def load(artifact: Path, threads: int | None = None, device: int = 0) -> Runner:
     prompts = PromptEncoder.read(artifact)
     session = open_engine(artifact / "engine", prompts.config, threads, device)
     return Runner(session, prompts.config, prompts.tokenizer, prompts.template)
+
+
+def _next_token(items: deque[Chunk | ForgeError]) -> tuple[int | None, str | None]:
+    """Take the next token that a row received, and the reason that comes behind it if it is the last; None: nothing."""
+    token = reason = None
+    while items and (token is None or (isinstance(items[0], Chunk) and items[0].token_id is None)):
+        chunk = _chunk(items.popleft())
+        token, reason = token if chunk.token_id is None else chunk.token_id, chunk.finish_reason
+    return token, reason
 
 
 def _chunk(item: Chunk | ForgeError) -> Chunk:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic
 
 import numpy as np
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from llmforge.base.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
 from llmforge.ir.interface import Heads
-from llmforge.runtime.backends.interface import Backend, C
+from llmforge.runtime.backends.interface import Backend, C, DecodeRun
 from llmforge.runtime.sampling.sampler import SampledToken, Samplers, sample_heads
 from llmforge.runtime.serving.options import EngineOptions
 from llmforge.runtime.serving.prefix_cache import BLOCK, PrefixCache
@@ -335,7 +335,7 @@ class Scheduler(Generic[C]):
         A sequence that those end has run for nothing: its token is dropped.
         """
         self._temperatures[:n] = 1
-        self._temperatures[[slot for slot, _ in batch]] = [each.sampler.temperature or 1 for _, each in batch]
+        self._temperatures[[slot for slot, _ in batch]] = temperatures(each for _, each in batch)
         run = self._backend.begin_decode(
             self._input_ids[:n],
             self._past_lengths[:n],
@@ -347,18 +347,34 @@ class Scheduler(Generic[C]):
         self._deliver_tokens()
         heads = run.heads()
         live = [(slot, sequence) for slot, sequence in batch if sequence in self._sequences]
-        heads = heads.of([slot for slot, _ in live])
-        found = sample_heads([sequence.sampler for _, sequence in live], heads)
-        now = self._clock()
-        for row, ((slot, sequence), sampled) in enumerate(zip(live, found, strict=True)):
+        for slot, sequence in live:
             sequence.computed_tokens += 1
             self._store_blocks(sequence, slot)
+        self._sample_heads(live, run, heads)
+
+    def _sample_heads(self, live: list[tuple[int, Sequence]], run: DecodeRun, heads: Heads) -> None:
+        """Sample the next token of each sequence from its row of `run`, all at once.
+
+        First and last tokens are delivered now, others while the next step runs.
+        """
+        if not live:
+            return
+        own = [row for row, _ in live]
+        heads = heads.of(own)
+
+        def fetch(rows: list[int], blocks: list[int]) -> NDArray[np.float32]:
+            return run.blocks([own[row] for row in rows], blocks)
+
+        found = sample_heads([sequence.sampler for _, sequence in live], heads, fetch)
+        now = self._clock()
+        for place, ((row, sequence), sampled) in enumerate(zip(live, found, strict=True)):
             if sampled is None:
-                sampled = self._choose(sequence, run.logits(slot), (heads, row))
+                sampled = self._choose(sequence, run.logits(row), (heads, place))
             if sampled is not None:
                 self._take(sequence, sampled, now)
-                if sequence.remaining_tokens == 0 or sequence.sampler.is_stop(sampled.token):
-                    self._hand_over(sequence, sampled)  # its slot is free now
+                first, last = len(sequence.token_times) == 1, sequence.remaining_tokens == 0
+                if first or last or sequence.sampler.is_stop(sampled.token):
+                    self._hand_over(sequence, sampled)  # who waits for its answer has it, or its place is free, now
                 else:
                     self._undelivered.append((sequence, sampled))
 
@@ -550,3 +566,8 @@ class Scheduler(Generic[C]):
         """Let no other text begin with what was computed for this one."""
         if self._prefix_cache is not None:
             self._prefix_cache.forget(sequence.tokens, sequence.adapter)
+
+
+def temperatures(sequences: Iterable[Sequence]) -> list[float]:
+    """Give what the mass of each sequence's row is summed at."""
+    return [sequence.sampler.temperature or 1.0 for sequence in sequences]
