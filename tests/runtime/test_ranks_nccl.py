@@ -157,6 +157,11 @@ def test_ranks_give_the_logits_and_heads_of_one_session(two: RankSession, meetin
     assert np.abs(one.logits - both.logits).max() < 1e-5 * unit
     for row in (3, 0):
         assert np.abs(runs[0].logits(row) - runs[1].logits(row)).max() < 1e-5 * unit
+    fetched = [run.blocks([3, 1], [0, 2]) for run in runs]
+    assert fetched[0].shape == fetched[1].shape
+    kept = np.isfinite(fetched[0])
+    assert np.abs(fetched[0][kept] - fetched[1][kept]).max() < 1e-5 * unit
+    assert np.abs(one.masses - both.masses).max() < 1e-3
     sums, gathers, on_streams = counted(meetings)[0]
     assert counted(meetings)[1] == [sums, gathers, on_streams]
     assert sums == 5 * gathers > 0  # of a step: the embedding, and two in each of two layers

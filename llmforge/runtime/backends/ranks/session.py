@@ -442,6 +442,11 @@ class _Running(DecodeRun):
         found: NDArray[np.float32] = self._session.ask("logits", row)
         return found
 
+    def blocks(self, rows: Sequence[int], blocks: Sequence[int]) -> NDArray[np.float32]:
+        """Fetch one block of the logits of each of some rows."""
+        found: NDArray[np.float32] = self._session.ask("blocks", list(rows), list(blocks))
+        return found
+
 
 def _of_rank(error: ForgeError, rank: int, ranks: int) -> ForgeError:
     """Name the rank in its error."""
