@@ -43,7 +43,6 @@ from llmforge.runtime.backends.config import (
     RuntimeConfig,
     SessionOptions,
 )
-from llmforge.runtime.backends.cuda import FLASH, SDPA_KERNEL
 from llmforge.runtime.backends.device import CudaDevice
 from llmforge.runtime.backends.interface import Backend
 from llmforge.runtime.backends.loading import module_of
@@ -59,6 +58,8 @@ FAST_ENTRY, FAST_ROWS_ENTRY = "ep.cuda.fpa_intb_gemm", "ep.cuda.fpa_intb_profile
 FUSIONS_ENTRY = "optimization.disable_specified_optimizers"
 
 CUDNN_SM = 90  # compute capability from which on attention is cuDNN's, unless it is told otherwise
+# Provider option: all attention kernels but cuDNN's, as a sum: 1 flash, 2 memory-efficient, 16 unfused.
+SDPA_KERNEL, WITHOUT_CUDNN = "sdpa_kernel", str(1 + 2 + 16)
 
 # Tokens of the steps that prove an engine: kernels of products are chosen by the power of two at or above them.
 PROVED_TOKENS = tuple(sorted({*(1 << i for i in range(10)), *(3 << i for i in range(8))}))  # 1 … 512
@@ -281,7 +282,7 @@ def configure(request: BuildRequest) -> RuntimeConfig:
     options = provider_options(graphs.mode != "off")
     if request.ranks and int(target.require_gpu().sm) >= CUDNN_SM:
         # cuDNN refuses a shape when it comes; a rank that opened its graph again would leave the others waiting.
-        options[SDPA_KERNEL] = FLASH
+        options[SDPA_KERNEL] = WITHOUT_CUDNN
     return replace(
         signatures.config(request, session_options(model, buckets)),
         onnxruntime=VERSION,

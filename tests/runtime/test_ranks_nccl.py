@@ -33,6 +33,7 @@ from llmforge.engines import onnxruntime as standard
 from llmforge.parallel.split import split
 from llmforge.passes import FlashAttention, FuseNorms, PackGateUp, PackQkv
 from llmforge.recipe import EngineSpec
+from llmforge.runtime import EngineOptions, Request, Sampling
 from llmforge.runtime.backends import device as devices
 from llmforge.runtime.backends import loading
 from llmforge.runtime.backends.config import FILE, Capture, DeviceFacts, GraphPlan, RuntimeConfig
@@ -42,8 +43,10 @@ from llmforge.runtime.backends.prefill_shapes import SHAPES
 from llmforge.runtime.backends.ranks import nccl
 from llmforge.runtime.backends.ranks import session as rank_session
 from llmforge.runtime.backends.ranks.session import LIMIT_VARIABLE, RankSession
+from llmforge.runtime.serving.scheduler import Scheduler
 
 from .. import graphs
+from ..small_engines import VOCABULARY, Received, prompt, small_runner
 from .test_ranks import SOON_S, WIDE, alive, steps
 
 CAPACITY = 64
@@ -166,6 +169,34 @@ def test_ranks_give_the_logits_and_heads_of_one_session(two: RankSession, meetin
     assert counted(meetings)[1] == [sums, gathers, on_streams]
     assert sums == 5 * gathers > 0  # of a step: the embedding, and two in each of two layers
     assert on_streams == 0  # the CPU's provider has none
+
+
+def test_a_scheduler_serves_the_texts_of_one_session(meetings: Path, tmp_path: Path, sample_checkpoint: Path) -> None:
+    """Prompts that join while others decode, by heads: greedy, and sampled by a seed."""
+    runner = small_runner(tmp_path, sample_checkpoint)
+    spec = replace(WIDE, vocabulary=VOCABULARY)
+    config = write(tmp_path / "alone", 1, spec)
+    write(tmp_path / "ranks", 2, spec)
+    session = opened(tmp_path / "ranks")
+    alone = DeviceSession(
+        tmp_path / "alone" / "model.onnx", config.session.resolve(), HostDevice(), buckets=(1, 2, 4), shapes=SHAPES
+    )
+    found = []
+    for each in (alone, session):
+        scheduler = Scheduler(
+            each, each.allocate(4, CAPACITY), runner.samplers, EngineOptions(prefix_cache_bytes=1 << 20)
+        )
+        answers = [Received() for _ in range(6)]
+        for i, received in enumerate(answers):
+            sampling = Sampling(temperature=i % 2, seed=i, max_tokens=8 + i)
+            scheduler.add(Request(prompt(5 + 6 * i, seed=i), sampling), received.receive)
+            if i % 3 == 2:
+                scheduler.step()
+        while scheduler.step():
+            pass
+        found.append([each.tokens for each in answers])
+    assert found[0] == found[1]
+    session.close()
 
 
 def test_ranks_capture_all_of_them_or_none(meetings: Path, tmp_path: Path) -> None:

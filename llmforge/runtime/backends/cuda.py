@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
 FLOAT = 1  # TensorProto.DataType of logits
 # Provider option: which attention kernels may run, as a sum: 1 flash, 2 memory-efficient, 8 cuDNN, 16 unfused.
-SDPA_KERNEL, FLASH = "sdpa_kernel", "1"
+_SDPA_KERNEL, _FLASH = "sdpa_kernel", "1"
 WARM_S = 30.0  # that prefills of all shapes may take at load, before a warning says that they took longer
 EAGER = -1  # the `gpu_graph_id` of steps that are no CUDA graph
 
@@ -207,9 +207,9 @@ class DeviceSession(CapturedSession[DeviceCache]):
         try:
             self._run_shapes(cache)
         except RunFailed as error:
-            if SDPA_KERNEL in self._options or self.device.kind != "cuda":
+            if _SDPA_KERNEL in self._options or self.device.kind != "cuda":
                 raise
-            self._options[SDPA_KERNEL] = FLASH
+            self._options[_SDPA_KERNEL] = _FLASH
             self._without_cudnn = error.message
             logger.warning("%s", self.notes[-1])
             self._bindings.clear()
