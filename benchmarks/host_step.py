@@ -1,15 +1,15 @@
 """Time the host's part of a decode step over a device that costs nothing.
 
-    python benchmarks/host_step.py [--rows 64 256] [--steps 200] [--run-ms 0]
+    python benchmarks/host_step.py [--rows 64 256] [--steps 200] [--run-ms 0] [--kv-cache paged]
 
 The engine's process, its scheduler and the session for GPUs are the real ones; a stand-in takes the place of ONNX
 Runtime's session, and of the copies from a device. A run of it returns at once; its logits are text-like: Zipf's law
 over a vocabulary of 128,256, with 0.5 to 6 nats a row. As many clients as rows stream from another process.
 
 Of each way to sample, medians over steps, in ms: `waits`, from the question for a run's heads to the beginning of the
-next run, in which a device has nothing to do; `period`, from step to step, with what a device's run would hide
-(detokenizing, delivering); and, a step: rows that their heads do not decide, of which blocks or all logits are fetched,
-bytes copied from the device, and copies.
+next run, in which a device has nothing to do; `cpu`, of these the processor's time of the engine's thread; `period`,
+from step to step, with what a device's run would hide (detokenizing, delivering); and, a step: rows that their heads do
+not decide, of which blocks or all logits are fetched, bytes copied from the device, and copies.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ sys.path[:0] = [str(ROOT), str(HERE.parent)]
 from llmforge.ir import interface  # noqa: E402
 from llmforge.ir.interface import HEAD  # noqa: E402
 from llmforge.runtime import EngineOptions, Request, Sampling  # noqa: E402
-from llmforge.runtime.backends import cuda  # noqa: E402
+from llmforge.runtime.backends import cuda, paged  # noqa: E402
 from llmforge.runtime.backends.cuda import DeviceSession  # noqa: E402
 from llmforge.runtime.backends.device import Buffer, HostDevice  # noqa: E402
+from llmforge.runtime.backends.paged import PagedSession  # noqa: E402
 from llmforge.runtime.backends.session import SessionConfig  # noqa: E402
 from llmforge.runtime.backends.signature import Argument  # noqa: E402
 
 VOCABULARY, CONTEXT, PROMPT = 128_256, 2048, 16
+BLOCK = 128  # tokens of a block, of heads of 128 channels
 NATS = (0.5, 6.0)
 POOL = 199  # rows of logits that steps go through: a prime, so that rows and steps meet anew
 WARM = 20  # steps that do not count
@@ -76,7 +78,8 @@ def _entropy(logits: NDArray[np.float64]) -> float:
 class StandIn(HostDevice):
     """A device whose steps cost nothing: what a copy reads was made before.
 
-    `copies` are the bytes of each copy from it; `runs` says when each run began, `asked` when its heads were asked for.
+    `copies` are the bytes of each copy from it; `runs` says when each run began, `asked` when its heads were asked for;
+    `asked_cpu` and `written_cpu` are the processor's time of the engine's thread then, and after inputs were written.
     """
 
     def __init__(self, logits: NDArray[np.float32], run_s: float = 0.0) -> None:
@@ -92,6 +95,8 @@ class StandIn(HostDevice):
         self.copies: list[int] = []
         self.runs: list[float] = []
         self.asked: list[float] = []
+        self.asked_cpu: list[float] = []
+        self.written_cpu = 0.0
 
     @property
     def head_bytes(self) -> int:
@@ -102,6 +107,11 @@ class StandIn(HostDevice):
         """Make an array whose pages are there, as page-locked ones are."""
         return np.zeros(shape, dtype) + np.zeros(1, dtype)
 
+    def write(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
+        """Copy inputs."""
+        super().write(buffer, offset, values)
+        self.written_cpu = time.thread_time()
+
     def read(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
         """Give the heads, or logits of one row, of the last run."""
         self.copies.append(values.nbytes)
@@ -111,6 +121,7 @@ class StandIn(HostDevice):
             values.reshape(-1)[:] = self.logits[(first + row) % len(self.logits), start : start + values.size]
             return
         self.asked.append(time.perf_counter())
+        self.asked_cpu.append(time.thread_time())
         rows = values.nbytes // self.head_bytes
         at = np.arange(first, first + rows) % len(self.logits)
         parts = np.split(values, [4 * rows * HEAD, 8 * rows * HEAD])
@@ -120,6 +131,8 @@ class StandIn(HostDevice):
 
 class Graph:
     """Stands for ONNX Runtime's session of a decoder with one small cache, whose runs return at once."""
+
+    cache: Sequence[int | str] = ("batch", 1, "capacity", 8)
 
     def __init__(self, device: StandIn) -> None:
         self._device = device
@@ -132,7 +145,7 @@ class Graph:
             Argument(interface.SEQLENS_K, "tensor(int32)", batch),
             Argument(interface.TOTAL_SEQUENCE_LENGTH, "tensor(int32)", []),
             Argument(interface.TEMPERATURES, "tensor(float)", batch),
-            Argument("past_key_values.0.key", "tensor(float16)", ["batch", 1, "capacity", 8]),
+            Argument("past_key_values.0.key", "tensor(float16)", self.cache),
         ]
 
     def get_overridable_initializers(self) -> list[Argument]:
@@ -143,7 +156,7 @@ class Graph:
         """Tell the outputs."""
         return [
             Argument(interface.LOGITS, "tensor(float)", ["batch", "rows", self._device.logits.shape[1]]),
-            Argument("present.0.key", "tensor(float16)", ["batch", 1, "capacity", 8]),
+            Argument("present.0.key", "tensor(float16)", self.cache),
             Argument(interface.TOP_LOGITS, "tensor(float)", ["batch", HEAD]),
             Argument(interface.TOP_IDS, "tensor(int32)", ["batch", HEAD]),
             Argument(interface.MASSES, "tensor(float)", ["batch", "blocks"]),
@@ -158,6 +171,20 @@ class Graph:
         self._device.runs.append(time.perf_counter())
         if self._device.run_s:
             time.sleep(self._device.run_s)
+
+
+class PagedGraph(Graph):
+    """The same over blocks."""
+
+    cache = ("blocks", BLOCK, 1, 8)
+
+    def get_inputs(self) -> list[Argument]:
+        """Tell the inputs of a graph for GPUs over blocks."""
+        slots = {interface.SEQLENS_K, interface.TOTAL_SEQUENCE_LENGTH}
+        places = (interface.CUMULATIVE_LENGTHS, interface.PAST_SEQLENS, interface.ATTENTION_METADATA)
+        made = [Argument(interface.BLOCK_TABLE, "tensor(int32)", ["batch", "blocks"])]
+        made += [Argument(name, "tensor(int32)", ["numbers"]) for name in places]
+        return [*(each for each in super().get_inputs() if each.name not in slots), *made]
 
 
 class Binding:
@@ -180,6 +207,18 @@ class StandInSession(DeviceSession):
         buckets = sorted({*(1 << i for i in range(rows.bit_length()) if 1 << i <= rows), rows})
         cuda.open_on = lambda *_, **__: Graph(device)
         super().__init__(b"", SessionConfig(threads=1), device, buckets=buckets)
+
+
+class StandInPagedSession(PagedSession):
+    """The session over blocks over a stand-in for ONNX Runtime's."""
+
+    device: StandIn
+
+    def __init__(self, rows: int, vocabulary: int = VOCABULARY, run_s: float = 0.0) -> None:
+        device = StandIn(text_like(POOL, vocabulary), run_s)
+        buckets = sorted({*(1 << i for i in range(rows.bit_length()) if 1 << i <= rows), rows})
+        paged.open_on = lambda *_, **__: PagedGraph(device)
+        super().__init__(b"", SessionConfig(threads=1), device, blocks=rows * CONTEXT // BLOCK, buckets=buckets)
 
 
 def tokenizer(sample: Path) -> Any:
@@ -207,12 +246,13 @@ def serve() -> None:
 
     told = json.loads(os.environ[_WORK])
     rows = told["rows"]
-    session = StandInSession(rows, run_s=told["run_s"])
+    opened = StandInPagedSession if told["kv_cache"] == "paged" else StandInSession
+    session = opened(rows, run_s=told["run_s"])
     config = RuntimeConfig(
         3, None, None, CONTEXT, rows, VOCABULARY, (), None, session.signature.caches, SessionOptions(1, True, {})
     )  # fmt: skip
     runner = Runner(session, config, tokenizer(Path(told["tokenizer"])), None)
-    begun: list[tuple[float, ...]] = []  # of each step: begin, run, heads, rows fetched whole, blocks, bytes, copies
+    begun: list[tuple[float, ...]] = []  # of each step, as the line says that adds to it
     step = Scheduler.step
 
     def timed(scheduler: Scheduler[Any]) -> bool:
@@ -224,7 +264,8 @@ def serve() -> None:
         if len(runs) == 1 and len(copies) and copies[0] == rows * device.head_bytes:  # a decode step of all rows
             whole = copies[1:].count(4 * VOCABULARY)
             blocks = len(copies) - 1 - whole
-            begun.append((start, runs[0], device.asked[-1], whole, blocks, sum(copies), len(copies)))
+            cpu = device.written_cpu, device.asked_cpu[-1]
+            begun.append((start, runs[0], device.asked[-1], whole, blocks, sum(copies), len(copies), *cpu))
         if not scheduler.busy and begun:
             Path(told["out"]).write_text(json.dumps(begun), encoding="utf-8")
             begun.clear()
@@ -238,7 +279,9 @@ def serve() -> None:
 # The clients' process
 
 
-def measure(rows: int, sampling: Sampling, steps: int, sample: Path, folder: Path, run_s: float) -> dict[str, float]:
+def measure(
+    rows: int, sampling: Sampling, steps: int, sample: Path, folder: Path, run_s: float, kv_cache: str = "slots"
+) -> dict[str, float]:
     """Serve `rows` clients for `steps` steps, and sum up what the engine's process noted."""
     import dataclasses
 
@@ -248,7 +291,8 @@ def measure(rows: int, sampling: Sampling, steps: int, sample: Path, folder: Pat
 
     out = folder / "steps.json"
     out.unlink(missing_ok=True)
-    os.environ[_WORK] = json.dumps({"rows": rows, "tokenizer": str(sample), "out": str(out), "run_s": run_s})
+    told = {"rows": rows, "tokenizer": str(sample), "out": str(out), "run_s": run_s, "kv_cache": kv_cache}
+    os.environ[_WORK] = json.dumps(told)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE.parent)])
     engine_process._WORKER = HERE.stem
     PromptEncoder.read = classmethod(lambda cls, artifact: None)  # type: ignore[assignment, method-assign]
@@ -271,6 +315,7 @@ def measure(rows: int, sampling: Sampling, steps: int, sample: Path, folder: Pat
     pairs = list(itertools.pairwise(noted))
     return {
         "waits": statistics.median(after[1] - before[2] for before, after in pairs) * 1e3,
+        "cpu": statistics.median(after[7] - before[8] for before, after in pairs) * 1e3,
         "period": statistics.median(after[0] - before[0] for before, after in pairs) * 1e3,
         "rows beyond": statistics.mean(each[3] + each[4] for each in noted),
         "blocks": statistics.mean(each[4] for each in noted),
@@ -287,11 +332,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--run-ms", type=float, default=0.0, help="what a run takes, of no processor; default: nothing")
     parser.add_argument("--tokenizer", type=Path, default=ROOT / "tests" / "data" / "docs-llama-7m" / "tokenizer.json")
+    parser.add_argument("--kv-cache", choices=["slots", "paged"], default="slots")
     chosen = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         for rows in chosen.rows:
             for name, sampling in SAMPLINGS.items():
-                found = measure(rows, sampling, chosen.steps, chosen.tokenizer, Path(folder), chosen.run_ms / 1e3)
+                run_s, where = chosen.run_ms / 1e3, Path(folder)
+                found = measure(rows, sampling, chosen.steps, chosen.tokenizer, where, run_s, chosen.kv_cache)
                 figures = "".join(f"  {key} {value:.2f}" for key, value in found.items())
                 print(f"{rows:4} rows, {name:14}{figures}", flush=True)
 

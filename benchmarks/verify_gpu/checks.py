@@ -33,13 +33,16 @@ PACKAGES = (
     "llmforge", "onnxruntime-gpu", "onnxruntime", "cuda-bindings", "tensorrt", "tensorrt-rtx", "torch", "transformers",
     "numpy",
 )  # fmt: skip
-ATTENTION = {  # heads, KV heads, head_dim, cache, window
-    "h64-group4": (8, 2, 64, None),
-    "h128-group8": (8, 1, 128, None),
-    "h128-group1": (4, 4, 128, None),
-    "h128-group4-window": (8, 2, 128, 64),
+ATTENTION = {  # heads, KV heads, head_dim, window, engine.kv_cache
+    "h64-group4": (8, 2, 64, None, "slots"),
+    "h128-group8": (8, 1, 128, None, "slots"),
+    "h128-group1": (4, 4, 128, None, "slots"),
+    "h128-group4-window": (8, 2, 128, 64, "slots"),
+    "h64-group4-blocks": (8, 2, 64, None, "paged"),
+    "h128-group4-window-blocks": (8, 2, 128, 64, "paged"),
 }
 RANKS = 2
+SLOTS = "-slots"  # ends names of steps whose engines have slots, where they would have blocks by default
 PIECES = [20, 1, 1, 9, 1, 1]  # a prompt, tokens one by one, several behind a past
 
 Result = dict[str, Any]
@@ -71,7 +74,9 @@ def plan(scale: Scale) -> list[Step]:
     for precision, names in scale.parity.items():
         for name in zoo_names() if EVERY in names else names:
             made.append(Step(f"parity:{precision}:{name}", 300, _named(parity, precision, name)))
+    made.append(Step(f"parity:{scale.plain}{SLOTS}:llama", 300, _named(parity, scale.plain, "llama", "slots")))
     made.append(Step("capture", 600, capture))
+    made.append(Step("capture:slots", 600, _named(capture, "slots")))
     for model, wanted in scale.models.items():
         made.append(Step(f"shape:{model}", 1800, _named(shape, model)))
         after = (f"shape:{model}",)
@@ -150,7 +155,7 @@ def attention(run: Run, name: str) -> Result:
     from llmforge.engines import cuda_attention
     from tests import zoo
 
-    heads, kv_heads, head_dim, window = ATTENTION[name]
+    heads, kv_heads, head_dim, window, kv_cache = ATTENTION[name]
     os.environ[cuda_attention.DEBUG_VARIABLE] = "1"
     checkpoint = run.work / "checkpoints" / name
     options = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
@@ -158,7 +163,7 @@ def attention(run: Run, name: str) -> Result:
     zoo.write(kind, checkpoint, **options, **({"sliding_window": window} if window else {}))
     folder = run.work / "engines" / name
     chosen = place.target(run.scale, run.target)
-    subjects.build(checkpoint, folder, run.scale.plain, chosen, max_batch=1, max_context=128)
+    subjects.build(checkpoint, folder, run.scale.plain, chosen, max_batch=1, max_context=128, kv_cache=kv_cache)
     config = RuntimeConfig.read(folder / "engine" / FILE)
     # Unrecorded: a replay chooses no kernel.
     (folder / "engine" / FILE).write_text(dataclasses.replace(config, graphs=None, buckets=()).to_json())
@@ -169,13 +174,16 @@ def attention(run: Run, name: str) -> Result:
         print(f"\n== {said}", flush=True)
         session.step(ids[:, past : past + count], np.array([past], np.int32), cache.rows(0, 1))
     sys.stdout.flush()
-    described = cuda_attention.Attention("", heads, kv_heads, head_dim, False, False, bool(window), False)
+    described = cuda_attention.Attention(
+        "", heads, kv_heads, head_dim, False, False, bool(window), False, paged=kv_cache == "paged"
+    )
     sm = place.device(run.scale).sm
     return {
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
         "window": window,
+        "kv_cache": kv_cache,
         "expected": {
             said: sorted(cuda_attention.expected(described, sm, decode=said == "decode")) if sm else []
             for said in ("prefill", "decode")
@@ -197,15 +205,16 @@ def read_attention(result: Result, log: str) -> Result:
     return {**result, "found": found, "as_expected": right if result["expected"]["decode"] else None}
 
 
-def parity(run: Run, precision: str, name: str) -> Result:
+def parity(run: Run, precision: str, name: str, kv_cache: str | None = None) -> Result:
     """Hold the device's logits against the CPU's, which computes the same codes in fp32: one text, piece by piece."""
     from benchmarks.verify_gpu import subjects
     from tests import zoo
 
     checkpoint = run.work / "checkpoints" / name
     zoo.write(name, checkpoint)
-    chosen, folder = place.target(run.scale, run.target), run.work / "engines" / f"{name}-{precision}"
-    subjects.build(checkpoint, folder, precision, chosen, max_batch=2, max_context=128)
+    chosen = place.target(run.scale, run.target)
+    folder = run.work / "engines" / f"{name}-{precision}{SLOTS if kv_cache else ''}"
+    subjects.build(checkpoint, folder, precision, chosen, max_batch=2, max_context=128, kv_cache=kv_cache)
     wanted = subjects.reference(checkpoint, run.work / "engines" / f"{name}-{precision}-cpu", precision)
     session = subjects.open_engine(folder, run.scale)
     return _compared(session, wanted, run.scale.tolerances[precision], zoo.VOCABULARY)
@@ -235,13 +244,14 @@ def _divergence(wanted: np.ndarray, got: np.ndarray) -> float:
     return float((np.exp(p) * (p - q)).sum(-1).mean())
 
 
-def capture(run: Run) -> Result:
+def capture(run: Run, kv_cache: str | None = None) -> Result:
     """Record every planned decode step of the sample checkpoint; the session proves each as it is loaded."""
     from benchmarks.verify_gpu import subjects
 
-    folder = run.work / "engines" / "capture"
+    folder = run.work / "engines" / f"capture{SLOTS if kv_cache else ''}"
     chosen = place.target(run.scale, run.target)
-    subjects.build(subjects.SAMPLE, folder, run.scale.plain, chosen, max_batch=8, max_context=1024)
+    sizes = {"max_batch": 8, "max_context": 1024}
+    subjects.build(subjects.SAMPLE, folder, run.scale.plain, chosen, **sizes, kv_cache=kv_cache)
     session = subjects.open_engine(folder, run.scale)
     config = RuntimeConfig.read(folder / "engine" / FILE)
     session.allocate(config.max_batch, config.max_context)

@@ -64,7 +64,7 @@ def _parity(outcomes: Outcomes) -> str:
 
 def _captures(outcomes: Outcomes) -> str:
     rows = []
-    for step in ("capture", "tensorrt"):
+    for step in ("capture", "capture:slots", "tensorrt"):
         found = _result(outcomes, step)
         for each in found["recordings"] if found else []:
             replay = "–" if each["replay_ms"] is None else f"{each['replay_ms']:.2f}"

@@ -80,6 +80,7 @@ def build(
     max_context: int,
     backend: str = "onnxruntime",
     ranks: int = 1,
+    kv_cache: str | None = None,
 ) -> dict[str, Any]:
     """Write the engine of `checkpoint` into `folder`, anew, or that of several ranks; return what is known of it."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -94,7 +95,7 @@ def build(
         step.run(model, Context(chosen) if ranges is None else Context(chosen, statistics=ranges))
     # What cannot be recorded is part of the evidence, and keeps nothing from being measured.
     sizes = {"max_context": max_context, "max_batch": max_batch, "tensor_parallel": ranks}
-    spec = EngineSpec(backend=backend, cuda_graphs="allow", **sizes)
+    spec = EngineSpec(backend=backend, cuda_graphs="allow", kv_cache=kv_cache, **sizes)
     builder = engines.for_target(spec.backend, chosen)
     graphs = [model] if ranks == 1 else split(model, ranks).ranks
     lowerings = [builder.lower(each, chosen, spec) for each in graphs]
@@ -109,7 +110,7 @@ def build(
         "size_bytes": engine.size_bytes,
         "weight_bytes_per_token": read.weights,
         "kv_bytes_per_token": read.kv,
-        "notes": list(engine.notes),
+        "notes": [*changes.notes, *engine.notes],
         "slower": [f"{each.node}: {each.reason}" for each in changes.skipped],
     }
     (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")

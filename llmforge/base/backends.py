@@ -38,6 +38,24 @@ def paged_block_tokens(head_dim: int) -> int:
     return 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
 
 
+PAGED_SM = 80  # FlashAttention, which reads blocks where they lie, begins with Ampere
+PAGED_HEAD_DIM = 256  # and takes heads of up to so many channels
+
+
+def slots_reason(provider: str, sm: str | None, ranks: int) -> str | None:
+    """Say why a KV cache lies in slots and not in blocks, on compute capability `sm`, "89", if no recipe says where.
+
+    None: it lies in blocks, if the graph can read them.
+    """
+    if provider != "cuda":
+        return "only ONNX Runtime's CUDA provider has attention over blocks"
+    if int(sm or 0) < PAGED_SM:
+        return f"FlashAttention, which reads blocks in place, needs SM {dotted(str(PAGED_SM))}"
+    if ranks > 1:
+        return "ranks of one model have slots alone"
+    return None
+
+
 # Compute capability from which on devices have arithmetic in a dtype: Ampere, Ada, Blackwell.
 ARITHMETIC: Mapping[Dtype, int] = {"bf16": 80, "fp8": 89, "fp4": 100}
 INT4_TENSORRT = 80  # TensorRT-RTX 1.7 refuses int4 weights on SM 7.5

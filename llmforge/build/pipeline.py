@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from llmforge import artifact, calibration, engines, passes, targets
 from llmforge.artifact import Hashing
 from llmforge.base import plugins, spans
-from llmforge.base.backends import BACKENDS, plugin_of
+from llmforge.base.backends import BACKENDS, plugin_of, slots_reason
 from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.build import (
@@ -62,7 +62,7 @@ from llmforge.metrics.agreement import RuntimeName
 from llmforge.parallel.split import split
 from llmforge.planning import source
 from llmforge.quantization.statistics import Demand, Statistics
-from llmforge.recipe import Recipe
+from llmforge.recipe import EngineSpec, Recipe
 from llmforge.report import model as records
 from llmforge.report import release, render, view
 from llmforge.runtime.backends.config import physical_cores
@@ -191,7 +191,7 @@ def make(
         model,
         steps,
         target=target,
-        spec=recipe.engine,
+        spec=placed(recipe, target)[0],
         checkpoint=checkpoint,
         calibrated=calibrated,
         adapters=apart,
@@ -583,16 +583,18 @@ def build_engine(
     """
     progress.stage("Build engine")
     builder, plugin = engines.for_target(recipe.engine.backend, target), plugin_of(recipe.engine.backend)
+    spec, notes = placed(recipe, target)
     whole: Mapping[str, str] = {}
     graphs: Sequence[ir.Model] = (model,)
     if recipe.engine.tensor_parallel > 1:
         divided = split(model, recipe.engine.tensor_parallel)
         graphs, whole = divided.ranks, divided.whole
     with nullcontext() if plugin is None else plugins.blamed(plugin):
-        lowerings = [builder.lower(each, target, recipe.engine) for each in graphs]
+        lowerings = [builder.lower(each, target, spec) for each in graphs]
     lowered, changes = lowerings[0]  # the graphs of other ranks differ in shapes alone
     grouped = *view.grouped(changes.rewritten).items(), *view.grouped(changes.skipped).items()
-    notes = [f"lowering: {_named(nodes)}: {what}" for what, nodes in grouped]
+    notes += [f"lowering: {_named(nodes)}: {what}" for what, nodes in grouped]
+    notes += [f"lowering: {note}" for note in changes.notes]
     if len(graphs) > 1:
         notes.append(f"split: {len(graphs)} ranks, each with a graph and its part of the weights")
     if whole:
@@ -603,7 +605,7 @@ def build_engine(
     others = BACKENDS[recipe.engine.backend].elsewhere
     exported = None if others is None else elsewhere.exported(lowered, traced, checkpoint)
     request = BuildRequest(
-        lowered, staging / "engine", recipe.engine, target, *ends, progress, exported, engine_parts.run, prove
+        lowered, staging / "engine", spec, target, *ends, progress, exported, engine_parts.run, prove
     )
     if len(graphs) > 1:
         request = replace(request, ranks=tuple(each for each, _ in lowerings))
@@ -627,6 +629,15 @@ def build_engine(
     else:
         vllm.write(served, staging)
     return engine, tuple(notes)
+
+
+def placed(recipe: Recipe, target: Target) -> tuple[EngineSpec, list[str]]:
+    """Return the engine's section, with slots where it might have blocks and serving needs slots; and a note of it."""
+    spec, reason = recipe.engine, recipe.slots_reason
+    provider = target.require_engine(spec.backend).name
+    if spec.kv_cache or reason is None or slots_reason(provider, target.sm, spec.tensor_parallel):
+        return spec, []
+    return spec.model_copy(update={"kv_cache": "slots"}), [f"lowering: KV cache in slots, not in blocks: {reason}"]
 
 
 def checkpoint_record(checkpoint: Checkpoint) -> records.CheckpointRecord:

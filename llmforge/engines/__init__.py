@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from llmforge.base.backends import BACKENDS, BackendName, dotted, plugin_of
+from llmforge.base.backends import BACKENDS, BackendName, dotted, plugin_of, slots_reason
 from llmforge.base.errors import EnvironmentLacks, InputError, UnsupportedError
 from llmforge.base.plugins import Plugin, blamed, refusal
 from llmforge.base.progress import Progress, Silent
@@ -189,20 +189,16 @@ def refuse_paged(spec: EngineSpec, target: Target) -> None:
     """Return if the engine of `spec` on `target` keeps its KV cache as `spec` wants it.
 
     Raises:
-        UnsupportedError: only ONNX Runtime's CUDA provider has attention over blocks.
+        UnsupportedError: only ONNX Runtime's CUDA provider has attention over blocks, and no ranks share a model there.
     """
     provider = target.require_engine(spec.backend)
-    if spec.kv_cache == "paged" and spec.tensor_parallel > 1:
-        raise UnsupportedError(
-            f"engine.kv_cache is paged; ranks (engine.tensor_parallel is {spec.tensor_parallel}) have slots",
-            hint="set `engine: {kv_cache: slots}`",
-        )
-    if spec.kv_cache == "paged" and provider.name != "cuda":
-        raise UnsupportedError(
-            f"engine.kv_cache is paged; {spec.backend} on {target.name} does not support it: only ONNX Runtime's CUDA "
-            "provider has attention over blocks of a pool",
-            hint="set `engine: {kv_cache: slots}`, or choose a GPU and `backend: onnxruntime`",
-        )
+    if spec.kv_cache != "paged" or (provider.name == "cuda" and spec.tensor_parallel == 1):
+        return
+    reason = slots_reason(provider.name, target.sm, spec.tensor_parallel)
+    raise UnsupportedError(
+        f"engine.kv_cache is paged; {spec.backend} on {target.name} does not support it: {reason}",
+        hint="set `engine: {kv_cache: slots}`, or choose one GPU and `backend: onnxruntime`",
+    )
 
 
 def devices(target: Target, spec: EngineSpec) -> int:

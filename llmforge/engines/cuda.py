@@ -15,6 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from llmforge import native
+from llmforge.base.backends import PAGED_HEAD_DIM, PREFILL_CHUNK, slots_reason
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.engines import (
     BuildRequest,
@@ -34,12 +35,13 @@ from llmforge.ir import graph, operators
 from llmforge.ir.operators import contrib
 from llmforge.ir.operators.standard import Shape
 from llmforge.lowering import paged_attention
-from llmforge.lowering.pass_base import Changes, Rewritten, Skipped
+from llmforge.lowering.pass_base import Changes, Skipped
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import (
     FILE,
     MODEL_FILE,
     DeviceFacts,
+    GraphPlan,
     RuntimeConfig,
     SessionOptions,
 )
@@ -96,8 +98,10 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     met = cuda_collectives.write(meeting)
     lowered, changes.rewritten = standard.expand(meeting)
     changes.rewritten += met
-    if spec.kv_cache == "paged":
-        changes.rewritten += _page(lowered)
+    if (reason := _slots_reason(lowered, target, spec)) is None:
+        changes.rewritten += paged_attention.lower(lowered, paged_attention.block_size(lowered))
+    elif spec.kv_cache is None:
+        changes.notes.append(f"KV cache in slots, not in blocks: {reason}")
     changes.rewritten += cuda_operators.split_biases(lowered)
     changes.rewritten += cuda_operators.name_layouts(lowered)
     changes.rewritten += cuda_operators.widen(lowered)
@@ -110,19 +114,27 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     return lowered, changes
 
 
-def _page(lowered: ir.Model) -> list[Rewritten]:
-    """Let `lowered` read blocks of a pool, in place; list what changes.
+def _slots_reason(lowered: ir.Model, target: Target, spec: EngineSpec) -> str | None:
+    """Say why the KV cache of `lowered` lies in slots; None: it lies in blocks of a pool.
 
     Raises:
-        UnsupportedError: it cannot.
+        UnsupportedError: `spec` wants blocks, and the graph cannot read them.
     """
+    if spec.kv_cache == "slots":
+        return "the recipe says so"
     reason = paged_attention.reason_against(lowered)
+    if spec.kv_cache is None:
+        widest = max((attention.head_dim for _, attention in cuda_attention.of(lowered)), default=0)
+        if widest > PAGED_HEAD_DIM:
+            reason = f"heads have {widest} channels, and FlashAttention, which reads blocks in place, up to "
+            reason += str(PAGED_HEAD_DIM)
+        return slots_reason("cuda", target.sm, spec.tensor_parallel) or reason
     if reason is not None:
         raise UnsupportedError(
             f"engine.kv_cache is paged, and the graph cannot read blocks: {reason}",
             hint="set `engine: {kv_cache: slots}`, or choose passes that leave GroupQueryAttention in every layer",
         )
-    return paged_attention.lower(lowered, paged_attention.block_size(lowered))
+    return None
 
 
 def require_memory(model: ir.Model, target: Target, spec: EngineSpec) -> int:
@@ -132,8 +144,7 @@ def require_memory(model: ir.Model, target: Target, spec: EngineSpec) -> int:
         UnsupportedError: it has not.
     """
     capacity_gb, graphs = target.require_gpu().memory_gb.value, cuda_graphs.plan(model, spec)
-    blocks = cuda_graphs.pool_blocks(model, spec, graphs, capacity_gb * 1e9) if spec.kv_cache == "paged" else 0
-    wanted = cuda_graphs.memory(model, spec, graphs, blocks)
+    wanted = cuda_graphs.memory(model, spec, graphs, _pool_blocks(model, target, spec, graphs) or 0)
     if wanted.total > capacity_gb * 1e9:
         raise UnsupportedError(
             f"the engine needs about {wanted.total / 1e9:.1f} GB ({wanted}); target {target.name} ({target.title}) has "
@@ -141,6 +152,13 @@ def require_memory(model: ir.Model, target: Target, spec: EngineSpec) -> int:
             hint="lower engine.max_batch, engine.max_context or the bits of weights and caches",
         )
     return wanted.total
+
+
+def _pool_blocks(model: ir.Model, target: Target, spec: EngineSpec, graphs: GraphPlan) -> int | None:
+    """Count the blocks of the pool of the lowered `model`; None: it has slots."""
+    if not contrib.PagedAttention.all(model):
+        return None
+    return cuda_graphs.pool_blocks(model, spec, graphs, target.require_gpu().memory_gb.value * 1e9)
 
 
 def check(model: ir.Model, target: Target) -> None:
@@ -293,9 +311,7 @@ def configure(request: BuildRequest) -> RuntimeConfig:
         buckets=buckets,
         device=DeviceFacts(int(target.require_gpu().sm), require_memory(model, target, spec)),
         graphs=graphs,
-        kv_blocks=cuda_graphs.pool_blocks(model, spec, graphs, target.require_gpu().memory_gb.value * 1e9)
-        if spec.kv_cache == "paged"
-        else None,
+        kv_blocks=_pool_blocks(model, target, spec, graphs),
     )
 
 
@@ -317,10 +333,21 @@ def session_options(model: ir.Model, buckets: Sequence[int]) -> SessionOptions:
     if cuda_operators.any_fast(model):
         entries |= {
             FAST_ENTRY: "1",
-            FAST_ROWS_ENTRY: ",".join(map(str, sorted({*buckets, *SHAPES}))),
+            FAST_ROWS_ENTRY: ",".join(map(str, _rows_of_steps(model, buckets))),
             FUSIONS_ENTRY: "MatMulNBitsFusion",
         }
     return SessionOptions(threads=1, optimize=True, entries=entries)
+
+
+def _rows_of_steps(model: ir.Model, buckets: Sequence[int]) -> list[int]:
+    """List the tokens of steps that products are tuned for; kernels are chosen by the next power of two.
+
+    Over slots prompts are padded to a few shapes; over blocks a step may have any number, of those that decode, too.
+    """
+    if not contrib.PagedAttention.all(model):
+        return sorted({*buckets, *SHAPES})
+    most = PREFILL_CHUNK + max(buckets)
+    return sorted({*buckets, *(1 << exponent for exponent in range((most - 1).bit_length() + 1))})
 
 
 def provider_options(graphs: bool) -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""Which kernel ONNX Runtime's CUDA provider computes a GroupQueryAttention with, and what it says it did.
+"""Which kernel ONNX Runtime's CUDA provider computes an attention with, and what it says it did.
+
+Of a PagedAttention, FLASH_ATTENTION from SM 80 on, below EFFICIENT_ATTENTION, or DECODER_ATTENTION for decode steps; of
+a GroupQueryAttention
 
     decode, one token a row    XQA, then as prefill
     prefill                    cuDNN (SM 90 and above), FLASH_ATTENTION (SM 80 and above), EFFICIENT_ATTENTION
@@ -26,10 +29,11 @@ import onnx_ir as ir
 
 from llmforge.base.errors import VerificationError
 from llmforge.ir import graph
-from llmforge.ir.operators.contrib import GroupQueryAttention
+from llmforge.ir.operators.contrib import GroupQueryAttention, PagedAttention
 
 DEBUG_VARIABLE = "ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO"
 XQA, CUDNN, FLASH, EFFICIENT = "XQA", "CUDNN_FLASH_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"
+DECODER = "DECODER_ATTENTION"
 
 _XQA_HEADS = frozenset({64, 128, 256})
 _XQA_GROUPS = frozenset({1, 2, 4, 5, 8, 16, 32})  # query heads that share a KV head
@@ -44,7 +48,7 @@ _LINE = re.compile(
 
 @dataclass(frozen=True)
 class Attention:
-    """What the choice of a kernel depends on, of one GroupQueryAttention."""
+    """What the choice of a kernel depends on, of one GroupQueryAttention or PagedAttention."""
 
     node: str
     heads: int
@@ -54,6 +58,7 @@ class Attention:
     softcap: bool
     window: bool
     sinks: bool
+    paged: bool = False
 
     @property
     def group(self) -> int:
@@ -72,19 +77,23 @@ class Choice:
 
 
 def of(model: ir.Model) -> Iterator[tuple[ir.Node, Attention]]:
-    """Yield every GroupQueryAttention of `model`."""
-    for attention in GroupQueryAttention.all(model):
+    """Yield every GroupQueryAttention and PagedAttention of `model`."""
+    found: list[GroupQueryAttention | PagedAttention] = [*GroupQueryAttention.all(model), *PagedAttention.all(model)]
+    for attention in found:
+        paged = isinstance(attention, PagedAttention)
+        cache = attention.key_cache if isinstance(attention, PagedAttention) else attention.past_key
         yield (
             attention.node,
             Attention(
                 attention.name,
                 attention.num_heads,
                 attention.kv_num_heads,
-                graph.width(attention.past_key),
-                int8=attention.past_key.dtype == ir.DataType.INT8,
+                graph.width(cache),
+                int8=cache.dtype == ir.DataType.INT8,
                 softcap=attention.softcap != 0,
                 window=attention.local_window_size > 0,
                 sinks=attention.head_sink is not None,
+                paged=paged,
             ),
         )
 
@@ -102,6 +111,9 @@ def reason_against(attention: Attention, sm: int) -> str | None:
 
 def expected(attention: Attention, sm: int, *, decode: bool) -> frozenset[str]:
     """Return the kernels that a step may be computed with; two where cuDNN decides."""
+    if attention.paged:
+        slow = DECODER if decode else EFFICIENT
+        return frozenset({slow if sm < _AMPERE or attention.head_dim > _FLASH_LARGEST_HEAD else FLASH})
     groups = _XQA_GROUPS_INT8 if attention.int8 else _XQA_GROUPS
     fits = attention.head_dim in _XQA_HEADS and attention.group in groups and not attention.softcap
     if decode and fits and sm >= _AMPERE:
@@ -119,7 +131,7 @@ def parse(log: str) -> list[Choice]:
 
 
 def check(log: str, model: ir.Model, sm: int, *, decode: bool) -> None:
-    """Return if `log`, of steps of one kind, names an expected kernel for every GroupQueryAttention of `model`.
+    """Return if `log`, of steps of one kind, names an expected kernel for every attention of `model`.
 
     Raises:
         VerificationError: it names another one, or none.

@@ -181,6 +181,36 @@ typedef struct Rounding {
     uint8_t *zero_points;
 } Rounding;
 
+#define HEAD 256 /* llmforge/ir/interface.py */
+
+/* How a token is drawn: fields of llmforge.runtime.Sampling. Temperature 0 is greedy, of heads alone. */
+typedef struct Draw {
+    double uniform; /* in [0, 1): decides, and starts what is drawn further */
+    double top_p;
+    int64_t top_k; /* 0: all */
+    float temperature, min_p;
+} Draw;
+
+/* Heads of rows of logits (llmforge.ir.interface.Heads), and what they decide: `tokens` [rows]; -1, and `chosen` [rows] has
+ * the block that the token stands in; or -1 in both. */
+typedef struct Heads {
+    int64_t rows, width, vocabulary, blocks;
+    const float *logits; /* [rows, width] */
+    const int32_t *ids;
+    const float *masses; /* [rows, blocks] */
+    const Draw *draws;   /* [rows] */
+    int64_t *tokens, *chosen;
+} Heads;
+
+/* A row of logits, summed in blocks of `block`; its head as in Heads, [HEAD] each, or NULL. */
+typedef struct LogitRow {
+    int64_t vocabulary, block;
+    const float *logits;
+    const float *head_logits;
+    const int32_t *head_ids;
+    Draw draw;
+} LogitRow;
+
 typedef struct Kernels {
     const char *name;
     /* Quantize rows `first` … `last - 1` of x [m, k], each after RMSNorm with weights `gamma` where that is not NULL;
@@ -209,6 +239,17 @@ typedef struct Kernels {
     /* Add the products with columns `from` … `to - 1` of part `part` of b to these rows. */
     void (*adapter_add)(const Adapters *adapters, int64_t batch, int64_t first, int64_t last, int64_t part, int64_t from,
                         int64_t to);
+    /* Draw a token of each of some heads. */
+    void (*draw_heads)(const Heads *heads);
+    /* Draw one of `count` logits that are at most `least`: its number; -1: one is NaN, or none has any weight. */
+    int64_t (*draw_block)(const float *logits, int64_t count, float best, float least, const Draw *draw);
+    /* Draw a token of a row, whose logits are finite or -inf, not all of them -inf; -1: out of memory. */
+    int64_t (*draw_row)(const LogitRow *row);
+    /* Find the `count` largest of x [n], or as many as are above -inf: ids [count], largest first, the lower id among
+     * equals. Returns how many; -1: out of memory. */
+    int64_t (*largest)(const float *x, int64_t n, int64_t count, int64_t *ids);
+    /* Sum e^(x - best) over x [count]; NaN where one is. */
+    double (*sum_exponentials)(const float *x, int64_t count, float best);
 } Kernels;
 
 extern const Kernels kernels_generic;

@@ -872,6 +872,23 @@ EXPORT void llmforge_pack(const uint8_t *codes, int64_t count, uint8_t *packed) 
     (kernels ? kernels : supported(NULL))->pack(codes, count, packed);
 }
 
+/* Sampling; see `Kernels`. */
+EXPORT void llmforge_draw_heads(const Heads *heads) { (kernels ? kernels : supported(NULL))->draw_heads(heads); }
+
+EXPORT int64_t llmforge_draw_block(const float *logits, int64_t count, float best, float least, const Draw *draw) {
+    return (kernels ? kernels : supported(NULL))->draw_block(logits, count, best, least, draw);
+}
+
+EXPORT int64_t llmforge_draw_row(const LogitRow *row) { return (kernels ? kernels : supported(NULL))->draw_row(row); }
+
+EXPORT int64_t llmforge_largest(const float *x, int64_t n, int64_t count, int64_t *ids) {
+    return (kernels ? kernels : supported(NULL))->largest(x, n, count, ids);
+}
+
+EXPORT double llmforge_sum_exponentials(const float *x, int64_t count, float best) {
+    return (kernels ? kernels : supported(NULL))->sum_exponentials(x, count, best);
+}
+
 EXPORT Status *RegisterCustomOps(SessionOptions *options, const ApiBase *base) {
     static Domain *domain, *cuda_domain; /* shared by all sessions of the process, and never released */
     const Api *api = base->get_api(ORT_API_VERSION);

@@ -5,7 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from llmforge.base.backends import BACKENDS, PREFILL_CHUNK, BackendName, paged_block_tokens
+from llmforge.base.backends import (
+    BACKENDS,
+    PAGED_HEAD_DIM,
+    PREFILL_CHUNK,
+    BackendName,
+    paged_block_tokens,
+    slots_reason,
+)
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.planning import not_built, roofline
 from llmforge.planning.roofline import Ceilings, Placement, StepCost, Workload
@@ -107,8 +114,11 @@ def make(
     *,
     ranks: int = 1,
     usd_per_hour: float | None = None,
+    slots: str | None = None,
 ) -> Plan:
     """Plan `shape` on `ranks` devices of `target`; `usd_per_hour` replaces the target's price of one.
+
+    `slots`: why a recipe has a slot for each sequence, where an engine could have blocks.
 
     Raises:
         UsageError: the target's file lacks a figure, or the workload is longer than the model's context.
@@ -144,7 +154,11 @@ def make(
         turning_batch=placed.turning_batch(workload.mean_context),
         degrees=tuple(degrees.values()),
         cost=_cost(placed, workload, usd_per_hour),
-        notes=(*_notes(placed, backend), *_paged(placed, backend, workload), *not_built.notes(placed, workload)),
+        notes=(
+            *_notes(placed, backend),
+            *_kv_cache(placed, backend, workload, slots),
+            *not_built.notes(placed, workload),
+        ),
     )
 
 
@@ -256,23 +270,40 @@ def _cost(placed: Placement, workload: Workload, given: float | None) -> Cost | 
     )
 
 
-def _paged(placed: Placement, backend: BackendName, workload: Workload) -> list[str]:
-    """Say what `engine.kv_cache: paged` would hold, where it is offered (docs/paged.md)."""
-    shape, scheme = placed.shape, placed.scheme
-    dims = {dim for _, each in shape.attentions() for dim in (each.key_dim, each.value_dim)}
-    latent = any(each.latent is not None for _, each in shape.attentions())
-    offered = backend == "onnxruntime" and placed.target.kind == "gpu" and placed.ranks == 1
-    if not offered or len(dims) != 1 or latent or shape.state_elements() or BITS[scheme.kv] <= 8:
+def _kv_cache(placed: Placement, backend: BackendName, workload: Workload, slots: str | None) -> list[str]:
+    """Say for a GPU how many blocks of a pool its memory holds, or why sequences have slots (docs/paged.md)."""
+    reason = slots or _slots_reason(placed, backend)
+    if placed.target.kind != "gpu" or backend not in placed.target.engines:
         return []
-    tokens, found = paged_block_tokens(*dims), memory(placed, workload)
+    if reason is not None:
+        return [f"KV cache in slots of max_context tokens: {reason}"]
+    found = memory(placed, workload)
+    tokens = paged_block_tokens(next(each.key_dim for _, each in placed.shape.attentions()))
     block_bytes = tokens * found.kv_per_token
-    blocks = (found.capacity - found.needed + found.cache) // block_bytes
-    if blocks < 1:
-        return []
+    blocks = max(0, found.capacity - found.needed + found.cache) // block_bytes
     return [
-        f"engine.kv_cache: paged (unverified) has blocks of {tokens} tokens, {block_bytes / 1e6:.1f} MB each, of which "
-        f"{blocks} fit: {blocks * tokens} tokens of any sequences"
+        f"KV cache in blocks of {tokens} tokens (unverified), {block_bytes / 1e6:.1f} MB each, of which {blocks} fit: "
+        f"{blocks * tokens} tokens of any sequences"
     ]
+
+
+def _slots_reason(placed: Placement, backend: BackendName) -> str | None:
+    """Say why an engine of `backend` has slots, as far as the shape tells; None: it has blocks."""
+    shape, scheme, target = placed.shape, placed.scheme, placed.target
+    attentions = [each for _, each in shape.attentions()]
+    dims = {dim for each in attentions for dim in (each.key_dim, each.value_dim)}
+    provider = BACKENDS[backend].on(target.kind)
+    if reason := slots_reason("" if provider is None else provider.name, target.sm, placed.ranks):
+        return reason
+    if any(each.latent is not None for each in attentions):
+        return "latents are cached, not keys and values"
+    if shape.state_elements():
+        return "layers keep a state"
+    if len(dims) != 1 or max(dims) > PAGED_HEAD_DIM:
+        return (
+            f"heads have {', '.join(map(str, sorted(dims)))} channels; blocks are of one width up to {PAGED_HEAD_DIM}"
+        )
+    return "blocks of int8 and int4 are not written" if BITS[scheme.kv] <= 8 else None
 
 
 def _notes(placed: Placement, backend: BackendName) -> list[str]:

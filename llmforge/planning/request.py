@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -41,6 +41,7 @@ class Request:
     calibration_tokens: int = 0  # of a recipe
     stored: str | None = None  # what becomes of a checkpoint that comes quantized
     adapters: Adapters = field(default_factory=Adapters)  # of a recipe
+    slots: str | None = None  # why a recipe has a slot for each sequence
 
 
 def answer(
@@ -136,8 +137,9 @@ def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, i
     backend = asked.backend or (wanted if anywhere else target.engines[0])
     said = intent.wanted if asked.wanted.kv is None else replace(intent.wanted, cache=None)
     chosen = scheme.choose(target, backend, shape.dtype, asked.wanted.or_else(said))
+    price, slots = asked.usd_per_hour, intent.slots
     ranks = asked.ranks or (target.kind == "gpu" and intent.ranks) or 1  # ranks on a CPU share what it has
-    made = deployment.make(shape, target, backend, chosen, workload, ranks=ranks, usd_per_hour=asked.usd_per_hour)
+    made = deployment.make(shape, target, backend, chosen, workload, ranks=ranks, usd_per_hour=price, slots=slots)
     build = building.predict(shape, chosen, backend, calibration_tokens=intent.calibration_tokens)
     told = advice.advise(made)
     stored = () if intent.stored is None else (intent.stored,)
@@ -209,4 +211,16 @@ def _intent(recipe: Recipe) -> Request:
         calibration_tokens=tokens,
         stored=source.note(settings, folder, steps),
         adapters=Adapters(tuple(map(Adapter.open, recipe.merged)), tuple(map(Adapter.open, recipe.apart))),
+        slots=_slots_reason(recipe, instances),
     )
+
+
+def _slots_reason(recipe: Recipe, steps: Mapping[str, Any]) -> str | None:
+    """Say why the engine of a recipe has a slot for each sequence; None: nothing in the recipe does."""
+    if recipe.engine.kv_cache == "slots":
+        return "the recipe says so"
+    if recipe.apart:
+        return "each request chooses its adapter, which a graph over blocks does not take"
+    if "flash-attention" not in steps:
+        return "flash-attention is not among the passes"
+    return recipe.slots_reason

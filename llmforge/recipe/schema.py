@@ -134,10 +134,10 @@ class EngineSpec(_Section):
         default="require",
         description="run decode steps on a GPU as CUDA graphs; require: all, or fail the build; allow: where possible",
     )
-    kv_cache: Literal["slots", "paged"] = Field(
-        default="slots",
+    kv_cache: Literal["slots", "paged"] | None = Field(
+        default=None,
         description="memory of the KV cache on a GPU; slots: max_context tokens for each sequence; paged: blocks of "
-        "one pool, as many as a text fills (onnxruntime only)",
+        "one pool, as many as a text fills (onnxruntime only); default: paged where the engine can, else slots",
     )
     deferred: bool = Field(
         default=False,
@@ -607,6 +607,19 @@ class Recipe(_Section):
     _source: Source = PrivateAttr()
     _migrated: tuple[str, ...] = PrivateAttr(default=())
     _snapshot: hub.Snapshot | None = PrivateAttr(default=None)
+
+    @property
+    def slots_reason(self) -> str | None:
+        """Why serving, as the recipe wants it, needs a slot for each sequence; None: it does not."""
+        if self.serving.speculation != "prompt-lookup":
+            return None
+        return "serving.speculation is prompt-lookup, and drafts are not verified over blocks"
+
+    @model_validator(mode="after")
+    def _serves_from_its_cache(self) -> Self:
+        if self.engine.kv_cache == "paged" and self.slots_reason is not None:
+            raise ValueError(f"engine.kv_cache is paged; expected slots: {self.slots_reason}")
+        return self
 
     @model_serializer(mode="wrap")
     def _with_adapters(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:

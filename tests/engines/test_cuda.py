@@ -35,7 +35,7 @@ from .. import graphs
 from ..graphs import Llama
 
 H100 = targets.load("h100-sxm")
-SPEC = EngineSpec(max_context=64, max_batch=4)
+SPEC = EngineSpec(max_context=64, max_batch=4, kv_cache="slots")
 BUDGET = Budget(kld_mean=5)
 FORM = Llama(hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=64, vocabulary=128, bias=True)
 FAST = QuantizeWeights(BUDGET, method="rtn", symmetric=True, embedding_bits=16, accuracy_level=0)
@@ -362,7 +362,7 @@ def test_attention_in_standard_operators_computes_shapes_on_the_host() -> None:
 
 
 def test_an_engine_beyond_the_memory_of_the_device_is_refused() -> None:
-    spec = EngineSpec(max_context=2**24, max_batch=64)
+    spec = EngineSpec(max_context=2**24, max_batch=64, kv_cache="slots")
     with pytest.raises(
         UnsupportedError, match=r"needs about .* GB \(weights .* GB, caches .* GB.* has 80 GB"
     ) as caught:

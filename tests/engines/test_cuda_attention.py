@@ -9,7 +9,7 @@ import pytest
 from llmforge import targets
 from llmforge.base.errors import VerificationError
 from llmforge.engines import cuda_attention
-from llmforge.engines.cuda_attention import CUDNN, EFFICIENT, FLASH, XQA, Attention, Choice
+from llmforge.engines.cuda_attention import CUDNN, DECODER, EFFICIENT, FLASH, XQA, Attention, Choice
 from llmforge.lowering.pass_base import Context
 from llmforge.passes import FlashAttention
 
@@ -63,6 +63,17 @@ def test_expected_kernels(changes: dict[str, int], sm: int, prefill: set[str], d
     assert cuda_attention.expected(attention, sm, decode=False) == prefill
     assert cuda_attention.expected(attention, sm, decode=True) == decode
     assert cuda_attention.reason_against(attention, sm) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "sm", "prefill", "decode"),
+    [({}, 75, EFFICIENT, DECODER), ({}, 80, FLASH, FLASH), ({"window": True, "sinks": True}, 90, FLASH, FLASH),
+     ({"head_dim": 512}, 90, EFFICIENT, DECODER)],
+)  # fmt: skip
+def test_expected_kernels_over_blocks(changes: dict[str, int], sm: int, prefill: str, decode: str) -> None:
+    attention = dataclasses.replace(PLAIN, paged=True, **changes)
+    assert cuda_attention.expected(attention, sm, decode=False) == {prefill}
+    assert cuda_attention.expected(attention, sm, decode=True) == {decode}
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BUDGET = Budget(kld_mean=5)
-SPEC = EngineSpec(max_context=64, max_batch=2, cuda_graphs="allow")
+SPEC = EngineSpec(max_context=64, max_batch=2, cuda_graphs="allow", kv_cache="slots")
 INT4 = QuantizeWeights(BUDGET, method="rtn", symmetric=True)
 
 

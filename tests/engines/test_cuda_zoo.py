@@ -96,4 +96,4 @@ def test_the_shipped_recipe_runs_dry(sample_checkpoint: Path) -> None:
             spec=recipe.engine,
             checkpoint=checkpoint,
         )
-    assert "GroupQueryAttention: no kernel with" in caught.value.message
+    assert "PagedAttention: no kernel with" in caught.value.message

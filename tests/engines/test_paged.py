@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,12 +13,13 @@ import pytest
 
 from llmforge import engines, targets
 from llmforge.base.errors import InputError, UnsupportedError
-from llmforge.engines import BuildRequest, cuda, cuda_graphs
+from llmforge.build import pipeline
+from llmforge.engines import BuildRequest, cuda, cuda_attention, cuda_graphs
 from llmforge.ir import dialect, graph, interface, paged
 from llmforge.ir.operators import contrib
 from llmforge.lowering import paged_attention
 from llmforge.passes import QuantizeKvCache
-from llmforge.recipe import EngineSpec
+from llmforge.recipe import EngineSpec, Recipe
 from llmforge.runtime.backends import device
 from llmforge.runtime.backends.config import Capture, GraphPlan, RuntimeConfig
 from llmforge.runtime.backends.device import HostDevice
@@ -27,7 +29,7 @@ from llmforge.runtime.backends.session import Session, SessionConfig
 from .. import graphs
 from ..decoder_graph import decoder
 from ..recorder import Recorder
-from .test_cuda import BUDGET, FORM, H100, prepared
+from .test_cuda import BUDGET, FAST, FORM, H100, prepared
 
 BLOCK = 16
 SPEC = EngineSpec(max_context=64, max_batch=4, kv_cache="paged")
@@ -124,6 +126,60 @@ def test_graphs_that_cannot_read_blocks_are_refused_with_the_reason() -> None:
     model = decoder()
     model.graph.inputs.pop()
     assert paged_attention.reason_against(model) == "it gives every token logits, and takes no logits_rows"
+
+
+CHOSEN = SPEC.model_copy(update={"kv_cache": None})
+
+
+def test_where_no_recipe_says_so_a_graph_reads_blocks_if_it_can_and_else_slots_with_the_reason() -> None:
+    lowered, changes = cuda.lower(prepared(), H100, CHOSEN)
+    assert (len(contrib.PagedAttention.all(lowered)), changes.notes) == (2, [])
+    assert [attention.paged for _, attention in cuda_attention.of(lowered)] == [True] * 2
+    t4 = targets.load("t4")
+    wide = dataclasses.replace(FORM, head_dim=512)
+    for model, target, reason in (
+        (prepared(QuantizeKvCache(BUDGET)), H100, "l0_attention: blocks of int8 and int4 are not written"),
+        (prepared(), t4, "FlashAttention, which reads blocks in place, needs SM 8.0"),
+        (prepared(form=wide), H100, "heads have 512 channels, and FlashAttention, which reads blocks in place, up to"),
+    ):
+        lowered, changes = cuda.lower(model, target, CHOSEN)
+        assert len(contrib.GroupQueryAttention.all(lowered)) == 2
+        [note] = changes.notes
+        assert note.startswith(f"KV cache in slots, not in blocks: {reason}")
+        assert cuda.configure(BuildRequest(lowered, Path(), CHOSEN, target, (3,), None)).kv_blocks is None
+    assert contrib.PagedAttention.all(cuda.lower(prepared(), t4, SPEC)[0])  # which may be asked for
+    lowered, changes = cuda.lower(prepared(), H100, CHOSEN.model_copy(update={"kv_cache": "slots"}))
+    assert (len(contrib.GroupQueryAttention.all(lowered)), changes.notes) == (2, [])
+
+
+def test_products_are_tuned_for_steps_of_any_length() -> None:
+    lowered, _ = cuda.lower(prepared(FAST), H100, SPEC)
+    entries = cuda.session_options(lowered, (1, 3)).entries
+    assert entries[cuda.FAST_ROWS_ENTRY] == "1,2,3,4,8,16,32,64,128,256,512,1024"
+
+
+def test_a_recipe_that_drafts_has_slots(tmp_path: Path) -> None:
+    def recipe(**engine: object) -> Recipe:
+        said = {
+            "schema": 1, "name": "drafts", "checkpoint": str(tmp_path), "target": "h100-sxm", "passes": [],
+            "engine": {"max_context": 64, **engine}, "serving": {"speculation": "prompt-lookup"},
+        }  # fmt: skip
+        return Recipe.model_validate_json(json.dumps(said), context=tmp_path)
+
+    spec, notes = pipeline.placed(recipe(), H100)
+    assert spec.kv_cache == "slots"
+    why = "serving.speculation is prompt-lookup, and drafts are not verified over blocks"
+    assert notes == [f"lowering: KV cache in slots, not in blocks: {why}"]
+    assert pipeline.placed(recipe(), targets.load("cpu-avx2"))[1] == []
+    assert pipeline.placed(recipe(kv_cache="slots"), H100)[1] == []
+    with pytest.raises(ValueError, match=f"engine.kv_cache is paged; expected slots: {why}"):
+        recipe(kv_cache="paged")
+
+
+def test_ranks_of_one_model_have_no_blocks() -> None:
+    spec = SPEC.model_copy(update={"tensor_parallel": 2})
+    with pytest.raises(UnsupportedError, match="ranks of one model have slots alone"):
+        engines.refuse_paged(spec, H100)
 
 
 @pytest.mark.parametrize(("backend", "target"), [("onnxruntime", "cpu-avx2"), ("tensorrt", "h200")])

@@ -181,7 +181,7 @@ def test_a_lease_settles_parity_of_every_precision_before_it_measures_one_round(
     order = ["environment", "parity", "capture", "shape", "build", "speed", "profile", "tensorrt", "tensorrt-rtx"]
     assert kinds == order
     assert {name.split(":")[1] for name in names if name.startswith("parity:")} == {
-        "fp16", "bf16", "int8", "int4", "int8-kv",
+        "fp16", "bf16", "int8", "int4", "int8-kv", "fp16-slots",
     }  # fmt: skip
     assert {name.split(":")[1] for name in names if name.startswith("speed:")} == {"1"}
     assert program["main"]._minutes("40m") == 40

@@ -374,15 +374,33 @@ def test_latent_attention_and_unverified_figures_are_noted() -> None:
 def test_blocks_of_a_paged_cache_are_counted_where_they_are_offered() -> None:
     shape = families.shape("odd", {**LLAMA, "head_dim": 128})
     plan = deployment.make(shape, A100, "onnxruntime", BF16, Workload())
-    [note] = [note for note in plan.notes if "kv_cache: paged" in note]
+    [note] = [note for note in plan.notes if "KV cache in" in note]
     block = 128 * plan.scheme.kv_bytes_per_token(shape)
     held = plan.asked.memory
     blocks = (held.capacity - held.needed + held.cache) // block
     assert note == (
-        f"engine.kv_cache: paged (unverified) has blocks of 128 tokens, {block / 1e6:.1f} MB each, of which {blocks} "
-        f"fit: {blocks * 128} tokens of any sequences"
+        f"KV cache in blocks of 128 tokens (unverified), {block / 1e6:.1f} MB each, of which {blocks} fit: "
+        f"{blocks * 128} tokens of any sequences"
     )
-    assert not any("paged" in note for note in deployment.make(shape, A100, "tensorrt", BF16, Workload()).notes)
+
+
+@pytest.mark.parametrize(
+    ("target", "backend", "changes", "kv", "reason"),
+    [
+        ("a100-80", "tensorrt", {}, "bf16", "only ONNX Runtime's CUDA provider has attention over blocks"),
+        ("t4", "onnxruntime", {}, "fp16", "FlashAttention, which reads blocks in place, needs SM 8.0"),
+        ("a100-80", "onnxruntime", {}, "int8", "blocks of int8 and int4 are not written"),
+        ("a100-80", "onnxruntime", {"head_dim": 512}, "bf16", "heads have 512 channels; blocks are of one width"),
+    ],
+)
+def test_slots_are_said_with_their_reason(target: str, backend: str, changes: dict, kv: str, reason: str) -> None:
+    shape, compute = families.shape("odd", {**LLAMA, **changes}), "fp16" if kv == "fp16" else "bf16"
+    scheme = replace(BF16, kv=kv, compute=compute, weights=compute, product=compute, embedding=compute)
+    plan = deployment.make(shape, targets.load(target), backend, scheme, Workload())
+    [note] = [note for note in plan.notes if "KV cache in" in note]
+    assert note.startswith(f"KV cache in slots of max_context tokens: {reason}")
+    told = deployment.make(shape, A100, "onnxruntime", BF16, Workload(), slots="the recipe says so")
+    assert "KV cache in slots of max_context tokens: the recipe says so" in told.notes
 
 
 # what pays

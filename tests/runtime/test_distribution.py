@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from llmforge import native
 from llmforge.ir.interface import HEAD, mass_blocks
+from llmforge.runtime.sampling import distribution
 from llmforge.runtime.sampling.distribution import draw, largest, log_probabilities
+from llmforge.runtime.sampling.distribution_numpy import further
 from llmforge.runtime.sampling.options import Sampling
 
 logits_of_tokens = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40).map(
@@ -19,15 +23,20 @@ logits_of_tokens = st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=4
 PLAIN = Sampling(temperature=1.0)
 
 
-def nobody() -> float:
-    """Stands for further random numbers where one is enough."""
-    raise AssertionError("a second random number")
+@pytest.fixture(params=["compiled", "numpy"], scope="module", autouse=True)
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Draw by the compiled kernels, and as where there are none."""
+    if request.param == "compiled" and native.library() is None:
+        pytest.skip("the kernels are not compiled here")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "numpy":
+            patch.setattr(distribution.kernels, "available", lambda: False)
+        yield
 
 
 def strata(logits: np.ndarray, sampling: Sampling, count: int) -> dict[int, float]:
-    """Token -> share of what is drawn with `count` evenly spaced numbers, each with others behind it."""
-    more = np.random.default_rng(5).random
-    drawn = [draw(logits, sampling, (i + 0.5) / count, more) for i in range(count)]
+    """Token -> share of what is drawn with `count` evenly spaced numbers."""
+    drawn = [draw(logits, sampling, (i + 0.5) / count) for i in range(count)]
     tokens, counts = np.unique(drawn, return_counts=True)
     return dict(zip(tokens.tolist(), (counts / count).tolist(), strict=True))
 
@@ -110,28 +119,29 @@ def test_the_largest_of_many(count):
 
 def test_inversion_takes_the_most_probable_first_then_the_lower_ids():
     logits = np.log(np.array([0.25, 0.5, 0.25], np.float32))
-    assert [draw(logits, PLAIN, u, nobody) for u in (0.0, 0.4, 0.6, 0.7, 0.8, 0.999999)] == [1, 1, 0, 0, 2, 2]
+    assert [draw(logits, PLAIN, u) for u in (0.0, 0.4, 0.6, 0.7, 0.8, 0.999999)] == [1, 1, 0, 0, 2, 2]
 
 
 def test_behind_the_head_stand_blocks_in_which_a_second_number_draws():
     logits = np.zeros(4 * HEAD, np.float32)
     logits[-HEAD:] = 1e-3 * np.arange(HEAD)  # the least of the head equals the others, and stands with them
     size = mass_blocks(len(logits))[1]
-    numbers = np.linspace(0, 1, 1999, endpoint=False)
-    for second in (0.0, 0.5, np.nextafter(1, 0)):
-        drawn = [draw(logits, PLAIN, u, lambda number=second: number) for u in numbers]
-        behind = next(i for i, token in enumerate(drawn) if token <= 3 * HEAD)
-        assert drawn[:behind] == sorted(drawn[:behind], reverse=True)
-        assert set(drawn[:behind]) == set(range(3 * HEAD + 1, 4 * HEAD))
-        assert drawn[behind:] == sorted(drawn[behind:])
-        assert {token // size for token in drawn[behind:]} == set(range(3 * HEAD // size + 1))
-        assert {token % size for token in drawn[behind:] if token < 3 * HEAD} == {int(second * size)}
+    numbers = np.linspace(0, 1, 1999, endpoint=False).tolist()
+    drawn = [draw(logits, PLAIN, u) for u in numbers]
+    behind = next(i for i, token in enumerate(drawn) if token <= 3 * HEAD)
+    assert drawn[:behind] == sorted(drawn[:behind], reverse=True)
+    assert set(drawn[:behind]) == set(range(3 * HEAD + 1, 4 * HEAD))
+    blocks = [token // size for token in drawn[behind:]]
+    assert blocks == sorted(blocks)
+    assert set(blocks) == set(range(3 * HEAD // size + 1))
+    for u, token in zip(numbers[behind:], drawn[behind:], strict=True):
+        assert token == 3 * HEAD or token % size == int(next(further(u)) * size)
 
 
 def test_a_token_without_probability_is_never_drawn():
     logits = np.array([-np.inf, 0, -np.inf, 0, -np.inf], np.float32)
     for sampling in (PLAIN, Sampling(temperature=1.0, top_k=4), Sampling(temperature=1.0, top_p=0.9)):
-        assert {draw(logits, sampling, u, nobody) for u in (0.0, 0.49, 0.51, np.nextafter(1, 0))} == {1, 3}
+        assert {draw(logits, sampling, u) for u in (0.0, 0.49, 0.51, np.nextafter(1, 0))} == {1, 3}
 
 
 def test_ties_on_the_border_of_top_k_go_to_the_lower_ids():
@@ -143,7 +153,7 @@ def test_ties_on_the_border_of_top_k_go_to_the_lower_ids():
 def test_a_tiny_temperature_is_greedy_without_overflow():
     logits = np.array([3, 8, -90, 7.999], np.float32)
     for temperature in (1e-300, 1e-40, 1e-6):
-        assert draw(logits, Sampling(temperature=temperature), 0.999, nobody) == 1
+        assert draw(logits, Sampling(temperature=temperature), 0.999) == 1
 
 
 def test_a_huge_temperature_is_uniform_over_what_is_allowed():
@@ -175,9 +185,7 @@ def test_what_is_drawn_follows_the_distribution(sampling, vocabulary):
     draws = 20_000
     logits = np.random.default_rng(4).standard_normal(vocabulary).astype(np.float32) * (2 if vocabulary == 30 else 0.7)
     stream = np.random.default_rng(11)
-    counts = np.bincount(
-        [draw(logits, sampling, stream.random(), stream.random) for _ in range(draws)], minlength=len(logits)
-    )
+    counts = np.bincount([draw(logits, sampling, stream.random()) for _ in range(draws)], minlength=len(logits))
     wanted = naive_distribution(logits, sampling)
     assert set(np.flatnonzero(counts)) <= wanted.keys()
     statistic = sum((counts[token] - draws * p) ** 2 / (draws * p) for token, p in wanted.items())

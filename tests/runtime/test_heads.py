@@ -9,7 +9,7 @@ import pytest
 
 from llmforge.ir.interface import HEAD, Heads, mass_blocks
 from llmforge.runtime import Sampling
-from llmforge.runtime.sampling import distribution
+from llmforge.runtime.sampling.distribution_numpy import MARGIN
 from llmforge.runtime.sampling.sampler import TokenSampler, sample_heads
 
 V = 1500
@@ -118,7 +118,7 @@ def test_a_sum_that_is_off_by_less_than_the_margin_changes_no_token() -> None:
     samplings = [Sampling(temperature=1.0, top_p=0.3 if i % 2 else 1.0, seed=i) for i in range(400)]
     wanted = [TokenSampler(s, (), ()).sample(row) for s, row in zip(samplings, logits, strict=True)]
     exact = heads_of(logits, np.ones(400, np.float32), random)
-    for off, agrees in ((0.9 * distribution.MARGIN, True), (-0.9 * distribution.MARGIN, True), (0.2, False)):
+    for off, agrees in ((0.9 * MARGIN, True), (-0.9 * MARGIN, True), (0.2, False)):
         heads = Heads(exact.logits, exact.ids, exact.masses * np.float32(1 + off), V)
         got = sample_heads([TokenSampler(s, (), ()) for s in samplings], heads, Fetched(logits))
         decided = [(one, other) for one, other in zip(got, wanted, strict=True) if one is not None]

@@ -146,6 +146,10 @@ class BlockPool:
         first, last = table.published * self.block_size, len(table.blocks) * self.block_size
         if table.closed or not first <= start <= min(end, last):
             raise ValueError(f"tokens {start} … {end} of a text that may write {first} … {last}, and behind that")
+        if start < end <= min(last, (start // self.block_size + 1) * self.block_size):  # a step of decoding, mostly
+            block = table.blocks[start // self.block_size]
+            if self._references[block] == 1 and block not in self._node_of:
+                return []
         written = range(start // self.block_size, min(self.count(end), len(table.blocks)))
         shared = [i for i in written if self._references[table.blocks[i]] > 1 or table.blocks[i] in self._node_of]
         new = max(0, self.count(end) - len(table.blocks))

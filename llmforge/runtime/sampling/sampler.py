@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,16 +14,16 @@ from tokenizers import Tokenizer
 
 from llmforge.base.errors import InputError, UsageError
 from llmforge.ir.interface import Heads, mass_blocks
+from llmforge.native.sampling import DRAW
 from llmforge.runtime.sampling.constraints import ConstraintCompiler, ConstraintState, TriggeredState
 from llmforge.runtime.sampling.distribution import (
-    Truncations,
     draw,
     draw_of_block,
     draw_of_heads,
     held,
-    known_head,
     largest,
     log_probabilities,
+    record,
 )
 from llmforge.runtime.sampling.options import Sampling
 from llmforge.runtime.sampling.penalties import Penalties
@@ -65,6 +66,7 @@ class TokenSampler:
         self._stop_ids = np.array(sorted(self._stop_tokens), np.int64)
         self._generated = 0
         self._rng = np.random.default_rng(sampling.seed)
+        self._uniforms: deque[float] = deque()  # of the next tokens, that were taken
         self._constraint = constraint
         self._penalties = Penalties(sampling, prompt)
         self._biased = np.array([token for token, _ in sampling.logit_bias], np.int64)
@@ -76,8 +78,7 @@ class TokenSampler:
         self.head_only = self._raw_logits and sampling.logprobs is None
         self.argmax_only = self.head_only and sampling.temperature == 0  # and greedy ones by the largest logit.
         self.temperature = held(sampling.temperature) if sampling.temperature else 0.0
-        self.truncation = (self.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
-        self._uniform: float | None = None  # that was taken, and decided nothing yet
+        self.record = np.array([record(sampling)], DRAW).tobytes()  # without its random number
 
     def is_stop(self, token: int) -> bool:
         """Say whether the sequence ends with `token`."""
@@ -88,7 +89,7 @@ class TokenSampler:
 
         `head`: the row of heads that is theirs, if there is one; then less is computed anew.
 
-        Unless it is greedy, this takes a random number of the sequence's own, seldom more.
+        Unless it is greedy, this takes a random number of the sequence's own.
 
         Raises:
             InputError: logits are NaN or infinite, which no intact engine yields; or -inf for all that may come next.
@@ -106,31 +107,23 @@ class TokenSampler:
         if processed[token] == -np.inf:
             raise InputError("the engine returned -inf for every allowed token")
         if sampling.temperature > 0:
-            uniform = self.next_uniform()
-            self._uniform = None
-            known = known_head(*head, logits) if head is not None and self._raw_logits else None
-            token = draw(processed, sampling, uniform, self._rng.random, known)
+            token = draw(processed, sampling, self.next_uniform(), head if self._raw_logits else None)
+            self._uniforms.popleft()
         self._advance(token)
         return SampledToken(token, None if sampling.logprobs is None else _logprob(logits, token, sampling.logprobs))
 
-    def next_uniform(self) -> float:
-        """Give the random number that decides about the next token, the same one until it has."""
-        if self._uniform is None:
-            self._uniform = self._rng.random()
-        return self._uniform
+    def next_uniform(self, ahead: int = 0) -> float:
+        """Give the random number that decides about the next token, or about one so many tokens `ahead` of it."""
+        while len(self._uniforms) <= ahead:
+            self._uniforms.append(self._rng.random())
+        return self._uniforms[ahead]
 
     def take(self, token: int) -> SampledToken:
         """Take the token that a head of the row decided."""
-        self._uniform = None
+        if self._uniforms:
+            self._uniforms.popleft()
         self._generated += 1
         return SampledToken(token)
-
-    def take_of_block(self, heads: Heads, row: int, block: int, logits: NDArray[np.float32]) -> SampledToken | None:
-        """Take a token of the block that a row of `heads` decided, whose `logits` are there; None as `sample_heads`."""
-        if not (logits < np.inf).all():
-            return None
-        size = mass_blocks(heads.vocabulary)[1]
-        return self.take(block * size + draw_of_block(heads, row, logits, self.temperature, self._rng.random()))
 
     def _process(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """Give a copy of `logits` [V] with steps 2 to 6 applied."""
@@ -159,19 +152,19 @@ def sample_heads(samplers: Sequence[TokenSampler], heads: Heads, fetch: FetchBlo
 
     None: `TokenSampler.sample` must have the whole row; then it gives the token that it would give without this.
     """
-    how = Truncations.of([sampler.truncation for sampler in samplers])
-    uniforms = np.array([s.next_uniform() if s.temperature and s.head_only else 0.0 for s in samplers])
-    draws = draw_of_heads(heads, how, uniforms)
-    sampled = [
-        sampler.take(token) if token >= 0 and sampler.head_only else None
-        for sampler, token in zip(samplers, draws.tokens.tolist(), strict=True)
-    ]
-    behind = [row for row in np.flatnonzero(draws.blocks >= 0).tolist() if samplers[row].head_only]
+    how = np.frombuffer(bytearray().join([sampler.record for sampler in samplers]), DRAW)
+    how["uniform"] = [s.next_uniform() if s.temperature and s.head_only else 0.0 for s in samplers]
+    tokens, blocks = draw_of_heads(heads, how)
+    behind = [row for row in np.flatnonzero(blocks >= 0).tolist() if samplers[row].head_only]
     if behind:
-        blocks = draws.blocks[behind].tolist()
-        for row, block, logits in zip(behind, blocks, fetch(behind, blocks), strict=True):
-            sampled[row] = samplers[row].take_of_block(heads, row, block, logits)
-    return sampled
+        chosen, size = blocks[behind].tolist(), mass_blocks(heads.vocabulary)[1]
+        for row, block, logits in zip(behind, chosen, fetch(behind, chosen), strict=True):
+            token = draw_of_block(heads, row, logits, how[row : row + 1])
+            tokens[row] = block * size + token if token >= 0 else -1
+    return [
+        sampler.take(token) if token >= 0 and sampler.head_only else None
+        for sampler, token in zip(samplers, tokens.tolist(), strict=True)
+    ]
 
 
 class Samplers:

@@ -190,11 +190,13 @@ class PagedScheduler(Scheduler[PagedCache]):
 
     def _advance(self, planned: list[tuple[Sequence, Piece]]) -> None:
         """Count what a step has computed, of those that have not ended since."""
+        size = self._pool.block_size
         for sequence, piece in planned:
             if sequence in self._sequences:
-                sequence.computed_tokens += len(piece.tokens)
-                if self._shares:
-                    self._pool.publish(piece.table, sequence.tokens[: sequence.computed_tokens])
+                before = sequence.computed_tokens
+                sequence.computed_tokens = after = before + len(piece.tokens)
+                if self._shares and before // size < after // size:
+                    self._pool.publish(piece.table, sequence.tokens[:after])
 
     def _release(self, sequence: Sequence) -> None:
         table = self._tables.pop(sequence, None)
