@@ -24,6 +24,7 @@ from llmforge.runtime.backends.ranks.messages import Call
 
 class StandIn(HostDevice):
     kind, name = "cuda", "stand-in"
+    stream = 1  # whatever it is, the stand-in takes it
 
     def __init__(self, index: int, sm: int) -> None:
         self.index, self.sm = index, sm
