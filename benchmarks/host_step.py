@@ -7,9 +7,10 @@ Runtime's session, and of the copies from a device. A run of it returns at once;
 over a vocabulary of 128,256, with 0.5 to 6 nats a row. As many clients as rows stream from another process.
 
 Of each way to sample, medians over steps, in ms: `waits`, from the question for a run's heads to the beginning of the
-next run, in which a device has nothing to do; `cpu`, of these the processor's time of the engine's thread; `period`,
-from step to step, with what a device's run would hide (detokenizing, delivering); and, a step: rows that their heads do
-not decide, of which blocks or all logits are fetched, bytes copied from the device, and copies.
+next run, in which a device has nothing to do, and what a tenth of the steps stays below (`tenth`: for a machine that
+others use, too); `cpu`, of these the processor's time of the engine's thread; `period`, from step to step, with what a
+device's run would hide (detokenizing, delivering); and, a step: rows that their heads do not decide, of which blocks or
+all logits are fetched, bytes copied from the device, and copies.
 """
 
 from __future__ import annotations
@@ -313,8 +314,10 @@ def measure(
         done.wait()
     noted = json.loads(out.read_text(encoding="utf-8"))[WARM : WARM + steps]
     pairs = list(itertools.pairwise(noted))
+    waits = [(after[1] - before[2]) * 1e3 for before, after in pairs]
     return {
-        "waits": statistics.median(after[1] - before[2] for before, after in pairs) * 1e3,
+        "waits": statistics.median(waits),
+        "tenth": statistics.quantiles(waits, n=10)[0],
         "cpu": statistics.median(after[7] - before[8] for before, after in pairs) * 1e3,
         "period": statistics.median(after[0] - before[0] for before, after in pairs) * 1e3,
         "rows beyond": statistics.mean(each[3] + each[4] for each in noted),

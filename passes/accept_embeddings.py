@@ -32,7 +32,7 @@ _LENGTHS_OF_IDS = ("Shape",)  # what reads the size of a step, not its tokens
 
 @dataclass(frozen=True)
 class AcceptEmbeddings(Pass):
-    """Take embeddings from outside beside token ids, where an id is negative."""
+    """Accept embeddings as an input: a negative token id is replaced by its row of them."""
 
     name: ClassVar[str] = "accept-embeddings"
     numerics: ClassVar[Numerics] = Numerics.EXACT

@@ -43,7 +43,7 @@ MERGE = "merge it: `mode: merged`"
 
 @dataclass(frozen=True)
 class AddAdapters(Pass):
-    """Add the recipe's adapters that are kept apart, of which each request chooses one or none."""
+    """Add the recipe's adapters that are kept apart, of which each request chooses at most one."""
 
     name: ClassVar[str] = "add-adapters"
     numerics: ClassVar[Numerics] = Numerics.EXACT

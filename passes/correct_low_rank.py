@@ -48,7 +48,7 @@ _BEHIND = "low_rank"  # suffix of what a correction adds to a graph
 
 @dataclass(frozen=True)
 class CorrectLowRank(Pass):
-    """Correct what quantized linear layers lose by products of low rank."""
+    """Correct the error of quantized linear layers by products of low rank."""
 
     name: ClassVar[str] = "correct-low-rank"
     numerics: ClassVar[Numerics] = Numerics.LOSSY

@@ -106,7 +106,7 @@ class QuantizeWeights(Pass):
     scales: Annotated[
         Scale,
         Field(
-            description="stored type of scales; fp16 costs next to nothing, int8 (under bf16 scales of 256 columns) "
+            description="stored type of scales; fp16 hardly affects quality; int8 (with a bf16 scale per 256 columns) "
             "needs llmforge's CPU kernels"
         ),
     ] = "fp32"

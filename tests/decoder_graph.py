@@ -75,6 +75,7 @@ def decoder(
             outputs.append(out)
         mixed = node("MatMul", [attention.outputs[0], matrix(f"out.{layer}", HEADS * HEAD_DIM, HIDDEN)]).outputs[0]
         hidden = node("Tanh", [node("Add", [hidden, mixed]).outputs[0]]).outputs[0]
+    hidden.type, hidden.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(["batch", "sequence", HIDDEN])
     selected = node("Gather", [hidden, rows], axis=1).outputs[0]
     head = node("Transpose", [embedding], perm=[1, 0]).outputs[0] if tied_head else matrix("head", HIDDEN, vocabulary)
     logits = node("MatMul", [selected, head]).outputs[0]

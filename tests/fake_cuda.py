@@ -31,6 +31,8 @@ class FakeCuda:
         self.recording: list[Callable[[], None]] | None = None
         self.launches = 0
         self.copies = 0
+        self.fetched: list[int] = []  # bytes of copies to the host
+        self.waits = 0  # for the stream
         self.batches = 0  # of copies within the device
 
     def __getattr__(self, name: str) -> Any:
@@ -80,6 +82,7 @@ class FakeCuda:
 
     def _cudaStreamSynchronize(self, stream: int) -> None:
         assert self.recording is None, "waiting for a stream that records fails in CUDA"
+        self.waits += 1
 
     def _cudaMemGetInfo(self) -> tuple[Any, ...]:
         used = sum(ctypes.sizeof(each) for each in self.memory.values())
@@ -110,6 +113,8 @@ class FakeCuda:
 
     def _cudaMemcpyAsync(self, target: int, source: int, size: int, kind: Any, stream: int) -> None:
         self.copies += 1
+        if kind == self.real.cudaMemcpyKind.cudaMemcpyDeviceToHost:
+            self.fetched.append(size)
         self.send(lambda: ctypes.memmove(target, source, size) and None)
 
     def _cudaMemcpyBatchAsync(

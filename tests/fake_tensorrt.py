@@ -198,9 +198,11 @@ class FakeContext:
         return True
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        assert name == interface.LOGITS
         batch, _ = self.shapes[interface.INPUT_IDS]
-        return (batch, *self.shapes[interface.LOGITS_ROWS], self.engine.outputs[name].shape[-1])
+        declared = self.engine.outputs[name].shape
+        if name == interface.LOGITS:
+            return (batch, self.shapes[interface.LOGITS_ROWS][-1], declared[-1])
+        return (batch, *declared[1:])
 
     def infer_shapes(self) -> list[str]:
         return [name for name in self.engine.inputs if name not in self.shapes]

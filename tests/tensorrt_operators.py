@@ -136,6 +136,7 @@ def make(bench: Bench, operator: str, dtype: ir.DataType) -> ir.Value:
         "Reshape": lambda: bench.node("Reshape", [x, bench.constant("flat", np.array([0, -1]))]),
         "Slice": lambda: bench.node("Slice", [x, bench.constant("0", np.array([0])), one_axis, one_axis]),
         "Expand": lambda: bench.node("Expand", [of("thin", B, 1, D), bench.constant("like", np.array([1, S, 1]))]),
+        "Pad": lambda: bench.node("Pad", [x, bench.constant("pads", np.array([0, 0, 0, 0, 0, 3]))]),
         "Squeeze": lambda: bench.node("Squeeze", [of("thin", B, 1, D), one_axis]),
         "Unsqueeze": lambda: bench.node("Unsqueeze", [x, one_axis]),
         "Split": lambda: bench.node(

@@ -8,6 +8,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from llmforge.checkpoint import hub
 from llmforge.planning import render, request
 from llmforge.planning.render import Planned, Refused
 from llmforge.planning.scheme import Wanted
@@ -53,19 +54,23 @@ def plan(
     context: int | None = None,
     price: float | None = None,
     ranks: int | None = None,
+    revision: str | None = None,
     **dtypes: Any,
 ) -> Plans:
     """Plan a recipe or a checkpoint for one or several targets, as `llmforge plan` does; no weights are read.
 
-    `dtypes`: compute, weights, kv, product. A CPU without figures is refused: `llmforge doctor --measure` makes a
-    target file. `price` is in US dollars an hour.
+    A checkpoint is a folder, or ORG/NAME on the Hub at `revision`: a branch, tag or commit, by default main. `dtypes`:
+    compute, weights, kv, product. A CPU without figures is refused: `llmforge doctor --measure` makes a target file.
+    `price` is in US dollars an hour.
 
     Raises:
         UsageError, CheckpointError, UnsupportedError: nothing can be planned.
+        EnvironmentLacks: the Hub cannot be reached.
     """
     names = () if target is None else (target,) if isinstance(target, str) else tuple(target)
     asked = request.Request(
         targets=names, batch=batch, prompt=prompt, output=output, context=context, ranks=ranks, usd_per_hour=price,
         wanted=Wanted(**dtypes),
     )  # fmt: skip
-    return Plans(tuple(request.answer(Path(what), asked)))
+    found = hub.find(Path(what), revision)
+    return Plans(tuple(request.answer(Path(what) if found is None else found.folder, asked)))

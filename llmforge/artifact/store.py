@@ -36,7 +36,7 @@ REPLACED = ".replaced-"
 LOCK = ".lock"
 _AT_ONCE = 8  # files that are put on disk
 
-_WHERE = "`llmforge build` prints the path of the artifact at its end: artifacts/NAME/VERSION"
+_WHERE = "`llmforge ls` lists the artifacts; give NAME, NAME/VERSION, NAME:TAG or the path of one"
 
 
 @contextmanager
@@ -95,7 +95,7 @@ class Artifact:
     def _open(cls, path: Path) -> Artifact:
         folder = path.resolve()
         if not folder.is_dir():
-            what = "is a file, an artifact is a folder" if path.exists() else "no such folder"
+            what = "is a file, an artifact is a folder" if path.exists() else "no such artifact or folder"
             raise InputError(f"{path}: {what}", hint=_WHERE)
         if folder.name.startswith((BUILDING, REPLACED)):
             raise InputError(

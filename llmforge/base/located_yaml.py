@@ -59,8 +59,8 @@ class Source:
         return self.places.get(location, str(self.path))
 
 
-def read(path: Path) -> Source:
-    """Read one YAML 1.2 document of plain mappings, lists and scalars.
+def read(path: Path, *, hint: str = "expected the path of a readable YAML file") -> Source:
+    """Read one YAML 1.2 document of plain mappings, lists and scalars; `hint` goes with a file that cannot be read.
 
     Raises:
         RecipeError: the file cannot be read, is no YAML, is empty, repeats a key, or holds more than plain data.
@@ -69,7 +69,7 @@ def read(path: Path) -> Source:
         path,
         MOST_BYTES,
         error=RecipeError,
-        hint="expected the path of a readable YAML file",
+        hint=hint,
         smaller="check the path: recipes and targets have some kilobytes",
     )
     return parse(small_file.decode(data, path, error=RecipeError, hint="expected YAML in UTF-8"), path)
@@ -94,7 +94,9 @@ def parse(text: str, path: Path) -> Source:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        raise RecipeError(f"{place}: not valid YAML: {error.problem or error.context}") from error
+        what = error.problem or error.context
+        hint = "indent with spaces" if what and "'\\t'" in what else None
+        raise RecipeError(f"{place}: not valid YAML: {what}", hint=hint) from error
     except YAMLError as error:
         raise RecipeError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     return reader.source

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Protocol
+
+_BARS: ContextVar[bool] = ContextVar("bars", default=True)
 
 
 class Progress(Protocol):
@@ -23,3 +28,18 @@ class Silent:
 
     def advance(self, done: int, total: int) -> None:
         """Ignore."""
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep other libraries from drawing progress bars in the block."""
+    token = _BARS.set(False)
+    try:
+        yield
+    finally:
+        _BARS.reset(token)
+
+
+def has_bars() -> bool:
+    """Say whether other libraries may draw progress bars."""
+    return _BARS.get()

@@ -154,7 +154,7 @@ def parse_manifest(raw: bytes, source: str) -> Manifest:
     if isinstance(data, dict) and data.get("schema") != SCHEMA:
         raise InputError(
             f"{source}: schema {quoted(data.get('schema'))} is not supported; this llmforge reads schema {SCHEMA}",
-            hint="build the artifact again, or use the llmforge that built it",
+            hint="artifacts are not migrated: build it again, or use the llmforge that built it",
         )
     manifest = strict_json.read(Manifest, data, source)
     if not is_name(manifest.name):
@@ -197,7 +197,9 @@ def parse_record(raw: bytes, source: str) -> Record:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"{source}: not a record of evidence: {cut(str(error))}", hint=_HINT) from error
     if created.tzinfo is None or head.verdict not in VERDICTS:
-        raise InputError(f"{source}: not a record of evidence: created or verdict is none", hint=_HINT)
+        raise InputError(
+            f"{source}: not a record of evidence: `created` has no time zone, or `verdict` is unknown", hint=_HINT
+        )
     for what, digest in {"content": head.content, "previous": "0" * 64 if previous is None else previous}.items():
         _check_digest(digest, what, source)
     _check_files(files, source, content=False)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds and no text needs: towers for images and sound, projectors, indexers; by name and size."""
+"""What a checkpoint has for other inputs than text: towers for images and sound, projectors, indexers; with sizes."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def note(checkpoint: Checkpoint, model: ir.Model) -> str | None:
         return None
     named = [f"{module} ({_size(size)})" for module, size in sizes.most_common(_NAMED)]
     more = f", and {len(sizes) - _NAMED} more" if len(sizes) > _NAMED else ""
-    towers = "the language model is compiled alone, " if any(map(_is_beside, sizes)) else ""
-    return f"{towers}{len(rest)} tensors that no text needs are left out: {', '.join(named)}{more}"
+    towers = "only the language model is compiled; " if any(map(_is_beside, sizes)) else ""
+    return f"{towers}{len(rest)} tensors not used for text are left out: {', '.join(named)}{more}"
 
 
 def _module(name: str, used: Collection[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from llmforge.base.errors import DataError
+from llmforge.base.errors import CheckpointError, DataError
 from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.checkpoint.documents import Document
 from llmforge.checkpoint.text import Window
@@ -35,9 +35,25 @@ def _measured(spec: QualitySpec) -> list[Document]:
     return [found[place * len(found) // count] for place in range(count)]
 
 
+def _windows(checkpoint: Checkpoint, read: Sequence[Document], length: int) -> list[Window]:
+    """Cut documents into windows of tokens that the model has.
+
+    Raises:
+        CheckpointError: the tokenizer gives others.
+    """
+    found = text.windows(checkpoint.tokenizer, read, length, checkpoint.bos_token_id)
+    highest, vocabulary = max((int(each.ids.max()) for each in found), default=0), checkpoint.geometry.vocabulary
+    if highest >= vocabulary:
+        raise CheckpointError(
+            f"{checkpoint.path}: the tokenizer gives token {highest}, and vocab_size of the model is {vocabulary}",
+            hint="use the tokenizer that the model was trained with, or resize the model's embedding",
+        )
+    return found
+
+
 def calibration_windows(spec: CalibrationSpec, read: Sequence[Document], checkpoint: Checkpoint) -> list[Window]:
     """Draw the windows that calibration reads of the documents `read`."""
-    pool = text.windows(checkpoint.tokenizer, read, spec.length, checkpoint.bos_token_id)
+    pool = _windows(checkpoint, read, spec.length)
     return text.sample(pool, spec.samples, spec.seed)
 
 
@@ -46,7 +62,7 @@ def evaluation_windows(recipe: Recipe, checkpoint: Checkpoint) -> list[Window]:
     spec = recipe.validation.quality
     if spec is None:
         return []
-    cut = text.windows(checkpoint.tokenizer, _measured(spec), spec.context, checkpoint.bos_token_id)
+    cut = _windows(checkpoint, _measured(spec), spec.context)
     return cut if spec.max_tokens is None else text.spread(cut, spec.max_tokens)
 
 
@@ -72,7 +88,7 @@ def of_documents(recipe: Recipe, checkpoint: Checkpoint, evaluation: Sequence[Wi
     pool = evaluation
     if not pool and recipe.calibration is not None:
         read = documents.read_documents(recipe.calibration.data)
-        pool = text.windows(checkpoint.tokenizer, read, recipe.calibration.length, checkpoint.bos_token_id)
+        pool = _windows(checkpoint, read, recipe.calibration.length)
     first: dict[str, Window] = {}
     for window in pool:
         if len(window.ids) > 1:

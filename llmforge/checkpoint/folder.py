@@ -402,7 +402,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     try:
         if not folder.is_dir():
             what = "is a file, a checkpoint is a folder" if folder.exists() else "no such folder"
-            hint = "a model of the Hub is named ORG/NAME: see `llmforge docs checkpoints`"
+            hint = "give a folder, or ORG/NAME on the Hub: see `llmforge docs checkpoints`"
             raise CheckpointError(f"{folder}: {what}", hint=hint)
         there = file.exists() or file.is_symlink()
     except PermissionError as error:

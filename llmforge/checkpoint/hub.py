@@ -17,6 +17,7 @@ from typing import Any
 
 from llmforge.base import small_file
 from llmforge.base.errors import CheckpointError, EnvironmentLacks, ForgeError, UsageError
+from llmforge.base.progress import has_bars
 from llmforge.base.wording import cut, shown
 
 MAIN = "main"
@@ -29,6 +30,7 @@ _SMALL = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja", _INDEX,
 )  # fmt: skip
+_RECIPES = (".yaml", ".yml")  # a recipe in a folder, not a repository
 _FOLDERS = ["*/*"]  # nothing in folders of the repository
 
 
@@ -53,7 +55,9 @@ class Snapshot:
             found = data.get("weight_map") if isinstance(data, dict) else None
             names = set(map(str, found.values())) if isinstance(found, dict) else set()
         if wrong := sorted(name for name in names if _SHARD.fullmatch(name) is None):
-            raise CheckpointError(f"{index}: {shown(wrong[0])} is no name of a shard", hint="the repository is damaged")
+            raise CheckpointError(
+                f"{index}: {shown(wrong[0])} is not the name of a shard", hint="the repository is damaged"
+            )
         with _explained(self.repository, self.revision):
             _download(self.repository, self.commit, sorted(names))
         return self.folder
@@ -80,7 +84,23 @@ def is_folder(path: Path) -> bool:
 
 def is_name(text: str) -> bool:
     """Say whether a text looks like `ORG/NAME`."""
+    if text.endswith(_RECIPES):
+        return False
     return _NAME.fullmatch(text) is not None and ".." not in text and "--" not in text
+
+
+def find(given: Path, revision: str | None = None) -> Snapshot | None:
+    """Resolve a checkpoint that is named as on the Hub, ORG/NAME, where no such path is here; None: it is a path.
+
+    Raises:
+        UsageError: there is a revision, of a path.
+        CheckpointError, EnvironmentLacks: as `snapshot`.
+    """
+    if is_name(str(given)) and not is_here(given):
+        return snapshot(str(given), revision)
+    if revision is not None:
+        raise UsageError(f"{given} is not on the Hub, and has no revisions", hint="leave out the revision")
+    return None
 
 
 def snapshot(repository: str, revision: str | None = None) -> Snapshot:
@@ -93,7 +113,7 @@ def snapshot(repository: str, revision: str | None = None) -> Snapshot:
     """
     asked = revision or MAIN
     if _REVISION.fullmatch(asked) is None or ".." in asked:
-        raise UsageError(f"{shown(asked)} is no revision", hint="give a branch, a tag or a commit")
+        raise UsageError(f"{shown(asked)} is not a revision", hint="give a branch, a tag or a commit")
     with _explained(repository, asked):
         folder = _download(repository, asked, _SMALL)
     return Snapshot(repository, asked, folder.name, folder)
@@ -104,12 +124,13 @@ def _download(repository: str, revision: str, names: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm
 
+    wanted = has_bars() and sys.stderr.isatty()  # asked here: the bars of files are made in other threads
+
     class Bars(tqdm):  # type: ignore[misc,type-arg,unused-ignore]
-        """Bars on a terminal alone."""
+        """Bars on a terminal alone, and where they are wanted."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            hidden = options.get("disable") or not sys.stderr.isatty()
-            super().__init__(*arguments, **{**options, "disable": hidden})
+            super().__init__(*arguments, **{**options, "disable": options.get("disable") or not wanted})
 
     found = snapshot_download(
         repository, revision=revision, allow_patterns=list(names), ignore_patterns=_FOLDERS, tqdm_class=Bars
@@ -170,7 +191,8 @@ def _explained(repository: str, revision: str) -> Iterator[None]:
         offline = constants.HF_HUB_OFFLINE
         why = "HF_HUB_OFFLINE is set" if offline else f"{where} cannot be reached"
         raise EnvironmentLacks(
-            f"{repository}: {why}, and the cache, {constants.HF_HUB_CACHE}, has not all of {shown(revision)}",
+            f"{repository}: no such folder here; as a name on the Hub: {why}, and the cache, {constants.HF_HUB_CACHE}, "
+            f"lacks files of {shown(revision)}",
             hint="unset HF_HUB_OFFLINE, or name a folder" if offline else "check the network, or name a folder",
         ) from error
     except ForgeError:

@@ -63,7 +63,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `llmforge inspect` says of something that is no artifact."""
+    """What `llmforge inspect` says of what is not an artifact."""
 
     path: str
     kind: str  # Hugging Face checkpoint, GGUF file, adapter (peft)
@@ -100,7 +100,7 @@ def inspect(path: Path) -> Inspection:
     raise InputError(
         f"{path}: neither an artifact (manifest.json), nor a checkpoint ({CONFIG}), nor a GGUF file ({gguf.SUFFIX}), "
         f"nor an adapter ({ADAPTER_CONFIG})",
-        hint="a model of the Hub is named ORG/NAME: see `llmforge docs checkpoints`",
+        hint="give a folder, or ORG/NAME on the Hub: see `llmforge docs checkpoints`",
     )
 
 

@@ -54,7 +54,7 @@ def _no_weights(folder: Path) -> CheckpointError:
         f"{folder}: no weights: neither {WEIGHTS} nor {WEIGHTS_INDEX}",
         hint=f"it holds {listed(other)}: are they shards without their index?"
         if other
-        else "a model of the Hub is named ORG/NAME: see `llmforge docs checkpoints`",
+        else "give a folder, or ORG/NAME on the Hub: see `llmforge docs checkpoints`",
     )
 
 

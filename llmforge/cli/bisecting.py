@@ -34,8 +34,10 @@ _SHOWN = 3  # layers that lose most
     "-o", "--output", "written", type=PATH, metavar="FILE.yaml",
     help="Write a recipe that keeps what was found in higher precision.",
 )  # fmt: skip
-@click.option("--documents", type=click.IntRange(min=8), default=48, help="Maximum number of documents to run.")
-@click.option("--tokens", type=click.IntRange(min=8), default=128, help="Maximum tokens of each document.")
+@click.option(
+    "--documents", type=click.IntRange(min=8), metavar="N", default=48, help="Maximum number of documents to run."
+)
+@click.option("--tokens", type=click.IntRange(min=8), metavar="N", default=128, help="Maximum tokens of each document.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.option("-q", "--quiet", is_flag=True, callback=keep_quiet, help="Hide progress and notes.")
 def bisect(

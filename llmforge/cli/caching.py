@@ -62,7 +62,7 @@ def connect(url: str | None, trusted: Path | None, signer: Path | None) -> Remot
 def cache() -> None:
     """Show and remove what builds keep for later builds.
 
-    Builds keep traces, proofs, calibrated layers and quantized weights, by the content that they depend on. The folder
+    Builds keep traces, proofs, calibrated layers and quantized weights, keyed by the content they depend on. The folder
     is $LLMFORGE_CACHE, or llmforge/builds in your cache folder; $LLMFORGE_CACHE_BYTES limits its size (default: 20 GB).
     """
 
@@ -84,7 +84,10 @@ def ls(as_json: bool) -> None:
 @click.option("--all", "everything", is_flag=True, help="Remove all entries.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def rm(entries: tuple[str, ...], everything: bool, as_json: bool) -> None:
-    """Remove entries, by kind or by digest; those that a running build uses stay."""
+    """Remove entries by kind or digest.
+
+    Those that a running build uses stay.
+    """
     if everything == bool(entries):
         raise UsageError("name entries or kinds, or use --all", hint="llmforge cache ls")
     store = _opened()
@@ -129,7 +132,10 @@ def stats(as_json: bool) -> None:
 @click.option("--sign", "signer", type=PATH, required=True, metavar="KEY.pem", help="Private key to sign with.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def push(entries: tuple[str, ...], remote_cache: str | None, signer: Path, as_json: bool) -> None:
-    """Write entries to the remote cache, by kind or by digest; by default all."""
+    """Write entries to the remote cache.
+
+    Entries are named by kind or digest; without a name, all are written.
+    """
     from llmforge.cache import LOCAL_KINDS, Key
 
     if remote_cache is None:

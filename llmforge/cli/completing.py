@@ -20,7 +20,7 @@ Examples:
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print what lets SHELL complete commands, options and names."""
+    """Print a script that lets SHELL complete commands, options and names."""
     kind = get_completion_class(shell)
     assert kind is not None
     root = context.find_root()

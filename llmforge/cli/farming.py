@@ -34,7 +34,7 @@ def ray_options(command: Command) -> Command:
         ),
         click.option(
             "--jobs", type=POSITIVE, metavar="N",
-            help="Builds that share a node. Default: one where latency is measured, else one for each two CPUs.",
+            help="Builds that may share a node. Default: 1 if latency is measured, otherwise one per two CPUs.",
         ),
         click.option(
             "--store", metavar="URL",

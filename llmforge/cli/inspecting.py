@@ -13,8 +13,15 @@ from llmforge.base.errors import InputError, UsageError, VerificationError
 from llmforge.cli import output
 from llmforge.cli.parameters import ARTIFACT, PATH, REVISION, on_hub
 
+_INSPECT = """\b
+Examples:
+  llmforge inspect NAME:prod --verify
+  llmforge inspect CHECKPOINT
+  llmforge inspect model-q4_0.gguf --json
+"""
 
-@click.command()
+
+@click.command(epilog=_INSPECT)
 @click.argument("artifact", type=ARTIFACT)
 @click.option("--json", "as_json", is_flag=True, help="Print manifest, verdict and records of evidence as JSON.")
 @click.option("--verify", is_flag=True, help="Do what `llmforge verify` does first.")
@@ -22,13 +29,8 @@ from llmforge.cli.parameters import ARTIFACT, PATH, REVISION, on_hub
 def inspect(artifact: Path, as_json: bool, verify: bool, revision: str | None) -> None:
     """Show what ARTIFACT is: manifest, evidence and newest report.
 
-    Of a checkpoint, a GGUF file or an adapter in its place: how it is stored, and what a build would do with it.
-
-    \b
-    Examples:
-      llmforge inspect my-model:prod --verify
-      llmforge inspect Meta-Llama-3-8B-AWQ/
-      llmforge inspect qwen3-8b-q4_0.gguf --json
+    In place of ARTIFACT it takes a checkpoint, a GGUF file or an adapter, and shows how it is stored and what a build
+    would do with it.
     """
     from llmforge.artifact import Artifact
     from llmforge.cli import describe, provenance
@@ -74,14 +76,14 @@ def _is_no_artifact(path: Path) -> bool:
 
 
 def _inspect_checkpoint(path: Path, as_json: bool, verify: bool) -> None:
-    """Show what is no artifact."""
+    """Show a checkpoint, a GGUF file or an adapter."""
     extras.require("build")
     from llmforge.checkpoint import inspection
     from llmforge.cli import inspected
 
     found = inspection.inspect(path)
     if verify:
-        raise UsageError(f"{path}: is no artifact; --verify is of artifacts", hint="leave out --verify")
+        raise UsageError(f"{path}: not an artifact; only artifacts can be verified", hint="leave out --verify")
     if as_json:
         output.write_json(inspected.data(found))
     else:

@@ -34,7 +34,7 @@ Examples:
 @click.argument("artifact", type=ARTIFACT)
 @click.option(
     "--against", metavar="ARTIFACT",
-    help="Hold it against this artifact; `latest-passed`: the newest earlier version whose gates passed; `none`: "
+    help="Compare with this artifact; `latest-passed`: the newest earlier version whose gates passed; `none`: "
     "leave out limits that need one, as for a first release.",
 )  # fmt: skip
 @click.option("--gates", "file", type=PATH, metavar="FILE.yaml", help="Limits in place of those of the recipe.")
@@ -353,7 +353,7 @@ Examples:
 def history(name: str, metrics: tuple[str, ...], out: Path, html: Path | None, as_json: bool) -> None:
     """Show each metric of NAME by version, oldest first, and mark regressions.
 
-    A regression is a change for the worse, against the version before, whose 95 % interval does not include 0.
+    A regression is a change for the worse, against the version before, whose 95% interval does not include 0.
     """
     from llmforge.artifact import versions
     from llmforge.cli import console

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from llmforge.base import backends, folders, small_file
 from llmforge.base.errors import UsageError
+from llmforge.base.progress import without_bars
 from llmforge.base.wording import shown
 
 if TYPE_CHECKING:
@@ -137,6 +138,8 @@ _LOG_FORMAT = "llmforge.log_format"  # key in the metadata of click's context, w
 def _choose_log_format(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
     if value is not None:
         context.meta[_LOG_FORMAT] = value
+    if value == "json":
+        context.with_resource(without_bars())
 
 
 def log_format_option(*, hidden: bool = False) -> click.Option:
@@ -156,16 +159,18 @@ def log_format_option(*, hidden: bool = False) -> click.Option:
 _QUIET, _VERBOSE = "llmforge.quiet", "llmforge.verbose"  # likewise
 
 
-def _remember(key: str) -> Callable[[click.Context, click.Parameter, bool], bool]:
-    def remember(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
-        if value:
-            context.meta[key] = True
-        return value
+def keep_quiet(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
+    """Remember --quiet, as a callback of that option; libraries draw no progress bars then."""
+    if value:
+        context.meta[_QUIET] = True
+        context.with_resource(without_bars())
+    return value
 
-    return remember
 
-
-keep_quiet = _remember(_QUIET)  # callback of an option --quiet
+def _be_verbose(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
+    if value:
+        context.meta[_VERBOSE] = True
+    return value
 
 
 def loudness_options(*, hidden: bool = False) -> list[click.Option]:
@@ -176,7 +181,7 @@ def loudness_options(*, hidden: bool = False) -> list[click.Option]:
     )  # fmt: skip
     verbose = click.Option(
         ["-v", "--verbose"], is_flag=True, is_eager=True, expose_value=False, hidden=hidden,
-        callback=_remember(_VERBOSE),
+        callback=_be_verbose,
         help="Also show how long each stage and pass took, and where an error came from.",
     )  # fmt: skip
     return [quiet, verbose]
@@ -195,19 +200,15 @@ def on_hub(given: Path, revision: str | None) -> Snapshot | None:
 
     Raises:
         UsageError: there is a revision, of a path.
-        CheckpointError, EnvironmentLacks: as `hub.snapshot`.
+        CheckpointError, EnvironmentLacks: as `hub.find`.
     """
     from llmforge.checkpoint import hub
     from llmforge.cli import console
 
-    called, here = hub.is_name(str(given)), hub.is_here(given)
-    if called and not here:
-        return hub.snapshot(str(given), revision)
-    if revision is not None:
-        raise UsageError(f"{given} is not on the Hub, and has no revisions", hint="leave out --revision")
-    if called and hub.is_folder(given):
+    found = hub.find(given, revision)
+    if found is None and hub.is_name(str(given)) and hub.is_folder(given):
         console.say(f"note: {given} is the folder here, not a model of the Hub")
-    return None
+    return found
 
 
 def go_on() -> None:

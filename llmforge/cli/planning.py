@@ -33,7 +33,7 @@ Examples:
   llmforge plan recipes/quickstart.yaml --target l4
   llmforge plan CHECKPOINT --target h100-sxm --weights int4 --batch 8
   llmforge plan CHECKPOINT --target h100-sxm --target l4
-  llmforge plan ORG/NAME --target h100-sxm    # of the Hub; reads no weights
+  llmforge plan ORG/NAME --target h100-sxm    # on the Hub; downloads no weights
 """
 
 
@@ -93,8 +93,8 @@ Examples:
 def plan(what: Path, revision: str | None, plot: Path | None, as_json: bool, **asked: Any) -> None:
     """Predict memory, speed and cost without building.
 
-    Reads no weights: a folder with only config.json is enough. Prints one line per target if several are given. The
-    target of this machine's CPU is measured first, once; see `llmforge doctor --measure`.
+    Reads no weights: a folder with only config.json is enough. Several targets are compared in a table. If a target
+    is this machine's CPU, it is measured first, once (`llmforge doctor --measure`).
     """
     from llmforge.planning import render, request, scheme
     from llmforge.planning.render import Planned
@@ -155,7 +155,7 @@ def measured_here(target: Target) -> Target | None:
         with console.progress() as progress:
             reached = ceilings.measure(here.cores, progress.stage)
         if reached.disturbed:
-            console.say(f"other processes took {reached.others:.1f} cores meanwhile: an idle machine is faster")
+            console.say(f"other processes used {reached.others:.1f} cores meanwhile: an idle machine is faster")
         found = files.of_cpu(target.name, here, reached, datetime.now(UTC).date().isoformat())
         kept.keep(found, here)
     return found.model_copy(update={"name": target.name})

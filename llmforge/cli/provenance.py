@@ -112,10 +112,10 @@ Examples:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what holds as JSON.")
 def verify(artifact: Path, key: Path | None, authority: tuple[Path, ...], as_json: bool) -> None:
-    """Check every byte of ARTIFACT, and make its verdict again from what was measured.
+    """Check every byte of ARTIFACT, and recompute its verdict from the measurements.
 
-    Without a signature, digests show that nothing was damaged, and not who built it: whoever computes all of them anew
-    is stopped by --key or --authority alone.
+    Without a signature, digests show that nothing was damaged, but not who built it: only --key or --authority stop
+    someone who recomputes all of them.
     """
     from llmforge.artifact import Artifact
 
@@ -174,7 +174,7 @@ def loading_options(command: Callable[..., None]) -> Callable[..., None]:
     options = (
         click.option(
             "--allow", type=click.Choice(ALLOWED), metavar="VERDICT",
-            help="Load ARTIFACT although its gates ended so: fail or inconclusive.",
+            help="Load ARTIFACT even if its gates ended with this verdict: fail or inconclusive.",
         ),
         click.option("--verify", "rehash", is_flag=True, help="Hash every file, even if it was hashed before."),
     )  # fmt: skip

@@ -45,7 +45,7 @@ def _recipe_options(command: Any) -> Any:
         ),
         click.option(
             "--goal", type=click.Choice(_GOALS), default="latency",
-            help="What to gain most: time per token, tokens per second of all requests, small files, or quality.",
+            help="What to optimize for: time per token, tokens per second over all requests, small files, or quality.",
         ),
         REVISION,
     )  # fmt: skip
@@ -63,7 +63,7 @@ class ShippedRecipe(click.ParamType[str]):
         """Take the name, with or without its suffix."""
         names, name = self._names(), str(value).removesuffix(".yaml")
         if name not in names:
-            self.fail(f"{shown(name)} is no recipe that ships with llmforge; there are {', '.join(names)}", param, ctx)
+            self.fail(f"{shown(name)} does not ship with llmforge; recipes that do: {', '.join(names)}", param, ctx)
         return name
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -87,11 +87,11 @@ class ShippedRecipe(click.ParamType[str]):
 @click.option("--name", metavar="NAME", help="Name of the artifacts. Defaults to that of the checkpoint's folder.")
 @click.option(
     "--calibration", type=PATH, metavar="FILE.jsonl",
-    help="Calibration text, a line of {id, text} each. Defaults to text that ships with llmforge.",
+    help="Calibration text, one {id, text} per line. Defaults to text that ships with llmforge.",
 )  # fmt: skip
 @click.option("--evaluation", type=PATH, metavar="FILE.jsonl", help="Evaluation text; must not overlap --calibration.")
 @click.option("--like", type=ShippedRecipe(), metavar="NAME", help="Copy a recipe that ships with llmforge instead.")
-@click.option("--force", is_flag=True, help="Replace the recipe if it is there.")
+@click.option("--force", is_flag=True, help="Replace the recipe if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print the path of the recipe as JSON.")
 def init(
     checkpoint: Path,
@@ -150,14 +150,20 @@ Examples:
 @click.argument("recipe", type=PATH)
 @click.option("--write", "in_place", is_flag=True, help="Replace RECIPE instead of printing.")
 def migrate(recipe: Path, in_place: bool) -> None:
-    """Rewrite a RECIPE of an earlier llmforge with the names of today.
+    """Update a RECIPE of an earlier llmforge to today's names.
 
-    Comments and layout stay.
+    Comments and layout stay. Artifacts are not migrated: build them again.
     """
     from llmforge.base import located_yaml
+    from llmforge.base.sealed import MANIFEST
     from llmforge.cli import console
     from llmforge.recipe import migration
 
+    if recipe.name == MANIFEST or (recipe / MANIFEST).exists():
+        raise UsageError(
+            f"{recipe}: only recipes are migrated; artifacts of schema 1 have no raw measurements to judge again",
+            hint="build the artifact again",
+        )
     source = located_yaml.read(recipe)
     _ = source.mapping  # it is one
     notes = migration.migrate(source)
@@ -212,7 +218,7 @@ def up(
 
     path = Path(f"{name_of(checkpoint)}.yaml")
     if path.exists():
-        console.say(f"using {path}, which is there")
+        console.say(f"using the existing recipe {path}")
     else:
         path = write(checkpoint, target, goal, None, path, None, None, None, revision=revision)
         console.say(f"wrote {path}")
@@ -270,7 +276,7 @@ def write(
     path = path or Path(f"{name}.yaml")
     output.check_file(path, ".yaml", ".yml")
     if path.exists() and not force:
-        raise UsageError(f"{path} is there", hint="use --force to replace it, or -o for another name")
+        raise UsageError(f"{path} already exists", hint="use --force to replace it, or -o for another name")
     if (calibration is None) != (evaluation is None):
         raise UsageError("--calibration and --evaluation require each other", hint="they must not overlap")
     snapshot = on_hub(checkpoint, revision)
@@ -288,8 +294,8 @@ def write(
     if target:
         given["target"] = _beside(Path(target), path) if targets.is_file(target) else target.lower()
         found = targets.find(target)
+    read_settings(checkpoint.absolute())  # refused before the machine is measured, or anything is written
     if like is not None:
-        read_settings(checkpoint.absolute())  # what is no checkpoint is refused before anything is written
         shipped = (recipes.FOLDER / f"{like}.yaml").read_text(encoding="utf-8")
         text = _adapted(shipped.replace(f"recipes/{like}.yaml", path.name), {"name": name, **given})
     else:
@@ -333,7 +339,7 @@ def _copy_texts(shipped: Path, folder: Path) -> None:
             file.write_bytes(content)
         elif file.read_bytes() != content:
             raise UsageError(
-                f"{file} is there, and is not the text that ships with llmforge",
+                f"{file} exists, and differs from the text that ships with llmforge",
                 hint="give --calibration and --evaluation, or write the recipe to another folder with -o",
             )
 

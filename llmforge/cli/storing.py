@@ -68,7 +68,7 @@ Examples:
 def rm(artifacts: tuple[Path, ...], out: Path, as_json: bool) -> None:
     """Remove versions of artifacts.
 
-    Refuses versions that have a tag. Processes that serve a removed version go on.
+    Refuses versions that have a tag. A process that serves a removed version keeps running.
     """
     from llmforge.artifact import versions
 
@@ -136,7 +136,7 @@ Examples:
 def tag(artifact: Path, tag: str, delete: bool, out: Path, as_json: bool) -> None:
     """Put TAG on a version of an artifact, or move it there.
 
-    A tag keeps its history (`llmforge ls --history`). One that `llmforge promote` has moved can be moved by it alone.
+    A tag keeps its history (`llmforge ls --history`). Once `llmforge promote` has moved it, nothing else can.
     """
     from llmforge.artifact import Artifact, tags
 

@@ -28,10 +28,10 @@ Examples:
 @click.argument("recipe", type=PATH)
 @click.option(
     "--objective", "objectives", multiple=True, required=True, metavar="METRIC",
-    help="What to gain: a metric that a gate can limit, such as tpot, ttft, size or kld_mean. Repeatable.",
+    help="What to optimize: a metric that a gate can limit, such as tpot, ttft, size or kld_mean. Repeatable.",
 )  # fmt: skip
 @click.option(
-    "--subject-to", "limits", multiple=True, metavar="METRIC<=NUMBER", help="What a recipe must keep. Repeatable."
+    "--subject-to", "limits", multiple=True, metavar="METRIC<=NUMBER", help="Limit that a recipe must meet. Repeatable."
 )
 @click.option("--trials", type=POSITIVE, metavar="N", default=24, help="Trials in all, those of earlier runs counted.")
 @click.option(
@@ -43,7 +43,7 @@ Examples:
 @click.option("--seed", type=click.IntRange(0, 2**31), metavar="S", default=0, help="Random seed.")
 @click.option(
     "-o", "--output", "folder", type=PATH, metavar="DIR",
-    help="Folder for the trials, the page and the recipe. Default: tune/NAME. A search that is there goes on.",
+    help="Folder for the trials, the page and the recipe. Default: tune/NAME. A search already there is continued.",
 )  # fmt: skip
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a recipe value; repeatable.")
 @farming.ray_options

@@ -45,7 +45,7 @@ def measured(ceilings: Ceilings) -> RenderableType:
             table.add_row(f"{dtype} layers", figures, Text(f"{library}'s kernels", "dim"))
     if not ceilings.disturbed:
         return table
-    busy = f"other processes took {ceilings.others:.1f} cores meanwhile: an idle machine reaches more"
+    busy = f"other processes used {ceilings.others:.1f} cores meanwhile: an idle machine reaches more"
     return Group(table, Text(f"{busy}; a target file that is written says unverified", "yellow"))
 
 

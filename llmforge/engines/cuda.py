@@ -31,11 +31,11 @@ from llmforge.engines import (
     signatures,
 )
 from llmforge.engines import onnxruntime as standard
-from llmforge.ir import graph, operators
+from llmforge.ir import graph, interface, logits_rows, operators
 from llmforge.ir.operators import contrib
 from llmforge.ir.operators.standard import Shape
 from llmforge.lowering import paged_attention
-from llmforge.lowering.pass_base import Changes, Skipped
+from llmforge.lowering.pass_base import Changes, Rewritten, Skipped
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import (
     FILE,
@@ -105,6 +105,8 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     changes.rewritten += cuda_operators.split_biases(lowered)
     changes.rewritten += cuda_operators.name_layouts(lowered)
     changes.rewritten += cuda_operators.widen(lowered)
+    if reason is not None:
+        changes.rewritten += _choose_rows(lowered)
     changes.rewritten.append(heads.give_heads(lowered))
     changes.skipped += [Skipped(str(node.name), reason) for node, reason in cuda_operators.slower(lowered)]
     check(lowered, target)
@@ -112,6 +114,14 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     cuda_graphs.require(lowered, spec)
     require_memory(lowered, target, spec)
     return lowered, changes
+
+
+def _choose_rows(lowered: ir.Model) -> list[Rewritten]:
+    """Let prompts of several rows run in one step; other runtimes' graphs, which give all rows, stay as they are."""
+    names = {value.name for value in lowered.graph.inputs}
+    if interface.LOGITS_ROWS not in names or interface.ATTENTION_MASK in names:
+        return []
+    return [Rewritten(*logits_rows.choose_by_row(lowered))]
 
 
 def _slots_reason(lowered: ir.Model, target: Target, spec: EngineSpec) -> str | None:

@@ -21,7 +21,23 @@ import onnx_ir as ir
 from llmforge.ir import graph, interface
 from llmforge.lowering.pass_base import Rewritten
 
+_OUTPUTS = frozenset({interface.TOP_LOGITS, interface.TOP_IDS, interface.MASSES})
 _FLOAT, _INT32, _INT64, _BOOL = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL
+
+
+def gives_heads(model: ir.Model) -> bool:
+    """Say whether `give_heads` was here."""
+    return any(value.name == interface.TOP_LOGITS for value in model.graph.outputs)
+
+
+def without_heads(model: ir.Model) -> ir.Model:
+    """Write a clone of `model` without what `give_heads` added."""
+    plain = model.clone()
+    outputs = plain.graph.outputs
+    for value in [value for value in outputs if str(value.name) in _OUTPUTS]:
+        outputs.remove(value)
+    graph.drop_unused(plain)
+    return plain
 
 
 def give_heads(model: ir.Model) -> Rewritten:

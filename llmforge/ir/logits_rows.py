@@ -1,9 +1,13 @@
-"""Which rows of a step get logits, where a runtime of others cannot ask for them (docs/dialect.md, `logits_rows`)."""
+"""Which rows of a step get logits (docs/dialect.md, `logits_rows`), where a runtime of others cannot ask for them.
+
+And where each row of a step asks for its own.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
 import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
@@ -68,6 +72,37 @@ def declare_last(model: ir.Model) -> None:
     logits = graph.output_named(model, interface.LOGITS)
     batch, _, vocabulary = logits.shape or (None, None, None)
     logits.shape = ir.Shape([batch, 1, vocabulary])
+
+
+def choose_by_row(model: ir.Model) -> tuple[str, str]:
+    """Let each row of a step choose its own tokens; say what became what.
+
+        chosen = Gather(hidden, logits_rows, axis=1)                 # logits_rows [rows], the same tokens of all
+        becomes
+        chosen = Gather(Reshape(hidden, [-1, H]), logits_rows)       # logits_rows [batch, rows]: batch row · S + token
+                                                                     # [batch, S, H] → [batch, rows, H]
+    So prompts of different lengths, padded on the right, give the logits of their last tokens in one step. The input
+    has no default any more.
+
+    Raises:
+        UnsupportedError: the selection is not one Gather of a sequence of a fixed width.
+    """
+    rows, selection = find_selection(model)
+    hidden, dims = selection.data, graph.dims(selection.data) or ()
+    width = dims[-1] if len(dims) == 3 else None
+    if not isinstance(width, int) or hidden.type is None:
+        raise UnsupportedError(f"{selection.name} selects rows of {hidden.name} {list(dims)}; expected [batch, S, H]")
+    shape = graph.initializer(model, "logits_rows.tokens", np.array([-1, width], np.int64))
+    [tokens] = graph.insert(selection.node, "Reshape", [hidden, shape])
+    tokens.type, tokens.shape = hidden.type, ir.Shape([None, width])
+    [chosen] = graph.insert(selection.node, "Gather", [tokens, rows], {"axis": 0}, name=selection.name)
+    chosen.type, chosen.shape = hidden.type, ir.Shape([dims[0], *(graph.dims(rows) or (None,)), width])
+    graph.replace_uses(selection.output, chosen)
+    model.graph.remove(selection.node, safe=True)
+    model.graph.initializers.pop(interface.LOGITS_ROWS, None)
+    rows.const_value = None
+    rows.shape = ir.Shape([dims[0], *(graph.dims(rows) or (None,))])
+    return selection.name, "each row of a step chooses the tokens that get logits"
 
 
 def find_selection(model: ir.Model) -> tuple[ir.Value, standard.Gather]:

@@ -214,9 +214,9 @@ typedef struct LogitRow {
 typedef struct Kernels {
     const char *name;
     /* Quantize rows `first` … `last - 1` of x [m, k], each after RMSNorm with weights `gamma` where that is not NULL;
-     * `normed` is a place for k fp32. `rows` are as many as there are terms, which are not more than 2. */
+     * `space` is a place for 3·k fp32. `rows` are as many as there are terms, which are not more than 2. */
     void (*quantize)(const float *x, int64_t m, int64_t first, int64_t last, int64_t k, int64_t block, const float *gamma,
-                     float epsilon, int terms, const Rows *rows, float *normed);
+                     float epsilon, int terms, const Rows *rows, float *space);
     /* Compute groups `first` … `last - 1` (pairs stay together) of a layer for `m` rows. */
     void (*linear)(const Linear *layer, const Rows *rows, int64_t m, int64_t first, int64_t last);
     /* Copy row `row` of the weights, dequantized, to y [k]. */

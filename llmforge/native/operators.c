@@ -214,10 +214,10 @@ static void rows_in(char *memory, int64_t m, const Linear *layer, Rows *rows) {
 
 static int quantize_rows(LinearWork *work, const Rows *rows, int64_t first, int64_t last) {
     const Weights *w = &work->layer.weights;
-    float *normed = scratch(SCRATCH_NORM, (size_t)w->k * sizeof(float));
-    if (!normed) return 0;
+    float *space = scratch(SCRATCH_NORM, (size_t)(3 * w->k) * sizeof(float));
+    if (!space) return 0;
     kernels->quantize(work->x, work->m, first, last, w->k, w->block, work->norm, work->epsilon, work->layer.terms, rows,
-                      normed);
+                      space);
     return 1;
 }
 

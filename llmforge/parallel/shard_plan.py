@@ -236,7 +236,7 @@ class _Planner:
         table, known = _tied_table(node), features(node)
         size = graph.static(table)[0] if table is not None else known.n if known is not None else 0
         if not size:
-            self.whole[str(node.name)] = "its weight is none of its own"
+            self.whole[str(node.name)] = "it has no weight of its own"
             return
         if size % self.degree:
             self.whole[str(node.name)] = f"the vocabulary has {size} entries, no multiple of {self.degree}"

@@ -12,6 +12,7 @@ from llmforge.base.errors import RecipeError
 from llmforge.base.located_yaml import Location, Source, dotted, nearest
 from llmforge.base.wording import shown
 
+NAME = r"^[a-z0-9][a-z0-9._-]{0,63}$"  # of an artifact or an adapter in a recipe
 _LISTED = 16  # keys that a message names
 
 
@@ -104,5 +105,8 @@ def _words(detail: Mapping[str, Any], location: Location, schema: Mapping[str, A
         if len(words) > _LISTED:
             allowed = _listed([f"'{word}'" for word in words])
         return f"must be {allowed}, not {shown(got)}", meant(got, words) if isinstance(got, str) else None
+    if kind == "string_pattern_mismatch" and detail["ctx"]["pattern"] == NAME:
+        allowed = "at most 64 of a-z, 0-9, '.', '_' and '-', a letter or digit first"
+        return f"{shown(got)}; allowed are {allowed}", None
     message = detail["msg"].removeprefix("Input ").replace("should ", "must ", 1)
     return f"{message}, not {shown(got)}", None

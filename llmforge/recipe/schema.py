@@ -47,8 +47,10 @@ from llmforge.metrics.quality import ANSWER_TOKENS, PROMPT_TOKENS
 from llmforge.metrics.tasks import MOST_TASKS
 from llmforge.metrics.workload import MOST_RUNS
 from llmforge.recipe import migration
-from llmforge.recipe.errors import Problem, collect, describe, meant
+from llmforge.recipe.errors import NAME, Problem, collect, describe, meant
 from llmforge.recipe.overrides import apply
+
+_HINT = "give a recipe, a YAML file; `llmforge init CHECKPOINT` writes one"
 
 
 def _anchor(path: Path, info: ValidationInfo) -> Path:
@@ -157,7 +159,7 @@ class EngineSpec(_Section):
 class AdapterSpec(_Section):
     """A LoRA adapter as peft saves it: merged into the weights, or kept apart and chosen by each request."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$", description="name; requests choose one kept apart by it")
+    name: str = Field(pattern=NAME, description="name; requests choose one kept apart by it")
     path: RecipePath = Field(description="folder with adapter_config.json; relative to the recipe")
     mode: Literal["merged", "apart"] = Field(
         default="merged", description="merged: into the weights; apart: chosen by each request, of several"
@@ -579,7 +581,7 @@ class Recipe(_Section):
     """A validated recipe; its paths are absolute."""
 
     schema_version: Literal[1] = Field(alias="schema", description="version of this format")
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$", description="name of the artifact and its folder")
+    name: str = Field(pattern=NAME, description="name of the artifact and its folder")
     checkpoint: RecipePath = Field(
         description="folder of a Hugging Face checkpoint, relative to the recipe; or ORG/NAME on the Hub"
     )
@@ -638,7 +640,7 @@ class Recipe(_Section):
             UsageError: an override names nothing that could be set.
             CheckpointError, EnvironmentLacks: as `hub.snapshot`.
         """
-        source = read(path)
+        source = read(path, hint=_HINT)
         if not isinstance(source.data, dict):
             raise RecipeError(
                 f"{source.where(())}: expected a mapping with `schema`, `name`, `checkpoint`, …",

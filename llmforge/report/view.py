@@ -450,13 +450,13 @@ def _noise(latency: Latency, noise: Noise) -> str:
     parts = []
     if (estimate := catalog.NOISE.estimate(Measured(latency=latency))) is not None:
         middle, slow = (units.ms(value) for value in (median(noise.probe_ms), max(noise.probe_ms)))
-        parts.append(f"{units.percent(estimate.value)}: one computation took {middle} in the middle, {slow} at most")
+        parts.append(f"{units.percent(estimate.value)}: a fixed computation took {middle} (median), {slow} at most")
     if noise.load_average is not None:
         parts.append(f"load average {noise.load_average:.1f} at the start")
     if noise.stolen_share is not None:
         parts.append(f"{units.percent(noise.stolen_share)} of CPU time taken by other virtual machines")
     if noise.waits is not None:
-        parts.append(f"had to give up a core {units.count(noise.waits)} times")
+        parts.append(f"{units.count(noise.waits)} involuntary context switches")
     return "; ".join(parts) or "not measured"
 
 

@@ -263,7 +263,7 @@ class TestStaging:
 
 class TestOpen:
     def test_nothing_there(self, tmp_path: Path) -> None:
-        assert "nowhere: no such folder" in refusal(tmp_path / "nowhere")
+        assert "nowhere: no such artifact or folder" in refusal(tmp_path / "nowhere")
 
     def test_file(self, tmp_path: Path) -> None:
         made = build(tmp_path)

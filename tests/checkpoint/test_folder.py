@@ -311,7 +311,7 @@ class TestFolder:
     def test_missing(self, tmp_path: Path) -> None:
         message = refusal(tmp_path / "nowhere")
         assert "nowhere: no such folder" in message
-        assert "hint: a model of the Hub is named ORG/NAME" in message
+        assert "hint: give a folder, or ORG/NAME on the Hub" in message
 
     def test_a_file(self, tiny_checkpoint: Path) -> None:
         assert "is a file, a checkpoint is a folder" in refusal(tiny_checkpoint / "config.json")

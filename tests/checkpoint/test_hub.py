@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -15,7 +16,9 @@ import pytest
 from click.testing import CliRunner, Result
 from huggingface_hub import constants
 
+import llmforge
 from llmforge.artifact import versions
+from llmforge.base import progress
 from llmforge.base.errors import CheckpointError, EnvironmentLacks, ForgeError, RecipeError, UsageError
 from llmforge.build import keeping, preflight
 from llmforge.checkpoint import Checkpoint, hub
@@ -89,7 +92,7 @@ def test_an_index_names_shards_and_nothing_else(server: Hub, files: dict[str, by
     server.push("org/model", {**files, **OTHERS, "model.safetensors.index.json": index})
     found = hub.snapshot("org/model")
     server.asked.clear()
-    with pytest.raises(CheckpointError, match="is no name of a shard"):
+    with pytest.raises(CheckpointError, match="is not the name of a shard"):
         found.fetch()
     assert server.asked == []
 
@@ -102,7 +105,7 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(server: Hub, files: dict[str, 
     server.branches["org/model", "main"] = second
     assert hub.snapshot("org/model").commit == second
     for wrong in ("../main", "a b", "-x"):
-        with pytest.raises(UsageError, match="is no revision"):
+        with pytest.raises(UsageError, match="is not a revision"):
             hub.snapshot("org/model", wrong)
 
 
@@ -160,10 +163,30 @@ def test_weights_that_are_not_what_the_hub_says(server: Hub, files: dict[str, by
 
 
 @pytest.mark.parametrize(
-    "text", ["model", "a/b/c", "./a", "../a", "/a/b", "a/..", "a/.b", "~/b", "a//b", "a/b c", "a--b/c"]
+    "text", ["model", "a/b/c", "./a", "../a", "/a/b", "a/..", "a/.b", "~/b", "a//b", "a/b c", "a--b/c", "a/b.yaml"]
 )
 def test_what_looks_like_no_name(text: str) -> None:
     assert not hub.is_name(text)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bars_are_drawn_where_they_are_wanted(
+    server: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.push("org/first", files)
+    server.push("org/second", files)
+    drawn, kept = _Terminal(), _Terminal()
+    monkeypatch.setattr(sys, "stderr", drawn)
+    hub.snapshot("org/first").fetch()
+    monkeypatch.setattr(sys, "stderr", kept)
+    with progress.without_bars():
+        hub.snapshot("org/second").fetch()
+    assert "100%" in drawn.getvalue()
+    assert kept.getvalue() == ""
 
 
 # recipes and commands
@@ -223,6 +246,30 @@ def test_commands_take_names(server: Hub, files: dict[str, bytes], tmp_path: Pat
     wrong = invoke("inspect", "org/other")
     assert wrong.exit_code == 5
     assert "neither a folder here nor a model" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "bars"),
+    [("plan", True), ("-q plan", False), ("plan -q", False), ("--log-format json plan", False)],
+)
+def test_quiet_commands_draw_no_bars(
+    server: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, words: str, bars: bool
+) -> None:
+    server.push("org/model", files)
+    seen, download = [], hub._download
+    monkeypatch.setattr(hub, "_download", lambda *given: (seen.append(progress.has_bars()), download(*given))[1])
+    assert invoke(*words.split(), "org/model", "--target", "h200").exit_code == 0
+    assert seen == [bars]
+    assert progress.has_bars()
+
+
+def test_python_takes_names(server: Hub, files: dict[str, bytes]) -> None:
+    server.push("org/model", files, branch="v1.0")
+    plans = llmforge.plan("org/model", target="h200", revision="v1.0")
+    assert str(plans).startswith("org/model on NVIDIA H200")
+    assert not any(name.endswith(".safetensors") for name in server.downloads())
+    with pytest.raises(UsageError, match="is not on the Hub, and has no revisions"):
+        llmforge.plan("own", target="h200", revision="v1.0")
 
 
 def test_a_branch_that_moved_is_noticed(

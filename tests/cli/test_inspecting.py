@@ -175,7 +175,7 @@ def test_what_is_none_of_them_gets_one_message(name: str, tmp_path: Path) -> Non
 def test_verify_is_of_artifacts(tiny_checkpoint: Path) -> None:
     result = invoke(tiny_checkpoint, "--verify")
     assert result.exit_code == 2
-    assert "is no artifact" in result.stderr
+    assert "not an artifact" in result.stderr
 
 
 def test_it_needs_no_torch(tiny_checkpoint: Path) -> None:

@@ -256,7 +256,7 @@ def test_this_machine_is_measured_once(measured: list[float]) -> None:
     busy = invoke(recipe)
     assert busy.exit_code == 0
     assert "measuring this machine, once" in busy.stderr
-    assert "other processes took 1.3 cores meanwhile: an idle machine is faster" in busy.stderr
+    assert "other processes used 1.3 cores meanwhile: an idle machine is faster" in busy.stderr
     assert "unverified figures" in busy.stdout
     again = invoke(recipe)  # nothing was kept
     assert "measuring this machine, once" in again.stderr

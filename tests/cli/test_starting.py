@@ -55,7 +55,7 @@ def test_what_is_there_is_not_replaced(home: Path) -> None:
     (home / "text" / "evaluation.jsonl").write_text("{}")
     other = invoke("init", SAMPLE, "-o", "other.yaml")
     assert other.exit_code == 2
-    assert "is not the text that ships with llmforge" in other.stderr
+    assert "differs from the text that ships with llmforge" in other.stderr
     assert not (home / "other.yaml").exists()
 
 
@@ -91,6 +91,11 @@ def test_each_mistake_writes_nothing(home: Path, args: tuple[Any, ...], code: in
     assert list(home.iterdir()) == []
 
 
+def test_no_checkpoint_is_refused_before_the_machine_is_measured(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(starting, "measured_here", lambda target: pytest.fail("it measures"))
+    assert invoke("init", "absent").exit_code == 5
+
+
 @pytest.mark.parametrize("folder", ["Meta-Llama_3.1 (8B)", "模型", "x" * 300, "..."])
 def test_names_of_folders_become_names(folder: str) -> None:
     from llmforge.base.sealed import is_name
@@ -109,7 +114,7 @@ def test_up_builds_and_serves(home: Path, monkeypatch: pytest.MonkeyPatch) -> No
                                    .replace("name: mine", "name: renamed"))  # fmt: skip
     result = invoke("up", "mine", "--port", "0")
     assert result.exit_code == 0, result.stderr
-    assert "using mine.yaml" in result.stderr
+    assert "using the existing recipe mine.yaml" in result.stderr
     [given] = served
     assert given["artifact"].parent == Path("artifacts/renamed")
     assert (given["artifact"] / "manifest.json").is_file()
@@ -142,7 +147,7 @@ def test_a_copy_of_each_recipe_loads(home: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--like", "nothing"], "there are 70b-h200-int4, "),
+        (["--like", "nothing"], "recipes that do: 70b-h200-int4, "),
         (["--like", "t4", "--goal", "size"], "--goal cannot be used"),
     ],
 )

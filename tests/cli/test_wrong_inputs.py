@@ -78,8 +78,8 @@ def deny(monkeypatch: pytest.MonkeyPatch) -> Deny:
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("absent", "absent: no such folder"),
-        ("-", "-: no such folder"),
+        ("absent", "absent: no such artifact or folder"),
+        ("-", "-: no such artifact or folder"),
         ("empty", "empty: is a file, an artifact is a folder"),
         ("folder", "folder: not an artifact: it has no manifest.json"),
     ],

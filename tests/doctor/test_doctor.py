@@ -93,7 +93,7 @@ def test_a_busy_machine_is_not_verified(tmp_path: Path) -> None:
     assert quiet.bandwidth_gbs.verified
     console = Console(file=StringIO(), width=120)
     console.print(render.measured(busy))
-    assert "other processes took 1.3 cores meanwhile" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "other processes used 1.3 cores meanwhile" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_others_are_other_processes() -> None:

@@ -135,6 +135,7 @@ def test_where_no_recipe_says_so_a_graph_reads_blocks_if_it_can_and_else_slots_w
     lowered, changes = cuda.lower(prepared(), H100, CHOSEN)
     assert (len(contrib.PagedAttention.all(lowered)), changes.notes) == (2, [])
     assert [attention.paged for _, attention in cuda_attention.of(lowered)] == [True] * 2
+    assert cuda.configure(BuildRequest(lowered, Path(), CHOSEN, H100, (3,), None)).kv_blocks == 4
     t4 = targets.load("t4")
     wide = dataclasses.replace(FORM, head_dim=512)
     for model, target, reason in (

@@ -22,7 +22,7 @@ from llmforge.engines.tensorrt.plan_cache import PlanCache
 from llmforge.engines.tensorrt.plan_file import PlanRecord, Source
 from llmforge.ir import interface
 from llmforge.recipe import EngineSpec
-from llmforge.runtime.backends.config import DATA_FILE, MODEL_FILE
+from llmforge.runtime.backends.config import DATA_FILE, MODEL_FILE, ProfileFacts
 
 from .. import tensorrt_graphs as graphs
 
@@ -183,7 +183,7 @@ def test_warnings_are_kept_but_for_noise() -> None:
 
 def decoder(**dims: object) -> ir.Model:
     """A graph with the inputs of a decoder."""
-    rows = {"input_ids": ("batch", "sequence"), "past_lengths": ("batch",), "logits_rows": ("rows",)}
+    rows = {"input_ids": ("batch", "sequence"), "past_lengths": ("batch",), "logits_rows": ("batch", "rows")}
     caches = {"past_key_values.0.key": ("batch", 2, 64, 32)}
     inputs = [
         ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.INT64))
@@ -192,21 +192,30 @@ def decoder(**dims: object) -> ir.Model:
     return ir.Model(ir.Graph(inputs, [], nodes=[], opset_imports={"": 24}), ir_version=11)
 
 
-def test_two_profiles_cover_prefill_and_decode() -> None:
-    prefill, decode = profiles.of(decoder(), EngineSpec(max_context=1024, max_batch=8))
+def test_three_profiles_cover_prefill_decode_and_several_prompts() -> None:
+    prefill, decode, prompts = profiles.of(decoder(), EngineSpec(max_context=1024, max_batch=8))
     assert prefill.shapes["input_ids"] == ((1, 1), (1, 512), (1, 512))
-    assert prefill.shapes["logits_rows"] == ((1,), (1,), (256,))
+    assert prefill.shapes["logits_rows"] == ((1, 1), (1, 1), (1, 256))
     assert prefill.shapes["past_key_values.0.key"] == ((1, 2, 64, 32),) * 3
     assert decode.shapes["input_ids"] == ((1, 1), (8, 1), (8, 1))
     assert decode.shapes["past_lengths"] == ((1,), (8,), (8,))
     assert decode.shapes["past_key_values.0.key"] == ((1, 2, 64, 32), (8, 2, 64, 32), (8, 2, 64, 32))
+    assert prompts.shapes["input_ids"] == ((2, 64), (8, 128), (8, 128))
+    assert prompts.shapes["logits_rows"] == ((2, 1), (8, 1), (8, 1))
+    assert prompts.facts == ProfileFacts("prompts", 8, 128)
     assert (prefill.facts.max_sequence, decode.facts.max_batch, decode.facts.max_sequence) == (512, 8, 1)
 
 
 def test_a_short_context_bounds_the_prefill() -> None:
     prefill, _ = profiles.of(decoder(), EngineSpec(max_context=48))
     assert prefill.shapes["input_ids"][2] == (1, 48)
-    assert prefill.shapes["logits_rows"][2] == (48,)
+    assert prefill.shapes["logits_rows"][2] == (1, 48)
+
+
+def test_prompts_have_no_more_rows_than_the_engine_and_no_more_tokens_than_the_context() -> None:
+    *_, prompts = profiles.of(decoder(), EngineSpec(max_context=100, max_batch=6))
+    assert prompts.facts == ProfileFacts("prompts", 4, 64)
+    assert len(profiles.of(decoder(), EngineSpec(max_context=1024, max_batch=1))) == 2
 
 
 def test_a_dimension_of_unknown_size_is_refused() -> None:

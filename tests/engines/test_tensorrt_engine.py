@@ -13,7 +13,7 @@ from llmforge import engines, passes, targets
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import signatures
-from llmforge.engines.tensorrt import engine, plan_file
+from llmforge.engines.tensorrt import builder, engine, plan_file
 from llmforge.engines.tensorrt.plan_file import PlanRecord
 from llmforge.lowering import pass_base
 from llmforge.lowering.pass_base import Budget, Context, Pass
@@ -117,6 +117,8 @@ def test_plans_are_built_without_a_gpu(name: str, form: str, folder: Path, tmp_p
         assert record.layers["ATTENTION_INPUT"] == nodes["Attention"] == 2
         assert record.layers["ATTENTION_INPUT with lengths"] == 2  # which read the text, and not the capacity
         assert record.layers["KV_CACHE_UPDATE"] == 4
+        assert record.layers["TOPK"] == nodes["TopK"] >= 1  # heads of rows; experts choose by others
+        assert not any("heads" in note for note in made.notes)
         assert record.layers.get("DEQUANTIZE", 0) == nodes["DequantizeLinear"]
         assert (nodes["DequantizeLinear"] > 0) is (form not in ("fp16", "bf16"))
         assert (made.folder / PLAN_FILE).stat().st_size == record.size_bytes > 100_000
@@ -141,6 +143,7 @@ def test_an_engine_says_what_it_is_and_is_reused(folder: Path, tmp_path: Path) -
     assert [(each.name, each.max_batch, each.max_sequence) for each in config.plan.profiles] == [
         ("prefill", 1, 64),
         ("decode", 4, 1),
+        ("prompts", 4, 64),
     ]
     assert [(cache.dtype, cache.kv_heads, cache.head_dim) for cache in config.caches] == [("float16", 2, 32)] * 4
     assert config.vocabulary == zoo.VOCABULARY
@@ -153,6 +156,31 @@ def test_an_engine_says_what_it_is_and_is_reused(folder: Path, tmp_path: Path) -
     assert list(first.folder.parent.iterdir()) == [first.folder], "the ONNX file is gone"
     for file in first.folder.iterdir():
         assert file.read_bytes() == (again.folder / file.name).read_bytes()
+
+
+def test_a_plan_is_built_without_heads_where_the_builder_refuses_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = targets.load("l4")
+    graph = lowered(traced(WINDOWS, folder), "fp16", target)
+    build_plan = builder.build
+
+    def refuse(library: object, onnx_file: Path, model: ir.Model, *rest: object, **options: object) -> builder.Built:
+        if any(node.op_type == refused for node in model.graph):
+            raise UnsupportedError("no TopK today")
+        return build_plan(library, onnx_file, model, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builder, "build", refuse)
+    refused = "TopK"
+    made = build(graph, target, tmp_path / "without" / "engine")
+    assert made.notes[0] == "steps give whole rows of logits and no heads of them: no TopK today"
+    layers = PlanRecord.read(made.folder / plan_file.FILE).layers
+    assert layers.get("TOPK", 0) == 0
+    assert layers["ATTENTION_INPUT with lengths"] == 2
+    refused = "Attention"  # in any case
+    monkeypatch.setenv("LLMFORGE_CACHE", str(tmp_path / "another cache"))
+    with pytest.raises(UnsupportedError, match="no TopK today"):
+        build(graph, target, tmp_path / "refused" / "engine")
 
 
 def test_a_context_beyond_the_rotary_table_is_refused(folder: Path) -> None:

@@ -89,10 +89,10 @@ static void run_linear(const Kernels *k, const Case *c, FILE *out) {
     Rows rows[2];
     for (int i = 0; i < terms; i++)
         rows[i] = (Rows){allocated((size_t)(m * w.k)), allocated(4 * of_blocks), allocated(4 * of_blocks), zero_factor(&w)};
-    float *normed = allocated(4 * (size_t)w.k), *y = allocated(4 * (size_t)(m * outputs));
+    float *space = allocated(12 * (size_t)w.k), *y = allocated(4 * (size_t)(m * outputs));
     for (int64_t i = 0; i < pieces; i++)
         k->quantize(c->array[1], m, m * i / pieces, m * (i + 1) / pieces, w.k, w.block, c->array[2], *(float *)c->array[5],
-                    terms, rows, normed);
+                    terms, rows, space);
     const Linear layer = {w, terms, (int)activation, c->array[3], c->array[4], y};
     const int64_t step = activation ? 2 : 1, pairs = groups_of(&w) / step;
     for (int64_t i = 0; i < pieces; i++) k->linear(&layer, rows, m, pairs * i / pieces * step, pairs * (i + 1) / pieces * step);

@@ -99,6 +99,18 @@ def test_recurrent_layers_have_a_state_and_no_cache(tmp_path: Path) -> None:
     assert attending.attention is not None
 
 
+def test_modules_of_two_layers_are_counted_once(tmp_path: Path) -> None:
+    made = transformers.LongcatFlashConfig(
+        vocab_size=64, hidden_size=32, ffn_hidden_size=48, num_layers=2, num_attention_heads=2, q_lora_rank=16,
+        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, head_dim=8, expert_ffn_hidden_size=16,
+        n_routed_experts=4, zero_expert_num=2, moe_topk=2,
+    )  # fmt: skip
+    shape = config.of_model("x", made, tmp_path)
+    assert shape.depth == made.num_hidden_layers == 4
+    assert shape.parameters == parameters(made)
+    assert [attention.latent for count, attention in shape.attentions() for _ in range(count)] == [24] * 4
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_models_have_their_parameters(name: str) -> None:
     assert families.shape(name, PUBLIC[name]).parameters == PARAMETERS[name]

@@ -67,6 +67,15 @@ def test_a_newer_schema_is_refused_in_words(tmp_path: Path) -> None:
         assert "hint: update llmforge" in done.stderr
 
 
+@pytest.mark.parametrize("given", ["", "manifest.json"])
+def test_artifacts_are_not_migrated(tmp_path: Path, given: str) -> None:
+    (tmp_path / "manifest.json").write_text('{"schema": 1}')
+    done = CliRunner().invoke(cli, ["migrate", str(tmp_path / given)])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "only recipes are migrated" in done.stderr
+    assert "hint: build the artifact again" in done.stderr
+
+
 def test_every_new_name_is_a_pass() -> None:
     names = {each.name for each in passes.ALL}
     assert set(migration.PASSES.values()) <= names
@@ -79,4 +88,4 @@ def test_a_newer_artifact_is_refused_in_words() -> None:
     assert "update llmforge" in str(caught.value.hint)
     with pytest.raises(InputError, match="schema 1 is not supported") as caught:
         sealed.parse_manifest(b'{"schema": 1}', "manifest.json")
-    assert "build the artifact again" in str(caught.value.hint)
+    assert "artifacts are not migrated: build it again" in str(caught.value.hint)

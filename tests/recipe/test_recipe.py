@@ -246,11 +246,18 @@ def test_what_is_no_plain_yaml_is_refused(tmp_path: Path, text: str, says: str) 
     assert says in refused(tmp_path, text).message
 
 
+def test_tabs_and_names_are_explained(tmp_path: Path) -> None:
+    assert refused(tmp_path, "a: 1\n\tb: 2\n").hint == "indent with spaces"
+    message = refused(tmp_path, replaced("name: sample", "name: Tiny Model")).message
+    assert '"Tiny Model"; allowed are at most 64 of a-z' in message
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"gone\.yaml: cannot be read: No such file"):
         Recipe.load(tmp_path / "gone.yaml")
-    with pytest.raises(RecipeError, match="cannot be read: Is a directory"):
+    with pytest.raises(RecipeError, match="cannot be read: Is a directory") as caught:
         Recipe.load(tmp_path)
+    assert "`llmforge init CHECKPOINT` writes one" in str(caught.value.hint)
     (tmp_path / "latin.yaml").write_bytes(b"name: caf\xe9\n")
     with pytest.raises(RecipeError, match="byte 9 is not UTF-8"):
         Recipe.load(tmp_path / "latin.yaml")

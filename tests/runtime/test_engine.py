@@ -151,7 +151,7 @@ def test_an_engine_speculates_and_says_what_it_gained(runner, speculation):
         for request, answer in zip(requests, answers, strict=True):
             engine.submit(request, answer.receive)
         texts = [answer.wait().text for answer in answers]
-        stats = engine.stats()
+    stats = engine.stats()  # behind the last step, which the last answer left before it ended
     assert texts == [alone(runner, request.prompt, request.sampling) for request in requests]
     assert stats.judge_tokens + stats.decode_tokens == 4 * 59
     assert stats.decode_s > 0

@@ -337,7 +337,7 @@ def log_uniform(random: np.random.Generator, low: int, high: int) -> int:
 class Counter:
     """Stands for a decoder whose tokens nobody reads."""
 
-    vocabulary, longest_step, notes, decodes_ahead = 4, None, (), False
+    vocabulary, longest_step, notes, decodes_ahead, prompt_shapes = 4, None, (), False, ()
 
     class signature:  # noqa: N801
         no_reuse_reason = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from llmforge.runtime import EngineOptions, Request, Sampling
 from llmforge.runtime.backends import cuda
 from llmforge.runtime.backends.cuda import DeviceSession
 from llmforge.runtime.backends.device import HostDevice
-from llmforge.runtime.backends.prefill_shapes import SHAPES, pieces
+from llmforge.runtime.backends.prefill_shapes import SHAPES, pieces, together
 from llmforge.runtime.backends.session import Session, SessionConfig
 from llmforge.runtime.backends.signature import Argument
 from llmforge.runtime.sampling.sampler import TokenSampler
@@ -27,10 +28,14 @@ VOCABULARY = 97
 
 
 class Graph:
-    """Stands for ONNX Runtime's session: notes the shape of each run's tokens, and computes nothing."""
+    """Stands for ONNX Runtime's session: notes the shape of each run's tokens, and computes nothing.
 
-    def __init__(self) -> None:
+    `rows`: the shape of `logits_rows`.
+    """
+
+    def __init__(self, rows: Sequence[str] = ("rows",)) -> None:
         self.shapes: list[tuple[int, ...]] = []
+        self._rows = rows
 
     def get_inputs(self) -> list[Argument]:
         return [
@@ -41,7 +46,7 @@ class Graph:
         ]
 
     def get_overridable_initializers(self) -> list[Argument]:
-        return [Argument("logits_rows", "tensor(int64)", ["rows"])]
+        return [Argument("logits_rows", "tensor(int64)", self._rows)]
 
     def get_outputs(self) -> list[Argument]:
         logits = Argument("logits", "tensor(float)", ["batch", "rows", VOCABULARY])
@@ -59,11 +64,11 @@ class Graph:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
-    """What sessions open: such graphs."""
+    """What sessions open: such graphs; of the model "by row", each row chooses its own tokens."""
     graphs: list[Graph] = []
 
-    def open_on(*_: object, **__: object) -> Graph:
-        graphs.append(Graph())
+    def open_on(device: object, model: bytes, *_: object, **__: object) -> Graph:
+        graphs.append(Graph(("batch", "rows") if model == b"by row" else ("rows",)))
         return graphs[-1]
 
     monkeypatch.setattr(cuda, "open_on", open_on)
@@ -71,21 +76,36 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
 
 
 @pytest.mark.parametrize("prompts", [400, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_prompts_of_random_lengths_reach_the_session_in_the_stated_shapes(prompts: int, opened: list[Graph]) -> None:
-    session, capacity = DeviceSession(b"", ONE_THREAD, HostDevice(), shapes=SHAPES), 1100
+@pytest.mark.parametrize("model", [b"", b"by row"])
+def test_prompts_of_random_lengths_reach_the_session_in_the_stated_shapes(
+    prompts: int, model: bytes, opened: list[Graph]
+) -> None:
+    session, capacity = DeviceSession(model, ONE_THREAD, HostDevice(), shapes=SHAPES, buckets=(8,)), 1100
     samplers = types.SimpleNamespace(start=lambda sampling, prompt: _sampler(), tokenizer=None)
-    options = EngineOptions(max_queue=0, prefix_cache_bytes=0, step_tokens=4096)
+    options = EngineOptions(max_queue=16, prefix_cache_bytes=0, step_tokens=4096 if model == b"" else 512)
     scheduler: Scheduler[Any] = Scheduler(session, session.allocate(8, capacity), samplers, options)  # type: ignore[arg-type]
+    [graph] = opened
+    assert set(graph.shapes) == {*((1, shape) for shape in SHAPES), *session.prompt_shapes}  # all run at load
+    assert session.prompt_shapes == (() if model == b"" else together())
+    graph.shapes.clear()
     random = np.random.default_rng(0)
     asked = 0
-    for length in random.integers(1, capacity, prompts).tolist():
+    for i in range(prompts):
+        length = int(random.integers(1, capacity if i % 50 < 20 else 80))
         scheduler.add(Request((1,) * length, Sampling(max_tokens=1), detokenize=False), lambda item: None)
         asked += length
-        scheduler.step()
-    assert not scheduler.busy
-    [graph] = opened
-    assert set(graph.shapes) == {(1, 1), *((1, shape) for shape in SHAPES)}
-    assert sum(shape[1] for shape in graph.shapes) < 1.35 * asked
+        while (scheduler.busy and random.random() < 0.1) or len(scheduler._sequences) > 14:
+            before = len(graph.shapes)
+            scheduler.step()
+            ran = [rows * tokens for rows, tokens in graph.shapes[before:]]
+            assert sum(ran) <= 2 * options.step_tokens  # padding included
+    while scheduler.step():
+        pass
+    assert len(opened) == 1
+    assert set(graph.shapes) == {(1, 1), *((1, shape) for shape in SHAPES), *session.prompt_shapes}
+    assert sum(rows * tokens for rows, tokens in graph.shapes) < 1.5 * asked
+    if model:
+        assert len(graph.shapes) < prompts  # in less than a run each
 
 
 def _sampler() -> TokenSampler:

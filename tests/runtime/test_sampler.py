@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from llmforge.base.errors import InputError, UsageError
+from llmforge.native import sampling as kernels
 from llmforge.runtime import Sampling
 from llmforge.runtime.sampling.sampler import SampledToken, Samplers, TokenSampler
 
@@ -189,3 +191,28 @@ def test_token_ids_outside_of_the_vocabulary_are_refused():
         start(Sampling(logit_bias=((V, 1.0),)))
     with pytest.raises(UsageError, match="stop_token_ids: token id 99; the vocabulary has 20"):
         start(Sampling(stop_token_ids=(1, 99)))
+
+
+def test_a_token_takes_one_random_number_that_is_known_before():
+    """A step may begin before the token before it is chosen: whatever that takes, the next number is the same."""
+    logits = np.zeros(3000, np.float32)  # all stand behind the head, where further numbers are drawn
+    one, other = (TokenSampler(Sampling(temperature=1.0, top_p=top_p, seed=3), (), ()) for top_p in (1.0, 0.3))
+    known = [one.next_uniform(ahead) for ahead in range(4)]
+    for number in known:
+        assert one.next_uniform() == other.next_uniform() == number
+        one.sample(logits)
+        other.sample(logits)
+
+
+@pytest.mark.skipif(not kernels.available(), reason="the kernels are not compiled here")
+def test_without_compiled_kernels_numpy_draws_and_notes_say_so(monkeypatch):
+    made = Samplers(Tokenizer(WordLevel({"a": 0}, "a")), 9000, ())
+    assert made.notes == ()
+    logits = np.random.default_rng(5).standard_normal(9000).astype(np.float32)
+    drawn = []
+    for available in (True, False):
+        monkeypatch.setattr(kernels, "available", lambda answer=available: answer)
+        sampler = made.start(Sampling(temperature=1.0, top_p=0.9, seed=1), [0])
+        drawn.append([sampler.sample(logits).token for _ in range(40)])
+    assert made.notes == ("tokens are drawn by numpy: the kernels are not compiled here",)
+    assert drawn[0] == drawn[1]

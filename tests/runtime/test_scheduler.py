@@ -46,6 +46,7 @@ class Watched:
         self.allocate = self._session.allocate
         self.buckets = buckets
         self.longest_step: int | None = None
+        self.prompt_shapes: tuple[tuple[int, int], ...] = ()
         self.notes: tuple[str, ...] = ()
         self.logits_array = self._session.logits_array
         self.steps: list[tuple[list[int], int]] = []

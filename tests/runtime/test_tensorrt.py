@@ -24,8 +24,12 @@ from llmforge.base.errors import (
 )
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import onnxruntime as standard
+from llmforge.engines.heads import give_heads
 from llmforge.engines.tensorrt.lower import rewrite
+from llmforge.ir import logits_rows
+from llmforge.ir.interface import HEAD, mass_blocks
 from llmforge.recipe import EngineSpec
+from llmforge.runtime import EngineOptions, Request, Sampling
 from llmforge.runtime.backends.config import (
     DeviceFacts,
     GraphPlan,
@@ -40,11 +44,14 @@ from llmforge.runtime.backends.ranks import nccl, worker
 from llmforge.runtime.backends.session import Session, SessionConfig
 from llmforge.runtime.backends.tensorrt import PlanSession
 from llmforge.runtime.backends.tensorrt_plan import bucket_sizes, open_plan
+from llmforge.runtime.serving.scheduler import Scheduler
 from llmforge.trace import trace
 
+from .. import graphs
 from ..decoder_graph import decoder
 from ..fake_cuda import FakeCuda, fake_cuda
 from ..fake_tensorrt import MEMORY_BYTES, FakeEngine, fake_api
+from ..small_engines import VOCABULARY, Received, prompt, small_runner
 
 CAPACITY, ROWS, CHUNK = 64, 4, 8
 PROFILES = (ProfileFacts("prefill", 1, CHUNK), ProfileFacts("decode", ROWS, 1))
@@ -133,6 +140,139 @@ def test_every_kind_of_step_gives_the_bits_of_the_session_of_the_cpu(bench, rtx)
         np.testing.assert_array_equal(got, wanted)
     assert (session.buckets, session.longest_step) == ((1, 2, 4), CHUNK)
     assert bench.cuda.launches == (0 if rtx else 3 * (3 + 5) + 3)
+
+
+def with_heads(vocabulary: int = VOCABULARY, *, by_row: bool = False) -> bytes:
+    model = decoder(vocabulary)
+    if by_row:
+        logits_rows.choose_by_row(model)
+    give_heads(model)
+    return ir.to_proto(model).SerializeToString()
+
+
+@pytest.mark.parametrize("rtx", [False, True])
+def test_a_decode_step_copies_heads_and_waits_once(bench, rtx):
+    bench.engine = FakeEngine(with_heads(), bench.cuda, CAPACITY, ((1, CHUNK), (ROWS, 1)))
+    session, cuda = bench.load(rtx=rtx, vocabulary=VOCABULARY), bench.cuda
+    assert session.decodes_ahead
+    cache = session.allocate(ROWS, CAPACITY)
+    temperatures = np.array([1, 0.5, 2, 1], np.float32)
+    head, (_, size) = 4 * (2 * HEAD + mass_blocks(VOCABULARY)[0]), mass_blocks(VOCABULARY)
+    for rows in (4, 3):  # a bucket, whose step is recorded, and no bucket
+        ids, past, view = tokens(1, rows, rows), lengths(*range(rows)), cache.rows(0, rows)
+        logits = session.step(ids, past, view)[:, 0]
+        cuda.copies, cuda.waits, launches = 0, 0, cuda.launches
+        cuda.fetched.clear()
+        run = session.begin_decode(ids, past, view, temperatures[:rows])
+        assert (cuda.copies, cuda.waits) == (1, 0)  # all inputs in one; the step runs beside the host
+        heads = run.heads()
+        assert (cuda.copies, cuda.waits, cuda.fetched) == (2, 1, [rows * head])
+        assert cuda.launches - launches == (rows == 4 and not rtx)
+        np.testing.assert_array_equal(heads.ids, np.argsort(-logits, axis=1, kind="stable")[:, :HEAD])
+        np.testing.assert_array_equal(heads.logits, np.take_along_axis(logits, heads.ids, 1))
+        np.testing.assert_array_equal(run.logits(1), logits[1])
+        np.testing.assert_array_equal(run.blocks([1, 0], [3, 4])[0], logits[1, 3 * size : 4 * size])
+        assert cuda.fetched[1:] == [4 * VOCABULARY, 4 * size, 4 * size]
+    with pytest.raises(ValueError, match="heads of one token a row"):
+        session.begin_decode(tokens(2), lengths(0), cache.rows(0, 1), temperatures[:1])
+
+
+def test_heads_of_a_small_vocabulary_lie_where_tensorrt_takes_them(bench):
+    bench.engine = FakeEngine(with_heads(97), bench.cuda, CAPACITY, ((1, CHUNK), (ROWS, 1)))
+    session = bench.load()
+    view = session.allocate(ROWS, CAPACITY).rows(0, 3)  # whose address is checked by the stand-in
+    ids, past = tokens(1, 1, 3), lengths(0, 1, 2)
+    logits = session.step(ids, past, view)[:, 0]
+    heads = session.begin_decode(ids, past, view, np.ones(3, np.float32)).heads()
+    assert heads.whole
+    np.testing.assert_array_equal(heads.logits, -np.sort(-logits, axis=1))
+
+
+@pytest.mark.parametrize("rtx", [False, True])
+def test_several_prompts_run_in_a_profile_of_their_own(bench, rtx, tmp_path_factory, sample_checkpoint):
+    profiles = ((1, 64), (ROWS, 1), (ROWS, 64))
+    facts = PlanFacts(
+        "tensorrt_rtx" if rtx else "tensorrt",
+        "11.4.0",
+        "model.plan",
+        (ProfileFacts("prefill", 1, 64), PROFILES[1], ProfileFacts("prompts", ROWS, 64)),
+    )
+    bench.engine = FakeEngine(with_heads(by_row=True), bench.cuda, 128, profiles)
+    session = bench.load(rtx=rtx, vocabulary=VOCABULARY, max_context=128, plan=facts)
+    assert session.prompt_shapes == ((2, 64), (4, 64))
+    contexts = bench.engine.contexts
+    assert [context.profile for context in contexts] == [0, 1, 2]
+    runner = small_runner(tmp_path_factory.mktemp("small"), sample_checkpoint)
+    requests = [Request(prompt(5 + 9 * i, seed=i), Sampling(max_tokens=5)) for i in range(ROWS)]
+    long = Request(prompt(90, seed=9), Sampling(max_tokens=3))  # in two chunks, of which the other slots see neither
+
+    def texts(backend) -> list[list[int]]:
+        options = EngineOptions(prefix_cache_bytes=0)
+        scheduled = Scheduler(backend, backend.allocate(ROWS, 128), runner.samplers, options, chunk=64)
+        before = [context.enqueued for context in contexts]
+        if rtx and backend is session:
+            assert [context.compiled for context in contexts] == [1, 3, 2]  # at load
+        answers = [Received() for _ in range(ROWS + 1)]
+        for request, received in zip([*requests, long], answers, strict=True):
+            scheduled.add(request, received.receive)
+        while scheduled.step():
+            pass
+        if backend is session:
+            ran = [context.enqueued - each for context, each in zip(contexts, before, strict=False)]
+            assert (ran[0], ran[2]) == (2, 1)
+        return [each.tokens for each in answers]
+
+    assert texts(session) == texts(runner.session)
+
+
+def test_prompts_go_on_together_behind_what_their_slots_hold(bench):
+    profiles = (ProfileFacts("prefill", 1, 64), PROFILES[1], ProfileFacts("prompts", ROWS, 64))
+    facts = PlanFacts("tensorrt", "11.4.0", "model.plan", profiles)
+    model = loaded(rewrite(graphs.llama(graphs.Llama(positions=128)), 128)[0])
+    shapes = [(each.max_batch, each.max_sequence) for each in profiles]
+    bench.engine = FakeEngine(model, bench.cuda, 128, shapes)
+    caches = Session(model, SessionConfig(1)).signature.caches
+    session = bench.load(vocabulary=96, max_context=128, caches=caches, plan=facts)
+    cache = session.allocate(ROWS, 128)
+    ids, past, own = tokens(64, 3, ROWS) % 96, lengths(0, 5, 17, 40), lengths(9, 64, 3, 30)
+    every = tokens(64, 4, ROWS) % 96
+    for row in range(ROWS):  # what they hold
+        session.step(every[row : row + 1], lengths(0), cache.rows(row, row + 1))
+    wanted = [
+        session.step(ids[row : row + 1, : own[row]], past[row : row + 1], cache.rows(row, row + 1))[0, 0]
+        for row in range(ROWS)
+    ]
+    prompts = bench.engine.contexts[2].enqueued
+    got = session.step(ids, past, cache, (own - 1).astype(np.int64)[:, None], lengths=own)
+    assert bench.engine.contexts[2].enqueued == prompts + 1
+    np.testing.assert_allclose(got[:, 0], wanted, atol=1e-5)
+
+
+def test_a_plan_with_heads_serves_the_texts_of_whole_rows(bench, tmp_path_factory, sample_checkpoint):
+    runner = small_runner(tmp_path_factory.mktemp("small"), sample_checkpoint)
+    bench.engine = FakeEngine(with_heads(), bench.cuda, 128, ((1, CHUNK), (ROWS, 1)))
+    session = bench.load(vocabulary=VOCABULARY, max_context=128)
+    assert session.decodes_ahead
+    samplings = [
+        Sampling(max_tokens=9),
+        Sampling(temperature=1.0, seed=1, max_tokens=9),
+        Sampling(temperature=0.3, top_p=0.9, seed=2, max_tokens=12),
+        Sampling(repetition_penalty=1.3, max_tokens=7),
+        Sampling(temperature=0.8, top_k=40, seed=3, max_tokens=8),
+    ]
+
+    def texts(backend) -> list[list[int]]:
+        scheduled = Scheduler(
+            backend, backend.allocate(ROWS, 128), runner.samplers, EngineOptions(prefix_cache_bytes=0)
+        )
+        answers = [Received() for _ in samplings]
+        for i, (sampling, received) in enumerate(zip(samplings, answers, strict=True)):
+            scheduled.add(Request(prompt(5 + 3 * i, seed=i), sampling), received.receive)
+        while scheduled.step():
+            pass
+        return [each.tokens for each in answers]
+
+    assert texts(session) == texts(runner.session)
 
 
 def test_all_contexts_share_one_memory_and_have_the_profile_of_their_steps(bench):

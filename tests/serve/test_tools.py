@@ -341,7 +341,7 @@ def test_a_conversation_goes_on_behind_a_call(served: Any) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]}, "tools", "true or false"),
         ({"tool_choice": "sometimes"}, "tool_choice", "none, auto, required or"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "there is no tool 'x'"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice", "no tools to call"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "has no `tools`"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
         ({"response_format": {"type": "json_object"}}, "tools", "a form of answers"),
         ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [3]}]}, "messages", "[0].tool_calls[0]"),

@@ -23,6 +23,8 @@ from llmforge.build import left_out
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import signatures
 from llmforge.ir import dialect, longest_text
+from llmforge.ir.operators.canonical import MoE
+from llmforge.ir.routing import never_negative
 from llmforge.passes import FlashAttention, OptimumInterface
 from llmforge.trace import trace
 from llmforge.trace.hooks import indexers, lightning, looped_experts, miniature, places, rotary
@@ -101,7 +103,7 @@ def test_a_graph_says_up_to_which_length_its_indexers_choose_every_token(tmp_pat
     assert caught.value.hint == "set engine.max_context to at most 72"
     verify_trace(checkpoint, model)
     assert left_out.note(checkpoint, model) == (
-        "15 tensors that no text needs are left out: model.layers.*.self_attn.indexer (98688 bytes)"
+        "15 tensors not used for text are left out: model.layers.*.self_attn.indexer (98688 bytes)"
     )
 
 
@@ -260,6 +262,17 @@ def test_experts_that_compute_something_else_are_left_alone(name: str, line: str
     assert "forward" not in vars(module)
 
 
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")  # transformers' own, about its models
+def test_kernels_take_the_experts_of_longcat(tmp_path: Path) -> None:
+    """The weights of experts that compute are known not to be negative, so that they can be quantized."""
+    transformers.LongcatFlashForCausalLM(shrink.config("longcat_flash")).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    found = list(MoE.all(trace(Checkpoint.open(tmp_path))))
+    assert found
+    assert all(never_negative(layer.expert_weights) for layer in found)
+
+
 # Lightning attention -----------------------------------------------------------------------------------------------
 
 
@@ -324,6 +337,6 @@ def test_llama_4_is_compiled_from_inside_its_wrapper(tmp_path: Path) -> None:
     verify_trace(checkpoint, traced)
     said = left_out.note(checkpoint, traced) or ""
     assert said.startswith(
-        "the language model is compiled alone, 58 tensors that no text needs are left out: vision_model"
+        "only the language model is compiled; 58 tensors not used for text are left out: vision_model"
     )
     assert "multi_modal_projector" in said

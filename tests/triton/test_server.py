@@ -388,7 +388,7 @@ class TestRefusals:
             ({"input_ids": [published.VOCABULARY]}, "the vocabulary has 8192"),
             ({"text_input": "a", "tools": "[{}]"}, "tools: the model is shown them with messages alone"),
             ({"messages": '[{"role": "user", "content": "a"}]', "tools": "[{}]"}, "tools[0]: expected"),
-            ({"messages": '[{"role": "user", "content": "a"}]', "tool_choice": "required"}, "no tools to call"),
+            ({"messages": '[{"role": "user", "content": "a"}]', "tool_choice": "required"}, "has no `tools`"),
             ({"input_ids": [7] * CONTEXT}, f"allows at most {CONTEXT - 1}"),
             ({"input_ids": [7], "exclude_input_in_output": False}, "requires text_input"),
         ],

@@ -14,7 +14,8 @@ from pathlib import Path
 import onnx_ir as ir
 
 from llmforge import native
-from llmforge.engines import BuildRequest, Engine, onnx_file, require_device, signatures
+from llmforge.base.errors import UnsupportedError
+from llmforge.engines import BuildRequest, Engine, heads, onnx_file, require_device, signatures
 from llmforge.engines.tensorrt import builder, kv_lengths, library, plan_file, profiles, refusals
 from llmforge.engines.tensorrt import lower as lowering
 from llmforge.engines.tensorrt.library import Library
@@ -67,7 +68,8 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
 def build(request: BuildRequest) -> Engine:
     """Build the plan of a lowered model, or that of each rank, or take it from an earlier build of the same.
 
-    The ONNX file that the builder reads lies beside the engine's folder while it does.
+    The ONNX file that the builder reads lies beside the engine's folder while it does. Where the builder refuses the
+    graph with heads of rows and takes it without, the plan has none, and a note says why.
 
     Raises:
         EnvironmentLacks: the library, or the GPU that it builds on, is not here.
@@ -77,21 +79,20 @@ def build(request: BuildRequest) -> Engine:
     folder, spec = request.folder, request.spec
     require_host(request.target, spec)
     chosen, sm = library.of_backend(spec.backend), request.target.require_gpu().sm
-    models = request.ranks or (request.model,)
-    folder.mkdir(parents=True, exist_ok=True)
-    records, notes = [], []
-    for rank, model in enumerate(models):
+    models = list(request.ranks or (request.model,))
+    for model in models:
         refusals.check(model, request.target, chosen.title)
         signatures.check_context(model, spec.max_context)
-        ranges = profiles.of(model, spec)
-        name = rank_plan(rank) if request.ranks else PLAN_FILE
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".onnx-") as scratch:
-            onnx_file.write(model, Path(scratch), request.progress)
-            record, reused = _plan(chosen, model, Path(scratch), folder / name, sm, ranges)
-        (folder / plan_record(name)).write_text(record.to_json(), encoding="utf-8")
-        records.append(record)
-        notes += [f"{chosen.title}: {warning}" for warning in record.warnings]
-        notes += ["plan reused from an earlier build with the same key"] if reused else []
+    folder.mkdir(parents=True, exist_ok=True)
+    notes = []
+    try:
+        made = _write_plans(chosen, request, models, sm)
+    except UnsupportedError as error:
+        if not heads.gives_heads(models[0]):
+            raise
+        made = _write_plans(chosen, request, [heads.without_heads(model) for model in models], sm)
+        notes.append(f"steps give whole rows of logits and no heads of them: {error.message}")
+    records, ranges = [record for record, _, _ in made], made[0][2]
     common = signatures.config(request, SessionOptions(threads=None, optimize=False, entries={}))
     largest = max(records, key=lambda each: each.size_bytes)
     device = DeviceFacts(int(sm), largest.size_bytes + _cache_bytes(common.caches, spec))
@@ -102,10 +103,28 @@ def build(request: BuildRequest) -> Engine:
         common, provider=chosen.provider.name, device=device, plan=plan, ranks=len(models), kernels=own_kernels
     )
     (folder / FILE).write_text(config.to_json(), encoding="utf-8")
+    notes += [f"{chosen.title}: {warning}" for record in records for warning in record.warnings]
+    notes += ["plan reused from an earlier build with the same key"] if any(reused for _, reused, _ in made) else []
     facts = _facts(chosen, records[0], plan, device)
     if request.ranks:
         facts |= {"ranks": f"{len(models)} processes, one GPU each; all else is said of the plan of the first"}
     return Engine.built(request, config, facts, tuple(dict.fromkeys(notes)))
+
+
+_Written = tuple[PlanRecord, bool, Sequence[Profile]]
+
+
+def _write_plans(chosen: Library, request: BuildRequest, models: Sequence[ir.Model], sm: str) -> list[_Written]:
+    """Write the plan of each of `models`, and what it was built from; say whether it was there, and its profiles."""
+    written: list[_Written] = []
+    for rank, model in enumerate(models):
+        name, ranges = rank_plan(rank) if request.ranks else PLAN_FILE, profiles.of(model, request.spec)
+        with tempfile.TemporaryDirectory(dir=request.folder.parent, prefix=".onnx-") as scratch:
+            onnx_file.write(model, Path(scratch), request.progress)
+            record, reused = _plan(chosen, model, Path(scratch), request.folder / name, sm, ranges)
+        (request.folder / plan_record(name)).write_text(record.to_json(), encoding="utf-8")
+        written.append((record, reused, ranges))
+    return written
 
 
 def _plan(

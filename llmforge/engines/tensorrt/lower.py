@@ -5,8 +5,8 @@ name what has no way through (`unsupported` lists it), and holds what it writes 
 (`support`); what compute capabilities lack stands in `refusals`. No weight is read for any of it.
 
 The graph keeps the names of `llmforge.ir.interface`. Batch and sequence stay open, the capacity of caches is a number.
-`logits_rows` has no default, since an engine's inputs have none, and may count from the end. `position_ids` is always
-an input: masks are made of it.
+`logits_rows` is [batch, rows] (`llmforge.ir.logits_rows.choose_by_row`), without a default, since an engine's inputs
+have none. `position_ids` is always an input: masks are made of it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
+from llmforge.engines import heads
 from llmforge.engines.tensorrt import collectives, experts, support, weights
 from llmforge.engines.tensorrt.attention import Attentions
-from llmforge.ir import dtype_inference, interface, low_rank, operators
+from llmforge.ir import dtype_inference, interface, logits_rows, low_rank, operators
 from llmforge.ir import graph as g
 from llmforge.ir.builder import Builder
 from llmforge.ir.operators import canonical, contrib, standard
@@ -46,6 +47,8 @@ class Unsupported:
 def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, Changes]:
     """Write `model` for an engine of `spec.max_context` slots; the model is left alone, its tensors are shared.
 
+    Steps give heads of rows, too (`llmforge.engines.heads`).
+
     Raises:
         UnsupportedError: the graph has what TensorRT does not take.
     """
@@ -53,6 +56,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
         listed = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         raise UnsupportedError(f"TensorRT for target {target.name} does not support {listed}", hint=found[0].hint)
     lowered, changes = rewrite(model, spec.max_context)
+    changes.rewritten.append(heads.give_heads(lowered))
     support.check(lowered)
     return lowered, changes
 
@@ -127,7 +131,8 @@ def rewrite(model: ir.Model, capacity: int) -> tuple[ir.Model, Changes]:
     for node in list(lowered.graph):
         if (what := writing.node(node)) is not None:
             changes.rewritten.append(Rewritten(str(node.name), what))
-    writing.select_rows()
+    if any(value.name == interface.LOGITS_ROWS for value in lowered.graph.inputs):
+        changes.rewritten.append(Rewritten(*logits_rows.choose_by_row(lowered)))
     _fix_capacity(lowered, capacity)
     g.drop_unused(lowered)
     dtype_inference.complete(lowered)
@@ -206,21 +211,6 @@ class _Rewriting(Builder):
         value = self._add(node, op_type, inputs)
         value.type, value.shape = inputs[0].type, inputs[0].shape
         return value
-
-    def select_rows(self) -> None:
-        """Make `logits_rows` an input without a default, of which rows below 0 count from the end."""
-        rows = next((value for value in self.model.graph.inputs if value.name == interface.LOGITS_ROWS), None)
-        if rows is None:
-            return
-        self.model.graph.initializers.pop(interface.LOGITS_ROWS, None)
-        rows.const_value = None
-        readers = list(rows.uses())
-        ids = g.input_named(self.model, interface.INPUT_IDS)
-        length = self._first("Shape", [ids], {"start": 1, "end": 2})
-        below = self._first("Less", [rows, self._constant("row_0", [0])])
-        chosen = self._first("Where", [below, self._first("Add", [rows, length]), rows])
-        for reader, index in readers:
-            reader.replace_input_with(index, chosen)
 
 
 def _fix_capacity(model: ir.Model, capacity: int) -> None:

@@ -1,4 +1,4 @@
-"""The two optimization profiles of an engine: which shapes its inputs take in a prefill, and in a decode step."""
+"""The optimization profiles of an engine: shapes of its inputs in prefills of one prompt or several, and in decodes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends.config import ProfileFacts
+from llmforge.runtime.backends.prefill_shapes import together
 from llmforge.runtime.serving.runner import LOGITS_CHUNK
 
 # Of the rows of a decode step. A matrix product of one row alone, fixed, made TensorRT-RTX 1.7 dequantize int8 and fp8
@@ -31,11 +32,13 @@ class Profile:
     shapes: Mapping[str, tuple[Shape, Shape, Shape]]
 
 
-def of(model: ir.Model, spec: EngineSpec) -> tuple[Profile, Profile]:
-    """Derive both from the inputs of a lowered `model`.
+def of(model: ir.Model, spec: EngineSpec) -> tuple[Profile, ...]:
+    """Derive them from the inputs of a lowered `model`.
 
     Prefill: one row of up to `PREFILL_CHUNK` tokens, of which up to `LOGITS_CHUNK` get logits. Decode: up to
-    `spec.max_batch` rows of one token. Both are tuned for their largest step, but for the rows of logits.
+    `spec.max_batch` rows of one token. Prompts, where rows and context have room for any: the steps of several prompts
+    (`prefill_shapes.together`), whose rows get logits of one token each. All are tuned for their largest step, but for
+    the rows of logits.
 
     Raises:
         UnsupportedError: an input has a dimension that is neither fixed nor one of batch, sequence and rows.
@@ -43,14 +46,20 @@ def of(model: ir.Model, spec: EngineSpec) -> tuple[Profile, Profile]:
     chunk = min(PREFILL_CHUNK, spec.max_context)
     rows = min(LOGITS_CHUNK, chunk)
     batch = max(SMALLEST_LARGEST, spec.max_batch)
-    return (
+    profiles = (
         _profile(model, "prefill", batch=(1, 1, 1), sequence=(1, chunk, chunk), rows=(1, 1, rows)),
         _profile(model, "decode", batch=(1, batch, batch), sequence=(1, 1, 1), rows=(1, 1, 1)),
     )
+    shapes = [(b, s) for b, s in together() if b <= spec.max_batch and s <= spec.max_context]
+    if not shapes:
+        return profiles
+    rows_of, tokens_of = zip(*shapes, strict=True)
+    batches, sequences = ((min(each), max(each), max(each)) for each in (rows_of, tokens_of))
+    return (*profiles, _profile(model, "prompts", batch=batches, sequence=sequences, rows=(1, 1, 1)))
 
 
 def _profile(
-    model: ir.Model, name: Literal["prefill", "decode"], *, batch: Range, sequence: Range, rows: Range
+    model: ir.Model, name: Literal["prefill", "decode", "prompts"], *, batch: Range, sequence: Range, rows: Range
 ) -> Profile:
     known = dict(zip(_symbols(model), (batch, sequence, rows), strict=True))
     shapes: dict[str, tuple[Shape, Shape, Shape]] = {}
@@ -68,7 +77,7 @@ def _symbols(model: ir.Model) -> tuple[object, object, object]:
     if ids is None or len(ids) != 2:
         raise UnsupportedError(f"the graph has no input {interface.INPUT_IDS} [batch, sequence]: shapes are {ids}")
     rows = inputs.get(interface.LOGITS_ROWS)
-    return ids[0], ids[1], rows[0] if rows else None
+    return ids[0], ids[1], rows[-1] if rows else None
 
 
 def _range(name: str, size: int | str | None, known: Mapping[object, Range]) -> Range:

@@ -526,6 +526,14 @@ class Constant(Operator):
 # What lowerings write --------------------------------------------------------------------------------------------
 
 
+class Pad(Operator):
+    x = Input(NUMBERS)
+    pads = Input(I64, 1)
+    sign = Sign.AS_FIRST
+    stage = Stage.LOWERED
+    tensorrt = Seen(_SEEN, I64)
+
+
 class _Body(Operator):
     variadic = True
     stage = Stage.LOWERED

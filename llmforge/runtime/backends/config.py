@@ -99,7 +99,7 @@ class GraphPlan:
 class ProfileFacts:
     """One optimization profile of a plan, in the order of the plan's: steps of at most these rows and tokens a row."""
 
-    name: Literal["prefill", "decode"]
+    name: Literal["prefill", "decode", "prompts"]
     max_batch: int
     max_sequence: int
 

@@ -21,6 +21,7 @@ import contextlib
 import functools
 import io
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +47,7 @@ from llmforge.runtime.backends.device_cache import CacheMemory, DeviceCache
 from llmforge.runtime.backends.device_heads import HeadBuffers
 from llmforge.runtime.backends.device_inputs import BoundInput, InputBuffers
 from llmforge.runtime.backends.interface import C, Counts, DecodeRun, StepInputs
-from llmforge.runtime.backends.prefill_shapes import SHAPES, pieces
+from llmforge.runtime.backends.prefill_shapes import SHAPES, pieces, together
 from llmforge.runtime.backends.ranks import nccl
 from llmforge.runtime.backends.session import SessionConfig, open_graph, run_bound, session_options
 from llmforge.runtime.backends.signature import Signature
@@ -127,9 +128,9 @@ class DeviceSession(CapturedSession[DeviceCache]):
         provider_options: of ONNX Runtime's provider for that device.
         buckets: numbers of rows that decode steps are padded to, ascending.
         graphs: which decode steps are captured; None: none.
-        shapes: numbers of tokens that steps of several are padded to, ascending; none: they run as they are. All run
-            once when a cache is allocated; where one fails, the graph is opened again with flash attention alone
-            (`sdpa_kernel` 1), and `notes` say so.
+        shapes: numbers of tokens that steps of several are padded to, ascending; none: they run as they are. All, and
+            those of several prompts (`prefill_shapes.together`), run once when a cache is allocated; where one fails,
+            the graph is opened again with flash attention alone (`sdpa_kernel` 1), and `notes` say so.
 
     Raises:
         InputError: the model cannot be read, or is not a decoder graph.
@@ -167,6 +168,8 @@ class DeviceSession(CapturedSession[DeviceCache]):
         self._input_names = tuple(name for name in signature.inputs if name not in signature.cache_types)
         self._host_inputs = self._find_host_inputs(self._input_names, interface.TOTAL_SEQUENCE_LENGTH, where)
         self._most_rows = most = max((1, *self.buckets, *(capture.batch for capture in self._captures)))
+        if self._pads and signature.chooses_by_row:
+            self.prompt_shapes = tuple(shape for shape in together(shapes) if shape[0] <= most)
         self._decode_inputs = InputBuffers(device, self._input_names, self._host_inputs, most * INPUT_BYTES)
         self._inputs = InputBuffers(device, self._input_names, self._host_inputs, INPUT_BYTES)  # of other steps; grows
         self._decode_logits = device.allocate(most * self.vocabulary * LOGIT_BYTES)
@@ -218,12 +221,13 @@ class DeviceSession(CapturedSession[DeviceCache]):
             self._run_shapes(cache)
         seconds = time.perf_counter() - start
         level = logging.WARNING if seconds > WARM_S else logging.INFO
-        logger.log(level, "prefills of %s tokens ran once in %.1f s", ", ".join(map(str, self._shapes)), seconds)
+        named = [*map(str, self._shapes), *(f"{rows} x {tokens}" for rows, tokens in self.prompt_shapes)]
+        logger.log(level, "prefills of %s tokens ran once in %.1f s", ", ".join(named), seconds)
 
     def _run_shapes(self, cache: DeviceCache) -> None:
-        row = cache.rows(0, 1)
-        for shape in (shape for shape in reversed(self._shapes) if shape <= cache.capacity):
-            self.step(np.zeros((1, shape), np.int64), np.zeros(1, np.int32), row)
+        for rows, tokens in (*((1, shape) for shape in reversed(self._shapes)), *self.prompt_shapes):
+            if rows <= cache.batch and tokens <= cache.capacity:
+                self.step(np.zeros((rows, tokens), np.int64), np.zeros(rows, np.int32), cache.rows(0, rows))
 
     def _run_together(self, inputs: StepInputs, cache: DeviceCache, out: NDArray[np.float32]) -> None:
         run = super()._run_together
@@ -231,7 +235,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
 
     def _run(self, inputs: StepInputs, cache: DeviceCache, out: NDArray[np.float32]) -> None:
         batch, tokens = inputs.ids.shape
-        if self._pads and tokens > 1:
+        if self._pads and tokens > 1 and (batch, tokens) not in self.prompt_shapes:
             self._run_pieces(inputs, cache, out)
             return
         feeds = inputs.feeds(self.signature)
@@ -268,6 +272,30 @@ class DeviceSession(CapturedSession[DeviceCache]):
             lambda: self._launch(self._binding(cache), bound, self._decode_logits, shape, found[1])
         )
         return Running(self._heads, self._decode_logits, cache.batch, running)
+
+    def begin_prompts(
+        self,
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        cache: DeviceCache,
+        rows: NDArray[np.int64],
+        temperatures: NDArray[np.float32],
+        lengths: Counts | None = None,
+        text_lengths: Counts | None = None,
+        adapters: Counts | None = None,
+    ) -> DecodeRun:
+        """Begin a step of pieces of several prompts, of one of `prompt_shapes`; arrays are read before this returns."""
+        inputs = StepInputs(ids, past_lengths, rows, lengths, text_lengths, adapters, temperatures)
+        self._check(inputs, cache)
+        if self._heads is None or ids.shape not in self.prompt_shapes or rows.shape != (len(ids), 1):
+            raise ValueError(
+                f"a step of {ids.shape}, rows {rows.shape}; heads of one token a row of {self.prompt_shapes}"
+            )
+        bound, shape = self._upload_long(inputs.feeds(self.signature)), (cache.batch, 1, self.vocabulary)
+        self._reserve_logits(shape)
+        logits = self._logits
+        running = self._thread.submit(lambda: self._launch(self._binding(cache), bound, logits, shape, EAGER))
+        return Running(self._heads, logits, cache.batch, running)
 
     def _find_graph(self, cache: DeviceCache, longest: int) -> tuple[int | None, int]:
         """Find the CUDA graph for the rows of `cache` and texts of up to `longest` tokens: its length and id."""
@@ -313,12 +341,22 @@ class DeviceSession(CapturedSession[DeviceCache]):
 
     def _run_long(self, feeds: Mapping[str, NDArray[Any]], cache: DeviceCache, out: NDArray[np.float32]) -> None:
         """Run any other step: several tokens, or several rows of logits; never a CUDA graph."""
+        bound = self._upload_long(feeds)
+        self._reserve_logits(out.shape)
+        self._execute(self._binding(cache), bound, self._logits, out, EAGER)
+
+    def _upload_long(self, feeds: Mapping[str, NDArray[Any]]) -> dict[str, BoundInput]:
+        """Bring inputs of a step of several tokens to their addresses."""
         most = max(value.nbytes for value in feeds.values())
         if most > self._inputs.each_bytes:
             self._inputs = InputBuffers(self.device, self._input_names, self._host_inputs, most)
-        if out.nbytes > self._logits.size:
-            self._logits = self.device.allocate(out.nbytes)
-        self._execute(self._binding(cache), self._inputs.upload(feeds), self._logits, out, EAGER)
+        return self._inputs.upload(feeds)
+
+    def _reserve_logits(self, shape: tuple[int, ...]) -> None:
+        """Make room for logits of a step of several tokens."""
+        size = math.prod(shape) * LOGIT_BYTES
+        if size > self._logits.size:
+            self._logits = self.device.allocate(size)
 
     def _binding(self, cache: DeviceCache) -> Binding:
         bindings = self._bindings.setdefault(cache.memory, {})

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from llmforge.ir import interface
 from llmforge.ir.interface import Heads
 from llmforge.runtime.backends.device import Buffer, Device
-from llmforge.runtime.backends.device_inputs import ONNX_TYPES
+from llmforge.runtime.backends.device_inputs import ALIGNMENT_BYTES, ONNX_TYPES
 
 _BYTES = 4  # of a number: fp32, int32
 
@@ -19,7 +19,7 @@ class HeadBuffers:
     """Room for the heads of up to `most_rows` rows.
 
     Those of n rows lie behind each other, so that one copy brings them all: logits [n, H], ids [n, H], masses
-    [n, blocks].
+    [n, blocks], each at an address that TensorRT takes.
     """
 
     def __init__(self, device: Device, most_rows: int, vocabulary: int) -> None:
@@ -34,11 +34,15 @@ class HeadBuffers:
 
     def size_bytes(self, rows: int) -> int:
         """Count the bytes of the heads of so many rows."""
-        return rows * (2 * self._width + self._blocks) * _BYTES
+        return 2 * self._each_bytes(rows) + rows * self._blocks * _BYTES
+
+    def _each_bytes(self, rows: int) -> int:
+        """Count the bytes of the logits, or ids, of so many heads, rounded up to the alignment."""
+        return -(-rows * self._width * _BYTES // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def outputs(self, rows: int) -> list[tuple[str, int, tuple[int, ...], int]]:
         """Give name, type, shape and address of what a step of so many rows writes."""
-        base, each = self._buffer.address, rows * self._width * _BYTES
+        base, each = self._buffer.address, self._each_bytes(rows)
         return [
             (interface.TOP_LOGITS, ONNX_TYPES["float32"], (rows, self._width), base),
             (interface.TOP_IDS, ONNX_TYPES["int32"], (rows, self._width), base + each),
@@ -49,11 +53,12 @@ class HeadBuffers:
         """Copy the heads of the last step, of so many rows; they hold until the next call."""
         held = self._host[: self.size_bytes(rows)]
         self._device.read(self._buffer, 0, held)
-        logits, ids, masses = np.split(held, [rows * self._width * _BYTES, 2 * rows * self._width * _BYTES])
-        shape = (rows, self._width)
+        each, shape = self._each_bytes(rows), (rows, self._width)
+        logits, ids, masses = np.split(held, [each, 2 * each])
+        own = rows * self._width
         return Heads(
-            logits.view(np.float32).reshape(shape),
-            ids.view(np.int32).reshape(shape),
+            logits.view(np.float32)[:own].reshape(shape),
+            ids.view(np.int32)[:own].reshape(shape),
             masses.view(np.float32).reshape(rows, self._blocks),
             self._vocabulary,
         )

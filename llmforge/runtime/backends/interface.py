@@ -91,11 +91,14 @@ class StepInputs(NamedTuple):
         lengths, text_lengths, adapters = (
             None if x is None else x[row] for x in (self.lengths, self.text_lengths, self.adapters)
         )
-        return StepInputs(self.ids[row], self.past_lengths[row], self.rows, lengths, text_lengths, adapters)
+        rows = self.rows if self.rows is None or self.rows.ndim == 1 else self.rows[row]
+        return StepInputs(self.ids[row], self.past_lengths[row], rows, lengths, text_lengths, adapters)
 
     def feeds(self, signature: Signature) -> dict[str, NDArray[Any]]:
         """Make what a graph takes besides its caches."""
         rows = None if signature.gives_all_rows else _LAST_ROW if self.rows is None else self.rows
+        if rows is not None and signature.chooses_by_row:
+            rows = _among_all(rows, *self.ids.shape)
         return interface.feeds(
             signature.inputs,
             self.ids,
@@ -107,6 +110,11 @@ class StepInputs(NamedTuple):
             self.temperatures,
             growing=signature.growing,
         )
+
+
+def _among_all(rows: NDArray[np.int64], batch: int, tokens: int) -> NDArray[np.int64]:
+    """Give the places of `rows`, [R] or [batch, R], among all tokens of a step [batch, tokens]: [batch, R]."""
+    return np.arange(0, batch * tokens, tokens)[:, None] + np.where(rows < 0, rows + tokens, rows)
 
 
 class DecodeRun(ABC):
@@ -133,12 +141,15 @@ class DecodeRun(ABC):
 class Backend(ABC, Generic[C]):
     """A decoder that is driven step by step over caches of type `C`.
 
-    A subclass sets `signature`, allocates caches, and runs its graph once. `rows_alone`: a row of several tokens always
-    runs by itself. `longest_step`: most tokens that a row may run in one step; None: any number, as far as memory
-    reaches.
+    A subclass sets `signature`, allocates caches, and runs its graph once. `rows_alone`: a row of several tokens runs
+    by itself, but for steps of `prompt_shapes`. `longest_step`: most tokens that a row may run in one step; None: any
+    number, as far as memory reaches.
     """
 
     rows_alone = False
+    # Rows and tokens of the steps that pieces of several prompts run in together, padded on the right by the caller;
+    # none: each runs by itself. It pays where a step of few tokens costs what one of many does, as on GPUs.
+    prompt_shapes: tuple[tuple[int, int], ...] = ()
     longest_step: int | None = None
     # Batch sizes that decode steps are padded to, ascending; none: they run exactly the rows that they need. A CUDA
     # graph has fixed shapes, and a few of them must serve every number of rows. Where nothing is captured, as on CPUs,
@@ -210,6 +221,31 @@ class Backend(ABC, Generic[C]):
         """
         raise NotImplementedError
 
+    def begin_prompts(
+        self,
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        cache: C,
+        rows: NDArray[np.int64],
+        temperatures: NDArray[np.float32],
+        lengths: Counts | None = None,
+        text_lengths: Counts | None = None,
+        adapters: Counts | None = None,
+    ) -> DecodeRun:
+        """Begin a step of pieces of several prompts, as `step` runs it, where it `decodes_ahead`.
+
+        Args:
+            ids: int64 [B, S], of `prompt_shapes`.
+            past_lengths: int32 [B].
+            cache: as of `step`.
+            rows: int64 [B, 1], the token of each row that gets logits.
+            temperatures: as of `begin_decode`.
+            lengths: as of `step`.
+            text_lengths: as of `step`.
+            adapters: as of `step`.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def _run(self, inputs: StepInputs, cache: C, out: NDArray[np.float32]) -> None:
         """Run the graph once, on `inputs`; it gives exactly the logits of `out` [B, R, V]."""
@@ -231,7 +267,8 @@ class Backend(ABC, Generic[C]):
             ids: int64 [B, S], B = `cache.batch`; shorter rows padded on the right.
             past_lengths: int32 [B], the tokens that each row of `cache` holds already.
             cache: written at `past_lengths[b]` … `past_lengths[b] + S - 1` of each row.
-            rows: int64 [R], positions in 0 … S-1 (or negative, from the end) that get logits; None: the last.
+            rows: int64 [R], positions in 0 … S-1 (or negative, from the end) that get logits; None: the last. Or
+                [B, R], those of each row, where the graph takes that (`Signature.chooses_by_row`).
             out: fp32 [B, R, V], C-contiguous, to write the logits to; the same array again saves binding it.
             lengths: [B], the tokens of each row that are no padding; None: all. Layers with a state need it.
             text_lengths: [B], the tokens of the whole text that the step is a part of; None: the step ends it. Rotary
@@ -247,12 +284,15 @@ class Backend(ABC, Generic[C]):
         """
         inputs = StepInputs(ids, past_lengths, rows, lengths, text_lengths, adapters)
         self._check(inputs, cache)
-        shape = (cache.batch, 1 if rows is None else len(rows), self.vocabulary)
+        if rows is not None and rows.ndim == 2 and (len(rows) != cache.batch or not self.signature.chooses_by_row):
+            raise ValueError(f"rows {rows.shape} of a step of {cache.batch} rows, which choose none for themselves")
+        shape = (cache.batch, 1 if rows is None else rows.shape[-1], self.vocabulary)
         if out is None:
             out = np.empty(shape, np.float32)
         elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
             raise ValueError(f"out is {out.dtype} {out.shape}; the logits are fp32 {shape}, C-contiguous")
-        split = self.rows_alone or (self.signature.one_row_continuations and past_lengths.any())
+        split = self.rows_alone and (shape[1] > 1 or ids.shape not in self.prompt_shapes)
+        split |= self.signature.one_row_continuations and bool(past_lengths.any())
         if split and cache.batch > 1 and ids.shape[1] > 1:
             for b in range(cache.batch):
                 self._run_together(inputs.only(b), cache.rows(b, b + 1), out[b : b + 1])

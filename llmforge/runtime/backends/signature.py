@@ -83,6 +83,7 @@ class Signature:
     `block_size`: tokens of a block, where caches are blocks of a pool; None: they are rows.
     `growing`: its caches grow in every step, and are not written in place. `declared_rows`: how many rows of logits it
     declares to give; None: any number. `own_kernels`: kernels of llmforge's own run some of its nodes.
+    `chooses_by_row`: each row of a step chooses its own tokens for logits (`llmforge.ir.logits_rows.choose_by_row`).
     """
 
     inputs: tuple[str, ...]
@@ -94,6 +95,7 @@ class Signature:
     declared_rows: int | None
     own_kernels: bool = False
     block_size: int | None = None
+    chooses_by_row: bool = False
 
     @classmethod
     def of(
@@ -137,6 +139,7 @@ class Signature:
             declared_rows=logits.shape[1] if isinstance(logits.shape[1], int) else None,
             own_kernels=own_kernels,
             block_size=_block_size(past, where) if paged else None,
+            chooses_by_row=any(value.name == interface.LOGITS_ROWS and len(value.shape) == 2 for value in inputs),
         )
 
     @property

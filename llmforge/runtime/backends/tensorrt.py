@@ -1,13 +1,17 @@
 """A decoder in a plan of TensorRT or TensorRT-RTX, over a GPU's memory.
 
-A plan has two optimization profiles over one graph: prefill, one row of up to a chunk of tokens, and decode, rows of
-one token each. A profile is used through an execution context; all contexts share one piece of memory for what they
-compute, for one step runs at a time. Past and present of a cache are one tensor in place, bound at one address; its
-capacity is a number of the plan's. A write beyond it would be dropped without a word, so bounds are checked before a
-step.
+A plan has optimization profiles over one graph: prefill, one row of up to a chunk of tokens; decode, rows of one token
+each; and prompts, several rows of few tokens (`prefill_shapes.together`). A profile is used through an execution
+context; all contexts share one piece of memory for what they compute, for one step runs at a time. Past and present of
+a cache are one tensor in place, bound at one address; its capacity is a number of the plan's. A write beyond it would
+be dropped without a word, so bounds are checked before a step.
 
 **CUDA graphs.** TensorRT's work for a decode step is captured from the stream, with a context of its own for every
 number of rows, and verified like any other (`cuda_graph_capture`). TensorRT-RTX captures by itself.
+
+**Heads.** A plan whose steps give heads of rows (`interface.Heads`) decodes beside the host: `begin_decode` sends a
+step to the stream, behind its inputs, and one wait brings the heads. Rows that must be whole are fetched by themselves.
+A plan that was built without heads gives whole rows.
 
 What is verified without a GPU is all that is decided here, against stand-ins for the library and for CUDA; the
 library's names are checked against the installed bindings.
@@ -15,8 +19,10 @@ library's names are checked against the installed bindings.
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +31,16 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import EnvironmentLacks, RunFailed, UnsupportedError
 from llmforge.ir import interface
+from llmforge.ir.interface import Heads
 from llmforge.runtime.backends import device_cache, tensorrt_plan
 from llmforge.runtime.backends.config import Capture, RuntimeConfig
 from llmforge.runtime.backends.cuda_graph_capture import ONE, ProbeStep, probe_inputs
 from llmforge.runtime.backends.device import Buffer, CudaDevice, CudaGraph
 from llmforge.runtime.backends.device_backend import INPUT_BYTES, LOGIT_BYTES, DeviceBackend
 from llmforge.runtime.backends.device_cache import CacheMemory, DeviceCache
+from llmforge.runtime.backends.device_heads import HeadBuffers
 from llmforge.runtime.backends.device_inputs import ALIGNMENT_BYTES, BoundInput, InputBuffers
-from llmforge.runtime.backends.interface import StepInputs
+from llmforge.runtime.backends.interface import Counts, DecodeRun, StepInputs
 from llmforge.runtime.backends.ranks import nccl
 from llmforge.runtime.backends.signature import Signature
 from llmforge.runtime.backends.tensorrt_kernels import KernelCache
@@ -55,7 +63,7 @@ class PlanSession(DeviceBackend[DeviceCache]):
         UnsupportedError: the plan does not write its caches in place, or its steps cannot be shown to be captured.
     """
 
-    rows_alone = True  # the profile of prompts has one row
+    rows_alone = True  # the profile of prefills has one row
     device: CudaDevice
     longest_step: int  # tokens of the prefill profile
 
@@ -64,7 +72,8 @@ class PlanSession(DeviceBackend[DeviceCache]):
         inputs, outputs = tensorrt_plan.read_tensors(plan)
         self.signature = signature = Signature.of(inputs, outputs, plan.where)
         tensorrt_plan.check_caches(plan, inputs, config.max_context)
-        prefill, decode = tensorrt_plan.check_profiles(plan, config)
+        places = tensorrt_plan.check_profiles(plan, config)
+        prefill, decode = places["prefill"], places["decode"]
         self._capacity = config.max_context
         self.longest_step = longest = plan.facts.profiles[prefill].max_sequence
         self._most_rows = most_rows = plan.facts.profiles[decode].max_batch
@@ -86,10 +95,14 @@ class PlanSession(DeviceBackend[DeviceCache]):
         self._kernels = KernelCache(Path(plan.where))
         self._prefill = self._context(prefill, graphs=False)
         self._decode = self._context(decode, graphs=self._captures)
+        self.prompt_shapes = tensorrt_plan.prompt_shapes(plan.facts)
+        self._prompts = self._context(places["prompts"], graphs=False) if self.prompt_shapes else None
         self._decode_inputs = InputBuffers(device, self._input_names, self._host_inputs, most_rows * INPUT_BYTES)
-        self._inputs = InputBuffers(device, self._input_names, self._host_inputs, longest * INPUT_BYTES)
+        most_tokens = max(longest, *(rows * tokens for rows, tokens in self.prompt_shapes), 1)
+        self._inputs = InputBuffers(device, self._input_names, self._host_inputs, most_tokens * INPUT_BYTES)
         self._decode_logits = device.allocate(most_rows * self.vocabulary * LOGIT_BYTES)
         self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)  # grows
+        self._heads = HeadBuffers(device, most_rows, self.vocabulary) if signature.gives_heads else None
         self._graphs: weakref.WeakKeyDictionary[CacheMemory, dict[int, _CapturedStep]] = weakref.WeakKeyDictionary()
 
     def allocate(self, batch: int, capacity: int) -> DeviceCache:
@@ -117,9 +130,10 @@ class PlanSession(DeviceBackend[DeviceCache]):
         return cache
 
     def _warm(self, cache: DeviceCache) -> None:
-        """Let TensorRT-RTX compile its kernels for a piece of a prompt and for every bucket, and keep them."""
+        """Let TensorRT-RTX compile its kernels for pieces of prompts and for every bucket, and keep them."""
         none = np.zeros(self._most_rows, np.int32)
         steps = [(1, min(self.longest_step, self._capacity)), *((rows, 1) for rows in self.buckets or (1,))]
+        steps += [(rows, tokens) for rows, tokens in self.prompt_shapes if tokens <= self._capacity]
         for rows, tokens in steps:
             if rows <= cache.batch:
                 self.step(np.zeros((rows, tokens), np.int64), none[:rows], cache.rows(0, rows))
@@ -163,23 +177,74 @@ class PlanSession(DeviceBackend[DeviceCache]):
         return context
 
     def _run(self, inputs: StepInputs, cache: DeviceCache, out: NDArray[np.float32]) -> None:
-        feeds = inputs.feeds(self.signature)
-        batch, tokens = inputs.ids.shape
-        if tokens > 1 or out.shape[1] > 1:
-            if out.nbytes > self._logits.size:
-                self._logits = self.device.allocate(out.nbytes)
-            self._bind(self._prefill, self._inputs.upload(feeds), cache, self._logits, out)
-            self._enqueue(self._prefill)
+        if inputs.ids.shape[1] > 1 or out.shape[1] > 1:
+            self._launch_prefill(inputs, cache, out.shape)
             self.device.read(self._logits, 0, out)
-            return
-        bound = self._decode_inputs.upload(feeds)
-        captured = self._graphs.get(cache.memory, {}).get(batch) if cache.start == 0 else None
+        else:
+            self._launch_decode(inputs, cache)
+            self.device.read(self._decode_logits, 0, out)
+
+    @property
+    def decodes_ahead(self) -> bool:
+        """Whether the plan gives heads."""
+        return self._heads is not None
+
+    def begin_decode(
+        self,
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        cache: DeviceCache,
+        temperatures: NDArray[np.float32],
+        lengths: Counts | None = None,
+        adapters: Counts | None = None,
+    ) -> DecodeRun:
+        """Begin a step of one token a row, as `step` runs it; arrays are read before this returns."""
+        inputs = StepInputs(ids, past_lengths, None, lengths, None, adapters, temperatures)
+        self._check(inputs, cache)
+        if self._heads is None or ids.shape[1] != 1:
+            raise ValueError(f"a step of {ids.shape}; heads of one token a row")
+        self._launch_decode(inputs, cache)
+        return _Running(self._heads, self._decode_logits, cache.batch)
+
+    def begin_prompts(
+        self,
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        cache: DeviceCache,
+        rows: NDArray[np.int64],
+        temperatures: NDArray[np.float32],
+        lengths: Counts | None = None,
+        text_lengths: Counts | None = None,
+        adapters: Counts | None = None,
+    ) -> DecodeRun:
+        """Begin a step of pieces of several prompts, of one of `prompt_shapes`; arrays are read before this returns."""
+        inputs = StepInputs(ids, past_lengths, rows, lengths, text_lengths, adapters, temperatures)
+        self._check(inputs, cache)
+        if self._heads is None or ids.shape not in self.prompt_shapes or rows.shape != (len(ids), 1):
+            raise ValueError(
+                f"a step of {ids.shape}, rows {rows.shape}; heads of one token a row of {self.prompt_shapes}"
+            )
+        self._launch_prefill(inputs, cache, (cache.batch, 1, self.vocabulary))
+        return _Running(self._heads, self._logits, cache.batch)
+
+    def _launch_prefill(self, inputs: StepInputs, cache: DeviceCache, shape: tuple[int, ...]) -> None:
+        """Send a step of several tokens to the stream, behind its inputs; `shape`: of its logits."""
+        size = math.prod(shape) * LOGIT_BYTES
+        if size > self._logits.size:
+            self._logits = self.device.allocate(size)
+        context = self._prefill if cache.batch == 1 else self._prompts
+        self._bind(context, self._inputs.upload(inputs.feeds(self.signature)), cache, self._logits, shape)
+        self._enqueue(context)
+
+    def _launch_decode(self, inputs: StepInputs, cache: DeviceCache) -> None:
+        """Send a step of one token a row to the stream, behind its inputs."""
+        bound = self._decode_inputs.upload(inputs.feeds(self.signature))
+        captured = self._graphs.get(cache.memory, {}).get(cache.batch) if cache.start == 0 else None
         if captured is None:
-            self._bind(self._decode, bound, cache, self._decode_logits, out)
+            self._bind(self._decode, bound, cache, self._decode_logits, (cache.batch, 1, self.vocabulary))
             self._enqueue(self._decode)
         else:
             self.device.replay(captured[0])
-        self.device.read(self._decode_logits, 0, out)
 
     def _bind(
         self,
@@ -187,9 +252,9 @@ class PlanSession(DeviceBackend[DeviceCache]):
         inputs: Mapping[str, BoundInput],
         cache: DeviceCache,
         logits: Buffer,
-        out: NDArray[np.float32],
+        shape: tuple[int, ...],
     ) -> None:
-        """Tell a context the shapes and addresses of all inputs and outputs."""
+        """Tell a context the shapes and addresses of all inputs and outputs; `shape`: of logits."""
         for name, bound in inputs.items():
             self._expect(context.set_input_shape(name, bound.shape), f"{name} {bound.shape}")
             self._expect(context.set_tensor_address(name, bound.address), name)
@@ -197,12 +262,17 @@ class PlanSession(DeviceBackend[DeviceCache]):
             self._expect(context.set_input_shape(name, cache.shape(name)), f"{name} {cache.shape(name)}")
             for either in (name, interface.present_of(name)):
                 self._expect(context.set_tensor_address(either, cache.address(name)), either)
-        self._expect(context.set_tensor_address(interface.LOGITS, logits.at(0, out.nbytes)), interface.LOGITS)
+        heads = () if self._heads is None else self._heads.outputs(cache.batch)
+        outputs = {interface.LOGITS: logits.at(0, math.prod(shape) * LOGIT_BYTES)}
+        outputs |= {name: address for name, _, _, address in heads}
+        for name, address in outputs.items():
+            self._expect(context.set_tensor_address(name, address), name)
         if unknown := context.infer_shapes():
             raise RuntimeError(f"{self._plan.title}: nothing says how large {', '.join(unknown)} are")
-        given = tuple(context.get_tensor_shape(interface.LOGITS))
-        if given != out.shape:
-            raise RuntimeError(f"{self._plan.title}: logits {given}; expected {out.shape}")
+        for name, expected in [(interface.LOGITS, shape), *((name, expected) for name, _, expected, _ in heads)]:
+            given = tuple(context.get_tensor_shape(name))
+            if given != expected:
+                raise RuntimeError(f"{self._plan.title}: {name} {given}; expected {expected}")
 
     def _enqueue(self, context: Any) -> None:
         """Send a step to the stream, behind the copy of its inputs."""
@@ -233,11 +303,11 @@ class PlanSession(DeviceBackend[DeviceCache]):
         def probe(token: int, *, graph: bool, elsewhere: bool = False) -> NDArray[np.float32]:
             inputs = upload(token)
             if not graph:
-                self._bind(self._decode, inputs, cache, self._decode_logits, out)
+                self._bind(self._decode, inputs, cache, self._decode_logits, out.shape)
                 self._enqueue(self._decode)
             else:
                 if batch not in graphs:
-                    graphs[batch] = self._capture_step(inputs, cache, out)
+                    graphs[batch] = self._capture_step(inputs, cache)
                 if elsewhere:  # the captured address holds another token than the one that was asked for
                     upload(ONE)
                 self.device.replay(graphs[batch][0])
@@ -246,14 +316,33 @@ class PlanSession(DeviceBackend[DeviceCache]):
 
         return probe
 
-    def _capture_step(
-        self, inputs: Mapping[str, BoundInput], cache: DeviceCache, out: NDArray[np.float32]
-    ) -> _CapturedStep:
+    def _capture_step(self, inputs: Mapping[str, BoundInput], cache: DeviceCache) -> _CapturedStep:
         """Capture a step with a context of its own, after a run: what that prepares for new shapes is not captured."""
         context = self._context(self._decode_profile, graphs=False)
-        self._bind(context, inputs, cache, self._decode_logits, out)
+        self._bind(context, inputs, cache, self._decode_logits, (cache.batch, 1, self.vocabulary))
         self._enqueue(context)
         return self.device.capture(lambda: self._enqueue(context)), context
+
+
+@dataclass(frozen=True, eq=False)
+class _Running(DecodeRun):
+    """A step in the stream."""
+
+    _heads: HeadBuffers
+    _logits: Buffer
+    _rows: int
+
+    def heads(self) -> Heads:
+        """Wait for the step, and for the copy of the heads of its rows behind it."""
+        return self._heads.read(self._rows)
+
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """Fetch all logits of a row."""
+        return self._heads.read_row(self._logits, row)
+
+    def blocks(self, rows: Sequence[int], blocks: Sequence[int]) -> NDArray[np.float32]:
+        """Fetch one block of the logits of each of some rows."""
+        return self._heads.read_blocks(self._logits, rows, blocks)
 
 
 def open_engine(file: Path, config: RuntimeConfig, threads: int | None, gpu: CudaDevice) -> PlanSession:

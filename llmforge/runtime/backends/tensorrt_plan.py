@@ -14,6 +14,7 @@ from llmforge.base import backends
 from llmforge.base.errors import EnvironmentLacks, InputError, UnsupportedError, VersionMismatch
 from llmforge.ir import interface
 from llmforge.runtime.backends.config import PlanFacts, RuntimeConfig
+from llmforge.runtime.backends.prefill_shapes import together
 from llmforge.runtime.backends.signature import Argument
 
 # DataType of TensorRT → as ONNX Runtime spells it, which `Signature` reads.
@@ -131,20 +132,21 @@ def read_tensors(plan: Plan) -> tuple[list[Argument], list[Argument]]:
     return inputs, outputs
 
 
-def check_profiles(plan: Plan, config: RuntimeConfig) -> tuple[int, int]:
-    """Give the places of the profiles for prefill and decode among the plan's.
+def check_profiles(plan: Plan, config: RuntimeConfig) -> dict[str, int]:
+    """Give the places of the profiles among the plan's, by name: prefill, decode and, if it has one, prompts.
 
     Raises:
         InputError: it has others than the artifact says, or they are too small for what the artifact promises.
     """
     profiles = plan.facts.profiles
     names = [profile.name for profile in profiles]
-    if sorted(names) != ["decode", "prefill"] or plan.engine.num_optimization_profiles != len(names):
+    known = sorted(names) in (["decode", "prefill"], ["decode", "prefill", "prompts"])
+    if not known or plan.engine.num_optimization_profiles != len(names):
         raise InputError(
             f"{plan.where} has {plan.engine.num_optimization_profiles} profiles, its artifact lists {names}; "
-            "expected one for prefill and one for decode"
+            "expected one for prefill, one for decode and perhaps one for prompts"
         )
-    prefill, decode = names.index("prefill"), names.index("decode")
+    places: dict[str, int] = {name: at for at, name in enumerate(names)}
     for at, profile in enumerate(profiles):
         _, _, largest = plan.engine.get_tensor_profile_shape(interface.INPUT_IDS, at)
         if tuple(largest) != (profile.max_batch, profile.max_sequence):
@@ -152,12 +154,23 @@ def check_profiles(plan: Plan, config: RuntimeConfig) -> tuple[int, int]:
                 f"{plan.where}: profile {profile.name} takes ids of up to {tuple(largest)}, and its artifact says "
                 f"{(profile.max_batch, profile.max_sequence)}"
             )
-    if profiles[decode].max_batch < config.max_batch:
+    if profiles[places["decode"]].max_batch < config.max_batch:
         raise InputError(
-            f"{plan.where} decodes {profiles[decode].max_batch} rows at once, and its artifact promises "
+            f"{plan.where} decodes {profiles[places['decode']].max_batch} rows at once, and its artifact promises "
             f"{config.max_batch}"
         )
-    return prefill, decode
+    return places
+
+
+def prompt_shapes(facts: PlanFacts) -> tuple[tuple[int, int], ...]:
+    """List rows and tokens of the steps of several prompts that a plan has a profile for."""
+    profiles = [each for each in facts.profiles if each.name == "prompts"]
+    return tuple(
+        (rows, tokens)
+        for profile in profiles
+        for rows, tokens in together()
+        if rows <= profile.max_batch and tokens <= profile.max_sequence
+    )
 
 
 def check_caches(plan: Plan, inputs: Sequence[Argument], capacity: int) -> None:

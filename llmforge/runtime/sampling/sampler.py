@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from llmforge.base.errors import InputError, UsageError
 from llmforge.ir.interface import Heads, mass_blocks
+from llmforge.native import sampling as kernels
 from llmforge.native.sampling import DRAW
 from llmforge.runtime.sampling.constraints import ConstraintCompiler, ConstraintState, TriggeredState
 from llmforge.runtime.sampling.distribution import (
@@ -175,6 +176,11 @@ class Samplers:
         self._vocabulary = vocabulary
         self._eos_token_ids = tuple(eos_token_ids)
         self._constraints = ConstraintCompiler(tokenizer, vocabulary, eos_token_ids)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What sampling does without, and why."""
+        return () if kernels.available() else ("tokens are drawn by numpy: the kernels are not compiled here",)
 
     def start(self, sampling: Sampling, prompt: Sequence[int]) -> TokenSampler:
         """Make the sampler of a sequence that begins with `prompt`. Any thread may call it.

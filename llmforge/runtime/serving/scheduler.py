@@ -5,7 +5,8 @@ A slot is one row of the preallocated cache; a sequence keeps it from its first 
 1. ends what was cancelled or is past its deadline, and gives free slots to those that wait longest;
 2. decodes: one token for every slot whose prompt is read, in one run over the rows `0 … n - 1` of the cache. Sequences
    with a draft of their next tokens (`llmforge.runtime.serving.speculation`) run alone instead, and may get several;
-3. prefills prompts, oldest first, in chunks, behind what the prefix cache has of them.
+3. prefills prompts, oldest first, in chunks, behind what the prefix cache has of them. Where the decoder reads several
+   at once (`Backend.prompt_shapes`), chunks of neighbouring slots run as rows of one step, padded to one of its shapes.
 
 **Neither starves the other.** Every step gives every decoding slot a token, and reads at least one chunk of the oldest
 unread prompt; more chunks only as long as the step stays within `step_tokens`. So a step runs at most `step_tokens`
@@ -15,12 +16,13 @@ prompt of `L` tokens is read within `ceil(L / chunk)` steps, whatever decodes be
 **Nobody's tokens depend on neighbours.** Chunks end at multiples of `chunk` tokens counted from the start of the text,
 wherever they begin and whatever else the step runs; each row takes the adapter of its own sequence, which has random
 numbers of its own. What is left are kernels whose sums differ in the last bits with the shape of a step: those for few
-tokens and those for many. What is read behind a cached prefix has many tokens where it would have many without
-(`Scheduler._reusable_tokens`).
+tokens and those for many, and, where the decoder pads steps, those for one row and for several. What is read behind a
+cached prefix has many tokens where it would have many without (`Scheduler._reusable_tokens`).
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections import Counter, deque
@@ -35,6 +37,7 @@ from llmforge.base.errors import ForgeError, Unavailable, UsageError
 from llmforge.ir.interface import Heads
 from llmforge.runtime.backends.interface import Backend, C, DecodeRun
 from llmforge.runtime.sampling.sampler import SampledToken, Samplers, sample_heads
+from llmforge.runtime.serving import together
 from llmforge.runtime.serving.options import EngineOptions
 from llmforge.runtime.serving.prefix_cache import BLOCK, PrefixCache
 from llmforge.runtime.serving.request import Chunk, Receiver, Request, adapter_number, check_tokens
@@ -92,7 +95,7 @@ class Scheduler(Generic[C]):
         reason = backend.signature.no_reuse_reason
         asked = {"prefix cache": options.prefix_cache_bytes, "speculation": speculation}
         without = tuple(f"no {name}: {reason}" for name, value in asked.items() if value and reason)
-        self._notes = (*backend.notes, *without)
+        self._notes = (*backend.notes, *samplers.notes, *without)
         has_prefix_cache = options.prefix_cache_bytes > 0 and not reason
         self._prefix_cache = self._make_prefix_cache(options.prefix_cache_bytes) if has_prefix_cache else None
         self._speculation = None if reason else speculation
@@ -108,6 +111,8 @@ class Scheduler(Generic[C]):
         rows = 1 if backend.decodes_ahead else cache.batch
         logits = backend.logits_array((rows, 1, backend.vocabulary))
         self._logits = [logits[: n + 1] for n in range(rows)]  # equal steps hand the backend one object
+        prompts = 0 if backend.decodes_ahead else max((rows for rows, _ in backend.prompt_shapes), default=0)
+        self._prompt_logits = backend.logits_array((prompts, 1, backend.vocabulary))
         most = 0 if self._speculation is None else self._speculation.max_tokens
         verified = backend.logits_array((1, most + 1, backend.vocabulary))
         self._verify_logits = [verified[:, : k + 1] for k in range(most + 1)]  # by drafted tokens
@@ -420,16 +425,46 @@ class Scheduler(Generic[C]):
         read = 0
         unread = [(each.slot, each) for each in self._sequences if each.slot is not None and not each.decoding]
         for slot, sequence in unread:
-            if sequence.started is None:
-                self._start_prefill(sequence, slot)
-            while not sequence.decoding and sequence in self._sequences:
-                start = sequence.computed_tokens
-                end = min(sequence.prompt_tokens, (start // self._chunk + 1) * self._chunk)
-                if read and spent + read + end - start > self._options.step_tokens:
+            while not sequence.decoding and sequence in self._sequences:  # it may have been read beside an older one
+                if sequence.started is None:
+                    self._start_prefill(sequence, slot)
+                end, step_tokens = self._chunk_end(sequence, sequence.computed_tokens), self._options.step_tokens
+                tokens = end - sequence.computed_tokens
+                if read and spent + read + tokens > step_tokens:
                     return read
-                read += end - start
-                self._prefill_chunk(sequence, slot, end)
+                window = self._find_window(slot, step_tokens - (spent + read if read else 0))
+                if window is None:
+                    read += tokens
+                    self._prefill_chunk(sequence, slot, end)
+                else:
+                    read += window.rows * window.tokens
+                    self._prefill_together(window)
         return read
+
+    def _chunk_end(self, sequence: Sequence, start: int) -> int:
+        """Say where the chunk of a prompt ends that begins at token `start`."""
+        return min(sequence.prompt_tokens, (start // self._chunk + 1) * self._chunk)
+
+    def _find_window(self, slot: int, most: int) -> together.Window | None:
+        """Find a step of at most `most` tokens that reads `slot` and its neighbours; None: it is read alone."""
+        shapes = self._backend.prompt_shapes
+        if not shapes:
+            return None
+        chunk_of = functools.cache(self._next_chunk)
+        return together.find(slot, chunk_of, shapes, slots=self._cache.batch, capacity=self._cache.capacity, most=most)
+
+    def _next_chunk(self, slot: int) -> together.Chunk | None:
+        """Give the next chunk of the prompt in `slot`, if it may be read beside others."""
+        sequence = self._slots[slot]
+        if sequence is None or sequence.decoding:
+            return None
+        start = self._cached_tokens(sequence) if sequence.started is None else sequence.computed_tokens
+        if start and self._backend.signature.one_row_continuations:
+            return None
+        block = start + BLOCK
+        shared = self._prefix_cache is not None and sequence.prompt_tokens > block
+        begins = (sequence.adapter, *sequence.tokens[:block]) if shared else None
+        return together.Chunk(start, self._chunk_end(sequence, start) - start, begins)
 
     def _start_prefill(self, sequence: Sequence, slot: int) -> None:
         """Take up the prompt of `sequence`, behind what the prefix cache has of it."""
@@ -437,12 +472,19 @@ class Scheduler(Generic[C]):
         sequence.started = self._clock()
         self._totals["prompt_tokens"] += tokens
         if self._prefix_cache is not None:
-            cached = self._reusable_tokens(self._prefix_cache.find(sequence.tokens, sequence.adapter), tokens)
+            cached = self._cached_tokens(sequence)
             sequence.computed_tokens = sequence.cached_tokens = cached
             self._prefix_cache.load(sequence.tokens[:cached], self._cache, slot, sequence.adapter)
             sequence.stored_blocks = cached // BLOCK
             self._totals["prefix_query_tokens"] += tokens
             self._totals["prefix_hit_tokens"] += cached
+
+    def _cached_tokens(self, sequence: Sequence) -> int:
+        """Say how many tokens of a prompt come out of the prefix cache."""
+        if self._prefix_cache is None:
+            return 0
+        found = self._prefix_cache.find(sequence.tokens, sequence.adapter)
+        return self._reusable_tokens(found, sequence.prompt_tokens)
 
     def _reusable_tokens(self, cached: int, tokens: int) -> int:
         """Say how many tokens of a prompt of `tokens` to load, of which the first `cached` are in the prefix cache.
@@ -467,11 +509,53 @@ class Scheduler(Generic[C]):
             text_lengths=np.array([sequence.prompt_tokens]),
             adapters=np.array([sequence.adapter]),
         )
-        self._totals["prefill_tokens"] += end - start
-        sequence.computed_tokens = end
-        self._store_blocks(sequence, slot)
+        self._end_chunk(sequence, slot, end)
         if end == sequence.prompt_tokens:
             self._sample(sequence, logits[0, 0])
+
+    def _prefill_together(self, window: together.Window) -> None:
+        """Read the next chunks of the prompts in `window` as one step."""
+        first, rows, tokens = window
+        members = [(slot, each) for slot in range(first, first + rows) if (each := self._slots[slot]) is not None]
+        ids, lengths = np.zeros((rows, tokens), np.int64), np.zeros(rows, np.int32)
+        for row, (slot, sequence) in enumerate(members):
+            if sequence.started is None:
+                self._start_prefill(sequence, slot)
+            start = sequence.computed_tokens
+            piece = sequence.tokens[start : self._chunk_end(sequence, start)]
+            lengths[row] = len(piece)
+            ids[row, : len(piece)] = piece
+        past = np.array([sequence.computed_tokens for _, sequence in members], np.int32)
+        wanted = (lengths.astype(np.int64) - 1)[:, None]
+        view, logits = self._cache.rows(first, first + rows), self._prompt_logits[:rows]
+        more = {
+            "lengths": lengths,
+            "text_lengths": np.array([sequence.prompt_tokens for _, sequence in members]),
+            "adapters": np.array([sequence.adapter for _, sequence in members]),
+        }
+        run = None
+        if self._backend.decodes_ahead:
+            heat = np.array(temperatures(each for _, each in members), np.float32)
+            run = self._backend.begin_prompts(ids, past, view, wanted, heat, **more)
+        else:
+            self._backend.step(ids, past, view, wanted, out=logits, **more)
+        heads = None if run is None else run.heads()
+        ended = []
+        for row, (slot, sequence) in enumerate(members):
+            self._end_chunk(sequence, slot, sequence.computed_tokens + int(lengths[row]))
+            if sequence.computed_tokens == sequence.prompt_tokens:
+                ended.append((row, sequence))
+        if run is not None and heads is not None:
+            self._sample_heads(ended, run, heads)
+        else:
+            for row, sequence in ended:
+                self._sample(sequence, logits[row, 0])
+
+    def _end_chunk(self, sequence: Sequence, slot: int, end: int) -> None:
+        """Go on behind a chunk that was read up to token `end`."""
+        self._totals["prefill_tokens"] += end - sequence.computed_tokens
+        sequence.computed_tokens = end
+        self._store_blocks(sequence, slot)
 
     def _store_blocks(self, sequence: Sequence, slot: int) -> None:
         """Give the blocks that `sequence` has completed in `slot` to the prefix cache."""

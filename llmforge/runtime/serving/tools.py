@@ -144,7 +144,9 @@ def _required(choice: Any, names: tuple[str, ...]) -> tuple[str, ...] | None:
         if not isinstance(named, str):
             raise UsageError(f"tool_choice: expected {_CHOICES}")
     if not names:
-        raise UsageError("tool_choice: there are no tools to call", hint="give tools")
+        raise UsageError(
+            "tool_choice: asks for a call, but the request has no `tools`", hint="add `tools`, or leave out tool_choice"
+        )
     if named is not None and named not in names:
         raise UsageError(f"tool_choice: there is no tool {named[:64]!r}", hint=f"tools: {', '.join(names)[:300]}")
     return names if named is None else (named,)

@@ -8,6 +8,7 @@ besides the import of transformers.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,14 +54,14 @@ def summarize(config: PretrainedConfig, layers: int, context: int | None) -> Sha
     """
     import torch
 
-    from llmforge.trace.export import capture, depth, strategy
+    from llmforge.trace.export import capture, strategy
     from llmforge.trace.export.pattern import Irregular
     from llmforge.trace.hooks import internals
 
     way, chosen = strategy.substituted(config, context), _Chosen()
     with way.model(config, chosen) as (model, mode):
         try:
-            _, stack = depth.stack_of(model, layers)
+            stack = _stack(model, layers)
         except Irregular as error:
             raise UnsupportedError(f"the layers of {config.model_type} cannot be told apart: {error}") from error
         counted = [_count(layer) for layer in stack]
@@ -71,11 +72,33 @@ def summarize(config: PretrainedConfig, layers: int, context: int | None) -> Sha
             capture.prepared(model, way.attention) as traced,
         ):
             shapes = capture.dry_run(traced, mode, layers)
-    found = [
-        LayerShape(*counts, chosen.of(layer), dict(shape))
-        for counts, layer, shape in zip(counted, stack, shapes, strict=True)
-    ]
+    found: list[LayerShape] = []
+    each = layers // len(stack)
+    for index, (counts, layer) in enumerate(zip(counted, stack, strict=True)):
+        first, *others = shapes[index * each : (index + 1) * each]
+        found.append(LayerShape(*counts, chosen.of(layer), dict(first)))
+        found += [LayerShape(0, 0, 0, 0, 0, 0, dict(shape)) for shape in others]
     return ShapeSummary(tuple(found), *around)
+
+
+def _stack(model: nn.Module, layers: int) -> nn.ModuleList:
+    """Find the modules that are the layers of `model`, each one or, in LongCat, two with caches of their own.
+
+    Parameters of a module are counted with the first of its layers.
+
+    Raises:
+        Irregular: there is none, or more than one.
+    """
+    from llmforge.trace.export import depth
+    from llmforge.trace.export.pattern import Irregular
+
+    try:
+        return depth.stack_of(model, layers)[1]
+    except Irregular:
+        if layers % 2 == 0:
+            with suppress(Irregular):
+                return depth.stack_of(model, layers // 2)[1]
+        raise
 
 
 class _Chosen:

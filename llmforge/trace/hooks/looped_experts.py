@@ -94,9 +94,10 @@ def run_loop(
     x, mixing = x.reshape(-1, shape[-1]), mixing.to(x.dtype)
     if layout.total == layout.routed:
         return moe(activation, weights, x, ids, mixing).reshape(shape)
-    handed_on = (ids - (layout.routed - 1)).clamp(0, 1)  # 1 where an expert hands on its token
-    passed = mixing * handed_on.to(x.dtype)
-    y = moe(activation, weights, x, ids * (1 - handed_on), mixing - passed)
+    computes = (layout.routed - ids).clamp(0, 1)  # 0 where an expert hands on its token
+    passed = mixing * (1 - computes).to(x.dtype)
+    # A product of signs that are known, not mixing - passed: kernels take no weights that may be negative.
+    y = moe(activation, weights, x, ids * computes, mixing * computes.to(x.dtype))
     return (y + x * passed.sum(-1, keepdim=True)).reshape(shape)
 
 
