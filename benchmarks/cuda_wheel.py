@@ -34,6 +34,7 @@ HERE = Path(__file__).resolve()
 DATA = HERE.parents[1] / "llmforge" / "engines" / "cuda_kernels.json"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "llmforge" / WHEEL
 DOMAINS = ("", "com.microsoft")
+PROMPT = 40  # tokens of the prefill that is rehearsed: more than any kernel for a few rows takes
 OPEN_END = 2**31 - 1  # ONNX Runtime's version of a kernel that has no end
 
 # Libraries of the system, which are there; and what lies in none that the symbol names.
@@ -236,7 +237,8 @@ def _rehearse(engine: Path) -> None:
     device.stand_in_first_forbidden.restype = ctypes.c_char_p
     steps = Steps(ort, session, config)
     print("\nPREFILL", flush=True)
-    steps.run(1, min(8, config["max_context"] - 1), min(8, config["max_context"] - 1), -1)
+    prompt = min(PROMPT, config["max_context"] - 1)
+    steps.run(1, prompt, prompt, -1)
     print("\nDECODE", flush=True)
     captured = {}
     captures = (config["graphs"] or {"captures": []})["captures"]
@@ -265,7 +267,8 @@ class Steps:
         if blocks := self.config.get("kv_blocks"):  # llmforge.lowering.paged_attention names these dimensions
             sizes |= {"tokens": batch * tokens, "batch_plus_1": batch + 1, "blocks": blocks + 1}
             sizes |= {"blocks_of_a_row": -(-blocks // self.config["max_batch"])}
-        host = {"total_sequence_length": length, "attention_metadata": [tokens, length]}
+        at_least = self.config.get("at_least", 1)  # of cuda_attention.py
+        host = {"total_sequence_length": length, "attention_metadata": [tokens, length, at_least]}
         binding = self.session.io_binding()
         for value in self.session.get_inputs():
             if value.name in host:

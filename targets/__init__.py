@@ -137,6 +137,9 @@ class Target(BaseModel):
     )  # of a CPU that was measured
     cores: Annotated[int, Field(ge=1)] | None = None  # physical, of a CPU
     interconnect: Interconnect | None = None
+    host_gbs: Figure | None = (
+        None  # as `gbs` of interconnect, between a device and its host's memory; None: that, if PCIe
+    )
     accelerator: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")] | None = None  # what Ray calls such a GPU
     tdp_w: Figure | None = None
     usd_per_hour: Price | None = None

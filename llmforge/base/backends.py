@@ -33,13 +33,20 @@ PENDING_FILE = "pending.json"
 PREFILL_CHUNK = 512
 
 
-def paged_block_tokens(head_dim: int) -> int:
-    """Give the fewest tokens of a block that FlashAttention reads in place (onnxruntime 1.31, paged_attention.cc)."""
-    return 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
+def paged_block_tokens(head_dim: int, *, int8: bool = False) -> int:
+    """Give the fewest tokens of a block that attention reads in place (onnxruntime 1.31, paged_attention.cc).
+
+    FlashAttention reads blocks of the activations' dtype; of `int8`, XQA reads multiples of 128 tokens.
+    """
+    tokens = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
+    return max(tokens, 128) if int8 else tokens
 
 
 PAGED_SM = 80  # FlashAttention, which reads blocks where they lie, begins with Ampere
 PAGED_HEAD_DIM = 256  # and takes heads of up to so many channels
+
+
+INT8_SLOTS = "over int8 blocks each step with prompts copies all its texts in 16 bits first"
 
 
 def slots_reason(provider: str, sm: str | None, ranks: int) -> str | None:

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from llmforge import native
-from llmforge.base.backends import PAGED_HEAD_DIM, PREFILL_CHUNK, slots_reason
+from llmforge.base.backends import INT8_SLOTS, PAGED_HEAD_DIM, PREFILL_CHUNK, slots_reason
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.engines import (
     BuildRequest,
@@ -98,11 +98,16 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     met = cuda_collectives.write(meeting)
     lowered, changes.rewritten = standard.expand(meeting)
     changes.rewritten += met
-    if (reason := _slots_reason(lowered, target, spec)) is None:
+    blocked = (reason := _slots_reason(lowered, target, spec)) is None
+    inside, outside = cuda_operators.take_norms(lowered, blocks=blocked)
+    changes.rewritten += inside
+    changes.skipped += outside
+    if blocked:
         changes.rewritten += paged_attention.lower(lowered, paged_attention.block_size(lowered))
     elif spec.kv_cache is None:
         changes.notes.append(f"KV cache in slots, not in blocks: {reason}")
     changes.rewritten += cuda_operators.split_biases(lowered)
+    changes.rewritten += cuda_operators.keep_out(lowered)
     changes.rewritten += cuda_operators.name_layouts(lowered)
     changes.rewritten += cuda_operators.widen(lowered)
     if reason is not None:
@@ -138,6 +143,8 @@ def _slots_reason(lowered: ir.Model, target: Target, spec: EngineSpec) -> str | 
         if widest > PAGED_HEAD_DIM:
             reason = f"heads have {widest} channels, and FlashAttention, which reads blocks in place, up to "
             reason += str(PAGED_HEAD_DIM)
+        if any(attention.int8 for _, attention in cuda_attention.of(lowered)):
+            reason = reason or INT8_SLOTS
         return slots_reason("cuda", target.sm, spec.tensor_parallel) or reason
     if reason is not None:
         raise UnsupportedError(
@@ -194,16 +201,21 @@ def check(model: ir.Model, target: Target) -> None:
 
 def _refuse(model: ir.Model, sm: int) -> None:
     """Refuse what the provider takes when it loads the graph and refuses when it runs it."""
-    found = [(node, cuda_attention.reason_against(attention, sm)) for node, attention in cuda_attention.of(model)]
-    found += [(experts.node, cuda_operators.experts_reason(experts)) for experts in contrib.QMoE.all(model)]
-    for node, reason in found:
+    rows, blocks = (
+        "leave quantize-kv-cache out of the recipe, or choose another target",
+        "set `engine: {kv_cache: slots}`",
+    )
+    experts_hint = "exclude the experts from quantize-weights, and fuse them with fuse-experts"
+    found = [(node, cuda_attention.reason_against(attention, sm), rows) for node, attention in cuda_attention.of(model)]
+    for layer in contrib.PagedAttention.all(model):
+        found.append((layer.node, cuda_attention.blocks_reason(layer, sm), blocks))
+    kernels_of_experts: list[contrib.MoE | contrib.QMoE] = [*contrib.MoE.all(model), *contrib.QMoE.all(model)]
+    for experts in kernels_of_experts:
+        hint = "choose another target" if sm < cuda_operators.EXPERTS_SINCE_SM else experts_hint
+        found.append((experts.node, cuda_operators.experts_reason(experts, sm), hint))
+    for node, reason, hint in found:
         if reason is not None:
-            raise UnsupportedError(
-                f"{node.op_type} {node.name} on CUDA: {reason}",
-                hint="leave quantize-kv-cache out of the recipe, or choose another target"
-                if contrib.GroupQueryAttention.matches(node)
-                else "exclude the experts from quantize-weights, and fuse them with fuse-experts",
-            )
+            raise UnsupportedError(f"{node.op_type} {node.name} on CUDA: {reason}", hint=hint)
 
 
 def build(request: BuildRequest) -> Engine:

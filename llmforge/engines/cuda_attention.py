@@ -1,7 +1,8 @@
 """Which kernel ONNX Runtime's CUDA provider computes an attention with, and what it says it did.
 
-Of a PagedAttention, FLASH_ATTENTION from SM 80 on, below EFFICIENT_ATTENTION, or DECODER_ATTENTION for decode steps; of
-a GroupQueryAttention
+Of a PagedAttention, FLASH_ATTENTION from SM 80 on, and cuDNN for decode steps where it takes the shape, from SM 90 on;
+below EFFICIENT_ATTENTION, or DECODER_ATTENTION for decode steps, as over int8 blocks that XQA does not take. Of a
+GroupQueryAttention
 
     decode, one token a row    XQA, then as prefill
     prefill                    cuDNN (SM 90 and above), FLASH_ATTENTION (SM 80 and above), EFFICIENT_ATTENTION
@@ -38,6 +39,7 @@ DECODER = "DECODER_ATTENTION"
 _XQA_HEADS = frozenset({64, 128, 256})
 _XQA_GROUPS = frozenset({1, 2, 4, 5, 8, 16, 32})  # query heads that share a KV head
 _XQA_GROUPS_INT8 = frozenset({4, 8, 16, 32})
+_XQA_GROUPS_BLOCKS = frozenset({4, 6, 8, 16, 32})  # of int8, in the wheel's own message
 _FLASH_LARGEST_HEAD = 256
 _AMPERE, _HOPPER = 80, 90
 
@@ -59,6 +61,7 @@ class Attention:
     window: bool
     sinks: bool
     paged: bool = False
+    norms: bool = False  # of queries and keys, inside
 
     @property
     def group(self) -> int:
@@ -94,13 +97,14 @@ def of(model: ir.Model) -> Iterator[tuple[ir.Node, Attention]]:
                 window=attention.local_window_size > 0,
                 sinks=attention.head_sink is not None,
                 paged=paged,
+                norms=attention.q_norm_weight is not None,
             ),
         )
 
 
 def reason_against(attention: Attention, sm: int) -> str | None:
     """Say why the provider has no kernel for `attention` on a device of `sm`; None where it has."""
-    if not attention.int8:
+    if not attention.int8 or attention.paged:  # blocks of int8 are gathered, or read by the decoder's own kernel
         return None
     if sm < _AMPERE:
         return f"int8 caches need SM {_AMPERE} or above, not SM {sm}"
@@ -109,18 +113,39 @@ def reason_against(attention: Attention, sm: int) -> str | None:
     return None
 
 
+def blocks_reason(layer: PagedAttention, sm: int) -> str | None:
+    """Say why the provider has no kernel for attention over blocks on a device of `sm`; None where it has."""
+    head_dim = graph.width(layer.key_cache)
+    if layer.head_sink is not None and (sm < _AMPERE or head_dim > _FLASH_LARGEST_HEAD):
+        return (
+            f"sinks over blocks need SM {_AMPERE} or above and heads of up to {_FLASH_LARGEST_HEAD} channels, not SM "
+            f"{sm} and {head_dim}"
+        )
+    return None
+
+
 def expected(attention: Attention, sm: int, *, decode: bool) -> frozenset[str]:
     """Return the kernels that a step may be computed with; two where cuDNN decides."""
+    asks_cudnn = sm >= _HOPPER and not (attention.int8 or attention.softcap or attention.window or attention.sinks)
     if attention.paged:
-        slow = DECODER if decode else EFFICIENT
-        return frozenset({slow if sm < _AMPERE or attention.head_dim > _FLASH_LARGEST_HEAD else FLASH})
+        return _over_blocks(attention, sm, decode=decode, asks_cudnn=asks_cudnn)
     groups = _XQA_GROUPS_INT8 if attention.int8 else _XQA_GROUPS
     fits = attention.head_dim in _XQA_HEADS and attention.group in groups and not attention.softcap
+    fits = fits and not (attention.int8 and attention.norms)
     if decode and fits and sm >= _AMPERE:
         return frozenset({XQA})
     plain = EFFICIENT if sm < _AMPERE or attention.head_dim > _FLASH_LARGEST_HEAD else FLASH
-    asks_cudnn = sm >= _HOPPER and not (attention.int8 or attention.softcap or attention.window or attention.sinks)
     return frozenset({plain, CUDNN} if asks_cudnn else {plain})
+
+
+def _over_blocks(attention: Attention, sm: int, *, decode: bool, asks_cudnn: bool) -> frozenset[str]:
+    """As `expected`; XQA reads int8 blocks where the device says that its kernel has the shared memory it wants."""
+    if decode and attention.int8:
+        fits = attention.head_dim in _XQA_HEADS and attention.group in _XQA_GROUPS_BLOCKS and not attention.softcap
+        return frozenset({XQA, DECODER} if fits and sm >= _AMPERE else {DECODER})
+    if sm < _AMPERE or attention.head_dim > _FLASH_LARGEST_HEAD:
+        return frozenset({DECODER if decode else EFFICIENT})
+    return frozenset({FLASH, CUDNN} if decode and asks_cudnn else {FLASH})
 
 
 def parse(log: str) -> list[Choice]:

@@ -124,8 +124,8 @@ def reasons(model: ir.Model) -> Iterator[tuple[ir.Node, str]]:
 def memory(model: ir.Model, spec: EngineSpec, graphs: GraphPlan, blocks: int = 0) -> Memory:
     """Estimate the device memory of the lowered `model`, with a pool of `blocks` if it reads blocks.
 
-    Activations: three tensors of the widest layer for every token of a prefill step, and fp32 logits of `max_batch`
-    rows, twice. Graphs: LAUNCH_BYTES for each launch.
+    Activations: three tensors of the widest layer for every token of a prefill step, fp32 logits of `max_batch` rows,
+    twice, and what a step with prompts gathers of int8 blocks. Graphs: LAUNCH_BYTES for each launch.
     """
     tensors = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
     widest = max((max(tensor.shape.numpy(), default=0) for tensor in tensors if len(tensor.shape) > 1), default=0)
@@ -136,7 +136,7 @@ def memory(model: ir.Model, spec: EngineSpec, graphs: GraphPlan, blocks: int = 0
         caches=(blocks + 1) * block_bytes(model)
         if contrib.PagedAttention.all(model)
         else sum(_cache_bytes(value, spec) for value in model.graph.inputs if _is_cache(value)),
-        activations=3 * 2 * PREFILL_CHUNK * widest + logits,
+        activations=3 * 2 * PREFILL_CHUNK * widest + logits + gathered_bytes(model, spec),
         graphs=LAUNCH_BYTES * launches * len(graphs.captures),
     )
 
@@ -148,6 +148,20 @@ def block_bytes(model: ir.Model) -> int:
         for value in model.graph.inputs
         if _is_cache(value)
     )
+
+
+def gathered_bytes(model: ir.Model, spec: EngineSpec) -> int:
+    """Size of the scratch memory into which a step with prompts dequantizes int8 blocks, one layer at a time.
+
+    PagedAttention sizes it by the rows of the step times its longest text, in 16 bits, of keys and of values
+    (onnxruntime 1.31, paged_attention.cc: `total_kv_tokens` with metadata).
+    """
+    channels = [
+        math.prod(graph.static(layer.key_cache)[2:])
+        for layer in contrib.PagedAttention.all(model)
+        if layer.key_cache.dtype == ir.DataType.INT8
+    ]
+    return 2 * 2 * spec.max_batch * spec.max_context * max(channels, default=0)
 
 
 def pool_blocks(model: ir.Model, spec: EngineSpec, graphs: GraphPlan, capacity_bytes: float) -> int:

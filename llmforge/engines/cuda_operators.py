@@ -3,8 +3,13 @@
 - The fast product of weights in 4 and 8 bits ("fpA_intB") computes a MatMulNBits of a certain layout, without a bias.
   So a bias leaves it, `y = Add(MatMulNBits(x, codes, scales), b)`, where all else fits. What it does not compute runs
   on, slower: `slower` lists it with the reason.
+- ONNX Runtime takes every product that fits by its layout for the fast one, also where that fails from 9 tokens on: a
+  bias of zeros keeps it out.
 - `accuracy_level` is the CPU's: MatMulNBits and QMoE compute in the activations' dtype here, and say so.
 - QMoE takes its codes for reordered ones unless `weights_prepacked` is 0.
+- Attention norms the heads of its queries and keys itself, before it turns them: a Split and two norms fewer a layer.
+  Asked 704 times, the wheel chose the same kernels with norms inside as without, but over int8 rows: there XQA gives
+  way to FLASH_ATTENTION, which dequantizes the whole cache first ("Quantized XQA does not support QK-Norm").
 - A node without a kernel for its 16-bit type computes in fp32 between two Casts, one without a kernel for bool in
   int32: routers, mostly.
 """
@@ -16,9 +21,10 @@ from collections.abc import Iterable, Mapping
 import onnx_ir as ir
 
 from llmforge.engines import kernels
-from llmforge.ir import graph
-from llmforge.ir.operators.contrib import MatMulNBits, QMoE
-from llmforge.lowering.pass_base import Rewritten
+from llmforge.ir import graph, query_key_norms
+from llmforge.ir.operators.contrib import GroupQueryAttention, MatMulNBits, MoE, QMoE
+from llmforge.ir.operators.standard import Split
+from llmforge.lowering.pass_base import Rewritten, Skipped
 
 FLOAT, FLOAT16, BFLOAT16, BOOL = (ir.DataType[name] for name in ("FLOAT", "FLOAT16", "BFLOAT16", "BOOL"))
 _HALF = frozenset({FLOAT16, BFLOAT16})
@@ -27,9 +33,13 @@ _HALF = frozenset({FLOAT16, BFLOAT16})
 # onnxruntime_USE_FPA_INTB_GEMM_FULL). The wheel was asked: with ORT_FPA_INTB_DEBUG=1 it tells of each that it runs.
 FAST_BLOCK = 32
 FAST_COLUMNS: Mapping[int, int] = {4: 64, 8: 32}  # bits → N is a multiple of
+# It takes K of any multiple of 32 and, asked with K of 32 to 608, had no tactic from 9 tokens on where K is no multiple
+# of 64: "No valid fpA_intB MatMulNBits GEMM tactic". Its tactics are chosen by the power of two at or above the tokens.
+FAST_ROWS = 64
 
 # What the kernel of QMoE refuses when it runs (onnxruntime 1.31, moe_quantization.cc; seen to refuse).
 EXPERT_WIDTH, SMALLEST_EXPERT_BLOCK = 64, 32
+EXPERTS_SINCE_SM = 80  # below, of MoE too: "Arch unsupported for MoE GEMM"
 
 
 def name_layouts(model: ir.Model) -> list[Rewritten]:
@@ -43,13 +53,44 @@ def name_layouts(model: ir.Model) -> list[Rewritten]:
     return rewritten
 
 
+def take_norms(model: ir.Model, *, blocks: bool) -> tuple[list[Rewritten], list[Skipped]]:
+    """Move the norms of heads in front of attention into it, in place; list what changes, and what stays and why.
+
+    `blocks`: attention is going to read blocks of a pool (`paged_attention`), whose kernels take norms with any cache.
+    """
+    rewritten, skipped = [], []
+    for layer in GroupQueryAttention.all(model):
+        if layer.key is None or layer.value is None:
+            continue
+        query, key = query_key_norms.both_in_front(layer.query, layer.key, graph.width(layer.past_key))
+        if query.weight is None:
+            continue
+        if layer.past_key.dtype != layer.query.dtype and not blocks:
+            skipped.append(Skipped(layer.name, "norms of queries and keys stay: with them XQA reads no int8 cache"))
+            continue
+        layer.q_norm_weight, layer.k_norm_weight, layer.qk_norm_epsilon = query.weight, key.weight, query.epsilon
+        split, packed = Split.made(query.source), ""
+        if split is not None and list(split.node.outputs) == [query.source, key.source, layer.value]:
+            layer.query, layer.key, layer.value, packed = split.x, None, None, ", which are packed"
+        else:
+            layer.query, layer.key = query.source, key.source
+        rewritten.append(Rewritten(layer.name, f"norms inside attention of queries and keys{packed}"))
+    if rewritten:
+        graph.drop_unused(model)
+    return rewritten, skipped
+
+
 def any_fast(model: ir.Model) -> bool:
     """Say whether the fast product computes a MatMulNBits of `model`."""
     return any(slow_reason(product) is None for product in MatMulNBits.all(model))
 
 
-def experts_reason(experts: QMoE) -> str | None:
-    """Say what the CUDA kernel of QMoE refuses of `experts` when it runs; None: nothing."""
+def experts_reason(experts: MoE | QMoE, sm: int) -> str | None:
+    """Say what the CUDA kernel of `experts` refuses on a device of `sm` when it runs; None: nothing."""
+    if sm < EXPERTS_SINCE_SM:
+        return f"products of experts need SM {EXPERTS_SINCE_SM} or above, not SM {sm}"
+    if isinstance(experts, MoE):
+        return None
     for name, weights in (("inner", experts.fc2_experts_weights), ("hidden", experts.fc1_experts_weights)):
         size = graph.width(weights) * 8 // experts.expert_weight_bits
         if size % EXPERT_WIDTH:
@@ -69,6 +110,19 @@ def split_biases(model: ir.Model) -> list[Rewritten]:
         product.bias = None
         _behind(product.output, "Add", [bias], {}, f"{product.name}/bias")
         rewritten.append(Rewritten(product.name, "bias moved to a separate Add: the fast kernel has none"))
+    return rewritten
+
+
+def keep_out(model: ir.Model) -> list[Rewritten]:
+    """Give a bias of zeros to products that ONNX Runtime would take for the fast one, which fails at them, in place."""
+    rewritten = []
+    for product in MatMulNBits.all(model):
+        n, k, dtype = product.N, product.K, product.scales.dtype
+        taken = product.block_size == FAST_BLOCK and product.zero_points is None and product.bias is None
+        if taken and dtype in _HALF and n % FAST_COLUMNS.get(product.bits, n + 1) == 0 and k % FAST_ROWS:
+            zeros = ir.tensor([0.0] * n, dtype, name=f"fast.zeros_{n}")
+            product.bias = graph.initializer(graph.owner(product.node), f"fast.zeros_{n}", zeros)
+            rewritten.append(Rewritten(product.name, f"a bias of zeros: the fast kernel has no tactic for {k} inputs"))
     return rewritten
 
 
@@ -92,8 +146,8 @@ def slow_reason(product: MatMulNBits, *, without_bias: bool = False) -> str | No
         return f"the fast kernel takes blocks of {FAST_BLOCK}, not {block}"
     if product.zero_points is not None:
         return "the fast kernel takes no zero points"
-    if n % FAST_COLUMNS[bits] or k % block:
-        return f"the fast kernel takes multiples of {FAST_COLUMNS[bits]} outputs and {block} inputs, not [{n}, {k}]"
+    if n % FAST_COLUMNS[bits] or k % FAST_ROWS:
+        return f"the fast kernel takes multiples of {FAST_COLUMNS[bits]} outputs and {FAST_ROWS} inputs, not [{n}, {k}]"
     if product.bias is not None and not without_bias:
         return "the fast kernel takes no bias"
     return None

@@ -31,7 +31,7 @@ ATTENTION_MASK = "attention_mask"  # int64 [batch, longest past + sequence]: 1 w
 CUMULATIVE_LENGTHS = "cumulative_sequence_length"  # int32 [batch + 1]: where the tokens of each row begin
 PAST_SEQLENS = "past_seqlens"  # int32 [batch]
 BLOCK_TABLE = "block_table"  # int32 [batch, blocks of the longest text]
-ATTENTION_METADATA = "attention_metadata"  # int32 [2]: bounds on the tokens of a row, and on those of its text
+ATTENTION_METADATA = "attention_metadata"  # int32 [3]: most tokens of a row, most and least of the longest text
 PAGED = frozenset({CUMULATIVE_LENGTHS, PAST_SEQLENS, BLOCK_TABLE, ATTENTION_METADATA})
 # What tells a graph of places; without them, and without caches, tokens know their own step alone.
 PLACES = frozenset(

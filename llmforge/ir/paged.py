@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph as g
-from llmforge.ir import interface
+from llmforge.ir import interface, query_key_norms
 from llmforge.ir.builder import Builder, shared
 from llmforge.ir.operators.contrib import PagedAttention
 
@@ -27,7 +27,7 @@ def expand(model: ir.Model) -> ir.Model:
     """Clone `model` with every PagedAttention written as standard ONNX; tensors are shared.
 
     Raises:
-        UnsupportedError: a node has inputs that the reference lacks: a slot mapping, norms, scales of a cache.
+        UnsupportedError: a node has a slot mapping, which the reference lacks.
     """
     clone = model.clone()
     expansion = _Expansion(clone)
@@ -43,12 +43,12 @@ class _Expansion(Builder):
 
     def expand(self, layer: PagedAttention) -> None:
         """Replace one layer; comments give shapes: H, K, D = heads, KV heads, channels of a head."""
-        for name in ("slot_mapping", "q_norm_weight", "k_norm_weight", "k_scale", "v_scale"):
-            if getattr(layer, name) is not None:
-                raise UnsupportedError(f"{layer.name}: the reference of PagedAttention has no {name}")
+        if layer.slot_mapping is not None:
+            raise UnsupportedError(f"{layer.name}: the reference of PagedAttention has no slot_mapping")
         node, heads, kv_heads = layer.node, layer.num_heads, layer.kv_num_heads
         block, head_dim = g.static(layer.key_cache)[1], g.static(layer.key_cache)[3]
         group, dtype = heads // kv_heads, layer.query.dtype or ir.DataType.FLOAT
+        query_key_norms.write_out(layer, head_dim)
         q, k, v = self._projections(layer, heads, kv_heads, head_dim)  # [T, H·D], [T, K·D], [T, K·D]
         if layer.do_rotary:
             q, k = (self._rotate(layer, x, count) for x, count in ((q, heads), (k, kv_heads)))
@@ -56,16 +56,18 @@ class _Expansion(Builder):
         slots = self._slots(*places, block)  # [T, 2]
         by_head = self._constant(f"paged.kv_{kv_heads}_{head_dim}", [-1, kv_heads, head_dim])
         caches, dense = [], []
-        for cache, new in ((layer.key_cache, k), (layer.value_cache, v)):
-            written = self._add(node, "ScatterND", [cache, slots, self._add(node, "Reshape", [new, by_head])])
+        for cache, new, scale in ((layer.key_cache, k, layer.k_scale), (layer.value_cache, v, layer.v_scale)):
+            by_slot = self._quantized(node, self._add(node, "Reshape", [new, by_head]), scale, dtype)
+            written = self._add(node, "ScatterND", [cache, slots, by_slot])
             written.type, written.shape = cache.type, cache.shape
             of_rows = self._add(node, "Gather", [written, self._cast(layer.block_table)], {"axis": 0})
             caches.append(written)
-            dense.append(self._float(node, self._add(node, "Reshape", [of_rows, by_head]), dtype))  # [B·L, K, D]
+            read = self._float(node, self._add(node, "Reshape", [of_rows, by_head]), cache.dtype or dtype)
+            dense.append(read if scale is None else self._add(node, "Mul", [read, self._by_head(scale)]))  # [B·L, K, D]
         keys = self._add(node, "Transpose", [dense[0]], {"perm": [1, 2, 0]})  # [K, D, B·L]
         values = self._add(node, "Transpose", [dense[1]], {"perm": [1, 0, 2]})  # [K, B·L, D]
-        scale = layer.scale if layer.scale else head_dim**-0.5
-        q = self._add(node, "Mul", [self._float(node, q, dtype), self._number(scale)])
+        factor = layer.scale if layer.scale else head_dim**-0.5
+        q = self._add(node, "Mul", [self._float(node, q, dtype), self._number(factor)])
         q = self._add(
             node, "Reshape", [q, self._constant(f"paged.q_{kv_heads}_{group}", [-1, kv_heads, group, head_dim])]
         )
@@ -170,6 +172,21 @@ class _Expansion(Builder):
         beside = self._add(node, "Expand", [self._add(node, "Reshape", [sinks, column]), like])
         weights = self._add(node, "Softmax", [self._add(node, "Concat", [scores, beside], {"axis": 3})], {"axis": -1})
         return self._add(node, "Slice", [weights, begin, end, last])
+
+    def _quantized(self, node: ir.Node, x: ir.Value, scale: ir.Value | None, dtype: ir.DataType) -> ir.Value:
+        """Round [T, K, D] to int8 codes, half to even, as `scale` says: none, [1] or [K, 1, D]."""
+        if scale is None:
+            return x
+        codes = self._add(node, "Round", [self._add(node, "Div", [self._float(node, x, dtype), self._by_head(scale)])])
+        least, most = self._number(-128), self._number(127)
+        return self._add(node, "Cast", [self._add(node, "Clip", [codes, least, most])], {"to": int(ir.DataType.INT8)})
+
+    @shared
+    def _by_head(self, scale: ir.Value) -> ir.Value:
+        """Give scales [1] or [K, 1, D] the shape of what is in slots: [1, 1, 1] or [1, K, D]."""
+        if len(g.static(scale)) == 1:
+            return self._first("Reshape", [scale, self._constant("paged.scale", [1, 1, 1])])
+        return self._first("Transpose", [scale], {"perm": [1, 0, 2]})
 
     @shared
     def _cast(self, value: ir.Value) -> ir.Value:

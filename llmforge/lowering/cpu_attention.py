@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.ir import graph
+from llmforge.ir import graph, query_key_norms
 from llmforge.ir.derived import Derived
 from llmforge.ir.operators import canonical, contrib, cpu
-from llmforge.ir.operators.record import Operator
-from llmforge.ir.operators.standard import Reshape, RMSNormalization, Split
+from llmforge.ir.operators.standard import Split
+from llmforge.ir.query_key_norms import Normed
 from llmforge.ir.scratch import Scratch
 from llmforge.quantization import row_blocks
 from llmforge.quantization.formats import KvFormat, SlotFormat
@@ -22,15 +22,6 @@ HEAD_MULTIPLE = 16
 LARGEST_HEAD = 1024
 _PER_CHANNEL, _PER_TENSOR = "PER_CHANNEL", "PER_TENSOR"
 _STATIC, _INT8, _INT4 = 0, 1, 2  # kernels.h, SLOT_*
-_T = TypeVar("_T", bound=Operator)
-
-
-class _Normed(NamedTuple):
-    """One of query and key: what it is before norms of its heads, and their weights."""
-
-    source: ir.Value
-    weight: ir.Value | None = None
-    epsilon: float = 0.0
 
 
 def reason_against(attention: contrib.GroupQueryAttention) -> str | None:
@@ -215,14 +206,12 @@ def _lower(
     return lowered
 
 
-def _packed(attention: contrib.GroupQueryAttention, width: int, dim: int) -> tuple[ir.Value, _Normed, _Normed]:
+def _packed(attention: contrib.GroupQueryAttention, width: int, dim: int) -> tuple[ir.Value, Normed, Normed]:
     """Find query, key and value side by side, `width` channels, and the norms of heads that the kernel takes over."""
     query, key, value = attention.query, attention.key, attention.value
     if key is None or value is None:
-        return query, _Normed(query), _Normed(query)
-    of_query, of_key = _before_norm(query, dim), _before_norm(key, dim)
-    if (of_query.weight is None) != (of_key.weight is None) or of_query.epsilon != of_key.epsilon:
-        of_query, of_key = _Normed(query), _Normed(key)
+        return query, Normed(query), Normed(query)
+    of_query, of_key = query_key_norms.both_in_front(query, key, dim)
     sources = (of_query.source, of_key.source, value)
     split = Split.made(of_query.source)
     if split is not None and tuple(split.node.outputs) == sources:
@@ -231,22 +220,3 @@ def _packed(attention: contrib.GroupQueryAttention, width: int, dim: int) -> tup
     joined.name, joined.type = f"{attention.name}.qkv", query.type
     joined.shape = ir.Shape([*query.shape[:-1], width]) if query.shape is not None else None
     return joined, of_query, of_key
-
-
-def _before_norm(value: ir.Value, dim: int) -> _Normed:
-    """Recognize Reshape to heads, RMSNormalization of each, Reshape back."""
-    outer = _unshared(Reshape, value)
-    norm = None if outer is None else _unshared(RMSNormalization, outer.x)
-    inner = None if norm is None else _unshared(Reshape, norm.x)
-    if norm is None or inner is None:
-        return _Normed(value)
-    weight, heads = norm.scale, graph.static(inner.output)
-    taken = weight.is_initializer() and weight.dtype == ir.DataType.FLOAT and graph.dims(weight) == (dim,)
-    if taken and len(heads) == 4 and heads[3] == dim and norm.axis in (-1, 3):
-        return _Normed(inner.x, weight, norm.epsilon)
-    return _Normed(value)
-
-
-def _unshared(operator: type[_T], value: ir.Value) -> _T | None:
-    """View the node of `operator` that makes `value`, where one input alone reads that."""
-    return operator.made(value) if len(value.uses()) == 1 else None

@@ -9,7 +9,8 @@ changes: a graph with an input or a cache that another operator reads is left al
 
 PagedAttention of ONNX Runtime 1.31 (its schema; contrib_ops/cuda/bert/paged_attention.cc): a window of n tokens has
 the token itself in it, as in GroupQueryAttention; blocks are of a power of two of tokens, 16 or more; FlashAttention
-reads blocks of a multiple of `paged_block_tokens`, and others are gathered into a dense buffer first.
+reads blocks of a multiple of `paged_block_tokens`, and others are gathered into a dense buffer first. Over int8 blocks
+a step of one token a row reads them in place (XQA), and a longer one gathers all texts of the step in 16 bits first.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ TOKENS, BLOCKS, ROWS, ROW_ENDS, ROW_BLOCKS = "tokens", "blocks", "batch", "batch
 
 
 def block_size(model: ir.Model) -> int:
-    """Choose the tokens of a block, so that FlashAttention reads the blocks of every layer of `model`."""
-    return max(paged_block_tokens(graph.static(layer.past_key)[3]) for layer in contrib.GroupQueryAttention.all(model))
+    """Choose the tokens of a block, so that attention reads the blocks of every layer of `model` in place."""
+    return max(
+        paged_block_tokens(graph.static(layer.past_key)[3], int8=layer.past_key.dtype == ir.DataType.INT8)
+        for layer in contrib.GroupQueryAttention.all(model)
+    )
 
 
 def reason_against(model: ir.Model) -> str | None:
@@ -59,8 +63,8 @@ def _layer_reason(layer: contrib.GroupQueryAttention) -> str | None:
         return "PagedAttention takes neither biases nor positions of its own"
     if layer.smooth_softmax == 1 or layer.causal != 1 or layer.sliding_window_cache:
         return "PagedAttention has no smooth softmax without sinks, no attention both ways and no rolling cache"
-    if layer.k_quant_type != "NONE" or layer.v_quant_type != "NONE":
-        return "blocks of int8 and int4 are not written"
+    if layer.past_key.dtype == ir.DataType.UINT8:
+        return "blocks of int4 are not written"
     if layer.cos_cache is not None and graph.width(layer.cos_cache) * 2 != head_dim:
         return f"only {graph.width(layer.cos_cache) * 2} of {head_dim} channels of a head are rotated"
     return None
@@ -74,7 +78,7 @@ def lower(model: ir.Model, tokens: int) -> list[Rewritten]:
         interface.CUMULATIVE_LENGTHS: [ROW_ENDS],
         interface.PAST_SEQLENS: [ROWS],
         interface.BLOCK_TABLE: [ROWS, ROW_BLOCKS],
-        interface.ATTENTION_METADATA: [2],
+        interface.ATTENTION_METADATA: [3],
     }
     places = {name: ir.val(name, ir.DataType.INT32, shape) for name, shape in made.items()}
     model.graph.inputs.extend(places.values())
@@ -115,9 +119,22 @@ def _lower(layer: contrib.GroupQueryAttention, places: dict[str, ir.Value], toke
         "head_sink": layer.head_sink,
         "q_norm_weight": layer.q_norm_weight,
         "k_norm_weight": layer.k_norm_weight,
+        "k_scale": _scales(model_graph, layer.k_scale),
+        "v_scale": _scales(model_graph, layer.v_scale),
     }
-    kept = ("num_heads", "kv_num_heads", "scale", "softcap", "local_window_size", "do_rotary", "rotary_interleaved")
-    attributes = {name: node.attributes[name].value for name in (*kept, "qk_norm_epsilon") if name in node.attributes}
+    kept = (
+        "num_heads",
+        "kv_num_heads",
+        "scale",
+        "softcap",
+        "local_window_size",
+        "do_rotary",
+        "rotary_interleaved",
+        "qk_norm_epsilon",
+        "k_quant_type",
+        "v_quant_type",
+    )
+    attributes = {name: node.attributes[name].value for name in kept if name in node.attributes}
     made = contrib.PagedAttention.insert(node, inputs, attributes, outputs=3, name=node.name)
     flat, *presents = made.node.outputs
     flat.type = node.outputs[0].type
@@ -127,3 +144,10 @@ def _lower(layer: contrib.GroupQueryAttention, places: dict[str, ir.Value], toke
     graph.replace_outputs(node, (result, *presents))
     model_graph.remove(node, safe=True)
     return Rewritten(str(made.name), f"PagedAttention over blocks of {tokens} tokens")
+
+
+def _scales(place: ir.Graph, scales: ir.Value | None) -> ir.Value | None:
+    """Give scales of channels [1, kv_heads, 1, head_dim] the shape that blocks have: [kv_heads, 1, head_dim]."""
+    if scales is None or len(graph.static(scales)) == 1:
+        return scales
+    return graph.initializer(place, f"{scales.name}.blocks", graph.tensor(scales).numpy()[0])

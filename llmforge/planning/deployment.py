@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from llmforge.base.backends import (
     BACKENDS,
+    INT8_SLOTS,
     PAGED_HEAD_DIM,
     PREFILL_CHUNK,
     BackendName,
@@ -157,7 +158,7 @@ def make(
         notes=(
             *_notes(placed, backend),
             *_kv_cache(placed, backend, workload, slots),
-            *not_built.notes(placed, workload),
+            *(each.note for each in not_built.all_of(placed, workload, degrees[ranks].memory)),
         ),
     )
 
@@ -303,7 +304,9 @@ def _slots_reason(placed: Placement, backend: BackendName) -> str | None:
         return (
             f"heads have {', '.join(map(str, sorted(dims)))} channels; blocks are of one width up to {PAGED_HEAD_DIM}"
         )
-    return "blocks of int8 and int4 are not written" if BITS[scheme.kv] <= 8 else None
+    if scheme.kv == "int8":
+        return INT8_SLOTS
+    return f"blocks of {scheme.kv} are not written" if BITS[scheme.kv] <= 8 else None
 
 
 def _notes(placed: Placement, backend: BackendName) -> list[str]:

@@ -1,50 +1,123 @@
 """What ways of serving that llmforge does not have would bring on a target, by the roofline and the target's links.
 
 - Pipeline parallelism: n devices hold n parts of the layers; a token passes all of them in turn, and sequences in n
-  groups keep all of them busy (Huang et al. 2019, "GPipe").
+  groups keep all of them busy (Huang et al. 2019, "GPipe"; Yu et al. 2022, "Orca", section 4).
 - Caches of idle sequences in host memory: they come back over the link to the host, and are not computed again.
 - Disaggregated prefill: one device reads prompts, another generates, and caches pass between them (Zhong et al. 2024,
   "DistServe").
+
+A recipe may ask for each by its name; it is refused with what is said here (`request.refuse_what_is_not_built`).
+
+    pipeline       round = decode of batch/n rows + n · (bytes of their hidden states / link + latency); a token a round
+                   sequences = (n · (memory - reserve - activations) - weights) / cache of one
+    offload        cache of a prompt / host link, against prefill of the prompt
+    disaggregated  of one device for each, requests/s = 1 / max(r, w), r and w a request's time of reading and writing;
+                   two that do both: 2 / (r + w)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from llmforge.base.backends import PREFILL_CHUNK
 from llmforge.metrics.units import significant, step_time
+from llmforge.planning import roofline
 from llmforge.planning.roofline import Placement, Workload
+from llmforge.planning.scheme import BITS
 
-STAGES = 2
-# PCI Express 5.0 with 16 lanes, one direction, where the target's own link is NVLink (PCI-SIG: 32 GT/s a lane).
-HOST_GBS = 63.0
+if TYPE_CHECKING:
+    from llmforge.planning.deployment import Memory
+
+STAGES = 2  # of a pipeline, where nobody says how many
+NAMES = {  # by the keys of a recipe's `engine`
+    "pipeline_parallel": "pipeline parallelism",
+    "kv_offload": "offload of idle caches to host memory",
+    "disaggregated_prefill": "disaggregated prefill",
+}
 
 
-def notes(placed: Placement, workload: Workload) -> Iterator[str]:
-    """Say what each would bring to `workload`; nothing of devices that have no link."""
-    link, target = placed.target.interconnect, placed.target
-    if link is None or placed.ranks > 1:
-        return
-    reached = placed.ceilings.link
-    reading, writing = placed.request_seconds(workload)
-    half = max(1, workload.batch // STAGES)
-    one, each = placed.decode(workload.batch, workload.mean_context), placed.decode(half, workload.mean_context)
-    cache = workload.prompt * placed.scheme.kv_bytes_per_token(placed.shape, 1)
-    if workload.batch > 1:
-        gained = significant(one.seconds / each.seconds * half * STAGES / workload.batch)
-        brings = f"{gained} times the tokens per second of decode on {STAGES} devices, and no shorter TPOT"
+@dataclass(frozen=True)
+class NotBuilt:
+    """A way of serving that is not built: the key of `engine` that asks for it, and what it would bring."""
+
+    key: str
+    brings: str
+    hint: str  # what a recipe that asks for it does instead
+
+    @property
+    def note(self) -> str:
+        """A sentence for a plan."""
+        return f"{NAMES[self.key]} is not supported; {self.brings}"
+
+
+def all_of(placed: Placement, workload: Workload, memory: Memory, stages: int = STAGES) -> tuple[NotBuilt, ...]:
+    """Say what each would bring to `workload`, of which `memory` is what one device holds; nothing without a link."""
+    if placed.target.interconnect is None:
+        return ()
+    return (
+        _pipeline(placed, workload, memory, stages),
+        _offload(placed, workload),
+        _disaggregated(placed, workload),
+    )
+
+
+def _pipeline(placed: Placement, workload: Workload, memory: Memory, stages: int) -> NotBuilt:
+    ceilings, batch, ranks = placed.ceilings, workload.batch, placed.ranks
+    group = -(-batch // stages)
+    states = group * placed.shape.hidden * BITS[placed.scheme.compute] / 8
+    one = placed.decode(batch, workload.mean_context).seconds
+    each = placed.decode(group, workload.mean_context).seconds
+    each += stages * (states / ceilings.link + ceilings.collective_s)
+    gained = significant(one / each)
+    split = f"tensor_parallel: {stages * ranks}"
+    degrees = roofline.degrees(placed.shape, placed.target)
+    if stages * ranks in degrees:
+        divided = Placement(placed.shape, placed.target, placed.scheme, stages * ranks)
+        tpot = step_time(divided.decode(batch, workload.mean_context).seconds)
+        other, hint = f" ({split}: {tpot})", f"set `engine: {{{split}}}`, which the model allows"
     else:
-        brings = f"no speed to a single sequence, and half of the weights on each of {STAGES} devices"
-    yield f"pipeline parallelism is not supported; it would bring {brings}"
-    host = reached if link.kind == "pcie" else HOST_GBS * 1e9 * target.share("link").value
-    back, again = cache / host, placed.prefill(workload.prompt).seconds
-    assumed = "" if link.kind == "pcie" else f", with {HOST_GBS:g} GB/s assumed"
-    yield (
-        f"offload of idle caches to host memory is not supported; {workload.prompt} tokens would come back in "
-        f"{step_time(back)}{assumed}, and are read again in {step_time(again)}"
+        other, hint = "", "remove it"
+    brings = (
+        f"{stages * ranks} devices would decode {gained} times the tokens per second of {ranks}, with a TPOT of "
+        f"{step_time(each)} instead of {step_time(one)}{other}, and hold {_sequences(memory, batch, stages)} sequences "
+        f"of {workload.context} tokens instead of {_sequences(memory, batch, 1)}"
     )
+    return NotBuilt("pipeline_parallel", brings, hint)
+
+
+def _sequences(memory: Memory, batch: int, stages: int) -> int:
+    """Count the sequences whose caches fit on `stages` devices, each with a part of the layers and all activations."""
+    room = stages * (memory.capacity - memory.reserve - memory.activations) - memory.weights
+    return max(0, int(room * batch / memory.cache)) if memory.cache else 0
+
+
+def _offload(placed: Placement, workload: Workload) -> NotBuilt:
+    target = placed.target
+    link = target.host_gbs or (target.interconnect.gbs if target.interconnect else None)
+    assert link is not None
+    reached = link.value * 1e9 * target.share("link").value
+    cache = workload.prompt * placed.scheme.kv_bytes_per_token(placed.shape, placed.ranks)
+    again = placed.prefill(workload.prompt).seconds
+    brings = (
+        f"{workload.prompt} tokens, {cache / 1e6:.1f} MB, would come back in {step_time(cache / reached)}, at "
+        f"{significant(reached / 1e9)} GB/s, and are read again in {step_time(again)}"
+    )
+    hint = "remove it; `serving: {prefix_cache_bytes: …}` keeps caches of common prefixes on the device"
+    return NotBuilt("kv_offload", brings, hint)
+
+
+def _disaggregated(placed: Placement, workload: Workload) -> NotBuilt:
+    reading, writing = placed.request_seconds(workload)
+    cache = workload.prompt * placed.scheme.kv_bytes_per_token(placed.shape, placed.ranks)
+    piece = min(workload.prompt, PREFILL_CHUNK)
     gained = significant((reading + writing) / max(reading, writing) / 2)
-    yield (
-        f"disaggregated prefill is not supported; two devices would serve {gained} times the tokens of two that "
-        f"do both, "
-        f"decode would not wait {step_time(again)} for a prompt, and a cache would pass in {step_time(cache / reached)}"
+    ratio = significant(max(reading, writing) / min(reading, writing))
+    many, few = ("generate", "reads prompts") if writing > reading else ("read prompts", "generates")
+    brings = (
+        f"two devices would serve {gained} times the tokens of two that do both, and as many where {ratio} {many} for "
+        f"each that {few}; decode would not wait {step_time(placed.prefill(piece).seconds)} for a piece of {piece} "
+        f"tokens of a prompt, and a cache would pass in {step_time(cache / placed.ceilings.link)}"
     )
+    hint = "remove it; `serving: {step_tokens: …}` bounds how long decode waits for prompts"
+    return NotBuilt("disaggregated_prefill", brings, hint)

@@ -25,6 +25,7 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     ValidationError,
     ValidationInfo,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -32,7 +33,7 @@ from pydantic import (
 from llmforge import targets
 from llmforge.base import backends, plugins, small_file
 from llmforge.base.backends import BACKENDS, BackendName
-from llmforge.base.errors import InputError, RecipeError, UsageError
+from llmforge.base.errors import EnvironmentLacks, InputError, RecipeError, UsageError
 from llmforge.base.located_yaml import Location, Source, dotted, read
 from llmforge.base.plugins import Plugin
 from llmforge.checkpoint import documents, hub
@@ -145,6 +146,26 @@ class EngineSpec(_Section):
         default=False,
         description="publish without an engine, to build it later on the target GPU with `llmforge build --finish`",
     )
+    # Never in an artifact: what asks for one is refused, with what it would bring (planning/not_built.py).
+    pipeline_parallel: int = Field(
+        default=1, ge=1, le=64, exclude=True, description="not supported above 1: devices that hold parts of the layers"
+    )
+    kv_offload: bool = Field(
+        default=False, exclude=True, description="not supported: keep caches of idle sequences in host memory"
+    )
+    disaggregated_prefill: bool = Field(
+        default=False, exclude=True, description="not supported: read prompts on other devices than those that generate"
+    )
+
+    @property
+    def not_built(self) -> tuple[str, ...]:
+        """The keys that ask for what is not supported."""
+        asked = {
+            "pipeline_parallel": self.pipeline_parallel > 1,
+            "kv_offload": self.kv_offload,
+            "disaggregated_prefill": self.disaggregated_prefill,
+        }
+        return tuple(key for key, wanted in asked.items() if wanted)
 
     @model_validator(mode="after")
     def _batches_reach_the_largest(self) -> Self:
@@ -407,6 +428,13 @@ class TritonSpec(_Section):
         default=(), max_length=1024, description="GPU indices, for kind gpu; default: all"
     )
     versions: int | None = Field(default=1, ge=1, le=2**20, description="number of newest versions to serve; null: all")
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _has_one_device(cls, kind: object) -> object:
+        if kind == "model":
+            raise ValueError("must be 'cpu' or 'gpu': an instance of KIND_MODEL has no device, and an engine needs one")
+        return kind
 
 
 class ServingSpec(_Section):
@@ -684,6 +712,10 @@ class Recipe(_Section):
         """
         return self.checkpoint if self._snapshot is None else self._snapshot.fetch()
 
+    def where(self, *location: str | int) -> str:
+        """Name the place of a key in the recipe's file: file:line:column."""
+        return self._source.where(location)
+
     @property
     def path(self) -> Path:
         """The file that this recipe was read from."""
@@ -858,6 +890,7 @@ class Recipe(_Section):
                 targets.meant(self.target)
             except UsageError as error:
                 yield self._problem(("target",), error.message, error.hint)
+        yield from self._triton_elsewhere()
         named = [each.name for each in self.adapters]
         for number, name in enumerate(named):
             if name in named[:number]:
@@ -969,6 +1002,19 @@ class Recipe(_Section):
                         f"its longest request has {tokens} tokens of prompt and answer, more than engine.max_context, "
                         f"{longest}",
                     )
+
+    def _triton_elsewhere(self) -> Iterator[Problem]:
+        """Find instances of Triton on a kind of device that engines for the target do not run on."""
+        triton = self.serving.triton
+        wanted = triton.kind or ("gpu" if triton.gpus else None)
+        try:
+            kind = targets.find(self.target).kind
+        except (UsageError, EnvironmentLacks):
+            return
+        if wanted not in (None, kind):
+            key = "kind" if triton.kind else "gpus"
+            what = f"asks for a {wanted}, and engines for target {Path(self.target).stem} run on a {kind}"
+            yield self._problem(("serving", "triton", key), what, "leave it out")
 
     def _target_file(self, path: Path) -> Iterator[Problem]:
         """Find what is wrong with the file of a target; an engine is built for one that is known everywhere."""

@@ -13,11 +13,13 @@ import pytest
 
 from llmforge import engines, targets
 from llmforge.base.errors import EnvironmentLacks, ForgeError, RunFailed, UnsupportedError, VerificationError
-from llmforge.engines import BuildRequest, cuda, cuda_graphs
-from llmforge.ir import dialect, graph
+from llmforge.engines import BuildRequest, cuda, cuda_graphs, cuda_operators
+from llmforge.ir import dialect, graph, query_key_norms
+from llmforge.ir.operators import contrib
 from llmforge.lowering.pass_base import Budget, Changes, Context, Pass
 from llmforge.passes import (
     FlashAttention,
+    FuseExperts,
     FuseNorms,
     LowerPrecision,
     PackQkv,
@@ -38,6 +40,7 @@ H100 = targets.load("h100-sxm")
 SPEC = EngineSpec(max_context=64, max_batch=4, kv_cache="slots")
 BUDGET = Budget(kld_mean=5)
 FORM = Llama(hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=64, vocabulary=128, bias=True)
+NORMED = dataclasses.replace(FORM, query_norm=True)
 FAST = QuantizeWeights(BUDGET, method="rtn", symmetric=True, embedding_bits=16, accuracy_level=0)
 PEAKS = np.full((FORM.kv_heads, FORM.head_dim), 4, np.float32)
 RANGES = Statistics(0, 0, {}, {layer: KvRange(PEAKS, PEAKS) for layer in range(FORM.layers)})
@@ -71,21 +74,61 @@ def logits(model: ir.Model) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("more", "tolerance"),
+    ("more", "form", "tolerance"),
     [
-        ((), 5e-3),
-        ((FAST,), 5e-3),
-        ((dataclasses.replace(FAST, symmetric=False),), 5e-3),
-        ((QuantizeKvCache(BUDGET),), 3e-2),  # a number of a cache may round to its neighbour
+        ((), FORM, 5e-3),
+        ((FAST,), FORM, 5e-3),
+        ((dataclasses.replace(FAST, symmetric=False),), FORM, 5e-3),
+        ((QuantizeKvCache(BUDGET),), FORM, 3e-2),  # a number of a cache may round to its neighbour
+        ((), NORMED, 5e-3),
     ],
-    ids=["dense", "int4, biases apart", "int4 with zero points", "int8 cache"],
+    ids=["dense", "int4, biases apart", "int4 with zero points", "int8 cache", "norms inside attention"],
 )
-def test_what_is_lowered_in_fp16_computes_what_the_graph_did(more: tuple[Pass, ...], tolerance: float) -> None:
-    wanted = logits(dialect.expand(prepared(*more, dtype=None)))
-    lowered, _ = lower(prepared(*more))
-    got = logits(lowered)
+def test_what_is_lowered_in_fp16_computes_what_the_graph_did(
+    more: tuple[Pass, ...], form: Llama, tolerance: float
+) -> None:
+    wanted = logits(dialect.expand(prepared(*more, dtype=None, form=form)))
+    lowered, _ = lower(prepared(*more, form=form))
+    got = logits(query_key_norms.expand(lowered))
     assert np.abs(wanted).max() > 1
     assert np.abs(got - wanted).max() < tolerance * np.abs(wanted).max()
+
+
+def test_attention_norms_queries_and_keys_itself() -> None:
+    lowered, changes = lower(prepared(form=NORMED))
+    layers = contrib.GroupQueryAttention.all(lowered)
+    assert [(len(layer.projections), graph.dims(layer.q_norm_weight)) for layer in layers] == [(1, (16,))] * 2
+    assert not any("norm" in str(node.inputs[1]) for node in lowered.graph if node.op_type == "Reshape")
+    what = "norms inside attention of queries and keys, which are packed"
+    assert [each.node for each in changes.rewritten if each.what == what] == ["l0_attention", "l1_attention"]
+    plain, _ = lower(prepared(form=FORM))
+    assert graph.nodes(lowered) == graph.nodes(plain)  # no Split, no Reshape and no norm is left
+
+
+def test_over_int8_rows_norms_stay_in_front() -> None:
+    lowered, changes = lower(prepared(QuantizeKvCache(BUDGET), form=NORMED))
+    assert all(layer.q_norm_weight is None for layer in contrib.GroupQueryAttention.all(lowered))
+    said = [each.reason for each in changes.skipped if each.node.endswith("_attention")]
+    assert said == ["norms of queries and keys stay: with them XQA reads no int8 cache"] * 2
+
+
+def test_norms_that_differ_or_that_something_else_reads_stay_in_front() -> None:
+    for spoil in (_another_epsilon, _another_reader):
+        model = prepared(form=NORMED)
+        spoil(model)
+        rewritten, _ = cuda_operators.take_norms(model, blocks=False)
+        assert [each.node for each in rewritten] == ["l1_attention"]
+
+
+def _another_epsilon(model: ir.Model) -> None:
+    [norm, *_] = (node for node in model.graph if node.name == "l0_q_normed_node")
+    norm.attributes["epsilon"] = ir.AttrFloat32("epsilon", 0.5)
+
+
+def _another_reader(model: ir.Model) -> None:
+    [norm, *_] = (node for node in model.graph if node.name == "l0_k_normed_node")
+    [seen] = graph.insert(norm, "Identity", [norm.outputs[0]], name="peek")
+    model.graph.outputs.append(seen)
 
 
 def test_the_builder_of_gpus_is_found() -> None:
@@ -151,7 +194,7 @@ def test_the_fast_product_gets_no_bias() -> None:
         (dataclasses.replace(FAST, symmetric=False), "fp16", FORM, "takes no zero points; runs on a slower"),
         (dataclasses.replace(FAST, block_size=64), "fp16", FORM, "takes blocks of 32, not 64"),
         (dataclasses.replace(FAST, symmetric=False, block_size=64), "bf16", FORM, "takes blocks of 32, not 64"),
-        (FAST, "fp16", dataclasses.replace(FORM, mlp=96), r"multiples of 64 outputs and 32 inputs, not \[96, 64\]"),
+        (FAST, "fp16", dataclasses.replace(FORM, mlp=96), r"multiples of 64 outputs and 64 inputs, not \[96, 64\]"),
     ],
 )
 def test_slower_products_are_listed_with_the_reason(step: Pass, dtype: str, form: Llama, reason: str) -> None:
@@ -163,6 +206,20 @@ def test_slower_products_are_listed_with_the_reason(step: Pass, dtype: str, form
 def test_without_a_fast_product_nothing_is_said_of_it() -> None:
     lowered, _ = lower(prepared(dataclasses.replace(FAST, block_size=64)))
     assert cuda.FAST_ENTRY not in cuda.session_options(lowered, (1,)).entries
+
+
+def test_what_the_fast_product_fails_at_is_kept_from_it_by_a_bias() -> None:
+    """96 inputs: ONNX Runtime takes them, and has no tactic for more than 8 tokens (test_cuda_wheel.py)."""
+    form = dataclasses.replace(FORM, mlp=96, bias=False)
+    graph_of = prepared(FAST, form=form)
+    lowered, changes = lower(graph_of)
+    kept = {product.K for product in contrib.MatMulNBits.all(lowered) if product.bias is not None}
+    assert kept == {96}
+    assert {product.K for product in contrib.MatMulNBits.all(lowered) if product.bias is None} == {64}
+    what = "a bias of zeros: the fast kernel has no tactic for 96 inputs"
+    assert len([each for each in changes.rewritten if each.what == what]) == form.layers
+    wanted = logits(dialect.expand(prepared(FAST, form=form, dtype=None)))
+    assert np.abs(logits(lowered) - wanted).max() < 5e-3 * np.abs(wanted).max()
 
 
 def test_operators_without_a_kernel_for_bf16_compute_in_fp32() -> None:
@@ -242,6 +299,24 @@ def test_experts_that_the_kernel_refuses(step: Pass, sizes: dict[str, int], reas
     with pytest.raises(UnsupportedError, match=reason) as caught:
         lower(model)
     assert "fuse-experts" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("step", [FAST, FuseExperts()])
+def test_experts_of_an_old_device_are_refused(step: Pass) -> None:
+    lower(of_experts(step))
+    with pytest.raises(
+        UnsupportedError, match=r"MoE .* on CUDA: products of experts need SM 80 or above, not SM 75"
+    ) as caught:
+        lower(of_experts(step), target="t4")
+    assert caught.value.hint == "choose another target"
+
+
+def test_sinks_over_blocks_of_an_old_device_are_refused() -> None:
+    form, spec = dataclasses.replace(FORM, sinks=True), EngineSpec(max_context=64, max_batch=4, kv_cache="paged")
+    lower(prepared(form=form), spec)
+    with pytest.raises(UnsupportedError, match=r"sinks over blocks need SM 80 .*, not SM 75 and 16") as caught:
+        lower(prepared(form=form, target="t4"), spec, "t4")
+    assert "kv_cache: slots" in (caught.value.hint or "")
 
 
 def test_experts_that_stay_a_loop_are_refused() -> None:

@@ -54,6 +54,8 @@ EXPECTED = [
     ({"int8": True}, 90, {FLASH}, {XQA}),
     ({"int8": True, "kv_heads": 32}, 90, {FLASH}, {FLASH}),  # one to a KV head
     ({"int8": True, "softcap": True}, 89, {FLASH}, {FLASH}),
+    ({"norms": True}, 90, {FLASH, CUDNN}, {XQA}),
+    ({"norms": True, "int8": True}, 80, {FLASH}, {FLASH}),  # which is why they stay in front there
 ]
 
 
@@ -67,13 +69,17 @@ def test_expected_kernels(changes: dict[str, int], sm: int, prefill: set[str], d
 
 @pytest.mark.parametrize(
     ("changes", "sm", "prefill", "decode"),
-    [({}, 75, EFFICIENT, DECODER), ({}, 80, FLASH, FLASH), ({"window": True, "sinks": True}, 90, FLASH, FLASH),
-     ({"head_dim": 512}, 90, EFFICIENT, DECODER)],
+    [({}, 75, EFFICIENT, {DECODER}), ({}, 80, FLASH, {FLASH}), ({"window": True, "sinks": True}, 90, FLASH, {FLASH}),
+     ({}, 90, FLASH, {FLASH, CUDNN}), ({"norms": True}, 80, FLASH, {FLASH}),
+     ({"head_dim": 512}, 90, EFFICIENT, {DECODER}), ({"int8": True}, 90, FLASH, {XQA, DECODER}),
+     ({"int8": True, "softcap": True}, 90, FLASH, {DECODER}),
+     ({"int8": True}, 75, EFFICIENT, {DECODER})],
 )  # fmt: skip
-def test_expected_kernels_over_blocks(changes: dict[str, int], sm: int, prefill: str, decode: str) -> None:
+def test_expected_kernels_over_blocks(changes: dict[str, int], sm: int, prefill: str, decode: set[str]) -> None:
     attention = dataclasses.replace(PLAIN, paged=True, **changes)
     assert cuda_attention.expected(attention, sm, decode=False) == {prefill}
-    assert cuda_attention.expected(attention, sm, decode=True) == {decode}
+    assert cuda_attention.expected(attention, sm, decode=True) == decode
+    assert cuda_attention.reason_against(attention, sm) is None
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,11 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 from llmforge import targets
+from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.engines import BuildRequest, cuda, cuda_attention, cuda_operators
 from llmforge.ir.operators import contrib
@@ -78,6 +80,58 @@ def test_the_recorded_kernels_are_those_of_the_wheel(wheel: Path) -> None:
     assert cuda_wheel.dump(cuda_wheel.kernels(wheel)) == cuda_wheel.DATA.read_text(encoding="utf-8")
 
 
+def test_the_fast_product_has_no_tactic_for_odd_halves_of_64_inputs(wheel: Path, tmp_path: Path) -> None:
+    """Why `cuda_operators.keep_out` gives such a product a bias: without it, a prefill fails."""
+    zoo.write("llama-mha-biases", tmp_path / "checkpoint")
+    model, target = trace(Checkpoint.open(tmp_path / "checkpoint")), targets.load("h100-sxm")
+    for step in (FuseNorms(), PackQkv(), FlashAttention(), INT4, LowerPrecision(BUDGET, "fp16")):
+        step.run(model, Context(target))
+    lowered, _ = cuda.lower(model, target, SPEC)
+    odd = [product for product in contrib.MatMulNBits.all(lowered) if product.K % 64]
+    assert {product.K for product in odd} == {96}
+    cuda.write(BuildRequest(lowered, tmp_path / "kept", SPEC, target, (0,), 0))
+    assert cuda_wheel.rehearse(wheel, tmp_path / "kept", 90)["forbidden"] == 0
+    for product in odd:
+        product.bias = None
+    cuda.write(BuildRequest(lowered, tmp_path / "taken", SPEC, target, (0,), 0))
+    with pytest.raises(SystemExit, match="No valid fpA_intB MatMulN"):
+        cuda_wheel.rehearse(wheel, tmp_path / "taken", 90)
+
+
+def test_long_texts_over_blocks_are_divided_where_attention_knows_that_they_are_long(wheel: Path) -> None:
+    """Why the third number of `attention_metadata` is given (runtime/backends/paged.py)."""
+    case = {"sm": 90, "dtype": "float16", "heads": 32, "kv_heads": 8, "head_dim": 128, "cache": None, "softcap": 0}
+    case |= {"window": 0, "sink": False, "blocks": 128}
+    found = cuda_attention_script.ask(wheel, [{**case, "at_least": tokens} for tokens in (1, 512, 513, 4097)])
+    assert [decode for _, decode in found[:2]] == ["FLASH_ATTENTION"] * 2
+    assert all(re.fullmatch(r"FLASH_ATTENTION NumSplits=[2-9]", decode) for _, decode in found[2:])
+
+
+def test_norms_inside_change_no_kernel_but_over_int8_rows(wheel: Path) -> None:
+    """Of what reads 16 bits, and of blocks of either: why `cuda_operators.take_norms` moves them there and only there.
+
+    Decode over int8 blocks says DECODER_ATTENTION here, and XQA where a device tells how much shared memory it wants.
+    """
+    sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "softcap": 0, "sink": False}
+    cases = [
+        {"sm": sm, **sizes, "rotary": True, "window": window, "split": split, "norms": norms, "blocks": blocks, **cache}
+        for sm in (80, 90, 120)
+        for window in (0, 16)
+        for split in (False, True)
+        for blocks in (None, 128)
+        for cache in ({"cache": None}, {"cache": "int8", "granularity": "PER_CHANNEL"})
+        for norms in (False, True)
+    ]
+    found = cuda_attention_script.ask(wheel, cases)
+    for case, without, inside in zip(cases[::2], found[::2], found[1::2], strict=True):
+        if case["blocks"] is None and case["cache"] == "int8":
+            assert (without, inside) == (["FLASH_ATTENTION", "XQA"], ["FLASH_ATTENTION", "FLASH_ATTENTION"])
+        else:
+            assert without == inside
+            decode = {(None, None): "XQA", (128, None): "FLASH_ATTENTION", (128, "int8"): "DECODER_ATTENTION"}
+            assert inside == ["FLASH_ATTENTION", decode[case["blocks"], case["cache"]]]
+
+
 def test_attention_is_computed_by_the_expected_kernels(wheel: Path) -> None:
     """The table of test_cuda_attention.py, less what cuDNN decides."""
     cases = []
@@ -93,9 +147,10 @@ def test_attention_is_computed_by_the_expected_kernels(wheel: Path) -> None:
                 "softcap": 30 if fields["softcap"] else 0,
                 "window": 16 if fields["window"] else 0,
                 "sink": bool(fields["sinks"]),
+                "norms": fields["norms"],
             }
         )
-    refused = [{**cases[-2], "sm": 75}, {**cases[-2], "head_dim": 512}]
+    refused = [{**cases[-1], "sm": 75}, {**cases[-1], "head_dim": 512}]
     found = cuda_attention_script.ask(wheel, [*cases, *refused])
     without_cudnn = [[(kernels - {cuda_attention.CUDNN}) for kernels in row[2:]] for row in EXPECTED]
     assert [[{kernel} for kernel in pair] for pair in found[: len(cases)]] == without_cudnn
@@ -136,8 +191,18 @@ ENGINES = [
     ("glm4-moe", {}, "fp16", (), 80),
     ("deepseek-v2", {}, "fp16", (), 90),
     ("mixtral", WIDE, "fp16", (INT4,), 90),
+    ("qwen3", {}, "fp16", (), 90),  # norms inside attention
+    ("qwen3", {}, "bf16", (QuantizeKvCache(BUDGET),), 80),  # norms in front of it
+    ("gemma3", {}, "bf16", (), 120),
     ("mixtral", WIDE, "bf16", (QuantizeWeights(BUDGET, method="rtn", bits=8),), 80),
 ]
+
+
+def kv_ranges(model: ir.Model) -> Statistics:
+    """Calibrate caches: every key and value reaches to 1."""
+    shapes = {value.name: value.shape for value in model.graph.inputs if value.name.endswith(".key")}
+    peaks = {int(key.split(".")[1]): np.ones((shape[1], shape[3]), np.float32) for key, shape in shapes.items()}
+    return Statistics(0, 0, {}, {layer: KvRange(peak, peak) for layer, peak in peaks.items()})
 
 
 # models over blocks of a pool, with what is particular to each, and the SM
@@ -147,7 +212,31 @@ PAGED = [
     ("qwen2", "bf16", (), 90),
     ("gemma2", "fp16", (), 89),  # windows, soft caps
     ("gpt-oss", "bf16", (), 90),  # windows, sinks
+    ("qwen3", "fp16", (QuantizeKvCache(BUDGET),), 90),  # norms inside, int8 blocks
 ]
+
+
+OLD = {  # what fails on SM 75, as `cuda` says before anything runs
+    "experts": ("mixtral", "slots", (), "Arch unsupported for MoE GEMM"),
+    "quantized experts": ("mixtral", "slots", (INT4,), "Arch unsupported for MoE GEMM"),
+    "sinks": ("gpt-oss", "paged", (), "'head_sink' is only supported by the FlashAttention and paged decode backends"),
+}
+
+
+@pytest.mark.parametrize("case", OLD)
+def test_what_an_old_device_has_no_kernels_for(case: str, wheel: Path, tmp_path: Path) -> None:
+    name, kv_cache, more, said = OLD[case]
+    zoo.write(name, tmp_path / "checkpoint", **(WIDE if name == "mixtral" else {}))
+    model, target = trace(Checkpoint.open(tmp_path / "checkpoint")), targets.load("h100-sxm")
+    for step in (FuseNorms(), PackQkv(), FlashAttention(), *more, FuseExperts(), LowerPrecision(BUDGET, "fp16")):
+        step.run(model, Context(target))
+    spec = SPEC.model_copy(update={"kv_cache": kv_cache})
+    lowered, _ = cuda.lower(model, target, spec)
+    cuda.write(BuildRequest(lowered, tmp_path / "engine", spec, target, (0,), 0))
+    with pytest.raises(SystemExit, match=said):
+        cuda_wheel.rehearse(wheel, tmp_path / "engine", 75)
+    with pytest.raises(UnsupportedError, match="need SM 80"):
+        cuda.lower(model, targets.load("t4"), spec)
 
 
 @pytest.mark.parametrize(("name", "dtype", "more", "sm"), PAGED)
@@ -156,8 +245,9 @@ def test_engines_over_blocks_load_and_are_captured(
 ) -> None:
     zoo.write(name, tmp_path / "checkpoint")
     model, target = trace(Checkpoint.open(tmp_path / "checkpoint")), targets.load("h100-sxm")
+    ranges = kv_ranges(model)
     for step in (FuseNorms(), PackQkv(), PackGateUp(), FlashAttention(), *more, FuseExperts()):
-        step.run(model, Context(target))
+        step.run(model, Context(target, ranges))
     LowerPrecision(BUDGET, dtype).run(model, Context(target))
     spec = EngineSpec(max_context=64, max_batch=2, kv_cache="paged")
     lowered, _ = cuda.lower(model, target, spec)
@@ -167,8 +257,9 @@ def test_engines_over_blocks_load_and_are_captured(
     assert found["forbidden"] == 0, found["first_forbidden"]
     steps = found["log"].partition("PREFILL")[2].split("DECODE", 1)
     said = [set(re.findall(r"Operator=PagedAttention .*SdpaKernel=(\w+)", step)) for step in steps]
-    flash = {"FLASH_ATTENTION"}
-    assert said == ([flash, flash] if sm >= 80 else [{"EFFICIENT_ATTENTION"}, {"DECODER_ATTENTION"}])
+    prefill = {"FLASH_ATTENTION" if sm >= 80 else "EFFICIENT_ATTENTION"}
+    in_place = sm < 80 or any(isinstance(step, QuantizeKvCache) for step in more)
+    assert said == [prefill, {"DECODER_ATTENTION"} if in_place else prefill]
 
 
 @pytest.mark.parametrize(("name", "changes", "dtype", "more", "sm"), ENGINES)
@@ -177,9 +268,7 @@ def test_engines_load_and_are_captured(
 ) -> None:
     zoo.write(name, tmp_path / "checkpoint", **changes)
     model, target = trace(Checkpoint.open(tmp_path / "checkpoint")), targets.load("h100-sxm")
-    shapes = {value.name: value.shape for value in model.graph.inputs if value.name.endswith(".key")}
-    peaks = {int(key.split(".")[1]): np.ones((shape[1], shape[3]), np.float32) for key, shape in shapes.items()}
-    ranges = Statistics(0, 0, {}, {layer: KvRange(peak, peak) for layer, peak in peaks.items()})
+    ranges = kv_ranges(model)
     first = (FuseNorms(), PackQkv(), PackGateUp(), FlashAttention())
     for step in (*first, *more, FuseExperts(), LowerPrecision(BUDGET, dtype)):
         step.run(model, Context(target, ranges))

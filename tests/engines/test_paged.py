@@ -14,10 +14,11 @@ import pytest
 from llmforge import engines, targets
 from llmforge.base.errors import InputError, UnsupportedError
 from llmforge.build import pipeline
-from llmforge.engines import BuildRequest, cuda, cuda_attention, cuda_graphs
+from llmforge.engines import BuildRequest, cuda, cuda_attention, cuda_graphs, cuda_operators
 from llmforge.ir import dialect, graph, interface, paged
 from llmforge.ir.operators import contrib
 from llmforge.lowering import paged_attention
+from llmforge.lowering.pass_base import Pass
 from llmforge.passes import QuantizeKvCache
 from llmforge.recipe import EngineSpec, Recipe
 from llmforge.runtime.backends import device
@@ -51,7 +52,7 @@ def largest_difference(rows: ir.Model, blocks: ir.Model, vocabulary: int) -> flo
     many = session_of(blocks)
     pool = many.allocate(2, 64)
     for name, tensor in pool.store.memory.tensors.items():
-        dtype = {"float32": np.float32, "float16": np.float16}[many.signature.cache_types[name]]
+        dtype = np.dtype(many.signature.cache_types[name]).type
         many.device.write(tensor.buffer, 0, np.full(tensor.buffer.size // dtype().itemsize, 99, dtype))
     random = np.random.default_rng(0)
     texts = [random.integers(0, vocabulary, size).tolist() for size in (25, 45)]
@@ -73,12 +74,18 @@ def largest_difference(rows: ir.Model, blocks: ir.Model, vocabulary: int) -> flo
     return worst
 
 
+NORMED = dataclasses.replace(FORM, query_norm=True)
 FORMS: dict[str, Callable[[], ir.Model]] = {
     "rotary inside, packed": decoder,
     "bias": lambda: prepared(dtype=None),
     "window, soft cap": lambda: prepared(dtype=None, form=dataclasses.replace(FORM, window=9, softcap=5.0)),
     "sinks": lambda: prepared(dtype=None, form=dataclasses.replace(FORM, sinks=True)),
     "one KV head": lambda: prepared(dtype=None, form=dataclasses.replace(FORM, kv_heads=1)),
+    "norms": lambda: prepared(dtype=None, form=NORMED),
+    "int8 by channel": lambda: prepared(QuantizeKvCache(BUDGET), dtype=None),
+    "int8 by tensor, norms": lambda: prepared(
+        QuantizeKvCache(BUDGET, granularity="per_tensor"), dtype=None, form=NORMED
+    ),
 }
 
 
@@ -87,29 +94,48 @@ def test_over_blocks_a_graph_computes_what_it_does_over_rows(name: str) -> None:
     rows = dialect.expand(FORMS[name]())
     blocks = rows.clone()
     assert paged_attention.reason_against(blocks) is None
+    inside, _ = cuda_operators.take_norms(blocks, blocks=True)
+    assert len(inside) == 2 * ("norms" in name)
     rewritten = paged_attention.lower(blocks, BLOCK)
     assert [each.what for each in rewritten] == [f"PagedAttention over blocks of {BLOCK} tokens"] * 2
     assert not contrib.GroupQueryAttention.all(blocks)
+    assert {layer.q_norm_weight is not None for layer in contrib.PagedAttention.all(blocks)} == {"norms" in name}
+    assert {layer.k_scale is not None for layer in contrib.PagedAttention.all(blocks)} == {"int8" in name}
     assert largest_difference(rows, blocks, graph.width(graph.output_named(rows, interface.LOGITS))) < 2e-5
 
 
-def test_what_is_lowered_in_fp16_computes_what_the_graph_did() -> None:
-    lowered, changes = cuda.lower(prepared(), H100, SPEC)
-    assert "PagedAttention over blocks of 256 tokens" in {each.what for each in changes.rewritten}
-    assert largest_difference(dialect.expand(prepared(dtype=None)), lowered, 128) < 2e-2
+@pytest.mark.parametrize(
+    ("more", "tolerance"),
+    [((), 2e-2), ((QuantizeKvCache(BUDGET),), 0.1)],  # a number of a cache may round to its neighbour
+    ids=["16 bits", "int8"],
+)
+def test_what_is_lowered_in_fp16_computes_what_the_graph_did(more: tuple[Pass, ...], tolerance: float) -> None:
+    lowered, changes = cuda.lower(prepared(*more, form=NORMED), H100, SPEC)
+    done = {each.what for each in changes.rewritten}
+    assert {
+        "PagedAttention over blocks of 256 tokens",
+        "norms inside attention of queries and keys, which are packed",
+    } <= done
+    assert largest_difference(dialect.expand(prepared(*more, dtype=None, form=NORMED)), lowered, 128) < tolerance
 
 
-@pytest.mark.parametrize(("head_dim", "tokens"), [(16, 256), (64, 256), (96, 128), (128, 128), (256, 64)])
-def test_blocks_are_of_a_size_that_flash_attention_reads(head_dim: int, tokens: int) -> None:
-    model = decoder()
+@pytest.mark.parametrize(
+    ("head_dim", "tokens", "int8_cache"),
+    [*((d, n, False) for d, n in [(16, 256), (64, 256), (96, 128), (128, 128), (256, 64)]), (256, 128, True)],
+)
+def test_blocks_are_of_a_size_that_attention_reads_in_place(head_dim: int, tokens: int, int8_cache: bool) -> None:
+    model = decoder(int8_cache=int8_cache)
     for layer in contrib.GroupQueryAttention.all(model):
         layer.past_key.shape = ir.Shape(["batch", 2, "capacity", head_dim])
     assert paged_attention.block_size(model) == tokens
 
 
 def test_graphs_that_cannot_read_blocks_are_refused_with_the_reason() -> None:
+    packed = prepared()
+    for layer in contrib.GroupQueryAttention.all(packed):
+        layer.past_key.type = ir.TensorType(ir.DataType.UINT8)
     for model, reason in (
-        (prepared(QuantizeKvCache(BUDGET)), "l0_attention: blocks of int8 and int4 are not written"),
+        (packed, "l0_attention: blocks of int4 are not written"),
         (graphs.llama(FORM), "it has no GroupQueryAttention"),
     ):
         with pytest.raises(UnsupportedError, match=reason) as caught:
@@ -139,7 +165,7 @@ def test_where_no_recipe_says_so_a_graph_reads_blocks_if_it_can_and_else_slots_w
     t4 = targets.load("t4")
     wide = dataclasses.replace(FORM, head_dim=512)
     for model, target, reason in (
-        (prepared(QuantizeKvCache(BUDGET)), H100, "l0_attention: blocks of int8 and int4 are not written"),
+        (prepared(QuantizeKvCache(BUDGET)), H100, "over int8 blocks each step with prompts copies all its texts"),
         (prepared(), t4, "FlashAttention, which reads blocks in place, needs SM 8.0"),
         (prepared(form=wide), H100, "heads have 512 channels, and FlashAttention, which reads blocks in place, up to"),
     ):
@@ -148,7 +174,8 @@ def test_where_no_recipe_says_so_a_graph_reads_blocks_if_it_can_and_else_slots_w
         [note] = changes.notes
         assert note.startswith(f"KV cache in slots, not in blocks: {reason}")
         assert cuda.configure(BuildRequest(lowered, Path(), CHOSEN, target, (3,), None)).kv_blocks is None
-    assert contrib.PagedAttention.all(cuda.lower(prepared(), t4, SPEC)[0])  # which may be asked for
+    for model, target in ((prepared(), t4), (prepared(QuantizeKvCache(BUDGET)), H100)):
+        assert contrib.PagedAttention.all(cuda.lower(model, target, SPEC)[0])  # which may be asked for
     lowered, changes = cuda.lower(prepared(), H100, CHOSEN.model_copy(update={"kv_cache": "slots"}))
     assert (len(contrib.GroupQueryAttention.all(lowered)), changes.notes) == (2, [])
 
@@ -225,6 +252,71 @@ def test_a_pool_is_no_larger_than_what_the_device_has_free(monkeypatch: pytest.M
     monkeypatch.setattr(device.HostDevice, "memory", lambda self: (int(free) + 1, 1 << 30))
     assert session.allocate(4, 96).pool.blocks == 9  # and the one of padding
     assert session.notes == ("a KV cache of 9 blocks instead of 12: 0.0 GB of the device were free",)
+
+
+def test_room_is_left_for_what_steps_with_prompts_gather_of_int8_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered, _ = cuda.lower(prepared(QuantizeKvCache(BUDGET)), H100, SPEC)
+    channels = FORM.kv_heads * FORM.head_dim
+    gathered = 2 * 2 * SPEC.max_batch * SPEC.max_context * channels  # keys and values of one layer in 16 bits
+    plain, _ = cuda.lower(prepared(), H100, SPEC)
+    off = GraphPlan("off", ())
+    wanted, without = (cuda_graphs.memory(model, SPEC, off).activations for model in (lowered, plain))
+    assert wanted - without == gathered
+    model = decoder(int8_cache=True)
+    paged_attention.lower(model, BLOCK)
+    session = session_of(model)
+    free = (10 * session.block_bytes + 2 * 2 * 4 * 96 * 2 * 16) / 0.9
+    monkeypatch.setattr(device.HostDevice, "memory", lambda self: (int(free) + 1, 1 << 30))
+    assert session.allocate(4, 96).pool.blocks == 9
+
+
+def test_attention_is_told_how_long_the_longest_text_is_at_least() -> None:
+    model = decoder()
+    paged_attention.lower(model, BLOCK)
+    [layer, _] = contrib.PagedAttention.all(model)
+    assert layer.attention_metadata is not None
+    assert graph.static(layer.attention_metadata) == (3,)
+    captures = tuple(Capture(i + 1, 2, length) for i, length in enumerate([96, 32]))
+    session = session_of(model, buckets=(2,), graphs=GraphPlan("allow", captures))
+    assert [session._at_least(longest) for longest in (32, 96, 40)] == [1, 33, 33]
+    assert session_of(model)._at_least(64) == 33  # bounds of steps that are not captured are powers of two
+
+
+def test_steps_that_are_not_captured_have_few_bounds() -> None:
+    """From SM 90 on cuDNN keeps a plan for each bound of a step that only decodes."""
+    model = decoder()
+    paged_attention.lower(model, BLOCK)
+    session = session_of(model, buckets=(2,))
+    cache, out = session.allocate(2, 96), np.empty((1, 97), np.float32)
+    table = cache.pool.open(())
+    cache.pool.grow(table, 0, 96)
+    given, bounds = session._feeds, []
+
+    def watched(*args: object) -> object:
+        bounds.append(args[4])
+        return given(*args)
+
+    session._feeds = watched
+    for past in range(90):
+        session.run([Piece([1], past, table, True)], cache, out)
+    assert set(bounds) == {1, 2, 4, 8, 16, 32, 64, 128}
+
+
+def test_on_a_device_prompts_of_each_power_of_two_run_once_before_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoder()
+    paged_attention.lower(model, BLOCK)
+    session = session_of(model)
+    ran = []
+    prepare = session._prepare
+    monkeypatch.setattr(
+        session, "_prepare", lambda pieces, cache: ran.append(len(pieces[0].tokens)) or prepare(pieces, cache)
+    )
+    session.allocate(2, 96)
+    assert ran == []  # the host times nothing
+    monkeypatch.setattr(device.HostDevice, "memory", lambda self: (1 << 30, 1 << 30))
+    cache = session.allocate(2, 96)
+    assert ran == [64, 32, 16, 8, 4, 2, 1]
+    assert cache.pool.available == cache.pool.blocks
 
 
 def test_a_graph_over_rows_is_no_engine_over_blocks() -> None:

@@ -1,6 +1,7 @@
 """Plans: schemes, bytes, the roofline's properties, what fits, what pays, what a build takes."""
 
 import itertools
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -389,7 +390,7 @@ def test_blocks_of_a_paged_cache_are_counted_where_they_are_offered() -> None:
     [
         ("a100-80", "tensorrt", {}, "bf16", "only ONNX Runtime's CUDA provider has attention over blocks"),
         ("t4", "onnxruntime", {}, "fp16", "FlashAttention, which reads blocks in place, needs SM 8.0"),
-        ("a100-80", "onnxruntime", {}, "int8", "blocks of int8 and int4 are not written"),
+        ("a100-80", "onnxruntime", {}, "int8", "over int8 blocks each step with prompts copies"),
         ("a100-80", "onnxruntime", {"head_dim": 512}, "bf16", "heads have 512 channels; blocks are of one width"),
     ],
 )
@@ -560,23 +561,55 @@ def test_rounded_activations_do_not_pay_where_weights_alone_give_as_much() -> No
 
 
 def test_what_is_not_supported_is_noted_with_what_it_would_bring() -> None:
-    plan = planned(target="a100-80")
+    plan = planned(target="a100-80", batch=8)
     step, first = plan.asked.decode.step.seconds, plan.asked.prefill.seconds
     [pipeline, offload, apart] = [note for note in plan.notes if "is not supported" in note]
-    assert "no speed to a single sequence" in pipeline
-    cache = plan.workload.prompt * plan.scheme.kv_bytes_per_token(plan.shape, 1)
-    host = 63e9 * plan.target.share("link").value
+    one = Placement(plan.shape, plan.target, plan.scheme)
+    hidden = 4 * 4096 * 2 / plan.ceilings.link + plan.ceilings.collective_s  # of four sequences, in bf16
+    turn = one.decode(4, plan.workload.mean_context).seconds + 2 * hidden
+    tensor = replace(one, ranks=2).decode(8, plan.workload.mean_context).seconds
+    assert f"would decode {significant(step / turn)} times the tokens per second of 1" in pipeline
     assert (
-        f"come back in {step_time(cache / host)}, with 63 GB/s assumed, and are read again in {step_time(first)}"
-        in offload
+        f"a TPOT of {step_time(turn)} instead of {step_time(step)} (tensor_parallel: 2: {step_time(tensor)})"
+        in pipeline
     )
-    writing = plan.workload.output * step
+    memory = plan.asked.memory
+    held = {
+        devices: int((devices * (80e9 - memory.reserve - memory.activations) - memory.weights) / (memory.cache / 8))
+        for devices in (1, 2)
+    }
+    assert pipeline.endswith(f"hold {held[2]} sequences of 1280 tokens instead of {held[1]}")
+    assert held[1] == pytest.approx(dict(plan.largest)[1024] * 1024 / 1280, rel=0.05)
+    cache = plan.workload.prompt * plan.scheme.kv_bytes_per_token(plan.shape, 1)
+    host = 32e9 * plan.target.share("link").value  # PCIe 4.0 x16, and not NVLink
+    assert (
+        f"1024 tokens, {cache / 1e6:.1f} MB, would come back in {step_time(cache / host)}, at 25.6 GB/s, and are read "
+        f"again in {step_time(first)}" in offload
+    )
+    writing = plan.workload.output * step / 8
     assert f"would serve {significant((first + writing) / max(first, writing) / 2)} times" in apart
+    assert f"as many where {significant(writing / first)} generate for each that reads prompts" in apart
+    assert f"would not wait {step_time(one.prefill(512).seconds)} for a piece of 512 tokens" in apart
     assert f"a cache would pass in {step_time(cache / plan.ceilings.link)}" in apart
-    batch = planned(target="a100-80", batch=8)
-    halves = Placement(batch.shape, batch.target, batch.scheme).decode(4, batch.workload.mean_context).seconds
-    gained = significant(batch.asked.decode.step.seconds / halves)
-    assert any(
-        f"it would bring {gained} times the tokens per second of decode on 2 devices" in note for note in batch.notes
-    )
-    assert not [note for note in planned(target="a100-80", ranks=2).notes if "is not supported" in note]
+    assert not [
+        note for note in planned(target=A100.model_copy(update={"interconnect": None})).notes if "is not" in note
+    ]
+
+
+def test_more_devices_hold_what_one_does_not() -> None:
+    """Llama 3.3 70B in bf16 has 141 GB of weights: two of 80 GB hold them, and one holds no sequence."""
+    plan = planned("llama-3.3-70b", target="h100-sxm", ranks=1)
+    [pipeline] = [note for note in plan.notes if note.startswith("pipeline")]
+    assert re.search(r"hold [1-9]\d+ sequences of 1280 tokens", pipeline)
+    assert pipeline.endswith("instead of 0")
+    four = planned("llama-3.3-70b", target="h100-sxm", ranks=2)
+    assert any("4 devices would decode" in note and "tokens per second of 2," in note for note in four.notes)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_gpu_has_a_link_to_its_host(name: str) -> None:
+    """NVLink joins devices alone, so a target with it says how fast the host's memory is reached."""
+    target = targets.load(name)
+    assert target.interconnect is not None
+    assert (target.host_gbs is None) == (target.interconnect.kind == "pcie")
+    assert target.host_gbs is None or target.host_gbs.value < target.interconnect.gbs.value

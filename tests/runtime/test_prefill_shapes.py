@@ -81,7 +81,7 @@ def test_prompts_of_random_lengths_reach_the_session_in_the_stated_shapes(
     prompts: int, model: bytes, opened: list[Graph]
 ) -> None:
     session, capacity = DeviceSession(model, ONE_THREAD, HostDevice(), shapes=SHAPES, buckets=(8,)), 1100
-    samplers = types.SimpleNamespace(start=lambda sampling, prompt: _sampler(), tokenizer=None)
+    samplers = types.SimpleNamespace(start=lambda sampling, prompt: _sampler(), tokenizer=None, notes=())
     options = EngineOptions(max_queue=16, prefix_cache_bytes=0, step_tokens=4096 if model == b"" else 512)
     scheduler: Scheduler[Any] = Scheduler(session, session.allocate(8, capacity), samplers, options)  # type: ignore[arg-type]
     [graph] = opened

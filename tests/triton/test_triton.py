@@ -405,6 +405,19 @@ def test_an_instance_of_a_gpu_engine_gets_the_gpu_of_its_group(artifact: Artifac
     assert model_module._device(config, {**arguments, "model_instance_kind": "CPU"}) == 0
 
 
+def test_a_model_on_several_gpus_says_so_once(model_module: Any) -> None:
+    """Triton writes all GPUs into a group that names none, and starts an instance on each."""
+    group = {"kind": "KIND_GPU", "count": 1, "gpus": [2, 0, 1]}
+    said = [model_module._copies({"instance_group": [group]}, device) for device in (0, 1, 2)]
+    assert said[1:] == [None, None]
+    assert said[0].startswith(
+        "a copy of the model, with weights and a KV cache of its own, runs on each of the GPUs 0, 1, 2;"
+    )
+    assert "serving.triton.gpus" in said[0]
+    assert model_module._copies({"instance_group": [{**group, "gpus": [1]}]}, 1) is None
+    assert model_module._copies({}, 0) is None
+
+
 def test_the_environment_of_an_engine_is_that_of_what_runs_it(artifact: Artifact) -> None:
     config = RuntimeConfig.read(artifact.path / "engine" / "runtime.json")
     assert f"onnxruntime=={config.onnxruntime}" in repository.requirements(config).splitlines()
@@ -661,3 +674,33 @@ def test_serving_in_a_recipe_is_checked(sample_checkpoint: Path, tmp_path: Path)
         ServingSpec.model_validate_json('{"triton": {"kind": "cpu", "gpus": [0]}}')
     with pytest.raises(RecipeError, match=r"--set triton.instances=0: triton.instances: "):
         ServingSpec().changed(["triton.instances=0"])
+    with pytest.raises(
+        RecipeError, match=r"triton\.kind: must be 'cpu' or 'gpu': an instance of KIND_MODEL has no device"
+    ):
+        ServingSpec().changed(["triton.kind=model"])
+
+
+@pytest.mark.parametrize(
+    ("target", "triton", "said"),
+    [
+        ("h100-sxm", "kind: cpu", r":8:21: serving\.triton\.kind: asks for a cpu, .* target h100-sxm run on a gpu"),
+        ("cpu-avx2", "kind: gpu", r":8:21: serving\.triton\.kind: asks for a gpu, .* target cpu-avx2 run on a cpu"),
+        ("cpu-avx2", "gpus: [1]", r":8:21: serving\.triton\.gpus: asks for a gpu"),
+        ("h100-sxm", "kind: model", r":8:21: serving\.triton\.kind: must be 'cpu' or 'gpu': an instance of KIND_MODEL"),
+        ("h100-sxm", "gpus: [1]", None),
+        ("cpu-avx2", "kind: cpu", None),
+    ],
+)
+def test_instances_are_of_the_kind_of_the_target(
+    target: str, triton: str, said: str | None, sample_checkpoint: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"schema: 1\nname: tiny\ntarget: {target}\nengine: {{max_context: 64}}\npasses: []\n"
+        f"checkpoint: {sample_checkpoint}\nserving:\n  triton: {{         {triton}}}\n"
+    )
+    if said is None:
+        Recipe.load(recipe)
+        return
+    with pytest.raises(RecipeError, match=said):
+        Recipe.load(recipe)

@@ -79,7 +79,8 @@ class PagedAttention(Operator, domain=MICROSOFT):
     """Attention of packed tokens [tokens, channels] over blocks [blocks, block_size, kv_heads, head_dim] by a table.
 
     Row b has the tokens cumulative_sequence_length[b] … [b + 1] - 1, which follow the past_seqlens[b] that its blocks
-    block_table[b] hold. attention_metadata, on the host: at least the most tokens of a row, and of its text.
+    block_table[b] hold. attention_metadata, on the host: at least the most tokens of a row, and of its text; and at
+    most the tokens of the longest text.
     """
 
     query = Input(FLOATS, 2)

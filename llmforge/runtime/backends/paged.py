@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.base.backends import PREFILL_CHUNK
 from llmforge.base.errors import InputError, RunFailed, UsageError
 from llmforge.ir import interface
 from llmforge.runtime.backends.block_pool import BlockPool, BlockTable, Copy, NoBlocks
@@ -196,13 +197,15 @@ class PagedSession(CapturedSession[PagedCache]):
         Raises:
             EnvironmentLacks: the device has no room for those.
             VerificationError: a step that must be captured is not.
+            RunFailed: a step that reads a prompt fails.
         """
         if batch < 1 or capacity < 1:
             raise ValueError(f"a cache of {batch} rows of {capacity} tokens")
         of_a_row = -(-capacity // self.block_size)
         planned = max(of_a_row, min(self.blocks, batch * of_a_row))
         free, total = self.device.memory()
-        fitting = int(free * FREE_PART) // self.block_bytes - 1 if total else planned
+        room = int(free * FREE_PART) - self._gathered_bytes(batch, capacity)
+        fitting = room // self.block_bytes - 1 if total else planned
         pool = BlockPool(max(of_a_row, min(planned, fitting)), self.block_size)
         self._fewer = (
             (f"a KV cache of {pool.blocks} blocks instead of {planned}: {free / 1e9:.1f} GB of the device were free",)
@@ -210,15 +213,34 @@ class PagedSession(CapturedSession[PagedCache]):
             else ()
         )
         cache = PagedCache(batch, capacity, self._store(pool.blocks + 1), pool, [None] * batch)
+        if total:
+            self._on_thread(lambda: self._warm(cache))
         if self._captures and all(c.batch <= batch and c.length <= capacity for c in self._captures):
             self._on_thread(lambda: self._capture(cache))
         return cache
+
+    def _warm(self, cache: PagedCache) -> None:
+        """Read a prompt of each power of two of tokens, so that no request waits for what is chosen by that.
+
+        Products time their tactics in the first step of each (fpA_intB, QMoE): other steps need no padding.
+        """
+        table, out = cache.pool.open(()), np.empty((1, self.vocabulary), np.float32)
+        cache.pool.grow(table, 0, cache.capacity)
+        longest = 1 << (PREFILL_CHUNK + cache.batch - 1).bit_length()  # of prompts, and of rows that decode beside them
+        for tokens in (1 << i for i in reversed(range(min(longest, cache.capacity).bit_length()))):
+            self._execute(cache, self._prepare([Piece([0] * tokens, 0, table, wanted=True)], cache), out)
+        cache.pool.close(table)
 
     @property
     def block_bytes(self) -> int:
         """Size of one block, in all layers."""
         token = sum(c.kv_heads * c.head_dim * ELEMENTS[c.dtype].size_bytes for c in self.signature.caches)
         return token * self.block_size
+
+    def _gathered_bytes(self, batch: int, capacity: int) -> int:
+        """Size of what a step with prompts gathers of int8 blocks, in 16 bits (engines.cuda_graphs.gathered_bytes)."""
+        channels = [c.kv_heads * c.head_dim for c in self.signature.caches if c.dtype == "int8"]
+        return 2 * 2 * batch * capacity * max(channels, default=0)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -329,7 +351,8 @@ class PagedSession(CapturedSession[PagedCache]):
         bucket = next((size for size in self.buckets if size >= len(pieces)), None) if decode else None
         if bucket is not None:
             length, graph_id = self._graph_of(cache.store.memory, bucket, longest)
-            feeds = self._feeds(pieces, cache, None, bucket, length or longest, temperatures)
+            bound = length or 1 << (longest - 1).bit_length()  # cuDNN builds and keeps a plan for each that it meets
+            feeds = self._feeds(pieces, cache, None, bucket, bound, temperatures)
             return self._prepare_decode(feeds, cache, graph_id)
         feeds = self._feeds(pieces, cache, rows, len(pieces), longest, temperatures)
         most, count = max(value.nbytes for value in feeds.values()), max(1, count)
@@ -371,11 +394,21 @@ class PagedSession(CapturedSession[PagedCache]):
             interface.CUMULATIVE_LENGTHS: ends,
             interface.PAST_SEQLENS: past,
             interface.BLOCK_TABLE: table,
-            interface.ATTENTION_METADATA: np.array([int(lengths.max()), longest], np.int32),
+            interface.ATTENTION_METADATA: np.array([int(lengths.max()), longest, self._at_least(longest)], np.int32),
             interface.LOGITS_ROWS: rows,
             interface.TEMPERATURES: given,
         }
         return {name: value for name, value in made.items() if name in self._input_names}
+
+    def _at_least(self, longest: int) -> int:
+        """Give a number of tokens that the longest text has of every step that runs as one of up to `longest`.
+
+        FlashAttention divides texts of more than 512 tokens among blocks of threads only where it is told so: a few
+        long texts would keep a few multiprocessors busy. A bound that is too high changes no result.
+        """
+        if not self._captures:
+            return longest // 2 + 1
+        return 1 + max((capture.length for capture in self._captures if capture.length < longest), default=0)
 
     def _prepare_decode(self, feeds: Mapping[str, NDArray[Any]], cache: PagedCache, graph_id: int) -> _Step:
         """Bring the inputs of a step of one token a row to addresses that never change."""

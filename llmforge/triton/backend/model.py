@@ -85,7 +85,8 @@ class TritonPythonModel:
             )
         except ForgeError as error:
             raise pb_utils.TritonModelException(f"llmforge: {error}") from error
-        for note in (*admitted.notes, *self._engine.stats().notes):
+        copies = _copies(config, device)
+        for note in (*admitted.notes, *([copies] if copies else []), *self._engine.stats().notes):
             pb_utils.Logger.log_warn(f"llmforge: {note}")
         names = {"model": "model_name", "version": "model_version", "instance": "model_instance_name"}
         labels = {label: args[name] for label, name in names.items()}
@@ -182,6 +183,21 @@ def _device(config: RuntimeConfig, args: Mapping[str, str]) -> int:
             hint=f"kind: KIND_{kind}",
         )
     return int(args["model_instance_device_id"]) if kind == "GPU" else 0
+
+
+def _copies(config: Mapping[str, Any], device: int) -> str | None:
+    """Say on which GPUs Triton runs a copy of the model, if there are several; the instance on the first one says it.
+
+    Triton puts all GPUs of the host into a group of KIND_GPU that names none.
+    """
+    gpus = sorted({gpu for group in config.get("instance_group", ()) for gpu in group.get("gpus", ())})
+    if len(gpus) < 2 or device != gpus[0]:
+        return None
+    listed = ", ".join(map(str, gpus))
+    return (
+        f"a copy of the model, with weights and a KV cache of its own, runs on each of the GPUs {listed}; "
+        "`gpus` of instance_group chooses (serving.triton.gpus in a recipe)"
+    )
 
 
 def _shared_memory() -> tuple[Path, ...]:
