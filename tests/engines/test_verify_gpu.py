@@ -178,7 +178,18 @@ def test_the_plan_of_a_gpu_has_every_model_and_takes_turns(program):
 def test_a_lease_settles_parity_of_every_precision_before_it_measures_one_round(program):
     names = [step.name for step in program["checks"].plan(program["scale"].LEASE)]
     kinds = list(dict.fromkeys(name.partition(":")[0] for name in names))
-    order = ["environment", "parity", "capture", "shape", "build", "speed", "profile", "tensorrt", "tensorrt-rtx"]
+    order = [
+        "environment",
+        "parity",
+        "capture",
+        "shape",
+        "build",
+        "speed",
+        "profile",
+        "tensorrt",
+        "tensorrt-rtx",
+        "ranks",
+    ]
     assert kinds == order
     assert {name.split(":")[1] for name in names if name.startswith("parity:")} == {
         "fp16", "bf16", "int8", "int4", "int8-kv", "fp16-slots",
