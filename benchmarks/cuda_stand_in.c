@@ -2,7 +2,7 @@
  *
  * Everything that is not defined here is a function that returns 0 (success, or no pointer). Launching a kernel is such
  * a function: buffers keep their zeros. Layout of cudaDeviceProp and numbers of attributes: CUDA 13.0, driver_types.h.
- * STAND_IN_SM is the compute capability that the device claims, 90 if it is not set.
+ * STAND_IN_SM is the compute capability that the device claims, 90 if it is not set; STAND_IN_DEVICES how many there are.
  *
  * Between the begin and the end of a capture, what CUDA forbids there is counted: calls that wait for the device, that
  * copy or clear memory beside the stream, or that take memory by other means than the stream's pool.
@@ -51,8 +51,14 @@ static int sm(void) {
   const char *text = getenv("STAND_IN_SM");
   return text ? atoi(text) : 90;
 }
-int cudaGetDeviceCount(int *count) { *count = 1; return 0; }
-int cudaGetDevice(int *device) { *device = 0; return 0; }
+static _Thread_local int chosen;
+int cudaGetDeviceCount(int *count) {
+  const char *text = getenv("STAND_IN_DEVICES");
+  *count = text ? atoi(text) : 1;
+  return 0;
+}
+int cudaSetDevice(int device) { chosen = device; return 0; }
+int cudaGetDevice(int *device) { *device = chosen; return 0; }
 
 int cudaGetDeviceProperties(char *prop, int device) {
   memset(prop, 0, SIZE);
@@ -142,6 +148,7 @@ int cudaMemcpyFromSymbol(void *to, const void *symbol, size_t size, size_t offse
 }
 
 static char made;
+int cudaStreamCreateWithFlags(void **stream, unsigned flags) { *stream = &made; return 0; }
 int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *kernel, int size, size_t shared,
                                                            unsigned flags) {
   *blocks = 1;

@@ -165,6 +165,11 @@ class FakeContext:
         self.specialization: str | None = None
         self.cache: FakeRuntimeCache | None = None
         self.fails = False
+        self.communicator: Any = None
+
+    def set_communicator(self, communicator: Any) -> bool:
+        self.communicator = communicator
+        return True
 
     def set_device_memory(self, memory: int, size: int) -> None:
         assert memory % 256 == 0

@@ -11,6 +11,8 @@ What is verified, a step each, every one in a process of its own:
                              sampled; torch eager, torch.compile and vLLM, where it is installed, take turns with ours
     profile                  where a served step's time goes on the host: steps, sampling, copies, as NVTX ranges
     tensorrt, tensorrt-rtx   plans of the sample checkpoint: built, deserialized, compared, timed
+    ranks                    two ranks on two GPUs, through NCCL: logits, a step's time, and the end of one of them; not
+                             run where there is one GPU
     attention:…              which kernel computes attention, against what is expected of the device
 
 --lease 40m takes of it what settles most in so much time, and stops there; without a network, wheels are carried in

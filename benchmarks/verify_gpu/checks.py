@@ -10,6 +10,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -22,9 +23,11 @@ import numpy as np
 
 from benchmarks.verify_gpu import place, speed
 from benchmarks.verify_gpu.scale import EVERY, Scale
-from llmforge.base.errors import EnvironmentLacks, VerificationError
+from llmforge.base.errors import EnvironmentLacks, Unavailable, VerificationError
+from llmforge.runtime.backends import device as devices
 from llmforge.runtime.backends.config import FILE, RuntimeConfig
 from llmforge.runtime.backends.device import Block, BlockCopy
+from llmforge.runtime.backends.ranks import nccl
 
 PACKAGES = (
     "llmforge", "onnxruntime-gpu", "onnxruntime", "cuda-bindings", "tensorrt", "tensorrt-rtx", "torch", "transformers",
@@ -38,6 +41,7 @@ ATTENTION = {  # heads, KV heads, head_dim, window, engine.kv_cache
     "h64-group4-blocks": (8, 2, 64, None, "paged"),
     "h128-group4-window-blocks": (8, 2, 128, 64, "paged"),
 }
+RANKS = 2
 SLOTS = "-slots"  # ends names of steps whose engines have slots, where they would have blocks by default
 PIECES = [20, 1, 1, 9, 1, 1]  # a prompt, tokens one by one, several behind a past
 
@@ -88,6 +92,7 @@ def plan(scale: Scale) -> list[Step]:
     first, last = next(iter(scale.models)), scale.models[next(iter(scale.models))].precisions[-1]
     made.append(Step("profile", 600, _named(profile, first, last), (f"build:{first}:{last}",)))
     made += [Step(name, 1200, _named(plans, name)) for name in ("tensorrt", "tensorrt-rtx")]
+    made.append(Step("ranks", 1200, ranks))
     if scale.attention:
         made += [Step(f"attention:{name}", 300, _named(attention, name), (), read_attention) for name in ATTENTION]
     return made
@@ -273,6 +278,38 @@ def plans(run: Run, backend: str) -> Result:
     step = speed.decode(session, session.allocate(8, 128), 8, 16, 16)
     recordings = [_recording(each) for each in session.capture_results]
     return {**compared, "size_bytes": facts["size_bytes"], "decode_ms@8": step * 1e3, "recordings": recordings}
+
+
+def ranks(run: Run) -> Result:
+    """Hold the logits of two ranks, on a GPU each, against the CPU's; time their steps, and end one of them."""
+    from benchmarks.verify_gpu import subjects
+
+    if not run.scale.dry and (seen := devices.count()) < RANKS:
+        raise EnvironmentLacks(f"{RANKS} ranks take one GPU each, and there {'is' if seen == 1 else 'are'} {seen}")
+    folder, chosen = run.work / "engines" / "ranks", place.target(run.scale, run.target)
+    subjects.build(subjects.SAMPLE, folder, run.scale.plain, chosen, max_batch=8, max_context=128, ranks=RANKS)
+    session = subjects.open_engine(folder, run.scale)
+    wanted = subjects.reference(subjects.SAMPLE, run.work / "engines" / "ranks-cpu")
+    compared = _compared(session, wanted, 1e-3 if run.scale.dry else 0.2, wanted.vocabulary)
+    cache = session.allocate(8, 128)
+    step = speed.decode(session, cache, 8, 16, 16)
+    os.kill(session.processes[1], signal.SIGKILL)
+    start = time.perf_counter()
+    try:
+        speed.decode(session, cache, 8, 16, 16)
+        raise VerificationError("a rank was killed, and steps go on")
+    except Unavailable as error:
+        ended = {"said": error.message, "after_s": time.perf_counter() - start}
+    left = [each for each in session.processes if Path(f"/proc/{each}").exists()]
+    if left:
+        raise VerificationError(f"a rank was killed, and {len(left)} processes of ranks are left")
+    return {
+        **compared,
+        "nccl": nccl.version(),
+        "decode_ms@8": step * 1e3,
+        "killed": ended,
+        "notes": list(session.notes),
+    }
 
 
 def shape(run: Run, model: str) -> Result:

@@ -20,7 +20,7 @@ def render(outcomes: Outcomes, scale: Scale) -> str:
     parts += [
         part for model in scale.models for part in (_speed(outcomes, scale, model), _served(outcomes, scale, model))
     ]
-    parts += [_profile(outcomes), _troubles(outcomes)]
+    parts += [_ranks(outcomes), _profile(outcomes), _troubles(outcomes)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -53,9 +53,9 @@ def _attention(outcomes: Outcomes) -> str:
 
 def _parity(outcomes: Outcomes) -> str:
     rows = []
-    for step in ("parity:", "tensorrt"):
+    for step in ("parity:", "tensorrt", "ranks"):
         for name, found in _results(outcomes, step):
-            name = f"{name or step} (sample checkpoint)" if step == "tensorrt" else name
+            name = name if step == "parity:" else f"{name or step} (sample checkpoint)"
             choice = f"{found['same_first_choice']:.1%}"
             rows.append((name, f"{found['largest_difference']:.2g}", f"{found['kld_mean']:.2g}", choice))
     head = ("precision:model", "largest difference of logits", "mean KL divergence", "same first choice")
@@ -153,6 +153,19 @@ def _profile(outcomes: Outcomes) -> str:
     marked = "marked for a profiler" if found["nvtx"] else "not marked: the package nvtx is not installed"
     title = f"## Where the host's time goes, {found['rows']} rows; NVTX ranges {marked}"
     return _table(title, ("", "calls", "median ms", "of the whole"), rows)
+
+
+def _ranks(outcomes: Outcomes) -> str:
+    found = _result(outcomes, "ranks")
+    if found is None:
+        return ""
+    killed = found["killed"]
+    rows = [
+        ("NCCL", found["nccl"] or "–"),
+        ("decode step of 8 rows, ms", f"{found['decode_ms@8']:.2f}"),
+        ("a rank that was killed", f"{killed['said']}; told after {killed['after_s']:.1f} s"),
+    ]
+    return _table("## Two ranks", ("", ""), rows)
 
 
 def _troubles(outcomes: Outcomes) -> str:

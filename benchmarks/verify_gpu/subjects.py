@@ -22,6 +22,7 @@ from llmforge.evaluation import footprint
 from llmforge.ir import graph
 from llmforge.ir.operators import canonical
 from llmforge.lowering.pass_base import Budget, Context, Pass
+from llmforge.parallel.split import split
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_experts import FuseExperts
 from llmforge.passes.fuse_norms import FuseNorms
@@ -78,9 +79,10 @@ def build(
     max_batch: int,
     max_context: int,
     backend: str = "onnxruntime",
+    ranks: int = 1,
     kv_cache: str | None = None,
 ) -> dict[str, Any]:
-    """Write the engine of `checkpoint` into `folder`, anew; return what is known of it."""
+    """Write the engine of `checkpoint` into `folder`, anew, or that of several ranks; return what is known of it."""
     shutil.rmtree(folder, ignore_errors=True)
     opened = Checkpoint.open(checkpoint)
     model = trace(opened)
@@ -92,13 +94,15 @@ def build(
     for step in made:
         step.run(model, Context(chosen) if ranges is None else Context(chosen, statistics=ranges))
     # What cannot be recorded is part of the evidence, and keeps nothing from being measured.
-    spec = EngineSpec(
-        backend=backend, max_context=max_context, max_batch=max_batch, cuda_graphs="allow", kv_cache=kv_cache
-    )
+    sizes = {"max_context": max_context, "max_batch": max_batch, "tensor_parallel": ranks}
+    spec = EngineSpec(backend=backend, cuda_graphs="allow", kv_cache=kv_cache, **sizes)
     builder = engines.for_target(spec.backend, chosen)
-    lowered, changes = builder.lower(model, chosen, spec)
+    graphs = [model] if ranks == 1 else split(model, ranks).ranks
+    lowerings = [builder.lower(each, chosen, spec) for each in graphs]
+    lowered, changes = lowerings[0]
     ends = opened.eos_token_ids, opened.bos_token_id
-    engine = builder.build(engines.BuildRequest(lowered, folder / "engine", spec, chosen, *ends))
+    several = [each for each, _ in lowerings] if ranks > 1 else []
+    engine = builder.build(engines.BuildRequest(lowered, folder / "engine", spec, chosen, *ends, ranks=several))
     write_tokenizer(opened, folder / "tokenizer")
     read = footprint.count(model)
     facts = {
@@ -116,7 +120,7 @@ def build(
 def open_engine(folder: Path, scale: Scale) -> Any:
     """Open an engine with what runs it; in a dry run, the session that drives a GPU, over the host's memory."""
     config = RuntimeConfig.read(folder / "engine" / FILE)
-    if not scale.dry:
+    if not scale.dry or config.ranks > 1:  # ranks of a dry run are processes on the CPU
         return loading.open_engine(folder / "engine", config)
     model = folder / "engine" / MODEL_FILE
     return DeviceSession(model, config.session.resolve(), HostDevice(), buckets=(config.max_batch,))

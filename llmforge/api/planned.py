@@ -53,7 +53,7 @@ def plan(
     output: int | None = None,
     context: int | None = None,
     price: float | None = None,
-    ranks: int = 1,
+    ranks: int | None = None,
     revision: str | None = None,
     **dtypes: Any,
 ) -> Plans:

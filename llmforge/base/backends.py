@@ -135,6 +135,7 @@ class Provider:
     index: str = ""  # where pip gets `package`, if not from PyPI
     verified: bool = False  # `dtypes` were read off the package, or seen when an engine was built or refused
     ranks: bool = False  # several of its engines compute one model together (docs/tensor-parallelism.md)
+    ranks_sm: int = 0  # compute capability from which on they can, of GPUs
 
     @property
     def install(self) -> str:
@@ -182,7 +183,7 @@ class Backend:
     providers: tuple[Provider, ...]  # one a kind of target
     compiled: bool  # an engine is a plan that `module` compiled from the graph; else the graph itself, as ONNX
     scales: Literal["blocks", "channels"]  # what shares a scale where weights in 8 bits are multiplied as they are
-    alone: str  # why engines share no model, of providers that are no `ranks` (docs/tensor-parallelism.md)
+    alone: str = ""  # why engines share no model, of providers that are no `ranks` (docs/tensor-parallelism.md)
     head_dims: range | None = None  # channels of a head that attention has kernels for, keys as values; None: any
     elsewhere: Elsewhere | None = None  # None: llmforge's own runtime runs its engines
 
@@ -208,7 +209,6 @@ ONNXRUNTIME = Backend(
     module="onnxruntime",
     compiled=False,
     scales="blocks",
-    alone="ONNX Runtime's wheel for CUDA has no collectives, and llmforge's own are for CPUs",
     providers=(
         Provider(
             name="cpu",
@@ -246,6 +246,7 @@ ONNXRUNTIME = Backend(
             capabilities=("75", "80", "86", "89", "90", "120"),
             uncovered="the onnxruntime-gpu 1.31.1 wheel holds neither code for SM {sm} nor PTX to make it from",
             needs_device="an engine for ONNX Runtime's CUDA provider is verified on the GPU that runs it",
+            ranks=True,
         ),
     ),
 )
@@ -257,7 +258,6 @@ TENSORRT = Backend(
     module="tensorrt",
     compiled=True,
     scales="channels",
-    alone="a plan of each rank can be built, and nothing here gives several contexts a communicator",
     head_dims=TENSORRT_HEAD_DIMS,
     providers=(
         # What TensorRT-RTX 1.7 built and refused by capability, without a GPU; TensorRT 11 is taken to do the same.
@@ -281,6 +281,8 @@ TENSORRT = Backend(
             never={"fp32": "fused attention takes fp16 and bf16"},
             needs_device="TensorRT must build an engine on the GPU that runs it",
             index="NVIDIA's index",
+            ranks=True,
+            ranks_sm=80,  # NVIDIA, TensorRT 11.1 documentation, "Multi-Device Inference"
         ),
     ),
 )

@@ -73,7 +73,13 @@ Examples:
     "--products", "product", type=click.Choice(["fp8", "fp4", "int8"]),
     help="Also quantize activations, and multiply in this dtype. Defaults to --dtype.",
 )  # fmt: skip
-@click.option("--tp", "ranks", type=POSITIVE, metavar="N", default=1, help="Tensor parallelism: number of devices.")
+@click.option(
+    "--tp",
+    "ranks",
+    type=POSITIVE,
+    metavar="N",
+    help="Tensor parallelism: number of devices. Defaults to tensor_parallel of RECIPE on a GPU, else 1.",
+)
 @click.option(
     "--price",
     "usd_per_hour",

@@ -18,6 +18,7 @@ from llmforge.base.backends import BACKENDS, ONNXRUNTIME, PROVIDERS, dotted
 from llmforge.base.errors import EnvironmentLacks
 from llmforge.doctor.gpus import Gpu
 from llmforge.evaluation.machine import Machine
+from llmforge.runtime.backends.ranks import nccl
 
 State = Literal["yes", "no", "optional"]
 _TIGHT = 10_000_000_000  # bytes of disk below which a build of a few billion parameters will not end
@@ -59,6 +60,7 @@ def checklist(machine: Machine, gpus: Sequence[Gpu], folder: Path) -> list[Check
         _frontend(),
         *_runtimes(gpus),
         _kernels(),
+        _nccl(gpus),
         *_extras(),
         *_compilers(gpus),
     ]
@@ -125,6 +127,15 @@ def _kernels() -> Check:
         found = "not compiled: no C compiler was found at installation"
         return Check("CPU kernels", "optional", found, hint)
     return Check("CPU kernels", "yes", f"compiled, using {native.instruction_set()}")
+
+
+def _nccl(gpus: Sequence[Gpu]) -> Check:
+    """Look for what ranks on GPUs meet through; several GPUs are no use to one engine without it."""
+    what = "an engine over several GPUs (`engine: {tensor_parallel: N}`)"
+    if (version := nccl.version()) is None:
+        state: State = "no" if len(gpus) > 1 else "optional"
+        return Check("NCCL", state, f"{nccl.LIBRARY} not found: needed for {what}", nccl.INSTALL)
+    return Check("NCCL", "yes", f"{version}, for {what}")
 
 
 def _extras() -> Iterator[Check]:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from llmforge.base.backends import BACKENDS, BackendName, plugin_of, slots_reason
+from llmforge.base.backends import BACKENDS, BackendName, dotted, plugin_of, slots_reason
 from llmforge.base.errors import EnvironmentLacks, InputError, UnsupportedError
 from llmforge.base.plugins import Plugin, blamed, refusal
 from llmforge.base.progress import Progress, Silent
 from llmforge.ir import graph
+from llmforge.runtime.backends import loading
 from llmforge.runtime.backends.config import FILE, PluginFacts, RuntimeConfig
 from llmforge.runtime.backends.device import CudaDevice
 
@@ -167,11 +168,20 @@ def refuse_ranks(backend: BackendName, degree: int, target: Target) -> None:
     Raises:
         UnsupportedError: they cannot; the message says what the backend lacks.
     """
-    if degree > 1 and not target.require_engine(backend).ranks:
+    provider = target.require_engine(backend)
+    if degree == 1:
+        return
+    if not provider.ranks:
         raise UnsupportedError(
             f"engine.tensor_parallel is {degree}; {backend} does not support it on {target.name}: "
             f"{BACKENDS[backend].alone}",
             hint="set `tensor_parallel: 1`; `llmforge.parallel.split.split` writes the graph of each rank",
+        )
+    if target.kind == "gpu" and int(target.require_gpu().sm) < provider.ranks_sm:
+        raise UnsupportedError(
+            f"engine.tensor_parallel is {degree}; {backend} has collectives from compute capability "
+            f"{dotted(str(provider.ranks_sm))} on, and {target.name} has {dotted(target.require_gpu().sm)}",
+            hint="set `tensor_parallel: 1`, or choose `backend: onnxruntime`",
         )
 
 
@@ -203,7 +213,7 @@ def require_device(target: Target, spec: EngineSpec) -> None:
         EnvironmentLacks: it is not; the hint of an engine that was deferred says where it is finished.
     """
     provider = target.require_engine(spec.backend)
-    if provider.needs_device is None or (reason := why_not_run(target)) is None:
+    if provider.needs_device is None or (reason := why_not_run(target, devices(target, spec))) is None:
         return
     finish = "`llmforge build --finish ARTIFACT`"
     raise EnvironmentLacks(
@@ -214,12 +224,14 @@ def require_device(target: Target, spec: EngineSpec) -> None:
     )
 
 
-def why_not_run(target: Target) -> str | None:
-    """Say why this machine cannot run what is built for `target`; None where it can."""
+def why_not_run(target: Target, ranks: int = 1) -> str | None:
+    """Say why this machine cannot run what is built for `target`, on a GPU for each of `ranks`; None where it can."""
     try:
         if target.kind == "cpu":
             target.require_here()
             return None
+        if ranks > 1:
+            loading.require_devices(ranks)
         found = CudaDevice()
     except EnvironmentLacks as error:
         return error.message

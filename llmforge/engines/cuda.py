@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from llmforge import native
 from llmforge.base.backends import INT8_SLOTS, PAGED_HEAD_DIM, PREFILL_CHUNK, slots_reason
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.engines import (
     BuildRequest,
     Engine,
     cuda_attention,
+    cuda_collectives,
     cuda_graphs,
     cuda_operators,
     heads,
@@ -48,6 +50,8 @@ from llmforge.runtime.backends.device import CudaDevice
 from llmforge.runtime.backends.interface import Backend
 from llmforge.runtime.backends.loading import module_of
 from llmforge.runtime.backends.prefill_shapes import SHAPES
+from llmforge.runtime.backends.ranks import session as rank_session
+from llmforge.runtime.backends.ranks.session import RankSession
 from llmforge.targets import Target
 
 VERSION = kernels.cuda().wheel.rpartition("=")[2]
@@ -55,6 +59,10 @@ VERSION = kernels.cuda().wheel.rpartition("=")[2]
 # Session entries of the fast product of 4-bit and 8-bit weights (cuda_operators), in the wheel by these names.
 FAST_ENTRY, FAST_ROWS_ENTRY = "ep.cuda.fpa_intb_gemm", "ep.cuda.fpa_intb_profile_m"
 FUSIONS_ENTRY = "optimization.disable_specified_optimizers"
+
+CUDNN_SM = 90  # compute capability from which on attention is cuDNN's, unless it is told otherwise
+# Provider option: all attention kernels but cuDNN's, as a sum: 1 flash, 2 memory-efficient, 16 unfused.
+SDPA_KERNEL, WITHOUT_CUDNN = "sdpa_kernel", str(1 + 2 + 16)
 
 # Tokens of the steps that prove an engine: kernels of products are chosen by the power of two at or above them.
 PROVED_TOKENS = tuple(sorted({*(1 << i for i in range(10)), *(3 << i for i in range(8))}))  # 1 … 512
@@ -87,8 +95,10 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
             "sparsify-weights: ONNX Runtime has no kernels for 2:4 weights: the engine would be as slow as without",
             hint="choose `engine: {backend: tensorrt-rtx}` or `tensorrt`, or leave sparsify-weights out of the recipe",
         )
-    changes = Changes()
-    lowered, changes.rewritten = standard.expand(model)
+    changes, meeting = Changes(), model.clone()
+    met = cuda_collectives.write(meeting)
+    lowered, changes.rewritten = standard.expand(meeting)
+    changes.rewritten += met
     blocked = (reason := _slots_reason(lowered, target, spec)) is None
     inside, outside = cuda_operators.take_norms(lowered, blocks=blocked)
     changes.rewritten += inside
@@ -221,16 +231,21 @@ def build(request: BuildRequest) -> Engine:
         VerificationError: a step that must be captured is not, or logits are not finite.
     """
     require_host(request.target, request.spec)
-    check(request.model, request.target)
-    signatures.check_context(request.model, request.spec.max_context)
+    for model in request.ranks or (request.model,):
+        check(model, request.target)
+        signatures.check_context(model, request.spec.max_context)
     config = write(request)
-    device = CudaDevice()
-    config, notes = open_and_prove(
-        request.folder,
-        config,
-        lambda chosen: module_of(chosen).open_engine(request.folder / MODEL_FILE, chosen, None, device),
-    )
-    return Engine.built(request, config, notes=notes)
+    config, notes = open_and_prove(request.folder, config, lambda chosen: _opened(request.folder, chosen))
+    facts = {"ranks": f"{config.ranks} processes, one GPU each"} if request.ranks else {}
+    return Engine.built(request, config, facts, notes)
+
+
+def _opened(folder: Path, config: RuntimeConfig) -> Backend[Any]:
+    """Open what was written on the GPU of this machine, or on the first of them."""
+    if config.ranks > 1:
+        return rank_session.open_engine(folder, config, None)
+    session: Backend[Any] = module_of(config).open_engine(folder / MODEL_FILE, config, None, CudaDevice())
+    return session
 
 
 def open_and_prove(
@@ -246,7 +261,7 @@ def open_and_prove(
         VerificationError: as `prove`.
     """
     try:
-        return config, prove(open_session(config), config)
+        return config, _proven(open_session(config), config)
     except (UnsupportedError, VerificationError) as error:
         if FAST_ENTRY not in config.session.entries:
             raise
@@ -254,16 +269,28 @@ def open_and_prove(
     own = {FAST_ENTRY, FAST_ROWS_ENTRY, FUSIONS_ENTRY}
     entries = {name: value for name, value in config.session.entries.items() if name not in own}
     slower = replace(config, session=replace(config.session, entries=entries))
-    notes = prove(open_session(slower), slower)
+    notes = _proven(open_session(slower), slower)
     (folder / FILE).write_text(slower.to_json(), encoding="utf-8")
     return slower, (f"{FAST_ENTRY} is off, and products of codes are slower: with it, {reason}", *notes)
 
 
+def _proven(session: Backend[Any], config: RuntimeConfig) -> tuple[str, ...]:
+    """Prove an engine (`prove`), and end the processes of its ranks."""
+    try:
+        return prove(session, config)
+    finally:
+        if isinstance(session, RankSession):
+            session.close()
+
+
 def write(request: BuildRequest) -> RuntimeConfig:
-    """Write `model.onnx`, its data and `runtime.json`, and return what the last one says."""
+    """Write `model.onnx`, or the graph of each rank, its data and `runtime.json`; return what the last one says."""
     config = configure(request)
     request.folder.mkdir(parents=True, exist_ok=True)
-    onnx_file.write(request.model, request.folder, request.progress)
+    if request.ranks:
+        onnx_file.write_ranks(request.ranks, request.folder, request.progress)
+    else:
+        onnx_file.write(request.model, request.folder, request.progress)
     (request.folder / FILE).write_text(config.to_json(), encoding="utf-8")
     return config
 
@@ -295,11 +322,17 @@ def configure(request: BuildRequest) -> RuntimeConfig:
     model, target, spec = request.model, request.target, request.spec
     graphs = cuda_graphs.plan(model, spec)
     buckets = cuda_graphs.decode_batches(spec)
+    options = provider_options(graphs.mode != "off")
+    if request.ranks and int(target.require_gpu().sm) >= CUDNN_SM:
+        # cuDNN refuses a shape when it comes; a rank that opened its graph again would leave the others waiting.
+        options[SDPA_KERNEL] = WITHOUT_CUDNN
     return replace(
         signatures.config(request, session_options(model, buckets)),
         onnxruntime=VERSION,
+        kernels=native.VERSION if request.ranks else None,
+        ranks=len(request.ranks) or 1,
         provider="cuda",
-        provider_options=provider_options(graphs.mode != "off"),
+        provider_options=options,
         buckets=buckets,
         device=DeviceFacts(int(target.require_gpu().sm), require_memory(model, target, spec)),
         graphs=graphs,

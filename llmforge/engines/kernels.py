@@ -24,6 +24,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from llmforge.base.errors import VerificationError
 from llmforge.ir import operators
+from llmforge.ir.operators.record import CUDA, FLOATS
 from llmforge.ir.operators.standard import Cast, Constant, ConstantOfShape, Loop
 
 FILE = "cuda_kernels.json"
@@ -93,6 +94,10 @@ def missing(model: ir.Model, kernels: Kernels, dtypes: Mapping[ir.Value, ir.Data
         if Constant.matches(node) or node.op_identifier() in model.functions:
             continue
         opset = model.opset_imports.get(node.domain, 1)
+        if node.domain == CUDA and operators.record(node) is not None:
+            if dtypes[node.outputs[0]] not in FLOATS:
+                yield node, "it takes fp16, bf16 and fp32"
+            continue
         if kernels.runs(node, opset, dtypes):
             continue
         known = kernels.of(node, opset)
@@ -153,6 +158,10 @@ def _infer(model: ir.Model, graph: ir.Graph, dtypes: dict[ir.Value, ir.DataType]
         if subgraphs:  # Loop, Scan and If: outputs have the types of the body's; a Loop's has its condition in front
             made = subgraphs[0].as_graph().outputs[1 if Loop.matches(node) else 0 :]
             dtypes |= {output: dtypes[inner] for output, inner in zip(node.outputs, made, strict=False)}
+        elif node.domain == CUDA:  # of our own library: what they make has the type of what they read
+            [read] = node.inputs
+            assert read is not None
+            dtypes[node.outputs[0]] = dtypes[read]
         else:
             _infer_node(node, model.opset_imports.get(node.domain, 1), dtypes)
 

@@ -1,6 +1,6 @@
 """An engine that is not built yet: the lowered graph, its weights, and what its GPU's host needs to build it.
 
-`engine/` holds `model.onnx`, `model.onnx.data` and `pending.json` until then.
+`engine/` holds `model.onnx`, `model.onnx.data` and `pending.json` until then; of several ranks, the graph of each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmforge.base.progress import Progress
 from llmforge.engines import BuildRequest, onnx_file
 from llmforge.ir.onnx_file import load as load_graph
 from llmforge.recipe import EngineSpec
-from llmforge.runtime.backends.config import MODEL_FILE
+from llmforge.runtime.backends.config import MODEL_FILE, rank_file
 from llmforge.targets import Target
 
 FORMAT = 2
@@ -45,8 +45,12 @@ class Pending:
 
     def request(self, source: Path, folder: Path, target: Target, progress: Progress) -> BuildRequest:
         """Ask for the engine that is pending in `source` to be built in `folder`."""
-        model = load_graph(source / MODEL_FILE)
-        return BuildRequest(model, folder, self.spec, target, self.eos_token_ids, self.bos_token_id, progress)
+        spec = self.spec
+        several = spec.tensor_parallel > 1
+        files = [rank_file(rank) for rank in range(spec.tensor_parallel)] if several else [MODEL_FILE]
+        models = [load_graph(source / name) for name in files]
+        request = BuildRequest(models[0], folder, spec, target, self.eos_token_ids, self.bos_token_id, progress)
+        return dataclasses.replace(request, ranks=models) if several else request
 
 
 def write(
@@ -66,7 +70,10 @@ def write(
         multiply_adds_per_token=multiply_adds_per_token,
     )
     request.folder.mkdir(parents=True, exist_ok=True)
-    onnx_file.write(request.model, request.folder, request.progress)
+    if request.ranks:
+        onnx_file.write_ranks(request.ranks, request.folder, request.progress)
+    else:
+        onnx_file.write(request.model, request.folder, request.progress)
     text = json.dumps(dataclasses.asdict(pending), indent=1, sort_keys=True) + "\n"
     (request.folder / PENDING_FILE).write_text(text, encoding="utf-8")
 
@@ -81,7 +88,7 @@ def read(folder: Path) -> Pending:
     if not file.is_file():
         raise InputError(
             f"{folder.parent}: its engine is already built"
-            if (folder / MODEL_FILE).exists() or any(folder.glob("*.plan"))
+            if (folder / MODEL_FILE).exists() or (folder / rank_file(0)).exists() or any(folder.glob("*.plan"))
             else f"{file} is missing: {folder.parent} is not an artifact with a deferred engine",
             hint="--finish takes an artifact of `llmforge build RECIPE --defer`",
         )

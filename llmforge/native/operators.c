@@ -16,6 +16,7 @@
 #define INLINE_MACS (256 * 1024) /* below that many multiplications, waking a thread costs more than it saves */
 #define SHARED_ROWS 2           /* up to that many rows, every thread quantizes them itself: cheaper than a second wake */
 #define MAX_RANK 8
+#define MOST_RANKS 64
 #define MOST_TERMS 2 /* of an activation */
 
 #define TRY(expression)                             \
@@ -97,6 +98,14 @@ static Status *input(const Api *api, const Context *context, size_t index, Tenso
     memset(tensor, 0, sizeof *tensor);
     TRY(ort_input(api, context, index, &value));
     return value ? read_tensor(api, value, tensor) : NULL;
+}
+
+static Status *ort_element_type(const Api *api, const Value *value, int *type) {
+    TypeAndShape *shape;
+    TRY(ort_shape(api, value, &shape));
+    Status *status = ort_shape_type(api, shape, type);
+    ort_release_shape(api, shape);
+    return status;
 }
 
 static Status *output(const Api *api, Context *context, size_t index, const int64_t *dims, size_t rank, void **data) {
@@ -702,7 +711,31 @@ static Status *latents_compute(void *kernel, Context *context) {
 
 /* ---- AllReduce, AllGather --------------------------------------------------------------------------------------- */
 
+typedef struct CollectiveKernel {
+    const Api *api;
+    int64_t ranks;
+    int gather;
+} CollectiveKernel;
+
+static Status *collective_create(const Api *api, const KernelInfo *info, void **kernel, int gather) {
+    CollectiveKernel made = {.api = api, .gather = gather};
+    TRY(ort_attribute_int(api, info, "ranks", &made.ranks));
+    if (made.ranks < 2 || made.ranks > MOST_RANKS) REFUSE("AllReduce, AllGather: ranks is 2 … 64");
+    return keep(api, &made, sizeof made, kernel);
+}
+
+static Status *reduce_create(const CustomOp *op, const Api *api, const KernelInfo *info, void **kernel) {
+    (void)op;
+    return collective_create(api, info, kernel, 0);
+}
+
+static Status *gather_create(const CustomOp *op, const Api *api, const KernelInfo *info, void **kernel) {
+    (void)op;
+    return collective_create(api, info, kernel, 1);
+}
+
 #include "collectives.inc"
+#include "nccl.inc"
 
 /* ---- registration ------------------------------------------------------------------------------------------------- */
 
@@ -726,8 +759,9 @@ static int op_zero(const CustomOp *op, size_t i) { (void)op; (void)i; return 0; 
 static int op_one(const CustomOp *op) { (void)op; return 1; }
 static int op_last_version(const CustomOp *op) { (void)op; return INT32_MAX; }
 
-#define OPERATOR(NAME, INPUTS, OUTPUTS, CREATE, COMPUTE)                                                              \
-    {.op = {.version = ORT_API_VERSION, .name = op_name, .provider = op_provider, .input_type = op_input_type,       \
+#define OPERATOR(NAME, INPUTS, OUTPUTS, CREATE, COMPUTE) ON_PROVIDER(op_provider, NAME, INPUTS, OUTPUTS, CREATE, COMPUTE)
+#define ON_PROVIDER(PROVIDER, NAME, INPUTS, OUTPUTS, CREATE, COMPUTE)                                                 \
+    {.op = {.version = ORT_API_VERSION, .name = op_name, .provider = PROVIDER, .input_type = op_input_type,       \
             .input_count = op_input_count, .output_type = op_output_type, .output_count = op_output_count,           \
             .destroy = op_destroy, .input_characteristic = op_input_characteristic,                                  \
             .output_characteristic = op_output_characteristic, .input_memory = op_zero,                              \
@@ -767,6 +801,12 @@ static Operator operators[] = {
     OPERATOR("GroupQueryAttentionSlots", slots_inputs, slots_outputs, attention_create, attention_compute),
     OPERATOR("LatentAttention", latents_inputs, latents_outputs, latents_create, latents_compute),
     OPERATOR("LatentAttentionInt8", latents8_inputs, latents_outputs, latents_create, latents_compute),
+};
+
+static const int any_type[] = {TYPE_ANY}; /* what is made has the type of what is read */
+static Operator cuda_operators[] = {
+    ON_PROVIDER(nccl_provider, "AllReduce", any_type, any_type, reduce_create, nccl_compute),
+    ON_PROVIDER(nccl_provider, "AllGather", any_type, any_type, gather_create, nccl_compute),
 };
 
 #if HAS_NEON
@@ -850,7 +890,7 @@ EXPORT double llmforge_sum_exponentials(const float *x, int64_t count, float bes
 }
 
 EXPORT Status *RegisterCustomOps(SessionOptions *options, const ApiBase *base) {
-    static Domain *domain; /* shared by all sessions of the process, and never released */
+    static Domain *domain, *cuda_domain; /* shared by all sessions of the process, and never released */
     const Api *api = base->get_api(ORT_API_VERSION);
     if (!api) abort(); /* older than 1.17: there is no table to report an error with */
     if (!kernels) kernels = supported(NULL);
@@ -858,5 +898,12 @@ EXPORT Status *RegisterCustomOps(SessionOptions *options, const ApiBase *base) {
         TRY(ort_domain(api, DOMAIN, &domain));
         for (size_t i = 0; i < sizeof operators / sizeof *operators; i++) TRY(ort_domain_add(api, domain, &operators[i].op));
     }
-    return ort_use_domain(api, options, domain);
+    TRY(ort_use_domain(api, options, domain));
+    if (!nccl.communicator) return NULL;
+    if (!cuda_domain) {
+        TRY(ort_domain(api, CUDA_DOMAIN, &cuda_domain));
+        for (size_t i = 0; i < sizeof cuda_operators / sizeof *cuda_operators; i++)
+            TRY(ort_domain_add(api, cuda_domain, &cuda_operators[i].op));
+    }
+    return ort_use_domain(api, options, cuda_domain);
 }

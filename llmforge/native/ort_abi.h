@@ -23,7 +23,8 @@ typedef struct ApiBase {
 } ApiBase;
 
 enum { STATUS_FAIL = 1, STATUS_INVALID_ARGUMENT = 2 };
-enum { TYPE_FLOAT = 1, TYPE_UINT8 = 2, TYPE_INT8 = 3, TYPE_INT32 = 6, TYPE_INT64 = 7 };
+enum { TYPE_ANY = 0, TYPE_FLOAT = 1, TYPE_UINT8 = 2, TYPE_INT8 = 3, TYPE_INT32 = 6, TYPE_INT64 = 7 };
+enum { TYPE_FLOAT16 = 10, TYPE_BFLOAT16 = 16 };
 enum { REQUIRED = 0, OPTIONAL = 1 };
 
 enum { PIECES = 16 }; /* of work that are handed out one by one, so that a thread that was held up delays nobody */
@@ -45,6 +46,9 @@ static inline Status *ort_use_domain(const Api *api, SessionOptions *options, Do
 }
 static inline Status *ort_data(const Api *api, Value *value, void **data) {
     return CALL(api, 51, Status * (*)(Value *, void **))(value, data);
+}
+static inline Status *ort_shape_type(const Api *api, const TypeAndShape *shape, int *type) {
+    return CALL(api, 60, Status * (*)(const TypeAndShape *, int *))(shape, type);
 }
 static inline Status *ort_rank(const Api *api, const TypeAndShape *shape, size_t *rank) {
     return CALL(api, 61, Status * (*)(const TypeAndShape *, size_t *))(shape, rank);
@@ -71,6 +75,10 @@ static inline Status *ort_output(
     const Api *api, Context *context, size_t index, const int64_t *dims, size_t rank, Value **value) {
     return CALL(api, 91, Status * (*)(Context *, size_t, const int64_t *, size_t, Value **))(
         context, index, dims, rank, value);
+}
+/* The CUDA stream that the kernel is to use; NULL where the provider has none. */
+static inline Status *ort_stream(const Api *api, const Context *context, void **stream) {
+    return CALL(api, 193, Status * (*)(const Context *, void **))(context, stream);
 }
 /* Call `work(data, i)` for every i below `total`, in up to 16 pieces of neighbours that threads take as they get free. */
 static inline Status *ort_parallel(

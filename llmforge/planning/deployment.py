@@ -70,6 +70,7 @@ class Degree:
     largest_batch: int  # at the workload's context
     prefill: StepCost
     decode: Decode  # at the workload's batch
+    sent_per_token: int  # bytes that a device sends for each token of a decode step
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def make(
             hint="reduce --prompt or --output",
         )
     _refuse_heads(shape, backend)
-    splits = {each: Placement(shape, target, scheme, each) for each in roofline.degrees(shape, target)}
+    splits = {each: Placement(shape, target, scheme, each) for each in roofline.degrees(shape, target, ranks)}
     degrees = {each: degree(split, workload) for each, split in splits.items()}
     if ranks not in splits:
         raise UnsupportedError(
@@ -238,6 +239,7 @@ def degree(placed: Placement, workload: Workload) -> Degree:
         decode=_decode(placed, workload),
         memory=memory(placed, workload),
         largest_batch=largest_batch(placed, workload.context),
+        sent_per_token=placed.sent_per_token,
     )
 
 

@@ -88,6 +88,7 @@ def details(planned: Planned) -> RenderableType:
         _largest(plan),
         _steps(plan),
         _degrees(plan),
+        *([_of_each(plan)] if len(plan.degrees) > 1 else []),
         _passes(planned.advice),
         *_bases(planned.advice),
         _facts(planned),
@@ -134,6 +135,9 @@ def data(planned: Planned | Refused) -> dict[str, Any]:
                 "ranks": each.ranks,
                 "fits": each.memory.fits,
                 "weights": each.memory.weights,
+                "kv_cache": each.memory.cache,
+                "activations": each.memory.activations,
+                "sent_bytes_per_token": each.sent_per_token,
                 "largest_batch": each.largest_batch,
                 "ttft_s": each.prefill.seconds,
                 "tpot_s": each.decode.step.seconds,
@@ -256,6 +260,14 @@ def _degrees(plan: Plan) -> Table:
             percent(_links_share(each)),
             significant(each.decode.tokens_per_second),
         )
+    return table
+
+
+def _of_each(plan: Plan) -> Table:
+    table = _table("What each device holds, and sends", "devices", "weights", "KV cache", "activations", "sent a token")
+    for each in plan.degrees:
+        held = (each.memory.weights, each.memory.cache, each.memory.activations)
+        table.add_row(str(each.ranks), *map(size, held), size(each.sent_per_token) if each.ranks > 1 else "–")
     return table
 
 

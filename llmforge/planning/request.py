@@ -49,7 +49,7 @@ class Request:
     output: int | None = None
     context: int | None = None
     wanted: Wanted = field(default_factory=Wanted)
-    ranks: int = 1
+    ranks: int | None = None
     usd_per_hour: float | None = None
     calibration_tokens: int = 0  # of a recipe
     stored: str | None = None  # what becomes of a checkpoint that comes quantized
@@ -192,7 +192,8 @@ def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, i
     said = intent.wanted if asked.wanted.kv is None else replace(intent.wanted, cache=None)
     chosen = scheme.choose(target, backend, shape.dtype, asked.wanted.or_else(said))
     price, slots = asked.usd_per_hour, intent.slots
-    made = deployment.make(shape, target, backend, chosen, workload, ranks=asked.ranks, usd_per_hour=price, slots=slots)
+    ranks = asked.ranks or (target.kind == "gpu" and intent.ranks) or 1  # ranks on a CPU share what it has
+    made = deployment.make(shape, target, backend, chosen, workload, ranks=ranks, usd_per_hour=price, slots=slots)
     build = building.predict(shape, chosen, backend, calibration_tokens=intent.calibration_tokens)
     told = advice.advise(made)
     noted = [] if intent.stored is None else [intent.stored]
@@ -261,6 +262,7 @@ def _intent(recipe: Recipe) -> Request:
         backend=spec.backend,
         batch=spec.max_batch,
         context=spec.max_context,
+        ranks=spec.tensor_parallel,
         wanted=wanted,
         calibration_tokens=tokens,
         stored=source.note(settings, folder, steps),

@@ -209,6 +209,16 @@ class Placement:
             ceilings=ceilings,
         )
 
+    @property
+    def sent_per_token(self) -> int:
+        """Count the bytes that a device sends for each token of a decode step: the sums of all layers, and logits.
+
+        In a ring, 2 · (n - 1) / n of what is summed and (n - 1) / n of what is gathered.
+        """
+        shape = self.shape
+        numbers = 2 * ALL_REDUCES * shape.depth * shape.hidden + shape.vocabulary
+        return int((self.ranks - 1) * numbers * BITS[self.scheme.compute] // (8 * self.ranks))
+
     def _all_reduces(self, rows: int) -> float:
         """Time the all-reduces of a step: in a ring, 2 · (n - 1) / n of the bytes leave each device."""
         if self.ranks == 1:
@@ -218,11 +228,12 @@ class Placement:
         return ALL_REDUCES * self.shape.depth * one
 
 
-def degrees(shape: Shape, target: Target) -> list[int]:
-    """List the numbers of devices, powers of two, that heads and matrices can be split over."""
+def degrees(shape: Shape, target: Target, asked: int = 1) -> list[int]:
+    """List the numbers of devices, powers of two and `asked`, that heads and matrices can be split over."""
     domain = 1 if target.interconnect is None else target.interconnect.domain
     heads = [attention.heads for _, attention in shape.attentions()]
-    return [ranks for ranks in (1, 2, 4, 8) if ranks <= domain and all(each % ranks == 0 for each in heads)]
+    wanted = sorted({1, 2, 4, 8, asked})
+    return [ranks for ranks in wanted if ranks <= domain and all(each % ranks == 0 for each in heads)]
 
 
 def _touched(experts: int, chosen: int, rows: float) -> float:

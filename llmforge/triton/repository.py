@@ -18,6 +18,7 @@ one that stands alone.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import secrets
@@ -49,6 +50,7 @@ IN_ARTIFACT = "../../.."  # from the model's version to the folder with engine/ 
 ALONE = "."
 CARRIED = ("engine", "tokenizer")
 WARMUP_TOKENS = 32
+NCCL = "nvidia-nccl-cu13"  # what ranks on GPUs meet through; any version does
 PARTIAL = ".partial-"
 
 _MODEL = '''\
@@ -99,7 +101,11 @@ def write(model: Model, folder: Path) -> None:
 
 
 def config(model: Model, artifact: str) -> str:
-    """Render config.pbtxt."""
+    """Render config.pbtxt.
+
+    Raises:
+        UsageError: `serving.triton.gpus` gives a GPU to ranks of two instances.
+    """
     serving, triton = model.serving, model.serving.triton
     options = serving.model_dump(exclude={"triton"}, exclude_none=True)
     allow = {} if model.allow is None else {"allow": model.allow}
@@ -110,11 +116,24 @@ def config(model: Model, artifact: str) -> str:
         outputs=signature.OUTPUTS,
         kind=f"KIND_{triton.kind or model.kind}".upper(),
         instances=triton.instances,
-        gpus=triton.gpus,
+        gpus=_gpus(model),
         versions=triton.versions,
         parameters={key: str(value) for key, value in {"artifact": artifact, **allow, **options}.items()},
         warmup_tokens=_warmup_tokens(model.runtime),
     )
+
+
+def _gpus(model: Model) -> Sequence[int]:
+    """Name the GPUs that instances are made on; one of several ranks has those behind its own, too."""
+    gpus, ranks = model.serving.triton.gpus, model.runtime.ranks
+    if model.runtime.device is None or ranks == 1:
+        return gpus
+    if any(after - before < ranks for before, after in itertools.pairwise(sorted(gpus))):
+        raise UsageError(
+            f"serving.triton.gpus is {list(gpus)}: an instance has {ranks} ranks, on the GPU named and those behind it",
+            hint=f"name GPUs that are {ranks} apart: [0, {ranks}]",
+        )
+    return gpus or (0,)
 
 
 def requirements(runtime: RuntimeConfig) -> str:
@@ -122,6 +141,8 @@ def requirements(runtime: RuntimeConfig) -> str:
     provider = PROVIDERS[runtime.provider]
     version = runtime.requires.get(provider.package, "")
     engine = [requirement.format(version=version) for requirement in provider.requirements]
+    if runtime.ranks > 1 and runtime.device is not None:
+        engine.append(NCCL)
     if runtime.plugin is not None:  # beside the copy of llmforge, so without its own requirement of it
         engine.append(f"{runtime.plugin.package}=={runtime.plugin.version}  # with pip install --no-deps")
     lines = [f"{name}>={oldest}" for name, oldest in checks.NEEDED.items() if oldest is not None] + engine

@@ -166,6 +166,23 @@ def test_json_holds_what_the_tables_show(llama: Path) -> None:
     assert [each["target"] for each in facts(llama, "--target", "l4", "--target", "t4")] == ["l4", "t4"]
 
 
+def test_a_recipe_is_planned_at_its_ranks(llama: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"schema: 1\nname: r\ncheckpoint: {llama}\ntarget: h100-sxm\n"
+        "engine: {max_context: 4096, max_batch: 8, tensor_parallel: 4}\n"
+        "passes: [lower-precision: {dtype: fp16, budget: {kld_mean: 1}}]\n"
+        "calibration: {data: none.jsonl, samples: 1, length: 16}\n"
+    )
+    plan = facts(recipe)
+    each = next(each for each in plan["tensor_parallel"] if each["ranks"] == plan["ranks"] == 4)
+    assert plan["memory"]["weights"] == each["weights"]
+    assert each["kv_cache"] == 8 * (1024 + 256) * 131072 // 4
+    assert each["sent_bytes_per_token"] == 3 / 4 * 2 * (2 * 2 * 32 * 4096 + 128256)
+    assert facts(recipe, "--tp", "2")["ranks"] == 2
+    assert "sent a token" in invoke(recipe).stdout
+
+
 @pytest.mark.parametrize(
     ("options", "workload"),
     [

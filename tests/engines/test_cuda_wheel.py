@@ -158,6 +158,25 @@ def test_attention_is_computed_by_the_expected_kernels(wheel: Path) -> None:
         assert all("No available GroupQueryAttention kernel supports the quantized KV cache" in text for text in pair)
 
 
+def test_two_ranks_meet_on_the_stream_of_the_provider(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operators of llmforge.cuda are placed on CUDA, and captured with their steps: a replay calls nothing."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent))
+    found = script("cuda_ranks").run(wheel, 90)
+    sums = 1 + 2 * 6  # of a step: the embedding, and two in each layer
+    warm = found["cache"][0]["gathers"]  # a step of each shape of prompts, and four of each that is captured
+    assert warm > 3 * 4
+    for stage, steps in (("cache", warm), ("prefill", warm + 1), ("decode", warm + 1)):
+        each = {"sums": sums * steps, "gathers": steps, "on_streams": (sums + 1) * steps}
+        assert found[stage] == [each, each], stage
+    assert [rank["device"] for rank in found["ranks"]] == ["0", "1"]
+    for rank in found["ranks"]:
+        assert rank["providers"][0] == "CUDAExecutionProvider"
+        assert [each["batch"] for each in rank["captured"]] == [4, 2, 1]
+        assert (rank["captures"], rank["forbidden"]) == (3, "")
+    assert found["heads_4"] == [4, 8192]
+
+
 WIDE = {"intermediate_size": 128}  # experts of a width that QMoE takes
 # model and changes to it, dtype, passes, SM
 ENGINES = [

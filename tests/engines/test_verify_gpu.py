@@ -72,7 +72,7 @@ def test_a_whole_dry_run_goes_well(tmp_path):
     assert done.returncode == 0, done.stderr
     lacking = {name for name, step in steps.items() if step["status"] != "ok"}
     assert lacking == {"tensorrt", "tensorrt-rtx", "speed:1:tiny:vllm", "speed:2:tiny:vllm"}
-    kinds = {"environment", "parity", "capture", "shape", "build", "speed", "profile", "attention"}
+    kinds = {"environment", "parity", "capture", "shape", "build", "speed", "profile", "attention", "ranks"}
     assert {name.partition(":")[0] for name in steps} >= kinds
     assert {f"parity:{each}:llama" for each in ("fp32", "int8", "int4", "int8-kv")} <= set(steps)
     page = (tmp_path / "gpu-evidence.md").read_text()
@@ -83,6 +83,7 @@ def test_a_whole_dry_run_goes_well(tmp_path):
     assert "torch" not in served[: served.index("##", 4)]
     for part in ("step", "sampling", "copies"):
         assert f"| {part} | " in page
+    assert "rank 1 of 2 ended: its process was killed" in page[page.index("## Two ranks") :]
 
 
 STUB = """
@@ -177,7 +178,18 @@ def test_the_plan_of_a_gpu_has_every_model_and_takes_turns(program):
 def test_a_lease_settles_parity_of_every_precision_before_it_measures_one_round(program):
     names = [step.name for step in program["checks"].plan(program["scale"].LEASE)]
     kinds = list(dict.fromkeys(name.partition(":")[0] for name in names))
-    order = ["environment", "parity", "capture", "shape", "build", "speed", "profile", "tensorrt", "tensorrt-rtx"]
+    order = [
+        "environment",
+        "parity",
+        "capture",
+        "shape",
+        "build",
+        "speed",
+        "profile",
+        "tensorrt",
+        "tensorrt-rtx",
+        "ranks",
+    ]
     assert kinds == order
     assert {name.split(":")[1] for name in names if name.startswith("parity:")} == {
         "fp16", "bf16", "int8", "int4", "int8-kv", "fp16-slots",

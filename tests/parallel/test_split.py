@@ -9,10 +9,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from llmforge import engines, passes, targets
+from llmforge import engines, native, passes, targets
 from llmforge.base.errors import UnsupportedError
 from llmforge.build import dry_run
 from llmforge.checkpoint import Checkpoint
+from llmforge.engines.tensorrt.plan_file import PlanRecord
 from llmforge.ir import dialect, graph
 from llmforge.ir.derived import Stored
 from llmforge.lowering.pass_base import Budget, Context, Pass
@@ -20,6 +21,7 @@ from llmforge.parallel.split import RANK, split
 from llmforge.passes import CpuKernels, FlashAttention, FuseExperts, FuseNorms, PackGateUp, PackQkv, QuantizeWeights
 from llmforge.passes.lower_precision import LowerPrecision
 from llmforge.recipe import EngineSpec, Recipe
+from llmforge.runtime.backends.config import FILE, RuntimeConfig, plan_record
 from llmforge.trace import trace
 from llmforge.verification import probe
 
@@ -232,11 +234,29 @@ def test_standard_onnx_has_no_collectives() -> None:
 
 
 @pytest.mark.parametrize("backend", ["onnxruntime", "tensorrt", "tensorrt-rtx"])
-def test_engines_refuse_ranks_by_name(backend: str) -> None:
-    gpu = targets.load("rtx-4090" if backend == "tensorrt-rtx" else "h100-sxm")
-    engines.refuse_ranks(backend, 1, gpu)
-    with pytest.raises(UnsupportedError, match=f"tensor_parallel is 2; {backend} does not support it on {gpu.name}"):
-        engines.refuse_ranks(backend, 2, gpu)
+def test_engines_for_gpus_have_ranks_where_their_collectives_run(backend: str) -> None:
+    engines.refuse_ranks(backend, 2, targets.load("rtx-4090" if backend == "tensorrt-rtx" else "h100-sxm"))
+    t4 = targets.load("t4")
+    engines.refuse_ranks(backend, 1, t4)
+    if backend == "onnxruntime":
+        engines.refuse_ranks(backend, 2, t4)
+        return
+    with pytest.raises(
+        UnsupportedError, match=rf"{backend} has collectives from compute capability 8\.0 on, and t4 has"
+    ):
+        engines.refuse_ranks(backend, 2, t4)
+
+
+def test_files_for_others_are_not_divided() -> None:
+    with pytest.raises(UnsupportedError, match="tensor_parallel is 2; gguf does not support it on cpu-avx2"):
+        engines.refuse_ranks("gguf", 2, targets.load("cpu-avx2"))
+
+
+def test_ranks_have_slots() -> None:
+    gpu = targets.load("h100-sxm")
+    engines.refuse_paged(EngineSpec(max_context=64, kv_cache="paged"), gpu)
+    with pytest.raises(UnsupportedError, match="ranks of one model have slots alone"):
+        engines.refuse_paged(EngineSpec(max_context=64, kv_cache="paged", tensor_parallel=2), gpu)
 
 
 def test_what_cpu_kernels_packed_is_refused() -> None:
@@ -257,9 +277,10 @@ def test_a_recipe_is_refused_when_it_is_planned(tiny_checkpoint: Path, tmp_path:
     arguments = {"target": targets.load("cpu-avx2"), "checkpoint": checkpoint}
     steps = recipe.instantiate(passes.ALL)
     dry_run.run(model, steps, spec=recipe.engine, **arguments)  # type: ignore[arg-type]
-    gpu = {**arguments, "target": targets.load("h100-sxm")}
-    with pytest.raises(UnsupportedError, match="onnxruntime does not support it on h100-sxm"):
-        dry_run.run(model, steps, spec=recipe.engine, **gpu)  # type: ignore[arg-type]
+    gpu = {**arguments, "target": targets.load("t4")}
+    spec = recipe.engine.model_copy(update={"backend": "tensorrt-rtx"})
+    with pytest.raises(UnsupportedError, match="tensorrt-rtx has collectives from compute capability"):
+        dry_run.run(model, steps, spec=spec, **gpu)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="which 3 ranks cannot share evenly"):
         dry_run.run(model, steps, spec=EngineSpec(max_context=64, tensor_parallel=3), **arguments)  # type: ignore[arg-type]
 
@@ -271,12 +292,19 @@ def test_a_plan_of_each_rank_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     target = targets.load("rtx-4090")
     model = after(graphs.llama(WIDE), (FuseNorms(), PackQkv(), PackGateUp()))
     LowerPrecision(LOOSE, "fp16").run(model, Context(target))
-    spec = EngineSpec(backend="tensorrt-rtx", max_context=64, max_batch=2)
+    spec = EngineSpec(backend="tensorrt-rtx", max_context=64, max_batch=2, tensor_parallel=2)
     builder = engines.for_target("tensorrt-rtx", target)
-    for number, own in enumerate(split(model, 2).ranks):
-        lowered, changes = builder.lower(own, target, spec)
+    lowered = []
+    for own in split(model, 2).ranks:
+        made, changes = builder.lower(own, target, spec)
         assert sum("DistCollective of 2 ranks" in change.what for change in changes.rewritten) == 6
-        folder = tmp_path / str(number)
-        built = builder.build(engines.BuildRequest(lowered, folder, spec, target, [0], None))
-        assert "6 DIST_COLLECTIVE" in built.facts["layers"]
-        assert {cache.kv_heads for cache in built.config.caches if hasattr(cache, "kv_heads")} == {2}
+        lowered.append(made)
+    folder = tmp_path / "engine"
+    built = builder.build(engines.BuildRequest(lowered[0], folder, spec, target, [0], None, ranks=lowered))
+    assert "6 DIST_COLLECTIVE" in built.facts["layers"]
+    assert {cache.kv_heads for cache in built.config.caches} == {2}
+    assert (built.config.ranks, built.config.kernels) == (2, native.VERSION)
+    assert {*built.config.rank_files} < {file.name for file in folder.iterdir()}
+    records = [PlanRecord.read(folder / plan_record(name)) for name in built.config.rank_files]
+    assert records[0].sha256 != records[1].sha256
+    assert RuntimeConfig.read(folder / FILE) == built.config

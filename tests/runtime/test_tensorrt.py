@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import sys
@@ -39,6 +40,7 @@ from llmforge.runtime.backends.config import (
 )
 from llmforge.runtime.backends.device import CudaDevice
 from llmforge.runtime.backends.loading import open_engine
+from llmforge.runtime.backends.ranks import nccl, worker
 from llmforge.runtime.backends.session import Session, SessionConfig
 from llmforge.runtime.backends.tensorrt import PlanSession
 from llmforge.runtime.backends.tensorrt_plan import bucket_sizes, open_plan
@@ -279,6 +281,18 @@ def test_all_contexts_share_one_memory_and_have_the_profile_of_their_steps(bench
     assert [context.profile for context in contexts] == [0, 1, 1, 1, 1]  # prefill, decode, and one a bucket
     assert len({context.memory for context in contexts}) == 1
     assert contexts[0].memory[1] == MEMORY_BYTES
+
+
+def test_the_contexts_of_a_rank_have_its_communicator(bench, monkeypatch):
+    """As the real bindings take it: a capsule of the address."""
+    monkeypatch.setattr(nccl, "_joined", [nccl.Communicator(0x5EED, rank=1, ranks=2)])
+    bench.load(graphs=GraphPlan("off", ())).allocate(ROWS, CAPACITY)
+    address = ctypes.pythonapi.PyCapsule_GetPointer
+    address.restype, address.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    assert [address(context.communicator, None) for context in bench.engine.contexts] == [0x5EED, 0x5EED]
+    real = pytest.importorskip("tensorrt_rtx").IExecutionContext.set_communicator.__doc__
+    assert "communicator: typing_extensions.CapsuleType) -> bool" in real
+    assert worker._graphs(config(ranks=2)) == GraphPlan("off", ())
 
 
 def test_profiles_are_found_in_any_order(bench):

@@ -30,7 +30,7 @@ from llmforge.cache.code import at_runtime
 from llmforge.cli import cli
 from llmforge.recipe import Recipe, ServingSpec
 from llmforge.runtime import Runner, load
-from llmforge.runtime.backends.config import PlanFacts, RuntimeConfig
+from llmforge.runtime.backends.config import FILE, DeviceFacts, PlanFacts, RuntimeConfig
 from llmforge.runtime.serving.chat import ChatTemplate
 from llmforge.runtime.serving.client_json import JsonLimits
 from llmforge.runtime.serving.options import EngineOptions
@@ -642,6 +642,23 @@ class TestLaunch:
         result = export(artifact, tmp_path, "--", "--log-verbose=1")
         assert result.exit_code == 2
         assert "SERVER_OPTIONS require --launch" in result.stderr
+
+
+def test_ranks_have_the_gpus_behind_the_one_that_is_named(artifact: Artifact) -> None:
+    runtime = RuntimeConfig.read(artifact.path / "engine" / FILE)
+    runtime = replace(runtime, provider="cuda", ranks=2, device=DeviceFacts(90, 1))
+
+    def config(*changes: str) -> str:
+        model = repository.Model("m", "gpu", ServingSpec().changed(changes), runtime, {})
+        return repository.config(model, ".")
+
+    assert "kind: KIND_GPU count: 1 gpus: [ 0 ]" in config()
+    assert "gpus: [ 4, 2 ]" in config("triton.gpus=[4, 2]")
+    with pytest.raises(UsageError, match=r"gpus is \[0, 1\]: an instance has 2 ranks") as caught:
+        config("triton.gpus=[0, 1]")
+    assert caught.value.hint == "name GPUs that are 2 apart: [0, 2]"
+    assert repository.NCCL in repository.requirements(runtime).splitlines()
+    assert repository.NCCL not in repository.requirements(replace(runtime, provider="cpu", device=None))
 
 
 def test_serving_in_a_recipe_is_checked(sample_checkpoint: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from llmforge import native
 from llmforge.base.errors import UnsupportedError
 from llmforge.engines import BuildRequest, Engine, heads, onnx_file, require_device, signatures
 from llmforge.engines.tensorrt import builder, kv_lengths, library, plan_file, profiles, refusals
@@ -31,6 +32,8 @@ from llmforge.runtime.backends.config import (
     DeviceFacts,
     PlanFacts,
     SessionOptions,
+    plan_record,
+    rank_plan,
 )
 from llmforge.runtime.backends.device import CudaDevice
 from llmforge.runtime.backends.signature import ELEMENTS, CacheInput
@@ -63,7 +66,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
 
 
 def build(request: BuildRequest) -> Engine:
-    """Build the plan of a lowered model, or take it from an earlier build of the same.
+    """Build the plan of a lowered model, or that of each rank, or take it from an earlier build of the same.
 
     The ONNX file that the builder reads lies beside the engine's folder while it does. Where the builder refuses the
     graph with heads of rows and takes it without, the plan has none, and a note says why.
@@ -73,40 +76,55 @@ def build(request: BuildRequest) -> Engine:
         UnsupportedError: the library builds no such engine for the target.
         VerificationError: what it would build is not what the graph says.
     """
-    model, folder, spec = request.model, request.folder, request.spec
+    folder, spec = request.folder, request.spec
     require_host(request.target, spec)
     chosen, sm = library.of_backend(spec.backend), request.target.require_gpu().sm
-    refusals.check(model, request.target, chosen.title)
-    signatures.check_context(model, spec.max_context)
+    models = list(request.ranks or (request.model,))
+    for model in models:
+        refusals.check(model, request.target, chosen.title)
+        signatures.check_context(model, spec.max_context)
     folder.mkdir(parents=True, exist_ok=True)
     notes = []
     try:
-        record, reused, ranges = _write_plan(chosen, request, model, sm)
+        made = _write_plans(chosen, request, models, sm)
     except UnsupportedError as error:
-        if not heads.gives_heads(model):
+        if not heads.gives_heads(models[0]):
             raise
-        record, reused, ranges = _write_plan(chosen, request, heads.without_heads(model), sm)
+        made = _write_plans(chosen, request, [heads.without_heads(model) for model in models], sm)
         notes.append(f"steps give whole rows of logits and no heads of them: {error.message}")
-    (folder / plan_file.FILE).write_text(record.to_json(), encoding="utf-8")
+    records, ranges = [record for record, _, _ in made], made[0][2]
     common = signatures.config(request, SessionOptions(threads=None, optimize=False, entries={}))
-    device = DeviceFacts(int(sm), record.size_bytes + _cache_bytes(common.caches, spec))
-    plan = PlanFacts(chosen.backend.module, record.source.version, PLAN_FILE, tuple(each.facts for each in ranges))
-    config = replace(common, provider=chosen.provider.name, device=device, plan=plan)
+    largest = max(records, key=lambda each: each.size_bytes)
+    device = DeviceFacts(int(sm), largest.size_bytes + _cache_bytes(common.caches, spec))
+    file = rank_plan(0) if request.ranks else PLAN_FILE
+    plan = PlanFacts(chosen.backend.module, largest.source.version, file, tuple(each.facts for each in ranges))
+    own_kernels = native.VERSION if request.ranks else None
+    config = replace(
+        common, provider=chosen.provider.name, device=device, plan=plan, ranks=len(models), kernels=own_kernels
+    )
     (folder / FILE).write_text(config.to_json(), encoding="utf-8")
-    notes += [f"{chosen.title}: {warning}" for warning in record.warnings]
-    notes += ["plan reused from an earlier build with the same key"] if reused else []
-    return Engine.built(request, config, _facts(chosen, record, plan, device), notes)
+    notes += [f"{chosen.title}: {warning}" for record in records for warning in record.warnings]
+    notes += ["plan reused from an earlier build with the same key"] if any(reused for _, reused, _ in made) else []
+    facts = _facts(chosen, records[0], plan, device)
+    if request.ranks:
+        facts |= {"ranks": f"{len(models)} processes, one GPU each; all else is said of the plan of the first"}
+    return Engine.built(request, config, facts, tuple(dict.fromkeys(notes)))
 
 
-def _write_plan(
-    chosen: Library, request: BuildRequest, model: ir.Model, sm: str
-) -> tuple[PlanRecord, bool, Sequence[Profile]]:
-    """Write the plan of `model`; say whether it was there, and its profiles."""
-    ranges = profiles.of(model, request.spec)
-    with tempfile.TemporaryDirectory(dir=request.folder.parent, prefix=".onnx-") as scratch:
-        onnx_file.write(model, Path(scratch), request.progress)
-        record, reused = _plan(chosen, model, Path(scratch), request.folder / PLAN_FILE, sm, ranges)
-    return record, reused, ranges
+_Written = tuple[PlanRecord, bool, Sequence[Profile]]
+
+
+def _write_plans(chosen: Library, request: BuildRequest, models: Sequence[ir.Model], sm: str) -> list[_Written]:
+    """Write the plan of each of `models`, and what it was built from; say whether it was there, and its profiles."""
+    written: list[_Written] = []
+    for rank, model in enumerate(models):
+        name, ranges = rank_plan(rank) if request.ranks else PLAN_FILE, profiles.of(model, request.spec)
+        with tempfile.TemporaryDirectory(dir=request.folder.parent, prefix=".onnx-") as scratch:
+            onnx_file.write(model, Path(scratch), request.progress)
+            record, reused = _plan(chosen, model, Path(scratch), request.folder / name, sm, ranges)
+        (request.folder / plan_record(name)).write_text(record.to_json(), encoding="utf-8")
+        written.append((record, reused, ranges))
+    return written
 
 
 def _plan(

@@ -2,14 +2,14 @@
 
 `TABLE` is what everything else reads: the verifier of the dialect, dtype inference, the precision plan, sharding,
 routers, footprints, tables of support, rules of canonicalization. A new operator is one class in the file of its domain
-(`standard`, `canonical`, `contrib`, `cpu`), and its arithmetic; `record` says what a class holds.
+(`standard`, `canonical`, `contrib`, `cpu`, `cuda`), and its arithmetic; `record` says what a class holds.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from llmforge.ir.operators import canonical, contrib, cpu, standard
+from llmforge.ir.operators import canonical, contrib, cpu, cuda, standard
 from llmforge.ir.operators.record import Operand, Operator, identity, qualified
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "canonical",
     "contrib",
     "cpu",
+    "cuda",
     "identity",
     "is_a",
     "operand",
@@ -30,7 +31,7 @@ __all__ = [
 
 TABLE: dict[tuple[str, str], type[Operator]] = {
     each.identity: each
-    for module in (standard, canonical, contrib, cpu)
+    for module in (standard, canonical, contrib, cpu, cuda)
     for name, each in vars(module).items()
     if isinstance(each, type) and issubclass(each, Operator) and each.__module__ == module.__name__
     if not name.startswith("_")

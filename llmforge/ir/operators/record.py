@@ -43,8 +43,9 @@ BYTES: Dtypes = frozenset({UINT8})
 NUMBERS: Dtypes = FLOATS | {INT32, INT64}
 ANY: Dtypes = frozenset(ir.DataType)
 
-STANDARD, CANONICAL, MICROSOFT, CPU = "", "llmforge", "com.microsoft", "llmforge.cpu"
-OPSETS: Mapping[str, int] = {STANDARD: 24, CANONICAL: 1, MICROSOFT: 1, CPU: 1}
+STANDARD, CANONICAL, MICROSOFT = "", "llmforge", "com.microsoft"
+CPU, CUDA = "llmforge.cpu", "llmforge.cuda"  # llmforge's own kernels
+OPSETS: Mapping[str, int] = {STANDARD: 24, CANONICAL: 1, MICROSOFT: 1, CPU: 1, CUDA: 1}
 
 
 class Stage(enum.Enum):

@@ -39,6 +39,16 @@ def rank_file(rank: int) -> str:
     return f"model.rank{rank}.onnx"
 
 
+def rank_plan(rank: int) -> str:
+    """Name the plan of a rank, of an engine that has several."""
+    return f"model.rank{rank}.plan"
+
+
+def plan_record(plan: str) -> str:
+    """Name the file that says what a plan was built from."""
+    return "plan.json" if plan == PLAN_FILE else f"{plan}.json"
+
+
 @dataclass(frozen=True)
 class SessionOptions:
     """Options of ONNX Runtime that the builder chose. `threads` null: the physical cores of the serving machine."""
@@ -231,6 +241,11 @@ class RuntimeConfig:
             "kv_blocks": (self.kv_blocks, MOST_TOKENS),
             "ranks": (self.ranks, MOST_RANKS),
         }
+
+    @property
+    def rank_files(self) -> tuple[str, ...]:
+        """Name the graph, or the plan, of each rank, where there are several."""
+        return tuple(map(rank_file if self.plan is None else rank_plan, range(self.ranks)))
 
     @property
     def requires(self) -> dict[str, str]:

@@ -48,6 +48,7 @@ from llmforge.runtime.backends.device_inputs import BoundInput, InputBuffers
 from llmforge.runtime.backends.device_runs import DecodeRuns
 from llmforge.runtime.backends.interface import C, Counts, DecodeRun, StepInputs
 from llmforge.runtime.backends.prefill_shapes import SHAPES, pieces, together
+from llmforge.runtime.backends.ranks import nccl
 from llmforge.runtime.backends.session import SessionConfig, open_graph, run_bound, session_options
 from llmforge.runtime.backends.signature import Signature
 
@@ -475,8 +476,9 @@ def open_on(
     Raises what `DeviceSession` raises.
     """
     entries, provider = session_options(config), PROVIDERS[device.kind]
-    if device.kind == "cpu":
+    if device.kind == "cpu" or nccl.joined() is not None:
         native.register(entries)
+    if device.kind == "cpu":
         return open_graph(model, entries, [provider], where)
     said = _preload()
     if provider not in ort.get_available_providers():

@@ -355,6 +355,17 @@ class CudaDevice:
         return values[0] if len(values) == 1 else values
 
 
+def count(extra: str = "cuda") -> int:
+    """Count the GPUs that this process sees, and take none of their memory; `extra` as of `CudaDevice`.
+
+    Raises:
+        EnvironmentLacks: there is no way to reach one.
+    """
+    cuda = _bindings(how_to_install(extra))
+    status, found = cuda.cudaGetDeviceCount()
+    return int(found) if status == cuda.cudaError_t.cudaSuccess else 0
+
+
 @dataclass(frozen=True, eq=False)
 class CudaGraph:
     """Captured work."""

@@ -12,6 +12,7 @@ from typing import Any
 from llmforge.base import plugins
 from llmforge.base.backends import PROVIDERS, of_provider, plugin_of
 from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
+from llmforge.runtime.backends import device as devices
 from llmforge.runtime.backends.config import (
     DAMAGED,
     DATA_FILE,
@@ -19,10 +20,10 @@ from llmforge.runtime.backends.config import (
     MODEL_FILE,
     DeviceFacts,
     RuntimeConfig,
-    rank_file,
 )
-from llmforge.runtime.backends.device import CudaDevice
+from llmforge.runtime.backends.device import CudaDevice, how_to_install
 from llmforge.runtime.backends.interface import Backend
+from llmforge.runtime.backends.ranks import nccl
 from llmforge.runtime.backends.ranks import session as rank_session
 from llmforge.runtime.backends.signature import ELEMENTS
 
@@ -42,10 +43,13 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
         EnvironmentLacks: there is no such GPU here, or what reaches it is not installed.
     """
     # The device first: without one, nothing else that may be wrong here matters.
-    gpu = None if config.device is None else _gpu(config.device, device, extra=config.provider)
+    alone = config.ranks == 1
+    gpu = _gpu(config.device, device, extra=config.provider) if config.device is not None and alone else None
+    if config.device is not None and not alone:  # each rank looks at its own device
+        require_devices(config.ranks, device, config.provider)
     config.check_versions()
-    graphs = (MODEL_FILE,) if config.ranks == 1 else tuple(map(rank_file, range(config.ranks)))
-    wanted = (*graphs, *_data_files(config)) if config.plan is None else (config.plan.file,)
+    graphs = config.rank_files if not alone else () if config.plan is not None else (MODEL_FILE,)
+    wanted = (*graphs, *_data_files(config)) if config.plan is None else graphs or (config.plan.file,)
     if of_provider(config.provider).elsewhere is not None or (config.plugin and config.onnxruntime is None):
         wanted = (FILE,)  # the files of others are theirs to read
     for name in wanted:
@@ -62,7 +66,7 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
     name = of_provider(config.provider).name
     plugin = None if config.plugin is None else plugin_of(name)
     if config.ranks > 1:
-        opened = rank_session.open_engine(folder, config, threads)
+        opened = rank_session.open_engine(folder, config, threads, device)
     else:
         with nullcontext() if plugin is None else plugins.blamed(plugin):
             opened = module_of(config).open_engine(folder / wanted[0], config, threads, gpu)
@@ -80,9 +84,39 @@ def module_of(config: RuntimeConfig) -> Any:
     return importlib.import_module(PROVIDERS[config.provider].session if config.kv_blocks is None else _PAGED)
 
 
+def require_devices(ranks: int, first: int = 0, provider: str = "cuda") -> None:
+    """Return if this process sees a GPU for each of several ranks, from device `first` on, and NCCL is here.
+
+    Raises:
+        EnvironmentLacks: it does not.
+    """
+    seen = devices.count(provider)  # extras are named like providers
+    if first + ranks > seen:
+        behind = f" from device {first} on" if first else ""
+        raise EnvironmentLacks(
+            f"the engine has {ranks} ranks, which take one GPU each{behind}; this process sees {seen}",
+            hint=f"build with `engine: {{tensor_parallel: {max(1, seen)}}}`, or check CUDA_VISIBLE_DEVICES"
+            if seen
+            else how_to_install(provider),
+        )
+    nccl.require()
+
+
+def reach(config: RuntimeConfig, index: int, file: Path) -> CudaDevice:
+    """Reach the GPU of the rank whose graph or plan is `file`, and hold it against what its engine wants.
+
+    Raises what `open_engine` raises of a device.
+    """
+    assert config.device is not None
+    gpu = _gpu(config.device, index, extra=config.provider)
+    own = [file] if config.plan is not None else [file, file.with_name(f"{file.name}.data"), file.with_name(DATA_FILE)]
+    _require_memory(own, config, gpu)
+    return gpu
+
+
 def _data_files(config: RuntimeConfig) -> tuple[str, ...]:
     """Name the files of initializers beside the graphs."""
-    own = tuple(f"{rank_file(rank)}.data" for rank in range(config.ranks)) if config.ranks > 1 else ()
+    own = tuple(f"{name}.data" for name in config.rank_files) if config.ranks > 1 else ()
     return (DATA_FILE, *own)
 
 

@@ -41,6 +41,7 @@ from llmforge.runtime.backends.device_cache import CacheMemory, DeviceCache
 from llmforge.runtime.backends.device_heads import HeadBuffers
 from llmforge.runtime.backends.device_inputs import ALIGNMENT_BYTES, BoundInput, InputBuffers
 from llmforge.runtime.backends.interface import Counts, DecodeRun, StepInputs
+from llmforge.runtime.backends.ranks import nccl
 from llmforge.runtime.backends.signature import Signature
 from llmforge.runtime.backends.tensorrt_kernels import KernelCache
 from llmforge.runtime.backends.tensorrt_plan import Plan
@@ -170,6 +171,8 @@ class PlanSession(DeviceBackend[DeviceCache]):
             raise EnvironmentLacks(f"cannot create an execution context on {self.device.name}: {self._plan.complaint}")
         context.set_device_memory(self._scratch.address, self._scratch.size)
         self._expect(context.set_optimization_profile_async(profile, self.device.stream), f"profile {profile}")
+        if (communicator := nccl.joined()) is not None:  # all ranks make their contexts in one order, and wait here
+            self._expect(context.set_communicator(communicator.capsule), "the communicator of the ranks")
         self.device.synchronize()
         return context
 

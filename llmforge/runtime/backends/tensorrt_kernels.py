@@ -13,6 +13,7 @@ from typing import Any
 
 from llmforge.base import hashed_files, small_file, whole_file
 from llmforge.base.errors import InputError
+from llmforge.runtime.backends.config import plan_record
 
 FOLDER = "tensorrt-rtx-kernels"
 MOST_BYTES = 4 << 30  # a file above it is not what was kept here
@@ -24,7 +25,7 @@ class KernelCache:
     """The runtime cache that all contexts of one plan share.
 
     Args:
-        plan: the plan's file. Beside it lies plan.json, which says its SHA-256; without, nothing is kept.
+        plan: the plan's file. Beside it lies its record, which says its SHA-256; without, nothing is kept.
     """
 
     def __init__(self, plan: Path) -> None:
@@ -69,7 +70,7 @@ class KernelCache:
 def _file_of(plan: Path) -> Path | None:
     """Name the file for a plan; None where its record does not say what it is, or there is no home folder."""
     try:
-        digest = small_file.read_json(plan.with_name("plan.json")).get("sha256")
+        digest = small_file.read_json(plan.with_name(plan_record(plan.name))).get("sha256")
         home = hashed_files.home()
     except (InputError, RuntimeError, AttributeError):
         return None

@@ -157,6 +157,37 @@ class Group:
         return tuple(int(self._library.llmforge_group_progress(self._address, rank)) for rank in range(self.ranks))
 
 
+class Reply:
+    """Where the first rank writes what it is asked, pickled, and the driver reads it: at most `room` bytes.
+
+    Pages are taken as they are written.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    @classmethod
+    def new(cls, room: int) -> Reply:
+        """Make it."""
+        return cls(Memory.new("llmforge-reply", _LENGTH.size + room))
+
+    @property
+    def descriptor(self) -> int:
+        """What a rank maps."""
+        return self._memory.descriptor
+
+    def write(self, answer: Any) -> None:
+        """Leave an answer; it must fit."""
+        packed = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
+        self._memory.map[: _LENGTH.size] = _LENGTH.pack(len(packed))
+        self._memory.map[_LENGTH.size : _LENGTH.size + len(packed)] = packed
+
+    def read(self) -> Any:
+        """Read the last answer."""
+        [length] = _LENGTH.unpack(self._memory.map[: _LENGTH.size])
+        return pickle.loads(self._memory.map[_LENGTH.size : _LENGTH.size + length])
+
+
 class Logits:
     """Where the first rank writes logits and the driver reads them. It grows with the largest step."""
 

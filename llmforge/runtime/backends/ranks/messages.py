@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from llmforge.base.errors import ForgeError
+from llmforge.runtime.backends.config import RuntimeConfig
 from llmforge.runtime.backends.interface import StepInputs
 from llmforge.runtime.backends.session import SessionConfig
 from llmforge.runtime.backends.signature import Signature
 
 LEFT = 75  # exit code of a rank that ends because another one did, or the driver
+
+
+@dataclass(frozen=True)
+class OnGpu:
+    """Where a rank runs that has a GPU of its own, and what its engine is."""
+
+    config: RuntimeConfig
+    device: int  # among those that the process sees
 
 
 @dataclass(frozen=True)
@@ -30,15 +40,36 @@ class Begin:
     group: int  # descriptor
     room: int
     logits: int  # descriptor
+    reply: int  # descriptor
     spins: int
     limit_s: float
+    gpu: OnGpu | None = None  # None: it computes on the CPU
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What names the communicator of ranks on GPUs: the first makes it, the driver hands it to the others."""
+
+    unique_id: bytes
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A rank has loaded its engine."""
+    """A rank has loaded its engine, which says of itself what a scheduler asks (`interface.Backend`)."""
 
     signature: Signature
+    rows_alone: bool
+    longest_step: int | None
+    buckets: tuple[int, ...]
+    decodes_ahead: bool
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """What a rank says of its device, once a cache is allocated and steps are captured over it."""
+
+    notes: tuple[str, ...]
+    spare_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -95,4 +126,20 @@ class Step:
     shape: tuple[int, int, int]
 
 
-Call = Allocate | Drop | Copy | Step
+@dataclass(frozen=True)
+class Decode:
+    """Run one token a row by `Backend.begin_decode`; the first rank replies with the heads."""
+
+    inputs: StepInputs
+    rows: Place
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Have the first rank reply what a method of its last decode step (`DecodeRun`) returns."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+
+Call = Allocate | Drop | Copy | Step | Decode | Ask

@@ -6,28 +6,38 @@ import logging
 import os
 import select
 import threading
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from llmforge.base import process
-from llmforge.base.errors import ForgeError
+from llmforge.base.errors import ForgeError, Unavailable, VerificationError
+from llmforge.runtime.backends import loading
+from llmforge.runtime.backends.config import GraphPlan, RuntimeConfig
+from llmforge.runtime.backends.cuda import PROVIDERS
+from llmforge.runtime.backends.interface import Backend, DecodeRun
 from llmforge.runtime.backends.ranks import group as groups
-from llmforge.runtime.backends.ranks.group import Group, Logits, Memory
+from llmforge.runtime.backends.ranks import nccl
+from llmforge.runtime.backends.ranks.group import Group, Logits, Memory, Reply
 from llmforge.runtime.backends.ranks.messages import (
     LEFT,
     Allocate,
+    Allocated,
+    Ask,
     Begin,
     Call,
     Copy,
+    Decode,
     Drop,
     Failed,
+    Invitation,
     Place,
     Ready,
     Step,
 )
-from llmforge.runtime.backends.session import Cache, Session
+from llmforge.runtime.backends.session import Session
 
 LOOK_S = 5.0  # between two looks at a group that has nothing to do
 
@@ -37,14 +47,15 @@ logger = logging.getLogger(__name__)
 class _Rank:
     """Does what the driver asks of a rank."""
 
-    def __init__(self, begin: Begin, session: Session, logits: Logits) -> None:
-        self._rank, self._session, self._logits = begin.rank, session, logits
-        self._caches: dict[int, Cache] = {}
+    def __init__(self, begin: Begin, session: Backend[Any], logits: Logits, reply: Reply) -> None:
+        self._rank, self._session, self._logits, self._reply = begin.rank, session, logits, reply
+        self._caches: dict[int, Any] = {}
+        self._decoding: DecodeRun | None = None
 
     def do(self, call: Call) -> None:
         match call:
             case Allocate(cache, batch, capacity):
-                self._caches[cache] = self._session.allocate(batch, capacity)
+                self._caches[cache] = self._allocate(batch, capacity)
             case Drop(cache):
                 del self._caches[cache]
             case Copy():
@@ -54,8 +65,36 @@ class _Rank:
                 first = self._rank == 0  # logits are whole on every rank
                 out = self._logits.array(shape, grow=False) if first else np.empty(shape, np.float32)
                 self._session._run(inputs, self._rows(rows), out)  # split by the driver where rows run alone
+            case Decode(inputs, rows):
+                assert inputs.temperatures is not None
+                self._decoding = self._session.begin_decode(
+                    inputs.ids,
+                    inputs.past_lengths,
+                    self._rows(rows),
+                    inputs.temperatures,
+                    inputs.lengths,
+                    inputs.adapters,
+                )
+                self._answer(self._decoding.heads())  # which waits for the step, on every rank
+            case Ask(method, arguments) if self._rank == 0:
+                self._answer(getattr(self._decoding, method)(*arguments))
 
-    def _rows(self, place: Place) -> Cache:
+    def _allocate(self, batch: int, capacity: int) -> Any:
+        try:
+            return self._session.allocate(batch, capacity)
+        except VerificationError as error:
+            hint = "set `engine: {cuda_graphs: off}`: ranks run the same steps, captured by all of them or by none"
+            raise VerificationError(error.message, hint=hint) from None
+
+    def allocated(self) -> Allocated:
+        """Say what a device has left, and what it does without."""
+        return Allocated(self._session.notes, self._session.spare_bytes)
+
+    def _answer(self, found: Any) -> None:
+        if self._rank == 0:
+            self._reply.write(found)
+
+    def _rows(self, place: Place) -> Any:
         return self._caches[place.cache].rows(place.start, place.stop)
 
 
@@ -70,6 +109,45 @@ def _end_with(driver: int) -> None:
         watched.register(handle, select.POLLIN)
         watched.poll()
     os._exit(LEFT)
+
+
+def _open(begin: Begin, connection: Connection, group: Group) -> Backend[Any]:
+    """Open the engine of a rank: on the CPU, or on its GPU, where it joins the others first."""
+    if begin.gpu is None:
+        return Session(begin.file, begin.session, own_kernels=begin.own_kernels)
+    config = begin.gpu.config
+    device = loading.reach(config, begin.gpu.device, begin.file)
+    unique_id = nccl.make_id() if begin.rank == 0 else _invited(connection)
+    if begin.rank == 0:
+        connection.send(Invitation(unique_id))
+    missing = Unavailable(
+        f"NCCL found not all {begin.ranks} ranks within {begin.limit_s:g} s",
+        hint="set NCCL_DEBUG=INFO to see how it looks for them; NCCL_SOCKET_IFNAME names a network interface",
+    )
+    late = threading.Timer(begin.limit_s, _fail, (connection, group, begin.rank, missing))
+    late.daemon = True
+    late.start()
+    nccl.join(unique_id, begin.rank, begin.ranks, PROVIDERS[device.kind])
+    late.cancel()
+    config = replace(config, graphs=_graphs(config))
+    opened: Backend[Any] = loading.module_of(config).open_engine(begin.file, config, None, device)
+    return opened
+
+
+def _graphs(config: RuntimeConfig) -> GraphPlan:
+    """Say which steps a rank captures: all that are planned, or none, because all ranks must run the same steps.
+
+    Plans capture none: nothing is known of their collectives in a CUDA graph.
+    """
+    if config.plan is not None or config.graphs is None or config.graphs.mode == "off":
+        return GraphPlan("off", ())
+    return replace(config.graphs, mode="require")
+
+
+def _invited(connection: Connection) -> bytes:
+    invitation = connection.recv()
+    assert isinstance(invitation, Invitation)
+    return invitation.unique_id
 
 
 def _fail(connection: Connection, group: Group, rank: int, error: ForgeError) -> NoReturn:
@@ -92,9 +170,12 @@ def main() -> None:
     group = Group(begin.ranks, begin.room, begin.group)
     group.join(begin.rank, begin.spins, begin.limit_s)
     try:
-        session = Session(begin.file, begin.session, own_kernels=begin.own_kernels)
-        rank = _Rank(begin, session, Logits(Memory(begin.logits, os.fstat(begin.logits).st_size)))
-        connection.send(Ready(session.signature))
+        session = _open(begin, connection, group)
+        logits = Logits(Memory(begin.logits, os.fstat(begin.logits).st_size))
+        reply = Reply(Memory(begin.reply, os.fstat(begin.reply).st_size))
+        rank = _Rank(begin, session, logits, reply)
+        facts = session.rows_alone, session.longest_step, session.buckets, session.decodes_ahead
+        connection.send(Ready(session.signature, *facts))
         seen = 0
         while (status := group.wait(seen, LOOK_S)) != groups.BROKEN:
             if status == groups.TIMEOUT:
@@ -102,6 +183,8 @@ def main() -> None:
             seen += 1
             for call in group.read():
                 rank.do(call)
+                if begin.gpu is not None and isinstance(call, Allocate):
+                    connection.send(rank.allocated())
             group.answer(begin.rank, seen)
     except ForgeError as error:
         _fail(connection, group, begin.rank, error)
