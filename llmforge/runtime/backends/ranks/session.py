@@ -240,9 +240,10 @@ class RankSession(Backend[RankCache]):
         temperatures: NDArray[np.float32],
         lengths: Counts | None = None,
         adapters: Counts | None = None,
+        draws: NDArray[np.float32] | None = None,
     ) -> DecodeRun:
         """Begin a step of one token a row on all ranks; arrays are read before this returns."""
-        inputs = StepInputs(ids, past_lengths, None, lengths, None, adapters, temperatures)
+        inputs = StepInputs(ids, past_lengths, None, lengths, None, adapters, temperatures, draws)
         self._check(inputs, cache)
         with self._lock:
             self._give(Decode(inputs, cache.place))

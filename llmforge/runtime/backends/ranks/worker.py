@@ -74,6 +74,7 @@ class _Rank:
                     inputs.temperatures,
                     inputs.lengths,
                     inputs.adapters,
+                    inputs.draws,
                 )
                 self._answer(self._decoding.heads())  # which waits for the step, on every rank
             case Ask(method, arguments) if self._rank == 0:
