@@ -24,10 +24,10 @@ import numpy as np
 from benchmarks.verify_gpu import place, speed
 from benchmarks.verify_gpu.scale import EVERY, Scale
 from llmforge.base.errors import EnvironmentLacks, Unavailable, VerificationError
+from llmforge.native import nccl
 from llmforge.runtime.backends import device as devices
 from llmforge.runtime.backends.config import FILE, RuntimeConfig
 from llmforge.runtime.backends.device import Block, BlockCopy
-from llmforge.runtime.backends.ranks import nccl
 
 PACKAGES = (
     "llmforge", "onnxruntime-gpu", "onnxruntime", "cuda-bindings", "tensorrt", "tensorrt-rtx", "torch", "transformers",

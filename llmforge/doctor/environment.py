@@ -18,7 +18,7 @@ from llmforge.base.backends import BACKENDS, ONNXRUNTIME, PROVIDERS, dotted
 from llmforge.base.errors import EnvironmentLacks
 from llmforge.doctor.gpus import Gpu
 from llmforge.evaluation.machine import Machine
-from llmforge.runtime.backends.ranks import nccl
+from llmforge.native import nccl
 
 State = Literal["yes", "no", "optional"]
 _TIGHT = 10_000_000_000  # bytes of disk below which a build of a few billion parameters will not end

@@ -15,12 +15,12 @@ from llmforge.ir import graph
 from llmforge.ir.operators import canonical
 from llmforge.ir.operators import cuda as collectives
 from llmforge.lowering.pass_base import Budget, Context
+from llmforge.native import nccl
 from llmforge.parallel.split import split
 from llmforge.passes import FlashAttention, FuseNorms, LowerPrecision, PackGateUp, PackQkv
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.backends import device as devices
 from llmforge.runtime.backends.config import FILE, RuntimeConfig
-from llmforge.runtime.backends.ranks import nccl
 
 from .. import graphs
 

@@ -242,7 +242,7 @@ def test_engines_behind_read_the_pruned_shapes(tmp_path: Path) -> None:
     for step in (FuseNorms(), PackQkv(), PackGateUp(), FlashAttention()):
         graphs.prove(step, model, tmp_path, Context(RTX))
     LowerPrecision(budget=LOOSE, dtype="fp16").run(model, Context(RTX))
-    on_gpu, _ = cuda.lower(model, RTX, EngineSpec(max_context=64, max_batch=4))
+    on_gpu, _ = cuda.lower(model, RTX, EngineSpec(max_context=64, max_batch=4, kv_cache="slots"))
     assert {
         value.name: graph.static(value)[1] for value in on_gpu.graph.inputs if "past_key" in str(value.name)
     } == caches

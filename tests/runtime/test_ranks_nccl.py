@@ -30,6 +30,7 @@ from llmforge.base.errors import EnvironmentLacks, RunFailed, Unavailable, Verif
 from llmforge.base.progress import Silent
 from llmforge.engines import BuildRequest, cuda_collectives, heads, onnx_file, signatures
 from llmforge.engines import onnxruntime as standard
+from llmforge.native import nccl
 from llmforge.parallel.split import split
 from llmforge.passes import FlashAttention, FuseNorms, PackGateUp, PackQkv
 from llmforge.recipe import EngineSpec
@@ -40,7 +41,6 @@ from llmforge.runtime.backends.config import FILE, Capture, DeviceFacts, GraphPl
 from llmforge.runtime.backends.cuda import DeviceSession
 from llmforge.runtime.backends.device import HostDevice
 from llmforge.runtime.backends.prefill_shapes import SHAPES
-from llmforge.runtime.backends.ranks import nccl
 from llmforge.runtime.backends.ranks import session as rank_session
 from llmforge.runtime.backends.ranks.session import LIMIT_VARIABLE, RankSession
 from llmforge.runtime.serving.scheduler import Scheduler
@@ -250,7 +250,7 @@ import sys
 import numpy as np
 import onnxruntime as ort
 from llmforge import native
-from llmforge.runtime.backends.ranks import nccl
+from llmforge.native import nccl
 sys.path.insert(0, sys.argv[1])
 rank, model, name = int(sys.argv[2]), sys.argv[3], sys.argv[4]
 unique_id = nccl.make_id() if rank == 0 else bytes.fromhex(sys.stdin.readline())

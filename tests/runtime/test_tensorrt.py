@@ -28,6 +28,7 @@ from llmforge.engines.heads import give_heads
 from llmforge.engines.tensorrt.lower import rewrite
 from llmforge.ir import logits_rows
 from llmforge.ir.interface import HEAD, mass_blocks
+from llmforge.native import nccl
 from llmforge.recipe import EngineSpec
 from llmforge.runtime import EngineOptions, Request, Sampling
 from llmforge.runtime.backends.config import (
@@ -40,7 +41,7 @@ from llmforge.runtime.backends.config import (
 )
 from llmforge.runtime.backends.device import CudaDevice
 from llmforge.runtime.backends.loading import open_engine
-from llmforge.runtime.backends.ranks import nccl, worker
+from llmforge.runtime.backends.ranks import worker
 from llmforge.runtime.backends.session import Session, SessionConfig
 from llmforge.runtime.backends.tensorrt import PlanSession
 from llmforge.runtime.backends.tensorrt_plan import bucket_sizes, open_plan

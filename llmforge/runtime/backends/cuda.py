@@ -37,6 +37,7 @@ from llmforge import native
 from llmforge.base.errors import EnvironmentLacks, RunFailed, UnsupportedError
 from llmforge.ir import interface
 from llmforge.ir.interface import Draw
+from llmforge.native import nccl
 from llmforge.runtime.backends import device_cache
 from llmforge.runtime.backends.config import Capture, GraphPlan, RuntimeConfig
 from llmforge.runtime.backends.cuda_graph_capture import ONE, ProbeStep, probe_inputs
@@ -48,7 +49,6 @@ from llmforge.runtime.backends.device_inputs import BoundInput, InputBuffers
 from llmforge.runtime.backends.device_runs import DecodeRuns
 from llmforge.runtime.backends.interface import C, Counts, DecodeRun, StepInputs
 from llmforge.runtime.backends.prefill_shapes import SHAPES, pieces, together
-from llmforge.runtime.backends.ranks import nccl
 from llmforge.runtime.backends.session import SessionConfig, open_graph, run_bound, session_options
 from llmforge.runtime.backends.signature import Signature
 

@@ -12,6 +12,7 @@ from typing import Any
 from llmforge.base import plugins
 from llmforge.base.backends import PROVIDERS, of_provider, plugin_of
 from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
+from llmforge.native import nccl
 from llmforge.runtime.backends import device as devices
 from llmforge.runtime.backends.config import (
     DAMAGED,
@@ -23,7 +24,6 @@ from llmforge.runtime.backends.config import (
 )
 from llmforge.runtime.backends.device import CudaDevice, how_to_install
 from llmforge.runtime.backends.interface import Backend
-from llmforge.runtime.backends.ranks import nccl
 from llmforge.runtime.backends.ranks import session as rank_session
 from llmforge.runtime.backends.signature import ELEMENTS
 

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from llmforge.base.errors import EnvironmentLacks, RunFailed, UnsupportedError
 from llmforge.ir import interface
 from llmforge.ir.interface import Heads
+from llmforge.native import nccl
 from llmforge.runtime.backends import device_cache, tensorrt_plan
 from llmforge.runtime.backends.config import Capture, RuntimeConfig
 from llmforge.runtime.backends.cuda_graph_capture import ONE, ProbeStep, probe_inputs
@@ -41,7 +42,6 @@ from llmforge.runtime.backends.device_cache import CacheMemory, DeviceCache
 from llmforge.runtime.backends.device_heads import HeadBuffers
 from llmforge.runtime.backends.device_inputs import ALIGNMENT_BYTES, BoundInput, InputBuffers
 from llmforge.runtime.backends.interface import Counts, DecodeRun, StepInputs
-from llmforge.runtime.backends.ranks import nccl
 from llmforge.runtime.backends.signature import Signature
 from llmforge.runtime.backends.tensorrt_kernels import KernelCache
 from llmforge.runtime.backends.tensorrt_plan import Plan

@@ -14,12 +14,12 @@ import numpy as np
 
 from llmforge.base import process
 from llmforge.base.errors import ForgeError, Unavailable, VerificationError
+from llmforge.native import nccl
 from llmforge.runtime.backends import loading
 from llmforge.runtime.backends.config import GraphPlan, RuntimeConfig
 from llmforge.runtime.backends.cuda import PROVIDERS
 from llmforge.runtime.backends.interface import Backend, DecodeRun
 from llmforge.runtime.backends.ranks import group as groups
-from llmforge.runtime.backends.ranks import nccl
 from llmforge.runtime.backends.ranks.group import Group, Logits, Memory, Reply
 from llmforge.runtime.backends.ranks.messages import (
     LEFT,
