@@ -28,7 +28,8 @@ from llmforge.verification.trace_verifier import verify_trace
 from .. import zoo
 from ..small_engines import Received
 
-pytestmark = pytest.mark.xdist_group("latents")  # its fixtures take seconds: they are made once
+# Fixtures take seconds: they are made once.
+pytestmark = [pytest.mark.xdist_group("latents"), pytest.mark.thorough]
 
 RANK, ROTARY, LAYERS, HEADS = 32, 16, 3, 4
 SIZES = {

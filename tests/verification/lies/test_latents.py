@@ -24,7 +24,8 @@ from llmforge.verification.verifier import Verifier
 from ... import graphs, zoo
 from . import table
 
-pytestmark = pytest.mark.xdist_group("lies about latents")  # the trace takes seconds: it is made once
+# The trace takes seconds: it is made once.
+pytestmark = [pytest.mark.xdist_group("lies about latents"), pytest.mark.thorough]
 
 HEADS, PLAIN, ROTARY, RANK, VALUES = 4, 32, 16, 32, 48
 MSCALE = 1 + 0.1 * 0.7 * np.log(4.0)  # YaRN's, of a factor of 4: DeepSeek multiplies scores by its square
