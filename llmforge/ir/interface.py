@@ -87,6 +87,10 @@ class Heads:
         """Whether nothing lies behind."""
         return self.vocabulary <= HEAD
 
+    def is_finite(self, row: int) -> bool:
+        """Say whether no logit of a row is NaN or +inf, and not all are -inf: what a head lacks, its masses have."""
+        return bool(np.isfinite(self.logits[row, 0]) and np.isfinite(self.masses[row]).all())
+
     def of(self, rows: list[int]) -> Heads:
         """Give those of some different rows, in ascending order."""
         if len(rows) == len(self.logits):

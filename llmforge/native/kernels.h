@@ -202,12 +202,13 @@ typedef struct Heads {
     int64_t *tokens, *chosen;
 } Heads;
 
-/* A row of logits, summed in blocks of `block`; its head as in Heads, [HEAD] each, or NULL. */
+/* A row of logits, summed in blocks of `block`; its head as in Heads, [HEAD] each, and its masses, or NULL. */
 typedef struct LogitRow {
     int64_t vocabulary, block;
     const float *logits;
     const float *head_logits;
     const int32_t *head_ids;
+    const float *masses;
     Draw draw;
 } LogitRow;
 

@@ -45,6 +45,7 @@ class _Row(ctypes.Structure):
         ("logits", ctypes.c_void_p),
         ("head_logits", ctypes.c_void_p),
         ("head_ids", ctypes.c_void_p),
+        ("masses", ctypes.c_void_p),
         ("uniform", ctypes.c_double),
         ("top_p", ctypes.c_double),
         ("top_k", ctypes.c_int64),
@@ -115,18 +116,18 @@ def draw_row(
     logits: NDArray[np.float32],
     block: int,
     draw: tuple[float, float, int, float, float],
-    head: tuple[NDArray[np.float32], NDArray[np.int32]] | None = None,
+    head: tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32]] | None = None,
 ) -> int:
     """Draw a token from `logits` [V], summed in blocks of `block`, which are finite or -inf, not all of them -inf.
 
-    `draw`: the fields of `DRAW`; `head`: logits and ids, [256] each, of the row's head.
+    `draw`: the fields of `DRAW`; `head`: logits and ids, [256] each, of the row's head, and its masses [blocks].
 
     Raises:
         MemoryError: there is none for a copy of the row.
     """
     values = np.ascontiguousarray(logits)
     parts = [np.ascontiguousarray(each) for each in head or ()]
-    addresses: list[int | None] = [each.ctypes.data for each in parts] or [None, None]
+    addresses: list[int | None] = [each.ctypes.data for each in parts] or [None, None, None]
     token = int(
         _require().llmforge_draw_row(ctypes.byref(_Row(len(values), block, values.ctypes.data, *addresses, *draw)))
     )

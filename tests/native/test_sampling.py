@@ -57,6 +57,22 @@ def test_heads_give_the_tokens_and_blocks_of_numpy(instructions):
     assert min(np.count_nonzero(tokens >= 0), np.count_nonzero(blocks >= 0)) > 50
 
 
+@pytest.mark.parametrize("top_p", [0.5, 0.9, 0.999])
+def test_masses_of_a_device_save_sums_and_change_no_token_behind_a_head(instructions, top_p):
+    random = np.random.default_rng(11)
+    ranks = np.log(np.arange(1, V + 1))
+    flat = [random.permutation(-random.uniform(0.2, 0.9) * ranks) for _ in range(300)]  # most stands behind the head
+    logits = np.concatenate([np.stack(flat).astype(np.float32), rows(300)])
+    heads, behind = heads_of(logits, np.ones(len(logits), np.float32), random), 0
+    for row, each in enumerate(logits):
+        how, head = record(dataclasses.replace(DRAWN[0], top_p=top_p), random.random()), heads.ids[row]
+        token = kernels.draw_row(each, mass_blocks(V)[1], how)
+        of_head = heads.logits[row], head, heads.masses[row]
+        assert kernels.draw_row(each, mass_blocks(V)[1], how, of_head) == token
+        behind += token not in head
+    assert behind > 40
+
+
 def test_a_head_gives_the_token_of_its_row(instructions):
     random = np.random.default_rng(10)
     samplings = [dataclasses.replace(SAMPLINGS[i % len(SAMPLINGS)], seed=i) for i in range(140)]

@@ -154,6 +154,9 @@ class Slow(DecodeRun):
     def next_ids(self) -> np.ndarray:
         return self._run.next_ids()
 
+    def launched(self) -> None:
+        self._run.launched()
+
     def logits(self, row: int) -> np.ndarray:
         return self._run.logits(row)
 

@@ -337,6 +337,9 @@ class _Running(DecodeRun):
         """Wait for the step, and for the copy of the heads of its rows behind it."""
         return self._heads.read(self._rows)
 
+    def launched(self) -> None:
+        """Return: it is in the stream."""
+
     def logits(self, row: int) -> NDArray[np.float32]:
         """Fetch all logits of a row."""
         return self._heads.read_row(self._logits, row)

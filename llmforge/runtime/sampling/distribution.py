@@ -88,7 +88,7 @@ def draw(logits: Floats, sampling: Sampling, uniform: float, head: tuple[Heads, 
     if head is None or head[0].vocabulary <= HEAD:
         return kernels.draw_row(logits, block, how)
     heads, row = head
-    return kernels.draw_row(logits, block, how, (heads.logits[row], heads.ids[row]))
+    return kernels.draw_row(logits, block, how, (heads.logits[row], heads.ids[row], heads.masses[row]))
 
 
 def second_numbers(uniforms: NDArray[np.float64]) -> NDArray[np.float64]:

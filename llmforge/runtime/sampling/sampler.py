@@ -97,22 +97,35 @@ class TokenSampler:
             InputError: logits are NaN or infinite, which no intact engine yields; or -inf for all that may come next.
             UnsupportedError: the constraint became too large at this token.
         """
+        sampling, processed = self.sampling, logits
+        if head is not None and self._raw_logits and sampling.temperature > 0 and head[0].is_finite(head[1]):
+            return self._draw(logits, logits, head)
         token = int(logits.argmax())  # the first NaN where there is one
         if not math.isfinite(logits[token]):
             raise InputError("the engine returned NaN or infinite logits")
         if self.argmax_only:
             return SampledToken(token)
-        sampling, processed = self.sampling, logits
         if not self._raw_logits:
             processed = self._process(logits)
             token = int(processed.argmax())
         if processed[token] == -np.inf:
             raise InputError("the engine returned -inf for every allowed token")
         if sampling.temperature > 0:
-            token = draw(processed, sampling, self.next_uniform(), head if self._raw_logits else None)
-            self._uniforms.popleft()
+            return self._draw(processed, logits, None)
+        return self._go_on(token, logits)
+
+    def _draw(
+        self, processed: NDArray[np.float32], logits: NDArray[np.float32], head: tuple[Heads, int] | None
+    ) -> SampledToken:
+        """Draw from what has become of `logits`, with a random number."""
+        token = draw(processed, self.sampling, self.next_uniform(), head)
+        self._uniforms.popleft()
+        return self._go_on(token, logits)
+
+    def _go_on(self, token: int, logits: NDArray[np.float32]) -> SampledToken:
         self._advance(token)
-        return SampledToken(token, None if sampling.logprobs is None else _logprob(logits, token, sampling.logprobs))
+        wanted = self.sampling.logprobs
+        return SampledToken(token, None if wanted is None else _logprob(logits, token, wanted))
 
     def next_uniform(self, ahead: int = 0) -> float:
         """Give the random number that decides about the next token, or about one so many tokens `ahead` of it."""

@@ -212,6 +212,8 @@ class PagedScheduler(Scheduler[PagedCache]):
         """
         start = self._clock()
         self._ahead = self._begin_behind(step)
+        if self._ahead is None:
+            step.run.launched()
         self._deliver_tokens()
         heads = step.run.heads()
         self._advance([each for each in step.planned if each[0] not in step.wrong])

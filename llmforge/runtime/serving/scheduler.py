@@ -441,6 +441,8 @@ class Scheduler(Generic[C]):
         step = self._ahead or self._begin(batch)
         behind = self._behind(step)
         self._ahead = self._begin(behind, step) if behind else None
+        if self._ahead is None:
+            step.run.launched()  # the thread that does so needs the interpreter, which delivering would keep
         self._deliver_tokens()
         heads, live = step.run.heads(), self._live(step)
         for slot, sequence in live:

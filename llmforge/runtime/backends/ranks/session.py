@@ -438,6 +438,9 @@ class _Running(DecodeRun):
         """Wait for the step, and give the heads of its rows."""
         return self._session.heads()
 
+    def launched(self) -> None:
+        """Return: the ranks were told, and take what they are told in order."""
+
     def logits(self, row: int) -> NDArray[np.float32]:
         """Fetch all logits of a row."""
         found: NDArray[np.float32] = self._session.ask("logits", row)
