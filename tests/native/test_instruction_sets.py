@@ -111,6 +111,7 @@ def test_kernels_for_arm_give_the_bits_of_plain_c(every: int, arm: Path, tmp_pat
     check(run(command, "neon", cases, tmp_path), cases, plain, "neon")
 
 
+@pytest.mark.thorough
 @pytest.mark.xdist_group("arm")
 @pytest.mark.parametrize(("cpu", "ends"), [("neoverse-n1", 0), ("cortex-a53", CANNOT_RUN), ("a64fx", CANNOT_RUN)])
 def test_kernels_for_arm_are_chosen_where_there_are_dot_products(
