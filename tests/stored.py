@@ -67,7 +67,7 @@ def quality(kld: float = 0.021) -> Quality:
         Answer(document=f"guide-{i}", prompt_tokens=32, tokens=128, first_difference=None if i % 3 else 10 * i)
         for i in range(12)
     ]
-    return summarize(forms, scores, context=51, seed=0, decoded=decoded, answers=answers)
+    return summarize(forms, scores, context=51, decoded=decoded, answers=answers)
 
 
 @cache

@@ -211,7 +211,7 @@ def publish(folder: Path, manifest: Manifest, record: Mapping[str, Any]) -> Arti
     with names_locked(folder.parent):
         existing = _existing(final, manifest)
         head = {
-            "schema": sealed.SCHEMA,
+            "schema": sealed.RECORD_SCHEMA,
             "content": manifest.content_digest,
             "previous": existing.evidence[-1].digest if existing is not None else None,
             "created": record["created"],

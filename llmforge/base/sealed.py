@@ -32,6 +32,7 @@ REPORT = "report/"  # with the next two, what a record has files of
 PROVENANCE = "provenance/"  # what it was made of and on
 CARD = "README.md"  # tells of measurements
 SCHEMA = 2
+RECORD_SCHEMA = 3  # of records of evidence: since 3, intervals are those of llmforge.metrics.skewed_t
 MOST_VALUES = 400_000  # in the JSON of a record: what a reader makes of each has 1 kB
 VERSION_DIGITS = 12  # of the content digest: 48 bits, no collision to be expected below 10 million versions of a name
 LARGEST_MANIFEST = 16 << 20  # bytes; one of 100,000 files has 15 MB
@@ -185,8 +186,14 @@ def parse_record(raw: bytes, source: str) -> Record:
         InputError: the bytes are none.
     """
     data = small_file.parse_json(raw, source, hint=_HINT, unique_keys=True, most_values=MOST_VALUES)
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise InputError(f"{source}: not a record of evidence of schema {SCHEMA}", hint=_HINT)
+    if isinstance(data, dict) and type(written := data.get("schema")) is int and 0 < written < RECORD_SCHEMA:
+        raise InputError(
+            f"{source}: a record of evidence of schema {written}, whose intervals were too narrow; this llmforge reads "
+            f"schema {RECORD_SCHEMA}",
+            hint="artifacts are not migrated: build it again, or use the llmforge that built it",
+        )
+    if not isinstance(data, dict) or data.get("schema") != RECORD_SCHEMA:
+        raise InputError(f"{source}: not a record of evidence of schema {RECORD_SCHEMA}", hint=_HINT)
     try:
         files = {path: strict_json.read(FileRecord, file, f"{source}: files") for path, file in data["files"].items()}
         previous, created = data["previous"], datetime.fromisoformat(data["created"])

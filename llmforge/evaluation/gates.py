@@ -18,7 +18,7 @@ from llmforge.metrics import catalog
 from llmforge.metrics.catalog import Measured, TaskMetric
 from llmforge.metrics.intervals import CONFIDENCE, SMALLEST_SAMPLE, Estimate
 from llmforge.metrics.record import Record
-from llmforge.metrics.resampling import Resampled
+from llmforge.metrics.studentized import Studentized
 from llmforge.recipe import GateSpec
 
 ALPHA = (1 - CONFIDENCE) / 2  # one-sided: how often a gate passes wrongly, at most, where the true figure is at it
@@ -32,7 +32,7 @@ _BOUNDS: dict[str, Bound] = {each: each for each in get_args(Bound)}
 RELATIVE: tuple[Bound, ...] = ("drop_max", "rise_max")  # to an earlier artifact; of tasks, to the checkpoint as well
 CHECKPOINT = "the checkpoint"
 
-Figure = Estimate | Resampled
+Figure = Estimate | Studentized
 
 
 class Verdict(enum.Enum):
@@ -78,14 +78,14 @@ def judge(
     unmeasured: str | None = None,
     original: Earlier | None = None,
     earlier: Earlier | None = None,
-    resampled: Mapping[str, Resampled] | None = None,
+    studentized: Mapping[str, Studentized] | None = None,
     alpha: float = ALPHA,
 ) -> tuple[GateResult, ...]:
     """Decide every limit; a gate with several limits gives a result for each.
 
     A figure that is missing or NaN fails, but where nothing could be measured: `unmeasured` says why, and leaves what
     is missing undecided. Limits that are relative to an `earlier` artifact are left out without one; those of tasks
-    hold against the `original` checkpoint, too. `resampled` are figures to be decided at another `alpha` than that of
+    hold against the `original` checkpoint, too. `studentized` are figures to be decided at another `alpha` than that of
     their intervals: the part of `ALPHA` that one of several looks may spend. What no look changes is decided at
     `ALPHA`, and fails at `alpha`.
     """
@@ -97,9 +97,9 @@ def judge(
             bound = _BOUNDS[written]
             found: Figure | str | None
             if bound not in RELATIVE:
-                found = (resampled or {}).get(metric) or measured.get(metric)
+                found = (studentized or {}).get(metric) or measured.get(metric)
                 room = highest - limit if bound == "max" else limit
-                looked = alpha if isinstance(found, Resampled) else ALPHA
+                looked = alpha if isinstance(found, Studentized) else ALPHA
                 trials.append(_Trial(metric, bound, limit, found, unmeasured, room, looked))
                 continue
             for other in (original if isinstance(known, TaskMetric) else None, earlier):
@@ -107,7 +107,7 @@ def judge(
                     found = other.differences.get(metric)
                     was = other.values.get(metric, 0.0 if bound == "rise_max" else math.inf)
                     room = (highest - was if bound == "rise_max" else was) - limit
-                    looked = alpha if isinstance(found, Resampled) else ALPHA
+                    looked = alpha if isinstance(found, Studentized) else ALPHA
                     trials.append(_Trial(metric, bound, limit, found, unmeasured, room, looked, other.name))
     failing = _holm([trial.p_beyond for trial in trials], alpha)
     return tuple(trial.result(fails) for trial, fails in zip(trials, failing, strict=True))
@@ -167,7 +167,7 @@ class _Trial:
         found = self.found
         if found is None or isinstance(found, str) or not _has_bounds(found) or not math.isfinite(found.value):
             return None
-        if isinstance(found, Resampled):
+        if isinstance(found, Studentized):
             return found.p_above(self.edge) if self.upper else found.p_below(self.edge)
         return None if found.is_exact else _tail(found, self.edge, above=self.upper)
 
@@ -176,7 +176,7 @@ class _Trial:
         """How likely the figure would seem so good if it were at the edge."""
         assert self.found is not None
         assert not isinstance(self.found, str)
-        if isinstance(self.found, Resampled):
+        if isinstance(self.found, Studentized):
             return self.found.p_below(self.edge) if self.upper else self.found.p_above(self.edge)
         return _tail(self.found, self.edge, above=not self.upper)
 
@@ -196,7 +196,7 @@ class _Trial:
             verdict = Verdict.PASS if passed else Verdict.FAIL
             return self._result(verdict, None, f"{self._value} (exact), limit: {self._wanted}")
         if not _has_bounds(found):
-            needed = found.documents_needed(self.edge, self.alpha, POWER) if isinstance(found, Resampled) else None
+            needed = found.documents_needed(self.edge, self.alpha, POWER) if isinstance(found, Studentized) else None
             metric = catalog.named(self.metric)
             fewest = metric.fewest(_count(found))
             what = f"an interval needs {fewest or 'more'}"
@@ -212,7 +212,9 @@ class _Trial:
         low, high = _bounds(found, self.alpha)
         interval = f"{self._value} ({100 * (1 - 2 * self.alpha):.3g}% interval {_number(low)} to {_number(high)})"
         detectable = self._detectable(found)
-        power = found.power(self.limit, self.alpha) if isinstance(found, Resampled) and self.against else None
+        power = None
+        if isinstance(found, Studentized) and self.against:
+            power = found.power(self.limit, self.alpha, upper=self.upper)
         facts: dict[str, Any] = {"detectable": detectable, "power": power}
         inside, outside = (high <= self.edge, low > self.edge) if self.upper else (low >= self.edge, high < self.edge)
         if self.room <= detectable:
@@ -242,13 +244,13 @@ class _Trial:
         )  # fmt: skip
 
     def _needed(self, found: Figure, low: float, high: float) -> int | None:
-        if isinstance(found, Resampled):
+        if isinstance(found, Studentized):
             return found.documents_needed(self.edge, self.alpha, POWER)
         return samples_needed(found.samples, found.value, low, high, self.edge)
 
     def _detectable(self, found: Figure) -> float:
-        if isinstance(found, Resampled):
-            return found.detectable(self.alpha, POWER)
+        if isinstance(found, Studentized):
+            return found.detectable(self.alpha, POWER, upper=self.upper)
         low, high = _bounds(found, self.alpha)
         half = found.value - low if self.upper else high - found.value
         return half * (1 + NormalDist().inv_cdf(POWER) / -NormalDist().inv_cdf(self.alpha))
@@ -264,7 +266,7 @@ class _Trial:
         underpowered: bool = False,
     ) -> GateResult:
         found = None if isinstance(self.found, str) else self.found
-        if isinstance(found, Resampled):
+        if isinstance(found, Studentized):
             low, high = _bounds(found, self.alpha) if found.decides else (None, None)
             found = Estimate(value=found.value, low=low, high=high, samples=found.documents)
         return GateResult(
@@ -324,7 +326,7 @@ def _tail(found: Estimate, edge: float, *, above: bool) -> float:
 
 def _bounds(found: Figure, alpha: float) -> tuple[float, float]:
     """Bounds of a figure that is beyond each of them with probability `alpha`."""
-    if isinstance(found, Resampled):
+    if isinstance(found, Studentized):
         return found.interval(alpha)
     assert found.low is not None
     assert found.high is not None
@@ -333,17 +335,17 @@ def _bounds(found: Figure, alpha: float) -> tuple[float, float]:
 
 
 def _has_bounds(found: Figure) -> bool:
-    if isinstance(found, Resampled):
+    if isinstance(found, Studentized):
         return found.decides
     return found.low is not None and found.high is not None
 
 
 def _count(found: Figure) -> int:
-    return found.documents if isinstance(found, Resampled) else found.samples
+    return found.documents if isinstance(found, Studentized) else found.samples
 
 
 def _of(found: Figure) -> str:
-    return "documents" if isinstance(found, Resampled) else found.of
+    return "documents" if isinstance(found, Studentized) else found.of
 
 
 def samples_needed(samples: int, value: float, low: float, high: float, limit: float) -> int | None:

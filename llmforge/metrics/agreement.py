@@ -9,9 +9,10 @@ from typing import Annotated, Literal, Self, get_args
 import numpy as np
 from pydantic import Field, model_validator
 
-from llmforge.metrics.intervals import SMALLEST_SAMPLE, Estimate, bootstrap, quantile_interval, share_interval
+from llmforge.metrics.intervals import SMALLEST_SAMPLE, Estimate, quantile_interval, share_interval
 from llmforge.metrics.quality import PROMPT_TOKENS
 from llmforge.metrics.record import Record
+from llmforge.metrics.studentized import bounds, studentized
 
 RuntimeName = Literal["onnxruntime-genai", "optimum", "transformers", "llama-cpp"]
 RUNTIMES: tuple[RuntimeName, ...] = get_args(RuntimeName)
@@ -101,8 +102,8 @@ class RuntimeRun(Record):
 def made_of(run: RuntimeRun) -> Agreement | None:
     """Make the figures of what was compared; None where the run did not come to its end.
 
-    The interval of `agreement` is the wider of two: a bootstrap over prompts, since places of one prompt depend on one
-    another, and the exact one of independent places, since resamples of prompts that all agree say nothing.
+    The interval of `agreement` is the wider of two: that over prompts, since places of one prompt depend on one
+    another, and the exact one of independent places, since prompts that all agree do not differ.
 
     Raises:
         ValueError: the prompts are not those that were asked.
@@ -116,10 +117,10 @@ def made_of(run: RuntimeRun) -> Agreement | None:
     same = np.array([each.agreeing for each in prompts], np.float64)
     kld = np.array([np.sum(each.kld) for each in prompts], np.float64)
     sums = np.stack([places, same, kld], 1)
-    bounds = bootstrap(sums, lambda totals: totals[:, 1:] / totals[:, :1], seed=0)
+    of_share, of_kld = (bounds(each) for each in studentized(sums, lambda totals: totals[:, 1:] / totals[:, :1]))
     share = float(same.sum() / places.sum())
     exact = share_interval(int(same.sum()), int(places.sum()))
-    wider = None if bounds is None else (min(bounds[0][0], exact[0]), max(bounds[0][1], exact[1]))
+    wider = None if of_share is None else (max(0.0, min(of_share[0], exact[0])), min(1.0, max(of_share[1], exact[1])))
     firsts = [len(each.ours) if each.first_difference is None else each.first_difference for each in prompts]
     equal = sum(each.first_difference is None for each in prompts)
     return Agreement(
@@ -127,7 +128,7 @@ def made_of(run: RuntimeRun) -> Agreement | None:
         same_answers=_estimate(equal / len(prompts), share_interval(equal, len(prompts)), prompts),
         equal_tokens=_estimate(float(median(firsts)), quantile_interval(np.array(firsts, np.float64), 0.5), prompts),
         kld_mean=_estimate(
-            float(kld.sum() / places.sum()), None if bounds is None else (bounds[1][0], bounds[1][1]), prompts
+            float(kld.sum() / places.sum()), None if of_kld is None else (max(0.0, of_kld[0]), of_kld[1]), prompts
         ),
         kld_max=max(max(each.kld) for each in prompts),
         logit_difference_mean=float(sum(np.sum(each.difference_mean) for each in prompts) / places.sum()),

@@ -453,8 +453,9 @@ TASK_PATTERN = r"^task\.[A-Za-z0-9_-]{1,128}\.[A-Za-z0-9_.-]{1,64}$"
 _OF_TEXT = {"perplexity": RATIO, "word_perplexity": RATIO, "byte_perplexity": RATIO, "bits_per_byte": BITS_A_BYTE}
 _PERCENTILES: dict[Literal["p50", "p95", "p99"], str] = {"p50": "median", "p95": "95 %", "p99": "99 %"}
 # fmt: off
+_NOT_NEGATIVE, _SHARE = (0.0, math.inf), (0.0, 1.0)  # what figures cannot be beyond
 KLD_MEAN = QualityMetric(
-    "kld_mean", "Mean KLD", NATS_A_TOKEN, "lower", OfSums((KLD,), _mean), key=1,
+    "kld_mean", "Mean KLD", NATS_A_TOKEN, "lower", OfSums((KLD,), _mean, limits=_NOT_NEGATIVE), key=1,
     meaning="KL(baseline ‖ artifact), nats per token; 0 means no loss",
 )
 TTFT = TimingMetric(
@@ -523,12 +524,12 @@ ALL: tuple[Metric, ...] = (
         meaning="Distribution of KLD over tokens",
     ),
     QualityMetric(
-        "top1_agreement", "Top-1 agreement", SHARE, "higher", OfSums((SAME_TOP,), _mean),
+        "top1_agreement", "Top-1 agreement", SHARE, "higher", OfSums((SAME_TOP,), _mean, limits=_SHARE),
         meaning="positions with the same most likely token",
         key=3, note=lambda quality: f"of {units.count(quality.tokens)} tokens",
     ),
     QualityMetric(
-        "top5_agreement", f"Top-{TOP} agreement", SHARE, "higher", OfSums((SHARED_TOP,), _mean),
+        "top5_agreement", f"Top-{TOP} agreement", SHARE, "higher", OfSums((SHARED_TOP,), _mean, limits=_SHARE),
         meaning=f"share of the {TOP} most likely tokens that is the same, in any order",
         row=(f"Top-{TOP} agreement", "mean"),
     ),
@@ -561,12 +562,12 @@ ALL: tuple[Metric, ...] = (
     ),
     QualityMetric(
         "kld_decode", "Mean KLD through decode steps", NATS_A_TOKEN, "lower",
-        OfSums((KLD,), _mean, source="decode_tokens"),
+        OfSums((KLD,), _mean, source="decode_tokens", limits=_NOT_NEGATIVE),
         meaning="text read token by token through the KV cache", row=("Decode steps", "KLD"),
     ),
     QualityMetric(
         "kld_decode_prefill", "Mean KLD of the same tokens in prefill", NATS_A_TOKEN, "lower",
-        OfSums((PREFILL_KLD,), _mean, source="decode_tokens"), row=("Decode steps", "in prefill"),
+        OfSums((PREFILL_KLD,), _mean, source="decode_tokens", limits=_NOT_NEGATIVE), row=("Decode steps", "in prefill"),
     ),
     QualityMetric(
         "kld_decode_added", "Mean KLD that decode steps add", NATS_A_TOKEN, "lower",

@@ -15,8 +15,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.metrics.intervals import CONFIDENCE, SMALLEST_SAMPLE, Estimate
-from llmforge.metrics.resampling import student_quantiles
+from llmforge.metrics.intervals import SMALLEST_SAMPLE, TAIL, Estimate, student_t
 
 _BISECTIONS = 60  # halvings of an interval of length 2 at most: below 2⁻⁵²
 
@@ -85,10 +84,9 @@ class _Sample:
         """Quantile of the interval; None: the sample is too small for one. Few documents tell their spread badly."""
         if self.documents < SMALLEST_SAMPLE:
             return None
-        level = 1 - (1 - CONFIDENCE) / 2
         if self.documents == self.items:
-            return NormalDist().inv_cdf(level)
-        return float(student_quantiles(np.array([level]), self.documents - 1)[0])
+            return NormalDist().inv_cdf(1 - TAIL)
+        return student_t(self.documents - 1)
 
     @property
     def items_a_document(self) -> float:

@@ -12,15 +12,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
-from llmforge.metrics.intervals import (
-    Estimate,
-    bootstrap,
-    bootstrap_means,
-    bootstrap_quantiles,
-    quantile_interval,
-    share_interval,
-)
+from llmforge.metrics import document_quantiles
+from llmforge.metrics.intervals import Estimate, quantile_interval, share_interval
 from llmforge.metrics.record import Figures, Record
+from llmforge.metrics.studentized import bounds, means, studentized
 from llmforge.metrics.token_records import DocumentTokens, WindowScores, keep
 from llmforge.metrics.tokens import Floats, TokenValue
 
@@ -40,13 +35,14 @@ class Summed:
 
 @dataclass(frozen=True)
 class OfSums:
-    """A figure that sums over tokens are enough for, of all documents, of one, or of a resample."""
+    """A figure that sums over tokens are enough for, of all documents, of some, or of one."""
 
     values: tuple[TokenValue | Summed, ...]
     figure: Callable[..., Floats]  # makes figures [r] of the number of tokens [r] and the sum of each value [r]
     finish: Callable[[float], float] = float  # monotone; applied to a figure and to its bounds
     bounded: bool = True  # with an interval, so that a gate can decide on it
     source: Source = "text"
+    limits: tuple[float, float] = (-math.inf, math.inf)  # that the figure cannot be beyond
 
     @property
     def decides(self) -> bool:
@@ -130,7 +126,7 @@ Form = OfSums | OfTokens | Quantile | ByPosition | OfAnswers | Histogram
 
 
 class DocumentSums(Figures):
-    """Sums over the predicted tokens of one document, by the names of the values; resamples are made of them."""
+    """Sums over the predicted tokens of one document, by the names of the values."""
 
     __pydantic_extra__: dict[str, int | float]
 
@@ -180,7 +176,6 @@ class Quality(Figures):
     documents: int
     windows: int
     tokens: int  # predicted ones
-    seed: int  # of the bootstrap
     samples: tuple[Sample, ...] = ()
     per_document: tuple[DocumentSums, ...] = Field(max_length=MOST_DOCUMENTS)
     per_token: tuple[DocumentTokens, ...] = Field(default=(), max_length=MOST_DOCUMENTS)  # of as many as are kept
@@ -211,8 +206,8 @@ class Quality(Figures):
         for source, sums in raw.items():
             of_sums = {n: form for n, form in forms.items() if isinstance(form, OfSums) and form.source == source}
             if of_sums and sums:
-                made |= estimates(of_sums, sums, self.seed)
-        made |= _of_tokens(forms, self.per_token, self.seed)
+                made |= estimates(of_sums, sums)
+        made |= _of_tokens(forms, self.per_token)
         if self.answers:
             made |= {name: form.figure(self.answers) for name, form in forms.items() if isinstance(form, OfAnswers)}
         return {name: made[name] for name in forms if name in made}
@@ -235,7 +230,6 @@ def summarize(
     scores: Mapping[str, Sequence[WindowScores]],
     *,
     context: int,
-    seed: int,
     scored: Literal["all", "second-half"] = "all",
     decoded: Mapping[str, Sequence[WindowScores]] | None = None,
     answers: Sequence[Answer] = (),
@@ -257,7 +251,6 @@ def summarize(
         documents=len(per_document),
         windows=sum(len(windows) for windows in scores.values()),
         tokens=sum(sums.tokens for sums in per_document),
-        seed=seed,
         per_document=per_document,
         per_token=keep(scores, [value.name for value in values(kept)]) if values(kept) else (),
         per_document_decoded=tuple(_sums(name, parts, _summed(again)) for name, parts in (decoded or {}).items()),
@@ -272,7 +265,7 @@ def _summed(forms: Sequence[OfSums]) -> list[str]:
     return list(dict.fromkeys(value.name for form in forms for value in form.values))
 
 
-def _of_tokens(forms: Mapping[str, Form], per_token: Sequence[DocumentTokens], seed: int) -> dict[str, Any]:
+def _of_tokens(forms: Mapping[str, Form], per_token: Sequence[DocumentTokens]) -> dict[str, Any]:
     """Make the figures that need the value of every token."""
     of_tokens = {name: form for name, form in forms.items() if not isinstance(form, OfSums | OfAnswers)}
     if not of_tokens or not per_token:
@@ -283,18 +276,18 @@ def _of_tokens(forms: Mapping[str, Form], per_token: Sequence[DocumentTokens], s
         read = [document.values(value.name) for document in per_token]
         of_all, owners = np.concatenate(read), np.repeat(np.arange(len(read)), [len(each) for each in read])
         shares = [form.share for form in mine.values() if isinstance(form, Quantile)]
-        bounds = iter(bootstrap_quantiles(of_all, owners, shares, seed=seed) or [] if shares else [])
+        within = iter(document_quantiles.bounds(of_all, owners, shares) or [] if shares else [])
         for name, form in mine.items():
             if isinstance(form, Quantile):
-                made[name] = _within(float(np.quantile(of_all, form.share)), next(bounds, None), len(per_token))
+                made[name] = _within(float(np.quantile(of_all, form.share)), next(within, None), len(per_token))
             elif isinstance(form, ByPosition):
-                made[name] = _curve(of_all, per_token, seed)
+                made[name] = _curve(of_all, per_token)
             else:
                 made[name] = form.of(of_all)
     return made
 
 
-def _curve(of_all: Floats, per_token: Sequence[DocumentTokens], seed: int) -> tuple[Segment, ...]:
+def _curve(of_all: Floats, per_token: Sequence[DocumentTokens]) -> tuple[Segment, ...]:
     """Cut a value of all tokens by the context before them, finer at the beginning: 16, 24, 32, 48, 64, 96, …"""
     context = [document.context for document in per_token]
     most = max(int(each.max()) for each in context)
@@ -305,14 +298,14 @@ def _curve(of_all: Floats, per_token: Sequence[DocumentTokens], seed: int) -> tu
     for number, (places, mine) in enumerate(zip(context, np.split(of_all, ends), strict=True)):
         at = np.searchsorted(edges, places, side="right") - 1
         sums[number], counts[number] = (np.bincount(at, weights, len(edges)) for weights in (mine, None))
-    bounds = bootstrap_means(sums, counts, seed=seed)
+    within = [bounds(mean) for mean in means(sums, counts)]
     return tuple(
         Segment(
             first=edge,
             last=last - 1,
             tokens=int(counts[:, i].sum()),
             figure=_within(
-                float(sums[:, i].sum() / counts[:, i].sum()), bounds[i], int(np.count_nonzero(counts[:, i]))
+                float(sums[:, i].sum() / counts[:, i].sum()), within[i], int(np.count_nonzero(counts[:, i]))
             ),
         )
         for i, (edge, last) in enumerate(zip(edges, [*edges[1:], most + 1], strict=True))
@@ -320,11 +313,11 @@ def _curve(of_all: Floats, per_token: Sequence[DocumentTokens], seed: int) -> tu
     )
 
 
-def _within(value: float, bounds: tuple[float, float] | None, samples: int, of: str = "documents") -> Estimate:
+def _within(value: float, found: tuple[float, float] | None, samples: int, of: str = "documents") -> Estimate:
     """Make an estimate whose bounds hold the figure."""
-    if bounds is None:
+    if found is None:
         return Estimate(value=value, low=None, high=None, samples=samples, of=of)
-    return Estimate(value=value, low=min(value, bounds[0]), high=max(value, bounds[1]), samples=samples, of=of)
+    return Estimate(value=value, low=min(value, found[0]), high=max(value, found[1]), samples=samples, of=of)
 
 
 def share_same(answers: Sequence[Answer], tokens: int) -> Estimate:
@@ -336,13 +329,11 @@ def share_same(answers: Sequence[Answer], tokens: int) -> Estimate:
 def median_difference(answers: Sequence[Answer]) -> Estimate:
     """Estimate the median of how many tokens are the same; of answers that do not differ, all that were asked for."""
     same = [ANSWER_TOKENS if answer.first_difference is None else answer.first_difference for answer in answers]
-    bounds = quantile_interval(np.array(same, np.float64), 0.5)
-    return _within(float(median(same)), bounds, len(answers), "answers")
+    found = quantile_interval(np.array(same, np.float64), 0.5)
+    return _within(float(median(same)), found, len(answers), "answers")
 
 
-def estimates(
-    forms: Mapping[str, OfSums], per_document: Sequence[DocumentSums], seed: int
-) -> dict[str, Estimate | float]:
+def estimates(forms: Mapping[str, OfSums], per_document: Sequence[DocumentSums]) -> dict[str, Estimate | float]:
     """Make figures of the sums of each document, and bound them."""
     names = _summed(list(forms.values()))
     sums = np.array([(d.tokens, *(d.figures[name] for name in names)) for d in per_document], np.float64)
@@ -352,13 +343,16 @@ def estimates(
         total = dict(zip(names, others, strict=True))
         return np.stack([form.figure(tokens, *(total[v.name] for v in form.values)) for form in forms.values()], 1)
 
-    bounds = bootstrap(sums, make, seed=seed)
     found: dict[str, Estimate | float] = {}
-    for i, (name, form) in enumerate(forms.items()):
-        value = form.finish(float(make(sums.sum(0, keepdims=True))[0, i]))
-        low, high = (None, None) if bounds is None else (form.finish(float(bound)) for bound in bounds[i])
-        bounded = Estimate(value=value, low=low, high=high, samples=len(per_document))
-        found[name] = bounded if form.bounded else value
+    for (name, form), figure in zip(forms.items(), studentized(sums, make), strict=True):
+        value = form.finish(figure.value)
+        found[name] = value
+        if form.bounded:
+            within = bounds(figure)
+            if within is not None:
+                low, high = max(within[0], form.limits[0]), min(within[1], form.limits[1])
+                within = form.finish(low), form.finish(high)
+            found[name] = _within(value, within, len(per_document))
     return found
 
 

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from llmforge.metrics import paired
-from llmforge.metrics.intervals import CONFIDENCE, Estimate
+from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.record import Record
-from llmforge.metrics.resampling import resampled
+from llmforge.metrics.studentized import bounds, studentized
 
 PREFIX = "task."  # of the name of a metric of a task: task.NAME.SCORE
 MOST_TASKS = 256
@@ -122,7 +122,7 @@ def figures(
 ) -> Figures:
     """Estimate the figure of each side, and how far the artifact's is from the baseline's.
 
-    Items that are right or wrong have score intervals (`paired`); others studentized resamples of documents.
+    Items that are right or wrong have score intervals (`paired`); others bounds over documents (`studentized`).
     """
     ours, clusters = np.asarray(artifact, np.float64), np.asarray(documents, np.int64)
     theirs = None if baseline is None else np.asarray(baseline, np.float64)
@@ -142,23 +142,23 @@ def figures(
         )
     counts = np.ones(len(ours)) if weights is None else np.asarray(weights, np.float64)
     return Figures(
-        artifact=_resampled(form, [ours], counts, clusters),
-        baseline=None if theirs is None else _resampled(form, [theirs], counts, clusters),
-        difference=None if theirs is None else _resampled(form, [ours, theirs], counts, clusters),
+        artifact=_over_documents(form, [ours], counts, clusters),
+        baseline=None if theirs is None else _over_documents(form, [theirs], counts, clusters),
+        difference=None if theirs is None else _over_documents(form, [ours, theirs], counts, clusters),
     )
 
 
-def _resampled(form: Form, sides: list[Floats], counts: Floats, clusters: NDArray[np.int64]) -> Estimate:
-    """Bound the figure of a side, or the difference of two, by resamples of documents."""
+def _over_documents(form: Form, sides: list[Floats], counts: Floats, clusters: NDArray[np.int64]) -> Estimate:
+    """Bound the figure of a side, or the difference of two, over documents."""
     documents = int(clusters.max()) + 1
     sums: Floats = np.stack([np.bincount(clusters, each, documents) for each in (counts, *sides)], 1).astype(np.float64)
 
     def statistic(totals: Floats) -> Floats:
         made = [_figure(form, totals[:, 1 + i], totals[:, 0]) for i in range(len(sides))]
-        return made[0] if len(made) == 1 else made[0] - made[1]
+        return (made[0] if len(made) == 1 else made[0] - made[1])[:, None]
 
-    found = resampled(sums, statistic, seed=0)
-    low, high = found.interval((1 - CONFIDENCE) / 2) if found.decides else (None, None)
+    (found,) = studentized(sums, statistic)
+    low, high = bounds(found) or (None, None)
     of = "items" if documents == len(clusters) else "documents"
     return Estimate(value=found.value, low=low, high=high, samples=documents, of=of)
 

@@ -13,15 +13,16 @@ from itertools import pairwise
 import numpy as np
 from pydantic import Field
 
-from llmforge.metrics.intervals import Estimate, bootstrap
+from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.quality import MOST_DOCUMENTS
 from llmforge.metrics.record import Record
+from llmforge.metrics.studentized import bounds, studentized
 from llmforge.metrics.tokens import Floats
 
 MOST_STEPS = 257  # the traced graph, and behind it the passes that a recipe may have
 MOST_LAYERS = 65_536
 MEASURED = "the read bandwidth measured in the same run"
-_AT_ONCE = 256  # sums that are resampled together
+_AT_ONCE = 256  # columns of sums
 
 
 class LayerCost(Record):
@@ -96,10 +97,9 @@ def estimates(sums: Floats, tokens: Floats) -> list[Estimate]:
     found = []
     for at in range(0, sums.shape[1], _AT_ONCE):
         some = sums[:, at : at + _AT_ONCE]
-        bounds = bootstrap(np.column_stack([some, tokens]), lambda totals: totals[:, :-1] / totals[:, -1:], seed=0)
-        for number, value in enumerate(some.sum(0) / tokens.sum()):
-            low, high = (None, None) if bounds is None else (float(bound) for bound in bounds[number])
-            found.append(Estimate(value=float(value), low=low, high=high, samples=len(tokens)))
+        for mean in studentized(np.column_stack([tokens, some]), lambda totals: totals[:, 1:] / totals[:, :1]):
+            low, high = bounds(mean) or (None, None)
+            found.append(Estimate(value=mean.value, low=low, high=high, samples=len(tokens)))
     return found
 
 

@@ -16,7 +16,7 @@ from llmforge.evaluation.gates import ALPHA, Figure
 from llmforge.metrics import catalog, units
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.record import Record
-from llmforge.metrics.resampling import Resampled
+from llmforge.metrics.studentized import Studentized
 from llmforge.report import release
 from llmforge.report.model import Report
 from llmforge.report.release import Reported, Side, Subject
@@ -219,7 +219,7 @@ def _change(name: str, a: Estimate | None, b: Estimate | None, difference: Figur
     if difference is None or isinstance(difference, str):
         alone = "measured of one alone" if (a is None) != (b is None) else difference
         return Change(metric=name, a=a, b=b, difference=None, why_not=alone)
-    if isinstance(difference, Resampled):
+    if isinstance(difference, Studentized):
         low, high = difference.interval(ALPHA) if difference.decides else (None, None)
         difference = Estimate(value=difference.value, low=low, high=high, samples=difference.documents)
     better, low, high = catalog.named(name).better, difference.low, difference.high

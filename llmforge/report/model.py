@@ -188,7 +188,7 @@ class Report(Record):
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
-    schema_version: Literal[2] = Field(default=2, alias="schema")
+    schema_version: Literal[3] = Field(default=3, alias="schema")
     content: str  # digest of the content that this is evidence about
     previous: str | None = None  # digest of the record before this one; both are known when it is published
     created: str  # UTC, ISO 8601

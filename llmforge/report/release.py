@@ -17,7 +17,7 @@ from llmforge.artifact import Record as Head
 from llmforge.base.errors import UsageError
 from llmforge.evaluation import gates
 from llmforge.evaluation.gates import ALPHA, RELATIVE, Earlier, Figure, GateResult, Verdict
-from llmforge.metrics import catalog, intervals, resampling, tasks
+from llmforge.metrics import catalog, document_figures, document_quantiles, tasks
 from llmforge.metrics.catalog import Measured, QualityMetric, RuntimeMetric, SizeMetric, SlowestMetric, TaskMetric
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.quality import DocumentSums, OfSums, Quantile
@@ -178,11 +178,11 @@ def judge(
     """Decide `specs` on what was measured of `release`, and on how far that is from `against`.
 
     `in_turns` are differences of durations, measured in one run. `documents` of both sides stand in for the recorded
-    ones; then figures of documents are decided by their resamples, at any `alpha`.
+    ones; then figures of documents are decided at any `alpha`.
     """
-    resampled = None
+    studentized = None
     if documents is not None:
-        resampled = {name: resampling.figure(form, documents[0], seed=0) for name, form in growing(specs).items()}
+        studentized = {name: document_figures.figure(form, documents[0]) for name, form in growing(specs).items()}
     earlier, paired = None, None
     if against is not None:
         left, right = documents or pairs(release, against)
@@ -194,7 +194,7 @@ def judge(
         unmeasured=release.report.engine.unmeasured,
         original=gates.checkpoint(release.measured),
         earlier=earlier,
-        resampled=resampled,
+        studentized=studentized,
         alpha=alpha,
     )
     sealed = release.sealed_limits
@@ -219,7 +219,7 @@ def pairs(release: Reported, against: Reported) -> Pairs:
     ours, theirs = release.report.quality, against.report.quality
     if ours is None or theirs is None:
         return [], []
-    return resampling.paired(ours.per_document, theirs.per_document)
+    return document_figures.paired(ours.per_document, theirs.per_document)
 
 
 def compare(
@@ -272,7 +272,7 @@ def _paired(
         return NO_PAIRS
     if not math.isfinite(ours.value) or not math.isfinite(theirs.value):
         return Estimate(value=math.nan, low=None, high=None, samples=len(left))
-    return resampling.difference(form, left, right, seed=0)
+    return document_figures.difference(form, left, right)
 
 
 def _paired_quantiles(
@@ -298,7 +298,7 @@ def _paired_quantiles(
             continue
         shares = [form.share for form in mine.values()]
         moved = np.quantile(left, shares) - np.quantile(right, shares)
-        found_bounds = intervals.bootstrap_quantile_differences(left, right, owners, shares, seed=0)
+        found_bounds = document_quantiles.difference_bounds(left, right, owners, shares)
         bounds: Sequence[tuple[float, float] | None] = found_bounds or (None,) * len(mine)
         for name, difference, bound in zip(mine, moved.tolist(), bounds, strict=True):
             low, high = (None, None) if bound is None else (min(bound[0], difference), max(bound[1], difference))

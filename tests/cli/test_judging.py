@@ -45,12 +45,14 @@ def invoke(*args: object) -> Result:
 def quality(documents: list[DocumentSums]) -> Quality:
     """The quality of real documents, whose tokens are made up: each has its share of the sums."""
     forms = {metric.name: metric.form for metric in catalog.of_kind(QualityMetric) if metric.source == "text"}
-    return summarize(forms, {each.document: [WindowScores(1, tokens(each))] for each in documents}, context=512, seed=0)
+    return summarize(forms, {each.document: [WindowScores(1, tokens(each))] for each in documents}, context=512)
 
 
 def tokens(sums: DocumentSums) -> dict[str, np.ndarray]:
     count, same = sums.tokens, round(sums.figures["same_top"])
     shared = {name: np.full(count, total / count) for name, total in sums.figures.items()}
+    uneven = -np.log((np.arange(count) + 0.5) / count)  # some tokens are much worse than others
+    shared["kld"] *= uneven / uneven.mean()
     # What the recorded builds did not measure is that of a model that did not change.
     return {"shared_top": np.ones(count), "delta_p": np.zeros(count), **shared, "same_top": np.arange(count) < same}
 

@@ -60,13 +60,8 @@ def test_quality_equals_a_naive_loop_over_windows() -> None:
     assert got.per_document[0].kld == pytest.approx(first + second)
 
 
-def test_intervals_hold_the_figure_and_follow_the_seed() -> None:
-    cut = windows()
-    got = quality.compare(cut, model(0.0), model(0.3), seed=5)
-    assert got == quality.compare(cut, model(0.0), model(0.3), seed=5)
-    other = quality.compare(cut, model(0.0), model(0.3), seed=6)
-    assert other.kld_mean.value == got.kld_mean.value
-    assert other.kld_mean.low != got.kld_mean.low
+def test_intervals_hold_the_figure() -> None:
+    got = quality.compare(windows(), model(0.0), model(0.3))
     for estimate in (got.perplexity_ratio, got.kld_mean, got.top1_agreement):
         assert estimate.low is not None
         assert estimate.high is not None

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from llmforge.evaluation.gates import ALPHA, Earlier, Verdict, judge, overall, schedule
-from llmforge.metrics import catalog, resampling
+from llmforge.metrics import catalog, document_figures
 from llmforge.metrics.quality import OfSums
-from llmforge.metrics.resampling import Resampled
+from llmforge.metrics.studentized import Studentized, studentized
 from llmforge.metrics.tokens import Floats
 from llmforge.recipe import GateSpec
 
@@ -19,7 +19,6 @@ from .. import releases
 
 RELEASES = 2000
 ERROR = 3 * math.sqrt(ALPHA * (1 - ALPHA) / RELEASES)  # Monte Carlo
-RESAMPLES = 499
 
 
 class Population:
@@ -28,25 +27,26 @@ class Population:
     def __init__(self, name: str, *, shift: float = 0.0, both: bool = True) -> None:
         form = catalog.deciding()[name].form  # type: ignore[union-attr]
         assert isinstance(form, OfSums)
-        left, right = (resampling._columns(form, releases.documents(side)) for side in ("rtn", "gptq"))
+        left, right = (document_figures._columns(form, releases.documents(side)) for side in ("rtn", "gptq"))
         left = left.copy()
         left[:, -1] += shift * left[:, 0]
         width = left.shape[1]
         self.sums = np.concatenate([left, right], 1)
 
         def difference(totals: Floats) -> Floats:
-            return resampling._figures(form, totals[:, :width]) - resampling._figures(form, totals[:, width:])
+            ours, theirs = totals[:, :width], totals[:, width:]
+            return (document_figures._figures(form, ours) - document_figures._figures(form, theirs))[:, None]
 
         self.statistic: Callable[[Floats], Floats] = difference
         if not both:
-            self.sums, self.statistic = left, lambda totals: resampling._figures(form, totals)
-        self.truth = float(self.statistic(self.sums.sum(0, keepdims=True))[0])
+            self.sums, self.statistic = left, lambda totals: document_figures._figures(form, totals)[:, None]
+        self.truth = float(self.statistic(self.sums.sum(0, keepdims=True))[0, 0])
 
-    def of(self, places: np.ndarray, seed: int) -> Resampled:
-        return resampling.resampled(self.sums[places], self.statistic, seed=seed, resamples=RESAMPLES)
+    def of(self, places: np.ndarray) -> Studentized:
+        return studentized(self.sums[places], self.statistic)[0]
 
 
-def passes(gates: dict[str, GateSpec], differences: dict[str, Resampled], **more: dict[str, Resampled]) -> Verdict:
+def passes(gates: dict[str, GateSpec], differences: dict[str, Studentized], **more: dict[str, Studentized]) -> Verdict:
     return overall(judge(gates, {}, earlier=Earlier("tiny/0", differences, {}), **more))  # type: ignore[arg-type]
 
 
@@ -54,9 +54,7 @@ def passes(gates: dict[str, GateSpec], differences: dict[str, Resampled], **more
 def test_a_release_at_the_margin_passes_and_fails_by_chance_alone(name: str, bound: str) -> None:
     population = Population(name)
     gates = {name: GateSpec.model_validate({bound: abs(population.truth)})}
-    verdicts = [
-        passes(gates, {name: population.of(places, seed)}) for seed, places in enumerate(releases.drawn(RELEASES, 40))
-    ]
+    verdicts = [passes(gates, {name: population.of(places)}) for places in releases.drawn(RELEASES, 40)]
     assert 0 < verdicts.count(Verdict.PASS) / RELEASES <= ALPHA + ERROR
     assert 0 < verdicts.count(Verdict.FAIL) / RELEASES <= ALPHA + ERROR
 
@@ -77,11 +75,11 @@ def test_five_gates_pass_wrongly_no_more_often_than_one_and_fail_no_more_often()
         "top1_agreement": GateSpec(drop_max=at["top1_agreement"]),
     }
     passed, failed = 0, 0
-    for seed, places in enumerate(releases.drawn(RELEASES, 40)):
-        differences = {name: population.of(places, seed) for name, population in moved.items()}
-        resampled = {name: population.of(places, seed) for name, population in alone.items()}
-        passed += passes(wide, differences, resampled=resampled) is Verdict.PASS
-        failed += passes(tight, differences, resampled=resampled) is Verdict.FAIL
+    for places in releases.drawn(RELEASES, 40):
+        differences = {name: population.of(places) for name, population in moved.items()}
+        studentized = {name: population.of(places) for name, population in alone.items()}
+        passed += passes(wide, differences, studentized=studentized) is Verdict.PASS
+        failed += passes(tight, differences, studentized=studentized) is Verdict.FAIL
     assert 0 < passed / RELEASES <= ALPHA + ERROR
     assert 0 < failed / RELEASES <= ALPHA + ERROR  # with no correction it would be several times as often
 
@@ -94,8 +92,8 @@ def test_looking_again_and_again_costs_no_validity() -> None:
     assert [size for size, _ in looks] == [10, 20, 40, 80]
     assert sum(alpha for _, alpha in looks) == pytest.approx(ALPHA)
     passed = naive = 0
-    for seed, places in enumerate(releases.drawn(RELEASES, 80)):
-        found = [(population.of(places[:size], seed), alpha) for size, alpha in looks]
+    for places in releases.drawn(RELEASES, 80):
+        found = [(population.of(places[:size]), alpha) for size, alpha in looks]
         ends = (
             overall(judge(gates, {}, earlier=Earlier("tiny/0", {"kld_mean": each}, {}), alpha=alpha))
             for each, alpha in found
@@ -116,13 +114,13 @@ def test_power_without_a_difference_is_what_the_report_says() -> None:
     truth = Population("kld_mean").truth
     population = Population("kld_mean", shift=-truth)
     assert population.truth == pytest.approx(0, abs=1e-12)
-    margin = population.of(np.arange(56), 0).detectable(ALPHA, 0.8) * math.sqrt(56 / 40)
+    margin = population.of(np.arange(56)).detectable(ALPHA, 0.8, upper=True) * math.sqrt(56 / 40)
     said, passed = [], 0
-    for seed, places in enumerate(releases.drawn(RELEASES, 40)):
+    for places in releases.drawn(RELEASES, 40):
         (result,) = judge(
             {"kld_mean": GateSpec(rise_max=margin)},
             {},
-            earlier=Earlier("tiny/0", {"kld_mean": population.of(places, seed)}, {}),
+            earlier=Earlier("tiny/0", {"kld_mean": population.of(places)}, {}),
         )
         assert result.power is not None
         said.append(result.power)
@@ -139,20 +137,18 @@ def test_an_unpaired_test_needs_several_times_the_documents() -> None:
     left[:, 1] -= left[:, 0] * (left[:, 1].sum() - right[:, 1].sum()) / left[:, 0].sum()  # no difference
 
     def statistic(totals: Floats) -> Floats:
-        return totals[:, 1] / totals[:, 0] - totals[:, 3] / totals[:, 2]
+        return (totals[:, 1] / totals[:, 0] - totals[:, 3] / totals[:, 2])[:, None]
 
-    def measure(ours: np.ndarray, theirs: np.ndarray, seed: int) -> Resampled:
-        sums = np.concatenate([left[ours], right[theirs]], 1)
-        return resampling.resampled(sums, statistic, seed=seed, resamples=RESAMPLES)
+    def measure(ours: np.ndarray, theirs: np.ndarray) -> Studentized:
+        return studentized(np.concatenate([left[ours], right[theirs]], 1), statistic)[0]
 
     everything = np.arange(56)
-    margin = measure(everything, everything, 0).detectable(ALPHA, 0.8)
+    margin = measure(everything, everything).detectable(ALPHA, 0.8, upper=True)
     rng, count = np.random.default_rng(1), 200
 
     def power(size: int, *, paired: bool) -> float:
         found = [
-            measure(places, places if paired else rng.integers(0, 56, size), seed)
-            for seed, places in enumerate(releases.drawn(count, size))
+            measure(places, places if paired else rng.integers(0, 56, size)) for places in releases.drawn(count, size)
         ]
         return sum(each.p_below(margin) <= ALPHA for each in found) / count
 
@@ -162,5 +158,5 @@ def test_an_unpaired_test_needs_several_times_the_documents() -> None:
     kld = catalog.deciding()["kld_mean"].form  # type: ignore[union-attr]
     assert isinstance(kld, OfSums)
     sides = [releases.documents(side) for side in ("rtn", "gptq")]
-    apart = sum(resampling.figure(kld, side, seed=0).error ** 2 for side in sides)
-    assert 2 < apart / resampling.difference(kld, *sides, seed=0).error ** 2 < 3
+    apart = sum(document_figures.figure(kld, side).error ** 2 for side in sides)
+    assert 2 < apart / document_figures.difference(kld, *sides).error ** 2 < 3

@@ -57,7 +57,7 @@ def test_texts_give_perplexities_and_bits_of_all_their_words() -> None:
     assert bits.artifact.value == pytest.approx(-ours.sum() / words.sum() / math.log(2))
 
 
-def test_partial_scores_have_resampled_intervals_and_what_is_not_finite_has_none() -> None:
+def test_partial_scores_have_intervals_over_documents_and_what_is_not_finite_has_none() -> None:
     rng = np.random.default_rng(1)
     ours, theirs = tuple(rng.random(ITEMS)), tuple(rng.random(ITEMS))
     found = tasks.figures("mean", ours, theirs, tuple(range(ITEMS)))
