@@ -139,8 +139,8 @@ def added_meaning(report: Report) -> str:
     if (found := report.attribution) is None:
         return f"{NOT_ATTRIBUTED}."
     return (
-        f"what the pass added to the KLD from the traced graph, on {units.count(found.documents)} documents: about what "
-        "leaving it out would save."
+        f"what the pass added to the KLD from the traced graph, on {units.count(found.documents)} documents: about "
+        "what leaving it out would save."
     )
 
 
