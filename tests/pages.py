@@ -63,11 +63,31 @@ def check(html: str) -> Page:
     assert all(svg["role"] == "img" and svg["aria-label"] for svg in page.all("svg"))
     assert len(re.findall(r"<svg[^>]*>\s*<title>[^<]", html)) == len(page.all("svg"))
     assert all(head.get("scope") for head in page.all("th"))
+    check_drawings(page)
     for colors in re.findall(r":root \{([^}]*--page[^}]*)\}", html):
         found = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", colors))
         for text, ground in PAIRS:
             assert contrast(found[text], found[ground]) >= 4.5, (text, ground)  # WCAG 2.2, 1.4.3, level AA
     return page
+
+
+LENGTHS = ("x", "y", "x1", "x2", "y1", "y2", "cx", "cy", "r", "width", "height", "dx")
+
+
+def check_drawings(page: Page) -> None:
+    """Check that each length of a drawing is a number, that no size is negative, and that percents lie in the drawing.
+
+    A browser draws nothing, and says nothing, where that is not so.
+    """
+    for tag, attributes in page.tags:
+        if tag in ("svg", "rect", "line", "circle", "text"):
+            lengths = {name: attributes[name] or "" for name in LENGTHS if name in attributes}
+            for name, written in lengths.items():
+                assert re.fullmatch(r"-?\d+(\.\d+)?%?", written), (tag, name, written)
+                assert not written.endswith("%") or -0.01 <= float(written[:-1]) <= 100.01, (tag, name, written)
+                assert name not in ("width", "height", "r") or float(written.removesuffix("%")) >= 0, (tag, name)
+            if tag == "rect" and lengths["x"].endswith("%"):
+                assert float(lengths["x"][:-1]) + float(lengths["width"][:-1]) <= 100.02, lengths
 
 
 def contrast(text: str, ground: str) -> float:

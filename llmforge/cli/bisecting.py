@@ -101,7 +101,7 @@ def _lines(found: Findings) -> Iterator[str]:
     """Write the findings as text."""
     yield f"{found.documents} documents, {found.tokens:,} tokens; KLD in nats per token, with 95 % intervals"
     for each in found.passes:
-        yield f"{each.name}: KLD {_written(each.kld_mean)}"
+        yield f"{each.name}: KLD from the graph before it {_written(each.kld_mean)}"
         yield from (f"  {line}" for line in _of_pass(each, found.alpha))
     if not found.passes:
         yield "no pass is lossy"

@@ -30,6 +30,7 @@ GROWTH = 2  # times as many documents at each look: few looks, and at most twice
 Bound = Literal["min", "max", "drop_max", "rise_max"]
 _BOUNDS: dict[str, Bound] = {each: each for each in get_args(Bound)}
 RELATIVE: tuple[Bound, ...] = ("drop_max", "rise_max")  # to an earlier artifact; of tasks, to the checkpoint as well
+UPPER: tuple[Bound, ...] = ("max", "rise_max")  # what is above the edge fails; of others, what is below
 CHECKPOINT = "the checkpoint"
 
 Figure = Estimate | Studentized
@@ -60,6 +61,26 @@ class GateResult(Record):
     power: float | None = None  # of `drop_max` and `rise_max`: how likely one that did not change passes
     underpowered: bool = False  # the sample is so small that the gate could not fail
     post_hoc: bool = False  # its limit is another than was sealed before it was measured
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether `measured` is a difference."""
+        return self.bound in RELATIVE
+
+    @property
+    def is_upper(self) -> bool:
+        """Whether `measured` fails above the edge, and not below it."""
+        return self.bound in UPPER
+
+    @property
+    def edge(self) -> float:
+        """The limit on the axis of `measured`: a drop of at most 0.05 is a difference of at least -0.05."""
+        return edge(self.bound, self.limit)
+
+
+def edge(bound: Bound, limit: float) -> float:
+    """Give the limit of the figure, or of the difference."""
+    return -limit if bound == "drop_max" else limit
 
 
 @dataclass(frozen=True)
@@ -154,12 +175,12 @@ class _Trial:
     @property
     def upper(self) -> bool:
         """Whether the figure must be at most at the edge."""
-        return self.bound in ("max", "rise_max")
+        return self.bound in UPPER
 
     @property
     def edge(self) -> float:
         """The limit of the figure, or of the difference."""
-        return -self.limit if self.bound == "drop_max" else self.limit
+        return edge(self.bound, self.limit)
 
     @property
     def p_beyond(self) -> float | None:

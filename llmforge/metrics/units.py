@@ -72,6 +72,12 @@ def times(ratio: float) -> str:
     return f"{significant(ratio, 2)}×"
 
 
+def signed(value: float, write: Callable[[float], str]) -> str:
+    """Write a change with its sign, "+1.2 %"."""
+    written = write(value)
+    return written if value <= 0 or math.isnan(value) or written.startswith("+") else f"+{written}"
+
+
 @dataclass(frozen=True)
 class Unit:
     """What a figure is counted in, as in a gate's limit, and how it is written."""

@@ -19,7 +19,7 @@ from llmforge.metrics.quality import Histogram as LogHistogram
 from llmforge.report import view
 from llmforge.report.attribution import AttributedStep, Attribution
 from llmforge.report.comparing import Change, Entry
-from llmforge.report.model import BuildRecord, EngineRecord, PassRecord, StageRecord
+from llmforge.report.model import BuildRecord, EngineRecord, PassRecord, Report, StageRecord
 
 _MARGIN = 0.2  # of a gate's span, left free on both sides
 _NARROWEST = 300.0  # pixels of a drawing in a window of 390
@@ -76,23 +76,23 @@ class Histogram:
 
 
 def gate(result: GateResult) -> GatePlot | None:
-    """Lay out one gate; None where nothing was measured."""
+    """Lay out one gate; None where nothing was measured. A bound that is not finite lies at the end of the axis."""
     measured = result.measured
     if measured is None or not math.isfinite(measured.value):
         return None
-    low = measured.value if measured.low is None else measured.low
-    high = measured.value if measured.high is None else measured.high
-    first, last = min(low, result.limit), max(high, result.limit)
+    low, high = _bounds(measured)
+    drawn = [value for value in (low, measured.value, high, result.edge) if math.isfinite(value)]
+    first, last = min(drawn), max(drawn)
     span = (last - first) or abs(last) or 1.0
     start, width = first - _MARGIN * span, span * (1 + 2 * _MARGIN)
 
     def at(value: float) -> float:
-        return 100 * (value - start) / width
+        return min(max(100 * (value - start) / width, 0.0), 100.0)
 
-    limit = at(result.limit)
+    limit = at(result.edge)
     return GatePlot(
         limit=limit,
-        forbidden=(limit, 100 - limit) if result.bound == "max" else (0.0, limit),
+        forbidden=(limit, 100 - limit) if result.is_upper else (0.0, limit),
         value=at(measured.value),
         low=at(low),
         high=at(high),
@@ -100,10 +100,21 @@ def gate(result: GateResult) -> GatePlot | None:
     )
 
 
+def _bounds(figure: Estimate) -> tuple[float, float]:
+    """Give the bounds of a figure: itself where it has none, and no end where a bound is NaN."""
+    low = figure.value if figure.low is None else figure.low
+    high = figure.value if figure.high is None else figure.high
+    return -math.inf if math.isnan(low) else low, math.inf if math.isnan(high) else high
+
+
 def histograms(quality: Quality) -> list[Histogram]:
-    """Lay out every distribution of the catalog."""
+    """Lay out every distribution of the catalog that holds a token."""
     found = [metric for metric in catalog.of_quality(quality.figures) if metric.name in quality.figures]
-    return [_histogram(metric, metric.form, quality) for metric in found if isinstance(metric.form, LogHistogram)]
+    return [
+        _histogram(metric, metric.form, quality)
+        for metric in found
+        if isinstance(metric.form, LogHistogram) and any(quality.figures[metric.name])
+    ]
 
 
 def _histogram(metric: QualityMetric, form: LogHistogram, quality: Quality) -> Histogram:
@@ -132,7 +143,11 @@ def _histogram(metric: QualityMetric, form: LogHistogram, quality: Quality) -> H
     )
     figures = {label: quality.figures[name] for label, name in form.marks.items()}
     labels = {label: f"{label} {metric.unit.write(view.value(figure))}" for label, figure in figures.items()}
-    places = [Mark(min(at(view.value(figure)), 100), labels[label]) for label, figure in figures.items()]
+    places = [
+        Mark(min(at(place), 100), labels[label])
+        for label, figure in figures.items()
+        if not math.isnan(place := view.value(figure))
+    ]
     return Histogram(
         title=metric.title,
         description=f"{metric.meaning}: {', '.join(labels.values())}",
@@ -151,6 +166,8 @@ def _apart(marks: Sequence[Mark]) -> tuple[Flag, ...]:
     A line begins at the row of its label. Labels go to the right, the leftmost in the top row; where the last one has
     no room there, to the left, the rightmost in the top row.
     """
+    if not marks:
+        return ()
     ordered = sorted(marks, key=lambda mark: mark.at)
     room = max(100 * _LETTER * (len(mark.label) + 1) / _NARROWEST for mark in ordered)
     right = ordered[-1].at + room <= 100
@@ -165,7 +182,7 @@ class Stretch:
 
     left: float
     width: float
-    value: float
+    value: float | None  # None: it is NaN, and has no place
     low: float | None
     high: float | None
     title: str
@@ -202,8 +219,8 @@ def _curve(metric: QualityMetric, segments: Sequence[Segment]) -> Curve:
     bottom, top = (min(0.0, *finite), max(finite)) if metric.better == "lower" else (min(finite), max(finite))
     span, width = (top - bottom) or 1.0, 100 / len(segments)
 
-    def at(value: float) -> float:
-        return min(max((value - bottom) / span, 0.0), 1.0) if not math.isnan(value) else 0.0
+    def at(value: float | None) -> float | None:
+        return _height(value, bottom, span)
 
     write = metric.unit.write
     stretches = tuple(
@@ -211,8 +228,8 @@ def _curve(metric: QualityMetric, segments: Sequence[Segment]) -> Curve:
             left=i * width,
             width=width,
             value=at(segment.figure.value),
-            low=None if segment.figure.low is None else at(segment.figure.low),
-            high=None if segment.figure.high is None else at(segment.figure.high),
+            low=at(segment.figure.low),
+            high=at(segment.figure.high),
             title=f"{write(segment.figure.value)} ({units.interval(segment.figure, write)}) at {segment.first:,} to "
             f"{segment.last:,} tokens of context, {segment.tokens:,} tokens",
         )
@@ -231,11 +248,31 @@ def _curve(metric: QualityMetric, segments: Sequence[Segment]) -> Curve:
     )
 
 
-def passes(records: Sequence[PassRecord]) -> list[tuple[PassRecord, float, float]]:
-    """Lay out what each pass cost in KLD and what the weights came to after it: the lengths of both bars in percent."""
-    kld = _shares([record.verification.kld_mean for record in records])
-    weights = _shares([record.weight_bytes_after for record in records])
-    return list(zip(records, kld, weights, strict=True))
+def _height(value: float | None, bottom: float, span: float) -> float | None:
+    """Give a value as a share of the height, within it; None where it is none or NaN."""
+    return None if value is None or math.isnan(value) else min(max((value - bottom) / span, 0.0), 1.0)
+
+
+@dataclass(frozen=True)
+class PassBars:
+    """A pass, what it added to the KLD, and what the weights came to after it; the lengths of both bars in percent."""
+
+    record: PassRecord
+    added: Estimate | None  # None: it lost nothing, or that was not measured
+    added_percent: float
+    gains: bool  # the divergence became smaller
+    weights_percent: float
+
+
+def passes(report: Report) -> list[PassBars]:
+    """Lay out what each pass added to the KLD from the traced graph and what the weights came to after it."""
+    added = view.added_kld(report)
+    of_kld = _shares([None if each is None else abs(each.value) for each in added])
+    weights = _shares([record.weight_bytes_after for record in report.passes])
+    return [
+        PassBars(record, each, of_added, each is not None and each.value < 0, of_weights)
+        for record, each, of_added, of_weights in zip(report.passes, added, of_kld, weights, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -357,14 +394,14 @@ def change(found: Change) -> ChangePlot | None:
     moved = found.difference
     if moved is None or moved.low is None or moved.high is None or not math.isfinite(moved.value):
         return None
-    bounds = [bound for bound in (moved.value, moved.low, moved.high) if math.isfinite(bound)]
-    reach = max(abs(bound) for bound in bounds) * (1 + _MARGIN) or 1.0
+    low, high = _bounds(moved)
+    reach = max(abs(bound) for bound in (moved.value, low, high) if math.isfinite(bound)) * (1 + _MARGIN) or 1.0
 
     def at(value: float) -> float:
         return min(max(50 + 50 * value / reach, 0.0), 100.0)
 
     kind: Literal["better", "worse", "same"] = "worse" if found.worse else "better" if found.better else "same"
-    return ChangePlot(at(moved.value), at(moved.low), at(moved.high), kind)
+    return ChangePlot(at(moved.value), at(low), at(high), kind)
 
 
 @dataclass(frozen=True)
@@ -426,7 +463,7 @@ def _course(entries: Sequence[Entry], of: Sequence[Change]) -> Course:
         if (each := _finite(change.b)) is None:
             continue
         kind: Literal["better", "worse", "same"] = "worse" if change.worse else "better" if change.better else "same"
-        low, high = (None, None) if each.low is None or each.high is None else (height(each.low), height(each.high))
+        low, high = (None, None) if each.low is None or each.high is None else map(height, _bounds(each))
         said = f"{entry.side.version}: {write(each.value)} ({units.interval(each, write)})"
         places.append(Place(place(number), height(each.value), low, high, kind, said))
     every = math.ceil(len(entries) / 3)  # as many names of versions as a narrow window has room for

@@ -121,11 +121,12 @@ def _surface(metric: Metric, estimates: Mapping[tuple[int, int], Estimate], whic
     """Lay out estimates by batch size and length of prompt; shades go with the logarithm."""
     low, high = (choose(each.value for each in estimates.values()) for choose in (min, max))
     span = math.log(high / low) if 0 < low < high < math.inf else 0.0
+    best = high if metric.better == "higher" else low
     cells = {
         at: Cell(
             metric.unit.write(estimate.value),
             units.interval(estimate, metric.unit.write),
-            math.log(estimate.value / low) / span if span else 0.0,
+            abs(math.log(estimate.value / best)) / span if span else 0.0,
         )
         for at, estimate in estimates.items()
     }

@@ -73,6 +73,9 @@ class TargetRecord(Record):
 class VerificationRecord(Record):
     """What the check after a pass found, on probe inputs and against the graph before the pass.
 
+    Its KLD is what the budget is held against, on as many of its windows as decide it; it is no share of the KLD that
+    all passes have together.
+
     A difference is in standard deviations of what differs: all logits of the probes, a cache, or what a changed
     subgraph makes, where `probes` tell of subgraphs.
     """
@@ -80,7 +83,7 @@ class VerificationRecord(Record):
     numerics: Numerics  # what the pass declares
     largest_difference: float
     allowed: float | None  # largest `largest_difference` that its numerics allow; None where the budget decides
-    kld_mean: float | None  # nats a token; None where it was not measured
+    kld_mean: float | None  # from the graph before, nats a token; None where it was not measured
     budget: float | None  # the recipe's, nats a token
     probes: tuple[str, ...]  # "prefill", "decode", "ragged"
     seconds: float = 0.0  # that the check took
@@ -101,6 +104,11 @@ class PassRecord(Record):
     seconds: float
     verification: VerificationRecord
     reused: bool = False  # the proof, and the numbers of the tensors that it made, are those of an earlier build
+
+    @property
+    def may_lose(self) -> bool:
+        """Whether quality may have gone here, so that an attribution has a step for it."""
+        return self.numerics is Numerics.LOSSY and bool(self.rewritten)
 
 
 class PluginRecord(Record):

@@ -96,6 +96,8 @@ def summary(report: Report, previous: Previous | None = None) -> RenderableType:
     quality = Table.grid(padding=(0, 2))
     for title, figures in () if report.quality is None else view.summary_rows(report.quality):
         quality.add_row(Text(title, "dim"), Text(figures))
+    if (added := view.added_row(report)) is not None:
+        quality.add_row(Text("KLD added by pass", "dim"), Text(added))
     gates = Table.grid(padding=(0, 2))
     for result in report.gates:
         gates.add_row(Text(result.verdict.name, _STYLES[result.verdict]), Text(result.explanation))
@@ -236,8 +238,7 @@ def _minute(written: str) -> str:
 
 def _moved(difference: float, unit: units.Unit) -> str:
     """Write a difference with its sign."""
-    written = unit.write(difference).replace("-", "−")
-    return written if difference <= 0 or written.startswith("+") else f"+{written}"
+    return units.signed(difference, unit.write).replace("-", "−")
 
 
 def _breakable(name: str) -> Markup:

@@ -69,12 +69,11 @@ def warnings(report: Report) -> list[str]:
 def explained(gate: GateResult) -> str:
     """Say what was measured and what the limit is, as the page writes figures; or what would decide it."""
     metric, measured = catalog.named(gate.metric), gate.measured
-    if gate.verdict is not Verdict.FAIL or measured is None:
+    if gate.verdict is not Verdict.FAIL or measured is None or gate.is_relative:  # what it is relative to is said there
         return metric.title + gate.explanation.removeprefix(gate.metric)
-    write = metric.unit.write
-    bounds = "" if measured.is_exact else f" (95 % interval {units.interval(measured, write)})"
-    limit = f"{gate.bound.replace('_', ' ')} {write(gate.limit)}"
-    return f"{metric.title} is {write(measured.value)}{bounds}; the limit is {limit}."
+    value, interval = view.gate_figures(gate)
+    bounds = "" if measured.is_exact else f" (95 % interval {interval})"
+    return f"{metric.title} is {value}{bounds}; the limit is {view.gate_limit(gate)}."
 
 
 def _gains(report: Report) -> str:

@@ -14,7 +14,6 @@ from llmforge.base.errors import InputError, UsageError
 from llmforge.base.wording import cut
 from llmforge.evaluation import gates
 from llmforge.evaluation.gates import GateResult
-from llmforge.lowering.pass_base import Numerics
 from llmforge.metrics import agreement, catalog
 from llmforge.metrics import workload as workloads
 from llmforge.metrics.catalog import Measured
@@ -150,7 +149,7 @@ def _of_quality(quality: Quality) -> Iterator[str]:
 
 def _attributed(attributed: Attribution, report: Report) -> Iterator[str]:
     """Name what an attribution says that the passes, their weights and the timings of the report do not."""
-    lossy = [each for each in report.passes if each.numerics is Numerics.LOSSY and each.rewritten]
+    lossy = [each for each in report.passes if each.may_lose]
     if [step.name for step in attributed.steps[1:]] != [each.name for each in lossy]:
         yield "attribution: steps that are no lossy passes"
         return

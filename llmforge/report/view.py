@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from dataclasses import fields as fields_of
 from enum import Enum
+from functools import partial
 from statistics import median
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
 from llmforge.base import wording
-from llmforge.evaluation.gates import Verdict
+from llmforge.evaluation.gates import GateResult, Verdict
 from llmforge.lowering.pass_base import Rewritten, Skipped
 from llmforge.metrics import catalog, units
 from llmforge.metrics.agreement import RuntimeRun
@@ -74,6 +75,22 @@ def headline(report: Report) -> str:
     return f"{verdicts.count(report.verdict)} of {len(verdicts)} gates {what}"
 
 
+def gate_limit(gate: GateResult) -> str:
+    """Write the limit of a gate, "max 0.0300", "drop max 5.0 %"."""
+    return f"{gate.bound.replace('_', ' ')} {catalog.named(gate.metric).unit.write(gate.limit)}"
+
+
+def gate_figures(gate: GateResult) -> tuple[str, str]:
+    """Write what a gate measured and its interval; a difference has its sign."""
+    measured, write = gate.measured, catalog.named(gate.metric).unit.write
+    if measured is None:
+        return "–", "not measured"
+    if not gate.is_relative:
+        return write(measured.value), units.interval(measured, write)
+    signed = partial(units.signed, write=write)
+    return signed(measured.value), units.interval(measured, signed)
+
+
 def task_rows(tasks: Sequence[TaskResult]) -> list[tuple[str, ...]]:
     """Write the scores of tasks as rows, the titles first."""
     rows: list[tuple[str, ...]] = [("TASK", "SCORE", "ITEMS", "CHECKPOINT", "ARTIFACT", "DIFFERENCE", "95 % INTERVAL")]
@@ -83,7 +100,7 @@ def task_rows(tasks: Sequence[TaskResult]) -> list[tuple[str, ...]]:
             moved = found.difference
             change = ("–", "–")
             if moved is not None:
-                change = _signed(moved.value, write), units.interval(moved, lambda value: _signed(value, write))  # noqa: B023
+                change = units.signed(moved.value, write), units.interval(moved, partial(units.signed, write=write))
             baseline = "–" if found.baseline is None else write(found.baseline.value)
             items = units.count(len(score.artifact))
             rows.append((task.name, name, items, baseline, write(found.artifact.value), *change))
@@ -104,9 +121,36 @@ def adapter_rows(report: Report) -> list[tuple[str, ...]]:
     return rows
 
 
-def _signed(value: float, write: Callable[[float], str]) -> str:
-    """Write a change with its sign."""
-    return f"{'+' if value > 0 else '-' if value < 0 else ''}{write(abs(value))}"
+NOT_ATTRIBUTED = "not measured; set validation.attribution to true in the recipe to measure it"
+HELD_TO_BUDGET = (
+    "KLD from the graph before the pass, on the budget's windows. The budget limits it; it is no share of the total."
+)
+
+
+def added_kld(report: Report) -> list[Estimate | None]:
+    """Find what each pass added to the KLD from the traced graph; None: it cannot lose, or that was not measured."""
+    steps = iter(() if report.attribution is None else report.attribution.steps[1:])
+    lost = (next(steps, None) if done.may_lose else None for done in report.passes)
+    return [None if step is None else step.added for step in lost]
+
+
+def added_meaning(report: Report) -> str:
+    """Say what the added KLD of passes is, or that it was not measured."""
+    if (found := report.attribution) is None:
+        return f"{NOT_ATTRIBUTED}."
+    return (
+        f"what the pass added to the KLD from the traced graph, on {units.count(found.documents)} documents: about "
+        "what leaving it out would save."
+    )
+
+
+def added_row(report: Report) -> str | None:
+    """Write in a line what each pass added to the KLD; None: no pass can lose."""
+    if not any(done.may_lose for done in report.passes):
+        return None
+    added = zip(report.passes, added_kld(report), strict=True)
+    write = partial(units.signed, write=catalog.KLD_MEAN.unit.write)
+    return "; ".join(f"{done.name} {write(each.value)}" for done, each in added if each is not None) or NOT_ATTRIBUTED
 
 
 def key_figures(report: Report) -> list[KeyFigure]:

@@ -157,6 +157,18 @@ def test_what_a_pass_costs_stands_out_in_the_waterfall() -> None:
     assert (second.start, second.width, second.gains) == (pytest.approx(87.5), pytest.approx(12.5), True)
 
 
+def test_bisecting_says_what_its_divergence_is_from() -> None:
+    from llmforge.build.bisecting import Findings, PassFindings
+    from llmforge.cli import bisecting
+    from llmforge.metrics.intervals import Estimate
+
+    loss = Estimate(value=0.01, low=0.009, high=0.011, samples=24)
+    found = PassFindings(name="quantize-kv-cache", number=5, kld_mean=loss, stands_out=(), groups=0, layers=(),
+                         explains=(), kept=None)  # fmt: skip
+    lines = list(bisecting._lines(Findings(documents=24, tokens=999, alpha=0.05, passes=(found,))))
+    assert lines[1] == "quantize-kv-cache: KLD from the graph before it 0.01 [0.009, 0.011]"
+
+
 @pytest.mark.slow
 def test_a_report_says_why_a_pass_has_no_errors_by_layer(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

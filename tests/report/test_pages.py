@@ -81,6 +81,9 @@ def test_the_version_before_stands_beside_its_successor(tmp_path: Path) -> None:
     page = pages.check(render.to_html(report, before))
     assert f"Against {before.reference} (PASS, measured 2026-11-22 10:42 UTC)" in page.text
     assert "▼ worse than 0.0179 before" in page.text
+    findings = re.findall("▼ worse|▲ better|no change shown", page.text[page.text.index("Change of each metric") :])
+    assert findings == sorted(findings, key=["▼ worse", "no change shown", "▲ better"].index)
+    assert findings[0] == "▼ worse"
     assert "0.400 ms before" in page.text  # of another run: no word on which is better
     tiles = {tile.figure.title: tile for panel in top.panels(report, before) for tile in panel.tiles}
     assert tiles["Mean KLD"].change is not None

@@ -83,8 +83,8 @@ def test_page_holds_the_facts() -> None:
 
 def test_page_stands_alone_and_is_accessible() -> None:
     page = pages.check(render.to_html(reports.make()))
-    # gates, histogram, position, latency, loads (TPOT, TTFT), passes (weights of all, KLD of all), sizes, stages
-    assert len(page.all("svg")) == 4 + 1 + 1 + 8 + 2 + 8 + 1 + 4
+    # gates, histogram, position, latency, loads (TPOT, TTFT), passes (weights of all), sizes, stages
+    assert len(page.all("svg")) == 4 + 1 + 1 + 8 + 2 + 4 + 1 + 4
 
 
 HOSTILE = "<script>alert(1)</script>|`*[x](y)\n# & \"'"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 from rich.console import Console
 
@@ -72,6 +73,7 @@ def test_html_has_a_section_with_each_prompt() -> None:
     assert "onnxruntime 1.31.1" in text
     assert "&lt;b&gt;3&lt;/b&gt;" in text
     assert "<b>3</b>" not in text
+    assert re.findall(r'<th scope="row">&lt;b&gt;(\d)&lt;/b&gt;</th>', text) == [*"01234567"]
     assert "after 2" in text  # where the fourth answer differs
     assert 'id="runtimes"' not in render.to_html(make())
 
