@@ -238,6 +238,12 @@ class _Trial:
             power = found.power(self.limit, self.alpha, upper=self.upper)
         facts: dict[str, Any] = {"detectable": detectable, "power": power}
         inside, outside = (high <= self.edge, low > self.edge) if self.upper else (low >= self.edge, high < self.edge)
+        if not math.isfinite(high if self.upper else low):
+            needed = self._needed(found, low, high) if isinstance(found, Studentized) else None
+            enough = "" if needed is None else f", about {needed} would decide"
+            side = "upper" if self.upper else "lower"
+            said = f"{interval}: no {side} bound, for {self._samples} are too few or too uneven{enough}"
+            return self._result(Verdict.INCONCLUSIVE, needed, said, underpowered=True, **facts)
         if self.room <= detectable:
             return self._result(
                 Verdict.INCONCLUSIVE, None,

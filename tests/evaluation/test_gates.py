@@ -181,6 +181,12 @@ def test_a_limit_that_no_figure_can_break_is_underpowered() -> None:
     assert result.detectable == pytest.approx(0.05 * (1 + 0.8416 / 1.96), rel=1e-3)
 
 
+def test_a_figure_without_a_bound_on_the_side_of_its_limit_is_undecided_and_says_why() -> None:
+    result = decide(GateSpec(max=0.5), estimate(0.1, 0.05, math.inf, 20))
+    assert (result.verdict, result.underpowered) == (Verdict.INCONCLUSIVE, True)
+    assert result.explanation.endswith("no upper bound, for 20 documents are too few or too uneven")
+
+
 def test_limits_against_an_earlier_artifact_wait_for_one() -> None:
     spec = {"kld_mean": GateSpec(rise_max=0.1)}
     assert judge(spec, {"kld_mean": estimate(1, 0.9, 1.1)}) == ()
