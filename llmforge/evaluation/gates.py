@@ -100,6 +100,7 @@ def judge(
     original: Earlier | None = None,
     earlier: Earlier | None = None,
     studentized: Mapping[str, Studentized] | None = None,
+    spreads: Mapping[str, Studentized] | None = None,
     alpha: float = ALPHA,
 ) -> tuple[GateResult, ...]:
     """Decide every limit; a gate with several limits gives a result for each.
@@ -108,7 +109,7 @@ def judge(
     is missing undecided. Limits that are relative to an `earlier` artifact are left out without one; those of tasks
     hold against the `original` checkpoint, too. `studentized` are figures to be decided at another `alpha` than that of
     their intervals: the part of `ALPHA` that one of several looks may spend. What no look changes is decided at
-    `ALPHA`, and fails at `alpha`.
+    `ALPHA`, and fails at `alpha`. `spreads` tell of figures how many documents would decide them.
     """
     trials = []
     for metric, gate in gates.items():
@@ -121,7 +122,8 @@ def judge(
                 found = (studentized or {}).get(metric) or measured.get(metric)
                 room = highest - limit if bound == "max" else limit
                 looked = alpha if isinstance(found, Studentized) else ALPHA
-                trials.append(_Trial(metric, bound, limit, found, unmeasured, room, looked))
+                spread = (spreads or {}).get(metric)
+                trials.append(_Trial(metric, bound, limit, found, unmeasured, room, looked, spread=spread))
                 continue
             for other in (original if isinstance(known, TaskMetric) else None, earlier):
                 if other is not None:
@@ -171,6 +173,7 @@ class _Trial:
     room: float  # how far beyond the limit such a figure can be
     alpha: float
     against: str | None = None
+    spread: Studentized | None = None  # of `found`
 
     @property
     def upper(self) -> bool:
@@ -217,7 +220,7 @@ class _Trial:
             verdict = Verdict.PASS if passed else Verdict.FAIL
             return self._result(verdict, None, f"{self._value} (exact), limit: {self._wanted}")
         if not _has_bounds(found):
-            needed = found.documents_needed(self.edge, self.alpha, POWER) if isinstance(found, Studentized) else None
+            needed = self._documents_needed(found)
             metric = catalog.named(self.metric)
             fewest = metric.fewest(_count(found))
             what = f"an interval needs {fewest or 'more'}"
@@ -239,7 +242,7 @@ class _Trial:
         facts: dict[str, Any] = {"detectable": detectable, "power": power}
         inside, outside = (high <= self.edge, low > self.edge) if self.upper else (low >= self.edge, high < self.edge)
         if not math.isfinite(high if self.upper else low):
-            needed = self._needed(found, low, high) if isinstance(found, Studentized) else None
+            needed = self._documents_needed(found)
             enough = "" if needed is None else f", about {needed} would decide"
             side = "upper" if self.upper else "lower"
             said = f"{interval}: no {side} bound, for {self._samples} are too few or too uneven{enough}"
@@ -271,9 +274,13 @@ class _Trial:
         )  # fmt: skip
 
     def _needed(self, found: Figure, low: float, high: float) -> int | None:
-        if isinstance(found, Studentized):
-            return found.documents_needed(self.edge, self.alpha, POWER)
+        if isinstance(found, Studentized) or self.spread is not None:
+            return self._documents_needed(found)
         return samples_needed(found.samples, found.value, low, high, self.edge)
+
+    def _documents_needed(self, found: Figure) -> int | None:
+        spread = found if isinstance(found, Studentized) else self.spread
+        return None if spread is None else spread.documents_needed(self.edge, self.alpha, POWER)
 
     def _detectable(self, found: Figure) -> float:
         if isinstance(found, Studentized):

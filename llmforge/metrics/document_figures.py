@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from llmforge.metrics.quality import DocumentSums, OfSums
+from llmforge.metrics import catalog
+from llmforge.metrics.quality import DocumentSums, OfSums, Quality
 from llmforge.metrics.studentized import Studentized, studentized
 from llmforge.metrics.tokens import REFERENCE_NLL, Floats
 
@@ -17,6 +18,19 @@ SAME_BASELINE = 1e-4  # relative; the baseline's fp32 logits differ by less betw
 def figure(form: OfSums, documents: Sequence[DocumentSums]) -> Studentized:
     """Studentize a figure of `documents`."""
     return studentized(_columns(form, documents), lambda totals: _figures(form, totals)[:, None])[0]
+
+
+def spreads(quality: Quality | None, metrics: Iterable[str]) -> dict[str, Studentized]:
+    """Studentize those of `metrics` that are made of sums over documents and were measured."""
+    if quality is None:
+        return {}
+    found = {}
+    for name in metrics:
+        form = getattr(catalog.named(name), "form", None)
+        if isinstance(form, OfSums) and form.bounded and name in quality.figures:
+            documents = quality.per_document if form.source == "text" else quality.per_document_decoded
+            found[name] = figure(form, documents)
+    return found
 
 
 def difference(form: OfSums, ours: Sequence[DocumentSums], theirs: Sequence[DocumentSums]) -> Studentized:

@@ -195,6 +195,7 @@ def judge(
         original=gates.checkpoint(release.measured),
         earlier=earlier,
         studentized=studentized,
+        spreads=document_figures.spreads(release.measured.quality, specs),
         alpha=alpha,
     )
     sealed = release.sealed_limits

@@ -14,7 +14,7 @@ from llmforge.base.errors import InputError, UsageError
 from llmforge.base.wording import cut
 from llmforge.evaluation import gates
 from llmforge.evaluation.gates import GateResult
-from llmforge.metrics import agreement, catalog
+from llmforge.metrics import agreement, catalog, document_figures
 from llmforge.metrics import workload as workloads
 from llmforge.metrics.catalog import Measured
 from llmforge.metrics.latency import Latency, Point
@@ -32,7 +32,13 @@ _SPECS = TypeAdapter(Gates)
 
 def judge(specs: Mapping[str, GateSpec], measured: Measured, unmeasured: str | None) -> tuple[GateResult, ...]:
     """Decide the gates of a recipe; what could not be measured, for the reason `unmeasured`, is left undecided."""
-    return gates.judge(specs, catalog.estimates(measured), unmeasured=unmeasured, original=gates.checkpoint(measured))
+    return gates.judge(
+        specs,
+        catalog.estimates(measured),
+        unmeasured=unmeasured,
+        original=gates.checkpoint(measured),
+        spreads=document_figures.spreads(measured.quality, specs),
+    )
 
 
 def recompute(artifact: Artifact) -> tuple[GateResult, ...]:

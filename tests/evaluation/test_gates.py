@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from llmforge.metrics import catalog
 from llmforge.metrics.catalog import Measured, Sizes
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Noise, Point, Start
+from llmforge.metrics.studentized import Studentized
 from llmforge.recipe import GateSpec
 
 from .. import reports
@@ -185,6 +187,21 @@ def test_a_figure_without_a_bound_on_the_side_of_its_limit_is_undecided_and_says
     result = decide(GateSpec(max=0.5), estimate(0.1, 0.05, math.inf, 20))
     assert (result.verdict, result.underpowered) == (Verdict.INCONCLUSIVE, True)
     assert result.explanation.endswith("no upper bound, for 20 documents are too few or too uneven")
+
+
+def test_few_uneven_documents_need_fewer_more_than_their_wide_interval_says() -> None:
+    """The interval of 8 skewed documents shrinks faster than with the square root of their number."""
+    spread = Studentized(0.1, 0.02, 8, 8.0, 0.3)
+    low, high = spread.interval(ALPHA)
+    measured = {"kld_mean": estimate(0.1, low, high, 8)}
+    (told,) = judge({"kld_mean": GateSpec(max=0.18)}, measured, spreads={"kld_mean": spread})
+    assert told.verdict is Verdict.INCONCLUSIVE
+    assert told.samples_needed == spread.documents_needed(0.18, ALPHA, 0.8)
+    by_interval = samples_needed(8, 0.1, low, high, 0.18)
+    assert 8 < told.samples_needed < by_interval / 2
+    unbounded = {"kld_mean": Estimate(value=0.1, low=None, high=None, samples=5)}
+    (few,) = judge({"kld_mean": GateSpec(max=0.12)}, unbounded, spreads={"kld_mean": replace(spread, documents=5)})
+    assert "about" in few.explanation
 
 
 def test_limits_against_an_earlier_artifact_wait_for_one() -> None:
