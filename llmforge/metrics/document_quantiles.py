@@ -20,7 +20,7 @@ from llmforge.metrics.studentized import effective, influences
 from llmforge.metrics.tokens import Floats
 
 FEWEST_BEYOND = 10  # tokens beyond a quantile; with fewer, its bound on that side is infinite
-FEWEST_DOCUMENTS = 4  # that have tokens beyond a bound; tokens of fewer tell nothing of how documents differ there
+FEWEST_DOCUMENTS = 5  # that have tokens beyond a bound; tokens of fewer tell nothing of how documents differ there
 _SLOPE = 2.0  # standard errors of the share over which a quantile's slope is taken
 
 Owners = NDArray[np.int64]
