@@ -316,6 +316,7 @@ def other_cache(model: ir.Model) -> None:
 )
 def test_check_names_the_place_and_the_reason(change: Callable[[ir.Model], object], message: str) -> None:
     model = decoder()
+    dialect.check(model)
     change(model)
     with pytest.raises(VerificationError, match=message):
         dialect.check(model)
