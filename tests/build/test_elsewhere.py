@@ -76,7 +76,7 @@ def test_quality_is_of_the_same_graph_and_the_report_says_so(built: BuildResult)
     assert report.engine.unmeasured is None
     [note] = [note for note in report.notes if note.startswith("quality: ")]
     assert "of the same graph, as llmforge's own engine (ONNX Runtime " in note
-    assert "neither transformers nor vLLM, SGLang or TensorRT-LLM ran engine/" in note
+    assert "neither transformers nor vLLM or SGLang ran engine/" in note
     assert report.engine.facts["codes"] == "read back, and equal to those of the graph"
     assert {"uint8", "float"} <= {group.dtype.lower() for group in report.engine.weights}, report.engine.weights
     assert not report.engine.session
@@ -114,7 +114,7 @@ def test_vllms_repository_names_the_checkpoint(built: BuildResult, tmp_path: Pat
 def test_our_own_commands_name_who_loads_it(built: BuildResult) -> None:
     result = CliRunner().invoke(cli, ["run", str(built.path), "x"])
     assert result.exit_code == UnsupportedError.exit_code
-    assert "is loaded by vLLM, SGLang or TensorRT-LLM, not by llmforge" in result.output
+    assert "is loaded by vLLM or SGLang, not by llmforge" in result.output
     assert f"vllm serve {built.path / 'engine'}" in " ".join(result.output.split())
 
 
