@@ -97,7 +97,7 @@ def test_pages_load_nothing_from_other_hosts() -> None:
 
 
 def test_files_named_in_code_exist() -> None:
-    """Paths in spans of code, as `benchmarks/x.py` or `tests/x`, that begin at the top of the repository."""
+    """Paths in spans of code, as `benchmarks/quality.py` or `tests/data`, that begin at the top of the repository."""
     missing = []
     for page in EVERY:
         text = FENCE.sub("", page.read_text(encoding="utf-8"))

@@ -23,7 +23,7 @@ from typing import IO, NoReturn
 
 from llmforge.artifact import transfer
 from llmforge.artifact.store import Artifact, staging
-from llmforge.base import sealed
+from llmforge.base import sealed, small_file
 from llmforge.base.errors import InputError
 from llmforge.base.sealed import EVIDENCE, LARGEST_MANIFEST, MANIFEST, SIGNATURE, FileRecord, Manifest
 
@@ -77,15 +77,8 @@ def save_file(artifact: Artifact, file: Path) -> int:
 
 def load_file(file: Path, out: Path, check: transfer.Check | None = None) -> Artifact:
     """Publish the artifact in the archive `file` as `out/<name>/<version>`; see `load`."""
-    try:
-        with file.open("rb") as stream:
-            return load(stream, out, str(file), size_bytes=os.fstat(stream.fileno()).st_size, check=check)
-    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        if error.filename != str(file):
-            raise
-        raise InputError(
-            f"{file}: cannot be read: {error.strerror}", hint="give a file of `llmforge export`"
-        ) from error
+    with small_file.open_regular(file, hint="give a file of `llmforge export`") as stream:
+        return load(stream, out, str(file), size_bytes=os.fstat(stream.fileno()).st_size, check=check)
 
 
 def load(

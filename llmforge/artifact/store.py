@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from llmforge.artifact import manifest as manifests
-from llmforge.base import admission, resources, sealed, signals
+from llmforge.base import admission, folders, resources, sealed, signals
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 from llmforge.base.hashed_files import sha256
 from llmforge.base.sealed import EVIDENCE, MANIFEST, SIGNATURE, FileRecord, Manifest, Record, Verdict, is_name, walk
@@ -93,9 +93,11 @@ class Artifact:
 
     @classmethod
     def _open(cls, path: Path) -> Artifact:
-        folder = path.resolve()
+        folder = folders.followed(path)
         if not folder.is_dir():
             what = "is a file, an artifact is a folder" if path.exists() else "no such artifact or folder"
+            if path.is_symlink() and not path.exists():
+                what = "is a link that leads nowhere, or to itself"
             raise InputError(f"{path}: {what}", hint=_WHERE)
         if folder.name.startswith((BUILDING, REPLACED)):
             raise InputError(

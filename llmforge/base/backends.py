@@ -167,7 +167,7 @@ class Elsewhere:
     A format has the architecture by its name: `passes` change no more of the model than how parameters are stored.
     """
 
-    servers: str  # "vLLM, SGLang or TensorRT-LLM"
+    servers: str  # "vLLM or SGLang"
     serve: str  # the command of one of them; `{engine}` is the folder
     runtime: Literal["transformers", "llama-cpp"]  # that runs what was written on a CPU (llmforge.metrics.agreement)
     passes: tuple[str, ...]
@@ -318,7 +318,7 @@ COMPRESSED_TENSORS = Backend(
     scales="blocks",
     alone="the servers that load the checkpoint divide it themselves",
     elsewhere=Elsewhere(
-        servers="vLLM, SGLang or TensorRT-LLM",
+        servers="vLLM or SGLang",  # TensorRT-LLM loads one of the formats (docs/other-runtimes.md)
         serve="vllm serve {engine}",
         runtime="transformers",
         passes=(*_AS_STORED, "quantize-weights", "quantize-channels"),

@@ -20,8 +20,8 @@
         ├── VersionMismatch         8   an artifact needs other versions than are installed
         └── PluginError             8   a plug-in does not load, or is not what it should be
 
-No errors, and ends of a command: 0 success; 130 SIGINT and 143 SIGTERM (`base.signals.Interrupted`); 141 nobody reads
-standard output any more (SIGPIPE).
+No errors, and ends of a command: 0 success; 129 SIGHUP, 130 SIGINT and 143 SIGTERM (`base.signals.Interrupted`); 141
+nobody reads standard output any more (SIGPIPE).
 """
 
 from __future__ import annotations

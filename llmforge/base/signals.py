@@ -1,11 +1,11 @@
-"""SIGINT and SIGTERM: both end a command in order, as an exception, until what it makes is published."""
+"""SIGHUP, SIGINT and SIGTERM: each ends a command in order, as an exception, until what it makes is published."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType
 
-ENDING = (signal.SIGINT, signal.SIGTERM)
+ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -30,13 +30,18 @@ class _Handler:
 _handler = _Handler()
 
 
+def ending() -> tuple[signal.Signals, ...]:
+    """List the signals that end this command: not SIGHUP where it is ignored, as nohup has it."""
+    return tuple(each for each in ENDING if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN)
+
+
 def install() -> None:
-    """Let SIGINT and SIGTERM raise `Interrupted`; a program calls it, a library does not."""
+    """Let the signals that end a command raise `Interrupted`; a program calls it, a library does not."""
     _handler.decided = False
-    for number in ENDING:
+    for number in ending():
         signal.signal(number, _handler)
 
 
 def decided() -> None:
-    """Ignore both from now on: the command has done what it was asked for, and only has to say so."""
+    """Ignore them from now on: the command has done what it was asked for, and only has to say so."""
     _handler.decided = True

@@ -12,7 +12,7 @@ import os
 import stat
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from llmforge.base.errors import ForgeError, InputError
 from llmforge.base.wording import shown
@@ -21,6 +21,7 @@ DEEPEST = 100  # levels of JSON; configurations have ten
 SETTINGS_BYTES = 16 << 20  # runtime.json, a manifest, a configuration: kilobytes in fact
 LONG_PATH = 4095  # bytes, of Linux (PATH_MAX with its final zero)
 LONG_NAME = 255  # bytes of a part of a path (NAME_MAX)
+_NOT_REGULAR = {errno.ENXIO, errno.ENODEV}  # of a socket, of a device that is not there
 
 
 def read(
@@ -36,31 +37,46 @@ def read(
 
     `smaller` is the hint where the file is too large, `hint` by default.
 
-    Neither a FIFO nor a device is opened for good: it would block, or never end.
-
     Raises:
         ForgeError: as `error`: it is not there, not regular, not readable, or too large.
     """
+    with open_regular(path, error=error, hint=hint, links=links) as stream:
+        size_bytes = os.fstat(stream.fileno()).st_size
+        if size_bytes > limit_bytes:
+            raise error(f"{path}: {size_bytes} bytes; at most {limit_bytes} are allowed", hint=smaller or hint)
+        try:
+            data = stream.read(limit_bytes + 1)
+        except OSError as found:
+            raise error(f"{path}: cannot be read: {found.strerror or found}", hint=hint) from found
+    if len(data) > limit_bytes:  # it grew, or does not tell its size, as files of /proc
+        raise error(f"{path}: more than the {limit_bytes} bytes that are allowed", hint=smaller or hint)
+    return data
+
+
+def open_regular(
+    path: Path, *, error: type[ForgeError] = InputError, hint: str | None = None, links: bool = True
+) -> BinaryIO:
+    """Open a regular file to read its bytes; with `links`, a link may lead to it.
+
+    A FIFO, which process substitution gives, would wait for a writer, and a device never end: neither is waited for.
+
+    Raises:
+        ForgeError: as `error`: it is not there, not regular, or not readable.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
-        with os.fdopen(descriptor, "rb") as stream:
-            status = os.fstat(descriptor)
-            if stat.S_ISDIR(status.st_mode):
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            if not stat.S_ISREG(status.st_mode):
-                raise error(f"{path}: cannot be read: not a regular file", hint=hint)
-            if status.st_size > limit_bytes:
-                raise error(f"{path}: {status.st_size} bytes; at most {limit_bytes} are allowed", hint=smaller or hint)
-            data = stream.read(limit_bytes + 1)
     except OSError as found:
-        if found.errno == errno.ELOOP and not links:
+        if found.errno in _NOT_REGULAR or (found.errno == errno.ELOOP and not links):
             raise error(f"{path}: cannot be read: not a regular file", hint=hint) from found
         raise error(f"{path}: cannot be read: {found.strerror or found}", hint=hint) from found
     except ValueError as found:  # a path that holds a zero byte
         raise error(f"{shown(str(path))}: cannot be read: {found}", hint=hint) from found
-    if len(data) > limit_bytes:  # it grew, or does not tell its size, as files of /proc
-        raise error(f"{path}: more than the {limit_bytes} bytes that are allowed", hint=smaller or hint)
-    return data
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        why = os.strerror(errno.EISDIR) if stat.S_ISDIR(mode) else "not a regular file"
+        raise error(f"{path}: cannot be read: {why}", hint=hint)
+    return os.fdopen(descriptor, "rb")
 
 
 def decode(data: bytes, where: Path | str, *, error: type[ForgeError] = InputError, hint: str | None = None) -> str:

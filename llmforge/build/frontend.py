@@ -151,7 +151,8 @@ def serve() -> None:
     """Be the other process: answer what comes on standard input, until that ends, on standard output."""
     process.keep_freed_memory()
     process.collect_rarely()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asks is told, and ends this process
+    for number in (signal.SIGHUP, signal.SIGINT):  # of a terminal: whoever asks is told, and ends this process
+        signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what torch prints is no answer
     asked: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()

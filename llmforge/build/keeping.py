@@ -12,6 +12,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from llmforge import targets
+from llmforge.base import folders
 from llmforge.build.parts import Part, literal
 from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
 from llmforge.lowering import options
@@ -77,7 +78,7 @@ def write(recipe: Recipe, replaced: Mapping[int, Sequence[Entry]], path: Path) -
         for number, entry in enumerate(old)
         for each in ([{name: given} for name, given in replaced[number]] if number in replaced else [entry])
     ]
-    folder = path.resolve().parent
+    folder = folders.followed(path).parent
     if recipe.snapshot is None:
         plain["checkpoint"] = _relative(recipe.checkpoint, folder)
     for number, adapter in enumerate(recipe.adapters):

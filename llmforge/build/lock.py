@@ -17,7 +17,7 @@ import onnx_ir as ir
 from pydantic import ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from llmforge import __version__, artifact, calibration, native
-from llmforge.base import extras, plugins, small_file
+from llmforge.base import extras, folders, plugins, small_file
 from llmforge.base.errors import InputError
 from llmforge.base.plugins import Plugin
 from llmforge.cache import Code
@@ -241,7 +241,7 @@ def revision(folder: Path) -> str | None:
 
     In its cache the folder is called by the commit; a download into a folder of one's own notes it for each file.
     """
-    resolved = folder.resolve()
+    resolved = folders.followed(folder)
     if resolved.parent.name == "snapshots" and _REVISION.fullmatch(resolved.name):
         return resolved.name
     notes = sorted((resolved / ".cache" / "huggingface" / "download").glob("*.metadata"))
@@ -252,7 +252,7 @@ def revision(folder: Path) -> str | None:
 
 def repository(folder: Path) -> str | None:
     """Tell the repository of a checkpoint in the cache of the Hub's client, `models--OWNER--NAME/snapshots/COMMIT`."""
-    home = folder.resolve().parent.parent.name
+    home = folders.followed(folder).parent.parent.name
     if revision(folder) is None or not home.startswith("models--"):
         return None
     return home.removeprefix("models--").replace("--", "/", 1)

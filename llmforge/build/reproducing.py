@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmforge.artifact import Artifact
+from llmforge.base import folders
 from llmforge.base.errors import InputError, UsageError
 from llmforge.base.progress import Progress
 from llmforge.build import comparison, finishing, lock, pipeline
@@ -50,7 +51,7 @@ def recorded(path: Path, checkpoint: Path, texts: Sequence[Path], folder: Path) 
         )
     plain.pop("plugins", None)  # the lock says which they were
     if "revision" not in plain:  # else it is named as on the Hub, at that commit
-        plain["checkpoint"] = str(checkpoint.resolve())
+        plain["checkpoint"] = str(folders.followed(checkpoint))
     here = {documents.digest(text): text for text in texts}
     for section, (digest, name) in zip(sections, wanted_texts, strict=True):
         if digest not in here:
@@ -59,7 +60,7 @@ def recorded(path: Path, checkpoint: Path, texts: Sequence[Path], folder: Path) 
                 f"those given: {', '.join(map(str, texts)) or 'none'}",
                 hint="give it with --text FILE",
             )
-        section["data"] = str(here[digest].resolve())
+        section["data"] = str(folders.followed(here[digest]))
     validation = plain.get("validation") or {}
     for number, task in enumerate(validation.get("tasks") or []):
         if isinstance(task, dict):
@@ -69,7 +70,7 @@ def recorded(path: Path, checkpoint: Path, texts: Sequence[Path], folder: Path) 
                     f"given: {', '.join(map(str, texts)) or 'none'}",
                     hint="give it with --text FILE",
                 )
-            validation["tasks"][number] = str(here[task["sha256"]].resolve())
+            validation["tasks"][number] = str(folders.followed(here[task["sha256"]]))
     file = folder / "recipe.yaml"
     file.write_text(json.dumps(plain), encoding="utf-8")  # JSON is YAML
     return Recipe.load(file)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmforge.base import small_file
+from llmforge.base import folders, small_file
 from llmforge.base.errors import CheckpointError, EnvironmentLacks, ForgeError, UsageError
 from llmforge.base.progress import has_bars
 from llmforge.base.wording import cut, shown
@@ -152,7 +152,7 @@ def check_content(file: Path, sha256: str) -> None:
     Raises:
         CheckpointError: it has other content.
     """
-    blob = file.resolve()
+    blob = folders.followed(file)
     if file.is_symlink() and _SHA256.fullmatch(blob.name) and blob.name != sha256:
         raise CheckpointError(
             f"{file}: its SHA-256 is {sha256}, and the Hub names {blob.name}",

@@ -6,7 +6,7 @@ import json
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -115,7 +115,8 @@ class TerminalProgress:
         """End the last stage, as done only where nothing was raised, and leave what was drawn."""
         if kind is None:
             self._finish()
-        self._bars.stop()
+        with suppress(OSError):  # of a terminal that was closed; how the block ended is not for its bars to decide
+            self._bars.stop()
 
     def stage(self, title: str) -> None:
         """End the current stage and begin another."""

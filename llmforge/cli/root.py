@@ -7,14 +7,14 @@ Commands import what they need when they run, so that `llmforge --help` costs no
 
 from __future__ import annotations
 
-import os
 import sys
-from typing import Any, NoReturn, TextIO
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import click
 
 from llmforge.base import extras, resources, signals
-from llmforge.base.errors import ForgeError, UsageError
+from llmforge.base.errors import EnvironmentLacks, ForgeError, UsageError
 from llmforge.base.signals import Interrupted
 from llmforge.base.wording import bounded
 from llmforge.cli import (
@@ -32,6 +32,7 @@ from llmforge.cli import (
     serving,
     starting,
     storing,
+    streams,
     tuning,
 )
 from llmforge.cli.parameters import is_json_log, log_format_option, loudness_options
@@ -68,6 +69,15 @@ class _Root(click.Group):
                 summaries = [(name, self.commands[name].get_short_help_str(limit=200)) for name in names]
                 formatter.write_dl(summaries, col_max=12)
 
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Read the command line; --help and --version are written meanwhile."""
+        try:
+            return super().make_context(info_name, args, parent, **extra)
+        except OSError as error:
+            raise click.exceptions.Exit(_unwritten(error)) from None
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             result = super().invoke(ctx)
@@ -88,11 +98,11 @@ class _Root(click.Group):
             from llmforge.cli.console import say
 
             name, code = (str(error), error.exit_code) if isinstance(error, Interrupted) else ("SIGINT", _INTERRUPTED)
-            say(": ".join([f"interrupted by {name}", *getattr(error, "__notes__", ())]), always=True)
+            message = ": ".join([f"interrupted by {name}", *getattr(error, "__notes__", ())])
+            _tell(lambda: say(message, always=True))  # a terminal that was closed cannot be written
             ctx.exit(code)
-        except BrokenPipeError:
-            _drop(sys.stdout)
-            ctx.exit(_PIPE_CLOSED)
+        except (BrokenPipeError, streams.OutputClosed) as error:
+            ctx.exit(_unwritten(error))
         except Exception as error:
             lack = extras.explain(error) if isinstance(error, ImportError | AttributeError) else None
             if lack is None and isinstance(error, OSError | MemoryError | RuntimeError):
@@ -119,17 +129,33 @@ def _bounded(error: click.ClickException) -> click.ClickException:
 def _end(ctx: click.Context, error: ForgeError) -> NoReturn:
     from llmforge.cli.console import show_error
 
-    for stream, write in ((sys.stdout, sys.stdout.flush), (sys.stderr, lambda: show_error(error))):
-        try:
-            write()
-        except OSError:  # nobody can be told; the exit code remains
-            _drop(stream)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        streams.drop(sys.stdout)
+    _tell(lambda: show_error(error))
     ctx.exit(error.exit_code)
 
 
-def _drop(stream: TextIO) -> None:
-    """Send what is left in a stream that cannot be written nowhere; Python would complain of it once more at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+def _tell(write: Callable[[], None]) -> None:
+    """Write to standard error; where that fails nobody can be told, and the exit code remains."""
+    try:
+        write()
+    except OSError:
+        streams.drop(sys.stderr)
+
+
+def _unwritten(error: OSError) -> int:
+    """Tell why standard output cannot be written, unless its reader went away, and return the exit code."""
+    from llmforge.cli.console import show_error
+
+    streams.drop(sys.stdout)
+    if isinstance(error, BrokenPipeError):
+        return _PIPE_CLOSED
+    why = "it is closed" if isinstance(error, streams.OutputClosed) else error.strerror
+    found = EnvironmentLacks(f"standard output cannot be written: {why}", hint="send it to a file, a pipe or /dev/null")
+    _tell(lambda: show_error(found))
+    return found.exit_code
 
 
 def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -154,7 +180,7 @@ Exit codes:
   3  a gate failed                8  missing package, tool or device
   4  a gate is inconclusive       9  the engine accepts no requests
                                  10  the engine is not built yet
-  130, 143  interrupted by SIGINT (Ctrl-C), SIGTERM
+  129, 130, 143  interrupted by SIGHUP, SIGINT (Ctrl-C), SIGTERM
 """
 
 
@@ -226,6 +252,7 @@ def main() -> None:
 
     With --log-format json the traceback is a field of an event.
     """
+    streams.stand_in()
     signals.install()
     try:
         cli(prog_name="llmforge")  # also where it is run as a module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,6 +131,10 @@ def _constraint(json_schema: Path | None, regex: str | None) -> Constraint | Non
 def _stdin() -> str:
     """Read the prompt from standard input, less one newline at its end."""
     try:
+        if sys.stdin is None:
+            raise OSError(errno.EBADF, "it is closed")
         return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise UsageError(f"standard input: byte {error.start} is not UTF-8") from error
+    except OSError as error:
+        raise UsageError(f"standard input cannot be read: {error.strerror or error}") from error

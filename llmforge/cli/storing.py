@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmforge.base import folders
 from llmforge.base.errors import GateFailed, GateInconclusive, UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import ARTIFACT, LOCATION, NATURAL, VERSION, out_option
@@ -72,11 +73,11 @@ def rm(artifacts: tuple[Path, ...], out: Path, as_json: bool) -> None:
     """
     from llmforge.artifact import versions
 
-    home = out.resolve()
-    chosen = list(dict.fromkeys(path.resolve() for path in artifacts))
-    for given, path in zip(artifacts, [given.resolve() for given in artifacts], strict=True):
+    home, paths = folders.followed(out), [folders.followed(each) for each in artifacts]
+    for given, path in zip(artifacts, paths, strict=True):
         if path.parent.parent != home or path.name not in versions.version_names(path.parent):
             raise UsageError(f"{given}: not a version of an artifact in {out}", hint="see `llmforge ls`")
+    chosen = list(dict.fromkeys(paths))
     versions.remove(chosen)
     removed = [f"{path.parent.name}/{path.name}" for path in chosen]
     if as_json:
@@ -264,7 +265,7 @@ def _require_passed(artifact: Artifact) -> None:
 
 def _home(path: Path, out: Path) -> Path:
     """Return the folder of a version's name; refuse one that is not among the artifacts."""
-    if path.parent.parent != out.resolve():
+    if path.parent.parent != folders.followed(out):
         raise UsageError(f"{path}: not a version of an artifact in {out}", hint="see `llmforge ls`")
     return path.parent
 

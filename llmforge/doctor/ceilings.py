@@ -1,9 +1,9 @@
 """Ceilings of a CPU, measured: memory bandwidth by threads, and the rates of matrix products.
 
-Bandwidth is that of reading a working set larger than the caches (`evaluate.machine.read_bandwidth`). Rates are those
-of the kernels that engines run: ONNX Runtime's product of fp32 matrices; its product of int8 activations with int8 and
-int4 weights (`MatMulNBits`, accuracy_level 4) and, where they are compiled, llmforge's own. Of quantized layers the
-speed counts, too, at which they read their weights for a single row.
+Bandwidth is that of reading a working set larger than the caches (`evaluation.machine.read_bandwidth`). Rates are
+those of the kernels that engines run: ONNX Runtime's product of fp32 matrices; its product of int8 activations with
+int8 and int4 weights (`MatMulNBits`, accuracy_level 4) and, where they are compiled, llmforge's own. Of quantized
+layers the speed counts, too, at which they read their weights for a single row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A checkpoint with quantized weights in the format of compressed-tensors 0.20: for vLLM, SGLang and TensorRT-LLM.
+"""A checkpoint with quantized weights in the format of compressed-tensors 0.20: for vLLM and SGLang.
 
     engine/config.json               that of the checkpoint, with `quantization_config`
            model.safetensors         or shards of it, with model.safetensors.index.json
@@ -13,6 +13,9 @@ What passes made of a weight [N, K] decides how it stands there (compressed_tens
 - `float-quantized`, of quantize-channels in fp8: `weight` float8_e4m3fn [N, K], `weight_scale` fp32 [N, 1]; with
   `activations: static` also `input_scale` fp32 [1]; with `per_token` the servers make the scales of tokens.
 - `int-quantized`, of quantize-channels in int8 with activations: `weight` int8 [N, K], the same scales.
+
+TensorRT-LLM reads `float-quantized` with `per_token` alone (quant_config_utils.py): weights without activations and
+`static` ones end with an error there, and int8 with `per_token` is taken for fp8.
 
 Servers hold the scales of packed codes in the dtype that they compute in: they must be fp16, and config.json says so.
 All other tensors are copied. What was written is read back and compared, code by code. The same input gives the same

@@ -26,7 +26,7 @@ import jinja2
 import numpy as np
 from jinja2.sandbox import SandboxedEnvironment
 
-from llmforge.base import located_yaml
+from llmforge.base import folders, located_yaml
 from llmforge.base.errors import DataError, UnsupportedError, UsageError
 from llmforge.evaluation.scoring import Keep, Likelihood, Pair, Side, blocks
 from llmforge.metrics.tasks import Form, Score, TaskResult
@@ -210,7 +210,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _anchored(folder: Path, files: Any) -> Any:
     if isinstance(files, list):
         return [_anchored(folder, each) for each in files]
-    file = folder.resolve() / str(files)
+    file = folders.followed(folder) / str(files)
     if not file.is_file():
         raise DataError(f"{file}: there is no such file")
     return str(file)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from llmforge.base import extras, process
+from llmforge.base import extras, process, signals
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.farm import placing, worker
 from llmforge.farm.placing import Place, Resources
@@ -200,7 +200,7 @@ def _own_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in signals.ENDING}
     try:
         yield
     finally:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, ValidationInfo
 
 from llmforge import passes
+from llmforge.base import folders
 from llmforge.base.errors import RecipeError, UsageError
 from llmforge.base.located_yaml import read
 from llmforge.base.sealed import is_name
@@ -23,7 +24,7 @@ _PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 
 
 def _anchor(path: Path, info: ValidationInfo) -> Path:
-    return (info.context / path).resolve() if isinstance(info.context, Path) else path
+    return folders.followed(info.context / path) if isinstance(info.context, Path) else path
 
 
 Anchored = Annotated[Path, AfterValidator(_anchor)]
@@ -76,7 +77,7 @@ class Matrix(_Section):
                 f"{source.where(())}: expected a mapping with `schema`, `name`, `models`, `targets` and `variants`"
             )
         try:
-            return cls.model_validate_json(json.dumps(source.data), context=path.resolve().parent)
+            return cls.model_validate_json(json.dumps(source.data), context=folders.followed(path).parent)
         except ValidationError as error:
             raise collect(describe(error, source, cls.model_json_schema())) from None
 
@@ -144,7 +145,7 @@ def _combinations(matrix: Matrix, path: Path, overrides: Sequence[str]) -> Itera
                     raise UsageError(f"{where}: no recipe", hint="add `recipe: FILE.yaml`, relative to the matrix")
                 if recipe is not None and not isinstance(recipe, str):
                     raise UsageError(f"{where}: recipe must be a path")
-                file = matrix.recipe if recipe is None else (path.resolve().parent / recipe).resolve()
+                file = matrix.recipe if recipe is None else folders.followed(folders.followed(path).parent / recipe)
                 assert file is not None
                 yield Build(model, target, variant, file, (*_named(values, where, model, target, variant), *overrides))
 

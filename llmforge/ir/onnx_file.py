@@ -8,6 +8,7 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx_ir.serde import SerdeError
 
+from llmforge.base import folders
 from llmforge.base.errors import InputError, UsageError
 from llmforge.ir import graph as g
 
@@ -81,8 +82,8 @@ def _placed(path: Path, name: str, tensor: ir.ExternalTensor) -> ir.ExternalTens
     The path is absolute and `base_dir` empty: below a `base_dir` onnx-ir refuses files with several hard links, which
     `llmforge triton` makes of an artifact's. That the file lies in the graph's folder is checked here in its place.
     """
-    folder = path.parent.resolve()
-    file = (folder / tensor.location).resolve()
+    folder = folders.followed(path.parent)
+    file = folders.followed(folder / tensor.location)
     if not file.is_relative_to(folder):
         raise InputError(
             f"{path}: weights of {name} are outside its folder, in {tensor.location}",

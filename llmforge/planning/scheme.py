@@ -123,7 +123,8 @@ def choose(target: Target, backend: BackendName, checkpoint: str, wanted: Wanted
     """
     support = target.support(backend)
     preferred = (checkpoint, "bf16", "fp16", "fp32")
-    own: Dtype = next(each for each in preferred if each in support.compute)
+    possible = [each for each in preferred if each in support.compute]
+    own: Dtype = next((each for each in possible if each in target.rates), possible[0])
     compute = wanted.compute or own
     weights, kv, product = wanted.weights or compute, wanted.kv or compute, wanted.product
     roles: tuple[tuple[Dtype, Role], ...] = ((compute, "compute"), (weights, "weights"), (kv, "kv"))

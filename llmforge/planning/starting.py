@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
-from llmforge.base.backends import BackendName, Dtype
+from llmforge.base.backends import BACKENDS, BackendName, Dtype, plugin_of
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import CONFIG, read_settings
 from llmforge.metrics.units import count, duration, significant, size
 from llmforge.planning import config, deployment, request, scheme, source
 from llmforge.planning.advice import Advice
+from llmforge.planning.deployment import Plan
 from llmforge.planning.render import Planned
 from llmforge.planning.request import Request
 from llmforge.planning.roofline import Placement
@@ -79,11 +80,30 @@ _AUTO = _Weights(
     "quantize-weights: {method: auto, weight_bits: 4.5", 0.05, "quantize-weights, bits: 4",
     Wanted(weights="int4", block=32), 4,
 )  # fmt: skip
-_WEIGHTS: Mapping[str, Sequence[_Weights]] = {  # by engine, of CPUs by goal
+
+
+def _as_stored(block: int, more: str) -> tuple[_Weights, _Weights]:
+    """Make 4 and 8 bits of a file that others load, who have the scales of symmetric codes in fp16."""
+    same = f"block_size: {block}, symmetric: true, scales: fp16, {more}"
+    return (
+        _Weights(
+            f"quantize-weights: {{bits: 4, {same}method: gptq", 0.05, "quantize-weights, bits: 4",
+            Wanted(weights="int4", block=block), 4,
+        ),
+        _Weights(
+            f"quantize-weights: {{bits: 8, {same}method: rtn", 0.005, "quantize-weights, bits: 8",
+            Wanted(weights="int8", block=block), 8, good=True,
+        ),
+    )  # fmt: skip
+
+
+_WEIGHTS: Mapping[str, Sequence[_Weights]] = {  # by engine, of ONNX Runtime's on CPUs by goal
     "cpu": (_four(32, ""), _EIGHT),
     "cpu, by size": (_AUTO, _EIGHT),
     "onnxruntime": (_four(32, "symmetric: true, "), _EIGHT),
     "tensorrt": (_four(128, "symmetric: true, embedding_bits: 16, "), _FP8, _FP8_BOTH),
+    "compressed-tensors": _as_stored(128, "embedding_bits: 16, "),
+    "gguf": _as_stored(32, ""),
 }
 
 
@@ -113,17 +133,34 @@ def write(
     that ship with llmforge.
 
     Raises:
-        UsageError, CheckpointError, UnsupportedError: as `planning.request.answer`; no way to store the weights fits.
+        UsageError, CheckpointError, UnsupportedError: as `planning.request.answer`; no way to store the weights fits,
+            or a recipe for the backend would not build.
     """
     chosen, shape = backend or target.engines[0], config.read(checkpoint)
+    if plugin_of(chosen) is not None:
+        raise UnsupportedError(
+            f"--engine {chosen} is of a plug-in, whose passes and formats init does not know",
+            hint=f"write the recipe without --engine, and set `engine: {{backend: {chosen}}}` in it",
+        )
+    others = BACKENDS[chosen].elsewhere
     before = _plan(shape, target, chosen, Wanted(), goal)
     folder = (checkpoint.parent if checkpoint.name == CONFIG else checkpoint).absolute()
     settings = read_settings(folder)
     is_stored = source.described(settings, folder) is not None
+    if is_stored and others is not None:
+        raise UnsupportedError(
+            f"{checkpoint} is quantized already, and {chosen} takes its codes of an unquantized checkpoint",
+            hint="give the original checkpoint, or choose another --engine",
+        )
     weights, why = _stored(before, source.grid_of(settings, folder)) if is_stored else _choose(before, goal)
+    if weights is None and others is not None:
+        raise UnsupportedError(
+            f"{chosen} has no format to quantize {shape.name} to on {target.name}",
+            hint="choose another --goal, --target or --engine",
+        )
     wanted = Wanted() if weights is None else weights.wanted
     latent = any(each.latent is not None for _, each in shape.attentions())  # which quantize-kv-cache does not take
-    cached = target.kind == "cpu" and goal != "quality" and not latent
+    cached = target.kind == "cpu" and goal != "quality" and not latent and others is None
     planned = _plan(shape, target, chosen, replace(wanted, kv="int8") if cached else wanted, goal)
     if not planned.plan.asked.memory.fits:
         held = planned.plan.asked.memory
@@ -155,24 +192,25 @@ def _choose(planned: Planned, goal: Goal) -> tuple[_Weights | None, Advice | Non
     """Choose how weights are stored: what the goal gains most from, of what the target runs and pays."""
     plan = planned.plan
     kind = "tensorrt" if "tensorrt" in plan.backend else plan.backend
-    if plan.target.kind == "cpu":
+    if plan.target.kind == "cpu" and kind == "onnxruntime":
         kind = "cpu, by size" if goal == "size" else "cpu"
     advice = {each.change: each for each in planned.advice}
-    paying = [
+    possible = [
         (way, advice[way.change])
         for way in _WEIGHTS[kind]
         if way.change in advice and advice[way.change].verdict in ("pays", "does not pay")
         and (goal != "quality" or way.good)
     ]  # fmt: skip
     if goal == "size":
-        return min(paying, key=lambda pair: pair[0].smallest, default=(None, None))
-    paying = [pair for pair in paying if pair[1].verdict == "pays"]
+        return min(possible, key=lambda pair: pair[0].smallest, default=(None, None))
+    if _is_ours(plan):  # what others load is asked for to have codes
+        possible = [pair for pair in possible if pair[1].verdict == "pays"]
 
     def gained(pair: tuple[_Weights, Advice]) -> float:
         said = pair[1]
         return -(said.tokens_per_second or 1.0) if goal == "throughput" else said.tpot or 1.0
 
-    return min(paying, key=gained, default=(None, None))
+    return min(possible, key=gained, default=(None, None))
 
 
 def _stored(planned: Planned, grid: Grid | None) -> tuple[_Weights | None, Advice | None]:
@@ -197,20 +235,27 @@ def _passes(
 ) -> Iterator[tuple[str, str]]:
     """Give the passes in their order, each with a reason."""
     plan = planned.plan
-    on_cpu, ort = plan.target.kind == "cpu", plan.backend == "onnxruntime"
+    ours, on_cpu, ort = _is_ours(plan), plan.target.kind == "cpu", plan.backend == "onnxruntime"
     reasons = {each.change: each.reason for each in planned.advice}
     for name in ("fuse-norms", "pack-qkv", "pack-gate-up", "flash-attention"):
-        if ort or name.startswith("pack"):
+        if ours and (ort or name.startswith("pack")):
             yield name, reasons.get(name, "").partition(":")[0]
     if weights is not None and why is not None:
         faster = f"; decode {significant(1 / why.tpot, 2)}× as fast" if why.tpot else ""
         yield f"{weights.pass_}, budget: {{kld_mean: {weights.kld:g}}}}}", f"{why.reason}{faster} (predicted)"
     if cached:
         yield "quantize-kv-cache: {bits: 8, budget: {kld_mean: 0.005}}", "a quarter of the cache's memory"
+    if not ours:
+        return
     if on_cpu:
         yield "cpu-kernels: {budget: {kld_mean: 0.005}, fallback: onnxruntime}", "llmforge's own kernels"
     elif plan.scheme.compute in ("fp16", "bf16"):
         yield f"lower-precision: {{dtype: {plan.scheme.compute}, budget: {{kld_mean: 0.005}}}}", "as the GPU computes"
+
+
+def _is_ours(plan: Plan) -> bool:
+    """Say if llmforge runs the engine: passes that change more than codes, and figures of latency, are for no other."""
+    return BACKENDS[plan.backend].elsewhere is None
 
 
 def _recipe(
@@ -227,7 +272,8 @@ def _recipe(
     plan, build = planned.plan, planned.build
     context, tokens = _context(plan.shape), min(512, _context(plan.shape))
     kld = (weights.kld if weights is not None else 0.001) + 0.01 * (cached or plan.target.kind == "gpu")
-    deferred = plan.target.kind == "gpu" and plan.backend != "tensorrt-rtx" and not has_device
+    ours = _is_ours(plan)
+    deferred = ours and plan.target.kind == "gpu" and plan.backend != "tensorrt-rtx" and not has_device
     calibrated = any(word in line for line, _ in passes for word in _CALIBRATED)
     engine = f"backend: {plan.backend}, max_context: {context}, max_batch: {plan.workload.batch}"
     billions = plan.shape.parameters / 1e9
@@ -254,10 +300,11 @@ def _recipe(
         else:
             yield f"  - {line}  # {reason}" if reason else f"  - {line}"
     yield "validation:"
-    longest = min(tokens, context - _ANSWER)
-    prompts = ", ".join(map(str, sorted({min(32, longest), longest})))
     yield f"  quality: {{data: {given['evaluation']}, context: {tokens}, max_tokens: 30720}}  # null: all tokens"
-    yield f"  latency: {{prompt_tokens: [{prompts}], output_tokens: {_ANSWER}, repetitions: 6}}"
+    if ours:
+        longest = min(tokens, context - _ANSWER)
+        prompts = ", ".join(map(str, sorted({min(32, longest), longest})))
+        yield f"  latency: {{prompt_tokens: [{prompts}], output_tokens: {_ANSWER}, repetitions: 6}}"
     yield "# Limits to start with: tighten them once a report shows where this model stands."
     yield "gates:"
     yield f"  perplexity_ratio: {{max: {1 + max(kld, 0.01):g}}}"

@@ -31,7 +31,7 @@ from pydantic import (
 )
 
 from llmforge import targets
-from llmforge.base import backends, plugins, small_file
+from llmforge.base import backends, folders, plugins, small_file
 from llmforge.base.backends import BACKENDS, BackendName
 from llmforge.base.errors import EnvironmentLacks, InputError, RecipeError, UsageError
 from llmforge.base.located_yaml import Location, Source, dotted, read
@@ -58,7 +58,7 @@ def _anchor(path: Path, info: ValidationInfo) -> Path:
     """Make a path of the recipe absolute; the validation context is the folder of the recipe's file."""
     if (why := small_file.why_no_path(path)) is not None:
         raise ValueError(why)
-    return (info.context / path).resolve() if isinstance(info.context, Path) else path
+    return folders.followed(info.context / path) if isinstance(info.context, Path) else path
 
 
 MOST_PASSES = 256
@@ -678,7 +678,7 @@ class Recipe(_Section):
         apply(overrides, source, cls.model_json_schema())
         written = {**source.data, "passes": _entries(source)} if "passes" in source.data else source.data
         try:
-            recipe = cls.model_validate_json(json.dumps(written), context=path.resolve().parent)
+            recipe = cls.model_validate_json(json.dumps(written), context=folders.followed(path).parent)
         except ValidationError as error:
             raise collect(describe(error, source, cls.model_json_schema())) from None
         recipe._source, recipe._migrated = source, tuple(migrated)

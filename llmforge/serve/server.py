@@ -14,6 +14,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
+from llmforge.base import signals, small_file
 from llmforge.base.errors import EnvironmentLacks, InputError, Unavailable
 from llmforge.runtime.serving.interface import Serving
 from llmforge.serve.app import create_app
@@ -23,6 +24,7 @@ from llmforge.serve.telemetry import Telemetry
 
 POLL_S = 0.1  # between two looks at the engine, and at what is left to answer
 LAST_S = 1  # for what is left to send when all answers have ended
+_TLS_HINT = "certificate and key are files of PEM; the key has no password"
 IDLE_TIMEOUT_S = 30  # after which an idle connection is closed
 
 
@@ -49,7 +51,7 @@ def run(
     log: Callable[[AccessRecord], None] | None = None,
     telemetry: Telemetry | None = None,
 ) -> None:
-    """Serve `engine` until SIGINT or SIGTERM, then finish what was asked before and close the engine.
+    """Serve `engine` until SIGHUP, SIGINT or SIGTERM, then finish what was asked before and close the engine.
 
     `announce` gets the server's URL once it listens, `log` every request that was answered, `telemetry` makes spans of
     them and is closed. A second signal ends answers that are not complete.
@@ -103,13 +105,13 @@ async def _serve(
 
 @contextlib.contextmanager
 def _ended_by_signals(server: uvicorn.Server, doorway: Doorway) -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the server in order: it refuses new calls and ends when it has answered the others."""
+    """Let signals end the server in order: it refuses new calls, and ends when it has answered the others."""
 
     def end(signal_number: int, frame: FrameType | None) -> None:
         server.should_exit = server.force_exit = doorway.draining  # at once, when it is the second one
         doorway.draining = True
 
-    previous = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, end) for number in signals.ending()}
     try:
         yield
     finally:
@@ -132,6 +134,9 @@ def make_server(app: ASGIApp, address: Address) -> uvicorn.Server:
     Raises:
         InputError: the certificate or its key cannot be used.
     """
+    for file in (address.certificate, address.private_key):
+        if file is not None:
+            small_file.open_regular(file, hint=_TLS_HINT).close()
     config = uvicorn.Config(
         app,
         http=Connection,
@@ -151,7 +156,7 @@ def make_server(app: ASGIApp, address: Address) -> uvicorn.Server:
         raise InputError(
             f"{address.certificate}, {address.private_key}: no certificate with its private key: "
             f"{error.strerror or error}",
-            hint="both are files of PEM; the key has no password",
+            hint=_TLS_HINT,
         ) from error
     return _Server(config)
 

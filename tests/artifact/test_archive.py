@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -109,6 +111,28 @@ def test_an_artifact_that_was_changed_is_not_exported(made: Artifact, tmp_path: 
     with pytest.raises(InputError, match="not in the manifest or in evidence: stray"):
         archive.save_file(made, tmp_path / "artifact.tar")
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+@pytest.mark.parametrize("what", ["fifo", "folder", "link", "nothing", "socket"])
+def test_what_is_no_file_is_not_imported(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is waited for."""
+    monkeypatch.chdir(tmp_path)
+    file, why = Path("x.tar"), "not a regular file"
+    if what == "fifo":
+        os.mkfifo(file)
+    elif what == "folder":
+        file.mkdir()
+        why = "Is a directory"
+    elif what == "link":
+        file.symlink_to(file)
+        why = "Too many levels of symbolic links"
+    elif what == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(file))
+    else:
+        why = "No such file or directory"
+    with pytest.raises(InputError, match=rf"x\.tar: cannot be read: {why}"):
+        archive.load_file(file, tmp_path / "out")
 
 
 def test_what_is_there_already(made: Artifact, tmp_path: Path) -> None:

@@ -15,10 +15,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from llmforge.base.errors import InputError, RecipeError, UsageError
 from llmforge.base.wording import bounded, quoted, shown
 from llmforge.cli import cli
+from llmforge.cli.parameters import ArtifactPath, FilePath, Location
 from llmforge.recipe import ServingSpec
 
 from .. import published, stored
@@ -122,6 +125,58 @@ def test_paths_that_are_no_files(
     os.mkfifo("fifo")
     result = invoke(*(str(built) if word == "@" else word for word in command), path)
     assert result.exit_code in (2, 5), result.stderr
+
+
+RECIPE = ("--recipe", str(ROOT / "recipes" / "fp32.yaml"))
+BESIDE = {  # what a command needs beside its arguments
+    "bisect": RECIPE, "eval": (*RECIPE, "--tasks", str(ROOT / "docs/tasks/next-sentence.jsonl")),
+    "export": ("-o", "x.tar"), "reproduce": RECIPE, "sign": ("--key", "key.pem"), "triton": ("-o", "repo"),
+    "tune": ("--objective", "size"), "validate": RECIPE,
+}  # fmt: skip
+FILLED = {"reference": "localhost:1/a:b", "prompt": "hi", "tag": "t", "server_options": ""}
+
+
+def named_inputs() -> Iterator[tuple[str, str]]:
+    """Yield each command, and each of its arguments that names a file, a folder or an artifact."""
+    for name, command in cli.commands.items():
+        for parameter in command.params:
+            if isinstance(parameter.type, FilePath | ArtifactPath | Location):
+                if parameter.param_type_name == "argument":
+                    yield name, str(parameter.name)
+                elif isinstance(parameter.type, ArtifactPath):
+                    yield name, parameter.opts[0]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", ["link", "fifo"])
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [pytest.param(*each, marks=[pytest.mark.slow] * (each[0] == "eval")) for each in named_inputs()],  # imports lm-eval
+)
+def test_what_is_no_file_of_every_command(
+    built: Path, name: str, which: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link that leads to itself, and a FIFO that nobody writes to: a message that names them, and no traceback."""
+    monkeypatch.chdir(tmp_path)
+    if what == "link":
+        Path("odd").symlink_to("odd")
+    else:
+        os.mkfifo("odd")
+    key = ec.generate_private_key(ec.SECP256R1())
+    Path("key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    model = str(built / "engine" / "model.onnx")
+    filled = {**FILLED, "artifact": str(built), **({"a": model, "b": model} if name == "diff-graph" else {})}
+    words = [which, "odd"]
+    if not which.startswith("-"):
+        given = [str(each.name) for each in cli.commands[name].params if each.param_type_name == "argument"]
+        words = ["odd" if each == which else filled.get(each, str(built)) for each in given]
+    result = invoke(name, *[word for word in words if word], *BESIDE.get(name, ()))
+    assert result.exit_code in (2, 5), result.stderr
+    assert "odd: " in result.stderr
+
+
+def test_every_command_with_an_artifact_is_tried() -> None:
+    assert len([name for name, which in named_inputs() if which == "artifact"]) >= 15
 
 
 @pytest.mark.parametrize("key", ["calibration.data", "validation.quality.data", "checkpoint", "target"])

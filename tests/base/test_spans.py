@@ -39,9 +39,13 @@ def test_spans_lie_in_one_another(ended: list[Span]) -> None:
     assert json.loads(json.dumps(data)) == data
 
 
-def test_nothing_happens_where_nobody_traces() -> None:
+def test_nothing_happens_where_nobody_traces(ended: list[Span]) -> None:
     with spans.span("alone"):
         spans.annotate(x=1)
+    spans.annotate(x=2)
+    with spans.active(Tracer(ended.append)), spans.span("traced"):
+        pass
+    assert [(span.name, span.attributes) for span in ended] == [("traced", {})]
 
 
 def test_an_exception_stands_in_every_span_that_it_ends(ended: list[Span]) -> None:

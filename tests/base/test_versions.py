@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -49,6 +50,9 @@ def test_the_range_of_the_package_is_what_was_proven() -> None:
 def test_every_proven_release_passes(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, {"transformers": release})
     versions.check()
+    pretend(monkeypatch, {"transformers": f"{release}.post1"})
+    with pytest.raises(VersionMismatch, match=re.escape(f"transformers {release}.post1 is installed")):
+        versions.check()
 
 
 def test_a_release_that_was_proven_here_passes_until_something_changes(
@@ -105,6 +109,9 @@ def test_another_version_is_named_beside_the_right_one(
 def test_a_build_tag_is_no_other_version(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, {"torch": f"{versions.pins()['torch']}+cu130"})
     versions.check()
+    pretend(monkeypatch, {"torch": f"{versions.pins()['torch']}.1+cu130"})
+    with pytest.raises(VersionMismatch, match=r"\.1\+cu130 is installed"):
+        versions.check()
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

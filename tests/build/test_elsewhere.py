@@ -14,7 +14,7 @@ import onnx_ir as ir
 import pytest
 from click.testing import CliRunner
 
-from llmforge import artifact, passes, targets
+from llmforge import artifact, calibration, passes, targets
 from llmforge.base.errors import RecipeError, UnsupportedError
 from llmforge.base.progress import Silent
 from llmforge.build import dry_run, elsewhere, pipeline
@@ -22,13 +22,16 @@ from llmforge.build.publishing import BuildResult
 from llmforge.checkpoint import Checkpoint
 from llmforge.cli import cli
 from llmforge.evaluation.gates import Verdict
+from llmforge.ir import dialect
 from llmforge.lowering.pass_base import Budget, Context
-from llmforge.passes import QuantizeChannels
+from llmforge.passes import QuantizeChannels, QuantizeWeights
+from llmforge.planning import starting
 from llmforge.quantization.statistics import Statistics
 from llmforge.recipe import EngineSpec, Recipe
 from llmforge.runtime import load
 
 from .. import zoo
+from ..planning.test_starting import measured
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 INT4 = {"bits": 4, "block_size": 32, "scales": "fp16", "embedding_bits": 16, "method": "rtn"}
@@ -73,7 +76,7 @@ def test_quality_is_of_the_same_graph_and_the_report_says_so(built: BuildResult)
     assert report.engine.unmeasured is None
     [note] = [note for note in report.notes if note.startswith("quality: ")]
     assert "of the same graph, as llmforge's own engine (ONNX Runtime " in note
-    assert "neither transformers nor vLLM, SGLang or TensorRT-LLM ran engine/" in note
+    assert "neither transformers nor vLLM or SGLang ran engine/" in note
     assert report.engine.facts["codes"] == "read back, and equal to those of the graph"
     assert {"uint8", "float"} <= {group.dtype.lower() for group in report.engine.weights}, report.engine.weights
     assert not report.engine.session
@@ -111,7 +114,7 @@ def test_vllms_repository_names_the_checkpoint(built: BuildResult, tmp_path: Pat
 def test_our_own_commands_name_who_loads_it(built: BuildResult) -> None:
     result = CliRunner().invoke(cli, ["run", str(built.path), "x"])
     assert result.exit_code == UnsupportedError.exit_code
-    assert "is loaded by vLLM, SGLang or TensorRT-LLM, not by llmforge" in result.output
+    assert "is loaded by vLLM or SGLang, not by llmforge" in result.output
     assert f"vllm serve {built.path / 'engine'}" in " ".join(result.output.split())
 
 
@@ -161,6 +164,39 @@ def test_the_shipped_recipe_is_taken(name: str, sample_checkpoint: Path, sample_
     assert recipe.engine.backend == name
     steps, checkpoint = recipe.instantiate(passes.ALL), Checkpoint.open(sample_checkpoint)
     dry_run.run(sample_graph, steps, target=targets.local(), spec=recipe.engine, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("backend", "target", "goal", "bits"),
+    [
+        ("compressed-tensors", "h200", "latency", 4),
+        ("compressed-tensors", "cpu-avx2", "quality", 8),
+        ("gguf", "h200", "quality", 8),
+        ("gguf", "cpu-avx2", "size", 4),
+    ],
+)
+def test_a_recipe_that_init_writes_is_taken(
+    backend: str,
+    target: str,
+    goal: starting.Goal,
+    bits: int,
+    sample_checkpoint: Path,
+    sample_graph: ir.Model,
+    tmp_path: Path,
+) -> None:
+    """It has no pass that the file cannot express, and nothing is measured that is not served here."""
+    given = {"checkpoint": str(sample_checkpoint), "target": target, "calibration": "a.jsonl", "evaluation": "b.jsonl"}
+    known = measured(targets.load(target))
+    made = starting.write(sample_checkpoint, known, goal, name="m", given=given, backend=backend)
+    (tmp_path / "recipe.yaml").write_text(made.yaml)
+    recipe = Recipe.load(tmp_path / "recipe.yaml")
+    [step] = recipe.instantiate(passes.ALL)
+    assert isinstance(step, QuantizeWeights)
+    assert (step.bits, step.symmetric, step.scales) == (bits, True, "fp16")
+    assert not recipe.engine.deferred
+    checkpoint = Checkpoint.open(sample_checkpoint)
+    linears = calibration.plan(checkpoint, step.demands(), dialect.caches(sample_graph)) if step.demands() else {}
+    dry_run.run(sample_graph, [step], target=known, spec=recipe.engine, checkpoint=checkpoint, calibrated=linears)
 
 
 def test_it_cannot_be_deferred(checkpoint: Path, data: Path, tmp_path: Path) -> None:

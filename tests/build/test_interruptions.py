@@ -78,8 +78,9 @@ def digest(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     ("number", "code", "stage"),
     [
         (signal.SIGINT, 130, LOAD),
-        (signal.SIGTERM, 143, "Build engine"),
+        (signal.SIGHUP, 129, "Build engine"),
         pytest.param(signal.SIGTERM, 143, LOAD, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 143, "Build engine", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, 130, "Build engine", marks=pytest.mark.slow),
     ],
 )

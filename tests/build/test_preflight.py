@@ -56,10 +56,6 @@ def loaded(tmp_path: Path, *overrides: str, **changed: Any) -> Recipe:
     return Recipe.load(QUICKSTART, [f"checkpoint={checkpoint}", *overrides])
 
 
-def test_the_recipe_as_it_is_passes(tmp_path: Path) -> None:
-    preflight.check(loaded(tmp_path))
-
-
 @pytest.mark.parametrize(
     "changed",
     [
@@ -71,6 +67,8 @@ def test_the_recipe_as_it_is_passes(tmp_path: Path) -> None:
 )
 def test_the_graph_decides_where_the_configuration_does_not_say(tmp_path: Path, changed: dict[str, Any]) -> None:
     preflight.check(loaded(tmp_path, "engine.max_context=4096", **changed))
+    with pytest.raises(UnsupportedError, match="made for 1024 tokens"):
+        preflight.check(loaded(tmp_path / "as it is", "engine.max_context=4096"))
 
 
 def test_a_nested_configuration_is_read(tmp_path: Path) -> None:
@@ -82,9 +80,10 @@ def test_a_nested_configuration_is_read(tmp_path: Path) -> None:
 
 def test_headers_of_weights_are_read(tmp_path: Path) -> None:
     recipe = loaded(tmp_path)
+    preflight.check(recipe)
     weights = next(recipe.checkpoint.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:100])
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match="safetensors"):
         preflight.check(recipe)
 
 

@@ -113,10 +113,14 @@ def test_those_in_turn_follow_one_another_and_leave_room_for_others() -> None:
 
 
 def test_what_was_computed_beside_fails_nothing() -> None:
+    ran = threading.Event()
+
     def refuse() -> None:
+        ran.set()
         raise VerificationError("a graph that does not run: its proof will say so")
 
     with Proofs() as proofs:
         proofs.beside(refuse)
-        proofs.begin(nullcontext(), lambda: None)
+        proof = proofs.begin(nullcontext(), lambda: ran.wait(10))
         proofs.finish()
+        assert proof.result()

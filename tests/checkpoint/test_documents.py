@@ -66,7 +66,10 @@ def test_a_missing_file_is_named(tmp_path: Path, read: object) -> None:
 
 
 def test_the_sample_sets_do_not_overlap() -> None:
-    refuse_overlap(read_documents(DATA / "calibration.jsonl"), read_documents(DATA / "evaluation.jsonl"))
+    calibration, evaluation = (read_documents(DATA / f"{name}.jsonl") for name in ("calibration", "evaluation"))
+    refuse_overlap(calibration, evaluation)
+    with pytest.raises(DataError, match="also in the calibration data"):
+        refuse_overlap(calibration, [*evaluation, calibration[-1]])
 
 
 def documents(*pairs: tuple[str, str], file: str) -> list[Document]:

@@ -238,8 +238,11 @@ class TestFinite:
             checkpoint.verify()
 
     def test_integers_have_no_nan(self, tiny_checkpoint: Path) -> None:
-        save_file({"w": np.full(8, -1, np.int32)}, tiny_checkpoint / "model.safetensors")
+        codes = np.full(8, -1, np.int32)
+        save_file({"w": codes}, tiny_checkpoint / "model.safetensors")
         Checkpoint.open(tiny_checkpoint).verify()
+        with pytest.raises(CheckpointError, match=r"holds NaN at \[0\]"):
+            self.write(tiny_checkpoint, codes.view(np.float32)).verify()
 
 
 class TestRequire:

@@ -618,8 +618,9 @@ def test_an_error_shows_no_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
-    command = [sys.executable, "-c", "from llmforge.cli import main; main()", "schema"]
+@pytest.mark.parametrize("words", ["schema", "--help"])
+def test_a_reader_that_goes_away_is_no_error(words: str) -> None:
+    command = [sys.executable, "-c", "from llmforge.cli import main; main()", words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         writer.stdout.close()

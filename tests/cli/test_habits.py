@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from llmforge.cli import cli, root
+from llmforge.base.errors import UsageError
+from llmforge.cli import cli, root, running
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_JSON = {"serve", "up", "completion", "docs", "migrate", "schema"}  # servers, text, and what is data already
@@ -124,3 +126,68 @@ def test_the_help_lists_every_command_once_and_whole() -> None:
         assert command.help is not None
         assert " ".join(command.help.split("\n\n")[0].split()).rstrip(".") in text
     assert "..." not in text.partition("[ARGS]...")[2]
+
+
+@pytest.mark.parametrize(
+    ("closed", "words", "code"),
+    [
+        (">&-", "targets h200", 8),
+        (">&-", "--help", 8),
+        ("<&- >&- 2>&-", "--version", 8),
+        ("2>&-", "targets no-such-target", 2),
+        ("<&- 2>&-", "--version", 0),
+    ],
+)
+def test_standard_streams_that_are_closed(closed: str, words: str, code: int) -> None:
+    """Data that cannot be written is an error, as with other tools; what nobody wants to be told is none."""
+    done = subprocess.run(
+        ["sh", "-c", f"exec {shlex.quote(sys.executable)} -m llmforge {words} {closed}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    told = "error: standard output cannot be written: it is closed\nhint: send it to a file, a pipe or /dev/null\n"
+    assert done.stderr == (told if closed == ">&-" else "")
+    assert (done.stdout != "") == (code == 0)
+
+
+def test_help_that_a_full_disk_does_not_take() -> None:
+    command = [sys.executable, "-m", "llmforge", "--help"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 8
+    assert done.stderr.startswith("error: standard output cannot be written: No space left on device\n")
+
+
+def test_a_prompt_from_a_closed_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(UsageError, match="standard input cannot be read: it is closed"):
+        running._stdin()
+
+
+def test_files_do_not_get_the_numbers_of_closed_streams() -> None:
+    code = (
+        "import os\n"
+        "from llmforge.cli import streams\n"
+        "streams.stand_in()\n"
+        "raise SystemExit(os.open(os.devnull, os.O_RDONLY))"
+    )
+    command = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
+    assert subprocess.run(command, cwd=ROOT, check=False, timeout=60).returncode == 3
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_terminal_that_is_closed_ends_a_command_unless_nohup_does_not_let_it(ignored: bool) -> None:
+    code = (
+        "import os, signal\n"
+        f"signal.signal(signal.SIGHUP, {'signal.SIG_IGN' if ignored else 'signal.SIG_DFL'})\n"
+        "from llmforge import cli, targets\n"
+        "def names():\n    os.kill(os.getpid(), signal.SIGHUP)\n    return []\n"
+        "targets.names = names\n"
+        "cli.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "targets", "--json"], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    expected = (0, "[]\n", "") if ignored else (129, "", "interrupted by SIGHUP\n")
+    assert (done.returncode, done.stdout, done.stderr) == expected

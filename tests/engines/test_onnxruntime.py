@@ -80,6 +80,10 @@ def test_an_operator_that_decomposes_is_accepted(tmp_path):
     model = decoder()
     next(node for node in model.graph if node.op_type == "Tanh").op_type = "Swish"  # no kernel in ONNX Runtime
     build(model, tmp_path)
+    assert "Swish" in node_ops(ir.load(tmp_path / "model.onnx"))
+    other = last_logits(Session(tmp_path / "model.onnx", SessionConfig(1)))
+    build(decoder(), tmp_path / "tanh")
+    assert not np.array_equal(other, last_logits(Session(tmp_path / "tanh" / "model.onnx", SessionConfig(1))))
 
 
 def test_a_gpu_is_refused():

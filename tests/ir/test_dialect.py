@@ -213,10 +213,6 @@ def test_expand_builds_a_mask_once_for_every_window() -> None:
     assert (kinds.count("Attention"), kinds.count("LessOrEqual"), kinds.count("Greater")) == (4, 2, 1)
 
 
-def test_check_accepts_a_canonical_graph() -> None:
-    dialect.check(decoder())
-
-
 def rename(model: ir.Model, old: str, new: str) -> None:
     every = [*model.graph.inputs, *model.graph.initializers.values(), *(v for n in model.graph for v in n.outputs)]
     next(value for value in every if value.name == old).name = new
@@ -320,6 +316,7 @@ def other_cache(model: ir.Model) -> None:
 )
 def test_check_names_the_place_and_the_reason(change: Callable[[ir.Model], object], message: str) -> None:
     model = decoder()
+    dialect.check(model)
     change(model)
     with pytest.raises(VerificationError, match=message):
         dialect.check(model)
@@ -358,10 +355,6 @@ SERVED_WEIGHTS = {
 }
 
 
-def test_check_knows_what_passes_write() -> None:
-    dialect.check(decoder(SERVED))
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -375,5 +368,6 @@ def test_check_knows_what_passes_write() -> None:
 )
 def test_check_knows_their_inputs_and_attributes(old: str, new: str, message: str) -> None:
     assert old in SERVED
+    dialect.check(decoder(SERVED))
     with pytest.raises(VerificationError, match=message):
         dialect.check(decoder(SERVED.replace(old, new)))

@@ -145,9 +145,13 @@ def checked(form: dict[str, Any], weights: Weights) -> ir.Model:
     return made
 
 
-def test_check_accepts_experts() -> None:
-    for biases in (False, True):
-        dialect.check(checked(FORM, matrices(gated=1, biases=biases)))
+@pytest.mark.parametrize("biases", [False, True])
+def test_check_accepts_experts_and_no_attribute_of_none(biases: bool) -> None:
+    made = checked(FORM, matrices(gated=1, biases=biases))
+    dialect.check(made)
+    node(made, "experts").attributes["gates"] = ir.AttrInt64("gates", 1)
+    with pytest.raises(VerificationError, match="attribute 'gates' is unknown"):
+        dialect.check(made)
 
 
 @pytest.mark.parametrize(

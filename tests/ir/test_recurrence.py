@@ -204,10 +204,16 @@ def complete(model: ir.Model, width: int) -> ir.Model:
     return model
 
 
-def test_the_verifier_takes_layers_with_a_state() -> None:
-    dialect.check(complete(conv(), CHANNELS))
-    dialect.check(complete(linear(), HEADS * VALUE_WIDTH))
-    dialect.check(complete(linear(rule="gated", by_channel=True), HEADS * VALUE_WIDTH))
+@pytest.mark.parametrize(
+    ("model", "width"),
+    [(conv(), CHANNELS), (linear(), HEADS * VALUE_WIDTH), (linear(rule="gated", by_channel=True), HEADS * VALUE_WIDTH)],
+)
+def test_the_verifier_takes_layers_with_the_state_of_their_number(model: ir.Model, width: int) -> None:
+    made = complete(model, width)
+    dialect.check(made)
+    made.graph[0].attributes["layer"] = ir.AttrInt64("layer", 1)
+    with pytest.raises(VerificationError, match=r"layer 1 must read past_key_values\.1\."):
+        dialect.check(made)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from typing import get_args
 import pytest
 
 from llmforge import passes, targets
+from llmforge.base import backends
 from llmforge.base.errors import UnsupportedError
-from llmforge.planning import starting
+from llmforge.planning import scheme, starting
 from llmforge.planning.starting import Goal
 from llmforge.recipe import Recipe
 from llmforge.targets import Figure, Target
@@ -64,6 +65,39 @@ def test_every_target_has_a_recipe_for_every_goal(name: str, tmp_path: Path) -> 
         assert recipe.engine.max_context == 4096
     assert written
     assert all("needs" in error.message and error.hint for error in too_large)
+
+
+@pytest.mark.parametrize("backend", backends.BUILT_IN)
+def test_every_target_and_backend_give_a_recipe_or_a_reason(backend: str, tmp_path: Path) -> None:
+    """Every backend that can be had on a target; of the others the message names those that can."""
+    everywhere = backends.BUILT_IN[backend].elsewhere is not None
+    for name in targets.names():
+        if everywhere or backend in targets.load(name).engines:
+            assert start(tmp_path, name, "latency", "llama-2-7b", backend=backend).engine.backend == backend
+        else:
+            with pytest.raises(UnsupportedError, match=f"cannot load engines of {backend}"):
+                start(tmp_path, name, "latency", "llama-2-7b", backend=backend)
+
+
+def test_what_has_no_recipe_for_the_runtimes_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized = {
+        **PUBLIC["llama-3.1-8b"],
+        "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+    }
+    monkeypatch.setitem(PUBLIC, "quantized", quantized)
+    with pytest.raises(UnsupportedError, match="is quantized already, and gguf takes") as refused:
+        start(tmp_path, "h200", "latency", "quantized", backend="gguf")
+    assert "choose another --engine" in str(refused.value)
+    monkeypatch.setattr(starting, "plugin_of", lambda name: name)
+    with pytest.raises(UnsupportedError, match="--engine mine is of a plug-in") as refused:
+        start(tmp_path, "h200", "latency", "llama-3.1-8b", backend="mine")
+    assert "without --engine" in str(refused.value)
+
+
+def test_a_checkpoint_in_bf16_is_planned_on_a_cpu_that_has_no_rate_for_it() -> None:
+    target = measured(targets.load("cpu-avx2"))
+    assert scheme.choose(target, "compressed-tensors", "bf16").compute == "fp32"
+    assert scheme.choose(targets.load("h200"), "compressed-tensors", "bf16").compute == "bf16"
 
 
 def chosen(recipe: Recipe) -> list[str]:

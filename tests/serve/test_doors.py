@@ -207,6 +207,14 @@ def test_the_command_with_tls_keys_and_an_access_log(small: Artifact, tmp_path: 
 def test_a_certificate_that_cannot_be_used_is_told(engine: Engine, tmp_path: Path) -> None:
     cert, _ = certificate(tmp_path)
     (tmp_path / "other.pem").write_text("none")
-    for key in (tmp_path / "other.pem", tmp_path / "missing.pem"):
-        with pytest.raises(InputError, match="no certificate with its private key"):
-            make_server(create_app(engine, "small"), Address(certificate=cert, private_key=key))
+    os.mkfifo(tmp_path / "fifo.pem")  # would be waited for
+    told = {
+        "other.pem": "no certificate with its private key",
+        "missing.pem": "missing.pem: cannot be read: No such file",
+        "fifo.pem": "fifo.pem: cannot be read: not a regular file",
+    }
+    for name, message in told.items():
+        with pytest.raises(InputError, match=message):
+            make_server(create_app(engine, "small"), Address(certificate=cert, private_key=tmp_path / name))
+        with pytest.raises(InputError, match=message):
+            make_server(create_app(engine, "small"), Address(certificate=tmp_path / name, private_key=cert))

@@ -249,9 +249,13 @@ def refusal(call: Callable[[], object]) -> ForgeError:
     return caught.value
 
 
-def test_this_machine_builds_for_itself() -> None:
-    targets.local().require_engine("onnxruntime")
-    targets.local().require_here()
+def test_this_machine_builds_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = targets.local()
+    here.require_engine("onnxruntime")
+    here.require_here()
+    monkeypatch.setattr(targets.platform, "machine", lambda: "arm64")
+    assert refusal(targets.load("cpu-avx2").require_here).exit_code == 8
+    assert refusal(lambda: here.require_engine("tensorrt")).exit_code == 6
 
 
 @pytest.mark.parametrize("name", ["cpu-generic", "cpu-avx512-vnni"])
