@@ -37,7 +37,7 @@ Examples:
 def ls(name: str | None, history: bool, out: Path, as_json: bool) -> None:
     """List artifacts, the newest version of each name first.
 
-    Shows how the gates ended, size, date, target and tags. Gates that are `forged` do not follow from what was measured.
+    Shows how the gates ended, size, date, target and tags. `forged` gates do not follow from what was measured.
     """
     from llmforge.artifact import versions
 

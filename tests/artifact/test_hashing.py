@@ -104,5 +104,5 @@ def test_files_are_found_in_the_folder_that_theirs_became(tmp_path: Path) -> Non
         folder.rename(final)
         hashing.require_unchanged(final)
         zero(final / "data")
-        with pytest.raises(VerificationError, match="^data: was changed"):
+        with pytest.raises(VerificationError, match=r"^data: was changed"):
             hashing.require_unchanged(final)

@@ -405,7 +405,9 @@ def test_a_model_says_that_its_verdict_is_not_verified(
         utils, "MetricFamily", Mock(side_effect=lambda name, **_: families.setdefault(name, Mock())), raising=False
     )
     stats = EngineStats(**{field.name: 0 for field in fields(EngineStats)} | {"finished": {}, "notes": ()})
-    monkeypatch.setattr(model_module, "EngineProcess", Mock(return_value=Mock(stats=lambda: stats)))
+    engine = Mock(stats=lambda: stats, **{"encoder.config.max_batch": 1, "options.max_queue": 1})
+    monkeypatch.setattr(model_module, "EngineProcess", Mock(return_value=engine))
+    monkeypatch.setattr(model_module, "JsonLimits", Mock())
     monkeypatch.setattr(model_module, "ResponseSender", Mock())
     monkeypatch.setattr(model_module, "Lane", Mock())
     model = model_module.TritonPythonModel()
