@@ -122,10 +122,12 @@ def load(
     Its files are hashed first. `threads` defaults to all physical cores. `allow`: load it although its gates ended so.
 
     Raises:
-        llmforge.base.errors.ForgeError: it is damaged, its gates failed, or this machine does not run its engine.
+        llmforge.base.errors.ForgeError: it is damaged, its verdict is forged, its gates failed, or this machine does
+            not run its engine.
     """
     from llmforge import runtime
+    from llmforge.report import confirmed
 
-    opened = Artifact.open(resolve(str(artifact), folders.artifacts(out)))
+    opened = confirmed.open_artifact(resolve(str(artifact), folders.artifacts(out)))
     admission.admit(opened.path, allow=allow, how_to_allow='allow="fail"')
     return Model(opened, runtime.load(opened.path, threads, device))

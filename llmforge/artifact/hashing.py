@@ -1,4 +1,8 @@
-"""Large files of an artifact, hashed and put on disk while the build goes on with something else."""
+"""Files of an artifact, hashed and put on disk as soon as each is whole, while the build goes on with something else.
+
+What is hashed here is what is proven and measured, so that a file that changes after that, or comes after that, is
+refused: its seal would tell of something else than its evidence.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from llmforge.base import hashed_files
+from llmforge.base import hashed_files, sealed
+from llmforge.base.errors import VerificationError
 
 _Status = tuple[int, int, int, int]
+_HINT = "build again; if it happens again, look for what writes there while a build runs"
 
 
 class Hashing:
-    """Hashes files that are written whole, each in a thread of its own; leaving the block waits for them."""
+    """Hashes the files of `folder` that are whole, each in a thread of its own; leaving the block waits for them."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._pool = ThreadPoolExecutor(3, "hashes")  # some wait for the disk
-        self._begun: dict[Path, tuple[_Status, Future[str]]] = {}
+        self._begun: dict[Path, tuple[_Status, Future[tuple[str, _Status]]]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -29,18 +36,64 @@ class Hashing:
         self._pool.shutdown(cancel_futures=True)
 
     def begin(self, file: Path) -> None:
-        """Begin to hash `file`, and to put it on disk."""
-        self._begun[file] = _status(file), self._pool.submit(hashed_files.sha256, file)
+        """Begin to hash `file`, which nothing writes to any more, and to put it on disk; it becomes read-only."""
+        file.chmod(sealed.MODE)
+        self._begun[file] = _status(file), self._pool.submit(_hash, file)
         self._pool.submit(_sync, file)
 
+    def begin_content(self) -> None:
+        """Begin with all content that is there and was not begun: no more is written. Hidden folders are no content."""
+        for path in sorted(sealed.walk(self._folder)):
+            if sealed.is_content(path) and not path.startswith(".") and self._folder / path not in self._begun:
+                self.begin(self._folder / path)
+
     def sha256(self, file: Path) -> str:
-        """Return the SHA-256 of `file`, once it is there; what was written after `begin`, or never begun, is hashed."""
-        if file in self._begun:
-            status, digest = self._begun[file]
-            found = digest.result()
-            if status == _status(file):
-                return found
-        return hashed_files.sha256(file)
+        """Return the SHA-256 that `file` had when it was begun, once it is there.
+
+        Raises:
+            VerificationError: it is another file by now, or came after all were begun.
+        """
+        if file not in self._begun:
+            raise self._refused(file, "was written")
+        return self._same(file, file)
+
+    def require_unchanged(self, folder: Path) -> None:
+        """Compare all that was begun with the content in `folder`: the one that it was written to, or its new name.
+
+        Raises:
+            VerificationError: a file is another one, is missing, or came since.
+        """
+        for file in self._begun:
+            self._same(file, folder / file.relative_to(self._folder))
+        for path in sealed.walk(folder):
+            if sealed.is_content(path) and self._folder / path not in self._begun:
+                raise self._refused(self._folder / path, "was written")
+
+    def _same(self, file: Path, place: Path) -> str:
+        """Return the SHA-256 of a file that lies at `place` now."""
+        begun, hashed = self._begun[file]
+        try:
+            digest, behind = hashed.result()
+            found = _status(place)
+        except FileNotFoundError as error:
+            raise self._refused(file, "was removed") from error
+        # What moves its change time alone may be a link to it, or a change that hides: its bytes tell.
+        is_same = found == begun or (found[:-1] == begun[:-1] and hashed_files.sha256(place) == digest)
+        if behind != begun or not is_same:
+            raise self._refused(file, "was changed")
+        return digest
+
+    def _refused(self, file: Path, what: str) -> VerificationError:
+        return VerificationError(
+            f"{file.relative_to(self._folder)}: {what} after the build had written the artifact: what was proven and "
+            "measured is not what would be published",
+            hint=_HINT,
+        )
+
+
+def _hash(file: Path) -> tuple[str, _Status]:
+    """Hash a file, and say what it was behind that."""
+    return hashed_files.sha256(file), _status(file)
 
 
 def _status(file: Path) -> _Status:

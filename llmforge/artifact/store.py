@@ -17,6 +17,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from typing import Any
 
 from llmforge.artifact import manifest as manifests
 from llmforge.base import admission, folders, resources, sealed, signals
-from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
+from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, UsageError
 from llmforge.base.hashed_files import sha256
 from llmforge.base.sealed import EVIDENCE, MANIFEST, SIGNATURE, FileRecord, Manifest, Record, Verdict, is_name, walk
 
@@ -198,12 +199,18 @@ def staging(out: Path, name: str) -> Iterator[Path]:
         _release(folder, lock)
 
 
-def publish(folder: Path, manifest: Manifest, record: Mapping[str, Any]) -> Artifact:
+def publish(
+    folder: Path,
+    manifest: Manifest,
+    record: Mapping[str, Any],
+    require_unchanged: Callable[[Path], None] = lambda _: None,
+) -> Artifact:
     """Publish the folder that `staging` made, with its `manifest` and the record of its build, by one rename.
 
     `record` is a report as JSON data; the rest of the folder that is no content are its files. If the same content is
     there already, its evidence stays, with one more record; the old folder steps aside under a hidden name first. All
-    bytes are on disk before the rename.
+    bytes are on disk before the rename. `require_unchanged` raises if files in the folder that it is given are not
+    those that were sealed; it is asked before the rename and behind it, and then nothing is published.
 
     Raises:
         UsageError: something else is there under that version, or its evidence is damaged; the record is too large.
@@ -239,7 +246,7 @@ def publish(folder: Path, manifest: Manifest, record: Mapping[str, Any]) -> Arti
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         if existing is not None:
             _carry_over(existing, folder)
-        _place(folder, manifest)
+        _place(folder, manifest, require_unchanged)
     return Artifact(final, manifest)
 
 
@@ -317,18 +324,27 @@ def _carry_over(existing: Artifact, folder: Path) -> None:
                 shutil.copyfile(existing.path / path, folder / path)
 
 
-def _place(folder: Path, manifest: Manifest) -> None:
+def _place(folder: Path, manifest: Manifest, require_unchanged: Callable[[Path], None] = lambda _: None) -> None:
     """Give a finished folder the name of its version; call it with the names of its parent locked."""
     final = folder.parent / manifest.version
     for path in walk(folder):
-        (folder / path).chmod(0o444)
+        if stat.S_IMODE((folder / path).lstat().st_mode) != sealed.MODE:  # else its change time would move
+            (folder / path).chmod(sealed.MODE)
     _sync(folder)
+    require_unchanged(folder)
     aside = folder.parent / f"{REPLACED}{secrets.token_hex(4)}-{manifest.version}"
     if final.exists():
         final.rename(aside)
     signals.decided()
     folder.rename(final)
     _sync_folder(folder.parent)
+    try:
+        require_unchanged(final)
+    except ForgeError:
+        final.rename(folder)  # which who made it removes
+        if aside.exists():
+            aside.rename(final)
+        raise
     if aside.exists():
         take_away(aside)()
 

@@ -11,7 +11,8 @@
     ├── Unavailable                 9   the engine cannot take a request now: full, or shutting down
     ├── InputError                  5   checkpoint or data cannot be used
     │   ├── CheckpointError         5
-    │   └── DataError               5
+    │   ├── DataError               5
+    │   └── ForgedVerdict           5   evidence says something else than what was measured
     ├── UnsupportedError            6   the target, architecture or option cannot be served
     │   ├── NotADecoder             6   the model is an encoder, or has one
     │   └── RunFailed               6   what runs a graph took it, and a run of it failed
@@ -95,6 +96,10 @@ class CheckpointError(InputError):
 
 class DataError(InputError):
     """A calibration or evaluation file cannot be used."""
+
+
+class ForgedVerdict(InputError):
+    """A record of evidence says something else than what was measured."""
 
 
 class UnsupportedError(ForgeError):

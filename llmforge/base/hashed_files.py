@@ -7,7 +7,6 @@ a file leaves its change time (ctime) alone. Bits that rot on the disk do; so do
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import stat
 import time
@@ -15,25 +14,13 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from llmforge.base import small_file, whole_file
-from llmforge.base.errors import InputError
+from llmforge.base.remembered import Memory
 
 FILE = "hashed-files.json"
 MOST = 20_000  # files that are remembered, the last ones; 3 MB
 _SETTLED_NS = 1_000_000_000  # a change within one tick of the file system's clock would not show; ext4's are 4 ms
 _NO_FILE = "not a regular file"
 _CHUNK_BYTES = 4 << 20  # between two, a thread waits for its turn in the interpreter
-
-
-def home() -> Path:
-    """Return llmforge's cache folder of the user.
-
-    Raises:
-        RuntimeError: there is no home folder.
-    """
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    base = given if given.is_absolute() else Path.home() / ".cache"  # a relative one is to be ignored
-    return base / "llmforge"
 
 
 def sha256(file: Path) -> str:
@@ -56,7 +43,8 @@ def all_sha256(files: Iterable[Path], *, again: bool = False) -> tuple[dict[Path
     Raises:
         OSError: a file cannot be read.
     """
-    known = {} if again else _remembered()
+    memory = Memory(FILE, MOST)
+    known = {} if again else memory.read()
     digests: dict[Path, str] = {}
     waiting: list[Path] = []
     for file in files:
@@ -76,30 +64,8 @@ def all_sha256(files: Iterable[Path], *, again: bool = False) -> tuple[dict[Path
             settled = time.time_ns() - before[file].st_ctime_ns > _SETTLED_NS
             if settled and _identity(file.lstat()) == _identity(before[file]):
                 new[_identity(before[file])] = digest
-    return digests, _remember(new) if new else None
+    return digests, memory.add(new) if new else None
 
 
 def _identity(status: os.stat_result) -> str:
     return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
-
-
-def _remembered() -> dict[str, str]:
-    """Read what was hashed before; what cannot be read is nothing: the files are hashed again."""
-    try:
-        found = small_file.read_json(home() / FILE)
-    except (InputError, RuntimeError):
-        return {}
-    if not isinstance(found, dict):
-        return {}
-    return {key: digest for key, digest in found.items() if isinstance(digest, str)}
-
-
-def _remember(new: dict[str, str]) -> str | None:
-    """Add to what was hashed; of two that add at once one may be forgotten. Return why it could not be written."""
-    everything = {**_remembered(), **new}
-    kept = dict(list(everything.items())[-MOST:])
-    try:
-        whole_file.write(home() / FILE, lambda file: file.write_text(json.dumps(kept, indent=0), encoding="utf-8"))
-    except (OSError, RuntimeError) as error:
-        return str(error)
-    return None

@@ -31,6 +31,7 @@ EVIDENCE = "evidence"
 REPORT = "report/"  # with the next two, what a record has files of
 PROVENANCE = "provenance/"  # what it was made of and on
 CARD = "README.md"  # tells of measurements
+MODE = 0o444  # of files of an artifact
 SCHEMA = 2
 RECORD_SCHEMA = 3  # of records of evidence: since 3, intervals are those of llmforge.metrics.skewed_t
 MOST_VALUES = 400_000  # in the JSON of a record: what a reader makes of each has 1 kB

@@ -14,7 +14,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from llmforge.base import extras, hashed_files, small_file
+from llmforge.base import extras, remembered, small_file
 from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
 
 # What `trace.hooks.internals` and its neighbors reach into: llmforge/trace/hooks/table.py lists every name.
@@ -107,7 +107,7 @@ def is_proven_here(version: str) -> bool:
 
 def record_of(version: str) -> Path:
     """Return the file that says that a release of transformers was proven."""
-    return hashed_files.home() / "proven" / f"transformers-{version}.json"
+    return remembered.home() / "proven" / f"transformers-{version}.json"
 
 
 def proof_of(version: str) -> Mapping[str, str]:

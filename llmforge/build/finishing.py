@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from llmforge import artifact, engines, passes, targets
-from llmforge.artifact import Artifact
+from llmforge.artifact import Artifact, Hashing
 from llmforge.base.errors import UsageError
 from llmforge.base.progress import Progress, Silent
 from llmforge.build import evidence, lock, publishing, texts
@@ -22,6 +22,7 @@ from llmforge.engines.pending import Pending
 from llmforge.evaluation import machine
 from llmforge.evaluation.footprint import BytesRead
 from llmforge.recipe import Recipe, ServingSpec
+from llmforge.report import confirmed
 from llmforge.report import model as records
 from llmforge.runtime.backends.config import physical_cores
 from llmforge.targets import Target
@@ -34,14 +35,14 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
     `recipe` is the one that the artifact was built by; its checkpoint and texts are read for what is measured.
 
     Raises:
-        InputError: no engine is pending there, or files of the artifact were changed.
+        InputError: no engine is pending there, or files or verdict of the artifact were changed.
         UsageError: `recipe` is another one, or its checkpoint is another.
         EnvironmentLacks: this machine has not what builds the engine.
         ForgeError: anything else that keeps it from being built; nothing that looks finished is left behind.
     """
     progress = clock = Clock(progress or Silent())
     progress.stage("Check artifact and host")
-    opened = Artifact.open(path)
+    opened = confirmed.open_artifact(path)
     manifest, waiting = opened.manifest, pending.read(opened.path / "engine")
     target = targets.load(waiting.target)
     builder = engines.for_target(waiting.backend, target)
@@ -51,7 +52,7 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
     opened.verify()
     parent = opened.path.parent  # one that was moved out of `<name>` gets its new version beside it
     out = parent.parent if parent.name == manifest.name else parent
-    with artifact.staging(out, manifest.name) as staging:
+    with artifact.staging(out, manifest.name) as staging, Hashing(staging) as hashing:
         progress.stage("Build engine")
         shutil.copytree(opened.path / "tokenizer", staging / "tokenizer", copy_function=shutil.copyfile)
         engine = builder.build(waiting.request(opened.path / "engine", staging / "engine", target, progress))
@@ -59,6 +60,7 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         made_of = {"checkpoint": f"{manifest.recipe.get('checkpoint')} {manifest.checkpoint}"}
         model = repository.Model(manifest.name, target.kind, serving, engine.config, made_of)
         repository.write(model, staging / repository.FOLDER / manifest.name)
+        hashing.begin_content()
         found = measure(waiting, staging, engine, target, recipe, progress)
         before = records.read(opened)
         built_from = f"engine built from version {manifest.version}, which was written on {before.machine.cpu}"
@@ -71,7 +73,15 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         stages = tuple(stage for stage in locked.stages if stage.name != lock.ENGINE)
         locked = locked.model_copy(update={**here, "stages": stages})
         return publishing.publish(
-            staging, facts, engine, found, target=target, lock=locked, clock=clock, progress=progress
+            staging,
+            facts,
+            engine,
+            found,
+            target=target,
+            lock=locked,
+            hashing=hashing,
+            clock=clock,
+            progress=progress,
         )
 
 

@@ -115,7 +115,7 @@ def build(
     with (
         artifact.staging(out, recipe.name) as staging,
         frontend or Frontend() as frontend,
-        Hashing() as hashing,
+        Hashing(staging) as hashing,
     ):
         if not apart:
             frontend.end()
@@ -149,10 +149,10 @@ def build(
             found,
             target=target,
             lock=locked,
+            hashing=hashing,
             clock=clock,
             progress=progress,
             reused=reused,
-            hash_of=hashing.sha256,
         )
 
 
@@ -259,6 +259,7 @@ def make(
             proofs.begin(nullcontext(), proof)
 
         engine, said = build_engine(recipe, checkpoint, target, model, traced, read, staging, progress, prove_engine)
+        hashing.begin_content()
     proofs.finish(progress)
     notes += of_passes
     found = Evidence(None, None, None, evidence.NOT_ASKED)
@@ -490,7 +491,7 @@ def calibrate(
     progress.stage("Calibrate")
     read, caches = documents.read_documents(spec.data), dialect.caches(model)
     windows = texts.calibration_windows(spec, read, checkpoint)
-    store = calibration.Store(kept.cache, kept.layers)
+    store = calibration.Store(kept.cache, kept.layers, kept.installed())
     statistics = calibration.calibrate(
         checkpoint,
         windows,
@@ -507,7 +508,7 @@ def calibrate(
         samples=statistics.samples,
         tokens=statistics.tokens,
     )
-    return statistics, record, calibration.key(checkpoint, windows, demands, caches, spec.threads)
+    return statistics, record, calibration.key(checkpoint, windows, demands, caches, spec.threads, store.tools)
 
 
 def coverage(model: ir.Model) -> list[str]:

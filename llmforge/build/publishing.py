@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from llmforge import artifact
-from llmforge.base.hashed_files import sha256
+from llmforge.artifact import Hashing
 from llmforge.base.progress import Progress
 from llmforge.build import provenance
 from llmforge.build.evidence import Clock, Evidence
@@ -44,10 +44,10 @@ def publish(
     *,
     target: Target,
     lock: Lock,
+    hashing: Hashing,
     clock: Clock,
     progress: Progress,
     reused: ReusedRecord = _NOTHING,
-    hash_of: Callable[[Path], str] = sha256,
 ) -> BuildResult:
     """Judge the gates, write the report beside the engine, and publish what `staging` holds.
 
@@ -56,7 +56,10 @@ def publish(
 
     `facts` are the fields of the report that hold wherever the engine is built; `recipe` is the resolved one. The
     version is that of the content in `staging`. `engine` None: it is built later. `lock` tells what it was made of,
-    `reused` what earlier builds had computed. `hash_of` gives the SHA-256 of a file.
+    `reused` what earlier builds had computed. `hashing` has the SHA-256 of each file as it was written.
+
+    Raises:
+        VerificationError: a file was changed, added or removed since.
     """
     recipe = facts["recipe"]
     manifest = artifact.seal(
@@ -65,7 +68,7 @@ def publish(
         checkpoint=facts["checkpoint"].digest,
         target=target.known_as,
         requires=engine.config.requires if engine is not None else {},
-        hash_of=hash_of,
+        hash_of=hashing.sha256,
     )
     engine_record = evidence.engine_record(recipe["engine"]["backend"], staging / "engine", engine)
     judged = evidence.judge(
@@ -97,5 +100,5 @@ def publish(
     (staging / artifact.REPORT).mkdir()
     render.write(report, staging / artifact.REPORT, before)
     provenance.write(staging, report, lock.with_engine(manifest.files), manifest)
-    published = artifact.publish(staging, manifest, json.loads(report.to_json()))
+    published = artifact.publish(staging, manifest, json.loads(report.to_json()), hashing.require_unchanged)
     return BuildResult(published.path, records.read(published), before)

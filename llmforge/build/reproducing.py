@@ -17,6 +17,7 @@ from llmforge.build import comparison, finishing, lock, pipeline
 from llmforge.build.comparison import Comparison
 from llmforge.checkpoint import documents
 from llmforge.recipe import Recipe
+from llmforge.report import confirmed
 
 
 def recorded(path: Path, checkpoint: Path, texts: Sequence[Path], folder: Path) -> Recipe:
@@ -26,7 +27,7 @@ def recorded(path: Path, checkpoint: Path, texts: Sequence[Path], folder: Path) 
         InputError: what it records is no recipe of a build.
         UsageError: a text that it names is not among `texts`; the recipe's target is a file.
     """
-    opened = Artifact.open(path)
+    opened = confirmed.open_artifact(path)
     plain: dict[str, Any] = json.loads(json.dumps(opened.manifest.recipe))
     try:
         named_ones = plain.get("calibration"), (plain.get("validation") or {}).get("quality")
@@ -86,7 +87,7 @@ def reproduce(path: Path, recipe: Recipe, out: Path | None = None, progress: Pro
         UsageError: the recipe, or its checkpoint, is not the artifact's; the engine was finished elsewhere.
         ForgeError: the build fails.
     """
-    opened = Artifact.open(path)
+    opened = confirmed.open_artifact(path)
     opened.verify()
     lock.read(opened)
     finishing.check_recipe(recipe, opened)

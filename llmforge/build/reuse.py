@@ -4,8 +4,8 @@ A pass is run again over the graph, which takes milliseconds; what takes minutes
 tensors that it made, is reused. A graph that comes out otherwise than when it was proven is proven anew.
 
 Keys form a chain: what a pass makes depends on the checkpoint, on all passes before it with their options, on the code
-that computes them, and on what is calibrated. The target is no part of them: passes cannot read it. Budgets
-are part of proofs alone: to change one proves one pass again.
+that computes them, of this package and of installed ones, and on what is calibrated. The target is no part of them:
+passes cannot read it. Budgets are part of proofs alone: to change one proves one pass again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import platform
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import cache as once
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +35,7 @@ from llmforge.base.errors import CheckpointError
 from llmforge.base.progress import Progress
 from llmforge.build.frontend import Frontend
 from llmforge.build.proofs import Proof, Proofs
-from llmforge.cache import Cache, Code, Entry, Key, processor
+from llmforge.cache import Cache, Code, Entry, Key, installed, processor
 from llmforge.checkpoint import Checkpoint, Configuration, Geometry
 from llmforge.checkpoint.adapters import Adapter
 from llmforge.checkpoint.text import Window
@@ -72,7 +74,7 @@ class Reuse:
     common: Mapping[str, str] = field(
         default_factory=lambda: {"tools": json.dumps(artifact.tool_versions()), "processor": processor()}
     )
-
+    installed: Callable[[], str] = field(default_factory=lambda: once(installed.digest))  # digest of packages' code
     build: str = field(default_factory=lambda: secrets.token_hex(16))  # no other is called so
     stages: list[Literal["trace", "trace-proof", "engine", "baseline"]] = field(
         default_factory=list
@@ -87,7 +89,7 @@ class Reuse:
 
     def key(self, kind: str, modules: Sequence[str], **parts: str) -> Key:
         """Make the key of what the code of `modules` computes of `parts`."""
-        return Key(kind, {**parts, **self.common, "code": self.code.digest(*modules)})
+        return Key(kind, {**parts, **self.common, "installed": self.installed(), "code": self.code.digest(*modules)})
 
     def read_code(self, steps: Sequence[Pass]) -> None:
         """Read the code that the keys of a build with `steps` depend on, which `key` would do when it is asked."""
@@ -258,7 +260,9 @@ def opened(
 ) -> Iterator[Reuse]:
     """Open the cache of a build; None: one in `staging` that is deleted at the end, so that nothing is reused."""
     private = staging / ".cache"
-    with Cache(private) if cache is None else cache() as used:
+    with ThreadPoolExecutor(1, "installed") as beside, Cache(private) if cache is None else cache() as used:
+        # Of a cache that is deleted nothing is reused: it needs not tell one state of the packages from another.
+        packages = beside.submit(installed.digest if cache is not None else str)
         used.waiting = lambda: progress.stage("Wait for a build that computes the same")
         code = Code()
         key = Key("imports", {"package": code.texts(), "python": platform.python_version()})
@@ -266,7 +270,7 @@ def opened(
             parsed = entry.json(IMPORTS)
             code.know(parsed["code"])
             sources.know(parsed["shipped"])
-        yield Reuse(used, code, frontend=frontend)
+        yield Reuse(used, code, installed=packages.result, frontend=frontend)
         if entry is None and cache is not None:
             used.put(key, partial(_write_json, IMPORTS, {"code": code.parsed, "shipped": sources.parsed()}))
         if used.remote is not None and used.remote.signer is not None:

@@ -39,7 +39,7 @@ from llmforge.metrics.agreement import RuntimeName
 from llmforge.metrics.quality import DocumentSums
 from llmforge.metrics.tasks import TaskResult
 from llmforge.recipe import GateSpec, Recipe
-from llmforge.report import comparing, release, render, verdict
+from llmforge.report import comparing, confirmed, release, render, verdict
 from llmforge.report import model as records
 from llmforge.report.model import Report
 from llmforge.report.release import Judgement, Look, Pairs, Subject
@@ -358,7 +358,7 @@ def _measured(
 
 
 def _runnable(path: Path) -> Artifact:
-    opened = Artifact.open(path)
+    opened = confirmed.open_artifact(path)
     if Subject.of(opened).report.engine.pending:
         raise EnginePending(
             f"{path}: the engine is not built yet", hint=f"on the target: llmforge build --finish {path}"

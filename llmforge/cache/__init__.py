@@ -1,5 +1,6 @@
 """What builds have computed already: stages and passes by the content that they depend on, on disk."""
 
+from llmforge.cache import installed
 from llmforge.cache.code import Code
 from llmforge.cache.host import processor
 from llmforge.cache.store import LOCAL_KINDS, Cache, Entry, Key, Summary, default_folder, default_size, is_empty
@@ -13,6 +14,7 @@ __all__ = [
     "Summary",
     "default_folder",
     "default_size",
+    "installed",
     "is_empty",
     "processor",
 ]

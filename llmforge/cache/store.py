@@ -31,7 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from llmforge.base import hashed_files
+from llmforge.base import hashed_files, remembered
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def default_folder() -> Path:
     """Return the folder that builds share: $LLMFORGE_CACHE, else builds/ in llmforge's cache folder of the user."""
     if given := os.environ.get(FOLDER_VARIABLE):
         return Path(given)
-    return hashed_files.home() / "builds"
+    return remembered.home() / "builds"
 
 
 def default_size() -> int:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -50,7 +49,6 @@ from llmforge.quantization.statistics import (
 from llmforge.quantization.structure import Kept
 
 _NOTHING = LayerResult({}, None)  # of embedding and head, where they are left alone
-_TOOLS = ("numpy", "torch", "transformers")  # whose versions move the last bits of what they compute
 
 
 def calibrate(
@@ -90,7 +88,7 @@ def calibrate(
     demands, pruned = _with_structure(checkpoint, windows, demands, threads, store, progress)
     demands, formats = _with_formats(checkpoint, windows, demands, threads, store, progress)
     notes, pruning = (*pruned, *formats), _pruning_demand(demands)
-    own, layers = key(checkpoint, windows, demands, caches, threads), checkpoint.geometry.layers
+    own, layers = key(checkpoint, windows, demands, caches, threads, store.tools), checkpoint.geometry.layers
     found = [store.load(own, index) for index in range(layers)]
     if store.reused:  # before those of embedding and head
         progress.stage(f"Calibrate: {numbered(store.reused, layers)} reused")
@@ -139,7 +137,7 @@ def _with_structure(
             kept, note = prune.choose(checkpoint, windows, demand)
         return {**asdict(kept), "note": note}
 
-    found = store.figures("structure", key(checkpoint, windows, [demand], None, threads), compute)
+    found = store.figures("structure", key(checkpoint, windows, [demand], None, threads, store.tools), compute)
     heads, channels = (
         tuple((layer, tuple(units)) for layer, units in found[kind]) for kind in (prune.HEADS, prune.CHANNELS)
     )
@@ -176,14 +174,14 @@ def _with_formats(
                 return {name: matrix for each in made for name, matrix in StoredMatrices(each.linears).items()}
 
             def keep(kind: str, demand: WeightDemand, compute: Callable[[], Any]) -> Any:
-                return store.figures(kind, key(checkpoint, windows, [demand], None, threads), compute)
+                return store.figures(kind, key(checkpoint, windows, [demand], None, threads, store.tools), compute)
 
             with torch.no_grad(), fixed(threads):
                 chosen, note = mixed.choose(checkpoint, windows, weights, trial, keep)
         grids = {name: asdict(grid) for name, grid in chosen.mixed}
         return {"mixed": grids, "tables": chosen.tables and asdict(chosen.tables), "note": note}
 
-    found = store.figures("formats", key(checkpoint, windows, [weights], None, threads), compute)
+    found = store.figures("formats", key(checkpoint, windows, [weights], None, threads, store.tools), compute)
     chosen = replace(
         weights,
         mixed=tuple((name, Grid(**grid)) for name, grid in found["mixed"].items()),
@@ -401,14 +399,15 @@ def key(
     demands: Sequence[Demand],
     caches: Mapping[int, Collection[str]] | None,
     threads: int,
+    tools: str,
 ) -> str:
-    """Hash all that results depend on: inputs, demands, code and tools, the processor and the threads."""
+    """Hash all that results depend on: inputs, demands, code and `tools`, the processor and the threads."""
     measured = _measured(caches)
     digest = hashlib.sha256(checkpoint.digest.encode())
     for window in windows:
         digest.update(np.int64(len(window.ids)).tobytes() + window.ids.tobytes())
     digest.update(repr((sorted(map(repr, demands)), measured and sorted(measured), threads)).encode())
-    digest.update(repr([(tool, version(tool)) for tool in _TOOLS]).encode())
+    digest.update(tools.encode())
     methods = {type(demand.method).__module__ for demand in demands if isinstance(demand, WeightDemand)}
     digest.update(repr((_code(methods), processor())).encode())
     return digest.hexdigest()

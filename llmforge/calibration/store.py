@@ -148,10 +148,14 @@ class LayerResult:
 
 @dataclass(frozen=True)
 class Store:
-    """Keeps the layers of calibrations in `cache`; None: they stay in memory. `reused` are those that were found."""
+    """Keeps the layers of calibrations in `cache`; None: they stay in memory. `reused` are those that were found.
+
+    `tools` is a digest of the packages that compute them.
+    """
 
     cache: Cache | None = None
     reused: list[int] = field(default_factory=list)
+    tools: str = ""
 
     def load(self, key: str, index: int) -> LayerResult | None:
         """Return the result of layer `index` of an earlier calibration, which depended on `key`; None if there is none.

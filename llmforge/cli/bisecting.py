@@ -63,13 +63,13 @@ def bisect(
     from tempfile import TemporaryDirectory
 
     from llmforge import cache
-    from llmforge.artifact import Artifact
     from llmforge.build import bisecting, keeping, rebuilding
     from llmforge.cli import console
+    from llmforge.report import confirmed
     from llmforge.runtime.backends.config import physical_cores
 
     with console.progress(quiet=quiet) as progress, TemporaryDirectory() as scratch:
-        opened = Artifact.open(artifact)
+        opened = confirmed.open_artifact(artifact)
         loaded = inputs.load(artifact, Path(scratch))
         rebuilding.check_recipe(opened, loaded)
         store = partial(cache.Cache, cache.default_folder(), cache.default_size())

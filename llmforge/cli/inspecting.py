@@ -32,16 +32,15 @@ def inspect(artifact: Path, as_json: bool, verify: bool, revision: str | None) -
     In place of ARTIFACT it takes a checkpoint, a GGUF file or an adapter, and shows how it is stored and what a build
     would do with it.
     """
-    from llmforge.artifact import Artifact
     from llmforge.cli import describe, provenance
-    from llmforge.report import model, render
+    from llmforge.report import confirmed, model, render
 
     if (snapshot := on_hub(artifact, revision)) is not None:
         artifact = snapshot.fetch()
     if _is_no_artifact(artifact):
         _inspect_checkpoint(artifact, as_json, verify)
         return
-    opened = Artifact.open(artifact)
+    opened = confirmed.open_artifact(artifact)
     verified = provenance.verified(opened) if verify else []
     report = model.read(opened)
     if as_json:

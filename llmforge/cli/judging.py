@@ -299,12 +299,11 @@ def diff(a: Path, b: Path, html: Path | None, as_json: bool) -> None:
 
     Differences are B less A; those of quality are of the same documents, one by one.
     """
-    from llmforge.artifact import Artifact
-    from llmforge.report import comparing
+    from llmforge.report import comparing, confirmed
 
     if html is not None:
         output.check_file(html)
-    found = comparing.compare(Artifact.open(a), Artifact.open(b))
+    found = comparing.compare(confirmed.open_artifact(a), confirmed.open_artifact(b))
     graph = _graphs(a, b, brief=not as_json)
     if html is not None:
         from llmforge.report import render
@@ -358,7 +357,7 @@ def history(name: str, metrics: tuple[str, ...], out: Path, html: Path | None, a
     from llmforge.artifact import versions
     from llmforge.cli import console
     from llmforge.metrics import catalog
-    from llmforge.report import comparing, release
+    from llmforge.report import comparing, confirmed, release
 
     if html is not None:
         output.check_file(html)
@@ -366,12 +365,13 @@ def history(name: str, metrics: tuple[str, ...], out: Path, html: Path | None, a
         known = ", ".join(catalog.deciding())
         raise UsageError(f"no such metric: {', '.join(unknown)}; known: {known}, task.NAME.SCORE")
     found = versions.listed(out, name)
+    whole = []
     for each in found:
-        if each.damage is not None:
-            console.say(f"warning: {each.reference} is left out: {each.damage}", always=True)
-    whole = sorted(
-        (each.artifact for each in found if each.artifact is not None), key=lambda each: each.evidence[0].created
-    )
+        if (damage := confirmed.damage(each)) is not None:
+            console.say(f"warning: {each.reference} is left out: {damage.message}", always=True)
+        elif each.artifact is not None:
+            whole.append(each.artifact)
+    whole.sort(key=lambda each: each.evidence[0].created)
     shown = metrics or catalog.names(*(release.Subject.of(each).measured for each in whole))
     entries = comparing.history(whole, shown)
     if html is not None:

@@ -84,13 +84,14 @@ def sign(artifact: Path, key: Path, certificate: Path | None, chain: tuple[Path,
 
     The signature is ARTIFACT/model.sig, a Sigstore bundle as `model_signing verify` reads it.
     """
-    from llmforge.artifact import Artifact, signing
+    from llmforge.artifact import signing
+    from llmforge.report import confirmed
 
     if chain and certificate is None:
         raise UsageError("--chain requires --certificate")
     encrypted = certificate is None and b"ENCRYPTED" in small_file.read(key, signing.KEY_BYTES, error=UsageError)
     password = click.prompt(f"Password of {key}", hide_input=True, err=True) if encrypted else None
-    signature = str(signing.sign(Artifact.open(artifact), signing.Signer(key, certificate, chain, password)))
+    signature = str(signing.sign(confirmed.open_artifact(artifact), signing.Signer(key, certificate, chain, password)))
     if as_json:
         output.write_json({"signature": signature})
     else:
@@ -192,9 +193,11 @@ def admit(
     require_signature: bool = False,
     key: Path | None = None,
 ) -> None:
-    """Refuse what is damaged, not signed where it must be, or failed its gates; warn where they did not decide."""
+    """Refuse what is damaged, forged, not signed where it must be, or failed its gates; warn where none decided."""
     from llmforge.cli import console
+    from llmforge.report import confirmed
 
+    confirmed.confirm(opened)
     signed = required(opened, require_signature, key)
     counting = None if signed is None else [record.digest for record in signed]
     for note in admission.admit(opened.path, allow=allow, rehash=rehash, parts=parts, signed=counting).notes:
@@ -218,16 +221,18 @@ def required(opened: Artifact, require_signature: bool, key: Path | None) -> tup
     return verify_signature(opened, key, ()) if require_signature else None
 
 
-def signature_check(require_signature: bool, key: Path | None) -> Check | None:
-    """Make what refuses an artifact that is not signed by `key`; None: no signature is required."""
+def arrival_check(require_signature: bool, key: Path | None) -> Check:
+    """Make what refuses an artifact from elsewhere that is forged, or not signed by `key` where it must be."""
+    from llmforge.report import confirmed
+
     _check_pair(require_signature, key)
-    if not require_signature:
-        return None
-    if (lack := extras.trouble("model_signing")) is not None:  # before anything is fetched
+    if require_signature and (lack := extras.trouble("model_signing")) is not None:  # before anything is fetched
         raise lack
 
     def check(opened: Artifact, source: str) -> None:
-        verify_signature(opened, key, (), source)
+        confirmed.confirm(opened, source)
+        if require_signature:
+            verify_signature(opened, key, (), source)
 
     return check
 

@@ -9,7 +9,7 @@ import click
 from llmforge.base import extras
 from llmforge.cli import output
 from llmforge.cli.parameters import ARTIFACT, keep_quiet, out_option
-from llmforge.cli.provenance import signature_check, signature_options
+from llmforge.cli.provenance import arrival_check, signature_options
 
 _INSECURE = click.option("--insecure", is_flag=True, help="Use plain HTTP. Registries on this machine get it anyway.")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
@@ -36,13 +36,14 @@ def push(artifact: Path, reference: str, insecure: bool, as_json: bool, quiet: b
     """
     if (lack := extras.trouble("dxf")) is not None:
         raise lack
-    from llmforge.artifact import Artifact, modelpack
+    from llmforge.artifact import modelpack
     from llmforge.artifact.oci import Reference
     from llmforge.cli import console
     from llmforge.metrics.units import size
+    from llmforge.report import confirmed
 
     to = Reference.parse(reference, digests=False)
-    opened = Artifact.open(artifact)
+    opened = confirmed.open_artifact(artifact)
     with console.progress(quiet=quiet) as progress:
         pushed = modelpack.push(opened, to, progress, insecure=insecure)
     if as_json:
@@ -82,7 +83,7 @@ def pull(
     from llmforge.cli import console
 
     at = Reference.parse(reference)
-    check = signature_check(require_signature, key)
+    check = arrival_check(require_signature, key)
     with console.progress(quiet=quiet) as progress:
         made, digest = modelpack.pull(at, out, progress, insecure=insecure, check=check)
     path = out / made.manifest.name / made.manifest.version

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmforge.base import folders
-from llmforge.base.errors import GateFailed, GateInconclusive, UsageError
+from llmforge.base.errors import ForgedVerdict, GateFailed, GateInconclusive, UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import ARTIFACT, LOCATION, NATURAL, VERSION, out_option
-from llmforge.cli.provenance import signature_check, signature_options
+from llmforge.cli.provenance import arrival_check, signature_options
 
 if TYPE_CHECKING:
     from llmforge.artifact import Artifact
@@ -38,7 +38,7 @@ Examples:
 def ls(name: str | None, history: bool, out: Path, as_json: bool) -> None:
     """List artifacts, the newest version of each name first.
 
-    Shows how the gates ended, size, date, target and tags.
+    Shows how the gates ended, size, date, target and tags. `forged` gates do not follow from what was measured.
     """
     from llmforge.artifact import versions
 
@@ -46,9 +46,10 @@ def ls(name: str | None, history: bool, out: Path, as_json: bool) -> None:
     if history:
         _show_history(dict.fromkeys(each.path.parent for each in found), as_json)
     elif as_json:
-        output.write_json([_facts(each) for each in found])
+        output.write_json([_facts(each, _damage(each)) for each in found])
     elif found:
-        output.write_columns([("ARTIFACT", "GATES", "SIZE", "CREATED (UTC)", "TARGET", "TAGS"), *map(_row, found)])
+        rows = map(_row, found, map(_damage, found))
+        output.write_columns([("ARTIFACT", "GATES", "SIZE", "CREATED (UTC)", "TARGET", "TAGS"), *rows])
     else:
         from llmforge.cli import console
 
@@ -140,8 +141,9 @@ def tag(artifact: Path, tag: str, delete: bool, out: Path, as_json: bool) -> Non
     A tag keeps its history (`llmforge ls --history`). Once `llmforge promote` has moved it, nothing else can.
     """
     from llmforge.artifact import Artifact, tags
+    from llmforge.report import confirmed
 
-    path = Artifact.open(artifact).path
+    path = (Artifact.open if delete else confirmed.open_artifact)(artifact).path
     parent = _home(path, out)
     moved = tags.delete(parent, tag, path.name) if delete else tags.move(parent, tag, path.name)
     _say(f"{parent.name}:{tag}", path.name, moved, as_json)
@@ -198,15 +200,17 @@ def export(artifact: Path, path: Path | Url, as_json: bool) -> None:
 
     The same artifact gives the same bytes. Every file is checked against its hash.
     """
-    from llmforge.artifact import Artifact, archive, remote
+    from llmforge.artifact import archive, remote
+    from llmforge.report import confirmed
 
     if isinstance(path, Path):
         output.check_file(path, ".tar")
-        opened = Artifact.open(artifact)
+    opened = confirmed.open_artifact(artifact)
+    if isinstance(path, Path):
         with output.writing(path):
             size_bytes = archive.save_file(opened, path)
     else:
-        size_bytes = remote.save(Artifact.open(artifact), path)
+        size_bytes = remote.save(opened, path)
     if as_json:
         output.write_json({"archive": str(path), "size_bytes": size_bytes})
     else:
@@ -233,7 +237,7 @@ def import_(archive: Path | Url, out: Path, require_signature: bool, key: Path |
     from llmforge.artifact import archive as archives
     from llmforge.artifact import remote
 
-    check = signature_check(require_signature, key)
+    check = arrival_check(require_signature, key)
     made = archives.load_file(archive, out, check) if isinstance(archive, Path) else remote.load(archive, out, check)
     path = out / made.manifest.name / made.manifest.version
     if as_json:
@@ -281,23 +285,33 @@ def _say(tag: str, version: str, moved: Move | None, as_json: bool) -> None:
         output.write_lines(f"{tag} is now on {moved.after}{f'; it was on {moved.before}' if moved.before else ''}")
 
 
-def _facts(version: Version) -> dict[str, Any]:
+def _damage(version: Version) -> tuple[str, str] | None:
+    """Say in a word, and in all words, why the verdict of a version counts for nothing; None: it counts."""
+    from llmforge.report import confirmed
+
+    if (found := confirmed.damage(version)) is None:
+        return None
+    return "forged" if isinstance(found, ForgedVerdict) else "damaged", found.message
+
+
+def _facts(version: Version, damage: tuple[str, str] | None) -> dict[str, Any]:
     artifact, created = version.artifact, version.created
+    verdict = None if artifact is None else artifact.verdict if damage is None else damage[0]
     return {
         "artifact": version.reference,
         "path": str(version.path),
         "tags": list(version.tags),
-        "verdict": None if artifact is None else artifact.verdict,
+        "verdict": verdict,
         "size_bytes": version.size_bytes,
         "created": None if created is None else created.isoformat(),
         "target": None if artifact is None else artifact.manifest.target,
         "content_digest": None if artifact is None else artifact.manifest.content_digest,
         "evidence": None if artifact is None else len(artifact.evidence),
-        "damage": version.damage,
+        "damage": None if damage is None else damage[1],
     }
 
 
-def _row(version: Version) -> tuple[str, ...]:
+def _row(version: Version, damage: tuple[str, str] | None) -> tuple[str, ...]:
     from llmforge.metrics.units import size
 
     tags, artifact = ", ".join(version.tags), version.artifact
@@ -305,7 +319,8 @@ def _row(version: Version) -> tuple[str, ...]:
         return (version.reference, "damaged", "", "", "", tags)
     created = f"{version.created:%Y-%m-%d %H:%M}"
     target = artifact.manifest.target
-    return (version.reference, artifact.verdict, size(version.size_bytes or 0), created, target, tags)
+    verdict = artifact.verdict if damage is None else damage[0]
+    return (version.reference, verdict, size(version.size_bytes or 0), created, target, tags)
 
 
 def _show_history(parents: dict[Path, None], as_json: bool) -> None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from llmforge import __version__, targets
-from llmforge.base import hashed_files
+from llmforge.base import remembered
 from llmforge.base.errors import UsageError
 from llmforge.doctor import machine
 from llmforge.evaluation.machine import Machine
@@ -20,7 +20,7 @@ _FOLDER = "machines"
 def file(here: Machine) -> Path:
     """Name the file: another one for another CPU, other memory, or another llmforge, whose kernels may be faster."""
     facts = f"{__version__}\n{here.model_dump_json()}"
-    return hashed_files.home() / _FOLDER / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.yaml"
+    return remembered.home() / _FOLDER / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.yaml"
 
 
 def find(here: Machine) -> Target | None:

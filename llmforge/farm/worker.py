@@ -187,11 +187,12 @@ def archive_of(artifact: Path, store: str) -> str:
 def _share(path: Path, store: str) -> None:
     from fsspec.core import url_to_fs
 
-    from llmforge.artifact import Artifact, remote
+    from llmforge.artifact import remote
+    from llmforge.report import confirmed
 
     system, folder = url_to_fs(archive_of(path, store).rpartition("/")[0])
     system.makedirs(folder, exist_ok=True)
-    remote.save(Artifact.open(path), remote.Url(archive_of(path, store)))
+    remote.save(confirmed.open_artifact(path), remote.Url(archive_of(path, store)))
 
 
 def _fetch(path: Path, store: str | None) -> None:
@@ -201,5 +202,6 @@ def _fetch(path: Path, store: str | None) -> None:
             f"{path} is not on this node", hint="let --out be a folder that all nodes have, or give --store URL"
         )
     from llmforge.artifact import remote
+    from llmforge.report import confirmed
 
-    remote.load(remote.Url(archive_of(path, store)), path.parent.parent)
+    remote.load(remote.Url(archive_of(path, store)), path.parent.parent, confirmed.confirm)

@@ -17,7 +17,7 @@ from llmforge.metrics import catalog, units
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.record import Record
 from llmforge.metrics.studentized import Studentized
-from llmforge.report import release
+from llmforge.report import confirmed, release
 from llmforge.report.model import Report
 from llmforge.report.release import Reported, Side, Subject
 
@@ -105,9 +105,10 @@ def previous(out: Path, report: Report, *, made: datetime | None = None) -> Prev
     if newest.artifact is None:
         return f"the version before, {newest.reference}, cannot be read: {newest.damage}"
     try:
+        confirmed.confirm(newest.artifact)
         before = Subject.of(newest.artifact)
     except InputError as error:
-        return f"the version before, {newest.reference}, cannot be read: {error.message}"
+        return f"the version before, {newest.reference}, cannot be used: {error.message}"
     moved = changes(before, Reported(report), tuple(catalog.deciding()))
     return Previous(before.report, tuple(each for each in moved if each.a is not None or each.b is not None))
 

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from llmforge.artifact import Artifact
-from llmforge.base.errors import InputError, UsageError
+from llmforge.base.errors import ForgedVerdict, InputError, UsageError
 from llmforge.base.wording import cut
 from llmforge.evaluation import gates
 from llmforge.evaluation.gates import GateResult
@@ -41,17 +41,19 @@ def judge(specs: Mapping[str, GateSpec], measured: Measured, unmeasured: str | N
     )
 
 
-def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
+def recompute(artifact: Artifact, source: str | None = None) -> tuple[GateResult, ...]:
     """Make every figure, and every verdict, again, in all records of `artifact`.
 
     Quality is made of the sums over each document, of the values of each token and of how long answers are the same,
     latency of the time of each token, agreement of other runtimes of each place of an answer, scores of tasks of their
     items, what a pass cost of its sums over documents, what a step reads of its groups of tensors, size of the
     manifest.
-    `Artifact.verify` looks at the files. Return the gates by the record whose verdict is the artifact's.
+    `Artifact.verify` looks at the files. Return the gates by the record whose verdict is the artifact's. Messages call
+    it `source`, else by its path.
 
     Raises:
-        InputError: a record says something else than its raw values, or than the manifest.
+        ForgedVerdict: a record says something else than its raw values, or than the manifest.
+        InputError: a record is no report of this version.
     """
     found: dict[str, tuple[GateResult, ...]] = {}
     checkpoint = model.read(artifact, artifact.evidence[0]).checkpoint
@@ -70,8 +72,9 @@ def recompute(artifact: Artifact) -> tuple[GateResult, ...]:
         if gates.overall(results) is not report.verdict:
             wrong.append(f"verdict: it says {report.verdict.value}, its figures give {gates.overall(results).value}")
         if wrong:
-            raise InputError(
-                f"{artifact.path / head.path}: does not follow from what was measured: {'; '.join(wrong[:5])}",
+            raise ForgedVerdict(
+                f"{source or artifact.path}: {head.path}: does not follow from what was measured: "
+                f"{'; '.join(wrong[:5])}",
                 hint="do not use the artifact unless you know who changed it; build it again",
             )
         found[report.verdict.value] = results

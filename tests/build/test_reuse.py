@@ -21,13 +21,14 @@ import onnx_ir as ir
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from llmforge import targets
-from llmforge.artifact import Artifact
-from llmforge.base import resources
+from llmforge import artifact, targets
+from llmforge.artifact import Artifact, store
+from llmforge.base import resources, signals
 from llmforge.base.errors import VerificationError
 from llmforge.base.progress import Silent
-from llmforge.build import evidence, pipeline
-from llmforge.cache import Cache, Code
+from llmforge.build import evidence, pipeline, reuse
+from llmforge.build.reuse import Reuse
+from llmforge.cache import Cache, Code, installed
 from llmforge.cache.remote import Remote
 from llmforge.checkpoint import Checkpoint
 from llmforge.evaluation.baseline import Baseline, open_baseline
@@ -38,6 +39,7 @@ from llmforge.lowering.pass_base import Changes, Context
 from llmforge.passes.fuse_norms import FuseNorms
 from llmforge.recipe import Recipe
 from llmforge.report import model as reports
+from llmforge.report import render
 from llmforge.trace import trace
 from llmforge.trace.export import kept_graph
 from llmforge.verification.verifier import Verifier
@@ -561,3 +563,80 @@ def test_a_late_change_imports_neither_torch_nor_transformers(recipe: Write, don
     told = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ)).stdout
     assert "Pass quantize-weights: reused" in told
     assert told.splitlines()[-1] == "[]"
+
+
+def test_packages_that_were_edited_in_place_have_keys_of_their_own(tmp_path: Path) -> None:
+    with Cache(tmp_path / "cache") as cache:
+        before, again, after = (Reuse(cache, installed=lambda code=code: code) for code in ("a", "a", "b"))
+        for kind in ("trace", "trace-proof", "baseline", "tensors", "proof", "engine-proof"):
+            keys = [each.key(kind, ["llmforge.trace"]).digest for each in (before, again, after)]
+            assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_build_asks_for_the_code_of_packages_once_and_without_a_cache_not_at_all(
+    recipe: Write, done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done.cache(tmp_path)
+    asked: list[str] = []
+    whole = installed.digest
+    monkeypatch.setattr(installed, "digest", lambda: (asked.append("once"), whole())[1])
+    _, report = build(recipe(), tmp_path)
+    assert asked == ["once"]
+    assert report.build.reused.layers == (0, 1)
+    with reuse.opened(None, tmp_path, Silent()) as kept:
+        assert kept.installed() == ""
+    assert asked == ["once"]
+
+
+def zero(folder: Path) -> None:
+    """Overwrite the weights of an engine."""
+    (file,) = (folder / "engine").glob("*.data")
+    with file.open("r+b") as stream:
+        stream.write(bytes(100_000))
+
+
+TAMPERED: dict[str, tuple[Any, str]] = {
+    "after the engine is written, before it is measured": (evidence, "measure"),
+    "after it is measured, before it is sealed": (artifact, "seal"),
+    "after it is sealed": (render, "write"),
+    "after it got its name": (store, "_sync_folder"),
+}
+
+
+@pytest.mark.parametrize("at", TAMPERED)
+def test_what_is_not_what_was_measured_is_not_published(
+    at: str, recipe: Write, done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done.cache(tmp_path)
+    out = tmp_path / "out-0" / "tiny"
+    module, name = TAMPERED[at]
+    whole = getattr(module, name)
+    tampered: list[Path] = []
+
+    def hooked(*given: Any, **named: Any) -> Any:
+        if not tampered and (name != "_sync_folder" or out in given):  # which is called for each folder
+            (folder,) = [each for each in out.iterdir() if each.is_dir()]
+            assert folder.name.startswith(".") == (name != "_sync_folder")
+            tampered.append(folder)
+            zero(folder)
+        return whole(*given, **named)
+
+    monkeypatch.setattr(module, name, hooked)
+    with pytest.raises(VerificationError, match=r"engine/model\.onnx\.data: was changed after the build") as caught:
+        build(recipe(), tmp_path)
+    assert caught.value.exit_code == 7
+    assert len(tampered) == 1
+    assert [path.name for path in out.iterdir()] == [".lock"]
+
+
+def test_a_version_that_is_there_stays_where_its_successor_is_refused(
+    recipe: Write, done: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done.cache(tmp_path)
+    cache = partial(Cache, tmp_path / "cache", 10**9)
+    published = pipeline.build(recipe(), tmp_path / "out", None, cache).path
+    monkeypatch.setattr(signals, "decided", lambda: zero(next((tmp_path / "out" / "tiny").glob(".building-*[!k]"))))
+    with pytest.raises(VerificationError):
+        pipeline.build(recipe(), tmp_path / "out", None, cache)
+    Artifact.open(published).verify()
+    assert len(Artifact.open(published).evidence) == 1

@@ -27,6 +27,7 @@ from llmforge.cache import Cache, Key
 from llmforge.cli import cli, console, describe
 from llmforge.evaluation.gates import Verdict
 from llmforge.recipe import Recipe
+from llmforge.report import confirmed
 from llmforge.runtime import Chunk, Sampling, TokenLogprob, Usage
 from llmforge.runtime.sampling.constraints import Constraint
 
@@ -291,6 +292,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
     monkeypatch.setattr(artifact.Artifact, "open", lambda path: SimpleNamespace(path=path))
     admitted = admission.Admission(None, "pass", ())  # type: ignore[arg-type]
     monkeypatch.setattr(admission, "admit", lambda path, **options: admitted)
+    monkeypatch.setattr(confirmed, "confirm", lambda opened: None)
     return stand_in
 
 

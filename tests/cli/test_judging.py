@@ -24,7 +24,7 @@ from llmforge.report import comparing, model
 from llmforge.report.model import EngineFile, EngineRecord
 
 from .. import pages, releases, reports
-from ..stored import put
+from ..stored import FILES, put
 
 MARGIN = {"kld_mean": {"max": 0.05, "rise_max": 0.005}}
 
@@ -338,8 +338,13 @@ def test_diff(out: Path) -> None:
 
 def odd(out: Path, which: str) -> str:
     """Publish an artifact that has little to be compared by."""
-    made = EngineFile(name="model.onnx", size_bytes=100)
-    waiting = EngineRecord(backend="onnxruntime", files=(made,), session={}, pending=True, unmeasured="not built yet")
+    held = {**FILES, **graph("Neg")}
+    files = tuple(
+        EngineFile(name=path.removeprefix("engine/"), size_bytes=len(held[path]))
+        for path in held
+        if path.startswith("engine/")
+    )
+    waiting = EngineRecord(backend="onnxruntime", files=files, session={}, pending=True, unmeasured="not built yet")
     other = reports.make().machine.model_copy(update={"cpu": "Another CPU"})
     changes: dict[str, Any] = {
         "deferred": {"quality": None, "latency": None, "engine": waiting},

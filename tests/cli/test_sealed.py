@@ -7,19 +7,28 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner, Result
 
+import llmforge
+from llmforge.artifact import Artifact, archive, modelpack
+from llmforge.artifact.oci import Reference
 from llmforge.base import hashed_files
+from llmforge.base.errors import ForgedVerdict
+from llmforge.base.progress import Silent
 from llmforge.base.sealed import walk
+from llmforge.checkpoint import Checkpoint
 from llmforge.cli import cli
 from llmforge.metrics.workload import RequestTimes, Workload
 from llmforge.recipe import ServingSpec
+from llmforge.report import confirmed, verdict
 
-from .. import published, stored
+from .. import oci_registry, published, stored
 from ..stored import FAILS, UNDECIDED, put
 
 
@@ -277,3 +286,106 @@ class TestLoading:
             assert done.exit_code == 5
             assert "cannot be that of an artifact" in " ".join(done.stderr.split())
         assert sorted(walk(tmp_path)) == before
+
+
+# How each command that takes an artifact, or finds one by itself, is called on one whose verdict is forged; the last
+# are Python functions. FORGED is that artifact, FOLDER where nothing is yet.
+RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+REFUSE: dict[str, tuple[object, ...]] = {
+    "run": ("FORGED", *RUN),
+    "serve": ("FORGED", "--port", "0"),
+    "bench": ("FORGED", *BENCH),
+    "triton": ("FORGED", "-o", "FOLDER"),
+    "gate": ("FORGED",),
+    "diff": ("FORGED", "FORGED"),
+    "validate": ("FORGED", "--recipe", RECIPE, "--quiet"),
+    "eval": ("FORGED", "--tasks", "none", "--recipe", RECIPE, "--quiet"),
+    "bisect": ("FORGED", "--recipe", RECIPE, "--quiet"),
+    "reproduce": ("FORGED", "--recipe", RECIPE, "--quiet"),
+    "build": ("--finish", "FORGED", "--quiet"),
+    "inspect": ("FORGED",),
+    "verify": ("FORGED",),
+    "sign": ("FORGED", "--key", "KEY"),
+    "tag": ("FORGED", "prod"),
+    "promote": ("tiny", "VERSION", "--to", "prod"),
+    "export": ("FORGED", "-o", "FOLDER.tar"),
+    "import": ("ARCHIVE", "--out", "FOLDER"),
+    "push": ("FORGED", "localhost:1/models/tiny:1", "--quiet"),
+    "pull": ("REFERENCE", "--out", "FOLDER", "--quiet"),
+}
+SHOW = {"ls": "forged", "history": "is left out"}
+BELIEVE_NOTHING = {"rm", "gc"}  # they remove
+NO_ARTIFACTS = {
+    "cache", "completion", "diff-graph", "docs", "doctor", "init", "migrate", "passes", "plan", "schema", "targets",
+    "trace", "tune", "up",
+}  # fmt: skip
+
+
+class TestForgedVerdicts:
+    """FAIL was changed to PASS in the record, which is called by its new digest."""
+
+    @pytest.fixture
+    def forged(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setattr(Checkpoint, "open", Mock())  # which imports transformers
+        monkeypatch.setenv("LLMFORGE_ARTIFACTS", str(tmp_path))
+        made = put(tmp_path, gates=FAILS).path
+        rewrite_record(made, lambda r: r.update(verdict="pass"))
+        return made
+
+    def test_the_tables_have_every_command(self) -> None:
+        assert sorted(cli.commands) == sorted([*REFUSE, *SHOW, *BELIEVE_NOTHING, *NO_ARTIFACTS])
+
+    @pytest.mark.parametrize("command", REFUSE)
+    def test_are_refused(self, command: str, forged: Path, tmp_path: Path) -> None:
+        given: dict[object, object] = {"FORGED": forged, "VERSION": forged.name, "KEY": tmp_path / "key.pem"}
+        given |= {"FOLDER": tmp_path / "new", "FOLDER.tar": tmp_path / "new.tar", "ARCHIVE": tmp_path / "old.tar"}
+        (tmp_path / "key.pem").write_text("no key")
+        with ExitStack() as stack:
+            if command == "import":
+                archive.save_file(Artifact.open(forged), tmp_path / "old.tar")
+            if command == "pull":
+                given["REFERENCE"] = f"{stack.enter_context(oci_registry.running()).host}/models/tiny:1"
+                modelpack.push(Artifact.open(forged), Reference.parse(str(given["REFERENCE"])), Silent())
+            done = call(command, *(given.get(word, word) for word in REFUSE[command]))
+        assert done.exit_code == 5, done.output
+        assert done.stdout == ""
+        text = " ".join(done.stderr.split())
+        assert "does not follow from what was measured: verdict: it says pass, its figures give fail" in text
+        assert not list(tmp_path.glob("new*/*/[!.]*"))
+        assert not (tmp_path / "new.tar").exists()
+
+    @pytest.mark.parametrize("command", SHOW)
+    def test_are_shown(self, command: str, forged: Path) -> None:
+        done = call(command, "tiny")
+        assert done.exit_code == 0
+        assert SHOW[command] in done.output
+        assert "pass" not in done.stdout
+        if command == "ls":
+            (facts,) = json.loads(call("ls", "--json").stdout)
+            assert facts["verdict"] == "forged"
+            assert "verdict: it says pass, its figures give fail" in facts["damage"]
+
+    def test_none_can_be_allowed(self, forged: Path) -> None:
+        for allowed in ("fail", "inconclusive"):
+            assert "does not follow" in " ".join(call("run", forged, *RUN, "--allow", allowed).stderr.split())
+
+    def test_python_refuses(self, forged: Path) -> None:
+        for function in (llmforge.load, llmforge.gate):
+            with pytest.raises(ForgedVerdict):
+                function(forged)
+        with pytest.raises(ForgedVerdict):
+            llmforge.evaluate(forged, ["none"], recipe=RECIPE)
+
+    def test_a_verdict_is_recomputed_once(self, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        recomputed: list[object] = []
+        whole = verdict.recompute
+        monkeypatch.setattr(verdict, "recompute", lambda *given: (recomputed.append(given), whole(*given))[1])
+        monkeypatch.setenv("XDG_CACHE_HOME", str(artifact.parent))
+        for _ in range(2):
+            assert call("run", artifact, *RUN).exit_code == 0
+        assert len(recomputed) == 1
+        monkeypatch.setattr(confirmed, "_code", lambda: "other code")
+        assert call("run", artifact, *RUN).exit_code == 0
+        assert len(recomputed) == 2
+        rewrite_record(artifact, lambda r: r.update(verdict="pass"))
+        assert call("run", artifact, *RUN).exit_code == 5

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +36,7 @@ from llmforge.runtime.serving.client_json import JsonLimits
 from llmforge.runtime.serving.options import EngineOptions
 from llmforge.runtime.serving.prompts import PromptEncoder
 from llmforge.runtime.serving.request import Chunk, Usage
+from llmforge.runtime.serving.stats import EngineStats
 from llmforge.triton import repository, sources
 from llmforge.triton.backend import checks, inputs, lanes, settings, signature
 from llmforge.triton.launch import Ports, command, find
@@ -363,16 +364,15 @@ def test_a_model_is_held_to_its_manifest_and_its_gates_when_it_loads(
     artifact: Artifact, model_module: Any, tmp_path: Path
 ) -> None:
     """As exported: alone, with manifest and evidence beside engine and tokenizer."""
-    copy = Path(shutil.copytree(artifact.path, tmp_path / "copy"))
-    (record,) = (copy / "evidence").glob("*.json")
-    raw = record.read_bytes().replace(b'"verdict": "none"', b'"verdict": "fail"', 1)
-    record.unlink()
-    (copy / "evidence" / f"{hashlib.sha256(raw).hexdigest()}.json").write_bytes(raw)
 
     def load(allow: str | None) -> None:
         repository = tmp_path / f"repository-{allow}"
-        words = ["triton", str(copy), "-o", str(repository), "--copy", "--allow", "fail"]
+        words = ["triton", str(artifact.path), "-o", str(repository), "--copy", "--allow", "fail"]
         assert CliRunner().invoke(cli, words).exit_code == 0
+        (record,) = (repository / "random" / "1" / "evidence").glob("*.json")
+        raw = record.read_bytes().replace(b'"verdict": "none"', b'"verdict": "fail"', 1)
+        record.unlink()
+        record.with_name(f"{hashlib.sha256(raw).hexdigest()}.json").write_bytes(raw)
         config = (repository / "random" / "config.pbtxt").read_text()
         assert 'key: "allow"' in config
         parameters = {"artifact": ".", **({} if allow is None else {"allow": allow})}
@@ -396,6 +396,39 @@ def test_a_model_is_held_to_its_manifest_and_its_gates_when_it_loads(
         load("fail")
     with pytest.raises(RuntimeError, match=r"changed: engine/model\.onnx"):
         load("damaged")
+
+
+def test_a_model_says_that_its_verdict_is_not_verified(
+    artifact: Artifact, model_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    families: dict[str, Mock] = {}
+    utils = sys.modules["triton_python_backend_utils"]
+    monkeypatch.setattr(
+        utils, "MetricFamily", Mock(side_effect=lambda name, **_: families.setdefault(name, Mock())), raising=False
+    )
+    stats = EngineStats(**{field.name: 0 for field in fields(EngineStats)} | {"finished": {}, "notes": ()})
+    engine = Mock(stats=lambda: stats, **{"encoder.config.max_batch": 1, "options.max_queue": 1})
+    monkeypatch.setattr(model_module, "EngineProcess", Mock(return_value=engine))
+    monkeypatch.setattr(model_module, "JsonLimits", Mock())
+    monkeypatch.setattr(model_module, "ResponseSender", Mock())
+    monkeypatch.setattr(model_module, "Lane", Mock())
+    model = model_module.TritonPythonModel()
+    model.initialize(
+        {
+            "model_config": json.dumps({"parameters": {"artifact": {"string_value": "../../.."}}}),
+            "model_instance_kind": "CPU",
+            "model_instance_name": "random_0_0",
+            "model_name": "random",
+            "model_repository": str(artifact.path / "triton" / "random"),
+            "model_version": "1",
+        }
+    )
+    model._metrics.close()
+    (metric,) = families["llmforge_artifact_info"].Metric.call_args_list
+    of_artifact = {"artifact_version": artifact.manifest.version, "verdict": "none", "verified": "false"}
+    assert metric.kwargs["labels"].items() >= of_artifact.items()
+    said = " ".join(call.args[0] for call in utils.Logger.log_warn.call_args_list)
+    assert f"the verdict of random {artifact.manifest.version}, none, is not verified here" in said
 
 
 def test_an_instance_of_a_gpu_engine_gets_the_gpu_of_its_group(artifact: Artifact, model_module: Any) -> None:

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from llmforge.base import hashed_files
+from llmforge.base import remembered
 from llmforge.base.errors import CheckpointError, EnvironmentLacks
 from llmforge.checkpoint.gguf import architectures, tokenizer
 from llmforge.checkpoint.gguf.header import SUFFIX, Header, read
@@ -61,7 +61,7 @@ def _made(file: Path) -> Path:
     versions = [metadata.version(name) for name in ("transformers", "tokenizers")]
     made_of = "\n".join([_FORMAT, str(file), str(header.size_bytes), header.sha256, _code(), *versions])
     try:
-        home = hashed_files.home() / "gguf" / hashlib.sha256(made_of.encode()).hexdigest()[:32]
+        home = remembered.home() / "gguf" / hashlib.sha256(made_of.encode()).hexdigest()[:32]
         folder = home / file.stem
         if not (folder / WEIGHTS).is_symlink():
             texts = _texts(header)

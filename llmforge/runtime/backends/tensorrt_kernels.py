@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from llmforge.base import hashed_files, small_file, whole_file
+from llmforge.base import remembered, small_file, whole_file
 from llmforge.base.errors import InputError
 from llmforge.runtime.backends.config import plan_record
 
@@ -71,7 +71,7 @@ def _file_of(plan: Path) -> Path | None:
     """Name the file for a plan; None where its record does not say what it is, or there is no home folder."""
     try:
         digest = small_file.read_json(plan.with_name(plan_record(plan.name))).get("sha256")
-        home = hashed_files.home()
+        home = remembered.home()
     except (InputError, RuntimeError, AttributeError):
         return None
     if not isinstance(digest, str) or len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):

@@ -28,6 +28,7 @@ HISTOGRAMS = {
 }
 # By finish_reason: the engine's, and for requests that it did not take "refused" (there is no room) and "invalid".
 ANSWERS = "llmforge_answers_total"
+ARTIFACT = "llmforge_artifact_info"  # always 1; its labels tell
 REFUSED, INVALID = "refused", "invalid"
 
 
@@ -45,9 +46,11 @@ class _Total:
 
 
 class Metrics:
-    """Reports to Triton; `labels` tell the model's instances apart."""
+    """Reports to Triton; `labels` tell the model's instances apart, and `artifact` says what they serve."""
 
-    def __init__(self, stats: Callable[[], EngineStats], labels: Mapping[str, str]) -> None:
+    def __init__(
+        self, stats: Callable[[], EngineStats], labels: Mapping[str, str], artifact: Mapping[str, str]
+    ) -> None:
         self._stats = stats
         self._labels = dict(labels)
         self._times_s: dict[str, list[float]] = {name: [] for name in HISTOGRAMS}
@@ -65,6 +68,13 @@ class Metrics:
         self._families[ANSWERS] = pb_utils.MetricFamily(
             name=ANSWERS, description="Answers that ended, by reason", kind=pb_utils.MetricFamily.COUNTER
         )
+        self._families[ARTIFACT] = pb_utils.MetricFamily(
+            name=ARTIFACT,
+            description="The artifact that is served; its verdict is not verified: only llmforge recomputes it",
+            kind=pb_utils.MetricFamily.GAUGE,
+        )
+        self._artifact = self._families[ARTIFACT].Metric(labels={**self._labels, **artifact})
+        self._artifact.set(1)
         self._finished: dict[str, _Total] = {}
         self._refused = {REFUSED: 0, INVALID: 0}
         self.report()

@@ -32,6 +32,8 @@ from llmforge.triton.backend.lanes import Lane
 from llmforge.triton.backend.metrics import Metrics
 from llmforge.triton.backend.responses import POLL_S, ResponseSender, fail
 
+# What recomputes it (pydantic, the recipe, every metric) is in no environment that serves.
+_UNVERIFIED = "is not verified here: `llmforge triton` did when it wrote the repository; `llmforge verify` does again"
 _ALLOW = "write the repository with `llmforge triton --allow fail`"
 DRAIN_S = 5.0
 LANES = ("text", "chat", "long", "constrained", "long constraint")  # the last two get what the others read
@@ -86,11 +88,14 @@ class TritonPythonModel:
         except ForgeError as error:
             raise pb_utils.TritonModelException(f"llmforge: {error}") from error
         copies = _copies(config, device)
-        for note in (*admitted.notes, *([copies] if copies else []), *self._engine.stats().notes):
+        manifest = admitted.manifest
+        unverified = f"the verdict of {manifest.name} {manifest.version}, {admitted.verdict}, {_UNVERIFIED}"
+        for note in (unverified, *admitted.notes, *([copies] if copies else []), *self._engine.stats().notes):
             pb_utils.Logger.log_warn(f"llmforge: {note}")
         names = {"model": "model_name", "version": "model_version", "instance": "model_instance_name"}
         labels = {label: args[name] for label, name in names.items()}
-        self._metrics = Metrics(self._engine.stats, labels)
+        artifact = {"artifact_version": manifest.version, "verdict": admitted.verdict, "verified": "false"}
+        self._metrics = Metrics(self._engine.stats, labels, artifact)
         self._limits = JsonLimits.of(self._engine.encoder)
         self._sender = ResponseSender(self._engine, self._metrics, _end_server)
         most = self._engine.encoder.config.max_batch + self._engine.options.max_queue
