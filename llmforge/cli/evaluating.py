@@ -11,7 +11,16 @@ import click
 from llmforge.base import extras, process
 from llmforge.base.errors import UsageError
 from llmforge.cli import output, verdicts
-from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, POSITIVE, keep_quiet
+from llmforge.cli.parameters import (
+    ARTIFACT,
+    NATURAL,
+    PATH,
+    POSITIVE,
+    api_key_option,
+    keep_quiet,
+    require_given,
+    server_of,
+)
 
 if TYPE_CHECKING:
     from llmforge.checkpoint import Checkpoint
@@ -39,6 +48,7 @@ Examples:
     help="Ask this server in place of the engine: an OpenAI endpoint, or http://HOST:PORT/v2/models/MODEL of Triton. "
     "What it answers is shown, and not recorded.",
 )  # fmt: skip
+@api_key_option
 @click.option("--model", metavar="NAME", help="With --url: the model of an OpenAI endpoint. Default: its first.")
 @click.option("--no-cache", is_flag=True, help="Reuse no answers of earlier runs, and keep none.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON, item by item.")
@@ -51,6 +61,7 @@ def evaluate(
     limit: int | None,
     few_shot: int | None,
     url: str | None,
+    api_key: str | None,
     model: str | None,
     no_cache: bool,
     as_json: bool,
@@ -66,8 +77,9 @@ def evaluate(
     extras.require("eval")
     if (recipe is None) == (checkpoint is None):
         raise UsageError("give either --recipe or --checkpoint, of what ARTIFACT was built from")
-    if model is not None and url is None:
-        raise UsageError("--model requires --url")
+    if url is None:
+        require_given("--url", "model")
+    server = server_of(url, api_key)
     from llmforge import cache
     from llmforge.build import tasks, validating
     from llmforge.cli import console
@@ -82,7 +94,7 @@ def evaluate(
             progress,
             limit=limit,
             few_shot=few_shot,
-            server=None if url is None else tasks.Server(url, model),
+            server=None if server is None else tasks.Server(server, model),
             cache=store,
         )
     if as_json:
