@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ from llmforge.cli.parameters import (
 
 if TYPE_CHECKING:
     from llmforge.checkpoint import Checkpoint
+    from llmforge.evaluation.gates import GateResult
+    from llmforge.metrics.tasks import TaskResult
 
 _EXAMPLES = """\b
 Examples:
@@ -70,7 +73,7 @@ def evaluate(
     """Run tasks on ARTIFACT and on its checkpoint, and add the evidence to ARTIFACT.
 
     Both answer the same requests; items are kept, and differences are taken item by item. Nothing is downloaded.
-    Gates of the recipe are decided again.
+    The recipe's gates are decided again; those on scores of these tasks give the exit code.
     """
     process.prepare()
     extras.require("build")
@@ -83,6 +86,7 @@ def evaluate(
     from llmforge import cache
     from llmforge.build import tasks, validating
     from llmforge.cli import console
+    from llmforge.evaluation import gates
     from llmforge.report import view
 
     store = None if no_cache else partial(cache.Cache, cache.default_folder(), cache.default_size())
@@ -97,17 +101,33 @@ def evaluate(
             server=None if server is None else tasks.Server(server, model),
             cache=store,
         )
+    result = found.result
+    decided = [] if result is None else _of_tasks(result.report.gates, found.tasks)
     if as_json:
-        output.write_json({"tasks": [task.model_dump(mode="json") for task in found.tasks], "notes": found.left_out})
+        facts = {"tasks": [task.model_dump(mode="json") for task in found.tasks], "notes": found.left_out}
+        verdict = None if result is None else gates.overall(decided).value
+        output.write_json({**facts, "verdict": verdict, "gates": [gate.model_dump(mode="json") for gate in decided]})
     else:
         output.write_columns(view.task_rows(found.tasks))
         for note in found.left_out:
             console.say(f"note: {note}")
-    if found.result is None:
+    if result is None:
         return
     if not as_json:
-        output.write_lines(str(found.result.path))
-    verdicts.end_of(found.result.report, found.result.path)
+        output.write_lines(str(result.path))
+    others = [gate for gate in result.report.gates if gate not in decided]
+    if others and (ended := gates.overall(others)) is not gates.Verdict.PASS:
+        what = "failed" if ended is gates.Verdict.FAIL else "is inconclusive"
+        console.say(f"note: a gate of the artifact that these tasks do not decide {what}: see `llmforge gate`")
+    verdicts.end_of(result.report, result.path, gates=decided)
+
+
+def _of_tasks(results: Sequence[GateResult], tasks: Sequence[TaskResult]) -> list[GateResult]:
+    """Take the gates on scores of `tasks`."""
+    from llmforge.metrics.tasks import PREFIX
+
+    names = tuple(f"{PREFIX}{task.name}." for task in tasks)
+    return [gate for gate in results if gate.metric.startswith(names)]
 
 
 def _checkpoint(recipe: Path | None, folder: Path | None) -> Checkpoint:
