@@ -292,12 +292,14 @@ Examples:
 @click.command(epilog=_DIFF)
 @click.argument("a", type=ARTIFACT)
 @click.argument("b", type=ARTIFACT)
+@click.option("--all", "every", is_flag=True, help="Write every difference of recipes and graphs, one by one.")
 @_HTML
-@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
-def diff(a: Path, b: Path, html: Path | None, as_json: bool) -> None:
-    """Compare the artifacts A and B: recipe, graph, size, and every metric with its interval.
+@click.option("--json", "as_json", is_flag=True, help="Write JSON, which has every difference.")
+def diff(a: Path, b: Path, every: bool, html: Path | None, as_json: bool) -> None:
+    """Compare the artifacts A and B: every metric with its interval, size, recipe and graph.
 
-    Differences are B less A; those of quality are of the same documents, one by one.
+    Differences are B less A; those of quality are of the same documents, one by one. Of graphs, inputs and outputs that
+    differ alike in every layer are one line, and nodes and weights are counted; --all writes each.
     """
     from llmforge.artifact import Artifact
     from llmforge.report import comparing
@@ -305,7 +307,7 @@ def diff(a: Path, b: Path, html: Path | None, as_json: bool) -> None:
     if html is not None:
         output.check_file(html)
     found = comparing.compare(Artifact.open(a), Artifact.open(b))
-    graph = _graphs(a, b, brief=not as_json)
+    graph = _graphs(a, b, brief=not (as_json or every))
     if html is not None:
         from llmforge.report import render
 
@@ -314,7 +316,7 @@ def diff(a: Path, b: Path, html: Path | None, as_json: bool) -> None:
     if as_json:
         output.write_json({**json.loads(found.to_json()), "graph": graph})
         return
-    output.write_lines(*comparing.text(found), *(f"graph: {line}" for line in graph))
+    output.write_lines(*comparing.text(found, every=every), *(f"graph: {line}" for line in graph))
 
 
 def _graphs(a: Path, b: Path, *, brief: bool) -> list[str]:
@@ -330,8 +332,7 @@ def _graphs(a: Path, b: Path, *, brief: bool) -> list[str]:
     found = graphs.diff(onnx_file.load(files[0]), onnx_file.load(files[1]))
     if not brief:
         return graphs.text(found)
-    one_by_one = [f"one by one: llmforge diff-graph {files[0]} {files[1]}"] if found else []
-    return [*graphs.summary(found), *one_by_one]
+    return [*graphs.summary(found), *(["one by one: --all"] if found else [])]
 
 
 _HISTORY = """\b
