@@ -70,9 +70,9 @@ def evaluate(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Run tasks on ARTIFACT and on its checkpoint, and add the evidence to ARTIFACT.
+    """Run tasks on ARTIFACT and on its checkpoint, and record the scores.
 
-    Both answer the same requests; items are kept, and differences are taken item by item. Nothing is downloaded.
+    The scores are evidence of ARTIFACT. Both answer the same requests; items are kept, and differences are taken item by item. Nothing is downloaded.
     The recipe's gates are decided again; those on scores of these tasks give the exit code.
     """
     process.prepare()

@@ -68,9 +68,9 @@ def gate(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Decide gates on the evidence of ARTIFACT, alone and against an earlier artifact.
+    """Decide the gates of ARTIFACT, alone or against an earlier artifact.
 
-    Nothing is built or measured again, unless a limit on latency against an earlier artifact is to be decided, or with
+    They are decided on its evidence. Nothing is built or measured again, unless a limit on latency against an earlier artifact is to be decided, or with
     --until-decided. The exit code tells the verdict.
     """
     from llmforge.artifact import Artifact
@@ -296,9 +296,9 @@ Examples:
 @_HTML
 @click.option("--json", "as_json", is_flag=True, help="Write JSON, which has every difference.")
 def diff(a: Path, b: Path, every: bool, html: Path | None, as_json: bool) -> None:
-    """Compare the artifacts A and B: every metric with its interval, size, recipe and graph.
+    """Compare the artifacts A and B, metric by metric with intervals.
 
-    Differences are B less A; those of quality are of the same documents, one by one. Of graphs, inputs and outputs that
+    Size, recipe and graph follow. Differences are B less A; those of quality are of the same documents, one by one. Of graphs, inputs and outputs that
     differ alike in every layer are one line, and nodes and weights are counted; --all writes each.
     """
     from llmforge.artifact import Artifact
