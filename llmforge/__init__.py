@@ -60,3 +60,8 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(import_module(_ELSEWHERE.get(name, "llmforge.api")), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List what is public, imported already or not."""
+    return sorted([*__all__, "__version__"])

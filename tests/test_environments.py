@@ -168,6 +168,7 @@ ARGUMENTS: dict[str, Sequence[str]] = {
     "export": ["only/{only}", "-o", "exported.tar"],
     "gate": ["only/{only}"],
     "gc": ["--dry-run"],
+    "help": ["all"],
     "history": ["only"],
     "import": ["artifact.tar", "--out", "imported"],
     "init": [str(ROOT / "tests/data/docs-llama-7m"), "--target", "h200", "-o", "{environment}.yaml"],

@@ -9,16 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from llmforge.checkpoint import hub
+from llmforge.doctor import kept
+from llmforge.evaluation import machine
 from llmforge.planning import render, request
 from llmforge.planning.render import Planned, Refused
 from llmforge.planning.scheme import Wanted
+from llmforge.targets import Target
 
 _WIDTH = 120  # columns
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plans:
-    """A plan for each target that was asked for, in that order; those that are refused say why."""
+    """A plan for each target that was asked for, in that order; those that are refused say why.
+
+    A shell shows it as text, a notebook as HTML.
+    """
 
     planned: tuple[Planned | Refused, ...]
 
@@ -30,13 +36,17 @@ class Plans:
     def __str__(self) -> str:
         return str(self._drawn().export_text())
 
+    def __repr__(self) -> str:
+        return str(self).rstrip("\n")
+
     def _repr_html_(self) -> str:
         return str(self._drawn().export_html(inline_styles=True, code_format="<pre>{code}</pre>"))
 
     def _drawn(self) -> Any:
         from rich.console import Console
 
-        console = Console(record=True, width=_WIDTH, file=StringIO(), highlight=False)
+        # In a notebook rich would display what is printed, and the notebook the value once more.
+        console = Console(record=True, width=_WIDTH, file=StringIO(), highlight=False, force_jupyter=False)
         [*others, last] = self.planned
         console.print(
             render.comparison(self.planned) if others or not isinstance(last, Planned) else render.details(last)
@@ -60,7 +70,8 @@ def plan(
     """Plan a recipe or a checkpoint for one or several targets, as `llmforge plan` does; no weights are read.
 
     A checkpoint is a folder, or ORG/NAME on the Hub at `revision`: a branch, tag or commit, by default main. `dtypes`:
-    compute, weights, kv, product. A CPU without figures is refused: `llmforge doctor --measure` makes a target file.
+    compute, weights, kv, product. Without a target it is the recipe's, or of a checkpoint `local`. Figures of this
+    machine's CPU are those that `llmforge plan` or `llmforge doctor --measure` kept; a CPU without figures is refused.
     `price` is in US dollars an hour.
 
     Raises:
@@ -73,4 +84,8 @@ def plan(
         wanted=Wanted(**dtypes),
     )  # fmt: skip
     found = hub.find(Path(what), revision)
-    return Plans(tuple(request.answer(Path(what) if found is None else found.folder, asked)))
+    return Plans(tuple(request.answer(Path(what) if found is None else found.folder, asked, _kept)))
+
+
+def _kept(target: Target) -> Target | None:
+    return kept.of_target(target, machine.describe())

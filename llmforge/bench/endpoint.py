@@ -6,15 +6,12 @@ import http.client
 import json
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
-from urllib.parse import urlsplit
 
-from llmforge.base.errors import EnvironmentLacks, UsageError
+from llmforge.base.errors import EnvironmentLacks
+from llmforge.base.http_server import HttpServer
 from llmforge.bench.workload import LoadRequest
 from llmforge.metrics.serving import Outcome
-
-TIMEOUT_S = 600.0  # for a byte to arrive
 
 
 class Endpoint:
@@ -24,26 +21,25 @@ class Endpoint:
     connection of its own, which counts into its TTFT.
     """
 
-    def __init__(self, url: str, model: str | None = None) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(
-                f"{url!r} is not an address: expected http://HOST:PORT", hint="for example http://127.0.0.1:8000"
-            )
-        self._secure, self._netloc = parts.scheme == "https", parts.netloc
-        self._base = parts.path.rstrip("/").removesuffix("/v1")
+    def __init__(self, server: HttpServer, model: str | None = None) -> None:
+        self._server = server
+        self._base = server.path.rstrip("/").removesuffix("/v1")
         self.model = model or self._first_model()
-        self.description = f"{self.model} at {url}"
+        self.description = f"{self.model} at {server.url}"
 
     def answer(self, request: LoadRequest, due_s: float) -> Outcome:
-        """Answer one request and wait for its end; each event with text counts as one arrival."""
+        """Answer one request and wait for its end; each event with text counts as one arrival.
+
+        Raises:
+            EnvironmentLacks: the server denies access, which it would to every request.
+        """
         arrivals: list[float] = []
         usage: dict[str, Any] = {}
         error = None
         try:
             for event in self._events(request):
                 if "error" in event:
-                    error = _message(event)
+                    error = self._server.shown(_message(event))
                 elif any(choice.get("text") for choice in event.get("choices", ())):
                     arrivals.append(time.perf_counter())
                 usage = event.get("usage") or usage
@@ -72,10 +68,7 @@ class Endpoint:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        with closing(self._connect()) as connection:
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", f"{self._base}/v1/completions", json.dumps(body), headers)
-            response = connection.getresponse()
+        with self._server.request("POST", f"{self._base}/v1/completions", json.dumps(body)) as response:
             if response.status != http.client.OK:
                 yield {"error": f"HTTP {response.status}: {_message(_json(response.read()))}"}
                 return
@@ -85,19 +78,13 @@ class Endpoint:
 
     def _first_model(self) -> str:
         try:
-            with closing(self._connect()) as connection:
-                connection.request("GET", f"{self._base}/v1/models")
-                response = connection.getresponse()
+            with self._server.request("GET", f"{self._base}/v1/models") as response:
                 models = _json(response.read()).get("data")
         except (OSError, http.client.HTTPException) as error:
-            raise EnvironmentLacks(f"{self._netloc}: no answer: {error}", hint="is the server running?") from error
+            raise EnvironmentLacks(f"{self._server.url}: no answer: {error}", hint="is the server running?") from error
         if not models:
-            raise EnvironmentLacks(f"{self._netloc}: HTTP {response.status} and no model at {self._base}/v1/models")
+            raise EnvironmentLacks(f"{self._server.url}: HTTP {response.status} and no model at {self._base}/v1/models")
         return str(models[0]["id"])
-
-    def _connect(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        return kind(self._netloc, timeout=TIMEOUT_S)
 
 
 def _json(data: bytes) -> dict[str, Any]:

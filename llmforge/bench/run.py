@@ -9,6 +9,7 @@ from pathlib import Path
 
 from llmforge import __version__
 from llmforge.base.errors import UsageError
+from llmforge.base.http_server import HttpServer
 from llmforge.bench.drive import InProcess, Subject
 from llmforge.bench.endpoint import Endpoint
 from llmforge.bench.report import BenchReport, EngineRecord, Point
@@ -78,11 +79,11 @@ def run(
     load: Load,
     plan: Plan,
     *,
-    url: str | None = None,
+    server: HttpServer | None = None,
     local: LocalEngine = LocalEngine(),
     progress: Progress = lambda done, total: None,
 ) -> BenchReport:
-    """Measure the engine of `artifact`, or the OpenAI-compatible endpoint at `url`, which serves the same tokenizer.
+    """Measure the engine of `artifact`, or an OpenAI-compatible `server` of the same tokenizer.
 
     `name` says what runs.
 
@@ -90,6 +91,7 @@ def run(
         InputError: the artifact cannot be used.
         UsageError: a prompt and its answer do not fit the context.
         DataError: a file of prompts or arrivals cannot be used.
+        EnvironmentLacks: the server does not answer, or denies access.
     """
     config = RuntimeConfig.read(artifact / "engine" / FILE)
     tokenizer = read_tokenizer(artifact / "tokenizer" / "tokenizer.json")
@@ -108,8 +110,8 @@ def run(
 
     record: EngineRecord | None = None
     notes: tuple[str, ...] = ()
-    if url is not None:
-        subject: Subject = Endpoint(url)
+    if server is not None:
+        subject: Subject = Endpoint(server)
         points = points_of(subject)
     else:
         with Engine.load(artifact, local.options, local.threads) as engine:

@@ -13,6 +13,7 @@ from typing import Any
 
 from llmforge.base import extras
 from llmforge.base.errors import UnsupportedError
+from llmforge.base.http_server import HttpServer
 from llmforge.base.plugins import Package
 from llmforge.base.progress import Progress
 from llmforge.build.reuse import Reuse
@@ -53,8 +54,8 @@ class Kept(Keep):
 class Server:
     """What answers in the place of an artifact's engine."""
 
-    url: str
-    model: str | None
+    at: HttpServer
+    model: str | None = None
 
 
 def run(
@@ -96,7 +97,7 @@ def run(
 
     ours: Side = EngineSide(runner, engine)
     if server is not None:
-        ours, content = ServedSide(connect(server.url, server.model), config.max_context, tokenizer.decode), None
+        ours, content = ServedSide(connect(server.at, server.model), config.max_context, tokenizer.decode), None
     theirs = CheckpointSide(
         partial(Baseline, checkpoint, threads=threads),
         f"{checkpoint.name}, transformers {metadata.version('transformers')}, fp32 arithmetic",

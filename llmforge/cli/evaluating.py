@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,10 +12,21 @@ import click
 from llmforge.base import extras, process
 from llmforge.base.errors import UsageError
 from llmforge.cli import output, verdicts
-from llmforge.cli.parameters import ARTIFACT, NATURAL, PATH, POSITIVE, keep_quiet
+from llmforge.cli.parameters import (
+    ARTIFACT,
+    NATURAL,
+    PATH,
+    POSITIVE,
+    api_key_option,
+    keep_quiet,
+    require_given,
+    server_of,
+)
 
 if TYPE_CHECKING:
     from llmforge.checkpoint import Checkpoint
+    from llmforge.evaluation.gates import GateResult
+    from llmforge.metrics.tasks import TaskResult
 
 _EXAMPLES = """\b
 Examples:
@@ -39,6 +51,7 @@ Examples:
     help="Ask this server in place of the engine: an OpenAI endpoint, or http://HOST:PORT/v2/models/MODEL of Triton. "
     "What it answers is shown, and not recorded.",
 )  # fmt: skip
+@api_key_option
 @click.option("--model", metavar="NAME", help="With --url: the model of an OpenAI endpoint. Default: its first.")
 @click.option("--no-cache", is_flag=True, help="Reuse no answers of earlier runs, and keep none.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON, item by item.")
@@ -51,26 +64,29 @@ def evaluate(
     limit: int | None,
     few_shot: int | None,
     url: str | None,
+    api_key: str | None,
     model: str | None,
     no_cache: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Run tasks on ARTIFACT and on its checkpoint, and add the evidence to ARTIFACT.
+    """Run tasks on ARTIFACT and on its checkpoint, and record the scores.
 
-    Both answer the same requests; items are kept, and differences are taken item by item. Nothing is downloaded.
-    Gates of the recipe are decided again.
+    The scores are evidence of ARTIFACT. Both answer the same requests; items are kept, and differences are taken item by item. Nothing is downloaded.
+    The recipe's gates are decided again; those on scores of these tasks give the exit code.
     """
     process.prepare()
     extras.require("build")
     extras.require("eval")
     if (recipe is None) == (checkpoint is None):
         raise UsageError("give either --recipe or --checkpoint, of what ARTIFACT was built from")
-    if model is not None and url is None:
-        raise UsageError("--model requires --url")
+    if url is None:
+        require_given("--url", "model")
+    server = server_of(url, api_key)
     from llmforge import cache
     from llmforge.build import tasks, validating
     from llmforge.cli import console
+    from llmforge.evaluation import gates
     from llmforge.report import view
 
     store = None if no_cache else partial(cache.Cache, cache.default_folder(), cache.default_size())
@@ -82,20 +98,36 @@ def evaluate(
             progress,
             limit=limit,
             few_shot=few_shot,
-            server=None if url is None else tasks.Server(url, model),
+            server=None if server is None else tasks.Server(server, model),
             cache=store,
         )
+    result = found.result
+    decided = [] if result is None else _of_tasks(result.report.gates, found.tasks)
     if as_json:
-        output.write_json({"tasks": [task.model_dump(mode="json") for task in found.tasks], "notes": found.left_out})
+        facts = {"tasks": [task.model_dump(mode="json") for task in found.tasks], "notes": found.left_out}
+        verdict = None if result is None else gates.overall(decided).value
+        output.write_json({**facts, "verdict": verdict, "gates": [gate.model_dump(mode="json") for gate in decided]})
     else:
         output.write_columns(view.task_rows(found.tasks))
         for note in found.left_out:
             console.say(f"note: {note}")
-    if found.result is None:
+    if result is None:
         return
     if not as_json:
-        output.write_lines(str(found.result.path))
-    verdicts.end_of(found.result.report, found.result.path)
+        output.write_lines(str(result.path))
+    others = [gate for gate in result.report.gates if gate not in decided]
+    if others and (ended := gates.overall(others)) is not gates.Verdict.PASS:
+        what = "failed" if ended is gates.Verdict.FAIL else "is inconclusive"
+        console.say(f"note: a gate of the artifact that these tasks do not decide {what}: see `llmforge gate`")
+    verdicts.end_of(result.report, result.path, gates=decided)
+
+
+def _of_tasks(results: Sequence[GateResult], tasks: Sequence[TaskResult]) -> list[GateResult]:
+    """Take the gates on scores of `tasks`."""
+    from llmforge.metrics.tasks import PREFIX
+
+    names = tuple(f"{PREFIX}{task.name}." for task in tasks)
+    return [gate for gate in results if gate.metric.startswith(names)]
 
 
 def _checkpoint(recipe: Path | None, folder: Path | None) -> Checkpoint:

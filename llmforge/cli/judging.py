@@ -68,9 +68,9 @@ def gate(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Decide gates on the evidence of ARTIFACT, alone and against an earlier artifact.
+    """Decide the gates of ARTIFACT, alone or against an earlier artifact.
 
-    Nothing is built or measured again, unless a limit on latency against an earlier artifact is to be decided, or with
+    They are decided on its evidence. Nothing is built or measured again, unless a limit on latency against an earlier artifact is to be decided, or with
     --until-decided. The exit code tells the verdict.
     """
     from llmforge.artifact import Artifact
@@ -292,19 +292,21 @@ Examples:
 @click.command(epilog=_DIFF)
 @click.argument("a", type=ARTIFACT)
 @click.argument("b", type=ARTIFACT)
+@click.option("--all", "every", is_flag=True, help="Write every difference of recipes and graphs, one by one.")
 @_HTML
-@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
-def diff(a: Path, b: Path, html: Path | None, as_json: bool) -> None:
-    """Compare the artifacts A and B: recipe, graph, size, and every metric with its interval.
+@click.option("--json", "as_json", is_flag=True, help="Write JSON, which has every difference.")
+def diff(a: Path, b: Path, every: bool, html: Path | None, as_json: bool) -> None:
+    """Compare the artifacts A and B, metric by metric with intervals.
 
-    Differences are B less A; those of quality are of the same documents, one by one.
+    Size, recipe and graph follow. Differences are B less A; those of quality are of the same documents, one by one. Of graphs, inputs and outputs that
+    differ alike in every layer are one line, and nodes and weights are counted; --all writes each.
     """
     from llmforge.report import comparing, confirmed
 
     if html is not None:
         output.check_file(html)
     found = comparing.compare(confirmed.open_artifact(a), confirmed.open_artifact(b))
-    graph = _graphs(a, b, brief=not as_json)
+    graph = _graphs(a, b, brief=not (as_json or every))
     if html is not None:
         from llmforge.report import render
 
@@ -313,7 +315,7 @@ def diff(a: Path, b: Path, html: Path | None, as_json: bool) -> None:
     if as_json:
         output.write_json({**json.loads(found.to_json()), "graph": graph})
         return
-    output.write_lines(*comparing.text(found), *(f"graph: {line}" for line in graph))
+    output.write_lines(*comparing.text(found, every=every), *(f"graph: {line}" for line in graph))
 
 
 def _graphs(a: Path, b: Path, *, brief: bool) -> list[str]:
@@ -329,8 +331,7 @@ def _graphs(a: Path, b: Path, *, brief: bool) -> list[str]:
     found = graphs.diff(onnx_file.load(files[0]), onnx_file.load(files[1]))
     if not brief:
         return graphs.text(found)
-    one_by_one = [f"one by one: llmforge diff-graph {files[0]} {files[1]}"] if found else []
-    return [*graphs.summary(found), *one_by_one]
+    return [*graphs.summary(found), *(["one by one: --all"] if found else [])]
 
 
 _HISTORY = """\b

@@ -13,6 +13,7 @@ from click.core import ParameterSource
 
 from llmforge.base import backends, folders, small_file
 from llmforge.base.errors import UsageError
+from llmforge.base.http_server import KEY_VARIABLE, HttpServer
 from llmforge.base.progress import without_bars
 from llmforge.base.wording import shown
 
@@ -288,6 +289,23 @@ class RuntimePython(click.ParamType[Any]):
         if name not in RUNTIMES or not equals or not python:
             self.fail(f"{shown(str(value))}: expected NAME=PYTHON; names: {', '.join(RUNTIMES)}", param, ctx)
         return name, PATH.convert(python, param, ctx)
+
+
+def api_key_option(command: Command) -> Command:
+    """Add the option --api-key, of commands that take --url; `server_of` reads both."""
+    return click.option(
+        "--api-key", metavar="KEY", envvar=KEY_VARIABLE, show_envvar=True,
+        help="With --url: key of that server, sent as `Authorization: Bearer KEY`. Other users of this machine may see "
+        "the options of a command, but not its environment.",
+    )(command)  # fmt: skip
+
+
+def server_of(url: str | None, api_key: str | None) -> HttpServer | None:
+    """Make the server that --url and --api-key name; None without --url."""
+    if url is None:
+        require_given("--url", "api_key")
+        return None
+    return HttpServer(url, api_key)
 
 
 def runtime_option(command: Command) -> Command:

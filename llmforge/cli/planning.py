@@ -30,6 +30,7 @@ _DTYPES = get_args(Dtype)
 
 _EXAMPLES = """\b
 Examples:
+  llmforge plan CHECKPOINT
   llmforge plan recipes/quickstart.yaml --target l4
   llmforge plan CHECKPOINT --target h100-sxm --weights int4 --batch 8
   llmforge plan CHECKPOINT --target h100-sxm --target l4
@@ -41,7 +42,8 @@ Examples:
 @click.argument("what", metavar="RECIPE|CHECKPOINT", type=PATH)
 @click.option(
     "--target", "targets", type=TARGET, multiple=True, metavar="NAME|FILE.yaml",
-    help="Target to plan for, see `llmforge targets`; repeatable. Defaults to the target of RECIPE.",
+    help="Target to plan for, see `llmforge targets`; repeatable. Defaults to the target of RECIPE, "
+    "or of CHECKPOINT to `local`, the CPU of this machine.",
 )  # fmt: skip
 @click.option(
     "--engine",
@@ -134,31 +136,33 @@ def show(recipe: Path) -> None:
 def measured_here(target: Target) -> Target | None:
     """Give the figures of this machine to a CPU target that is its own; None where it is another's.
 
-    They are measured once, and again where other processes were in the way.
+    They are measured once, and again by `llmforge doctor --measure`.
     """
-    from llmforge import targets
     from llmforge.doctor import kept
     from llmforge.evaluation import machine
 
-    if target.kind != "cpu" or target.isa is None or target.isa != targets.detect():
-        return None
-    if extras.missing("build") or extras.trouble(extras.RUNTIME) is not None:  # nothing that could be measured
+    if not kept.is_here(target):
         return None
     here = machine.describe()
-    found = kept.find(here)
-    if found is None:
-        from llmforge.cli import console
-        from llmforge.doctor import ceilings
-        from llmforge.doctor import machine as files
+    if (known := kept.of_target(target, here)) is not None:
+        return known
+    if extras.missing("build") or extras.trouble(extras.RUNTIME) is not None:  # nothing that could be measured
+        return None
+    from llmforge.cli import console
+    from llmforge.doctor import ceilings
+    from llmforge.doctor import machine as files
 
-        console.say("measuring this machine, once: memory bandwidth and matrix products")
-        with console.progress() as progress:
-            reached = ceilings.measure(here.cores, progress.stage)
-        if reached.disturbed:
-            console.say(f"other processes used {reached.others:.1f} cores meanwhile: an idle machine is faster")
-        found = files.of_cpu(target.name, here, reached, datetime.now(UTC).date().isoformat())
-        kept.keep(found, here)
-    return found.model_copy(update={"name": target.name})
+    console.say("measuring this machine, once: memory bandwidth and matrix products")
+    with console.progress() as progress:
+        reached = ceilings.measure(here.cores, progress.stage)
+    if reached.disturbed:
+        console.say(
+            f"other processes used {reached.others:.1f} cores meanwhile: an idle machine is faster; "
+            "`llmforge doctor --measure` measures again"
+        )
+    found = files.of_cpu(target.name, here, reached, datetime.now(UTC).date().isoformat())
+    kept.keep(found, here)
+    return found
 
 
 _CONSTRAINTS = Path(llmforge.__file__).with_name("constraints.txt")
@@ -171,7 +175,10 @@ Examples:
 
 
 @click.command(epilog=_DOCTOR)
-@click.option("--measure", is_flag=True, help="Measure memory bandwidth and matrix multiplication rates.")
+@click.option(
+    "--measure", is_flag=True,
+    help="Measure memory bandwidth and matrix multiplication rates; `llmforge plan` uses what was measured last.",
+)  # fmt: skip
 @click.option(
     "--write", "path", type=PATH, metavar="FILE.yaml",
     help="With --measure: write this machine as a target file, for `plan --target` and recipes.",
@@ -258,12 +265,15 @@ def _measured(
 ) -> Ceilings | None:
     """Measure `device` and write its target file to `path`; the ceilings of a CPU."""
     from llmforge.cli import console
-    from llmforge.doctor import ceilings, gpus, machine
+    from llmforge import targets
+    from llmforge.doctor import ceilings, gpus, kept, machine
 
     day = datetime.now(UTC).date().isoformat()
     name = "" if path is None else path.stem
     if device == "cpu":
         cpu = ceilings.measure(threads or here.cores, told)
+        if threads is None:
+            kept.keep(machine.of_cpu(targets.local().name, here, cpu, day), here)
         if path is not None:
             machine.write(machine.of_cpu(name, here, cpu, day), path)
         return cpu

@@ -23,6 +23,7 @@ from llmforge.cli import (
     caching,
     completing,
     evaluating,
+    helping,
     inspecting,
     judging,
     planning,
@@ -44,27 +45,21 @@ _ISSUES = "This is a bug in llmforge. Please report it with the command, the rec
 _ISSUES_JSON = _ISSUES.replace("everything above", "the traceback")
 
 
-# As `llmforge --help` lists the commands: in the order in which someone comes to need them.
-SECTIONS = {
-    "From a checkpoint to a server": ("init", "up", "plan", "build", "run", "serve", "triton"),
-    "Judge": ("gate", "bench", "eval", "validate", "diff", "history", "verify"),
-    "Improve": ("tune", "bisect", "reproduce", "migrate"),
-    "Keep and share": (
-        "ls", "tag", "promote", "rm", "gc", "export", "import", "push", "pull", "sign", "cache",
-    ),
-    "Look up": ("docs", "doctor", "inspect", "trace", "diff-graph", "passes", "targets", "schema", "completion"),
-}  # fmt: skip
-
-
 class _Root(click.Group):
     """Turns errors into one message on standard error and an exit code.
 
     A package that is not installed, or not as a whole, is such an error: commands import what they need as they begin.
     """
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take `--help all`, which is no option of click's."""
+        if helping.asks_for_all(args, ctx.help_option_names):
+            helping.list_all(ctx)
+        return super().parse_args(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands by section, each with the whole first sentence of its help."""
-        for title, names in SECTIONS.items():
+        for title, names in helping.sections(ctx).items():
             with formatter.section(title):
                 summaries = [(name, self.commands[name].get_short_help_str(limit=200)) for name in names]
                 formatter.write_dl(summaries, col_max=12)
@@ -77,6 +72,13 @@ class _Root(click.Group):
             return super().make_context(info_name, args, parent, **extra)
         except OSError as error:
             raise click.exceptions.Exit(_unwritten(error)) from None
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Say at the end where the commands are that were not listed."""
+        super().format_epilog(ctx, formatter)
+        if (line := helping.last_line(ctx)) is not None:
+            formatter.write_paragraph()
+            formatter.write_text(line)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -225,6 +227,7 @@ Exit codes:
         inspecting.schema,
         inspecting.docs,
         completing.completion,
+        helping.help_,
     ],
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True},

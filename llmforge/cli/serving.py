@@ -23,10 +23,12 @@ from llmforge.cli.parameters import (
     PATH,
     POSITIVE,
     Numbers,
+    api_key_option,
     is_json_log,
     keep_quiet,
     record,
     refuse_given,
+    server_of,
 )
 from llmforge.cli.provenance import admit, loading_options, signature_options
 
@@ -208,6 +210,7 @@ Examples:
 @click.option("--seed", type=NATURAL, metavar="N", default=0, help="Random seed of prompts and arrivals.")
 @_engine_options
 @click.option("--url", metavar="URL", help="Measure this endpoint instead; it must use the tokenizer of ARTIFACT.")
+@api_key_option
 @click.option("-o", "--output", "path", type=PATH, metavar="REPORT.json", help="Write the report to a file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
 @click.option("-q", "--quiet", is_flag=True, callback=keep_quiet, help="Hide progress and notes.")
@@ -216,6 +219,7 @@ def bench(
     artifact: Path,
     slo: str | None,
     url: str | None,
+    api_key: str | None,
     threads: int | None,
     path: Path | None,
     as_json: bool,
@@ -235,6 +239,7 @@ def bench(
         options["warmup"] = 0
     if url is not None:
         refuse_given("--url", "threads", "prefix_cache_bytes", "speculation")
+    server = server_of(url, api_key)
     if not (options["concurrency"] or options["rates"] or options["trace"]):
         options["concurrency"] = (1, 4)
     load = record(measuring.Load, options)
@@ -251,7 +256,7 @@ def bench(
             f"{opened.manifest.name} {opened.manifest.version}",
             load,
             plan,
-            url=url,
+            server=server,
             local=measuring.LocalEngine(engine, threads, _footprint(opened)),
             progress=progress.advance,
         )

@@ -17,7 +17,6 @@ from llmforge.base.errors import UsageError
 from llmforge.base.wording import shown
 from llmforge.cli import building, output, serving
 from llmforge.cli.parameters import BACKEND, PATH, REVISION, TARGET, go_on, on_hub, out_option, refuse_given
-from llmforge.cli.planning import measured_here
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -109,8 +108,8 @@ def init(
 ) -> None:
     """Write a commented recipe for CHECKPOINT that builds.
 
-    Chooses the passes that pay on the target, and a context and a batch that fit its memory. The last line of standard
-    output is the path of the recipe.
+    Chooses the passes that pay on the target, and a context and a batch that fit its memory. Nothing is measured: the
+    same checkpoint gives the same recipe again. The last line of standard output is the path of the recipe.
     """
     from llmforge.cli import console
 
@@ -267,7 +266,8 @@ def write(
     from llmforge.base.sealed import is_name
     from llmforge.checkpoint import read_settings
     from llmforge.doctor import gpus
-    from llmforge.planning import starting
+    from llmforge.evaluation import machine
+    from llmforge.planning import starting, typical
     from llmforge.recipe import Recipe
 
     if name is not None and not is_name(name):
@@ -294,15 +294,17 @@ def write(
     if target:
         given["target"] = _beside(Path(target), path) if targets.is_file(target) else target.lower()
         found = targets.find(target)
-    read_settings(checkpoint.absolute())  # refused before the machine is measured, or anything is written
+    read_settings(checkpoint.absolute())  # refused before anything is written
     if like is not None:
         shipped = (recipes.FOLDER / f"{like}.yaml").read_text(encoding="utf-8")
         text = _adapted(shipped.replace(f"recipes/{like}.yaml", path.name), {"name": name, **given})
     else:
         here = [] if found.kind == "cpu" else gpus.find()
+        if found.kind == "cpu" and found.isa is targets.detect():
+            found = typical.of_cpu(found, machine.describe())
         text = starting.write(
             checkpoint,
-            measured_here(found) or found,
+            found,
             goal,
             name=name,
             given=given,

@@ -11,7 +11,7 @@ import click
 from llmforge.base import folders
 from llmforge.base.errors import ForgedVerdict, GateFailed, GateInconclusive, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, LOCATION, NATURAL, VERSION, out_option
+from llmforge.cli.parameters import ARTIFACT, LOCATION, NATURAL, VERSION, out_option, refuse_given
 from llmforge.cli.provenance import arrival_check, signature_options
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from llmforge.artifact.remote import Url
     from llmforge.artifact.tags import Move
     from llmforge.artifact.versions import Version
+    from llmforge.evaluation.gates import Verdict
 
 _OUT = "Folder of the artifacts."
 _JSON = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
@@ -133,18 +134,24 @@ Examples:
 @click.argument("artifact", type=ARTIFACT)
 @click.argument("tag")
 @click.option("--delete", is_flag=True, help="Take TAG off ARTIFACT.")
+@click.option("--force", is_flag=True, help="Put TAG on ARTIFACT even if its gates failed.")
 @out_option(_OUT)
 @_JSON
-def tag(artifact: Path, tag: str, delete: bool, out: Path, as_json: bool) -> None:
+def tag(artifact: Path, tag: str, delete: bool, force: bool, out: Path, as_json: bool) -> None:
     """Put TAG on a version of an artifact, or move it there.
 
-    A tag keeps its history (`llmforge ls --history`). Once `llmforge promote` has moved it, nothing else can.
+    A version whose gates failed takes a tag only with --force; one whose gates are undecided, or that has none, takes
+    it. A tag keeps its history (`llmforge ls --history`). Once `llmforge promote` has moved it, nothing else can.
     """
     from llmforge.artifact import Artifact, tags
     from llmforge.report import confirmed
 
-    path = (Artifact.open if delete else confirmed.open_artifact)(artifact).path
-    parent = _home(path, out)
+    opened = (Artifact.open if delete else confirmed.open_artifact)(artifact)
+    path, parent = opened.path, _home(opened.path, out)
+    if delete:
+        refuse_given("--delete", "force")
+    elif not force:
+        _require_not_failed(opened)
     moved = tags.delete(parent, tag, path.name) if delete else tags.move(parent, tag, path.name)
     _say(f"{parent.name}:{tag}", path.name, moved, as_json)
 
@@ -248,14 +255,9 @@ def import_(archive: Path | Url, out: Path, require_signature: bool, key: Path |
 
 def _require_passed(artifact: Artifact) -> None:
     """Raise what `build` would if the gates of an artifact did not pass."""
-    from llmforge.evaluation import gates
     from llmforge.evaluation.gates import Verdict
-    from llmforge.report import verdict
 
-    results = verdict.recompute(artifact)
-    name = f"{artifact.path.parent.name}/{artifact.path.name}"
-    found = gates.overall(results)
-    reasons = [result.explanation for result in results if result.verdict is found]
+    name, (found, reasons) = _named(artifact), _judged(artifact)
     match found:
         case Verdict.FAIL:
             raise GateFailed("\n".join([f"{name} cannot be promoted: a gate failed", *reasons]))
@@ -265,6 +267,35 @@ def _require_passed(artifact: Artifact) -> None:
             raise GateInconclusive(
                 f"{name} cannot be promoted: its recipe has no gates", hint="add `gates` to the recipe, and build again"
             )
+
+
+def _require_not_failed(artifact: Artifact) -> None:
+    """Raise what `build` would if a gate of an artifact failed; say it where a gate is inconclusive."""
+    from llmforge.cli import console
+    from llmforge.evaluation.gates import Verdict
+
+    if artifact.verdict == Verdict.FAIL.value:
+        _, reasons = _judged(artifact)
+        raise GateFailed(
+            "\n".join([f"{_named(artifact)} cannot be tagged: a gate failed", *reasons]),
+            hint="use --force to tag it all the same",
+        )
+    if artifact.verdict == Verdict.INCONCLUSIVE.value:
+        console.say(f"note: a gate of {_named(artifact)} is inconclusive; `llmforge promote` would not take it")
+
+
+def _judged(artifact: Artifact) -> tuple[Verdict, list[str]]:
+    """Judge the gates of an artifact again; give the verdict, and what the gates say that it comes from."""
+    from llmforge.evaluation import gates
+    from llmforge.report import verdict
+
+    results = verdict.recompute(artifact)
+    found = gates.overall(results)
+    return found, [result.explanation for result in results if result.verdict is found]
+
+
+def _named(artifact: Artifact) -> str:
+    return f"{artifact.path.parent.name}/{artifact.path.name}"
 
 
 def _home(path: Path, out: Path) -> Path:

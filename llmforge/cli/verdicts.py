@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from llmforge.base.errors import EnginePending, GateFailed, GateInconclusive
 
 if TYPE_CHECKING:
-    from llmforge.evaluation.gates import Verdict
+    from llmforge.evaluation.gates import GateResult, Verdict
     from llmforge.report.model import Report
 
 
@@ -36,17 +36,22 @@ def end(
         raise GateInconclusive(message, hint=undecided)
 
 
-def end_of(report: Report, artifact: Path, hint: str | None = None) -> None:
+def end_of(
+    report: Report, artifact: Path, hint: str | None = None, *, gates: Sequence[GateResult] | None = None
+) -> None:
     """End a command that has built or measured `artifact`; its report says how the gates ended.
+
+    `gates` are those that the command decided, where these are not all.
 
     Raises:
         GateFailed, EnginePending, GateInconclusive: as `end`.
     """
-    from llmforge.evaluation.gates import Verdict
+    from llmforge.evaluation.gates import Verdict, overall
 
-    ended = "the engine is not built yet" if report.engine.pending else "a gate is inconclusive"
-    if report.verdict is Verdict.FAIL:
-        ended = "a gate failed"
-    of_verdict = [gate.explanation for gate in report.gates if gate.verdict is report.verdict]
+    verdict = report.verdict if gates is None else overall(gates)
     pending = report.engine.pending
-    end(report.verdict, [ended, *of_verdict], artifact=artifact, pending=pending, failed=hint, undecided=hint)
+    ended = "the engine is not built yet" if pending else "a gate is inconclusive"
+    if verdict is Verdict.FAIL:
+        ended = "a gate failed"
+    of_verdict = [gate.explanation for gate in (report.gates if gates is None else gates) if gate.verdict is verdict]
+    end(verdict, [ended, *of_verdict], artifact=artifact, pending=pending, failed=hint, undecided=hint)

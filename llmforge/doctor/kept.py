@@ -19,7 +19,8 @@ _FOLDER = "machines"
 
 def file(here: Machine) -> Path:
     """Name the file: another one for another CPU, other memory, or another llmforge, whose kernels may be faster."""
-    facts = f"{__version__}\n{here.model_dump_json()}"
+    memory_gib = round(here.memory_bytes / 2**30)  # what a kernel takes of it at boot differs
+    facts = "\n".join(map(str, (__version__, here.cpu, here.cores, here.usable_cpus, *here.isa, memory_gib)))
     return remembered.home() / _FOLDER / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.yaml"
 
 
@@ -32,9 +33,26 @@ def find(here: Machine) -> Target | None:
         return None
 
 
+def of_target(target: Target, here: Machine) -> Target | None:
+    """Give a CPU target that is this machine's own the figures that were kept; None: it is another's, or none were."""
+    if not is_here(target):
+        return None
+    found = find(here)
+    return None if found is None else found.model_copy(update={"name": target.name})
+
+
+def is_here(target: Target) -> bool:
+    """Say if a CPU target is this machine's own."""
+    return target.kind == "cpu" and target.isa is not None and target.isa is targets.detect()
+
+
 def keep(target: Target, here: Machine) -> None:
-    """Keep what was measured, if the machine had nothing else to do meanwhile and the folder can be written."""
-    if target.bandwidth_gbs is None or not target.bandwidth_gbs.verified:
+    """Keep what was measured, if the folder can be written; what other processes were in the way of replaces no better.
+
+    The latter is marked by figures that are not verified.
+    """
+    before = find(here)
+    if before is not None and _undisturbed(before) and not _undisturbed(target):
         return
     path = file(here)
     written = path.with_name(f".{path.stem}-{os.getpid()}.yaml")
@@ -45,3 +63,7 @@ def keep(target: Target, here: Machine) -> None:
     except (OSError, UsageError):  # the next plan measures again
         with suppress(OSError):
             written.unlink()
+
+
+def _undisturbed(target: Target) -> bool:
+    return target.bandwidth_gbs is not None and target.bandwidth_gbs.verified

@@ -7,15 +7,15 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
-from llmforge.base.errors import EnvironmentLacks, RunFailed, UnsupportedError, UsageError
+from llmforge.base.errors import EnvironmentLacks, RunFailed, UnsupportedError
+from llmforge.base.http_server import HttpServer
 from llmforge.evaluation.scoring import Likelihood, Pair
 
-TIMEOUT_S = 600.0  # for a byte to arrive
 CLIENTS = 8  # requests at once
 FORCE = 100.0  # `logit_bias` of the token that is asked for: the largest that OpenAI allows
 CLOSE = 1e-3  # nats; the same prompt read in another batch differs by less
@@ -221,20 +221,14 @@ class Triton:
 class Http:
     """Requests of JSON to one server, each over a connection of its own."""
 
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(
-                f"{url!r} is not an address: expected http://HOST:PORT", hint="for example http://127.0.0.1:8000"
-            )
-        self.url, self.path = url, parts.path
-        self._secure, self._place = parts.scheme == "https", parts.netloc
+    def __init__(self, server: HttpServer) -> None:
+        self.url, self.path, self._server = server.url, server.path, server
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Send JSON; give the JSON that comes back.
 
         Raises:
-            EnvironmentLacks: there is no answer.
+            EnvironmentLacks: there is no answer, or access is denied.
             RunFailed: the server refuses, or answers something else.
         """
         return self._ask("POST", path, json.dumps(body))
@@ -244,11 +238,8 @@ class Http:
         return self._ask("GET", path, None)
 
     def _ask(self, method: str, path: str, body: str | None) -> dict[str, Any]:
-        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         try:
-            with closing(kind(self._place, timeout=TIMEOUT_S)) as connection:
-                connection.request(method, path, body, {"Content-Type": "application/json"})
-                response = connection.getresponse()
+            with self._server.request(method, path, body) as response:
                 data = response.read()
         except (OSError, http.client.HTTPException) as error:
             raise EnvironmentLacks(f"{self.url}: no answer: {error}", hint="is the server running?") from error
@@ -257,13 +248,14 @@ class Http:
         except ValueError:
             found = None
         if response.status != http.client.OK or not isinstance(found, dict):
-            raise RunFailed(f"{self.url}{path}: HTTP {response.status}: {data[:200].decode('utf-8', 'replace')}")
+            said = self._server.shown(data.decode("utf-8", "replace"))
+            raise RunFailed(f"{self.url}{path}: HTTP {response.status}: {said}")
         return found
 
 
-def connect(url: str, model: str | None) -> Protocolled:
-    """Say how the server at `url` is asked: one that ends with /v2/models/MODEL is Triton's, others are OpenAI's."""
-    http_ = Http(url)
+def connect(server: HttpServer, model: str | None) -> Protocolled:
+    """Say how a server is asked: one whose address ends with /v2/models/MODEL is Triton's, others are OpenAI's."""
+    http_ = Http(server)
     if (found := _TRITON.fullmatch(http_.path.rstrip("/"))) is not None:
         return Triton(http_, found["base"], found["model"])
     return OpenAI(http_, model)

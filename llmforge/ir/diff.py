@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from llmforge.ir.operators.record import shown
 from llmforge.ir.summary import operator_name, operators
 
 COMPARED_BYTES = 1 << 16  # initializers up to this size are compared by content, larger ones by dtype and shape
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,10 @@ def text(difference: GraphDiff) -> list[str]:
 
 
 def summary(difference: GraphDiff) -> list[str]:
-    """Write what differs as a whole, and count the rest: operators, interface, and how many nodes and weights."""
+    """Write what differs as a whole, and count the rest: operators, interface, and how many nodes and weights.
+
+    Inputs and outputs that differ alike, and whose names differ by numbers alone (those of layers), are one line.
+    """
     counted = {
         "nodes only in A": len(difference.nodes_removed),
         "nodes only in B": len(difference.nodes_added),
@@ -86,10 +91,23 @@ def summary(difference: GraphDiff) -> list[str]:
     }
     whole = replace(
         difference, nodes_removed=(), nodes_added=(), nodes_changed={}, initializers_removed=(),
-        initializers_added=(), initializers_changed={},
+        initializers_added=(), initializers_changed={}, interface=_alike(difference.interface),
     )  # fmt: skip
     counts = "; ".join(f"{what}: {number}" for what, number in counted.items() if number)
     return [*(text(whole) if whole else ()), *([counts] if counts else ())] or text(difference)
+
+
+def _alike(interface: Mapping[str, str]) -> dict[str, str]:
+    """Merge changes of inputs or outputs that are the same but for numbers in the names, and count them."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for what, change in interface.items():
+        groups.setdefault((_NUMBER.sub("*", what), change), []).append(what)
+    merged = {}
+    for (pattern, change), names in groups.items():
+        kind, _, name = pattern.partition(" ")
+        title = names[0] if len(names) == 1 else f"{len(names)} {kind}s {name}"
+        merged[title] = f"{merged[title]}; {len(names)} more: {change}" if title in merged else change
+    return merged
 
 
 def _nodes(model: ir.Model) -> dict[str, ir.Node]:

@@ -62,13 +62,13 @@ class Request:
 def answer(
     what: Path, asked: Request, measured: Callable[[Target], Target | None] = lambda target: None
 ) -> list[Planned | Refused]:
-    """Plan the recipe or the checkpoint at `what` on every target that is asked for.
+    """Plan the recipe or the checkpoint at `what` on every target that is asked for, or that of the recipe, or here.
 
     Of several targets, those that cannot be planned are `Refused`; if none can, the first one's error is raised.
     `measured` may give the figures of a target that has none, as those of CPUs.
 
     Raises:
-        UsageError: no such target, no target at all, or options that contradict each other.
+        UsageError: no such target, or options that contradict each other.
         CheckpointError: the configuration is not usable.
         UnsupportedError: an engine does not run on a target, or does not take a dtype there.
     """
@@ -77,13 +77,7 @@ def answer(
         recipe = Recipe.load(what)
         refuse_what_is_not_built(recipe)
         intent, folder = _intent(recipe), recipe.checkpoint
-    names = asked.targets or intent.targets
-    if not names:
-        raise UsageError(
-            f"{what}: no target given",
-            hint="add --target, such as --target h200; see `llmforge targets`",
-        )
-    found = [targets.find(name) for name in names]
+    found = [targets.find(name) for name in asked.targets or intent.targets or (targets.LOCAL,)]
     shape = config.read(folder)
     if intent.stored is None:
         own = (folder.parent if folder.name == CONFIG else folder).absolute()

@@ -21,6 +21,8 @@ from llmforge.report import confirmed, release
 from llmforge.report.model import Report
 from llmforge.report.release import Reported, Side, Subject
 
+_MOST = 12  # differences of recipes that `text` writes
+
 
 class Change(Record):
     """A metric of two artifacts."""
@@ -161,18 +163,13 @@ def _tokenizer(side: Subject) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((path, file.sha256) for path, file in files.items() if path.startswith("tokenizer/")))
 
 
-def text(found: Comparison) -> list[str]:
-    """Write a comparison for people."""
+def text(found: Comparison, *, every: bool = False) -> list[str]:
+    """Write a comparison for people, metrics first; without `every` a long list of what differs is cut."""
     lines = [f"A {found.a.reference} ({found.verdicts[0]})", f"B {found.b.reference} ({found.verdicts[1]})"]
     if found.a.content == found.b.content:
         lines.append("content: the same")
     if found.checkpoints[0] != found.checkpoints[1]:
         lines.append(f"checkpoint: {found.checkpoints[0]} → {found.checkpoints[1]}")
-    lines += [f"recipe: {key}: {_short(a)} → {_short(b)}" for key, (a, b) in found.recipe.items()] or ["recipe: same"]
-    a, b = found.size_bytes
-    share = f" ({100 * (b - a) / a:+.1f} %)" if a else ""
-    lines.append(f"size: {units.size(a)} → {units.size(b)}{share}")
-    lines.append(f"documents measured of both: {found.paired_documents}")
     lines += [f"note: {note}" for note in found.notes]
     apart: dict[str, list[str]] = {}  # metrics that are not compared, by why not
     for change in found.metrics:
@@ -183,7 +180,15 @@ def text(found: Comparison) -> list[str]:
         lines.append(f"{change.metric}: {sides}{_difference(change)}")
         if change.why_not is not None:
             apart.setdefault(change.why_not, []).append(change.metric)
-    return [*lines, *(f"not compared: {', '.join(names)}: {why}" for why, names in apart.items())]
+    lines += [f"not compared: {', '.join(names)}: {why}" for why, names in apart.items()]
+    lines.append(f"documents measured of both: {found.paired_documents}")
+    a, b = found.size_bytes
+    share = f" ({100 * (b - a) / a:+.1f} %)" if a else ""
+    lines.append(f"size: {units.size(a)} → {units.size(b)}{share}")
+    changed = [f"recipe: {key}: {_short(a)} → {_short(b)}" for key, (a, b) in found.recipe.items()] or ["recipe: same"]
+    if not every and len(changed) > _MOST:
+        changed[_MOST:] = [f"recipe: {len(changed) - _MOST} more differences: --all"]
+    return [*lines, *changed]
 
 
 def history(versions: Sequence[Artifact], metrics: Sequence[str]) -> list[Entry]:

@@ -68,6 +68,23 @@ def test_notebooks_show_pages(built: Built) -> None:
     assert "PASS" in str(judged)
 
 
+def test_a_plan_is_shown_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a notebook rich displays what it prints, beside what the notebook makes of the value."""
+    plans = llmforge.plan(RECIPE, target="l4")
+    assert repr(plans) == str(plans).rstrip()
+    assert repr(plans).startswith("docs-llama-7m on NVIDIA L4")
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *drawn: pytest.fail("displayed by rich, too"))
+    assert plans._repr_html_().count("Memory per device") == 1
+    assert str(plans).count("Memory per device") == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_dir_lists_what_is_public() -> None:
+    assert dir(llmforge) == sorted([*llmforge.__all__, "__version__"])
+    assert {"build", "evaluate", "gate", "load", "plan"} <= {*dir(llmforge)}
+
+
 def test_mistakes_are_forge_errors(built: Built, tmp_path: Path) -> None:
     for wrong in (
         lambda: llmforge.build(tmp_path / "absent.yaml"),

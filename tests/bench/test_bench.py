@@ -25,6 +25,7 @@ from llmforge.metrics.latency import Footprint
 from llmforge.metrics.serving import Figures, Objective, Outcome, figures
 from llmforge.runtime import Engine, EngineOptions
 
+from ..keyed_server import KEY, keyed_server
 from ..serving import CONTEXT, SLOTS, VOCABULARY, publish_small
 
 FOOTPRINT = Footprint(artifact_bytes=1, weight_bytes_per_token=10**6, kv_bytes_per_token=64)
@@ -243,6 +244,7 @@ def test_the_command_replays_a_trace_and_cuts_prompts_from_text(small: Artifact,
         (["--trace", "x.jsonl", "--rate", "1"], "expected one of concurrencies, rates and a trace"),
         (["--url", "http://127.0.0.1:9", "--threads", "2"], "--threads cannot be used with --url"),
         (["--url", "localhost:80"], "is not an address"),
+        (["--api-key", "k"], "--api-key requires --url"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(small: Artifact, options: list[str], says: str) -> None:
@@ -261,6 +263,37 @@ def test_an_endpoint_that_is_not_there_is_said_so(small: Artifact) -> None:
     nobody = invoke(str(small.path), "--url", "http://127.0.0.1:9")
     assert nobody.exit_code == 8
     assert "is the server running?" in nobody.stderr
+
+
+ONE = ("--concurrency", "1", "--requests", "1", "--warmup", "0", "--prompt-tokens", "4", "--output-tokens", "2")
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+@pytest.mark.parametrize("in_environment", [True, False])
+def test_an_endpoint_gets_the_key_which_nothing_shows(
+    small: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool, in_environment: bool
+) -> None:
+    options = [] if in_environment else ["--api-key", KEY]
+    if in_environment:
+        monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with keyed_server() as url:
+        report = str(tmp_path / "report.json")
+        more = ["--json", "--log-format", "json"] if as_json else ["--verbose"]
+        done = invoke(str(small.path), "--url", url, *ONE, *options, *more, "--output", report)
+    assert done.exit_code == 0, done.output
+    assert json.loads(Path(report).read_text())["points"][0]["figures"]["completed"] == 1
+    assert KEY not in done.output + Path(report).read_text()
+
+
+@pytest.mark.parametrize("open_models", [True, False])
+def test_an_endpoint_that_denies_access_is_said_so(small: Artifact, open_models: bool) -> None:
+    with keyed_server(open_models=open_models) as url:
+        denied = invoke(str(small.path), "--url", url, *ONE, "--api-key", "sk-wrong", "--log-format", "json")
+    assert denied.exit_code == 8
+    (error,) = [each for each in map(json.loads, denied.stderr.splitlines()) if each["event"] == "error"]
+    assert "access denied: HTTP 401; it does not take this API key" in error["message"]
+    assert "OPENAI_API_KEY" in error["hint"]
+    assert "sk-wrong" not in denied.output
 
 
 def test_a_load_names_its_points() -> None:

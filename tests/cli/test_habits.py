@@ -12,10 +12,18 @@ import pytest
 from click.testing import CliRunner, Result
 
 from llmforge.base.errors import UsageError
-from llmforge.cli import cli, root, running
+from llmforge.cli import cli, running
 
 ROOT = Path(__file__).parents[2]
-WITHOUT_JSON = {"serve", "up", "completion", "docs", "migrate", "schema"}  # servers, text, and what is data already
+WITHOUT_JSON = {
+    "serve",
+    "up",
+    "completion",
+    "docs",
+    "help",
+    "migrate",
+    "schema",
+}  # servers, text, and what is data already
 
 
 def invoke(*args: str | Path) -> Result:
@@ -118,10 +126,37 @@ def test_tested_versions_are_printed() -> None:
     assert invoke("doctor", "--constraints", "--measure").exit_code == 2
 
 
-def test_the_help_lists_every_command_once_and_whole() -> None:
-    listed = [name for names in root.SECTIONS.values() for name in names]
-    assert sorted(listed) == sorted(cli.commands)
-    text = " ".join(invoke("--help").stdout.split())
+def listed(*args: str) -> list[str]:
+    """The commands that a help text lists, each with one line of its own or more."""
+    result = invoke(*args)
+    assert result.exit_code == 0
+    sections = result.stdout.partition("Options:")[2].partition("\n\n")[2].partition("Examples:")[0]
+    return [line.split()[0] for line in sections.splitlines() if line.startswith("  ") and line[2:3].strip()]
+
+
+def test_the_help_lists_what_people_use_and_where_the_rest_is() -> None:
+    assert listed("--help") == [
+        "init", "plan", "build", "run", "serve", "bench", "eval", "gate", "diff", "ls", "push", "pull"
+    ]  # fmt: skip
+    text = invoke("--help").stdout  # of 80 columns
+    for command in map(cli.commands.__getitem__, listed("--help")):
+        assert command.help is not None
+        [line] = [line for line in text.splitlines() if line.split()[:1] == [command.name]]
+        assert line.endswith(f"  {' '.join(command.help.split(chr(10) * 2)[0].split())}")
+    assert (
+        text.splitlines()[-1]
+        == f"These are 12 of {len(cli.commands)} commands: `llmforge --help all` lists the others."
+    )
+    assert invoke("help").stdout == text
+
+
+def test_help_of_all_lists_every_command_once_and_whole() -> None:
+    assert sorted(listed("--help", "all")) == sorted(cli.commands)
+    text = invoke("--help", "all").stdout
+    for way in (("help", "all"), ("-h", "all"), ("--log-format", "text", "--help", "all")):
+        assert invoke(*way).stdout == text
+    assert "lists the others" not in text
+    text = " ".join(text.split())
     for command in cli.commands.values():
         assert command.help is not None
         assert " ".join(command.help.split("\n\n")[0].split()).rstrip(".") in text
@@ -191,3 +226,18 @@ def test_a_terminal_that_is_closed_ends_a_command_unless_nohup_does_not_let_it(i
     )  # fmt: skip
     expected = (0, "[]\n", "") if ignored else (129, "", "interrupted by SIGHUP\n")
     assert (done.returncode, done.stdout, done.stderr) == expected
+
+
+def test_help_of_a_command() -> None:
+    assert invoke("help", "gate").stdout == invoke("gate", "--help").stdout
+    unknown = invoke("help", "gaet")
+    assert unknown.exit_code == 2
+    assert "there is no command gaet" in unknown.stderr
+    assert "did you mean `llmforge help gate`?" in unknown.stderr
+
+
+def test_completion_offers_all_commands() -> None:
+    for words, cword in (("llmforge ", "1"), ("llmforge help ", "2")):
+        environ = {"_LLMFORGE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": cword}
+        done = CliRunner().invoke(cli, [], env=environ, prog_name="llmforge")
+        assert {line.removeprefix("plain,") for line in done.stdout.splitlines()} >= {*cli.commands}

@@ -316,6 +316,38 @@ def graph(operator: str) -> dict[str, bytes]:
     return {"engine/model.onnx": ir.to_proto(ir.from_onnx_text(text)).SerializeToString()}
 
 
+def caches(dtype: str, layers: int = 4) -> dict[str, bytes]:
+    """The file of a graph with a cache for each layer."""
+    inputs = ", ".join(f'{dtype}[1, 4] "past.{layer}.key"' for layer in range(layers))
+    outputs = ", ".join(f'{dtype}[1, 4] "present.{layer}.key"' for layer in range(layers))
+    nodes = " ".join(f'"present.{layer}.key" = Identity ("past.{layer}.key")' for layer in range(layers))
+    text = f'<ir_version: 10, opset_import: ["" : 24]> g ({inputs}) => ({outputs}) {{ {nodes} }}'
+    return {"engine/model.onnx": ir.to_proto(ir.from_onnx_text(text)).SerializeToString()}
+
+
+def test_diff_shows_metrics_first_and_folds_what_is_the_same_in_every_layer(out: Path) -> None:
+    limits = {f"task.t{number}.accuracy": {"min": 0.5} for number in range(20)}
+    old = f"tiny/{put(out, quality=quality(worse(0)), files=caches('float'), gates=MARGIN).path.name}"
+    new = f"tiny/{put(out, quality=quality(worse(0)), files=caches('uint8'), gates={**MARGIN, **limits}).path.name}"
+    lines = invoke("diff", old, new).stdout.splitlines()
+    places = [[line.split(":")[0] for line in lines].index(name) for name in ("kld_mean", "size", "recipe", "graph")]
+    assert places == sorted(places)
+    assert [line for line in lines if line.startswith("graph")] == [
+        "graph: ~ 4 inputs past.*.key: FLOAT [1, 4] → UINT8 [1, 4]",
+        "graph: ~ 4 outputs present.*.key: FLOAT [1, 4] → UINT8 [1, 4]",
+        "graph: one by one: --all",
+    ]
+    assert sum(line.startswith("recipe: gates.task.t") for line in lines) == 12
+    assert "recipe: 8 more differences: --all" in lines
+    whole = invoke("diff", old, new, "--all").stdout.splitlines()
+    assert "graph: ~ output present.3.key: FLOAT [1, 4] → UINT8 [1, 4]" in whole
+    assert sum(line.startswith("recipe: gates.task.t") for line in whole) == 20
+    assert not [line for line in whole if "--all" in line]
+    found = json.loads(invoke("diff", old, new, "--json").stdout)
+    assert "~ input past.0.key: FLOAT [1, 4] → UINT8 [1, 4]" in found["graph"]
+    assert len(found["recipe"]) == 20
+
+
 def test_diff(out: Path) -> None:
     kept = {"gates": MARGIN, "days": 0}
     old = f"tiny/{put(out, quality=quality(worse(0)), files=graph('Neg'), **kept).path.name}"

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from llmforge import recipes
+from llmforge import recipes, targets
 from llmforge.cli import cli, planning, starting
+from llmforge.doctor import ceilings, kept
+from llmforge.evaluation import machine
 from llmforge.recipe import Recipe
 
 from ..planning.test_starting import measured
@@ -19,8 +21,7 @@ SAMPLE = Path(__file__).parents[1] / "data" / "docs-llama-7m"
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for room in (planning, starting):
-        monkeypatch.setattr(room, "measured_here", measured)
+    monkeypatch.setattr(planning, "measured_here", measured)
     return tmp_path
 
 
@@ -91,9 +92,23 @@ def test_each_mistake_writes_nothing(home: Path, args: tuple[Any, ...], code: in
     assert list(home.iterdir()) == []
 
 
-def test_no_checkpoint_is_refused_before_the_machine_is_measured(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starting, "measured_here", lambda target: pytest.fail("it measures"))
-    assert invoke("init", "absent").exit_code == 5
+def test_the_same_checkpoint_gives_the_same_recipe_and_nothing_is_measured(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a minute measured and kept for plans: also figures that differ by 40 %."""
+    monkeypatch.undo()
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(ceilings, "measure", lambda threads, told: pytest.fail("it measures"))
+    written = set()
+    for number, factor in enumerate((1.0, 0.6, 1.4)):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(home / f"cache{number}"))
+        kept.keep(measured(targets.local(), factor), machine.describe())
+        assert kept.of_target(targets.local(), machine.describe()) is not None
+        for goal in ("latency", "throughput", "size", "quality"):
+            assert invoke("init", SAMPLE, "--goal", goal, "--force").exit_code == 0
+            written.add((goal, (home / "docs-llama-7m.yaml").read_bytes()))
+    assert len(written) == 4
+    assert b"tokens/s" not in b"".join(recipe for _, recipe in written)
 
 
 @pytest.mark.parametrize("folder", ["Meta-Llama_3.1 (8B)", "模型", "x" * 300, "..."])

@@ -119,8 +119,28 @@ def test_promote_asks_the_gates(out: Path, gates: dict[str, object], code: int, 
     assert f"tiny/{bad} {said}" in done.stderr
     assert tags.current(out / "tiny", "prod") == good
     # nor by another way
-    assert invoke("tag", f"tiny/{bad}", "prod").exit_code == 2
+    assert invoke("tag", f"tiny/{bad}", "prod", "--force").exit_code == 2
     assert tags.current(out / "tiny", "prod") == good
+
+
+def test_a_tag_on_a_version_whose_gates_failed_wants_force(out: Path) -> None:
+    bad = put(out, "bad", gates=FAILS).path.name
+    done = invoke("tag", f"tiny/{bad}", "new")
+    assert done.exit_code == 3
+    assert f"tiny/{bad} cannot be tagged: a gate failed\nkld_mean: 0.020873" in done.stderr
+    assert "hint: use --force" in done.stderr
+    assert tags.names(out / "tiny") == []
+    assert invoke("tag", f"tiny/{bad}", "new", "--force").exit_code == 0
+    assert tags.current(out / "tiny", "new") == bad
+    assert invoke("tag", "tiny:new", "new", "--delete").exit_code == 0
+
+
+def test_a_version_whose_gates_are_undecided_takes_a_tag_and_that_is_said(out: Path) -> None:
+    undecided, none = put(out, "a", gates=UNDECIDED).path.name, put(out, "b", gates={}).path.name
+    done = invoke("tag", f"tiny/{undecided}", "new")
+    assert done.exit_code == 0
+    assert f"note: a gate of tiny/{undecided} is inconclusive" in done.stderr
+    assert invoke("tag", f"tiny/{none}", "new").stderr == ""
 
 
 def test_promote_believes_figures_not_words(out: Path) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from llmforge.base.errors import EnvironmentLacks, InputError, RunFailed, UnsupportedError, UsageError
+from llmforge.base.http_server import HttpServer
 from llmforge.checkpoint import Checkpoint
 from llmforge.evaluation import scoring
 from llmforge.evaluation.baseline import Baseline
@@ -26,6 +27,7 @@ from llmforge.evaluation.served import ServedSide, connect
 from llmforge.runtime import Runner, load
 
 from .. import serving, zoo, zoo_classic
+from ..keyed_server import KEY, keyed_server
 
 
 @pytest.fixture(scope="module")
@@ -158,12 +160,12 @@ def test_a_served_artifact_answers_as_its_engine_does(small: Path, runner: Runne
     asked = [pair for pair in pairs if len(pair[0]) + len(pair[1]) <= 52]
     engine = EngineSide(runner, "engine")
     with serve(small) as url:
-        side = ServedSide(connect(url, None), 256, runner.tokenizer.decode)
+        side = ServedSide(connect(HttpServer(url), None), 256, runner.tokenizer.decode)
         for (value, greedy), (own, likeliest) in zip(side.score(asked), engine.score(asked), strict=True):
             assert (value, greedy) == (pytest.approx(own, abs=1e-3), likeliest)
         assert side.answer(asked[1][0], 12, ["qq"]) == engine.answer(asked[1][0], 12, ["qq"])
         with pytest.raises(RunFailed, match="HTTP 404"):
-            ServedSide(connect(url, "another"), 256, runner.tokenizer.decode).score(asked)
+            ServedSide(connect(HttpServer(url), "another"), 256, runner.tokenizer.decode).score(asked)
 
 
 class Fake:
@@ -245,7 +247,7 @@ def test_a_server_is_asked_for_whole_prompts_or_token_by_token(echo: bool) -> No
         return completion(body, echo=echo)
 
     with Fake(answer) as url:
-        found = ServedSide(connect(url, "m"), 64, decode).score(PAIRS)
+        found = ServedSide(connect(HttpServer(url), "m"), 64, decode).score(PAIRS)
     assert found == [(pytest.approx(value), greedy) for value, greedy in map(truth, PAIRS)]
     assert found[2][1]
     assert len(asked) == (4 if echo else 1 + 2 + 6)  # with one to try what the server can
@@ -256,12 +258,12 @@ def test_a_server_whose_log_probabilities_count_the_bias_is_refused() -> None:
         Fake(lambda path, body: completion(body, echo=False, biased=True)) as url,
         pytest.raises(UnsupportedError, match="count `logit_bias`"),
     ):
-        ServedSide(connect(url, "m"), 64, decode).score(PAIRS)
+        ServedSide(connect(HttpServer(url), "m"), 64, decode).score(PAIRS)
 
 
 def test_a_server_of_another_model_is_refused() -> None:
     with Fake(lambda path, body: completion(body, echo=False)) as url:
-        side = ServedSide(connect(url, "m"), 64, lambda ids: "xyzuvwrstq"[ids[0]])
+        side = ServedSide(connect(HttpServer(url), "m"), 64, lambda ids: "xyzuvwrstq"[ids[0]])
         with pytest.raises(UnsupportedError, match="another model"):
             side.score(PAIRS)
 
@@ -282,7 +284,7 @@ def test_triton_is_asked_by_its_own_protocol() -> None:
         return 200, {"text_output": decode([new]), "logprobs": json.dumps([entry])}
 
     with Fake(answer) as url:
-        side = ServedSide(connect(f"{url}/v2/models/docs", None), 64, decode)
+        side = ServedSide(connect(HttpServer(f"{url}/v2/models/docs"), None), 64, decode)
         assert side.score(PAIRS) == [(pytest.approx(value), greedy) for value, greedy in map(truth, PAIRS)]
         assert side.answer([1, 2], 1, []) == decode([int(model([1, 2]).argmax())])
         assert "docs of Triton" in side.description
@@ -296,11 +298,20 @@ def test_triton_is_asked_by_its_own_protocol() -> None:
 )  # fmt: skip
 def test_an_answer_of_another_shape_is_an_error_and_no_traceback(found: dict[str, Any]) -> None:
     with Fake(lambda path, body: (400 if body.get("echo") else 200, found)) as url, pytest.raises(RunFailed):
-        ServedSide(connect(url, "m"), 64, decode).score(PAIRS)
+        ServedSide(connect(HttpServer(url), "m"), 64, decode).score(PAIRS)
 
 
 def test_no_server_and_no_address_are_told() -> None:
     with pytest.raises(EnvironmentLacks, match="no answer"):
-        connect("http://127.0.0.1:9", None)
+        connect(HttpServer("http://127.0.0.1:9"), None)
     with pytest.raises(UsageError, match="is not an address"):
-        connect("localhost:80", None)
+        HttpServer("localhost:80")
+
+
+@pytest.mark.parametrize("path", ["", "/v2/models/docs"])
+def test_servers_get_the_key_and_one_that_denies_access_is_no_server_without_echo(path: str) -> None:
+    with keyed_server(open_models=True) as url:
+        with pytest.raises(EnvironmentLacks, match="access denied: HTTP 401; it wants an API key"):
+            ServedSide(connect(HttpServer(url + path), "m"), 64, decode).score(PAIRS)
+        with pytest.raises(RunFailed, match="HTTP 200"):  # it streams, which nobody asked for
+            connect(HttpServer(url + path, KEY), "m").text([1], 1, ())

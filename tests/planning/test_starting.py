@@ -21,11 +21,11 @@ GOALS = get_args(Goal)
 SHAPES = ("llama-3.1-8b", "mixtral-8x7b") if "mixtral-8x7b" in PUBLIC else tuple(PUBLIC)[:3]
 
 
-def measured(target: Target) -> Target:
-    """Give a CPU figures."""
+def measured(target: Target, factor: float = 1.0) -> Target:
+    """Give a CPU figures, `factor` times those of a machine."""
     if target.bandwidth_gbs is not None:
         return target
-    figures = {name: Figure(value=value, source="made up", verified=False) for name, value in
+    figures = {name: Figure(value=factor * value, source="made up", verified=False) for name, value in
                {"bandwidth": 40.0, "fp32": 0.3, "int8": 0.9, "memory": 64.0}.items()}  # fmt: skip
     return target.model_copy(
         update={
