@@ -168,7 +168,13 @@ def reseal(folder: Path) -> None:
         for path in sealed.walk(folder)
         if sealed.is_content(path)
     }
-    raw, record = forged((folder / "manifest.json").read_bytes(), old.read_bytes(), files=files)
+    told = json.loads(old.read_bytes())
+    told["engine"]["files"] = [
+        {"name": path.removeprefix("engine/"), "size_bytes": file["size_bytes"]}
+        for path, file in files.items()
+        if path.startswith("engine/")
+    ]
+    raw, record = forged((folder / "manifest.json").read_bytes(), json.dumps(told).encode(), files=files)
     old.unlink()
     (folder / "manifest.json").unlink()
     (folder / "manifest.json").write_bytes(raw)

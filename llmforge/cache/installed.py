@@ -71,7 +71,7 @@ def _files(package: str) -> list[_File]:
     """List the modules and compiled libraries of a package, sorted; none: it is not installed."""
     spec = find_spec(package)
     homes = [] if spec is None else list(spec.submodule_search_locations or ())
-    found = []
+    found: list[_File] = []
     for home in homes:
         found += _walk(home, package)
         if Path(beside := f"{home}.libs").is_dir():  # what wheels of numpy, and others, bring for theirs

@@ -379,10 +379,11 @@ class Recorded(Silent):
         self.titles.append(title)
 
 
-def test_other_threads_are_another_calibration(checkpoint: Checkpoint, windows: list[Window]) -> None:
-    before = key(checkpoint, windows, DEMANDS, None, 1)
-    assert key(checkpoint, windows, DEMANDS, None, 1) == before
-    assert key(checkpoint, windows, DEMANDS, None, 64) != before
+def test_other_threads_or_packages_are_another_calibration(checkpoint: Checkpoint, windows: list[Window]) -> None:
+    before = key(checkpoint, windows, DEMANDS, None, 1, "packages")
+    assert key(checkpoint, windows, DEMANDS, None, 1, "packages") == before
+    assert key(checkpoint, windows, DEMANDS, None, 64, "packages") != before
+    assert key(checkpoint, windows, DEMANDS, None, 1, "other packages") != before
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "emptied"])
