@@ -40,4 +40,6 @@ def of_cpu(target: Target, here: Machine) -> Target:
 
 
 def _figure(value: float) -> Figure:
-    return Figure(value=value, source="typical of such a CPU, by arithmetic (llmforge/planning/typical.py)", verified=False)
+    return Figure(
+        value=value, source="typical of such a CPU, by arithmetic (llmforge/planning/typical.py)", verified=False
+    )

@@ -238,9 +238,7 @@ def test_answers_are_kept_and_neither_side_is_asked_again(
 
 
 @harnessed
-def test_eval_takes_the_key_of_a_server(
-    small: Path, sample_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_eval_takes_the_key_of_a_server(small: Path, sample_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     servers: list[tasks.Server] = []
 
     def evaluate(*args: object, server: tasks.Server, **options: object) -> validating.Evaluated:
