@@ -56,7 +56,8 @@ def instruction(file: str, name: str) -> list[str]:
 def parse(words: list[str]) -> click.Context:
     """Let click read a command line, `llmforge` left out."""
     command = cli.commands[words[0]]
-    return command.make_context(words[0], list(words[1:]))
+    parent = click.Context(cli, **cli.context_settings)  # click keeps the help option that a command has first
+    return command.make_context(words[0], list(words[1:]), parent=parent)
 
 
 def containers() -> list[dict[str, Any]]:
@@ -105,7 +106,9 @@ def test_command_lines_in_texts_are_understood() -> None:
 
 def test_the_servers_options_are_those_of_triton() -> None:
     """Those that `llmforge triton --launch` gives, less what a container has otherwise, and one for its end."""
-    known = {word.partition("=")[0] for word in launch.command(Path("/x"), Path("/y"), launch.Ports())[1:]}
+    known = {
+        word.partition("=")[0] for word in launch.command(launch.Server(Path("/x"), {}), Path("/y"), launch.Ports())[1:]
+    }
     assert len(triton_lines()) == 3
     for words in triton_lines():
         names = {word.partition("=")[0] for word in words}

@@ -72,8 +72,9 @@ def evaluate(
 ) -> None:
     """Run tasks on ARTIFACT and on its checkpoint, and record the scores.
 
-    The scores are evidence of ARTIFACT. Both answer the same requests; items are kept, and differences are taken item by item. Nothing is downloaded.
-    The recipe's gates are decided again; those on scores of these tasks give the exit code.
+    The scores are evidence of ARTIFACT. Both answer the same requests; items are kept, and differences are taken item
+    by item. Nothing is downloaded. The recipe's gates are decided again; those on scores of these tasks give the exit
+    code.
     """
     process.prepare()
     extras.require("build")

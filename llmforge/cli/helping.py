@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 
 import click
 from click.shell_completion import CompletionItem
@@ -78,7 +79,7 @@ def list_all(context: click.Context) -> None:
 
 def asks_for_all(words: Sequence[str], options: Sequence[str]) -> bool:
     """Say if the words of a command line have one of the `options` for help with `all` behind it."""
-    return any(word in options and after == ALL for word, after in zip(words, words[1:], strict=False))
+    return any(word in options and after == ALL for word, after in pairwise(words))
 
 
 def sections(context: click.Context) -> dict[str, tuple[str, ...]]:

@@ -70,8 +70,8 @@ def gate(
 ) -> None:
     """Decide the gates of ARTIFACT, alone or against an earlier artifact.
 
-    They are decided on its evidence. Nothing is built or measured again, unless a limit on latency against an earlier artifact is to be decided, or with
-    --until-decided. The exit code tells the verdict.
+    They are decided on its evidence. Nothing is built or measured again, unless a limit on latency against an earlier
+    artifact is to be decided, or with --until-decided. The exit code tells the verdict.
     """
     from llmforge.artifact import Artifact
     from llmforge.recipe import GatesFile, Recipe
@@ -298,8 +298,9 @@ Examples:
 def diff(a: Path, b: Path, every: bool, html: Path | None, as_json: bool) -> None:
     """Compare the artifacts A and B, metric by metric with intervals.
 
-    Size, recipe and graph follow. Differences are B less A; those of quality are of the same documents, one by one. Of graphs, inputs and outputs that
-    differ alike in every layer are one line, and nodes and weights are counted; --all writes each.
+    Size, recipe and graph follow. Differences are B less A; those of quality are of the same documents, one by one. Of
+    graphs, inputs and outputs that differ alike in every layer are one line, and nodes and weights are counted; --all
+    writes each.
     """
     from llmforge.report import comparing, confirmed
 

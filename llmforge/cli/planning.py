@@ -264,8 +264,8 @@ def _measured(
     told: Callable[[str], None],
 ) -> Ceilings | None:
     """Measure `device` and write its target file to `path`; the ceilings of a CPU."""
-    from llmforge.cli import console
     from llmforge import targets
+    from llmforge.cli import console
     from llmforge.doctor import ceilings, gpus, kept, machine
 
     day = datetime.now(UTC).date().isoformat()

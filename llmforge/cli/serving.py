@@ -293,7 +293,10 @@ Examples:
 @click.option("--copy", is_flag=True, help="Copy the engine files instead of hard-linking them.")
 @click.option("--json", "as_json", is_flag=True, help="Print the model's folder as JSON.")
 @click.option("--launch", is_flag=True, help="Start the server; SERVER_OPTIONS after `--` are passed to it.")
-@click.option("--server", type=PATH, help="Server binary. Defaults to `tritonserver` on PATH.")
+@click.option(
+    "--server", type=PATH,
+    help="Server binary, or an environment with nvidia-pytriton of PyPI. Defaults to `tritonserver` on PATH.",
+)  # fmt: skip
 @click.option("--host", metavar="ADDRESS", default="127.0.0.1", help="With --launch: address of the server.")
 @click.option("--http-port", "http", type=click.IntRange(1, 65535), metavar="PORT", default=8000, help="HTTP port.")
 @click.option("--grpc-port", "grpc", type=click.IntRange(1, 65535), metavar="PORT", default=8001, help="gRPC port.")
@@ -327,8 +330,9 @@ def triton(
         raise UsageError("--json cannot be used with --launch")
     if server_options and not launch:
         raise UsageError("SERVER_OPTIONS require --launch")
-    binary = starting.find(server) if launch else None
     opened = Artifact.open(artifact)
+    needed = Path(output.here(opened.path)) / repository.FOLDER / opened.manifest.name / "1" / repository.REQUIREMENTS
+    found = starting.find(server, needed if needed.is_file() else None) if launch else None
     admit(opened, allow, rehash, parts=(*LOADED, f"{repository.FOLDER}/"))
     chosen = check_name(name) if name is not None else None
     model = repository.of_artifact(opened, name=chosen, overrides=overrides, allow=allow)
@@ -339,18 +343,18 @@ def triton(
         output.write_json({"model": written})
     else:
         output.write_lines(written)
-    if binary is None and not as_json:
+    if found is None and not as_json:
         from llmforge.cli import console
 
         console.say(f"next: {written}/README.md says what the server needs and how to start it")
-    if binary is not None:
+    if found is not None:
         if elsewhere:  # vLLM reads paths from where the server starts
             os.chdir(models)
             models = Path()
-        line = starting.command(binary, models, starting.Ports(**ports), server_options)
+        line = starting.command(found, models, starting.Ports(**ports), server_options)
         output.write_lines(shlex.join(line))
         sys.stdout.flush()
-        os.execv(binary, line)
+        os.execve(found.program, line, found.environment)
 
 
 def _footprint(opened: Artifact) -> Footprint | None:

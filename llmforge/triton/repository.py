@@ -45,6 +45,7 @@ from llmforge.triton.backend import checks, signature
 FOLDER = "triton"  # in an artifact
 CONFIG = "config.pbtxt"
 README = "README.md"
+REQUIREMENTS = "requirements.txt"
 WARMUP = "warmup"
 IN_ARTIFACT = "../../.."  # from the model's version to the folder with engine/ and tokenizer/
 ALONE = "."
@@ -97,7 +98,7 @@ def write(model: Model, folder: Path) -> None:
         shutil.copyfile(source, own / path)
     (own / "model.py").write_text(_MODEL, encoding="utf-8")
     (own / "__pycache__").touch()  # a file, so that Python neither writes bytecode into an artifact nor reads any there
-    (own / "requirements.txt").write_text(requirements(model.runtime), encoding="utf-8")
+    (own / REQUIREMENTS).write_text(requirements(model.runtime), encoding="utf-8")
 
 
 def config(model: Model, artifact: str) -> str:

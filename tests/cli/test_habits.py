@@ -15,15 +15,8 @@ from llmforge.base.errors import UsageError
 from llmforge.cli import cli, running
 
 ROOT = Path(__file__).parents[2]
-WITHOUT_JSON = {
-    "serve",
-    "up",
-    "completion",
-    "docs",
-    "help",
-    "migrate",
-    "schema",
-}  # servers, text, and what is data already
+# Servers, text, and what is data already.
+WITHOUT_JSON = {"serve", "up", "completion", "docs", "help", "migrate", "schema"}
 
 
 def invoke(*args: str | Path) -> Result:
@@ -143,10 +136,7 @@ def test_the_help_lists_what_people_use_and_where_the_rest_is() -> None:
         assert command.help is not None
         [line] = [line for line in text.splitlines() if line.split()[:1] == [command.name]]
         assert line.endswith(f"  {' '.join(command.help.split(chr(10) * 2)[0].split())}")
-    assert (
-        text.splitlines()[-1]
-        == f"These are 12 of {len(cli.commands)} commands: `llmforge --help all` lists the others."
-    )
+    assert text.splitlines()[-1].startswith(f"These are 12 of {len(cli.commands)} commands: `llmforge --help all`")
     assert invoke("help").stdout == text
 
 

@@ -39,10 +39,11 @@ from llmforge.runtime.serving.request import Chunk, Usage
 from llmforge.runtime.serving.stats import EngineStats
 from llmforge.triton import repository, sources
 from llmforge.triton.backend import checks, inputs, lanes, settings, signature
-from llmforge.triton.launch import Ports, command, find
+from llmforge.triton.launch import PYTRITON, Ports, Server, command, find
 
 from .. import published
 from ..tool_templates import HERMES
+from ..triton_env import SERVER
 
 
 @pytest.fixture(scope="module")
@@ -661,13 +662,51 @@ class TestLaunch:
         result = export(artifact, tmp_path / "repo", "--launch")
         assert result.exit_code == 8
         assert "no tritonserver is on PATH" in result.stderr
-        assert "docs/triton.md" in result.stderr
+        needed = artifact.path / "triton" / artifact.manifest.name / "1" / "requirements.txt"
+        assert needed.is_file()
+        way = f"python3 -m venv triton && triton/bin/pip install {PYTRITON} 'numpy<2' -r {needed}"
+        assert f"{way}, then add --server triton" in result.stderr
+        assert "llmforge docs triton" in result.stderr
         assert not (tmp_path / "repo").exists()
         with pytest.raises(EnvironmentLacks, match="not an executable"):
             find(tmp_path / "tritonserver")
 
+    def test_an_environment_with_pytriton_is_a_server(self, tmp_path: Path, monkeypatch: Any) -> None:
+        home = tmp_path / "lib/python3.11/site-packages/pytriton/tritonserver"
+        for file in ("bin/tritonserver", "python_backend_stubs/3.11/triton_python_backend_stub"):
+            (home / file).parent.mkdir(parents=True)
+            (home / file).write_text(file)
+        (home / "backends/python").mkdir(parents=True)
+        (tmp_path / "libpython3.11.so.1.0").touch()
+        python = tmp_path / "bin/python"
+        python.parent.mkdir()
+        python.write_text(f"""#!/bin/sh\necho '["{tmp_path}", "libpython3.11.so.1.0"]'\n""")
+        python.chmod(0o755)
+        monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+        found = find(tmp_path)
+        assert found.program == home / "bin/tritonserver"
+        assert (home / "backends/python/triton_python_backend_stub").read_text().startswith("python_backend_stubs/3.11")
+        assert found.environment["PATH"].startswith(f"{tmp_path}/bin:")
+        assert found.environment["LD_LIBRARY_PATH"].startswith(f"{tmp_path}:{home.parents[1]}/nvidia_pytriton.libs")
+        assert "PYTHONPATH" not in found.environment
+        assert f"--backend-directory={home}/backends" in command(found, tmp_path, Ports())
+        (tmp_path / "libpython3.11.so.1.0").unlink()
+        with pytest.raises(EnvironmentLacks, match=r"needs libpython3\.11\.so"):
+            find(tmp_path)
+        (home / "python_backend_stubs/3.11").rename(home / "python_backend_stubs/3.8")
+        with pytest.raises(EnvironmentLacks, match=r"knows no Python 3\.11; it knows 3\.8"):
+            find(tmp_path)
+        (home / "bin/tritonserver").unlink()
+        with pytest.raises(EnvironmentLacks, match="no environment with nvidia-pytriton"):
+            find(tmp_path)
+
+    def test_the_server_of_the_tests_is_the_one_that_users_are_told_of(self) -> None:
+        assert (PYTRITON,) == SERVER
+
     def test_the_command_listens_on_the_loopback_and_loads_nothing_else(self, tmp_path: Path) -> None:
-        words = command(Path("/bin/tritonserver"), tmp_path, Ports(http=1, grpc=2, metrics=3), ["--log-verbose=1"])
+        words = command(
+            Server(Path("/bin/tritonserver"), {}), tmp_path, Ports(http=1, grpc=2, metrics=3), ["--log-verbose=1"]
+        )
         assert words[0] == "/bin/tritonserver"
         assert words[-1] == "--log-verbose=1"
         assert {"--model-control-mode=none", "--disable-auto-complete-config", "--http-address=127.0.0.1"} <= {*words}
