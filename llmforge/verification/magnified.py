@@ -48,11 +48,8 @@ class Magnified:
                 clone.graph.inputs.append(value)
         scale = ir.Value(name=SCALE, shape=ir.Shape(("batch", 1, 1)), type=ir.TensorType(ir.DataType.FLOAT))
         clone.graph.inputs.append(scale)
-        for lookup in list(standard.Gather.all(clone)):
-            # A multimodal model looks up another token where it puts what a tower makes: Where(…, pad, input_ids).
-            own = lookup.indices.name == interface.INPUT_IDS or lookup.data.name == reference.embedding
-            if own and lookup.output.dtype == ir.DataType.FLOAT:
-                _scale(clone, lookup.output, scale)
+        for lookup in _embeddings(clone, reference):
+            _scale(clone, lookup.output, scale)
         return cls(clone, weights)
 
     def given(self, run: probe.Run) -> Mapping[str, NDArray[np.float32]]:
@@ -64,11 +61,23 @@ class Magnified:
         return {**made, SCALE: np.array(scales, np.float32)[:, None, None]}
 
 
-def run(vocabulary: int) -> probe.Run:
-    """Make the run: a prefill of a row for each of `SCALES`."""
+def _embeddings(model: ir.Model, reference: Reference) -> list[standard.Gather]:
+    """List what looks up the embeddings that `reference` multiplies.
+
+    A multimodal model looks up another token where it puts what a tower makes, Where(…, pad, input_ids), and Gemma 4
+    has other tables that it reads by `input_ids`, one a layer: the table tells, where a module holds it.
+    """
+    lookups = [each for each in standard.Gather.all(model) if each.output.dtype == ir.DataType.FLOAT]
+    own = [each for each in lookups if each.data.name == reference.embedding]
+    return own or [each for each in lookups if each.indices.name == interface.INPUT_IDS]
+
+
+def run(vocabulary: int, context: int | None) -> probe.Run:
+    """Make the run: a prefill of a row for each of `SCALES`, within `context` tokens (None: not bounded)."""
     rng = np.random.default_rng(SEED)
-    rows = [rng.integers(0, vocabulary, TOKENS, np.int64) for _ in SCALES]
-    return probe.schedule(NAME, rows, [(TOKENS,) * len(rows)])
+    tokens = TOKENS if context is None else min(TOKENS, context)
+    rows = [rng.integers(0, vocabulary, tokens, np.int64) for _ in SCALES]
+    return probe.schedule(NAME, rows, [(tokens,) * len(rows)])
 
 
 def _scale(model: ir.Model, value: ir.Value, scale: ir.Value) -> None:

@@ -6,6 +6,7 @@ without a cache. A model too large to run whole is held to it by its first layer
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,7 @@ TOLERANCE = 1e-4
 NUDGE, NUDGES = 2.0**-21, 8.0
 DRAWN = 2  # of which the larger counts
 CHAOTIC = 0.1  # of the deviation of a token: where rounding moves more than that, no comparison can tell
+RAGGED = 5  # tokens by which a context exceeds the shorter row of a ragged batch, at least
 SPARE, GARBAGE = 3, 7  # slots of a cache that no token reaches, and what all hold before one does
 LARGER_TOLERANCE = 1e-3  # of the run on larger numbers, in which scores and so the rounding of softmax are larger
 LARGE_VOCABULARY, FEW = 32_768, 4  # beyond it, the logits of a few rows of a step are compared, as hidden states tell
@@ -95,7 +97,7 @@ def foresee(checkpoint: Checkpoint, whole_bytes: int = WHOLE_BYTES) -> Expected:
     expected.watched(_rows(first), _kept(first, few))
     for run in others:
         expected.plain(_rows(run), _kept(run, few), head=head)
-    larger = magnified.run(geometry.vocabulary)
+    larger = magnified.run(geometry.vocabulary, geometry.context)
     weights = [f"{norm.name}.weight" for norm in expected.reference.norms() if norm.in_memory]
     expected.larger(_rows(larger), _kept(larger, few), weights, head=head)
     return expected
@@ -193,7 +195,7 @@ def _verify(
     head = not few or not states  # else hidden states tell, and the first run tells what the head makes of them
     for run in runs[1:]:
         expected.append(ahead.plain(_rows(run), _kept(run, few), head=head))
-    large, larger = magnified.Magnified.of(shown, reference), magnified.run(vocabulary)
+    large, larger = magnified.Magnified.of(shown, reference), magnified.run(vocabulary, context)
     expected.append(ahead.larger(_rows(larger), _kept(larger, few), large.weights, head=head))
     runs.append(larger)
     kept_layers = reference.kept
@@ -286,15 +288,26 @@ def _runs(vocabulary: int, windows: Sequence[int], context: int | None) -> list[
     def draw(tokens: int) -> NDArray[np.int64]:
         return rng.integers(0, vocabulary, tokens, np.int64)
 
-    runs = [
-        probe.schedule("one row", [draw(20)], [(12,), (1,), (1,), (1,), (5,)]),
-        probe.schedule("a ragged batch", [draw(11), draw(14)], [(9, 12), (1, 1), (1, 1)]),
-    ]
+    most = LONGEST if context is None else context
+    counts = _within(most, (12, 1, 1, 1, 5))
+    runs = [probe.schedule("one row", [draw(sum(counts))], [(count,) for count in counts])]
+    if most > RAGGED:
+        short, long = min(9, most - RAGGED), min(12, most - 2)
+        rows = [draw(short + 2), draw(long + 2)]
+        runs.append(probe.schedule("a ragged batch", rows, [(short, long), (1, 1), (1, 1)]))
     within = [window for window in windows if window <= LONGEST - TAIL]
-    if within:
-        length = min(within[-1] + TAIL, (context or LONGEST) - 2)
+    if within and most > 2:
+        length = min(within[-1] + TAIL, most - 2)
         runs.append(probe.schedule(LONG, [draw(length + 2)], [(length,), (1,), (1,)]))
-    return [run for run in runs if context is None or run.capacity <= context]
+    return runs
+
+
+def _within(most: int, counts: Sequence[int]) -> list[int]:
+    """Take tokens from the longest of the steps `counts`, until `most` remain; those without tokens are left out."""
+    kept = [*counts]
+    while sum(kept) > most:
+        kept[kept.index(max(kept))] -= 1
+    return [count for count in kept if count]
 
 
 def _rows(run: probe.Run) -> list[NDArray[np.int64]]:
@@ -312,7 +325,8 @@ def _selected(step: probe.ProbeStep, few: bool) -> NDArray[np.int64]:
 class _Comparison:
     """What one step gave one row, and what transformers gave it.
 
-    Logits are fp32 [tokens, V]; hidden states, by layer, fp32 [tokens, hidden], of all tokens of the step.
+    Logits are fp32 [tokens, V]; hidden states, by layer, fp32 [tokens, hidden], of all tokens of the step; of several
+    streams, [tokens, streams, hidden].
     """
 
     run: probe.Run
@@ -347,18 +361,19 @@ class _Comparison:
         at = f"the traced graph does not match the model in {self.run.where(self.step)}, row {self.row}"
         chaotic = np.zeros(len(self.hidden[0][1]) if self.hidden else 1, np.bool_)
         for number, (layer, (got, expected)) in enumerate(zip(layers, self.hidden, strict=False)):
-            difference, spread = np.abs(got - expected).max(-1), expected.std(-1)
-            moves = NUDGES * noise.hidden[number] if noise.hidden else np.zeros_like(spread)
-            chaotic |= moves > CHAOTIC * spread
+            difference, spread = _streams(np.abs(got - expected).max(-1)), _streams(expected.std(-1))
+            moves = NUDGES * _streams(noise.hidden[number]) if noise.hidden else np.zeros_like(spread)
+            chaotic |= (moves > CHAOTIC * spread).any(-1)
             wrong = ~(difference <= np.maximum(tolerance * spread, moves))  # `not <=`: NaN differs
             if chaotic.any() and not may_be_chaotic:
                 raise _undecided(f"hidden states of {layer}", self.run.where(self.step))
-            if (wrong & ~chaotic).any():
-                token = int(np.argmax(wrong & ~chaotic))
+            if len(diverging := np.argwhere(wrong & ~chaotic[:, None])):
+                token, stream = (int(place) for place in diverging[0])
+                deviation = spread[token, stream]
                 raise VerificationError(
                     f"{at}; first diverging layer: {layer}, whose hidden states of token {token} differ by "
-                    f"{difference[token]:.3g}, their standard deviation is {spread[token]:.3g} "
-                    f"(allowed: {max(tolerance, moves[token] / max(spread[token], 1e-30)):.3g} of it)",
+                    f"{difference[token, stream]:.3g}, their standard deviation is {deviation:.3g} "
+                    f"(allowed: {max(tolerance, moves[token, stream] / max(deviation, 1e-30)):.3g} of it)",
                     hint=HINT,
                 )
         moves_logits = NUDGES * noise.logits
@@ -393,6 +408,11 @@ class _Noise:
             for at, (_, expected) in enumerate(each.hidden)
         )
         return cls(logits, hidden)
+
+
+def _streams(numbers: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Give what is told of each token, [tokens] or [tokens, streams], its streams: [tokens, streams]."""
+    return numbers.reshape(len(numbers), math.prod(numbers.shape[1:]))
 
 
 def _undecided(what: str, where: str) -> VerificationError:

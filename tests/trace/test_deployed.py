@@ -30,7 +30,7 @@ from llmforge.trace import trace
 from llmforge.trace.hooks import indexers, lightning, looped_experts, miniature, places, rotary
 from llmforge.verification.trace_verifier import verify_trace
 
-from .. import graphs
+from .. import graphs, zoo
 from ..checkpoints import write_tokenizer
 from ..sweep import shrink
 from ..zoo import standard_session
@@ -83,6 +83,58 @@ def test_an_indexer_that_leaves_tokens_out_in_some_texts_is_refused() -> None:
     """All of short texts and of long ones: what is chosen must be all up to a length, and no more from there on."""
     with pytest.raises(UnsupportedError, match="chooses which cached tokens"):
         longest(Indexer(16, lambda x: x[..., :11] if 11 < x.shape[-1] < 16 else x))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "tokens", "reason"),
+    [
+        (7, 7, "Indexer chooses 7 of the tokens that a query reads, and in a longer text not all"),
+        (63, 63, "Indexer chooses 63 of the tokens that a query reads, and in a longer text not all"),
+        (64, 64, "Indexer chooses every token of those, and is left out"),
+        (2048, 64, "Indexer chooses every token of those, and is left out"),
+    ],
+)
+def test_an_indexer_is_noted_even_if_it_chooses_every_token_of_the_context(
+    chosen: int, tokens: int, reason: str
+) -> None:
+    """Only then is it known that no number follows from its parameters."""
+    model, shortest = nn.ModuleList([Indexer(chosen)]), indexers.Shortest()
+    indexers.substitute(model, rotary.Tables(64), shortest)
+    assert model[0](torch.zeros(2, 3, 6), past_key_values=indexers._Keys(0, None)) == indexers.AllTokens("Indexer")  # type: ignore[arg-type]
+    assert shortest.limit == longest_text.Limit(tokens, reason)
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")  # transformers' own, about its models
+@pytest.mark.parametrize(
+    ("model_type", "chosen", "tokens"),
+    [
+        *(("deepseek_v32", tokens, tokens) for tokens in (8, 40, 64)),
+        *((name, 2048, 64) for name in ("glm_moe_dsa", "axk2", "hy_v4")),
+    ],
+)
+def test_a_model_with_indexers_is_proven_up_to_the_tokens_that_they_choose(
+    model_type: str, chosen: int, tokens: int, tmp_path: Path
+) -> None:
+    """Below, at and above the context: a prompt in two pieces and decoding, to the last token that is promised."""
+    config = shrink.config(model_type)
+    config.index_topk, config.max_position_embeddings = chosen, 64
+    zoo.save(config, tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    indexer = [name for name in checkpoint.tensors if ".indexer." in name]
+    assert any(name.endswith("k_norm.bias") for name in indexer)
+    model = trace(checkpoint)
+    limit = longest_text.recorded(model)
+    assert limit is not None
+    assert limit.tokens == tokens
+    verify_trace(checkpoint, model)
+    assert f"{len(indexer)} tensors not used for text are left out" in str(left_out.note(checkpoint, model))
+    schedule = zoo.Schedule((tokens - 6,), (3, 1, 1, 1))
+    reference = zoo.reference(tmp_path)
+    assert zoo.largest_difference(dialect.expand(model), reference, schedule, capacity=tokens) < 1e-4
+    if tokens < 64:  # the indexer does matter beyond
+        longer = zoo.Schedule((tokens + 2,), (1,))
+        assert zoo.largest_difference(dialect.expand(model), reference, longer, capacity=tokens + 3) > 1e-3
 
 
 @pytest.mark.thorough

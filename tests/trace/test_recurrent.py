@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from llmforge.passes import FlashAttention, FuseNorms, PackGateUp, PackQkv
 from llmforge.runtime.backends.session import Session, SessionConfig
 from llmforge.trace import trace
 from llmforge.trace.canonicalize import tokenwise
-from llmforge.trace.export import concatenations, untranslated
+from llmforge.trace.export import concatenations, reference, untranslated
 from llmforge.trace.hooks import gated_norms, indexers, linear_attention, norms, recurrent, rotary, state_spaces
 from llmforge.trace.hooks.attention import Attention, CacheLayer
 from llmforge.verification import probe
@@ -234,6 +235,17 @@ def test_a_norm_whose_gate_may_be_left_out_keeps_its_gate() -> None:
     norms.substitute(norm)
     gated_norms.substitute(norm)
     assert torch.equal(norm(x, gate), expected)
+
+
+def test_a_norm_that_needs_the_gate_that_it_declares_optional_is_not_run_alone() -> None:
+    """As those of Kimi Linear and Bailing; that of Mamba-2 does without."""
+    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
+
+    norms_of = {"plain": nn.RMSNorm(16), "optional": Gated(torch.tanh), "needed": KimiLinearRMSNormGated(16)}
+    model: Any = SimpleNamespace(model=nn.ModuleDict(norms_of))
+    found = list(reference.Reference.norms(model))
+    assert [norm.name for norm in found] == ["plain", "optional"]
+    assert [norm.compute(np.ones((2, 16), np.float32)).shape for norm in found] == [(2, 16)] * 2
 
 
 def original_rule() -> Any:

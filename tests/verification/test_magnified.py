@@ -25,18 +25,22 @@ wrapped (int64[batch, sequence] input_ids) => (float[batch, sequence, 4] y) {
     shown = Where(is_image, pad, input_ids)
     embedded = Gather(table, shown)
     other = Gather(other_table, shown)
-    y = Add(embedded, other)
+    of_layers = Gather(layer_table, input_ids)
+    both = Add(embedded, other)
+    y = Add(both, of_layers)
 }
 """
 
 
-@pytest.mark.parametrize(("named", "scaled"), [("table", ["embedded"]), (None, [])])
-def test_embeddings_of_a_multimodal_model_are_scaled_where_images_are_left_out(
+@pytest.mark.parametrize(("named", "scaled"), [("table", ["embedded"]), (None, ["of_layers"])])
+def test_embeddings_are_scaled_where_images_are_left_out_and_tables_of_layers_are_not(
     named: str | None, scaled: list[str]
 ) -> None:
     made = ir.from_onnx_text(
         TEXT,
-        initializers=[ir.tensor(np.ones((8, 4), np.float32), name=name) for name in ("table", "other_table")],
+        initializers=[
+            ir.tensor(np.ones((8, 4), np.float32), name=name) for name in ("table", "other_table", "layer_table")
+        ],
     )
     for node in made.graph:
         if node.op_type == "Gather":
@@ -48,7 +52,7 @@ def test_embeddings_of_a_multimodal_model_are_scaled_where_images_are_left_out(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # transformers' own, about its models
-@pytest.mark.parametrize("model_type", ["gemma4", "gemma4_unified"])
+@pytest.mark.parametrize("model_type", ["gemma4", "gemma4_text", "gemma4_unified"])
 def test_gemma_4_is_proven(model_type: str, tmp_path: Path) -> None:
     shrink.write(model_type, tmp_path)
     checkpoint = Checkpoint.open(tmp_path)

@@ -15,7 +15,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
 from llmforge.trace import trace
 from llmforge.trace.export.reference import Reference
-from llmforge.verification import probe, trace_verifier
+from llmforge.verification import magnified, probe, trace_verifier
 from llmforge.verification.trace_verifier import foresee, verify_trace
 
 from .. import zoo
@@ -195,6 +195,35 @@ def test_what_rounding_decides_is_said_to_be_undecided() -> None:
         VerificationError, match="cannot be held against the model: hidden states of layer 0 move by more"
     ):
         compared.require(1.0, 1e-3, ["layer 0"], chaotic, may_be_chaotic=False)
+
+
+def test_of_several_streams_each_is_held_to_its_own_deviation() -> None:
+    """As of mHC's residual streams: what one of them differs by is not lost in another that is larger."""
+    run = probe.schedule("made up", [np.zeros(3, np.int64)], [(3,)])
+    expected = np.random.default_rng(0).normal(size=(3, 2, 64)).astype(np.float32)
+    expected[:, 0] *= 1e4
+    got = expected.copy()
+    got[1, 1] += 0.05
+    nothing = trace_verifier.NOTHING
+    compared = trace_verifier._Comparison(run, 0, 0, nothing, nothing, [(got, expected)])
+    assert compared.diverges(1.0, 1e-3)
+    steady = trace_verifier._Noise(hidden=(np.full((3, 2), 1e-5, np.float32),))
+    with pytest.raises(VerificationError, match=r"hidden states of token 1 differ by 0\.05"):
+        compared.require(1.0, 1e-3, ["layer 0"], steady, may_be_chaotic=True)
+    chaotic = trace_verifier._Noise(hidden=(np.array([[0, 0], [0, 0.1], [0, 0]], np.float32),))
+    assert compared.require(1.0, 1e-3, ["layer 0"], chaotic, may_be_chaotic=True) == 1
+
+
+def test_runs_stay_within_a_context_however_short() -> None:
+    for context in range(1, 24):
+        runs = trace_verifier._runs(96, [7], context)
+        assert max(run.capacity for run in runs) >= min(context, 20)
+        runs.append(magnified.run(96, context))
+        assert all(run.capacity <= context for run in runs)
+        assert all(len(row) > 0 for run in runs for row in trace_verifier._rows(run))
+    one, ragged = trace_verifier._runs(96, [], None)
+    assert [step.lengths.tolist() for step in one.steps] == [[12], [1], [1], [1], [5]]
+    assert [step.lengths.tolist() for step in ragged.steps] == [[9, 12], [1, 1], [1, 1]]
 
 
 @pytest.mark.parametrize("whole_bytes", [1, 1 << 30])

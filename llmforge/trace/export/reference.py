@@ -208,11 +208,8 @@ class Reference:
         """List the norms of the model."""
         for name, module in self.model.named_modules():
             parameters = dict(module.named_parameters())
-            required = [
-                each for each in inspect.signature(module.forward).parameters.values() if each.default is each.empty
-            ]
             vectors = set(parameters) - {"bias"} == {"weight"} and parameters["weight"].dim() == 1
-            if vectors and len(required) == 1:  # one with a gate takes two
+            if vectors and _runs_alone(module):
                 yield OwnNorm(name, module)
 
     @contextmanager
@@ -313,6 +310,20 @@ class Reference:
                 hooks.callback(layer.register_forward_pre_hook(enter(index), with_kwargs=True).remove)
                 hooks.callback(layer.register_forward_hook(lambda *_: at.clear()).remove)
             yield given
+
+
+def _runs_alone(module: nn.Module) -> bool:
+    """Say whether a norm computes rows of one tensor; some whose gate is declared optional do not (Kimi Linear)."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    if all(each.default is each.empty for each in parameters):
+        return len(parameters) == 1
+    weight = module.get_parameter("weight")
+    try:
+        with torch.inference_mode():
+            module(weight.new_zeros(1, len(weight)))
+    except (AttributeError, TypeError):  # of the gate, None
+        return False
+    return True
 
 
 def _tensors(values: object) -> Iterator[Tensor]:

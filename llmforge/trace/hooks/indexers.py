@@ -2,7 +2,8 @@
 
 An indexer that chooses k tokens chooses all of them in texts of up to k: there attention reads every token, as
 `llmforge::Attention` does, and neither the indexer nor its cache is needed. That this is so, and what k is, is found by
-running the module on random numbers. Graphs made so say how long a text they are right for (`ir.longest_text`).
+running the module on random numbers. Graphs made so say how long a text they are right for (`ir.longest_text`), also
+where that is the whole context.
 """
 
 from __future__ import annotations
@@ -33,15 +34,17 @@ class AllTokens:
 
 @dataclass
 class Shortest:
-    """Of the longest texts in which indexers of a model choose every token, the shortest."""
+    """Of the longest texts in which indexers of a model choose every token, the shortest; None: there is no indexer."""
 
     limit: Limit | None = None
 
-    def lower(self, tokens: int, module: nn.Module) -> None:
-        """Take `tokens` of `module` where no other allows fewer."""
+    def lower(self, tokens: int, module: nn.Module, positions: int) -> None:
+        """Take `tokens` of `module`, of the `positions` that were looked at, where no other allows fewer."""
         if self.limit is None or tokens < self.limit.tokens:
-            chooses = f"{type(module).__name__} chooses {tokens} of the tokens that a query reads"
-            self.limit = Limit(tokens, f"{chooses}, and in a longer text not all")
+            name = type(module).__name__
+            beyond = f"{name} chooses {tokens} of the tokens that a query reads, and in a longer text not all"
+            whole = f"{name} chooses every token of those, and is left out"
+            self.limit = Limit(tokens, beyond if tokens < positions else whole)
 
 
 def modules(model: nn.Module) -> list[nn.Module]:
@@ -103,8 +106,7 @@ def _chooser(
         if key not in known:
             with internals.real_tensors():
                 known[key] = longest(module, bound, tables)
-        if known[key] < tables.positions:
-            limit.lower(known[key], module)
+        limit.lower(known[key], module, tables.positions)
         return AllTokens(type(module).__name__)
 
     return forward
