@@ -1,5 +1,7 @@
 """What a file or folder is that someone has, and what a build would make of it: read from headers, without torch.
 
+Of a GGUF file transformers makes the tokenizer, as for a build.
+
 Known are Hugging Face checkpoints, plain and quantized, GGUF files, and adapters of peft.
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from llmforge.checkpoint.adapters import Adapter, AdapterSource
 from llmforge.checkpoint.adapters.source import CONFIG as ADAPTER_CONFIG
 from llmforge.checkpoint.adapters.source import WEIGHTS as ADAPTER_WEIGHTS
 from llmforge.checkpoint.folder import CONFIG, CONFIG_BYTES, TOKENIZER, read_settings
-from llmforge.checkpoint.gguf import architectures
+from llmforge.checkpoint.gguf import architectures, tokenizer
 from llmforge.checkpoint.quantized.gguf import Gguf, GgufTensor, grouped
 from llmforge.checkpoint.quantized.layout import Grouped, QuantizedTensor, settings_of
 from llmforge.checkpoint.safetensors_file import TensorEntry, parse_json, read_header, read_small
@@ -27,6 +29,8 @@ from llmforge.checkpoint.shards import PICKLES, read_headers, weight_files
 from llmforge.quantization.stored import NotHeld
 
 TRACED = Path(__file__).with_name("architectures.json")  # model_type → why it is not compiled, "" where it is
+# Kinds of tokenizers in GGUF files, `tokenizer.ggml.model`.
+_TOKENIZERS = {"gpt2": "byte-level BPE (gpt2)", "llama": "SentencePiece's BPE (llama)", "None": "none"}
 AS_IT_IS, EXACT, DEQUANTIZED = "as it is", "codes kept", "dequantized"
 _NAMES = {
     "FLOAT": "fp32", "FLOAT16": "fp16", "BFLOAT16": "bf16", "DOUBLE": "fp64", "FLOAT8E4M3FN": "fp8 (E4M3)",
@@ -62,6 +66,16 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A part of a GGUF file that a build has to take over."""
+
+    name: str  # graph, tokenizer, chat template
+    what: str
+    supported: bool | None  # None: not known, or there is nothing to support
+    reason: str | None = None  # why it is not
+
+
+@dataclass(frozen=True)
 class Inspection:
     """What `llmforge inspect` says of what is not an artifact."""
 
@@ -74,6 +88,8 @@ class Inspection:
     refusal: Refusal | None = None
     compiles: bool | None = None  # whether the architecture was seen to; None: it is not in the table
     reason: str | None = None  # why it does not
+    parts: Sequence[Part] = ()  # of a GGUF file
+    chat_template: str | None = field(default=None, repr=False)  # likewise
 
     @property
     def parameters(self) -> int:
@@ -131,15 +147,41 @@ def _gguf(file: Path) -> Inspection:
     made = Inspection(str(file), "GGUF file", layout="GGUF")
     try:
         header = gguf.read(file)
-        made = Inspection(str(file), "GGUF file", {"architecture": header.architecture}, layout="GGUF")
+    except (CheckpointError, UnsupportedError) as error:
+        return _with(made, Grouped((), {}), made.layout, refusal=error)
+    made = Inspection(str(file), "GGUF file", {"architecture": header.architecture}, layout="GGUF")
+    try:
         settings = architectures.settings(header)
         facts = _facts(settings) | {"name": str(header.metadata.get("general.name", "")) or None}
         config, layout = settings["quantization_config"], Gguf()
         described = None if layout.is_plain(config) else f"{layout.name}: {layout.check(config, file)}"
         made = Inspection(str(file), "GGUF file", facts, described, **_architecture(settings))
-        return _with(made, grouped(header, settings), made.layout)
+        made = _with(made, grouped(header, settings), made.layout)
     except (CheckpointError, UnsupportedError) as error:
-        return _with(made, Grouped((), {}), made.layout, refusal=error)
+        made = _with(made, Grouped((), {}), made.layout, refusal=error)
+    graph = Part("graph", header.architecture, made.compiles, made.reason)
+    if made.refusal is not None:
+        graph = replace(graph, supported=False, reason=_less_file(made.refusal.message, file))
+    read, refusal = _gguf_tokenizer(header)
+    template = header.metadata.get("tokenizer.chat_template")
+    template = template if isinstance(template, str) else None
+    chat = Part("chat template", "none" if template is None else f"{len(template):,} characters", None)
+    return replace(made, refusal=made.refusal or refusal, parts=(graph, read, chat), chat_template=template)
+
+
+def _gguf_tokenizer(header: gguf.Header) -> tuple[Part, Refusal | None]:
+    """Make the tokenizer, as a build does: nothing less says whether it is taken. Imports transformers."""
+    kind, split = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    what = _TOKENIZERS.get(str(kind), str(kind)) + ("" if split is None else f", pre-tokenizer {split}")
+    try:
+        tokenizer.tokenizer_json(header)
+    except (CheckpointError, UnsupportedError) as error:
+        return Part("tokenizer", what, False, _less_file(error.message, header.file)), Refusal.of(error)
+    return Part("tokenizer", what, True), None
+
+
+def _less_file(message: str, file: Path) -> str:
+    return message.removeprefix(f"{file}: ")
 
 
 def _adapter(folder: Path) -> Inspection:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+from llmforge.base.errors import InputError
 from llmforge.base.wording import cut
-from llmforge.checkpoint.inspection import AS_IT_IS, DEQUANTIZED, EXACT, Inspection, Stored
+from llmforge.checkpoint.inspection import AS_IT_IS, DEQUANTIZED, EXACT, Inspection, Part, Stored
 
 _LONGEST = 200  # characters of a fact
 _OUTCOMES = {
@@ -19,7 +20,8 @@ _OUTCOMES = {
 
 def data(found: Inspection) -> dict[str, Any]:
     """Return what `--json` writes."""
-    return {**asdict(found), "stored": [asdict(each) for each in found.stored], "parameters": found.parameters}
+    facts = {name: value for name, value in asdict(found).items() if name != "chat_template"}
+    return {**facts, "parts": [asdict(part) for part in _parts(found)], "parameters": found.parameters}
 
 
 def lines(found: Inspection) -> list[str]:
@@ -38,6 +40,8 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
         yield "parameters" if index == 0 else "", _stored(each)
     for note in found.notes:
         yield "note", note
+    for part in _parts(found):
+        yield part.name.split()[0], _part(part)
     yield from _build(found)
 
 
@@ -48,10 +52,34 @@ def _stored(each: Stored) -> str:
     return f"{size}: {_OUTCOMES[each.outcome]}{reason}"
 
 
+def _parts(found: Inspection) -> Iterator[Part]:
+    """Give the parts of a GGUF file; whether its chat template is taken, what renders chats says."""
+    from llmforge.runtime.serving.chat import ChatTemplate
+
+    for part in found.parts:
+        if part.name != "chat template" or found.chat_template is None:
+            yield part
+            continue
+        try:
+            ChatTemplate(found.chat_template, {}, part.name)
+        except InputError as error:
+            yield replace(part, supported=False, reason=error.message)
+        else:
+            yield replace(part, supported=True)
+
+
+def _part(part: Part) -> str:
+    if part.supported is None:
+        return cut(part.what, _LONGEST)
+    state = "supported" if part.supported else f"not supported: {part.reason}"
+    return f"{cut(part.what, _LONGEST)}: {state}"
+
+
 def _build(found: Inspection) -> Iterator[tuple[str, str]]:
     """Say what a build would do."""
     if found.refusal is not None:
-        yield "build", f"refused: {found.refusal.message}"
+        parts = " and ".join(part.name for part in found.parts if part.supported is False)  # which say why
+        yield "build", f"refused: {f'{parts} not supported' if parts else found.refusal.message}"
         if found.refusal.hint is not None:
             yield "", f"hint: {found.refusal.hint}"
         return

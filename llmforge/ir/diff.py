@@ -102,7 +102,7 @@ def _alike(interface: Mapping[str, str]) -> dict[str, str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for what, change in interface.items():
         groups.setdefault((_NUMBER.sub("*", what), change), []).append(what)
-    merged = {}
+    merged: dict[str, str] = {}
     for (pattern, change), names in groups.items():
         kind, _, name = pattern.partition(" ")
         title = names[0] if len(names) == 1 else f"{len(names)} {kind}s {name}"

@@ -18,7 +18,7 @@ from llmforge.cli import cli
 
 from ..checkpoint.quantized import test_bitsandbytes, writers
 from ..checkpoints import write_checkpoint
-from ..gguf_files import F16, Q4_0, Q8_0, UINT32, value, write
+from ..gguf_files import F16, Q4_0, Q8_0, STRING, UINT32, value, write
 from ..sweep import render
 
 
@@ -99,12 +99,46 @@ def test_a_gguf_file_and_the_folder_of_one(tmp_path: Path) -> None:
     assert "codes" not in rows["parameters"]
 
 
+def test_a_gguf_file_says_of_each_part_whether_it_is_taken(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "hf")
+    chat = {"tokenizer.chat_template": value(STRING, "{% for m in messages %}{{ m.content }}{% endfor %}")}
+    write(tmp_path / "hf", tmp_path / "good.gguf", **chat)
+    rows = shown(tmp_path / "good.gguf")
+    assert rows["graph"] == "llama: supported"
+    assert rows["tokenizer"] == "byte-level BPE (gpt2), pre-tokenizer gpt-2: supported"
+    assert rows["chat"] == "50 characters: supported"
+    assert rows["build"] == "its architecture compiles (docs/architectures.md)"
+
+    other = {"tokenizer.ggml.pre": value(STRING, "smollm"), "tokenizer.chat_template": value(STRING, "{% for %}")}
+    write(tmp_path / "hf", tmp_path / "bad.gguf", **other)
+    rows = shown(tmp_path / "bad.gguf")
+    why = 'tokenizer.ggml.pre is "smollm": how it splits text is not known here; taken are '
+    assert rows["graph"] == "llama: supported"
+    assert rows["tokenizer"].startswith(f"byte-level BPE (gpt2), pre-tokenizer smollm: not supported: {why}")
+    assert "llama-bpe" in rows["tokenizer"]
+    assert rows["chat"].startswith("9 characters: not supported: chat template:1: the chat template has an error")
+    assert rows["build"] == "refused: tokenizer not supported\nhint: take the model's original checkpoint"
+    made = data(tmp_path / "bad.gguf")
+    assert made["refusal"]["message"].startswith(f"{tmp_path / 'bad.gguf'}: {why}")
+    assert made["refusal"]["exit_code"] == 6
+    assert {part["name"]: part["supported"] for part in made["parts"]} == {
+        "graph": True, "tokenizer": False, "chat template": False
+    }  # fmt: skip
+    assert "{%" not in json.dumps(made)
+    write(tmp_path / "hf", tmp_path / "none.gguf", drop=["tokenizer.ggml.model"])
+    rows = shown(tmp_path / "none.gguf")
+    assert rows["tokenizer"].startswith("none, pre-tokenizer gpt-2: not supported: has no tokenizer")
+    assert rows["chat"] == "none"
+
+
 def test_a_refusal_is_shown_and_is_no_error(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "hf")
     write(tmp_path / "hf", tmp_path / "a.gguf", kind=Q8_0, **{"llama.new": value(UINT32, 1)})
     rows = shown(tmp_path / "a.gguf")
-    assert rows["build"].startswith(f"refused: {tmp_path / 'a.gguf'}: 'llama.new' is not known")
+    assert rows["build"].startswith("refused: graph not supported\n")
     assert "hint: take the model's original checkpoint" in rows["build"]
+    assert rows["graph"].startswith("llama: not supported: 'llama.new' is not known")
+    assert rows["tokenizer"].endswith(": supported")
     assert data(tmp_path / "a.gguf")["refusal"]["exit_code"] == 6
     (tmp_path / "b.gguf").write_bytes(b"GGUF")
     assert "truncated" in shown(tmp_path / "b.gguf")["build"]

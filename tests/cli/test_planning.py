@@ -284,6 +284,7 @@ def test_doctor_measures_again_and_keeps_what_was_in_nobodys_way(
     assert doctor.exit_code == 0, doctor.output
     quiet = invoke(recipe)
     assert "unverified" not in quiet.stdout
+    assert len(measured) == 2
     measured.clear()  # busy again: replaces nothing better
     assert CliRunner().invoke(cli, ["doctor", "--measure"]).exit_code == 0
     assert measured == [1.3]

@@ -49,9 +49,11 @@ def tokenizer_json(header: Header) -> str:
     from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
 
     split = given.get("pre_tokenizer_type")
-    if given["tokenizer_type"] == "gpt2" and split not in (*_GPT2_SPLITS, *mapping.GGUF_PRE_TOKENIZER_SPLITS):
+    known = sorted({*_GPT2_SPLITS, *mapping.GGUF_PRE_TOKENIZER_SPLITS})
+    if given["tokenizer_type"] == "gpt2" and split not in known:
         raise UnsupportedError(
-            f"{header.file}: tokenizer.ggml.pre is {shown(split)}: how it splits text is not known here",
+            f"{header.file}: tokenizer.ggml.pre is {shown(split)}: how it splits text is not known here; taken are "
+            f"{', '.join(known)}",
             hint="take the model's original checkpoint",
         )
     settings = tokenizer_config(header)
