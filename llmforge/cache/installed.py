@@ -5,15 +5,19 @@ compiled libraries count, but for tests. Bytecode does not: Python makes it of t
 
 What was read before is not read again while the path, size, modification and change time of every file are the same:
 the digest is remembered for the machine, in the user's cache folder, and is of the contents alone, so that machines
-with the same packages have the same digest.
+with the same packages have the same digest. A file that nobody touched since its package was installed has the digest
+that the installer checked and wrote into the package's RECORD (PyPA specifications, *Recording installed projects*).
 """
 
 from __future__ import annotations
 
+import base64
+import csv
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -41,8 +45,8 @@ def digest(packages: Sequence[str] = PACKAGES) -> str:
         memory = Memory(FILE, _MOST)
         known = memory.read()
         new = {
-            identity: _contents(files, pool)
-            for identity, files in zip(identities, listed, strict=True)
+            identity: _contents(files, _recorded(package), pool)
+            for package, identity, files in zip(packages, identities, listed, strict=True)
             if identity not in known
         }
     if new:  # where it cannot be written, it is read again the next time
@@ -60,9 +64,33 @@ def _identity(files: Sequence[_File]) -> str:
     return hashlib.sha256("\n".join(own for _, own in files).encode()).hexdigest()
 
 
-def _contents(files: Sequence[_File], pool: ThreadPoolExecutor) -> str:
+def _recorded(package: str) -> tuple[dict[str, str], int]:
+    """Read the SHA-256 of files of a package, by their paths in it, and when these were recorded, in ns."""
+    try:
+        distribution = metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return {}, 0
+    found, since = {}, 0
+    for path, digest, *_ in csv.reader((distribution.read_text("RECORD") or "").splitlines()):
+        kind, _, value = digest.partition("=")
+        if kind == "sha256":
+            found[path] = base64.urlsafe_b64decode(value + "=" * (-len(value) % 4)).hex()
+        elif path.endswith(".dist-info/RECORD"):  # which has no digest of itself
+            since = Path(str(distribution.locate_file(path))).stat().st_ctime_ns
+    return found, since
+
+
+def _contents(files: Sequence[_File], recorded: tuple[dict[str, str], int], pool: ThreadPoolExecutor) -> str:
     """Hash what the files of a package hold, by their paths in it."""
-    digests = pool.map(lambda file: sha256(Path(os.path.realpath(file[0]))), files)
+    known, since = recorded
+
+    def content(file: _File) -> str:
+        path, _, _, *times = file[1].split("\0")
+        if path in known and max(map(int, times)) <= since:
+            return known[path]
+        return sha256(Path(os.path.realpath(file[0])))
+
+    digests = pool.map(content, files)
     lines = [f"{own.split(chr(0))[0]} {held}\n" for (_, own), held in zip(files, digests, strict=True)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 

@@ -161,5 +161,5 @@ def test_decode_steps_show_a_planted_error_of_the_cache_that_prefill_does_not(fo
     good, bad = compare(sound), compare(broken)
     assert bad["kld_mean"].value == pytest.approx(good["kld_mean"].value, abs=1e-9)
     assert bad["kld_decode_prefill"].value == pytest.approx(good["kld_decode_prefill"].value, abs=1e-9)
-    assert good["kld_decode_added"].high < 1e-5  # rounding; this model has random weights and loses little
+    assert good["kld_decode_added"].high < 1e-4  # rounding; this model has random weights and loses little
     assert bad["kld_decode_added"].low > 10 * good["kld_decode_added"].high

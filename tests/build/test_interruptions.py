@@ -86,8 +86,9 @@ def digest(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 )
 def test_signals(number: signal.Signals, code: int, stage: str, cache: Path, digest: str, tmp_path: Path) -> None:
     building = subprocess.Popen(
-        command(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(cache), cwd=ROOT
-    )
+        command(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(cache), cwd=ROOT,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # the tests themselves may run under nohup
+    )  # fmt: skip
     assert building.stderr is not None
     told = ""
     while stage not in told:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import os
+import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,3 +93,28 @@ def test_it_does_not_depend_on_where_packages_lie(package: Path, monkeypatch: py
     moved = package.parent.rename(package.parent.with_name("elsewhere"))
     monkeypatch.syspath_prepend(str(moved))
     assert digest() == before
+
+
+def test_files_as_they_were_installed_have_the_recorded_digest(package: Path, read: list[str]) -> None:
+    """Until one is touched: then its contents count, whatever its times are set to."""
+    by_contents = digest()
+    info = package.parent / "sample_models-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sample_models\nVersion: 1.0\n")
+    rows = []
+    for file in sorted(package.rglob("*.*")):
+        value = base64.urlsafe_b64encode(hashlib.sha256(file.read_bytes()).digest()).rstrip(b"=").decode()
+        rows.append(f"{file.relative_to(package.parent)},sha256={value},{file.stat().st_size}")
+    record = info / "RECORD"
+    record.write_text("\n".join([*rows, "sample_models-1.0.dist-info/RECORD,,"]) + "\n")
+    shutil.rmtree(package.parents[1] / "cache")
+    read.clear()
+    assert digest() == by_contents
+    assert read == ["libblas.so.3"]  # which is not recorded
+    edited = package / "kernels.so"
+    times = edited.stat().st_mtime_ns
+    time.sleep(0.02)
+    edited.write_text("x = 2\n")
+    os.utime(edited, ns=(times, times))
+    assert digest() != by_contents
+    assert "kernels.so" in read

@@ -183,7 +183,7 @@ def test_build_json_is_one_object(fake: FakePipeline, tmp_path: Path) -> None:
     written = json.loads(invoke("build", str(FP32), "--out", str(tmp_path), "--json").stdout)
     assert written["artifact"] == str(tmp_path / "docs-llama-fp32" / "0123456789ab")
     assert written["report"]["verdict"] == "pass"
-    assert written["report"]["schema"] == 2
+    assert written["report"]["schema"] == 3
 
 
 def test_build_writes_to_artifacts_and_takes_overrides(fake: FakePipeline) -> None:

@@ -242,9 +242,9 @@ def test_a_server_that_is_named_is_not_looked_up_on_the_path(here: Path) -> None
     (here / "ls").mkdir()
     from llmforge.base.errors import EnvironmentLacks
 
-    with pytest.raises(EnvironmentLacks, match="ls: not an executable"):
+    with pytest.raises(EnvironmentLacks, match="ls: no environment with nvidia-pytriton"):
         find(Path("ls"))
     program = here / "server"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    assert find(Path("server")) == program
+    assert find(Path("server")).program == program
