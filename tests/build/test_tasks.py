@@ -165,7 +165,7 @@ def test_a_figure_that_its_items_do_not_give_is_found(built: tuple[Path, Path]) 
 def test_a_server_is_measured_and_nothing_is_recorded(built: tuple[Path, Path], sample_checkpoint: Path) -> None:
     path = built[0]
     before = len(Artifact.open(path).evidence)
-    with serve(path) as url:
+    with serve(path, "--allow", "fail") as url:
         done = invoke(
             "eval", path, "--tasks", TASK, "--checkpoint", sample_checkpoint, "--limit", 4, "--url", url, "--json",
             "--quiet",

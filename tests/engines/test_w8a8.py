@@ -61,7 +61,7 @@ def loaded(model: ir.Model, folder: Path) -> tuple[Session, set[str]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("activations", "collapsed", "smoothed"), [("static", 0.5, 0.01), ("per_token", 0.05, 0.01)])
+@pytest.mark.parametrize(("activations", "collapsed", "smoothed"), [("static", 0.5, 0.01), ("per_token", 0.05, 0.015)])
 def test_plain_w8a8_collapses_and_smoothed_does_not(
     activations: str, collapsed: float, smoothed: float, outliers: tuple[Checkpoint, ir.Model], tmp_path: Path
 ) -> None:

@@ -144,12 +144,16 @@ def test_logits_after_a_start_are_those_of_the_whole_text(runner: Runner) -> Non
 
 
 @contextmanager
-def serve(artifact: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "llmforge", "serve", str(artifact), "--port", "0"]
+def serve(artifact: Path, *options: str) -> Iterator[str]:
+    command = [sys.executable, "-m", "llmforge", "serve", str(artifact), "--port", "0", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stderr is not None
-            yield next(match[1] for line in server.stderr if (match := re.search(r"(http://\S+/v1)", line)))
+            told: list[str] = []
+            while (match := re.search(r"(http://\S+/v1)", "".join(told[-1:]))) is None:
+                told.append(server.stderr.readline())
+                assert told[-1], "".join(told)  # it ended
+            yield match[1]
             server.send_signal(signal.SIGTERM)
             server.wait(60)
         finally:
