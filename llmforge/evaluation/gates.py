@@ -16,12 +16,12 @@ from typing import Any, Literal, get_args
 
 from llmforge.metrics import catalog
 from llmforge.metrics.catalog import Measured, TaskMetric
-from llmforge.metrics.intervals import CONFIDENCE, SMALLEST_SAMPLE, Estimate
+from llmforge.metrics.intervals import CONFIDENCE, SMALLEST_SAMPLE, TAIL, Estimate
 from llmforge.metrics.record import Record
 from llmforge.metrics.studentized import Studentized
 from llmforge.recipe import GateSpec
 
-ALPHA = (1 - CONFIDENCE) / 2  # one-sided: how often a gate passes wrongly, at most, where the true figure is at it
+ALPHA = TAIL  # one-sided: how often a gate passes wrongly, at most, where the true figure is at it
 POWER = 0.8  # how likely the named sample size is to decide, if the figure stays where it is
 
 GROWTH = 2  # times as many documents at each look: few looks, and at most twice as many documents as were needed

@@ -98,17 +98,20 @@ class Tokens:
     def off(self, influence: Floats, q: float) -> float:
         """Distance of a share to its upper bound: over documents, or that of independent tokens if it is larger."""
         critical = float(skewed_t.critical(self.effective, float(skewed_t.l_skewness(influence)), TAIL))
-        independent = math.sqrt(q * (1 - q) / len(self.ordered))
-        return max(critical * _error(influence), NormalDist().inv_cdf(1 - TAIL) * independent)
+        return max(critical * _error(influence), NormalDist().inv_cdf(1 - TAIL) * self._independent(q))
 
     def slope(self, q: float, side: int) -> float:
         """How fast a quantile rises with `q` above (1) or below (-1) it; infinite where its tokens end."""
         _, influence = self.influence(math.ceil(q * len(self.ordered)))
-        span = max(_SLOPE * _error(influence), _SLOPE * math.sqrt(q * (1 - q) / len(self.ordered)))
+        span = _SLOPE * max(_error(influence), self._independent(q))
         there = q + side * span
         if not len(self.ordered) * min(q, 1 - q) >= FEWEST_BEYOND or not 0 < there < 1:
             return math.inf
         return abs(self.at(there) - self.at(q)) / span
+
+    def _independent(self, q: float) -> float:
+        """Standard error of the share beyond `q` if tokens were independent."""
+        return math.sqrt(q * (1 - q) / len(self.ordered))
 
     def _holds(self, rank: int, q: float) -> bool:
         share, influence = self.influence(rank)

@@ -58,7 +58,7 @@ class Estimate(Record):
         value = hits / samples
         if samples < SMALLEST_SAMPLE:
             return cls(value=value, low=None, high=None, samples=samples, of=of)
-        z2 = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2) ** 2
+        z2 = NormalDist().inv_cdf(1 - TAIL) ** 2
         centre = (hits + z2 / 2) / (samples + z2)
         half = math.sqrt(z2 * (hits * (samples - hits) / samples + z2 / 4)) / (samples + z2)
         low, high = min(value, max(0.0, centre - half)), max(value, min(1.0, centre + half))
@@ -130,7 +130,7 @@ def quantile_interval(samples: NDArray[np.float64], quantile: float) -> tuple[fl
     section 7.1). None where n is too small for that: a median needs 6 samples, a 95th percentile 72.
     """
     ordered = np.sort(samples)
-    n, tail = len(ordered), (1 - CONFIDENCE) / 2
+    n, tail = len(ordered), TAIL
     k = np.arange(1, n + 1)
     log_odds = np.log((n + 1 - k) / k) + math.log(quantile / (1 - quantile))  # of k and k - 1 samples below
     below = np.cumsum(np.exp(n * math.log1p(-quantile) + np.concatenate([[0.0], np.cumsum(log_odds)])))
@@ -146,7 +146,7 @@ def fewest(quantile: float) -> int:
 
     With fewer, all of them lie on one side of it with a higher probability than half of 1 - `CONFIDENCE`.
     """
-    return math.ceil(math.log((1 - CONFIDENCE) / 2) / math.log(max(quantile, 1 - quantile)))
+    return math.ceil(math.log(TAIL) / math.log(max(quantile, 1 - quantile)))
 
 
 def clustered_quantile_interval(clusters: Sequence[NDArray[np.float64]], quantile: float) -> tuple[float, float] | None:
@@ -177,6 +177,6 @@ def student_t(freedom: int) -> float:
 
     Abramowitz and Stegun 26.7.5; within 0.001 from 7 degrees of freedom on.
     """
-    z = NormalDist().inv_cdf(1 - (1 - CONFIDENCE) / 2)
+    z = NormalDist().inv_cdf(1 - TAIL)
     t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
     return t + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
