@@ -33,8 +33,8 @@ test-slow: $(VENV)/.dev  ## Run the tests that take minutes
 wheels: $(VENV)/.dev  ## Build the sdist and a wheel for each processor, into dist/ (docs/release.md)
 	$(BIN)/python -m release.wheels
 
-triton: $(VENV)/.dev  ## Prepare the Triton server that tests start, in the user's cache (tests/triton_env.py)
-	$(BIN)/python tests/triton_env.py
+triton: $(VENV)/.dev  ## Prepare the Triton server that tests start, in the user's cache (tests/servers/triton_env.py)
+	$(BIN)/python tests/servers/triton_env.py
 
 verify-gpu: cuda-device $(VENV)/.gpu  ## Verify everything on this machine's CUDA GPU, VENV=.venv-gpu, in LEASE=40m if given
 	$(BIN)/python -m benchmarks.verify_gpu $(if $(LEASE),--lease $(LEASE))

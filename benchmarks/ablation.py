@@ -47,7 +47,7 @@ from llmforge.quantization.methods.base import InputStatistic
 from llmforge.quantization.methods.gptq import Curvature, Gptq
 from llmforge.quantization.methods.rtn import Rtn
 from llmforge.quantization.statistics import WeightDemand
-from tests.outliers import write_outliers
+from tests.models.outliers import write_outliers
 
 GRID, TABLES = Grid(4, 32, False, "int8"), Grid(6, 64, True, "int8")
 TRELLIS = Grid(4, 32, True, "int8", trellis=True)

@@ -23,12 +23,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from llmforge import targets
+from llmforge.backends.engines import BuildRequest
+from llmforge.backends.onnxruntime import builder as engine
+from llmforge.backends.onnxruntime.session import Session
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import Adapter, AdapterSource
-from llmforge.engines import BuildRequest
-from llmforge.engines import onnxruntime as engine
-from llmforge.lowering import options
-from llmforge.lowering.pass_base import Context, Pass
 from llmforge.passes.add_adapters import AddAdapters
 from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.passes.flash_attention import FlashAttention
@@ -37,11 +36,12 @@ from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.recipe import EngineSpec
-from llmforge.runtime.backends.config import RuntimeConfig
-from llmforge.runtime.backends.session import Session
+from llmforge.rewrite import options
+from llmforge.rewrite.pass_base import Context, Pass
+from llmforge.runtime.config import RuntimeConfig
 from llmforge.trace import trace
-from tests.adapters import write_adapter
-from tests.checkpoints import write_checkpoint
+from tests.models.adapters import write_adapter
+from tests.models.checkpoints import write_checkpoint
 
 BATCH, CONTEXT, PAST, PROMPT = 8, 512, 64, 128
 LOOSE = {"budget": {"kld_mean": 100.0}}

@@ -150,10 +150,10 @@ def serve(artifact: Path, prompts: list[int], tokens: int, repetitions: int, thr
     """Time the artifact in this process: medians over `repetitions` of new random prompts each."""
     import numpy as np
 
-    from llmforge import runtime
+    from llmforge import serving
 
     began = time.perf_counter()
-    runner = runtime.load(artifact, threads=threads)
+    runner = serving.load(artifact, threads=threads)
     figures: dict[str, float] = {"load_s": time.perf_counter() - began}
     rng = np.random.default_rng(0)
     for prompt in prompts:
@@ -163,7 +163,7 @@ def serve(artifact: Path, prompts: list[int], tokens: int, repetitions: int, thr
             stamps = [time.perf_counter()]
             stamps += [
                 time.perf_counter()
-                for _ in runner.generate_batch([ids], [runtime.Sampling(max_tokens=tokens, ignore_eos=True)])
+                for _ in runner.generate_batch([ids], [serving.Sampling(max_tokens=tokens, ignore_eos=True)])
             ]
             if repetition:  # the first one warms up
                 ttft.append((stamps[1] - stamps[0]) * 1e3)

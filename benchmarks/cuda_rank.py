@@ -14,12 +14,13 @@ from typing import Any
 
 import onnxruntime as ort
 
-from llmforge.runtime.backends import device_backend, loading
-from llmforge.runtime.backends.config import RuntimeConfig
-from llmforge.runtime.backends.cuda_graph_capture import ONE, OTHER, CaptureResult
-from llmforge.runtime.backends.device import HostDevice
-from llmforge.runtime.backends.ranks import worker
-from llmforge.runtime.backends.ranks.messages import Call
+from llmforge.backends import loading
+from llmforge.backends.ranks import worker
+from llmforge.backends.ranks.messages import Call
+from llmforge.runtime.config import RuntimeConfig
+from llmforge.runtime.device import backend as device_backend
+from llmforge.runtime.device.cuda import HostDevice
+from llmforge.runtime.device.graph_capture import ONE, OTHER, CaptureResult
 
 
 class StandIn(HostDevice):

@@ -5,9 +5,9 @@
 The sample checkpoint is split for two ranks and lowered to fp16 for the CUDA provider. `RankSession` starts their
 processes, each of which opens its graph in the real provider over the stand-ins of `cuda_wheel.py`: ONNX Runtime itself
 places the collectives, hands them its stream, and captures and replays steps. Nothing is computed but what
-tests/fake_nccl.c does, which counts what it is asked: sums and gathers of each rank, and how many of both were sent to
-a stream, after the load, after the cache (which runs all shapes of prefills, and captures), a prefill and two decode
-steps that are replayed.
+tests/fakes/fake_nccl.c does, which counts what it is asked: sums and gathers of each rank, and how many of both were
+sent to a stream, after the load, after the cache (which runs all shapes of prefills, and captures), a prefill and two
+decode steps that are replayed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ TARGET, MAX_BATCH, MAX_CONTEXT, RANKS = "h100-sxm", 4, 256, 2
 def write_engine(folder: Path) -> None:
     """Split the sample checkpoint, lower it and write its engine, without loading it."""
     from llmforge import targets
+    from llmforge.backends.engines import BuildRequest
+    from llmforge.backends.onnxruntime.cuda import builder as cuda
     from llmforge.checkpoint import Checkpoint
-    from llmforge.engines import BuildRequest, cuda
-    from llmforge.lowering.pass_base import Budget, Context
     from llmforge.parallel.split import split
     from llmforge.passes.flash_attention import FlashAttention
     from llmforge.passes.fuse_norms import FuseNorms
@@ -42,6 +42,7 @@ def write_engine(folder: Path) -> None:
     from llmforge.passes.pack_gate_up import PackGateUp
     from llmforge.passes.pack_qkv import PackQkv
     from llmforge.recipe import EngineSpec
+    from llmforge.rewrite.pass_base import Budget, Context
     from llmforge.trace import trace
 
     checkpoint, target = Checkpoint.open(ROOT / "tests" / "data" / "docs-llama-7m"), targets.load(TARGET)
@@ -64,8 +65,8 @@ def calls(folder: Path) -> list[dict[str, int]]:
 
 def rehearse(folder: Path, counts: Path) -> dict[str, Any]:
     """Inside the wheel: start the ranks, allocate their caches, and take steps."""
-    from llmforge.runtime.backends.config import FILE, RuntimeConfig
-    from llmforge.runtime.backends.ranks import session as rank_session
+    from llmforge.backends.ranks import session as rank_session
+    from llmforge.runtime.config import FILE, RuntimeConfig
 
     rank_session._WORKER = "cuda_rank"
     config = RuntimeConfig.read(folder / FILE)
@@ -96,7 +97,7 @@ def run(wheel: Path | None, sm: int) -> dict[str, Any]:
         counts.mkdir()
         write_engine(engine)
         cuda_wheel.stand_ins(wheel, libraries)
-        fake = [str(libraries / "libnccl.so.2"), str(ROOT / "tests" / "fake_nccl.c")]
+        fake = [str(libraries / "libnccl.so.2"), str(ROOT / "tests/fakes/fake_nccl.c")]
         subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", *fake], check=True)
         own = {"PYTHONPATH": str(wheel), "LD_LIBRARY_PATH": str(libraries), "STAND_IN_SM": str(sm)}
         own |= {"STAND_IN_DEVICES": str(RANKS), "FAKE_NCCL": str(counts), "CUDA_RANKS": str(counts)}

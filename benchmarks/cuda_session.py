@@ -38,15 +38,16 @@ TARGET, MAX_BATCH, MAX_CONTEXT = "h100-sxm", 8, 1024
 def write_engine(folder: Path, kv_cache: str) -> None:
     """Lower the sample checkpoint and write its engine, without loading it."""
     from llmforge import targets
+    from llmforge.backends.engines import BuildRequest
+    from llmforge.backends.onnxruntime.cuda import builder as cuda
     from llmforge.checkpoint import Checkpoint
-    from llmforge.engines import BuildRequest, cuda
-    from llmforge.lowering.pass_base import Budget, Context
     from llmforge.passes.flash_attention import FlashAttention
     from llmforge.passes.fuse_norms import FuseNorms
     from llmforge.passes.lower_precision import LowerPrecision
     from llmforge.passes.pack_gate_up import PackGateUp
     from llmforge.passes.pack_qkv import PackQkv
     from llmforge.recipe import EngineSpec
+    from llmforge.rewrite.pass_base import Budget, Context
     from llmforge.trace import trace
 
     checkpoint, target = Checkpoint.open(ROOT / "tests" / "data" / "docs-llama-7m"), targets.load(TARGET)
@@ -112,13 +113,13 @@ def rehearse(folder: Path) -> dict[str, Any]:
     """Inside the wheel: load the engine, allocate its cache, which captures, and take steps of every kind."""
     import onnxruntime as ort
 
-    from llmforge.runtime.backends import device as device_module
-    from llmforge.runtime.backends import device_backend
-    from llmforge.runtime.backends.config import FILE, MODEL_FILE, RuntimeConfig
-    from llmforge.runtime.backends.cuda_graph_capture import ONE, OTHER, CaptureResult
-    from llmforge.runtime.backends.device import CudaDevice
-    from llmforge.runtime.backends.loading import module_of
-    from llmforge.runtime.backends.paged import PagedSession, Piece
+    from llmforge.backends.loading import module_of
+    from llmforge.backends.onnxruntime.cuda.paged import PagedSession, Piece
+    from llmforge.runtime.config import FILE, MODEL_FILE, RuntimeConfig
+    from llmforge.runtime.device import backend as device_backend
+    from llmforge.runtime.device import cuda as device_module
+    from llmforge.runtime.device.cuda import CudaDevice
+    from llmforge.runtime.device.graph_capture import ONE, OTHER, CaptureResult
 
     ort.preload_dlls = lambda *_, **__: None  # the stand-ins are loaded already
     stand_in = ctypes.CDLL("libcudart.so.13")

@@ -207,7 +207,8 @@ def rehearse(wheel: Path, engine: Path, sm: int) -> dict[str, Any]:
     Returns:
         providers: nodes by provider; captured: graph id → captures and replays of two steps; forbidden: calls during a
         capture that CUDA would refuse; log: what ONNX Runtime printed, of the load, then behind PREFILL and DECODE: a
-        line for each GroupQueryAttention (llmforge.engines.cuda_attention) and each fast product that it ran.
+        line for each GroupQueryAttention (llmforge.backends.onnxruntime.cuda.attention) and each fast product that it
+        ran.
     """
     debug = {
         "STAND_IN_SM": str(sm),
@@ -264,7 +265,7 @@ class Steps:
     def run(self, batch: int, tokens: int, length: int, graph: int) -> None:
         """Run `batch` rows of `tokens` each, after which the longest row holds `length`."""
         sizes = {"batch": batch, "sequence": tokens, "rows": 1}
-        if blocks := self.config.get("kv_blocks"):  # llmforge.lowering.paged_attention names these dimensions
+        if blocks := self.config.get("kv_blocks"):  # llmforge.rewrite.paged_attention names these dimensions
             sizes |= {"tokens": batch * tokens, "batch_plus_1": batch + 1, "blocks": blocks + 1}
             sizes |= {"blocks_of_a_row": -(-blocks // self.config["max_batch"])}
         at_least = self.config.get("at_least", 1)  # of cuda_attention.py

@@ -41,10 +41,10 @@ if "--atheris" in sys.argv:  # what is imported in this block tells libFuzzer wh
     import atheris
 
     with atheris.instrument_imports(include=["llmforge"]):
-        import llmforge.bench
+        import llmforge.gates.verdict
+        import llmforge.measure.load
         import llmforge.planning.request
-        import llmforge.report.verdict
-        import llmforge.runtime.serving.runner
+        import llmforge.serving.runner
         import llmforge.triton.repository  # noqa: F401
 
 import numpy as np
@@ -54,21 +54,21 @@ from safetensors.numpy import save
 
 from llmforge import passes, targets
 from llmforge.artifact import Artifact, staging
+from llmforge.backends.onnxruntime.session import Session
 from llmforge.base import admission, sealed
 from llmforge.base.errors import ForgeError
-from llmforge.bench import workload
 from llmforge.checkpoint import documents, load_config, read_settings
 from llmforge.checkpoint.adapters import AdapterSource, Merge
 from llmforge.checkpoint.safetensors_file import TensorEntry, read_header
 from llmforge.cli import cli
+from llmforge.gates import verdict
 from llmforge.ir import onnx_file
+from llmforge.measure.load import workload
 from llmforge.planning import request
 from llmforge.recipe import Recipe
-from llmforge.report import verdict
-from llmforge.runtime.backends.config import RuntimeConfig
-from llmforge.runtime.backends.session import Session, SessionConfig
-from llmforge.runtime.serving.chat import ChatTemplate
-from llmforge.runtime.serving.prompts import read_tokenizer
+from llmforge.runtime.config import RuntimeConfig, SessionConfig
+from llmforge.serving.chat import ChatTemplate
+from llmforge.serving.prompts import read_tokenizer
 from llmforge.triton import repository
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -276,7 +276,7 @@ def tokenized(file: Path, data: bytes) -> None:
 def make_artifact(folder: Path) -> Artifact:
     """Publish a small artifact whose manifest and repository are as a build writes them; its record is made up."""
     sys.path.insert(0, str(ROOT))
-    from tests import stored
+    from tests.samples import stored
 
     runtime = {
         "format": 3, "onnxruntime": "1.31.1", "kernels": None, "max_context": 64, "max_batch": 2, "vocabulary": 100,

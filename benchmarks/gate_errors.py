@@ -2,7 +2,7 @@
 
 In each run the documents of a release are drawn from a population whose true figure is known. *False PASS*: the true
 figure is exactly at the limit, where α says 2.5 %. *Power*: the figure is at half the limit. Verdicts are those of
-`llmforge.evaluation.gates.judge`, on figures made as a build and `llmforge gate` make them (in the first
+`llmforge.gates.decision.judge`, on figures made as a build and `llmforge gate` make them (in the first
 runs of each row; the others are decided by the same rule, faster). `--runs` sets how many
 (20,000; a tenth for quantiles of 50 documents and more), `--only` which kinds of gates.
 """
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr
 
-from llmforge.evaluation.gates import ALPHA, Earlier, Verdict, judge, schedule
+from llmforge.gates.decision import ALPHA, Earlier, Verdict, judge, schedule
 from llmforge.metrics import catalog, document_figures, document_quantiles, quality, skewed_t
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.quality import DocumentSums, OfSums

@@ -40,17 +40,18 @@ HERE = Path(__file__).resolve()
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE.parent)]
 
+from llmforge.backends.onnxruntime.cuda import paged  # noqa: E402
+from llmforge.backends.onnxruntime.cuda import session as cuda  # noqa: E402
+from llmforge.backends.onnxruntime.cuda.decode_runs import DecodeRuns, Running  # noqa: E402
+from llmforge.backends.onnxruntime.cuda.paged import PagedSession  # noqa: E402
+from llmforge.backends.onnxruntime.cuda.session import DeviceSession  # noqa: E402
 from llmforge.ir import interface  # noqa: E402
 from llmforge.ir.interface import HEAD  # noqa: E402
-from llmforge.runtime import EngineOptions, Request, Sampling  # noqa: E402
-from llmforge.runtime.backends import cuda, paged  # noqa: E402
-from llmforge.runtime.backends.cuda import DeviceSession  # noqa: E402
-from llmforge.runtime.backends.device import BlockCopy, Buffer, HostDevice  # noqa: E402
-from llmforge.runtime.backends.device_heads import HeadBuffers  # noqa: E402
-from llmforge.runtime.backends.device_runs import DecodeRuns, Running  # noqa: E402
-from llmforge.runtime.backends.paged import PagedSession  # noqa: E402
-from llmforge.runtime.backends.session import SessionConfig  # noqa: E402
-from llmforge.runtime.backends.signature import Argument  # noqa: E402
+from llmforge.runtime.config import SessionConfig  # noqa: E402
+from llmforge.runtime.device.cuda import BlockCopy, Buffer, HostDevice  # noqa: E402
+from llmforge.runtime.device.top_logits import HeadBuffers  # noqa: E402
+from llmforge.runtime.signature import Argument  # noqa: E402
+from llmforge.serving import EngineOptions, Request, Sampling  # noqa: E402
 
 VOCABULARY, CONTEXT, PROMPT = 128_256, 2048, 16
 BLOCK = 128  # tokens of a block, of heads of 128 channels
@@ -352,11 +353,11 @@ def tokenizer(sample: Path) -> Any:
 
 def serve() -> None:
     """Be the engine's process, with a stand-in in the place of its artifact."""
-    from llmforge.runtime.backends.config import RuntimeConfig, SessionOptions
-    from llmforge.runtime.serving import engine_worker
-    from llmforge.runtime.serving.engine import Engine
-    from llmforge.runtime.serving.runner import Runner
-    from llmforge.runtime.serving.scheduler import Scheduler
+    from llmforge.runtime.config import RuntimeConfig, SessionOptions
+    from llmforge.serving import engine_worker
+    from llmforge.serving.engine import Engine
+    from llmforge.serving.runner import Runner
+    from llmforge.serving.scheduler import Scheduler
 
     told = json.loads(os.environ[_WORK])
     rows = told["rows"]
@@ -425,9 +426,8 @@ def measure(
     """Serve `rows` clients for `steps` steps, and sum up what the engine's process noted."""
     import dataclasses
 
-    from llmforge.runtime import EngineProcess
-    from llmforge.runtime.serving import engine_process
-    from llmforge.runtime.serving.prompts import PromptEncoder
+    from llmforge.serving import EngineProcess, engine_process
+    from llmforge.serving.prompts import PromptEncoder
 
     out = folder / "steps.json"
     out.unlink(missing_ok=True)

@@ -22,10 +22,10 @@ import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
 from llmforge import native
-from llmforge.evaluation.machine import read_bandwidth
-from llmforge.lowering.cpu_linear import grid_attributes
+from llmforge.measure.machine import read_bandwidth
 from llmforge.quantization import cpu_layout, grids
 from llmforge.quantization.grids import Grid, QuantizedMatrix
+from llmforge.rewrite.cpu_linear import grid_attributes
 
 PROBE_BYTES = 1 << 28
 

@@ -11,8 +11,8 @@ With `--stages` the moments are the beginning, the middle and the end of every s
 check, trace, read, verify, calibrate, each pass, engine, proofs, quality, publish. One cache goes through all of them;
 after each kill a build runs to its end on a copy of it. `--set` is handed on to the builds, in place of `FAST`.
 
-The slow tests of `tests/build/test_kills.py` do both to processes that fork from one which has imported everything: as
-many kills in a tenth of the time.
+The slow tests of `tests/compile/test_kills.py` do both to processes that fork from one which has imported everything:
+as many kills in a tenth of the time.
 """
 
 from __future__ import annotations

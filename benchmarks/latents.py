@@ -23,14 +23,14 @@ import torch
 import transformers
 
 from llmforge import targets
+from llmforge.backends.engines import BuildRequest
+from llmforge.backends.onnxruntime import builder as engine
+from llmforge.backends.onnxruntime.session import Session
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines import BuildRequest
-from llmforge.engines import onnxruntime as engine
-from llmforge.lowering.pass_base import Budget, Context, Pass
 from llmforge.passes import CpuKernels, FuseNorms, PackGateUp, PackQkv, QuantizeWeights
 from llmforge.recipe import EngineSpec
-from llmforge.runtime.backends.config import DATA_FILE, FILE, MODEL_FILE, RuntimeConfig
-from llmforge.runtime.backends.session import Session
+from llmforge.rewrite.pass_base import Budget, Context, Pass
+from llmforge.runtime.config import DATA_FILE, FILE, MODEL_FILE, RuntimeConfig
 from llmforge.trace import trace
 from llmforge.trace.hooks.attention import Attention
 

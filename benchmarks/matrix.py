@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests import zoo
+from tests.models import zoo
 
 ARCHITECTURES = ("llama", "qwen3", "mistral", "gemma2")
 RECIPE = """\

@@ -214,8 +214,8 @@ def baseline(checkpoint: Path) -> dict[str, Any]:
 
     process.prepare()
     from llmforge.checkpoint import Checkpoint
-    from llmforge.evaluation import machine
-    from llmforge.evaluation.baseline import open_baseline
+    from llmforge.measure import machine
+    from llmforge.measure.baseline import open_baseline
 
     opened = Checkpoint.open(checkpoint)
     opened_mb, began = machine.peak_resident_bytes() / 1e6, time.perf_counter()

@@ -32,18 +32,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from llmforge import passes, targets  # noqa: E402
+from llmforge.backends.onnxruntime import builder as engines  # noqa: E402
 from llmforge.base.errors import ForgeError  # noqa: E402
 from llmforge.checkpoint import Checkpoint  # noqa: E402
-from llmforge.engines import onnxruntime as engines  # noqa: E402
 from llmforge.ir import dialect, graph  # noqa: E402
-from llmforge.lowering.pass_base import Budget, Context, Pass  # noqa: E402
+from llmforge.rewrite.pass_base import Budget, Context, Pass  # noqa: E402
 from llmforge.trace import trace  # noqa: E402
-from tests import zoo  # noqa: E402
+from tests.models import zoo  # noqa: E402
 
 TOLERANCE = 1e-4  # of logits with a standard deviation of about 0.6: a wrong graph is off by far more
 SIZES: Mapping[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 4}  # heads of 64
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
-# name → configuration class of transformers, and what differs from tests.zoo.BASE and SIZES
+# name → configuration class of transformers, and what differs from tests.models.zoo.BASE and SIZES
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": zoo.LLAMA3}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),

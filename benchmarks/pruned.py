@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.runtime.backends.config import FILE, RuntimeConfig
-from llmforge.runtime.backends.loading import open_engine
+from llmforge.backends.loading import open_engine
+from llmforge.runtime.config import FILE, RuntimeConfig
 
 RESAMPLES = 2000
 

@@ -5,7 +5,7 @@ umask; compare all files.
     python -m benchmarks.reproduce RECIPE -n 3 --set validation.latency=null
     python -m benchmarks.reproduce --without avx512             # the last build as on an AVX2-only processor
 
-Exit code 1 where a file of the content differs, with the table of what does (`llmforge.build.comparison`).
+Exit code 1 where a file of the content differs, with the table of what does (`llmforge.diagnosis.comparison`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from llmforge.artifact import Artifact
-from llmforge.build import comparison
+from llmforge.diagnosis import comparison
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = "from llmforge.cli import main; main()"

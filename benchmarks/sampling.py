@@ -20,8 +20,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from llmforge.runtime import Sampling  # noqa: E402
 from llmforge.runtime.sampling.sampler import TokenSampler  # noqa: E402
+from llmforge.serving import Sampling  # noqa: E402
 
 REPEATS = 300
 CASES: Mapping[str, Mapping[str, Any]] = {

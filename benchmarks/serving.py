@@ -49,13 +49,13 @@ class Llmforge:
     """The engine that serves."""
 
     def __init__(self, artifact: str, threads: int) -> None:
-        from llmforge.runtime import Request, Sampling
+        from llmforge.serving import Request, Sampling
 
         self._engine = self._load(artifact, threads)
         self._request = lambda ids, n: Request(tuple(ids), Sampling(max_tokens=n, ignore_eos=True))
 
     def _load(self, artifact: str, threads: int) -> Any:
-        from llmforge.runtime.serving.engine import Engine
+        from llmforge.serving.engine import Engine
 
         return Engine.load(Path(artifact), threads=threads)
 
@@ -95,7 +95,7 @@ class LlmforgeProcess(Llmforge):
     """The engine in a process of its own, as `llmforge serve` and Triton's model have it."""
 
     def _load(self, artifact: str, threads: int) -> Any:
-        from llmforge.runtime import EngineOptions, EngineProcess
+        from llmforge.serving import EngineOptions, EngineProcess
 
         return EngineProcess(Path(artifact), EngineOptions(), threads)
 

@@ -35,9 +35,9 @@ from urllib.parse import urlsplit
 import numpy as np
 import psutil
 
-from llmforge import runtime
+from llmforge import serving
 from llmforge.base.errors import Unavailable
-from llmforge.runtime import Engine, EngineOptions, Request, Runner, Sampling
+from llmforge.serving import Engine, EngineOptions, Request, Runner, Sampling
 
 WORDS = "the file system module returns a list of values when path exists and raises an error otherwise".split()  # noqa: SIM905
 QUESTIONS = 64  # distinct requests
@@ -284,7 +284,7 @@ def main() -> int:
     parser.add_argument("--pid", type=int, default=os.getpid(), help="process whose memory is watched")
     parser.add_argument("--max-growth-mib", type=float, default=16.0)
     options = parser.parse_args()
-    runner = runtime.load(options.artifact)
+    runner = serving.load(options.artifact)
     asked = questions(runner, options.seed)
     engine_options = EngineOptions(
         max_queue=MAX_QUEUE, prefix_cache_bytes=PREFIX_CACHE_BYTES, speculation=options.speculation

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-from llmforge.evaluation.machine import read_bandwidth
-from llmforge.runtime import Request, Sampling
-from llmforge.runtime.backends.config import DATA_FILE, FILE, MODEL_FILE, RuntimeConfig
-from llmforge.runtime.backends.session import Session, SessionConfig
-from llmforge.runtime.serving.engine import Engine
+from llmforge.backends.onnxruntime.session import Session
+from llmforge.measure.machine import read_bandwidth
+from llmforge.runtime.config import DATA_FILE, FILE, MODEL_FILE, RuntimeConfig, SessionConfig
+from llmforge.serving import Request, Sampling
+from llmforge.serving.engine import Engine
 
 CASES = ("32,1,1", "2048,1,1", "32,1,8", "0,32,1", "0,512,1", "1536,512,1")
 PROBE_BYTES = 1 << 28

@@ -55,8 +55,6 @@ def __getattr__(name: str) -> Any:
             return version("llmforge")
         except PackageNotFoundError:  # a source tree on the path, not installed
             return "0+source"
-    if name == "build":
-        return import_module("llmforge.build")  # a room, which can be called as well
     if name in __all__:
         return getattr(import_module(_ELSEWHERE.get(name, "llmforge.api")), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

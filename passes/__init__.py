@@ -1,6 +1,5 @@
 """The passes, one flat file each, and the explicit tuple of all of them."""
 
-from llmforge.lowering.pass_base import Pass
 from llmforge.passes.accept_embeddings import AcceptEmbeddings
 from llmforge.passes.add_adapters import AddAdapters
 from llmforge.passes.correct_low_rank import CorrectLowRank
@@ -19,6 +18,7 @@ from llmforge.passes.quantize_fp4 import QuantizeFp4
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.passes.sparsify_weights import Sparsify
+from llmforge.rewrite.pass_base import Pass
 
 # In the order in which a recipe would name them.
 ALL: tuple[type[Pass], ...] = (

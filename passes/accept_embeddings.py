@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface, operators
-from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _LENGTHS_OF_IDS = ("Shape",)  # what reads the size of a step, not its tokens
 

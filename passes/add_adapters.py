@@ -34,8 +34,8 @@ from llmforge.ir import graph, interface
 from llmforge.ir.derived import Derived
 from llmforge.ir.operators.canonical import LowRankAdapter
 from llmforge.ir.operators.standard import Add, MatMul
-from llmforge.lowering import linear
-from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite import linear
+from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 Part = tuple[LowRank, float] | None  # of one adapter and one part of a layer: what it adds, and its whole scale
 MERGE = "merge it: `mode: merged`"

@@ -34,13 +34,13 @@ from pydantic.dataclasses import dataclass
 from llmforge.ir import graph
 from llmforge.ir.operators import contrib, cpu
 from llmforge.ir.operators.standard import Add, MatMul
-from llmforge.lowering import cpu_linear
-from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.quantization import initializers, low_rank
 from llmforge.quantization.grids import Float32, QuantizedMatrix, round_to_nearest
 from llmforge.quantization.initializers import LazyMatrix
 from llmforge.quantization.low_rank import Dtype, LowRank
 from llmforge.quantization.statistics import Demand, LowRankDemand
+from llmforge.rewrite import cpu_linear
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _Layer = contrib.MatMulNBits | cpu.Linear
 _BEHIND = "low_rank"  # suffix of what a correction adds to a graph

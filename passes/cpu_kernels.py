@@ -41,9 +41,9 @@ from pydantic.dataclasses import dataclass
 from llmforge import native
 from llmforge.ir import graph
 from llmforge.ir.operators import canonical, contrib, cpu
-from llmforge.lowering import cpu_adapters, cpu_attention, cpu_linear
-from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.quantization.exclusion import exclusion
+from llmforge.rewrite import cpu_adapters, cpu_attention, cpu_linear
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 FALLBACK = "cpu-kernels: using ONNX Runtime's slower kernels: llmforge was installed without a C compiler"
 

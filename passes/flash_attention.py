@@ -39,7 +39,7 @@ from pydantic.dataclasses import dataclass
 from llmforge.ir import graph, interface
 from llmforge.ir.operators import canonical, contrib
 from llmforge.ir.operators.standard import RotaryEmbedding, Split
-from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _HEAD_MULTIPLE = 8
 _HEAD_MULTIPLE_WITH_ROTARY = 16

@@ -29,8 +29,8 @@ from pydantic.dataclasses import dataclass
 
 from llmforge.ir import graph
 from llmforge.ir.operators import canonical
-from llmforge.lowering import moe_kernels
-from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite import moe_kernels
+from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 
 class _Skip(Exception):

@@ -38,7 +38,7 @@ from pydantic.dataclasses import dataclass
 from llmforge.ir import graph, operators
 from llmforge.ir.operators.contrib import SkipLayerNormalization, SkipSimplifiedLayerNormalization
 from llmforge.ir.operators.standard import Add, LayerNormalization, RMSNormalization
-from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _Norm = RMSNormalization | LayerNormalization
 

@@ -39,7 +39,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface, logits_rows, operators
 from llmforge.ir.operators import canonical
 from llmforge.ir.operators.standard import Gather
-from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _KEPT = (interface.INPUT_IDS, interface.POSITION_IDS, interface.LOGITS_ROWS)
 _LENGTHS = (interface.SEQLENS_K, interface.TOTAL_SEQUENCE_LENGTH)

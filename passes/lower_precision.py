@@ -13,14 +13,14 @@ com.microsoft::GroupQueryAttention, MatMulNBits, MoE and QMoE, whose scales foll
 compute matrix products, attention, experts, rotary embedding, norms (whose sums are fp32: `stash_type` 1), convolutions
 and what is pointwise between them.
 
-What stays in fp32, behind Casts, is listed in `lowering.precision`; with `head: fp32` the head does, too, its weight
+What stays in fp32, behind Casts, is listed in `rewrite.precision`; with `head: fp32` the head does, too, its weight
 included.
 
 Comes after `fuse-norms`, `pack-qkv`, `pack-gate-up`, `flash-attention`, `quantize-weights`, `fuse-experts` and
 `quantize-kv-cache`, which read fp32 graphs. Refused where the target does not compute in the dtype.
 
 Numerics: lossy, within the budget of the recipe, measured in an fp32 twin that rounds as the graph does
-(`lowering.emulation`). A weight or an activation beyond 65504, where fp16 ends, is an error and never an infinity.
+(`rewrite.emulation`). A weight or an activation beyond 65504, where fp16 ends, is an error and never an infinity.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.ir import derived, dtype_inference, graph, interface, operators
 from llmforge.ir.operators import canonical
 from llmforge.ir.operators.record import Precision
-from llmforge.lowering import precision
-from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite import precision
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 FLOAT = ir.DataType.FLOAT
 _DTYPES: Mapping[str, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}

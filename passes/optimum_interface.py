@@ -29,7 +29,7 @@ from pydantic.dataclasses import dataclass
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface, logits_rows
 from llmforge.ir.operators.canonical import Attention, GrowingAttention, LatentAttention
-from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _PAST_SLOTS = "past_sequence_length"  # names of dimensions, as optimum's exporters spell them
 _PRESENT_SLOTS = "past_sequence_length + sequence_length"

@@ -22,8 +22,8 @@ from pydantic.dataclasses import dataclass
 
 from llmforge.ir.operators.record import Operator
 from llmforge.ir.operators.standard import Gelu, Mul, Relu, Sigmoid, Softplus, Tanh
-from llmforge.lowering import linear
-from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite import linear
+from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 ACTIVATIONS: tuple[type[Operator], ...] = (Gelu, Relu, Sigmoid, Softplus, Tanh)
 

@@ -25,8 +25,8 @@ from pydantic.dataclasses import dataclass
 
 from llmforge.ir.operators import canonical, contrib
 from llmforge.ir.operators.standard import Reshape, RMSNormalization, RotaryEmbedding, Split, Transpose
-from llmforge.lowering import linear
-from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite import linear
+from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from llmforge.ir import graph
-from llmforge.lowering import pruning
-from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.quantization.statistics import Demand, PruningDemand
+from llmforge.rewrite import pruning
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ and `t` [batch, sequence, 1] is the largest |x| of each token over the largest c
 
 Where activations are rounded, `smooth` first divides features of x with outliers by powers of two, s, in the weights
 of the norm that makes x, or of the up projection behind a gate, and multiplies by them the rows of all matrices that
-read x (llmforge.lowering.smoothing): alone, that moves no bit. s_j = max|x_j|^α / max|W_j|^(1 - α), with the α that
+read x (llmforge.rewrite.smoothing): alone, that moves no bit. s_j = max|x_j|^α / max|W_j|^(1 - α), with the α that
 leaves outputs of the layer the least error on calibration text, or the one that is given. What attention makes stays
 as it is: its factors would stand in the cache.
 
@@ -59,12 +59,12 @@ from llmforge.base.errors import DataError
 from llmforge.ir import graph, logits_rows, routing
 from llmforge.ir.derived import Derived, stored_in, swapped
 from llmforge.ir.operators.standard import MatMul, Transpose
-from llmforge.lowering import smoothing
-from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.quantization import channels, methods
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.statistics import Demand, InputRange, InputRangeDemand, Smoothed, Smoothing
 from llmforge.quantization.stored import NotHeld, Source, StoredChannels, Untaken, channels_together, require
+from llmforge.rewrite import smoothing
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _LEAST = 2.0**-24  # scale of a token: the smallest number of fp16, so that a token of zeros has a scale
 

@@ -37,11 +37,11 @@ from llmforge.ir.derived import Derived, stored_in
 from llmforge.ir.fp4 import BLOCK
 from llmforge.ir.operators.canonical import Fp4Linear
 from llmforge.ir.operators.standard import MatMul
-from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.quantization import methods, nvfp4
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.statistics import Demand, InputRangeDemand
 from llmforge.quantization.stored import NotHeld, Source, StoredFp4, Untaken, fp4_together, require
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _FP4, _FP8, _FP32 = ir.DataType.FLOAT4E2M1, ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT
 

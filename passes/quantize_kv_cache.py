@@ -37,10 +37,10 @@ from llmforge.base.errors import DataError
 from llmforge.ir import graph, interface, operators
 from llmforge.ir.operators import canonical, cpu
 from llmforge.ir.operators.contrib import GroupQueryAttention
-from llmforge.lowering import cpu_attention
-from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.quantization.formats import INT8_KV, KvFormat, SlotFormat
 from llmforge.quantization.statistics import Demand, KvRange, KvRangeDemand
+from llmforge.rewrite import cpu_attention
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _LATENTS = "it caches latents, which no kernel reads in int8"
 

@@ -27,7 +27,7 @@ Fires for
   bits, `accuracy_level` 4, this moves the KLD of the sample checkpoint (tests/data) by 0.00035 in blocks of 32 and by
   0.0009 in blocks of 128, which the activations share.
 
-- the experts of every `llmforge::MoE` that com.microsoft::QMoE computes (`llmforge.lowering.moe_kernels`): with `bits`,
+- the experts of every `llmforge::MoE` that com.microsoft::QMoE computes (`llmforge.rewrite.moe_kernels`): with `bits`,
   `symmetric`, `method`, in the largest block up to `block_size` that divides both their widths and is smaller; with
   scales in fp16 where `scales` is int8, without a trellis, and not at all with 3, 5 or 6 bits. A method that needs
   calibration text sees of it, for each expert, the tokens that chose it. A router, which makes ids and weights, stays
@@ -71,9 +71,6 @@ from llmforge.ir.derived import OfExperts, stored_in
 from llmforge.ir.operators import canonical, contrib, cpu
 from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
 from llmforge.ir.operators.standard import Add, Gather, MatMul, Transpose
-from llmforge.lowering import cpu_linear, moe_kernels
-from llmforge.lowering import linear as linears
-from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.quantization import initializers, methods
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, Scale, rows, stack
@@ -81,6 +78,8 @@ from llmforge.quantization.initializers import LazyMatrix, PackedInitializers
 from llmforge.quantization.methods.base import Method
 from llmforge.quantization.statistics import Demand, WeightDemand
 from llmforge.quantization.stored import NotHeld, StoredCodes, Untaken, common, on_grid, require, together
+from llmforge.rewrite import cpu_linear, linear, moe_kernels
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _KEEP = 16  # embedding_bits that leave embedding and head alone
 _PLAIN = methods.PLAIN()  # of an embedding or head that was not calibrated
@@ -479,7 +478,7 @@ class _Rewriting:
             raise NotHeld("have input features in another order, which QMoE does not read")
         return found
 
-    def _reorder(self, layer: linears.Linear, columns: NDArray[np.intp]) -> None:
+    def _reorder(self, layer: linear.Linear, columns: NDArray[np.intp]) -> None:
         """Let a layer read the features of its input in the order of its columns; one that reads the same shares it."""
         key = layer.input, columns.tobytes()
         if key not in self.reordered:
@@ -524,7 +523,7 @@ class _Rewriting:
         if reason := exclusion(names, self.step.exclude):
             raise _Skip(reason)
 
-    def _multiply(self, layer: linears.Linear, matrix: LazyMatrix, parts: PackedInitializers | ir.Value) -> None:
+    def _multiply(self, layer: linear.Linear, matrix: LazyMatrix, parts: PackedInitializers | ir.Value) -> None:
         """Put MatMulNBits, or Linear, in the place of a linear layer."""
         if isinstance(parts, ir.Value):
             attributes = {
@@ -562,7 +561,7 @@ class _Rewriting:
         cast.type, cast.shape = ir.TensorType(ir.DataType.FLOAT), scales.shape
         return cast
 
-    def _replace(self, layer: linears.Linear, output: ir.Value) -> None:
+    def _replace(self, layer: linear.Linear, output: ir.Value) -> None:
         graph.replace_value(layer.output, output)
         self.model.graph.remove([node for node in (layer.add, layer.matmul) if node is not None], safe=True)
 
@@ -619,11 +618,11 @@ def _grid(grid: Grid) -> str:
     return f"{grid.bits} bits, blocks of {grid.block_size}, {kind}{scales}"
 
 
-def _layer(matmul: ir.Node) -> linears.Linear | None:
+def _layer(matmul: ir.Node) -> linear.Linear | None:
     """Recognize the linear layer of `matmul`, with the bias that is added next; None where it has no weight."""
     adding = [node for node in matmul.outputs[0].consumers() if Add.matches(node)]
-    layer = linears.of(adding[0].outputs[0]) if len(adding) == 1 else None
-    return layer if layer is not None and layer.matmul is matmul else linears.of(matmul.outputs[0])
+    layer = linear.of(adding[0].outputs[0]) if len(adding) == 1 else None
+    return layer if layer is not None and layer.matmul is matmul else linear.of(matmul.outputs[0])
 
 
 def _shape(weight: ir.Value) -> tuple[int, int]:
@@ -645,7 +644,7 @@ def _reads_transposed_initializer(matmul: ir.Node) -> bool:
     return turned is not None and turned.x.is_initializer()
 
 
-def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linears.Linear | None:
+def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linear.Linear | None:
     """Return the head that multiplies by the transpose of `table`, which only `gather` reads besides; None: no head."""
     others = [node for node in table.consumers() if node is not gather]
     if table.is_graph_input() or table.is_graph_output():
@@ -662,4 +661,4 @@ def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linea
     product = MatMul.of(matmul)
     if product is None or product.w is not others[0].outputs[0]:
         raise _Skip(f"{table.name} is also read by {matmul.op_type} {matmul.name}, which is not the output head")
-    return linears.Linear(matmul, table)
+    return linear.Linear(matmul, table)

@@ -23,10 +23,10 @@ from pydantic.dataclasses import dataclass
 
 from llmforge.ir import graph
 from llmforge.ir.operators.standard import MatMul
-from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.quantization import sparsity
 from llmforge.quantization.sparsity import SparseMatrix
 from llmforge.quantization.statistics import Demand, SparsityDemand
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from llmforge.backends import BACKENDS, BUILT_IN, BackendName, Kind, Provider, Support
 from llmforge.base import extras, located_yaml
-from llmforge.base.backends import BACKENDS, BUILT_IN, BackendName, Kind, Provider, Support
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError
 from llmforge.base.plugins import Plugin, Seam
 from llmforge.targets.achieved import Assumption, Share, defaults

@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "8")
 
 from . import stall
-from .checkpoints import write_checkpoint
+from .models.checkpoints import write_checkpoint
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -80,7 +80,7 @@ def bf16_llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, ir
     from llmforge.checkpoint import Checkpoint
     from llmforge.trace import trace
 
-    from . import zoo
+    from .models import zoo
 
     folder = tmp_path_factory.mktemp("bf16-llama")
     zoo.write("llama-tied", folder, torch.bfloat16)
@@ -100,7 +100,7 @@ def sample_graph(sample_checkpoint: Path) -> ir.Model:
 @pytest.fixture
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Be a machine without a GPU, wherever the test runs."""
-    from llmforge import engines
+    from llmforge.backends import engines
     from llmforge.base.errors import EnvironmentLacks
 
     def no_cuda() -> object:

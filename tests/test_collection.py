@@ -11,6 +11,6 @@ import pytest
 def test_no_folder_of_tests_is_passed_over(pytestconfig: pytest.Config) -> None:
     root = Path(__file__).parent
     folders = {part for file in root.rglob("test_*.py") for part in file.relative_to(root).parts[:-1]}
-    assert {"build", "runtime"} <= folders
+    assert {"compile", "runtime"} <= folders
     ignored = [str(pattern) for pattern in pytestconfig.getini("norecursedirs")]
     assert not {folder for folder in folders if any(fnmatch(folder, pattern) for pattern in ignored)}

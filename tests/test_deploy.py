@@ -19,10 +19,11 @@ from ruamel.yaml import YAML
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
-from llmforge.base.backends import PROVIDERS
+from llmforge.backends import PROVIDERS
 from llmforge.cli import cli
-from llmforge.runtime.serving.stats import COUNTERS, GAUGES, EngineStats
-from llmforge.serve import app, doors, metrics
+from llmforge.serving.http import access as doors
+from llmforge.serving.http import app, metrics
+from llmforge.serving.stats import COUNTERS, GAUGES, EngineStats
 from llmforge.triton import launch
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -22,7 +22,8 @@ from llmforge.base import extras
 from llmforge.cli import cli
 from llmforge.recipe import ServingSpec
 
-from . import checkpoints, published, stored, wheels
+from .models import checkpoints
+from .samples import published, stored, wheels
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.xdist_group("environments")  # they are made once

@@ -93,7 +93,7 @@ def prose(path: Path) -> Iterator[str]:
 
 def is_ours(name: str) -> bool:
     """Say if `llmforge.….…` is a module, something in one, or a string of the package."""
-    if name in strings() or name.startswith("llmforge.v1."):  # groups of entry points
+    if name in strings() or name.startswith("llmforge.v2."):  # groups of entry points
         return True
     module = name
     while module not in MODULES:

@@ -13,7 +13,7 @@ import pytest
 from release import wheels
 from release.wheels import LIBRARIES, MAPPED, copy_source
 
-from .wheels import build, hasty_compiler
+from .samples.wheels import build, hasty_compiler
 
 pytestmark = pytest.mark.xdist_group("packaging")  # its fixtures take seconds: they are made once
 

@@ -10,7 +10,7 @@ import pytest
 
 from llmforge.base import plugins
 
-from .plugin_packages import SAMPLE
+from .samples.plugin_packages import SAMPLE
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")

@@ -3,8 +3,8 @@
 What is verified, a step each, every one in a process of its own:
 
     environment              the device, its copy bandwidth, driver and package versions
-    parity:PRECISION:MODEL   logits of models of tests/zoo.py in fp16, bf16, int8, int4 and with caches in int8, against
-                             the CPU, which computes the same codes in fp32
+    parity:PRECISION:MODEL   logits of models of tests/models/zoo.py in fp16, bf16, int8, int4 and with caches in
+                             int8, against the CPU, which computes the same codes in fp32
     capture                  every planned decode step is recorded as a CUDA graph; unrecorded and replayed times
     shape:, build:           Llamas of 1B and 8B parameters with random weights, and their engines in bf16, int8, int4
     speed:ROUND:SHAPE:…      decode steps alone at 1, 8 and 64 rows, and through the scheduler TTFT and TPOT, greedy and

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import benchmarks.verify_gpu as program
 from llmforge.base.errors import ForgeError, UsageError
-from llmforge.runtime.backends.device import CudaDevice
+from llmforge.runtime.device.cuda import CudaDevice
 
 
 def main() -> None:

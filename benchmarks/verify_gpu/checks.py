@@ -25,9 +25,9 @@ from benchmarks.verify_gpu import place, speed
 from benchmarks.verify_gpu.scale import EVERY, Scale
 from llmforge.base.errors import EnvironmentLacks, Unavailable, VerificationError
 from llmforge.native import nccl
-from llmforge.runtime.backends import device as devices
-from llmforge.runtime.backends.config import FILE, RuntimeConfig
-from llmforge.runtime.backends.device import Block, BlockCopy
+from llmforge.runtime.config import FILE, RuntimeConfig
+from llmforge.runtime.device import cuda as devices
+from llmforge.runtime.device.cuda import Block, BlockCopy
 
 PACKAGES = (
     "llmforge", "onnxruntime-gpu", "onnxruntime", "cuda-bindings", "tensorrt", "tensorrt-rtx", "torch", "transformers",
@@ -100,7 +100,7 @@ def plan(scale: Scale) -> list[Step]:
 
 def zoo_names() -> tuple[str, ...]:
     """Name every model of the zoo, which imports torch."""
-    from tests import zoo
+    from tests.models import zoo
 
     return tuple(zoo.ZOO)
 
@@ -152,8 +152,8 @@ def _copy_bandwidth(device: Any, size: int) -> float:
 def attention(run: Run, name: str) -> Result:
     """Let ONNX Runtime tell which kernels it chose; `read_attention` reads it off the log when the step has ended."""
     from benchmarks.verify_gpu import subjects
-    from llmforge.engines import cuda_attention
-    from tests import zoo
+    from llmforge.backends.onnxruntime.cuda import attention as cuda_attention
+    from tests.models import zoo
 
     heads, kv_heads, head_dim, window, kv_cache = ATTENTION[name]
     os.environ[cuda_attention.DEBUG_VARIABLE] = "1"
@@ -193,7 +193,7 @@ def attention(run: Run, name: str) -> Result:
 
 def read_attention(result: Result, log: str) -> Result:
     """Add which kernels the log names, and whether they are among those expected; None: nothing is expected."""
-    from llmforge.engines import cuda_attention
+    from llmforge.backends.onnxruntime.cuda import attention as cuda_attention
 
     _, _, said = log.partition("== PREFILL")
     prefill, _, decode = said.partition("== DECODE")
@@ -208,7 +208,7 @@ def read_attention(result: Result, log: str) -> Result:
 def parity(run: Run, precision: str, name: str, kv_cache: str | None = None) -> Result:
     """Hold the device's logits against the CPU's, which computes the same codes in fp32: one text, piece by piece."""
     from benchmarks.verify_gpu import subjects
-    from tests import zoo
+    from tests.models import zoo
 
     checkpoint = run.work / "checkpoints" / name
     zoo.write(name, checkpoint)

@@ -6,8 +6,8 @@ from benchmarks.verify_gpu.scale import Scale
 from llmforge import targets
 from llmforge.base.errors import EnvironmentLacks
 from llmforge.doctor.gpus import Gpu
-from llmforge.runtime.backends import device as devices
-from llmforge.runtime.backends.device import Device, HostDevice
+from llmforge.runtime.device import cuda as devices
+from llmforge.runtime.device.cuda import Device, HostDevice
 
 
 def device(scale: Scale) -> Device:

@@ -41,7 +41,7 @@ TINY = {
     "vocab_size": 8192,
     "max_position_embeddings": 128,
 }
-EVERY = "*"  # all models of tests/zoo.py
+EVERY = "*"  # all models of tests/models/zoo.py
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.verify_gpu.scale import Scale
 from llmforge.base.errors import EnvironmentLacks, ForgeError
-from llmforge.runtime import Chunk, Engine, EngineOptions, Request, Runner, Sampling
+from llmforge.serving import Chunk, Engine, EngineOptions, Request, Runner, Sampling
 
 PIECE = 256  # tokens of a context that are read at once
 REPEATS = 3  # prompts whose median TTFT is given, after one that is not timed

@@ -15,13 +15,15 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from benchmarks.verify_gpu.scale import Scale
-from llmforge import engines, passes, targets
+from llmforge import passes, targets
+from llmforge.backends import engines, loading
+from llmforge.backends.onnxruntime.builder import write_tokenizer
+from llmforge.backends.onnxruntime.cuda.session import DeviceSession
+from llmforge.backends.onnxruntime.session import Session
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines.onnxruntime import write_tokenizer
-from llmforge.evaluation import footprint
 from llmforge.ir import graph
 from llmforge.ir.operators import canonical
-from llmforge.lowering.pass_base import Budget, Context, Pass
+from llmforge.measure import footprint
 from llmforge.parallel.split import split
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_experts import FuseExperts
@@ -30,12 +32,10 @@ from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.quantization.statistics import KvRange, Statistics
 from llmforge.recipe import EngineSpec
-from llmforge.runtime import Runner
-from llmforge.runtime.backends import loading
-from llmforge.runtime.backends.config import FILE, MODEL_FILE, RuntimeConfig
-from llmforge.runtime.backends.cuda import DeviceSession
-from llmforge.runtime.backends.device import HostDevice
-from llmforge.runtime.backends.session import Session
+from llmforge.rewrite.pass_base import Budget, Context, Pass
+from llmforge.runtime.config import FILE, MODEL_FILE, RuntimeConfig
+from llmforge.runtime.device.cuda import HostDevice
+from llmforge.serving import Runner
 from llmforge.trace import trace
 
 SAMPLE = Path("tests/data/docs-llama-7m")

@@ -12,9 +12,9 @@ from llmforge.base import extras, folders
 from llmforge.base.progress import Progress
 
 if TYPE_CHECKING:
-    from llmforge.evaluation.gates import Verdict
+    from llmforge.gates.decision import Verdict
+    from llmforge.gates.records import Report
     from llmforge.recipe import Recipe
-    from llmforge.report.model import Report
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def build(
     """
     extras.require("build")
     from llmforge import cache
-    from llmforge.build import pipeline
+    from llmforge.compile import pipeline
     from llmforge.recipe import Recipe
 
     if isinstance(recipe, str | Path):

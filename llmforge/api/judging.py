@@ -12,13 +12,14 @@ from llmforge.artifact import Artifact, resolve
 from llmforge.base import extras, folders
 from llmforge.base.errors import UsageError
 from llmforge.base.progress import Progress
-from llmforge.evaluation.gates import Verdict
+from llmforge.gates import release
+from llmforge.gates.decision import Verdict
 from llmforge.recipe import GatesFile
-from llmforge.report import release, release_text
+from llmforge.report import release_text
 
 if TYPE_CHECKING:
+    from llmforge.gates.release import Judgement
     from llmforge.metrics.tasks import TaskResult
-    from llmforge.report.release import Judgement
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ def evaluate(
     """
     extras.require("build", "eval")
     from llmforge import cache
-    from llmforge.build import validating
     from llmforge.checkpoint import Checkpoint
+    from llmforge.compile import validating
     from llmforge.recipe import Recipe
 
     if (recipe is None) == (checkpoint is None):

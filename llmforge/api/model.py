@@ -17,7 +17,7 @@ from llmforge.base.errors import UsageError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from llmforge.runtime import Chunk, Runner, TokenLogprob, Usage
+    from llmforge.serving import Chunk, Runner, TokenLogprob, Usage
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, token ids, or messages of a chat
 
@@ -57,7 +57,7 @@ class Model:
 
         `adapter` names one that the artifact keeps apart; "": none.
 
-        `sampling` are fields of `llmforge.runtime.Sampling`: max_tokens, temperature, top_p, seed, stop, …; by default
+        `sampling` are fields of `llmforge.serving.Sampling`: max_tokens, temperature, top_p, seed, stop, …; by default
         greedy, until the model ends or the context is full.
 
         Raises:
@@ -88,7 +88,7 @@ class Model:
         return self.runner.logits(self.runner.encode(prompt) if isinstance(prompt, str) else prompt, adapter=adapter)
 
     def _chunks(self, prompt: Prompt, sampling: Mapping[str, Any], adapter: str) -> Iterator[Chunk]:
-        from llmforge.runtime import Sampling
+        from llmforge.serving import Sampling
 
         unknown = set(sampling) - set(Sampling.__dataclass_fields__)
         if unknown:
@@ -125,9 +125,9 @@ def load(
         llmforge.base.errors.ForgeError: it is damaged, its verdict is forged, its gates failed, or this machine does
             not run its engine.
     """
-    from llmforge import runtime
-    from llmforge.report import confirmed
+    from llmforge import serving
+    from llmforge.gates import confirmed
 
     opened = confirmed.open_artifact(resolve(str(artifact), folders.artifacts(out)))
     admission.admit(opened.path, allow=allow, how_to_allow='allow="fail"')
-    return Model(opened, runtime.load(opened.path, threads, device))
+    return Model(opened, serving.load(opened.path, threads, device))

@@ -10,7 +10,7 @@ from typing import Any
 
 from llmforge.checkpoint import hub
 from llmforge.doctor import kept
-from llmforge.evaluation import machine
+from llmforge.measure import machine
 from llmforge.planning import render, request
 from llmforge.planning.render import Planned, Refused
 from llmforge.planning.scheme import Wanted

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmforge import __version__
-from llmforge.base.backends import PROVIDERS
+from llmforge.backends import PROVIDERS
 from llmforge.base.hashed_files import sha256
 from llmforge.base.sealed import SCHEMA, FileRecord, Manifest, is_content, walk
 

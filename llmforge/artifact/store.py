@@ -120,7 +120,7 @@ class Artifact:
         return cls(folder, manifest)
 
     def verify(self) -> None:
-        """Hash every file again and compare with manifest and evidence; llmforge.report.verdict judges the figures.
+        """Hash every file again and compare with manifest and evidence; llmforge.gates.verdict judges the figures.
 
         Raises:
             InputError: files are missing, changed or added; the message names them.

@@ -1,6 +1,6 @@
 """What packages from outside bring: passes, quantization methods, metrics, targets and backends, by entry points.
 
-A package declares them in its metadata, in the groups `llmforge.v1.passes`, `llmforge.v1.methods`, … (`KINDS`), under
+A package declares them in its metadata, in the groups `llmforge.v2.passes`, `llmforge.v2.methods`, … (`KINDS`), under
 the names that recipes use. The number is the version of the interface that it is written for (`INTERFACE`), so that
 another one is refused before any of its code runs. What nobody names is not imported (docs/plugins.md).
 
@@ -27,7 +27,7 @@ from llmforge.base.wording import plain
 if TYPE_CHECKING:
     from importlib.metadata import Distribution, EntryPoint
 
-INTERFACE = 1
+INTERFACE = 2
 KINDS: Mapping[str, str] = {
     "passes": "pass",
     "methods": "quantization method",

@@ -40,7 +40,7 @@ LARGEST_MANIFEST = 16 << 20  # bytes; one of 100,000 files has 15 MB
 LARGEST_SIGNATURE = 16 << 20  # bytes; it has a line for each file
 LARGEST_RECORD = 16 << 20  # bytes; a report has lines for each node that a pass changed, some 2 MB of an 80-layer model
 
-Verdict = Literal["pass", "fail", "inconclusive", "none"]  # of all gates together (llmforge.evaluation.gates)
+Verdict = Literal["pass", "fail", "inconclusive", "none"]  # of all gates together (llmforge.gates.decision)
 VERDICTS: tuple[Verdict, ...] = ("pass", "fail", "inconclusive", "none")
 
 # What becomes the name of a folder or a file, wherever a manifest comes from; what is printed to a terminal.
@@ -87,7 +87,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Record:
-    """The head of a record of evidence, whatever else it says (llmforge.report.model)."""
+    """The head of a record of evidence, whatever else it says (llmforge.gates.records)."""
 
     digest: str  # SHA-256 of its bytes; its name
     size_bytes: int

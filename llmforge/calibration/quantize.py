@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from llmforge.base.errors import DataError
-from llmforge.calibration import experts as of_experts
+from llmforge.calibration import experts
 from llmforge.calibration.correct import correct_linears, corrected
 from llmforge.calibration.gradients import Gradients
 from llmforge.calibration.layer import Additions, DecoderLayer
@@ -109,7 +109,7 @@ def _groups(layer: DecoderLayer, state: torch.Tensor, demand: WeightDemand) -> l
 def _matrices(layer: DecoderLayer, name: str) -> list[str]:
     """Name the parameters that are quantized of a linear, which it names itself, or of experts."""
     module = layer.experts().get(name)
-    return [name] if module is None else [f"{name}.{parameter}" for parameter in of_experts.matrices(module)]
+    return [name] if module is None else [f"{name}.{parameter}" for parameter in experts.matrices(module)]
 
 
 def _quantize_linears(
@@ -163,15 +163,15 @@ def _quantize_experts(
 ) -> dict[str, QuantizedMatrix]:
     """Quantize the experts `name`; nothing where no kernel has a grid for their widths."""
     layer, module = runs.layer, runs.layer.experts()[name]
-    grid = demand.grid.fitting(*of_experts.widths(module))
+    grid = demand.grid.fitting(*experts.widths(module))
     if grid is None:
         return {}
     called = [runs.arguments(name, window) for window in range(len(runs.states))]
     tokens, ids, mixing = (torch.cat(parts) for parts in zip(*called, strict=True))
-    read = of_experts.RoutedInputs(tokens, ids, mixing, torch.cat(list(originals)))
+    read = experts.RoutedInputs(tokens, ids, mixing, torch.cat(list(originals)))
     with _refusals(name, demand.method):
-        matrices = of_experts.quantize(module, read, grid, demand.method)
-    if said := of_experts.scarcity(module, read):
+        matrices = experts.quantize(module, read, grid, demand.method)
+    if said := experts.scarcity(module, read):
         notes.append(f"{name}: {said}")
     return dict(zip(_matrices(layer, name), matrices, strict=True))
 

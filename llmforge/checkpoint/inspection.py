@@ -19,7 +19,7 @@ from llmforge.base.errors import CheckpointError, ForgeError, InputError, Unsupp
 from llmforge.checkpoint import gguf, quantized
 from llmforge.checkpoint.adapters import Adapter, AdapterSource
 from llmforge.checkpoint.adapters.source import CONFIG as ADAPTER_CONFIG
-from llmforge.checkpoint.adapters.source import WEIGHTS as ADAPTER_WEIGHTS
+from llmforge.checkpoint.adapters.source import WEIGHTS
 from llmforge.checkpoint.folder import CONFIG, CONFIG_BYTES, TOKENIZER, read_settings
 from llmforge.checkpoint.gguf import architectures, tokenizer
 from llmforge.checkpoint.quantized.gguf import Gguf, GgufTensor, grouped
@@ -198,14 +198,14 @@ def _adapter(folder: Path) -> Inspection:
     }
     made = Inspection(str(folder), "adapter (peft)", facts)
     try:
-        if not (folder / ADAPTER_WEIGHTS).exists():
+        if not (folder / WEIGHTS).exists():
             pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
             raise CheckpointError(
-                f"{folder}: no {ADAPTER_WEIGHTS}" + (f", only pickles ({', '.join(pickles)})" if pickles else ""),
+                f"{folder}: no {WEIGHTS}" + (f", only pickles ({', '.join(pickles)})" if pickles else ""),
                 hint="save the adapter again with peft's save_pretrained, which writes safetensors",
             )
         Adapter.open(AdapterSource(folder.name, folder))
-        return _with(made, Grouped((), read_header(folder / ADAPTER_WEIGHTS)))
+        return _with(made, Grouped((), read_header(folder / WEIGHTS)))
     except (CheckpointError, UnsupportedError) as error:
         return _with(made, Grouped((), {}), refusal=error)
 

@@ -15,7 +15,7 @@ from llmforge.cli.parameters import ARTIFACT, PATH, keep_quiet
 from llmforge.cli.recorded import Inputs, inputs_options
 
 if TYPE_CHECKING:
-    from llmforge.build.bisecting import Findings, PassFindings
+    from llmforge.diagnosis.bisecting import Findings, PassFindings
     from llmforge.metrics.intervals import Estimate
 
 _EXAMPLES = """\b
@@ -63,10 +63,11 @@ def bisect(
     from tempfile import TemporaryDirectory
 
     from llmforge import cache
-    from llmforge.build import bisecting, keeping, rebuilding
     from llmforge.cli import console
-    from llmforge.report import confirmed
-    from llmforge.runtime.backends.config import physical_cores
+    from llmforge.diagnosis import bisecting, rebuilding
+    from llmforge.diagnosis import mixed_precision_recipe as keeping
+    from llmforge.gates import confirmed
+    from llmforge.runtime.config import physical_cores
 
     with console.progress(quiet=quiet) as progress, TemporaryDirectory() as scratch:
         opened = confirmed.open_artifact(artifact)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llmforge.base import backends, extras, folders, process
+from llmforge import backends
+from llmforge.base import extras, folders, process
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import farming, output, verdicts
 from llmforge.cli.caching import connect, remote_option
@@ -31,8 +32,8 @@ from llmforge.cli.parameters import (
 )
 
 if TYPE_CHECKING:
+    from llmforge.gates.records import EngineRecord
     from llmforge.metrics.agreement import RuntimeName
-    from llmforge.report.model import EngineRecord
 
 
 @contextmanager
@@ -198,7 +199,7 @@ def build(
         extras.require("build")
     with process.unwatched():
         from llmforge import cache
-        from llmforge.build.frontend import Frontend
+        from llmforge.compile.frontend import Frontend
 
     resource, folder = click.get_current_context().with_resource, cache.default_folder()
     frontend, nothing = resource(Frontend()), no_cache or cache.is_empty(folder)
@@ -207,8 +208,8 @@ def build(
     with process.unwatched():
         with process.deferred("sympy"):
             import onnx_ir  # noqa: F401
-        from llmforge.build.read_ahead import ReadAhead
         from llmforge.cli import console
+        from llmforge.compile.read_ahead import ReadAhead
         from llmforge.recipe import Recipe
 
     ahead = resource(ReadAhead())
@@ -234,7 +235,7 @@ def build(
         steps = loaded.instantiate(passes.ALL)  # a recipe that is wrong says so before torch is imported
         if pending is None:
             with process.unwatched():
-                from llmforge.build import preflight
+                from llmforge.compile import preflight
 
             for renamed in loaded.migrated:
                 console.say(f"note: {renamed}; `llmforge migrate {loaded.path}` rewrites the recipe")
@@ -256,12 +257,12 @@ def build(
     ):
         progress.stage("Load llmforge")
         if pending is not None:
-            from llmforge.build import finishing
+            from llmforge.compile import finishing
 
             result = finishing.finish(pending, loaded, progress)
         elif loaded is not None:
             with process.unwatched():
-                from llmforge.build import pipeline
+                from llmforge.compile import pipeline
 
             result = pipeline.build(loaded, out, progress, kept, pythons=dict(runtimes), frontend=frontend, ahead=ahead)
     if is_json_log():

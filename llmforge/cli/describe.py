@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from llmforge import targets
 from llmforge.artifact import Artifact
+from llmforge.backends import PENDING_FILE, Support, dotted
 from llmforge.base import plugins
-from llmforge.base.backends import PENDING_FILE, Support, dotted
 from llmforge.base.errors import PluginError
-from llmforge.lowering import options, pass_base
-from llmforge.lowering.pass_base import Pass
 from llmforge.quantization import methods
+from llmforge.rewrite import options, pass_base
+from llmforge.rewrite.pass_base import Pass
 from llmforge.targets import Figure, Target
 
 if TYPE_CHECKING:

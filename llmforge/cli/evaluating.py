@@ -25,7 +25,7 @@ from llmforge.cli.parameters import (
 
 if TYPE_CHECKING:
     from llmforge.checkpoint import Checkpoint
-    from llmforge.evaluation.gates import GateResult
+    from llmforge.gates.decision import GateResult
     from llmforge.metrics.tasks import TaskResult
 
 _EXAMPLES = """\b
@@ -85,9 +85,9 @@ def evaluate(
         require_given("--url", "model")
     server = server_of(url, api_key)
     from llmforge import cache
-    from llmforge.build import tasks, validating
     from llmforge.cli import console
-    from llmforge.evaluation import gates
+    from llmforge.compile import tasks, validating
+    from llmforge.gates import decision
     from llmforge.report import view
 
     store = None if no_cache else partial(cache.Cache, cache.default_folder(), cache.default_size())
@@ -106,7 +106,7 @@ def evaluate(
     decided = [] if result is None else _of_tasks(result.report.gates, found.tasks)
     if as_json:
         facts = {"tasks": [task.model_dump(mode="json") for task in found.tasks], "notes": found.left_out}
-        verdict = None if result is None else gates.overall(decided).value
+        verdict = None if result is None else decision.overall(decided).value
         output.write_json({**facts, "verdict": verdict, "gates": [gate.model_dump(mode="json") for gate in decided]})
     else:
         output.write_columns(view.task_rows(found.tasks))
@@ -117,8 +117,8 @@ def evaluate(
     if not as_json:
         output.write_lines(str(result.path))
     others = [gate for gate in result.report.gates if gate not in decided]
-    if others and (ended := gates.overall(others)) is not gates.Verdict.PASS:
-        what = "failed" if ended is gates.Verdict.FAIL else "is inconclusive"
+    if others and (ended := decision.overall(others)) is not decision.Verdict.PASS:
+        what = "failed" if ended is decision.Verdict.FAIL else "is inconclusive"
         console.say(f"note: a gate of the artifact that these tasks do not decide {what}: see `llmforge gate`")
     verdicts.end_of(result.report, result.path, gates=decided)
 

@@ -54,7 +54,7 @@ def _stored(each: Stored) -> str:
 
 def _parts(found: Inspection) -> Iterator[Part]:
     """Give the parts of a GGUF file; whether its chat template is taken, what renders chats says."""
-    from llmforge.runtime.serving.chat import ChatTemplate
+    from llmforge.serving.chat import ChatTemplate
 
     for part in found.parts:
         if part.name != "chat template" or found.chat_template is None:

@@ -33,7 +33,9 @@ def inspect(artifact: Path, as_json: bool, verify: bool, revision: str | None) -
     would do with it.
     """
     from llmforge.cli import describe, provenance
-    from llmforge.report import confirmed, model, render
+    from llmforge.gates import confirmed
+    from llmforge.gates import records as model
+    from llmforge.report import render
 
     if (snapshot := on_hub(artifact, revision)) is not None:
         artifact = snapshot.fetch()
@@ -116,7 +118,7 @@ def trace(checkpoint: Path, path: Path | None, no_weights: bool, revision: str |
     from llmforge.checkpoint import Checkpoint
     from llmforge.cli import describe
     from llmforge.ir import onnx_file, summary
-    from llmforge.trace import trace as traced
+    from llmforge.trace import trace
     from llmforge.trace.export import pattern
     from llmforge.verification.trace_verifier import prove_candidate
 
@@ -126,7 +128,7 @@ def trace(checkpoint: Path, path: Path | None, no_weights: bool, revision: str |
         output.check_file(path, onnx_file.SUFFIX, makes_folders=True)
     snapshot = on_hub(checkpoint, revision)
     opened = Checkpoint.open(checkpoint if snapshot is None else snapshot.fetch())
-    model = traced(opened)
+    model = trace(opened)
     prove_candidate(opened, model)
     files: tuple[Path, ...] = ()
     if path is not None:
@@ -184,7 +186,7 @@ def passes(name: str | None, as_json: bool) -> None:
     """List the passes, or describe the pass NAME and its options."""
     from llmforge import passes as registry
     from llmforge.cli import describe
-    from llmforge.lowering import pass_base
+    from llmforge.rewrite import pass_base
 
     if name is None:
         rows = [{**describe.pass_row(cls), "package": "llmforge"} for cls in registry.ALL]
@@ -225,11 +227,11 @@ def targets(name: str | None, as_json: bool) -> None:
 
     NAME is a listed target, `local` for the CPU of this machine, or a file written by `llmforge doctor --write`.
     """
-    from llmforge import targets as devices
+    from llmforge import targets
     from llmforge.cli import describe
 
     if name is not None:
-        found = devices.find(name)
+        found = targets.find(name)
         if as_json:
             output.write_json(describe.target_facts(found))
         else:

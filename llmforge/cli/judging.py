@@ -15,11 +15,11 @@ from llmforge.cli import output, verdicts
 from llmforge.cli.parameters import ARTIFACT, PATH, POSITIVE, keep_quiet, out_option, runtime_option
 
 if TYPE_CHECKING:
-    from llmforge.evaluation.gates import Figure
+    from llmforge.gates.decision import Figure
+    from llmforge.gates.release import Judgement, Subject
     from llmforge.metrics.agreement import RuntimeName
     from llmforge.metrics.catalog import SlowestMetric
     from llmforge.recipe import GateSpec
-    from llmforge.report.release import Judgement, Subject
 
 LATEST, NOTHING = "latest-passed", "none"
 _GATE = """\b
@@ -74,8 +74,9 @@ def gate(
     artifact is to be decided, or with --until-decided. The exit code tells the verdict.
     """
     from llmforge.artifact import Artifact
+    from llmforge.gates import release
     from llmforge.recipe import GatesFile, Recipe
-    from llmforge.report import release, release_text
+    from llmforge.report import release_text
 
     if not until_decided and (recipe is not None or texts or max_documents is not None):
         raise UsageError("--recipe, --text and --max-documents require --until-decided")
@@ -98,8 +99,8 @@ def gate(
     turns = {} if earlier is None else _in_turns(subject, earlier, specs, repetitions, quiet=as_json)
     if until_decided:
         extras.require("build")
-        from llmforge.build import validating
         from llmforge.cli import console
+        from llmforge.compile import validating
 
         assert recipe is not None
         process.prepare()
@@ -132,7 +133,7 @@ def gate(
 
 def _end(judged: Judgement, artifact: Path) -> None:
     """Raise what gives the exit code of a verdict; say what would decide it."""
-    from llmforge.evaluation.gates import Verdict
+    from llmforge.gates.decision import Verdict
     from llmforge.report import release_text
 
     samples = {each.measured.of for each in judged.gates if each.verdict is Verdict.INCONCLUSIVE and each.measured}
@@ -152,7 +153,7 @@ def _earlier(
 ) -> Subject | None:
     """Find the artifact that a release is held against; None: there is none to be held against."""
     from llmforge.artifact import Artifact, resolve, versions
-    from llmforge.report import release
+    from llmforge.gates import release
 
     needed = release.is_relative(specs)
     if named == NOTHING:
@@ -211,11 +212,11 @@ def _in_turns(
     latency = ours.report.latency
     if latency is None or ours.report.engine.pending or theirs.report.engine.pending:
         return dict.fromkeys(names, "both must run in turns, and an engine is not built yet or was never timed")
-    from llmforge import runtime
+    from llmforge import serving
     from llmforge.cli import console
-    from llmforge.evaluation import turns
-    from llmforge.evaluation.latency import Load
-    from llmforge.evaluation.latency import Subject as Timed
+    from llmforge.measure import turns
+    from llmforge.measure.latency import Load
+    from llmforge.measure.latency import Subject as Timed
 
     with console.traced("gate", quiet=quiet, trace=None) as progress:
         progress.stage("Load both engines")
@@ -223,7 +224,7 @@ def _in_turns(
             runners = []
             for side in (ours, theirs):
                 side.opened.verify()
-                runners.append(runtime.load(side.opened.path, threads=latency.threads))
+                runners.append(serving.load(side.opened.path, threads=latency.threads))
         except (EnvironmentLacks, UnsupportedError, InputError) as error:
             return dict.fromkeys(names, f"both must run in turns on one device: {error.message}")
         left, right = (
@@ -266,8 +267,8 @@ def validate(
     """
     process.prepare()
     extras.require("build")
-    from llmforge.build import validating
     from llmforge.cli import console
+    from llmforge.compile import validating
     from llmforge.recipe import Recipe
 
     loaded = Recipe.load(recipe)
@@ -302,7 +303,8 @@ def diff(a: Path, b: Path, every: bool, html: Path | None, as_json: bool) -> Non
     graphs, inputs and outputs that differ alike in every layer are one line, and nodes and weights are counted; --all
     writes each.
     """
-    from llmforge.report import comparing, confirmed
+    from llmforge.gates import confirmed
+    from llmforge.report import comparing
 
     if html is not None:
         output.check_file(html)
@@ -326,13 +328,12 @@ def _graphs(a: Path, b: Path, *, brief: bool) -> list[str]:
         return ["not compared: an engine is no ONNX graph"]
     if (lack := extras.trouble("onnx_ir")) is not None:
         return [f"not compared: {lack.message} ({lack.hint})"]
-    from llmforge.ir import diff as graphs
-    from llmforge.ir import onnx_file
+    from llmforge.ir import diff, onnx_file
 
-    found = graphs.diff(onnx_file.load(files[0]), onnx_file.load(files[1]))
+    found = diff.diff(onnx_file.load(files[0]), onnx_file.load(files[1]))
     if not brief:
-        return graphs.text(found)
-    return [*graphs.summary(found), *(["one by one: --all"] if found else [])]
+        return diff.text(found)
+    return [*diff.summary(found), *(["one by one: --all"] if found else [])]
 
 
 _HISTORY = """\b
@@ -358,8 +359,9 @@ def history(name: str, metrics: tuple[str, ...], out: Path, html: Path | None, a
     """
     from llmforge.artifact import versions
     from llmforge.cli import console
+    from llmforge.gates import confirmed, release
     from llmforge.metrics import catalog
-    from llmforge.report import comparing, confirmed, release
+    from llmforge.report import comparing
 
     if html is not None:
         output.check_file(html)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from llmforge.base import backends, folders, small_file
+from llmforge import backends
+from llmforge.base import folders, small_file
 from llmforge.base.errors import UsageError
 from llmforge.base.http_server import KEY_VARIABLE, HttpServer
 from llmforge.base.progress import without_bars

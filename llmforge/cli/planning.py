@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 import llmforge
+from llmforge.backends import Dtype
 from llmforge.base import extras
-from llmforge.base.backends import Dtype
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import BACKEND, PATH, POSITIVE, REVISION, TARGET, on_hub, record, refuse_given
@@ -22,7 +22,7 @@ from llmforge.cli.parameters import BACKEND, PATH, POSITIVE, REVISION, TARGET, o
 if TYPE_CHECKING:
     from llmforge.doctor.ceilings import Ceilings
     from llmforge.doctor.gpus import Gpu
-    from llmforge.evaluation.machine import Machine
+    from llmforge.measure.machine import Machine
     from llmforge.targets import Target
 
 _DTYPES = get_args(Dtype)
@@ -139,7 +139,7 @@ def measured_here(target: Target) -> Target | None:
     They are measured once, and again by `llmforge doctor --measure`.
     """
     from llmforge.doctor import kept
-    from llmforge.evaluation import machine
+    from llmforge.measure import machine
 
     if not kept.is_here(target):
         return None
@@ -216,7 +216,7 @@ def doctor(
         return
     from llmforge.cli import console
     from llmforge.doctor import environment, gpus, plugins, render
-    from llmforge.evaluation import machine
+    from llmforge.measure import machine
 
     if path is not None:
         output.check_file(path, ".yaml", ".yml")

@@ -49,8 +49,8 @@ def reproduce(
     inputs.check()
     from tempfile import TemporaryDirectory
 
-    from llmforge.build import reproducing
     from llmforge.cli import console
+    from llmforge.diagnosis import reproducing
 
     with console.progress(quiet=quiet) as progress, TemporaryDirectory() as scratch:
         loaded = inputs.load(artifact, Path(scratch))
@@ -85,7 +85,7 @@ def sign(artifact: Path, key: Path, certificate: Path | None, chain: tuple[Path,
     The signature is ARTIFACT/model.sig, a Sigstore bundle as `model_signing verify` reads it.
     """
     from llmforge.artifact import signing
-    from llmforge.report import confirmed
+    from llmforge.gates import confirmed
 
     if chain and certificate is None:
         raise UsageError("--chain requires --certificate")
@@ -139,7 +139,7 @@ def verify(artifact: Path, key: Path | None, authority: tuple[Path, ...], as_jso
 def verified(opened: Artifact, key: Path | None = None, authority: tuple[Path, ...] = ()) -> list[str]:
     """Check an artifact, its verdicts, and its signature where `key` or `authority` is given; say what holds."""
     from llmforge.base.sealed import SIGNATURE, effective
-    from llmforge.report import verdict
+    from llmforge.gates import verdict
 
     signed = None if key is None and not authority else verify_signature(opened, key, authority)
     if signed is None:
@@ -195,7 +195,7 @@ def admit(
 ) -> None:
     """Refuse what is damaged, forged, not signed where it must be, or failed its gates; warn where none decided."""
     from llmforge.cli import console
-    from llmforge.report import confirmed
+    from llmforge.gates import confirmed
 
     confirmed.confirm(opened)
     signed = required(opened, require_signature, key)
@@ -223,7 +223,7 @@ def required(opened: Artifact, require_signature: bool, key: Path | None) -> tup
 
 def arrival_check(require_signature: bool, key: Path | None) -> Check:
     """Make what refuses an artifact from elsewhere that is forged, or not signed by `key` where it must be."""
-    from llmforge.report import confirmed
+    from llmforge.gates import confirmed
 
     _check_pair(require_signature, key)
     if require_signature and (lack := extras.trouble("model_signing")) is not None:  # before anything is fetched

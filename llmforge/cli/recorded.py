@@ -52,7 +52,7 @@ class Inputs:
 
     def load(self, artifact: Path, scratch: Path) -> Recipe:
         """Read the recipe, or write the one that `artifact` recorded into the folder `scratch` and read that."""
-        from llmforge.build import reproducing
+        from llmforge.diagnosis import reproducing
         from llmforge.recipe import Recipe
 
         if self.recipe is not None:

@@ -39,8 +39,8 @@ def push(artifact: Path, reference: str, insecure: bool, as_json: bool, quiet: b
     from llmforge.artifact import modelpack
     from llmforge.artifact.oci import Reference
     from llmforge.cli import console
+    from llmforge.gates import confirmed
     from llmforge.metrics.units import size
-    from llmforge.report import confirmed
 
     to = Reference.parse(reference, digests=False)
     opened = confirmed.open_artifact(artifact)

@@ -80,17 +80,17 @@ def run(
 
     Uses the same engine as `serve`. Pass `-` as PROMPT to read it from standard input.
     """
-    from llmforge import runtime
+    from llmforge import serving
     from llmforge.artifact import Artifact
 
     if options["logprobs"] is not None and not as_json:
         raise UsageError("--logprobs requires --json")
     # What is left of the options are fields of `Sampling`, by name.
-    sampling = runtime.Sampling(**options, constraint=_constraint(json_schema, regex))
+    sampling = serving.Sampling(**options, constraint=_constraint(json_schema, regex))
     text = _stdin() if prompt == "-" else prompt
     opened = Artifact.open(artifact)  # tells more than the runtime what is wrong with a folder
     admit(opened, allow, rehash, require_signature=require_signature, key=key)
-    runner = runtime.load(opened.path)
+    runner = serving.load(opened.path)
     chunks = []
     prompted = runner.encode_chat([{"role": "user", "content": text}]) if chat else text
     for chunk in runner.generate(prompted, sampling, adapter):

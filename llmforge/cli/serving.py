@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmforge.backends import of_provider
 from llmforge.base import extras, process
 from llmforge.base.admission import LOADED
-from llmforge.base.backends import of_provider
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import (
@@ -134,11 +134,11 @@ def serve(
     extras.require("serve")
     process.share_heaps()
     from llmforge import __version__
-    from llmforge import serve as server
     from llmforge.artifact import Artifact
     from llmforge.cli import console
-    from llmforge.runtime import EngineOptions, EngineProcess
-    from llmforge.serve.telemetry import wanted
+    from llmforge.serving import EngineOptions, EngineProcess
+    from llmforge.serving import http as server
+    from llmforge.serving.http.telemetry import wanted
 
     if (certificate is None) != (private_key is None):
         raise UsageError("--tls-cert and --tls-key require each other")
@@ -229,10 +229,10 @@ def bench(
     **options: Any,
 ) -> None:
     """Measure latency, throughput and goodput under load."""
-    from llmforge import bench as measuring
-    from llmforge import runtime
+    from llmforge import serving
     from llmforge.artifact import Artifact
     from llmforge.cli import console
+    from llmforge.measure import load as measuring
 
     if options["trace"] is not None:
         refuse_given("--trace", "prompt_tokens", "output_tokens", "requests", "repetitions", "warmup", "prefix_tokens")
@@ -244,7 +244,7 @@ def bench(
         options["concurrency"] = (1, 4)
     load = record(measuring.Load, options)
     plan = record(measuring.Plan, options, objective=None if slo is None else measuring.Objective.parse(slo))
-    engine = record(runtime.EngineOptions, options, max_queue=max((128, *load.concurrency)))
+    engine = record(serving.EngineOptions, options, max_queue=max((128, *load.concurrency)))
     opened = Artifact.open(artifact)
     admit(opened, allow, rehash)
     if path is not None:
@@ -359,7 +359,7 @@ def triton(
 
 def _footprint(opened: Artifact) -> Footprint | None:
     """Read what a decode step of an artifact reads, if its report says so."""
-    from llmforge.report import model
+    from llmforge.gates import records as model
 
     latency = model.read(opened).latency
     return None if latency is None else latency.footprint

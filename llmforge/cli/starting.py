@@ -266,7 +266,7 @@ def write(
     from llmforge.base.sealed import is_name
     from llmforge.checkpoint import read_settings
     from llmforge.doctor import gpus
-    from llmforge.evaluation import machine
+    from llmforge.measure import machine
     from llmforge.planning import starting, typical
     from llmforge.recipe import Recipe
 

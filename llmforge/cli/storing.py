@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llmforge.artifact.remote import Url
     from llmforge.artifact.tags import Move
     from llmforge.artifact.versions import Version
-    from llmforge.evaluation.gates import Verdict
+    from llmforge.gates.decision import Verdict
 
 _OUT = "Folder of the artifacts."
 _JSON = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
@@ -144,7 +144,7 @@ def tag(artifact: Path, tag: str, delete: bool, force: bool, out: Path, as_json:
     it. A tag keeps its history (`llmforge ls --history`). Once `llmforge promote` has moved it, nothing else can.
     """
     from llmforge.artifact import Artifact, tags
-    from llmforge.report import confirmed
+    from llmforge.gates import confirmed
 
     opened = (Artifact.open if delete else confirmed.open_artifact)(artifact)
     path, parent = opened.path, _home(opened.path, out)
@@ -208,7 +208,7 @@ def export(artifact: Path, path: Path | Url, as_json: bool) -> None:
     The same artifact gives the same bytes. Every file is checked against its hash.
     """
     from llmforge.artifact import archive, remote
-    from llmforge.report import confirmed
+    from llmforge.gates import confirmed
 
     if isinstance(path, Path):
         output.check_file(path, ".tar")
@@ -255,7 +255,7 @@ def import_(archive: Path | Url, out: Path, require_signature: bool, key: Path |
 
 def _require_passed(artifact: Artifact) -> None:
     """Raise what `build` would if the gates of an artifact did not pass."""
-    from llmforge.evaluation.gates import Verdict
+    from llmforge.gates.decision import Verdict
 
     name, (found, reasons) = _named(artifact), _judged(artifact)
     match found:
@@ -272,7 +272,7 @@ def _require_passed(artifact: Artifact) -> None:
 def _require_not_failed(artifact: Artifact) -> None:
     """Raise what `build` would if a gate of an artifact failed; say it where a gate is inconclusive."""
     from llmforge.cli import console
-    from llmforge.evaluation.gates import Verdict
+    from llmforge.gates.decision import Verdict
 
     if artifact.verdict == Verdict.FAIL.value:
         _, reasons = _judged(artifact)
@@ -286,11 +286,10 @@ def _require_not_failed(artifact: Artifact) -> None:
 
 def _judged(artifact: Artifact) -> tuple[Verdict, list[str]]:
     """Judge the gates of an artifact again; give the verdict, and what the gates say that it comes from."""
-    from llmforge.evaluation import gates
-    from llmforge.report import verdict
+    from llmforge.gates import decision, verdict
 
     results = verdict.recompute(artifact)
-    found = gates.overall(results)
+    found = decision.overall(results)
     return found, [result.explanation for result in results if result.verdict is found]
 
 
@@ -318,7 +317,7 @@ def _say(tag: str, version: str, moved: Move | None, as_json: bool) -> None:
 
 def _damage(version: Version) -> tuple[str, str] | None:
     """Say in a word, and in all words, why the verdict of a version counts for nothing; None: it counts."""
-    from llmforge.report import confirmed
+    from llmforge.gates import confirmed
 
     if (found := confirmed.damage(version)) is None:
         return None

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from llmforge.base.errors import EnginePending, GateFailed, GateInconclusive
 
 if TYPE_CHECKING:
-    from llmforge.evaluation.gates import GateResult, Verdict
-    from llmforge.report.model import Report
+    from llmforge.gates.decision import GateResult, Verdict
+    from llmforge.gates.records import Report
 
 
 def end(
@@ -25,7 +25,7 @@ def end(
         EnginePending: no gate failed, and one is undecided for the engine of `artifact` is not built yet.
         GateInconclusive: the same with an engine.
     """
-    from llmforge.evaluation.gates import Verdict
+    from llmforge.gates.decision import Verdict
 
     message = "\n".join(said)
     if verdict is Verdict.FAIL:
@@ -46,7 +46,7 @@ def end_of(
     Raises:
         GateFailed, EnginePending, GateInconclusive: as `end`.
     """
-    from llmforge.evaluation.gates import Verdict, overall
+    from llmforge.gates.decision import Verdict, overall
 
     verdict = report.verdict if gates is None else overall(gates)
     pending = report.engine.pending

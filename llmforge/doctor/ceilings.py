@@ -1,6 +1,6 @@
 """Ceilings of a CPU, measured: memory bandwidth by threads, and the rates of matrix products.
 
-Bandwidth is that of reading a working set larger than the caches (`evaluation.machine.read_bandwidth`). Rates are
+Bandwidth is that of reading a working set larger than the caches (`measure.machine.read_bandwidth`). Rates are
 those of the kernels that engines run: ONNX Runtime's product of fp32 matrices; its product of int8 activations with
 int8 and int4 weights (`MatMulNBits`, accuracy_level 4) and, where they are compiled, llmforge's own. Of quantized
 layers the speed counts, too, at which they read their weights for a single row.
@@ -20,13 +20,13 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from llmforge import native
-from llmforge.evaluation.machine import OthersMeter, read_bandwidth
 from llmforge.ir import graph
 from llmforge.ir.operators.contrib import INT8_ACTIVATIONS, MatMulNBits
 from llmforge.ir.operators.record import OPSETS, STANDARD, Operator
 from llmforge.ir.operators.standard import MatMul
-from llmforge.lowering.pass_base import Budget, Context
+from llmforge.measure.machine import OthersMeter, read_bandwidth
 from llmforge.passes.cpu_kernels import CpuKernels
+from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.targets import BlockDtype, Library, local
 
 WORKING_SET_BYTES = 1 << 28  # a decode step of a small model, and more than any cache but those of large servers

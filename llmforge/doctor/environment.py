@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from llmforge import native, targets
+from llmforge.backends import BACKENDS, ONNXRUNTIME, PROVIDERS, dotted
 from llmforge.base import extras, versions
-from llmforge.base.backends import BACKENDS, ONNXRUNTIME, PROVIDERS, dotted
 from llmforge.base.errors import EnvironmentLacks
 from llmforge.doctor.gpus import Gpu
-from llmforge.evaluation.machine import Machine
+from llmforge.measure.machine import Machine
 from llmforge.native import nccl
 
 State = Literal["yes", "no", "optional"]

@@ -11,7 +11,7 @@ from llmforge import __version__, targets
 from llmforge.base import remembered
 from llmforge.base.errors import UsageError
 from llmforge.doctor import machine
-from llmforge.evaluation.machine import Machine
+from llmforge.measure.machine import Machine
 from llmforge.targets import Target
 
 _FOLDER = "machines"

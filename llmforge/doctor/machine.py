@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 from llmforge import targets
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.doctor.gpus import Gpu
-from llmforge.evaluation.machine import Machine
+from llmforge.measure.machine import Machine
 from llmforge.targets import Figure, QuantizedLayers, Rate, Target
 from llmforge.targets.achieved import Share
 

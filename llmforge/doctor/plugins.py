@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import llmforge
-from llmforge import targets
-from llmforge.base import backends, extras, plugins
+from llmforge import backends, targets
+from llmforge.base import extras, plugins
 from llmforge.base.errors import PluginError
 from llmforge.base.plugins import KINDS, Plugin, Seam
 from llmforge.doctor.environment import Check
-from llmforge.lowering import pass_base
 from llmforge.metrics import catalog
 from llmforge.quantization import methods
+from llmforge.rewrite import pass_base
 
 _BUILDS = ("passes", "methods")  # of no use without the extra `build`
 

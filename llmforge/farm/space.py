@@ -14,12 +14,12 @@ from pydantic import JsonValue
 from llmforge import passes
 from llmforge.base.errors import RecipeError, UsageError
 from llmforge.base.located_yaml import parse
-from llmforge.lowering import options
-from llmforge.lowering.pass_base import Numerics
 from llmforge.metrics import catalog
 from llmforge.quantization import methods
 from llmforge.recipe import Recipe
 from llmforge.recipe.errors import meant
+from llmforge.rewrite import options
+from llmforge.rewrite.pass_base import Numerics
 
 Space = Mapping[str, tuple[str, ...]]  # values by the key of a recipe, as JSON
 Choice = Mapping[str, str]  # one value of each

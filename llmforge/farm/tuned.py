@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llmforge import passes
-from llmforge.build import keeping
+from llmforge.diagnosis import mixed_precision_recipe
 from llmforge.farm import page, pareto, space
 from llmforge.farm.pareto import Plot, Point
 from llmforge.farm.searching import Search, Trial, best
@@ -104,7 +104,7 @@ def write_recipe(search: Search, trials: Sequence[Trial], path: Path) -> Trial |
         return None
     chosen = front[0]
     overrides = (*search.overrides, *space.words(chosen.choice))
-    keeping.write(Recipe.load(search.recipe, overrides), {}, path)
+    mixed_precision_recipe.write(Recipe.load(search.recipe, overrides), {}, path)
     lines = [*_comments(search, front, len([each for each in trials if each.state == "complete"]))]
     path.write_text("".join(f"# {line}\n" for line in lines) + path.read_text(encoding="utf-8"), encoding="utf-8")
     Recipe.load(path).instantiate(passes.ALL)

@@ -153,8 +153,8 @@ def _follow(lines: Iterable[str], tell: Tell) -> dict[str, Any]:
 
 
 def _outcome(ended: Mapping[str, Any], node: str, seconds: float) -> Outcome:
+    from llmforge.gates.records import Report
     from llmforge.metrics import catalog
-    from llmforge.report.model import Report
 
     exit_code = ended["exit_code"]
     if "report" not in ended:
@@ -188,7 +188,7 @@ def _share(path: Path, store: str) -> None:
     from fsspec.core import url_to_fs
 
     from llmforge.artifact import remote
-    from llmforge.report import confirmed
+    from llmforge.gates import confirmed
 
     system, folder = url_to_fs(archive_of(path, store).rpartition("/")[0])
     system.makedirs(folder, exist_ok=True)
@@ -202,6 +202,6 @@ def _fetch(path: Path, store: str | None) -> None:
             f"{path} is not on this node", hint="let --out be a folder that all nodes have, or give --store URL"
         )
     from llmforge.artifact import remote
-    from llmforge.report import confirmed
+    from llmforge.gates import confirmed
 
     remote.load(remote.Url(archive_of(path, store)), path.parent.parent, confirmed.confirm)

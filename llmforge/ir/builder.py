@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge.ir import graph as g
+from llmforge.ir import graph
 from llmforge.ir.derived import Derived, Function, makes_keys, makes_values
 from llmforge.ir.operators import canonical
 
@@ -29,15 +29,19 @@ class Builder:
 
     def _constant(self, name: str, value: int | list[int] | np.generic | NDArray[np.generic]) -> ir.Value:
         array = np.array(value, np.int64) if isinstance(value, int | list) else np.asarray(value)
-        return g.initializer(self.model, f"{PREFIX}.{name}", array)
+        return graph.initializer(self.model, f"{PREFIX}.{name}", array)
 
     def _add(
-        self, node: ir.Node, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, g.Attribute] | None = None
+        self,
+        node: ir.Node,
+        op_type: str,
+        inputs: list[ir.Value],
+        attributes: Mapping[str, graph.Attribute] | None = None,
     ) -> ir.Value:
-        return g.insert(node, op_type, list(inputs), attributes)[0]
+        return graph.insert(node, op_type, list(inputs), attributes)[0]
 
     def _first(
-        self, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, g.Attribute] | None = None
+        self, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, graph.Attribute] | None = None
     ) -> ir.Value:
         """Add a node that every layer may read: behind the last of its inputs, else at the head of the graph."""
         producers = [producer for value in inputs if (producer := value.producer()) is not None]
@@ -65,13 +69,13 @@ class Builder:
             wanted = self._constant(f"up_by_head_{heads}_{rank}", [heads, -1, rank])
             by_head, sizes = self._add(layer.node, "Reshape", [up, wanted]), [plain, values]
             rows = self._constant(f"rows_{plain}_{values}", sizes)
-            of_keys, of_values = g.insert(layer.node, "Split", [by_head, rows], {"axis": 1}, outputs=2)
+            of_keys, of_values = graph.insert(layer.node, "Split", [by_head, rows], {"axis": 1}, outputs=2)
             return of_keys, self._add(layer.node, "Transpose", [of_values], {"perm": [0, 2, 1]})
-        operands, sources = [g.tensor(up), ir.tensor(np.array([heads, plain], np.int64))], g.sources(up)
+        operands, sources = [graph.tensor(up), ir.tensor(np.array([heads, plain], np.int64))], graph.sources(up)
 
         def part(function: Function, shape: tuple[int, int, int], name: str) -> ir.Value:
             tensor = Derived(function, operands, operands[0].dtype, ir.Shape(shape), name)
-            return g.initializer(self.model, name, tensor, sources)
+            return graph.initializer(self.model, name, tensor, sources)
 
         keys = part(makes_keys, (heads, plain, rank), f"{up.name}.keys")
         return keys, part(makes_values, (heads, rank, values), f"{up.name}.values")

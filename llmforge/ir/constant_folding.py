@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.ir import graph as g
-from llmforge.ir import operators
+from llmforge.ir import graph, operators
 from llmforge.ir.operators import standard
 from llmforge.ir.operators.record import Operator
 
@@ -39,17 +38,17 @@ def fold(model: ir.Model) -> list[str]:
         old.name = f"{name}.computed"
         read = functools.partial(_computed, operation, tensors, name)
         lazy = ir.LazyTensor(read, dtype=ir.DataType.FLOAT, shape=ir.Shape(shape), name=name)
-        g.replace_uses(old, g.initializer(model, name, lazy))
+        graph.replace_uses(old, graph.initializer(model, name, lazy))
         model.graph.remove(view.node, safe=True)
         folded.append(view.name)
     if folded:
-        g.drop_unused(model)
+        graph.drop_unused(model)
     return folded
 
 
 def _constants(node: ir.Node) -> list[ir.TensorProtocol] | None:
     """Return the fp32 tensors that `node` computes with; None where it reads anything else."""
-    tensors = [value.const_value for value in node.inputs if value is not None and g.is_constant(value)]
+    tensors = [value.const_value for value in node.inputs if value is not None and graph.is_constant(value)]
     held = [tensor for tensor in tensors if tensor is not None and tensor.dtype == ir.DataType.FLOAT]
     return held if len(held) == len(node.inputs) else None
 

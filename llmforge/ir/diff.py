@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.ir import graph as g
+from llmforge.ir import graph
 from llmforge.ir.operators.record import shown
 from llmforge.ir.summary import operator_name, operators
 
@@ -170,7 +170,7 @@ def _interface_changes(a: ir.Model, b: ir.Model) -> Iterator[tuple[str, str]]:
 
 
 def _typed(value: ir.Value) -> str:
-    return f"{'untyped' if value.dtype is None else value.dtype.name} {shown(g.dims(value))}"
+    return f"{'untyped' if value.dtype is None else value.dtype.name} {shown(graph.dims(value))}"
 
 
 def _apart(a: Mapping[str, Any], b: Mapping[str, Any], absent: Any) -> dict[str, tuple[Any, Any]]:

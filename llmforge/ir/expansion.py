@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.ir import graph as g
-from llmforge.ir import interface, low_rank, moe, operators
+from llmforge.ir import graph, interface, low_rank, moe, operators
 from llmforge.ir.builder import Builder, shared
 from llmforge.ir.fp4 import Fp4Expansion
 from llmforge.ir.masked_step import MaskedStep
@@ -49,7 +48,7 @@ def expand(model: ir.Model) -> ir.Model:
         canonical.Attention: attention.attention,
         canonical.GrowingAttention: attention.growing_attention,
         canonical.LatentAttention: attention.latent_attention,
-        canonical.MoE: lambda experts: g.replace_value(experts.output, moe.Expansion(clone, experts).result()),
+        canonical.MoE: lambda experts: graph.replace_value(experts.output, moe.Expansion(clone, experts).result()),
         canonical.Fp4Linear: Fp4Expansion(clone).expand,
         canonical.CacheLengths: masked.cache_lengths,
         canonical.TokenOrder: masked.token_order,
@@ -63,7 +62,7 @@ def expand(model: ir.Model) -> ir.Model:
             rules[type(view)](view)
         elif view.domain == CANONICAL:
             view.expand(clone)
-    g.drop_unused(clone)
+    graph.drop_unused(clone)
     return clone
 
 
@@ -101,7 +100,7 @@ class _Expansion(Builder):
         cache = self._scatter(node, layer.past, one_head, self._write_indices(layer.past_lengths))  # [B, 1, C, L+R]
         sizes = self._constant(f"parts_{plain}_{layer.rotary}", [plain, layer.rotary])
         q = self._split(node, layer.q, heads)  # [B, H, S, N+R]
-        unturned, turned = g.insert(node, "Split", [q, sizes], {"axis": 3}, outputs=2)
+        unturned, turned = graph.insert(node, "Split", [q, sizes], {"axis": 3}, outputs=2)
         of_keys, of_values = self._up_by_head(layer)
         absorbed = self._add(node, "MatMul", [unturned, of_keys])  # [B, H, S, L]
         q = self._add(node, "Concat", [absorbed, turned], {"axis": 3})
@@ -130,7 +129,7 @@ class _Expansion(Builder):
         y = self._add(node, "MatMul", [sums, of_values])  # [B, H, S, Dv]
         y = self._add(node, "Transpose", [y], {"perm": [0, 2, 1, 3]})
         y = self._add(node, "Reshape", [y, self._constant("rows", [0, 0, -1])])
-        g.replace_outputs(node, (y, cache))
+        graph.replace_outputs(node, (y, cache))
 
     @shared
     def _up_to_slots(self, heads: int) -> ir.Value:
@@ -176,7 +175,7 @@ class _Expansion(Builder):
         y = self._add(node, "Attention", [q, keys, values, mask], attributes)  # [B, H, S, Dv]
         y = self._add(node, "Transpose", [y], {"perm": [0, 2, 1, 3]})
         y = self._add(node, "Reshape", [y, self._constant("rows", [0, 0, -1])])  # [B, S, H·Dv]
-        g.replace_outputs(node, (y, present_keys, present_values))
+        graph.replace_outputs(node, (y, present_keys, present_values))
 
     def _split(self, node: ir.Node, x: ir.Value, heads: int) -> ir.Value:
         """[B, S, H·D] → [B, H, S, D]."""
@@ -234,7 +233,7 @@ class _Expansion(Builder):
         return self._first("Or", [allowed, self._first("Equal", [slots, own])])
 
     def _ids(self) -> ir.Value:
-        return g.input_named(self.model, interface.INPUT_IDS)
+        return graph.input_named(self.model, interface.INPUT_IDS)
 
     @shared
     def _with_slopes(self, mask: ir.Value, slopes: ir.Value, places: Places, heads: int) -> ir.Value:

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge.ir import graph as g
+from llmforge.ir import graph
 from llmforge.ir.builder import Builder
 from llmforge.ir.derived import Derived
 from llmforge.ir.operators.canonical import Fp4Linear
@@ -41,17 +41,17 @@ class Fp4Expansion(Builder):
     def expand(self, layer: Fp4Linear) -> None:
         """Replace one layer; x is [..., K], K / 16 = blocks."""
         node = layer.node
-        codes, steps = g.tensor(layer.codes), g.tensor(layer.scales)
+        codes, steps = graph.tensor(layer.codes), graph.tensor(layer.scales)
         name = str(layer.codes.name)
         eight = Derived(doubled, [codes], ir.DataType.INT8, ir.Shape(codes.shape.numpy()), f"{name}.doubled")
-        wide = [steps, g.tensor(layer.weight_scale)]
+        wide = [steps, graph.tensor(layer.weight_scale)]
         halved = Derived(
             halved_steps, wide, ir.DataType.FLOAT, ir.Shape(steps.shape.numpy()), f"{layer.scales.name}.halved"
         )
-        operands = [g.initializer(self.model, str(each.name), each) for each in (eight, halved)]
+        operands = [graph.initializer(self.model, str(each.name), each) for each in (eight, halved)]
         weight = self._add(node, "DequantizeLinear", operands, {"axis": 0, "block_size": BLOCK})
         weight.type = ir.TensorType(ir.DataType.FLOAT)
-        g.replace_value(layer.output, self._add(node, "MatMul", [self._rounded(layer), weight]))
+        graph.replace_value(layer.output, self._add(node, "MatMul", [self._rounded(layer), weight]))
 
     def _rounded(self, layer: Fp4Linear) -> ir.Value:
         """Round what is read, in blocks."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from llmforge.ir import graph as g
+from llmforge.ir import graph
 from llmforge.ir.builder import Builder
 from llmforge.ir.operators import canonical
 
@@ -33,8 +33,8 @@ class Expansion(Builder):
             columns = self._split(node, second, widths)
             products = [self._add(node, "MatMul", [h, b]) for h, b in zip(ranks, columns, strict=True)]
             delta = self._add(node, "Concat", products, {"axis": -1})
-        g.replace_outputs(node, [self._add(node, "Add", [layer.base, delta])])
+        graph.replace_outputs(node, [self._add(node, "Add", [layer.base, delta])])
 
     def _split(self, node: ir.Node, value: ir.Value, sizes: list[int]) -> list[ir.Value]:
         lengths = self._constant(f"parts_{'_'.join(map(str, sizes))}", sizes)
-        return g.insert(node, "Split", [value, lengths], {"axis": -1}, outputs=len(sizes))
+        return graph.insert(node, "Split", [value, lengths], {"axis": -1}, outputs=len(sizes))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from llmforge.ir import graph as g
+from llmforge.ir import graph
 from llmforge.ir.builder import Builder, shared
 from llmforge.ir.operators.canonical import CacheLengths, RowPlaces, TokenOrder
 
@@ -29,7 +29,7 @@ class MaskedStep(Builder):
         last = self._add(node, "Sub", [self._count(mask), self._constant("one", 1)])  # [B, 1]
         last = self._add(node, "Squeeze", [last, self._constant("axis_1", [1])])
         made = (self._add(node, "Cast", [new], {"to": int(ir.DataType.INT32)}) for new in (last, self._tokens(mask)))
-        g.replace_outputs(node, made)
+        graph.replace_outputs(node, made)
 
     def token_order(self, order: TokenOrder) -> None:
         """Replace `TokenOrder`: (mask [B, T], ids [B, S]) → int64 [B, S], and its inverse where something reads it."""
@@ -42,14 +42,14 @@ class MaskedStep(Builder):
         for old, turn in zip(node.outputs, ("Add", "Sub"), strict=False):
             if old.uses():
                 moved = self._add(node, turn, [steps, padding])
-                g.replace_value(old, self._add(node, "Mod", [moved, size]))
+                graph.replace_value(old, self._add(node, "Mod", [moved, size]))
 
     def row_places(self, places: RowPlaces) -> None:
         """Replace `RowPlaces`: (rows [R], mask [B, T], ids [B, S]) → int64 [B, R]."""
         node, mask = places.node, places.attention_mask
         # [B, 1]; at least 1, for a row of padding alone: its remainder would be a division by 0.
         tokens = self._add(node, "Clip", [self._count(mask), self._constant("one", 1), self._tokens(places.input_ids)])
-        g.replace_value(places.output, self._add(node, "Mod", [places.logits_rows, tokens]))
+        graph.replace_value(places.output, self._add(node, "Mod", [places.logits_rows, tokens]))
 
     @shared
     def _count(self, mask: ir.Value) -> ir.Value:

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge.ir import graph as g
+from llmforge.ir import graph
 from llmforge.ir.builder import PREFIX, Builder
 from llmforge.ir.operators import canonical
 
@@ -38,7 +38,7 @@ class Expansion(Builder):
         going = self._constant("true", np.bool_(True))
         body = self._iteration(x, ids, weights, chosen)
         loop = ir.Node("", "Loop", [count, going, start], [ir.AttrGraph("body", body)], name=f"{experts.name}/Loop")
-        g.owner(experts.node).insert_before(experts.node, loop)
+        graph.owner(experts.node).insert_before(experts.node, loop)
         return self._outer("Reshape", [loop.outputs[0], shape])
 
     def _iteration(self, x: ir.Value, ids: ir.Value, weights: ir.Value, chosen: ir.Value) -> ir.Graph:
@@ -84,7 +84,7 @@ class Expansion(Builder):
 
     def _halves(self, h: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Take gate and up apart: even and odd columns, or the first half and the second."""
-        width, interleaved = g.width(self.experts.up), self.experts.interleaved
+        width, interleaved = graph.width(self.experts.up), self.experts.interleaved
         first, second, step = (0, 1, 2) if interleaved else (0, width // 2, 1)
 
         def columns(start: int, end: int) -> ir.Value:
@@ -113,13 +113,13 @@ class Expansion(Builder):
 
     def _flat(self, x: ir.Value) -> ir.Value:
         """Lay tokens in one axis: [..., n] → [T, n]."""
-        width = g.width(x)
+        width = graph.width(x)
         return self._outer("Reshape", [x, self._constant(f"flat_{width}", [-1, width])])
 
     @property
     def _dtype(self) -> ir.DataType:
         """What the experts compute in: the dtype of their matrices."""
-        return g.dtype(self.experts.up)
+        return graph.dtype(self.experts.up)
 
     def _number(self, value: float) -> ir.Value:
         suffix = "" if self._dtype == ir.DataType.FLOAT else f"_{self._dtype.name.lower()}"
@@ -127,15 +127,15 @@ class Expansion(Builder):
 
     def _constant(self, name: str, value: int | list[int] | np.generic | NDArray[np.generic]) -> ir.Value:
         array = np.array(value, np.int64) if isinstance(value, int | list) else np.asarray(value)
-        return g.initializer(self.model, f"{PREFIX}.moe_{name}", array)
+        return graph.initializer(self.model, f"{PREFIX}.moe_{name}", array)
 
     def _outer(
-        self, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, g.Attribute] | None = None
+        self, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, graph.Attribute] | None = None
     ) -> ir.Value:
         return self._add(self.experts.node, op_type, inputs, attributes)
 
     def _inner(
-        self, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, g.Attribute] | None = None
+        self, op_type: str, inputs: list[ir.Value], attributes: Mapping[str, graph.Attribute] | None = None
     ) -> ir.Value:
         """Add a node to the loop's body; its names are its own in the whole graph."""
         name = f"{self.experts.name}/expert/{op_type}_{len(self.body)}"

@@ -14,8 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir import graph as g
-from llmforge.ir import interface, query_key_norms
+from llmforge.ir import graph, interface, query_key_norms
 from llmforge.ir.builder import Builder, shared
 from llmforge.ir.operators.contrib import PagedAttention
 
@@ -33,7 +32,7 @@ def expand(model: ir.Model) -> ir.Model:
     expansion = _Expansion(clone)
     for layer in PagedAttention.all(clone):
         expansion.expand(layer)
-    g.drop_unused(clone)
+    graph.drop_unused(clone)
     return clone
 
 
@@ -46,7 +45,7 @@ class _Expansion(Builder):
         if layer.slot_mapping is not None:
             raise UnsupportedError(f"{layer.name}: the reference of PagedAttention has no slot_mapping")
         node, heads, kv_heads = layer.node, layer.num_heads, layer.kv_num_heads
-        block, head_dim = g.static(layer.key_cache)[1], g.static(layer.key_cache)[3]
+        block, head_dim = graph.static(layer.key_cache)[1], graph.static(layer.key_cache)[3]
         group, dtype = heads // kv_heads, layer.query.dtype or ir.DataType.FLOAT
         query_key_norms.write_out(layer, head_dim)
         q, k, v = self._projections(layer, heads, kv_heads, head_dim)  # [T, H·D], [T, K·D], [T, K·D]
@@ -85,14 +84,14 @@ class _Expansion(Builder):
         y = self._add(node, "Reshape", [y, self._constant(f"paged.out_{heads * head_dim}", [-1, heads * head_dim])])
         if dtype != ir.DataType.FLOAT:
             y = self._add(node, "Cast", [y], {"to": int(dtype)})
-        g.replace_outputs(node, (y, *caches))
+        graph.replace_outputs(node, (y, *caches))
 
     def _projections(self, layer: PagedAttention, heads: int, kv_heads: int, head_dim: int) -> list[ir.Value]:
         if len(layer.projections) == 3:
             return list(layer.projections)
         sizes = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
         parts = self._constant(f"paged.parts_{heads}_{kv_heads}_{head_dim}", sizes)
-        return g.insert(layer.node, "Split", [layer.query, parts], {"axis": 1}, outputs=3)
+        return graph.insert(layer.node, "Split", [layer.query, parts], {"axis": 1}, outputs=3)
 
     def _rotate(self, layer: PagedAttention, x: ir.Value, heads: int) -> ir.Value:
         """[T, heads·D], turned by each token's place in its text."""
@@ -108,7 +107,7 @@ class _Expansion(Builder):
 
     def _tokens(self, ends: ir.Value, past: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
         """Number the tokens of the step [T], and give the row of each, and its place in the row's text: int64 [T]."""
-        ids = g.input_named(self.model, interface.INPUT_IDS)  # [1, T]
+        ids = graph.input_named(self.model, interface.INPUT_IDS)  # [1, T]
         return self._number_tokens(ids), self._row(ends, ids), self._own(ends, past, ids)
 
     @shared
@@ -184,7 +183,7 @@ class _Expansion(Builder):
     @shared
     def _by_head(self, scale: ir.Value) -> ir.Value:
         """Give scales [1] or [K, 1, D] the shape of what is in slots: [1, 1, 1] or [1, K, D]."""
-        if len(g.static(scale)) == 1:
+        if len(graph.static(scale)) == 1:
             return self._first("Reshape", [scale, self._constant("paged.scale", [1, 1, 1])])
         return self._first("Transpose", [scale], {"perm": [1, 0, 2]})
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.ir import graph as g
-from llmforge.ir import interface
+from llmforge.ir import graph, interface
 from llmforge.ir.builder import Builder, shared
 from llmforge.ir.operators import canonical, contrib
 
@@ -26,7 +25,7 @@ class Recurrence(Builder):
     def causal_conv(self, layer: canonical.CausalConv) -> None:
         """Replace one `llmforge::CausalConv`: C channels, a kernel of K taps."""
         node, bias = layer.node, layer.bias
-        channels, _, taps = g.static(layer.weight)
+        channels, _, taps = graph.static(layer.weight)
         start = self._start(layer, 3)
         whole = self._add(node, "Concat", [start, layer.x], {"axis": 1})  # [B, K-1+S, C]
         turned = self._add(node, "Transpose", [whole], {"perm": [0, 2, 1]})
@@ -40,12 +39,12 @@ class Recurrence(Builder):
         rows = self._add(node, "Add", [column, self._constant(f"taps_{taps - 1}", [*range(taps - 1)])])
         rows = self._add(node, "Unsqueeze", [rows, self._constant("axis_2", [2])])  # [B, K-1, 1]
         present = self._add(node, "GatherND", [whole, rows], {"batch_dims": 1})
-        g.replace_outputs(node, (y, present))
+        graph.replace_outputs(node, (y, present))
 
     def linear_attention(self, layer: canonical.LinearAttention) -> None:
         """Replace one `llmforge::LinearAttention`: H heads of values, D channels of keys and Dv of values."""
         node = layer.node
-        _, heads, width, value_width = g.static(layer.past)
+        _, heads, width, value_width = graph.static(layer.past)
         start = self._start(layer, 4)
         decay, rate, value = self._without_padding(layer)
         kept = self._add(node, "Exp", [decay])  # [B, S, H], or [B, S, H·D]
@@ -69,13 +68,13 @@ class Recurrence(Builder):
         self.model.graph.insert_before(node, scan)
         present, y = scan.outputs
         y = self._add(node, "Reshape", [y, self._constant("rows", [0, 0, -1])])  # [B, S, H·Dv]
-        g.replace_outputs(node, (y, present))
+        graph.replace_outputs(node, (y, present))
 
     def call_kernel(self, layer: canonical.LinearAttention) -> None:
         """Replace one `llmforge::LinearAttention` by ONNX Runtime's own, which knows no padding and no fresh rows."""
         start = self._start(layer, 4)
         decay, beta, value = self._without_padding(layer)
-        _, heads, _, _ = g.static(layer.past)
+        _, heads, _, _ = graph.static(layer.past)
         own = contrib.LinearAttention.insert(
             layer.node,
             {"query": layer.q, "key": layer.k, "value": value, "past_state": start, "decay": decay, "beta": beta},
@@ -89,7 +88,7 @@ class Recurrence(Builder):
             name=layer.name,
         )
         layer.node.name = f"{layer.name}.replaced"
-        g.replace_outputs(layer.node, own.node.outputs)
+        graph.replace_outputs(layer.node, own.node.outputs)
 
     def _without_padding(self, layer: canonical.LinearAttention) -> tuple[ir.Value, ir.Value | None, ir.Value]:
         """Let a padded token keep the state as it is: decay exp(0), and rate or else value 0."""
@@ -127,7 +126,7 @@ class Recurrence(Builder):
     @shared
     def _real(self, lengths: ir.Value) -> ir.Value:
         """bool [B, S, 1]: the tokens that are no padding."""
-        steps = self._count_along(g.input_named(self.model, interface.INPUT_IDS), 1)
+        steps = self._count_along(graph.input_named(self.model, interface.INPUT_IDS), 1)
         real = self._first("Less", [steps, self._column(lengths)])
         return self._first("Unsqueeze", [real, self._constant("axis_2", [2])])
 
@@ -143,7 +142,7 @@ class Recurrence(Builder):
 
 
 def _width(x: ir.Value) -> int:
-    width = (g.dims(x) or (0,))[-1]
+    width = (graph.dims(x) or (0,))[-1]
     assert isinstance(width, int), "the frontend knows the width of a decay"
     return width
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from llmforge.ir import graph as g
-from llmforge.ir import interface
+from llmforge.ir import graph, interface
 from llmforge.ir.operators.standard import Sub
 from llmforge.ir.routing import share_read
 
@@ -31,16 +30,16 @@ class GraphFacts:
 def facts(model: ir.Model) -> GraphFacts:
     """Count `model`; no weight is read."""
     tensors = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
-    named = [value for value in model.graph.initializers.values() if g.sources(value)]
+    named = [value for value in model.graph.initializers.values() if graph.sources(value)]
     sizes = [(value.const_value.size, share_read(value)) for value in named if value.const_value is not None]
     caches = [value for value in model.graph.inputs if interface.present_of(value.name or "") != value.name]
     return GraphFacts(
-        nodes=g.nodes(model),
+        nodes=graph.nodes(model),
         operators=operators(model),
         initializers=len(tensors),
         parameters=sum(size for size, _ in sizes),
         active_parameters=int(sum(size * share for size, share in sizes)),
-        weight_bytes=g.weight_bytes(model),
+        weight_bytes=graph.weight_bytes(model),
         caches=len(caches),
         cache_bytes_per_token=sum(_bytes_per_token(value) for value in caches),
     )
@@ -67,7 +66,7 @@ def rotary_switches(model: ir.Model) -> set[int]:
 def _bytes_per_token(cache: ir.Value) -> int:
     """Return the size of one slot of a cache [batch, kv_heads, capacity, head_dim]."""
     size = 1
-    for axis, dim in enumerate(g.dims(cache) or ()):
+    for axis, dim in enumerate(graph.dims(cache) or ()):
         size *= dim if isinstance(dim, int) and axis not in (0, 2) else 1
     bits = 0 if cache.dtype is None else cache.dtype.bitwidth
     return -(-size * bits // 8)

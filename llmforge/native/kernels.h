@@ -183,7 +183,7 @@ typedef struct Rounding {
 
 #define HEAD 256 /* llmforge/ir/interface.py */
 
-/* How a token is drawn: fields of llmforge.runtime.Sampling. Temperature 0 is greedy, of heads alone. */
+/* How a token is drawn: fields of llmforge.serving.Sampling. Temperature 0 is greedy, of heads alone. */
 typedef struct Draw {
     double uniform; /* in [0, 1): decides, and starts what is drawn further */
     double top_p;

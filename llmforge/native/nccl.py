@@ -3,7 +3,7 @@
 The first rank makes an id, the process that drives the ranks hands it to the others, and all of them then join one
 communicator (NVIDIA, NCCL documentation, "Creating a communicator"). A process is one rank, on one device. What was
 sent to a device is not waited for in vain where a rank ends: the driver kills the others, and with a process its work
-on the device ends. *Unverified* on GPUs; tests/fake_nccl.c stands in for the library.
+on the device ends. *Unverified* on GPUs; tests/fakes/fake_nccl.c stands in for the library.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ class _Planner:
         inner = rows // (2 if layer.swiglu_fusion else 1)
         if not isinstance(layer, QMoE):
             self.moe(layer.node, inner)
-        else:  # zero points of a row with a single block lie otherwise (llmforge.lowering.moe_kernels)
+        else:  # zero points of a row with a single block lie otherwise (llmforge.rewrite.moe_kernels)
             self.moe(layer.node, inner, layer.block_size * (1 if layer.fc2_zero_points is None else 2))
 
     def vocabulary(self) -> None:

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.ir import graph as g
-from llmforge.ir import operators
+from llmforge.ir import graph, operators
 from llmforge.ir.operators import canonical, standard
 from llmforge.ir.operators.canonical import AllGather, AllReduce
 from llmforge.ir.operators.contrib import MatMulNBits, MoE, QMoE
@@ -96,7 +95,7 @@ class _Rank:
         for value, partition in self.partitions.items():
             self._resize(value, partition.axis, partition)
         self.model.metadata_props[RANK] = f"{self.rank}/{self.degree}"
-        g.drop_unused(self.model)
+        graph.drop_unused(self.model)
         return self.model
 
     # linear layers
@@ -111,11 +110,11 @@ class _Rank:
             self._shard(node, standard.MatMul(node).w, 1, partition)
         else:  # the head, MatMul(x, Transpose(table))
             turned = standard.MatMul(node).w
-            transpose = standard.Transpose(g.producer(turned))
+            transpose = standard.Transpose(graph.producer(turned))
             self._shard(transpose.node, transpose.x, 0, partition)
             self._resize(turned, 1, partition)
         if node is self.head:
-            self._resize(y, len(g.dims(y) or ()) - 1, partition)
+            self._resize(y, len(graph.dims(y) or ()) - 1, partition)
             whole = sum(partition.size(rank) for rank in range(self.degree))
             self._meet(y, AllGather, whole)
 
@@ -130,7 +129,7 @@ class _Rank:
             bias, quantized.bias = quantized.bias, None
         total = self._meet(node.outputs[0], AllReduce)
         if bias is not None:  # added once, behind the sum over ranks
-            g.insert_behind(total, [ir.Node("", "Add", [total, bias], name=f"{total.name}/bias")], "sum")
+            graph.insert_behind(total, [ir.Node("", "Add", [total, bias], name=f"{total.name}/bias")], "sum")
 
     def _rows_of_blocks(self, layer: MatMulNBits, partition: Partition) -> None:
         """Divide the input features of a layer: whole blocks of codes and scales, and their zero points."""
@@ -138,7 +137,7 @@ class _Rank:
         for value in (layer.b, layer.scales):
             self._shard(layer.node, value, 1, blocks)
         if zeros is not None and layer.bits == 4:
-            self._hold(zeros, nibbles(g.tensor(zeros), blocks.ranks[self.rank], str(zeros.name)))
+            self._hold(zeros, nibbles(graph.tensor(zeros), blocks.ranks[self.rank], str(zeros.name)))
         else:
             self._shard(layer.node, zeros, 1, blocks)
         layer.K = partition.size(self.rank)
@@ -148,12 +147,12 @@ class _Rank:
     def _attention(self, layer: CachedAttention) -> None:
         own = self.partitions[layer.output]
         kv = next(self.partitions[value] for value in layer.node.outputs[1:] if value in self.partitions)
-        heads = own.in_blocks(g.width(layer.past_value))
+        heads = own.in_blocks(graph.width(layer.past_value))
         for field in layer.inputs:
             value = layer.operand(field)
             if field.heads is not None:
                 self._shard(layer.node, value, field.heads, heads)
-            elif field.kv_heads is not None and value is not None and len(g.dims(value) or ()) == 4:
+            elif field.kv_heads is not None and value is not None and len(graph.dims(value) or ()) == 4:
                 self._shard(layer.node, value, field.kv_heads, kv)
         layer.num_heads, layer.kv_num_heads = heads.size(self.rank), kv.size(self.rank)
 
@@ -172,7 +171,7 @@ class _Rank:
             assert isinstance(layer, MoE | QMoE)
             bias, y = self._kernel_experts(layer, inner), layer.output
         if bias is not None and self.rank:
-            held = g.tensor(bias)
+            held = graph.tensor(bias)
             zeros = np.zeros(held.shape.numpy(), held.dtype.numpy())
             self._hold(bias, ir.Tensor(zeros, dtype=held.dtype, name=str(bias.name)))
         self._meet(y, AllReduce)
@@ -201,17 +200,17 @@ class _Rank:
         self._shard(layer.node, layer.fc2_experts_weights, 2, codes)
         self._shard(layer.node, layer.fc2_scales, 2, blocks)
         if zeros is not None and layer.expert_weight_bits == 4:
-            self._hold(zeros, nibbles(g.tensor(zeros), blocks.ranks[self.rank], str(zeros.name)))
+            self._hold(zeros, nibbles(graph.tensor(zeros), blocks.ranks[self.rank], str(zeros.name)))
         else:
             self._shard(layer.node, zeros, 2, blocks)
         return layer.fc2_experts_bias
 
     def _look_up(self, lookup: standard.Gather) -> None:
         """Look up the rows that this rank holds, and zeros for others."""
-        node, ids, dtype, [(first, stop)] = lookup.node, lookup.indices, g.dtype(lookup.data), self.vocabulary
+        node, ids, dtype, [(first, stop)] = lookup.node, lookup.indices, graph.dtype(lookup.data), self.vocabulary
         begin, size = self._constant(first), self._constant(stop - first)
-        zero, last = self._constant(0), g.initializer(self.model, "rank.axis_-1", np.array([-1]))
-        none = g.initializer(self.model, f"rank.none_{dtype.name.lower()}", np.zeros((), dtype.numpy()))
+        zero, last = self._constant(0), graph.initializer(self.model, "rank.axis_-1", np.array([-1]))
+        none = graph.initializer(self.model, f"rank.none_{dtype.name.lower()}", np.zeros((), dtype.numpy()))
         local = self._before(node, "Sub", [ids, begin], like=ids)
         above = self._before(node, "GreaterOrEqual", [local, zero], ir.DataType.BOOL, like=ids)
         below = self._before(node, "Less", [local, size], ir.DataType.BOOL, like=ids)
@@ -221,23 +220,23 @@ class _Rank:
         marks.shape = ir.Shape([*(ids.shape or ()), 1])
         lookup.indices = safe
         own = ir.Node("", "Where", [marks, lookup.output, none], name=f"{lookup.name}/own")
-        self._meet(g.insert_behind(lookup.output, [own], "rows"), AllReduce)
+        self._meet(graph.insert_behind(lookup.output, [own], "rows"), AllReduce)
 
     # what stands between
 
     def _between(self, view: Operator) -> None:
         """Fit constants and attributes of a node to the share that this rank holds."""
         value = next(value for value in view.node.outputs if value in self.partitions)
-        partition, dims = self.partitions[value], g.dims(value) or ()
+        partition, dims = self.partitions[value], graph.dims(value) or ()
         if isinstance(view, standard.RotaryEmbedding):
-            view.num_heads = view.num_heads * partition.size(self.rank) // g.static(value)[partition.axis]
+            view.num_heads = view.num_heads * partition.size(self.rank) // graph.static(value)[partition.axis]
         elif isinstance(view, standard.Reshape | standard.Expand):
             self._fit_shape(view, dims[partition.axis], partition)
         elif isinstance(view, standard.Split):
             self._fit_split(view)
         elif not isinstance(view, standard.Transpose | standard.Concat | standard.Slice):
             for read in view.node.inputs:
-                held = None if read is None else g.dims(read)
+                held = None if read is None else graph.dims(read)
                 if read is None or held is None or not read.is_initializer():
                     continue
                 axis = partition.axis - (len(dims) - len(held))
@@ -246,19 +245,19 @@ class _Rank:
 
     def _fit_shape(self, view: standard.Reshape | standard.Expand, whole: object, partition: Partition) -> None:
         """Name the size of a rank's share where the target of Reshape or Expand names the whole."""
-        sizes = g.tensor(view.shape).numpy().tolist()
+        sizes = graph.tensor(view.shape).numpy().tolist()
         if sizes[partition.axis] == whole:
             sizes[partition.axis] = partition.size(self.rank)
-            view.shape = g.initializer(self.model, f"rank.shape_{'_'.join(map(str, sizes))}", np.array(sizes))
+            view.shape = graph.initializer(self.model, f"rank.shape_{'_'.join(map(str, sizes))}", np.array(sizes))
 
     def _fit_split(self, split: standard.Split) -> None:
-        axis = split.axis + len(g.dims(split.output) or ()) if split.axis < 0 else split.axis
+        axis = split.axis + len(graph.dims(split.output) or ()) if split.axis < 0 else split.axis
         partitions = [self.partitions[value] for value in split.node.outputs]
         if any(partition.axis != axis for partition in partitions):
             return
         sizes = [partition.size(self.rank) for partition in partitions]
         split.node.attributes.pop("num_outputs", None)
-        split.split = g.initializer(self.model, f"rank.split_{'_'.join(map(str, sizes))}", np.array(sizes))
+        split.split = graph.initializer(self.model, f"rank.split_{'_'.join(map(str, sizes))}", np.array(sizes))
 
     # moves
 
@@ -266,7 +265,7 @@ class _Rank:
         """Let the initializer `value`, which `node` reads, hold this rank's share of `axis`; None: there is none."""
         if value is None:
             return
-        tensor, name, ranges = g.tensor(value), str(value.name), partition.ranks[self.rank]
+        tensor, name, ranges = graph.tensor(value), str(value.name), partition.ranks[self.rank]
         if name in self.shards:
             assert self.shards[name] == (axis, partition), f"{name} is divided in two ways"
             return
@@ -275,9 +274,9 @@ class _Rank:
             self._hold(value, shard(tensor, axis, ranges, name))
             return
         own = f"{name}.{node.name}"
-        made = g.initializer(self.model, own, shard(tensor, axis, ranges, own))
-        if sources := g.sources(value):
-            g.set_sources(made, sources)
+        made = graph.initializer(self.model, own, shard(tensor, axis, ranges, own))
+        if sources := graph.sources(value):
+            graph.set_sources(made, sources)
         for index, read in enumerate(node.inputs):
             if read is value:
                 node.replace_input_with(index, made)
@@ -298,16 +297,16 @@ class _Rank:
         """
         axis = {} if width is None else {"axis": -1}
         given = ir.convenience.convert_attributes({"ranks": self.degree, **axis})
-        name = f"{g.producer(value).name}/{operator.op_type}"
+        name = f"{graph.producer(value).name}/{operator.op_type}"
         node = ir.Node(CANONICAL, operator.op_type, [value], given, name=name)
         made = node.outputs[0]
         if value.shape is not None:
             made.shape = ir.Shape([*value.shape[:-1], width]) if width is not None else value.shape.copy()
         self.model.opset_imports[CANONICAL] = OPSETS[CANONICAL]
-        return g.insert_behind(value, [node], "part")
+        return graph.insert_behind(value, [node], "part")
 
     def _constant(self, number: int) -> ir.Value:
-        return g.initializer(self.model, f"rank.number_{number}", np.array(number, np.int64))
+        return graph.initializer(self.model, f"rank.number_{number}", np.array(number, np.int64))
 
     def _before(
         self,
@@ -318,7 +317,7 @@ class _Rank:
         like: ir.Value | None = None,
     ) -> ir.Value:
         name = f"{node.name}/{op_type}"
-        [made] = g.insert(node, op_type, inputs, name=name)
+        [made] = graph.insert(node, op_type, inputs, name=name)
         made.name, made.type = name, ir.TensorType(dtype)
         made.shape = None if like is None else like.shape
         return made

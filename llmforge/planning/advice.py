@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from llmforge.base.backends import BACKENDS, Dtype
+from llmforge.backends import BACKENDS, Dtype
 from llmforge.base.errors import UnsupportedError
 from llmforge.planning.deployment import Plan, degree
 from llmforge.planning.roofline import Placement, StepCost

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmforge.base.backends import BACKENDS, BackendName
+from llmforge.backends import BACKENDS, BackendName
 from llmforge.planning.scheme import BITS, Scheme
 from llmforge.planning.shape import Shape
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from llmforge.base.backends import (
+from llmforge.backends import (
     BACKENDS,
     INT8_SLOTS,
     PAGED_HEAD_DIM,
@@ -172,7 +172,7 @@ def _refuse_heads(shape: Shape, backend: BackendName) -> None:
         keys, values = attention.key_dim, attention.value_dim
         if keys == values and keys in head_dims:
             continue
-        from llmforge.engines.tensorrt.refusals import Feature  # brings onnx-ir, which plans do not need
+        from llmforge.backends.tensorrt.refusals import Feature  # brings onnx-ir, which plans do not need
 
         rule = (Feature.HEAD_DIM if keys == values else Feature.HEAD_DIMS_DIFFER).value
         raise UnsupportedError(

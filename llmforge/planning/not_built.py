@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmforge.base.backends import PREFILL_CHUNK
+from llmforge.backends import PREFILL_CHUNK
 from llmforge.metrics.units import significant, step_time
 from llmforge.planning import roofline
 from llmforge.planning.roofline import Placement, Workload

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from llmforge.base.backends import BACKENDS, BackendName
+from llmforge.backends import BACKENDS, BackendName
 from llmforge.base.errors import UnsupportedError
-from llmforge.lowering.pass_base import Context
 from llmforge.planning.shape import LayerSizes, Shape
 from llmforge.quantization.statistics import PruningDemand
 from llmforge.quantization.structure import Block, Structure
+from llmforge.rewrite.pass_base import Context
 from llmforge.targets import Target
 
 PASS = "prune-structure"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from llmforge import targets
-from llmforge.base.backends import BACKENDS, BackendName, Dtype
+from llmforge.backends import BACKENDS, BackendName, Dtype
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.checkpoint import CONFIG, read_settings
 from llmforge.checkpoint.adapters import Adapter

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from llmforge.base.backends import BackendName, Dtype, Role
+from llmforge.backends import BackendName, Dtype, Role
 from llmforge.base.errors import UnsupportedError
 from llmforge.planning.shape import Attention, Shape
 from llmforge.quantization import formats

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from llmforge.checkpoint import CONFIG, quantized
-from llmforge.lowering.pass_base import Pass
 from llmforge.quantization import methods
 from llmforge.quantization.grids import Grid
 from llmforge.recipe import Recipe
 from llmforge.recipe.errors import collect
+from llmforge.rewrite.pass_base import Pass
 
 _TAKING = ("quantize-weights", "quantize-channels", "quantize-fp4")  # passes with a method that keeps codes
 _KEEP = f"`quantize-weights: {{method: {methods.STORED}}}` (quantize-channels and quantize-fp4 have it, too)"

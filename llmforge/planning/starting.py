@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
-from llmforge.base.backends import BACKENDS, BackendName, Dtype, plugin_of
+from llmforge.backends import BACKENDS, BackendName, Dtype, plugin_of
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import CONFIG, read_settings
 from llmforge.metrics.units import count, duration, significant, size

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmforge.evaluation.machine import Machine
+from llmforge.measure.machine import Machine
 from llmforge.targets import Figure, Isa, Target
 
 BANDWIDTH_GBS = 51.2  # two channels of DDR4-3200 (JEDEC JESD79-4): 2 · 8 bytes · 3.2 GT/s

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base import mapped
-from llmforge.native import rounding as kernels
+from llmforge.native import rounding
 from llmforge.quantization import trellis
 from llmforge.quantization.formats import SUPERBLOCK, Format
 
@@ -153,13 +153,13 @@ def round_to_nearest(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
     """
     if weight.ndim != 2:
         raise ValueError(f"a matrix is needed, this has shape {weight.shape}")
-    if grid.trellis or grid.scale != "fp32" or not kernels.takes(weight):
+    if grid.trellis or grid.scale != "fp32" or not rounding.takes(weight):
         return _round_in_numpy(weight, grid)
     n, k = weight.shape
     codes = np.empty((n, k), np.uint8)
     scales = np.empty((n, grid.blocks(k)), np.float32)
     points = None if grid.symmetric else np.empty(scales.shape, np.uint8)
-    if not kernels.round_to_nearest(weight, grid.bits, grid.block_size, codes, scales, points):
+    if not rounding.round_to_nearest(weight, grid.bits, grid.block_size, codes, scales, points):
         raise ValueError(_NOT_FINITE)
     return QuantizedMatrix(grid, codes, scales, points)
 
@@ -302,7 +302,7 @@ def pack_bits(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
         return np.packbits(single.reshape(len(codes), -1), axis=-1, bitorder="little")
     if codes.shape[1] % 2:
         codes = np.pad(codes, ((0, 0), (0, 1)))
-    if (packed := kernels.pack(codes)) is not None:
+    if (packed := rounding.pack(codes)) is not None:
         return packed
     return codes[:, ::2] | (codes[:, 1::2] << np.uint8(4))
 

@@ -30,19 +30,16 @@ from pydantic import (
     model_validator,
 )
 
-from llmforge import targets
-from llmforge.base import backends, folders, plugins, small_file
-from llmforge.base.backends import BACKENDS, BackendName
+from llmforge import backends, targets
+from llmforge.backends import BACKENDS, BackendName
+from llmforge.base import folders, plugins, small_file
 from llmforge.base.errors import EnvironmentLacks, InputError, RecipeError, UsageError
 from llmforge.base.located_yaml import Location, Source, dotted, read
 from llmforge.base.plugins import Plugin
 from llmforge.checkpoint import documents, hub
 from llmforge.checkpoint.adapters.source import AdapterSource
-from llmforge.lowering import options, pass_base
-from llmforge.lowering.pass_base import Numerics, Pass
 from llmforge.metrics import catalog
-from llmforge.metrics.agreement import PROMPT_AND_ANSWER as RUNTIME_TOKENS
-from llmforge.metrics.agreement import RuntimeName
+from llmforge.metrics.agreement import PROMPT_AND_ANSWER, RuntimeName
 from llmforge.metrics.latency import MOST_LENGTHS, MOST_OF_SURFACE, MOST_STARTS
 from llmforge.metrics.quality import ANSWER_TOKENS, PROMPT_TOKENS
 from llmforge.metrics.tasks import MOST_TASKS
@@ -50,6 +47,8 @@ from llmforge.metrics.workload import MOST_RUNS
 from llmforge.recipe import migration
 from llmforge.recipe.errors import NAME, Problem, collect, describe, meant
 from llmforge.recipe.overrides import apply
+from llmforge.rewrite import options, pass_base
+from llmforge.rewrite.pass_base import Numerics, Pass
 
 _HINT = "give a recipe, a YAML file; `llmforge init CHECKPOINT` writes one"
 
@@ -920,9 +919,9 @@ class Recipe(_Section):
             where = ("validation", "runtimes")
             if quality is None:
                 yield self._problem(where, "there is no text to answer", "add `validation: {quality: …}`")
-            if longest < RUNTIME_TOKENS:
+            if longest < PROMPT_AND_ANSWER:
                 yield self._problem(
-                    where, f"prompts and answers of {RUNTIME_TOKENS} tokens exceed engine.max_context, {longest}"
+                    where, f"prompts and answers of {PROMPT_AND_ANSWER} tokens exceed engine.max_context, {longest}"
                 )
         if (record := BACKENDS[self.engine.backend].elsewhere) is not None:
             hint = f"serve the artifact, `{record.serve.format(engine='ARTIFACT/engine')}`, and measure it there"

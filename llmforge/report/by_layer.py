@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmforge.lowering.pass_base import Rewritten, Skipped
 from llmforge.metrics import units
+from llmforge.rewrite.pass_base import Rewritten, Skipped
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=[./])|(?<=\.)\d+$")  # a part of a dotted name: a layer, behind it an expert
 

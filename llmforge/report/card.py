@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from ruamel.yaml import YAML
 
-from llmforge.lowering.pass_base import Numerics
+from llmforge.gates.records import Report
 from llmforge.report import render
-from llmforge.report.model import Report
+from llmforge.rewrite.pass_base import Numerics
 
 ORIGIN = (("report/report.html", "the whole evidence of the build"),)
 

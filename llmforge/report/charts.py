@@ -10,16 +10,16 @@ from itertools import accumulate, pairwise
 from string import ascii_lowercase
 from typing import Literal
 
-from llmforge.evaluation.gates import GateResult
+from llmforge.gates.decision import GateResult
+from llmforge.gates.records import BuildRecord, EngineRecord, PassRecord, Report, StageRecord
 from llmforge.metrics import catalog, units
+from llmforge.metrics.attribution import AttributedStep, Attribution
 from llmforge.metrics.catalog import QualityMetric
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.quality import ByPosition, Quality, Segment
 from llmforge.metrics.quality import Histogram as LogHistogram
 from llmforge.report import view
-from llmforge.report.attribution import AttributedStep, Attribution
 from llmforge.report.comparing import Change, Entry
-from llmforge.report.model import BuildRecord, EngineRecord, PassRecord, Report, StageRecord
 
 _MARGIN = 0.2  # of a gate's span, left free on both sides
 _NARROWEST = 300.0  # pixels of a drawing in a window of 390

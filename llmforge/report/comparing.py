@@ -12,14 +12,14 @@ from typing import Any
 from llmforge.artifact import Artifact, versions
 from llmforge.base import wording
 from llmforge.base.errors import InputError
-from llmforge.evaluation.gates import ALPHA, Figure
+from llmforge.gates import confirmed, release
+from llmforge.gates.decision import ALPHA, Figure
+from llmforge.gates.records import Report
+from llmforge.gates.release import Reported, Side, Subject
 from llmforge.metrics import catalog, units
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.record import Record
 from llmforge.metrics.studentized import Studentized
-from llmforge.report import confirmed, release
-from llmforge.report.model import Report
-from llmforge.report.release import Reported, Side, Subject
 
 _MOST = 12  # differences of recipes that `text` writes
 

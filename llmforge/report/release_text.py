@@ -6,9 +6,9 @@ import re
 from xml.etree import ElementTree
 
 from llmforge.base import wording
-from llmforge.evaluation.gates import GateResult, Verdict
+from llmforge.gates.decision import GateResult, Verdict
+from llmforge.gates.release import Judgement
 from llmforge.metrics import catalog
-from llmforge.report.release import Judgement
 
 _MARKUP = re.compile(r"([\\`*\[\]|<>#~!]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
 

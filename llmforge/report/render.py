@@ -16,13 +16,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from llmforge.evaluation.gates import Verdict
+from llmforge.gates.decision import Verdict
+from llmforge.gates.records import Report
 from llmforge.metrics import catalog, units
 from llmforge.metrics.catalog import Measured
 from llmforge.metrics.latency import Latency
 from llmforge.report import by_layer, charts, load_charts, top, view
 from llmforge.report.comparing import Comparison, Entry, Previous
-from llmforge.report.model import Report
 
 _STYLES = {
     Verdict.PASS: "bold green",

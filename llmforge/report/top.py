@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmforge.evaluation.gates import GateResult, Verdict
+from llmforge.gates.decision import GateResult, Verdict
+from llmforge.gates.records import Report
 from llmforge.metrics import catalog, units
 from llmforge.metrics.catalog import Measured
 from llmforge.report import view
 from llmforge.report.comparing import Change, Previous
-from llmforge.report.model import Report
 from llmforge.report.view import KeyFigure
 
 NOISY = 0.25  # of a median: above, figures of latency come with a warning

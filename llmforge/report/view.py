@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel
 
 from llmforge.base import wording
-from llmforge.evaluation.gates import GateResult, Verdict
-from llmforge.lowering.pass_base import Rewritten, Skipped
+from llmforge.gates.decision import GateResult, Verdict
+from llmforge.gates.records import BuildRecord, Report
 from llmforge.metrics import catalog, units
 from llmforge.metrics.agreement import RuntimeRun
 from llmforge.metrics.catalog import (
@@ -33,7 +33,7 @@ from llmforge.metrics.latency import Latency, Noise, Point, Spread
 from llmforge.metrics.quality import ByPosition, OfSums, Quality
 from llmforge.metrics.serving import Distribution
 from llmforge.metrics.tasks import PREFIX, TaskResult
-from llmforge.report.model import BuildRecord, Report
+from llmforge.rewrite.pass_base import Rewritten, Skipped
 
 LONGEST_TEXT = 1000  # characters of a text of a report
 T = TypeVar("T")

@@ -14,7 +14,9 @@ from pathlib import Path
 from llmforge.base.errors import EnvironmentLacks
 
 PROGRAM = "tritonserver"
-PYTRITON = "nvidia-pytriton==0.7.0"  # tritonserver 2.51 and its Python backend, on PyPI; also in tests/triton_env.py
+PYTRITON = (
+    "nvidia-pytriton==0.7.0"  # tritonserver 2.51 and its Python backend, on PyPI; also in tests/servers/triton_env.py
+)
 _STUB = "triton_python_backend_stub"  # the process that a model of the Python backend runs in, by version of Python
 _ASKED = "import json, sysconfig as s; print(json.dumps([s.get_config_var(x) for x in ('LIBDIR', 'INSTSONAME')]))"
 

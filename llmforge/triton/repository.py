@@ -34,11 +34,11 @@ import numpy as np
 
 from llmforge import targets
 from llmforge.artifact import Artifact
-from llmforge.base.backends import PROVIDERS, of_provider
+from llmforge.backends import PROVIDERS, of_provider
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 from llmforge.base.sealed import MANIFEST
 from llmforge.recipe import ServingSpec
-from llmforge.runtime.backends.config import FILE, RuntimeConfig
+from llmforge.runtime.config import FILE, RuntimeConfig
 from llmforge.triton import sources
 from llmforge.triton.backend import checks, signature
 

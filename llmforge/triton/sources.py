@@ -9,7 +9,7 @@ from pathlib import Path
 
 import llmforge
 from llmforge import native
-from llmforge.base.backends import BACKENDS
+from llmforge.backends import BACKENDS
 from llmforge.cache.code import at_runtime
 
 PACKAGE = "llmforge"
@@ -17,8 +17,8 @@ PACKAGE = "llmforge"
 ROOTS = (
     "llmforge.triton.backend.model",
     "llmforge.triton.backend.checks",
-    "llmforge.runtime.serving.engine_worker",  # which `engine_process` starts
-    "llmforge.runtime.backends.ranks.worker",  # which `ranks.session` starts
+    "llmforge.serving.engine_worker",  # which `engine_process` starts
+    "llmforge.backends.ranks.worker",  # which `ranks.session` starts
     *(each.session for backend in BACKENDS.values() if backend.elsewhere is None for each in backend.providers),
 )
 _FOLDER = Path(llmforge.__file__).parent

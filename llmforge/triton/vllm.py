@@ -19,7 +19,7 @@ import shutil
 from pathlib import Path
 
 from llmforge.artifact import Artifact
-from llmforge.base.backends import of_provider
+from llmforge.backends import of_provider
 from llmforge.base.errors import UnsupportedError
 from llmforge.triton import repository
 from llmforge.triton.repository import CONFIG, FOLDER, README, Model

@@ -19,7 +19,7 @@ from llmforge.checkpoint.adapters import Adapter, LowRank
 from llmforge.checkpoint.adapters.merging import read
 from llmforge.ir import graph, interface
 from llmforge.ir.operators.standard import MatMul
-from llmforge.lowering import linear
+from llmforge.rewrite import linear
 from llmforge.verification import comparison, probe, streamed_execution
 from llmforge.verification.verifier import TOLERANCE
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from llmforge.ir import operators
 from llmforge.ir.subgraph import Index
-from llmforge.lowering import pruning
+from llmforge.rewrite import pruning
 from llmforge.verification import changed_subgraphs, promises, subgraph_proof
 from llmforge.verification.changed_subgraphs import ChangedSubgraph
 from llmforge.verification.promises import Place, Promises

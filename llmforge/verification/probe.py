@@ -1,7 +1,7 @@
 """Fixed inputs that graphs are compared on, and how a graph is run on them.
 
 A graph runs as it is written: ONNX Runtime's own optimizations are off, canonical operators are expanded, fp16 and bf16
-are emulated in fp32 (`lowering.emulation`), and the initializers are handed over in memory, so that no file is written
+are emulated in fp32 (`rewrite.emulation`), and the initializers are handed over in memory, so that no file is written
 and a tensor that two graphs share is read once.
 """
 
@@ -15,9 +15,10 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmforge.backends.onnxruntime.session import Cache, Session
 from llmforge.ir import dialect, graph, interface
-from llmforge.lowering import emulation
-from llmforge.runtime.backends.session import Cache, Session, SessionConfig
+from llmforge.rewrite import emulation
+from llmforge.runtime.config import SessionConfig
 
 # Arrays below this size stay in the serialized graph: ONNX Runtime wants shapes and axes as constants there.
 _INLINE_BYTES = 1024

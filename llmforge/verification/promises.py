@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.base.backends import PREFILL_CHUNK
+from llmforge.backends import PREFILL_CHUNK
 from llmforge.checkpoint import Checkpoint
 from llmforge.verification.probe import ProbeStep
 

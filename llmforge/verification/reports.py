@@ -10,7 +10,7 @@ import onnx_ir as ir
 from llmforge.base.errors import VerificationError
 from llmforge.ir import graph
 from llmforge.ir.derived import Derived, Stored, side_by_side
-from llmforge.lowering.pass_base import Changes
+from llmforge.rewrite.pass_base import Changes
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmforge.backends.onnxruntime import session as backend
+from llmforge.backends.onnxruntime.session import PROVIDER, open_graph, session_options
 from llmforge.base import mapped
 from llmforge.ir import graph, interface
 from llmforge.ir.derived import Stored
@@ -21,8 +23,7 @@ from llmforge.ir.graph import is_constant
 from llmforge.ir.operators.record import MICROSOFT
 from llmforge.ir.operators.standard import Cast, Gather, MatMul, Transpose
 from llmforge.ir.subgraph import Index, behind, extract
-from llmforge.runtime.backends import session as backend
-from llmforge.runtime.backends.session import PROVIDER, SessionConfig, open_graph, session_options
+from llmforge.runtime.config import SessionConfig
 from llmforge.verification import probe
 from llmforge.verification.subgraph_session import Arrays, SubgraphSession, multiply_as_stored
 

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from llmforge.ir import graph, interface, operators
 from llmforge.ir.operators import contrib, cpu
 from llmforge.ir.subgraph import Index
-from llmforge.lowering import cpu_attention, emulation, pruning
 from llmforge.quantization import kv_cache
+from llmforge.rewrite import cpu_attention, emulation, pruning
 from llmforge.verification import changed_subgraphs, comparison, probe, promises, recorded
 from llmforge.verification.changed_subgraphs import ChangedSubgraph
 from llmforge.verification.promises import Place, Promises

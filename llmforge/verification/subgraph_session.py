@@ -13,16 +13,10 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge import native
-from llmforge.engines.onnxruntime import fuse_transposed_weights
-from llmforge.ir import graph, interface, operators
-from llmforge.ir.derived import by_output_fp32, is_stored
-from llmforge.ir.graph import is_constant
-from llmforge.ir.operators.contrib import FusedMatMul
-from llmforge.ir.operators.standard import MatMul
-from llmforge.runtime.backends.session import (
+from llmforge.backends.onnxruntime.builder import fuse_transposed_weights
+from llmforge.backends.onnxruntime.session import (
     CACHE_DTYPES,
     PROVIDER,
-    SessionConfig,
     grown,
     open_graph,
     ort_value,
@@ -30,6 +24,12 @@ from llmforge.runtime.backends.session import (
     session_options,
     store_grown,
 )
+from llmforge.ir import graph, interface, operators
+from llmforge.ir.derived import by_output_fp32, is_stored
+from llmforge.ir.graph import is_constant
+from llmforge.ir.operators.contrib import FusedMatMul
+from llmforge.ir.operators.standard import MatMul
+from llmforge.runtime.config import SessionConfig
 from llmforge.verification import probe
 
 Arrays = dict[str, NDArray[Any]]

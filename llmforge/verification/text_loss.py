@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.backends.onnxruntime.session import Session
 from llmforge.metrics.tokens import KLD, Floats, require_finite, score
-from llmforge.runtime.backends.session import Session
 from llmforge.verification import comparison, probe
 
 # Texts after which a budget may be decided early, and the one-sided 99.9 % quantile of Student's t for their number

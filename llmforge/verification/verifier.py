@@ -13,11 +13,11 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import UnsupportedError, UsageError, VerificationError
 from llmforge.ir import dialect, graph, interface
-from llmforge.lowering import pruning
-from llmforge.lowering.pass_base import Budget, Changes, Numerics, Pass
-from llmforge.runtime.backends.session import Session
+from llmforge.rewrite import pruning
+from llmforge.rewrite.pass_base import Budget, Changes, Numerics, Pass
 from llmforge.trace.export.limits import WHOLE_BYTES
 from llmforge.verification import comparison, lossy_places, probe, reports, subgraph_proof
 from llmforge.verification.promises import Promises

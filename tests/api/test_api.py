@@ -9,7 +9,7 @@ import pytest
 
 import llmforge
 from llmforge import Answer, Built, ForgeError, Judged, Model, Plans, Recipe
-from llmforge.evaluation.gates import Verdict
+from llmforge.gates.decision import Verdict
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "int4-rtn.yaml"
@@ -106,7 +106,7 @@ def test_a_recipe_that_is_loaded_has_its_overrides() -> None:
         llmforge.build(Recipe.load(RECIPE, LESS), overrides=LESS)
 
 
-@pytest.mark.parametrize("first", ["import llmforge.build.publishing", "pass"])
+@pytest.mark.parametrize("first", ["import llmforge.compile.publishing", "pass"])
 def test_build_is_a_function_whatever_was_imported_first(first: str) -> None:
     code = f"import llmforge\n{first}\n" + (
         "try: llmforge.build('absent.yaml')\nexcept llmforge.ForgeError as error: print(error.exit_code)"
@@ -122,8 +122,8 @@ def test_importing_is_cheap() -> None:
 
 
 def test_unknown_names_are_attribute_errors() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'compile'"):
-        llmforge.compile  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'optimize'"):
+        llmforge.optimize  # type: ignore[attr-defined]  # noqa: B018
     assert set(llmforge.__all__) <= {*dir(llmforge), *llmforge.__all__}
     for name in llmforge.__all__:
         assert getattr(llmforge, name) is not None

@@ -23,7 +23,7 @@ from llmforge.artifact import Artifact, archive, transfer, versions
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 from llmforge.cli import cli
 
-from ..stored import forged, put
+from ..samples.stored import forged, put
 
 ROOT = Path(__file__).parents[2]
 

@@ -25,9 +25,9 @@ from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 from llmforge.base.progress import Silent
 from llmforge.cli import cli
 
-from .. import oci_registry
-from ..oci_registry import Registry, digest
-from ..stored import EVIDENCE, forged, put
+from ..samples.stored import EVIDENCE, forged, put
+from ..servers import oci_registry
+from ..servers.oci_registry import Registry, digest
 
 pytest.importorskip("dxf", reason="the extra `registry` is not installed")
 

@@ -17,7 +17,7 @@ from llmforge.artifact.remote import Url
 from llmforge.base.errors import InputError, UsageError
 from llmforge.cli import cli
 
-from ..stored import put
+from ..samples.stored import put
 
 fsspec = pytest.importorskip("fsspec", reason="the extra `remote` is not installed")
 URL = Url("memory://bucket/x.tar")

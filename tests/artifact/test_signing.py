@@ -27,7 +27,7 @@ from llmforge.base.errors import InputError
 from llmforge.cli import cli
 from llmforge.recipe import ServingSpec
 
-from .. import published, stored
+from ..samples import published, stored
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries that model-signing brings
 

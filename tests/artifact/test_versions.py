@@ -17,7 +17,7 @@ import pytest
 from llmforge.artifact import Artifact, resolve, staging, tags, versions
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 
-from ..stored import put, several
+from ..samples.stored import put, several
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ import pytest
 from llmforge.base.errors import CheckpointError
 from llmforge.checkpoint import SMALL_FILES, Checkpoint
 
-from ..checkpoints import write_checkpoint
+from ..models.checkpoints import write_checkpoint
 
 JSON_FILES = [
     name for name in SMALL_FILES if name.endswith(".json") and name not in ("tokenizer.json", "special_tokens_map.json")

@@ -15,10 +15,9 @@ from llmforge.checkpoint.gguf import architectures
 from llmforge.checkpoint.gguf.header import HEADER_LIMIT_BYTES, MOST_STRINGS
 from llmforge.checkpoint.quantized.gguf import grouped
 
-from ..checkpoints import write_checkpoint
-from ..gguf_files import ARRAY, F32, STRING, UINT32, tensor_info, text, value
-from ..gguf_files import gguf as file_of
-from ..gguf_files import write as write_gguf
+from ..models.checkpoints import write_checkpoint
+from ..models.gguf_files import ARRAY, F32, STRING, UINT32, tensor_info, text, value, write
+from ..models.gguf_files import gguf as file_of
 
 ARCHITECTURE = {"general.architecture": value(STRING, "llama")}
 TENSOR = ("w", (2, 2), F32, bytes(16))
@@ -159,7 +158,7 @@ def test_a_header_beyond_the_limit_is_refused_unread(tmp_path: Path) -> None:
 def test_no_cut_and_no_flipped_bit_ends_in_another_exception(count: int, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "hf", num_hidden_layers=1)
     file = tmp_path / "model.gguf"
-    write_gguf(tmp_path / "hf", file)
+    write(tmp_path / "hf", file)
     whole = file.read_bytes()
     start = gguf.read(file).data_start
     rng = np.random.default_rng(5)
@@ -186,6 +185,6 @@ def test_no_cut_and_no_flipped_bit_ends_in_another_exception(count: int, tmp_pat
 def test_layers_without_tensors_cost_nothing(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "hf", num_hidden_layers=1)
     file = tmp_path / "model.gguf"
-    write_gguf(tmp_path / "hf", file, **{"llama.block_count": value(UINT32, 2**32 - 1)})
+    write(tmp_path / "hf", file, **{"llama.block_count": value(UINT32, 2**32 - 1)})
     with pytest.raises(CheckpointError, match="states 4294967295 layers, and holds 11 tensors"):
         architectures.settings(gguf.read(file))

@@ -24,7 +24,7 @@ from llmforge.cli import cli
 from llmforge.cli.parameters import ArtifactPath, FilePath, Location
 from llmforge.recipe import ServingSpec
 
-from .. import published, stored
+from ..samples import published, stored
 
 ROOT = Path(__file__).resolve().parents[2]
 FINDS = sorted((Path(__file__).parent / "finds").iterdir())

@@ -28,7 +28,7 @@ from llmforge.checkpoint.safetensors_file import (
     read_small,
 )
 
-from ..checkpoints import safetensors_bytes
+from ..models.checkpoints import safetensors_bytes
 
 
 def entry(shape: Any = (2,), offsets: Any = (0, 8), dtype: Any = "F32", **more: Any) -> dict[str, Any]:

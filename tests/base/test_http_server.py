@@ -7,7 +7,7 @@ import pytest
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.base.http_server import HttpServer
 
-from ..keyed_server import KEY, keyed_server
+from ..servers.keyed_server import KEY, keyed_server
 
 
 def test_the_key_is_sent_and_not_shown() -> None:

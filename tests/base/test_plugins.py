@@ -15,28 +15,28 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from llmforge import passes, recipe, targets
-from llmforge.base import backends, plugins
+from llmforge import backends, passes, recipe, targets
+from llmforge.base import plugins
 from llmforge.base.errors import EnvironmentLacks, InputError, PluginError, RecipeError, UsageError, VersionMismatch
 from llmforge.base.plugins import Package
 from llmforge.cli import cli
 from llmforge.doctor import plugins as examined
-from llmforge.lowering import pass_base
 from llmforge.metrics import catalog
 from llmforge.metrics.tokens import TokenBlock
 from llmforge.quantization import methods
 from llmforge.quantization.grids import Grid, dequantize
 from llmforge.recipe import Recipe
-from llmforge.runtime.backends.config import RuntimeConfig
+from llmforge.rewrite import pass_base
+from llmforge.runtime.config import RuntimeConfig
 
-from .. import plugin_packages
-from ..logits import random_logits
+from ..models.logits import random_logits
+from ..samples import plugin_packages
 
 ROOT = Path(__file__).parents[2]
 PASS = """
 from typing import ClassVar
 from pydantic.dataclasses import dataclass
-from llmforge.lowering.pass_base import Changes, Numerics, Pass
+from llmforge.rewrite.pass_base import Changes, Numerics, Pass
 
 @dataclass(frozen=True)
 class Idle(Pass):
@@ -68,7 +68,7 @@ def site(tmp_path: Path) -> Iterator[Path]:
 
 def install(site: Path, source: str, kind: str = "passes", value: str = "bad:THING", **more: Any) -> None:
     """Install a module `bad` that brings something called `thing`."""
-    points = {f"llmforge.v{more.pop('interface', 1)}.{kind}": {more.pop("name", "thing"): value}}
+    points = {f"llmforge.v{more.pop('interface', 2)}.{kind}": {more.pop("name", "thing"): value}}
     plugin_packages.install(site.parent / "later" if more.pop("later", False) else site, "bad", source, points, **more)
 
 
@@ -236,8 +236,8 @@ def test_a_pass_that_returns_something_else_is_refused(site: Path, tmp_path: Pat
 
 
 def test_another_interface_is_refused_before_its_code_runs(site: Path, tmp_path: Path) -> None:
-    install(site, "raise SystemExit", interface=2)
-    with pytest.raises(PluginError, match="written for version 2 of the plug-in interface; this llmforge has 1") as got:
+    install(site, "raise SystemExit", interface=3)
+    with pytest.raises(PluginError, match="written for version 3 of the plug-in interface; this llmforge has 2") as got:
         made(tmp_path, "thing")
     assert "pip install -U llmforge" in str(got.value.hint)
     assert "bad" not in sys.modules
@@ -264,7 +264,7 @@ GATES = {"kld_mean": {"max": 1.0}}
 
 def test_two_packages_with_one_name_are_both_named(site: Path, tmp_path: Path) -> None:
     install(site, PASS, name="idle-by", value="bad:Idle")
-    plugin_packages.install(site, "worse", PASS, {"llmforge.v1.passes": {"idle-by": "worse:Idle"}})
+    plugin_packages.install(site, "worse", PASS, {"llmforge.v2.passes": {"idle-by": "worse:Idle"}})
     with pytest.raises(PluginError, match=r"both bad 1\.0 and worse 1\.0 bring one"):
         made(tmp_path, "idle-by")
 
@@ -384,22 +384,22 @@ def test_lists_are_as_before_without_plug_ins() -> None:
 
 
 def test_the_doctor_lists_groups_that_nothing_reads(site: Path) -> None:
-    plugin_packages.install(site, "bad", "", {"llmforge.v1.passess": {"a": "bad:A"}, "llmforge.passes": {"b": "bad:B"}})
+    plugin_packages.install(site, "bad", "", {"llmforge.v2.passess": {"a": "bad:A"}, "llmforge.passes": {"b": "bad:B"}})
     said = [(check.state, check.found) for check in examined.checks()]
     assert [state for state, _ in said] == ["no", "no"]
-    assert "nothing reads the entry-point group llmforge.v1.passess" in said[0][1] + said[1][1]
+    assert "nothing reads the entry-point group llmforge.v2.passess" in said[0][1] + said[1][1]
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        b"[llmforge.v1.passes]\ngarbage\n",
-        b"\xff\xfe[llmforge.v1.passes]\nx=y:z\n",
+        b"[llmforge.v2.passes]\ngarbage\n",
+        b"\xff\xfe[llmforge.v2.passes]\nx=y:z\n",
         b"[llmforge.v99999.passes]\nx=y:z\n",
-        b"[llmforge.v1.passes]\nthing = a b c\n",
-        b"[llmforge.v1.passes]\nthing = :::\n",
-        b"[llmforge.v1.passes]\nthing =\n",
-        b"[llmforge.v1.passes]\n\x1b[31m = y:z\n",
+        b"[llmforge.v2.passes]\nthing = a b c\n",
+        b"[llmforge.v2.passes]\nthing = :::\n",
+        b"[llmforge.v2.passes]\nthing =\n",
+        b"[llmforge.v2.passes]\n\x1b[31m = y:z\n",
     ],
 )
 @pytest.mark.parametrize("metadata", [b"Metadata-Version: 2.4\nName: bad\nVersion: 1\n", b"", b"Name: \xff\n", None])
@@ -501,8 +501,8 @@ import sys
 for name in ("onnx", "onnx_ir", "torch", "transformers", "pydantic", "click", "rich"):
     sys.modules[name] = None
 from pathlib import Path
-from llmforge.base.backends import PROVIDERS
-from llmforge.runtime.backends.config import RuntimeConfig
+from llmforge.backends import PROVIDERS
+from llmforge.runtime.config import RuntimeConfig
 import importlib
 config = RuntimeConfig.read(Path({str(engine)!r}))
 importlib.import_module(PROVIDERS[config.provider].session)

@@ -67,7 +67,7 @@ def test_imports_for_type_checkers_do_not_count(tmp_path: Path) -> None:
 
 def test_the_digest_does_not_depend_on_where_the_package_lies(package: Path) -> None:
     here = Code(ROOT / "llmforge")
-    assert here.modules("llmforge.build.pipeline") == Code(package).modules("llmforge.build.pipeline")
+    assert here.modules("llmforge.compile.pipeline") == Code(package).modules("llmforge.compile.pipeline")
     assert here.digest("llmforge.passes.pack_qkv") == Code(package).digest("llmforge.passes.pack_qkv")
 
 
@@ -82,11 +82,11 @@ def test_what_was_parsed_before_is_not_parsed_again(package: Path, monkeypatch: 
         patched.setattr("llmforge.cache.code._imports", None)
         assert again.digest("llmforge.passes.quantize_weights") == wanted
     file = package / "quantization" / "grids.py"
-    file.write_bytes(file.read_bytes() + b"\nimport llmforge.trace.pattern_of_nothing, llmforge.build.lock\n")
+    file.write_bytes(file.read_bytes() + b"\nimport llmforge.trace.pattern_of_nothing, llmforge.compile.lock\n")
     changed = Code(package)
     changed.know(kept)
     assert changed.texts() != texts
-    assert "llmforge.build.lock" in changed.modules("llmforge.passes.quantize_weights")
+    assert "llmforge.compile.lock" in changed.modules("llmforge.passes.quantize_weights")
     assert changed.digest("llmforge.passes.quantize_weights") == Code(package).digest(
         "llmforge.passes.quantize_weights"
     )

@@ -17,7 +17,7 @@ from llmforge.quantization.grids import Grid
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import Statistics, WeightDemand
 
-from ..checkpoints import write_checkpoint
+from ..models.checkpoints import write_checkpoint
 
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to compile changed loops with")
 

@@ -23,8 +23,7 @@ from llmforge.checkpoint import Checkpoint, text
 from llmforge.checkpoint.documents import read_documents
 from llmforge.checkpoint.text import Window
 from llmforge.quantization import sparsity
-from llmforge.quantization.grids import Float32, Grid, dequantize
-from llmforge.quantization.grids import round_to_nearest as rtn
+from llmforge.quantization.grids import Float32, Grid, dequantize, round_to_nearest
 from llmforge.quantization.methods import gptq
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import (
@@ -39,8 +38,8 @@ from llmforge.quantization.statistics import (
 from llmforge.trace import trace
 from llmforge.trace.export import pattern
 
-from .. import edited_llama, zoo
-from ..checkpoints import write_checkpoint
+from ..models import edited_llama, zoo
+from ..models.checkpoints import write_checkpoint
 
 GRID = Grid(4, 32, False)
 DEMANDS = (WeightDemand(Gptq(), GRID), KvRangeDemand())
@@ -477,7 +476,9 @@ def test_gptq_halves_what_rounding_to_nearest_costs(sample_checkpoint: Path, dat
     for method in ("rtn", "gptq"):
         for name, parameter in original.named_parameters():
             if name in statistics.linears:
-                rounded = statistics.linears[name] if method == "gptq" else rtn(parameters[name].numpy(), GRID)
+                rounded = (
+                    statistics.linears[name] if method == "gptq" else round_to_nearest(parameters[name].numpy(), GRID)
+                )
                 parameter.copy_(torch.from_numpy(dequantize(rounded)))
         costs[method] = np.mean(
             [mean_kld(original(ids).logits, want) for ids, want in zip(evaluated, reference, strict=True)]

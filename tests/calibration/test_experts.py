@@ -15,17 +15,16 @@ from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
-from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes.quantize_weights import QuantizeWeights
-from llmforge.quantization.grids import Grid, dequantize, pack
-from llmforge.quantization.grids import round_to_nearest as rtn
+from llmforge.quantization.grids import Grid, dequantize, pack, round_to_nearest
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import Statistics, WeightDemand
+from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.trace import trace
 from llmforge.trace.hooks.experts import ExpertActivation, ExpertWeights, compute, probe, weights
 from llmforge.verification.verifier import Verifier
 
-from .. import graphs, zoo
+from ..models import graphs, zoo
 
 GRID = Grid(4, 32, False)
 DEMAND = WeightDemand(Gptq(), GRID)
@@ -113,7 +112,10 @@ def test_gptq_loses_less_than_rounding(name: str, tmp_path: Path) -> None:
     errors = []
     for rows in (
         [dequantize(matrix) for matrix in matrices],
-        [dequantize(rtn(np.concatenate([m.T.numpy() for m in part.detach()]), GRID)) for part in (held.up, held.down)],
+        [
+            dequantize(round_to_nearest(np.concatenate([m.T.numpy() for m in part.detach()]), GRID))
+            for part in (held.up, held.down)
+        ],
     ):
         parts = [
             torch.from_numpy(of).reshape(4, like.shape[2], -1).transpose(1, 2)
@@ -129,9 +131,9 @@ def test_an_expert_that_no_token_chooses_is_rounded(tmp_path: Path) -> None:
     up, down = experts.quantize(found, seen(100, 4, unseen=2), GRID, Gptq())
     for matrix, part in ((up, held.up), (down, held.down)):
         n = part.shape[2]
-        plain = rtn(np.ascontiguousarray(part[2].detach().numpy().T), GRID)
+        plain = round_to_nearest(np.ascontiguousarray(part[2].detach().numpy().T), GRID)
         np.testing.assert_array_equal(matrix.codes[2 * n : 3 * n], plain.codes)
-        other = rtn(np.ascontiguousarray(part[1].detach().numpy().T), GRID)
+        other = round_to_nearest(np.ascontiguousarray(part[1].detach().numpy().T), GRID)
         assert (matrix.codes[n : 2 * n] != other.codes).any()
     assert experts.scarcity(found, seen(100, 4, unseen=2)).endswith("; 1 saw none, and are rounded to nearest")
     assert experts.scarcity(found, seen(4000, 4)) == ""

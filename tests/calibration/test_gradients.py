@@ -21,7 +21,7 @@ from llmforge.quantization.grids import Grid, dequantize, round_to_nearest
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import WeightDemand
 
-from ..checkpoints import write_checkpoint
+from ..models.checkpoints import write_checkpoint
 
 TIED = {"tie_word_embeddings": True}
 UNTIED = {"tie_word_embeddings": False}

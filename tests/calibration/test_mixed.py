@@ -23,7 +23,7 @@ from llmforge.quantization.methods.base import InputStatistic, LayerInputs
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import Statistics, WeightDemand
 
-from ..checkpoints import write_checkpoint
+from ..models.checkpoints import write_checkpoint
 
 LIMITED = WeightDemand(Gptq(), Grid(4, 32, False, "int8"), tables=Grid(8, 32, True, "int8"), weight_bits=6.0)
 

@@ -20,8 +20,8 @@ from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.methods.rtn import Rtn
 from llmforge.quantization.statistics import WeightDemand
 
-from ..checkpoints import write_checkpoint
-from ..outliers import MASSIVE, write_outliers
+from ..models.checkpoints import write_checkpoint
+from ..models.outliers import MASSIVE, write_outliers
 
 DATA = Path(__file__).parents[1] / "data"
 GRID, TABLES = Grid(4, 32, False, "int8"), Grid(6, 64, True, "int8")

@@ -19,7 +19,7 @@ from llmforge.quantization.grids import Grid
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import KvRangeDemand, Statistics, WeightDemand
 
-from .. import zoo
+from ..models import zoo
 
 DEMANDS = (WeightDemand(Gptq(), Grid(4, 32, False)), KvRangeDemand())
 

@@ -14,8 +14,8 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import AdapterSource, merging
 from llmforge.trace.export import skeleton
 
-from .. import checkpoints
-from ..adapters import ATTENTION, MLP, PREFIX, base_of, merged, write_adapter
+from ..models import checkpoints
+from ..models.adapters import ATTENTION, MLP, PREFIX, base_of, merged, write_adapter
 
 Q = "model.layers.0.self_attn.q_proj"
 

@@ -22,7 +22,7 @@ from llmforge.base.errors import CheckpointError, ForgeError, UnsupportedError
 from llmforge.checkpoint import Checkpoint, Geometry
 from llmforge.checkpoint.folder import _geometry
 
-from ..checkpoints import CONFIG, safetensors_bytes, shapes, write_checkpoint
+from ..models.checkpoints import CONFIG, safetensors_bytes, shapes, write_checkpoint
 
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 

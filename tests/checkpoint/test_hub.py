@@ -1,4 +1,4 @@
-"""Checkpoints named as on the Hub, against a small Hub of our own (tests/hub_server.py): no network."""
+"""Checkpoints named as on the Hub, against a small Hub of our own (tests/servers/hub_server.py): no network."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ import llmforge
 from llmforge.artifact import versions
 from llmforge.base import progress
 from llmforge.base.errors import CheckpointError, EnvironmentLacks, ForgeError, RecipeError, UsageError
-from llmforge.build import keeping, preflight
 from llmforge.checkpoint import Checkpoint, hub
 from llmforge.cli import cli
+from llmforge.compile import preflight
+from llmforge.diagnosis import mixed_precision_recipe
 from llmforge.recipe import Recipe
 
-from ..checkpoints import write_checkpoint
-from ..hub_server import Hub, serve
+from ..models.checkpoints import write_checkpoint
+from ..servers.hub_server import Hub, serve
 
 RECIPE = {"schema": 1, "name": "tiny", "checkpoint": "org/model", "target": "local", "passes": ["fuse-norms"],
           "engine": {"max_context": 64, "max_batch": 1}}  # fmt: skip
@@ -205,7 +206,7 @@ def test_a_recipe_records_the_commit(server: Hub, files: dict[str, bytes], tmp_p
     assert (resolved["checkpoint"], resolved["revision"]) == ("org/model", commit)
     assert (recipe.fetched() / "model.safetensors").exists()
     (tmp_path / "other").mkdir()
-    keeping.write(recipe, {}, tmp_path / "other" / "kept.yaml")
+    mixed_precision_recipe.write(recipe, {}, tmp_path / "other" / "kept.yaml")
     assert Recipe.load(tmp_path / "other" / "kept.yaml").checkpoint == recipe.checkpoint
 
 

@@ -19,7 +19,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import AdapterSource
 from llmforge.trace.export import skeleton
 
-from ..checkpoints import write_tokenizer
+from ..models.checkpoints import write_tokenizer
 
 peft = pytest.importorskip("peft", reason="peft is not installed: pip install --no-deps peft accelerate psutil")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

@@ -12,7 +12,7 @@ from llmforge.base.errors import DataError
 from llmforge.checkpoint.documents import Document
 from llmforge.checkpoint.text import Window, sample, spread, windows
 
-from ..checkpoints import write_tokenizer
+from ..models.checkpoints import write_tokenizer
 
 
 @pytest.fixture

@@ -20,20 +20,21 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from rich.console import Console
 
-import llmforge.build
-from llmforge import __version__, artifact, passes, runtime, targets
+import llmforge.compile
+from llmforge import __version__, artifact, passes, targets
+from llmforge import serving as runtime
 from llmforge.base import admission, errors
 from llmforge.cache import Cache, Key
 from llmforge.cli import cli, console, describe
-from llmforge.evaluation.gates import Verdict
+from llmforge.gates import confirmed
+from llmforge.gates.decision import Verdict
 from llmforge.recipe import Recipe
-from llmforge.report import confirmed
-from llmforge.runtime import Chunk, Sampling, TokenLogprob, Usage
 from llmforge.runtime.sampling.constraints import Constraint
+from llmforge.serving import Chunk, Sampling, TokenLogprob, Usage
 
-from .. import stored
-from ..reports import make
-from ..sample_passes import Squeeze
+from ..samples import stored
+from ..samples.reports import make
+from ..samples.sample_passes import Squeeze
 
 ROOT = Path(__file__).parents[2]
 FP32 = ROOT / "recipes" / "fp32.yaml"
@@ -61,7 +62,7 @@ class BuildResult:
 
 
 class FakePipeline:
-    """Stands for llmforge.build.pipeline: the command line owns arguments, streams and exit codes, not the build."""
+    """Stands for llmforge.compile.pipeline: the command line owns arguments, streams and exit codes, not the build."""
 
     def __init__(self, verdict: Verdict = Verdict.PASS, error: BaseException | None = None) -> None:
         self.verdict = verdict
@@ -94,7 +95,7 @@ class FakePipeline:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakePipeline:
     stand_in = FakePipeline()
-    monkeypatch.setattr(llmforge.build, "pipeline", stand_in, raising=False)
+    monkeypatch.setattr(llmforge.compile, "pipeline", stand_in, raising=False)
     return stand_in
 
 

@@ -17,8 +17,8 @@ from llmforge.checkpoint import inspection
 from llmforge.cli import cli
 
 from ..checkpoint.quantized import test_bitsandbytes, writers
-from ..checkpoints import write_checkpoint
-from ..gguf_files import F16, Q4_0, Q8_0, STRING, UINT32, value, write
+from ..models.checkpoints import write_checkpoint
+from ..models.gguf_files import F16, Q4_0, Q8_0, STRING, UINT32, value, write
 from ..sweep import render
 
 

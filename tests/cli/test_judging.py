@@ -15,16 +15,17 @@ from click.testing import CliRunner, Result
 
 from llmforge.artifact import Artifact
 from llmforge.cli import cli
+from llmforge.gates import records
+from llmforge.gates.records import EngineFile, EngineRecord
 from llmforge.metrics import catalog
 from llmforge.metrics.catalog import QualityMetric
 from llmforge.metrics.quality import DocumentSums, Quality, summarize
 from llmforge.metrics.tasks import Score, TaskResult
 from llmforge.metrics.token_records import WindowScores
-from llmforge.report import comparing, model
-from llmforge.report.model import EngineFile, EngineRecord
+from llmforge.report import comparing
 
-from .. import pages, releases, reports
-from ..stored import FILES, put
+from ..samples import pages, releases, reports
+from ..samples.stored import FILES, put
 
 MARGIN = {"kld_mean": {"max": 0.05, "rise_max": 0.005}}
 
@@ -113,7 +114,7 @@ def test_a_tail_of_the_same_tokens_is_compared_document_by_document(out: Path) -
     assert done.exit_code == 3
     (gate,) = json.loads(done.stdout)["gates"]
     moved = gate["measured"]
-    both = [model.read(Artifact.open(out / each)).quality for each in (old, new)]
+    both = [records.read(Artifact.open(out / each)).quality for each in (old, new)]
     unpaired = both[1].figures["kld_p99"].less(both[0].figures["kld_p99"])
     assert moved["value"] == pytest.approx(unpaired.value)
     assert 1.5 * (moved["high"] - moved["low"]) < unpaired.high - unpaired.low
@@ -212,7 +213,7 @@ def test_a_limit_on_a_tail_that_was_not_timed_in_turns_and_repetitions_that_time
 def test_sizes_are_of_the_files_and_exact(out: Path, tmp_path: Path) -> None:
     """By hand, from the manifest and the record of the checkpoint."""
     opened = put(out, files=graph("Neg"))
-    report = model.read(opened)
+    report = records.read(opened)
     shipped = sum(file.size_bytes for path, file in opened.manifest.files.items() if path.startswith("engine/"))
     ratio, bits = shipped / report.checkpoint.size_bytes, 8 * shipped / report.checkpoint.parameters
     file = tmp_path / "gates.yaml"

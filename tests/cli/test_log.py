@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-import llmforge.build
+import llmforge.compile
 from llmforge.base import spans
 from llmforge.base.errors import DataError
 from llmforge.cli import cli
 
-from ..reports import make
+from ..samples.reports import make
 from .test_commands import BuildResult
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "fp32.yaml"
 
 
 class Pipeline:
-    """Stands for llmforge.build.pipeline."""
+    """Stands for llmforge.compile.pipeline."""
 
     error: Exception | None = None
 
@@ -40,7 +40,7 @@ class Pipeline:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Pipeline:
     stand_in = Pipeline()
-    monkeypatch.setattr(llmforge.build, "pipeline", stand_in, raising=False)
+    monkeypatch.setattr(llmforge.compile, "pipeline", stand_in, raising=False)
     return stand_in
 
 

@@ -19,12 +19,12 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.cli import cli
 from llmforge.doctor import ceilings, kept
 from llmforge.doctor.ceilings import Ceilings
-from llmforge.evaluation import machine as machines
+from llmforge.measure import machine as machines
 from llmforge.metrics.units import times
 from llmforge.planning import plot, render, request
 from llmforge.recipe import Recipe
 
-from ..shapes import PUBLIC
+from ..models.shapes import PUBLIC
 
 ROOT = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"

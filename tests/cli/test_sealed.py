@@ -24,12 +24,13 @@ from llmforge.base.progress import Silent
 from llmforge.base.sealed import walk
 from llmforge.checkpoint import Checkpoint
 from llmforge.cli import cli
+from llmforge.gates import confirmed, verdict
 from llmforge.metrics.workload import RequestTimes, Workload
 from llmforge.recipe import ServingSpec
-from llmforge.report import confirmed, verdict
 
-from .. import oci_registry, published, stored
-from ..stored import FAILS, UNDECIDED, put
+from ..samples import published, stored
+from ..samples.stored import FAILS, UNDECIDED, put
+from ..servers import oci_registry
 
 
 def call(*words: object) -> Result:

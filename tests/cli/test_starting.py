@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 from llmforge import recipes, targets
 from llmforge.cli import cli, planning, starting
 from llmforge.doctor import ceilings, kept
-from llmforge.evaluation import machine
+from llmforge.measure import machine
 from llmforge.recipe import Recipe
 
 from ..planning.test_starting import measured

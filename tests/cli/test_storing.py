@@ -12,8 +12,8 @@ from click.testing import CliRunner, Result
 from llmforge.artifact import tags
 from llmforge.cli import cli
 
-from .. import stored
-from ..stored import FAILS, UNDECIDED, put, several
+from ..samples import stored
+from ..samples.stored import FAILS, UNDECIDED, put, several
 
 
 @pytest.fixture(autouse=True)

@@ -19,10 +19,10 @@ from pydantic import ValidationError
 
 from llmforge.base import wording
 from llmforge.cli import cli, output
+from llmforge.gates.records import Report
 from llmforge.report import render
-from llmforge.report.model import Report
 
-from ..stored import put
+from ..samples.stored import put
 
 LONGEST = 5000
 READ = ("verify", "inspect", "diff", "history", "gate", "ls")  # commands that show such an artifact

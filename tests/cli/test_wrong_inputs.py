@@ -12,7 +12,7 @@ from llmforge.cli import cli
 from llmforge.recipe import ServingSpec
 from llmforge.triton.launch import find
 
-from .. import published
+from ..samples import published
 
 HIGH = "\udcff"  # what a byte that is no UTF-8 becomes on the command line
 
@@ -199,7 +199,7 @@ def test_values_are_refused_before_any_work(command: tuple[str, ...], says: str)
 def test_a_report_of_bench_that_could_not_be_written_is_refused_before_it_is_measured(
     built: Path, path: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from llmforge import bench
+    from llmforge.measure import load as bench
 
     monkeypatch.setattr(bench, "run", lambda *_, **__: pytest.fail("it was measured"))
     refused(2, says, "bench", built, "-o", path)
@@ -207,7 +207,7 @@ def test_a_report_of_bench_that_could_not_be_written_is_refused_before_it_is_mea
 
 @pytest.mark.usefixtures("here")
 def test_a_report_of_bench_that_turns_out_not_to_be_written(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from llmforge import bench
+    from llmforge.measure import load as bench
 
     monkeypatch.setattr(bench, "run", lambda *_, **__: SimpleNamespace(to_json=lambda: "{}"))
 

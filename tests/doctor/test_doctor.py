@@ -24,10 +24,10 @@ from llmforge.doctor import ceilings, environment, gpus, machine, render
 from llmforge.doctor.ceilings import Ceilings, QuantizedLayers
 from llmforge.doctor.environment import Check
 from llmforge.doctor.gpus import Gpu
-from llmforge.evaluation.machine import Machine, OthersMeter
-from llmforge.lowering.pass_base import Budget, Context
+from llmforge.measure.machine import Machine, OthersMeter
 from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.recipe import Recipe
+from llmforge.rewrite.pass_base import Budget, Context
 
 ROOT = Path(__file__).parents[2]
 HERE = Machine(

@@ -22,7 +22,8 @@ from llmforge.farm import cluster, page, placing, running
 from llmforge.farm.matrix import Build, Matrix, expand
 from llmforge.farm.running import Row, Settings
 
-from .. import pages, zoo
+from ..models import zoo
+from ..samples import pages
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [

@@ -18,7 +18,7 @@ from llmforge.farm.placing import Place
 from llmforge.farm.running import Row, Settings
 from llmforge.farm.worker import Figure, Job, Outcome
 
-from .. import pages
+from ..samples import pages
 from .fakes import NODE, FakeFarm, built
 
 SAMPLE = Path(__file__).parents[1] / "data" / "docs-llama-7m"

@@ -25,7 +25,7 @@ from llmforge.farm.searching import Search, Trial
 from llmforge.farm.worker import Figure, Job, Outcome
 from llmforge.recipe import Recipe
 
-from .. import pages
+from ..samples import pages
 from .fakes import FakeFarm, built
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"

@@ -11,7 +11,7 @@ import pytest
 
 from llmforge.ir import constant_folding
 
-from .. import graphs
+from ..models import graphs
 
 WEIGHT = np.random.default_rng(0).standard_normal(8).astype(np.float32)
 

@@ -16,8 +16,8 @@ from llmforge.cli import cli
 from llmforge.ir import diff, graph, onnx_file, summary
 from llmforge.trace import trace
 
-from .. import zoo
-from ..checkpoints import write_checkpoint
+from ..models import zoo
+from ..models.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.xdist_group("graph_diff")  # its fixtures take seconds: they are made once
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from llmforge.engines.tensorrt import lower
+from llmforge.backends.tensorrt import lower
 from llmforge.ir import dialect, graph
 from llmforge.ir.fp4 import BLOCK
 from llmforge.ir.operators.canonical import Fp4Linear

@@ -13,8 +13,8 @@ from llmforge.base.errors import VerificationError
 from llmforge.ir import dialect, graph
 from llmforge.ir.operators.canonical import MOE_ACTIVATIONS
 
-from .. import references
-from ..ir.test_dialect import decoder, node
+from ..samples import references
+from .test_dialect import decoder, node
 
 BATCH, SEQUENCE, HIDDEN, INNER, EXPERTS, TOP = 2, 3, 32, 6, 5, 2
 TEXT = f"""

@@ -8,11 +8,12 @@ import numpy as np
 import onnx_ir as ir
 
 from llmforge.ir import graph, moved_weights
-from llmforge.lowering.pass_base import Budget
 from llmforge.passes import FuseExperts, QuantizeWeights
+from llmforge.rewrite.pass_base import Budget
 
-from .. import graphs, references
+from ..models import graphs
 from ..passes.test_fuse_experts import routed, run
+from ..samples import references
 from .test_moe import FORM, matrices, step
 
 

@@ -16,7 +16,7 @@ from llmforge.ir import dialect, graph
 from llmforge.ir.operators.canonical import LinearAttention
 from llmforge.ir.recurrence import Recurrence
 
-from .. import references
+from ..samples import references
 
 BATCH, CHANNELS, TAPS = 4, 6, 4
 NUM_HEADS, HEADS, WIDTH, VALUE_WIDTH = 2, 4, 3, 5

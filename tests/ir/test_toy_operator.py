@@ -13,17 +13,17 @@ import onnx_ir as ir
 import pytest
 from pydantic.dataclasses import dataclass
 
+from llmforge.backends.onnxruntime import builder as onnxruntime
 from llmforge.base.errors import UnsupportedError, VerificationError
-from llmforge.engines import onnxruntime
-from llmforge.evaluation import footprint
 from llmforge.ir import dialect, dtype_inference, graph, operators
 from llmforge.ir.operators.record import CANONICAL, FLOATS, I64, Input, Operator, Output, real
 from llmforge.ir.operators.standard import Gather
-from llmforge.lowering import precision
-from llmforge.lowering.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.measure import footprint
 from llmforge.parallel import shard_plan
+from llmforge.rewrite import precision
+from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
-from .. import graphs
+from ..models import graphs
 
 
 class ScaledRows(Operator, domain=CANONICAL):

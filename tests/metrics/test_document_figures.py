@@ -12,7 +12,7 @@ from llmforge.metrics import catalog, document_figures
 from llmforge.metrics.quality import DocumentSums, OfSums
 from llmforge.metrics.studentized import Studentized, bounds, means, studentized
 
-from .. import releases
+from ..samples import releases
 
 
 def form(name: str) -> OfSums:

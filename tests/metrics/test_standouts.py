@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmforge.metrics import standouts
-from llmforge.metrics.standouts import ALPHA, RATIO, judge, mostly_above_zero
+from llmforge.metrics import outlier_tests
+from llmforge.metrics.outlier_tests import ALPHA, RATIO, judge, mostly_above_zero
 
 # Sums of KLD over 48 documents of the sample's evaluation text, 128 tokens each, in nats: what quantize-weights (4
 # bits, rounded to nearest) costs in all, and in the queries, keys and values of layer 0.
@@ -49,4 +49,4 @@ def test_both_conditions_count() -> None:
     assert judge(lost, lost / 10, lost, level=1e-3).stands_out
     assert not judge(lost, lost / 2, lost, level=1e-3).stands_out  # its format costs half of it
     assert not judge(lost, lost / 10, lost * 30, level=1e-3).stands_out  # it is a thirtieth of the loss
-    assert standouts.worth(3.0) == pytest.approx(0.1)
+    assert outlier_tests.worth(3.0) == pytest.approx(0.1)

@@ -9,7 +9,7 @@ from llmforge.base.errors import VerificationError
 from llmforge.metrics import tokens
 from llmforge.metrics.tokens import KLD, NLL, REFERENCE_NLL, SAME_TOP, TokenValue, mean_kld, score
 
-from ..logits import V, naive, random_logits
+from ..models.logits import V, naive, random_logits
 
 DELTA_P = TokenValue("delta_p", lambda block: block.delta_p)
 VALUES = (REFERENCE_NLL, NLL, KLD, SAME_TOP, DELTA_P)  # in the order of `naive`

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests import kernel_cases as cases_of
-from tests.kernel_cases import Case
+from tests.models import kernel_cases as cases_of
+from tests.models.kernel_cases import Case
 
 Array = NDArray[Any]
 HERE, SOURCES = Path(__file__).parent, Path(__file__).parents[2] / "llmforge" / "native"

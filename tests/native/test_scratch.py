@@ -18,10 +18,9 @@ import pytest
 from numpy.typing import NDArray
 
 from llmforge import native
-from llmforge.lowering.cpu_linear import grid_attributes
-from llmforge.quantization import cpu_layout as layout
-from llmforge.quantization.grids import Grid
-from llmforge.quantization.grids import round_to_nearest as rtn
+from llmforge.quantization import cpu_layout
+from llmforge.quantization.grids import Grid, round_to_nearest
+from llmforge.rewrite.cpu_linear import grid_attributes
 
 Array = NDArray[Any]
 ENTRIES = 279  # of the table of functions, ort_abi.h
@@ -141,8 +140,8 @@ def runtime(tmp_path: Path) -> Runtime:
 def linear(runtime: Runtime, rows: int, seed: int = 0) -> Array:
     """A quantized layer of [512, 1024]: large enough to be shared among threads."""
     rng, grid = np.random.default_rng(seed), Grid(4, 32, True)
-    matrix = rtn(rng.standard_normal((512, 1024)).astype(np.float32), grid)
-    weights = layout.arrange(matrix.codes, matrix.scales, matrix.zero_points, grid)
+    matrix = round_to_nearest(rng.standard_normal((512, 1024)).astype(np.float32), grid)
+    weights = cpu_layout.arrange(matrix.codes, matrix.scales, matrix.zero_points, grid)
     attributes = {**grid_attributes(512, 1024, grid), "terms": 1, "activation": 0, "epsilon": 0}
     x = rng.standard_normal((rows, 1024)).astype(np.float32)
     return runtime.compute("Linear", attributes, x, weights)

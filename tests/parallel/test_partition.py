@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from llmforge.ir.derived import Derived, Stored, cast, side_by_side
 from llmforge.parallel.partition import Partition, even, nibbles, shard, spread, take
-from llmforge.quantization.grids import Grid, pack
-from llmforge.quantization.grids import round_to_nearest as rtn
+from llmforge.quantization.grids import Grid, pack, round_to_nearest
 
 MATRIX = np.arange(48, dtype=np.float32).reshape(6, 8)
 
@@ -101,7 +100,10 @@ def test_zero_points_of_4_bits_are_cut_within_bytes(blocks: int, data: st.DataOb
     stop = data.draw(st.integers(start + 1, blocks))
     weights = np.random.default_rng(blocks).standard_normal((3, blocks * 32), np.float32)
     grid = Grid(4, 32, False)
-    whole, part = pack(rtn(weights, grid)), pack(rtn(weights[:, start * 32 : stop * 32], grid))
+    whole, part = (
+        pack(round_to_nearest(weights, grid)),
+        pack(round_to_nearest(weights[:, start * 32 : stop * 32], grid)),
+    )
     assert whole.zero_points is not None
     own = nibbles(ir.Tensor(whole.zero_points, name="zeros"), ((start, stop),), "own")
     np.testing.assert_array_equal(own.numpy(), part.zero_points)

@@ -9,23 +9,25 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from llmforge import engines, native, passes, targets
+from llmforge import native, passes, targets
+from llmforge.backends import engines
+from llmforge.backends.tensorrt.plan_file import PlanRecord
 from llmforge.base.errors import UnsupportedError
-from llmforge.build import dry_run
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines.tensorrt.plan_file import PlanRecord
+from llmforge.compile import dry_run
 from llmforge.ir import dialect, graph
 from llmforge.ir.derived import Stored
-from llmforge.lowering.pass_base import Budget, Context, Pass
 from llmforge.parallel.split import RANK, split
 from llmforge.passes import CpuKernels, FlashAttention, FuseExperts, FuseNorms, PackGateUp, PackQkv, QuantizeWeights
 from llmforge.passes.lower_precision import LowerPrecision
 from llmforge.recipe import EngineSpec, Recipe
-from llmforge.runtime.backends.config import FILE, RuntimeConfig, plan_record
+from llmforge.rewrite.pass_base import Budget, Context, Pass
+from llmforge.runtime.config import FILE, RuntimeConfig, plan_record
 from llmforge.trace import trace
 from llmforge.verification import probe
 
-from .. import graphs, ranks, zoo
+from ..fakes import ranks
+from ..models import graphs, zoo
 
 LOOSE = Budget(kld_mean=5.0)
 FUSED: tuple[Pass, ...] = (FuseNorms(), PackQkv(), PackGateUp(), FlashAttention())

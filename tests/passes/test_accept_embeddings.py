@@ -18,10 +18,10 @@ from llmforge.ir import dialect, interface
 from llmforge.passes import AcceptEmbeddings
 from llmforge.trace import trace
 
-from .. import graphs
+from ..models import graphs
+from ..models.zoo import standard_session
 from ..sweep import shrink
 from ..sweep.reference import Reference
-from ..zoo import standard_session
 
 TOLERANCE = 1e-5
 CAPACITY = 32

@@ -14,14 +14,14 @@ from llmforge.base.errors import CheckpointError, UnsupportedError, Verification
 from llmforge.checkpoint.adapters import Adapter, AdapterSource
 from llmforge.ir import dialect, graph, interface
 from llmforge.ir.operators.canonical import LowRankAdapter
-from llmforge.lowering.pass_base import Context
 from llmforge.passes.add_adapters import AddAdapters
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
+from llmforge.rewrite.pass_base import Context
 from llmforge.verification import adapter_proof, probe
 
-from .. import graphs
-from ..adapters import MLP, PREFIX, write_adapter
+from ..models import graphs
+from ..models.adapters import MLP, PREFIX, write_adapter
 
 TARGET = graphs.TARGET
 GATE, UP = "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"

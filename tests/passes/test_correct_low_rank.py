@@ -13,16 +13,16 @@ from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.ir import graph
 from llmforge.ir.operators.contrib import MatMulNBits
 from llmforge.ir.operators.standard import MatMul
-from llmforge.lowering.pass_base import Budget, Changes, Context
 from llmforge.passes import CorrectLowRank, PackQkv, QuantizeWeights
 from llmforge.quantization import low_rank
 from llmforge.quantization.grids import Grid, QuantizedMatrix, dequantize, round_to_nearest
 from llmforge.quantization.low_rank import LowRank
 from llmforge.quantization.statistics import LowRankDemand, Statistics
+from llmforge.rewrite.pass_base import Budget, Changes, Context
 from llmforge.verification import probe
 from llmforge.verification.verifier import Verifier
 
-from .. import graphs
+from ..models import graphs
 
 LOOSE = Budget(kld_mean=20.0)
 TEXT = np.random.default_rng(0).integers(0, 96, 24)

@@ -11,7 +11,6 @@ import pytest
 from llmforge import native, targets
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.ir import dialect, graph
-from llmforge.lowering.pass_base import Budget, Changes, Context, Pass
 from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_norms import FuseNorms
@@ -19,9 +18,10 @@ from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.quantization.grids import Scale
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Pass
 from llmforge.verification import lossy_places, probe
 
-from .. import graphs
+from ..models import graphs
 
 BUDGET = Budget(kld_mean=1.0)
 RUNS = probe.random_runs(96)

@@ -9,13 +9,13 @@ import pytest
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph
-from llmforge.lowering.pass_base import Context
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_norms import FuseNorms
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
+from llmforge.rewrite.pass_base import Context
 
-from .. import graphs
+from ..models import graphs
 
 GQA = "GroupQueryAttention"
 CACHE = "past_key_values.0.key, past_key_values.0.value, seqlens_k, total_sequence_length"

@@ -15,12 +15,13 @@ from llmforge import targets
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import dialect, graph
-from llmforge.lowering.pass_base import Context
 from llmforge.passes.fuse_experts import FuseExperts
+from llmforge.rewrite.pass_base import Context
 from llmforge.trace import trace
 
-from .. import graphs, references, zoo
 from ..ir.test_moe import EXPERTS, FORM, HIDDEN, INNER, TOP, Weights, matrices, model, step
+from ..models import graphs, zoo
+from ..samples import references
 
 FUSED = [
     FORM,

@@ -11,10 +11,10 @@ import pytest
 
 from llmforge import targets
 from llmforge.base.errors import UnsupportedError
-from llmforge.lowering.pass_base import Context, Numerics
 from llmforge.passes.fuse_norms import FuseNorms
+from llmforge.rewrite.pass_base import Context, Numerics
 
-from .. import graphs
+from ..models import graphs
 
 HIDDEN = 16
 

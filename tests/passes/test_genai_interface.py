@@ -11,15 +11,15 @@ import pytest
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import dialect, graph, interface
-from llmforge.lowering.pass_base import Budget, Changes, Context, Pass
 from llmforge.passes import FlashAttention, GenaiInterface, PackQkv, QuantizeKvCache
 from llmforge.quantization.statistics import KvRange, Statistics
-from llmforge.runtime.backends.session import Session
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Pass
 from llmforge.verification.probe import Weights, open_session
 
-from .. import graphs
+from ..models import graphs
 
 LENGTHS = "seqlens_k, total_sequence_length"
 

@@ -17,13 +17,12 @@ from click.testing import CliRunner
 from pydantic import ValidationError
 
 from llmforge import targets
+from llmforge.backends.onnxruntime import builder as engines
+from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import CheckpointError, RecipeError, UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.cli import cli
-from llmforge.engines import onnxruntime as engines
 from llmforge.ir import derived, graph
-from llmforge.lowering import options
-from llmforge.lowering.pass_base import Budget, Context
 from llmforge.metrics.tokens import mean_kld
 from llmforge.passes import ALL, FlashAttention, FuseExperts, FuseNorms, GenaiInterface, PackGateUp, PackQkv
 from llmforge.passes.lower_precision import LowerPrecision
@@ -31,13 +30,15 @@ from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.quantization.statistics import KvRange, Statistics
 from llmforge.recipe import Recipe
-from llmforge.runtime import load as load_runner
-from llmforge.runtime.backends.session import Session, SessionConfig
+from llmforge.rewrite import options
+from llmforge.rewrite.pass_base import Budget, Context
+from llmforge.runtime.config import SessionConfig
+from llmforge.serving import load as load_runner
 from llmforge.trace import trace
 from llmforge.verification import probe
 from llmforge.verification.verifier import Verifier
 
-from .. import graphs, zoo
+from ..models import graphs, zoo
 
 GPU = Context(targets.load("h100-sxm"))
 LOOSE = Budget(kld_mean=1.0)

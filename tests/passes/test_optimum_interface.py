@@ -9,14 +9,15 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
+from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import InputError, UnsupportedError, VerificationError
 from llmforge.ir import dialect, graph, interface
-from llmforge.lowering.pass_base import Context
 from llmforge.passes import FlashAttention, FuseNorms, OptimumInterface, PackGateUp, PackQkv
-from llmforge.runtime.backends.session import Session, SessionConfig
+from llmforge.rewrite.pass_base import Context
+from llmforge.runtime.config import SessionConfig
 from llmforge.verification.probe import Weights, open_session
 
-from .. import graphs
+from ..models import graphs
 
 PAST, PRESENT = "past_sequence_length", "past_sequence_length + sequence_length"
 

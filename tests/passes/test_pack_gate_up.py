@@ -13,7 +13,7 @@ from llmforge.ir.operators.record import Stage
 from llmforge.passes import pack_gate_up
 from llmforge.passes.pack_gate_up import PackGateUp
 
-from .. import graphs
+from ..models import graphs
 
 MLP = "model.layers.0.mlp"
 

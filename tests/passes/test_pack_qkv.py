@@ -12,7 +12,7 @@ from llmforge.ir import graph
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.pack_qkv import PackQkv
 
-from .. import graphs
+from ..models import graphs
 
 ATTENTION = "model.layers.0.self_attn"
 

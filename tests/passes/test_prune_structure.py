@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from llmforge import targets
+from llmforge.backends import exported_parameters as parameters
+from llmforge.backends.onnxruntime import interop
+from llmforge.backends.onnxruntime.cuda import builder as cuda
+from llmforge.backends.tensorrt import lower
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.calibration import calibrate, plan
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
-from llmforge.engines import cuda, interop, parameters
-from llmforge.engines.tensorrt import lower as tensorrt
 from llmforge.ir import dialect, graph, interface
 from llmforge.ir.operators.canonical import Attention
-from llmforge.lowering import pruning
-from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes import (
     FlashAttention,
     FuseNorms,
@@ -35,11 +35,13 @@ from llmforge.quantization import structure
 from llmforge.quantization.statistics import PruningDemand, Statistics
 from llmforge.quantization.structure import Kept
 from llmforge.recipe import EngineSpec
+from llmforge.rewrite import pruning
+from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.trace import trace
 from llmforge.verification import probe
 from llmforge.verification.verifier import Verifier
 
-from .. import graphs, zoo
+from ..models import graphs, zoo
 
 LOOSE = Budget(kld_mean=20.0)
 RTX = targets.load("rtx-4090")
@@ -221,7 +223,7 @@ def test_engines_behind_read_the_pruned_shapes(tmp_path: Path) -> None:
     """TensorRT's lowering equals the pruned graph; ONNX Runtime's passes are proven on it, GPU's caches are its own."""
     model = graphs.llama(FORM)
     STEP.run(model, Context(RTX, chosen(KEPT)))
-    lowered, _ = tensorrt.rewrite(model.clone(), 40)
+    lowered, _ = lower.rewrite(model.clone(), 40)
     caches = {value.name: graph.static(value)[1] for value in lowered.graph.inputs if "past_key" in str(value.name)}
     assert caches == {
         interface.past_part(0, "key"): 2,

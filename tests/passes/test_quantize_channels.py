@@ -18,15 +18,15 @@ from llmforge import targets
 from llmforge.base.errors import DataError, UnsupportedError, VerificationError
 from llmforge.ir import graph
 from llmforge.ir.operators.standard import MatMul
-from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes import LowerPrecision, PackGateUp, PackQkv, QuantizeChannels, QuantizeWeights
 from llmforge.quantization import channels
 from llmforge.quantization.smoothing import choose
 from llmforge.quantization.statistics import InputRange, InputRangeDemand, Smoothing, Statistics
+from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.verification import probe
 from llmforge.verification.verifier import Verifier
 
-from .. import graphs
+from ..models import graphs
 
 LOOSE = Budget(kld_mean=1.0)
 RTX_4090 = targets.load("rtx-4090")

@@ -13,18 +13,18 @@ from numpy.typing import NDArray
 from llmforge.base.errors import CheckpointError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
-from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes.fuse_experts import FuseExperts
 from llmforge.passes.quantize_weights import QuantizeWeights
-from llmforge.quantization.grids import Grid, Packed, QuantizedMatrix, dequantize, stack, unpack
-from llmforge.quantization.grids import round_to_nearest as rtn
+from llmforge.quantization.grids import Grid, Packed, QuantizedMatrix, dequantize, round_to_nearest, stack, unpack
 from llmforge.quantization.statistics import Statistics
+from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.trace import trace
 
-from .. import graphs, references, zoo
-from ..ir import test_moe as test_moe
+from ..ir import test_moe
 from ..ir.test_moe import FORM, Weights
-from ..passes.test_fuse_experts import routed, run
+from ..models import graphs, zoo
+from ..samples import references
+from .test_fuse_experts import routed, run
 
 EXPERTS, HIDDEN, INNER = test_moe.EXPERTS, 64, 48
 BUDGET = Budget(kld_mean=5.0)
@@ -50,7 +50,9 @@ def scaled(*, gated: int, biases: bool) -> Weights:
 def dequantized(weights: Weights, grid: Grid) -> Weights:
     """Round each expert's matrices [K, N] along K with the reference."""
     rounded = {
-        name: np.stack([dequantize(rtn(np.ascontiguousarray(matrix.T), grid)).T for matrix in weights[name]])
+        name: np.stack(
+            [dequantize(round_to_nearest(np.ascontiguousarray(matrix.T), grid)).T for matrix in weights[name]]
+        )
         for name in ("up", "down")
     }
     return {**weights, **rounded}
@@ -136,7 +138,7 @@ def test_codes_are_those_of_the_reference(bits: int, symmetric: bool) -> None:
             points = None if symmetric else held(model, f"{name}.zero_points")[expert]
             packed = codes[expert].reshape(len(order), k // 16, -1)
             got = dequantize(unpack(Packed(packed, scales[expert], points), grid, k))
-            expected = dequantize(rtn(np.ascontiguousarray(weights[name][expert].T[order]), grid))
+            expected = dequantize(round_to_nearest(np.ascontiguousarray(weights[name][expert].T[order]), grid))
             np.testing.assert_array_equal(got, expected)
     assert graph.sources(model.graph.initializers["up.codes"]) == ["experts.gate_up_proj"]
     assert {"up", "down"}.isdisjoint(model.graph.initializers)
@@ -172,7 +174,7 @@ def test_calibrated_matrices_are_put_in_the_kernels_order() -> None:
     moved = dict(weights)
     for name in ("up", "down"):
         noisy = weights[name] + 0.05 * random.standard_normal(weights[name].shape).astype(np.float32)
-        linears[name] = stack([rtn(np.ascontiguousarray(matrix.T), grid) for matrix in noisy])
+        linears[name] = stack([round_to_nearest(np.ascontiguousarray(matrix.T), grid) for matrix in noisy])
         moved[name] = dequantize(linears[name]).reshape(EXPERTS, noisy.shape[2], -1).swapaxes(1, 2)
     context = Context(graphs.TARGET, Statistics(samples=1, tokens=1, linears=linears, kv={}))
     changes = QuantizeWeights(BUDGET, accuracy_level=0, embedding_bits=16).run(model, context)

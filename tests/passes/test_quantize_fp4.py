@@ -12,12 +12,12 @@ from llmforge import targets
 from llmforge.base.errors import DataError, UnsupportedError, VerificationError
 from llmforge.ir import dtype_inference, graph
 from llmforge.ir.operators.canonical import Fp4Linear
-from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes import LowerPrecision, QuantizeFp4
 from llmforge.quantization.statistics import InputRange, InputRangeDemand, Statistics
+from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.verification.verifier import Verifier
 
-from .. import graphs
+from ..models import graphs
 from .test_quantize_channels import measured
 
 LOOSE = Budget(kld_mean=1.0)

@@ -16,17 +16,17 @@ from pydantic import ValidationError
 from llmforge import native, targets
 from llmforge.base.errors import DataError, EnvironmentLacks, UnsupportedError, VerificationError
 from llmforge.ir import graph
-from llmforge.lowering import options
-from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.quantization import kv_cache
 from llmforge.quantization.statistics import KvRange, KvRangeDemand, Statistics
+from llmforge.rewrite import options
+from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.verification import probe
 from llmforge.verification.verifier import Verifier
 
-from .. import graphs
+from ..models import graphs
 
 needs_kernels = pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not compiled here")
 BUDGET = Budget(kld_mean=0.01)

@@ -14,20 +14,19 @@ from pydantic import ValidationError
 from llmforge import targets
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.ir import graph
-from llmforge.lowering import options
-from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.quantize_weights import QuantizeWeights
-from llmforge.quantization.grids import Grid, QuantizedMatrix, dequantize, pack
-from llmforge.quantization.grids import round_to_nearest as rtn
+from llmforge.quantization.grids import Grid, QuantizedMatrix, dequantize, pack, round_to_nearest
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import Statistics, WeightDemand
+from llmforge.rewrite import options
+from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.verification import probe
 from llmforge.verification.verifier import Verifier
 
-from .. import graphs
+from ..models import graphs
 
 BUDGET = Budget(kld_mean=5.0)
 EXACT = {"bits": 4, "embedding_bits": 4, "accuracy_level": 0}  # kernels that do not round activations
@@ -43,7 +42,9 @@ def matrices(model: ir.Model, grid: Grid, noise: float = 0.0) -> dict[str, Quant
     """Round the decoder's weights as a calibration would return them; `noise` tells them from plain rounding."""
     random = np.random.default_rng(0)
     return {
-        name: rtn(array(model, name).T + noise * random.standard_normal(array(model, name).T.shape, np.float32), grid)
+        name: round_to_nearest(
+            array(model, name).T + noise * random.standard_normal(array(model, name).T.shape, np.float32), grid
+        )
         for name in model.graph.initializers
         if name.endswith("_proj.weight")
     }
@@ -101,7 +102,7 @@ def test_rtn_computes_with_the_rounded_weights(block_size: int, symmetric: bool)
     grid = Grid(4, block_size, symmetric)
     rounded = {name: dequantize(matrix).T for name, matrix in matrices(reference, grid).items()}
     embedding = "model.embed_tokens.weight"
-    rounded[embedding] = dequantize(rtn(array(reference, embedding), Grid(4, 16, True)))
+    rounded[embedding] = dequantize(round_to_nearest(array(reference, embedding), Grid(4, 16, True)))
     step = QuantizeWeights(BUDGET, block_size=block_size, symmetric=symmetric, method="rtn", **EXACT)
     changes = step.run(model, graphs.CPU)
     assert len(changes.rewritten) == 7 * spec.layers + 2
@@ -177,8 +178,8 @@ def test_an_untied_head_and_its_embedding_are_rounded_apart() -> None:
     assert graph.dims(gather.inputs[0]) == (96, 24)
     grid, table = Grid(4, 16, True), "model.embed_tokens.weight"
     rounded = {
-        table: dequantize(rtn(array(reference, table), grid)),
-        "lm_head.weight": dequantize(rtn(array(reference, "lm_head.weight").T, grid)).T,
+        table: dequantize(round_to_nearest(array(reference, table), grid)),
+        "lm_head.weight": dequantize(round_to_nearest(array(reference, "lm_head.weight").T, grid)).T,
     }
     for got, want in zip(logits(model), logits(with_weights(reference, rounded)), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-4)
@@ -196,7 +197,7 @@ def test_nothing_is_read_before_writing_and_each_matrix_is_computed_once() -> No
                 return ir.Tensor(values, name=name)
 
             value.const_value = ir.LazyTensor(read, ir.DataType.FLOAT, ir.Shape(values.shape), name=name)
-    expected = pack(rtn(array(model, "model.layers.0.mlp.up_proj.weight").T, Grid(4, 32, False)))
+    expected = pack(round_to_nearest(array(model, "model.layers.0.mlp.up_proj.weight").T, Grid(4, 32, False)))
     reads.clear()
     QuantizeWeights(BUDGET, method="rtn").run(model, graphs.CPU)
     assert not reads
@@ -258,9 +259,9 @@ def test_calibrated_tables_are_taken_as_they_are(tied: bool) -> None:
     step = QuantizeWeights(BUDGET, **EXACT)
     table, head, grid = "model.embed_tokens.weight", "lm_head.weight", Grid(4, 16, True)
     calibrated = matrices(reference, step.grid)
-    calibrated[table] = rtn(array(reference, table) + np.float32(0.05), grid)
+    calibrated[table] = round_to_nearest(array(reference, table) + np.float32(0.05), grid)
     if not tied:
-        calibrated[head] = rtn(array(reference, head).T - np.float32(0.05), grid)
+        calibrated[head] = round_to_nearest(array(reference, head).T - np.float32(0.05), grid)
     changes = step.run(model, context(calibrated))
     assert not changes.skipped
     assert changes.rewritten[0].what.startswith("embedding, gptq, 4 bits, blocks of 16")

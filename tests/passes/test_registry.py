@@ -13,12 +13,12 @@ import pytest
 from llmforge import passes
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
-from llmforge.lowering.pass_base import Numerics, Pass
 from llmforge.passes import FlashAttention, FuseNorms, PackGateUp, PackQkv
+from llmforge.rewrite.pass_base import Numerics, Pass
 from llmforge.trace import trace
 from llmforge.verification.verifier import Verifier
 
-from .. import graphs
+from ..models import graphs
 
 
 def test_names_are_verb_noun_in_kebab_case_and_unique() -> None:

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from llmforge import targets
+from llmforge.backends.onnxruntime.cuda import builder as cuda
 from llmforge.base.errors import UnsupportedError, VerificationError
-from llmforge.engines import cuda
 from llmforge.ir import graph
 from llmforge.ir.operators.standard import DequantizeLinear, MatMul
-from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes import PackQkv, QuantizeChannels, Sparsify
 from llmforge.quantization import sparsity
 from llmforge.quantization.sparsity import SparseMatrix
 from llmforge.quantization.statistics import SparsityDemand, Statistics
 from llmforge.recipe import EngineSpec
+from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.verification.verifier import Verifier
 
-from .. import graphs
+from ..models import graphs
 
 LOOSE = Budget(kld_mean=20.0)
 RTX = targets.load("rtx-4090")

@@ -14,21 +14,21 @@ import pytest
 from numpy.typing import NDArray
 
 from llmforge import targets
+from llmforge.backends.tensorrt import lower, precisions, profiles
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.inspection import inspect
-from llmforge.engines.tensorrt import lower, precisions, profiles
 from llmforge.ir import graph
 from llmforge.ir.operators.canonical import Fp4Linear
 from llmforge.ir.operators.standard import MatMul
-from llmforge.lowering import pass_base
-from llmforge.lowering.pass_base import Budget, Changes, Context, Pass
 from llmforge.passes import LowerPrecision, PackGateUp, PackQkv, QuantizeChannels, QuantizeFp4
 from llmforge.recipe import EngineSpec
+from llmforge.rewrite import pass_base
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Pass
 from llmforge.trace import trace
 
-from .. import graphs, zoo
 from ..checkpoint.quantized import writers
+from ..models import graphs, zoo
 
 LOOSE = Budget(kld_mean=1.0)
 FP8, FP4 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
@@ -315,7 +315,7 @@ def test_inspect_says_which_pass_takes_them(folder: Path, tmp_path: Path) -> Non
 def test_plans_multiply_the_codes(
     traced: ir.Model, folder: Path, tmp_path: Path, name: str, target: str, products: dict[str, int]
 ) -> None:
-    from ..engines.test_tensorrt_support import built
+    from ..backends.tensorrt.test_support import built
 
     device = targets.load(target)
     if name == "nvfp4":

@@ -11,8 +11,8 @@ from llmforge.cli import cli
 from llmforge.metrics import units
 from llmforge.planning import request
 
-from ..adapters import ATTENTION, write_adapter
-from ..checkpoints import write_checkpoint
+from ..models.adapters import ATTENTION, write_adapter
+from ..models.checkpoints import write_checkpoint
 
 LAYERS = 2
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmforge import targets
-from llmforge.base.backends import PROVIDERS
+from llmforge.backends import PROVIDERS
+from llmforge.backends.tensorrt import refusals
 from llmforge.base.errors import UnsupportedError, UsageError
-from llmforge.engines.tensorrt import refusals
 from llmforge.metrics.units import significant, step_time
 from llmforge.planning import advice, building, deployment, families, roofline, scheme
 from llmforge.planning.deployment import Plan
@@ -22,7 +22,7 @@ from llmforge.planning.scheme import Scheme, Wanted
 from llmforge.quantization.formats import SLOTS4_KV, KvFormat, SlotFormat
 from llmforge.targets import Target
 
-from ..shapes import LLAMA, PUBLIC
+from ..models.shapes import LLAMA, PUBLIC
 
 BF16 = Scheme("bf16", "bf16", "bf16", "bf16", "bf16")
 GPUS = [name for name in targets.names() if not name.startswith("cpu-")]

@@ -12,7 +12,7 @@ from llmforge.planning import families, pruning
 from llmforge.planning.shape import Shape
 from llmforge.quantization.statistics import PruningDemand
 
-from ..shapes import PUBLIC
+from ..models.shapes import PUBLIC
 
 H200 = targets.load("h200")
 LLAMA, EXPERTS = (families.shape(name, PUBLIC[name]) for name in ("llama-3.1-8b", "qwen3-30b-a3b"))

@@ -11,7 +11,7 @@ from llmforge.planning.scheme import Scheme
 from llmforge.planning.shape import Shape
 from llmforge.targets import Figure, Target
 
-from ..shapes import PUBLIC
+from ..models.shapes import PUBLIC
 
 BF16 = Scheme("bf16", "bf16", "bf16", "bf16", "bf16")
 FP16 = Scheme("fp16", "fp16", "fp16", "fp16", "fp16")

@@ -15,8 +15,8 @@ from llmforge.planning.families import Unsaid
 from llmforge.planning.shape import Shape
 from llmforge.trace.export.shape_summary import summarize
 
-from ..shapes import LLAMA, PARAMETERS, PUBLIC
-from ..zoo import BASE, LATENT, ZOO
+from ..models.shapes import LLAMA, PARAMETERS, PUBLIC
+from ..models.zoo import BASE, LATENT, ZOO
 
 EXPERTS = {**LATENT, "first_k_dense_replace": 1, "moe_intermediate_size": 48, "n_routed_experts": 8, "n_group": 2,
            "topk_group": 1, "num_experts_per_tok": 2, "n_shared_experts": 2}  # fmt: skip

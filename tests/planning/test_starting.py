@@ -7,15 +7,14 @@ from typing import get_args
 
 import pytest
 
-from llmforge import passes, targets
-from llmforge.base import backends
+from llmforge import backends, passes, targets
 from llmforge.base.errors import UnsupportedError
 from llmforge.planning import scheme, starting
 from llmforge.planning.starting import Goal
 from llmforge.recipe import Recipe
 from llmforge.targets import Figure, Target
 
-from ..shapes import PUBLIC
+from ..models.shapes import PUBLIC
 
 GOALS = get_args(Goal)
 SHAPES = ("llama-3.1-8b", "mixtral-8x7b") if "mixtral-8x7b" in PUBLIC else tuple(PUBLIC)[:3]

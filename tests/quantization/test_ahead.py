@@ -20,7 +20,7 @@ from llmforge.quantization import initializers, methods
 from llmforge.quantization.ahead import Ahead, Task
 from llmforge.quantization.grids import Grid
 
-from .. import graphs
+from ..models import graphs
 
 K = 320  # the last block of 128 is cut
 GRIDS = [Grid(4, 128, True, "fp32"), Grid(4, 64, False, "fp16"), Grid(8, 32, False, "fp32")]

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import EnvironmentLacks
 from llmforge.quantization import rounding
-from llmforge.quantization.grids import Grid, QuantizedMatrix, dequantize, rows, split
-from llmforge.quantization.grids import round_to_nearest as rtn
+from llmforge.quantization.grids import Grid, QuantizedMatrix, dequantize, round_to_nearest, rows, split
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs
 from llmforge.quantization.methods.gptq import DRIFT, Curvature, Gptq, gptq, target
 
@@ -147,7 +146,7 @@ def test_refinement_pays(bits: int, block_size: int, symmetric: bool) -> None:
     )
     assert refined < (0.985 if bits < 6 else 1) * searched
     assert refined < (0.97 if bits < 6 else 0.99) * plain
-    assert refined < 0.8 * loss(weight, rtn(weight, grid), hessian)
+    assert refined < 0.8 * loss(weight, round_to_nearest(weight, grid), hessian)
 
 
 def test_the_error_of_each_row_is_told() -> None:
@@ -219,7 +218,7 @@ def test_uncorrelated_inputs_leave_rounding_to_nearest() -> None:
     weight, grid = weights(8, 64), Grid(4, 32, False)
     hessian = np.diag(np.arange(64, 0, -1)).astype(np.float32)
     matrix = gptq(weight, Curvature.of(hessian, DAMPING), grid, sweeps=0, steps=0)
-    np.testing.assert_array_equal(matrix.codes, rtn(weight, grid).codes)
+    np.testing.assert_array_equal(matrix.codes, round_to_nearest(weight, grid).codes)
 
 
 def test_rows_are_independent() -> None:
@@ -273,7 +272,7 @@ def test_the_method_rounds_the_target() -> None:
     matrix = Gptq().quantize(weight, grid, seen)
     assert np.abs(wanted - weight).max() > 20 * np.abs(matrix.scales).max()
     assert loss(wanted, matrix, seen.sums[InputStatistic.MOMENTS]) < 1e-3 * loss(
-        wanted, rtn(weight, grid), current.T @ current
+        wanted, round_to_nearest(weight, grid), current.T @ current
     )
 
 
@@ -287,7 +286,7 @@ def test_a_channel_that_was_never_active_is_rounded_to_nearest() -> None:
     x, weight, grid = inputs(300, 64), weights(8, 64), Grid(4, 32, False)
     x[:, 10] = 0
     matrix = gptq(weight, Curvature.of(x.T @ x, DAMPING), grid, sweeps=0, steps=0)
-    np.testing.assert_array_equal(matrix.codes[:, 10], rtn(weight, grid).codes[:, 10])
+    np.testing.assert_array_equal(matrix.codes[:, 10], round_to_nearest(weight, grid).codes[:, 10])
 
 
 def test_blocks_of_zeros_and_outliers_survive() -> None:

@@ -13,8 +13,19 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from llmforge.quantization.grids import SUPERBLOCK, Grid, Scale, dequantize, pack, rows, split, stack, stored, unpack
-from llmforge.quantization.grids import round_to_nearest as rtn
+from llmforge.quantization.grids import (
+    SUPERBLOCK,
+    Grid,
+    Scale,
+    dequantize,
+    pack,
+    round_to_nearest,
+    rows,
+    split,
+    stack,
+    stored,
+    unpack,
+)
 
 GRIDS = st.builds(
     Grid, bits=st.sampled_from([3, 4, 5, 6, 8]), block_size=st.sampled_from([16, 32]), symmetric=st.booleans()
@@ -54,7 +65,7 @@ def naive_rtn(weight: NDArray[np.float32], grid: Grid) -> NDArray[np.float64]:
 @given(WEIGHTS, GRIDS)
 @settings(deadline=None)
 def test_rtn_is_the_naive_loop(weight: NDArray[np.float32], grid: Grid) -> None:
-    matrix = rtn(weight, grid)
+    matrix = round_to_nearest(weight, grid)
     assert matrix.codes.shape == weight.shape
     assert matrix.codes.max() <= grid.top
     assert np.isfinite(matrix.scales).all()
@@ -69,7 +80,7 @@ def test_rtn_is_the_naive_loop(weight: NDArray[np.float32], grid: Grid) -> None:
 @given(WEIGHTS, GRIDS)
 @settings(deadline=None)
 def test_unpack_undoes_pack(weight: NDArray[np.float32], grid: Grid) -> None:
-    matrix = rtn(weight, grid)
+    matrix = round_to_nearest(weight, grid)
     packed = pack(matrix)
     n, k = weight.shape
     blocks = -(-k // grid.block_size)
@@ -88,14 +99,14 @@ def test_unpack_undoes_pack(weight: NDArray[np.float32], grid: Grid) -> None:
 def test_nibbles_are_packed_low_first() -> None:
     weight = np.zeros((1, 16), np.float32)
     weight[0, :3] = [-8, 7, 3]  # scale 1: codes 0, 15, 11, then 8
-    packed = pack(rtn(weight, Grid(4, 16, True)))
+    packed = pack(round_to_nearest(weight, Grid(4, 16, True)))
     assert packed.codes.tolist() == [[[0xF0, 0x8B, *[0x88] * 6]]]
     assert packed.scales.tolist() == [[1.0]]
 
 
 def test_the_extreme_weight_is_met_whatever_its_sign() -> None:
     weight = np.linspace(-0.5, 1.0, 32, dtype=np.float32)[None]
-    matrix = rtn(weight, Grid(4, 32, True))
+    matrix = round_to_nearest(weight, Grid(4, 32, True))
     assert matrix.scales[0, 0] == -0.125
     assert dequantize(matrix)[0, -1] == 1.0
 
@@ -103,14 +114,14 @@ def test_the_extreme_weight_is_met_whatever_its_sign() -> None:
 def test_constant_and_zero_blocks_are_exact() -> None:
     weight = np.repeat(np.array([[0.0, 0.3, -0.7]], np.float32), 32, axis=1)
     for symmetric in (True, False):
-        np.testing.assert_allclose(dequantize(rtn(weight, Grid(4, 32, symmetric))), weight, rtol=1e-6)
+        np.testing.assert_allclose(dequantize(round_to_nearest(weight, Grid(4, 32, symmetric))), weight, rtol=1e-6)
 
 
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = np.random.default_rng(0).standard_normal((37, 64)).astype(np.float32)
-    whole = rtn(weight, Grid(4, 32, False))
+    whole = round_to_nearest(weight, Grid(4, 32, False))
     monkeypatch.setattr("llmforge.quantization.grids.CHUNK_BYTES", 5 * 64 * 4)
-    np.testing.assert_array_equal(rtn(weight, Grid(4, 32, False)).codes, whole.codes)
+    np.testing.assert_array_equal(round_to_nearest(weight, Grid(4, 32, False)).codes, whole.codes)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
@@ -118,7 +129,7 @@ def test_what_is_not_finite_is_refused(poison: float) -> None:
     weight = np.ones((2, 32), np.float32)
     weight[1, 3] = poison
     with pytest.raises(ValueError, match="NaN or infinity"):
-        rtn(weight, Grid(4, 32, True))
+        round_to_nearest(weight, Grid(4, 32, True))
 
 
 @pytest.mark.parametrize(("bits", "block_size"), [(2, 32), (7, 32), (4, 24), (4, 8), (4, 0)])
@@ -130,12 +141,12 @@ def test_grids_without_a_kernel_are_refused(bits: int, block_size: int) -> None:
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_stack_and_rows_undo_each_other(symmetric: bool) -> None:
     weight = np.random.default_rng(0).standard_normal((12, 40)).astype(np.float32)
-    matrix = rtn(weight, Grid(4, 32, symmetric))
+    matrix = round_to_nearest(weight, Grid(4, 32, symmetric))
     parts = [rows(matrix, slice(0, 5)), rows(matrix, slice(5, 6)), rows(matrix, slice(6, 12))]
     np.testing.assert_array_equal(dequantize(stack(parts)), dequantize(matrix))
     assert parts[0].shape == (5, 40)
     with pytest.raises(ValueError, match="one grid"):
-        stack([matrix, rtn(weight, Grid(8, 32, symmetric))])
+        stack([matrix, round_to_nearest(weight, Grid(8, 32, symmetric))])
 
 
 @pytest.mark.parametrize("k", [96, 80, 16])
@@ -144,7 +155,7 @@ def test_stack_and_rows_undo_each_other(symmetric: bool) -> None:
 def test_onnxruntime_multiplies_by_what_dequantize_says(bits: int, level: int, symmetric: bool, k: int) -> None:
     random = np.random.default_rng(k)
     grid, n = Grid(bits, 32, symmetric), 24
-    matrix = rtn(random.standard_normal((n, k)).astype(np.float32), grid)
+    matrix = round_to_nearest(random.standard_normal((n, k)).astype(np.float32), grid)
     assert (matrix.scales < 0).any() == symmetric  # the kernel is asked about negative scales as well
     packed = pack(matrix)
     tensors = {"B": packed.codes, "scales": packed.scales}
@@ -205,7 +216,7 @@ def test_scales_that_int8_does_not_store_are_refused() -> None:
 
 @pytest.mark.parametrize("grid", [Grid(8, 32, True, "int8"), Grid(4, 32, True, "int8", trellis=True)])
 def test_numbers_are_made_by_rows_in_little_more_memory_than_they_take(grid: Grid) -> None:
-    matrix = rtn(np.random.default_rng(0).standard_normal((2005, 512)).astype(np.float32), grid)
+    matrix = round_to_nearest(np.random.default_rng(0).standard_normal((2005, 512)).astype(np.float32), grid)
     tracemalloc.start()
     try:
         values = dequantize(matrix)

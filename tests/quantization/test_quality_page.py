@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 import pytest
 
 import benchmarks.quality as page
-from llmforge.lowering import options
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.recipe import Recipe
+from llmforge.rewrite import options
 
 PEERS = {
     "small": {"linear_bits": 4.5, "all_bits": 5.0, "kld": 0.03, "kld_ci95": [0.02, 0.04]},

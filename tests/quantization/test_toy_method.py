@@ -17,12 +17,10 @@ from pydantic.dataclasses import dataclass
 
 from llmforge import passes
 from llmforge.base.errors import DataError
-from llmforge.build import pipeline
 from llmforge.calibration import calibrate
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import Window
-from llmforge.lowering import options
-from llmforge.lowering.pass_base import Context
+from llmforge.compile import pipeline
 from llmforge.passes import quantize_weights
 from llmforge.quantization import methods
 from llmforge.quantization.formats import BLOCKS, Format
@@ -30,9 +28,11 @@ from llmforge.quantization.grids import Grid, QuantizedMatrix, dequantize
 from llmforge.quantization.methods.base import NO_INPUTS, InputStatistic, LayerInputs, Method
 from llmforge.quantization.statistics import WeightDemand
 from llmforge.recipe import Recipe, json_schema
+from llmforge.rewrite import options
+from llmforge.rewrite.pass_base import Context
 from llmforge.trace import trace
 
-from .. import graphs
+from ..models import graphs
 
 # The method ---------------------------------------------------------------------------------------------------------
 

@@ -8,10 +8,10 @@ from pydantic_core import to_jsonable_python
 
 from llmforge import passes, recipe
 from llmforge.base.errors import DataError, RecipeError, UsageError
-from llmforge.lowering.pass_base import Budget
 from llmforge.recipe import Recipe
+from llmforge.rewrite.pass_base import Budget
 
-from ..sample_passes import REGISTRY, Lay, Squeeze, Tidy
+from ..samples.sample_passes import REGISTRY, Lay, Squeeze, Tidy
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -476,8 +476,8 @@ def test_the_recipes_that_were_promised_are_there() -> None:
 def test_every_shipped_recipe_builds(path: Path, tmp_path: Path) -> None:
     from llmforge import targets
     from llmforge.base.progress import Silent
-    from llmforge.build import pipeline
-    from llmforge.evaluation.gates import Verdict
+    from llmforge.compile import pipeline
+    from llmforge.gates.decision import Verdict
 
     recipe = Recipe.load(path)
     result = pipeline.build(recipe, tmp_path, Silent())

@@ -11,20 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmforge.evaluation.gates import Bound, Earlier, GateResult, Verdict, judge
+from llmforge.gates.decision import Bound, Earlier, GateResult, Verdict, judge
+from llmforge.gates.records import StageRecord
+from llmforge.gates.release import Side
 from llmforge.metrics import catalog
+from llmforge.metrics.attribution import AttributedStep, Attribution, LayerCost
 from llmforge.metrics.catalog import QualityMetric
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.quality import Segment
 from llmforge.recipe import GateSpec
 from llmforge.report import charts, load_charts, render
-from llmforge.report.attribution import AttributedStep, Attribution, LayerCost
 from llmforge.report.comparing import Change, Entry
-from llmforge.report.model import StageRecord
-from llmforge.report.release import Side
 
-from .. import pages, reports
-from ..pages import Page
+from ..samples import pages, reports
+from ..samples.pages import Page
 from .test_report import HOSTILE, shown, wide
 
 METRICS: dict[Bound, str] = {

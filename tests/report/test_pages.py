@@ -15,12 +15,13 @@ from click.testing import CliRunner
 
 from llmforge.artifact import Artifact
 from llmforge.cli import cli
+from llmforge.gates import records
 from llmforge.metrics import catalog
-from llmforge.report import charts, comparing, model, render, top
+from llmforge.report import charts, comparing, render, top
 from llmforge.report.comparing import Previous
 
-from .. import pages, reports
-from ..stored import latency, put, quality
+from ..samples import pages, reports
+from ..samples.stored import latency, put, quality
 from .test_report import HOSTILE, hostile, wide
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -43,9 +44,9 @@ def graph(nodes: int) -> bytes:
     return ir.to_proto(ir.from_onnx_text(text)).SerializeToString()
 
 
-def previous(out: Path) -> tuple[model.Report, Previous]:
+def previous(out: Path) -> tuple[records.Report, Previous]:
     *_, last = store(out)
-    report = model.read(last)
+    report = records.read(last)
     found = comparing.previous(out, report)
     assert isinstance(found, Previous)
     return report, found
@@ -103,7 +104,7 @@ def test_durations_of_another_load_are_not_set_beside(tmp_path: Path) -> None:
 
 def test_there_is_no_previous_of_the_first_and_a_damaged_one_is_told(tmp_path: Path) -> None:
     (only,) = [put(tmp_path)]
-    report = model.read(only)
+    report = records.read(only)
     assert comparing.previous(tmp_path / "nothing", report) is None
     assert comparing.previous(tmp_path, report) is None
     later = report.model_copy(update={"content": "f" * 64})

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from llmforge.evaluation.gates import Verdict, judge, overall
-from llmforge.lowering.pass_base import Rewritten, Skipped
+from llmforge.gates.decision import Verdict, judge, overall
+from llmforge.gates.records import Report, ReusedRecord
 from llmforge.metrics import catalog, units
+from llmforge.metrics.attribution import AttributedStep, Attribution, LayerCost
 from llmforge.metrics.catalog import Measured, Sizes
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Compute, DataSheet, Noise, Price, Side, Start
@@ -19,11 +20,10 @@ from llmforge.metrics.token_records import DocumentTokens
 from llmforge.metrics.workload import RequestTimes, Slo, Workload
 from llmforge.recipe import GateSpec
 from llmforge.report import by_layer, charts, load_charts, render, top, view
-from llmforge.report.attribution import AttributedStep, Attribution, LayerCost
-from llmforge.report.model import Report, ReusedRecord
+from llmforge.rewrite.pass_base import Rewritten, Skipped
 
-from .. import pages, reports
-from ..pages import Page
+from ..samples import pages, reports
+from ..samples.pages import Page
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

@@ -7,12 +7,12 @@ import re
 
 from rich.console import Console
 
+from llmforge.gates.records import Report
 from llmforge.metrics import agreement
 from llmforge.metrics.agreement import ComparedPrompt, RuntimeRun
 from llmforge.report import render
-from llmforge.report.model import Report
 
-from ..reports import make
+from ..samples.reports import make
 
 
 def run() -> RuntimeRun:

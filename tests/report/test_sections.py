@@ -5,12 +5,12 @@ from __future__ import annotations
 import html as entities
 import re
 
+from llmforge.gates.records import Report
 from llmforge.metrics.adapters import AdapterQuality
 from llmforge.metrics.tasks import Score, TaskResult
 from llmforge.report import render, view
-from llmforge.report.model import Report
 
-from .. import pages, reports
+from ..samples import pages, reports
 from .test_charts import attributed
 from .test_report import HOSTILE, wide
 

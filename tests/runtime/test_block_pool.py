@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from llmforge.runtime.backends.block_pool import BlockPool, BlockTable, Copy, NoBlocks
+from llmforge.runtime.block_pool import BlockPool, BlockTable, Copy, NoBlocks
 
 SIZE = 4
 BLOCKS = 7

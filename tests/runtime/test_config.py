@@ -11,19 +11,19 @@ import pytest
 
 from llmforge import native
 from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
-from llmforge.runtime.backends.config import (
+from llmforge.runtime.config import (
     Capture,
     DeviceFacts,
     GraphPlan,
     PlanFacts,
     ProfileFacts,
     RuntimeConfig,
+    SessionConfig,
     SessionOptions,
     _quota,
     physical_cores,
 )
-from llmforge.runtime.backends.session import SessionConfig
-from llmforge.runtime.backends.signature import CacheInput
+from llmforge.runtime.signature import CacheInput
 
 CONFIG = RuntimeConfig(
     format=3,

@@ -16,9 +16,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from llmforge.base.errors import EnvironmentLacks, InputError, UnsupportedError, UsageError
-from llmforge.runtime import Sampling
 from llmforge.runtime.sampling.constraints import Constraint, ConstraintCompiler
 from llmforge.runtime.sampling.sampler import Samplers, TokenSampler
+from llmforge.serving import Sampling
 
 pytest.importorskip("llguidance", reason="constraints need llguidance")
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from llmforge.base.errors import EnvironmentLacks, RunFailed
-from llmforge.runtime.backends.device import Block, BlockCopy, CudaDevice, HostDevice
+from llmforge.runtime.device.cuda import Block, BlockCopy, CudaDevice, HostDevice
 
-from ..fake_cuda import FREE, fake_cuda
+from ..fakes.fake_cuda import FREE, fake_cuda
 
 DEVICE = HostDevice()
 
@@ -107,14 +107,12 @@ def test_without_cuda_bindings_the_package_is_named(monkeypatch):
 
 
 def test_nothing_of_cuda_is_imported_with_the_runtime():
-    code = (
-        "import sys, llmforge.runtime, llmforge.runtime.backends.device; print([m for m in sys.modules if m == 'cuda'])"
-    )
+    code = "import sys, llmforge.runtime, llmforge.runtime.device.cuda; print([m for m in sys.modules if m == 'cuda'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-# The same copies as above, through the calls that a GPU gets: tests/fake_cuda.py checks their arguments.
+# The same copies as above, through the calls that a GPU gets: tests/fakes/fake_cuda.py checks their arguments.
 
 
 def test_a_cuda_device_says_what_it_is(monkeypatch):

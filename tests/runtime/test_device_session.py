@@ -14,14 +14,14 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
+from llmforge.backends.onnxruntime.cuda.session import DeviceSession
+from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import UnsupportedError, UsageError, VerificationError
-from llmforge.runtime.backends.config import Capture, GraphPlan
-from llmforge.runtime.backends.cuda import DeviceSession
-from llmforge.runtime.backends.device import HostDevice
-from llmforge.runtime.backends.session import Session, SessionConfig
+from llmforge.runtime.config import Capture, GraphPlan, SessionConfig
+from llmforge.runtime.device.cuda import HostDevice
 
-from ..decoder_graph import decoder
-from ..recorder import Recorder
+from ..fakes.recorder import Recorder
+from ..models.decoder_graph import decoder
 
 ONE_THREAD = SessionConfig(threads=1)
 CAPACITY = 64

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from llmforge.ir.interface import HEAD, Heads, mass_blocks
-from llmforge.runtime import Sampling
 from llmforge.runtime.sampling.distribution_numpy import MARGIN
 from llmforge.runtime.sampling.sampler import TokenSampler, sample_heads
+from llmforge.serving import Sampling
 
 V = 1500
 ROWS = 250  # of one call

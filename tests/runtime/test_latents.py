@@ -12,21 +12,21 @@ import transformers
 from numpy.typing import NDArray
 
 from llmforge import targets
+from llmforge.backends.engines import BuildRequest
+from llmforge.backends.onnxruntime import builder as engine
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines import BuildRequest
-from llmforge.engines import onnxruntime as engine
 from llmforge.ir.operators import cpu
-from llmforge.lowering.pass_base import Budget, Context
 from llmforge.passes import CpuKernels, FuseNorms, PackGateUp
 from llmforge.recipe import EngineSpec
-from llmforge.runtime import EngineOptions, Request, Runner, Sampling, load
-from llmforge.runtime.serving.prefix_cache import BLOCK
-from llmforge.runtime.serving.scheduler import Scheduler
+from llmforge.rewrite.pass_base import Budget, Context
+from llmforge.serving import EngineOptions, Request, Runner, Sampling, load
+from llmforge.serving.prefix_cache import BLOCK
+from llmforge.serving.scheduler import Scheduler
 from llmforge.trace import trace
 from llmforge.verification.trace_verifier import verify_trace
 
-from .. import zoo
-from ..small_engines import Received
+from ..models import zoo
+from ..models.small_engines import Received
 
 # Fixtures take seconds: they are made once.
 pytestmark = [pytest.mark.xdist_group("latents"), pytest.mark.thorough]

@@ -10,18 +10,19 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from llmforge.backends.onnxruntime.cuda import session as cuda
+from llmforge.backends.onnxruntime.cuda.session import DeviceSession
+from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import RunFailed
-from llmforge.runtime import EngineOptions, Request, Sampling
-from llmforge.runtime.backends import cuda
-from llmforge.runtime.backends.cuda import DeviceSession
-from llmforge.runtime.backends.device import HostDevice
-from llmforge.runtime.backends.prefill_shapes import SHAPES, pieces, together
-from llmforge.runtime.backends.session import Session, SessionConfig
-from llmforge.runtime.backends.signature import Argument
+from llmforge.runtime.config import SessionConfig
+from llmforge.runtime.device.cuda import HostDevice
+from llmforge.runtime.prefill_shapes import SHAPES, pieces, together
 from llmforge.runtime.sampling.sampler import TokenSampler
-from llmforge.runtime.serving.scheduler import Scheduler
+from llmforge.runtime.signature import Argument
+from llmforge.serving import EngineOptions, Request, Sampling
+from llmforge.serving.scheduler import Scheduler
 
-from ..decoder_graph import decoder
+from ..models.decoder_graph import decoder
 
 ONE_THREAD = SessionConfig(threads=1)
 VOCABULARY = 97

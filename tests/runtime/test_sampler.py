@@ -16,8 +16,8 @@ from tokenizers.models import WordLevel
 
 from llmforge.base.errors import InputError, UsageError
 from llmforge.native import sampling as kernels
-from llmforge.runtime import Sampling
 from llmforge.runtime.sampling.sampler import SampledToken, Samplers, TokenSampler
+from llmforge.serving import Sampling
 
 SAMPLE = Path(__file__).parents[1] / "data" / "docs-llama-7m" / "tokenizer.json"
 V = 20

@@ -8,8 +8,8 @@ import pickle
 import pytest
 
 from llmforge.base.errors import UsageError
-from llmforge.runtime import Request, Sampling
 from llmforge.runtime.sampling.constraints import Constraint
+from llmforge.serving import Request, Sampling
 
 
 @pytest.mark.parametrize(

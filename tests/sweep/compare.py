@@ -20,7 +20,7 @@ from llmforge.ir import dialect, interface
 from llmforge.trace import trace
 from llmforge.verification.trace_verifier import prove_candidate
 
-from ..zoo import standard_session
+from ..models.zoo import standard_session
 from . import shrink
 from .reference import Logits, Reference, ReferenceFails
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..checkpoints import write_tokenizer
+from ..models.checkpoints import write_tokenizer
 from .overrides import LARGER, OVERRIDES, SMALL_QUERY_NORMS
 from .shapes import Shape
 

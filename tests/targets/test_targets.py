@@ -7,8 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from llmforge import targets
+from llmforge.backends import BACKENDS, BackendName
 from llmforge.base import extras
-from llmforge.base.backends import BACKENDS, BackendName
 from llmforge.base.errors import EnvironmentLacks, ForgeError, UnsupportedError, UsageError
 from llmforge.targets import Isa, achieved
 

@@ -14,14 +14,14 @@ import torch
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import dialect, summary
-from llmforge.runtime.backends.config import RuntimeConfig, SessionOptions
-from llmforge.runtime.serving import runner
-from llmforge.runtime.serving.prompts import read_tokenizer
+from llmforge.runtime.config import RuntimeConfig, SessionOptions
+from llmforge.serving import runner
+from llmforge.serving.prompts import read_tokenizer
 from llmforge.trace import trace
 from llmforge.trace.hooks import longrope, modules
 from llmforge.verification import probe
 
-from .. import zoo, zoo_classic
+from ..models import zoo, zoo_classic
 
 TOLERANCE = 1e-5  # fp32 logits of standard deviation 0.6
 
@@ -107,7 +107,7 @@ def test_position_biases_that_are_not_linear_are_refused(tmp_path: Path) -> None
     """Falcon rounds its biases to bf16."""
     import transformers
 
-    from ..checkpoints import write_tokenizer
+    from ..models.checkpoints import write_tokenizer
 
     config = transformers.FalconConfig(**{**zoo.BASE, "alibi": True, "num_hidden_layers": 1})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

@@ -18,10 +18,10 @@ from transformers.models.llama4 import modeling_llama4
 from transformers.models.longcat_flash import modeling_longcat_flash
 from transformers.models.minimax import modeling_minimax
 
+from llmforge.backends import signatures
 from llmforge.base.errors import UnsupportedError
-from llmforge.build import left_out
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines import signatures
+from llmforge.compile import unused_modules
 from llmforge.ir import dialect, longest_text
 from llmforge.ir.operators.canonical import MoE
 from llmforge.ir.routing import never_negative
@@ -30,10 +30,10 @@ from llmforge.trace import trace
 from llmforge.trace.hooks import indexers, lightning, looped_experts, miniature, places, rotary
 from llmforge.verification.trace_verifier import verify_trace
 
-from .. import graphs, zoo
-from ..checkpoints import write_tokenizer
+from ..models import graphs, zoo
+from ..models.checkpoints import write_tokenizer
+from ..models.zoo import standard_session
 from ..sweep import shrink
-from ..zoo import standard_session
 
 # Indexers ----------------------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ def test_a_model_with_indexers_is_proven_up_to_the_tokens_that_they_choose(
     assert limit is not None
     assert limit.tokens == tokens
     verify_trace(checkpoint, model)
-    assert f"{len(indexer)} tensors not used for text are left out" in str(left_out.note(checkpoint, model))
+    assert f"{len(indexer)} tensors not used for text are left out" in str(unused_modules.note(checkpoint, model))
     schedule = zoo.Schedule((tokens - 6,), (3, 1, 1, 1))
     reference = zoo.reference(tmp_path)
     assert zoo.largest_difference(dialect.expand(model), reference, schedule, capacity=tokens) < 1e-4
@@ -154,7 +154,7 @@ def test_a_graph_says_up_to_which_length_its_indexers_choose_every_token(tmp_pat
         signatures.check_context(model, shrink.INDEXED + 1)
     assert caught.value.hint == "set engine.max_context to at most 72"
     verify_trace(checkpoint, model)
-    assert left_out.note(checkpoint, model) == (
+    assert unused_modules.note(checkpoint, model) == (
         "15 tensors not used for text are left out: model.layers.*.self_attn.indexer (98688 bytes)"
     )
 
@@ -384,7 +384,7 @@ def test_llama_4_is_compiled_from_inside_its_wrapper(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(tmp_path)
     traced = trace(checkpoint)
     verify_trace(checkpoint, traced)
-    said = left_out.note(checkpoint, traced) or ""
+    said = unused_modules.note(checkpoint, traced) or ""
     assert said.startswith(
         "only the language model is compiled; 58 tensors not used for text are left out: vision_model"
     )

@@ -25,7 +25,7 @@ from llmforge.trace import trace
 from llmforge.trace.canonicalize import token_axes
 from llmforge.trace.hooks import experts, internals
 
-from .. import zoo
+from ..models import zoo
 
 
 def traced(folder: Path) -> ir.Model:

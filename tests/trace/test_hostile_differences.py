@@ -20,7 +20,7 @@ from llmforge.ir import dialect
 from llmforge.trace import trace
 from llmforge.verification.trace_verifier import verify_trace
 
-from .. import edited_llama, zoo
+from ..models import edited_llama, zoo
 
 TOLERANCE = 1e-5
 

@@ -12,7 +12,7 @@ from llmforge.ir import graph
 from llmforge.trace import trace
 from llmforge.trace.hooks import internals
 
-from .. import zoo
+from ..models import zoo
 
 IDLE = {"llama": True, "glm": False}  # glm divides an axis that it counts from the end
 

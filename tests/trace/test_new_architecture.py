@@ -18,7 +18,7 @@ from llmforge.ir import dialect
 from llmforge.trace import trace
 from llmforge.verification.trace_verifier import verify_trace
 
-from .. import edited_llama, graphs, zoo
+from ..models import edited_llama, graphs, zoo
 
 TOLERANCE = 1e-5
 # What transformers' source of Llama calls its parts, and what another author might.

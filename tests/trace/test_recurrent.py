@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llmforge import targets
+from llmforge.backends.onnxruntime import builder as engine
+from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines import onnxruntime as engine
 from llmforge.ir import dialect, graph, interface
 from llmforge.ir.operators import canonical
-from llmforge.lowering.pass_base import Context
 from llmforge.passes import FlashAttention, FuseNorms, PackGateUp, PackQkv
-from llmforge.runtime.backends.session import Session, SessionConfig
+from llmforge.rewrite.pass_base import Context
+from llmforge.runtime.config import SessionConfig
 from llmforge.trace import trace
 from llmforge.trace.canonicalize import tokenwise
 from llmforge.trace.export import concatenations, reference, untranslated
@@ -33,8 +34,8 @@ from llmforge.trace.hooks import gated_norms, indexers, linear_attention, norms,
 from llmforge.trace.hooks.attention import Attention, CacheLayer
 from llmforge.verification import probe
 
-from .. import zoo
-from ..checkpoints import write_tokenizer
+from ..models import zoo
+from ..models.checkpoints import write_tokenizer
 
 TARGET = targets.load("cpu-avx2")
 CPU = Context(TARGET)

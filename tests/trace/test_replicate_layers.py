@@ -17,8 +17,8 @@ from llmforge.trace import trace
 from llmforge.trace.export import capture, pattern, replicate_layers
 from llmforge.trace.export.pattern import Irregular, Pattern
 
-from .. import zoo
-from ..checkpoints import write_checkpoint
+from ..models import zoo
+from ..models.checkpoints import write_checkpoint
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 REPEATED: dict[str, tuple[str, dict[str, Any], tuple[int, int]]] = {  # case → zoo, changes, (lead, period)
@@ -264,7 +264,7 @@ def test_a_graph_that_cannot_be_grown_is_traced_whole(tmp_path: Path, monkeypatc
 
 @pytest.mark.thorough
 def test_the_trace_of_70_billion_parameters_is_small_and_quick(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    from ..trace.test_trace import LARGE, write_hollow
+    from .test_trace import LARGE, write_hollow
 
     trace(Checkpoint.open(tiny_checkpoint))  # what a first trace imports is not counted
     size = write_hollow(tmp_path, **{**LARGE, "num_hidden_layers": 80})

@@ -19,7 +19,7 @@ from llmforge.trace.export.reference import Reference
 from llmforge.trace.export.stored_matrix import StoredMatrix
 from llmforge.verification.trace_verifier import verify_trace
 
-from .. import zoo
+from ..models import zoo
 
 
 @pytest.fixture

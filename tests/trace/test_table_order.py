@@ -10,7 +10,7 @@ from transformers.models.gemma3 import modeling_gemma3
 from llmforge.checkpoint import Checkpoint
 from llmforge.trace import trace
 
-from .. import zoo
+from ..models import zoo
 
 
 @pytest.mark.slow

@@ -26,8 +26,8 @@ from llmforge.trace.hooks import internals, masks, norms
 from llmforge.trace.hooks.attention import Attention
 from llmforge.verification.trace_verifier import prove_candidate
 
-from .. import zoo
-from ..checkpoints import safetensors_bytes, write_checkpoint, write_tokenizer
+from ..models import zoo
+from ..models.checkpoints import safetensors_bytes, write_checkpoint, write_tokenizer
 
 TOLERANCE = 1e-5  # fp32 logits of standard deviation 0.6
 
@@ -296,7 +296,7 @@ LARGE = {  # Llama-70B's embedding, head and one layer
 
 def write_hollow(folder: Path, **changes: Any) -> int:
     """Write a checkpoint of zeros that takes no space on the disk; return its size in bytes."""
-    from ..checkpoints import CONFIG, shapes
+    from ..models.checkpoints import CONFIG, shapes
 
     config = {**CONFIG, **changes}
     header, offset = {}, 0

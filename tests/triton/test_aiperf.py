@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from .. import triton_env
-from ..triton_server import environment_or_skip, launched
+from ..servers import triton_env
+from ..servers.triton_server import environment_or_skip, launched
 
 REQUESTS, CONCURRENCY, OUTPUT_TOKENS = 40, 4, 48
 # Long prompts: what HTTP and the client's process add to a first token, some milliseconds, is little beside them.

@@ -14,9 +14,9 @@ import pytest
 
 from llmforge.recipe import ServingSpec
 
-from .. import published
-from ..attackers import hold_up_nobody
-from ..triton_server import Server, environment_or_skip, launched
+from ..samples import published
+from ..servers.attackers import hold_up_nobody
+from ..servers.triton_server import Server, environment_or_skip, launched
 
 pytestmark = pytest.mark.xdist_group("triton")
 

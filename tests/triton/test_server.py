@@ -29,16 +29,16 @@ from llmforge import native
 from llmforge.artifact import Artifact
 from llmforge.cli import cli
 from llmforge.recipe import ServingSpec
-from llmforge.runtime import Runner, Sampling, load
+from llmforge.serving import Runner, Sampling, load
 from llmforge.triton import repository
 from llmforge.triton.backend import signature
 
-from .. import published, stored
-from ..build.test_tasks import recipe as write_recipe
-from ..otlp_collector import Collector, collecting
-from ..tool_templates import HERMES
-from ..triton_env import TritonEnv
-from ..triton_server import Reply, Server, client, environment_or_skip, launched
+from ..compile.test_tasks import recipe as write_recipe
+from ..models.tool_templates import HERMES
+from ..samples import published, stored
+from ..servers.otlp_collector import Collector, collecting
+from ..servers.triton_env import TritonEnv
+from ..servers.triton_server import Reply, Server, client, environment_or_skip, launched
 
 pytestmark = pytest.mark.xdist_group("triton")  # one server for all of them
 

@@ -22,8 +22,8 @@ import pytest
 from llmforge.artifact import Artifact
 from llmforge.recipe import ServingSpec
 
-from .. import published
-from ..triton_server import Server, environment_or_skip, launched
+from ..samples import published
+from ..servers.triton_server import Server, environment_or_skip, launched
 
 pytestmark = [pytest.mark.xdist_group("triton"), pytest.mark.slow]
 

@@ -29,21 +29,21 @@ from llmforge.base.errors import EnvironmentLacks, InputError, RecipeError, Unav
 from llmforge.cache.code import at_runtime
 from llmforge.cli import cli
 from llmforge.recipe import Recipe, ServingSpec
-from llmforge.runtime import Runner, load
-from llmforge.runtime.backends.config import FILE, DeviceFacts, PlanFacts, RuntimeConfig
-from llmforge.runtime.serving.chat import ChatTemplate
-from llmforge.runtime.serving.client_json import JsonLimits
-from llmforge.runtime.serving.options import EngineOptions
-from llmforge.runtime.serving.prompts import PromptEncoder
-from llmforge.runtime.serving.request import Chunk, Usage
-from llmforge.runtime.serving.stats import EngineStats
+from llmforge.runtime.config import FILE, DeviceFacts, PlanFacts, RuntimeConfig
+from llmforge.serving import Runner, load
+from llmforge.serving.chat import ChatTemplate
+from llmforge.serving.client_json import JsonLimits
+from llmforge.serving.options import EngineOptions
+from llmforge.serving.prompts import PromptEncoder
+from llmforge.serving.request import Chunk, Usage
+from llmforge.serving.stats import EngineStats
 from llmforge.triton import repository, sources
 from llmforge.triton.backend import checks, inputs, lanes, settings, signature
 from llmforge.triton.launch import PYTRITON, Ports, Server, command, find
 
-from .. import published
-from ..tool_templates import HERMES
-from ..triton_env import SERVER
+from ..models.tool_templates import HERMES
+from ..samples import published
+from ..servers.triton_env import SERVER
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +88,13 @@ class TestRepository:
         assert files(own) >= {
             "config.pbtxt", "README.md", "warmup/prompt", "warmup/sampling_parameters",
             "1/model.py", "1/requirements.txt",
-            "1/llmforge/runtime/serving/engine.py", "1/llmforge/triton/backend/model.py",
+            "1/llmforge/serving/engine.py", "1/llmforge/triton/backend/model.py",
         }  # fmt: skip
         assert not any(path.startswith("1/engine") for path in files(own))
         for path, source in sources.shipped().items():
             assert (own / "1" / path).read_bytes() == source.read_bytes()
         # what serves is part of what the version names
-        assert "triton/random/1/llmforge/runtime/serving/engine.py" in artifact.manifest.files
+        assert "triton/random/1/llmforge/serving/engine.py" in artifact.manifest.files
 
     def test_the_readme_names_what_is_needed(self, artifact: Artifact) -> None:
         text = (artifact.path / "triton" / "random" / "README.md").read_text()
@@ -219,9 +219,9 @@ class TestSources:
         program = (
             f"import sys; sys.path[:0] = [{str(own)!r}]\n"
             "from pathlib import Path\n"
-            "import llmforge.runtime\n"
-            f"runner = llmforge.runtime.load(Path({str(own)!r}))\n"
-            "chunks = runner.generate('a', llmforge.runtime.Sampling(max_tokens=5))\n"
+            "import llmforge.serving\n"
+            f"runner = llmforge.serving.load(Path({str(own)!r}))\n"
+            "chunks = runner.generate('a', llmforge.serving.Sampling(max_tokens=5))\n"
             "print(llmforge.__file__, ''.join(chunk.text for chunk in chunks))\n"
             "print(*sorted({'torch', 'transformers', 'onnx', 'onnx_ir', 'pydantic'} & sys.modules.keys()))"
         )
@@ -231,7 +231,7 @@ class TestSources:
         file, _, rest = done.stdout.partition(" ")
         assert Path(file).is_relative_to(own)
         said = "".join(
-            chunk.text for chunk in load(artifact.path).generate("a", llmforge.runtime.Sampling(max_tokens=5))
+            chunk.text for chunk in load(artifact.path).generate("a", llmforge.serving.Sampling(max_tokens=5))
         )
         assert rest == f"{said}\n\n"
 

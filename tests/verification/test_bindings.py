@@ -17,7 +17,7 @@ from llmforge.trace.export.reference import Reference
 from llmforge.verification import bindings
 from llmforge.verification.trace_verifier import verify_trace
 
-from .. import zoo
+from ..models import zoo
 
 
 class Expected:

@@ -9,24 +9,24 @@ import onnx_ir as ir
 import pytest
 
 from llmforge import targets
+from llmforge.backends.engines import BuildRequest, Engine
+from llmforge.backends.onnxruntime import builder as engine
+from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import VerificationError
 from llmforge.checkpoint import Checkpoint
-from llmforge.engines import BuildRequest, Engine
-from llmforge.engines import onnxruntime as engine
-from llmforge.lowering.pass_base import Budget, Context, Pass
 from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_norms import FuseNorms
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.recipe import EngineSpec
-from llmforge.runtime.backends.config import RuntimeConfig
-from llmforge.runtime.backends.session import Session
+from llmforge.rewrite.pass_base import Budget, Context, Pass
+from llmforge.runtime.config import RuntimeConfig
 from llmforge.trace import trace
 from llmforge.verification import engine_parts, streamed_execution
 from llmforge.verification.subgraph_session import SubgraphSession
 
-from .. import zoo
-from ..decoder_graph import decoder
+from ..models import zoo
+from ..models.decoder_graph import decoder
 
 SPEC = EngineSpec(max_context=32, max_batch=1, threads=1)
 INT4 = QuantizeWeights(method="rtn", block_size=32, embedding_bits=4, budget=Budget(kld_mean=10.0))

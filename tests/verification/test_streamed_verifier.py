@@ -17,7 +17,6 @@ from llmforge.base.errors import VerificationError
 from llmforge.ir import graph, interface
 from llmforge.ir.derived import Stored
 from llmforge.ir.subgraph import Index
-from llmforge.lowering.pass_base import Budget, Changes, Numerics, Pass, Rewritten
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_norms import FuseNorms
 from llmforge.passes.genai_interface import GenaiInterface
@@ -25,11 +24,12 @@ from llmforge.passes.optimum_interface import OptimumInterface
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.quantize_weights import QuantizeWeights
+from llmforge.rewrite.pass_base import Budget, Changes, Numerics, Pass, Rewritten
 from llmforge.verification import changed_subgraphs, probe, streamed_execution
 from llmforge.verification.verifier import Verification, Verifier
 
-from .. import graphs
-from ..sample_passes import LieDeep
+from ..models import graphs
+from ..samples.sample_passes import LieDeep
 
 LAYERS = 8
 DEEP = 5  # the layer that is lied about

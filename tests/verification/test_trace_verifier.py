@@ -18,7 +18,7 @@ from llmforge.trace.export.reference import Reference
 from llmforge.verification import magnified, probe, trace_verifier
 from llmforge.verification.trace_verifier import foresee, verify_trace
 
-from .. import zoo
+from ..models import zoo
 
 pytestmark = pytest.mark.xdist_group("verify_trace")  # its fixtures take seconds: they are made once
 

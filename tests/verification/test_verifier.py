@@ -15,15 +15,15 @@ import pytest
 
 from llmforge.base.errors import RunFailed, UnsupportedError, UsageError, VerificationError
 from llmforge.ir import graph
-from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_norms import FuseNorms
 from llmforge.passes.quantize_weights import QuantizeWeights
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten
 from llmforge.verification import probe
 from llmforge.verification.reports import Snapshot, check_changes
 from llmforge.verification.verifier import TOLERANCE, Verifier
 
-from .. import graphs
+from ..models import graphs
 
 EXACT, ROUNDING, LOSSY = Numerics.EXACT, Numerics.ROUNDING, Numerics.LOSSY
 WEIGHT = "model.layers.1.mlp.down_proj.weight"

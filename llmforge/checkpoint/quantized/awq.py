@@ -19,15 +19,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.wording import shown
-from llmforge.checkpoint.quantized.integers import (
-    FLOATS,
-    Integers,
-    along_rows,
-    grid_of,
-    modules,
-    part,
-    require_shape,
-)
+from llmforge.checkpoint.quantized.integers import FLOATS, Integers, along_rows, grid_of, modules, part, require_shape
 from llmforge.checkpoint.quantized.layout import Grouped, Layout, settings_of
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry
 from llmforge.quantization.grids import Grid

@@ -8,7 +8,7 @@ Beside a weight `X.weight` of 4 bits, uint8 [ceil(N·K / 2), 1] with the first n
   `dtype`, `shape`, and of nested scales `nested_blocksize` and `nested_offset`.
 
 Beside a weight of 8 bits, int8 [N, K], stands `X.SCB`, the largest magnitude of each row, fp32 [N].
-Sources: `QuantState.as_dict`, `backends/utils.py` and `int8_vectorwise_dequant` of bitsandbytes 0.50.
+Sources: `QuantState.as_dict`, `QuantState.from_dict` and `int8_vectorwise_dequant` of bitsandbytes 0.50.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Stage(enum.Enum):
 
 
 class Precision(enum.Enum):
-    """What an operator computes in, where a graph is lowered to half precision (`lowering.precision`)."""
+    """What an operator computes in, where a graph is lowered to half precision (`rewrite.precision`)."""
 
     FOLLOWS = enum.auto()  # half precision where all that it reads is
     HALF = enum.auto()  # always: it carries the work

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir import dialect, interface, operators
-from llmforge.ir import graph as g
+from llmforge.ir import dialect, graph, interface, operators
 from llmforge.ir.operators import canonical, standard
 from llmforge.ir.subgraph import behind
 from llmforge.trace.canonicalize.evaluation import Evaluation, Origins
@@ -126,7 +125,7 @@ def recognize(model: ir.Model, weights: Collection[str], positions: int) -> None
     for layer in itertools.takewhile(lambda index: interface.present_part(index, "key") in outputs, itertools.count()):
         subgraph = find(model, layer, origins)
         _replace(model, subgraph, probe(model, subgraph, positions), shared)
-    g.drop_unused(model)
+    graph.drop_unused(model)
 
 
 def find(model: ir.Model, layer: int, origins: Origins) -> AttentionSubgraph:
@@ -164,7 +163,7 @@ def find(model: ir.Model, layer: int, origins: Origins) -> AttentionSubgraph:
         listed = ", ".join(str(value.name) for value in queries) or "nothing"
         raise UnsupportedError(f"{where} computes attention from {listed} besides keys and values, expected one query")
     (query,) = queries
-    (_, kv_heads, _, width), (*_, value_width) = g.dims(keys) or (None,) * 4, g.dims(values) or (None,)
+    (_, kv_heads, _, width), (*_, value_width) = graph.dims(keys) or (None,) * 4, graph.dims(values) or (None,)
     if not isinstance(kv_heads, int) or not isinstance(width, int) or not isinstance(value_width, int):
         raise UnsupportedError(f"{where} caches keys of shape {keys.shape} and values of shape {values.shape}")
     query, heads_last, heads = _by_head(query, kv_heads, width, where)
@@ -178,7 +177,7 @@ def _by_head(query: ir.Value, kv_heads: int, width: int, where: str) -> tuple[ir
     """Walk up from a query to where it is [batch, heads, sequence, D] or [batch, sequence, heads, D]."""
     value: ir.Value | None = query
     while value is not None:
-        dims = g.dims(value) or ()
+        dims = graph.dims(value) or ()
         if len(dims) == 4 and dims[3] == width:
             for heads_last, (heads, sequence) in ((False, (dims[1], dims[2])), (True, (dims[2], dims[1]))):
                 if isinstance(heads, int) and sequence == "sequence" and heads % kv_heads == 0:
@@ -192,7 +191,7 @@ def _output_by_head(output: ir.Value, heads: int, where: str) -> ir.Value:
     """Return the sum over the values as [batch, heads, sequence, Dv]: it, or the reshape that reads it."""
     value = output
     while True:
-        dims = g.dims(value) or ()
+        dims = graph.dims(value) or ()
         if len(dims) == 4 and dims[:3] == ("batch", heads, "sequence"):
             return value
         readers = [node for node, _ in value.uses() if not standard.Shape.matches(node)]
@@ -227,7 +226,7 @@ class _Probe:
             feeds[mask.output] = np.broadcast_to(added, (batch, 1, sequence, total)).copy()
         sizes = {"batch": batch, "sequence": sequence, "capacity": total - sequence}
         for value in self.evaluation.extra:  # graph inputs of which only sizes are read
-            dims = [dim if isinstance(dim, int) else sizes.get(str(dim), 1) for dim in g.dims(value) or ()]
+            dims = [dim if isinstance(dim, int) else sizes.get(str(dim), 1) for dim in graph.dims(value) or ()]
             feeds[value] = np.zeros(dims, (value.dtype or ir.DataType.FLOAT).numpy())
         (result,) = self.evaluation.run(feeds)
         return result.astype(np.float32)
@@ -404,7 +403,7 @@ def _replace(
     past_key, past_value = inputs[interface.past_part(layer, "key")], inputs[interface.past_part(layer, "value")]
     if parameters.slopes is not None and parameters.slopes.tobytes() not in shared:
         name = "alibi.slopes" + (f"_{len(shared)}" if shared else "")
-        shared[parameters.slopes.tobytes()] = g.initializer(model, name, parameters.slopes)
+        shared[parameters.slopes.tobytes()] = graph.initializer(model, name, parameters.slopes)
 
     def rows(x: ir.Value, heads: int, width: int, *, heads_last: bool = False) -> ir.Value:
         """Lay heads side by side: [B, H, S, D] → [B, S, H·D]."""
@@ -432,12 +431,12 @@ def _replace(
         outputs=3,
     )
     attention.node.metadata_props.update(at.metadata_props)
-    batch, _, sequence, _ = g.dims(y) or (None,) * 4
+    batch, _, sequence, _ = graph.dims(y) or (None,) * 4
     attention.y.type, attention.y.shape = y.type, ir.Shape([batch, sequence, subgraph.heads * subgraph.value_width])
-    g.replace_uses(y, swap_heads(at, lay_out(model, at, attention.y, subgraph.heads, subgraph.value_width)))
+    graph.replace_uses(y, swap_heads(at, lay_out(model, at, attention.y, subgraph.heads, subgraph.value_width)))
     for cache, present, past in (
         (subgraph.keys, attention.present_key, past_key),
         (subgraph.values, attention.present_value, past_value),
     ):
-        present.type, present.shape = past.type, ir.Shape(g.dims(past) or ())
-        g.replace_uses(cache, present)
+        present.type, present.shape = past.type, ir.Shape(graph.dims(past) or ())
+        graph.replace_uses(cache, present)

@@ -11,8 +11,7 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
-from llmforge.ir import graph as g
-from llmforge.ir import interface
+from llmforge.ir import graph, interface
 from llmforge.ir.operators import standard
 from llmforge.ir.operators.record import STANDARD
 
@@ -49,7 +48,7 @@ def _merge(model: ir.Model, weights: Collection[str]) -> None:
     for name, value in model.graph.initializers.items():
         if name not in weights and value.const_value is not None:
             digest = hashlib.sha256(value.const_value.tobytes()).digest()
-            alike.setdefault((value.dtype, g.dims(value), digest), []).append(value)
+            alike.setdefault((value.dtype, graph.dims(value), digest), []).append(value)
     for index, (first, *others) in enumerate(values for values in alike.values() if len(values) > 1):
         for value in (first, *others):
             model.graph.initializers.pop(str(value.name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.ir import graph as g
+from llmforge.ir import graph
 from llmforge.ir.operators import standard
 from llmforge.trace.canonicalize.rewriting import insert, insert_changed, integers, lay_out, replace, swap_heads, target
 
@@ -18,7 +18,7 @@ def gather_nd_of_one_axis(model: ir.Model, lookup: standard.GatherND) -> bool:
         return False
     if constant is not None and len(constant.shape) == 2 and constant.shape[1] == 1 and constant.dtype.is_integer():
         places = constant.numpy().reshape(-1).astype(np.int64)
-        one_axis = g.initializer(model, "places_" + "_".join(map(str, places)), places)
+        one_axis = graph.initializer(model, "places_" + "_".join(map(str, places)), places)
     elif unsqueeze is not None and integers(unsqueeze.axes) == [-1]:
         one_axis = unsqueeze.x
     else:
@@ -29,8 +29,14 @@ def gather_nd_of_one_axis(model: ir.Model, lookup: standard.GatherND) -> bool:
 def gather_by_flat_indices(model: ir.Model, lookup: standard.Gather) -> bool:
     """Gather(table, Reshape(ids) [n]) → Reshape(Gather(table, ids [batch, sequence]))."""
     flat, y = standard.Reshape.made(lookup.indices), lookup.output
-    before, after = (() if flat is None else g.dims(flat.x) or ()), g.dims(y) or ()
-    if flat is None or len(g.dims(lookup.indices) or ()) != 1 or len(before) != 2 or len(after) != 2 or None in before:
+    before, after = (() if flat is None else graph.dims(flat.x) or ()), graph.dims(y) or ()
+    if (
+        flat is None
+        or len(graph.dims(lookup.indices) or ()) != 1
+        or len(before) != 2
+        or len(after) != 2
+        or None in before
+    ):
         return False
     _, width = after
     if lookup.axis != 0 or not isinstance(width, int):
@@ -54,7 +60,7 @@ def gather_between_transposes(model: ir.Model, back: standard.Transpose) -> bool
 
 def _channels_of_slice(cut: standard.Slice | None) -> tuple[ir.Value, int, int] | None:
     """Read a Slice of step one of the last axis: (x, start, end)."""
-    dims = () if cut is None else g.dims(cut.x) or ()
+    dims = () if cut is None else graph.dims(cut.x) or ()
     width = dims[-1] if dims else None
     if cut is None or not isinstance(width, int):
         return None
@@ -72,7 +78,7 @@ def _channels(value: ir.Value | None) -> tuple[ir.Value, int, int] | None:
     split = standard.Split.made(value)
     if value is None or split is None:
         return _channels_of_slice(standard.Slice.made(value))
-    sizes, rank = integers(split.split), len(g.dims(split.x) or ())
+    sizes, rank = integers(split.split), len(graph.dims(split.x) or ())
     if sizes is None or split.axis not in (-1, rank - 1):
         return None
     index = list(split.node.outputs).index(value)
@@ -92,18 +98,18 @@ def slices_are_split(model: ir.Model, cut: standard.Slice) -> bool:
             return False
     parts.sort(key=lambda part: part[:2])
     bounds = [0, *(end for _, end, _ in parts)]
-    if len(parts) < 2 or [start for start, _, _ in parts] != bounds[:-1] or bounds[-1] != (g.dims(x) or ())[-1]:
+    if len(parts) < 2 or [start for start, _, _ in parts] != bounds[:-1] or bounds[-1] != (graph.dims(x) or ())[-1]:
         return False
     pieces = [standard.Slice(reader).output for _, _, reader in parts]
     if any(piece.is_graph_output() for piece in pieces):
         return False
     sizes = [end - start for start, end, _ in parts]
     first = min((reader for _, _, reader in parts), key=list(model.graph).index)
-    given = g.initializer(model, "split_" + "_".join(map(str, sizes)), np.array(sizes, np.int64))
+    given = graph.initializer(model, "split_" + "_".join(map(str, sizes)), np.array(sizes, np.int64))
     split = standard.Split.insert(first, {"x": x, "split": given}, {"axis": -1}, outputs=len(parts))
     split.node.metadata_props.update(first.metadata_props)
     for output, piece in zip(split.node.outputs, pieces, strict=True):
-        g.replace_uses(piece, output)
+        graph.replace_uses(piece, output)
     return True
 
 
@@ -113,7 +119,7 @@ def partial_rotary(model: ir.Model, join: standard.Concat) -> bool:
     Concat(RotaryEmbedding(x[..., :r]), x[..., r:]) → RotaryEmbedding(x) with rotary_embedding_dim r.
     """
     y = join.output
-    dims = g.dims(y) or ()
+    dims = graph.dims(y) or ()
     if len(join.node.inputs) != 2 or len(dims) != 4 or join.axis not in (-1, 3):
         return False
     turned, rest = join.node.inputs
@@ -128,16 +134,16 @@ def partial_rotary(model: ir.Model, join: standard.Concat) -> bool:
     (x, start, count), (*_, width) = first, dims
     heads_first = into == [0, 2, 1, 3]
     heads = dims[1] if heads_first else dims[2]
-    if (start, *second[1:]) != (0, count, width) or g.dims(x) != dims:
+    if (start, *second[1:]) != (0, count, width) or graph.dims(x) != dims:
         return False
     if heads != rotary.num_heads or not isinstance(width, int):
         return False
     at = join.node
     by_row = swap_heads(at, x) if heads_first else x
     flat = lay_out(model, at, by_row, rotary.num_heads * width)
-    new = insert_changed(at, rotary, {"x": flat}, {"rotary_embedding_dim": count}, g.dims(flat) or ())
+    new = insert_changed(at, rotary, {"x": flat}, {"rotary_embedding_dim": count}, graph.dims(flat) or ())
     new = lay_out(model, at, new, rotary.num_heads, width)
-    g.replace_uses(y, swap_heads(at, new) if heads_first else new)
+    graph.replace_uses(y, swap_heads(at, new) if heads_first else new)
     return True
 
 

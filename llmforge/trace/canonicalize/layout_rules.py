@@ -11,8 +11,7 @@ import math
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.ir import graph as g
-from llmforge.ir import operators
+from llmforge.ir import graph, operators
 from llmforge.ir.operators import standard
 from llmforge.trace.canonicalize import rewriting
 from llmforge.trace.canonicalize.rewriting import bypass, constant_target, insert_changed, integers, known, replace
@@ -36,7 +35,7 @@ def cast_of_constant(model: ir.Model, cast: standard.Cast) -> bool:
     if x.dtype == to or tensor.size > FOLDED or x.is_graph_input() or cast.output.is_graph_output():
         return False
     name = f"{x.name}.{to.name.lower()}"
-    g.replace_uses(cast.output, g.initializer(model, name, tensor.numpy().astype(to.numpy())))
+    graph.replace_uses(cast.output, graph.initializer(model, name, tensor.numpy().astype(to.numpy())))
     return True
 
 
@@ -47,7 +46,7 @@ def cast_like(model: ir.Model, cast: standard.CastLike) -> bool:
         return False
     if cast.x.dtype == to:
         return bypass(cast, cast.x)
-    g.replace_uses(cast.output, standard.Cast.insert(cast.node, {"x": cast.x}, {"to": int(to)}).output)
+    graph.replace_uses(cast.output, standard.Cast.insert(cast.node, {"x": cast.x}, {"to": int(to)}).output)
     return True
 
 
@@ -61,7 +60,7 @@ def extremum_of_one(model: ir.Model, extremum: standard.Max) -> bool:
 
 def to_own_shape(model: ir.Model, copy: standard.Expand | standard.Slice) -> bool:
     """Expand(x), Slice(x) → x where the result has the shape of x."""
-    return known(copy.x) and g.dims(copy.x) == g.dims(copy.output) and bypass(copy, copy.x)
+    return known(copy.x) and graph.dims(copy.x) == graph.dims(copy.output) and bypass(copy, copy.x)
 
 
 def slice_of_all(model: ir.Model, cut: standard.Slice) -> bool:
@@ -74,7 +73,7 @@ def expand_of_constant(model: ir.Model, expand: standard.Expand) -> bool:
     """Expand(constant) → a constant, where it is small."""
     x, y = expand.x, expand.output
     tensor = None if x.is_initializer() else ir.convenience.get_const_tensor(x)
-    dims = g.dims(y)
+    dims = graph.dims(y)
     shape = [dim for dim in dims or () if isinstance(dim, int)]
     if tensor is None or dims is None or len(shape) != len(dims):
         return False
@@ -82,7 +81,7 @@ def expand_of_constant(model: ir.Model, expand: standard.Expand) -> bool:
         return False
     array = np.ascontiguousarray(np.broadcast_to(tensor.numpy(), shape))
     digest = hashlib.sha256(array.tobytes()).hexdigest()[:8]
-    g.replace_uses(y, g.initializer(model, f"constant_{'_'.join(map(str, shape))}_{digest}", array))
+    graph.replace_uses(y, graph.initializer(model, f"constant_{'_'.join(map(str, shape))}_{digest}", array))
     return True
 
 
@@ -96,12 +95,12 @@ def expand_to_shape_of_x(model: ir.Model, expand: standard.Expand) -> bool:
 def expand_in_front_of_arithmetic(model: ir.Model, expand: standard.Expand) -> bool:
     """Add(Expand(x), y) → Add(x, y), as y has that shape; so for each operator that computes number by number."""
     y = expand.output
-    dims = g.dims(y)
+    dims = graph.dims(y)
     if not known(expand.x) or not known(y):
         return False
     for reader, _ in y.uses():
         others = [value for value in reader.inputs if value is not None and value is not y]
-        if not operators.view(reader).pointwise or not any((g.dims(other) or ()) == dims for other in others):
+        if not operators.view(reader).pointwise or not any((graph.dims(other) or ()) == dims for other in others):
             return False
     return bypass(expand, expand.x)
 
@@ -109,7 +108,7 @@ def expand_in_front_of_arithmetic(model: ir.Model, expand: standard.Expand) -> b
 def expand_to_constant_target(model: ir.Model, expand: standard.Expand) -> bool:
     """Expand(x, computed) → Expand(x, constant) where the sizes of what x repeats are known."""
     x, y = expand.x, expand.output
-    before, after = g.dims(x) or (), g.dims(y) or ()
+    before, after = graph.dims(x) or (), graph.dims(y) or ()
     if not known(x) or not known(y) or y.is_graph_output() or len(before) != len(after):
         return False
     target = [1 if b == a else a for b, a in zip(before, after, strict=True)]
@@ -129,7 +128,9 @@ def reshape_of_reshape(model: ir.Model, second: standard.Reshape) -> bool:
     if first is None or not known(second.output):
         return False
     constant = integers(second.shape)
-    wanted = constant_target(model, g.dims(first.x) or (), g.dims(second.output) or ()) if known(first.x) else None
+    wanted = (
+        constant_target(model, graph.dims(first.x) or (), graph.dims(second.output) or ()) if known(first.x) else None
+    )
     if wanted is not None:
         rewriting.set_target(second, wanted)
     elif constant is not None and 0 in constant:  # a 0 copies a dimension of what the node read before
@@ -140,9 +141,9 @@ def reshape_of_reshape(model: ir.Model, second: standard.Reshape) -> bool:
 
 def reshape_to_own_shape(model: ir.Model, reshape: standard.Reshape) -> bool:
     """Reshape(x) → x."""
-    before = g.dims(reshape.x) or ()
+    before = graph.dims(reshape.x) or ()
     flat = len(before) == 1 and integers(reshape.shape) == [-1]
-    same = known(reshape.x) and before == g.dims(reshape.output)
+    same = known(reshape.x) and before == graph.dims(reshape.output)
     return (flat or same) and bypass(reshape, reshape.x)
 
 
@@ -151,7 +152,7 @@ def reshape_to_constant_target(model: ir.Model, reshape: standard.Reshape) -> bo
     x, y = reshape.x, reshape.output
     if ir.convenience.get_const_tensor(reshape.shape) is not None or not (known(x) and known(y)):
         return False
-    wanted = constant_target(model, g.dims(x) or (), g.dims(y) or ())
+    wanted = constant_target(model, graph.dims(x) or (), graph.dims(y) or ())
     if wanted is None:
         return False
     rewriting.set_target(reshape, wanted)
@@ -181,8 +182,8 @@ def transpose_of_nothing(model: ir.Model, transpose: standard.Transpose) -> bool
 
 def transpose_of_ones(model: ir.Model, transpose: standard.Transpose) -> bool:
     """Transpose(x) → Reshape(x) where only dimensions of size one move; weights stay."""
-    x, y, before = transpose.x, transpose.output, g.dims(transpose.x) or ()
-    if x.is_initializer() or not before or g.dims(y) is None or y.is_graph_output():
+    x, y, before = transpose.x, transpose.output, graph.dims(transpose.x) or ()
+    if x.is_initializer() or not before or graph.dims(y) is None or y.is_graph_output():
         return False
     moving = [axis for axis in transpose.perm if before[axis] != 1]
     if len(moving) == len(before) or moving != sorted(moving):
@@ -200,7 +201,7 @@ def norm_of_transpose(model: ir.Model, norm: standard.LayerNormalization | stand
         return False
     if len(turned.x.uses()) > 1 and len(norm.x.uses()) > 1:
         return False
-    new = insert_changed(norm.node, norm, {"x": turned.x}, {"axis": -1}, g.dims(turned.x) or ())
+    new = insert_changed(norm.node, norm, {"x": turned.x}, {"axis": -1}, graph.dims(turned.x) or ())
     return replace(norm, standard.Transpose, {"x": new}, {"perm": perm})
 
 
@@ -213,13 +214,13 @@ def shape_of_inputs(model: ir.Model, shape: standard.Shape) -> bool:
     In front of everything, because layers that share what one of them computed cannot be told apart
     (`export.replicate_layers`).
     """
-    y, dims = shape.output, g.dims(shape.x)
+    y, dims = shape.output, graph.dims(shape.x)
     if dims is None or y.is_graph_output():
         return False
     wanted = dims[slice(shape.start, shape.end)]
     brought: dict[int | str | None, tuple[ir.Value, int]] = {}
     for value in model.graph.inputs:
-        for axis, dim in enumerate(g.dims(value) or ()):
+        for axis, dim in enumerate(graph.dims(value) or ()):
             brought.setdefault(dim, (value, axis))
     if not wanted or any(not isinstance(dim, int) and (dim is None or dim not in brought) for dim in wanted):
         return False
@@ -228,12 +229,12 @@ def shape_of_inputs(model: ir.Model, shape: standard.Shape) -> bool:
     front, sizes = model.graph[0], list[ir.Value]()
     for dim in wanted:
         if isinstance(dim, int):
-            sizes.append(g.initializer(model, f"size_{dim}", np.array([dim], np.int64)))
+            sizes.append(graph.initializer(model, f"size_{dim}", np.array([dim], np.int64)))
             continue
         value, axis = brought[dim]
         size = standard.Shape.insert(front, {"x": value}, {"start": axis, "end": axis + 1}).output
         size.type, size.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([1])
         sizes.append(size)
-    whole = sizes[0] if len(sizes) == 1 else g.insert(front, "Concat", sizes, {"axis": 0})[0]
-    g.replace_uses(y, whole)
+    whole = sizes[0] if len(sizes) == 1 else graph.insert(front, "Concat", sizes, {"axis": 0})[0]
+    graph.replace_uses(y, whole)
     return True

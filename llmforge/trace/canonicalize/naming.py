@@ -10,8 +10,7 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from llmforge.ir import graph as g
-from llmforge.ir import interface
+from llmforge.ir import graph, interface
 
 SCOPES = "pkg.torch.onnx.name_scopes"  # torch's record of the modules that a node comes from, outermost first
 NUMBERED = re.compile(r"val_\d+|constant_\d+|(.*\.)?lifted_tensor_\d+")  # how torch's translation calls what it makes
@@ -28,12 +27,12 @@ def name_dims(model: ir.Model) -> None:
     for value in model.graph.inputs:
         cached = interface.present_of(value.name or "") != value.name and not interface.is_state(value.name or "")
         known = CACHE_DIMS if cached else DIMS.get(value.name or "", ())
-        for dim, name in zip(g.dims(value) or (), known, strict=False):
+        for dim, name in zip(graph.dims(value) or (), known, strict=False):
             if isinstance(dim, str) and name is not None:
                 names[dim] = name
     values = [*model.graph.inputs, *(value for node in model.graph for value in node.outputs)]
     for value in values:
-        dims = g.dims(value)
+        dims = graph.dims(value)
         if dims is not None:
             value.shape = ir.Shape([names.get(dim, dim) if isinstance(dim, str) else dim for dim in dims])
 
@@ -54,7 +53,7 @@ def name_constants(model: ir.Model) -> None:
     for index, value in enumerate(kept.values()):
         value.name = f"constant_{index}"
         model.graph.register_initializer(value)
-    g.drop_unused(model)
+    graph.drop_unused(model)
 
 
 def name_nodes(model: ir.Model) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.ir import graph as g
+from llmforge.ir import graph
 from llmforge.ir.operators import standard
 from llmforge.ir.operators.record import Operator
 
@@ -18,7 +18,7 @@ def insert(
     at: ir.Node,
     operator: type[Operator],
     inputs: Mapping[str, ir.Value | None],
-    attributes: Mapping[str, g.Attribute] | None = None,
+    attributes: Mapping[str, graph.Attribute] | None = None,
     *,
     dims: Dims | None,
     dtype: ir.DataType | None,
@@ -33,7 +33,11 @@ def insert(
 
 
 def insert_changed(
-    at: ir.Node, operator: Operator, inputs: Mapping[str, ir.Value], attributes: Mapping[str, g.Attribute], dims: Dims
+    at: ir.Node,
+    operator: Operator,
+    inputs: Mapping[str, ir.Value],
+    attributes: Mapping[str, graph.Attribute],
+    dims: Dims,
 ) -> ir.Value:
     """Insert what `operator` computes, with other `inputs` and `attributes` in the place of some of its own."""
     given = {**{field.name: operator.operand(field) for field in operator.inputs}, **inputs}
@@ -45,7 +49,7 @@ def bypass(operator: Operator, x: ir.Value) -> bool:
     """Let the readers of `operator` read `x`, which holds the same; not where that would rename an input or weight."""
     if operator.output.is_graph_output():
         return False
-    g.replace_uses(operator.output, x)
+    graph.replace_uses(operator.output, x)
     return True
 
 
@@ -53,33 +57,33 @@ def replace(
     operator: Operator,
     by: type[Operator],
     inputs: Mapping[str, ir.Value | None],
-    attributes: Mapping[str, g.Attribute] | None = None,
+    attributes: Mapping[str, graph.Attribute] | None = None,
 ) -> bool:
     """Let the readers of `operator` read a node `by` in its place, which makes the same."""
     y = operator.output
-    g.replace_uses(y, insert(operator.node, by, inputs, attributes, dims=g.dims(y), dtype=y.dtype))
+    graph.replace_uses(y, insert(operator.node, by, inputs, attributes, dims=graph.dims(y), dtype=y.dtype))
     return True
 
 
 def reshape(model: ir.Model, operator: Operator, x: ir.Value) -> bool:
     """Replace `operator`, which keeps the numbers of `x` in order, by a Reshape; not where its target is computed."""
-    dims = g.dims(operator.output) or ()
-    if (wanted := constant_target(model, g.dims(x) or (), dims)) is None:
+    dims = graph.dims(operator.output) or ()
+    if (wanted := constant_target(model, graph.dims(x) or (), dims)) is None:
         return False
     made = insert(operator.node, standard.Reshape, {"x": x, "shape": wanted}, dims=dims, dtype=x.dtype)
-    g.replace_uses(operator.output, made)
+    graph.replace_uses(operator.output, made)
     return True
 
 
 def lay_out(model: ir.Model, at: ir.Node, x: ir.Value, *sizes: int) -> ir.Value:
     """Reshape `x` [batch, sequence, …] to [batch, sequence, *sizes] in front of `at`."""
-    wanted, dims = target(model, [0, 0, *sizes]), [*(g.dims(x) or ())[:2], *sizes]
+    wanted, dims = target(model, [0, 0, *sizes]), [*(graph.dims(x) or ())[:2], *sizes]
     return insert(at, standard.Reshape, {"x": x, "shape": wanted}, dims=dims, dtype=x.dtype)
 
 
 def swap_heads(at: ir.Node, x: ir.Value) -> ir.Value:
     """Transpose `x` [batch, heads, sequence, D] to [batch, sequence, heads, D] in front of `at`, or back."""
-    first, second, third, fourth = g.dims(x) or (None,) * 4
+    first, second, third, fourth = graph.dims(x) or (None,) * 4
     dims = (first, third, second, fourth)
     return insert(at, standard.Transpose, {"x": x}, {"perm": [0, 2, 1, 3]}, dims=dims, dtype=x.dtype)
 
@@ -99,7 +103,7 @@ def constant_target(model: ir.Model, before: Dims, after: Dims) -> ir.Value | No
 def target(model: ir.Model, wanted: Sequence[int]) -> ir.Value:
     """Make the constant target of a Reshape or Expand."""
     name = "shape_" + "_".join("n" if dim == -1 else str(dim) for dim in wanted)
-    return g.initializer(model, name, np.array(wanted, np.int64))
+    return graph.initializer(model, name, np.array(wanted, np.int64))
 
 
 def set_target(reshape: standard.Reshape, wanted: ir.Value) -> None:
@@ -118,5 +122,5 @@ def integers(value: ir.Value | None) -> list[int] | None:
 
 def known(value: ir.Value) -> bool:
     """Say whether every dimension of `value` has a size or a name."""
-    dims = g.dims(value)
+    dims = graph.dims(value)
     return dims is not None and None not in dims

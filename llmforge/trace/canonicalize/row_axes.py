@@ -9,8 +9,7 @@ import math
 
 import onnx_ir as ir
 
-from llmforge.ir import graph as g
-from llmforge.ir import operators
+from llmforge.ir import graph, operators
 from llmforge.ir.operators import standard
 from llmforge.ir.subgraph import behind
 from llmforge.trace.canonicalize.rewriting import Dims, set_target, target
@@ -28,7 +27,7 @@ def restore(model: ir.Model) -> None:
 
 
 def _restore(model: ir.Model, back: standard.Reshape) -> None:
-    flat, after = g.dims(back.x) or (), g.dims(back.output) or ()
+    flat, after = graph.dims(back.x) or (), graph.dims(back.output) or ()
     if len(flat) != 2 or len(after) < 3:
         return
     (_, width), (batch, sequence, *_) = flat, after
@@ -51,8 +50,8 @@ def _restore(model: ir.Model, back: standard.Reshape) -> None:
 
 def _rows_of_token(entry: standard.Reshape) -> int | None:
     """Count the rows that one token has: those of the input of `entry` [batch, sequence, …]."""
-    _, _, *dims = g.dims(entry.x) or (None, None, None)
-    *_, width = g.dims(entry.output) or (None,)
+    _, _, *dims = graph.dims(entry.x) or (None, None, None)
+    *_, width = graph.dims(entry.output) or (None,)
     sizes = [dim for dim in dims if isinstance(dim, int)]
     if len(sizes) != len(dims) or not isinstance(width, int):
         return None
@@ -63,7 +62,7 @@ def _region(last: ir.Value, leading: Dims) -> tuple[set[ir.Node], list[standard.
     """Collect what computes `last` on flat rows, and the reshapes that feed it; nothing where something else does."""
 
     def broadcasts(value: ir.Value) -> bool:  # a vector or a scalar, with an axis more as before
-        return (dims := g.dims(value)) is not None and len(dims) < 2
+        return (dims := graph.dims(value)) is not None and len(dims) < 2
 
     def is_edge(value: ir.Value) -> bool:
         node = value.producer()
@@ -72,5 +71,5 @@ def _region(last: ir.Value, leading: Dims) -> tuple[set[ir.Node], list[standard.
 
     region, edge = behind([last], is_edge)
     entries = [standard.Reshape.made(value) for value in edge if not broadcasts(value)]
-    from_tokens = [x for x in entries if x and (g.dims(x.x) or ())[:2] == leading and _rows_of_token(x) is not None]
+    from_tokens = [x for x in entries if x and (graph.dims(x.x) or ())[:2] == leading and _rows_of_token(x) is not None]
     return (set(region), from_tokens) if len(from_tokens) == len(entries) else (set(), [])

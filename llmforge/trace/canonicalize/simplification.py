@@ -16,43 +16,44 @@ from onnx_ir.passes.common import (
     LiftConstantsToInitializersPass,
 )
 
-from llmforge.ir import graph as g
-from llmforge.ir import operators
+from llmforge.ir import graph, operators
 from llmforge.ir.operators import standard
 from llmforge.ir.operators.record import Operator
-from llmforge.trace.canonicalize import hoisting, naming, row_axes, token_axes
-from llmforge.trace.canonicalize import indexing_rules as indexing
-from llmforge.trace.canonicalize import layout_rules as layout
+from llmforge.trace.canonicalize import hoisting, indexing_rules, layout_rules, naming, row_axes, token_axes
 
 Rule = Callable[[ir.Model, Any], bool]  # takes a node that it is listed for; says whether it rewrote something
 
 RULES: Mapping[type[Operator], tuple[Rule, ...]] = {
-    standard.Cast: (layout.cast_to_own_dtype, layout.cast_of_constant),
-    standard.CastLike: (layout.cast_like,),
-    standard.Concat: (indexing.partial_rotary,),
+    standard.Cast: (layout_rules.cast_to_own_dtype, layout_rules.cast_of_constant),
+    standard.CastLike: (layout_rules.cast_like,),
+    standard.Concat: (indexing_rules.partial_rotary,),
     standard.Expand: (
-        layout.expand_of_constant,
-        layout.to_own_shape,
-        layout.expand_to_shape_of_x,
-        layout.expand_in_front_of_arithmetic,
-        layout.expand_to_constant_target,
+        layout_rules.expand_of_constant,
+        layout_rules.to_own_shape,
+        layout_rules.expand_to_shape_of_x,
+        layout_rules.expand_in_front_of_arithmetic,
+        layout_rules.expand_to_constant_target,
     ),
-    standard.Gather: (indexing.gather_by_flat_indices,),
-    standard.GatherND: (indexing.gather_nd_of_one_axis,),
-    standard.LayerNormalization: (layout.norm_of_transpose,),
-    standard.Max: (layout.extremum_of_one,),
-    standard.RMSNormalization: (layout.norm_of_transpose,),
-    standard.Reshape: (layout.reshape_of_reshape, layout.reshape_to_own_shape, layout.reshape_to_constant_target),
-    standard.Shape: (layout.shape_of_inputs,),
-    standard.Slice: (layout.slice_of_all, indexing.slices_are_split),
-    standard.Squeeze: (layout.as_reshape,),
+    standard.Gather: (indexing_rules.gather_by_flat_indices,),
+    standard.GatherND: (indexing_rules.gather_nd_of_one_axis,),
+    standard.LayerNormalization: (layout_rules.norm_of_transpose,),
+    standard.Max: (layout_rules.extremum_of_one,),
+    standard.RMSNormalization: (layout_rules.norm_of_transpose,),
+    standard.Reshape: (
+        layout_rules.reshape_of_reshape,
+        layout_rules.reshape_to_own_shape,
+        layout_rules.reshape_to_constant_target,
+    ),
+    standard.Shape: (layout_rules.shape_of_inputs,),
+    standard.Slice: (layout_rules.slice_of_all, indexing_rules.slices_are_split),
+    standard.Squeeze: (layout_rules.as_reshape,),
     standard.Transpose: (
-        layout.transpose_of_transpose,
-        layout.transpose_of_nothing,
-        indexing.gather_between_transposes,
-        layout.transpose_of_ones,
+        layout_rules.transpose_of_transpose,
+        layout_rules.transpose_of_nothing,
+        indexing_rules.gather_between_transposes,
+        layout_rules.transpose_of_ones,
     ),
-    standard.Unsqueeze: (layout.as_reshape,),
+    standard.Unsqueeze: (layout_rules.as_reshape,),
 }
 
 
@@ -65,7 +66,7 @@ def canonicalize(model: ir.Model, *, weights: Collection[str] | None = None) -> 
     naming.name_dims(model)
     simplify(model)
     onnxscript.optimizer.fold_constants(
-        model, input_size_limit=layout.FOLDED, output_size_limit=layout.FOLDED, should_fold=_reads_no_weight
+        model, input_size_limit=layout_rules.FOLDED, output_size_limit=layout_rules.FOLDED, should_fold=_reads_no_weight
     )
     simplify(model)
     row_axes.restore(model)
@@ -79,7 +80,7 @@ def canonicalize(model: ir.Model, *, weights: Collection[str] | None = None) -> 
         hoisting.hoist(model, weights, naming.SCOPES)
     CommonSubexpressionEliminationPass()(model)
     IdentityEliminationPass()(model)
-    g.drop_unused(model)
+    graph.drop_unused(model)
     naming.name_constants(model)
     naming.name_nodes(model)
 
@@ -95,7 +96,7 @@ def simplify(model: ir.Model) -> None:
                 if any(value.uses() for value in node.outputs) and rule(model, operator):
                     changed = True
                     break
-        g.drop_unused(model)
+        graph.drop_unused(model)
 
 
 def _reads_no_weight(node: ir.Node) -> bool | None:

@@ -14,8 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir import graph as g
-from llmforge.ir import operators
+from llmforge.ir import graph, operators
 from llmforge.ir.operators import canonical, standard
 from llmforge.ir.operators.record import Operator, Reduction
 from llmforge.trace.canonicalize import rewriting
@@ -43,7 +42,7 @@ def restore(model: ir.Model) -> None:
                 _multiply(gemm)
             case standard.Squeeze() as squeeze:
                 _name_axes(model, squeeze)
-    g.drop_unused(model)
+    graph.drop_unused(model)
     for node in model.graph:
         if any(_flat(value, tokens) for value in (*node.inputs, *node.outputs)):
             operator = operators.view(node)
@@ -55,7 +54,7 @@ def restore(model: ir.Model) -> None:
     for node in model.graph:
         for value in node.outputs:
             if _flat(value, tokens):
-                value.shape = ir.Shape([BATCH, SEQUENCE, *(g.dims(value) or ())[1:]])
+                value.shape = ir.Shape([BATCH, SEQUENCE, *(graph.dims(value) or ())[1:]])
 
 
 def _check_outputs(operator: Operator, tokens: str) -> None:
@@ -86,7 +85,7 @@ def _know_shapes(model: ir.Model) -> None:
 def _flattened(model: ir.Model) -> str | None:
     """Find the name of the flattened axis: the first of what a reshape makes of [batch, sequence, …]."""
     for reshape in standard.Reshape.all(model):
-        before, after = g.dims(reshape.x) or (), g.dims(reshape.output) or ()
+        before, after = graph.dims(reshape.x) or (), graph.dims(reshape.output) or ()
         if before[:2] == (BATCH, SEQUENCE) and before[2:] == after[1:] and after and isinstance(after[0], str):
             return after[0]
     return None
@@ -99,15 +98,15 @@ def _multiply(gemm: standard.Gemm) -> None:
     at, y, weight = gemm.node, gemm.output, gemm.b
     if gemm.transB:
         weight = insert(at, standard.Transpose, {"x": weight}, {"perm": [1, 0]}, dims=None, dtype=weight.dtype)
-    product = insert(at, standard.MatMul, {"x": gemm.a, "w": weight}, dims=g.dims(y), dtype=y.dtype)
+    product = insert(at, standard.MatMul, {"x": gemm.a, "w": weight}, dims=graph.dims(y), dtype=y.dtype)
     if gemm.c is not None:
-        product = insert(at, standard.Add, {"a": product, "b": gemm.c}, dims=g.dims(y), dtype=y.dtype)
-    g.replace_uses(y, product)
+        product = insert(at, standard.Add, {"a": product, "b": gemm.c}, dims=graph.dims(y), dtype=y.dtype)
+    graph.replace_uses(y, product)
 
 
 def _name_axes(model: ir.Model, squeeze: standard.Squeeze) -> None:
     """Say which axes a Squeeze without axes removes, where all are of known size."""
-    dims = g.dims(squeeze.x)
+    dims = graph.dims(squeeze.x)
     if squeeze.axes is None and dims is not None and all(isinstance(dim, int) for dim in dims):
         squeeze.axes = _axes_constant(model, [axis for axis, dim in enumerate(dims) if dim == 1])
 
@@ -123,17 +122,19 @@ def _compare(model: ir.Model, scatter: standard.ScatterElements) -> None:
     last = scatter.axis in (-1, len(dims) - 1)
     if new is None or not last or scatter.reduction != "none" or not isinstance(width, int):
         return  # refused where it touches tokens
-    numbers = g.initializer(model, f"experts.range_{width}", np.arange(width, dtype=np.int64))
-    axis = g.initializer(model, "experts.axis_last", np.array([-1], np.int64))
-    across = g.initializer(model, "experts.axis_before_last", np.array([-2], np.int64))
+    numbers = graph.initializer(model, f"experts.range_{width}", np.arange(width, dtype=np.int64))
+    axis = graph.initializer(model, "experts.axis_last", np.array([-1], np.int64))
+    across = graph.initializer(model, "experts.axis_before_last", np.array([-2], np.int64))
     chosen, boolean = _dims(scatter, index), ir.DataType.BOOL
     each = insert(at, standard.Unsqueeze, {"x": index, "axes": axis}, dims=[*chosen, 1], dtype=index.dtype)
     equal = insert(at, standard.Equal, {"a": each, "b": numbers}, dims=[*chosen, width], dtype=boolean)
     hit = insert(at, standard.ReduceMax, {"x": equal, "axes": across}, {"keepdims": 0}, dims=dims, dtype=boolean)
     if old is not None:
-        data = g.initializer(model, f"experts.fill_{old}", np.array(old, np.float32))
-    value = g.initializer(model, f"experts.fill_{new}", np.array(new, np.float32))
-    g.replace_uses(y, insert(at, standard.Where, {"condition": hit, "x": value, "y": data}, dims=dims, dtype=y.dtype))
+        data = graph.initializer(model, f"experts.fill_{old}", np.array(old, np.float32))
+    value = graph.initializer(model, f"experts.fill_{new}", np.array(new, np.float32))
+    graph.replace_uses(
+        y, insert(at, standard.Where, {"condition": hit, "x": value, "y": data}, dims=dims, dtype=y.dtype)
+    )
 
 
 def _filling(value: ir.Value) -> float | None:
@@ -235,7 +236,7 @@ def _expand(model: ir.Model, expand: standard.Expand, tokens: str) -> None:
         raise _refused(expand, "which makes tokens of a constant")
     target = [1, 1, *_sizes(expand, _dims(expand, expand.output)[1:], "which repeats tokens")]
     name = "experts.expanded_" + "_".join(map(str, target))
-    expand.shape = g.initializer(model, name, np.array(target, np.int64))
+    expand.shape = graph.initializer(model, name, np.array(target, np.int64))
 
 
 RULES: Mapping[type[Operator], Rule] = {  # besides what is pointwise
@@ -264,7 +265,7 @@ RULES: Mapping[type[Operator], Rule] = {  # besides what is pointwise
 
 
 def _axes_constant(model: ir.Model, axes: list[int]) -> ir.Value:
-    return g.initializer(model, "experts.axes_" + "_".join(map(str, axes)), np.array(axes, np.int64))
+    return graph.initializer(model, "experts.axes_" + "_".join(map(str, axes)), np.array(axes, np.int64))
 
 
 def _sizes(operator: Operator, dims: Dims, reason: str) -> list[int]:
@@ -283,12 +284,12 @@ def _shifted(operator: Operator, axis: int, counted: ir.Value) -> int:
 
 
 def _flat(value: ir.Value | None, tokens: str) -> bool:
-    dims = None if value is None else g.dims(value)
+    dims = None if value is None else graph.dims(value)
     return bool(dims) and dims is not None and dims[0] == tokens
 
 
 def _dims(operator: Operator, value: ir.Value) -> tuple[int | str | None, ...]:
-    dims = g.dims(value)
+    dims = graph.dims(value)
     if dims is None:
         raise _refused(operator, f"whose {value.name!r} has no known shape")
     return dims

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir import graph as g
-from llmforge.ir import interface, operators
+from llmforge.ir import graph, interface, operators
 from llmforge.ir.operators import standard
 from llmforge.ir.operators.record import STANDARD, Operator, Reduction
 from llmforge.trace.canonicalize.rewriting import integers
@@ -52,7 +51,7 @@ def _mixes(operator: Operator) -> bool:
         case standard.Slice() | Reduction():
             return _axis_holds_tokens(operator.x, integers(operator.operand(type(operator).axes)))
         case standard.MatMul():
-            left, right = g.dims(operator.x) or (), g.dims(operator.w) or ()
+            left, right = graph.dims(operator.x) or (), graph.dims(operator.w) or ()
             return any(map(_holds_tokens, (*left[-1:], *right[-2:-1]))) or _pairs(operator)
         case _:  # pointwise, or of the last axis
             return _pairs(operator)
@@ -60,18 +59,18 @@ def _mixes(operator: Operator) -> bool:
 
 def _axis_holds_tokens(value: ir.Value | None, axes: Sequence[int] | None) -> bool:
     """Say whether one of `axes` of `value` (None: of all) holds tokens; no axis of unknown rank does."""
-    dims = () if value is None else g.dims(value) or ()
+    dims = () if value is None else graph.dims(value) or ()
     return bool(dims) and any(_holds_tokens(dims[axis]) for axis in (range(len(dims)) if axes is None else axes))
 
 
 def _pairs(operator: Operator) -> bool:
     """Say whether a node makes something that has the axis of tokens twice: a product of tokens with tokens."""
-    return any(sum(map(_holds_tokens, g.dims(value) or ())) > 1 for value in operator.node.outputs)
+    return any(sum(map(_holds_tokens, graph.dims(value) or ())) > 1 for value in operator.node.outputs)
 
 
 def _in_front(value: ir.Value) -> tuple[list[str], int] | None:
     """Multiply what stands in front of the sequence: symbols, number; None where there is no axis of just tokens."""
-    dims = g.dims(value) or ()
+    dims = graph.dims(value) or ()
     if dims.count(SEQUENCE) != 1 or None in dims:
         return None
     front = dims[: dims.index(SEQUENCE)]

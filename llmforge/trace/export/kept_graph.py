@@ -18,7 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from llmforge.checkpoint import Checkpoint
-from llmforge.ir import graph as g
+from llmforge.ir import graph
 from llmforge.trace.export import weights
 from llmforge.trace.export.weights import Asked, Bindings, Plan, Source
 
@@ -55,7 +55,7 @@ def dump(model: ir.Model) -> dict[str, bytes]:
     bindings: Bindings = model.meta[weights.BINDINGS]
     clone = model.clone()
     for name, value in clone.graph.initializers.items():
-        tensor = g.tensor(value)
+        tensor = graph.tensor(value)
         if name in bindings.of:
             value.const_value = ir.ExternalTensor(
                 "weights", 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name
@@ -105,8 +105,10 @@ def load(files: Mapping[str, bytes], checkpoint: Checkpoint) -> ir.Model | None:
     for name, (tensors, converted, transposed) in facts["of"].items():
         value = model.graph.initializers[name]
         source = sources[name] if converted else Source(tuple(tensors))
-        shape = ir.Shape(g.static(value))
-        value.const_value = weights.tensor_of(checkpoint, source, shape, g.dtype(value), name, transposed=transposed)
+        shape = ir.Shape(graph.static(value))
+        value.const_value = weights.tensor_of(
+            checkpoint, source, shape, graph.dtype(value), name, transposed=transposed
+        )
         of[name] = source, transposed
     nodes = list(model.graph.all_nodes())
     for index, name, number in facts["numbers"]:

@@ -170,10 +170,10 @@ HOOKS = [
     ),
     Hook(
         "transformers:CompressedTensorsConfig",
-        "evaluation.runtime_process",
+        "measure.runtime_process",
         "dequantizes an exported checkpoint when it is loaded",
     ),
-    Hook("transformers:GenerationConfig", "evaluation.runtime_process", "ends answers of optimum where ours end"),
+    Hook("transformers:GenerationConfig", "measure.runtime_process", "ends answers of optimum where ours end"),
     Hook("transformers:AutoModelForCausalLM.from_config", "trace.export.skeleton", "builds the model without weights"),
     Hook(
         "transformers:AutoModelForCausalLM.from_pretrained",
@@ -275,8 +275,8 @@ HOOKS = [
     ),
     # transformers: caches
     Hook("transformers.cache_utils:Cache", "trace.hooks.attention", "a cache of our layers", ("layers",)),
-    Hook("transformers.cache_utils:DynamicLayer", "evaluation.baseline", "a cache that can be cut"),
-    Hook("transformers.cache_utils:DynamicSlidingWindowLayer", "evaluation.baseline", "a cache that can be cut"),
+    Hook("transformers.cache_utils:DynamicLayer", "measure.baseline", "a cache that can be cut"),
+    Hook("transformers.cache_utils:DynamicSlidingWindowLayer", "measure.baseline", "a cache that can be cut"),
     Hook("transformers.cache_utils:CacheLayerMixin", "trace.hooks.attention", "base of a cache's layer"),
     Hook(
         "transformers.cache_utils:CacheLayerMixin.update",
@@ -305,7 +305,7 @@ HOOKS = [
         "hands over a state",
         ("recurrent_states", "state_idx"),
     ),
-    Hook("transformers:DynamicCache", "evaluation.baseline", "the baseline's own cache"),
+    Hook("transformers:DynamicCache", "measure.baseline", "the baseline's own cache"),
     # transformers: names and layouts of weights
     Hook(
         "transformers.conversion_mapping:get_model_conversion_mapping",

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UsageError
 from llmforge.runtime.sampling.parameters import sampling_of
-from llmforge.runtime.serving import client_json, tools
-from llmforge.runtime.serving.client_json import JsonLimits
-from llmforge.runtime.serving.messages import encode_messages
-from llmforge.runtime.serving.prompts import PromptEncoder
-from llmforge.runtime.serving.request import Request, adapter_number, check_tokens
-from llmforge.runtime.serving.tool_calls import CallParser
-from llmforge.runtime.serving.tools import ToolUse
+from llmforge.serving import client_json, tools
+from llmforge.serving.client_json import JsonLimits
+from llmforge.serving.messages import encode_messages
+from llmforge.serving.prompts import PromptEncoder
+from llmforge.serving.request import Request, adapter_number, check_tokens
+from llmforge.serving.tool_calls import CallParser
+from llmforge.serving.tools import ToolUse
 from llmforge.triton.backend import signature
 from llmforge.triton.backend.signature import TensorSpec
 

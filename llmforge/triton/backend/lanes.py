@@ -1,7 +1,7 @@
 """Threads that read requests, one after the other, so that what takes long holds up nothing but its like.
 
 Triton hands over requests in one thread, and the next one when `execute` returns. A chat template is a stranger's code,
-which may take seconds (`llmforge.runtime.serving.chat`); long texts take as long to tokenize, and constraints may have
+which may take seconds (`llmforge.serving.chat`); long texts take as long to tokenize, and constraints may have
 to be compiled.
 """
 

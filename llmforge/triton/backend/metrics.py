@@ -13,7 +13,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from llmforge.base.errors import ForgeError, Unavailable
-from llmforge.runtime.serving.stats import COUNTERS, GAUGES, EngineStats
+from llmforge.serving.stats import COUNTERS, GAUGES, EngineStats
 
 PERIOD_S = 0.5
 # Seconds. A first token takes as long as its prompt is, a later one as long as a step.

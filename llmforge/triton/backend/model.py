@@ -20,13 +20,13 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
+from llmforge.backends import PROVIDERS
 from llmforge.base import admission, process
-from llmforge.base.backends import PROVIDERS
 from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable
-from llmforge.runtime.backends.config import FILE, RuntimeConfig
-from llmforge.runtime.serving.client_json import JsonLimits
-from llmforge.runtime.serving.engine_process import EngineProcess
-from llmforge.runtime.serving.engine_worker import SMALL_CONSTRAINT
+from llmforge.runtime.config import FILE, RuntimeConfig
+from llmforge.serving.client_json import JsonLimits
+from llmforge.serving.engine_process import EngineProcess
+from llmforge.serving.engine_worker import SMALL_CONSTRAINT
 from llmforge.triton.backend import checks, inputs, settings, signature
 from llmforge.triton.backend.lanes import Lane
 from llmforge.triton.backend.metrics import Metrics

@@ -20,10 +20,10 @@ from tokenizers import Tokenizer
 
 from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, Unavailable, UnsupportedError, UsageError
 from llmforge.runtime.sampling.sampler import TokenLogprob
-from llmforge.runtime.serving.interface import Serving
-from llmforge.runtime.serving.request import Chunk
-from llmforge.runtime.serving.sequence import Ticket
-from llmforge.runtime.serving.tool_calls import CallParser, Piece, call_deltas, text_of, whole_calls
+from llmforge.serving.interface import Serving
+from llmforge.serving.request import Chunk
+from llmforge.serving.sequence import Ticket
+from llmforge.serving.tool_calls import CallParser, Piece, call_deltas, text_of, whole_calls
 from llmforge.triton.backend import signature
 from llmforge.triton.backend.inputs import InferenceRequest
 from llmforge.triton.backend.metrics import Metrics

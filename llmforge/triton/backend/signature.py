@@ -51,7 +51,7 @@ TEXT_OUTPUT = TensorSpec("text_output", "TYPE_STRING")  # what is new since the 
 FINISH_REASON = TensorSpec("finish_reason", "TYPE_STRING")  # "" until the last response
 NUM_INPUT_TOKENS = TensorSpec("num_input_tokens", "TYPE_UINT32")  # of the prompt
 NUM_OUTPUT_TOKENS = TensorSpec("num_output_tokens", "TYPE_UINT32")  # of this response: those of all responses add up
-USAGE = TensorSpec("usage", "TYPE_STRING")  # last response: JSON of `llmforge.runtime.Usage`
+USAGE = TensorSpec("usage", "TYPE_STRING")  # last response: JSON of `llmforge.serving.Usage`
 LOGPROBS = TensorSpec("logprobs", "TYPE_STRING")  # where asked for: JSON list, one entry a token of this response
 # Where there are any: JSON list of calls in OpenAI's shape; in a stream, of what is new of them, with `index`.
 TOOL_CALLS = TensorSpec("tool_calls", "TYPE_STRING")

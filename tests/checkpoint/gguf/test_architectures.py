@@ -20,9 +20,9 @@ from llmforge.checkpoint.quantized.gguf import GgufTensor, grouped
 from llmforge.quantization.grids import dequantize
 from llmforge.quantization.stored import NotHeld
 
-from ... import zoo
-from ...checkpoints import write_checkpoint
-from ...gguf_files import ARRAY, BOOL, F16, F32, FLOAT32, Q4_0, Q8_0, STRING, UINT32, value, write
+from ...models import zoo
+from ...models.checkpoints import write_checkpoint
+from ...models.gguf_files import ARRAY, BOOL, F16, F32, FLOAT32, Q4_0, Q8_0, STRING, UINT32, value, write
 
 # GGUF's name → the model of the zoo, with changes that GGUF has no key for
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -198,8 +198,8 @@ def test_another_file_in_its_place_is_another_checkpoint(tmp_path: Path) -> None
 
 def divisors(tmp_path: Path, factors: np.ndarray[Any, Any]) -> dict[str, Any]:
     """Write a Llama with divisors of its frequencies, and read its configuration."""
-    from ...gguf_files import gguf as file_of
-    from ...gguf_files import metadata_of, vocabulary_of
+    from ...models.gguf_files import gguf as file_of
+    from ...models.gguf_files import metadata_of, vocabulary_of
 
     write_checkpoint(tmp_path / "hf", num_hidden_layers=1)
     settings = json.loads((tmp_path / "hf" / "config.json").read_text())

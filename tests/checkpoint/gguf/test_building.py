@@ -17,9 +17,9 @@ from llmforge.ir import dialect
 from llmforge.planning import config, source
 from llmforge.quantization.grids import Grid, dequantize, round_to_nearest
 
-from ... import zoo
-from ...checkpoints import write_checkpoint
-from ...gguf_files import F16, F32, Q4_0, Q8_0, write
+from ...models import zoo
+from ...models.checkpoints import write_checkpoint
+from ...models.gguf_files import F16, F32, Q4_0, Q8_0, write
 
 
 def test_a_traced_file_computes_what_its_checkpoint_does(tmp_path: Path) -> None:

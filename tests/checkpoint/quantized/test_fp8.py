@@ -20,7 +20,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.quantized import NotHeld, QuantizedTensor
 from llmforge.trace.export import skeleton
 
-from ... import zoo
+from ...models import zoo
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 UP = "model.layers.0.mlp.up_proj.weight"

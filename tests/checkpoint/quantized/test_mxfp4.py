@@ -17,7 +17,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.quantized import NotHeld, QuantizedTensor
 from llmforge.trace.export import skeleton
 
-from ... import zoo
+from ...models import zoo
 
 DOWN = "model.layers.0.mlp.experts.down_proj"
 

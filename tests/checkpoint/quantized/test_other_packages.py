@@ -21,9 +21,9 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.gguf import architectures, blocks
 from llmforge.trace.export import skeleton
 
-from ... import zoo
-from ...checkpoints import write_checkpoint
-from ...gguf_files import F16, F32, Q4_0, Q8_0, write
+from ...models import zoo
+from ...models.checkpoints import write_checkpoint
+from ...models.gguf_files import F16, F32, Q4_0, Q8_0, write
 from ..gguf.test_architectures import MODELS
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

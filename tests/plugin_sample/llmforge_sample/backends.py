@@ -1,6 +1,6 @@
 """The record of a backend: data, and modules by their names, for a serving environment reads it, too."""
 
-from llmforge.base.backends import Backend, Provider, Use
+from llmforge.backends import Backend, Provider, Use
 
 PLAIN = Backend(
     name="sample-plain",

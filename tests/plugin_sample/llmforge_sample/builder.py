@@ -6,26 +6,27 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from llmforge.engines import BuildRequest, Engine, onnxruntime
-from llmforge.lowering.pass_base import Changes
+from llmforge.backends.engines import BuildRequest, Engine
+from llmforge.backends.onnxruntime import builder
 from llmforge.recipe import EngineSpec
-from llmforge.runtime.backends.config import FILE
+from llmforge.rewrite.pass_base import Changes
+from llmforge.runtime.config import FILE
 from llmforge.targets import Target
 
 
 def require_host(target: Target, spec: EngineSpec) -> None:
     """Return if this machine runs what is built for `target`."""
-    onnxruntime.require_host(target, spec)
+    builder.require_host(target, spec)
 
 
 def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, Changes]:
     """Rewrite what the passes left into operators that ONNX Runtime runs."""
-    return onnxruntime.lower(model, target, spec)
+    return builder.lower(model, target, spec)
 
 
 def build(request: BuildRequest) -> Engine:
     """Write the engine, and prove that it runs."""
-    built = onnxruntime.build(request)
+    built = builder.build(request)
     config = replace(built.config, session=replace(built.config.session, optimize=False))
     (request.folder / FILE).write_text(config.to_json(), encoding="utf-8")
     return replace(built, config=config)

@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 
 from llmforge.ir import graph
 from llmforge.ir.operators.standard import MatMul
-from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _THINNED = ".thinned"  # ends the name of a weight that was done
 

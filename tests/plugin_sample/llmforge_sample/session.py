@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmforge.runtime.backends.config import RuntimeConfig
-from llmforge.runtime.backends.device import CudaDevice
-from llmforge.runtime.backends.session import Session
+from llmforge.backends.onnxruntime.session import Session
+from llmforge.runtime.config import RuntimeConfig
+from llmforge.runtime.device.cuda import CudaDevice
 
 
 def open_engine(file: Path, config: RuntimeConfig, threads: int | None, gpu: CudaDevice | None) -> Session:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from llmforge.ir import graph, interface
 from llmforge.ir.operators import canonical
 
-from ... import zoo, zoo_classic
+from ...models import zoo, zoo_classic
 
 DATA = Path(__file__).parents[2] / "data"
 LAYERS = 6

@@ -19,12 +19,12 @@ from llmforge.ir import graph, interface
 from llmforge.ir.derived import Derived, side_by_side
 from llmforge.ir.operators import canonical, contrib
 from llmforge.ir.operators.standard import Add, Gather, MatMul, RMSNormalization, RotaryEmbedding, Sigmoid
-from llmforge.lowering import smoothing
-from llmforge.lowering.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite import smoothing
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 from llmforge.verification.promises import Promises
 from llmforge.verification.verifier import Verifier
 
-from ... import graphs
+from ...models import graphs
 
 EXACT, ROUNDING, LOSSY = Numerics.EXACT, Numerics.ROUNDING, Numerics.LOSSY
 Act = Callable[[ir.Model], "list[str] | None"]

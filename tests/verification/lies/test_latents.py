@@ -14,14 +14,14 @@ from llmforge.base.errors import VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import derived, graph, operators
 from llmforge.ir.operators import canonical, cpu
-from llmforge.lowering.pass_base import Budget
 from llmforge.passes import CpuKernels
+from llmforge.rewrite.pass_base import Budget
 from llmforge.trace import trace
 from llmforge.verification.promises import Promises
 from llmforge.verification.trace_verifier import verify_trace
 from llmforge.verification.verifier import Verifier
 
-from ... import graphs, zoo
+from ...models import graphs, zoo
 from . import table
 
 # The trace takes seconds: it is made once.

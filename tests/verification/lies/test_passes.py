@@ -13,7 +13,7 @@ from llmforge.passes import PackQkv
 from llmforge.trace import trace
 from llmforge.verification.promises import Promises
 
-from ... import graphs, zoo, zoo_classic
+from ...models import graphs, zoo, zoo_classic
 from . import table
 
 SAMPLE = Path(__file__).parents[2] / "data/docs-llama-7m"

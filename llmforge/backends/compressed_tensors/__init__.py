@@ -1,0 +1,1 @@
+"""Checkpoints in the format of compressed-tensors, which vLLM and SGLang load."""

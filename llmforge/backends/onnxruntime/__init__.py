@@ -1,0 +1,1 @@
+"""ONNX Runtime: graphs on CPUs, and on GPUs through its CUDA provider."""

@@ -1,0 +1,1 @@
+"""ONNX Runtime's CUDA provider: lowering, sessions over slots and blocks, captured steps."""

@@ -1,0 +1,1 @@
+"""Engines that compute one model together, a process each."""

@@ -1,0 +1,144 @@
+"""What a driver and a rank tell each other while the rank starts, and what a driver has its ranks do (`Group.command`).
+
+A command is a list of calls, done in order: copies of cached tokens wait for the next step, and cost no round of their
+own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmforge.base.errors import ForgeError
+from llmforge.runtime.config import RuntimeConfig, SessionConfig
+from llmforge.runtime.interface import StepInputs
+from llmforge.runtime.signature import Signature
+
+LEFT = 75  # exit code of a rank that ends because another one did, or the driver
+
+
+@dataclass(frozen=True)
+class OnGpu:
+    """Where a rank runs that has a GPU of its own, and what its engine is."""
+
+    config: RuntimeConfig
+    device: int  # among those that the process sees
+
+
+@dataclass(frozen=True)
+class Begin:
+    """What a rank is, and what it loads."""
+
+    rank: int
+    ranks: int
+    driver: int  # the id of its process: when that ends, so does the rank
+    file: Path
+    session: SessionConfig
+    own_kernels: bool
+    group: int  # descriptor
+    room: int
+    logits: int  # descriptor
+    reply: int  # descriptor
+    spins: int
+    limit_s: float
+    gpu: OnGpu | None = None  # None: it computes on the CPU
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What names the communicator of ranks on GPUs: the first makes it, the driver hands it to the others."""
+
+    unique_id: bytes
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A rank has loaded its engine, which says of itself what a scheduler asks (`interface.Backend`)."""
+
+    signature: Signature
+    rows_alone: bool
+    longest_step: int | None
+    buckets: tuple[int, ...]
+    decodes_ahead: bool
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """What a rank says of its device, once a cache is allocated and steps are captured over it."""
+
+    notes: tuple[str, ...]
+    spare_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A rank ends with an error."""
+
+    error: ForgeError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rows of a cache that every rank has, by its number."""
+
+    cache: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Allocate:
+    """Reserve cache number `cache`."""
+
+    cache: int
+    batch: int
+    capacity: int
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Nobody has the cache any more."""
+
+    cache: int
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copy tokens from row to row (`Rows.copy`)."""
+
+    to: Place
+    row: int
+    start: int
+    source: Place
+    source_row: int
+    source_start: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """Run the graph once; the first rank writes the logits, of this shape, where the driver reads them."""
+
+    inputs: StepInputs
+    rows: Place
+    shape: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Run one token a row by `Backend.begin_decode`; the first rank replies with the heads."""
+
+    inputs: StepInputs
+    rows: Place
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Have the first rank reply what a method of its last decode step (`DecodeRun`) returns."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+
+Call = Allocate | Drop | Copy | Step | Decode | Ask

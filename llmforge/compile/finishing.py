@@ -1,0 +1,123 @@
+"""Finish an artifact whose engine is pending: build the engine on the host that can, and publish both as a new version.
+
+What needs the checkpoint, quality and latency beside it, is measured where the recipe is given again: an artifact names
+checkpoint and texts, and does not hold them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from llmforge import artifact, passes, targets
+from llmforge.artifact import Artifact, Hashing
+from llmforge.backends import engines, pending
+from llmforge.backends.engines import Engine
+from llmforge.backends.pending import Pending
+from llmforge.base.errors import UsageError
+from llmforge.base.progress import Progress, Silent
+from llmforge.checkpoint import Checkpoint
+from llmforge.compile import evidence, lock, publishing, texts
+from llmforge.compile.evidence import Clock, Evidence
+from llmforge.compile.publishing import BuildResult
+from llmforge.gates import confirmed, records
+from llmforge.measure import machine
+from llmforge.measure.footprint import BytesRead
+from llmforge.recipe import Recipe, ServingSpec
+from llmforge.runtime.config import physical_cores
+from llmforge.targets import Target
+from llmforge.triton import repository
+
+
+def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None = None) -> BuildResult:
+    """Build the engine that is pending in the artifact at `path`, and publish it as a version beside that one.
+
+    `recipe` is the one that the artifact was built by; its checkpoint and texts are read for what is measured.
+
+    Raises:
+        InputError: no engine is pending there, or files or verdict of the artifact were changed.
+        UsageError: `recipe` is another one, or its checkpoint is another.
+        EnvironmentLacks: this machine has not what builds the engine.
+        ForgeError: anything else that keeps it from being built; nothing that looks finished is left behind.
+    """
+    progress = clock = Clock(progress or Silent())
+    progress.stage("Check artifact and host")
+    opened = confirmed.open_artifact(path)
+    manifest, waiting = opened.manifest, pending.read(opened.path / "engine")
+    target = targets.load(waiting.target)
+    builder = engines.for_target(waiting.backend, target)
+    builder.require_host(target, waiting.spec)
+    if recipe is not None:
+        check_recipe(recipe, opened)
+    opened.verify()
+    parent = opened.path.parent  # one that was moved out of `<name>` gets its new version beside it
+    out = parent.parent if parent.name == manifest.name else parent
+    with artifact.staging(out, manifest.name) as staging, Hashing(staging) as hashing:
+        progress.stage("Build engine")
+        shutil.copytree(opened.path / "tokenizer", staging / "tokenizer", copy_function=shutil.copyfile)
+        engine = builder.build(waiting.request(opened.path / "engine", staging / "engine", target, progress))
+        serving = ServingSpec.published(manifest.recipe, str(opened.path))
+        made_of = {"checkpoint": f"{manifest.recipe.get('checkpoint')} {manifest.checkpoint}"}
+        model = repository.Model(manifest.name, target.kind, serving, engine.config, made_of)
+        repository.write(model, staging / repository.FOLDER / manifest.name)
+        hashing.begin_content()
+        found = measure(waiting, staging, engine, target, recipe, progress)
+        before = records.read(opened)
+        built_from = f"engine built from version {manifest.version}, which was written on {before.machine.cpu}"
+        facts = {
+            **dict(before),
+            "notes": (*before.notes, built_from, *engine.notes, *found.notes),
+        }  # passes and calibration stay
+        locked = lock.read(opened)
+        here = {"machine": machine.describe(), "packages": lock.packages(), "code": lock.code()}
+        stages = tuple(stage for stage in locked.stages if stage.name != lock.ENGINE)
+        locked = locked.model_copy(update={**here, "stages": stages})
+        return publishing.publish(
+            staging,
+            facts,
+            engine,
+            found,
+            target=target,
+            lock=locked,
+            hashing=hashing,
+            clock=clock,
+            progress=progress,
+        )
+
+
+def check_recipe(recipe: Recipe, opened: Artifact) -> None:
+    """Refuse a recipe, or a checkpoint, that the artifact was not built by."""
+    resolved, written = recipe.resolved(recipe.instantiate(passes.ALL)), opened.manifest.recipe
+    if different := sorted(key for key in {*resolved, *written} if resolved.get(key) != written.get(key)):
+        raise UsageError(
+            f"{recipe.path}: does not match {opened.path}: {', '.join(different)} differ",
+            hint="use the recipe and --set options of the first build, or no recipe to skip measuring",
+        )
+    digest = Checkpoint.open(recipe.fetched(), recipe.merged).digest
+    if digest != opened.manifest.checkpoint:
+        raise UsageError(
+            f"{recipe.checkpoint}: its digest is {digest}, but the artifact was built from {opened.manifest.checkpoint}"
+        )
+
+
+def measure(
+    waiting: Pending, staging: Path, engine: Engine, target: Target, recipe: Recipe | None, progress: Progress
+) -> Evidence:
+    """Measure the engine as it ships, where this machine runs it and the recipe says beside what."""
+    if recipe is None:
+        missing = "no recipe was given to measure it with"
+        return Evidence(None, None, None, engines.why_not_run(target) or missing)
+    checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
+    return evidence.measure(
+        staging,
+        engine,
+        BytesRead(waiting.weight_bytes_per_token, waiting.kv_bytes_per_token, waiting.multiply_adds_per_token),
+        spec=recipe.validation,
+        target=target,
+        checkpoint=checkpoint,
+        windows=texts.evaluation_windows(recipe, checkpoint),
+        threads=physical_cores(),
+        ranks=engines.devices(target, waiting.spec),
+        progress=progress,
+        adapters=recipe.apart,
+    )

@@ -1,0 +1,367 @@
+"""Measure a published artifact again, here: one more record of evidence, or documents until its gates are decided."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge import artifact, passes, targets
+from llmforge.artifact import Artifact
+from llmforge.backends import engines
+from llmforge.backends.engines import Engine
+from llmforge.base.errors import DataError, EnginePending, UnsupportedError, UsageError
+from llmforge.base.progress import Progress, Silent
+from llmforge.base.sealed import is_content
+from llmforge.cache import Cache
+from llmforge.checkpoint import Checkpoint, documents, text
+from llmforge.checkpoint.text import Window
+from llmforge.compile import evidence, finishing, reference, tasks, texts
+from llmforge.compile.evidence import Clock
+from llmforge.compile.publishing import BuildResult
+from llmforge.compile.reuse import opened as opened_cache
+from llmforge.compile.tasks import Server
+from llmforge.gates import confirmed, decision, records, release, verdict
+from llmforge.gates.decision import Figure, Verdict
+from llmforge.gates.records import Report
+from llmforge.gates.release import Judgement, Look, Pairs, Subject
+from llmforge.measure import machine, quality
+from llmforge.measure.baseline import open_baseline
+from llmforge.measure.footprint import BytesRead
+from llmforge.measure.quality import Logits
+from llmforge.measure.runtimes import Interpreter
+from llmforge.metrics import catalog
+from llmforge.metrics.agreement import RuntimeName
+from llmforge.metrics.quality import DocumentSums
+from llmforge.metrics.tasks import TaskResult
+from llmforge.recipe import GateSpec, Recipe
+from llmforge.report import comparing, render
+from llmforge.runtime.config import FILE, RuntimeConfig, physical_cores
+from llmforge.serving import load as load_runner
+from llmforge.targets import Target
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What tasks gave, and the evidence that it became."""
+
+    tasks: tuple[TaskResult, ...]
+    left_out: tuple[str, ...]
+    result: BuildResult | None  # None: it became none
+
+
+def validate(
+    path: Path,
+    recipe: Recipe,
+    progress: Progress | None = None,
+    *,
+    pythons: Mapping[RuntimeName, Path] | None = None,
+) -> BuildResult:
+    """Measure the artifact at `path` on this machine, and add what was found to its evidence.
+
+    `recipe` is the one that it was built by: it says beside which checkpoint, on which text. No file changes. The
+    artifact runs in the other runtimes that the recipe or `pythons` names, each by its Python there, else by this one.
+
+    Raises:
+        InputError: files of the artifact were changed.
+        UsageError: `recipe` is another one, or its checkpoint is.
+        EnginePending: there is no engine to measure.
+        UnsupportedError: this machine does not run the engine, or the recipe asks for nothing to be measured, or
+            another runtime would not load it.
+        EnvironmentLacks: another runtime cannot be imported.
+    """
+    progress = clock = Clock(progress or Silent())
+    progress.stage("Check artifact and recipe")
+    opened = _runnable(path)
+    opened.verify()
+    finishing.check_recipe(recipe, opened)
+    before = Subject.of(opened).report
+    if recipe.validation.is_empty:
+        raise UnsupportedError(f"{path}: its recipe asks for no validation", hint="add `validation` and build again")
+    target = targets.load(before.target.name) if before.target.name in targets.names() else targets.local()
+    if (reason := engines.why_not_run(target)) is not None:
+        raise UnsupportedError(f"{path}: cannot be measured here: {reason}")
+    others = _others(recipe, target, pythons or {})
+    spec = recipe.validation
+    if before.latency is None and spec.latency is not None:
+        raise UnsupportedError(
+            f"{path}: what a decode step reads was not counted, so that latency has nothing to be held against",
+            hint="build it again, or finish it with its recipe",
+        )
+    read = BytesRead(0, 0)
+    if before.latency is not None:
+        footprint = before.latency.footprint
+        read = BytesRead(
+            footprint.weight_bytes_per_token, footprint.kv_bytes_per_token, footprint.multiply_adds_per_token
+        )
+    checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
+    found = evidence.measure(
+        opened.path,
+        Engine(opened.path / "engine", RuntimeConfig.read(opened.path / "engine" / FILE), 0, before.engine.size_bytes),
+        read,
+        spec=spec,
+        target=target,
+        checkpoint=checkpoint,
+        windows=texts.evaluation_windows(recipe, checkpoint),
+        threads=recipe.engine.threads or physical_cores(),
+        ranks=engines.devices(target, recipe.engine),
+        progress=progress,
+        interpreters=others,
+        adapters=recipe.apart,
+    )
+    engine = before.engine.model_copy(update={"unmeasured": found.unmeasured})
+    kept_tasks = tasks.merge(before.tasks, found.tasks)  # of `llmforge eval`
+    judged = replace(found, tasks=kept_tasks).judge(Subject.of(opened).sealed_limits, engine, before.checkpoint)
+    changed: dict[str, Any] = {
+        "created": datetime.now(UTC).replace(microsecond=0).isoformat(),
+        "verdict": decision.overall(judged),
+        "gates": judged,
+        "quality": found.quality,
+        "quality_baseline": found.baseline,
+        "latency": found.latency,
+        "runtimes": found.runtimes,
+        "tasks": kept_tasks,
+        "adapters": found.adapters,
+        "engine": engine,
+        "build": clock.record(records.ReusedRecord()),
+        "machine": machine.describe(),
+        "versions": artifact.tool_versions(),
+        "notes": tuple(dict.fromkeys((*before.notes, f"measured again on {machine.describe().cpu}", *found.notes))),
+        "files": {},
+        "previous": None,
+    }
+    progress.stage("Publish")
+    return _add(opened, before.model_copy(update=changed))
+
+
+def _add(opened: Artifact, report: Report) -> BuildResult:
+    """Add a report to the evidence of an artifact, which stays as it is."""
+    parent = opened.path.parent  # one that was moved out of `<name>` gets its record beside it
+    out = parent.parent if parent.name == opened.manifest.name else parent
+    with artifact.staging(out, opened.manifest.name) as staging:
+        for name in opened.manifest.files:
+            (staging / name).parent.mkdir(parents=True, exist_ok=True)
+            assert is_content(name)
+            shutil.copyfile(opened.path / name, staging / name)
+        (staging / artifact.REPORT).mkdir()
+        previous = comparing.previous(out, report, made=opened.evidence[0].created)
+        if isinstance(previous, str):
+            report, previous = report.model_copy(update={"notes": (*report.notes, previous)}), None
+        render.write(report, staging / artifact.REPORT, previous)
+        published = artifact.publish(staging, opened.manifest, json.loads(report.to_json()))
+    return BuildResult(published.path, records.read(published), previous)
+
+
+def _others(recipe: Recipe, target: Target, pythons: Mapping[RuntimeName, Path]) -> tuple[Interpreter, ...]:
+    """Find the other runtimes that the recipe or `pythons` names, and refuse those that would not load the engine."""
+    wanted = tuple(dict.fromkeys((*recipe.validation.runtimes, *pythons)))
+    for name in wanted:
+        if (why := recipe.why_not_loaded(name, passes.ALL)) is not None:
+            raise UnsupportedError(f"{recipe.path}: {why[0]}", hint=why[1])
+    if wanted and recipe.validation.quality is None:
+        raise UsageError(f"{recipe.path}: has no `validation: {{quality: …}}`: there is no text to answer")
+    return evidence.interpreters(recipe, target, pythons, wanted)
+
+
+def evaluate(
+    path: Path,
+    wanted: Sequence[str],
+    checkpoint: Checkpoint,
+    progress: Progress | None = None,
+    *,
+    limit: int | None = None,
+    few_shot: int | None = None,
+    server: Server | None = None,
+    cache: Callable[[], Cache] | None = None,
+) -> Evaluated:
+    """Run the tasks `wanted` on the artifact at `path` and its checkpoint, and add what was found to its evidence.
+
+    Quality, latency and other tasks stay as they were measured. What a `server` answers is no evidence of the artifact:
+    it is shown, and added to nothing.
+
+    Raises:
+        InputError: files of the artifact were changed; a task, or its data, cannot be used.
+        UsageError: the checkpoint is another one, or there is no such task.
+        EnginePending: there is no engine to run.
+        EnvironmentLacks, UnsupportedError: see `tasks.run`; or this machine does not run the engine.
+    """
+    progress = progress or Silent()
+    progress.stage("Check artifact and checkpoint")
+    opened = _runnable(path)
+    opened.verify()
+    if checkpoint.digest != opened.manifest.checkpoint:
+        raise UsageError(
+            f"{checkpoint.path}: its digest is {checkpoint.digest}, but the artifact was built from "
+            f"{opened.manifest.checkpoint}"
+        )
+    before = Subject.of(opened).report
+    threads = physical_cores()
+    progress.stage("Load engine")
+    runner = load_runner(opened.path, threads=threads)
+    with tempfile.TemporaryDirectory() as scratch, opened_cache(cache, Path(scratch), progress) as reuse:
+        found, left_out = tasks.run(
+            wanted,
+            runner,
+            checkpoint,
+            progress,
+            engine=f"{evidence.describe(runner, threads)}, {machine.describe().cpu}",
+            threads=threads,
+            limit=limit,
+            few_shot=few_shot,
+            content=opened.manifest.content_digest,
+            reuse=reuse,
+            server=server,
+        )
+    if server is not None:
+        return Evaluated(found, left_out, None)
+    every = tasks.merge(before.tasks, found)
+    subject = Subject.of(opened)
+    measured = before.model_copy(update={"tasks": every}).measured
+    judged = verdict.judge(subject.sealed_limits, measured, before.engine.unmeasured)
+    changed = {
+        "created": datetime.now(UTC).replace(microsecond=0).isoformat(),
+        "verdict": decision.overall(judged),
+        "gates": judged,
+        "tasks": every,
+        "notes": tuple(dict.fromkeys((*before.notes, *left_out))),
+        "files": {},
+        "previous": None,
+    }
+    progress.stage("Publish")
+    return Evaluated(found, left_out, _add(opened, before.model_copy(update=changed)))
+
+
+def decide(
+    release_: Subject,
+    specs: Mapping[str, GateSpec],
+    against: Subject | None,
+    recipe: Recipe,
+    more: Sequence[Path] = (),
+    *,
+    most: int | None = None,
+    progress: Progress | None = None,
+    in_turns: Mapping[str, Figure | str] | None = None,
+    notes: Sequence[str] = (),
+) -> Judgement:
+    """Measure further documents until `specs` are decided, or `most` documents (or the text) are used up.
+
+    It also ends where no further document would decide what is left. `in_turns` are differences of durations, as of
+    `release.judge`.
+
+    The recorded documents are the first look. Each look may spend the share of `ALPHA` that its new documents have of
+    all that there may be: over all looks a gate passes wrongly with probability `ALPHA` at most, whatever the looks
+    have in common (union bound; the spending function of Lan and DeMets 1983 that is linear).
+
+    Raises:
+        DataError: there are no further documents.
+        ForgeError: what `validate` raises.
+    """
+    progress = progress or Silent()
+    progress.stage("Check artifacts and recipe")
+    finishing.check_recipe(recipe, release_.opened)
+    sides = [release_] if against is None else [release_, against]
+    if recipe.validation.quality is None:
+        raise UsageError(f"{recipe.path}: has no `validation: {{quality: …}}`: it does not say on which text to decide")
+    if len({side.report.checkpoint.digest for side in sides}) > 1:
+        raise UsageError("the artifacts were built from different checkpoints; their documents cannot be paired")
+    runners = []
+    for side in sides:
+        _runnable(side.opened.path).verify()
+        runners.append(load_runner(side.opened.path, threads=recipe.engine.threads or physical_cores()))
+    ours, theirs = _recorded(release_, against)
+    checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
+    known = {each.document for side in sides for each in _documents(side)}
+    pool = [group for group in _further(recipe, checkpoint, more) if group[0].document not in known]
+    total = min(len(ours) + len(pool), most or len(ours) + len(pool))
+    if total <= len(ours):
+        raise DataError(
+            f"{len(ours)} documents were measured already, and there are no further ones up to {total}",
+            hint="give more text with --text FILE.jsonl, or a larger --max-documents",
+        )
+    original = reference.of(recipe.validation.quality, checkpoint)
+    baseline = open_baseline(original, threads=recipe.engine.threads or physical_cores())
+    others = [name for name in specs if catalog.plugin_of(name) is not None]
+    looks: list[Look] = []
+    for size, alpha in decision.schedule(len(ours), total):
+        progress.stage(f"Measure up to {size} documents")
+        further = [pool.pop(0) for _ in range(size - len(ours))]
+        expected = baseline.of([window.ids for group in further for window in group], progress.advance)
+        for group in further:
+            progress.advance(len(ours), size)
+            found = _measured(group, expected, [runner.logits for runner in runners], others)
+            ours.append(found[0])
+            theirs += found[1:]
+        pairs: Pairs = (ours, theirs)
+        judged = release.judge(release_, specs, against, in_turns=in_turns, documents=pairs, alpha=alpha, notes=notes)
+        looks.append(Look(documents=len(ours), alpha=alpha, verdict=judged.verdict))
+        left = {each.metric for each in judged.gates if each.verdict is Verdict.INCONCLUSIVE}
+        if judged.verdict is not Verdict.INCONCLUSIVE or not left & release.growing(specs).keys():
+            break
+    return judged.model_copy(update={"looks": tuple(looks)})
+
+
+def _recorded(ours: Subject, against: Subject | None) -> Pairs:
+    """Take the documents of the first look; of two artifacts those that were measured of both."""
+    if against is None:
+        return list(_documents(ours)), []
+    return release.pairs(ours, against)
+
+
+def _documents(side: Subject) -> Sequence[DocumentSums]:
+    return () if side.report.quality is None else side.report.quality.per_document
+
+
+def _further(recipe: Recipe, checkpoint: Checkpoint, more: Sequence[Path]) -> list[list[Window]]:
+    """Cut every document of the recipe's text, and of `more`, into windows; a list for each document."""
+    spec = recipe.validation.quality
+    assert spec is not None
+    calibration = documents.read_documents(recipe.calibration.data) if recipe.calibration else []
+    groups: dict[str, list[Window]] = {}
+    for path in (spec.data, *more):
+        read = documents.read_documents(path)
+        documents.refuse_overlap(calibration, read)
+        for window in text.windows(checkpoint.tokenizer, read, spec.context, checkpoint.bos_token_id):
+            if len(window.ids) > 1:
+                groups.setdefault(window.document, []).append(window)
+    return list(groups.values())
+
+
+def _measured(
+    windows: Sequence[Window],
+    baseline: Logits,
+    sides: Sequence[Callable[[list[int]], NDArray[np.float32]]],
+    metrics: Sequence[str],
+) -> list[DocumentSums]:
+    """Compare each side with the baseline, which runs once, on the windows of one document.
+
+    `metrics` are those of plug-ins that are asked for.
+    """
+    expected = [baseline(window.ids) for window in windows]
+    found = []
+    for logits in sides:
+        kept = iter(expected)
+        compared = quality.compare(
+            windows,
+            lambda _, kept=kept: next(kept),  # type: ignore[misc]
+            lambda ids, f=logits: f(ids.tolist()),  # type: ignore[misc]
+            metrics=metrics,
+        )
+        found.append(compared.per_document[0])
+    return found
+
+
+def _runnable(path: Path) -> Artifact:
+    opened = confirmed.open_artifact(path)
+    if Subject.of(opened).report.engine.pending:
+        raise EnginePending(
+            f"{path}: the engine is not built yet", hint=f"on the target: llmforge build --finish {path}"
+        )
+    return opened

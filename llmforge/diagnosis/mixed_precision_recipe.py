@@ -1,0 +1,107 @@
+"""Passes, and recipes, that keep parts of a model in higher precision."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+
+from llmforge import targets
+from llmforge.base import folders
+from llmforge.compile.lossy_parts import Part, literal
+from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
+from llmforge.passes.quantize_weights import QuantizeWeights
+from llmforge.quantization import methods
+from llmforge.recipe import TASK_FILES, Recipe
+from llmforge.rewrite import options
+from llmforge.rewrite.pass_base import Pass
+
+BITS = 8  # of weights that are kept, where the pass has 4
+_SHARED = ("budget", "block_size", "symmetric", "embedding_bits", "routers")  # options that say nothing of the method
+
+Entry = tuple[str, dict[str, Any]]  # a pass of a recipe, and its options
+
+
+def entries(step: Pass, written: Mapping[str, Any], parts: Sequence[Part]) -> list[Entry]:
+    """Write what takes the place of `step`, whose options are `written`, in a recipe that keeps `parts`.
+
+    Weights of 4 bits are kept in 8, by a second pass, and tables and others as they are; layers of a cache in fp32.
+    """
+    layers = {layer for part in parts for layer in part.layers}
+    if layers:
+        kept = sorted({*written.get("exclude_layers", ()), *layers})
+        return [(step.name, {**written, "exclude_layers": kept})]
+    own = list(written.get("exclude", ()))
+    excluded = list(dict.fromkeys([*own, *(literal(name) for part in parts for name in part.parameters)]))
+    made: list[Entry] = [(step.name, {**written, "exclude": excluded})]
+    if in_more_bits(step, parts):
+        tables = [literal(name) for part in parts if part.table for name in part.parameters]
+        shared = {name: deepcopy(written[name]) for name in _SHARED if name in written}  # YAML marks what is one object
+        more = {"bits": BITS, "method": methods.PLAIN.name, **({"exclude": own + tables} if own + tables else {})}
+        made.append((step.name, {**shared, **more}))
+    return made
+
+
+def in_more_bits(step: Pass, parts: Sequence[Part]) -> bool:
+    """Say if weights of `parts` can be kept in more bits instead of as they are."""
+    if not isinstance(step, QuantizeWeights) or step.bits >= BITS or all(part.table for part in parts):
+        return False
+    return step.accuracy_level == INT8_ACTIVATIONS  # the only one that 8 bits run well at
+
+
+def passes(step: Pass, written: Mapping[str, Any], parts: Sequence[Part]) -> list[Pass]:
+    """Make the passes of `entries`."""
+    return [options.make(type(step), given) for _, given in entries(step, written, parts)]
+
+
+def how(step: Pass, parts: Sequence[Part]) -> str:
+    """Say in what the parts are kept."""
+    return f"in {BITS} bits" if in_more_bits(step, parts) else "unquantized"
+
+
+def names(part: Part) -> Sequence[str]:
+    """Name what is kept of a part."""
+    return part.parameters or [f"cache of layer {layer}" for layer in part.layers]
+
+
+def write(recipe: Recipe, replaced: Mapping[int, Sequence[Entry]], path: Path) -> None:
+    """Write `recipe` to `path` with the passes of some numbers `replaced`; its paths are relative to the new file."""
+    plain = deepcopy(recipe.written)
+    old = plain["passes"]
+    plain["passes"] = [
+        each
+        for number, entry in enumerate(old)
+        for each in ([{name: given} for name, given in replaced[number]] if number in replaced else [entry])
+    ]
+    folder = folders.followed(path).parent
+    if recipe.snapshot is None:
+        plain["checkpoint"] = _relative(recipe.checkpoint, folder)
+    for number, adapter in enumerate(recipe.adapters):
+        plain["adapters"][number]["path"] = _relative(adapter.path, folder)
+    if targets.is_file(recipe.target):
+        plain["target"] = _relative(Path(recipe.target), folder)
+    if recipe.calibration is not None:
+        plain["calibration"]["data"] = _relative(recipe.calibration.data, folder)
+    if recipe.validation.quality is not None:
+        plain["validation"]["quality"]["data"] = _relative(recipe.validation.quality.data, folder)
+    if (latency := recipe.validation.latency) is not None and latency.trace is not None:
+        plain["validation"]["latency"]["workloads"]["trace"]["data"] = _relative(latency.trace.data, folder)
+    if recipe.validation.tasks is not None:
+        plain["validation"]["tasks"] = [
+            _relative(Path(task), folder) if task.endswith(TASK_FILES) else task for task in recipe.validation.tasks
+        ]
+    yaml = YAML(typ="safe")
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    yaml.width = 120
+    stream = io.StringIO()
+    yaml.dump(plain, stream)
+    path.write_text(stream.getvalue(), encoding="utf-8")
+
+
+def _relative(path: Path, folder: Path) -> str:
+    return os.path.relpath(path, folder)

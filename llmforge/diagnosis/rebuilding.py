@@ -1,0 +1,104 @@
+"""Make the graphs of a build again, from its recipe and what the build cache has of it, without proofs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from llmforge import passes, targets
+from llmforge.artifact import Artifact
+from llmforge.base.errors import InputError
+from llmforge.base.progress import Progress
+from llmforge.cache import Cache
+from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint.adapters import Adapter
+from llmforge.checkpoint.text import Window
+from llmforge.compile import dry_run, finishing, lock, pipeline, preflight, reuse, texts
+from llmforge.compile.lock import Stages
+from llmforge.compile.lossy_parts import LossyStep
+from llmforge.ir.scratch import Scratch
+from llmforge.recipe import Recipe
+from llmforge.rewrite import pass_base
+from llmforge.rewrite.pass_base import Context, Numerics
+from llmforge.verification.promises import Promises
+
+
+@dataclass(frozen=True, eq=False)
+class Rebuilt:
+    """The lossy passes of a build, with the graphs before and behind each, and the text that it was measured on."""
+
+    checkpoint: Checkpoint
+    lossy: Sequence[LossyStep]
+    windows: Sequence[Window]
+    stages: Stages
+
+
+@contextmanager
+def rebuilt(recipe: Recipe, cache: Callable[[], Cache] | None, progress: Progress) -> Iterator[Rebuilt]:
+    """Make the graphs of `recipe`; they are there as long as the context lasts.
+
+    Raises:
+        ForgeError: as a build of the recipe.
+    """
+    progress.stage("Check recipe, target and data")
+    steps, target = recipe.instantiate(passes.ALL), targets.find(recipe.target)
+    preflight.check(recipe)
+    preflight.check_source(recipe, steps)
+    with TemporaryDirectory() as folder, reuse.opened(cache, Path(folder), progress) as kept:
+        checkpoint = Checkpoint.located(recipe.fetched(), recipe.merged)
+        kept.configure(checkpoint, progress)
+        model = kept.trace(checkpoint, progress)
+        stages, lossy = Stages(), []
+        stages.graph(lock.TRACE, model)
+        demands = [demand for step in steps for demand in step.demands()]
+        statistics, _, key = pipeline.calibrate(recipe, checkpoint, model, demands, kept, progress)
+        stages.statistics(statistics)
+        windows = texts.evaluation_windows(recipe, checkpoint)
+        chosen = [window.ids for window in texts.budget_windows(windows, recipe, checkpoint)]
+        promised = Promises.of(checkpoint, recipe.engine.max_context, recipe.engine.max_batch)
+        apart = tuple(map(Adapter.open, recipe.apart))
+        chain, scratch = kept.chain(checkpoint, key, promised, chosen, apart), Scratch(Path(folder))
+        for number, step in enumerate(steps):
+            progress.stage(f"Pass {step.name}")
+            wanted = statistics if step.demands() else None
+            context = Context(target, wanted, scratch, stored=dry_run.stored_codes(checkpoint), adapters=apart)
+            before = model.clone()
+            there = {name: value.const_value for name, value in model.graph.initializers.items()}
+            link = chain.step(step, model)
+            changes = pass_base.run(step, model, context)
+            link.keep_tensors(model, there)
+            stages.graph(step.name, model)
+            if changes and step.numerics is Numerics.LOSSY:
+                lossy.append(LossyStep(number, step, before, model.clone(), context))
+        yield Rebuilt(checkpoint, lossy, texts.of_documents(recipe, checkpoint, windows), stages)
+
+
+def check_recipe(opened: Artifact, recipe: Recipe) -> None:
+    """Refuse an artifact whose graphs `recipe` does not give.
+
+    Raises:
+        InputError: the artifact was changed, or was built without a lock.
+        UsageError: the recipe, or its checkpoint, is not the artifact's.
+    """
+    opened.verify()
+    lock.read(opened)
+    finishing.check_recipe(recipe, opened)
+
+
+def check_stages(opened: Artifact, found: Stages) -> None:
+    """Refuse graphs that are not those that the artifact was built of.
+
+    Raises:
+        InputError: one differs, or the artifact has no lock.
+    """
+    written = {stage.name: stage.sha256 for stage in lock.read(opened).stages}
+    wrong = [stage.name for stage in found.done if written.get(stage.name) != stage.sha256]
+    if wrong:
+        raise InputError(
+            f"{opened.path}: was built of other graphs than its recipe gives here; the first that differs is that of "
+            f"stage {wrong[0]}",
+            hint="`llmforge reproduce` says what differs in code, packages and machine",
+        )

@@ -1,0 +1,1 @@
+"""Decides: limits, intervals, looks at more documents, the verdict, comparison with an earlier artifact."""

@@ -1,0 +1,329 @@
+"""The verdict on a release: gates over the evidence of an artifact, alone and against an earlier one.
+
+Nothing is measured here. Figures that two artifacts have of the same documents are compared document by document.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import ConfigDict, Field
+
+from llmforge.artifact import Artifact
+from llmforge.artifact import Record as Head
+from llmforge.base.errors import UsageError
+from llmforge.gates import decision as gates
+from llmforge.gates import records
+from llmforge.gates import verdict as verdicts
+from llmforge.gates.decision import ALPHA, RELATIVE, Earlier, Figure, GateResult, Verdict
+from llmforge.gates.records import Report
+from llmforge.metrics import catalog, document_figures, document_quantiles, tasks
+from llmforge.metrics.catalog import Measured, QualityMetric, RuntimeMetric, SizeMetric, SlowestMetric, TaskMetric
+from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.quality import DocumentSums, OfSums, Quantile
+from llmforge.metrics.record import Record
+from llmforge.recipe import GateSpec, misdirected
+
+NOT_IN_TURNS = "durations of two runs are not comparable: both must run in turns on one device"
+OF_TWO_RUNS = "figures of two runs are not comparable: limit the figure itself"
+OTHER_CHECKPOINT = "it was built from another checkpoint, and so held against another"
+NO_PAIRS = "no document was measured of both in the same windows, beside the same baseline"
+Pairs = tuple[list[DocumentSums], list[DocumentSums]]  # ours and theirs, of the same documents
+
+
+class Side(Record):
+    """An artifact, and the record of its evidence that was read."""
+
+    name: str
+    version: str
+    content: str
+    evidence: str  # SHA-256 of the record
+    created: str  # when it was measured
+    documents: int  # that its quality was measured on
+
+    @property
+    def reference(self) -> str:
+        """NAME/VERSION."""
+        return f"{self.name}/{self.version}"
+
+
+class Look(Record):
+    """One look at growing evidence, and what it may spend of the error."""
+
+    documents: int
+    alpha: float
+    verdict: Verdict
+
+
+class Judgement(Record):
+    """What `llmforge gate` found."""
+
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    artifact: Side
+    against: Side | None
+    verdict: Verdict
+    pending: bool  # the engine is not built yet
+    post_hoc: bool  # a limit is another than was sealed before measuring
+    alpha: float
+    paired_documents: int | None  # measured of both; None: there is no earlier artifact
+    gates: tuple[GateResult, ...]
+    looks: tuple[Look, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class Reported:
+    """What was measured of an artifact, which may not be published yet."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    @property
+    def measured(self) -> Measured:
+        """All that a gate can decide on."""
+        return self.report.measured
+
+
+class Subject(Reported):
+    """An artifact and what was measured of it, as its newest record with a measurement says."""
+
+    def __init__(self, opened: Artifact, report: Report, head: Head) -> None:
+        super().__init__(report)
+        self.opened = opened
+        self.head = head
+
+    @classmethod
+    def of(cls, opened: Artifact) -> Subject:
+        """Read the newest record that measured something, or the newest where none did.
+
+        Raises:
+            InputError: a record is damaged.
+        """
+        for head in reversed(opened.evidence):
+            report = records.read(opened, head)
+            if report.quality is not None or report.latency is not None or report.tasks or report.adapters:
+                return cls(opened, report, head)
+        head = opened.evidence[-1]
+        return cls(opened, records.read(opened, head), head)
+
+    @classmethod
+    def checked(cls, opened: Artifact) -> Subject:
+        """Read what decides a release, once every verdict in it was computed again from its evidence.
+
+        Raises:
+            InputError: a record is damaged, or says another verdict than its evidence.
+        """
+        verdicts.recompute(opened)
+        return cls.of(opened)
+
+    @property
+    def side(self) -> Side:
+        """Name it."""
+        quality = self.report.quality
+        return Side(
+            name=self.report.name,
+            version=self.report.version,
+            content=self.report.content,
+            evidence=self.head.digest,
+            created=self.report.created,
+            documents=0 if quality is None else len(quality.per_document),
+        )
+
+    @property
+    def sealed_limits(self) -> dict[str, GateSpec]:
+        """The limits of the recipe that it was built by: they are content, and older than any measurement."""
+        return verdicts.sealed_limits(self.opened)
+
+
+def check(specs: Mapping[str, GateSpec], source: str) -> None:
+    """Refuse limits of metrics that no gate decides on, and those that would limit an improvement.
+
+    Raises:
+        UsageError: one of them is such.
+    """
+    for metric, gate in specs.items():
+        if catalog.find(metric) is None:
+            known = ", ".join(catalog.limitable())
+            raise UsageError(
+                f"{source}: no gate decides on {metric!r}; known: {known}, task.NAME.SCORE, adapter.NAME.METRIC"
+            )
+        if (wrong := misdirected(metric, gate)) is not None:
+            raise UsageError(f"{source}: {metric}: {wrong[0]}", hint=wrong[1])
+
+
+def is_relative(specs: Mapping[str, GateSpec]) -> bool:
+    """Say if a limit needs an earlier artifact; those of tasks have the checkpoint."""
+    return any(
+        bound in gate.limits
+        for metric, gate in specs.items()
+        for bound in RELATIVE
+        if not isinstance(catalog.find(metric), TaskMetric)
+    )
+
+
+def judge(
+    release: Subject,
+    specs: Mapping[str, GateSpec],
+    against: Subject | None = None,
+    *,
+    in_turns: Mapping[str, Figure | str] | None = None,
+    documents: Pairs | None = None,
+    alpha: float = ALPHA,
+    notes: Sequence[str] = (),
+) -> Judgement:
+    """Decide `specs` on what was measured of `release`, and on how far that is from `against`.
+
+    `in_turns` are differences of durations, measured in one run. `documents` of both sides stand in for the recorded
+    ones; then figures of documents are decided at any `alpha`.
+    """
+    studentized = None
+    if documents is not None:
+        studentized = {name: document_figures.figure(form, documents[0]) for name, form in growing(specs).items()}
+    earlier, paired = None, None
+    if against is not None:
+        left, right = documents or pairs(release, against)
+        earlier, paired = compare(release, against, left, right, [*specs], in_turns or {}), len(left)
+    measured = catalog.estimates(release.measured)
+    results = gates.judge(
+        specs,
+        measured,
+        unmeasured=release.report.engine.unmeasured,
+        original=gates.checkpoint(release.measured),
+        earlier=earlier,
+        studentized=studentized,
+        spreads=document_figures.spreads(release.measured.quality, specs),
+        alpha=alpha,
+    )
+    sealed = release.sealed_limits
+    results = tuple(
+        result.model_copy(update={"post_hoc": _sealed(sealed, result) != result.limit}) for result in results
+    )
+    return Judgement(
+        artifact=release.side,
+        against=None if against is None else against.side,
+        verdict=gates.overall(results),
+        pending=release.report.engine.pending,
+        post_hoc=any(result.post_hoc for result in results),
+        alpha=alpha,
+        paired_documents=paired,
+        gates=results,
+        notes=tuple(notes),
+    )
+
+
+def pairs(release: Reported, against: Reported) -> Pairs:
+    """Find the documents that were measured of both."""
+    ours, theirs = release.report.quality, against.report.quality
+    if ours is None or theirs is None:
+        return [], []
+    return document_figures.paired(ours.per_document, theirs.per_document)
+
+
+def compare(
+    release: Reported,
+    against: Subject,
+    left: Sequence[DocumentSums],
+    right: Sequence[DocumentSums],
+    metrics: Sequence[str],
+    in_turns: Mapping[str, Figure | str],
+) -> Earlier:
+    """Take differences of `metrics`, ours less theirs; `left` and `right` are of the same documents."""
+    here, there = catalog.estimates(release.measured), catalog.estimates(against.measured)
+    found: dict[str, Figure | str] = {}
+    quantiles: dict[str, Quantile] = {}
+    for name in metrics:
+        metric = catalog.named(name)
+        if name not in here:
+            continue  # missing: it fails, or `unmeasured` says why not
+        if name not in there:
+            found[name] = f"{name} was not measured of it"
+        elif isinstance(metric, TaskMetric):
+            found[name] = tasks.between(release.report.tasks, against.report.tasks, name)
+        elif isinstance(metric, SizeMetric):
+            found[name] = Estimate.exact(here[name].value - there[name].value)
+        elif isinstance(metric, RuntimeMetric):
+            found[name] = here[name].less(there[name])
+        elif not isinstance(metric, QualityMetric):
+            found[name] = in_turns.get(name, NOT_IN_TURNS if isinstance(metric, SlowestMetric) else OF_TWO_RUNS)
+        elif release.report.checkpoint.digest != against.report.checkpoint.digest:
+            found[name] = OTHER_CHECKPOINT
+        elif isinstance(metric.form, OfSums):
+            both = (left, right) if metric.form.source == "text" else _decoded(release, against, left)
+            found[name] = _paired(metric.form, here[name], there[name], *both)
+        elif isinstance(metric.form, Quantile):
+            quantiles[name] = metric.form
+        elif not left:
+            found[name] = NO_PAIRS
+        else:
+            found[name] = here[name].less(there[name])
+    found |= _paired_quantiles(quantiles, release, against, {each.document for each in left})
+    values = {name: figure.value for name, figure in there.items()}
+    return Earlier(against.side.reference, found, values)
+
+
+def _paired(
+    form: OfSums, ours: Estimate, theirs: Estimate, left: Sequence[DocumentSums], right: Sequence[DocumentSums]
+) -> Figure | str:
+    """Bound the difference of a figure of documents that were measured of both."""
+    if not left:
+        return NO_PAIRS
+    if not math.isfinite(ours.value) or not math.isfinite(theirs.value):
+        return Estimate(value=math.nan, low=None, high=None, samples=len(left))
+    return document_figures.difference(form, left, right)
+
+
+def _paired_quantiles(
+    forms: Mapping[str, Quantile], release: Reported, against: Reported, documents: Set[str]
+) -> dict[str, Figure | str]:
+    """Bound differences of quantiles over the tokens that both kept of `documents`, which were measured of both."""
+    ours, theirs = release.report.quality, against.report.quality
+    if not forms or ours is None or theirs is None:
+        return {}
+    known = {each.document: each for each in theirs.per_token if each.document in documents}
+    pairs = [(each, known[each.document]) for each in ours.per_token if each.document in known]
+    pairs = [(left, right) for left, right in pairs if left.windows == right.windows]
+    if not pairs:
+        return dict.fromkeys(forms, NO_PAIRS)
+    owners = np.repeat(np.arange(len(pairs)), [left.tokens for left, _ in pairs])
+    found: dict[str, Figure | str] = {}
+    for value in {form.value.name for form in forms.values()}:
+        mine = {name: form for name, form in forms.items() if form.value.name == value}
+        left, right = (np.concatenate([pair[side].values(value) for pair in pairs]) for side in (0, 1))
+        if not (np.isfinite(left).all() and np.isfinite(right).all()):
+            nothing = Estimate(value=math.nan, low=None, high=None, samples=len(pairs))
+            found |= dict.fromkeys(mine, nothing)
+            continue
+        shares = [form.share for form in mine.values()]
+        moved = np.quantile(left, shares) - np.quantile(right, shares)
+        found_bounds = document_quantiles.difference_bounds(left, right, owners, shares)
+        bounds: Sequence[tuple[float, float] | None] = found_bounds or (None,) * len(mine)
+        for name, difference, bound in zip(mine, moved.tolist(), bounds, strict=True):
+            low, high = (None, None) if bound is None else (min(bound[0], difference), max(bound[1], difference))
+            found[name] = Estimate(value=difference, low=low, high=high, samples=len(pairs))
+    return found
+
+
+def _decoded(release: Reported, against: Reported, measured: Sequence[DocumentSums]) -> Pairs:
+    """Find those of the documents `measured` of both that both also read as many tokens of through decode steps."""
+    ours, theirs = release.report.quality, against.report.quality
+    if ours is None or theirs is None:
+        return [], []
+    known, same = {each.document: each for each in theirs.per_document_decoded}, {each.document for each in measured}
+    found = [(each, known.get(each.document)) for each in ours.per_document_decoded if each.document in same]
+    pairs = [(left, right) for left, right in found if right is not None and left.tokens == right.tokens]
+    return [left for left, _ in pairs], [right for _, right in pairs]
+
+
+def growing(specs: Mapping[str, GateSpec]) -> dict[str, OfSums]:
+    """Give those of the metrics of `specs` that further documents of text tell more of."""
+    pairs: list[tuple[str, Any]] = [(name, getattr(catalog.named(name), "form", None)) for name in specs]
+    return {name: form for name, form in pairs if isinstance(form, OfSums) and form.source == "text"}
+
+
+def _sealed(sealed: Mapping[str, GateSpec], result: GateResult) -> float | None:
+    gate = sealed.get(result.metric)
+    return None if gate is None else gate.limits.get(result.bound)

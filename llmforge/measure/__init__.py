@@ -1,0 +1,1 @@
+"""Produces figures: quality, latency, tasks, load, start, energy."""

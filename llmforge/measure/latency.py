@@ -1,0 +1,331 @@
+"""Latency of an artifact beside its baseline: both in one process, turn by turn, on the same random prompts."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge.base.errors import UsageError, VerificationError
+from llmforge.measure.machine import read_bandwidth
+from llmforge.metrics import catalog, latency
+from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.latency import (
+    Bandwidth,
+    Compute,
+    Conditions,
+    DataSheet,
+    Footprint,
+    Latency,
+    Noise,
+    Price,
+    Side,
+    Start,
+)
+from llmforge.metrics.tokens import Floats
+from llmforge.metrics.workload import Slo, Workload
+
+if TYPE_CHECKING:
+    from llmforge.serving import Runner
+
+_DECIMALS = 5  # of milliseconds: 10 ns
+DRAM_PROBE_BYTES = 2**28  # 256 MB: several times the last-level cache of most machines
+MOST_REPETITIONS = 1000  # of one load
+# Of all loads and sides together: at 11 bytes of JSON a time, a record of evidence stays below 4 MB for them.
+MOST_TIMES = 300_000
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Something that generates: the artifact or the baseline.
+
+    `generate(ids [B, S] int64, tokens)` yields `tokens` times, as soon as each of the B sequences has its next greedy
+    token, reusing nothing of earlier calls and ignoring EOS.
+    """
+
+    description: str
+    generate: Callable[[NDArray[np.int64], int], Iterator[object]]
+    load_seconds: float
+
+    @classmethod
+    def of_runner(cls, runner: Runner, *, description: str, load_seconds: float) -> Subject:
+        """Time the shipped engine: its tokens, without turning them into text, as on the baseline's side."""
+        from llmforge.serving import Sampling  # brings ONNX Runtime, which who only reads reports does not need
+
+        def generate(ids: NDArray[np.int64], tokens: int) -> Iterator[object]:
+            sampling = Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+            for step in runner.generate_batch(ids.tolist(), [sampling] * len(ids)):
+                if None not in step.token_ids:
+                    yield step.token_ids
+
+        return cls(description, generate, load_seconds)
+
+
+@dataclass(frozen=True)
+class Load:
+    """So many prompts of one length at once, so many tokens after each, and how often at least.
+
+    The baseline takes its turn in the first `baseline_repetitions`; None: in all of them.
+    """
+
+    batch: int
+    prompt_tokens: int
+    output_tokens: int
+    repetitions: int
+    baseline_repetitions: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.output_tokens < 2 or min(self.repetitions, self.prompt_tokens, self.batch) < 1:
+            raise UsageError(
+                f"latency of {self.repetitions} repetitions, {self.batch} prompts of {self.prompt_tokens} tokens, "
+                f"{self.output_tokens} output tokens: expected 1 repetition or more, prompts of 1 token or more, and 2 "
+                "output tokens or more"
+            )
+
+    def has_turn(self, side: int, repetition: int) -> bool:
+        """Say if a side, 0 being the artifact, is timed in a repetition; warm-up is number -1."""
+        most = self.baseline_repetitions
+        return side == 0 or most is None or (repetition < most and most > 0)
+
+
+@dataclass(frozen=True)
+class Until:
+    """Go on until the intervals of the artifact's median TTFT and TPOT are narrow at every load, or time is up."""
+
+    precision: float  # half of an interval at most, relative to its median
+    budget_s: float  # for all loads, counted from the first warm-up
+
+
+@dataclass(frozen=True)
+class Instruments:
+    """What a run reads off the machine beside the clock; each may be absent."""
+
+    bandwidth: Callable[[Footprint, int, int], Bandwidth | None] | None = (
+        None  # (footprint, context, threads); None: numpy's
+    )
+    compute: Callable[[], Compute] | None = None
+    energy_j: Callable[[], float] | None = None  # that the device has taken since some moment
+    noise: Callable[[], NoiseMeter] | None = None
+
+
+class NoiseMeter(Protocol):
+    """Records what else the machine does from when it was made; see `llmforge.metrics.latency.Noise`."""
+
+    def probe(self) -> None:
+        """Time the same small computation once more."""
+        ...
+
+    def read(self) -> Noise:
+        """Tell what was found."""
+        ...
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of the target, and what the recipe promises."""
+
+    data_sheet: DataSheet | None = None
+    price: Price | None = None
+    slo: Slo | None = None
+
+
+@dataclass
+class _Timed:
+    """What was timed of one side at one load."""
+
+    generations: list[Floats] = field(default_factory=list)
+    energy_j: list[float] = field(default_factory=list)
+
+    def side(self, batch: int) -> Side:
+        return Side(self.generations, batch, self.energy_j or None)
+
+
+def measure(
+    artifact: Subject,
+    baseline: Subject | None,
+    footprint: Footprint,
+    loads: Sequence[Load],
+    *,
+    vocabulary: int,
+    threads: int,
+    seed: int = 0,
+    until: Until | None = None,
+    facts: Facts = Facts(),
+    instruments: Instruments = Instruments(),
+    starts: Sequence[Start] = (),
+    workloads: Sequence[Workload] = (),
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Latency:
+    """Time both sides in turn (A B A B …), so that a machine that slows down slows both.
+
+    Every repetition has new random prompts, the same for both sides, so that no prefix can be reused. One generation
+    of each side and load runs before the clock counts. Every load gets its `repetitions`; with `until`, loads whose
+    intervals are not narrow yet go on in turn, up to `MOST_REPETITIONS` of each and `MOST_TIMES` recorded times.
+    The baseline of a load may have fewer repetitions, or none.
+    `progress` is told generations done and their total, without what `until` adds.
+
+    Raises:
+        UsageError: no load.
+        VerificationError: a side yields another number of tokens than it was asked for.
+    """
+    if not loads:
+        raise UsageError("latency of no load: expected 1 or more")
+    run = _Run(
+        (artifact,) if baseline is None else (artifact, baseline), loads, vocabulary, seed, instruments, progress
+    )
+    stopped = run.go(until)
+    smallest = min(loads, key=lambda load: load.batch * (load.prompt_tokens + load.output_tokens))
+    context = smallest.batch * (smallest.prompt_tokens + smallest.output_tokens // 2)
+    conditions = Conditions(
+        footprint=footprint,
+        bandwidth=(instruments.bandwidth or host_bandwidth)(footprint, context, threads),
+        compute=None if instruments.compute is None else instruments.compute(),
+        data_sheet=facts.data_sheet,
+        price=facts.price,
+        slo=facts.slo,
+    )
+    points = []
+    for load, timed in zip(loads, run.timed, strict=True):
+        ours, *others = (side.side(load.batch) for side in timed if side.generations)
+        points.append(catalog.point(load.prompt_tokens, ours, others[0] if others else None, conditions))
+    return Latency(
+        **dict(conditions),
+        repetitions=min(load.repetitions for load in loads),
+        output_tokens=loads[0].output_tokens,
+        threads=threads,
+        seed=seed,
+        artifact=artifact.description,
+        baseline=None if baseline is None else baseline.description,
+        artifact_load_ms=artifact.load_seconds * 1e3,
+        baseline_load_ms=None if baseline is None else baseline.load_seconds * 1e3,
+        stopped=stopped,
+        noise=None if run.meter is None else run.meter.read(),
+        starts=tuple(starts),
+        points=tuple(points),
+        workloads=tuple(workloads),
+    )
+
+
+class _Run:
+    """Times loads in turn."""
+
+    def __init__(
+        self,
+        subjects: Sequence[Subject],
+        loads: Sequence[Load],
+        vocabulary: int,
+        seed: int,
+        instruments: Instruments,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self._subjects, self._loads, self._vocabulary = subjects, loads, vocabulary
+        self._rng = np.random.default_rng(seed)
+        self._energy_j, self._progress = instruments.energy_j, progress
+        self.meter = None if instruments.noise is None else instruments.noise()
+        self.timed = [[_Timed() for _ in subjects] for _ in loads]
+        self._done, self._total = (
+            0,
+            sum(
+                load.has_turn(side, repetition)
+                for load in loads
+                for side in range(len(subjects))
+                for repetition in range(-1, load.repetitions)
+            ),
+        )
+
+    def go(self, until: Until | None) -> str:
+        """Time all loads; say why it ended, where `until` decides that."""
+        began = time.perf_counter()
+        most = max(load.repetitions for load in self._loads)
+        for repetition in range(-1, most):  # -1 warms up
+            self._round([at for at, load in enumerate(self._loads) if repetition < load.repetitions], repetition)
+        self._progress(self._total, self._total)
+        if until is None:
+            return ""
+        for repetition in itertools.count(most):
+            wide = [at for at in range(len(self._loads)) if not self._narrow(at, until.precision)]
+            if not wide:
+                return f"every interval is within ± {until.precision:.1%}"
+            wide = [at for at in wide if len(self.timed[at][0].generations) < MOST_REPETITIONS]
+            if not wide:
+                return f"{MOST_REPETITIONS} repetitions were made"
+            if self._times_after(wide, repetition) > MOST_TIMES:
+                return f"{MOST_TIMES:,} times are recorded"
+            if time.perf_counter() - began >= until.budget_s:
+                return f"the budget of {until.budget_s:g} s ended"
+            self._round(wide, repetition)
+        raise AssertionError("counting ended")
+
+    def _round(self, chosen: Sequence[int], repetition: int) -> None:
+        keep = repetition >= 0
+        if self.meter is not None and keep:
+            self.meter.probe()
+        for at in chosen:
+            load = self._loads[at]
+            ids = self._rng.integers(0, self._vocabulary, (load.batch, load.prompt_tokens), np.int64)
+            for side, (subject, timed) in enumerate(zip(self._subjects, self.timed[at], strict=True)):
+                if not load.has_turn(side, repetition):
+                    continue
+                self._progress(min(self._done, self._total), self._total)
+                before = 0.0 if self._energy_j is None else self._energy_j()
+                durations = timed_generation(subject, ids, load.output_tokens)
+                if keep:
+                    timed.generations.append(durations)
+                    if self._energy_j is not None:
+                        timed.energy_j.append(self._energy_j() - before)
+                self._done += 1
+
+    def _narrow(self, at: int, precision: float) -> bool:
+        generations = self.timed[at][0].generations
+        for duration in (latency.first_token_ms, latency.later_token_ms):
+            median = Estimate.median([duration(each) for each in generations], of="repetitions")
+            if median.low is None or median.high is None:
+                return False
+            if max(median.high - median.value, median.value - median.low) > precision * median.value:
+                return False
+        return True
+
+    def _times_after(self, chosen: Sequence[int], repetition: int) -> int:
+        """Count the times that are recorded after one more round."""
+        held = sum(
+            len(side.generations) * load.output_tokens
+            for sides, load in zip(self.timed, self._loads, strict=True)
+            for side in sides
+        )
+        more = sum(
+            self._loads[at].output_tokens * self._loads[at].has_turn(side, repetition)
+            for at in chosen
+            for side in range(len(self._subjects))
+        )
+        return held + more
+
+
+def timed_generation(subject: Subject, ids: NDArray[np.int64], tokens: int) -> NDArray[np.float64]:
+    """Generate once and return the milliseconds that each token took [tokens]; the first is the TTFT."""
+    stamps = [time.perf_counter()]
+    stamps.extend(time.perf_counter() for _ in subject.generate(ids, tokens))
+    if len(stamps) != tokens + 1:
+        raise VerificationError(
+            f"{subject.description} yielded {len(stamps) - 1} tokens after a prompt of {ids.shape[1]}; expected "
+            f"{tokens}",
+            hint="timed generation ignores EOS and stop strings; check that the prompt fits the context",
+        )
+    # Rounded to what the clock tells, so that figures can be made again of what a report says.
+    return np.round(np.diff(stamps) * 1e3, _DECIMALS)
+
+
+def host_bandwidth(footprint: Footprint, context: int, threads: int) -> Bandwidth:
+    """Measure how fast the host reads its memory; `context` tokens of cache are read beside the weights."""
+    working_set = footprint.weight_bytes_per_token + context * footprint.kv_bytes_per_token
+    return Bandwidth(
+        threads=threads,
+        dram_bytes_per_second=read_bandwidth(DRAM_PROBE_BYTES, threads),
+        working_set_bytes=working_set,
+        # Beyond the probe of DRAM a larger working set tells nothing new, and its memory may not be there.
+        working_set_bytes_per_second=read_bandwidth(min(working_set, DRAM_PROBE_BYTES), threads),
+    )

@@ -1,0 +1,168 @@
+"""One `llmforge bench`: from what was asked for to a report."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmforge import __version__
+from llmforge.base.errors import UsageError
+from llmforge.base.http_server import HttpServer
+from llmforge.checkpoint.documents import read_documents
+from llmforge.measure import machine
+from llmforge.measure.load.drive import InProcess, Subject
+from llmforge.measure.load.endpoint import Endpoint
+from llmforge.measure.load.report import BenchReport, EngineRecord, Point
+from llmforge.measure.load.sweep import Plan, Progress, Setting, measure, replay, utilization
+from llmforge.measure.load.workload import Encode, LoadRequest, Prompts, RandomPrompts, TextPrompts, longest, read_trace
+from llmforge.metrics.latency import Footprint
+from llmforge.runtime.config import FILE, RuntimeConfig
+from llmforge.serving.engine import Engine
+from llmforge.serving.options import EngineOptions
+from llmforge.serving.prompts import read_tokenizer
+from llmforge.serving.stats import EngineStats
+
+NO_FOOTPRINT = "MBU: not known, because the artifact's report holds no footprint; build it with validation.latency"
+ON_A_DEVICE = "MBU: not known, because the bandwidth of a GPU is not measured here; the artifact's report may tell it"
+SEVERAL_A_STEP = "MBU: not known, because speculation gives several tokens a step"
+
+
+@dataclass(frozen=True)
+class Load:
+    """Which requests are sent: every concurrency or rate with every length, or a trace of arrivals.
+
+    `data` is a JSON Lines file whose text prompts are cut from; None: random tokens.
+    """
+
+    concurrency: tuple[int, ...] = ()
+    rates: tuple[float, ...] = ()
+    trace: Path | None = None
+    prompt_tokens: tuple[int, ...] = (128,)
+    output_tokens: tuple[int, ...] = (64,)
+    data: Path | None = None
+
+    def __post_init__(self) -> None:
+        if sum(map(bool, (self.concurrency, self.rates, self.trace))) != 1:
+            raise UsageError("expected one of concurrencies, rates and a trace of arrivals")
+        if min((*self.concurrency, *self.prompt_tokens, *self.output_tokens), default=1) < 1:
+            raise UsageError("concurrencies, prompt and output tokens: expected whole numbers, 1 or more")
+
+    def settings(self) -> list[Setting]:
+        """List the points of the sweep: lengths in the outer loop."""
+        loads = [*((count, None) for count in self.concurrency), *((None, rate) for rate in self.rates)]
+        sweep = itertools.product(self.prompt_tokens, self.output_tokens, loads)
+        return [Setting(prompt, output, *load) for prompt, output, load in sweep]
+
+    def describe(self, prefix_tokens: int) -> str:
+        """Say in words where prompts are from."""
+        source = "random tokens" if self.data is None else f"text of {self.data.name}"
+        if self.trace is not None:
+            return f"arrivals of {self.trace.name}; prompts without a text: {source}"
+        shared = f", the first {prefix_tokens} tokens shared" if prefix_tokens else ""
+        return f"prompts: {source}{shared}"
+
+
+@dataclass(frozen=True)
+class LocalEngine:
+    """How the engine in this process runs; `footprint` is what its MBU is computed from, where it is known."""
+
+    options: EngineOptions | None = None
+    threads: int | None = None
+    footprint: Footprint | None = None
+
+
+def run(
+    artifact: Path,
+    name: str,
+    load: Load,
+    plan: Plan,
+    *,
+    server: HttpServer | None = None,
+    local: LocalEngine = LocalEngine(),
+    progress: Progress = lambda done, total: None,
+) -> BenchReport:
+    """Measure the engine of `artifact`, or an OpenAI-compatible `server` of the same tokenizer.
+
+    `name` says what runs.
+
+    Raises:
+        InputError: the artifact cannot be used.
+        UsageError: a prompt and its answer do not fit the context.
+        DataError: a file of prompts or arrivals cannot be used.
+        EnvironmentLacks: the server does not answer, or denies access.
+    """
+    config = RuntimeConfig.read(artifact / "engine" / FILE)
+    tokenizer = read_tokenizer(artifact / "tokenizer" / "tokenizer.json")
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text).ids)
+
+    prompts = _prompts(load, encode, config.vocabulary)
+    trace = None if load.trace is None else read_trace(load.trace, encode, prompts, seed=plan.seed)
+    _check_lengths(load, trace, config.max_context)
+
+    def points_of(subject: Subject) -> list[Point]:
+        if trace is None:
+            return measure(subject, load.settings(), prompts, plan, progress)
+        return [replay(subject, trace, plan.objective, progress)]
+
+    record: EngineRecord | None = None
+    notes: tuple[str, ...] = ()
+    if server is not None:
+        subject: Subject = Endpoint(server)
+        points = points_of(subject)
+    else:
+        with Engine.load(artifact, local.options, local.threads) as engine:
+            subject = InProcess(engine, name)
+            points = points_of(subject)
+            stats = engine.stats()
+        record, notes = _record(stats, config.session.resolve(local.threads).threads), stats.notes
+        if local.footprint is None:
+            notes = (*notes, NO_FOOTPRINT)
+        elif config.device is not None:
+            notes = (*notes, ON_A_DEVICE)
+        elif record.drafted_tokens:
+            notes = (*notes, SEVERAL_A_STEP)
+        else:
+            points = utilization(points, local.footprint, slots=record.slots, threads=record.threads)
+    return BenchReport(
+        llmforge=__version__,
+        subject=subject.description,
+        machine=machine.describe(),
+        engine=record,
+        workload=load.describe(plan.prefix_tokens),
+        warmup=plan.warmup,
+        seed=plan.seed,
+        objective=None if plan.objective is None else plan.objective.text,
+        points=tuple(points),
+        notes=notes,
+    )
+
+
+def _prompts(load: Load, encode: Encode, vocabulary: int) -> Prompts:
+    if load.data is None:
+        return RandomPrompts(vocabulary)
+    ids = [token for document in read_documents(load.data) for token in encode(document.text)]
+    return TextPrompts(tuple(ids), str(load.data))
+
+
+def _check_lengths(load: Load, trace: Sequence[LoadRequest] | None, max_context: int) -> None:
+    needed = max(load.prompt_tokens) + max(load.output_tokens) if trace is None else longest(trace)
+    if needed > max_context:
+        raise UsageError(
+            f"prompt and answer have {needed} tokens together; this artifact allows at most {max_context}",
+            hint="use shorter ones, or build with a larger engine.max_context",
+        )
+
+
+def _record(stats: EngineStats, threads: int) -> EngineRecord:
+    looked_up = stats.prefix_query_tokens
+    return EngineRecord(
+        threads=threads,
+        slots=stats.slots,
+        prefix_hit_share=stats.prefix_hit_tokens / looked_up if looked_up else None,
+        drafted_tokens=stats.drafted_tokens,
+        accepted_tokens=stats.accepted_tokens,
+    )

@@ -1,0 +1,169 @@
+"""What answers the requests of a task: an engine, or its checkpoint. Token ids in; likelihoods and text out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge.base.errors import InputError
+from llmforge.measure.baseline import Baseline
+from llmforge.serving import Runner, Sampling
+
+BATCH_BYTES = 256 << 20  # of the logits of one batch
+
+Pair = tuple[list[int], list[int]]  # context, not empty, and what follows it
+Likelihood = tuple[float, bool]  # nats of what follows; whether each token of it is the likeliest
+
+
+class Side(Protocol):
+    """One side of a comparison. Both sides get the same token ids, and are greedy."""
+
+    @property
+    def description(self) -> str:
+        """What it is, in words."""
+        ...
+
+    @property
+    def longest(self) -> int:
+        """How many tokens it can read at once."""
+        ...
+
+    def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
+        """Say how likely what follows each context is."""
+        ...
+
+    def answer(self, ids: Sequence[int], tokens: int, until: Sequence[str]) -> str:
+        """Go on from a prompt for at most so many tokens; the text ends before the first of `until`."""
+        ...
+
+
+class Keep:
+    """What becomes of answers; this one keeps none."""
+
+    def block(self, kind: str, requests: Sequence[Any], compute: Callable[[], list[Any]]) -> list[Any]:
+        """Give what `compute` makes of a block of `requests`, or what it made of the same before."""
+        return compute()
+
+
+class EngineSide:
+    """An artifact in the runtime that serves it."""
+
+    def __init__(self, runner: Runner, description: str) -> None:
+        self._runner, self.description = runner, description
+        self.longest = runner.config.max_context
+
+    def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
+        """Read pairs of about the same length together, as many as the engine has rows."""
+        found: dict[int, Likelihood] = {}
+        order = sorted(range(len(pairs)), key=lambda i: sum(map(len, pairs[i])))
+        while order:
+            batch = [order.pop()]  # the longest
+            while order and len(batch) < self._runner.config.max_batch and self._fits([*batch, order[-1]], pairs):
+                batch.append(order.pop())
+            texts = [_read(pairs[i]) for i in batch]
+            starts = [len(pairs[i][0]) - 1 for i in batch]
+            for i, logits in zip(batch, self._runner.logits_after(texts, starts), strict=True):
+                found[i] = likelihood(logits, pairs[i][1])
+        return [found[i] for i in range(len(pairs))]
+
+    def answer(self, ids: Sequence[int], tokens: int, until: Sequence[str]) -> str:
+        """Go on greedily."""
+        sampling = Sampling(max_tokens=tokens)
+        given = (chunk.token_id for chunk in self._runner.generate(ids, sampling) if chunk.token_id is not None)
+        return cut(given, until, self._runner.config.eos_token_ids, self._decode)
+
+    def _fits(self, batch: Sequence[int], pairs: Sequence[Pair]) -> bool:
+        """Say if the logits of a batch are few enough; every row has those of all, from the first that one needs."""
+        last = max(len(_read(pairs[i])) for i in batch)
+        rows = last - min(len(pairs[i][0]) - 1 for i in batch)
+        return len(batch) * rows * self._runner.config.vocabulary * np.dtype(np.float32).itemsize <= BATCH_BYTES
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._runner.tokenizer.decode(ids)
+
+
+class CheckpointSide:
+    """The original checkpoint, through transformers."""
+
+    def __init__(
+        self,
+        baseline: Callable[[], Baseline],
+        description: str,
+        longest: int,
+        ends: Sequence[int],
+        decode: Callable[[list[int]], str],
+    ) -> None:
+        self._make, self._made = baseline, list[Baseline]()  # loaded when it is first asked
+        self.description, self.longest, self._ends, self._decode = description, longest, ends, decode
+
+    @property
+    def _baseline(self) -> Baseline:
+        if not self._made:
+            self._made.append(self._make())
+        return self._made[0]
+
+    def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
+        """Read each context once for all that follow it, as far as their logits fit `BATCH_BYTES`."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for place, (context, _) in enumerate(pairs):
+            groups.setdefault(tuple(context), []).append(place)
+        found: dict[int, Likelihood] = {}
+        for ids, places in groups.items():
+            longest = max(len(pairs[place][1]) for place in places)
+            row_bytes = self._baseline.vocabulary * np.dtype(np.float32).itemsize
+            for part in blocks(len(places), max(1, BATCH_BYTES // (row_bytes * max(1, longest)))):
+                texts = [pairs[place][1] for place in places[part]]
+                logits = self._baseline.following(ids, texts)
+                found.update(zip(places[part], map(likelihood, logits, texts), strict=True))
+        return [found[place] for place in range(len(pairs))]
+
+    def answer(self, ids: Sequence[int], tokens: int, until: Sequence[str]) -> str:
+        """Go on greedily."""
+        steps = self._baseline.generate(np.asarray([ids], np.int64), tokens)
+        return cut((step[0] for step in steps), until, self._ends, self._decode)
+
+
+def likelihood(logits: NDArray[np.float32], tokens: Sequence[int]) -> Likelihood:
+    """Sum the log-probabilities of `tokens` [S], each under its row of `logits` [S, V]; in float64.
+
+    Raises:
+        InputError: a logit is NaN or infinite.
+    """
+    if len(logits) != len(tokens):
+        raise ValueError(f"{len(logits)} rows of logits for {len(tokens)} tokens")
+    if not len(tokens):
+        return 0.0, True
+    exact = logits.astype(np.float64)
+    if not np.isfinite(exact).all():
+        raise InputError("the engine returned logits that are NaN or infinite")
+    largest = exact.max(1)
+    normalizer = largest + np.log(np.exp(exact - largest[:, None]).sum(1))
+    own = exact[np.arange(len(tokens)), np.asarray(tokens)]
+    return float((own - normalizer).sum()), bool((exact.argmax(1) == np.asarray(tokens)).all())
+
+
+def cut(tokens: Iterable[int], until: Sequence[str], ends: Sequence[int], decode: Callable[[list[int]], str]) -> str:
+    """Take tokens up to the first of `ends`, or their text up to the first of `until`, which is left out."""
+    taken: list[int] = []
+    for token in itertools.takewhile(lambda token: token not in ends, tokens):
+        taken.append(token)
+        text = decode(taken)
+        places = [at for stop in until if stop and (at := text.find(stop)) >= 0]
+        if places:
+            return text[: min(places)]
+    return decode(taken)
+
+
+def blocks(count: int, size: int) -> Iterator[slice]:
+    """Split `count` things into blocks of at most `size`."""
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
+
+
+def _read(pair: Pair) -> list[int]:
+    """What has to be read to know what follows: all but the last token."""
+    return [*pair[0], *pair[1]][:-1] if pair[1] else pair[0]

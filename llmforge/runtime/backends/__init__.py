@@ -1,1 +1,0 @@
-"""What runs a graph: ONNX Runtime on a CPU or a GPU, TensorRT; and the memory of devices."""

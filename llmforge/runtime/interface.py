@@ -1,0 +1,348 @@
+"""What a scheduler needs of a decoder and of its cache, and what every decoder does with a step before its graph runs.
+
+Each folder of `llmforge.backends` whose engines run here has a `session`, the decoder for it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge.base.errors import UsageError
+from llmforge.ir import interface
+from llmforge.ir.interface import Heads
+from llmforge.runtime.signature import Signature
+
+_LAST_ROW = np.array([-1], np.int64)  # the default of `logits_rows` (docs/dialect.md)
+
+Counts = NDArray[np.integer[Any]]
+
+# Tokens of a text that get logits in one step: at a vocabulary of 150,000, 256 rows of fp32 logits take 154 MB.
+LOGITS_CHUNK = 256
+
+
+class RowCopy(NamedTuple):
+    """What `Rows.copy` copies."""
+
+    row: int
+    start: int
+    source_row: int
+    source_start: int
+    tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(ABC):
+    """A preallocated cache of `batch` rows, each with room for `capacity` tokens of one text."""
+
+    batch: int
+    capacity: int
+    _views: dict[tuple[int, int], Self] = field(default_factory=dict, init=False, repr=False)
+
+    def rows(self, start: int, stop: int) -> Self:
+        """Give rows `start` … `stop - 1` as a cache that shares this one's memory; equal calls give one object."""
+        if (start, stop) == (0, self.batch):
+            return self
+        if not 0 <= start < stop <= self.batch:
+            raise ValueError(f"rows {start}:{stop} of a cache of {self.batch} rows")
+        if (start, stop) not in self._views:
+            self._views[start, stop] = self._view(start, stop)
+        return self._views[start, stop]
+
+    @abstractmethod
+    def _view(self, start: int, stop: int) -> Self:
+        """Make what `rows` gives."""
+
+    @property
+    @abstractmethod
+    def size_bytes(self) -> int:
+        """Size of all rows."""
+
+    @abstractmethod
+    def copy(self, row: int, start: int, source: Self, source_row: int, source_start: int, tokens: int) -> None:
+        """Copy `tokens` tokens, and states as a whole, from token `source_start` of a row of `source` to `start`."""
+
+    def copy_all(self, source: Self, copies: Sequence[RowCopy]) -> None:
+        """Make `copies` of rows of `source`, of which none writes what another one reads."""
+        for row, start, source_row, source_start, tokens in copies:
+            self.copy(row, start, source, source_row, source_start, tokens)
+
+
+C = TypeVar("C", bound=Rows)
+
+
+class StepInputs(NamedTuple):
+    """What a step is asked to run; see `Backend.step`."""
+
+    ids: NDArray[np.int64]
+    past_lengths: NDArray[np.int32]
+    rows: NDArray[np.int64] | None = None
+    lengths: Counts | None = None
+    text_lengths: Counts | None = None
+    adapters: Counts | None = None
+    temperatures: NDArray[np.float32] | None = None
+    draws: NDArray[np.float32] | None = None
+
+    def only(self, b: int) -> StepInputs:
+        """Give those of row `b` alone."""
+        row = slice(b, b + 1)
+        lengths, text_lengths, adapters = (
+            None if x is None else x[row] for x in (self.lengths, self.text_lengths, self.adapters)
+        )
+        rows = self.rows if self.rows is None or self.rows.ndim == 1 else self.rows[row]
+        return StepInputs(self.ids[row], self.past_lengths[row], rows, lengths, text_lengths, adapters)
+
+    def feeds(self, signature: Signature) -> dict[str, NDArray[Any]]:
+        """Make what a graph takes besides its caches."""
+        rows = None if signature.gives_all_rows else _LAST_ROW if self.rows is None else self.rows
+        if rows is not None and signature.chooses_by_row:
+            rows = _among_all(rows, *self.ids.shape)
+        return interface.feeds(
+            signature.inputs,
+            self.ids,
+            self.past_lengths,
+            rows,
+            self.lengths,
+            self.text_lengths,
+            self.adapters,
+            self.temperatures,
+            self.draws,
+            growing=signature.growing,
+        )
+
+
+def _among_all(rows: NDArray[np.int64], batch: int, tokens: int) -> NDArray[np.int64]:
+    """Give the places of `rows`, [R] or [batch, R], among all tokens of a step [batch, tokens]: [batch, R]."""
+    return np.arange(0, batch * tokens, tokens)[:, None] + np.where(rows < 0, rows + tokens, rows)
+
+
+class DecodeRun(ABC):
+    """A decode step that a device runs: one token of every row."""
+
+    @abstractmethod
+    def heads(self) -> Heads:
+        """Wait for the step, and give the heads of its rows; they hold until the next step begins."""
+
+    @abstractmethod
+    def logits(self, row: int) -> NDArray[np.float32]:
+        """Fetch all logits of a row, fp32 [V]; they hold until the next call."""
+
+    @abstractmethod
+    def blocks(self, rows: Sequence[int], blocks: Sequence[int]) -> NDArray[np.float32]:
+        """Fetch one block of the logits of each of some rows, fp32 [n, size]; they hold until the next call.
+
+        Args:
+            rows: [n], as of `logits`.
+            blocks: [n], numbers of `interface.mass_blocks`, which says their size; -inf stands behind a row's end.
+        """
+
+    def next_ids(self) -> NDArray[np.int64]:
+        """Give the token that the device guesses to follow in each row, int64 [B], once `heads` has given its heads.
+
+        They hold as long as those.
+        """
+        raise NotImplementedError
+
+    def launched(self) -> None:
+        """Wait until all that is asked of the device from now on comes behind the step."""
+        self.heads()
+
+
+class Backend(ABC, Generic[C]):
+    """A decoder that is driven step by step over caches of type `C`.
+
+    A subclass sets `signature`, allocates caches, and runs its graph once. `rows_alone`: a row of several tokens runs
+    by itself, but for steps of `prompt_shapes`. `longest_step`: most tokens that a row may run in one step; None: any
+    number, as far as memory reaches.
+    """
+
+    rows_alone = False
+    # Rows and tokens of the steps that pieces of several prompts run in together, padded on the right by the caller;
+    # none: each runs by itself. It pays where a step of few tokens costs what one of many does, as on GPUs.
+    prompt_shapes: tuple[tuple[int, int], ...] = ()
+    longest_step: int | None = None
+    # Batch sizes that decode steps are padded to, ascending; none: they run exactly the rows that they need. A CUDA
+    # graph has fixed shapes, and a few of them must serve every number of rows. Where nothing is captured, as on CPUs,
+    # a row of padding costs as much as any other and gains nothing.
+    buckets: tuple[int, ...] = ()
+    signature: Signature
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits of a row."""
+        return self.signature.vocabulary
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """The ids of processes that it has besides this one, whose memory counts."""
+        return ()
+
+    def when_ended(self, tell: Callable[[], None]) -> None:
+        """Have `tell`, a method, called by another thread when processes of the decoder end and it can run no more."""
+
+    def check_alive(self) -> None:
+        """Return if steps can be run.
+
+        Raises:
+            ForgeError: why they cannot, any more.
+        """
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the decoder does without, though it was asked for, and why."""
+        return ()
+
+    @property
+    def spare_bytes(self) -> int | None:
+        """Count the bytes that its device has left for more caches; None: the host's memory, taken page by page."""
+        return None
+
+    @abstractmethod
+    def allocate(self, batch: int, capacity: int) -> C:
+        """Reserve a cache; memory is taken as tokens reach it, where the device allows that."""
+
+    def logits_array(self, shape: tuple[int, int, int]) -> NDArray[np.float32]:
+        """Make an array that `step` fills fastest as its `out`."""
+        return np.empty(shape, np.float32)
+
+    @property
+    def decodes_ahead(self) -> bool:
+        """Whether decode steps run beside the host and give heads: `begin_decode` serves them."""
+        return False
+
+    @property
+    def guesses_tokens(self) -> bool:
+        """Whether a decode step guesses the tokens that follow, so that the next one can begin before it has ended."""
+        return False
+
+    def begin_decode(
+        self,
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        cache: C,
+        temperatures: NDArray[np.float32],
+        lengths: Counts | None = None,
+        adapters: Counts | None = None,
+        draws: NDArray[np.float32] | None = None,
+    ) -> DecodeRun:
+        """Begin a step of one token a row, as `step` runs it; arrays are read before this returns.
+
+        Where `guesses_tokens`, it may begin while the one before it runs, whose heads are asked for next.
+
+        Args:
+            ids: int64 [B, 1]; where tokens are guessed, -1 - n for the one that the step begun right before this one
+                guesses for its row n.
+            past_lengths: int32 [B].
+            cache: as of `step`.
+            temperatures: fp32 [B], more than 0, what each row's masses are summed at.
+            lengths: as of `step`.
+            adapters: as of `step`.
+            draws: fp32 [B, fields of `interface.Draw`], what each row's next token is guessed with; None: greedily.
+        """
+        raise NotImplementedError
+
+    def begin_prompts(
+        self,
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        cache: C,
+        rows: NDArray[np.int64],
+        temperatures: NDArray[np.float32],
+        lengths: Counts | None = None,
+        text_lengths: Counts | None = None,
+        adapters: Counts | None = None,
+    ) -> DecodeRun:
+        """Begin a step of pieces of several prompts, as `step` runs it, where it `decodes_ahead`.
+
+        Args:
+            ids: int64 [B, S], of `prompt_shapes`.
+            past_lengths: int32 [B].
+            cache: as of `step`.
+            rows: int64 [B, 1], the token of each row that gets logits.
+            temperatures: as of `begin_decode`.
+            lengths: as of `step`.
+            text_lengths: as of `step`.
+            adapters: as of `step`.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def _run(self, inputs: StepInputs, cache: C, out: NDArray[np.float32]) -> None:
+        """Run the graph once, on `inputs`; it gives exactly the logits of `out` [B, R, V]."""
+
+    def step(
+        self,
+        ids: NDArray[np.int64],
+        past_lengths: NDArray[np.int32],
+        cache: C,
+        rows: NDArray[np.int64] | None = None,
+        out: NDArray[np.float32] | None = None,
+        lengths: Counts | None = None,
+        text_lengths: Counts | None = None,
+        adapters: Counts | None = None,
+    ) -> NDArray[np.float32]:
+        """Run the tokens `ids` after what `cache` holds, and store their keys and values there.
+
+        Args:
+            ids: int64 [B, S], B = `cache.batch`; shorter rows padded on the right.
+            past_lengths: int32 [B], the tokens that each row of `cache` holds already.
+            cache: written at `past_lengths[b]` … `past_lengths[b] + S - 1` of each row.
+            rows: int64 [R], positions in 0 … S-1 (or negative, from the end) that get logits; None: the last. Or
+                [B, R], those of each row, where the graph takes that (`Signature.chooses_by_row`).
+            out: fp32 [B, R, V], C-contiguous, to write the logits to; the same array again saves binding it.
+            lengths: [B], the tokens of each row that are no padding; None: all. Layers with a state need it.
+            text_lengths: [B], the tokens of the whole text that the step is a part of; None: the step ends it. Rotary
+                angles that depend on the length of a text (LongRoPE) need it.
+            adapters: [B], the adapter of each row, 0 for none, where the graph takes them; None: no row has one.
+
+        Returns:
+            Logits, fp32 [B, R, V]: `out`, or a new array.
+
+        Raises:
+            UsageError: the tokens do not fit into the cache.
+            ValueError: shapes do not agree.
+        """
+        inputs = StepInputs(ids, past_lengths, rows, lengths, text_lengths, adapters)
+        self._check(inputs, cache)
+        if rows is not None and rows.ndim == 2 and (len(rows) != cache.batch or not self.signature.chooses_by_row):
+            raise ValueError(f"rows {rows.shape} of a step of {cache.batch} rows, which choose none for themselves")
+        shape = (cache.batch, 1 if rows is None else rows.shape[-1], self.vocabulary)
+        if out is None:
+            out = np.empty(shape, np.float32)
+        elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
+            raise ValueError(f"out is {out.dtype} {out.shape}; the logits are fp32 {shape}, C-contiguous")
+        split = self.rows_alone and (shape[1] > 1 or ids.shape not in self.prompt_shapes)
+        split |= self.signature.one_row_continuations and bool(past_lengths.any())
+        if split and cache.batch > 1 and ids.shape[1] > 1:
+            for b in range(cache.batch):
+                self._run_together(inputs.only(b), cache.rows(b, b + 1), out[b : b + 1])
+        else:
+            self._run_together(inputs, cache, out)
+        return out
+
+    def _check(self, inputs: StepInputs, cache: C) -> None:
+        """Return if a step may run: kernels do not look whether they write beyond `cache`."""
+        ids, past_lengths = inputs.ids, inputs.past_lengths
+        if ids.ndim != 2 or ids.shape[0] != cache.batch or ids.shape[1] < 1 or past_lengths.shape != (cache.batch,):
+            raise ValueError(f"ids {ids.shape}, past_lengths {past_lengths.shape}, cache of {cache.batch} rows")
+        longest = int(past_lengths.max()) + ids.shape[1]
+        if longest > cache.capacity or past_lengths.min() < 0:
+            raise UsageError(
+                f"a step of {ids.shape[1]} tokens after {past_lengths.tolist()} does not fit into a cache of "
+                f"{cache.capacity} tokens"
+            )
+
+    def _run_together(self, inputs: StepInputs, cache: C, out: NDArray[np.float32]) -> None:
+        """Run the graph on rows that may run together."""
+        rows, tokens = inputs.rows, inputs.ids.shape[1]
+        if self.signature.gives_all_rows and not (tokens == 1 and (rows is None or len(rows) == 1)):
+            every = np.empty((*inputs.ids.shape, self.vocabulary), np.float32)
+            self._run(inputs, cache, every)
+            out[...] = every[:, -1:] if rows is None else every[:, rows]
+        else:
+            self._run(inputs, cache, out)

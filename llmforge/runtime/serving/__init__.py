@@ -1,1 +1,0 @@
-"""From requests to streams of text: engine, scheduler, sequences, prefix cache, speculation."""

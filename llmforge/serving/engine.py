@@ -1,0 +1,249 @@
+"""The engine that serves: one thread runs a scheduler, and callers of any thread hand requests to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llmforge.backends import PREFILL_CHUNK
+from llmforge.base.errors import ForgeError, InputError, Unavailable, UnsupportedError, UsageError
+from llmforge.serving.interface import Serving
+from llmforge.serving.options import EngineOptions
+from llmforge.serving.paged_scheduler import scheduler_of
+from llmforge.serving.prompts import PromptEncoder
+from llmforge.serving.request import Chunk, Receiver, Request
+from llmforge.serving.runner import Runner, load
+from llmforge.serving.scheduler import Scheduler
+from llmforge.serving.sequence import Sequence, Ticket
+from llmforge.serving.speculation import DraftModel, PromptLookup, Proposer, Speculation
+from llmforge.serving.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Runs up to `runner.config.max_batch` requests at once, in slots of its own. Any thread may call any method.
+
+    Receivers are called by the engine's thread, which holds no lock then: they may call back, and must not wait.
+
+    Args:
+        runner: the artifact.
+        options: how to serve; None: the defaults.
+        draft: the artifact that drafts tokens, with `speculation` "draft-model".
+
+    Raises:
+        UsageError: the options and `draft` do not belong together, or the prefix cache has no room for one block.
+        InputError: `draft` has another vocabulary.
+        UnsupportedError: `draft` cannot take tokens back.
+    """
+
+    def __init__(self, runner: Runner, options: EngineOptions | None = None, draft: Runner | None = None) -> None:
+        self.runner = runner
+        self.options = options = options or EngineOptions()
+        proposer = _proposer(runner, options, draft)
+        self._scheduler: Scheduler[Any] = scheduler_of(
+            runner.session,
+            runner.session.allocate(runner.config.max_batch, runner.config.max_context),
+            runner.samplers,
+            options,
+            speculation=None if proposer is None else Speculation(proposer),
+            adapters=runner.config.adapters,
+        )
+        self._wake = threading.Condition()
+        # Guarded by `_wake`: what callers hand to the thread, and what it tells them.
+        self._arrivals: list[Sequence] = []
+        self._closing = False
+        self._abandoned = False
+        self._lost = False
+        self._failure: Unavailable | None = None
+        self._stats = self._scheduler.stats()
+        self._thread = threading.Thread(target=self._loop, name="llmforge-engine", daemon=True)
+        self._thread.start()
+        runner.session.when_ended(self._lose)
+
+    @classmethod
+    def load(
+        cls,
+        artifact: Path,
+        options: EngineOptions | None = None,
+        threads: int | None = None,
+        draft: Path | None = None,
+        device: int = 0,
+    ) -> Engine:
+        """Load an artifact, and one that drafts for it, and serve; raises what `load` and `Engine` raise."""
+        return cls(load(artifact, threads, device), options, None if draft is None else load(draft, threads, device))
+
+    def submit(self, request: Request, receive: Receiver, submitted: float | None = None) -> Ticket:
+        """Take on a request; `receive` gets its chunks, the last one with a finish reason, or one error.
+
+        `submitted` says when it came, by `time.perf_counter`; None: now.
+
+        Raises:
+            UsageError: the request makes no sense.
+            Unavailable: the queue is full, or the engine is closing or has failed.
+        """
+        if request.timeout_s is None:
+            request = dataclasses.replace(request, timeout_s=self.options.timeout_s)
+        sequence = self._scheduler.prepare(request, receive, time.perf_counter() if submitted is None else submitted)
+        with self._wake:
+            if self._failure is not None:
+                raise Unavailable(self._failure.message, hint=self._failure.hint)
+            if self._closing:
+                raise Unavailable("the engine is shutting down")
+            self._scheduler.check_room(len(self._arrivals))
+            self._arrivals.append(sequence)
+            self._wake.notify()
+        return sequence
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Let a sequence end with "cancelled" and its slot be free at the next step; one that has ended stays so."""
+        ticket.cancelled = True  # the thread looks at it in every step
+
+    def stream(self, request: Request) -> Stream:
+        """Run a request, chunk by chunk; it is submitted by this call, and closing the iterator cancels it.
+
+        Raises:
+            UsageError, Unavailable: as `submit` does, now. Errors of the sequence are raised by the iterator.
+        """
+        return Stream(self, request)
+
+    def stats(self) -> EngineStats:
+        """Give the figures after the last step, with what has arrived since among those that wait."""
+        with self._wake:
+            return dataclasses.replace(self._stats, waiting=self._stats.waiting + len(self._arrivals))
+
+    @property
+    def encoder(self) -> PromptEncoder:
+        """The artifact's tokenizer and chat template."""
+        return self.runner
+
+    @property
+    def failure(self) -> Unavailable | None:
+        """What the engine ended with, if it failed."""
+        return self._failure
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread runs: not after `close`, nor after it failed."""
+        return self._failure is None and self._thread.is_alive()
+
+    def close(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
+        """Take no more requests and end the thread; may be called again.
+
+        With `drain` what runs and waits is finished first, for at most `timeout_s` seconds; what remains then, or
+        everything without `drain`, ends with "cancelled".
+        """
+        with self._wake:
+            self._closing = True
+            self._abandoned = self._abandoned or not drain
+            self._wake.notify()
+        self._thread.join(timeout_s if drain else None)
+        if self._thread.is_alive():
+            with self._wake:
+                self._abandoned = True
+            self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close(drain=False)
+
+    def _loop(self) -> None:
+        try:
+            while self._take():
+                self._scheduler.step()
+                stats = self._scheduler.stats()
+                with self._wake:
+                    self._stats = stats
+        except Exception as error:  # whatever it is, those who wait for a sequence must hear of it
+            logger.exception("the engine failed")
+            self._fail(error)
+
+    def _take(self) -> bool:
+        """Wait for work and hand arrivals to the scheduler; return False when nothing is left to do."""
+        with self._wake:
+            while not (self._arrivals or self._scheduler.busy or self._closing or self._lost):
+                self._wake.wait()
+            if self._lost:
+                self.runner.session.check_alive()
+            for sequence in self._arrivals:
+                self._scheduler.enqueue(sequence)
+            self._arrivals.clear()
+            if self._abandoned:
+                self._scheduler.cancel_all()
+            return self._scheduler.busy or not self._closing
+
+    def _lose(self) -> None:
+        """Have the thread look at the session, of which a part has ended."""
+        with self._wake:
+            self._lost = True
+            self._wake.notify()
+
+    def _fail(self, cause: Exception) -> None:
+        failure = Unavailable(f"the engine failed: {cause}", hint="restart it; see its log for details")
+        with self._wake:
+            self._failure = failure
+            for sequence in self._arrivals:
+                self._scheduler.enqueue(sequence)
+            self._arrivals.clear()
+        self._scheduler.fail(failure)
+        with self._wake:
+            self._stats = self._scheduler.stats()
+
+
+class Stream(Iterator[Chunk]):
+    """The chunks of one sequence, as they come. It is cancelled when this is closed, or nobody holds this any more."""
+
+    def __init__(self, engine: Serving, request: Request) -> None:
+        self._engine = engine
+        self._chunks: queue.SimpleQueue[Chunk | ForgeError] = queue.SimpleQueue()
+        self._ended = False
+        self.ticket = engine.submit(request, self._chunks.put)
+
+    def __next__(self) -> Chunk:
+        if self._ended:
+            raise StopIteration
+        item = self._chunks.get()
+        if isinstance(item, ForgeError):
+            self._ended = True
+            raise item
+        self._ended = item.finish_reason is not None
+        return item
+
+    def close(self) -> None:
+        """Cancel the sequence, if it has not ended; nothing more comes."""
+        self._ended = True
+        self._engine.cancel(self.ticket)
+
+    def __del__(self) -> None:
+        if hasattr(self, "ticket"):  # else it was refused
+            self.close()
+
+
+def _proposer(runner: Runner, options: EngineOptions, draft: Runner | None) -> Proposer | None:
+    """Make what drafts tokens for `runner`, if anything does."""
+    if (options.speculation == "draft-model") != (draft is not None):
+        raise UsageError(
+            f"speculation is {options.speculation!r} and there is {'a' if draft else 'no'} draft artifact",
+            hint="speculation 'draft-model' and a draft artifact require each other",
+        )
+    if draft is None:
+        return PromptLookup() if options.speculation == "prompt-lookup" else None
+    if draft.tokenizer.get_vocab() != runner.tokenizer.get_vocab():
+        raise InputError("the draft artifact has a different vocabulary")
+    if (reason := draft.session.signature.no_reuse_reason) is not None:
+        raise UnsupportedError(f"the draft artifact cannot discard draft tokens: {reason}")
+    if draft.session.signature.block_size is not None:
+        raise UnsupportedError(
+            "the draft artifact keeps its KV cache in blocks of one pool, and drafts need a slot for each sequence",
+            hint="build it with `engine: {kv_cache: slots}`",
+        )
+    capacity = min(runner.config.max_context, draft.config.max_context)
+    return DraftModel(draft.session, runner.config.vocabulary, runner.config.max_batch, capacity, PREFILL_CHUNK)

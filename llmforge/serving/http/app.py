@@ -1,0 +1,271 @@
+"""The HTTP side: a Starlette application over one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any, TypeVar
+
+from anyio import CapacityLimiter, to_thread
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from llmforge.base.errors import ForgeError, Unavailable, UsageError
+from llmforge.serving import client_json, tools
+from llmforge.serving.client_json import JsonLimits
+from llmforge.serving.http import bodies, openapi
+from llmforge.serving.http.access import Doorway
+from llmforge.serving.http.call_stream import CallStream
+from llmforge.serving.http.metrics import ServerMetrics
+from llmforge.serving.http.protocol import Call, adapter_of, chat_call, served, text_call
+from llmforge.serving.http.responses import ResponseWriter, error_body, status
+from llmforge.serving.http.telemetry import RequestSpan
+from llmforge.serving.http.token_bytes import TokenBytes
+from llmforge.serving.interface import Serving
+from llmforge.serving.messages import encode_messages
+from llmforge.serving.prompts import PromptEncoder
+from llmforge.serving.request import Chunk, Usage
+
+SMALL_BODY = 32 << 10  # bytes; the texts of longer ones take long to tokenize, and wait for each other only
+LONG_READERS, READERS = 2, 16  # threads that read long bodies, and others
+RETRY_AFTER_S = 1  # a queue that is full moves within about this time
+CLIENT_LEFT = 499  # nginx's status of a request whose client went away; nobody reads it
+T = TypeVar("T")
+PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def create_app(engine: Serving, model: str, doorway: Doorway | None = None) -> Starlette:
+    """Make the application: OpenAI's endpoints over `engine`, its model called `model`, or `model:ADAPTER`.
+
+    The engine stays the caller's: the application neither starts nor closes it. Once `doorway` is draining, calls are
+    refused with 503.
+    """
+    server = _Server(engine, model, doorway or Doorway())
+    routes = [
+        Route("/v1/models", server.models),
+        Route("/v1/models/{name:path}", server.model),
+        Route("/v1/chat/completions", functools.partial(server.complete, chat_call), methods=["POST"]),
+        Route("/v1/completions", functools.partial(server.complete, text_call), methods=["POST"]),
+        Route("/tokenize", server.tokenize, methods=["POST"]),
+        Route("/detokenize", server.detokenize, methods=["POST"]),
+        Route("/health", server.health),
+        Route("/ready", server.ready),
+        Route("/metrics", server.metrics_text),
+        Route("/openapi.json", server.openapi),
+    ]
+    server.document = openapi.document(routes)
+    handlers = {ForgeError: _refusal, HTTPException: _not_served, ClientDisconnect: _client_left}
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+class _Server:
+    def __init__(self, engine: Serving, model: str, doorway: Doorway) -> None:
+        self._engine = engine
+        self._doorway = doorway
+        self._model = model
+        self._created = int(time.time())
+        self._metrics = ServerMetrics(engine)
+        self._token_bytes = TokenBytes(engine.encoder.tokenizer)
+        self._limits = JsonLimits.of(engine.encoder)
+        self.document: dict[str, Any] = {}
+        self._long, self._short = CapacityLimiter(LONG_READERS), CapacityLimiter(READERS)
+
+    async def complete(
+        self, parse: Callable[[Any, PromptEncoder, str], Call], http: HttpRequest
+    ) -> Response | EventStream:
+        span: RequestSpan | None = http.scope.get("state", {}).get("span")
+        try:
+            self._check_draining()
+            data = await bodies.read(http, self._limits)
+            call = await self._in_thread(data, lambda body: parse(body, self._engine.encoder, self._model))
+            if span is not None:
+                span.call(call)
+            sequences = CallStream(self._engine, call, self._metrics, span)
+            await sequences.submit()
+        except ForgeError as error:
+            self._metrics.refused(error)
+            raise
+        writer = ResponseWriter(call, self._token_bytes)
+        if span is not None:
+            span.reasons = writer.finish_reasons
+        if call.stream:
+            return EventStream(_events(sequences, writer, call, span), sequences)
+        chunks: list[list[Chunk]] = [[] for _ in call.requests]
+        async with _cancelled_on_disconnect(http.receive, sequences):
+            async for batch in sequences.batches():
+                for index, chunk in batch:
+                    chunks[index].append(chunk)
+        if sequences.abandoned:
+            return Response(status_code=CLIENT_LEFT)
+        return JSONResponse(writer.completion(chunks))
+
+    async def models(self, http: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": list(map(self._description, self._served()))})
+
+    async def model(self, http: HttpRequest) -> Response:
+        name = http.path_params["name"]
+        adapter_of(name, self._model, self._engine.encoder.config.adapters)
+        return JSONResponse(self._description(name))
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        """Give the token ids of `prompt` (a text) or of `messages` under the chat template, as vLLM does."""
+        encoder = self._engine.encoder
+
+        def encode(body: Any) -> list[int]:
+            if not isinstance(body, dict) or (("prompt" in body) == ("messages" in body)):
+                raise UsageError("expected an object with either prompt (a string) or messages")
+            if "messages" in body:
+                use = tools.read(body, encoder)
+                return encode_messages(body["messages"], encoder, () if use is None else use.tools)
+            if not isinstance(body["prompt"], str):
+                raise UsageError("prompt: expected a string")
+            return encoder.encode(body["prompt"])
+
+        ids = await self._in_thread(await bodies.read(http, self._limits), encode)
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": encoder.config.max_context})
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        """Give the text of `tokens`, as vLLM does."""
+        encoder = self._engine.encoder
+
+        def decode(body: Any) -> str:
+            ids = body.get("tokens") if isinstance(body, dict) else None
+            if not isinstance(ids, list) or not all(
+                type(each) is int and 0 <= each < encoder.config.vocabulary for each in ids
+            ):
+                raise UsageError(f"tokens: expected a list of token ids below {encoder.config.vocabulary:,}")
+            (text,) = encoder.tokenizer.decode_batch([ids], skip_special_tokens=False)
+            return str(text)
+
+        text = await self._in_thread(await bodies.read(http, self._limits), decode)
+        return JSONResponse({"prompt": text})
+
+    async def _in_thread(self, data: bytes, do: Callable[[Any], T]) -> T:
+        """Parse a body and do something with it, in a thread: others' streams go on meanwhile."""
+        limiter = self._long if len(data) > SMALL_BODY else self._short
+        return await to_thread.run_sync(lambda: do(client_json.parse(data, self._limits, "the body")), limiter=limiter)
+
+    async def health(self, http: HttpRequest) -> Response:
+        """Say whether the engine lives: a server that is not healthy wants to be started anew."""
+        if not self._engine.alive:
+            raise Unavailable("the engine has ended")
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, http: HttpRequest) -> Response:
+        """Say whether the next request is likely to be taken: one that is not ready wants to be left alone."""
+        self._check_draining()
+        stats, most = self._engine.stats(), self._engine.options.max_queue
+        if most and stats.waiting >= most:
+            raise Unavailable(f"the queue is full: {most} requests are waiting")
+        return await self.health(http)
+
+    def _check_draining(self) -> None:
+        if self._doorway.draining:
+            raise Unavailable("the server is shutting down")
+
+    async def metrics_text(self, http: HttpRequest) -> Response:
+        return Response(self._metrics.exposition(), media_type=PROMETHEUS_TEXT)
+
+    async def openapi(self, http: HttpRequest) -> Response:
+        return JSONResponse(self.document)
+
+    def _served(self) -> tuple[str, ...]:
+        return served(self._model, self._engine.encoder.config.adapters)
+
+    def _description(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "llmforge",
+            "max_model_len": self._engine.encoder.config.max_context,
+            **({} if name == self._model else {"parent": self._model}),  # of an adapter, as vLLM says it
+        }
+
+
+class EventStream:
+    """A response of server-sent events that cancels its sequences when the client leaves."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], sequences: CallStream) -> None:
+        self._events = events
+        self._sequences = sequences
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response, as ASGI wants it."""
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        async with _cancelled_on_disconnect(receive, self._sequences), contextlib.aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _events(
+    sequences: CallStream, writer: ResponseWriter, call: Call, span: RequestSpan | None
+) -> AsyncGenerator[bytes, None]:
+    """Write the events of a stream; an error in its middle is an event, too."""
+    usages: dict[int, Usage] = {}
+    try:
+        async with contextlib.aclosing(sequences.batches()) as batches:
+            async for batch in batches:
+                usages |= {index: chunk.usage for index, chunk in batch if chunk.usage is not None}
+                events = [event for index, chunk in batch if (event := writer.chunk_event(index, chunk)) is not None]
+                if events:
+                    yield b"".join(map(_event, events))
+        if call.include_usage and len(usages) == len(call.requests):
+            yield _event(writer.usage_event([usages[index] for index in range(len(call.requests))]))
+    except ForgeError as error:
+        if span is not None:
+            span.failed(str(status(error)))
+        yield _event(error_body(error))
+    yield b"data: [DONE]\n\n"
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+@contextlib.asynccontextmanager
+async def _cancelled_on_disconnect(receive: Receive, sequences: CallStream) -> AsyncIterator[None]:
+    """Abandon the sequences if the client leaves, and at the end in any case."""
+
+    async def wait_for_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        sequences.abandon()
+
+    watch = asyncio.create_task(wait_for_disconnect())
+    try:
+        yield
+    finally:
+        sequences.abandon()
+        watch.cancel()
+
+
+def _refusal(http: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ForgeError)
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, Unavailable) else {}
+    if isinstance(error, client_json.TooLarge | bodies.TooSlow):
+        headers["Connection"] = "close"  # what still comes of the body is not waited for
+    return JSONResponse(error_body(error), status(error), headers)
+
+
+def _not_served(http: HttpRequest, error: Exception) -> Response:
+    """Say in JSON what Starlette says in plain text: that there is no such path, or no such method there."""
+    assert isinstance(error, HTTPException)
+    what = {404: f"there is no {http.url.path} here", 405: f"{http.url.path} does not take {http.method}"}
+    body = error_body(UsageError(what.get(error.status_code, error.detail)))
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+def _client_left(http: HttpRequest, error: Exception) -> Response:
+    return Response(status_code=CLIENT_LEFT)

@@ -1,0 +1,82 @@
+"""What the server tells Prometheus: https://prometheus.io/docs/instrumenting/exposition_formats/.
+
+What the Triton model tells too has the same names there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from llmforge.base.errors import ForgeError, Unavailable
+from llmforge.serving.interface import Serving
+from llmforge.serving.stats import COUNTERS, GAUGES
+
+# Bounds in seconds, about two a factor of five: from a small model's step to a long prompt on a slow machine.
+_ITL_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+_TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
+_LATENCY_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+
+
+class ServerMetrics:
+    """Figures of one server, in a registry of its own; those of the engine are read from it at every scrape."""
+
+    def __init__(self, engine: Serving) -> None:
+        registry = CollectorRegistry()
+        self._registry = registry
+        self._answers = Counter(
+            "llmforge_answers", "Answers that ended, by reason", ["finish_reason"], registry=registry
+        )
+        self._ttft = Histogram(
+            "llmforge_time_to_first_token_seconds",
+            "From the request to its first token",
+            registry=registry,
+            buckets=_TTFT_BUCKETS,
+        )
+        self._itl = Histogram(
+            "llmforge_inter_token_latency_seconds",
+            "Between two tokens of an answer",
+            registry=registry,
+            buckets=_ITL_BUCKETS,
+        )
+        self._latency = Histogram(
+            "llmforge_request_seconds", "From the request to its end", registry=registry, buckets=_LATENCY_BUCKETS
+        )
+        self._engine = engine
+        registry.register(self)  # prometheus_client.registry.Collector
+
+    def token(self, seconds: float, first: bool) -> None:
+        """Count a token that came `seconds` after the one before it, or after the request if it is the first."""
+        (self._ttft if first else self._itl).observe(seconds)
+
+    def ended(self, finish_reason: str, seconds: float) -> None:
+        """Count a sequence that ended."""
+        self._answers.labels(finish_reason).inc()
+        self._latency.observe(seconds)
+
+    def failed(self) -> None:
+        """Count a sequence that ended with an error."""
+        self._answers.labels("error").inc()
+
+    def refused(self, error: ForgeError) -> None:
+        """Count a call that was not taken on: "refused" where there is no room, "invalid" where it makes no sense."""
+        self._answers.labels("refused" if isinstance(error, Unavailable) else "invalid").inc()
+
+    def exposition(self) -> bytes:
+        """Write all figures in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield gauges of what goes on in the engine, and counters of what was done."""
+        stats = self._engine.stats()
+        slots = ("Requests that can run at once", "slots")
+        for name, (text, field) in {**GAUGES, "llmforge_slots": slots}.items():
+            yield GaugeMetricFamily(name, text, value=getattr(stats, field))
+        for name, (text, field) in COUNTERS.items():
+            yield CounterMetricFamily(name, text, value=getattr(stats, field))
+        steps = CounterMetricFamily("llmforge_decode_steps", "Decode steps, by number of rows", labels=["rows"])
+        for rows, count in sorted(stats.steps.items()):
+            steps.add_metric([str(rows)], count)
+        yield steps

@@ -1,0 +1,325 @@
+"""Checkpoints in the format of compressed-tensors: their codes are those of ONNX Runtime's engine, bit by bit.
+
+The slow tests read them by the tool itself: `pip install compressed-tensors==0.20.0`, apart from this.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+from numpy.typing import NDArray
+from safetensors import safe_open
+
+from llmforge import targets
+from llmforge.backends.compressed_tensors import builder as compressed_tensors
+from llmforge.backends.engines import BuildRequest, exporter
+from llmforge.backends.exported_parameters import Exported, check_passes
+from llmforge.base.errors import UnsupportedError, VerificationError
+from llmforge.checkpoint import Checkpoint
+from llmforge.compile import export_proxy
+from llmforge.ir import graph
+from llmforge.passes import QuantizeChannels, QuantizeWeights
+from llmforge.quantization.statistics import InputRange, Smoothed, Statistics
+from llmforge.recipe import EngineSpec
+from llmforge.rewrite.pass_base import Budget, Context
+
+Traced = tuple[Checkpoint, ir.Model]
+LOOSE = Budget(kld_mean=1.0)
+LOCAL, GPU = targets.local(), targets.load("l4")
+EXPONENTS = [0, 1, 2, 3, 0]
+SPEC = EngineSpec(backend="compressed-tensors", max_context=32)
+LAYER = "model.layers.0.mlp.down_proj"
+
+
+def blocks(**changes: Any) -> QuantizeWeights:
+    options = {"bits": 4, "block_size": 32, "scales": "fp16", "embedding_bits": 16, "method": "rtn", **changes}
+    if options["bits"] == 8:
+        options["symmetric"] = True
+    return QuantizeWeights(budget=LOOSE, **options)
+
+
+def export(traced: Traced, *steps: Any) -> tuple[ir.Model, Exported]:
+    """Run passes over the graph, with ranges of 4.0 for what a linear layer reads, and outliers in some features."""
+    checkpoint, model = traced
+    copy = model.clone()
+    inputs = {}
+    for name, entry in checkpoint.tensors.items():
+        exponents = np.zeros(entry.shape[-1], np.int8)
+        exponents[:5] = EXPONENTS
+        inputs[name] = InputRange(np.full(entry.shape[-1], 4.0, np.float32), Smoothed(exponents, 0.5, 1.0, 2.0))
+    statistics = Statistics(0, 0, {}, {}, inputs)
+    for step in steps:
+        assert step.run(copy, Context(GPU if isinstance(step, QuantizeChannels) else LOCAL, statistics))
+    return copy, export_proxy.exported(copy, model, checkpoint)
+
+
+def check(exported: Exported) -> None:
+    exporter("compressed-tensors", LOCAL).check(exported, SPEC)
+
+
+def write(traced: Traced, folder: Path, *steps: Any) -> tuple[ir.Model, Path]:
+    model, exported = export(traced, *steps)
+    compressed_tensors.build(BuildRequest(model, folder / "engine", SPEC, LOCAL, [0], 0, exported=exported))
+    return model, folder / "engine"
+
+
+def dense(words: NDArray[np.int32], bits: int) -> NDArray[np.int64]:
+    """Read signed codes of a dense row of words, bit by bit: the definition, apart from the code under test."""
+    rows = [
+        "".join(f"{word & 0xFFFFFFFF:032b}"[::-1] for word in row)  # the lowest bit first
+        for row in words.astype(np.int64).tolist()
+    ]
+    codes = [[int(row[at : at + bits][::-1], 2) for at in range(0, len(row), bits)] for row in rows]
+    return np.array(codes) - (1 << bits - 1)
+
+
+def tensors(file: Path) -> dict[str, NDArray[Any]]:
+    with safe_open(str(file), "pt") as opened:
+        import torch
+
+        found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
+        return {
+            name: (value.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn))
+            if value.dtype == torch.float8_e4m3fn
+            else value.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+            if value.dtype == torch.bfloat16
+            else value.numpy()
+            for name, value in found.items()
+        }
+
+
+def settings(engine: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((engine / "config.json").read_text())
+    return found
+
+
+def of_engine(model: ir.Model) -> Mapping[str, NDArray[Any]]:
+    """What ONNX Runtime's engine of the same graph holds, by the name of the initializer."""
+    lowered, _ = exporter("onnxruntime", LOCAL).lower(model, LOCAL, SPEC)
+    return {name: graph.tensor(value).numpy() for name, value in lowered.graph.initializers.items()}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_blocks_are_packed_as_they_are(bf16_llama: Traced, tmp_path: Path, bits: int, symmetric: bool) -> None:
+    step = blocks(bits=bits, symmetric=symmetric) if bits == 4 else blocks(bits=8)
+    model, engine = write(bf16_llama, tmp_path, step)
+    found, ours = tensors(engine / "model.safetensors"), of_engine(model)
+    [n, k] = found[f"{LAYER}.weight_shape"].tolist()
+
+    codes = ours[f"{LAYER}.weight.codes"].reshape(n, -1)
+    unpacked = codes if bits == 8 else np.stack([codes & 15, codes >> 4], -1).reshape(n, -1)
+    assert np.array_equal(dense(found[f"{LAYER}.weight_packed"], bits), unpacked.astype(np.int64) - 2 ** (bits - 1))
+    assert found[f"{LAYER}.weight_packed"].shape == (n, k * bits // 32)
+    assert found[f"{LAYER}.weight_scale"].dtype == np.float16
+    assert np.array_equal(found[f"{LAYER}.weight_scale"], ours[f"{LAYER}.weight.scales"].reshape(n, -1))
+    if bits == 4 and not symmetric:
+        points = ours[f"{LAYER}.weight.zero_points"]
+        each = np.stack([points & 15, points >> 4], -1).reshape(n, -1)[:, : k // 32]
+        packed = found[f"{LAYER}.weight_zero_point"]  # [N/8, blocks]: along the output features
+        assert np.array_equal(dense(np.ascontiguousarray(packed.T), 4).T, each.astype(np.int64) - 8)
+    assert ("zero_point" in " ".join(found)) == (bits == 4 and not symmetric)
+    weights = settings(engine)["quantization_config"]["config_groups"]["group_0"]["weights"]
+    assert (weights["num_bits"], weights["group_size"], weights["symmetric"]) == (bits, 32, bits == 8 or symmetric)
+    assert settings(engine)["quantization_config"]["format"] == "pack-quantized"
+    assert settings(engine)["dtype"] == "float16"
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+@pytest.mark.parametrize("activations", ["none", "static", "per_token"])
+def test_channels_are_stored_by_output(bf16_llama: Traced, tmp_path: Path, dtype: str, activations: str) -> None:
+    step = QuantizeChannels(budget=LOOSE, dtype=dtype, activations=activations, head=False, smooth=False)
+    if dtype == "int8" and activations == "none":
+        with pytest.raises(UnsupportedError, match="by int8 activations alone") as caught:
+            check(export(bf16_llama, step)[1])
+        assert "activations: static" in (caught.value.hint or "")
+        return
+    model, engine = write(bf16_llama, tmp_path, step)
+    found, ours = tensors(engine / "model.safetensors"), of_engine(model)
+
+    codes = ours[f"{LAYER}.weight.{dtype}"]
+    assert found[f"{LAYER}.weight"].dtype == (ml_dtypes.float8_e4m3fn if dtype == "fp8" else np.int8)
+    assert found[f"{LAYER}.weight"].tobytes() == np.ascontiguousarray(codes.T).tobytes()
+    assert np.array_equal(found[f"{LAYER}.weight_scale"][:, 0], ours[f"{LAYER}.weight.{dtype}.scales"])
+    assert found[f"{LAYER}.weight_scale"].dtype == np.float32
+    group = settings(engine)["quantization_config"]["config_groups"]["group_0"]
+    assert group["format"] == ("float-quantized" if dtype == "fp8" else "int-quantized")
+    if activations == "static":
+        largest = 448.0 if dtype == "fp8" else 127.0
+        assert found[f"{LAYER}.input_scale"] == np.float32(4.0 / largest)
+        assert group["input_activations"]["strategy"] == "tensor"
+        assert group["input_activations"]["dynamic"] is False
+    elif activations == "per_token":
+        assert group["input_activations"]["strategy"] == "token"
+        assert group["input_activations"]["dynamic"] is True
+        assert not any("input_scale" in name for name in found)
+    else:
+        assert group["input_activations"] is None
+    assert settings(engine)["dtype"] == "bfloat16", "that of the model"
+
+
+def test_outliers_are_moved_in_the_parameters_themselves(bf16_llama: Traced, tmp_path: Path) -> None:
+    """SmoothQuant: the norm is divided by powers of two, which bf16 holds, and the matrices that read it multiplied."""
+    checkpoint, _ = bf16_llama
+    step = QuantizeChannels(budget=LOOSE, dtype="fp8", activations="per_token", head=False)
+    model, engine = write(bf16_llama, tmp_path, step)
+    found = tensors(engine / "model.safetensors")
+
+    name = "model.layers.0.input_layernorm.weight"
+    before = checkpoint.tensor(name).numpy().astype(np.float32)
+    factors = np.ones(64, np.float32)
+    factors[:5] = [1, 2, 4, 8, 1]
+    assert found[name].dtype == ml_dtypes.bfloat16
+    assert np.array_equal(found[name].astype(np.float32) * factors, before)
+    query = "model.layers.0.self_attn.q_proj.weight"
+    ours = of_engine(model)[f"{query}.smoothed.fp8"]
+    assert found[query].tobytes() == np.ascontiguousarray(ours.T).tobytes()
+    plain = write(bf16_llama, tmp_path / "plain", replace(step, smooth=False))[1]
+    assert found[query].tobytes() != tensors(plain / "model.safetensors")[query].tobytes()
+
+
+def test_the_rest_of_the_checkpoint_is_kept(bf16_llama: Traced, tmp_path: Path) -> None:
+    checkpoint, _ = bf16_llama
+    _, engine = write(bf16_llama, tmp_path, blocks(exclude=("*.layers.1.*",)))
+    found, ignored = tensors(engine / "model.safetensors"), settings(engine)["quantization_config"]["ignore"]
+
+    kept = [name for name in checkpoint.tensors if "layers.0" not in name or "norm" in name]
+    assert kept
+    for name in kept:
+        assert found[name].tobytes() == checkpoint.tensor(name).tobytes(), name
+    assert {"lm_head", "model.layers.1.mlp.up_proj", "model.layers.1.self_attn.q_proj"} <= set(ignored)
+    assert not any("layers.0" in name for name in ignored)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (engine / file).read_bytes() == (checkpoint.path / file).read_bytes()
+    source = json.loads((checkpoint.path / "config.json").read_text())
+    assert {key: value for key, value in source.items() if settings(engine).get(key) != value}.keys() <= {"dtype"}
+
+
+def test_shards_have_an_index(bf16_llama: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, whole = write(bf16_llama, tmp_path / "whole", blocks())
+    monkeypatch.setattr(compressed_tensors, "SHARD_BYTES", 30_000)
+    _, engine = write(bf16_llama, tmp_path / "shards", blocks())
+
+    index = json.loads((engine / "model.safetensors.index.json").read_text())
+    files = sorted(engine.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0].name == f"model-00001-of-{len(files):05}.safetensors"
+    found = {name: (file.name, value) for file in files for name, value in tensors(file).items()}
+    assert {name: file for name, (file, _) in found.items()} == index["weight_map"]
+    wanted = tensors(whole / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(np.array_equal(found[name][1], value) for name, value in wanted.items())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in wanted.values())
+
+
+def test_the_same_input_gives_the_same_bytes(bf16_llama: Traced, tmp_path: Path) -> None:
+    engines = [write(bf16_llama, tmp_path / name, blocks())[1] for name in ("a", "b")]
+    first, second = ({file.name: file.read_bytes() for file in engine.iterdir()} for engine in engines)
+    assert first == second
+
+
+def test_a_bit_that_is_not_written_is_noticed(
+    bf16_llama: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = compressed_tensors.pack_bits
+
+    def wrong(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+        packed = pack(codes, bits)
+        packed[-1, -1] ^= 16
+        return packed
+
+    monkeypatch.setattr(compressed_tensors, "pack_bits", wrong)
+    with pytest.raises(VerificationError, match="was not written as it was quantized"):
+        write(bf16_llama, tmp_path, blocks())
+
+
+@pytest.mark.parametrize(
+    ("steps", "message", "hint"),
+    [
+        ([blocks(scales="fp32")], "its scales are fp32", "scales: fp16"),
+        ([blocks(embedding_bits=8)], "read embedding and head as they are", "embedding_bits: 16"),
+        ([blocks(exclude=("*.q_proj.*",))], "have different formats", "exclude all of them"),
+        ([blocks(block_size=128)], "not a multiple of 128", "block_size"),
+        ([QuantizeChannels(budget=LOOSE, dtype="fp8")], "tied head of its own", "head: false"),
+        ([], "nothing is quantized", ""),
+    ],
+)
+def test_what_is_not_held_exactly_is_refused_before_a_weight_is_read(
+    bf16_llama: Traced, steps: list[Any], message: str, hint: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=message) as caught:
+        check(export(bf16_llama, *steps)[1])
+    assert hint in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("name", ["pack-qkv", "quantize-kv-cache", "cpu-kernels", "lower-precision"])
+def test_a_pass_that_no_checkpoint_can_say_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"^{name}: .*cannot say what this pass does"):
+        check_passes("compressed-tensors", ("fuse-norms", name))
+    check_passes("onnxruntime", (name,))
+
+
+def test_a_parameter_that_a_pass_changed_is_refused(bf16_llama: Traced) -> None:
+    checkpoint, model = bf16_llama
+    copy = model.clone()
+    norm = copy.graph.initializers["model.layers.0.input_layernorm.weight"]
+    norm.const_value = ir.Tensor(graph.tensor(norm).numpy() * 2, name=norm.name)
+    with pytest.raises(UnsupportedError, match=r"parameter model.layers.0.input_layernorm.weight is no longer"):
+        export_proxy.exported(copy, model, checkpoint)
+
+
+# --- the tool itself -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "step",
+    [
+        blocks(),
+        blocks(symmetric=True),
+        blocks(bits=8),
+        QuantizeChannels(budget=LOOSE, dtype="fp8", head=False),
+        QuantizeChannels(budget=LOOSE, dtype="fp8", activations="static", head=False, smooth=False),
+        QuantizeChannels(budget=LOOSE, dtype="int8", activations="per_token", head=False, smooth=False),
+    ],
+    ids=["int4", "int4-symmetric", "int8", "fp8", "fp8-static", "int8-per-token"],
+)
+def test_compressed_tensors_decompresses_the_weights_that_the_graph_has(
+    bf16_llama: Traced, tmp_path: Path, step: Any
+) -> None:
+    tool = pytest.importorskip("compressed_tensors.compressors", reason="pip install compressed-tensors==0.20.0")
+    import torch
+    from compressed_tensors.quantization import QuantizationConfig
+
+    model, engine = write(bf16_llama, tmp_path, step)
+    config = QuantizationConfig.model_validate(settings(engine)["quantization_config"])
+    [scheme] = config.config_groups.values()
+    compressor = tool.BaseCompressor.get_value_from_registry(config.format)
+    with safe_open(str(engine / "model.safetensors"), "pt") as opened:
+        own = {
+            name.removeprefix(f"{LAYER}."): opened.get_tensor(name)
+            for name in opened.keys()  # noqa: SIM118
+            if name.startswith(f"{LAYER}.")
+        }
+    own["weight_scale"] = own["weight_scale"].float()  # in whose dtype it multiplies
+    theirs = compressor.decompress(own, scheme)["weight"].to(torch.float32).numpy()
+
+    ours = of_engine(model)
+    if isinstance(step, QuantizeChannels):
+        name = f"{LAYER}.weight.{step.dtype}"
+        wanted = (ours[name].astype(np.float32) * ours[f"{name}.scales"]).T
+    else:
+        from llmforge.quantization.grids import dequantize
+
+        [made] = [each for each in export(bf16_llama, step)[1].quantized.items() if each[0] == f"{LAYER}.weight"]
+        wanted = dequantize(made[1].read())  # type: ignore[union-attr]
+    assert np.array_equal(theirs, wanted)

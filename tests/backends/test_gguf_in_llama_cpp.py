@@ -1,0 +1,144 @@
+"""GGUF files in llama.cpp itself: logits of whole models, and the tokens of texts.
+
+`pip install gguf==0.19.0 llama-cpp-python==0.3.36`, which compiles llama.cpp; LLAMA_CPP_LIB_PATH names a folder with
+its libraries where they are compiled already.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from llmforge import targets
+from llmforge.backends.engines import BuildRequest
+from llmforge.backends.gguf import builder as gguf
+from llmforge.checkpoint import Checkpoint
+from llmforge.compile import export_proxy
+from llmforge.measure import runtime_process
+from llmforge.passes import QuantizeWeights
+from llmforge.quantization.grids import dequantize
+from llmforge.recipe import EngineSpec
+from llmforge.rewrite.pass_base import Budget, Context
+from llmforge.trace import trace
+
+from ..models import zoo
+from ..models.checkpoints import write_tokenizer
+
+pytest.importorskip("gguf", reason="pip install gguf==0.19.0")
+llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python==0.3.36")
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+SPEC = EngineSpec(backend="gguf", max_context=64)
+LOCAL = targets.local()
+TEXT = list(range(3, 40))
+SMALL: dict[str, Any] = {**zoo.BASE, "head_dim": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-rope": {"rope_parameters": zoo.LLAMA3},
+    "llama-linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    "llama-bias": {"attention_bias": True, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+}
+
+
+def written(checkpoint: Checkpoint, folder: Path, *steps: Any) -> tuple[Path, Any]:
+    traced = trace(checkpoint)
+    model = traced.clone()
+    for step in steps:
+        assert step.run(model, Context(LOCAL))
+    exported = export_proxy.exported(model, traced, checkpoint)
+    gguf.build(BuildRequest(model, folder, SPEC, LOCAL, [0], 0, exported=exported))
+    return folder, exported
+
+
+def random(folder: Path, name: str) -> Any:
+    """Write a random model of transformers, and return it."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[name.partition("-")[0]](**{**SMALL, **MODELS[name]})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(drawn / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.add_(0.1 * drawn)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())  # llama.cpp wants a merge
+    tokenizer["model"]["vocab"]["ab"] = len(tokenizer["model"]["vocab"])
+    tokenizer["model"]["merges"] = [["a", "b"]]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any) -> NDArray[np.float32]:
+    found: NDArray[np.float32] = model(input_ids=torch.tensor([TEXT])).logits[0].numpy()
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_unquantized_model_has_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
+    """Names, permutation, rotary embedding and sizes: in fp32, nothing else differs."""
+    expected = logits(random(tmp_path / "checkpoint", name))
+    folder, _ = written(Checkpoint.open(tmp_path / "checkpoint"), tmp_path / "engine")
+
+    found = runtime_process.LlamaCpp(str(folder)).text(TEXT, None)
+
+    print(name, "largest difference", np.abs(found - expected).max(), "of", expected.std())
+    assert np.abs(found - expected).max() < 1e-4 * expected.std()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_quantized_model_has_the_logits_of_its_dequantized_weights(name: str, bits: int, tmp_path: Path) -> None:
+    """llama.cpp rounds activations to int8, so a few percent of a standard deviation are its own."""
+    model = random(tmp_path / "checkpoint", name)
+    step = QuantizeWeights(
+        budget=Budget(kld_mean=1.0), bits=bits, block_size=32, symmetric=True, scales="fp16", method="rtn"
+    )
+    folder, exported = written(Checkpoint.open(tmp_path / "checkpoint"), tmp_path / "engine", step)
+    before = logits(model)
+    for tensor, matrix in exported.quantized.items():
+        model.state_dict()[tensor].copy_(torch.from_numpy(dequantize(matrix.read())))
+    expected = logits(model)
+
+    found = runtime_process.LlamaCpp(str(folder)).text(TEXT, 1)
+
+    apart, lost = np.abs(found - expected).mean() / expected.std(), np.abs(before - expected).mean() / expected.std()
+    print(
+        f"{name}, {bits} bits: llama.cpp {apart:.4f} of a deviation from our weights, they {lost:.4f} from the source"
+    )
+    assert apart < 0.03
+    assert bits == 8 or apart < lost / 2
+
+
+@pytest.mark.parametrize(
+    "text", ["To install the package, run:\n\n\tpip  install x==1.2.345", "naïve café — 你好 🙂", " a  b"]
+)
+def test_texts_have_the_tokens_of_the_tokenizer(sample_checkpoint: Path, tmp_path: Path, text: str) -> None:
+    checkpoint = Checkpoint.open(sample_checkpoint)
+    folder, _ = written(checkpoint, tmp_path / "engine")
+    loaded = runtime_process.LlamaCpp(str(folder))
+    vocabulary = llama_cpp.llama_model_get_vocab(loaded._model)
+    data = text.encode()
+    ids = (llama_cpp.llama_token * 256)()
+    count = llama_cpp.llama_tokenize(vocabulary, data, len(data), ids, 256, True, False)
+    assert list(ids[:count]) == checkpoint.tokenizer.encode(text).ids
+    template = llama_cpp.llama_model_chat_template(loaded._model, None)
+    assert ctypes.string_at(template).decode() == checkpoint.chat_template
+    assert llama_cpp.llama_vocab_eos(vocabulary) == checkpoint.eos_token_ids[0]

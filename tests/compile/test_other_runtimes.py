@@ -1,0 +1,201 @@
+"""Artifacts in onnxruntime-genai and in optimum-onnx, each in an environment of its own that the test makes.
+
+LLMFORGE_TEST_ENVIRONMENTS names a folder that keeps the environments between runs; else they are made anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from llmforge.base.progress import Silent
+from llmforge.compile import pipeline
+from llmforge.gates.decision import Verdict
+from llmforge.metrics.agreement import RuntimeName
+from llmforge.recipe import Recipe
+from llmforge.serving import Runner, Sampling, load
+
+RUNTIMES = Path(__file__).parents[1] / "runtimes"
+RECIPES = Path(__file__).parents[2] / "recipes"
+PROMPTS = (
+    "The configuration file",
+    "To install the package, run",
+    "def main(",
+    "This function returns the",
+    "Errors are raised when a value of another type is given, or where",
+)
+TOKENS = 64  # of each answer, as in tests/runtimes/*.py
+
+FUSED = ["fuse-norms", "pack-qkv", "pack-gate-up"]
+INT4 = {"quantize-weights": {"bits": 4, "block_size": 32, "method": "rtn", "budget": {"kld_mean": 0.08}}}
+INT8_KV = {"quantize-kv-cache": {"bits": 8, "budget": {"kld_mean": 0.005}}}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+def environment(name: str, scratch: Path) -> Path:
+    """Make the environment of tests/runtimes/`name`.txt, or take the one that is kept; return its Python."""
+    kept = os.environ.get("LLMFORGE_TEST_ENVIRONMENTS")
+    folder = (Path(kept) if kept else scratch) / name
+    python, done = folder / "bin" / "python", folder / "requirements.txt"
+    wanted = (RUNTIMES / f"{name}.txt").read_text()
+    if not done.exists() or done.read_text() != wanted:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        install = [python, "-m", "pip", "install", "--quiet", "--requirement", RUNTIMES / f"{name}.txt"]
+        subprocess.run(install, check=True)
+        done.write_text(wanted)
+    return python
+
+
+@pytest.fixture(scope="module")
+def genai(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return environment("genai", tmp_path_factory.mktemp("environments"))
+
+
+@pytest.fixture(scope="module")
+def optimum(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return environment("optimum", tmp_path_factory.mktemp("environments"))
+
+
+def build(folder: Path, data: Path, passes: list[Any]) -> Path:
+    """Build the sample checkpoint with `passes`, measuring nothing."""
+    lossy = any(isinstance(step, dict) and "budget" in next(iter(step.values())) for step in passes)
+    recipe: dict[str, Any] = {
+        "schema": 1,
+        "name": "interop",
+        "checkpoint": str(data / "docs-llama-7m"),
+        "target": "local",
+        "engine": {"backend": "onnxruntime", "max_context": 256, "max_batch": 8, "threads": 1},
+        "passes": passes,
+    }
+    if lossy:
+        recipe["calibration"] = {"data": str(data / "calibration.jsonl"), "samples": 8, "length": 256, "seed": 0}
+    folder.mkdir(exist_ok=True)
+    file = folder / "recipe.yaml"
+    file.write_text(json.dumps(recipe))  # JSON is YAML
+    return pipeline.build(Recipe.load(file), folder, Silent()).path
+
+
+def answers(runner: Runner) -> list[list[int]]:
+    """Continue each prompt greedily through llmforge's own runtime."""
+    sampling = Sampling(max_tokens=TOKENS)
+    made = []
+    for prompt in PROMPTS:
+        steps = runner.generate_batch([runner.tokenizer.encode(prompt).ids], [sampling])
+        made.append([token for step in steps for token in step.token_ids if token is not None])
+    return made
+
+
+def elsewhere(python: Path, script: str, artifact: Path) -> dict[str, Any]:
+    """Run the prompts through tests/runtimes/`script` in the environment of `python`."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(artifact), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(
+        [python, RUNTIMES / script, artifact / "engine"],
+        input=json.dumps(PROMPTS),
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    result: dict[str, Any] = json.loads(finished.stdout)
+    return result
+
+
+def compare(theirs: dict[str, Any], artifact: Path, *, batched: int = TOKENS) -> None:
+    """Hold tokens and text of another runtime against our own: one by one, and `batched` tokens of a padded batch."""
+    runner = load(artifact)
+    ours = answers(runner)
+    assert sum(len(row) == TOKENS for row in ours) >= 3  # the others end before
+    assert len({tuple(row) for row in ours}) == len(PROMPTS)  # the model answers the prompt
+    assert theirs["ids"] == [runner.tokenizer.encode(prompt).ids for prompt in PROMPTS]
+    assert theirs["alone"] == ours
+    assert theirs["texts"] == [runner.tokenizer.decode(row) for row in ours]
+    cut = [own[:batched] for own in ours]
+    assert [row[: len(own)] for row, own in zip(theirs["batch"], cut, strict=True)] == cut  # then padding
+
+
+@pytest.fixture(scope="module")
+def portable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The artifact of recipes/portable.yaml, as it ships; its measurements, which change no byte of it, left out."""
+    folder = tmp_path_factory.mktemp("portable")
+    recipe = YAML(typ="safe").load(RECIPES / "portable.yaml")
+    del recipe["validation"], recipe["gates"]
+    recipe["checkpoint"] = str(RECIPES / recipe["checkpoint"])
+    recipe["calibration"]["data"] = str(RECIPES / recipe["calibration"]["data"])
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
+    return pipeline.build(Recipe.load(folder / "recipe.yaml"), folder, Silent()).path
+
+
+def test_validation_runs_the_artifact_in_both(genai: Path, optimum: Path, data: Path, tmp_path: Path) -> None:
+    """The evidence of `validation.runtimes`: the same kernels give the same logits, bit by bit."""
+    recipe: dict[str, Any] = {
+        "schema": 1,
+        "name": "interop",
+        "checkpoint": str(data / "docs-llama-7m"),
+        "target": "local",
+        "engine": {"backend": "onnxruntime", "max_context": 256, "max_batch": 8, "threads": 1},
+        "passes": [*FUSED, "flash-attention", INT4, {"genai-interface": {"logits": "last"}}],
+        "validation": {
+            "quality": {"data": str(data / "evaluation.jsonl"), "context": 128, "max_tokens": 2048},
+            "runtimes": ["onnxruntime-genai", "optimum"],
+        },
+        "gates": {f"runtime.{name}.agreement": {"min": 0.99} for name in ("onnxruntime-genai", "optimum")},
+    }
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(recipe))  # JSON is YAML
+    pythons: dict[RuntimeName, Path] = {
+        "onnxruntime-genai": genai,
+        "optimum": optimum,
+    }
+    report = pipeline.build(Recipe.load(file), tmp_path, Silent(), pythons=pythons).report
+    assert [run.failure for run in report.runtimes] == [None, None]
+    for run in report.runtimes:
+        assert run.figures is not None
+        assert len(run.prompts) == 16
+        assert run.figures.agreement.value == run.figures.same_answers.value == 1.0
+        assert run.figures.logit_difference_max == 0.0
+        assert run.versions["onnxruntime"] == "1.31.1"
+    assert report.verdict is Verdict.PASS
+
+
+def test_the_portable_artifact_gives_the_same_text_in_onnxruntime_genai(portable: Path, genai: Path) -> None:
+    compare(elsewhere(genai, "answer_with_genai.py", portable), portable)
+
+
+def test_the_portable_artifact_gives_the_same_text_in_optimum(portable: Path, optimum: Path) -> None:
+    compare(elsewhere(optimum, "answer_with_optimum.py", portable), portable)
+
+
+@pytest.mark.parametrize(
+    ("quantized", "logits"),
+    [([], "all"), ([INT4], "all"), ([INT4, INT8_KV], "all"), ([INT4], "last")],
+    ids=["fp32", "int4", "int4-int8kv", "int4-last"],
+)
+def test_onnxruntime_genai_gives_the_same_text(
+    quantized: list[Any], logits: str, genai: Path, data: Path, tmp_path: Path
+) -> None:
+    passes = [*FUSED, "flash-attention", *quantized, {"genai-interface": {"logits": logits}}]
+    artifact = build(tmp_path / "build", data, passes)
+    compare(elsewhere(genai, "answer_with_genai.py", artifact), artifact)
+
+
+@pytest.mark.parametrize(
+    ("quantized", "logits"), [([], "all"), ([INT4], "all"), ([INT4], "last")], ids=["fp32", "int4", "int4-last"]
+)
+def test_optimum_gives_the_same_text(
+    quantized: list[Any], logits: str, optimum: Path, data: Path, tmp_path: Path
+) -> None:
+    artifact = build(tmp_path / "build", data, [*FUSED, *quantized, {"optimum-interface": {"logits": logits}}])
+    theirs = elsewhere(optimum, "answer_with_optimum.py", artifact)
+    # A row that is padded attends over other slots, in another order of sums; under int4 activations are rounded again,
+    # and after some tens of tokens of a text that repeats itself two candidates come to within that.
+    compare(theirs, artifact, batched=32)
+    assert theirs["logits"] == [1, len(theirs["ids"][0]) if logits == "all" else 1, 8192]

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from llmforge.base.errors import CheckpointError, DataError, VerificationError
+from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint.text import Window
+from llmforge.measure import quality
+from llmforge.measure.baseline import Baseline
+from llmforge.metrics.intervals import SMALLEST_SAMPLE
+
+from ..models.logits import V, naive, random_logits
+
+SAMPLE = Path(__file__).parents[1] / "data" / "docs-llama-7m"
+
+
+def windows(documents: int = 12, seed: int = 0) -> list[Window]:
+    """Two windows a document, of different lengths."""
+    rng = np.random.default_rng(seed)
+    return [
+        Window(f"doc-{document}", rng.integers(0, V, rng.integers(5, 30)))
+        for document in range(documents)
+        for _ in range(2)
+    ]
+
+
+def model(noise: float):
+    """Logits that depend on the ids alone, plus noise that does too."""
+    table = random_logits(7, V)
+    error = random_logits(8, V, noise)
+    return lambda ids: table[ids] + error[ids]
+
+
+def test_quality_equals_a_naive_loop_over_windows() -> None:
+    cut = windows()
+    baseline, artifact = model(0.0), model(0.3)
+    got = quality.compare(cut, baseline, artifact)
+    columns = [naive(baseline(w.ids)[:-1], artifact(w.ids)[:-1], w.ids[1:]) for w in cut]
+    p_nll, q_nll, kld, same, delta = (np.concatenate(parts) for parts in zip(*columns, strict=True))
+    assert (got.documents, got.windows, got.tokens) == (12, 24, len(kld))
+    assert got.baseline_perplexity == pytest.approx(math.exp(p_nll.mean()))
+    assert got.perplexity == pytest.approx(math.exp(q_nll.mean()))
+    assert got.perplexity_ratio.value == pytest.approx(math.exp(q_nll.mean() - p_nll.mean()))
+    assert got.kld_mean.value == pytest.approx(kld.mean())
+    quantiles = tuple(got.figures[name].value for name in ("kld_median", "kld_p90", "kld_p95", "kld_p99", "kld_p999"))
+    assert quantiles == pytest.approx(tuple(np.quantile(kld, (0.5, 0.9, 0.95, 0.99, 0.999))), rel=1e-6)
+    assert got.kld_max == pytest.approx(kld.max())
+    assert got.top1_agreement.value == pytest.approx(same.mean())
+    assert 0 < got.top1_agreement.value < 1
+    assert got.delta_p_rms == pytest.approx(math.sqrt((delta**2).mean()))
+    assert sum(got.kld_histogram) == got.tokens
+    assert sum(document.tokens for document in got.per_document) == got.tokens
+    first = naive(baseline(cut[0].ids)[:-1], artifact(cut[0].ids)[:-1], cut[0].ids[1:])[2].sum()
+    second = naive(baseline(cut[1].ids)[:-1], artifact(cut[1].ids)[:-1], cut[1].ids[1:])[2].sum()
+    assert got.per_document[0].kld == pytest.approx(first + second)
+
+
+def test_intervals_hold_the_figure() -> None:
+    got = quality.compare(windows(), model(0.0), model(0.3))
+    for estimate in (got.perplexity_ratio, got.kld_mean, got.top1_agreement):
+        assert estimate.low is not None
+        assert estimate.high is not None
+        assert estimate.low < estimate.value < estimate.high
+        assert estimate.samples == 12
+
+
+def test_few_documents_have_no_interval() -> None:
+    got = quality.compare(windows(documents=SMALLEST_SAMPLE - 1), model(0.0), model(0.3))
+    assert (got.kld_mean.low, got.kld_mean.high) == (None, None)
+    assert not got.kld_mean.is_exact
+
+
+@pytest.mark.parametrize(("side", "broken"), [("baseline", 0), ("artifact", 1)])
+def test_nan_fails_closed_and_names_the_window(side: str, broken: int) -> None:
+    cut = windows()
+
+    def nan_in_window_3(ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        logits = model(0.0)(ids)
+        if ids is cut[3].ids:
+            logits[0, 4] = np.nan
+        return logits
+
+    sides = [model(0.0), model(0.0)]
+    sides[broken] = nan_in_window_3
+    with pytest.raises(VerificationError, match=rf"{side} logits .* in window 3 \(document doc-1"):
+        quality.compare(cut, *sides)
+
+
+def test_text_without_predictions_is_refused() -> None:
+    with pytest.raises(DataError, match="no tokens to predict"):
+        quality.compare([Window("empty", np.array([0]))], model(0.0), model(0.0))
+
+
+def test_a_wrecked_artifact_has_infinite_perplexity() -> None:
+    got = quality.compare(windows(), model(0.0), lambda ids: model(0.0)(ids) * 1e5)
+    assert got.perplexity == math.inf
+    assert got.perplexity_ratio.value == math.inf
+    again = quality.Quality.model_validate_json(got.model_dump_json())
+    assert again.perplexity == math.inf
+
+
+def test_progress_counts_windows() -> None:
+    seen: list[tuple[int, int]] = []
+    quality.compare(windows(2), model(0.0), model(0.1), progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+@pytest.fixture(scope="module")
+def baseline() -> Baseline:
+    return Baseline(Checkpoint.open(SAMPLE), threads=1)
+
+
+def test_baseline_says_what_it_is(baseline: Baseline) -> None:
+    assert "fp32 arithmetic on the stored weights" in baseline.description
+    assert baseline.load_seconds > 0
+
+
+def test_baseline_generates_the_argmax_of_its_logits(baseline: Baseline) -> None:
+    prompt = np.arange(40, 60)
+    tokens = [token for (token,) in baseline.generate(prompt[None], 8)]
+    logits = baseline.logits(np.concatenate([prompt, tokens]))
+    assert logits.shape == (28, 8192)
+    assert logits.dtype == np.float32
+    assert logits[19:27].argmax(-1).tolist() == tokens
+
+
+def test_baseline_generates_for_several_prompts_what_it_generates_for_each(baseline: Baseline) -> None:
+    prompts = np.random.default_rng(5).integers(3, 500, (3, 9))
+    together = np.array(list(baseline.generate(prompts, 4)))
+    alone = [[token for (token,) in baseline.generate(prompt[None], 4)] for prompt in prompts]
+    assert together.T.tolist() == alone
+
+
+def test_baseline_leaves_the_process_its_threads(baseline: Baseline) -> None:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        baseline.logits(np.arange(4))
+        next(baseline.generate(np.arange(4)[None], 2))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_baseline_refuses_missing_weights(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    for file in SAMPLE.iterdir():
+        if file.suffix == ".json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    name = "model.layers.3.mlp.up_proj.weight"
+    tensors = {key: value for key, value in load_file(SAMPLE / "model.safetensors").items() if key != name}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=name):
+        Baseline(Checkpoint.open(tmp_path), threads=1)

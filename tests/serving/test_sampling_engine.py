@@ -1,0 +1,136 @@
+"""Every option of sampling through the engine, on the trained sample checkpoint: what clients get."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from llmforge.base.errors import UsageError
+from llmforge.runtime.sampling.constraints import Constraint
+from llmforge.serving import Engine, EngineOptions, Request, Runner, Sampling
+from llmforge.serving.scheduler import Scheduler
+from llmforge.serving.speculation import PromptLookup, Speculation
+
+from ..models.small_engines import AlwaysPays, Received, sample_runner
+
+pytestmark = pytest.mark.xdist_group("sampling_engine")  # its fixtures take seconds: they are made once
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}, "default": {"type": "boolean"}},
+    "required": ["name", "default"],
+    "additionalProperties": False,
+}
+SAMPLINGS = {
+    "greedy": Sampling(max_tokens=40),
+    "drawn": Sampling(max_tokens=40, temperature=1.0, seed=1),
+    "truncated": Sampling(max_tokens=40, temperature=0.8, top_p=0.9, top_k=40, min_p=0.01, seed=2),
+    "penalized": Sampling(max_tokens=40, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5),
+    "with log probabilities": Sampling(max_tokens=40, temperature=0.5, seed=3, logprobs=4),
+    "constrained": Sampling(max_tokens=200, temperature=1.5, seed=4, constraint=Constraint.json_schema(SCHEMA)),
+}
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory, sample_checkpoint) -> Runner:
+    return sample_runner(tmp_path_factory.mktemp("sampling"), sample_checkpoint)
+
+
+@pytest.fixture(scope="module")
+def prompt(runner) -> tuple[int, ...]:
+    return tuple(runner.encode("If the file does not exist, the file is not opened. If the file"))
+
+
+def answers(runner: Runner, prompt: tuple[int, ...], *, speculate: bool) -> dict[str, Received]:
+    """Answer `prompt` under each of the samplings, all together."""
+    scheduler = Scheduler(
+        runner.session,
+        runner.session.allocate(8, runner.config.max_context),
+        runner.samplers,
+        EngineOptions(max_queue=0, prefix_cache_bytes=0),
+        speculation=Speculation(PromptLookup(), AlwaysPays()) if speculate else None,
+    )
+    received = {name: Received() for name in SAMPLINGS}
+    for name, sampling in SAMPLINGS.items():
+        scheduler.add(Request(prompt, sampling), received[name].receive)
+    while scheduler.step():
+        pass
+    return received
+
+
+@pytest.fixture(scope="module")
+def plain(runner, prompt) -> dict[str, Received]:
+    return answers(runner, prompt, speculate=False)
+
+
+def test_speculation_changes_no_token_of_any_sampling(runner, prompt, plain):
+    drafted = answers(runner, prompt, speculate=True)
+    for name, each in drafted.items():
+        assert each.tokens == plain[name].tokens, name
+        assert each.text == plain[name].text, name
+    accepted = {name: each.chunks[-1].usage.accepted_tokens for name, each in drafted.items()}
+    assert accepted["greedy"] > 5
+    assert accepted["with log probabilities"] > 0
+
+
+def test_options_do_what_they_say(plain):
+    greedy, penalized = plain["greedy"].tokens, plain["penalized"].tokens
+    assert len(set(penalized)) > len(set(greedy)), "penalties bring more different tokens"
+    assert len({tuple(each.tokens) for each in plain.values()}) == len(plain)
+    record = json.loads(plain["constrained"].text)
+    assert record.keys() == {"name", "default"}
+    assert plain["constrained"].reason == "stop"
+
+
+def test_log_probabilities_come_with_each_token(plain):
+    chunks = [chunk for chunk in plain["with log probabilities"].chunks if chunk.token_id is not None]
+    for chunk in chunks:
+        assert chunk.logprob.token_id == chunk.token_id
+        best = [value for _, value in chunk.logprob.top]
+        assert len(best) == 4
+        assert best == sorted(best, reverse=True)
+        assert chunk.logprob.logprob <= best[0] <= 0
+    assert any(chunk.logprob.top[0][0] != chunk.token_id for chunk in chunks)
+    assert all(chunk.logprob is None for chunk in plain["greedy"].chunks)
+
+
+def test_stop_strings_and_stop_tokens(runner, prompt):
+    whole = list(runner.generate(prompt, Sampling(max_tokens=40)))
+    text, tokens = "".join(chunk.text for chunk in whole), [chunk.token_id for chunk in whole[:-1]]
+    stop = text[len(text) // 2 :][:6]
+    place = text.find(stop)
+
+    def ended(**options: object) -> tuple[str, str | None]:
+        chunks = list(runner.generate(prompt, Sampling(max_tokens=40, **options)))
+        return "".join(chunk.text for chunk in chunks), chunks[-1].finish_reason
+
+    assert ended(stop=(stop,)) == (text[:place], "stop")
+    assert ended(stop=(stop,), include_stop=True) == (text[: place + len(stop)], "stop")
+    assert ended(stop=(text[:3],), min_tokens=len(tokens))[0] == text
+    token = tokens[7]
+    at = tokens.index(token)
+    assert ended(stop_token_ids=(token,)) == (runner.tokenizer.decode(tokens[:at]), "stop")
+    assert ended(stop_token_ids=(token,), min_tokens=at + 1)[0] != runner.tokenizer.decode(tokens[:at])
+
+
+def test_a_regular_expression_holds_through_the_engine(runner, prompt):
+    sampling = Sampling(temperature=1.5, max_tokens=50, constraint=Constraint("regex", r"[A-Z][a-z]{2,9}: \d{4}"))
+    requests = Request(prompt, sampling).repeated(8)
+    with Engine(runner) as engine:
+        streams = [engine.stream(request) for request in requests]
+        texts = ["".join(chunk.text for chunk in stream) for stream in streams]
+    assert len(set(texts)) > 4
+    assert all(re.fullmatch(r"[A-Z][a-z]{2,9}: [0-9]{4}", text) for text in texts)
+
+
+def test_what_makes_no_sense_is_refused_when_it_is_submitted(runner, prompt):
+    with Engine(runner) as engine:
+        for sampling, message in [
+            (Sampling(logit_bias=((8192, 1.0),)), "logit_bias: token id 8192; the vocabulary has 8192"),
+            (Sampling(constraint=Constraint("regex", "(")), "regex: "),
+        ]:
+            with pytest.raises(UsageError, match=message):
+                engine.submit(Request(prompt, sampling), Received().receive)
+        assert engine.alive
