@@ -63,7 +63,7 @@ def _anchor(path: Path, info: ValidationInfo) -> Path:
 MOST_PASSES = 256
 MOST_METRICS = 64  # of plug-ins
 MOST_ADAPTERS = 1024
-ADD_ADAPTERS = "add-adapters"  # the pass that adds what is kept apart
+ADAPTERS = "adapters"  # the fact of a graph that has what is kept apart
 TASK_FILES = (".yaml", ".yml")
 
 RecipePath = Annotated[Path, AfterValidator(_anchor)]
@@ -809,11 +809,12 @@ class Recipe(_Section):
     def _apart_without_pass(self, known: Mapping[str, type[Pass]]) -> Iterator[Problem]:
         """Find adapters that no pass adds, a pass without adapters, and interfaces that cannot choose one."""
         places = {spec.name: spec for spec in self.passes}
-        added = places.get(ADD_ADAPTERS)
+        adding = [cls.name for cls in known.values() if ADAPTERS in cls.provides]
+        added = next((places[name] for name in adding if name in places), None)
         for number, adapter in enumerate(self.adapters):
             if adapter.mode == "apart" and added is None:
                 what = "it is kept apart, and no pass adds it to the graph"
-                hint = f"add `{ADD_ADAPTERS}` to `passes`, before those that quantize"
+                hint = f"add `{adding[0]}` to `passes`, before those that quantize"
                 yield self._problem(("adapters", number), what, hint)
         if added is not None and not self.apart:
             yield added.problem("the recipe has no adapters with `mode: apart`", "leave it out")
