@@ -1,0 +1,71 @@
+"""The section `engine` of a recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from llmforge.backends import BackendName
+from llmforge.recipe.section import Section
+
+
+class EngineSpec(Section):
+    """The engine to build and the largest request it serves."""
+
+    backend: BackendName = Field(default="onnxruntime", description="runtime that loads the engine")
+    max_context: int = Field(
+        ge=2, le=2**24, description="maximum tokens of prompt and answer together; the capacity of the KV cache"
+    )
+    max_batch: int = Field(default=1, ge=1, le=4096, description="maximum number of concurrent sequences")
+    threads: int | None = Field(default=None, ge=1, le=1024, description="CPU threads; default: one per physical core")
+    tensor_parallel: int = Field(
+        default=1, ge=1, le=64, description="number of GPUs, or of processes on a CPU, that each layer is split over"
+    )
+    decode_batches: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(
+        default=(),
+        max_length=4096,
+        description="batch sizes that decode steps on a GPU are padded to; default: powers of two up to max_batch",
+    )
+    cuda_graphs: Literal["require", "allow", "off"] = Field(
+        default="require",
+        description="run decode steps on a GPU as CUDA graphs; require: all, or fail the build; allow: where possible",
+    )
+    kv_cache: Literal["slots", "paged"] | None = Field(
+        default=None,
+        description="memory of the KV cache on a GPU; slots: max_context tokens for each sequence; paged: blocks of "
+        "one pool, as many as a text fills (onnxruntime only); default: paged where the engine can, else slots",
+    )
+    deferred: bool = Field(
+        default=False,
+        description="publish without an engine, to build it later on the target GPU with `llmforge build --finish`",
+    )
+    # Never in an artifact: what asks for one is refused, with what it would bring (planning/not_built.py).
+    pipeline_parallel: int = Field(
+        default=1, ge=1, le=64, exclude=True, description="not supported above 1: devices that hold parts of the layers"
+    )
+    kv_offload: bool = Field(
+        default=False, exclude=True, description="not supported: keep caches of idle sequences in host memory"
+    )
+    disaggregated_prefill: bool = Field(
+        default=False, exclude=True, description="not supported: read prompts on other devices than those that generate"
+    )
+
+    @property
+    def not_built(self) -> tuple[str, ...]:
+        """The keys that ask for what is not supported."""
+        asked = {
+            "pipeline_parallel": self.pipeline_parallel > 1,
+            "kv_offload": self.kv_offload,
+            "disaggregated_prefill": self.disaggregated_prefill,
+        }
+        return tuple(key for key, wanted in asked.items() if wanted)
+
+    @model_validator(mode="after")
+    def _batches_reach_the_largest(self) -> Self:
+        batches = self.decode_batches
+        if batches and (list(batches) != sorted(set(batches)) or batches[-1] != self.max_batch):
+            raise ValueError(
+                f"decode_batches is {list(batches)}; expected ascending numbers up to max_batch, {self.max_batch}"
+            )
+        return self
