@@ -239,7 +239,6 @@ def build(
                 console.say(f"note: {renamed}; `llmforge migrate {loaded.path}` rewrites the recipe")
             if loaded.snapshot is not None:
                 console.say(f"fetching {loaded.snapshot.repository} at {loaded.snapshot.commit[:12]}")
-            preflight.check_engine(loaded)
             preflight.check(loaded)
             preflight.check_source(loaded, steps)
             for tight in (*preflight.check_room(loaded, out), *preflight.check_revision(loaded, out)):

@@ -40,26 +40,6 @@ class EngineSpec(Section):
         default=False,
         description="publish without an engine, to build it later on the target GPU with `llmforge build --finish`",
     )
-    # Never in an artifact: what asks for one is refused, with what it would bring (planning/not_built.py).
-    pipeline_parallel: int = Field(
-        default=1, ge=1, le=64, exclude=True, description="not supported above 1: devices that hold parts of the layers"
-    )
-    kv_offload: bool = Field(
-        default=False, exclude=True, description="not supported: keep caches of idle sequences in host memory"
-    )
-    disaggregated_prefill: bool = Field(
-        default=False, exclude=True, description="not supported: read prompts on other devices than those that generate"
-    )
-
-    @property
-    def not_built(self) -> tuple[str, ...]:
-        """The keys that ask for what is not supported."""
-        asked = {
-            "pipeline_parallel": self.pipeline_parallel > 1,
-            "kv_offload": self.kv_offload,
-            "disaggregated_prefill": self.disaggregated_prefill,
-        }
-        return tuple(key for key, wanted in asked.items() if wanted)
 
     @model_validator(mode="after")
     def _batches_reach_the_largest(self) -> Self:
