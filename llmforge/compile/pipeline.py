@@ -95,7 +95,6 @@ def build(
     progress = clock = Clock(progress or Silent())
     progress.stage("Check recipe, target and data")
     steps, target = recipe.instantiate(passes.ALL), targets.find(recipe.target)
-    preflight.check_engine(recipe)
     check_host(recipe, target)
     preflight.check(recipe)
     preflight.check_source(recipe, steps)

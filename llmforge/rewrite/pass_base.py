@@ -190,6 +190,7 @@ class Pass(ABC):
     requires: ClassVar[frozenset[str]] = frozenset()  # facts that earlier passes of the recipe must provide
     provides: ClassVar[frozenset[str]] = frozenset()
     loads_in: ClassVar[frozenset[str]] = frozenset()  # other runtimes that its interface is for
+    adds_adapters: ClassVar[bool] = False  # it puts the adapters into the graph that requests choose from
     drops_caches: ClassVar[bool] = False  # it may take layers out, and with them their caches
     own_operators: ClassVar[bool] = False  # it writes operators that only llmforge has kernels for
 
