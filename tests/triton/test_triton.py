@@ -39,7 +39,7 @@ from llmforge.serving.request import Chunk, Usage
 from llmforge.serving.stats import EngineStats
 from llmforge.triton import repository, sources
 from llmforge.triton.backend import checks, inputs, lanes, settings, signature
-from llmforge.triton.launch import PYTRITON, Ports, Server, command, find
+from llmforge.triton.launch import PYTRITON, Ports, TritonServer, command, find
 
 from ..models.tool_templates import HERMES
 from ..samples import published
@@ -287,7 +287,7 @@ class TestSettings:
 
     def test_what_is_not_given_is_the_runtimes_own(self) -> None:
         read = settings.read({"artifact": {"string_value": "."}, "EXECUTION_ENV_PATH": {"string_value": "/venv"}})
-        assert read == settings.Settings(".")
+        assert read == settings.ModelSettings(".")
         assert read.engine == EngineOptions()
 
     def test_a_recipe_can_say_no_more_than_the_engine_knows(self) -> None:
@@ -705,7 +705,7 @@ class TestLaunch:
 
     def test_the_command_listens_on_the_loopback_and_loads_nothing_else(self, tmp_path: Path) -> None:
         words = command(
-            Server(Path("/bin/tritonserver"), {}), tmp_path, Ports(http=1, grpc=2, metrics=3), ["--log-verbose=1"]
+            TritonServer(Path("/bin/tritonserver"), {}), tmp_path, Ports(http=1, grpc=2, metrics=3), ["--log-verbose=1"]
         )
         assert words[0] == "/bin/tritonserver"
         assert words[-1] == "--log-verbose=1"
@@ -723,7 +723,7 @@ def test_ranks_have_the_gpus_behind_the_one_that_is_named(artifact: Artifact) ->
     runtime = replace(runtime, provider="cuda", ranks=2, device=DeviceFacts(90, 1))
 
     def config(*changes: str) -> str:
-        model = repository.Model("m", "gpu", ServingSpec().changed(changes), runtime, {})
+        model = repository.TritonModel("m", "gpu", ServingSpec().changed(changes), runtime, {})
         return repository.config(model, ".")
 
     assert "kind: KIND_GPU count: 1 gpus: [ 0 ]" in config()

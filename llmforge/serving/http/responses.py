@@ -10,7 +10,7 @@ from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable, Unsu
 from llmforge.runtime.sampling.sampler import TokenLogprob
 from llmforge.serving.client_json import TooLarge
 from llmforge.serving.http.bodies import NotJson, TooSlow
-from llmforge.serving.http.protocol import PARAMETERS, Call, UnknownModel
+from llmforge.serving.http.protocol import PARAMETERS, CompletionCall, UnknownModel
 from llmforge.serving.http.token_bytes import TokenBytes
 from llmforge.serving.request import Chunk, Usage
 from llmforge.serving.tool_calls import CallParser, Piece, call_deltas, text_of, whole_calls
@@ -81,7 +81,7 @@ def _kind(error: ForgeError) -> tuple[int, str, str | None]:
 class ResponseWriter:
     """Writes the responses to one call; `token_bytes` names the tokens of log probabilities."""
 
-    def __init__(self, call: Call, token_bytes: TokenBytes) -> None:
+    def __init__(self, call: CompletionCall, token_bytes: TokenBytes) -> None:
         self._call = call
         self._bytes = token_bytes
         self.finish_reasons: dict[int, str] = {}  # of the choices that have ended, as clients are told them
