@@ -22,7 +22,8 @@ from tokenizers.models import BPE
 from llmforge.backends import PROVIDERS
 from llmforge.cli import cli
 from llmforge.serving.http import access, app, metrics
-from llmforge.serving.stats import COUNTERS, GAUGES, EngineStats
+from llmforge.serving.protocol.metrics import ANSWERS, COUNTERS, GAUGES, ITL, TTFT
+from llmforge.serving.stats import EngineStats
 from llmforge.triton import launch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -154,6 +155,7 @@ def exported() -> dict[str, set[str]]:
     series = {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
     source = (ROOT / "llmforge/triton/backend/metrics.py").read_text(encoding="utf-8")
     own = set(re.findall(r'"(llmforge_\w+)"', source)) | COUNTERS.keys() | GAUGES.keys()
+    own |= {f"{ANSWERS[0]}_total", TTFT[0], ITL[0]}
     own |= {f"{name}_{part}" for name in own if name.endswith("_seconds") for part in ("bucket", "count", "sum")}
     return {"serve": names | series, "triton": own}
 

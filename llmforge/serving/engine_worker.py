@@ -83,8 +83,8 @@ class _EngineWorker:
                     if constraint is None:
                         self._submit(message)
                     else:
-                        lane = self._small if len(constraint.text) <= SMALL_CONSTRAINT else self._large
-                        lane.submit(self._submit, message)
+                        compiler = self._small if len(constraint.text) <= SMALL_CONSTRAINT else self._large
+                        compiler.submit(self._submit, message)
                 case Cancel(number):
                     self._cancel(number)
                 case Close(drain, timeout_s):

@@ -43,22 +43,3 @@ class EngineStats:
         if not (self.decode_tokens and self.verified_tokens and self.verify_s):
             return None
         return (self.decode_s / self.decode_tokens) / (self.verify_s / self.verified_tokens)
-
-
-# What servers tell their metrics endpoints, by the names that they have there: a description, and the field above.
-COUNTERS: Mapping[str, tuple[str, str]] = {
-    "llmforge_prompt_tokens_total": ("Tokens of prompts taken up", "prompt_tokens"),
-    "llmforge_output_tokens_total": ("Tokens chosen", "output_tokens"),
-    "llmforge_prefix_query_tokens_total": ("Prompt tokens looked up in the prefix cache", "prefix_query_tokens"),
-    "llmforge_prefix_hit_tokens_total": ("Prompt tokens found in the prefix cache", "prefix_hit_tokens"),
-    "llmforge_drafted_tokens_total": ("Tokens that speculation proposed", "drafted_tokens"),
-    "llmforge_accepted_tokens_total": ("Proposed tokens that stood", "accepted_tokens"),
-}
-GAUGES: Mapping[str, tuple[str, str]] = {
-    "llmforge_requests_running": ("Requests in generation", "running"),
-    "llmforge_requests_waiting": ("Requests that wait for a slot", "waiting"),
-    "llmforge_kv_tokens_used": ("Tokens that running requests hold in the KV cache", "kv_tokens_used"),
-    "llmforge_kv_tokens_capacity": ("Tokens that the KV cache has room for", "kv_tokens_capacity"),
-    "llmforge_prefix_tokens_used": ("Tokens that the prefix cache holds", "prefix_tokens_used"),
-    "llmforge_prefix_tokens_capacity": ("Tokens that the prefix cache has room for", "prefix_tokens_capacity"),
-}

@@ -32,13 +32,13 @@ from llmforge.recipe import Recipe, ServingSpec
 from llmforge.runtime.config import FILE, DeviceFacts, PlanFacts, RuntimeConfig
 from llmforge.serving import Runner, load
 from llmforge.serving.chat import ChatTemplate
-from llmforge.serving.client_json import JsonLimits
 from llmforge.serving.options import EngineOptions
 from llmforge.serving.prompts import PromptEncoder
+from llmforge.serving.protocol.client_json import JsonLimits
 from llmforge.serving.request import Chunk, Usage
 from llmforge.serving.stats import EngineStats
 from llmforge.triton import repository, sources
-from llmforge.triton.backend import checks, inputs, lanes, settings, signature
+from llmforge.triton.backend import checks, inputs, settings, signature, worker_pool
 from llmforge.triton.launch import PYTRITON, Ports, TritonServer, command, find
 
 from ..models.tool_templates import HERMES
@@ -325,7 +325,7 @@ def model_module(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_chats_wait_for_each_other_and_for_nothing_else() -> None:
     went, order, died = threading.Event(), [], []
-    waiting = lanes.Lane("chat", 2, lambda: died.append(True))
+    waiting = worker_pool.QueueWorker("chat", 2, lambda: died.append(True))
     waiting.put(lambda: went.wait(10) and order.append(0))
     while waiting._waiting.qsize():
         time.sleep(0.001)
@@ -342,7 +342,7 @@ def test_a_bug_while_a_chat_is_read_ends_the_model(monkeypatch: pytest.MonkeyPat
     told: list[object] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
     died = threading.Event()
-    made = lanes.Lane("chat", 2, died.set)
+    made = worker_pool.QueueWorker("chat", 2, died.set)
     made.put(lambda: 1 // 0)
     made._thread.join(10)
     assert died.is_set()
@@ -412,7 +412,7 @@ def test_a_model_says_that_its_verdict_is_not_verified(
     monkeypatch.setattr(model_module, "EngineProcess", Mock(return_value=engine))
     monkeypatch.setattr(model_module, "JsonLimits", Mock())
     monkeypatch.setattr(model_module, "ResponseSender", Mock())
-    monkeypatch.setattr(model_module, "Lane", Mock())
+    monkeypatch.setattr(model_module, "QueueWorker", Mock())
     model = model_module.TritonPythonModel()
     model.initialize(
         {

@@ -20,19 +20,19 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
-from llmforge.serving import client_json, tools
-from llmforge.serving.client_json import JsonLimits
 from llmforge.serving.http import bodies, openapi
 from llmforge.serving.http.access import ServerState
 from llmforge.serving.http.call_stream import CallStream
+from llmforge.serving.http.completion_call import CompletionCall, adapter_of, chat_call, served, text_call
 from llmforge.serving.http.metrics import ServerMetrics
-from llmforge.serving.http.protocol import CompletionCall, adapter_of, chat_call, served, text_call
 from llmforge.serving.http.responses import ResponseWriter, error_body, status
 from llmforge.serving.http.telemetry import RequestSpan
 from llmforge.serving.http.token_bytes import TokenBytes
 from llmforge.serving.interface import Serving
-from llmforge.serving.messages import encode_messages
 from llmforge.serving.prompts import PromptEncoder
+from llmforge.serving.protocol import client_json, tools
+from llmforge.serving.protocol.client_json import JsonLimits
+from llmforge.serving.protocol.messages import encode_messages
 from llmforge.serving.request import Chunk, Usage
 
 SMALL_BODY = 32 << 10  # bytes; the texts of longer ones take long to tokenize, and wait for each other only

@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator
 from starlette.concurrency import run_in_threadpool
 
 from llmforge.base.errors import ForgeError, Unavailable
+from llmforge.serving.http.completion_call import CompletionCall
 from llmforge.serving.http.metrics import ServerMetrics
-from llmforge.serving.http.protocol import CompletionCall
 from llmforge.serving.http.responses import RequestTimeout
 from llmforge.serving.http.telemetry import RequestSpan
 from llmforge.serving.interface import Serving

@@ -24,7 +24,7 @@ from llmforge.serving.request import Usage
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-    from llmforge.serving.http.protocol import CompletionCall
+    from llmforge.serving.http.completion_call import CompletionCall
 
 EXTRA = "telemetry"
 SERVICE = "llmforge"  # its name, where the environment gives no other

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from llmforge.base.errors import UsageError
 from llmforge.runtime.sampling.parameters import NAMES, samplings_of
-from llmforge.serving import tools
-from llmforge.serving.messages import encode_messages
 from llmforge.serving.prompts import PromptEncoder
+from llmforge.serving.protocol import tools
+from llmforge.serving.protocol.messages import encode_messages
+from llmforge.serving.protocol.tool_calls import CallParser
 from llmforge.serving.request import Request
-from llmforge.serving.tool_calls import CallParser
 
 Kind = Literal["chat", "text"]
 
