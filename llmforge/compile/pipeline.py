@@ -614,7 +614,7 @@ def build_engine(
         engines.check_foreign(engine, plugin, target)
     notes += [*engine.notes, *(f"interface: {note}" for note in interop.write(lowered, engine, checkpoint))]
     made_of = {"checkpoint": f"{checkpoint.name} {checkpoint.digest}"}
-    served = repository.Model(recipe.name, target.kind, recipe.serving, engine.config, made_of)
+    served = repository.TritonModel(recipe.name, target.kind, recipe.serving, engine.config, made_of)
     if others is None:
         repository.write(served, staging / repository.FOLDER / recipe.name)
     else:
