@@ -47,7 +47,7 @@ class AddAdapters(Pass):
 
     name: ClassVar[str] = "add-adapters"
     numerics: ClassVar[Numerics] = Numerics.EXACT
-    provides: ClassVar[frozenset[str]] = frozenset({"adapters"})
+    adds_adapters: ClassVar[bool] = True
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every linear layer of `model` that an adapter changes.

@@ -244,16 +244,6 @@ class QuantizeWeights(Pass):
         demand = WeightDemand(self.chosen, self.grid, self.exclude, self.routers, self.tables)
         return (replace(demand, weight_bits=self.weight_bits, weight_bytes=self.weight_bytes),)
 
-    def expects(self, parameter: str, k: int, *, table: bool) -> tuple[Method, Grid] | None:
-        """Guess by the recipe alone."""
-        if self.takes_stored and not table:
-            return None
-        method = _PLAIN if table else self.chosen
-        grid = (self.tables and self.tables.dividing(k)) if table else self.grid
-        if grid is None or method.demands or exclusion([parameter], self.exclude):
-            return None
-        return method, grid
-
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every linear layer, the embedding and the head of `model`.
 
@@ -429,7 +419,7 @@ class _WeightQuantizer:
     def _matrix(self, weight: ir.Value, n: int, k: int) -> LazyMatrix:
         """Quantize the weight [K, N] of a linear layer."""
         if not self.step.chosen.demands:
-            return initializers.quantized(weight, self.step.chosen, self.step.grid, ahead=self.context.ahead)
+            return initializers.quantized(weight, self.step.chosen, self.step.grid)
         names = _names(weight)
         calculate, grids = self._calibrated(names), self._grids(names)
         if len(grids) > 1:
@@ -533,7 +523,7 @@ class _WeightQuantizer:
         statistics = self.context.statistics
         if self.step.chosen.demands and statistics is not None and len(names) == 1 and names[0] in statistics.linears:
             return LazyMatrix(self._calibrated(names), v, k, statistics.grid(names[0])), self.step.method
-        matrix = initializers.quantized(weight, _PLAIN, grid, transposed=transposed, ahead=self.context.ahead)
+        matrix = initializers.quantized(weight, _PLAIN, grid, transposed=transposed)
         return matrix, _PLAIN.name
 
     def _grids(self, names: list[str]) -> set[Grid]:

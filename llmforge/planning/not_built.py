@@ -6,7 +6,7 @@
 - Disaggregated prefill: one device reads prompts, another generates, and caches pass between them (Zhong et al. 2024,
   "DistServe").
 
-A recipe may ask for each by its name; it is refused with what is said here (`request.refuse_what_is_not_built`).
+The notes of a plan say it; a recipe has no keys for them (`llmforge.recipe.errors.meant` says where to look).
 
     pipeline       round = decode of batch/n rows + n · (bytes of their hidden states / link + latency); a token a round
                    sequences = (n · (memory - reserve - activations) - weights) / cache of one

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from llmforge.checkpoint.adapters import Adapter
-    from llmforge.quantization.ahead import Ahead
     from llmforge.quantization.grids import Grid
     from llmforge.quantization.methods.base import Method
     from llmforge.quantization.stored import Source
@@ -86,7 +85,6 @@ class Context:
     target: InitVar[Target]
     statistics: Statistics | None = None  # present when any pass of the recipe has demands
     scratch: Scratch | None = None  # where tensors are kept that are read more than once
-    ahead: Ahead | None = None  # what was quantized before a pass asked for it
     stored: Source | None = None  # codes of the checkpoint, by tensor; None: it has none
     adapters: Sequence[Adapter] = ()  # that requests choose from
     _target: Target = field(init=False, repr=False)
@@ -194,14 +192,11 @@ class Pass(ABC):
     requires: ClassVar[frozenset[str]] = frozenset()  # facts that earlier passes of the recipe must provide
     provides: ClassVar[frozenset[str]] = frozenset()
     loads_in: ClassVar[frozenset[str]] = frozenset()  # other runtimes that its interface is for
+    adds_adapters: ClassVar[bool] = False  # it puts the adapters into the graph that requests choose from
     drops_caches: ClassVar[bool] = False  # it may take layers out, and with them their caches
     own_operators: ClassVar[bool] = False  # it writes operators that only llmforge has kernels for
-    keeps_parameters: ClassVar[bool] = (
-        False  # it changes how a graph runs, and no parameter: file formats hold the rest
-    )
-    writes_codes: ClassVar[Codes | None] = (
-        None  # of the weights that it stores so, or takes of a checkpoint that has such
-    )
+    keeps_parameters: ClassVar[bool] = False  # it changes how a graph runs, and not what a file of parameters holds
+    writes_codes: ClassVar[Codes | None] = None  # of weights, which it chooses or takes from the checkpoint
 
     @classmethod
     def taking(cls, options: Mapping[str, object]) -> type[Pass]:
@@ -223,13 +218,6 @@ class Pass(ABC):
     def demands(self) -> tuple[Demand, ...]:
         """Name the calibration statistics that `run` will read from its context."""
         return ()
-
-    def expects(self, parameter: str, k: int, *, table: bool) -> tuple[Method, Grid] | None:
-        """Guess how `run` will quantize a matrix [N, k] of the checkpoint, a `table` of the vocabulary or not.
-
-        So it is quantized while the model is traced; None: it is not. A wrong guess costs no more than that.
-        """
-        return None
 
     @classmethod
     def predicts(cls, there: Deployment) -> Iterable[Prediction]:
