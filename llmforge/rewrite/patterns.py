@@ -29,11 +29,13 @@ class Place(Protocol):
 P = TypeVar("P", bound=Place)
 
 
-def rewrite_each(places: Iterable[P], rewrite: Callable[[P], str | Rewritten | None], changes: Changes) -> Changes:
+def rewrite_each(
+    places: Iterable[P], rewrite: Callable[[P], str | Rewritten | list[Rewritten] | None], changes: Changes
+) -> Changes:
     """Let `rewrite` change each of `places`, and note in `changes` what it says that it did.
 
-    What it did is of the place, or of another node where it gives a `Rewritten`; None: the place is no match. Where it
-    raises NotApplicable the place is skipped. Returns `changes`.
+    What it did is of the place, or of other nodes where it gives a `Rewritten` or several; None: the place is no match.
+    Where it raises NotApplicable the place is skipped. Returns `changes`.
     """
     for place in places:
         name = str(place.name)
@@ -42,6 +44,6 @@ def rewrite_each(places: Iterable[P], rewrite: Callable[[P], str | Rewritten | N
         except NotApplicable as reason:
             changes.skipped.append(Skipped(name, str(reason)))
             continue
-        if done is not None:
-            changes.rewritten.append(done if isinstance(done, Rewritten) else Rewritten(name, done))
+        done = Rewritten(name, done) if isinstance(done, str) else done
+        changes.rewritten += [] if done is None else done if isinstance(done, list) else [done]
     return changes
