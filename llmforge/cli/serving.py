@@ -242,8 +242,8 @@ def bench(
     server = server_of(url, api_key)
     if not (options["concurrency"] or options["rates"] or options["trace"]):
         options["concurrency"] = (1, 4)
-    load = record(measuring.Load, options)
-    plan = record(measuring.Plan, options, objective=None if slo is None else measuring.Objective.parse(slo))
+    load = record(measuring.LoadSpec, options)
+    plan = record(measuring.SweepPlan, options, objective=None if slo is None else measuring.Objective.parse(slo))
     engine = record(serving.EngineOptions, options, max_queue=max((128, *load.concurrency)))
     opened = Artifact.open(artifact)
     admit(opened, allow, rehash)

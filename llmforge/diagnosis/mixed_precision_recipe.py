@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 
 from llmforge import targets
 from llmforge.base import folders
-from llmforge.compile.lossy_parts import Part, literal
+from llmforge.compile.lossy_parts import LossyPart, literal
 from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.quantization import methods
@@ -27,7 +27,7 @@ _SHARED = ("budget", "block_size", "symmetric", "embedding_bits", "routers")  # 
 Entry = tuple[str, dict[str, Any]]  # a pass of a recipe, and its options
 
 
-def entries(step: Pass, written: Mapping[str, Any], parts: Sequence[Part]) -> list[Entry]:
+def entries(step: Pass, written: Mapping[str, Any], parts: Sequence[LossyPart]) -> list[Entry]:
     """Write what takes the place of `step`, whose options are `written`, in a recipe that keeps `parts`.
 
     Weights of 4 bits are kept in 8, by a second pass, and tables and others as they are; layers of a cache in fp32.
@@ -47,24 +47,24 @@ def entries(step: Pass, written: Mapping[str, Any], parts: Sequence[Part]) -> li
     return made
 
 
-def in_more_bits(step: Pass, parts: Sequence[Part]) -> bool:
+def in_more_bits(step: Pass, parts: Sequence[LossyPart]) -> bool:
     """Say if weights of `parts` can be kept in more bits instead of as they are."""
     if not isinstance(step, QuantizeWeights) or step.bits >= BITS or all(part.table for part in parts):
         return False
     return step.accuracy_level == INT8_ACTIVATIONS  # the only one that 8 bits run well at
 
 
-def passes(step: Pass, written: Mapping[str, Any], parts: Sequence[Part]) -> list[Pass]:
+def passes(step: Pass, written: Mapping[str, Any], parts: Sequence[LossyPart]) -> list[Pass]:
     """Make the passes of `entries`."""
     return [options.make(type(step), given) for _, given in entries(step, written, parts)]
 
 
-def how(step: Pass, parts: Sequence[Part]) -> str:
+def how(step: Pass, parts: Sequence[LossyPart]) -> str:
     """Say in what the parts are kept."""
     return f"in {BITS} bits" if in_more_bits(step, parts) else "unquantized"
 
 
-def names(part: Part) -> Sequence[str]:
+def names(part: LossyPart) -> Sequence[str]:
     """Name what is kept of a part."""
     return part.parameters or [f"cache of layer {layer}" for layer in part.layers]
 
