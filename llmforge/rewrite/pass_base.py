@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llmforge.quantization.ahead import Ahead
     from llmforge.quantization.grids import Grid
     from llmforge.quantization.methods.base import Method
-    from llmforge.quantization.stored import Source
+    from llmforge.quantization.stored import QuantizedSource
 
 
 class Numerics(enum.Enum):
@@ -86,7 +86,7 @@ class Context:
     statistics: Statistics | None = None  # present when any pass of the recipe has demands
     scratch: Scratch | None = None  # where tensors are kept that are read more than once
     ahead: Ahead | None = None  # what was quantized before a pass asked for it
-    stored: Source | None = None  # codes of the checkpoint, by tensor; None: it has none
+    stored: QuantizedSource | None = None  # codes of the checkpoint, by tensor; None: it has none
     adapters: Sequence[Adapter] = ()  # that requests choose from
     _target: Target = field(init=False, repr=False)
 

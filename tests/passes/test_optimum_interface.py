@@ -15,7 +15,7 @@ from llmforge.ir import dialect, graph, interface
 from llmforge.passes import FlashAttention, FuseNorms, OptimumInterface, PackGateUp, PackQkv
 from llmforge.rewrite.pass_base import Context
 from llmforge.runtime.config import SessionConfig
-from llmforge.verification.probe import Weights, open_session
+from llmforge.verification.probe import InitializerArrays, open_session
 
 from ..models import graphs
 
@@ -23,7 +23,7 @@ PAST, PRESENT = "past_sequence_length", "past_sequence_length + sequence_length"
 
 
 def open_(model: ir.Model) -> Session:
-    return open_session(model, Weights(), 1)
+    return open_session(model, InitializerArrays(), 1)
 
 
 def shapes(values: object) -> dict[str, tuple[int | str | None, ...] | None]:
