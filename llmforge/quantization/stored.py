@@ -57,7 +57,10 @@ class StoredFp4:
 
 
 class QuantizedSource(Protocol):
-    """A checkpoint that comes quantized, by the names of its tensors. Each raises NotHeld where no such format is."""
+    """A checkpoint that comes quantized, by the names of its tensors.
+
+    Each method raises UnrepresentableCodes where no such format is.
+    """
 
     def codes(self, name: str) -> StoredCodes:
         """Return integer codes in blocks of input features."""
@@ -126,7 +129,7 @@ def stack_channels(parts: Sequence[StoredChannels]) -> StoredChannels:
     """Put matrices that read the same on top of each other; the largest step of what they read is that of all.
 
     Raises:
-        NotHeld: some are int8 and some fp8.
+        UnrepresentableCodes: some are int8 and some fp8.
     """
     if len({part.dtype for part in parts}) > 1:
         raise UnrepresentableCodes("are int8 and fp8 in one matrix; leave out the pass that packs them")
@@ -143,7 +146,7 @@ def stack_fp4(parts: Sequence[StoredFp4]) -> StoredFp4:
     """Put matrices that read the same on top of each other; the largest scale of what they read is that of all.
 
     Raises:
-        NotHeld: their tensors have different scales.
+        UnrepresentableCodes: their tensors have different scales.
     """
     if len({float(part.scale) for part in parts}) > 1:
         raise UnrepresentableCodes("have different scales of tensors in one matrix; leave out the pass that packs them")
@@ -162,7 +165,7 @@ def stack_codes(parts: Sequence[StoredCodes]) -> StoredCodes:
     That has the smallest of their blocks, zero points where one has them, and fp32 scales where one has.
 
     Raises:
-        NotHeld: their codes have different bits, or their columns different orders.
+        UnrepresentableCodes: their codes have different bits, or their columns different orders.
     """
     first = parts[0]
     if any(not _same(part.columns, first.columns) for part in parts):
@@ -177,7 +180,7 @@ def common(*grids: Grid) -> Grid:
     """Return the grid that holds what lies on any of `grids`.
 
     Raises:
-        NotHeld: they have different bits.
+        UnrepresentableCodes: they have different bits.
     """
     bits = sorted({grid.bits for grid in grids})
     if len(bits) > 1:
