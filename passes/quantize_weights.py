@@ -77,7 +77,15 @@ from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, S
 from llmforge.quantization.initializers import LazyMatrix, PackedInitializers
 from llmforge.quantization.methods.base import Method
 from llmforge.quantization.statistics import Demand, WeightDemand
-from llmforge.quantization.stored import NotHeld, StoredCodes, Untaken, common, on_grid, require, together
+from llmforge.quantization.stored import (
+    SkippedCodes,
+    StoredCodes,
+    UnrepresentableCodes,
+    common,
+    on_grid,
+    require,
+    stack_codes,
+)
 from llmforge.rewrite import cpu_linear, linear, moe_kernels
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
@@ -254,7 +262,7 @@ class _WeightQuantizer:
     changes: Changes = field(default_factory=Changes)
     reordered: dict[tuple[ir.Value, bytes], ir.Value] = field(default_factory=dict)  # inputs, by the order of columns
 
-    untaken: Untaken = field(default_factory=lambda: Untaken(QuantizeWeights.name))  # codes of the checkpoint
+    untaken: SkippedCodes = field(default_factory=lambda: SkippedCodes(QuantizeWeights.name))  # codes of the checkpoint
 
     left: dict[str, list[canonical.MoE]] = field(default_factory=dict)  # layers whose experts stay, by the reason
 
@@ -284,7 +292,7 @@ class _WeightQuantizer:
                     raise
             case canonical.LatentAttention():
                 raise _Skip("what makes keys and values of its latents stays fp32; cpu-kernels stores it in int8")
-            case contrib.MoE():
+            case contrib.ContribMoE():
                 raise _Skip("already fused in fp32; put quantize-weights before fuse-experts")
 
     def product(self, node: ir.Node) -> None:
@@ -402,7 +410,7 @@ class _WeightQuantizer:
         try:
             for tensor in tensors:
                 self.context.stored.codes(tensor)
-        except NotHeld as reason:
+        except UnrepresentableCodes as reason:
             return not reason.is_plain
         return bool(tensors)
 
@@ -415,7 +423,7 @@ class _WeightQuantizer:
             raise _Skip("its numbers are not those of the checkpoint any more; put quantize-weights further in front")
         try:
             found = self._together(tensors)
-        except NotHeld as reason:
+        except UnrepresentableCodes as reason:
             self.untaken.add(tensors, reason)
             raise _Skip(f"its codes {reason}" + ("" if reason.is_plain else "; it stays dequantized")) from reason
         return LazyMatrix(found.read, n, k, found.grid), found.columns
@@ -424,10 +432,10 @@ class _WeightQuantizer:
         """Put the codes of tensors on top of each other, with fp32 scales unless fp16 is wanted and holds them.
 
         Raises:
-            NotHeld: no format here holds them.
+            UnrepresentableCodes: no format here holds them.
         """
         assert self.context.stored is not None
-        found = together([self.context.stored.codes(tensor) for tensor in tensors])
+        found = stack_codes([self.context.stored.codes(tensor) for tensor in tensors])
         if found.grid.scale == self.step.scales:
             return found
         grid = replace(found.grid, scale="fp32")
@@ -441,8 +449,8 @@ class _WeightQuantizer:
             up, down = (self._codes_of_experts(weight) for weight in (layer.up, layer.down))
             grid = common(up.grid, down.grid).fitting(experts.hidden, experts.inner)
             if grid is None:
-                raise NotHeld("have bits, or blocks, that QMoE does not read")
-        except NotHeld as reason:
+                raise UnrepresentableCodes("have bits, or blocks, that QMoE does not read")
+        except UnrepresentableCodes as reason:
             self.untaken.add(_names(layer.up) + _names(layer.down), reason)
             raise _Skip(f"its codes {reason}; its matrices stay dequantized") from reason
         orders = experts.order, np.arange(experts.hidden)
@@ -458,14 +466,14 @@ class _WeightQuantizer:
         """Return the codes of an initializer [E, K, N] as one matrix [E·N, K].
 
         Raises:
-            NotHeld: they are not put together here.
+            UnrepresentableCodes: they are not put together here.
         """
         tensor = graph.tensor(weight)
         if not isinstance(tensor, OfExperts) or not tensor.matrices or not tensor.transposed:
-            raise NotHeld("are not put together of matrices of experts")
+            raise UnrepresentableCodes("are not put together of matrices of experts")
         found = self._together([name for names in tensor.matrices for name in names])
         if found.columns is not None:
-            raise NotHeld("have input features in another order, which QMoE does not read")
+            raise UnrepresentableCodes("have input features in another order, which QMoE does not read")
         return found
 
     def _reorder(self, layer: linear.LinearLayer, columns: NDArray[np.intp]) -> None:
@@ -523,7 +531,7 @@ class _WeightQuantizer:
                 "epsilon": 0.0,
             }
             operands = {"x": layer.input, "weights": parts, "bias": layer.bias}
-            kernel = cpu.Linear.insert(layer.matmul, operands, attributes, name=layer.matmul.name)
+            kernel = cpu.CpuLinear.insert(layer.matmul, operands, attributes, name=layer.matmul.name)
             self._replace(layer, kernel.output)
             return
         attributes = {

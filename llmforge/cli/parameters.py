@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from llmforge.artifact.remote import Url
-    from llmforge.checkpoint.hub import Snapshot
+    from llmforge.checkpoint.hub import HubSnapshot
 
 
 class FilePath(click.Path):
@@ -198,7 +198,7 @@ REVISION = click.option(
 )
 
 
-def on_hub(given: Path, revision: str | None) -> Snapshot | None:
+def on_hub(given: Path, revision: str | None) -> HubSnapshot | None:
     """Resolve a checkpoint that is named as on the Hub, ORG/NAME, where no such path is here; None: it is a path.
 
     Raises:

@@ -21,7 +21,7 @@ from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.base.progress import Progress
 from llmforge.checkpoint import Checkpoint, text
 from llmforge.checkpoint.adapters import AdapterSource
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile import export_proxy, reference, tasks
 from llmforge.compile.latency import Measuring
 from llmforge.compile.reuse import Reuse
@@ -183,7 +183,7 @@ def measure(
     spec: ValidationSpec,
     target: Target,
     checkpoint: Checkpoint,
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     threads: int,
     progress: Progress,
     ranks: int = 1,
@@ -281,7 +281,7 @@ def _adapters(
     runner: Runner,
     checkpoint: Checkpoint,
     adapters: Sequence[AdapterSource],
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     threads: int,
     progress: Progress,
 ) -> tuple[AdapterQuality, ...]:
@@ -310,7 +310,7 @@ def _adapters(
 
 def _logits(
     baseline: Baseline | StreamedBaseline,
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     keep: Callable[[Baseline | StreamedBaseline], Logits] | None,
     progress: Progress,
 ) -> Logits:
@@ -323,7 +323,7 @@ def _answers(
     spec: QualitySpec,
     runner: Runner,
     baseline: Baseline | StreamedBaseline,
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     progress: Progress,
 ) -> tuple[tuple[Answer, ...], tuple[Sample, ...]]:
     """Compare greedy answers, where `spec` asks for them."""
@@ -347,7 +347,7 @@ def _quality(
     logits: Callable[..., NDArray[np.float32]],
     expected: Logits,
     said: tuple[tuple[Answer, ...], tuple[Sample, ...]],
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     progress: Progress,
 ) -> Quality:
     """Compare both on the text and, where `spec` asks for it, through decode steps; `said` are their answers."""

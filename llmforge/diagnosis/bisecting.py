@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from llmforge.base.progress import Progress
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile.attribution import choose_texts
 from llmforge.compile.lossy_parts import Loss, LossyStep, Part, of_pass
 from llmforge.diagnosis import mixed_precision_recipe
@@ -182,7 +182,7 @@ def _tensors(part: Part) -> Sequence[Part]:
 
 def bisect(
     lossy: Sequence[LossyStep],
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     recipe: Recipe,
     progress: Progress,
     *,

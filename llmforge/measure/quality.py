@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import DataError
 from llmforge.checkpoint import text
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.metrics import catalog
 from llmforge.metrics.catalog import PREFILL_KLD, QualityMetric
 from llmforge.metrics.quality import Answer, Quality, Sample, summarize, values
@@ -21,7 +21,7 @@ Logits = Callable[[NDArray[np.int64]], NDArray[np.float32]]  # ids [S] -> logits
 
 
 def compare(
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     baseline: Logits,
     artifact: Logits,
     *,
@@ -96,7 +96,7 @@ def compare(
     )
 
 
-def _finite(side: str, logits: Logits, windows: Sequence[Window], number: int) -> NDArray[np.float32]:
+def _finite(side: str, logits: Logits, windows: Sequence[TokenWindow], number: int) -> NDArray[np.float32]:
     window = windows[number]
     made = logits(window.ids)
     require_finite(side, made, f"window {number} (document {window.document}, {len(window.ids)} tokens)")

@@ -80,7 +80,7 @@ class Recipe(Section):
 
     _source: Source = PrivateAttr()
     _migrated: tuple[str, ...] = PrivateAttr(default=())
-    _snapshot: hub.Snapshot | None = PrivateAttr(default=None)
+    _snapshot: hub.HubSnapshot | None = PrivateAttr(default=None)
 
     @property
     def slots_reason(self) -> str | None:
@@ -138,7 +138,7 @@ class Recipe(Section):
         return here
 
     @property
-    def snapshot(self) -> hub.Snapshot | None:
+    def snapshot(self) -> hub.HubSnapshot | None:
         """The checkpoint on the Hub, and its commit; None: it is a folder."""
         return self._snapshot
 
@@ -146,7 +146,7 @@ class Recipe(Section):
         """Return the folder of the checkpoint with its weights; those on the Hub are downloaded.
 
         Raises:
-            CheckpointError, EnvironmentLacks: as `hub.Snapshot.fetch`.
+            CheckpointError, EnvironmentLacks: as `hub.HubSnapshot.fetch`.
         """
         return self.checkpoint if self._snapshot is None else self._snapshot.fetch()
 
