@@ -62,7 +62,14 @@ from llmforge.ir.operators.standard import MatMul, Transpose
 from llmforge.quantization import channels, methods
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.statistics import Demand, InputRange, InputRangeDemand, Smoothed, Smoothing
-from llmforge.quantization.stored import NotHeld, Source, StoredChannels, Untaken, channels_together, require
+from llmforge.quantization.stored import (
+    QuantizedSource,
+    SkippedCodes,
+    StoredChannels,
+    UnrepresentableCodes,
+    require,
+    stack_channels,
+)
 from llmforge.rewrite import smoothing
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
@@ -157,7 +164,7 @@ class QuantizeChannels(Pass):
                 chosen.append(product)
         inputs = {} if context.statistics is None else context.statistics.inputs
         found = {} if codes is None else codes.found
-        rounding = _Rounding(self, model, chosen, inputs, found)
+        rounding = _InputRounding(self, model, chosen, inputs, found)
         for product in chosen:
             done = rounding.round(product)
             self._store(model, product, rounding.sources[product.node], found.get(product.node))
@@ -211,10 +218,10 @@ def _lazy(
 class _Codes:
     """Codes of the checkpoint: those that are `found`, by the product that multiplies by them."""
 
-    def __init__(self, step: QuantizeChannels, source: Source) -> None:
+    def __init__(self, step: QuantizeChannels, source: QuantizedSource) -> None:
         self._step, self._source = step, source
         self.found: dict[ir.Node, StoredChannels] = {}
-        self.untaken = Untaken(step.name)
+        self.untaken = SkippedCodes(step.name)
 
     def find(self, product: MatMul, weight: ir.Value) -> str | None:
         """Look for the codes of `weight`; say why there are none, None where there are."""
@@ -222,10 +229,10 @@ class _Codes:
         if not tensors:
             return "its numbers are not those of the checkpoint any more; put quantize-channels further in front"
         try:
-            codes = channels_together([self._source.channels(name) for name in tensors])
+            codes = stack_channels([self._source.channels(name) for name in tensors])
             if codes.dtype != self._step.dtype:
-                raise NotHeld(f"are {codes.dtype}; `dtype` is {self._step.dtype}")
-        except NotHeld as reason:
+                raise UnrepresentableCodes(f"are {codes.dtype}; `dtype` is {self._step.dtype}")
+        except UnrepresentableCodes as reason:
             self.untaken.add(tensors, reason)
             return f"its codes {reason}" + ("" if reason.is_plain else "; it stays dequantized")
         self.found[product.node] = codes
@@ -261,7 +268,7 @@ class _Input:
     done: str
 
 
-class _Rounding:
+class _InputRounding:
     """Rounds what layers `chosen` read, smoothed where that is possible; `sources` are the parameters of each."""
 
     def __init__(

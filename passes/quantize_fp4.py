@@ -40,7 +40,14 @@ from llmforge.ir.operators.standard import MatMul
 from llmforge.quantization import methods, nvfp4
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.statistics import Demand, InputRangeDemand
-from llmforge.quantization.stored import NotHeld, Source, StoredFp4, Untaken, fp4_together, require
+from llmforge.quantization.stored import (
+    QuantizedSource,
+    SkippedCodes,
+    StoredFp4,
+    UnrepresentableCodes,
+    require,
+    stack_fp4,
+)
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _FP4, _FP8, _FP32 = ir.DataType.FLOAT4E2M1, ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT
@@ -87,7 +94,7 @@ class QuantizeFp4(Pass):
         routers, heads = routing.routers(model), logits_rows.readers(model)
         ranges = {} if context.statistics is None else context.statistics.inputs
         source = require(context.stored, self.name) if self.takes_stored else None
-        changes, untaken = Changes(), Untaken(self.name)
+        changes, untaken = Changes(), SkippedCodes(self.name)
         for product in MatMul.all(model):
             if not product.w.is_initializer() or len(graph.dims(product.w) or ()) != 2:
                 continue
@@ -101,7 +108,7 @@ class QuantizeFp4(Pass):
             if reason is None and source is not None:
                 try:
                     stored = _stored(source, product)
-                except NotHeld as why:
+                except UnrepresentableCodes as why:
                     reason = f"its codes {why}"
                     untaken.add(names, why)
                 else:
@@ -128,7 +135,7 @@ class QuantizeFp4(Pass):
         return changes
 
 
-def _stored(source: Source, product: MatMul) -> StoredFp4:
+def _stored(source: QuantizedSource, product: MatMul) -> StoredFp4:
     """Return the codes of the weight of `product`, with the range of what it reads.
 
     Raises:
@@ -136,10 +143,14 @@ def _stored(source: Source, product: MatMul) -> StoredFp4:
     """
     tensors = stored_in(graph.tensor(product.w), transposed=True)
     if not tensors:
-        raise NotHeld("are not those of the checkpoint any more; put quantize-fp4 further in front", is_plain=True)
-    found = fp4_together([source.fp4(name) for name in tensors])
+        raise UnrepresentableCodes(
+            "are not those of the checkpoint any more; put quantize-fp4 further in front", is_plain=True
+        )
+    found = stack_fp4([source.fp4(name) for name in tensors])
     if found.input_scale is None:
-        raise NotHeld("come without a range of what is read (input_global_scale), which products of fp4 need")
+        raise UnrepresentableCodes(
+            "come without a range of what is read (input_global_scale), which products of fp4 need"
+        )
     return found
 
 

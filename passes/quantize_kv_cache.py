@@ -116,7 +116,7 @@ class QuantizeKvCache(Pass):
         for node in list(model.graph):
             if canonical.Attention.matches(node):
                 changes.skipped.append(Skipped(str(node.name), "not lowered to GroupQueryAttention"))
-            elif operators.is_a(node, canonical.LatentAttention, cpu.LatentAttention):
+            elif operators.is_a(node, canonical.LatentAttention, cpu.CpuLatentAttention):
                 changes.skipped.append(Skipped(str(node.name), _LATENTS))
             if (attention := GroupQueryAttention.of(node)) is None:
                 continue

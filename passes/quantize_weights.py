@@ -77,7 +77,15 @@ from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, S
 from llmforge.quantization.initializers import LazyMatrix, PackedInitializers
 from llmforge.quantization.methods.base import Method
 from llmforge.quantization.statistics import Demand, WeightDemand
-from llmforge.quantization.stored import NotHeld, StoredCodes, Untaken, common, on_grid, require, together
+from llmforge.quantization.stored import (
+    SkippedCodes,
+    StoredCodes,
+    UnrepresentableCodes,
+    common,
+    on_grid,
+    require,
+    stack_codes,
+)
 from llmforge.rewrite import cpu_linear, linear, moe_kernels
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
@@ -213,16 +221,6 @@ class QuantizeWeights(Pass):
         demand = WeightDemand(self.chosen, self.grid, self.exclude, self.routers, self.tables)
         return (replace(demand, weight_bits=self.weight_bits, weight_bytes=self.weight_bytes),)
 
-    def expects(self, parameter: str, k: int, *, table: bool) -> tuple[Method, Grid] | None:
-        """Guess by the recipe alone."""
-        if self.takes_stored and not table:
-            return None
-        method = _PLAIN if table else self.chosen
-        grid = (self.tables and self.tables.dividing(k)) if table else self.grid
-        if grid is None or method.demands or exclusion([parameter], self.exclude):
-            return None
-        return method, grid
-
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every linear layer, the embedding and the head of `model`.
 
@@ -234,7 +232,7 @@ class QuantizeWeights(Pass):
         if self.takes_stored:
             require(context.stored, self.name)
         routers = {} if self.routers else routing.routers(model)
-        rewriting = _Rewriting(self, model, context, logits_rows.readers(model), routers)
+        rewriting = _WeightQuantizer(self, model, context, logits_rows.readers(model), routers)
         changes = rewriting.changes
         for tables in (True, False):  # the embedding first, with which a tied head goes
             for node in [node for node in model.graph if Gather.matches(node) is tables]:
@@ -253,7 +251,7 @@ class _Skip(Exception):
 
 
 @record(eq=False)
-class _Rewriting:
+class _WeightQuantizer:
     """One run of the pass over one graph; what it leaves alone raises a _Skip before anything is changed."""
 
     step: QuantizeWeights
@@ -264,7 +262,7 @@ class _Rewriting:
     changes: Changes = field(default_factory=Changes)
     reordered: dict[tuple[ir.Value, bytes], ir.Value] = field(default_factory=dict)  # inputs, by the order of columns
 
-    untaken: Untaken = field(default_factory=lambda: Untaken(QuantizeWeights.name))  # codes of the checkpoint
+    untaken: SkippedCodes = field(default_factory=lambda: SkippedCodes(QuantizeWeights.name))  # codes of the checkpoint
 
     left: dict[str, list[canonical.MoE]] = field(default_factory=dict)  # layers whose experts stay, by the reason
 
@@ -294,7 +292,7 @@ class _Rewriting:
                     raise
             case canonical.LatentAttention():
                 raise _Skip("what makes keys and values of its latents stays fp32; cpu-kernels stores it in int8")
-            case contrib.MoE():
+            case contrib.ContribMoE():
                 raise _Skip("already fused in fp32; put quantize-weights before fuse-experts")
 
     def product(self, node: ir.Node) -> None:
@@ -398,7 +396,7 @@ class _Rewriting:
     def _matrix(self, weight: ir.Value, n: int, k: int) -> LazyMatrix:
         """Quantize the weight [K, N] of a linear layer."""
         if not self.step.chosen.demands:
-            return initializers.quantized(weight, self.step.chosen, self.step.grid, ahead=self.context.ahead)
+            return initializers.quantized(weight, self.step.chosen, self.step.grid)
         names = _names(weight)
         calculate, grids = self._calibrated(names), self._grids(names)
         if len(grids) > 1:
@@ -412,7 +410,7 @@ class _Rewriting:
         try:
             for tensor in tensors:
                 self.context.stored.codes(tensor)
-        except NotHeld as reason:
+        except UnrepresentableCodes as reason:
             return not reason.is_plain
         return bool(tensors)
 
@@ -425,7 +423,7 @@ class _Rewriting:
             raise _Skip("its numbers are not those of the checkpoint any more; put quantize-weights further in front")
         try:
             found = self._together(tensors)
-        except NotHeld as reason:
+        except UnrepresentableCodes as reason:
             self.untaken.add(tensors, reason)
             raise _Skip(f"its codes {reason}" + ("" if reason.is_plain else "; it stays dequantized")) from reason
         return LazyMatrix(found.read, n, k, found.grid), found.columns
@@ -434,16 +432,16 @@ class _Rewriting:
         """Put the codes of tensors on top of each other, with fp32 scales unless fp16 is wanted and holds them.
 
         Raises:
-            NotHeld: no format here holds them.
+            UnrepresentableCodes: no format here holds them.
         """
         assert self.context.stored is not None
-        found = together([self.context.stored.codes(tensor) for tensor in tensors])
+        found = stack_codes([self.context.stored.codes(tensor) for tensor in tensors])
         if found.grid.scale == self.step.scales:
             return found
         grid = replace(found.grid, scale="fp32")
         return StoredCodes(grid, found.columns, lambda: on_grid(found.read(), grid))
 
-    def _stored_experts(self, experts: moe_kernels.Experts) -> None:
+    def _stored_experts(self, experts: moe_kernels.FusableExperts) -> None:
         """Take the codes of experts from the checkpoint, on one grid that QMoE reads."""
         layer = experts.layer
         self._refuse_excluded(_names(layer.up) + _names(layer.down))
@@ -451,8 +449,8 @@ class _Rewriting:
             up, down = (self._codes_of_experts(weight) for weight in (layer.up, layer.down))
             grid = common(up.grid, down.grid).fitting(experts.hidden, experts.inner)
             if grid is None:
-                raise NotHeld("have bits, or blocks, that QMoE does not read")
-        except NotHeld as reason:
+                raise UnrepresentableCodes("have bits, or blocks, that QMoE does not read")
+        except UnrepresentableCodes as reason:
             self.untaken.add(_names(layer.up) + _names(layer.down), reason)
             raise _Skip(f"its codes {reason}; its matrices stay dequantized") from reason
         orders = experts.order, np.arange(experts.hidden)
@@ -468,17 +466,17 @@ class _Rewriting:
         """Return the codes of an initializer [E, K, N] as one matrix [E·N, K].
 
         Raises:
-            NotHeld: they are not put together here.
+            UnrepresentableCodes: they are not put together here.
         """
         tensor = graph.tensor(weight)
         if not isinstance(tensor, OfExperts) or not tensor.matrices or not tensor.transposed:
-            raise NotHeld("are not put together of matrices of experts")
+            raise UnrepresentableCodes("are not put together of matrices of experts")
         found = self._together([name for names in tensor.matrices for name in names])
         if found.columns is not None:
-            raise NotHeld("have input features in another order, which QMoE does not read")
+            raise UnrepresentableCodes("have input features in another order, which QMoE does not read")
         return found
 
-    def _reorder(self, layer: linear.Linear, columns: NDArray[np.intp]) -> None:
+    def _reorder(self, layer: linear.LinearLayer, columns: NDArray[np.intp]) -> None:
         """Let a layer read the features of its input in the order of its columns; one that reads the same shares it."""
         key = layer.input, columns.tobytes()
         if key not in self.reordered:
@@ -502,7 +500,7 @@ class _Rewriting:
         statistics = self.context.statistics
         if self.step.chosen.demands and statistics is not None and len(names) == 1 and names[0] in statistics.linears:
             return LazyMatrix(self._calibrated(names), v, k, statistics.grid(names[0])), self.step.method
-        matrix = initializers.quantized(weight, _PLAIN, grid, transposed=transposed, ahead=self.context.ahead)
+        matrix = initializers.quantized(weight, _PLAIN, grid, transposed=transposed)
         return matrix, _PLAIN.name
 
     def _grids(self, names: list[str]) -> set[Grid]:
@@ -523,7 +521,7 @@ class _Rewriting:
         if reason := exclusion(names, self.step.exclude):
             raise _Skip(reason)
 
-    def _multiply(self, layer: linear.Linear, matrix: LazyMatrix, parts: PackedInitializers | ir.Value) -> None:
+    def _multiply(self, layer: linear.LinearLayer, matrix: LazyMatrix, parts: PackedInitializers | ir.Value) -> None:
         """Put MatMulNBits, or Linear, in the place of a linear layer."""
         if isinstance(parts, ir.Value):
             attributes = {
@@ -533,7 +531,7 @@ class _Rewriting:
                 "epsilon": 0.0,
             }
             operands = {"x": layer.input, "weights": parts, "bias": layer.bias}
-            kernel = cpu.Linear.insert(layer.matmul, operands, attributes, name=layer.matmul.name)
+            kernel = cpu.CpuLinear.insert(layer.matmul, operands, attributes, name=layer.matmul.name)
             self._replace(layer, kernel.output)
             return
         attributes = {
@@ -561,7 +559,7 @@ class _Rewriting:
         cast.type, cast.shape = ir.TensorType(ir.DataType.FLOAT), scales.shape
         return cast
 
-    def _replace(self, layer: linear.Linear, output: ir.Value) -> None:
+    def _replace(self, layer: linear.LinearLayer, output: ir.Value) -> None:
         graph.replace_value(layer.output, output)
         self.model.graph.remove([node for node in (layer.add, layer.matmul) if node is not None], safe=True)
 
@@ -618,7 +616,7 @@ def _grid(grid: Grid) -> str:
     return f"{grid.bits} bits, blocks of {grid.block_size}, {kind}{scales}"
 
 
-def _layer(matmul: ir.Node) -> linear.Linear | None:
+def _layer(matmul: ir.Node) -> linear.LinearLayer | None:
     """Recognize the linear layer of `matmul`, with the bias that is added next; None where it has no weight."""
     adding = [node for node in matmul.outputs[0].consumers() if Add.matches(node)]
     layer = linear.of(adding[0].outputs[0]) if len(adding) == 1 else None
@@ -644,7 +642,7 @@ def _reads_transposed_initializer(matmul: ir.Node) -> bool:
     return turned is not None and turned.x.is_initializer()
 
 
-def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linear.Linear | None:
+def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linear.LinearLayer | None:
     """Return the head that multiplies by the transpose of `table`, which only `gather` reads besides; None: no head."""
     others = [node for node in table.consumers() if node is not gather]
     if table.is_graph_input() or table.is_graph_output():
@@ -661,4 +659,4 @@ def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linea
     product = MatMul.of(matmul)
     if product is None or product.w is not others[0].outputs[0]:
         raise _Skip(f"{table.name} is also read by {matmul.op_type} {matmul.name}, which is not the output head")
-    return linear.Linear(matmul, table)
+    return linear.LinearLayer(matmul, table)

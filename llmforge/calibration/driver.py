@@ -19,10 +19,10 @@ from llmforge.base.errors import DataError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.cache import Code, processor
 from llmforge.calibration import activations, mixed, prune
-from llmforge.calibration.correct import corrected
 from llmforge.calibration.gradients import Gradients, take
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.losses import Losses
+from llmforge.calibration.low_rank_correction import corrected
 from llmforge.calibration.quantize import quantize_layer
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.sparsify import sparsify_layer
@@ -30,10 +30,10 @@ from llmforge.calibration.store import LayerResult, Store, StoredArrays, StoredL
 from llmforge.calibration.tables import quantize_tables
 from llmforge.calibration.threads import fixed
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix, dequantize
-from llmforge.quantization.low_rank import LowRank
+from llmforge.quantization.low_rank import LowRankCorrection
 from llmforge.quantization.methods.base import InputStatistic
 from llmforge.quantization.statistics import (
     Demand,
@@ -46,14 +46,14 @@ from llmforge.quantization.statistics import (
     Statistics,
     WeightDemand,
 )
-from llmforge.quantization.structure import Kept
+from llmforge.quantization.structure import PrunedStructure
 
 _NOTHING = LayerResult({}, None)  # of embedding and head, where they are left alone
 
 
 def calibrate(
     checkpoint: Checkpoint,
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     demands: Sequence[Demand],
     *,
     threads: int = 1,
@@ -120,7 +120,7 @@ def calibrate(
 
 def _with_structure(
     checkpoint: Checkpoint,
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     demands: Sequence[Demand],
     threads: int,
     store: Store,
@@ -141,13 +141,13 @@ def _with_structure(
     heads, channels = (
         tuple((layer, tuple(units)) for layer, units in found[kind]) for kind in (prune.HEADS, prune.CHANNELS)
     )
-    chosen = replace(demand, kept=Kept(tuple(found["dropped"]), heads, channels))
+    chosen = replace(demand, kept=PrunedStructure(tuple(found["dropped"]), heads, channels))
     return [chosen if each is demand else each for each in demands], (found["note"],)
 
 
 def _with_formats(
     checkpoint: Checkpoint,
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     demands: Sequence[Demand],
     threads: int,
     store: Store,
@@ -163,7 +163,7 @@ def _with_formats(
         with TemporaryDirectory(prefix="llmforge-gradients-") as folder:
 
             def trial(
-                demand: WeightDemand, fitted: Sequence[Window], losses: Losses | None
+                demand: WeightDemand, fitted: Sequence[TokenWindow], losses: Losses | None
             ) -> dict[str, QuantizedMatrix]:
                 tables = None if demand.tables is not None else _NOTHING
                 found = [None] * checkpoint.geometry.layers
@@ -194,7 +194,7 @@ def _with_formats(
 
 def _walk(
     checkpoint: Checkpoint,
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     demands: Sequence[Demand],
     measured: Collection[int] | None,
     found: Sequence[LayerResult | None],
@@ -395,7 +395,7 @@ def _range_demand(demands: Sequence[Demand]) -> InputRangeDemand | None:
 
 def key(
     checkpoint: Checkpoint,
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     demands: Sequence[Demand],
     caches: Mapping[int, Collection[str]] | None,
     threads: int,
@@ -440,7 +440,7 @@ def _calibrate_layer(
 ) -> LayerResult:
     """Quantize and measure one layer, or take what was `found`, and carry the hidden states through it."""
     linears: dict[str, QuantizedMatrix] = {}
-    low_rank: dict[str, LowRank] = {}
+    low_rank: dict[str, LowRankCorrection] = {}
     notes: list[str] = []
     if wants_ranges and found is None:
         layer = layer.recording()

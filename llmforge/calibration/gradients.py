@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmforge.calibration.layer import Call, DecoderLayer, linears_of
+from llmforge.calibration.layer import DecoderLayer, LayerCall, linears_of
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.sums import add_moments, mirror
 from llmforge.quantization.grids import Float32
@@ -64,7 +64,7 @@ class Gradients:
 def take(
     skeleton: Skeleton,
     windows: Sequence[NDArray[np.int64]],
-    calls: Sequence[Sequence[Call]],
+    calls: Sequence[Sequence[LayerCall]],
     states: Sequence[torch.Tensor],
     folder: Path,
 ) -> None:

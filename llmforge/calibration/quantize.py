@@ -12,15 +12,15 @@ import torch
 
 from llmforge.base.errors import DataError
 from llmforge.calibration import experts
-from llmforge.calibration.correct import correct_linears, corrected
 from llmforge.calibration.gradients import Gradients
 from llmforge.calibration.layer import Additions, DecoderLayer
 from llmforge.calibration.losses import Losses
+from llmforge.calibration.low_rank_correction import correct_linears, corrected
 from llmforge.calibration.resuming import Runs
 from llmforge.calibration.sums import InputSums
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Float32, QuantizedMatrix, rows
-from llmforge.quantization.low_rank import LowRank
+from llmforge.quantization.low_rank import LowRankCorrection
 from llmforge.quantization.methods import PLAIN
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs, Method
 from llmforge.quantization.statistics import LowRankDemand, WeightDemand
@@ -46,7 +46,7 @@ def quantize_layer(
     notes: list[str] | None = None,
     losses: Losses | None = None,
     correction: LowRankDemand | None = None,
-) -> tuple[dict[str, QuantizedMatrix], dict[str, LowRank]]:
+) -> tuple[dict[str, QuantizedMatrix], dict[str, LowRankCorrection]]:
     """Quantize the linears and experts of `layer` in place, in the order in which they run; with what corrects them.
 
     The hidden states `original`, those of the checkpoint, end behind the layer, and so do `current` ones, which what is
@@ -68,7 +68,7 @@ def quantize_layer(
         original[window] = after
     runs = Runs.of(layer, current)
     results: dict[str, QuantizedMatrix] = {}
-    corrections: dict[str, LowRank] = {}
+    corrections: dict[str, LowRankCorrection] = {}
     notes = [] if notes is None else notes
     for names in groups:
         unquantized = [read.pop(names[0]) for read in inputs]

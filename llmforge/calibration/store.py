@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from llmforge.cache import Cache, Key
 from llmforge.quantization.grids import Float32, Grid, Packed, QuantizedMatrix, pack, unpack
-from llmforge.quantization.low_rank import LowRank
+from llmforge.quantization.low_rank import LowRankCorrection
 from llmforge.quantization.sparsity import SparseMatrix
 from llmforge.quantization.statistics import InputRange, KvRange, Smoothed
 
@@ -88,19 +88,19 @@ class StoredSparse(Mapping[str, SparseMatrix]):
         return len(self._places)
 
 
-class StoredLowRank(Mapping[str, LowRank]):
+class StoredLowRank(Mapping[str, LowRankCorrection]):
     """Corrections by parameter name, each in memory or in the file of its layer, from which each access reads it."""
 
-    def __init__(self, places: Mapping[str, LowRank | Path]) -> None:
+    def __init__(self, places: Mapping[str, LowRankCorrection | Path]) -> None:
         self._places = places
 
-    def __getitem__(self, name: str) -> LowRank:
+    def __getitem__(self, name: str) -> LowRankCorrection:
         place = self._places[name]
-        if isinstance(place, LowRank):
+        if isinstance(place, LowRankCorrection):
             return place
         with np.load(place, allow_pickle=False) as arrays:
             group, *figures = json.loads(arrays["low_rank"].tobytes())[name]
-            return LowRank(arrays[f"{group}/a"], arrays[f"{name}/b"], group, *figures)
+            return LowRankCorrection(arrays[f"{group}/a"], arrays[f"{name}/b"], group, *figures)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -142,7 +142,7 @@ class LayerResult:
     inputs: Mapping[str, InputRange] = field(default_factory=dict)  # by parameter name
     notes: tuple[str, ...] = ()  # for the report
     sparse: Mapping[str, SparseMatrix | Path] = field(default_factory=dict)  # see `StoredSparse`
-    low_rank: Mapping[str, LowRank | Path] = field(default_factory=dict)  # see `StoredLowRank`
+    low_rank: Mapping[str, LowRankCorrection | Path] = field(default_factory=dict)  # see `StoredLowRank`
     pruned: Mapping[str, Float32 | Path] = field(default_factory=dict)  # see `StoredArrays`
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import DataError
 from llmforge.base.progress import Progress
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile import lossy_parts
 from llmforge.compile.lossy_parts import LossyStep
 from llmforge.ir import graph
@@ -42,7 +42,7 @@ STREAMED_TOKENS = 32
 
 
 def choose_texts(
-    windows: Sequence[Window], model_bytes: int, vocabulary: int, documents: int, tokens: int, whole_bytes: int
+    windows: Sequence[TokenWindow], model_bytes: int, vocabulary: int, documents: int, tokens: int, whole_bytes: int
 ) -> list[NDArray[np.int64]]:
     """Spread the documents to run over all of them, and cut each; fewer where the model is streamed.
 
@@ -64,7 +64,7 @@ def choose_texts(
 def measure(
     traced: ir.Model,
     lossy: Sequence[LossyStep],
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     progress: Progress,
     *,
     memory: StepBandwidth | None,

@@ -20,7 +20,7 @@ from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.base.progress import Progress
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import AdapterSource
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile import export_proxy, reference
 from llmforge.gates import decision, records, verdict
 from llmforge.ir import onnx_file
@@ -193,7 +193,7 @@ class Measurement:
     spec: ValidationSpec
     target: Target
     checkpoint: Checkpoint
-    windows: Sequence[Window]  # text for the quality
+    windows: Sequence[TokenWindow]  # text for the quality
     threads: int
     ranks: int = 1
     keep: Callable[[Checkpoint, Baseline | StreamedBaseline], Logits] | None = None

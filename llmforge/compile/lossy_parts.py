@@ -40,7 +40,7 @@ from llmforge.quantization.initializers import arrange
 from llmforge.rewrite import cpu_attention, cpu_linear, moe_kernels, options
 from llmforge.rewrite.pass_base import Context, Pass
 from llmforge.verification.divergence import Divergence
-from llmforge.verification.probe import AfterStep, ProbeStep
+from llmforge.verification.probe import AfterStep, ProbeCall
 
 _NAMED = 3  # parameters that the name of a part gives: queries, keys and values
 _PARTS = ("codes", "scales", "zero_points", "groups")  # initializers of a quantized matrix, behind its name
@@ -325,7 +325,7 @@ def literal(name: str) -> str:
 
 def _grid(node: ir.Node, initializers: Mapping[str, ir.Value], name: str) -> Grid:
     """Read the grid that `node` reads the codes of weight `name` on."""
-    if (packed := cpu.Linear.of(node) or cpu.Embedding.of(node)) is not None:
+    if (packed := cpu.CpuLinear.of(node) or cpu.Embedding.of(node)) is not None:
         return cpu_linear.grid_of(packed)
     scale: Scale = "fp16" if initializers[f"{name}.scales"].dtype == ir.DataType.FLOAT16 else "fp32"
     symmetric = f"{name}.zero_points" not in initializers
@@ -397,7 +397,7 @@ class CacheLoss(PartLoss):
         """Note the largest magnitude of each channel, of which renewed scales are made."""
         return self._peak
 
-    def _peak(self, caches: Mapping[str, NDArray[Any]], step: ProbeStep) -> None:
+    def _peak(self, caches: Mapping[str, NDArray[Any]], step: ProbeCall) -> None:
         for name in self.scales.keys() & caches.keys():
             for slots in _written(caches[name], step):
                 peak = np.abs(slots).max(1)
@@ -420,7 +420,7 @@ class CacheLoss(PartLoss):
         for name, head, channel in kept:
             exact[name][head, channel] = True
 
-        def round_cache(caches: Mapping[str, NDArray[Any]], step: ProbeStep) -> None:
+        def round_cache(caches: Mapping[str, NDArray[Any]], step: ProbeCall) -> None:
             for name in scales.keys() & caches.keys():
                 wide, same, form = scales[name][:, None], exact[name][:, None], self.slots.get(name)
                 for slots in _written(caches[name], step):
@@ -433,7 +433,7 @@ class CacheLoss(PartLoss):
         return self.divergence.of(self.lossy.before, round_cache)
 
 
-def _written(buffer: NDArray[Any], step: ProbeStep) -> list[NDArray[Any]]:
+def _written(buffer: NDArray[Any], step: ProbeCall) -> list[NDArray[Any]]:
     """Return what `step` wrote into a cache, by row: views [heads, tokens, channels]."""
     return [
         buffer[row, :, past : past + length]

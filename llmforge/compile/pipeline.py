@@ -64,7 +64,7 @@ from llmforge.trace.export.limits import WHOLE_BYTES
 from llmforge.triton import repository, sources, vllm
 from llmforge.verification import adapter_proof, engine_parts
 from llmforge.verification.promises import Promises
-from llmforge.verification.reports import Snapshot
+from llmforge.verification.reports import GraphSnapshot
 from llmforge.verification.trace_verifier import verify_trace
 from llmforge.verification.verifier import Verifier
 
@@ -96,7 +96,6 @@ def build(
     progress = clock = Clock(progress or Silent())
     progress.stage("Check recipe, target and data")
     steps, target = recipe.instantiate(passes.ALL), targets.find(recipe.target)
-    preflight.check_engine(recipe)
     check_host(recipe, target)
     preflight.check(recipe)
     preflight.check_source(recipe, steps)
@@ -172,7 +171,7 @@ def make(
     checkpoint = ahead.begin(recipe.fetched(), recipe.merged)
     # As if they were merged: what is of another base is refused before anything is read.
     apart = Merge.of(recipe.apart, checkpoint.tensors, checkpoint.path).adapters
-    kept.configure(checkpoint, progress, partial(ahead.quantize, checkpoint, steps))
+    kept.configure(checkpoint, progress)
     threads = recipe.engine.threads or physical_cores()
     model = kept.trace(checkpoint, progress)
     stages = Stages()
@@ -221,7 +220,7 @@ def make(
             # A pass sees what it demands: what others measure is not part of its key.
             wanted = statistics if step.demands() else None
             stored = dry_run.stored_codes(checkpoint)
-            context = Context(target, wanted, scratch, ahead.quantized, stored, apart)
+            context = Context(target, wanted, scratch, stored, apart)
             before = model.clone() if recipe.validation.attribution or apart else model
             record, proof, noted = transform(step, model, context, chain, verification, progress)
             done.append((record, proof))
@@ -235,7 +234,6 @@ def make(
             of_passes += noted
             if recipe.validation.attribution and record.keywords["rewritten"] and step.numerics is Numerics.LOSSY:
                 lossy_steps.append(LossyStep(len(done) - 1, step, before, model.clone(), context))
-        ahead.quantized.drop()
         read = replace(footprint.count(model), multiply_adds=multiply_adds)
         outside = engines.outside(recipe.engine.backend, target)
 
@@ -397,15 +395,15 @@ class Verification:
     texts: Sequence[NDArray[np.int64]]
     threads: int
     proofs: Proofs
-    _last: Snapshot | None = None  # the graph as it is now; None: behind a pass that was not proven
+    _last: GraphSnapshot | None = None  # the graph as it is now; None: behind a pass that was not proven
     _verifier: Callable[[], Verifier] | None = None  # makes it when a proof first asks
     _behind: Proof[Any] | None = None  # what the next proof comes behind
     _is_first: bool = True  # whether the verifier has measured no lossy pass
 
-    def before(self, step: Pass, model: ir.Model) -> Snapshot:
+    def before(self, step: Pass, model: ir.Model) -> GraphSnapshot:
         """Record `model`, on which `step` is to run, and begin with what its proof needs of it."""
         if self._last is None:
-            self._last = Snapshot.of(model)
+            self._last = GraphSnapshot.of(model)
             self._verifier, self._is_first = self._once(self._last), True
         self._run_beside(step, self._last)
         return self._last
@@ -415,10 +413,10 @@ class Verification:
         self._last = None
 
     def begin(
-        self, step: Pass, before: Snapshot, model: ir.Model, changes: Changes, kept: Step, held: ExitStack
+        self, step: Pass, before: GraphSnapshot, model: ir.Model, changes: Changes, kept: Step, held: ExitStack
     ) -> Proof[records.VerificationRecord]:
         """Begin the proof of a pass that has run on the graph `before`; `held` is left at its end."""
-        overwritten, after = before.overwritten(), Snapshot.of(model)
+        overwritten, after = before.overwritten(), GraphSnapshot.of(model)
         self._last = after
         self._run_beside(step, after)
         self._is_first &= step.numerics is not Numerics.LOSSY
@@ -430,7 +428,7 @@ class Verification:
 
         return self._begin(held, prove)
 
-    def _run_beside(self, step: Pass, snapshot: Snapshot) -> None:
+    def _run_beside(self, step: Pass, snapshot: GraphSnapshot) -> None:
         """Begin to run a graph before or after the first lossy pass; later ones have a graph that was measured."""
         verifier = self._verifier
         assert verifier is not None, "no graph was recorded"
@@ -451,7 +449,7 @@ class Verification:
         self._behind = proof
         return proof
 
-    def _once(self, before: Snapshot) -> Callable[[], Verifier]:
+    def _once(self, before: GraphSnapshot) -> Callable[[], Verifier]:
         """Return what makes a verifier the first time, in whatever thread."""
         turn = threading.Lock()
 
@@ -539,7 +537,7 @@ def transform(
             verification.skip()
             proof = Proof(found)
         else:
-            if not isinstance(before, Snapshot):
+            if not isinstance(before, GraphSnapshot):
                 verification.skip()
                 before = verification.before(step, before)
                 progress.stage(f"Pass {step.name}")
@@ -618,7 +616,7 @@ def build_engine(
         engines.check_foreign(engine, plugin, target)
     notes += [*engine.notes, *(f"interface: {note}" for note in interop.write(lowered, engine, checkpoint))]
     made_of = {"checkpoint": f"{checkpoint.name} {checkpoint.digest}"}
-    served = repository.Model(recipe.name, target.kind, recipe.serving, engine.config, made_of)
+    served = repository.TritonModel(recipe.name, target.kind, recipe.serving, engine.config, made_of)
     if others is None:
         repository.write(served, staging / repository.FOLDER / recipe.name)
     else:

@@ -36,7 +36,7 @@ from llmforge.base.progress import Progress
 from llmforge.cache import Cache, Code, Entry, Key, installed, processor
 from llmforge.checkpoint import Checkpoint, Configuration, Geometry
 from llmforge.checkpoint.adapters import Adapter
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile.frontend import Frontend
 from llmforge.compile.proofs import Proof, Proofs
 from llmforge.gates import records
@@ -50,7 +50,7 @@ from llmforge.rewrite.pass_base import Changes, Pass
 from llmforge.trace.export import kept_graph
 from llmforge.triton import sources
 from llmforge.verification.promises import Promises
-from llmforge.verification.verifier import Verification
+from llmforge.verification.verifier import PassVerification
 
 PROOF, TENSORS, INDEX, CONFIGURATION = "proof.json", "tensors", "index.json", "configuration.json"
 IMPORTS = "imports.json"
@@ -96,10 +96,8 @@ class Reuse:
         modules = {module for step in steps for module in _modules(step)}
         self.code.digest(*filter(self.code.has, modules), *_TRACE_CODE, *_ENGINE_CODE, _TRACE_PROOF_CODE, _PROOF_CODE)
 
-    def configure(self, checkpoint: Checkpoint, progress: Progress, beside: Callable[[], None] = lambda: None) -> None:
+    def configure(self, checkpoint: Checkpoint, progress: Progress) -> None:
         """Let transformers read the configuration of `checkpoint`, or take what it read of the same settings before.
-
-        While another process imports transformers, this one begins with what there is to do `beside` a trace.
 
         Raises:
             CheckpointError, UnsupportedError: see `Checkpoint.open`.
@@ -111,7 +109,6 @@ class Reuse:
             else:
                 progress.stage("Load torch and transformers")
                 if self.frontend is not None:
-                    beside()
                     made = self.frontend.configuration(*checkpoint.opened_from)
                     checkpoint.configuration = _configuration(made)
                 else:
@@ -195,7 +192,7 @@ class Reuse:
     def baseline(
         self,
         checkpoint: Checkpoint,
-        windows: Sequence[Window],
+        windows: Sequence[TokenWindow],
         threads: int,
         baseline: Baseline | StreamedBaseline,
         progress: Progress,
@@ -378,7 +375,7 @@ class Step:
             return None
         return records.VerificationRecord.model_validate({**kept["found"], "seconds": 0.0}, strict=False)
 
-    def keep_proof(self, found: Verification, model: ir.Model, changes: Changes) -> None:
+    def keep_proof(self, found: PassVerification, model: ir.Model, changes: Changes) -> None:
         """Keep what the proof of the pass found."""
         if self.proof is not None and self.cache.find(self.proof) is None:
             record = records.VerificationRecord.model_validate(found, from_attributes=True)

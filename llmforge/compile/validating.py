@@ -23,7 +23,7 @@ from llmforge.base.progress import Progress, Silent
 from llmforge.base.sealed import is_content
 from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint, documents, text
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile import evidence, finishing, reference, texts
 from llmforge.compile.evidence import Clock, Measurement
 from llmforge.compile.publishing import BuildResult
@@ -325,12 +325,12 @@ def _documents(side: MeasuredArtifact) -> Sequence[DocumentSums]:
     return () if side.report.quality is None else side.report.quality.per_document
 
 
-def _further(recipe: Recipe, checkpoint: Checkpoint, more: Sequence[Path]) -> list[list[Window]]:
+def _further(recipe: Recipe, checkpoint: Checkpoint, more: Sequence[Path]) -> list[list[TokenWindow]]:
     """Cut every document of the recipe's text, and of `more`, into windows; a list for each document."""
     spec = recipe.validation.quality
     assert spec is not None
     calibration = documents.read_documents(recipe.calibration.data) if recipe.calibration else []
-    groups: dict[str, list[Window]] = {}
+    groups: dict[str, list[TokenWindow]] = {}
     for path in (spec.data, *more):
         read = documents.read_documents(path)
         documents.refuse_overlap(calibration, read)
@@ -341,7 +341,7 @@ def _further(recipe: Recipe, checkpoint: Checkpoint, more: Sequence[Path]) -> li
 
 
 def _measured(
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     baseline: Logits,
     sides: Sequence[Callable[[list[int]], NDArray[np.float32]]],
     metrics: Sequence[str],

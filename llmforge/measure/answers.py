@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import DataError
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.measure.quality import Logits
 from llmforge.metrics.quality import ANSWER_TOKENS, PROMPT_TOKENS, GreedyAnswer, Sample
 
@@ -19,7 +19,7 @@ Texts = Sequence[NDArray[np.int64]]  # ids [S] each
 
 
 def compare(
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     count: int,
     *,
     artifact: Generate,
@@ -73,7 +73,7 @@ def _joined(prompt: NDArray[np.int64], tokens: Sequence[int]) -> NDArray[np.int6
     return np.concatenate([prompt, np.asarray(tokens, np.int64)])
 
 
-def beginnings(windows: Sequence[Window], count: int) -> list[Window]:
+def beginnings(windows: Sequence[TokenWindow], count: int) -> list[TokenWindow]:
     """Choose the first windows of `count` documents, or of all there are, spread over them.
 
     Raises:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import DataError
 from llmforge.checkpoint import text
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.metrics import catalog
 from llmforge.metrics.quality import GreedyAnswer, Quality, Sample, summarize, values
 from llmforge.metrics.quality_metrics import PREFILL_KLD, QualityMetric
@@ -43,7 +43,7 @@ class QualityRun:
         """Row of the first token of a window that is scored, less one."""
         return 0 if self.half_of is None else self.half_of // 2
 
-    def scored(self, windows: Sequence[Window]) -> list[Window]:
+    def scored(self, windows: Sequence[TokenWindow]) -> list[TokenWindow]:
         """Leave the windows that have a token to score.
 
         Raises:
@@ -64,7 +64,7 @@ class QualityRun:
 
 
 def compare(
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     baseline: Logits,
     artifact: Logits,
     run: QualityRun = QualityRun(),
@@ -116,7 +116,7 @@ def compare(
     )
 
 
-def _finite(side: str, logits: Logits, windows: Sequence[Window], number: int) -> NDArray[np.float32]:
+def _finite(side: str, logits: Logits, windows: Sequence[TokenWindow], number: int) -> NDArray[np.float32]:
     window = windows[number]
     made = logits(window.ids)
     require_finite(side, made, f"window {number} (document {window.document}, {len(window.ids)} tokens)")

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.progress import Progress
 from llmforge.checkpoint import text
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.measure import answers, quality
 from llmforge.measure.baseline import Baseline, baseline_on
 from llmforge.measure.quality import Logits, QualityRun
@@ -30,7 +30,7 @@ class RecipeQuality:
 
     spec: QualitySpec
     runner: Runner
-    windows: Sequence[Window]
+    windows: Sequence[TokenWindow]
     progress: Progress
 
     @property

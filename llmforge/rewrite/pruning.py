@@ -23,9 +23,17 @@ from llmforge.ir.derived import Derived
 from llmforge.ir.operators.canonical import Attention, MoE
 from llmforge.ir.operators.standard import Add, Gather, MatMul, Reshape, RMSNormalization, RotaryEmbedding
 from llmforge.quantization.statistics import Demand, PruningDemand
-from llmforge.quantization.structure import Block, Channels, Float32, Heads, Kept, Structure, columns
+from llmforge.quantization.structure import (
+    Float32,
+    MlpChannels,
+    PrunableHeads,
+    PrunableLayer,
+    PrunedStructure,
+    Structure,
+    columns,
+)
 from llmforge.rewrite import linear
-from llmforge.rewrite.linear import Linear
+from llmforge.rewrite.linear import LinearLayer
 
 # Operators that work on each channel by itself, between the matrices of an MLP.
 _BY_CHANNEL = frozenset(
@@ -42,22 +50,22 @@ class _No(Exception):
 class _Path:
     """How attention gets queries, keys or values: from a linear layer, through nodes that know how many heads."""
 
-    layer: Linear
+    layer: LinearLayer
     between: tuple[ir.Node, ...]  # from attention up
 
 
 @dataclass(frozen=True, eq=False)
-class _Attention:
+class _PrunableAttention:
     node: Attention
     paths: Mapping[str, _Path]  # query, key, value
-    output: Linear
+    output: LinearLayer
 
 
 @dataclass(frozen=True, eq=False)
 class _Mlp:
-    inner: tuple[Linear, ...]
+    inner: tuple[LinearLayer, ...]
     between: tuple[ir.Node, ...]
-    output: Linear
+    output: LinearLayer
 
 
 def find(model: ir.Model) -> Structure:
@@ -70,7 +78,7 @@ def find(model: ir.Model) -> Structure:
         try:
             output = _output(attention)
         except _No as reason:
-            blocks.append(Block(attention.layer, f"{attention.name}.", 0, None, None, (str(reason),)))
+            blocks.append(PrunableLayer(attention.layer, f"{attention.name}.", 0, None, None, (str(reason),)))
             continue
         [name] = graph.sources(output.weight)
         prefix = _prefix(name, attention.layer)
@@ -84,7 +92,7 @@ def find(model: ir.Model) -> Structure:
             reasons.append(f"channels: {reason}")
         own = {id(value): value for name, value in sizes.items() if name.startswith(prefix)}
         parameters = sum(int(np.prod(graph.static(value))) for value in own.values())
-        blocks.append(Block(attention.layer, prefix, parameters, heads, channels, tuple(reasons)))
+        blocks.append(PrunableLayer(attention.layer, prefix, parameters, heads, channels, tuple(reasons)))
     blocks.sort(key=lambda block: block.index)
     try:
         _streams(model, blocks)
@@ -106,7 +114,7 @@ def _prefix(name: str, layer: int) -> str:
     return found[1]
 
 
-def _linear(value: ir.Value, what: str) -> Linear:
+def _linear(value: ir.Value, what: str) -> LinearLayer:
     layer = linear.of(value)
     if layer is None:
         made = value.producer()
@@ -119,15 +127,15 @@ def _linear(value: ir.Value, what: str) -> Linear:
     return layer
 
 
-def _output(attention: Attention) -> Linear:
+def _output(attention: Attention) -> LinearLayer:
     """Find the linear layer that alone reads what attention makes."""
     product = MatMul.only_reader(attention.y)
     if product is None or not graph.is_constant(product.w) or len(graph.sources(product.w)) != 1:
         raise _No(f"no linear layer alone reads what {attention.name} makes")
-    return Linear(product.node, product.w)
+    return LinearLayer(product.node, product.w)
 
 
-def _attention(attention: Attention) -> _Attention:
+def _attention(attention: Attention) -> _PrunableAttention:
     for past in (attention.past_key, attention.past_value):
         if not past.is_graph_input() or len(past.uses()) > 1:
             raise _No(f"{past.name} is read by others, too")
@@ -137,7 +145,7 @@ def _attention(attention: Attention) -> _Attention:
     paths = {
         role: _path(value, role) for role, value in zip(("query", "key", "value"), attention.projections, strict=True)
     }
-    return _Attention(attention, paths, _output(attention))
+    return _PrunableAttention(attention, paths, _output(attention))
 
 
 def _path(value: ir.Value, role: str) -> _Path:
@@ -160,7 +168,7 @@ def _path(value: ir.Value, role: str) -> _Path:
             return _Path(_linear(value, role), tuple(between))
 
 
-def _heads(attention: Attention, found: _Attention) -> Heads:
+def _heads(attention: Attention, found: _PrunableAttention) -> PrunableHeads:
     layers = {role: path.layer for role, path in found.paths.items()}
     count, kv_count = attention.num_heads, attention.kv_num_heads
     if kv_count < 2:
@@ -170,7 +178,7 @@ def _heads(attention: Attention, found: _Attention) -> Heads:
     whole = sum(int(np.prod(graph.static(value))) for value in matrices)
     dim, value_dim = graph.width(attention.past_key), graph.width(attention.past_value)
     [output] = graph.sources(found.output.weight)
-    return Heads(
+    return PrunableHeads(
         **names,
         output=output,
         count=count,
@@ -212,7 +220,7 @@ def _mlp(model: ir.Model, prefix: str) -> _Mlp:
 def _cone(product: MatMul) -> _Mlp:
     """Walk up from what `product` reads to the linear layers that make it."""
     width = graph.width(product.x)
-    inner: dict[ir.Node, Linear] = {}
+    inner: dict[ir.Node, LinearLayer] = {}
     between: dict[ir.Node, None] = {}
     inside: set[ir.Node] = {product.node}
     waiting = [product.x]
@@ -241,18 +249,18 @@ def _cone(product: MatMul) -> _Mlp:
             raise _No(f"{value.name} is {graph.width(value)} wide, {product.name} reads {width} channels")
     if len({layer.input for layer in inner.values()}) != 1:
         raise _No("its matrices read different tensors")
-    return _Mlp(tuple(inner.values()), tuple(between), Linear(product.node, product.w))
+    return _Mlp(tuple(inner.values()), tuple(between), LinearLayer(product.node, product.w))
 
 
-def _channels(mlp: _Mlp) -> Channels:
+def _channels(mlp: _Mlp) -> MlpChannels:
     names = tuple(graph.sources(layer.weight)[0] for layer in mlp.inner)
     [output] = graph.sources(mlp.output.weight)
     width = graph.static(mlp.output.weight)[0]
     whole = sum(int(np.prod(graph.static(layer.weight))) for layer in (*mlp.inner, mlp.output))
-    return Channels(names, output, width, whole // width)
+    return MlpChannels(names, output, width, whole // width)
 
 
-def _streams(model: ir.Model, blocks: Sequence[Block]) -> list[tuple[ir.Value, ir.Value]]:
+def _streams(model: ir.Model, blocks: Sequence[PrunableLayer]) -> list[tuple[ir.Value, ir.Value]]:
     """Return the hidden states in front of each layer and behind it; raises where layers are not one behind the other.
 
     A layer adds what attention makes to its hidden states, and to that sum what its MLP makes.
@@ -300,7 +308,7 @@ class Surgery:
     """Takes out of `model` what is not among `kept`; `outputs` has the matrices [N, kept] that make up for it."""
 
     model: ir.Model
-    kept: Kept
+    kept: PrunedStructure
     outputs: Mapping[str, Float32]
 
     def run(self) -> list[tuple[str, str]]:
@@ -343,7 +351,7 @@ class Surgery:
             if outputs[index].name in names:
                 del outputs[index]
 
-    def _heads(self, found: _Attention, kept: Sequence[int]) -> tuple[str, str]:
+    def _heads(self, found: _PrunableAttention, kept: Sequence[int]) -> tuple[str, str]:
         attention = found.node
         count, kv_count, many = attention.num_heads, attention.kv_num_heads, len(kept)
         shared = count // kv_count
@@ -406,7 +414,7 @@ class Surgery:
         self._compensated(mlp.output)
         return str(mlp.output.matmul.name), f"{len(which)} of {was} channels"
 
-    def _select(self, layer: Linear, which: NDArray[np.intp]) -> None:
+    def _select(self, layer: LinearLayer, which: NDArray[np.intp]) -> None:
         """Keep some outputs of a linear layer."""
         layer.matmul.replace_input_with(1, self._derived(layer.weight, which, 1))
         _narrow(layer.matmul.outputs[0], len(which))
@@ -422,7 +430,7 @@ class Surgery:
         made = Derived(_taken(tuple(which.tolist()), axis), [tensor], tensor.dtype, ir.Shape(shape), name)
         return graph.initializer(self.model, name, made, graph.sources(value))
 
-    def _compensated(self, layer: Linear) -> None:
+    def _compensated(self, layer: LinearLayer) -> None:
         """Put the matrix that makes up for what is gone in the place of a layer's weight."""
         [parameter] = graph.sources(layer.weight)
         outputs, name = self.outputs, f"{layer.weight.name}.pruned"
@@ -470,7 +478,7 @@ def bound(demand: Demand, model: ir.Model) -> Demand:
     return replace(demand, structure=find(model), read=_read(model))
 
 
-def sample(model: ir.Model, demand: PruningDemand) -> tuple[Kept, dict[str, Float32]]:
+def sample(model: ir.Model, demand: PruningDemand) -> tuple[PrunedStructure, dict[str, Float32]]:
     """Make up a choice, to see that the graph lets it: a KV head and a block of channels of each layer, or a layer."""
     structure, units = find(model), demand.units
     heads, channels, outputs = [], [], dict[str, Float32]()
@@ -486,7 +494,7 @@ def sample(model: ir.Model, demand: PruningDemand) -> tuple[Kept, dict[str, Floa
             channels.append((block.index, tuple(range(left))))
             outputs[block.channels.output] = np.broadcast_to(np.float32(0), (sizes[block.channels.output][1], left))
     last = [block.index for block in structure.blocks[-1:]] if units == ("layers",) and not structure.fixed else []
-    return Kept(tuple(last), tuple(heads), tuple(channels)), outputs
+    return PrunedStructure(tuple(last), tuple(heads), tuple(channels)), outputs
 
 
 def _read(model: ir.Model) -> int:

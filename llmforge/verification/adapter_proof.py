@@ -15,7 +15,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.base.errors import VerificationError
-from llmforge.checkpoint.adapters import Adapter, LowRank
+from llmforge.checkpoint.adapters import Adapter, LowRankUpdate
 from llmforge.checkpoint.adapters.merging import read
 from llmforge.ir import graph, interface
 from llmforge.ir.operators.standard import MatMul
@@ -80,7 +80,7 @@ def merged(model: ir.Model, adapter: Adapter) -> ir.Model:
 
 
 def _merged(
-    tensor: ir.TensorProtocol, parts: Sequence[LowRank | None], widths: Sequence[int], weight: float
+    tensor: ir.TensorProtocol, parts: Sequence[LowRankUpdate | None], widths: Sequence[int], weight: float
 ) -> ir.LazyTensor:
     def compute() -> ir.TensorProtocol:
         result = np.array(tensor.numpy(), np.float32)  # [K, N]

@@ -32,11 +32,11 @@ _TILE_BYTES = 1 << 22  # of a table in fp32: it is multiplied by while it is in 
 
 Logits = list[list[NDArray[np.float32]]]  # by run, by step: fp32 [B, R, V], padding included
 Values = list[list[Arrays]]  # by run, by step: outputs of the graph by name, padding included
-Rows = Callable[[probe.ProbeStep], NDArray[np.int64]]  # positions of a step that get logits, [R]
+Rows = Callable[[probe.ProbeCall], NDArray[np.int64]]  # positions of a step that get logits, [R]
 
 
 @dataclass(frozen=True)
-class Block:
+class NodeBlock:
     """Some nodes of a graph: the values that later blocks, or the graph's outputs, want of them."""
 
     outputs: tuple[str, ...]
@@ -155,7 +155,7 @@ class _LargeTable:
     dtype: ir.DataType  # what the graph computes in; results are held in fp32
     threads: int
 
-    def run(self, steps: Sequence[tuple[probe.ProbeStep, Arrays]]) -> None:
+    def run(self, steps: Sequence[tuple[probe.ProbeCall, Arrays]]) -> None:
         """Add to what each step has what the block makes of it."""
         if self.reads is None:
             for step, given in steps:
@@ -196,7 +196,7 @@ def _open(block: ir.Model, threads: int, block_bytes: int, *, optimize: bool) ->
     if graph.weight_bytes(block) > block_bytes and (table := _large_table(block, threads)) is not None:
         return table
     multiply_as_stored(block)
-    return SubgraphSession(block, probe.Weights(), threads, optimize=optimize)
+    return SubgraphSession(block, probe.InitializerArrays(), threads, optimize=optimize)
 
 
 def _large_table(block: ir.Model, threads: int) -> _LargeTable | None:
@@ -225,7 +225,7 @@ def _large_table(block: ir.Model, threads: int) -> _LargeTable | None:
     return _LargeTable(name, tensor.stored(), None if reads is None else str(reads.name), dtype, threads)
 
 
-def blocks(index: Index, block_bytes: int) -> Iterator[Block]:
+def blocks(index: Index, block_bytes: int) -> Iterator[NodeBlock]:
     """Divide a graph into blocks whose weights take about `block_bytes` each.
 
     It is divided where the type of everything that crosses is known.
@@ -248,7 +248,7 @@ def blocks(index: Index, block_bytes: int) -> Iterator[Block]:
         made = [value for other in nodes[begin : at + 1] for value in other.outputs]
         wanted = tuple(str(value.name) for value in made if value in ahead or value in outputs)
         if wanted:
-            yield Block(wanted, given)
+            yield NodeBlock(wanted, given)
         given = frozenset(str(value.name) for value in ahead)
         crossing, size, begin = ahead, 0, at + 1
         seen.clear()

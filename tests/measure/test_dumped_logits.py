@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from llmforge.base.errors import DataError
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.measure import quality
 from llmforge.measure.quality import QualityRun
 from llmforge.metrics import token_records
@@ -29,7 +29,7 @@ class Dump:
     """Both sides' logits of every window, [S, V] in a file each."""
 
     folder: Path
-    windows: list[Window]
+    windows: list[TokenWindow]
 
     def logits(self, side: str, i: int) -> NDArray[np.float64]:
         return np.load(self.folder / f"{side}-{i}.npy").astype(np.float64)
@@ -39,7 +39,7 @@ class Dump:
 def dump(tmp_path_factory: pytest.TempPathFactory) -> Dump:
     """Twelve documents of two windows; what was said before changes the logits, so that positions count."""
     folder, rng, table, error = tmp_path_factory.mktemp("logits"), np.random.default_rng(3), *tables()
-    windows = [Window(f"doc-{i // 2}", rng.integers(0, V, rng.choice([40, 40, 23]))) for i in range(24)]
+    windows = [TokenWindow(f"doc-{i // 2}", rng.integers(0, V, rng.choice([40, 40, 23]))) for i in range(24)]
     for i, window in enumerate(windows):
         noise = error[window.ids] * np.sqrt(1 + np.arange(len(window.ids)))[:, None]
         np.save(folder / f"baseline-{i}.npy", table[window.ids])

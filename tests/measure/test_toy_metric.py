@@ -15,7 +15,7 @@ from rich.console import Console
 
 from llmforge import passes, recipe
 from llmforge.base.errors import InputError, RecipeError
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile.evidence import Evidence
 from llmforge.gates.decision import Verdict, overall
 from llmforge.gates.records import Report
@@ -67,7 +67,7 @@ gates:
 def compared() -> Quality:
     """Compare made-up logits, of which noise moves some ranks."""
     table, noise, rng = random_logits(7, V), random_logits(8, V, 0.1), np.random.default_rng(0)
-    windows = [Window(f"doc-{i}", rng.integers(0, V, rng.integers(5, 30))) for i in range(12)]
+    windows = [TokenWindow(f"doc-{i}", rng.integers(0, V, rng.integers(5, 30))) for i in range(12)]
     return quality.compare(windows, lambda ids: table[ids], lambda ids: table[ids] + noise[ids])
 
 

@@ -15,7 +15,8 @@ from llmforge.ir import dialect, graph, interface
 from llmforge.passes import FlashAttention, FuseNorms, OptimumInterface, PackGateUp, PackQkv
 from llmforge.rewrite.pass_base import Context
 from llmforge.runtime.config import SessionConfig
-from llmforge.verification.probe import Weights, open_session
+from llmforge.runtime.interface import StepInputs, feeds
+from llmforge.verification.probe import InitializerArrays, open_session
 
 from ..models import graphs
 
@@ -23,7 +24,7 @@ PAST, PRESENT = "past_sequence_length", "past_sequence_length + sequence_length"
 
 
 def open_(model: ir.Model) -> Session:
-    return open_session(model, Weights(), 1)
+    return open_session(model, InitializerArrays(), 1)
 
 
 def shapes(values: object) -> dict[str, tuple[int | str | None, ...] | None]:
@@ -123,7 +124,7 @@ def test_padding_on_the_left_changes_nothing(window: int) -> None:
 
 def test_a_mask_of_growing_caches_stands_at_the_end() -> None:
     names = [interface.ATTENTION_MASK]
-    fed = interface.feeds(names, np.zeros((3, 2), np.int64), np.array([3, 0, 1], np.int32), growing=True)
+    fed = feeds(names, StepInputs(np.zeros((3, 2), np.int64), np.array([3, 0, 1], np.int32)), growing=True)
     assert fed[interface.ATTENTION_MASK].tolist() == [[1, 1, 1, 1, 1], [0, 0, 0, 1, 1], [0, 0, 1, 1, 1]]
 
 

@@ -17,6 +17,7 @@ from llmforge.backends.onnxruntime import builder as engine
 from llmforge.backends.onnxruntime.session import Cache
 from llmforge.base.errors import InputError, Unavailable, UsageError
 from llmforge.checkpoint import Checkpoint
+from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving import EngineOptions, Request, Runner, Sampling
 from llmforge.serving.prefix_cache import BLOCK
@@ -52,13 +53,11 @@ class Watched:
         self.steps: list[tuple[list[int], int]] = []
         self.broken_token: int | None = None
 
-    def step(
-        self, ids: NDArray[np.int64], past_lengths: NDArray[np.int32], cache: Cache, *args: Any, **kwargs: Any
-    ) -> NDArray[np.float32]:
-        self.steps.append((past_lengths.tolist(), ids.shape[1]))
-        logits = self._session.step(ids, past_lengths, cache, *args, **kwargs)
+    def step(self, inputs: StepInputs, cache: Cache, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        self.steps.append((inputs.past_lengths.tolist(), inputs.ids.shape[1]))
+        logits = self._session.step(inputs, cache, out)
         if self.broken_token is not None:
-            logits[(ids == self.broken_token).any(axis=1)] = np.nan
+            logits[(inputs.ids == self.broken_token).any(axis=1)] = np.nan
         return logits
 
     def taken(self) -> list[tuple[list[int], int]]:
@@ -488,7 +487,7 @@ def test_layers_with_states_are_batched_and_go_without_reuse(tmp_path, answers):
     zoo.write("qwen3-5", tmp_path)
     write_tokenizer(tmp_path)
     model, _ = engine.lower(trace(Checkpoint.open(tmp_path)), targets.load("cpu-avx2"))
-    session = probe.open_session(model, probe.Weights(), 1)
+    session = probe.open_session(model, probe.InitializerArrays(), 1)
     vocabulary = session.vocabulary
     samplers = Samplers(Tokenizer(WordLevel({"a": 0}, "a")), vocabulary, ())
 

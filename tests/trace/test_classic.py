@@ -142,7 +142,7 @@ def test_the_runtime_reads_a_long_prompt_in_pieces_with_the_angles_of_a_long_tex
     """Phi-3 with an original context of 16 tokens, and pieces of 8."""
     monkeypatch.setattr(runner, "LOGITS_CHUNK", 8)
     zoo_classic.write("phi3-longrope", tmp_path)
-    session = probe.open_session(traced(tmp_path), probe.Weights(), threads=1)
+    session = probe.open_session(traced(tmp_path), probe.InitializerArrays(), threads=1)
     config = RuntimeConfig(
         format=2,
         onnxruntime="",

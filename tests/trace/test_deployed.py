@@ -27,7 +27,7 @@ from llmforge.ir.operators.canonical import MoE
 from llmforge.ir.routing import never_negative
 from llmforge.passes import FlashAttention, OptimumInterface
 from llmforge.trace import trace
-from llmforge.trace.hooks import indexers, lightning, looped_experts, miniature, places, rotary
+from llmforge.trace.hooks import indexers, lightning, looped_experts, miniature, position_tracer, rotary
 from llmforge.verification.trace_verifier import verify_trace
 
 from ..models import graphs, zoo
@@ -101,7 +101,7 @@ def test_an_indexer_is_noted_even_if_it_chooses_every_token_of_the_context(
     model, shortest = nn.ModuleList([Indexer(chosen)]), indexers.Shortest()
     indexers.substitute(model, rotary.Tables(64), shortest)
     assert model[0](torch.zeros(2, 3, 6), past_key_values=indexers._Keys(0, None)) == indexers.AllTokens("Indexer")  # type: ignore[arg-type]
-    assert shortest.limit == longest_text.Limit(tokens, reason)
+    assert shortest.limit == longest_text.TextLimit(tokens, reason)
 
 
 @pytest.mark.thorough
@@ -200,7 +200,7 @@ def test_attention_in_chunks_is_no_group_query_attention_and_not_padded_on_the_l
 
 def test_positions_behind_a_cache_are_those_of_each_row() -> None:
     given = torch.tensor([[3, 4, 5], [0, 1, 2]])
-    with places.Places() as counted:
+    with position_tracer.PositionTracer() as counted:
         counted.position_ids = given
         length: Any = counted.length(3)
         positions: Any = torch.arange(3) + length
@@ -229,7 +229,7 @@ def test_positions_behind_a_cache_are_those_of_each_row() -> None:
 )
 def test_what_is_no_function_of_each_position_is_refused(compute: Callable[[Any], object]) -> None:
     with pytest.raises(UnsupportedError, match="with positions that it counts from the length of its cache"):
-        compute(places.Positions(torch.zeros(2, 3)))
+        compute(position_tracer.Positions(torch.zeros(2, 3)))
 
 
 # Experts -----------------------------------------------------------------------------------------------------------

@@ -52,9 +52,9 @@ from llmforge.backends.ranks.messages import (
 )
 from llmforge.base import interpreter
 from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, Unavailable, UsageError
-from llmforge.ir.interface import Heads
+from llmforge.ir.interface import TopLogits
 from llmforge.runtime.config import SessionConfig, physical_cores
-from llmforge.runtime.interface import Backend, Counts, DecodeRun, Rows, StepInputs
+from llmforge.runtime.interface import Backend, DecodeRun, Rows, StepInputs
 from llmforge.runtime.signature import ELEMENTS
 
 if TYPE_CHECKING:
@@ -231,29 +231,19 @@ class RankSession(Backend[RankCache]):
         """Whether the ranks give heads."""
         return self._decodes_ahead
 
-    def begin_decode(
-        self,
-        ids: NDArray[np.int64],
-        past_lengths: NDArray[np.int32],
-        cache: RankCache,
-        temperatures: NDArray[np.float32],
-        lengths: Counts | None = None,
-        adapters: Counts | None = None,
-        draws: NDArray[np.float32] | None = None,
-    ) -> DecodeRun:
+    def begin_decode(self, inputs: StepInputs, cache: RankCache) -> DecodeRun:
         """Begin a step of one token a row on all ranks; arrays are read before this returns."""
-        inputs = StepInputs(ids, past_lengths, None, lengths, None, adapters, temperatures, draws)
         self._check(inputs, cache)
         with self._lock:
             self._give(Decode(inputs, cache.place))
         return _Running(self)
 
-    def heads(self) -> Heads:
+    def heads(self) -> TopLogits:
         """Wait for the decode step that was begun last, and give the heads of its rows."""
         with self._lock:
             self._check_alive()
             self._settle(self._limit_s)
-            found: Heads = self._reply.read()
+            found: TopLogits = self._reply.read()
             return found
 
     def ask(self, method: str, *arguments: Any) -> Any:
@@ -433,7 +423,7 @@ class _Running(DecodeRun):
 
     _session: RankSession
 
-    def heads(self) -> Heads:
+    def heads(self) -> TopLogits:
         """Wait for the step, and give the heads of its rows."""
         return self._session.heads()
 

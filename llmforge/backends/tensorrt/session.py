@@ -9,7 +9,7 @@ be dropped without a word, so bounds are checked before a step.
 **CUDA graphs.** TensorRT's work for a decode step is captured from the stream, with a context of its own for every
 number of rows, and verified like any other (`cuda_graph_capture`). TensorRT-RTX captures by itself.
 
-**Heads.** A plan whose steps give heads of rows (`interface.Heads`) decodes beside the host: `begin_decode` sends a
+**Heads.** A plan whose steps give heads of rows (`interface.TopLogits`) decodes beside the host: `begin_decode` sends a
 step to the stream, behind its inputs, and one wait brings the heads. Rows that must be whole are fetched by themselves.
 A plan that was built without heads gives whole rows.
 
@@ -34,7 +34,7 @@ from llmforge.backends.tensorrt.kernel_cache import KernelCache
 from llmforge.backends.tensorrt.plan import Plan
 from llmforge.base.errors import EnvironmentLacks, RunFailed, UnsupportedError
 from llmforge.ir import interface
-from llmforge.ir.interface import Heads
+from llmforge.ir.interface import TopLogits
 from llmforge.native import nccl
 from llmforge.runtime.config import Capture, RuntimeConfig
 from llmforge.runtime.device import cache as device_cache
@@ -44,7 +44,7 @@ from llmforge.runtime.device.cuda import Buffer, CudaDevice, CudaGraph
 from llmforge.runtime.device.graph_capture import ONE, ProbeStep, probe_inputs
 from llmforge.runtime.device.inputs import ALIGNMENT_BYTES, BoundInput, InputBuffers
 from llmforge.runtime.device.top_logits import HeadBuffers
-from llmforge.runtime.interface import Counts, DecodeRun, StepInputs
+from llmforge.runtime.interface import DecodeRun, StepInputs
 from llmforge.runtime.signature import Signature
 
 # A captured decode step, and the execution context whose work it is.
@@ -137,7 +137,7 @@ class PlanSession(DeviceBackend[DeviceCache]):
         steps += [(rows, tokens) for rows, tokens in self.prompt_shapes if tokens <= self._capacity]
         for rows, tokens in steps:
             if rows <= cache.batch:
-                self.step(np.zeros((rows, tokens), np.int64), none[:rows], cache.rows(0, rows))
+                self.step(StepInputs(np.zeros((rows, tokens), np.int64), none[:rows]), cache.rows(0, rows))
         self._kernels.keep()
 
     def _check(self, inputs: StepInputs, cache: DeviceCache) -> None:
@@ -190,42 +190,18 @@ class PlanSession(DeviceBackend[DeviceCache]):
         """Whether the plan gives heads."""
         return self._heads is not None
 
-    def begin_decode(
-        self,
-        ids: NDArray[np.int64],
-        past_lengths: NDArray[np.int32],
-        cache: DeviceCache,
-        temperatures: NDArray[np.float32],
-        lengths: Counts | None = None,
-        adapters: Counts | None = None,
-        draws: NDArray[np.float32] | None = None,
-    ) -> DecodeRun:
+    def begin_decode(self, inputs: StepInputs, cache: DeviceCache) -> DecodeRun:
         """Begin a step of one token a row, as `step` runs it; arrays are read before this returns."""
-        inputs = StepInputs(ids, past_lengths, None, lengths, None, adapters, temperatures)
         self._check(inputs, cache)
-        if self._heads is None or ids.shape[1] != 1:
-            raise ValueError(f"a step of {ids.shape}; heads of one token a row")
+        if self._heads is None or inputs.ids.shape[1] != 1:
+            raise ValueError(f"a step of {inputs.ids.shape}; heads of one token a row")
         self._launch_decode(inputs, cache)
         return _Running(self._heads, self._decode_logits, cache.batch)
 
-    def begin_prompts(
-        self,
-        ids: NDArray[np.int64],
-        past_lengths: NDArray[np.int32],
-        cache: DeviceCache,
-        rows: NDArray[np.int64],
-        temperatures: NDArray[np.float32],
-        lengths: Counts | None = None,
-        text_lengths: Counts | None = None,
-        adapters: Counts | None = None,
-    ) -> DecodeRun:
+    def begin_prompts(self, inputs: StepInputs, cache: DeviceCache) -> DecodeRun:
         """Begin a step of pieces of several prompts, of one of `prompt_shapes`; arrays are read before this returns."""
-        inputs = StepInputs(ids, past_lengths, rows, lengths, text_lengths, adapters, temperatures)
-        self._check(inputs, cache)
-        if self._heads is None or ids.shape not in self.prompt_shapes or rows.shape != (len(ids), 1):
-            raise ValueError(
-                f"a step of {ids.shape}, rows {rows.shape}; heads of one token a row of {self.prompt_shapes}"
-            )
+        self._check_prompts(inputs, cache)
+        assert self._heads is not None
         self._launch_prefill(inputs, cache, (cache.batch, 1, self.vocabulary))
         return _Running(self._heads, self._logits, cache.batch)
 
@@ -334,7 +310,7 @@ class _Running(DecodeRun):
     _logits: Buffer
     _rows: int
 
-    def heads(self) -> Heads:
+    def heads(self) -> TopLogits:
         """Wait for the step, and for the copy of the heads of its rows behind it."""
         return self._heads.read(self._rows)
 

@@ -19,12 +19,12 @@ from llmforge.ir.operators.record import (
     MICROSOFT,
     UINT8,
     CachedAttention,
-    Experts,
     Input,
     Operator,
     OptionalInput,
     Output,
     Precision,
+    RoutedExperts,
     Stage,
     integer,
     optional_real,
@@ -186,7 +186,7 @@ class GatherBlockQuantized(Operator, domain=MICROSOFT):
     lookup = True
 
 
-class _Experts(Experts, domain=MICROSOFT):
+class _Experts(RoutedExperts, domain=MICROSOFT):
     input = Input()
     router_probs = Input(FLOATS, 2, chooses=True)
     k = integer()
@@ -202,7 +202,7 @@ class _Experts(Experts, domain=MICROSOFT):
         return self.k
 
 
-class MoE(_Experts):
+class ContribMoE(_Experts, op_type="MoE"):
     """Experts in floating point."""
 
     fc1_experts_weights = Input(FLOATS, 3, experts=True)
@@ -234,7 +234,7 @@ class QMoE(_Experts):
     prepacked = True
 
 
-class LinearAttention(Operator, domain=MICROSOFT):
+class ContribLinearAttention(Operator, domain=MICROSOFT, op_type="LinearAttention"):
     """Attention with a state of fixed size, which knows no padding and no rows that begin."""
 
     query = Input(FLOATS, 3)

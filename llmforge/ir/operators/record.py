@@ -281,10 +281,10 @@ class Operator:
 
     __slots__ = ("node",)
 
-    def __init_subclass__(cls, *, domain: str | None = None) -> None:
+    def __init_subclass__(cls, *, domain: str | None = None, op_type: str | None = None) -> None:
         super().__init_subclass__()
         cls.domain = cls.domain if domain is None else domain
-        cls.op_type = cls.__name__
+        cls.op_type = op_type or cls.__name__  # stated where another domain has an operator of the name
         cls.identity = (cls.domain, cls.op_type)
         own = vars(cls)
         inputs = {field.name: field for field in cls.inputs}
@@ -451,7 +451,7 @@ class CachedAttention(Operator):
         raise NotImplementedError
 
 
-class Experts(Operator):
+class RoutedExperts(Operator):
     """Experts, of which each token chooses some; not an operator itself."""
 
     precision = Precision.HALF

@@ -25,7 +25,7 @@ _NUMBERS = ("bits", "symmetric", "storage", "steps", "sweeps", "held", "trellis"
 _ARRAYS = ("target", "order", "hessian", "lower", "weight", "codes", "scales", "zeros", "loss")
 
 
-class _Rounding(ctypes.Structure):
+class _RoundingJob(ctypes.Structure):
     """`Rounding` of rounding.h."""
 
     _fields_ = (
@@ -100,7 +100,7 @@ def choose(
     assert arrays["order"].shape == (k,)
     assert arrays["hessian"].shape == arrays["lower"].shape == (k, k)
     numbers = (grid.bits, grid.symmetric, _STORAGE[grid.scale], steps, sweeps, start is not None, grid.trellis)
-    job = _Rounding(n, k, grid.block_size, SUPERBLOCK, *numbers, *(arrays[name].ctypes.data for name in _ARRAYS))
+    job = _RoundingJob(n, k, grid.block_size, SUPERBLOCK, *numbers, *(arrays[name].ctypes.data for name in _ARRAYS))
     if _library().llmforge_round(ctypes.byref(job), threads):
         raise MemoryError(f"a weight [{n}, {k}] could not be rounded")
     matrix = assemble(grid, arrays["codes"], arrays["scales"], arrays["zeros"].astype(np.float32))

@@ -87,7 +87,7 @@ def expand_of_constant(model: ir.Model, expand: standard.Expand) -> bool:
 
 def expand_to_shape_of_x(model: ir.Model, expand: standard.Expand) -> bool:
     """Expand(x, Shape(x)) → x."""
-    shape = standard.Shape.made(expand.shape)
+    shape = standard.OnnxShape.made(expand.shape)
     whole = shape is not None and shape.x is expand.x and not shape.start and shape.end is None
     return whole and bypass(expand, expand.x)
 
@@ -208,7 +208,7 @@ def norm_of_transpose(model: ir.Model, norm: standard.LayerNormalization | stand
 # Sizes -------------------------------------------------------------------------------------------------------------
 
 
-def shape_of_inputs(model: ir.Model, shape: standard.Shape) -> bool:
+def shape_of_inputs(model: ir.Model, shape: standard.OnnxShape) -> bool:
     """Shape(x) → Concat(Shape(input), …, constant, …): sizes come from the graph inputs that bring them.
 
     In front of everything, because layers that share what one of them computed cannot be told apart
@@ -232,7 +232,7 @@ def shape_of_inputs(model: ir.Model, shape: standard.Shape) -> bool:
             sizes.append(graph.initializer(model, f"size_{dim}", np.array([dim], np.int64)))
             continue
         value, axis = brought[dim]
-        size = standard.Shape.insert(front, {"x": value}, {"start": axis, "end": axis + 1}).output
+        size = standard.OnnxShape.insert(front, {"x": value}, {"start": axis, "end": axis + 1}).output
         size.type, size.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([1])
         sizes.append(size)
     whole = sizes[0] if len(sizes) == 1 else graph.insert(front, "Concat", sizes, {"axis": 0})[0]

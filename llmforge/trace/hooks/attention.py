@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir.operators import canonical
 from llmforge.trace.hooks import indexers, internals, latents, masks, rotary
-from llmforge.trace.hooks.places import Places
+from llmforge.trace.hooks.position_tracer import PositionTracer
 from llmforge.trace.hooks.symbolic import emit
 from llmforge.trace.hooks.uniform import Uniform
 
@@ -42,7 +42,7 @@ class CacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: igno
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, past: Mapping[str, Tensor] | None, run: Attention) -> None:
+    def __init__(self, past: Mapping[str, Tensor] | None, run: AttentionHook) -> None:
         LinearAttentionCacheLayerMixin.__init__(self)
         CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
         self.past = past  # None in a dry run, empty where the layer caches nothing
@@ -125,7 +125,7 @@ class CacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: igno
             raise UnsupportedError("a layer keeps a state that no causal convolution reads")
 
 
-class Attention:
+class AttentionHook:
     """What transformers calls for the attention and the masks of a model, under a name in its registries."""
 
     NAME = "llmforge"
@@ -139,7 +139,7 @@ class Attention:
 
     def __init__(self, positions: int) -> None:
         self.positions = positions  # of the longest context
-        self.uniform, self.places = Uniform(), Places()
+        self.uniform, self.places = Uniform(), PositionTracer()
         self.limit = indexers.Shortest()
         self.layers: Sequence[CacheLayer] = []
         self.unclaimed: Tensor | None = None  # the recurrent state that was computed last

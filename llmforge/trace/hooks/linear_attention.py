@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir.operators import canonical
-from llmforge.trace.hooks.attention import INERT, Attention, CacheLayer
+from llmforge.trace.hooks.attention import INERT, AttentionHook, CacheLayer
 from llmforge.trace.hooks.symbolic import emit
 
 
@@ -24,7 +24,7 @@ class _Unread:
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A call of a function: its arguments by name, and how to call it on numbers in the same way."""
 
     original: Callable[..., Any]
@@ -49,17 +49,17 @@ class Call:
         return call
 
 
-def bind(original: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> Call:
+def bind(original: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> FunctionCall:
     """Name the arguments of a call; those that are not among the function's own must be left unread."""
     bound = inspect.signature(original).bind(*args, **kwargs)
     bound.apply_defaults()
     arguments: dict[str, Any] = dict(bound.arguments)
     rest = arguments.pop("kwargs", {})
     unread = sorted(name for name, given in rest.items() if given is not None and name not in INERT)
-    return Call(original, arguments, tuple(unread))
+    return FunctionCall(original, arguments, tuple(unread))
 
 
-def owner(attention: Attention, owns: Callable[[CacheLayer], bool]) -> CacheLayer:
+def owner(attention: AttentionHook, owns: Callable[[CacheLayer], bool]) -> CacheLayer:
     """Find the one layer that `owns` what a function was called with.
 
     Raises:
@@ -72,7 +72,7 @@ def owner(attention: Attention, owns: Callable[[CacheLayer], bool]) -> CacheLaye
 
 
 def emit_linear_attention(
-    attention: Attention,
+    attention: AttentionHook,
     q: Tensor,
     k: Tensor,
     v: Tensor,

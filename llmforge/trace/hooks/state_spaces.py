@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.trace.hooks import internals
-from llmforge.trace.hooks.attention import Attention
+from llmforge.trace.hooks.attention import AttentionHook
 from llmforge.trace.hooks.linear_attention import bind, emit_linear_attention
 
 TOLERANCE = 1e-4  # fp32, on values of order one
@@ -38,7 +38,7 @@ def time_steps(dt: Tensor, bias: Tensor | None, *, softplus: bool, limit: tuple[
     return dt if least is None and most is None else dt.clamp(min=least, max=most)
 
 
-def chunk_scan(original: Callable[..., Any], attention: Attention) -> Callable[..., Any]:
+def chunk_scan(original: Callable[..., Any], attention: AttentionHook) -> Callable[..., Any]:
     """Make what stands for `original`, the scan of Mamba-2: x [B, S, H, P], dt [B, S, H], A [H], B, C [B, S, G, N]."""
     known: set[object] = set()
 
@@ -85,7 +85,7 @@ def chunk_scan(original: Callable[..., Any], attention: Attention) -> Callable[.
     return scan
 
 
-def selective_scan(original: Callable[..., Any], attention: Attention) -> Callable[..., Any]:
+def selective_scan(original: Callable[..., Any], attention: AttentionHook) -> Callable[..., Any]:
     """Make what stands for `original`, the scan of Mamba: x, dt, z [B, C, S], A [C, N], B, C [B, N, S], D [C]."""
     known: set[object] = set()
 

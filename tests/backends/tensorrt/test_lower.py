@@ -32,6 +32,7 @@ from llmforge.recipe import EngineSpec
 from llmforge.rewrite import emulation, pass_base
 from llmforge.rewrite.pass_base import Budget, Context, Pass
 from llmforge.runtime.config import SessionConfig
+from llmforge.runtime.interface import StepInputs
 from llmforge.trace import trace
 from llmforge.verification import probe
 
@@ -66,23 +67,25 @@ def standard(model: ir.Model) -> Session:
     return Session(ir.to_proto(loaded).SerializeToString(), SessionConfig(threads=1, optimize=False))
 
 
-def outcomes(session: Session, run: probe.Run, capacity: int) -> Iterator[probe.Outcome]:
+def outcomes(session: Session, run: probe.Run, capacity: int) -> Iterator[probe.StepOutcome]:
     """Run the steps of `run`, all rows getting logits; slots that no token was written to hold garbage."""
     cache = session.allocate(run.batch, capacity)
     for buffer in cache.buffers.values():
         buffer.fill(7)
     for step in run.steps:
         rows = np.arange(step.ids.shape[1])
-        logits = session.step(step.ids, step.past, cache, rows, lengths=step.lengths, text_lengths=step.text_lengths)
+        logits = session.step(
+            StepInputs(step.ids, step.past, rows, lengths=step.lengths, text_lengths=step.text_lengths), cache
+        )
         filled = step.past + step.lengths
         caches = {name: tuple(probe.real(name, buffer, filled)) for name, buffer in cache.buffers.items()}
-        yield probe.Outcome(logits[step.valid], caches)
+        yield probe.StepOutcome(logits[step.valid], caches)
 
 
 def largest_difference(model: ir.Model, lowered: ir.Model) -> float:
     """Compare logits and caches over prefill, decode, continuation and a ragged batch, in deviations of the logits."""
     vocabulary = next(graph.dims(value) for value in model.graph.outputs if value.name == interface.LOGITS)[-1]
-    before, made = probe.open_session(model, probe.Weights(), 1), standard(lowered)
+    before, made = probe.open_session(model, probe.InitializerArrays(), 1), standard(lowered)
     worst, deviation = 0.0, 0.0
     for run in probe.random_runs(int(str(vocabulary))):
         for a, b in zip(outcomes(before, run, run.capacity), outcomes(made, run, CAPACITY), strict=True):
@@ -243,8 +246,8 @@ def test_inputs_are_what_an_engine_takes() -> None:
 def test_rows_below_0_count_from_the_end() -> None:
     session = standard(lower.rewrite(graphs.llama(), CAPACITY)[0])
     ids, past = np.array([[5, 9, 31, 7]]), np.zeros(1, np.int32)
-    every = session.step(ids, past, session.allocate(1, CAPACITY), np.arange(4))
-    chosen = session.step(ids, past, session.allocate(1, CAPACITY), np.array([-1, 0, -3]))
+    every = session.step(StepInputs(ids, past, np.arange(4)), session.allocate(1, CAPACITY))
+    chosen = session.step(StepInputs(ids, past, np.array([-1, 0, -3])), session.allocate(1, CAPACITY))
     np.testing.assert_array_equal(chosen, every[:, [3, 0, 1]])
 
 
