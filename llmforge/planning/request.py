@@ -23,10 +23,10 @@ from llmforge.planning import (
     source,
 )
 from llmforge.planning.adapters import Adapters
-from llmforge.planning.building import Build
+from llmforge.planning.building import BuildCost
 from llmforge.planning.render import Planned, Refused
 from llmforge.planning.roofline import Workload
-from llmforge.planning.scheme import Scheme, Wanted
+from llmforge.planning.scheme import DtypeScheme, Wanted
 from llmforge.planning.shape import Shape
 from llmforge.quantization.statistics import PruningDemand
 from llmforge.recipe import Recipe
@@ -116,7 +116,7 @@ def of_recipe(recipe: Recipe) -> Planned | None:
         return None
 
 
-def build_of(recipe: Recipe) -> Build | None:
+def build_of(recipe: Recipe) -> BuildCost | None:
     """Predict what the build of a recipe takes; None where its configuration alone does not tell, or is not planned.
 
     Raises:
@@ -133,7 +133,7 @@ def build_of(recipe: Recipe) -> Build | None:
     return _with_adapters(build, intent.adapters, chosen)
 
 
-def _with_adapters(build: Build, adapters: Adapters, chosen: Scheme) -> Build:
+def _with_adapters(build: BuildCost, adapters: Adapters, chosen: DtypeScheme) -> BuildCost:
     return replace(build, disk_bytes=build.disk_bytes + adapters.bytes_apart(chosen))
 
 

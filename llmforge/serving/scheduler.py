@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from llmforge.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
 from llmforge.ir.interface import GREEDY, Heads
-from llmforge.runtime.interface import Backend, C, DecodeRun
+from llmforge.runtime.interface import Backend, C, DecodeRun, StepInputs
 from llmforge.runtime.sampling.sampler import SampledToken, Samplers, guesses, sample_heads
 from llmforge.serving import prompt_batching
 from llmforge.serving.options import EngineOptions
@@ -244,7 +244,7 @@ class Scheduler(Generic[C]):
             prefix_tokens_used=0 if prefix_cache is None else len(prefix_cache) * BLOCK,
             prefix_tokens_capacity=0 if prefix_cache is None else prefix_cache.capacity * BLOCK,
             decode_s=self._decode_s,
-            judge_s=self._verify_s,
+            verify_s=self._verify_s,
             steps=dict(self._steps),
             finished=dict(self._finished),
             notes=self._notes,
@@ -351,12 +351,14 @@ class Scheduler(Generic[C]):
             n, ran = self._fill(batch), len(batch)
             logits, view = self._logits[n - 1], self._cache.rows(0, n)
             self._backend.step(
-                self._input_ids[:n],
-                self._past_lengths[:n],
+                StepInputs(
+                    self._input_ids[:n],
+                    self._past_lengths[:n],
+                    lengths=self._lengths[:n],
+                    adapters=self._adapter_ids[:n],
+                ),
                 view,
                 out=logits,
-                lengths=self._lengths[:n],
-                adapters=self._adapter_ids[:n],
             )
             for slot, sequence in batch:
                 sequence.computed_tokens += 1
@@ -397,13 +399,15 @@ class Scheduler(Generic[C]):
             self._draws[:n] = GREEDY
             self._draws[slots] = guesses([each.sampler for _, each in batch], [each in running for _, each in batch])
         run = self._backend.begin_decode(
-            self._input_ids[:n],
-            self._past_lengths[:n],
+            StepInputs(
+                self._input_ids[:n],
+                self._past_lengths[:n],
+                lengths=self._lengths[:n],
+                adapters=self._adapter_ids[:n],
+                temperatures=self._temperatures[:n],
+                draws=self._draws[:n],
+            ),
             self._cache.rows(0, n),
-            self._temperatures[:n],
-            self._lengths[:n],
-            self._adapter_ids[:n],
-            self._draws[:n],
         )
         return Decoding(run, batch, n)
 
@@ -477,7 +481,7 @@ class Scheduler(Generic[C]):
                 sampled = self._choose(sequence, run.logits(row), (heads, place))
             if sampled is not None:
                 if guessed is not None:
-                    self._judge(sequence, bool(guessed[row] == sampled.token))
+                    self._note_guess(sequence, bool(guessed[row] == sampled.token))
                 self._take(sequence, sampled, now)
                 first, last = len(sequence.token_times) == 1, sequence.remaining_tokens == 0
                 if first or last or sequence.sampler.is_stop(sampled.token):
@@ -485,7 +489,7 @@ class Scheduler(Generic[C]):
                 else:
                     self._undelivered.append((sequence, sampled))
 
-    def _judge(self, sequence: Sequence, right: bool) -> None:
+    def _note_guess(self, sequence: Sequence, right: bool) -> None:
         """Note whether the device's guess was the token of `sequence`, which may run already."""
         sequence.guessed_right += _WEIGHT * (right - sequence.guessed_right)
         if not right and self._ahead is not None:
@@ -509,7 +513,9 @@ class Scheduler(Generic[C]):
         ids = np.array([[sequence.tokens[-1], *draft]], np.int64)
         past_lengths, view = np.array([sequence.computed_tokens], np.int32), self._cache.rows(slot, slot + 1)
         (logits,) = self._backend.step(
-            ids, past_lengths, view, np.arange(k + 1), out=self._verify_logits[k], adapters=np.array([sequence.adapter])
+            StepInputs(ids, past_lengths, np.arange(k + 1), adapters=np.array([sequence.adapter])),
+            view,
+            out=self._verify_logits[k],
         )
         sequence.drafted_tokens += k
         self._totals["drafted_tokens"] += k
@@ -522,7 +528,7 @@ class Scheduler(Generic[C]):
                 break
         self._store_blocks(sequence, slot)
         seconds = self._clock() - start
-        self._totals["judge_tokens"] += tokens
+        self._totals["verified_tokens"] += tokens
         self._verify_s += seconds
         speculation.payoff.verified(sequence, k, tokens, seconds)
         if sequence not in self._sequences:
@@ -553,7 +559,7 @@ class Scheduler(Generic[C]):
         """Say where the chunk of a prompt ends that begins at token `start`."""
         return min(sequence.prompt_tokens, (start // self._chunk + 1) * self._chunk)
 
-    def _find_window(self, slot: int, most: int) -> prompt_batching.Window | None:
+    def _find_window(self, slot: int, most: int) -> prompt_batching.PromptWindow | None:
         """Find a step of at most `most` tokens that reads `slot` and its neighbours; None: it is read alone."""
         shapes = self._backend.prompt_shapes
         if not shapes:
@@ -563,7 +569,7 @@ class Scheduler(Generic[C]):
             slot, chunk_of, shapes, slots=self._cache.batch, capacity=self._cache.capacity, most=most
         )
 
-    def _next_chunk(self, slot: int) -> prompt_batching.Chunk | None:
+    def _next_chunk(self, slot: int) -> prompt_batching.PromptChunk | None:
         """Give the next chunk of the prompt in `slot`, if it may be read beside others."""
         sequence = self._slots[slot]
         if sequence is None or sequence.decoding:
@@ -574,7 +580,7 @@ class Scheduler(Generic[C]):
         block = start + BLOCK
         shared = self._prefix_cache is not None and sequence.prompt_tokens > block
         begins = (sequence.adapter, *sequence.tokens[:block]) if shared else None
-        return prompt_batching.Chunk(start, self._chunk_end(sequence, start) - start, begins)
+        return prompt_batching.PromptChunk(start, self._chunk_end(sequence, start) - start, begins)
 
     def _start_prefill(self, sequence: Sequence, slot: int) -> None:
         """Take up the prompt of `sequence`, behind what the prefix cache has of it."""
@@ -612,18 +618,20 @@ class Scheduler(Generic[C]):
     def _prefill_chunk(self, sequence: Sequence, slot: int, end: int) -> None:
         start, logits = sequence.computed_tokens, self._logits[0]
         self._backend.step(
-            np.array([sequence.tokens[start:end]], np.int64),
-            np.array([start], np.int32),
+            StepInputs(
+                np.array([sequence.tokens[start:end]], np.int64),
+                np.array([start], np.int32),
+                text_lengths=np.array([sequence.prompt_tokens]),
+                adapters=np.array([sequence.adapter]),
+            ),
             self._cache.rows(slot, slot + 1),
             out=logits,
-            text_lengths=np.array([sequence.prompt_tokens]),
-            adapters=np.array([sequence.adapter]),
         )
         self._end_chunk(sequence, slot, end)
         if end == sequence.prompt_tokens:
             self._sample(sequence, logits[0, 0])
 
-    def _prefill_together(self, window: prompt_batching.Window) -> None:
+    def _prefill_together(self, window: prompt_batching.PromptWindow) -> None:
         """Read the next chunks of the prompts in `window` as one step."""
         first, rows, tokens = window
         members = [(slot, each) for slot in range(first, first + rows) if (each := self._slots[slot]) is not None]
@@ -638,17 +646,20 @@ class Scheduler(Generic[C]):
         past = np.array([sequence.computed_tokens for _, sequence in members], np.int32)
         wanted = (lengths.astype(np.int64) - 1)[:, None]
         view, logits = self._cache.rows(first, first + rows), self._prompt_logits[:rows]
-        more = {
-            "lengths": lengths,
-            "text_lengths": np.array([sequence.prompt_tokens for _, sequence in members]),
-            "adapters": np.array([sequence.adapter for _, sequence in members]),
-        }
+        inputs = StepInputs(
+            ids,
+            past,
+            wanted,
+            lengths,
+            np.array([sequence.prompt_tokens for _, sequence in members]),
+            np.array([sequence.adapter for _, sequence in members]),
+            np.array(temperatures(each for _, each in members), np.float32),
+        )
         run = None
         if self._backend.decodes_ahead:
-            heat = np.array(temperatures(each for _, each in members), np.float32)
-            run = self._backend.begin_prompts(ids, past, view, wanted, heat, **more)
+            run = self._backend.begin_prompts(inputs, view)
         else:
-            self._backend.step(ids, past, view, wanted, out=logits, **more)
+            self._backend.step(inputs, view, out=logits)
         heads = None if run is None else run.heads()
         ended = []
         for row, (slot, sequence) in enumerate(members):
