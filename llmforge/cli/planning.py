@@ -17,7 +17,8 @@ from llmforge.backends import Dtype
 from llmforge.base import extras
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import BACKEND, PATH, POSITIVE, REVISION, TARGET, on_hub, record, refuse_given
+from llmforge.cli.hub import REVISION, on_hub
+from llmforge.cli.parameters import BACKEND, PATH, POSITIVE, TARGET, record, refuse_given
 
 if TYPE_CHECKING:
     from llmforge.doctor.ceilings import Ceilings
