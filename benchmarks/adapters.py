@@ -39,6 +39,7 @@ from llmforge.recipe import EngineSpec
 from llmforge.rewrite import options
 from llmforge.rewrite.pass_base import Context, Pass
 from llmforge.runtime.config import RuntimeConfig
+from llmforge.runtime.interface import StepInputs
 from llmforge.trace import trace
 from tests.models.adapters import write_adapter
 from tests.models.checkpoints import write_checkpoint
@@ -102,7 +103,7 @@ def main() -> None:
             for turn in range(steps + 2):
                 for name, (session, cache, chosen) in kinds.items():
                     began = time.perf_counter()
-                    session.step(np.full((batch, tokens), 5, np.int64), past, cache, adapters=chosen)
+                    session.step(StepInputs(np.full((batch, tokens), 5, np.int64), past, adapters=chosen), cache)
                     if turn > 1:
                         times[name].append((time.perf_counter() - began) * 1e3)
             found = {name: statistics.median(each) for name, each in times.items()}

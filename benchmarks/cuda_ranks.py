@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from llmforge.runtime.interface import StepInputs
+
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[1]
 TARGET, MAX_BATCH, MAX_CONTEXT, RANKS = "h100-sxm", 4, 256, 2
@@ -74,11 +76,13 @@ def rehearse(folder: Path, counts: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"planned": len(config.graphs.captures), "load": calls(counts)}
     cache = session.allocate(MAX_BATCH, MAX_CONTEXT)
     found["cache"] = calls(counts)
-    session.step(np.zeros((1, 40), np.int64), np.array([0], np.int32), cache.rows(2, 3))
+    session.step(StepInputs(np.zeros((1, 40), np.int64), np.array([0], np.int32)), cache.rows(2, 3))
     found["prefill"] = calls(counts)
     for rows in (1, 4):
-        inputs = np.zeros((rows, 1), np.int64), np.full(rows, 40, np.int32), cache.rows(0, rows)
-        run = session.begin_decode(*inputs, np.ones(rows, np.float32))
+        inputs = StepInputs(
+            np.zeros((rows, 1), np.int64), np.full(rows, 40, np.int32), temperatures=np.ones(rows, np.float32)
+        )
+        run = session.begin_decode(inputs, cache.rows(0, rows))
         found[f"heads_{rows}"] = [len(run.heads().ids), len(run.logits(rows - 1))]
     found["decode"] = calls(counts)
     found["ranks"] = [json.loads((counts / f"rank{rank}.json").read_text()) for rank in range(RANKS)]

@@ -30,6 +30,8 @@ from typing import Any
 
 import numpy as np
 
+from llmforge.runtime.interface import StepInputs
+
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[1]
 TARGET, MAX_BATCH, MAX_CONTEXT = "h100-sxm", 8, 1024
@@ -163,8 +165,8 @@ def rehearse(folder: Path) -> dict[str, Any]:
         run = session.begin(mixed, cache, np.ones(3, np.float32))
         found["heads"]["mixed"] = [run.heads().masses.shape, run.logits(2).shape]
     else:
-        session.step(np.zeros((1, 40), np.int64), np.array([0], np.int32), cache.rows(2, 3))
-        session.step(np.zeros((1, 4), np.int64), np.array([40], np.int32), cache.rows(2, 3), np.arange(4))
+        session.step(StepInputs(np.zeros((1, 40), np.int64), np.array([0], np.int32)), cache.rows(2, 3))
+        session.step(StepInputs(np.zeros((1, 4), np.int64), np.array([40], np.int32), np.arange(4)), cache.rows(2, 3))
     found["prefill"] = counted(before)
     ones = np.ones(config.max_batch, np.float32)
     for rows in (1, 2, 3, 4, 8):
@@ -172,8 +174,8 @@ def rehearse(folder: Path) -> dict[str, Any]:
         if isinstance(session, PagedSession):
             run = session.begin([Piece([0], 40, table, True) for table in tables[:rows]], cache, ones[:rows])
         else:
-            inputs = np.zeros((rows, 1), np.int64), np.full(rows, 40, np.int32), cache.rows(0, rows)
-            run = session.begin_decode(*inputs, ones[:rows])
+            inputs = StepInputs(np.zeros((rows, 1), np.int64), np.full(rows, 40, np.int32), temperatures=ones[:rows])
+            run = session.begin_decode(inputs, cache.rows(0, rows))
         found["heads"][rows] = [run.heads().masses.shape, run.logits(rows - 1).shape]
         found["decode"][rows] = counted(before)
     if session.guesses_tokens:
@@ -182,7 +184,9 @@ def rehearse(folder: Path) -> dict[str, Any]:
         def begin(step: int) -> Any:
             ids = -1 - np.arange(rows)[:, None] if step else np.zeros((rows, 1), np.int64)
             if not isinstance(session, PagedSession):
-                return session.begin_decode(ids, np.full(rows, 40 + step, np.int32), cache.rows(0, rows), ones)
+                return session.begin_decode(
+                    StepInputs(ids, np.full(rows, 40 + step, np.int32), temperatures=ones), cache.rows(0, rows)
+                )
             return session.begin(
                 [Piece([int(own[0])], 40 + step, table, True) for own, table in zip(ids, tables, strict=True)],
                 cache,

@@ -31,6 +31,7 @@ from llmforge.passes import CpuKernels, FuseNorms, PackGateUp, PackQkv, Quantize
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Budget, Context, Pass
 from llmforge.runtime.config import DATA_FILE, FILE, MODEL_FILE, RuntimeConfig
+from llmforge.runtime.interface import StepInputs
 from llmforge.trace import trace
 from llmforge.trace.hooks.attention import Attention
 
@@ -73,13 +74,13 @@ def stepper(session: Session, context: int, tokens: int, batch: int) -> Callable
     cache, rng = session.allocate(batch, context + tokens), np.random.default_rng(0)
     for start in range(0, context, PIECE):
         piece = rng.integers(0, session.vocabulary, (batch, min(PIECE, context - start)), np.int64)
-        session.step(piece, np.full(batch, start, np.int32), cache)
+        session.step(StepInputs(piece, np.full(batch, start, np.int32)), cache)
     ids, past = rng.integers(0, session.vocabulary, (batch, tokens), np.int64), np.full(batch, context, np.int32)
     out = np.empty((batch, 1, session.vocabulary), np.float32)
 
     def step() -> float:
         began = time.perf_counter()
-        session.step(ids, past, cache, out=out)
+        session.step(StepInputs(ids, past), cache, out=out)
         return (time.perf_counter() - began) * 1e3
 
     return step

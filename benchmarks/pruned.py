@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from llmforge.backends.loading import open_engine
 from llmforge.runtime.config import FILE, RuntimeConfig
+from llmforge.runtime.interface import StepInputs
 
 RESAMPLES = 2000
 
@@ -41,7 +42,7 @@ def main() -> None:
             times = []
             for tokens, before in ((ids, none), (ids[:, :1], past)):
                 begun = time.perf_counter()
-                session.step(tokens, before, cache, last)
+                session.step(StepInputs(tokens, before, last), cache)
                 times.append(time.perf_counter() - begun)
             if number >= 0:
                 seconds[number, which] = times[::-1]

@@ -23,6 +23,7 @@ import numpy as np
 from llmforge.backends.onnxruntime.session import Session
 from llmforge.measure.machine import read_bandwidth
 from llmforge.runtime.config import DATA_FILE, FILE, MODEL_FILE, RuntimeConfig, SessionConfig
+from llmforge.runtime.interface import StepInputs
 from llmforge.serving import Request, Sampling
 from llmforge.serving.engine import Engine
 
@@ -40,11 +41,11 @@ def stepper(session: Session, context: int, tokens: int, batch: int) -> Callable
     rng = np.random.default_rng(0)
     for start in range(0, context, PIECE):
         piece = rng.integers(0, session.vocabulary, (batch, min(PIECE, context - start)), np.int64)
-        session.step(piece, np.full(batch, start, np.int32), cache)
+        session.step(StepInputs(piece, np.full(batch, start, np.int32)), cache)
     ids = rng.integers(0, session.vocabulary, (batch, tokens), np.int64)
     past = np.full(batch, context, np.int32)
     out = np.empty((batch, 1, session.vocabulary), np.float32)
-    return lambda: (session.step(ids, past, cache, out=out), None)[1]
+    return lambda: (session.step(StepInputs(ids, past), cache, out=out), None)[1]
 
 
 def timed(step: Callable[[], None], repetitions: int) -> float:

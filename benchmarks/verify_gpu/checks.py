@@ -28,6 +28,7 @@ from llmforge.native import nccl
 from llmforge.runtime.config import FILE, RuntimeConfig
 from llmforge.runtime.device import cuda as devices
 from llmforge.runtime.device.cuda import Block, BlockCopy
+from llmforge.runtime.interface import StepInputs
 
 PACKAGES = (
     "llmforge", "onnxruntime-gpu", "onnxruntime", "cuda-bindings", "tensorrt", "tensorrt-rtx", "torch", "transformers",
@@ -172,7 +173,7 @@ def attention(run: Run, name: str) -> Result:
     cache = session.allocate(1, 128)
     for said, count, past in (("PREFILL", 32, 0), ("DECODE", 1, 32)):
         print(f"\n== {said}", flush=True)
-        session.step(ids[:, past : past + count], np.array([past], np.int32), cache.rows(0, 1))
+        session.step(StepInputs(ids[:, past : past + count], np.array([past], np.int32)), cache.rows(0, 1))
     sys.stdout.flush()
     described = cuda_attention.Attention(
         "", heads, kv_heads, head_dim, False, False, bool(window), False, paged=kv_cache == "paged"

@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks.verify_gpu.scale import Scale
 from llmforge.base.errors import EnvironmentLacks, ForgeError
+from llmforge.runtime.interface import StepInputs
 from llmforge.serving import Chunk, Engine, EngineOptions, Request, Runner, Sampling
 
 PIECE = 256  # tokens of a context that are read at once
@@ -34,14 +35,14 @@ def decode(session: Any, cache: Any, batch: int, context: int, tokens: int) -> f
     for row in range(batch):
         ids = random.integers(0, session.vocabulary, (1, context))
         for at in range(0, context, piece):
-            session.step(ids[:, at : at + piece], np.array([at], np.int32), cache.rows(row, row + 1))
+            session.step(StepInputs(ids[:, at : at + piece], np.array([at], np.int32)), cache.rows(row, row + 1))
     size = min((size for size in session.buckets if size >= batch), default=batch)
     ids, past = np.zeros((size, 1), np.int64), np.zeros(size, np.int32)
     past[:batch] = context
     out, view, times = session.logits_array((size, 1, session.vocabulary)), cache.rows(0, size), []
     for _ in range(tokens):
         start = time.perf_counter()
-        session.step(ids, past, view, out=out)
+        session.step(StepInputs(ids, past), view, out=out)
         ids[:, 0] = out[:, 0].argmax(-1)
         times.append(time.perf_counter() - start)
         past[:batch] += 1

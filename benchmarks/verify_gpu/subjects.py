@@ -35,6 +35,7 @@ from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Budget, Context, Pass
 from llmforge.runtime.config import FILE, MODEL_FILE, RuntimeConfig
 from llmforge.runtime.device.cuda import HostDevice
+from llmforge.runtime.interface import StepInputs
 from llmforge.serving import Runner
 from llmforge.trace import trace
 
@@ -147,7 +148,7 @@ def all_logits(backend: Any, ids: NDArray[np.int64], pieces: list[int], capacity
     for count in pieces:
         piece, past = ids[:, at : at + count], np.array([at], np.int32)
         whole = np.array([ids.shape[1]])
-        found.append(backend.step(piece, past, cache.rows(0, 1), np.arange(count), text_lengths=whole)[0])
+        found.append(backend.step(StepInputs(piece, past, np.arange(count), text_lengths=whole), cache.rows(0, 1))[0])
         at += count
     return np.concatenate(found)
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,55 +159,3 @@ def past_of(present: str) -> str:
 def grows(past: Sequence[object], present: Sequence[object]) -> bool:
     """Say whether a cache [batch, kv_heads, slots, head_dim] grows: its present has other slots than its past."""
     return past[2] != present[2]
-
-
-def feeds(
-    names: Collection[str],
-    ids: NDArray[np.int64],
-    past_lengths: NDArray[np.int32],
-    rows: NDArray[np.int64] | None = None,
-    lengths: NDArray[np.integer[Any]] | None = None,
-    text_lengths: NDArray[np.integer[Any]] | None = None,
-    adapters: NDArray[np.integer[Any]] | None = None,
-    temperatures: NDArray[np.float32] | None = None,
-    draws: NDArray[np.float32] | None = None,
-    *,
-    growing: bool = False,
-) -> dict[str, NDArray[np.generic]]:
-    """Make the non-cache inputs of one step for a graph whose inputs are `names`.
-
-    `ids` is int64 [batch, sequence], right-padded; `past_lengths` int32 [batch]; `rows` selects the rows that get
-    logits (None: the graph's default, the last). `lengths` [batch] counts the tokens of each row that are no padding
-    (None: all of them); `text_lengths` [batch] those of the text that the step is a part of (None: the step ends it);
-    `adapters` [batch] names the adapter of each row (None: no row has one); `temperatures` [batch] are what its masses
-    are summed at (None: 1).
-    Caches that grow hold each row's past at their end (`growing`), others at their beginning.
-    """
-    sequence, longest = ids.shape[1], int(past_lengths.max(initial=0))
-    own = np.full(len(ids), sequence, np.int32) if lengths is None else lengths.astype(np.int32)
-
-    def mask() -> NDArray[np.generic]:
-        slots = np.arange(longest + sequence)[None]
-        first = (longest - past_lengths)[:, None] if growing else np.zeros((len(ids), 1), np.int64)
-        held = (slots >= first) & (slots < first + past_lengths[:, None] + sequence)
-        return np.asarray(held, np.int64)
-
-    # Made only where a graph takes them: a decode step waits for this.
-    known: dict[str, Callable[[], NDArray[np.generic]]] = {
-        INPUT_IDS: lambda: np.ascontiguousarray(ids, np.int64),
-        POSITION_IDS: lambda: past_lengths.astype(np.int64)[:, None] + np.arange(sequence)[None],
-        PAST_LENGTHS: lambda: past_lengths.astype(np.int32),
-        LENGTHS: lambda: own,
-        TEXT_LENGTHS: lambda: (past_lengths + own if text_lengths is None else text_lengths).astype(np.int64),
-        SEQLENS_K: lambda: (past_lengths + sequence - 1).astype(np.int32),
-        TOTAL_SEQUENCE_LENGTH: lambda: np.array(longest + sequence, np.int32),
-        ATTENTION_MASK: mask,
-        ADAPTER_IDS: lambda: np.zeros(len(ids), np.int64) if adapters is None else adapters.astype(np.int64),
-        TEMPERATURES: lambda: np.ones(len(ids), np.float32) if temperatures is None else temperatures,
-        DRAWS: lambda: np.array([GREEDY] * len(ids), np.float32) if draws is None else draws,
-        CHOSEN_IDS: lambda: np.zeros(1, np.int64),
-    }
-    made = {name: make() for name, make in known.items() if name in names}
-    if rows is not None:
-        made[LOGITS_ROWS] = np.ascontiguousarray(rows, np.int64)
-    return made

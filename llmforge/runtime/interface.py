@@ -6,7 +6,7 @@ Each folder of `llmforge.backends` whose engines run here has a `session`, the d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -77,7 +77,20 @@ C = TypeVar("C", bound=Rows)
 
 
 class StepInputs(NamedTuple):
-    """What a step is asked to run; see `Backend.step`."""
+    """What a step runs: B rows of S tokens each, shorter ones padded on the right.
+
+    Attributes:
+        ids: int64 [B, S].
+        past_lengths: int32 [B], the tokens that each row of the cache holds already.
+        rows: int64 [R], positions in 0 … S-1 (or negative, from the end) that get logits; None: the last. Or [B, R],
+            those of each row, where the graph takes that (`Signature.chooses_by_row`).
+        lengths: [B], the tokens of each row that are no padding; None: all. Layers with a state need it.
+        text_lengths: [B], the tokens of the whole text that the step is a part of; None: the step ends it. Rotary
+            angles that depend on the length of a text (LongRoPE) need it.
+        adapters: [B], the adapter of each row, 0 for none, where the graph takes them; None: no row has one.
+        temperatures: fp32 [B], more than 0, what each row's masses are summed at; None: 1.
+        draws: fp32 [B, fields of `interface.Draw`], what each row's next token is guessed with; None: greedily.
+    """
 
     ids: NDArray[np.int64]
     past_lengths: NDArray[np.int32]
@@ -91,29 +104,55 @@ class StepInputs(NamedTuple):
     def only(self, b: int) -> StepInputs:
         """Give those of row `b` alone."""
         row = slice(b, b + 1)
-        lengths, text_lengths, adapters = (
-            None if x is None else x[row] for x in (self.lengths, self.text_lengths, self.adapters)
-        )
-        rows = self.rows if self.rows is None or self.rows.ndim == 1 else self.rows[row]
-        return StepInputs(self.ids[row], self.past_lengths[row], rows, lengths, text_lengths, adapters)
+        whole = self.rows if self.rows is None or self.rows.ndim == 1 else self.rows[row]
+        return StepInputs._make(None if each is None else each[row] for each in self)._replace(rows=whole)
 
     def feeds(self, signature: Signature) -> dict[str, NDArray[Any]]:
         """Make what a graph takes besides its caches."""
         rows = None if signature.gives_all_rows else _LAST_ROW if self.rows is None else self.rows
         if rows is not None and signature.chooses_by_row:
             rows = _among_all(rows, *self.ids.shape)
-        return interface.feeds(
-            signature.inputs,
-            self.ids,
-            self.past_lengths,
-            rows,
-            self.lengths,
-            self.text_lengths,
-            self.adapters,
-            self.temperatures,
-            self.draws,
-            growing=signature.growing,
-        )
+        return feeds(signature.inputs, self._replace(rows=rows), growing=signature.growing)
+
+
+def feeds(names: Collection[str], inputs: StepInputs, *, growing: bool = False) -> dict[str, NDArray[Any]]:
+    """Make the non-cache inputs of one step for a graph whose inputs are `names`, of any stage of a build.
+
+    Rows get logits as the graph's default says where `inputs` choose none. Caches that grow hold each row's past at
+    their end (`growing`), others at their beginning.
+    """
+    ids, past_lengths = inputs.ids, inputs.past_lengths
+    sequence, longest = ids.shape[1], int(past_lengths.max(initial=0))
+    own = np.full(len(ids), sequence, np.int32) if inputs.lengths is None else inputs.lengths.astype(np.int32)
+
+    def mask() -> NDArray[np.int64]:
+        slots = np.arange(longest + sequence)[None]
+        first = (longest - past_lengths)[:, None] if growing else np.zeros((len(ids), 1), np.int64)
+        held = (slots >= first) & (slots < first + past_lengths[:, None] + sequence)
+        return np.asarray(held, np.int64)
+
+    def given(values: NDArray[Any] | None, default: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        return default() if values is None else values
+
+    # Made only where a graph takes them: a decode step waits for this.
+    known: dict[str, Callable[[], NDArray[Any]]] = {
+        interface.INPUT_IDS: lambda: np.ascontiguousarray(ids, np.int64),
+        interface.POSITION_IDS: lambda: past_lengths.astype(np.int64)[:, None] + np.arange(sequence)[None],
+        interface.PAST_LENGTHS: lambda: past_lengths.astype(np.int32),
+        interface.LENGTHS: lambda: own,
+        interface.TEXT_LENGTHS: lambda: given(inputs.text_lengths, lambda: past_lengths + own).astype(np.int64),
+        interface.SEQLENS_K: lambda: (past_lengths + sequence - 1).astype(np.int32),
+        interface.TOTAL_SEQUENCE_LENGTH: lambda: np.array(longest + sequence, np.int32),
+        interface.ATTENTION_MASK: mask,
+        interface.ADAPTER_IDS: lambda: given(inputs.adapters, lambda: np.zeros(len(ids))).astype(np.int64),
+        interface.TEMPERATURES: lambda: given(inputs.temperatures, lambda: np.ones(len(ids), np.float32)),
+        interface.DRAWS: lambda: given(inputs.draws, lambda: np.array([interface.GREEDY] * len(ids), np.float32)),
+        interface.CHOSEN_IDS: lambda: np.zeros(1, np.int64),
+    }
+    made = {name: make() for name, make in known.items() if name in names}
+    if inputs.rows is not None:
+        made[interface.LOGITS_ROWS] = np.ascontiguousarray(inputs.rows, np.int64)
+    return made
 
 
 def _among_all(rows: NDArray[np.int64], batch: int, tokens: int) -> NDArray[np.int64]:
@@ -220,54 +259,18 @@ class Backend(ABC, Generic[C]):
         """Whether a decode step guesses the tokens that follow, so that the next one can begin before it has ended."""
         return False
 
-    def begin_decode(
-        self,
-        ids: NDArray[np.int64],
-        past_lengths: NDArray[np.int32],
-        cache: C,
-        temperatures: NDArray[np.float32],
-        lengths: Counts | None = None,
-        adapters: Counts | None = None,
-        draws: NDArray[np.float32] | None = None,
-    ) -> DecodeRun:
+    def begin_decode(self, inputs: StepInputs, cache: C) -> DecodeRun:
         """Begin a step of one token a row, as `step` runs it; arrays are read before this returns.
 
-        Where `guesses_tokens`, it may begin while the one before it runs, whose heads are asked for next.
-
-        Args:
-            ids: int64 [B, 1]; where tokens are guessed, -1 - n for the one that the step begun right before this one
-                guesses for its row n.
-            past_lengths: int32 [B].
-            cache: as of `step`.
-            temperatures: fp32 [B], more than 0, what each row's masses are summed at.
-            lengths: as of `step`.
-            adapters: as of `step`.
-            draws: fp32 [B, fields of `interface.Draw`], what each row's next token is guessed with; None: greedily.
+        Where `guesses_tokens`, it may begin while the one before it runs, whose heads are asked for next; an id of
+        -1 - n is then the token that the step begun right before this one guesses for its row n.
         """
         raise NotImplementedError
 
-    def begin_prompts(
-        self,
-        ids: NDArray[np.int64],
-        past_lengths: NDArray[np.int32],
-        cache: C,
-        rows: NDArray[np.int64],
-        temperatures: NDArray[np.float32],
-        lengths: Counts | None = None,
-        text_lengths: Counts | None = None,
-        adapters: Counts | None = None,
-    ) -> DecodeRun:
+    def begin_prompts(self, inputs: StepInputs, cache: C) -> DecodeRun:
         """Begin a step of pieces of several prompts, as `step` runs it, where it `decodes_ahead`.
 
-        Args:
-            ids: int64 [B, S], of `prompt_shapes`.
-            past_lengths: int32 [B].
-            cache: as of `step`.
-            rows: int64 [B, 1], the token of each row that gets logits.
-            temperatures: as of `begin_decode`.
-            lengths: as of `step`.
-            text_lengths: as of `step`.
-            adapters: as of `step`.
+        `ids` are of one of `prompt_shapes`, and `rows` [B, 1] the token of each row that gets logits.
         """
         raise NotImplementedError
 
@@ -275,30 +278,13 @@ class Backend(ABC, Generic[C]):
     def _run(self, inputs: StepInputs, cache: C, out: NDArray[np.float32]) -> None:
         """Run the graph once, on `inputs`; it gives exactly the logits of `out` [B, R, V]."""
 
-    def step(
-        self,
-        ids: NDArray[np.int64],
-        past_lengths: NDArray[np.int32],
-        cache: C,
-        rows: NDArray[np.int64] | None = None,
-        out: NDArray[np.float32] | None = None,
-        lengths: Counts | None = None,
-        text_lengths: Counts | None = None,
-        adapters: Counts | None = None,
-    ) -> NDArray[np.float32]:
-        """Run the tokens `ids` after what `cache` holds, and store their keys and values there.
+    def step(self, inputs: StepInputs, cache: C, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        """Run tokens after what `cache` holds, and store their keys and values there.
 
         Args:
-            ids: int64 [B, S], B = `cache.batch`; shorter rows padded on the right.
-            past_lengths: int32 [B], the tokens that each row of `cache` holds already.
+            inputs: of B = `cache.batch` rows.
             cache: written at `past_lengths[b]` … `past_lengths[b] + S - 1` of each row.
-            rows: int64 [R], positions in 0 … S-1 (or negative, from the end) that get logits; None: the last. Or
-                [B, R], those of each row, where the graph takes that (`Signature.chooses_by_row`).
             out: fp32 [B, R, V], C-contiguous, to write the logits to; the same array again saves binding it.
-            lengths: [B], the tokens of each row that are no padding; None: all. Layers with a state need it.
-            text_lengths: [B], the tokens of the whole text that the step is a part of; None: the step ends it. Rotary
-                angles that depend on the length of a text (LongRoPE) need it.
-            adapters: [B], the adapter of each row, 0 for none, where the graph takes them; None: no row has one.
 
         Returns:
             Logits, fp32 [B, R, V]: `out`, or a new array.
@@ -307,8 +293,8 @@ class Backend(ABC, Generic[C]):
             UsageError: the tokens do not fit into the cache.
             ValueError: shapes do not agree.
         """
-        inputs = StepInputs(ids, past_lengths, rows, lengths, text_lengths, adapters)
         self._check(inputs, cache)
+        ids, rows = inputs.ids, inputs.rows
         if rows is not None and rows.ndim == 2 and (len(rows) != cache.batch or not self.signature.chooses_by_row):
             raise ValueError(f"rows {rows.shape} of a step of {cache.batch} rows, which choose none for themselves")
         shape = (cache.batch, 1 if rows is None else rows.shape[-1], self.vocabulary)
@@ -317,7 +303,7 @@ class Backend(ABC, Generic[C]):
         elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
             raise ValueError(f"out is {out.dtype} {out.shape}; the logits are fp32 {shape}, C-contiguous")
         split = self.rows_alone and (shape[1] > 1 or ids.shape not in self.prompt_shapes)
-        split |= self.signature.one_row_continuations and bool(past_lengths.any())
+        split |= self.signature.one_row_continuations and bool(inputs.past_lengths.any())
         if split and cache.batch > 1 and ids.shape[1] > 1:
             for b in range(cache.batch):
                 self._run_together(inputs.only(b), cache.rows(b, b + 1), out[b : b + 1])
@@ -336,6 +322,13 @@ class Backend(ABC, Generic[C]):
                 f"a step of {ids.shape[1]} tokens after {past_lengths.tolist()} does not fit into a cache of "
                 f"{cache.capacity} tokens"
             )
+
+    def _check_prompts(self, inputs: StepInputs, cache: C) -> None:
+        """Return if `begin_prompts` may run a step."""
+        self._check(inputs, cache)
+        ids, rows = inputs.ids.shape, None if inputs.rows is None else inputs.rows.shape
+        if not self.decodes_ahead or ids not in self.prompt_shapes or rows != (ids[0], 1):
+            raise ValueError(f"a step of {ids}, rows {rows}; heads of one token a row of {self.prompt_shapes}")
 
     def _run_together(self, inputs: StepInputs, cache: C, out: NDArray[np.float32]) -> None:
         """Run the graph on rows that may run together."""

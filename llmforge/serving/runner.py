@@ -20,7 +20,7 @@ from llmforge.backends.loading import open_engine
 from llmforge.backends.onnxruntime.cuda.paged import PagedCache
 from llmforge.base.errors import ForgeError, UsageError
 from llmforge.runtime.config import RuntimeConfig
-from llmforge.runtime.interface import LOGITS_CHUNK, Backend, Rows
+from llmforge.runtime.interface import LOGITS_CHUNK, Backend, Rows, StepInputs
 from llmforge.runtime.sampling.options import GREEDY, Sampling
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving.chat import ChatTemplate
@@ -111,7 +111,7 @@ class Runner(PromptEncoder):
                 end = start + (size if start else first)
                 chunk, past = tokens[:, start:end], np.array([start], np.int32)
                 every = np.arange(chunk.shape[1])
-                yield self.session.step(chunk, past, cache, every, text_lengths=whole, adapters=chosen)[0]
+                yield self.session.step(StepInputs(chunk, past, every, text_lengths=whole, adapters=chosen), cache)[0]
 
     def logits_after(self, texts: Sequence[Sequence[int]], starts: Sequence[int]) -> list[NDArray[np.float32]]:
         """Read `texts` together, and give the logits after each token from number `starts[b]` on: fp32 [S_b, V].
@@ -134,7 +134,7 @@ class Runner(PromptEncoder):
                 wanted = np.arange(max(0, first - start), chunk.shape[1])
                 lengths = np.clip(whole - start, 1, chunk.shape[1])
                 made = self.session.step(
-                    chunk, past, cache, wanted if len(wanted) else None, lengths=lengths, text_lengths=whole
+                    StepInputs(chunk, past, wanted if len(wanted) else None, lengths=lengths, text_lengths=whole), cache
                 )
                 if len(wanted):
                     parts.append(made)

@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from llmforge.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
 from llmforge.ir.interface import GREEDY, Heads
-from llmforge.runtime.interface import Backend, C, DecodeRun
+from llmforge.runtime.interface import Backend, C, DecodeRun, StepInputs
 from llmforge.runtime.sampling.sampler import SampledToken, Samplers, guesses, sample_heads
 from llmforge.serving import prompt_batching
 from llmforge.serving.options import EngineOptions
@@ -351,12 +351,14 @@ class Scheduler(Generic[C]):
             n, ran = self._fill(batch), len(batch)
             logits, view = self._logits[n - 1], self._cache.rows(0, n)
             self._backend.step(
-                self._input_ids[:n],
-                self._past_lengths[:n],
+                StepInputs(
+                    self._input_ids[:n],
+                    self._past_lengths[:n],
+                    lengths=self._lengths[:n],
+                    adapters=self._adapter_ids[:n],
+                ),
                 view,
                 out=logits,
-                lengths=self._lengths[:n],
-                adapters=self._adapter_ids[:n],
             )
             for slot, sequence in batch:
                 sequence.computed_tokens += 1
@@ -397,13 +399,15 @@ class Scheduler(Generic[C]):
             self._draws[:n] = GREEDY
             self._draws[slots] = guesses([each.sampler for _, each in batch], [each in running for _, each in batch])
         run = self._backend.begin_decode(
-            self._input_ids[:n],
-            self._past_lengths[:n],
+            StepInputs(
+                self._input_ids[:n],
+                self._past_lengths[:n],
+                lengths=self._lengths[:n],
+                adapters=self._adapter_ids[:n],
+                temperatures=self._temperatures[:n],
+                draws=self._draws[:n],
+            ),
             self._cache.rows(0, n),
-            self._temperatures[:n],
-            self._lengths[:n],
-            self._adapter_ids[:n],
-            self._draws[:n],
         )
         return Decoding(run, batch, n)
 
@@ -509,7 +513,9 @@ class Scheduler(Generic[C]):
         ids = np.array([[sequence.tokens[-1], *draft]], np.int64)
         past_lengths, view = np.array([sequence.computed_tokens], np.int32), self._cache.rows(slot, slot + 1)
         (logits,) = self._backend.step(
-            ids, past_lengths, view, np.arange(k + 1), out=self._verify_logits[k], adapters=np.array([sequence.adapter])
+            StepInputs(ids, past_lengths, np.arange(k + 1), adapters=np.array([sequence.adapter])),
+            view,
+            out=self._verify_logits[k],
         )
         sequence.drafted_tokens += k
         self._totals["drafted_tokens"] += k
@@ -612,12 +618,14 @@ class Scheduler(Generic[C]):
     def _prefill_chunk(self, sequence: Sequence, slot: int, end: int) -> None:
         start, logits = sequence.computed_tokens, self._logits[0]
         self._backend.step(
-            np.array([sequence.tokens[start:end]], np.int64),
-            np.array([start], np.int32),
+            StepInputs(
+                np.array([sequence.tokens[start:end]], np.int64),
+                np.array([start], np.int32),
+                text_lengths=np.array([sequence.prompt_tokens]),
+                adapters=np.array([sequence.adapter]),
+            ),
             self._cache.rows(slot, slot + 1),
             out=logits,
-            text_lengths=np.array([sequence.prompt_tokens]),
-            adapters=np.array([sequence.adapter]),
         )
         self._end_chunk(sequence, slot, end)
         if end == sequence.prompt_tokens:
@@ -638,17 +646,20 @@ class Scheduler(Generic[C]):
         past = np.array([sequence.computed_tokens for _, sequence in members], np.int32)
         wanted = (lengths.astype(np.int64) - 1)[:, None]
         view, logits = self._cache.rows(first, first + rows), self._prompt_logits[:rows]
-        more = {
-            "lengths": lengths,
-            "text_lengths": np.array([sequence.prompt_tokens for _, sequence in members]),
-            "adapters": np.array([sequence.adapter for _, sequence in members]),
-        }
+        inputs = StepInputs(
+            ids,
+            past,
+            wanted,
+            lengths,
+            np.array([sequence.prompt_tokens for _, sequence in members]),
+            np.array([sequence.adapter for _, sequence in members]),
+            np.array(temperatures(each for _, each in members), np.float32),
+        )
         run = None
         if self._backend.decodes_ahead:
-            heat = np.array(temperatures(each for _, each in members), np.float32)
-            run = self._backend.begin_prompts(ids, past, view, wanted, heat, **more)
+            run = self._backend.begin_prompts(inputs, view)
         else:
-            self._backend.step(ids, past, view, wanted, out=logits, **more)
+            self._backend.step(inputs, view, out=logits)
         heads = None if run is None else run.heads()
         ended = []
         for row, (slot, sequence) in enumerate(members):

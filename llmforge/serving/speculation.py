@@ -18,7 +18,7 @@ from typing import Generic, Protocol
 
 import numpy as np
 
-from llmforge.runtime.interface import Backend, C
+from llmforge.runtime.interface import Backend, C, StepInputs
 
 # More pay only where nearly all are right, and each costs about a row of a prefill. With the token before them they are
 # 8, the most for which our own attention adds as it does for one (FEW_QUERIES, native/impl.inc).
@@ -127,7 +127,9 @@ class DraftModel(Generic[C]):
     def _run(self, row: int, tokens: Sequence[int], past: int) -> int:
         """Run `tokens` behind the `past` ones that `row` holds; return the most probable next token."""
         ids, view = np.array([tokens], np.int64), self._cache.rows(row, row + 1)
-        return int(self._backend.step(ids, np.array([past], np.int32), view)[0, 0, : self._vocabulary].argmax())
+        return int(
+            self._backend.step(StepInputs(ids, np.array([past], np.int32)), view)[0, 0, : self._vocabulary].argmax()
+        )
 
 
 # Makes what holds the last few values of something that is measured.

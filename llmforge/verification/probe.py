@@ -19,6 +19,7 @@ from llmforge.backends.onnxruntime.session import Cache, Session
 from llmforge.ir import dialect, graph, interface
 from llmforge.rewrite import emulation
 from llmforge.runtime.config import SessionConfig
+from llmforge.runtime.interface import StepInputs
 
 # Arrays below this size stay in the serialized graph: ONNX Runtime wants shapes and axes as constants there.
 _INLINE_BYTES = 1024
@@ -267,16 +268,24 @@ def observe(session: Session, run: Run, index: int, names: Sequence[str]) -> dic
     for step in run.steps[:index]:
         _step(session, step, cache)
     step = run.steps[index]
-    return session.read(names, step.ids, step.past, cache, step.rows, step.lengths, step.text_lengths, step.adapters)
+    return session.read(
+        names,
+        StepInputs(
+            step.ids, step.past, step.rows, lengths=step.lengths, text_lengths=step.text_lengths, adapters=step.adapters
+        ),
+        cache,
+    )
 
 
 def _step(session: Session, step: ProbeStep, cache: Cache) -> NDArray[np.float32]:
     return session.step(
-        step.ids,
-        step.past,
+        StepInputs(
+            step.ids,
+            step.past,
+            step.asked,
+            lengths=step.lengths,
+            text_lengths=step.text_lengths,
+            adapters=step.adapters,
+        ),
         cache,
-        step.asked,
-        lengths=step.lengths,
-        text_lengths=step.text_lengths,
-        adapters=step.adapters,
     )

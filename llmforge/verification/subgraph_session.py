@@ -30,6 +30,7 @@ from llmforge.ir.graph import is_constant
 from llmforge.ir.operators.contrib import FusedMatMul
 from llmforge.ir.operators.standard import MatMul
 from llmforge.runtime.config import SessionConfig
+from llmforge.runtime.interface import StepInputs, feeds
 from llmforge.verification import probe
 
 Arrays = dict[str, NDArray[Any]]
@@ -163,19 +164,11 @@ class SubgraphSession:
             rows = None
         elif rows is None:
             rows = step.rows
-        feeds = interface.feeds(
-            self.inputs,
-            step.ids,
-            step.past,
-            rows,
-            step.lengths,
-            step.text_lengths,
-            step.adapters,
-            growing=self._growing,
-        )
+        asked = StepInputs(step.ids, step.past, rows, step.lengths, step.text_lengths, step.adapters)
+        made = feeds(self.inputs, asked, growing=self._growing)
         past = grown(caches, step.past) if self._growing else caches
         fed = {name: given[name] for name in self.inputs if name in given}
-        values = run(self._session, None, {**feeds, **past, **fed, **self._weights})
+        values = run(self._session, None, {**made, **past, **fed, **self._weights})
         results = dict(zip(self.outputs, values, strict=True))
         for name in caches:
             present = results.get(interface.present_of(name))

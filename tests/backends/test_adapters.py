@@ -21,6 +21,7 @@ from llmforge.recipe import EngineSpec
 from llmforge.rewrite import emulation
 from llmforge.rewrite.pass_base import Budget, Context, Pass
 from llmforge.runtime.config import SessionConfig
+from llmforge.runtime.interface import StepInputs
 
 from ..models import graphs
 from ..passes.test_add_adapters import adapter
@@ -48,11 +49,13 @@ def logits(model: ir.Model) -> np.ndarray:
     cache, rng, found = session.allocate(3, 40), np.random.default_rng(5), []
     chosen, past = np.array([2, 0, 1]), np.zeros(3, np.int32)
     rows = [
-        session.step(rng.integers(0, 128, (1, 6)), past[:1], cache.rows(row, row + 1), adapters=chosen[row : row + 1])
+        session.step(
+            StepInputs(rng.integers(0, 128, (1, 6)), past[:1], adapters=chosen[row : row + 1]), cache.rows(row, row + 1)
+        )
         for row in range(3)
     ]
     found.append(np.concatenate(rows))
-    found.append(session.step(rng.integers(0, 128, (3, 1)), past + np.int32(6), cache, adapters=chosen))
+    found.append(session.step(StepInputs(rng.integers(0, 128, (3, 1)), past + np.int32(6), adapters=chosen), cache))
     return np.concatenate(found, 1)
 
 

@@ -29,7 +29,7 @@ from llmforge.parallel.split import split
 from llmforge.passes import FlashAttention, FuseNorms, PackGateUp, PackQkv
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.config import FILE, RuntimeConfig
-from llmforge.runtime.interface import Backend
+from llmforge.runtime.interface import Backend, StepInputs
 
 from ..models import graphs
 
@@ -91,13 +91,13 @@ def steps(session: Backend) -> list[np.ndarray]:
     random = np.random.default_rng(0)
     ids, past = random.integers(0, 96, (4, 9)), np.array([0, 0, 0, 0], np.int32)
     cache = session.allocate(4, CAPACITY)
-    found = [session.step(ids, past, cache)]
-    found += [session.step(ids[:, t : t + 1], past + 9 + t, cache) for t in range(4)]
+    found = [session.step(StepInputs(ids, past), cache)]
+    found += [session.step(StepInputs(ids[:, t : t + 1], past + 9 + t), cache) for t in range(4)]
     row, other = cache.rows(1, 2), session.allocate(2, CAPACITY)
     row.copy(0, 0, cache.rows(2, 4), 1, 0, 13)
-    found.append(session.step(ids[:1, :5], np.array([13], np.int32), row, np.arange(5)))
+    found.append(session.step(StepInputs(ids[:1, :5], np.array([13], np.int32), np.arange(5)), row))
     other.copy(1, 0, row, 0, 0, 18)
-    found.append(session.step(ids[:1, :1], np.array([18], np.int32), other.rows(1, 2)))
+    found.append(session.step(StepInputs(ids[:1, :1], np.array([18], np.int32)), other.rows(1, 2)))
     return found
 
 
@@ -121,29 +121,29 @@ def test_ranks_give_the_logits_of_one_session(folder: Path, two: RankSession, tm
 def test_inputs_are_checked_before_ranks_see_them(two: RankSession) -> None:
     cache = two.allocate(1, 8)
     with pytest.raises(UsageError, match="does not fit into a cache of 8 tokens"):
-        two.step(np.zeros((1, 5), np.int64), np.array([4], np.int32), cache)
+        two.step(StepInputs(np.zeros((1, 5), np.int64), np.array([4], np.int32)), cache)
     with pytest.raises(ValueError, match="a cache of 0 rows"):
         two.allocate(0, 8)
-    assert two.step(np.zeros((1, 5), np.int64), np.array([0], np.int32), cache).shape == (1, 1, 96)
+    assert two.step(StepInputs(np.zeros((1, 5), np.int64), np.array([0], np.int32)), cache).shape == (1, 1, 96)
 
 
 def go_on(session: RankSession, ids: np.ndarray, past: np.ndarray, cache: RankCache) -> None:
     end = time.monotonic() + SOON_S
     while time.monotonic() < end:
-        session.step(ids, past, cache)
+        session.step(StepInputs(ids, past), cache)
 
 
 def test_a_killed_rank_ends_the_session_at_once(two: RankSession) -> None:
     before, cache = segments(), two.allocate(4, CAPACITY)
     ids, past = np.zeros((4, 1), np.int64), np.zeros(4, np.int32)
-    two.step(ids, past, cache)
+    two.step(StepInputs(ids, past), cache)
     threading.Timer(0.1, os.kill, [two.processes[1], signal.SIGKILL]).start()
     with pytest.raises(Unavailable, match=r"rank 1 of 2 ended: its process was killed \(SIGKILL\)") as caught:
         go_on(two, ids, past, cache)
     assert caught.value.exit_code == 9
     assert not alive(two.processes)
     with pytest.raises(Unavailable, match="rank 1 of 2 ended"):
-        two.step(ids, past, cache)
+        two.step(StepInputs(ids, past), cache)
     with pytest.raises(Unavailable, match="rank 1 of 2 ended"):
         two.allocate(1, 8)
     assert segments() == before
@@ -156,7 +156,7 @@ def test_a_rank_that_hangs_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPa
     os.kill(session.processes[1], signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(Unavailable, match="rank 1 of 2 does not respond: no progress for 1 s"):
-        session.step(np.zeros((1, 1), np.int64), np.zeros(1, np.int32), cache)
+        session.step(StepInputs(np.zeros((1, 1), np.int64), np.zeros(1, np.int32)), cache)
     assert 0.9 < time.monotonic() - began < SOON_S
     assert not alive(session.processes)
     monkeypatch.setenv(LIMIT_VARIABLE, "soon")
@@ -201,7 +201,7 @@ def test_ranks_of_different_models_do_not_meet(folder: Path, tmp_path: Path) -> 
     session = opened(mixed)
     cache = session.allocate(1, 8)
     with pytest.raises(ForgeError, match="ranks came to different collectives"):
-        session.step(np.zeros((1, 1), np.int64), np.zeros(1, np.int32), cache)
+        session.step(StepInputs(np.zeros((1, 1), np.int64), np.zeros(1, np.int32)), cache)
     assert not alive(session.processes)
 
 
@@ -264,7 +264,7 @@ def test_collectives_outside_of_a_group_are_refused(folder: Path) -> None:
 
     session = Session(folder / "model.rank0.onnx", SessionConfig(threads=1))
     with pytest.raises(ForgeError, match="this process is no rank of such a group"):
-        session.step(np.zeros((1, 1), np.int64), np.zeros(1, np.int32), session.allocate(1, 8))
+        session.step(StepInputs(np.zeros((1, 1), np.int64), np.zeros(1, np.int32)), session.allocate(1, 8))
     assert isinstance(ir.load(folder / "model.rank0.onnx"), ir.Model)
 
 

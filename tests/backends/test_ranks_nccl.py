@@ -43,6 +43,7 @@ from llmforge.rewrite import topk_outputs
 from llmforge.runtime.config import FILE, Capture, DeviceFacts, GraphPlan, RuntimeConfig
 from llmforge.runtime.device import cuda as devices
 from llmforge.runtime.device.cuda import HostDevice
+from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.prefill_shapes import SHAPES
 from llmforge.serving import EngineOptions, Request, Sampling
 from llmforge.serving.scheduler import Scheduler
@@ -156,7 +157,10 @@ def test_ranks_give_the_logits_and_heads_of_one_session(two: RankSession, meetin
         assert np.abs(one - both).max() < 1e-5 * unit
         assert np.array_equal(one.argmax(-1), both.argmax(-1))
     ids, past = np.array([[3], [5], [7], [9]]), np.zeros(4, np.int32)
-    runs = [each.begin_decode(ids, past, each.allocate(4, CAPACITY), np.ones(4, np.float32)) for each in (alone, two)]
+    runs = [
+        each.begin_decode(StepInputs(ids, past, temperatures=np.ones(4, np.float32)), each.allocate(4, CAPACITY))
+        for each in (alone, two)
+    ]
     one, both = (run.heads() for run in runs)
     assert np.array_equal(one.ids[:, 0], both.ids[:, 0])
     assert np.abs(one.logits - both.logits).max() < 1e-5 * unit
@@ -220,7 +224,9 @@ def test_a_killed_rank_ends_all(two: RankSession, rank: int) -> None:
     cache = two.allocate(1, 8)
     os.kill(two.processes[rank], signal.SIGKILL)
     with pytest.raises(Unavailable, match=rf"rank {rank} of 2 ended: its process was killed") as caught:
-        two.begin_decode(np.zeros((1, 1), np.int64), np.zeros(1, np.int32), cache, np.ones(1, np.float32)).heads()
+        two.begin_decode(
+            StepInputs(np.zeros((1, 1), np.int64), np.zeros(1, np.int32), temperatures=np.ones(1, np.float32)), cache
+        ).heads()
     assert caught.value.exit_code == 9
     assert not alive(two.processes)
 
@@ -230,7 +236,9 @@ def test_a_rank_that_stops_is_named(folder: Path, meetings: Path, monkeypatch: p
     session = opened(folder)
     cache = session.allocate(1, 8)
     os.kill(session.processes[1], signal.SIGSTOP)
-    run = session.begin_decode(np.zeros((1, 1), np.int64), np.zeros(1, np.int32), cache, np.ones(1, np.float32))
+    run = session.begin_decode(
+        StepInputs(np.zeros((1, 1), np.int64), np.zeros(1, np.int32), temperatures=np.ones(1, np.float32)), cache
+    )
     with pytest.raises(Unavailable, match=r"rank 1 of 2 does not respond: no progress for 1\.5 s"):
         run.heads()
     assert not alive(session.processes)

@@ -21,6 +21,7 @@ from llmforge.measure import quality
 from llmforge.measure.baseline import Baseline
 from llmforge.metrics.quality import Quality
 from llmforge.recipe import Recipe
+from llmforge.runtime.interface import StepInputs
 from llmforge.serving import Runner, Sampling, load
 
 from ..models.checkpoints import write_checkpoint
@@ -137,8 +138,9 @@ class DeadChannel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
 
-    def step(self, ids: Any, past: Any, cache: Any, *others: Any, **named: Any) -> Any:
-        logits = self._session.step(ids, past, cache, *others, **named)
+    def step(self, inputs: StepInputs, cache: Any, out: Any = None) -> Any:
+        logits = self._session.step(inputs, cache, out)
+        ids, past = inputs.ids, inputs.past_lengths
         for name, buffer in cache.buffers.items():
             if name.endswith(".key"):
                 buffer[:, :, past[0] : past[0] + ids.shape[1], 3] = 0

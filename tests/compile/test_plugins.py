@@ -30,6 +30,7 @@ from llmforge.gates.decision import Verdict
 from llmforge.recipe import Recipe
 from llmforge.rewrite import pass_base
 from llmforge.runtime.config import RuntimeConfig
+from llmforge.runtime.interface import StepInputs
 from llmforge.serving import load as load_runner
 from llmforge.verification.verifier import Verifier
 
@@ -114,7 +115,7 @@ def test_its_pass_is_proven_and_its_engine_is_loaded(place: Place, tmp_path: Pat
     engine = builder.build(BuildRequest(lowered, tmp_path / "engine", recipe.engine, target, [0], None))
     engines.check_foreign(engine, pass_base.plugins.found().plugins[-1], target)
     opened = open_engine(engine.folder, RuntimeConfig.read(engine.folder / "runtime.json"))
-    logits = opened.step(np.array([[1, 2]], np.int64), np.array([0], np.int32), opened.allocate(1, 8))
+    logits = opened.step(StepInputs(np.array([[1, 2]], np.int64), np.array([0], np.int32)), opened.allocate(1, 8))
     assert logits.shape == (1, 1, graphs.PROMISES.vocabulary)
     assert not engine.config.session.optimize
 

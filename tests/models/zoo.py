@@ -15,6 +15,7 @@ import transformers
 from numpy.typing import NDArray
 
 from llmforge.ir import interface
+from llmforge.runtime.interface import StepInputs, feeds
 
 from .checkpoints import write_tokenizer
 
@@ -270,10 +271,10 @@ def largest_difference(model: ir.Model, expected: Any, schedule: Schedule, *, ca
         ids = np.zeros((batch, max(step)), np.int64)
         for row, count in enumerate(step):
             ids[row, :count] = texts[row][past[row] : past[row] + count]
-        feeds = interface.feeds(
-            names, ids, past, np.arange(max(step)), np.array(step), np.array([len(text) for text in texts])
+        fed = feeds(
+            names, StepInputs(ids, past, np.arange(max(step)), np.array(step), np.array([len(text) for text in texts]))
         )
-        logits, *presents = session.run(None, {**feeds, **cache})
+        logits, *presents = session.run(None, {**fed, **cache})
         cache = dict(zip(cache, presents, strict=True))
         for row, count in enumerate(step):
             difference = np.abs(logits[row, :count] - wanted[row][past[row] : past[row] + count])

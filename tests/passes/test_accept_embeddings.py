@@ -16,6 +16,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import dialect, interface
 from llmforge.passes import AcceptEmbeddings
+from llmforge.runtime.interface import StepInputs, feeds
 from llmforge.trace import trace
 
 from ..models import graphs
@@ -97,6 +98,6 @@ def _step(
     past_inputs = [value for value in session.get_inputs() if value.name.startswith("past_key_values.")]
     if not caches:
         caches = {v.name: np.zeros((1, v.shape[1], CAPACITY, v.shape[3]), np.float32) for v in past_inputs}
-    feeds = interface.feeds(names, ids[None], np.array([past], np.int32), np.arange(len(ids)))
-    logits, *presents = session.run(None, {**feeds, **more, **caches})
+    fed = feeds(names, StepInputs(ids[None], np.array([past], np.int32), np.arange(len(ids))))
+    logits, *presents = session.run(None, {**fed, **more, **caches})
     return logits[0], dict(zip(caches, presents, strict=True))

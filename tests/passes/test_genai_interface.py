@@ -17,6 +17,7 @@ from llmforge.ir import dialect, graph, interface
 from llmforge.passes import FlashAttention, GenaiInterface, PackQkv, QuantizeKvCache
 from llmforge.quantization.statistics import KvRange, Statistics
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Pass
+from llmforge.runtime.interface import StepInputs, feeds
 from llmforge.verification.probe import Weights, open_session
 
 from ..models import graphs
@@ -113,10 +114,10 @@ def test_a_batch_may_be_padded_on_either_side(spec: graphs.Llama, side: str, log
     second, *_ = session.run(None, {name: feeds[name] for name in names})
     for b, row in enumerate(rows):
         cache = before.allocate(1, 8)
-        alone = before.step(np.array([row]), np.zeros(1, np.int32), cache, np.arange(len(row)))[0]
+        alone = before.step(StepInputs(np.array([row]), np.zeros(1, np.int32), np.arange(len(row))), cache)[0]
         got = first[b, mask[b, :5] == 1] if logits == "all" else first[b]
         np.testing.assert_allclose(got, alone if logits == "all" else alone[-1:], rtol=0, atol=1e-5)
-        then = before.step(np.array([[11 + b]]), np.array([len(row)], np.int32), cache)[0]
+        then = before.step(StepInputs(np.array([[11 + b]]), np.array([len(row)], np.int32)), cache)[0]
         np.testing.assert_allclose(second[b], then, rtol=0, atol=1e-5)
 
 
@@ -132,7 +133,7 @@ def test_a_continuation_of_a_row_that_was_padded_on_the_left() -> None:
     _, *presents = session.run(None, {"input_ids": ids, "attention_mask": mask, **past})
     feeds = {"input_ids": np.array([[8, 9, 10]]), "attention_mask": np.array([[0, 0, 1, 1, 1, 1, 1, 1]])}
     logits, *_ = session.run(None, {**feeds, **dict(zip(names, presents, strict=True))})
-    alone = before.step(np.array([[5, 6, 7, 8, 9, 10]]), np.zeros(1, np.int32), before.allocate(1, 8))
+    alone = before.step(StepInputs(np.array([[5, 6, 7, 8, 9, 10]]), np.zeros(1, np.int32)), before.allocate(1, 8))
     np.testing.assert_allclose(logits, alone, rtol=0, atol=1e-5)
 
 
@@ -183,16 +184,19 @@ def test_a_session_gives_the_rows_that_are_asked_for(logits: str, rows: list[int
     wanted = None if rows is None else np.array(rows)
     ids, none = np.array([[5, 6, 7, 8], [9, 1, 2, 3]]), np.zeros(2, np.int32)
     caches = before.allocate(2, 8), after.allocate(2, 8)
-    answers = [s.step(ids, none, c, wanted) for s, c in zip((before, after), caches, strict=True)]
+    answers = [s.step(StepInputs(ids, none, wanted), c) for s, c in zip((before, after), caches, strict=True)]
     assert answers[0].tobytes() == answers[1].tobytes()
     assert answers[0].shape == (2, len(rows or [0]), 96)
     # Row 0 ended: it runs on as a row of one token, as the runner does it.
-    steps = [s.step(ids[:, :1], np.array([0, 4], np.int32), c) for s, c in zip((before, after), caches, strict=True)]
+    steps = [
+        s.step(StepInputs(ids[:, :1], np.array([0, 4], np.int32)), c)
+        for s, c in zip((before, after), caches, strict=True)
+    ]
     assert steps[0].tobytes() == steps[1].tobytes()
 
 
 def test_a_mask_of_a_ragged_batch_counts_each_row() -> None:
-    fed = interface.feeds([interface.ATTENTION_MASK], np.zeros((3, 2), np.int64), np.array([3, 0, 1], np.int32))
+    fed = feeds([interface.ATTENTION_MASK], StepInputs(np.zeros((3, 2), np.int64), np.array([3, 0, 1], np.int32)))
     assert fed[interface.ATTENTION_MASK].tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
     assert fed[interface.ATTENTION_MASK].dtype == np.int64
 

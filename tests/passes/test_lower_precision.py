@@ -33,6 +33,7 @@ from llmforge.recipe import Recipe
 from llmforge.rewrite import options
 from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.runtime.config import SessionConfig
+from llmforge.runtime.interface import StepInputs
 from llmforge.serving import load as load_runner
 from llmforge.trace import trace
 from llmforge.verification import probe
@@ -127,7 +128,7 @@ def test_sample_checkpoint_loses_what_transformers_loses(sample_checkpoint: Path
         for window in windows:
             cache = session.allocate(1, len(window.ids))
             rows = np.arange(len(window.ids))
-            made.append(session.step(window.ids[None], np.zeros(1, np.int32), cache, rows)[0].copy())
+            made.append(session.step(StepInputs(window.ids[None], np.zeros(1, np.int32), rows), cache)[0].copy())
         return np.concatenate(made)
 
     def original(dtype: torch.dtype) -> np.ndarray:

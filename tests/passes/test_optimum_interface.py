@@ -15,6 +15,7 @@ from llmforge.ir import dialect, graph, interface
 from llmforge.passes import FlashAttention, FuseNorms, OptimumInterface, PackGateUp, PackQkv
 from llmforge.rewrite.pass_base import Context
 from llmforge.runtime.config import SessionConfig
+from llmforge.runtime.interface import StepInputs, feeds
 from llmforge.verification.probe import Weights, open_session
 
 from ..models import graphs
@@ -123,7 +124,7 @@ def test_padding_on_the_left_changes_nothing(window: int) -> None:
 
 def test_a_mask_of_growing_caches_stands_at_the_end() -> None:
     names = [interface.ATTENTION_MASK]
-    fed = interface.feeds(names, np.zeros((3, 2), np.int64), np.array([3, 0, 1], np.int32), growing=True)
+    fed = feeds(names, StepInputs(np.zeros((3, 2), np.int64), np.array([3, 0, 1], np.int32)), growing=True)
     assert fed[interface.ATTENTION_MASK].tolist() == [[1, 1, 1, 1, 1], [0, 0, 0, 1, 1], [0, 0, 1, 1, 1]]
 
 

@@ -37,6 +37,7 @@ from llmforge.quantization.structure import Kept
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite import pruning
 from llmforge.rewrite.pass_base import Budget, Context
+from llmforge.runtime.interface import StepInputs
 from llmforge.trace import trace
 from llmforge.verification import probe
 from llmforge.verification.verifier import Verifier
@@ -237,7 +238,7 @@ def test_engines_behind_read_the_pruned_shapes(tmp_path: Path) -> None:
         caches_of = [session.allocate(run.batch, 40) for session in (before, made)]
         for step in run.steps:
             a, b = (
-                session.step(step.ids, step.past, cache, step.rows, lengths=step.lengths)
+                session.step(StepInputs(step.ids, step.past, step.rows, lengths=step.lengths), cache)
                 for session, cache in zip((before, made), caches_of, strict=True)
             )
             np.testing.assert_allclose(a[step.valid], b[step.valid], atol=1e-5)

@@ -19,6 +19,7 @@ from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import UnsupportedError, UsageError, VerificationError
 from llmforge.runtime.config import Capture, GraphPlan, SessionConfig
 from llmforge.runtime.device.cuda import HostDevice
+from llmforge.runtime.interface import StepInputs
 
 from ..fakes.recorder import Recorder
 from ..models.decoder_graph import decoder
@@ -64,7 +65,7 @@ def test_every_kind_of_step_gives_the_bits_of_the_session_of_the_cpu(int8_cache)
     ]
     for ids, past, (start, stop), rows in steps:
         wanted, got = (
-            session.step(ids, past, cache.rows(start, stop), rows)
+            session.step(StepInputs(ids, past, rows), cache.rows(start, stop))
             for session, cache in zip(sessions, caches, strict=True)
         )
         np.testing.assert_array_equal(got, wanted)
@@ -77,11 +78,11 @@ def test_copied_tokens_go_on_like_those_they_were_copied_from():
     _, session = both()
     cache, pool = session.allocate(3, CAPACITY), session.allocate(2, 8)
     ids = tokens(12)
-    session.step(ids[:, :8], lengths(0), cache.rows(1, 2))
+    session.step(StepInputs(ids[:, :8], lengths(0)), cache.rows(1, 2))
     pool.copy(1, 0, cache, 1, 0, 8)
     cache.copy(2, 0, pool, 1, 0, 8)
-    wanted = session.step(ids[:, 8:], lengths(8), cache.rows(1, 2))
-    np.testing.assert_array_equal(session.step(ids[:, 8:], lengths(8), cache.rows(2, 3)), wanted)
+    wanted = session.step(StepInputs(ids[:, 8:], lengths(8)), cache.rows(1, 2))
+    np.testing.assert_array_equal(session.step(StepInputs(ids[:, 8:], lengths(8)), cache.rows(2, 3)), wanted)
 
 
 def test_a_device_of_its_own_memory_says_what_is_left(monkeypatch):
@@ -120,16 +121,16 @@ def test_steps_beyond_the_cache_are_refused_before_they_run():
     _, session = both()
     cache = session.allocate(2, 8)
     with pytest.raises(UsageError, match=r"3 tokens after \[0, 6\] does not fit into a cache of 8 tokens"):
-        session.step(np.zeros((2, 3), np.int64), lengths(0, 6), cache)
+        session.step(StepInputs(np.zeros((2, 3), np.int64), lengths(0, 6)), cache)
     with pytest.raises(ValueError, match="cache of 2 rows"):
-        session.step(np.zeros((1, 1), np.int64), lengths(0), cache)
+        session.step(StepInputs(np.zeros((1, 1), np.int64), lengths(0)), cache)
     assert not any(part.buffer.memory.any() for part in cache.memory.tensors.values())
 
 
 def test_a_cache_that_nobody_holds_is_freed():
     _, session = both()
     cache = session.allocate(2, 8)
-    session.step(tokens(4), lengths(0), cache.rows(0, 1))
+    session.step(StepInputs(tokens(4), lengths(0)), cache.rows(0, 1))
     memory = weakref.ref(cache.memory)
     del cache
     gc.collect()
@@ -173,7 +174,7 @@ def test_a_decode_step_is_replayed_by_its_rows_and_the_length_of_its_longest_tex
     ]:
         ids = random.integers(0, 97, (len(past), 1))
         wanted, got = (
-            each.step(ids, np.array(past, np.int32), cache.rows(0, stop))
+            each.step(StepInputs(ids, np.array(past, np.int32)), cache.rows(0, stop))
             for each, cache in zip((reference, session), caches, strict=True)
         )
         np.testing.assert_array_equal(got, wanted)
@@ -181,7 +182,8 @@ def test_a_decode_step_is_replayed_by_its_rows_and_the_length_of_its_longest_tex
         assert recorder.replays == wanted_ids
     piece = random.integers(0, 97, (1, 5))
     np.testing.assert_array_equal(
-        session.step(piece, lengths(1), caches[1].rows(1, 2)), reference.step(piece, lengths(1), caches[0].rows(1, 2))
+        session.step(StepInputs(piece, lengths(1)), caches[1].rows(1, 2)),
+        reference.step(StepInputs(piece, lengths(1)), caches[0].rows(1, 2)),
     )
     assert recorder.replays == wanted_ids
 
@@ -190,10 +192,10 @@ def test_rows_that_do_not_begin_the_cache_and_other_caches_are_not_replayed():
     _, session, recorder = recording()
     cache, small = session.allocate(5, CAPACITY), session.allocate(2, 8)
     recorder.replays.clear()
-    session.step(tokens(1, rows=2), lengths(0, 0), cache.rows(1, 3))
-    session.step(tokens(1, rows=2), lengths(0, 0), small)
+    session.step(StepInputs(tokens(1, rows=2), lengths(0, 0)), cache.rows(1, 3))
+    session.step(StepInputs(tokens(1, rows=2), lengths(0, 0)), small)
     assert recorder.replays == []
-    session.step(tokens(1, rows=2), lengths(0, 0), cache.rows(0, 4).rows(0, 2))
+    session.step(StepInputs(tokens(1, rows=2), lengths(0, 0)), cache.rows(0, 4).rows(0, 2))
     assert recorder.replays == [4]
 
 
@@ -201,12 +203,12 @@ def test_each_cache_gets_recordings_of_its_own():
     reference, session, recorder = recording()
     caches = [session.allocate(4, CAPACITY) for _ in range(2)]
     assert list(recorder.recorded) == [1, 2, 3, 4, 5, 6, 7, 8]
-    session.step(tokens(3), lengths(0), caches[0].rows(0, 1))
+    session.step(StepInputs(tokens(3), lengths(0)), caches[0].rows(0, 1))
     wanted = reference.allocate(4, CAPACITY)
-    reference.step(tokens(3), lengths(0), wanted.rows(0, 1))
-    got = session.step(tokens(1, rows=2), lengths(3, 0), caches[0].rows(0, 2))
-    np.testing.assert_array_equal(got, reference.step(tokens(1, rows=2), lengths(3, 0), wanted.rows(0, 2)))
-    session.step(tokens(1, rows=2), lengths(0, 0), caches[1].rows(0, 2))
+    reference.step(StepInputs(tokens(3), lengths(0)), wanted.rows(0, 1))
+    got = session.step(StepInputs(tokens(1, rows=2), lengths(3, 0)), caches[0].rows(0, 2))
+    np.testing.assert_array_equal(got, reference.step(StepInputs(tokens(1, rows=2), lengths(3, 0)), wanted.rows(0, 2)))
+    session.step(StepInputs(tokens(1, rows=2), lengths(0, 0)), caches[1].rows(0, 2))
     assert recorder.replays[-2:] == [4, 8]
 
 
@@ -265,7 +267,9 @@ def test_what_cannot_be_recorded_runs_unrecorded_where_the_plan_allows_it():
         "Error in execution: Graph capture did not complete"
     )
     ids, past = tokens(1, rows=4), lengths(0, 0, 0, 0)
-    np.testing.assert_array_equal(session.step(ids, past, caches[1]), reference.step(ids, past, caches[0]))
+    np.testing.assert_array_equal(
+        session.step(StepInputs(ids, past), caches[1]), reference.step(StepInputs(ids, past), caches[0])
+    )
 
 
 def test_nothing_is_recorded_where_the_plan_says_so():
@@ -279,10 +283,10 @@ def test_logits_arrive_in_an_array_of_the_devices_choice():
     _, session = both()
     cache = session.allocate(1, CAPACITY)
     out = session.logits_array((1, 1, session.vocabulary))
-    assert session.step(tokens(3), lengths(0), cache, out=out) is out
+    assert session.step(StepInputs(tokens(3), lengths(0)), cache, out=out) is out
     assert np.isfinite(out).all()
     with pytest.raises(ValueError, match=r"out is float32 \(1, 2, 97\)"):
-        session.step(tokens(1), lengths(3), cache, out=session.logits_array((1, 2, 97)))
+        session.step(StepInputs(tokens(1), lengths(3)), cache, out=session.logits_array((1, 2, 97)))
 
 
 def test_all_runs_are_made_by_one_thread():
@@ -300,8 +304,8 @@ def test_all_runs_are_made_by_one_thread():
 
     session._session = Watching()
     cache = session.allocate(1, CAPACITY)
-    session.step(tokens(3), lengths(0), cache)
-    other = threading.Thread(target=lambda: session.step(tokens(1), lengths(3), cache))
+    session.step(StepInputs(tokens(3), lengths(0)), cache)
+    other = threading.Thread(target=lambda: session.step(StepInputs(tokens(1), lengths(3)), cache))
     other.start()
     other.join()
     assert len(threads) == 1

@@ -19,6 +19,7 @@ from llmforge.ir.operators import cpu
 from llmforge.passes import CpuKernels, FuseNorms, PackGateUp
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Budget, Context
+from llmforge.runtime.interface import StepInputs
 from llmforge.serving import EngineOptions, Request, Runner, Sampling, load
 from llmforge.serving.prefix_cache import BLOCK
 from llmforge.serving.scheduler import Scheduler
@@ -130,7 +131,9 @@ def test_logits_of_one_row(pieces: tuple[int, ...], runner: Runner, original: tr
     wanted, cache, start = logits_of(original, ids), runner.session.allocate(1, CONTEXT), 0
     for count in pieces:
         rows = np.arange(count)
-        got = runner.session.step(ids[None, start : start + count], np.array([start], np.int32), cache, rows=rows)
+        got = runner.session.step(
+            StepInputs(ids[None, start : start + count], np.array([start], np.int32), rows), cache
+        )
         np.testing.assert_allclose(got[0], wanted[start : start + count], atol=1e-5)
         start += count
 
@@ -146,13 +149,13 @@ def test_logits_of_ragged_batches(runner: Runner, original: transformers.PreTrai
     for row, ids in enumerate(texts):
         padded[row, : prompts[row]] = ids[: prompts[row]]
     past = np.zeros(3, np.int32)
-    got = runner.session.step(padded, past, cache, rows=np.arange(padded.shape[1]))
+    got = runner.session.step(StepInputs(padded, past, np.arange(padded.shape[1])), cache)
     for row, count in enumerate(prompts):
         np.testing.assert_allclose(got[row, :count], wanted[row][:count], atol=1e-5)
     past += np.array(prompts, np.int32)
     for count in (2, 1, 3):
         ids = np.stack([text[at : at + count] for text, at in zip(texts, past, strict=True)])
-        got = runner.session.step(ids, past, cache, rows=np.arange(count))
+        got = runner.session.step(StepInputs(ids, past, np.arange(count)), cache)
         for row, at in enumerate(past):
             np.testing.assert_allclose(got[row], wanted[row][at : at + count], atol=1e-5)
         past += count

@@ -16,6 +16,7 @@ from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import RunFailed
 from llmforge.runtime.config import SessionConfig
 from llmforge.runtime.device.cuda import HostDevice
+from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.prefill_shapes import SHAPES, pieces, together
 from llmforge.runtime.sampling.sampler import TokenSampler
 from llmforge.runtime.signature import Argument
@@ -148,7 +149,8 @@ def test_a_padded_step_computes_what_the_step_alone_does(*, int8_cache: bool) ->
     ):
         ids = random.integers(0, VOCABULARY, (1, count))
         wanted, got = (
-            each.step(ids, past, cache.rows(1, 2), rows) for each, cache in zip((plain, padded), caches, strict=True)
+            each.step(StepInputs(ids, past, rows), cache.rows(1, 2))
+            for each, cache in zip((plain, padded), caches, strict=True)
         )
         np.testing.assert_allclose(got, wanted, atol=2e-5)
         past = past + np.int32(count)

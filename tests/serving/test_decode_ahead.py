@@ -18,7 +18,7 @@ from llmforge.rewrite.next_ids import feed_back
 from llmforge.rewrite.topk_outputs import give_heads
 from llmforge.runtime.config import SessionConfig
 from llmforge.runtime.device.cuda import BlockCopy, Buffer, HostDevice
-from llmforge.runtime.interface import DecodeRun
+from llmforge.runtime.interface import DecodeRun, StepInputs
 from llmforge.serving import EngineOptions, Request, Runner, Sampling
 from llmforge.serving.scheduler import Scheduler
 
@@ -95,8 +95,8 @@ def test_heads_are_those_of_the_logits(ahead: DeviceSession) -> None:
     cache = ahead.allocate(4, 64)
     past, temperatures = np.zeros(4, np.int32), np.array([1, 0.5, 2, 1], np.float32)
     ids = np.array([[3], [5], [9], [11]], np.int64)
-    logits = ahead.step(ids, past, cache)[:, 0]
-    run = ahead.begin_decode(ids, past, cache, temperatures)
+    logits = ahead.step(StepInputs(ids, past), cache)[:, 0]
+    run = ahead.begin_decode(StepInputs(ids, past, temperatures=temperatures), cache)
     heads = run.heads()
     order = np.argsort(-logits, axis=1, kind="stable")[:, :HEAD]
     assert not heads.whole
@@ -226,7 +226,7 @@ def test_a_graph_with_heads_computes_what_it_did(vocabulary: int) -> None:
     assert headed.signature.gives_heads
     assert not plain.signature.gives_heads
     ids, past = np.array([[1, 2, 3]]), np.zeros(1, np.int32)
-    one, other = (each.step(ids, past, each.allocate(1, 8)) for each in (plain, headed))
+    one, other = (each.step(StepInputs(ids, past), each.allocate(1, 8)) for each in (plain, headed))
     np.testing.assert_array_equal(one, other)
     shapes = {value.name: tuple(value.shape) for value in model.graph.outputs}
     assert shapes[interface.TOP_LOGITS][1] == min(HEAD, vocabulary)

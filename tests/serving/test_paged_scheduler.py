@@ -21,6 +21,7 @@ from llmforge.rewrite.next_ids import feed_back
 from llmforge.rewrite.topk_outputs import give_heads
 from llmforge.runtime.block_pool import BlockPool
 from llmforge.runtime.config import RuntimeConfig, SessionConfig
+from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving import Chunk, EngineOptions, Request, Runner, Sampling
 from llmforge.serving.engine import Engine
@@ -204,8 +205,8 @@ def test_a_step_of_prompts_and_decoding_gives_heads_of_the_rows_that_are_wanted(
 def test_rows_of_a_cache_may_be_decoded_beside_the_host(session):
     cache, past = session.allocate(3, 64), np.zeros(3, np.int32)
     ids = np.array([[3], [5], [9]])
-    logits = session.step(ids, past, cache)[:, 0]
-    run = session.begin_decode(ids, past, cache, np.ones(3, np.float32))
+    logits = session.step(StepInputs(ids, past), cache)[:, 0]
+    run = session.begin_decode(StepInputs(ids, past, temperatures=np.ones(3, np.float32)), cache)
     np.testing.assert_array_equal(run.heads().ids[:3, 0], logits.argmax(1))
 
 
@@ -355,7 +356,7 @@ def test_steps_without_room_are_refused(session):
     with pytest.raises(ValueError, match="the logits are fp32"):
         session.run([Piece([1], 0, table, wanted=False)], cache, out)
     with pytest.raises(RunFailed, match="the KV cache is full: 6 blocks wanted, 4 available"):
-        session.step(np.full((ROWS, 90), 7), np.zeros(ROWS, np.int32), cache)
+        session.step(StepInputs(np.full((ROWS, 90), 7), np.zeros(ROWS, np.int32)), cache)
 
 
 def log_uniform(random: np.random.Generator, low: int, high: int) -> int:

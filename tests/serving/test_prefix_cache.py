@@ -11,6 +11,7 @@ from llmforge.backends.onnxruntime.session import Cache, Session
 from llmforge.base.errors import UsageError
 from llmforge.runtime.config import SessionConfig
 from llmforge.runtime.device.cuda import HostDevice
+from llmforge.runtime.interface import StepInputs
 from llmforge.serving.prefix_cache import BLOCK, PrefixCache
 
 from ..models.decoder_graph import decoder
@@ -156,12 +157,12 @@ def test_blocks_in_a_devices_memory_are_copied_in_one_call(monkeypatch):
     over = DeviceSession(ir.to_proto(decoder()).SerializeToString(), SessionConfig(threads=1), device)
     kept = PrefixCache(over, 8 * over.allocate(1, BLOCK).size_bytes)
     cache, tokens = over.allocate(2, CAPACITY), text(1, 5)
-    wanted = over.step(np.array([tokens]), np.zeros(1, np.int32), cache.rows(0, 1))
+    wanted = over.step(StepInputs(np.array([tokens]), np.zeros(1, np.int32)), cache.rows(0, 1))
     copy = device.copy
     monkeypatch.setattr(device, "copy", lambda copies: calls.append(len(copies)) or copy(copies))
     kept.store(tokens, cache, 0)
     kept.load(tokens[: 4 * BLOCK], cache, 1)
     assert calls == [5 * 4, 4 * 4]  # blocks, and keys and values of two layers: one call each
     past = np.array([4 * BLOCK], np.int32)
-    got = over.step(np.array([tokens[4 * BLOCK :]]), past, cache.rows(1, 2))
+    got = over.step(StepInputs(np.array([tokens[4 * BLOCK :]]), past), cache.rows(1, 2))
     np.testing.assert_allclose(got, wanted, atol=1e-4)

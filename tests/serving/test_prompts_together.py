@@ -16,6 +16,7 @@ from llmforge.ir import logits_rows
 from llmforge.rewrite.topk_outputs import give_heads
 from llmforge.runtime.config import SessionConfig
 from llmforge.runtime.device.cuda import HostDevice
+from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.prefill_shapes import together
 from llmforge.serving import EngineOptions, Request, Runner, Sampling
 from llmforge.serving.prefix_cache import BLOCK
@@ -34,17 +35,17 @@ class Watched(DeviceSession):
 
     steps: list[tuple[list[int], tuple[int, ...]]]
 
-    def step(self, ids: Any, past_lengths: Any, *rest: Any, **more: Any) -> Any:
-        self._note(ids, past_lengths)
-        return super().step(ids, past_lengths, *rest, **more)
+    def step(self, inputs: StepInputs, cache: Any, out: Any = None) -> Any:
+        self._note(inputs)
+        return super().step(inputs, cache, out)
 
-    def begin_prompts(self, ids: Any, past_lengths: Any, *rest: Any, **more: Any) -> Any:
-        self._note(ids, past_lengths)
-        return super().begin_prompts(ids, past_lengths, *rest, **more)
+    def begin_prompts(self, inputs: StepInputs, cache: Any) -> Any:
+        self._note(inputs)
+        return super().begin_prompts(inputs, cache)
 
-    def _note(self, ids: Any, past_lengths: Any) -> None:
-        if ids.shape[1] > 1:
-            self.steps.append((past_lengths.tolist(), ids.shape))
+    def _note(self, inputs: StepInputs) -> None:
+        if inputs.ids.shape[1] > 1:
+            self.steps.append((inputs.past_lengths.tolist(), inputs.ids.shape))
 
 
 @pytest.fixture(scope="module")
@@ -103,15 +104,15 @@ def test_each_row_gets_the_logits_of_its_own_token(session: Watched) -> None:
     lengths = np.array([3, 16, 9, 1])
     caches = [each.allocate(4, CAPACITY) for each in (session, reference)]
     past = np.zeros(4, np.int32)
-    got = session.step(ids, past, caches[0], (lengths - 1)[:, None], lengths=lengths)
-    negative = session.step(ids, past, caches[0], (lengths - 17)[:, None], lengths=lengths)
-    wanted = reference.step(ids, past, caches[1], np.arange(16))
+    got = session.step(StepInputs(ids, past, (lengths - 1)[:, None], lengths=lengths), caches[0])
+    negative = session.step(StepInputs(ids, past, (lengths - 17)[:, None], lengths=lengths), caches[0])
+    wanted = reference.step(StepInputs(ids, past, np.arange(16)), caches[1])
     np.testing.assert_allclose(got[:, 0], wanted[np.arange(4), lengths - 1], atol=1e-4)
     np.testing.assert_array_equal(negative, got)
     with pytest.raises(ValueError, match="choose none for themselves"):
-        reference.step(ids, past, caches[1], (lengths - 1)[:, None])
+        reference.step(StepInputs(ids, past, (lengths - 1)[:, None]), caches[1])
     with pytest.raises(ValueError, match="choose none for themselves"):
-        session.step(ids, past, caches[0], (lengths[:2] - 1)[:, None])
+        session.step(StepInputs(ids, past, (lengths[:2] - 1)[:, None]), caches[0])
 
 
 def test_prompts_that_wait_together_are_read_in_one_step(session: Watched, runner: Runner) -> None:
@@ -182,19 +183,23 @@ def test_requests_that_come_and_go_get_the_tokens_that_each_gets_alone(
 def test_heads_of_prompts_are_those_of_the_tokens_that_each_row_chose(session: Watched) -> None:
     ids, lengths = np.random.default_rng(3).integers(0, VOCABULARY, (2, 16)), np.array([4, 11])
     cache, past, rows = session.allocate(4, CAPACITY).rows(1, 3), np.zeros(2, np.int32), (lengths - 1)[:, None]
-    logits = session.step(ids, past, cache, rows)[:, 0]
+    logits = session.step(StepInputs(ids, past, rows), cache)[:, 0]
     if not session.decodes_ahead:
         with pytest.raises(ValueError, match="heads of one token"):
-            session.begin_prompts(ids, past, cache, rows, np.ones(2, np.float32))
+            session.begin_prompts(StepInputs(ids, past, rows, temperatures=np.ones(2, np.float32)), cache)
         return
-    run = session.begin_prompts(ids, past, cache, rows, np.ones(2, np.float32), lengths)
+    run = session.begin_prompts(
+        StepInputs(ids, past, rows, lengths=lengths, temperatures=np.ones(2, np.float32)), cache
+    )
     heads = run.heads()
     np.testing.assert_array_equal(heads.logits, -np.sort(-logits, axis=1)[:, : heads.logits.shape[1]])
     np.testing.assert_array_equal(run.logits(1), logits[1])
     for wrong in ({"ids": ids[:, :15]}, {"rows": np.arange(2)}):
         given = {"ids": ids, "rows": rows, **wrong}
         with pytest.raises(ValueError, match="heads of one token"):
-            session.begin_prompts(given["ids"], past, cache, given["rows"], np.ones(2, np.float32))
+            session.begin_prompts(
+                StepInputs(given["ids"], past, given["rows"], temperatures=np.ones(2, np.float32)), cache
+            )
 
 
 def test_a_window_holds_most_neighbours_of_one_shape() -> None:

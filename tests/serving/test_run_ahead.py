@@ -22,6 +22,7 @@ from llmforge.rewrite.topk_outputs import give_heads
 from llmforge.runtime.config import SessionConfig
 from llmforge.runtime.device.cuda import HostDevice
 from llmforge.runtime.device.top_logits import FetchedHeads, HeadBuffers
+from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.sampling import distribution, distribution_numpy
 from llmforge.runtime.sampling.sampler import TokenSampler, guesses, sample_heads
 from llmforge.serving import Engine, EngineOptions, Request, Runner, Sampling
@@ -73,7 +74,7 @@ def test_the_device_guesses_what_the_host_decides(vocabulary: int, sampling: Sam
     for _ in range(4):
         draws = guesses(samplers, [0] * rows)
         ids = random.integers(0, vocabulary, (rows, 1))
-        run = session.begin_decode(ids, past, cache, temperatures, draws=draws)
+        run = session.begin_decode(StepInputs(ids, past, temperatures=temperatures, draws=draws), cache)
         heads = run.heads()
         found = sample_heads(samplers, heads, run.blocks)
         tokens = [
@@ -93,28 +94,28 @@ def test_the_second_number_is_the_one_that_a_block_is_drawn_with() -> None:
 def test_a_negative_id_takes_the_guess_of_the_step_before(session: DeviceSession) -> None:
     ids, past, ones = np.array([[3], [9]]), np.zeros(2, np.int32), np.ones(2, np.float32)
     cache = session.allocate(2, 16)
-    before = session.begin_decode(ids, past, cache, ones)
-    behind = session.begin_decode(np.array([[-2], [7]]), past + 1, cache, ones)
+    before = session.begin_decode(StepInputs(ids, past, temperatures=ones), cache)
+    behind = session.begin_decode(StepInputs(np.array([[-2], [7]]), past + 1, temperatures=ones), cache)
     heads = before.heads()
     guess = before.next_ids().tolist()
     assert guess == heads.ids[:, 0].tolist()
     kept = [before.logits(row).copy() for row in range(2)]  # which the step behind has written over
     got = behind.heads().logits.copy()
     once = session.allocate(2, 16)
-    for row, logits in enumerate(session.step(ids, past, once)[:, 0]):
+    for row, logits in enumerate(session.step(StepInputs(ids, past), once)[:, 0]):
         np.testing.assert_array_equal(kept[row], logits)
-    wanted = session.step(np.array([guess[1:], [7]]), past + 1, once)[:, 0]
+    wanted = session.step(StepInputs(np.array([guess[1:], [7]]), past + 1), once)[:, 0]
     np.testing.assert_array_equal(got, -np.sort(-wanted, axis=1)[:, :HEAD])
 
 
 def test_a_guess_that_no_step_made_is_refused(session: DeviceSession) -> None:
     cache, ones, past = session.allocate(2, 16), np.ones(2, np.float32), np.zeros(2, np.int32)
-    session.begin_decode(np.array([[3]]), past[:1], cache.rows(0, 1), ones[:1]).heads()
+    session.begin_decode(StepInputs(np.array([[3]]), past[:1], temperatures=ones[:1]), cache.rows(0, 1)).heads()
     with pytest.raises(ValueError, match="the guess of row 1, of a step before of 1"):
-        session.begin_decode(np.array([[-1], [-2]]), past, cache, ones)
-    session.step(np.array([[3], [4]]), past, cache)
+        session.begin_decode(StepInputs(np.array([[-1], [-2]]), past, temperatures=ones), cache)
+    session.step(StepInputs(np.array([[3], [4]]), past), cache)
     with pytest.raises(ValueError, match="the guess of row 0, of a step before of 0"):
-        session.begin_decode(np.array([[-1]]), past[:1], cache.rows(0, 1), ones[:1])
+        session.begin_decode(StepInputs(np.array([[-1]]), past[:1], temperatures=ones[:1]), cache.rows(0, 1))
 
 
 class Guesses:

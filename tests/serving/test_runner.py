@@ -19,6 +19,7 @@ from llmforge.backends.engines import BuildRequest
 from llmforge.backends.onnxruntime import builder as engine
 from llmforge.base.errors import InputError, UsageError, VersionMismatch
 from llmforge.recipe import EngineSpec
+from llmforge.runtime.interface import StepInputs
 from llmforge.serving import Chunk, Runner, Sampling, load, runner
 
 from ..models.decoder_graph import decoder
@@ -57,7 +58,7 @@ def greedy_by_definition(loaded: Runner, ids: list[int], count: int) -> list[int
     text = list(ids)
     for _ in range(count):
         cache = loaded.session.allocate(1, len(text))
-        logits = loaded.session.step(np.array([text]), np.zeros(1, np.int32), cache)
+        logits = loaded.session.step(StepInputs(np.array([text]), np.zeros(1, np.int32)), cache)
         text.append(int(logits[0, 0].argmax()))
     return text[len(ids) :]
 

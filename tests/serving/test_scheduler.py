@@ -17,6 +17,7 @@ from llmforge.backends.onnxruntime import builder as engine
 from llmforge.backends.onnxruntime.session import Cache
 from llmforge.base.errors import InputError, Unavailable, UsageError
 from llmforge.checkpoint import Checkpoint
+from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving import EngineOptions, Request, Runner, Sampling
 from llmforge.serving.prefix_cache import BLOCK
@@ -52,13 +53,11 @@ class Watched:
         self.steps: list[tuple[list[int], int]] = []
         self.broken_token: int | None = None
 
-    def step(
-        self, ids: NDArray[np.int64], past_lengths: NDArray[np.int32], cache: Cache, *args: Any, **kwargs: Any
-    ) -> NDArray[np.float32]:
-        self.steps.append((past_lengths.tolist(), ids.shape[1]))
-        logits = self._session.step(ids, past_lengths, cache, *args, **kwargs)
+    def step(self, inputs: StepInputs, cache: Cache, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        self.steps.append((inputs.past_lengths.tolist(), inputs.ids.shape[1]))
+        logits = self._session.step(inputs, cache, out)
         if self.broken_token is not None:
-            logits[(ids == self.broken_token).any(axis=1)] = np.nan
+            logits[(inputs.ids == self.broken_token).any(axis=1)] = np.nan
         return logits
 
     def taken(self) -> list[tuple[list[int], int]]:

@@ -11,6 +11,7 @@ import pytest
 
 from llmforge.backends.onnxruntime.session import Cache, Session
 from llmforge.runtime.config import SessionConfig
+from llmforge.runtime.interface import StepInputs
 from llmforge.serving import Constraint, EngineOptions, Request, Runner, Sampling
 from llmforge.serving.scheduler import Scheduler
 from llmforge.serving.speculation import DraftModel, Payoff, PromptLookup, Proposer, Speculation
@@ -90,7 +91,7 @@ def test_a_draft_model_drafts_what_it_would_answer_however_the_text_goes_on():
         made = list(text)
         for _ in range(count):
             cache = session.allocate(1, CAPACITY)
-            made.append(int(session.step(np.array([made]), np.zeros(1, np.int32), cache)[0, 0].argmax()))
+            made.append(int(session.step(StepInputs(np.array([made]), np.zeros(1, np.int32)), cache)[0, 0].argmax()))
         return made[len(text) :]
 
     draft = DraftModel(session, vocabulary=97, rows=2, capacity=40, chunk=4)
@@ -245,9 +246,9 @@ class Timed:
 def test_a_scheduler_measures_and_decides(runner, monkeypatch, verify_s, pays):
     clock, step = Timed(), runner.session.step
 
-    def timed(ids: np.ndarray, *args: object, **kwargs: object) -> np.ndarray:
-        clock.now += 1.0 if ids.shape[1] == 1 else verify_s
-        return step(ids, *args, **kwargs)
+    def timed(inputs: StepInputs, *args: object, **kwargs: object) -> np.ndarray:
+        clock.now += 1.0 if inputs.ids.shape[1] == 1 else verify_s
+        return step(inputs, *args, **kwargs)
 
     request = asks(9, 1, 100)
     (plain,), _ = answered(runner, [request], None)

@@ -16,7 +16,8 @@ import torch
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
-from llmforge.ir import dialect, interface
+from llmforge.ir import dialect
+from llmforge.runtime.interface import StepInputs, feeds
 from llmforge.trace import trace
 from llmforge.verification.trace_verifier import prove_candidate
 
@@ -169,8 +170,8 @@ def _largest(session: ort.InferenceSession, prompts: Sequence[int], expected: Se
         for row, count in enumerate(step):
             ids[row, :count] = texts[row][past[row] : past[row] + count]
         totals = np.array([len(text) for text in texts])
-        feeds = interface.feeds(names, ids, past, np.arange(max(step)), np.array(step), totals)
-        logits, *presents = session.run(None, {**feeds, **cache})
+        fed = feeds(names, StepInputs(ids, past, np.arange(max(step)), np.array(step), totals))
+        logits, *presents = session.run(None, {**fed, **cache})
         cache = dict(zip(cache, presents, strict=True))
         for row, count in enumerate(step):
             difference = np.abs(logits[row, :count] - expected[row][past[row] : past[row] + count]).max()

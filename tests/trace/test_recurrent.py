@@ -27,6 +27,7 @@ from llmforge.ir.operators import canonical
 from llmforge.passes import FlashAttention, FuseNorms, PackGateUp, PackQkv
 from llmforge.rewrite.pass_base import Context
 from llmforge.runtime.config import SessionConfig
+from llmforge.runtime.interface import StepInputs
 from llmforge.trace import trace
 from llmforge.trace.canonicalize import tokenwise
 from llmforge.trace.export import concatenations, reference, untranslated
@@ -152,17 +153,17 @@ def test_a_session_reuses_a_row_and_pads_without_touching_its_state(tmp_path: Pa
     for buffer in cache.buffers.values():
         buffer[...] = 5.0  # what an earlier sequence left
     counts, none = np.array([6, 4]), np.zeros(2, np.int32)
-    session.step(ids, none, cache, lengths=counts)
+    session.step(StepInputs(ids, none, lengths=counts), cache)
     token = ids[:, :1]
-    together = session.step(token, counts.astype(np.int32), cache)
+    together = session.step(StepInputs(token, counts.astype(np.int32)), cache)
     for row, count in enumerate(counts):
         alone = session.allocate(1, 16)
-        session.step(ids[row : row + 1, :count], none[:1], alone)
-        wanted = session.step(token[row : row + 1], np.array([count], np.int32), alone)
+        session.step(StepInputs(ids[row : row + 1, :count], none[:1]), alone)
+        wanted = session.step(StepInputs(token[row : row + 1], np.array([count], np.int32)), alone)
         np.testing.assert_allclose(together[row], wanted[0], atol=1e-5)
     padded = session.allocate(2, 16)
-    session.step(ids, none, padded)  # without lengths the padding counts, and shows
-    assert np.abs(session.step(token, counts.astype(np.int32), padded) - together)[1].max() > 1e-3
+    session.step(StepInputs(ids, none), padded)  # without lengths the padding counts, and shows
+    assert np.abs(session.step(StepInputs(token, counts.astype(np.int32)), padded) - together)[1].max() > 1e-3
 
 
 def test_the_engine_writes_and_loads_a_model_with_a_state(tmp_path: Path) -> None:
@@ -172,7 +173,7 @@ def test_the_engine_writes_and_loads_a_model_with_a_state(tmp_path: Path) -> Non
     path = tmp_path / "model.onnx"
     ir.save(lowered, path, external_data="model.onnx.data")
     session = Session(path, SessionConfig(threads=1))
-    logits = session.step(np.array([[5, 6, 7]]), np.zeros(1, np.int32), session.allocate(1, 8))
+    logits = session.step(StepInputs(np.array([[5, 6, 7]]), np.zeros(1, np.int32)), session.allocate(1, 8))
     assert np.isfinite(logits).all()
 
 

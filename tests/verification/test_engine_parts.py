@@ -21,6 +21,7 @@ from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Budget, Context, Pass
 from llmforge.runtime.config import RuntimeConfig
+from llmforge.runtime.interface import StepInputs
 from llmforge.trace import trace
 from llmforge.verification import engine_parts, streamed_execution
 from llmforge.verification.subgraph_session import SubgraphSession
@@ -95,7 +96,7 @@ def test_parts_make_the_logits_of_the_engine(
     cache = session.allocate(1, 8)
     for past, (ids, logits) in enumerate(zip(([[0, 0]], [[0]]), seen, strict=True)):
         rows = np.arange(len(ids[0]))
-        expected = session.step(np.array(ids), np.array([2 * past], np.int32), cache, rows)
+        expected = session.step(StepInputs(np.array(ids), np.array([2 * past], np.int32), rows), cache)
         np.testing.assert_allclose(logits, expected, atol=1e-5)
 
 

@@ -33,7 +33,7 @@ from llmforge.ir.recurrence import Recurrence
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Changes, Rewritten
 from llmforge.runtime.config import FILE, MODEL_FILE, SessionOptions
-from llmforge.runtime.interface import Backend, C
+from llmforge.runtime.interface import Backend, C, StepInputs
 from llmforge.runtime.tokenizer_files import TEMPLATE_FILE, TOKENIZER_FILES
 from llmforge.targets import Isa, Target
 
@@ -247,7 +247,7 @@ def prove(session: Backend[C], cache: C) -> None:
         VerificationError: logits are not finite.
     """
     for past, ids in ((0, [[0, 0]]), (2, [[0]]))[: cache.capacity - 1]:
-        logits = session.step(np.array(ids, np.int64), np.array([past], np.int32), cache)
+        logits = session.step(StepInputs(np.array(ids, np.int64), np.array([past], np.int32)), cache)
         if not np.isfinite(logits).all():
             raise VerificationError(f"the engine returns NaN or infinite logits after {past} tokens of id 0")
 

@@ -26,7 +26,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from llmforge import native
 from llmforge.base.errors import EnvironmentLacks, InputError, RunFailed, UnsupportedError
 from llmforge.ir import interface
-from llmforge.runtime.interface import Backend, Counts, Rows, StepInputs
+from llmforge.runtime.interface import Backend, Rows, StepInputs
 from llmforge.runtime.signature import CACHE_TYPES, ELEMENTS, Signature
 
 if TYPE_CHECKING:
@@ -137,20 +137,10 @@ class Session(Backend[Cache]):
         """Close the trace that `SessionConfig.profile` asked for, and say where it is: JSON, in Chrome's format."""
         return Path(self._session.end_profiling())
 
-    def read(
-        self,
-        names: Sequence[str],
-        ids: NDArray[np.int64],
-        past_lengths: NDArray[np.int32],
-        cache: Cache,
-        rows: NDArray[np.int64],
-        lengths: Counts | None = None,
-        text_lengths: Counts | None = None,
-        adapters: Counts | None = None,
-    ) -> dict[str, NDArray[Any]]:
+    def read(self, names: Sequence[str], inputs: StepInputs, cache: Cache) -> dict[str, NDArray[Any]]:
         """Run one step as `step` does, leave `cache` as it is, and return the outputs `names`. For diagnosis: slow."""
-        feeds = StepInputs(ids, past_lengths, rows, lengths, text_lengths, adapters).feeds(self.signature)
-        past = grown(cache.buffers, past_lengths) if self.signature.growing else cache.buffers
+        feeds = inputs.feeds(self.signature)
+        past = grown(cache.buffers, inputs.past_lengths) if self.signature.growing else cache.buffers
         values = run(self._session, list(names), {**feeds, **past})
         return dict(zip(names, values, strict=True))
 

@@ -54,7 +54,7 @@ from llmforge.base import interpreter
 from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, Unavailable, UsageError
 from llmforge.ir.interface import Heads
 from llmforge.runtime.config import SessionConfig, physical_cores
-from llmforge.runtime.interface import Backend, Counts, DecodeRun, Rows, StepInputs
+from llmforge.runtime.interface import Backend, DecodeRun, Rows, StepInputs
 from llmforge.runtime.signature import ELEMENTS
 
 if TYPE_CHECKING:
@@ -231,18 +231,8 @@ class RankSession(Backend[RankCache]):
         """Whether the ranks give heads."""
         return self._decodes_ahead
 
-    def begin_decode(
-        self,
-        ids: NDArray[np.int64],
-        past_lengths: NDArray[np.int32],
-        cache: RankCache,
-        temperatures: NDArray[np.float32],
-        lengths: Counts | None = None,
-        adapters: Counts | None = None,
-        draws: NDArray[np.float32] | None = None,
-    ) -> DecodeRun:
+    def begin_decode(self, inputs: StepInputs, cache: RankCache) -> DecodeRun:
         """Begin a step of one token a row on all ranks; arrays are read before this returns."""
-        inputs = StepInputs(ids, past_lengths, None, lengths, None, adapters, temperatures, draws)
         self._check(inputs, cache)
         with self._lock:
             self._give(Decode(inputs, cache.place))

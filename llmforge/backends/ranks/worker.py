@@ -66,16 +66,7 @@ class _Rank:
                 out = self._logits.array(shape, grow=False) if first else np.empty(shape, np.float32)
                 self._session._run(inputs, self._rows(rows), out)  # split by the driver where rows run alone
             case Decode(inputs, rows):
-                assert inputs.temperatures is not None
-                self._decoding = self._session.begin_decode(
-                    inputs.ids,
-                    inputs.past_lengths,
-                    self._rows(rows),
-                    inputs.temperatures,
-                    inputs.lengths,
-                    inputs.adapters,
-                    inputs.draws,
-                )
+                self._decoding = self._session.begin_decode(inputs, self._rows(rows))
                 self._answer(self._decoding.heads())  # which waits for the step, on every rank
             case Ask(method, arguments) if self._rank == 0:
                 self._answer(getattr(self._decoding, method)(*arguments))

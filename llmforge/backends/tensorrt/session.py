@@ -44,7 +44,7 @@ from llmforge.runtime.device.cuda import Buffer, CudaDevice, CudaGraph
 from llmforge.runtime.device.graph_capture import ONE, ProbeStep, probe_inputs
 from llmforge.runtime.device.inputs import ALIGNMENT_BYTES, BoundInput, InputBuffers
 from llmforge.runtime.device.top_logits import HeadBuffers
-from llmforge.runtime.interface import Counts, DecodeRun, StepInputs
+from llmforge.runtime.interface import DecodeRun, StepInputs
 from llmforge.runtime.signature import Signature
 
 # A captured decode step, and the execution context whose work it is.
@@ -137,7 +137,7 @@ class PlanSession(DeviceBackend[DeviceCache]):
         steps += [(rows, tokens) for rows, tokens in self.prompt_shapes if tokens <= self._capacity]
         for rows, tokens in steps:
             if rows <= cache.batch:
-                self.step(np.zeros((rows, tokens), np.int64), none[:rows], cache.rows(0, rows))
+                self.step(StepInputs(np.zeros((rows, tokens), np.int64), none[:rows]), cache.rows(0, rows))
         self._kernels.keep()
 
     def _check(self, inputs: StepInputs, cache: DeviceCache) -> None:
@@ -190,42 +190,18 @@ class PlanSession(DeviceBackend[DeviceCache]):
         """Whether the plan gives heads."""
         return self._heads is not None
 
-    def begin_decode(
-        self,
-        ids: NDArray[np.int64],
-        past_lengths: NDArray[np.int32],
-        cache: DeviceCache,
-        temperatures: NDArray[np.float32],
-        lengths: Counts | None = None,
-        adapters: Counts | None = None,
-        draws: NDArray[np.float32] | None = None,
-    ) -> DecodeRun:
+    def begin_decode(self, inputs: StepInputs, cache: DeviceCache) -> DecodeRun:
         """Begin a step of one token a row, as `step` runs it; arrays are read before this returns."""
-        inputs = StepInputs(ids, past_lengths, None, lengths, None, adapters, temperatures)
         self._check(inputs, cache)
-        if self._heads is None or ids.shape[1] != 1:
-            raise ValueError(f"a step of {ids.shape}; heads of one token a row")
+        if self._heads is None or inputs.ids.shape[1] != 1:
+            raise ValueError(f"a step of {inputs.ids.shape}; heads of one token a row")
         self._launch_decode(inputs, cache)
         return _Running(self._heads, self._decode_logits, cache.batch)
 
-    def begin_prompts(
-        self,
-        ids: NDArray[np.int64],
-        past_lengths: NDArray[np.int32],
-        cache: DeviceCache,
-        rows: NDArray[np.int64],
-        temperatures: NDArray[np.float32],
-        lengths: Counts | None = None,
-        text_lengths: Counts | None = None,
-        adapters: Counts | None = None,
-    ) -> DecodeRun:
+    def begin_prompts(self, inputs: StepInputs, cache: DeviceCache) -> DecodeRun:
         """Begin a step of pieces of several prompts, of one of `prompt_shapes`; arrays are read before this returns."""
-        inputs = StepInputs(ids, past_lengths, rows, lengths, text_lengths, adapters, temperatures)
-        self._check(inputs, cache)
-        if self._heads is None or ids.shape not in self.prompt_shapes or rows.shape != (len(ids), 1):
-            raise ValueError(
-                f"a step of {ids.shape}, rows {rows.shape}; heads of one token a row of {self.prompt_shapes}"
-            )
+        self._check_prompts(inputs, cache)
+        assert self._heads is not None
         self._launch_prefill(inputs, cache, (cache.batch, 1, self.vocabulary))
         return _Running(self._heads, self._logits, cache.batch)
 

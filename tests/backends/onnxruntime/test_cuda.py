@@ -36,6 +36,7 @@ from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Pass
 from llmforge.runtime.config import FILE, Capture, GraphPlan, RuntimeConfig, SessionConfig
 from llmforge.runtime.device.cuda import HostDevice
+from llmforge.runtime.interface import StepInputs
 
 from ...models import graphs
 from ...models.graphs import Llama
@@ -72,7 +73,9 @@ def logits(model: ir.Model) -> np.ndarray:
     for count in (6, 1, 1):
         ids = rng.integers(0, 96, (2, count))
         for row in range(2):  # a step of several tokens is one of a row
-            found.append(session.step(ids[row : row + 1], past[row : row + 1], cache.rows(row, row + 1))[:, -1])
+            found.append(
+                session.step(StepInputs(ids[row : row + 1], past[row : row + 1]), cache.rows(row, row + 1))[:, -1]
+            )
         past = past + np.array([count, count], np.int32)
     return np.concatenate(found)
 
@@ -492,7 +495,7 @@ def test_an_engine_is_proven_at_every_width_that_kernels_are_chosen_by() -> None
     config = replace(configure(lowered), max_context=64)
     opened, widths = session(lowered, config, "off"), []
     step = opened.step
-    opened.step = lambda ids, *rest: (widths.append(ids.shape[1]), step(ids, *rest))[1]  # type: ignore[method-assign]
+    opened.step = lambda inputs, *rest: (widths.append(inputs.ids.shape[1]), step(inputs, *rest))[1]  # type: ignore[method-assign]
     cuda.prove(opened, config)
     assert widths == [2, 1, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
     assert cuda.PROVED_TOKENS[-1] == 512

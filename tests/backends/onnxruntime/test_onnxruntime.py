@@ -21,6 +21,7 @@ from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.config import SessionConfig
+from llmforge.runtime.interface import StepInputs
 
 from ...models.decoder_graph import HIDDEN, decoder
 
@@ -34,7 +35,7 @@ def build(model: ir.Model, folder: Path, spec: EngineSpec = SPEC, **options) -> 
 
 def last_logits(session: Session) -> np.ndarray:
     ids = np.array([[7, 1, 9, 4]])
-    return session.step(ids, np.zeros(1, np.int32), session.allocate(1, 16))
+    return session.step(StepInputs(ids, np.zeros(1, np.int32)), session.allocate(1, 16))
 
 
 def node_ops(model: ir.Model) -> list[str]:

@@ -31,6 +31,7 @@ from llmforge.rewrite.pass_base import Pass
 from llmforge.runtime.config import Capture, GraphPlan, RuntimeConfig, SessionConfig
 from llmforge.runtime.device import cuda as device
 from llmforge.runtime.device.cuda import HostDevice
+from llmforge.runtime.interface import StepInputs
 
 from ...fakes.recorder import Recorder
 from ...models import graphs
@@ -73,7 +74,7 @@ def largest_difference(rows: ir.Model, blocks: ir.Model, vocabulary: int) -> flo
         places = [row for row, count in enumerate(counts) if count]
         for row, got in zip(places, out, strict=True):
             ids = np.array([texts[row][past[row] : past[row] + counts[row]]])
-            wanted = one.step(ids, np.array([past[row]], np.int32), cache.rows(row, row + 1))[0, 0]
+            wanted = one.step(StepInputs(ids, np.array([past[row]], np.int32)), cache.rows(row, row + 1))[0, 0]
             worst = max(worst, float(np.abs(got - wanted).max()))
             past[row] += counts[row]
     return worst

@@ -22,6 +22,7 @@ from llmforge.passes.flash_attention import FlashAttention
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite import cpu_attention
 from llmforge.runtime.config import RuntimeConfig, SessionConfig
+from llmforge.runtime.interface import StepInputs
 
 from ...models import graphs
 from ...models.decoder_graph import decoder
@@ -48,7 +49,7 @@ def lengths(*values: int) -> np.ndarray:
 
 def all_logits(s: Session, ids: np.ndarray) -> np.ndarray:
     """[S, V] in one step over an empty cache."""
-    return s.step(ids, lengths(0), s.allocate(1, CAPACITY), np.arange(ids.shape[1]))[0]
+    return s.step(StepInputs(ids, lengths(0), np.arange(ids.shape[1])), s.allocate(1, CAPACITY))[0]
 
 
 # int8 too: a prefill attends to keys and values as the cache holds them, rounded: evaluation sees what decoding sees.
@@ -59,8 +60,8 @@ def test_decoding_token_by_token_gives_the_logits_of_one_prefill(int8_cache):
     wanted = all_logits(s, ids)
     cache = s.allocate(1, CAPACITY)
     assert {buffer.dtype for buffer in cache.buffers.values()} == {np.dtype("int8" if int8_cache else "float32")}
-    got = [s.step(ids[:, :5], lengths(0), cache, np.arange(5))[0]]
-    got += [s.step(ids[:, i : i + 1], lengths(i), cache)[0] for i in range(5, 24)]
+    got = [s.step(StepInputs(ids[:, :5], lengths(0), np.arange(5)), cache)[0]]
+    got += [s.step(StepInputs(ids[:, i : i + 1], lengths(i)), cache)[0] for i in range(5, 24)]
     np.testing.assert_allclose(np.concatenate(got), wanted, atol=2e-5)
     forgetful = np.concatenate([all_logits(s, ids[:, i : i + 1]) for i in range(24)])
     assert np.abs(forgetful - wanted).max() > 1  # the cache decides
@@ -71,7 +72,8 @@ def test_a_prompt_in_chunks_gives_the_logits_of_one_prefill():
     ids = tokens(40)
     cache = s.allocate(1, CAPACITY)
     got = [
-        s.step(ids[:, i : i + 13], lengths(i), cache, np.arange(len(ids[0, i : i + 13])))[0] for i in (0, 13, 26, 39)
+        s.step(StepInputs(ids[:, i : i + 13], lengths(i), np.arange(len(ids[0, i : i + 13]))), cache)[0]
+        for i in (0, 13, 26, 39)
     ]
     np.testing.assert_allclose(np.concatenate(got), all_logits(s, ids), atol=1e-5)
 
@@ -81,11 +83,11 @@ def test_a_ragged_batch_decodes_like_its_rows_alone():
     prompts = [tokens(n, seed=n) for n in (3, 11, 7)]
     cache = s.allocate(4, CAPACITY)
     for b, prompt in enumerate(prompts):
-        s.step(prompt, lengths(0), cache.rows(b, b + 1))
+        s.step(StepInputs(prompt, lengths(0)), cache.rows(b, b + 1))
     live = cache.rows(0, 3)
     for step in range(4):
         new = np.array([[5 + step], [6 + step], [7 + step]])
-        got = s.step(new, lengths(3 + step, 11 + step, 7 + step), live)
+        got = s.step(StepInputs(new, lengths(3 + step, 11 + step, 7 + step)), live)
         prompts = [np.concatenate([prompt, new[b : b + 1]], 1) for b, prompt in enumerate(prompts)]
         for b, prompt in enumerate(prompts):
             np.testing.assert_allclose(got[b, 0], all_logits(s, prompt)[-1], atol=1e-5)
@@ -96,11 +98,11 @@ def test_a_right_padded_prefill_and_a_batched_continuation_agree_with_single_row
     long, short = tokens(20, seed=2), tokens(20, seed=3)
     batch = np.concatenate([long, short])
     cache = s.allocate(2, CAPACITY)
-    first = s.step(batch[:, :12], lengths(0, 0), cache, np.arange(12))
+    first = s.step(StepInputs(batch[:, :12], lengths(0, 0), np.arange(12)), cache)
     np.testing.assert_allclose(first[1, :8], all_logits(s, short[:, :8]), atol=1e-5)
     # The second row holds 8 valid tokens and 4 of padding, which its continuation overwrites.
     continued = np.concatenate([long[:, 12:17], short[:, 8:13]])
-    got = s.step(continued, lengths(12, 8), cache, np.arange(5))
+    got = s.step(StepInputs(continued, lengths(12, 8), np.arange(5)), cache)
     np.testing.assert_allclose(got[0], all_logits(s, long[:, :17])[12:], atol=1e-5)
     np.testing.assert_allclose(got[1], all_logits(s, short[:, :13])[8:], atol=1e-5)
 
@@ -108,7 +110,7 @@ def test_a_right_padded_prefill_and_a_batched_continuation_agree_with_single_row
 def test_steps_write_into_the_allocated_buffers_and_nowhere_else():
     s = session()
     cache = s.allocate(3, CAPACITY)
-    s.step(tokens(6), lengths(0), cache.rows(1, 2))
+    s.step(StepInputs(tokens(6), lengths(0)), cache.rows(1, 2))
     for name in ("past_key_values.0.key", "past_key_values.1.value"):
         buffer = cache.buffers[name]
         assert np.abs(buffer[1, :, :6]).min(axis=-1).max() > 0
@@ -131,7 +133,7 @@ def test_allocation_takes_no_memory_until_tokens_arrive():
     s = session()
     before = psutil.Process().memory_info().rss
     cache = s.allocate(64, 1 << 16)
-    s.step(tokens(4), lengths(0), cache.rows(5, 6))
+    s.step(StepInputs(tokens(4), lengths(0)), cache.rows(5, 6))
     assert cache.size_bytes == 2 << 30
     assert psutil.Process().memory_info().rss - before < 64 << 20
 
@@ -139,7 +141,7 @@ def test_allocation_takes_no_memory_until_tokens_arrive():
 def test_a_cache_that_nobody_holds_is_freed():
     s = session()
     cache = s.allocate(2, 8)
-    s.step(tokens(4), lengths(0), cache.rows(0, 1))
+    s.step(StepInputs(tokens(4), lengths(0)), cache.rows(0, 1))
     buffer = weakref.ref(cache.buffers["past_key_values.0.key"])
     del cache
     gc.collect()
@@ -151,36 +153,38 @@ def test_rows_select_logits_and_default_to_the_last():
     ids = tokens(9)
     wanted = all_logits(s, ids)
     cache = s.allocate(1, CAPACITY)
-    np.testing.assert_allclose(s.step(ids, lengths(0), cache, np.array([4, -1, 0]))[0], wanted[[4, 8, 0]], atol=1e-5)
+    np.testing.assert_allclose(
+        s.step(StepInputs(ids, lengths(0), np.array([4, -1, 0])), cache)[0], wanted[[4, 8, 0]], atol=1e-5
+    )
     # The default comes back after a step that overrode it.
-    np.testing.assert_allclose(s.step(ids, lengths(0), cache)[0, 0], wanted[8], atol=1e-5)
+    np.testing.assert_allclose(s.step(StepInputs(ids, lengths(0)), cache)[0, 0], wanted[8], atol=1e-5)
 
 
 def test_out_receives_the_logits_and_a_fresh_array_survives_the_next_step():
     s = session()
     cache = s.allocate(1, CAPACITY)
     out = np.empty((1, 1, s.vocabulary), np.float32)
-    first = s.step(tokens(4), lengths(0), cache)
+    first = s.step(StepInputs(tokens(4), lengths(0)), cache)
     kept = first.copy()
-    assert s.step(np.array([[7]]), lengths(4), cache, out=out) is out
-    again = s.step(np.array([[7]]), lengths(4), cache)
+    assert s.step(StepInputs(np.array([[7]]), lengths(4)), cache, out=out) is out
+    again = s.step(StepInputs(np.array([[7]]), lengths(4)), cache)
     np.testing.assert_array_equal(again, out)
     np.testing.assert_array_equal(first, kept)
     assert np.abs(first - out).max() > 0.1
     with pytest.raises(ValueError, match=r"out is float32 \(1, 2, 97\)"):
-        s.step(np.array([[7]]), lengths(4), cache, out=np.empty((1, 2, 97), np.float32))
+        s.step(StepInputs(np.array([[7]]), lengths(4)), cache, out=np.empty((1, 2, 97), np.float32))
 
 
 def test_a_step_beyond_the_capacity_is_refused_before_it_runs():
     s = session()
     cache = s.allocate(2, 8)
     with pytest.raises(UsageError, match=r"3 tokens after \[0, 6\] does not fit into a cache of 8 tokens"):
-        s.step(np.zeros((2, 3), np.int64), lengths(0, 6), cache)
+        s.step(StepInputs(np.zeros((2, 3), np.int64), lengths(0, 6)), cache)
     assert not any(buffer.any() for buffer in cache.buffers.values())
     with pytest.raises(UsageError, match="does not fit"):
-        s.step(np.zeros((2, 1), np.int64), lengths(0, -1), cache)
+        s.step(StepInputs(np.zeros((2, 1), np.int64), lengths(0, -1)), cache)
     with pytest.raises(ValueError, match="cache of 2 rows"):
-        s.step(np.zeros((1, 1), np.int64), lengths(0), cache)
+        s.step(StepInputs(np.zeros((1, 1), np.int64), lengths(0)), cache)
 
 
 def test_initializers_come_from_memory_without_a_file(tmp_path):
@@ -234,17 +238,17 @@ def test_a_step_that_fails_and_a_bug_of_ours_are_told_apart(monkeypatch):
     cache = s.allocate(1, CAPACITY)
     beyond = np.array([[1_000_000]])
     with pytest.raises(RunFailed, match=r"ONNX Runtime .* failed to run the graph: .*idx=1000000 must be within"):
-        s.step(beyond, lengths(0), cache)
+        s.step(StepInputs(beyond, lengths(0)), cache)
     with pytest.raises(RunFailed, match="failed to run the graph"):
-        s.read(["logits"], beyond, lengths(0), cache, np.arange(1))
-    s.step(tokens(3), lengths(0), cache)
+        s.read(["logits"], StepInputs(beyond, lengths(0), np.arange(1)), cache)
+    s.step(StepInputs(tokens(3), lengths(0)), cache)
 
     def buggy(*_: object, **__: object) -> None:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(interface, "feeds", buggy)
     with pytest.raises(RuntimeError, match="a bug"):
-        s.step(tokens(1), lengths(3), cache)
+        s.step(StepInputs(tokens(1), lengths(3)), cache)
 
 
 @pytest.mark.parametrize(("own", "steady_from"), [(0, 2), (1, 9), (2, 9)], ids=["none", "mixed", "all"])

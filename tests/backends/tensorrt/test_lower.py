@@ -32,6 +32,7 @@ from llmforge.recipe import EngineSpec
 from llmforge.rewrite import emulation, pass_base
 from llmforge.rewrite.pass_base import Budget, Context, Pass
 from llmforge.runtime.config import SessionConfig
+from llmforge.runtime.interface import StepInputs
 from llmforge.trace import trace
 from llmforge.verification import probe
 
@@ -73,7 +74,9 @@ def outcomes(session: Session, run: probe.Run, capacity: int) -> Iterator[probe.
         buffer.fill(7)
     for step in run.steps:
         rows = np.arange(step.ids.shape[1])
-        logits = session.step(step.ids, step.past, cache, rows, lengths=step.lengths, text_lengths=step.text_lengths)
+        logits = session.step(
+            StepInputs(step.ids, step.past, rows, lengths=step.lengths, text_lengths=step.text_lengths), cache
+        )
         filled = step.past + step.lengths
         caches = {name: tuple(probe.real(name, buffer, filled)) for name, buffer in cache.buffers.items()}
         yield probe.Outcome(logits[step.valid], caches)
@@ -243,8 +246,8 @@ def test_inputs_are_what_an_engine_takes() -> None:
 def test_rows_below_0_count_from_the_end() -> None:
     session = standard(lower.rewrite(graphs.llama(), CAPACITY)[0])
     ids, past = np.array([[5, 9, 31, 7]]), np.zeros(1, np.int32)
-    every = session.step(ids, past, session.allocate(1, CAPACITY), np.arange(4))
-    chosen = session.step(ids, past, session.allocate(1, CAPACITY), np.array([-1, 0, -3]))
+    every = session.step(StepInputs(ids, past, np.arange(4)), session.allocate(1, CAPACITY))
+    chosen = session.step(StepInputs(ids, past, np.array([-1, 0, -3])), session.allocate(1, CAPACITY))
     np.testing.assert_array_equal(chosen, every[:, [3, 0, 1]])
 
 

@@ -45,6 +45,7 @@ from llmforge.runtime.config import (
     SessionOptions,
 )
 from llmforge.runtime.device.cuda import CudaDevice
+from llmforge.runtime.interface import StepInputs
 from llmforge.serving import EngineOptions, Request, Sampling
 from llmforge.serving.scheduler import Scheduler
 from llmforge.trace import trace
@@ -136,7 +137,7 @@ def test_every_kind_of_step_gives_the_bits_of_the_session_of_the_cpu(bench, rtx)
     caches = [each.allocate(ROWS, CAPACITY) for each in (session, reference)]
     for ids, past, (start, stop), rows in STEPS:
         got, wanted = (
-            each.step(ids, past, cache.rows(start, stop), rows)
+            each.step(StepInputs(ids, past, rows), cache.rows(start, stop))
             for each, cache in zip((session, reference), caches, strict=True)
         )
         np.testing.assert_array_equal(got, wanted)
@@ -162,10 +163,10 @@ def test_a_decode_step_copies_heads_and_waits_once(bench, rtx):
     head, (_, size) = 4 * (2 * HEAD + mass_blocks(VOCABULARY)[0]), mass_blocks(VOCABULARY)
     for rows in (4, 3):  # a bucket, whose step is recorded, and no bucket
         ids, past, view = tokens(1, rows, rows), lengths(*range(rows)), cache.rows(0, rows)
-        logits = session.step(ids, past, view)[:, 0]
+        logits = session.step(StepInputs(ids, past), view)[:, 0]
         cuda.copies, cuda.waits, launches = 0, 0, cuda.launches
         cuda.fetched.clear()
-        run = session.begin_decode(ids, past, view, temperatures[:rows])
+        run = session.begin_decode(StepInputs(ids, past, temperatures=temperatures[:rows]), view)
         assert (cuda.copies, cuda.waits) == (1, 0)  # all inputs in one; the step runs beside the host
         heads = run.heads()
         assert (cuda.copies, cuda.waits, cuda.fetched) == (2, 1, [rows * head])
@@ -176,7 +177,7 @@ def test_a_decode_step_copies_heads_and_waits_once(bench, rtx):
         np.testing.assert_array_equal(run.blocks([1, 0], [3, 4])[0], logits[1, 3 * size : 4 * size])
         assert cuda.fetched[1:] == [4 * VOCABULARY, 4 * size, 4 * size]
     with pytest.raises(ValueError, match="heads of one token a row"):
-        session.begin_decode(tokens(2), lengths(0), cache.rows(0, 1), temperatures[:1])
+        session.begin_decode(StepInputs(tokens(2), lengths(0), temperatures=temperatures[:1]), cache.rows(0, 1))
 
 
 def test_heads_of_a_small_vocabulary_lie_where_tensorrt_takes_them(bench):
@@ -184,8 +185,8 @@ def test_heads_of_a_small_vocabulary_lie_where_tensorrt_takes_them(bench):
     session = bench.load()
     view = session.allocate(ROWS, CAPACITY).rows(0, 3)  # whose address is checked by the stand-in
     ids, past = tokens(1, 1, 3), lengths(0, 1, 2)
-    logits = session.step(ids, past, view)[:, 0]
-    heads = session.begin_decode(ids, past, view, np.ones(3, np.float32)).heads()
+    logits = session.step(StepInputs(ids, past), view)[:, 0]
+    heads = session.begin_decode(StepInputs(ids, past, temperatures=np.ones(3, np.float32)), view).heads()
     assert heads.whole
     np.testing.assert_array_equal(heads.logits, -np.sort(-logits, axis=1))
 
@@ -239,13 +240,13 @@ def test_prompts_go_on_together_behind_what_their_slots_hold(bench):
     ids, past, own = tokens(64, 3, ROWS) % 96, lengths(0, 5, 17, 40), lengths(9, 64, 3, 30)
     every = tokens(64, 4, ROWS) % 96
     for row in range(ROWS):  # what they hold
-        session.step(every[row : row + 1], lengths(0), cache.rows(row, row + 1))
+        session.step(StepInputs(every[row : row + 1], lengths(0)), cache.rows(row, row + 1))
     wanted = [
-        session.step(ids[row : row + 1, : own[row]], past[row : row + 1], cache.rows(row, row + 1))[0, 0]
+        session.step(StepInputs(ids[row : row + 1, : own[row]], past[row : row + 1]), cache.rows(row, row + 1))[0, 0]
         for row in range(ROWS)
     ]
     prompts = bench.engine.contexts[2].enqueued
-    got = session.step(ids, past, cache, (own - 1).astype(np.int64)[:, None], lengths=own)
+    got = session.step(StepInputs(ids, past, (own - 1).astype(np.int64)[:, None], lengths=own), cache)
     assert bench.engine.contexts[2].enqueued == prompts + 1
     np.testing.assert_allclose(got[:, 0], wanted, atol=1e-5)
 
@@ -365,11 +366,11 @@ def test_writes_beyond_a_row_are_refused_before_they_run(bench):
     session = bench.load(graphs=GraphPlan("off", ()))
     cache = session.allocate(2, CAPACITY)
     with pytest.raises(UsageError, match=r"4 tokens after \[61\] does not fit into a cache of 64 tokens"):
-        session.step(tokens(4), lengths(61), cache.rows(0, 1))
+        session.step(StepInputs(tokens(4), lengths(61)), cache.rows(0, 1))
     with pytest.raises(ValueError, match="takes 4 rows, 8 tokens of one, and caches of 64"):
-        session.step(tokens(9), lengths(0), cache.rows(0, 1))
+        session.step(StepInputs(tokens(9), lengths(0)), cache.rows(0, 1))
     with pytest.raises(ValueError, match="a cache of 32 tokens"):
-        session.step(tokens(1), lengths(0), session.allocate(1, 32))
+        session.step(StepInputs(tokens(1), lengths(0)), session.allocate(1, 32))
     assert all(context.enqueued == 0 for context in bench.engine.contexts)
 
 
@@ -378,7 +379,7 @@ def test_a_call_that_fails_says_what_the_library_said(bench):
     cache = session.allocate(1, CAPACITY)
     bench.engine.contexts[0].fails = True
     with pytest.raises(RunFailed, match="TensorRT: a step: it gives no reason"):
-        session.step(tokens(2), lengths(0), cache)
+        session.step(StepInputs(tokens(2), lengths(0)), cache)
 
 
 def test_a_plan_that_copies_a_cache_is_refused(bench):
@@ -572,7 +573,7 @@ def test_a_plan_of_a_traced_model_decodes_like_the_engine_of_the_cpu(tiny_checkp
     assert [each.reason for each in session.capture_results] == [None, None, None]
     for ids, past, (start, stop), rows in STEPS:
         got, wanted = (
-            each.step(ids % vocabulary, past, cache.rows(start, stop), rows)
+            each.step(StepInputs(ids % vocabulary, past, rows), cache.rows(start, stop))
             for each, cache in zip((session, reference), caches, strict=True)
         )
         np.testing.assert_allclose(got, wanted, atol=1e-5)

@@ -35,7 +35,7 @@ from llmforge.rewrite import next_ids, paged_attention, topk_outputs
 from llmforge.rewrite.pass_base import Changes, Rewritten, Skipped
 from llmforge.runtime.config import FILE, MODEL_FILE, DeviceFacts, GraphPlan, RuntimeConfig, SessionOptions
 from llmforge.runtime.device.cuda import CudaDevice
-from llmforge.runtime.interface import Backend
+from llmforge.runtime.interface import Backend, StepInputs
 from llmforge.runtime.prefill_shapes import SHAPES
 from llmforge.targets import Target
 
@@ -292,7 +292,7 @@ def prove(session: Backend[Any], config: RuntimeConfig) -> tuple[str, ...]:
     standard.prove(session, row)
     for tokens in PROVED_TOKENS:
         if tokens <= min(row.capacity, session.longest_step or row.capacity):
-            logits = session.step(np.zeros((1, tokens), np.int64), np.zeros(1, np.int32), row)
+            logits = session.step(StepInputs(np.zeros((1, tokens), np.int64), np.zeros(1, np.int32)), row)
             if not np.isfinite(logits).all():
                 raise VerificationError(f"the engine returns NaN or infinite logits for a prompt of {tokens} tokens")
     return session.notes

@@ -41,7 +41,7 @@ from llmforge.runtime.device.cuda import Buffer, Device
 from llmforge.runtime.device.graph_capture import ONE, ProbeStep, probe_inputs
 from llmforge.runtime.device.inputs import InputBuffers, StagedInputs
 from llmforge.runtime.device.top_logits import HeadBuffers
-from llmforge.runtime.interface import Counts, DecodeRun, RowCopy, Rows, StepInputs
+from llmforge.runtime.interface import DecodeRun, RowCopy, Rows, StepInputs
 from llmforge.runtime.signature import ELEMENTS, Signature
 
 FREE_PART = 0.9  # of a device's free memory that a pool takes at most: scratch memory of kernels needs the rest
@@ -322,20 +322,12 @@ class PagedSession(CapturedSession[PagedCache]):
         self._guessed_rows = step.rows if self.guesses_tokens else 0
         return self._runs.begin(lambda: self._launch(self._binding(cache), step), step.rows, step.logits)
 
-    def begin_decode(
-        self,
-        ids: NDArray[np.int64],
-        past_lengths: NDArray[np.int32],
-        cache: PagedCache,
-        temperatures: NDArray[np.float32],
-        lengths: Counts | None = None,
-        adapters: Counts | None = None,
-        draws: NDArray[np.float32] | None = None,
-    ) -> DecodeRun:
+    def begin_decode(self, inputs: StepInputs, cache: PagedCache) -> DecodeRun:
         """Begin a step of one token a row, as `step` runs it; arrays are read before this returns."""
-        inputs = StepInputs(ids, past_lengths, None, lengths, None, adapters)
         self._check(inputs, cache)
-        return self.begin(self._pieces(inputs, cache), cache, temperatures, draws)
+        ones = np.ones(cache.batch, np.float32)
+        temperatures = ones if inputs.temperatures is None else inputs.temperatures
+        return self.begin(self._pieces(inputs, cache), cache, temperatures, inputs.draws)
 
     def _check_room(self, pieces: Sequence[Piece], cache: PagedCache) -> None:
         for piece in pieces:

@@ -48,7 +48,7 @@ from llmforge.runtime.device.cuda import Buffer, Device, how_to_install
 from llmforge.runtime.device.graph_capture import ONE, ProbeStep, probe_inputs
 from llmforge.runtime.device.inputs import BoundInput, InputBuffers
 from llmforge.runtime.device.top_logits import HeadBuffers
-from llmforge.runtime.interface import C, Counts, DecodeRun, StepInputs
+from llmforge.runtime.interface import C, DecodeRun, StepInputs
 from llmforge.runtime.prefill_shapes import SHAPES, pieces, together
 from llmforge.runtime.signature import Signature
 
@@ -241,7 +241,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
     def _run_shapes(self, cache: DeviceCache) -> None:
         for rows, tokens in (*((1, shape) for shape in reversed(self._shapes)), *self.prompt_shapes):
             if rows <= cache.batch and tokens <= cache.capacity:
-                self.step(np.zeros((rows, tokens), np.int64), np.zeros(rows, np.int32), cache.rows(0, rows))
+                self.step(StepInputs(np.zeros((rows, tokens), np.int64), np.zeros(rows, np.int32)), cache.rows(0, rows))
 
     def _run_together(self, inputs: StepInputs, cache: DeviceCache, out: NDArray[np.float32]) -> None:
         run = super()._run_together
@@ -269,23 +269,13 @@ class DeviceSession(CapturedSession[DeviceCache]):
         """Whether the graph guesses tokens, too."""
         return self.signature.gives_next_ids
 
-    def begin_decode(
-        self,
-        ids: NDArray[np.int64],
-        past_lengths: NDArray[np.int32],
-        cache: DeviceCache,
-        temperatures: NDArray[np.float32],
-        lengths: Counts | None = None,
-        adapters: Counts | None = None,
-        draws: NDArray[np.float32] | None = None,
-    ) -> DecodeRun:
+    def begin_decode(self, inputs: StepInputs, cache: DeviceCache) -> DecodeRun:
         """Begin a step of one token a row, as `step` runs it; arrays are read before this returns."""
-        inputs = StepInputs(ids, past_lengths, None, lengths, None, adapters, temperatures, draws)
         self._check(inputs, cache)
-        if self._runs is None or ids.shape[1] != 1 or cache.batch > self._most_rows:
-            raise ValueError(f"a step of {ids.shape}; heads of one token for up to {self._most_rows} rows")
-        self._require_guesses(ids)
-        found = self._find_graph(cache, int(past_lengths.max()) + 1)
+        if self._runs is None or inputs.ids.shape[1] != 1 or cache.batch > self._most_rows:
+            raise ValueError(f"a step of {inputs.ids.shape}; heads of one token for up to {self._most_rows} rows")
+        self._require_guesses(inputs.ids)
+        found = self._find_graph(cache, int(inputs.past_lengths.max()) + 1)
         self._runs.make_room()
         staged = self._decode_inputs.stage(self._decode_feeds(inputs, found[0]))
         shape = (cache.batch, 1, self.vocabulary)
@@ -297,24 +287,10 @@ class DeviceSession(CapturedSession[DeviceCache]):
         self._guessed_rows = cache.batch if self.guesses_tokens else 0
         return self._runs.begin(launch, cache.batch)
 
-    def begin_prompts(
-        self,
-        ids: NDArray[np.int64],
-        past_lengths: NDArray[np.int32],
-        cache: DeviceCache,
-        rows: NDArray[np.int64],
-        temperatures: NDArray[np.float32],
-        lengths: Counts | None = None,
-        text_lengths: Counts | None = None,
-        adapters: Counts | None = None,
-    ) -> DecodeRun:
+    def begin_prompts(self, inputs: StepInputs, cache: DeviceCache) -> DecodeRun:
         """Begin a step of pieces of several prompts, of one of `prompt_shapes`; arrays are read before this returns."""
-        inputs = StepInputs(ids, past_lengths, rows, lengths, text_lengths, adapters, temperatures)
-        self._check(inputs, cache)
-        if self._runs is None or ids.shape not in self.prompt_shapes or rows.shape != (len(ids), 1):
-            raise ValueError(
-                f"a step of {ids.shape}, rows {rows.shape}; heads of one token a row of {self.prompt_shapes}"
-            )
+        self._check_prompts(inputs, cache)
+        assert self._runs is not None
         self._runs.make_room()
         bound, shape = self._upload_long(self._feeds(inputs)), (cache.batch, 1, self.vocabulary)
         self._reserve_logits(shape)
