@@ -17,7 +17,8 @@ from llmforge.backends import Dtype
 from llmforge.base import extras
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import BACKEND, PATH, POSITIVE, REVISION, TARGET, on_hub, record, refuse_given
+from llmforge.cli.hub import REVISION, on_hub
+from llmforge.cli.parameters import BACKEND, PATH, POSITIVE, TARGET, record, refuse_given
 
 if TYPE_CHECKING:
     from llmforge.measure.ceilings import CpuCeilings
@@ -98,8 +99,9 @@ def plan(what: Path, revision: str | None, plot: Path | None, as_json: bool, **a
     Reads no weights: a folder with only config.json is enough. Several targets are compared in a table. If a target
     is this machine's CPU, it is measured first, once (`llmforge doctor --measure`).
     """
-    from llmforge.planning import render, request, scheme
+    from llmforge.planning import render, request
     from llmforge.planning.render import Planned
+    from llmforge.rewrite.traits import Storage
 
     if asked["usd_per_hour"] is not None and not math.isfinite(asked["usd_per_hour"]):
         raise UsageError(f"--price {asked['usd_per_hour']}: expected a finite number of US dollars")
@@ -109,7 +111,7 @@ def plan(what: Path, revision: str | None, plot: Path | None, as_json: bool, **a
         output.check_file(plot, *plots.SUFFIXES)
     snapshot = on_hub(what, revision)
     what = what if snapshot is None else snapshot.folder
-    wanted = record(scheme.Wanted, asked)
+    wanted = record(Storage, asked)
     planned = request.answer(what, record(request.Request, asked, wanted=wanted), measured_here)
     if plot is not None:
         plots.write([each.plan for each in planned if isinstance(each, Planned)], plot)

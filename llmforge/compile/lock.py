@@ -20,7 +20,7 @@ from llmforge import __version__, artifact, calibration, native
 from llmforge.base import extras, folders, plugins, small_file
 from llmforge.base.errors import InputError
 from llmforge.base.plugins import Plugin
-from llmforge.cache import Code
+from llmforge.cache import Code, distributions
 from llmforge.checkpoint import Checkpoint, documents
 from llmforge.gates.records import PluginRecord
 from llmforge.ir import graph
@@ -233,7 +233,7 @@ def code() -> CodeLock:
 def packages(more: Iterable[str] = ()) -> dict[str, str]:
     """List the versions of what llmforge requires, and `more`, and of what that requires, as far as it is installed."""
     named = [each.distribution for each in extras.requirements() if each.extra != extras.DEVELOPMENT]
-    return plugins.installed([*named, *more])
+    return distributions.installed([*named, *more])
 
 
 def revision(folder: Path) -> str | None:

@@ -21,8 +21,6 @@ from llmforge.ir import graph, interface
 from llmforge.ir.derived import by_output
 from llmforge.ir.operators import canonical, contrib, cpu
 from llmforge.metrics.tokens import Floats
-from llmforge.passes.quantize_kv_cache import QuantizeKvCache
-from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.quantization import kv_cache
 from llmforge.quantization.formats import INT8_KV, SlotFormat
 from llmforge.quantization.grids import (
@@ -111,11 +109,9 @@ class PartLoss(ABC):
 
 def of_pass(lossy: LossyStep, divergence: Divergence) -> PartLoss | None:
     """Make what measures the parts of a pass; None for a pass that has none."""
-    if isinstance(lossy.step, QuantizeWeights):
+    if lossy.step.writes_codes == "blocks":
         return WeightLoss(lossy, divergence)
-    if isinstance(lossy.step, QuantizeKvCache):
-        return CacheLoss(lossy, divergence)
-    return None
+    return None if lossy.step.stores(None).kv is None else CacheLoss(lossy, divergence)
 
 
 # weights

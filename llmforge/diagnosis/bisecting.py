@@ -258,7 +258,7 @@ def _kept(
     read, before = footprint.count(model), footprint.count(lossy.after)
     return KeptParts(
         names=tuple(dict.fromkeys(name for part in parts for name in mixed_precision_recipe.names(part))),
-        how=mixed_precision_recipe.how(lossy.step, parts),
+        how=mixed_precision_recipe.how(lossy.step, written, parts),
         entries=tuple(mixed_precision_recipe.entries(lossy.step, written, parts)),
         kld_mean=search.estimate(after),
         gain=search.estimate(whole - after),
