@@ -1,4 +1,4 @@
-"""What a graph says of its experts: their routers, the signs of their weights, and how much of them a token reads."""
+"""Experts of a graph: their routers, the signs of their weights, and how much of them a token reads."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ def test_the_method_rounds_the_target() -> None:
 
 
 def curvature_of(curvature: Curvature) -> NDArray[np.float64]:
-    """The damped Hessian, columns as they stand."""
+    """The damped Hessian, columns in their order."""
     back = np.argsort(curvature.order)
     return curvature.hessian[np.ix_(back, back)].astype(np.float64)
 

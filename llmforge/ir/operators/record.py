@@ -1,4 +1,4 @@
-"""What one record of the table of operators is made of.
+"""The record of one operator: its inputs, outputs, attributes and traits.
 
 A record is a class: its body names inputs, attributes and outputs in the order of the operator's definition, its class
 attributes are the traits that the rest of the package asks for. An instance is a typed view of one node:

@@ -127,7 +127,7 @@ class Curvature:
         raise ValueError(f"a Hessian is not positive, even with {share:g} of its mean diagonal {mean:g} added")
 
     def solve(self, products: Float32) -> Float32:
-        """Return products·H⁻¹, [N, K], of columns as they stand."""
+        """Return products·H⁻¹, [N, K], of the unpermuted columns."""
         ordered, between = products[:, self.order], np.empty_like(products)
         for part in _panels(len(self.order)):  # R is 0 below the diagonal
             between[:, part] = ordered[:, part.start :] @ self.inverse[part, part.start :].T

@@ -1,4 +1,4 @@
-"""What all layers with a recurrent state share: how their functions are called, whose state it is, and the node."""
+"""The part that all layers with a recurrent state share: calls of their functions, whose state it is, and the node."""
 
 from __future__ import annotations
 
