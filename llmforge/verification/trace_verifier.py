@@ -221,11 +221,8 @@ def _verify(
             large.model,
             runs,
             [interface.LOGITS, *states],
+            streamed_execution.Feeding(lambda step: _selected(step, few), slots, GARBAGE, large.given),
             threads=threads,
-            rows=lambda step: _selected(step, few),
-            capacity=slots,
-            fill=GARBAGE,
-            given=large.given,
         )
     except RunFailed as error:
         raise VerificationError(f"the traced graph does not run: {str(error).splitlines()[0]}") from error

@@ -250,4 +250,4 @@ def test_what_was_foreseen_is_not_computed_again_and_proves_the_same(
     other = foresee(checkpoint, 1 << 30 if whole_bytes == 1 else 1)
     again = verify_trace(checkpoint, canonical, whole_bytes=whole_bytes, foreseen=other)
     assert replace(again, seconds=0.0) == replace(plain, seconds=0.0)
-    assert not hasattr(other, "reference")  # its weights are let go of
+    assert not hasattr(other, "reference")  # its weights are freed
