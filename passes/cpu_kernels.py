@@ -105,9 +105,9 @@ class CpuKernels(Pass):
             return Changes(notes=[FALLBACK], skipped=left)
         native.require()
         changes = Changes()
-        layers: dict[contrib.MatMulNBits | cpu.Linear, str | None] = {
+        layers: dict[contrib.MatMulNBits | cpu.CpuLinear, str | None] = {
             **{layer: cpu_linear.reason_against(layer) for layer in contrib.MatMulNBits.all(model)},
-            **{layer: None for layer in cpu.Linear.all(model) if cpu_linear.plain(layer)},
+            **{layer: None for layer in cpu.CpuLinear.all(model) if cpu_linear.plain(layer)},
         }
         ready = frozenset(layer.node for layer, reason in layers.items() if reason is None)
         rewriting = cpu_linear.Rewriting(model, ready, context.scratch)
@@ -138,7 +138,7 @@ class CpuKernels(Pass):
             graph.drop_unused(model)
         return changes
 
-    def _terms(self, layer: contrib.MatMulNBits | cpu.Linear) -> int:
+    def _terms(self, layer: contrib.MatMulNBits | cpu.CpuLinear) -> int:
         """Return how many terms of int8 a number that `layer` reads has."""
         sensitive = exclusion(cpu_linear.parameters(layer), self.int8x2) is not None
         return 2 if sensitive or self.activations == "int8x2" else 1

@@ -60,7 +60,14 @@ from llmforge.quantization import channels, methods
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Grid
 from llmforge.quantization.statistics import Demand, InputRangeDemand, Smoothing
-from llmforge.quantization.stored import NotHeld, Source, StoredChannels, Untaken, channels_together, require
+from llmforge.quantization.stored import (
+    QuantizedSource,
+    SkippedCodes,
+    StoredChannels,
+    UnrepresentableCodes,
+    require,
+    stack_channels,
+)
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass
 from llmforge.rewrite.patterns import NotApplicable, rewrite_each, skip_if
 from llmforge.rewrite.rounded_inputs import HowRounded, InputRounding, weight_of
@@ -240,10 +247,10 @@ def _lazy(
 class _Codes:
     """Codes of the checkpoint: those that are `found`, by the product that multiplies by them."""
 
-    def __init__(self, step: QuantizeChannels, source: Source) -> None:
+    def __init__(self, step: QuantizeChannels, source: QuantizedSource) -> None:
         self._step, self._source = step, source
         self.found: dict[ir.Node, StoredChannels] = {}
-        self.untaken = Untaken(step.name)
+        self.skipped = SkippedCodes(step.name)
 
     def find(self, product: MatMul, weight: ir.Value) -> None:
         """Look for the codes of `weight`.
@@ -256,11 +263,11 @@ class _Codes:
             changed = "its numbers are not those of the checkpoint any more"
             raise NotApplicable(f"{changed}; put quantize-channels further in front")
         try:
-            codes = channels_together([self._source.channels(name) for name in tensors])
+            codes = stack_channels([self._source.channels(name) for name in tensors])
             if codes.dtype != self._step.dtype:
-                raise NotHeld(f"are {codes.dtype}; `dtype` is {self._step.dtype}")
-        except NotHeld as reason:
-            self.untaken.add(tensors, reason)
+                raise UnrepresentableCodes(f"are {codes.dtype}; `dtype` is {self._step.dtype}")
+        except UnrepresentableCodes as reason:
+            self.skipped.add(tensors, reason)
             stays = "" if reason.is_plain else "; it stays dequantized"
             raise NotApplicable(f"its codes {reason}{stays}") from reason
         self.found[product.node] = codes
@@ -272,8 +279,8 @@ class _Codes:
             UnsupportedError: no codes were, and there are some.
         """
         if not self.found:
-            self.untaken.refuse()
-        name, notes, count = self._step.name, self.untaken.notes(), len(self.found)
+            self.skipped.refuse()
+        name, notes, count = self._step.name, self.skipped.notes(), len(self.found)
         scaled = sum(codes.input_scale is not None for codes in self.found.values())
         if self._step.activations == "static" and scaled < count:
             what = (

@@ -41,7 +41,14 @@ from llmforge.quantization import methods, nvfp4
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Grid
 from llmforge.quantization.statistics import Demand, InputRange, InputRangeDemand
-from llmforge.quantization.stored import NotHeld, Source, StoredFp4, Untaken, fp4_together, require
+from llmforge.quantization.stored import (
+    QuantizedSource,
+    SkippedCodes,
+    StoredFp4,
+    UnrepresentableCodes,
+    require,
+    stack_fp4,
+)
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass
 from llmforge.rewrite.patterns import NotApplicable, rewrite_each, skip_if
 from llmforge.rewrite.traits import Codes, Deployment, Prediction, Storage
@@ -97,7 +104,7 @@ class QuantizeFp4(Pass):
         routers, heads = routing.routers(model), logits_rows.readers(model)
         ranges = {} if context.statistics is None else context.statistics.inputs
         source = require(context.stored, self.name) if self.takes_stored else None
-        untaken = Untaken(self.name)
+        skipped = SkippedCodes(self.name)
 
         def quantize(product: MatMul) -> str | None:
             if not product.w.is_initializer() or len(graph.dims(product.w) or ()) != 2:
@@ -112,8 +119,8 @@ class QuantizeFp4(Pass):
             if source is not None:
                 try:
                     stored = _stored(source, product)
-                except NotHeld as why:
-                    untaken.add(names, why)
+                except UnrepresentableCodes as why:
+                    skipped.add(names, why)
                     raise NotApplicable(f"its codes {why}") from why
                 _rewrite(model, product, stored)
                 return "NVFP4, stored, blocks of 16, inputs too"
@@ -124,8 +131,8 @@ class QuantizeFp4(Pass):
 
         changes = rewrite_each(MatMul.all(model), quantize, Changes())
         if not changes:
-            untaken.refuse()
-        changes.notes += untaken.notes()
+            skipped.refuse()
+        changes.notes += skipped.notes()
         if changes:
             graph.drop_unused(model)
         return changes
@@ -142,18 +149,22 @@ class QuantizeFp4(Pass):
         return peak
 
 
-def _stored(source: Source, product: MatMul) -> StoredFp4:
+def _stored(source: QuantizedSource, product: MatMul) -> StoredFp4:
     """Return the codes of the weight of `product`, with the range of what it reads.
 
     Raises:
-        NotHeld: the checkpoint has no such codes, or no range.
+        UnrepresentableCodes: the checkpoint has no such codes, or no range.
     """
     tensors = stored_in(graph.tensor(product.w), transposed=True)
     if not tensors:
-        raise NotHeld("are not those of the checkpoint any more; put quantize-fp4 further in front", is_plain=True)
-    found = fp4_together([source.fp4(name) for name in tensors])
+        raise UnrepresentableCodes(
+            "are not those of the checkpoint any more; put quantize-fp4 further in front", is_plain=True
+        )
+    found = stack_fp4([source.fp4(name) for name in tensors])
     if found.input_scale is None:
-        raise NotHeld("come without a range of what is read (input_global_scale), which products of fp4 need")
+        raise UnrepresentableCodes(
+            "come without a range of what is read (input_global_scale), which products of fp4 need"
+        )
     return found
 
 

@@ -134,7 +134,7 @@ class QuantizeKvCache(Pass):
         def quantize(node: ir.Node) -> str | None:
             if canonical.Attention.matches(node):
                 raise NotApplicable("not lowered to GroupQueryAttention")
-            if operators.is_a(node, canonical.LatentAttention, cpu.LatentAttention):
+            if operators.is_a(node, canonical.LatentAttention, cpu.CpuLatentAttention):
                 raise NotApplicable("it caches latents, which no kernel reads in int8")
             if (attention := GroupQueryAttention.of(node)) is None:
                 return None

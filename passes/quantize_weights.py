@@ -269,7 +269,7 @@ class QuantizeWeights(Pass):
             rewrite_each(nodes, quantizer.rewrite, changes)
         if changes:
             graph.drop_unused(model)
-        changes.notes += [*(() if stored is None else stored.untaken.notes()), *quantizer.notes()]
+        changes.notes += [*(() if stored is None else stored.skipped.notes()), *quantizer.notes()]
         return changes
 
 
@@ -321,7 +321,7 @@ class _WeightQuantizer:
                 raise NotApplicable(
                     "what makes keys and values of its latents stays fp32; cpu-kernels stores it in int8"
                 )
-            case contrib.MoE():
+            case contrib.ContribMoE():
                 raise NotApplicable("already fused in fp32; put quantize-weights before fuse-experts")
         return None
 

@@ -1,4 +1,4 @@
-"""What a file or folder is that someone has, and what a build would make of it: read from headers, without torch.
+"""The kind of a file or folder that someone has, and what a build would make of it: read from headers, without torch.
 
 Of a GGUF file transformers makes the tokenizer, as for a build.
 
@@ -27,7 +27,7 @@ from llmforge.checkpoint.quantized.gguf import Gguf, GgufTensor, grouped
 from llmforge.checkpoint.quantized.layout import Grouped, QuantizedTensor, settings_of
 from llmforge.checkpoint.safetensors_file import TensorEntry, parse_json, read_header, read_small
 from llmforge.checkpoint.shards import PICKLES, read_headers, weight_files
-from llmforge.quantization.stored import NotHeld
+from llmforge.quantization.stored import UnrepresentableCodes
 
 TRACED = Path(__file__).with_name("architectures.json")  # model_type → why it is not compiled, "" where it is
 # Kinds of tokenizers in GGUF files, `tokenizer.ggml.model`.
@@ -40,7 +40,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredParameters:
     """Parameters that are stored in one format, and what becomes of them."""
 
     format: str
@@ -67,7 +67,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Part:
+class GgufPart:
     """A part of a GGUF file that a build has to take over."""
 
     name: str  # graph, tokenizer, chat template
@@ -84,12 +84,12 @@ class Inspection:
     kind: str  # Hugging Face checkpoint, GGUF file, adapter (peft)
     facts: Mapping[str, str | int | None] = field(default_factory=dict)  # name → what is stated, in order
     layout: str | None = None  # how it is quantized
-    stored: Sequence[Stored] = ()
+    stored: Sequence[StoredParameters] = ()
     notes: Sequence[str] = ()
     refusal: Refusal | None = None
     compiles: bool | None = None  # whether the architecture was seen to; None: it is not in the table
     reason: str | None = None  # why it does not
-    parts: Sequence[Part] = ()  # of a GGUF file
+    parts: Sequence[GgufPart] = ()  # of a GGUF file
     chat_template: str | None = field(default=None, repr=False)  # likewise
 
     @property
@@ -160,25 +160,25 @@ def _gguf(file: Path) -> Inspection:
         made = _with(made, grouped(header, settings), made.layout)
     except (CheckpointError, UnsupportedError) as error:
         made = _with(made, Grouped((), {}), made.layout, refusal=error)
-    graph = Part("graph", header.architecture, made.compiles, made.reason)
+    graph = GgufPart("graph", header.architecture, made.compiles, made.reason)
     if made.refusal is not None:
         graph = replace(graph, supported=False, reason=_less_file(made.refusal.message, file))
     read, refusal = _gguf_tokenizer(header)
     template = header.metadata.get("tokenizer.chat_template")
     template = template if isinstance(template, str) else None
-    chat = Part("chat template", "none" if template is None else f"{len(template):,} characters", None)
+    chat = GgufPart("chat template", "none" if template is None else f"{len(template):,} characters", None)
     return replace(made, refusal=made.refusal or refusal, parts=(graph, read, chat), chat_template=template)
 
 
-def _gguf_tokenizer(header: gguf.Header) -> tuple[Part, Refusal | None]:
+def _gguf_tokenizer(header: gguf.Header) -> tuple[GgufPart, Refusal | None]:
     """Make the tokenizer, as a build does: nothing less says whether it is taken. Imports transformers."""
     kind, split = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     what = _TOKENIZERS.get(str(kind), str(kind)) + ("" if split is None else f", pre-tokenizer {split}")
     try:
         tokenizer.tokenizer_json(header)
     except (CheckpointError, UnsupportedError) as error:
-        return Part("tokenizer", what, False, _less_file(error.message, header.file)), Refusal.of(error)
-    return Part("tokenizer", what, True), None
+        return GgufPart("tokenizer", what, False, _less_file(error.message, header.file)), Refusal.of(error)
+    return GgufPart("tokenizer", what, True), None
 
 
 def _less_file(message: str, file: Path) -> str:
@@ -228,7 +228,7 @@ def _with(
     except (CheckpointError, UnsupportedError) as error:
         refusal = error
     stored = [
-        Stored(
+        StoredParameters(
             name,
             len(entries),
             sum(prod(entry.shape) for entry in entries),
@@ -258,7 +258,7 @@ def _row(tensor: QuantizedTensor, taking: Mapping[str, str]) -> tuple[str, str, 
         return _NAMES[tensor.dtype.name], AS_IT_IS, ""
     try:
         tensor.grid()
-    except NotHeld as error:
+    except UnrepresentableCodes as error:
         taken = _taken_by(tensor, taking)
         return (
             tensor.format,
@@ -271,7 +271,7 @@ def _row(tensor: QuantizedTensor, taking: Mapping[str, str]) -> tuple[str, str, 
 def _taken_by(tensor: QuantizedTensor, taking: Mapping[str, str]) -> str | None:
     """Name the pass that takes codes that no grid holds; None: there is none."""
     for codes, read in (("channels", tensor.channels), ("fp4", tensor.fp4)):
-        with contextlib.suppress(NotHeld):
+        with contextlib.suppress(UnrepresentableCodes):
             read()
             return f"`{taking[codes]}: {{method: stored}}`"
     return None

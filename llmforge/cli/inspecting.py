@@ -11,7 +11,8 @@ import click
 from llmforge.base import extras
 from llmforge.base.errors import InputError, UsageError, VerificationError
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, PATH, REVISION, on_hub
+from llmforge.cli.hub import REVISION, on_hub
+from llmforge.cli.parameters import ARTIFACT, PATH
 
 _INSPECT = """\b
 Examples:

@@ -17,11 +17,12 @@ from llmforge.backends import Dtype
 from llmforge.base import extras
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import BACKEND, PATH, POSITIVE, REVISION, TARGET, on_hub, record, refuse_given
+from llmforge.cli.hub import REVISION, on_hub
+from llmforge.cli.parameters import BACKEND, PATH, POSITIVE, TARGET, record, refuse_given
 
 if TYPE_CHECKING:
-    from llmforge.doctor.ceilings import Ceilings
-    from llmforge.doctor.gpus import Gpu
+    from llmforge.measure.ceilings import CpuCeilings
+    from llmforge.measure.gpus import Gpu
     from llmforge.measure.machine import Machine
     from llmforge.targets import Target
 
@@ -150,8 +151,8 @@ def measured_here(target: Target) -> Target | None:
     if extras.missing("build") or extras.trouble(extras.RUNTIME) is not None:  # nothing that could be measured
         return None
     from llmforge.cli import console
-    from llmforge.doctor import ceilings
     from llmforge.doctor import machine as files
+    from llmforge.measure import ceilings
 
     console.say("measuring this machine, once: memory bandwidth and matrix products")
     with console.progress() as progress:
@@ -216,8 +217,8 @@ def doctor(
         _prove_transformers(as_json)
         return
     from llmforge.cli import console
-    from llmforge.doctor import environment, gpus, plugins, render
-    from llmforge.measure import machine
+    from llmforge.doctor import environment, plugins, render
+    from llmforge.measure import gpus, machine
 
     if path is not None:
         output.check_file(path, ".yaml", ".yml")
@@ -263,11 +264,12 @@ def _measured(
     threads: int | None,
     path: Path | None,
     told: Callable[[str], None],
-) -> Ceilings | None:
+) -> CpuCeilings | None:
     """Measure `device` and write its target file to `path`; the ceilings of a CPU."""
     from llmforge import targets
     from llmforge.cli import console
-    from llmforge.doctor import ceilings, gpus, kept, machine
+    from llmforge.doctor import kept, machine
+    from llmforge.measure import ceilings, gpus
 
     day = datetime.now(UTC).date().isoformat()
     name = "" if path is None else path.stem

@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 
 from llmforge import targets
 from llmforge.base import folders
-from llmforge.compile.lossy_parts import Part, literal
+from llmforge.compile.lossy_parts import LossyPart, literal
 from llmforge.recipe import TASK_FILES, Recipe
 from llmforge.rewrite import options
 from llmforge.rewrite.pass_base import Pass
@@ -22,7 +22,7 @@ from llmforge.rewrite.traits import FinerCodes
 Entry = tuple[str, dict[str, Any]]  # a pass of a recipe, and its options
 
 
-def entries(step: Pass, written: Mapping[str, Any], parts: Sequence[Part]) -> list[Entry]:
+def entries(step: Pass, written: Mapping[str, Any], parts: Sequence[LossyPart]) -> list[Entry]:
     """Write what takes the place of `step`, whose options are `written`, in a recipe that keeps `parts`.
 
     Weights of 4 bits are kept in 8, by a second pass, and tables and others as they are; layers of a cache in fp32.
@@ -40,23 +40,23 @@ def entries(step: Pass, written: Mapping[str, Any], parts: Sequence[Part]) -> li
     return made
 
 
-def in_more_bits(step: Pass, written: Mapping[str, Any], parts: Sequence[Part]) -> FinerCodes | None:
+def in_more_bits(step: Pass, written: Mapping[str, Any], parts: Sequence[LossyPart]) -> FinerCodes | None:
     """Say how weights of `parts` can be kept in more bits; None: as they are."""
     return None if all(part.table for part in parts) else step.finer(written)
 
 
-def passes(step: Pass, written: Mapping[str, Any], parts: Sequence[Part]) -> list[Pass]:
+def passes(step: Pass, written: Mapping[str, Any], parts: Sequence[LossyPart]) -> list[Pass]:
     """Make the passes of `entries`."""
     return [options.make(type(step), given) for _, given in entries(step, written, parts)]
 
 
-def how(step: Pass, written: Mapping[str, Any], parts: Sequence[Part]) -> str:
+def how(step: Pass, written: Mapping[str, Any], parts: Sequence[LossyPart]) -> str:
     """Say in what the parts are kept."""
     finer = in_more_bits(step, written, parts)
     return "unquantized" if finer is None else f"in {finer.bits} bits"
 
 
-def names(part: Part) -> Sequence[str]:
+def names(part: LossyPart) -> Sequence[str]:
     """Name what is kept of a part."""
     return part.parameters or [f"cache of layer {layer}" for layer in part.layers]
 

@@ -12,7 +12,7 @@ from llmforge.backends import BACKENDS, BackendName
 from llmforge.base.errors import UnsupportedError
 from llmforge.planning.shape import LayerSizes, Shape
 from llmforge.quantization.statistics import PruningDemand
-from llmforge.quantization.structure import Block, Structure
+from llmforge.quantization.structure import PrunableLayer, Structure
 from llmforge.rewrite.pass_base import Context, Pass
 from llmforge.targets import Target
 
@@ -48,7 +48,7 @@ def note(steps: Sequence[Pass], shape: Shape, target: Target, backend: BackendNa
         why = "; ".join(reason for unit, reason in reasons.items() if unit in demand.units)
         raise UnsupportedError(f"{name}: nothing can be taken out: {why}", hint=f"leave {name} out of the recipe")
     sizes = [layer.matrices + layer.expert * layer.experts for layer in layers]
-    blocks = tuple(Block(index, "", size, None, None, ()) for index, size in enumerate(sizes))
+    blocks = tuple(PrunableLayer(index, "", size, None, None, ()) for index, size in enumerate(sizes))
     bound = replace(demand, structure=Structure(blocks, ""), read=sum(sizes) + shape.head_matrix)
     Context(target).require_fewer_bytes(name, bound.read, max(bound.read - bound.target, 1))
     share = bound.target / sum(sizes)

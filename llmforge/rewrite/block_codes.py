@@ -67,7 +67,7 @@ class BlockWriter:
                 "epsilon": 0.0,
             }
             operands = {"x": layer.input, "weights": parts, "bias": layer.bias}
-            kernel = cpu.Linear.insert(layer.matmul, operands, attributes, name=layer.matmul.name)
+            kernel = cpu.CpuLinear.insert(layer.matmul, operands, attributes, name=layer.matmul.name)
             self._replace(layer, kernel.output)
             return
         attributes = {

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llmforge.checkpoint.adapters import Adapter
     from llmforge.quantization.grids import Grid
     from llmforge.quantization.methods.base import Method
-    from llmforge.quantization.stored import Source
+    from llmforge.quantization.stored import QuantizedSource
 
 
 class Numerics(enum.Enum):
@@ -85,7 +85,7 @@ class Context:
     target: InitVar[Target]
     statistics: Statistics | None = None  # present when any pass of the recipe has demands
     scratch: Scratch | None = None  # where tensors are kept that are read more than once
-    stored: Source | None = None  # codes of the checkpoint, by tensor; None: it has none
+    stored: QuantizedSource | None = None  # codes of the checkpoint, by tensor; None: it has none
     adapters: Sequence[Adapter] = ()  # that requests choose from
     _target: Target = field(init=False, repr=False)
 

@@ -13,7 +13,15 @@ from llmforge.ir import graph
 from llmforge.ir.derived import OfExperts, stored_in
 from llmforge.quantization.grids import Grid, Scale, rows
 from llmforge.quantization.initializers import LazyMatrix
-from llmforge.quantization.stored import NotHeld, Source, StoredCodes, Untaken, common, on_grid, together
+from llmforge.quantization.stored import (
+    QuantizedSource,
+    SkippedCodes,
+    StoredCodes,
+    UnrepresentableCodes,
+    common,
+    on_grid,
+    stack_codes,
+)
 from llmforge.rewrite.moe_kernels import FusableExperts
 from llmforge.rewrite.patterns import NotApplicable
 
@@ -23,12 +31,12 @@ class StoredBlocks:
     """Finds the codes of `source` for the pass `step`, with scales of type `scale` where that holds them."""
 
     step: str
-    source: Source
+    source: QuantizedSource
     scale: Scale
-    untaken: Untaken = field(init=False)
+    skipped: SkippedCodes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.untaken = Untaken(self.step)
+        self.skipped = SkippedCodes(self.step)
 
     def are_codes(self, weight: ir.Value, *, transposed: bool = True) -> bool:
         """Say whether the checkpoint stores all of a weight as codes, which a format here may hold or not."""
@@ -36,7 +44,7 @@ class StoredBlocks:
         try:
             for tensor in tensors:
                 self.source.codes(tensor)
-        except NotHeld as reason:
+        except UnrepresentableCodes as reason:
             return not reason.is_plain
         return bool(tensors)
 
@@ -54,21 +62,21 @@ class StoredBlocks:
                 f"its numbers are not those of the checkpoint any more; put {self.step} further in front"
             )
         try:
-            found = self._together(tensors)
-        except NotHeld as reason:
-            self.untaken.add(tensors, reason)
+            found = self._stacked(tensors)
+        except UnrepresentableCodes as reason:
+            self.skipped.add(tensors, reason)
             raise NotApplicable(
                 f"its codes {reason}" + ("" if reason.is_plain else "; it stays dequantized")
             ) from reason
         return LazyMatrix(found.read, n, k, found.grid), found.columns
 
-    def _together(self, tensors: Sequence[str]) -> StoredCodes:
+    def _stacked(self, tensors: Sequence[str]) -> StoredCodes:
         """Put the codes of tensors on top of each other, with fp32 scales unless fp16 is wanted and holds them.
 
         Raises:
-            NotHeld: no format here holds them.
+            UnrepresentableCodes: no format here holds them.
         """
-        found = together([self.source.codes(tensor) for tensor in tensors])
+        found = stack_codes([self.source.codes(tensor) for tensor in tensors])
         if found.grid.scale == self.scale:
             return found
         grid = replace(found.grid, scale="fp32")
@@ -85,9 +93,9 @@ class StoredBlocks:
             up, down = (self._codes_of_experts(weight) for weight in (layer.up, layer.down))
             grid = common(up.grid, down.grid).fitting(experts.hidden, experts.inner)
             if grid is None:
-                raise NotHeld("have bits, or blocks, that QMoE does not read")
-        except NotHeld as reason:
-            self.untaken.add(experts.parameters, reason)
+                raise UnrepresentableCodes("have bits, or blocks, that QMoE does not read")
+        except UnrepresentableCodes as reason:
+            self.skipped.add(experts.parameters, reason)
             raise NotApplicable(f"its codes {reason}; its matrices stay dequantized") from reason
         return (
             _ordered(layer.up, up, grid, experts.order),
@@ -98,14 +106,14 @@ class StoredBlocks:
         """Return the codes of an initializer [E, K, N] as one matrix [E·N, K].
 
         Raises:
-            NotHeld: they are not put together here.
+            UnrepresentableCodes: they are not put together here.
         """
         tensor = graph.tensor(weight)
         if not isinstance(tensor, OfExperts) or not tensor.matrices or not tensor.transposed:
-            raise NotHeld("are not put together of matrices of experts")
-        found = self._together([name for names in tensor.matrices for name in names])
+            raise UnrepresentableCodes("are not put together of matrices of experts")
+        found = self._stacked([name for names in tensor.matrices for name in names])
         if found.columns is not None:
-            raise NotHeld("have input features in another order, which QMoE does not read")
+            raise UnrepresentableCodes("have input features in another order, which QMoE does not read")
         return found
 
 
