@@ -92,7 +92,7 @@ def plan(
     given: dict[str, Any] = {**asked}
     price = given.pop("price", None)
     workload = {name: given.pop(name, None) for name in ("batch", "prompt", "output", "context", "ranks")}
-    wanted = request.Request(targets=names, usd_per_hour=price, wanted=Storage(**given), **workload)
+    wanted = request.PlanRequest(targets=names, usd_per_hour=price, wanted=Storage(**given), **workload)
     found = hub.find(Path(what), revision)
     return Plans(tuple(request.answer(Path(what) if found is None else found.folder, wanted, _kept)))
 

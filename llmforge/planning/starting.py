@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from llmforge.metrics.units import count, duration, significant, size
 from llmforge.planning import config, memory, request, scheme, source
 from llmforge.planning.deployment import DeploymentPlan
 from llmforge.planning.render import Planned
-from llmforge.planning.request import Request
+from llmforge.planning.request import PlanRequest
 from llmforge.planning.roofline import Placement
 from llmforge.planning.shape import Shape
 from llmforge.rewrite.traits import Deployment, Goal, Proposal, Storage
@@ -59,7 +59,7 @@ def write(
     """Write the recipe called `name` for `checkpoint` on `target`, whose figures are known, as far as there are any.
 
     `given` are the paths that stand in it: checkpoint, target, calibration, evaluation. `has_device`: the GPU of the
-    target is at hand, so that engines which only it builds need not be deferred. `sample_text`: both texts are those
+    target is available, so that engines which only it builds need not be deferred. `sample_text`: both texts are those
     that ship with llmforge.
 
     Raises:
@@ -82,16 +82,8 @@ def write(
             f"{checkpoint} is quantized already, and {chosen} takes its codes of an unquantized checkpoint",
             hint="give the original checkpoint, or choose another --engine",
         )
-    there = Deployment(
-        target,
-        BACKENDS[chosen],
-        before.plan.scheme.compute,
-        goal,
-        caches_latents=any(each.latent is not None for _, each in shape.attentions()),
-        is_quantized=is_stored,
-        stored=source.grid_of(settings, folder) if is_stored else None,
-    )
-    proposed = _choose(before, there)
+    stored = source.grid_of(settings, folder) if is_stored else None
+    proposed = _choose(before, replace(_deployment(before.plan, goal), is_quantized=is_stored, stored=stored))
     stores = reduce(Storage.or_else, (each.stores for _, each in proposed), Storage())
     if stores.weights is None and others is not None:
         raise UnsupportedError(
@@ -110,6 +102,11 @@ def write(
     return Start(text, planned)
 
 
+def _deployment(plan: DeploymentPlan, goal: Goal) -> Deployment:
+    latents = any(each.latent is not None for _, each in plan.shape.attentions())
+    return Deployment(plan.target, BACKENDS[plan.backend], plan.scheme.compute, goal, caches_latents=latents)
+
+
 def _plan(shape: Shape, target: Target, backend: BackendName, wanted: Storage, goal: Goal) -> Planned:
     """Plan with the largest batch of the goal that fits at the recipe's context, of powers of two."""
     placed = Placement(shape, target, scheme.choose(target, backend, shape.dtype, wanted), 1)
@@ -117,7 +114,7 @@ def _plan(shape: Shape, target: Target, backend: BackendName, wanted: Storage, g
     while batch > 1 and memory.largest_batch(placed, _context(shape)) < batch:
         batch //= 2
     calibrated = wanted.weights in ("int4", "fp8")
-    asked = Request(backend=backend, batch=batch, wanted=wanted, calibration_tokens=8192 if calibrated else 0)
+    asked = PlanRequest(backend=backend, batch=batch, wanted=wanted, calibration_tokens=8192 if calibrated else 0)
     return request.of_target(shape, target, asked)
 
 
