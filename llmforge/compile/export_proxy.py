@@ -61,7 +61,7 @@ def check(
         engines.exporter(spec.backend, target).check(exported(model, traced, checkpoint), spec)
 
 
-def stand_in(model: ir.Model, spec: EngineSpec, checkpoint: Checkpoint, folder: Path, progress: Progress) -> None:
+def build(model: ir.Model, spec: EngineSpec, checkpoint: Checkpoint, folder: Path, progress: Progress) -> None:
     """Build llmforge's own engine of `model` for this machine's CPU in `folder`, which may then be loaded."""
     target = targets.local()
     lowered, _ = onnxruntime.lower(_without_fp8_products(model), target)

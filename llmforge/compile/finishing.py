@@ -17,9 +17,11 @@ from llmforge.backends.pending import Pending
 from llmforge.base.errors import UsageError
 from llmforge.base.progress import Progress, Silent
 from llmforge.checkpoint import Checkpoint
-from llmforge.compile import evidence, lock, publishing, texts
+from llmforge.compile import evidence, lock, texts
 from llmforge.compile.evidence import Clock, Evidence
-from llmforge.compile.publishing import BuildResult
+from llmforge.compile.stages.artifact import publish
+from llmforge.compile.stages.gates import judge_gates
+from llmforge.compile.state import BuildResult, CompileState, ReportFacts
 from llmforge.gates import confirmed, records
 from llmforge.measure import machine
 from llmforge.measure.footprint import BytesRead
@@ -64,25 +66,16 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         found = measure(waiting, staging, engine, target, recipe, progress)
         before = records.read(opened)
         built_from = f"engine built from version {manifest.version}, which was written on {before.machine.cpu}"
-        facts = {
-            **dict(before),
-            "notes": (*before.notes, built_from, *engine.notes, *found.notes),
-        }  # passes and calibration stay
         locked = lock.read(opened)
         here = {"machine": machine.describe(), "packages": lock.packages(), "code": lock.code()}
         stages = tuple(stage for stage in locked.stages if stage.name != lock.ENGINE)
-        locked = locked.model_copy(update={**here, "stages": stages})
-        return publishing.publish(
-            staging,
-            facts,
-            engine,
-            found,
-            target=target,
-            lock=locked,
-            hashing=hashing,
-            clock=clock,
-            progress=progress,
-        )
+        state = CompileState(staging, target, clock, hashing)
+        # Passes and calibration stay.
+        state.facts = ReportFacts.of(before, (built_from, *engine.notes, *found.notes))
+        state.engine, state.evidence = engine, found
+        state.lock = locked.model_copy(update={**here, "stages": stages})
+        judge_gates(state)
+        return publish(state)
 
 
 def check_recipe(recipe: Recipe, opened: Artifact) -> None:

@@ -112,8 +112,8 @@ class Lock(Record):
 
 
 @dataclass(frozen=True)
-class Stages:
-    """Collects the digests of stages as a build goes on."""
+class StageDigests:
+    """The digests of stages, as a build goes on."""
 
     done: list[StageLock] = field(default_factory=list)
 
@@ -142,7 +142,7 @@ def gather(
     resolved: Mapping[str, Any],
     checkpoint: Checkpoint,
     target: str,
-    stages: Stages,
+    stages: StageDigests,
     others: Sequence[PluginRecord] = (),
 ) -> Lock:
     """Write down what a build read, and what it ran on; `others` are the plug-ins that took part."""

@@ -38,7 +38,7 @@ from llmforge.checkpoint import Checkpoint, Configuration, Geometry
 from llmforge.checkpoint.adapters import Adapter
 from llmforge.checkpoint.text import Window
 from llmforge.compile.frontend import Frontend
-from llmforge.compile.proofs import Proof, Proofs
+from llmforge.compile.overlap import PendingProof, ProofPool
 from llmforge.gates import records
 from llmforge.ir import graph
 from llmforge.ir.scratch import Scratch
@@ -155,8 +155,8 @@ class Reuse:
             return read
 
     def trace_proof(
-        self, checkpoint: Checkpoint, model: ir.Model, progress: Progress, proofs: Proofs, prove: Callable[[], str]
-    ) -> Proof[str]:
+        self, checkpoint: Checkpoint, model: ir.Model, progress: Progress, proofs: ProofPool, prove: Callable[[], str]
+    ) -> PendingProof[str]:
         """Begin the proof of a trace, or take that of an earlier build; it finds a note, which is what `prove` says."""
         parts = {"checkpoint": checkpoint.digest, "graph": graph.fingerprint(model)}
         key = self.key("trace-proof", [_TRACE_PROOF_CODE], **parts)
@@ -165,7 +165,7 @@ class Reuse:
             progress.stage("Verify trace" if entry is None else "Verify trace: reused")
             if entry is not None:
                 self.stages.append("trace-proof")
-                return Proof(str(entry.json(PROOF)))
+                return PendingProof(str(entry.json(PROOF)))
 
             def run() -> str:
                 note = prove()
@@ -287,7 +287,7 @@ class Chain:
     promises: str
     texts: str
 
-    def step(self, step: Pass, model: ir.Model) -> Step:
+    def step(self, step: Pass, model: ir.Model) -> CachedPass:
         """Make the keys of `step`, which is to run on `model`, and go on behind it.
 
         A pass that is defined outside of the package has keys that no other build has: its code is not known.
@@ -309,11 +309,11 @@ class Chain:
         more = {"budget": json.dumps(given.get("budget")), "promises": self.promises, "texts": self.texts}
         proof = self.reuse.key("proof", [*modules, _PROOF_CODE], **parts, **more)
         self.before = tensors.digest
-        return Step(self.reuse.cache, tensors, proof if known else None)
+        return CachedPass(self.reuse.cache, tensors, proof if known else None)
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class CachedPass:
     """A pass of a build, between the graph before and the one after it."""
 
     cache: Cache

@@ -26,8 +26,8 @@ from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.checkpoint.text import Window
 from llmforge.compile import evidence, finishing, reference, tasks, texts
 from llmforge.compile.evidence import Clock
-from llmforge.compile.publishing import BuildResult
 from llmforge.compile.reuse import opened as opened_cache
+from llmforge.compile.state import BuildResult
 from llmforge.compile.tasks import Server
 from llmforge.gates import confirmed, decision, records, release, verdict
 from llmforge.gates.decision import Figure, Verdict

@@ -23,7 +23,7 @@ from llmforge.base.errors import EnvironmentLacks, PluginError, UsageError, Veri
 from llmforge.cache import Cache, Code
 from llmforge.calibration import driver
 from llmforge.compile import finishing, lock, pipeline, reuse
-from llmforge.compile.publishing import BuildResult
+from llmforge.compile.state import BuildResult
 from llmforge.diagnosis import comparison, reproducing
 from llmforge.gates import records, verdict
 from llmforge.gates.decision import Verdict
