@@ -92,37 +92,6 @@ def test_it_ends_with_the_block_and_with_the_process_that_started_it() -> None:
     assert not _runs(number)
 
 
-@pytest.mark.thorough
-def test_a_copy_of_it_proves_what_was_traced_and_ends_with_it(tiny_checkpoint: Path) -> None:
-    with Frontend() as frontend:
-        files = frontend.trace(tiny_checkpoint)
-        assert frontend._process is not None
-        [copy] = _children(frontend._process.pid)
-        assert frontend.prove(tiny_checkpoint, files, 1).startswith("trace: logits match transformers within")
-        assert frontend._grown_bytes > 0
-        frontend.trace(tiny_checkpoint)
-        assert _children(frontend._process.pid) == [copy]
-    waited = time.monotonic() + 60
-    while _runs(copy) and time.monotonic() < waited:
-        time.sleep(0.1)
-    assert not _runs(copy)
-
-
-@pytest.mark.thorough
-def test_that_the_copy_was_killed_is_said(tiny_checkpoint: Path) -> None:
-    with Frontend() as frontend:
-        files = frontend.trace(tiny_checkpoint)
-        assert frontend._process is not None
-        [copy] = _children(frontend._process.pid)
-        os.kill(copy, signal.SIGKILL)
-        with pytest.raises(EnvironmentLacks, match="the process that proves the trace was ended by SIGKILL"):
-            frontend.prove(tiny_checkpoint, files, 1)
-
-
-def _children(number: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{number}/task/{number}/children").read_text().split()]
-
-
 @pytest.mark.slow
 def test_a_build_without_calibration_leaves_torch_to_it(tmp_path: Path, tiny_checkpoint: Path) -> None:
     (tmp_path / "texts.jsonl").write_text(json.dumps({"id": "0", "text": "graph engine pass weight " * 40}))
