@@ -8,6 +8,7 @@ torch for nothing else lets a process of its own do that, and goes on meanwhile.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pickle
 import signal
@@ -31,9 +32,12 @@ if TYPE_CHECKING:  # the process is started before this one imports anything els
     from llmforge.checkpoint.adapters import AdapterSource
     from llmforge.recipe import Recipe
     from llmforge.rewrite.pass_base import Pass
+    from llmforge.verification.reference_runs import ReferenceRuns
 
     Origin = tuple[Path, tuple[AdapterSource, ...]]  # `Checkpoint.opened_from`
 
+_ANSWERED = object()  # in place of an answer: another process has given it
+_PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
 _START = "import sys; sys.path[:] = {path!r}; from llmforge.compile.frontend import serve; serve()"
 
 
@@ -48,6 +52,7 @@ class Frontend:
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = threading.Lock()
         self._asked = False
+        self._copy_bytes = 0  # by which its copy that traced grew
 
     @staticmethod
     def is_loaded() -> bool:
@@ -83,7 +88,7 @@ class Frontend:
         if self._process is not None:
             from llmforge.measure import machine
 
-            self.peak_bytes = machine.peak_resident_bytes(self._process.pid)
+            self.peak_bytes = machine.peak_resident_bytes(self._process.pid) + self._copy_bytes
             self._process.kill()
             self._process.communicate()
             self._process = None
@@ -114,7 +119,8 @@ class Frontend:
         Raises:
             UnsupportedError, VerificationError: as `llmforge.verification.trace_verifier.verify_trace`.
         """
-        return str(self._ask("prove", (folder, tuple(adapters)), dict(files), threads))
+        note, self._copy_bytes = self._ask("prove", (folder, tuple(adapters)), dict(files), threads)
+        return str(note)
 
     def _ask(self, name: str, *given: object) -> Any:
         with self._turn:
@@ -160,16 +166,69 @@ def serve() -> None:
 
     with process.unwatched(), imports.unused_left_out():
         from llmforge.trace.export import strategy  # noqa: F401  what tracing imports, and transformers
-    functions: dict[str, Callable[..., Any]] = {"configuration": _configuration, "trace": _trace, "prove": _prove}
+    server = _Server(answers)
+    functions: dict[str, Callable[..., Any]] = {
+        "configuration": _configuration, "trace": server.trace, "prove": server.prove,
+    }  # fmt: skip
     while True:
         name, given = asked.get()
+        server.answer(functions[name], *given)
+
+
+class _Server:
+    """Answers to questions. While a copy of this process traces, this one runs what the graph will be held to."""
+
+    def __init__(self, answers: BinaryIO) -> None:
+        self._answers = answers
+        self._copied = False  # who has run threads of torch is not to be copied
+        self._copy_bytes = 0
+        self._computed: tuple[Origin, ReferenceRuns] | None = None
+
+    def answer(self, function: Callable[..., Any], *given: object) -> None:
+        """Write what `function` returns or raises; nothing where it leaves that to a copy of this process."""
         try:
-            answer, error = functions[name](*given), None
+            made, error = function(*given), None
         except Exception as raised:  # noqa: BLE001  the process that asked raises it
-            answer, error = None, _portable(raised)
+            made, error = None, _portable(raised)
+        if made is _ANSWERED:
+            return
         with contextlib.suppress(BrokenPipeError):
-            pickle.dump((answer, error), answers)
-            answers.flush()
+            pickle.dump((made, error), self._answers)
+            self._answers.flush()
+
+    def trace(self, origin: Origin) -> object:
+        """Let a copy of this process trace and answer; meanwhile run the model in transformers."""
+        if self._copied:
+            return _trace(origin)
+        self._copied = True
+        from llmforge.measure import machine
+        from llmforge.verification.trace_verifier import precompute_reference
+
+        before, copy = machine.peak_resident_bytes(), os.fork()
+        if copy == 0:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            try:
+                self.answer(_trace, origin)
+            finally:
+                os._exit(0)
+        with contextlib.suppress(Exception):  # the proof does it again, and raises it where it can be answered
+            self._computed = origin, precompute_reference(_checkpoint(origin))
+        _, status, usage = os.wait4(copy, 0)
+        if os.WIFSIGNALED(status):  # it has not answered: whoever waits is told how this process ended
+            os.kill(os.getpid(), os.WTERMSIG(status))
+        self._copy_bytes = max(0, usage.ru_maxrss * 1024 - before)
+        return _ANSWERED
+
+    def prove(self, origin: Origin, files: Mapping[str, bytes], threads: int) -> tuple[str, int]:
+        """Hold a kept graph to transformers; return a note of it, and by how many bytes the copy that traced grew."""
+        from llmforge.trace.export import kept_graph
+        from llmforge.verification.trace_verifier import verify_trace
+
+        computed, self._computed = self._computed, None
+        runs = computed[1] if computed is not None and computed[0] == origin else None
+        model = kept_graph.load(files, _checkpoint(origin))
+        assert model is not None, "a graph of other ties"
+        return verify_trace(_checkpoint(origin), model, threads=threads, computed=runs).note(), self._copy_bytes
 
 
 def _listen(questions: BinaryIO, asked: SimpleQueue[tuple[str, tuple[Any, ...]]]) -> None:
@@ -210,12 +269,3 @@ def _trace(origin: Origin) -> dict[str, bytes]:
 
     with process.unwatched():
         return kept_graph.dump(trace.trace(_checkpoint(origin)))
-
-
-def _prove(origin: Origin, files: Mapping[str, bytes], threads: int) -> str:
-    from llmforge.trace.export import kept_graph
-    from llmforge.verification.trace_verifier import verify_trace
-
-    model = kept_graph.load(files, _checkpoint(origin))
-    assert model is not None, "a graph of other ties"
-    return verify_trace(_checkpoint(origin), model, threads=threads).note()

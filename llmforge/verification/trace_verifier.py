@@ -26,11 +26,12 @@ from llmforge.trace.export.limits import LONGEST, TAIL, WHOLE_BYTES
 from llmforge.trace.export.pattern import Irregular, Pattern
 from llmforge.verification import probe, streamed_execution
 from llmforge.verification.trace_comparison import HINT, NUDGES, RoundingNoise, StepComparison, compare, deviation
-from llmforge.verification.trace_runs import count_kept, make_runs, rows_of, selected
+from llmforge.verification.trace_runs import count_kept, make_runs, selected
 
 if TYPE_CHECKING:  # these import torch
     from llmforge.trace.export.reference import Given, Observation, Reference
     from llmforge.verification.magnified import Magnified
+    from llmforge.verification.reference_runs import ReferenceRuns
 
 # Largest |difference| of a logit, in standard deviations of all logits. 23 two-layer architectures differed by at most
 # 7e-6 at a deviation of 0.6, and trained models have outliers; a wrong constant costs far more than this.
@@ -76,17 +77,42 @@ class TraceProof:
         )
 
 
+def precompute_reference(checkpoint: Checkpoint, whole_bytes: int = WHOLE_BYTES) -> ReferenceRuns:
+    """Compute what the graph of `checkpoint` will be held to, as far as that can be told before there is one.
+
+    Raises:
+        UnsupportedError: transformers cannot run the model.
+    """
+    from llmforge.verification import magnified
+    from llmforge.verification.reference_runs import ReferenceRuns
+
+    computed = ReferenceRuns(checkpoint, part=4 * checkpoint.parameters > whole_bytes)
+    geometry, reference = checkpoint.geometry, computed.reference
+    few = geometry.vocabulary > LARGE_VOCABULARY
+    head = not few or not reference.stack
+    first, *others = make_runs(geometry.vocabulary, sorted(_named_lengths(checkpoint)), geometry.context)
+    computed.observed(first, count_kept(first, few), head=True, watched=True)
+    for run in others:
+        computed.observed(run, count_kept(run, few), head=head)
+    larger = magnified.run(geometry.vocabulary, geometry.context)
+    weights = [f"{norm.name}.weight" for norm in reference.norms() if norm.in_memory]
+    computed.observed(larger, count_kept(larger, few), head=head, magnified_weights=weights)
+    return computed
+
+
 def verify_trace(
     checkpoint: Checkpoint,
     model: ir.Model,
     *,
     threads: int = 1,
     whole_bytes: int = WHOLE_BYTES,
+    computed: ReferenceRuns | None = None,
 ) -> TraceProof:
     """Hold `model`, the canonical graph of `checkpoint`, against transformers on the real weights.
 
     Prefill, decode and continuation, a ragged batch, and a prompt longer than every window up to `LONGEST`. A model of
-    more than `whole_bytes` of weights runs with its first layers alone, where its graph says how they repeat.
+    more than `whole_bytes` of weights runs with its first layers alone, where its graph says how they repeat. What
+    `precompute_reference` has `computed` is not computed again, and its model is released.
 
     Raises:
         VerificationError: logits differ; names the step and the first layer whose hidden states do.
@@ -94,7 +120,7 @@ def verify_trace(
             would be a defect of the frontend elsewhere is known to happen there.
     """
     try:
-        return _verify(checkpoint, model, threads, whole_bytes)
+        return _verify(checkpoint, model, threads, whole_bytes, computed)
     except (UnsupportedError, VerificationError) as error:
         if (reason := model.metadata_props.get(interface.FALLBACK)) is None:
             raise
@@ -111,20 +137,27 @@ def verify_trace(
         ) from error
 
 
-def _verify(checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: int) -> TraceProof:
+def _verify(
+    checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: int, computed: ReferenceRuns | None
+) -> TraceProof:
     process.import_whole("transformers")  # another thread may be at it
-    from llmforge.trace.export.reference import Reference  # here, because it imports torch
     from llmforge.verification import bindings, norms
+    from llmforge.verification.reference_runs import ReferenceRuns  # here, because it imports torch
 
     began = time.perf_counter()
     part = _is_shown_in_part(model, whole_bytes)
-    reference = Reference(checkpoint, part=part)
+    if computed is not None and computed.part != part:
+        del computed.reference
+        computed = None
+    computed = computed or ReferenceRuns(checkpoint, part=part)
+    reference = computed.reference
     parameters = bindings.require_bound(checkpoint, model, reference, _idle_parameters(model, reference))
     shown = _some_layers(checkpoint, model, reference) if part else model
     norms.require_right(shown, reference)
     trial = _TraceTrial.of(checkpoint, model, shown, reference, part=part)
-    expected, unknown = trial.expected(reference)
-    del reference  # its weights make room for those of the graph
+    expected, unknown = trial.expected(computed)
+    del reference, computed.reference  # its weights make room for those of the graph
+    computed.given.clear()
     made = trial.outputs(threads)
     verdict = trial.compare(made, expected)
     longest = max(run.capacity for run in trial.runs)
@@ -231,27 +264,21 @@ class _TraceTrial:
         """Whether logits are compared; else hidden states tell, and the first run what the head makes of them."""
         return not self.few or not self.states or run is self.runs[0]
 
-    def expected(self, reference: Reference) -> tuple[list[list[Observation]], set[int]]:
+    def expected(self, computed: ReferenceRuns) -> tuple[list[list[Observation]], set[int]]:
         """Run transformers' model; return what it gives, and the windows of which nothing could be told.
 
         Raises:
             VerificationError: masks or angles of positions are not those that its layers are given.
         """
         first, *others = self.runs
-        with reference.watched() as given:
-            made = [self._observed(reference, first)]
-        unknown = self._require_positions(given)
-        return [*made, *(self._observed(reference, run) for run in others)], unknown
+        made = [computed.observed(first, count_kept(first, self.few), head=True, watched=True)]
+        unknown = self._require_positions(computed.given)
+        return [*made, *(self._observed(computed, run) for run in others)], unknown
 
-    def _observed(self, reference: Reference, run: probe.Run) -> list[Observation]:
-        """Run the rows of `run` one by one, or at once and on larger numbers."""
-        from llmforge.verification import magnified
-
-        count, head = count_kept(run, self.few), self.has_head(run)
-        if run is not self.runs[-1]:
-            return [reference.run(ids, min(len(ids), count), head=head) for ids in rows_of(run)]
-        with reference.magnified(self.large.weights, magnified.ADDED, magnified.SCALES):
-            return reference.run_batch(np.stack(rows_of(run)), count, head=head)
+    def _observed(self, computed: ReferenceRuns, run: probe.Run) -> list[Observation]:
+        """Run the rows of `run`, those of the last run on larger numbers."""
+        weights = self.large.weights if run is self.runs[-1] else None
+        return computed.observed(run, count_kept(run, self.few), head=self.has_head(run), magnified_weights=weights)
 
     def _require_positions(self, given: Sequence[Given]) -> set[int]:
         """Compare masks and rotary angles of every layer with those that `given` has."""
@@ -326,12 +353,12 @@ class _TraceTrial:
         self, run: probe.Run, steps: Sequence[Mapping[str, NDArray[Any]]], here: Sequence[StepComparison]
     ) -> list[RoundingNoise]:
         """Compute what is expected of `run` anew, of numbers that errors of rounding moved."""
-        from llmforge.trace.export.reference import Reference
+        from llmforge.verification.reference_runs import ReferenceRuns
 
         others = []
         for seed in range(DRAWN):
-            again = Reference(self.checkpoint, part=self.part)
-            with again.nudged(NUDGE, seed):
+            again = ReferenceRuns(self.checkpoint, part=self.part)
+            with again.reference.nudged(NUDGE, seed):
                 moved = self._observed(again, run)
             others.append(self._compared(run, steps, moved))
         return [RoundingNoise.between(each, [other[at] for other in others]) for at, each in enumerate(here)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -11,8 +14,9 @@ from llmforge.base.errors import VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
 from llmforge.trace import trace
+from llmforge.trace.export.reference import Reference
 from llmforge.verification import magnified, probe, trace_comparison, trace_runs, trace_verifier
-from llmforge.verification.trace_verifier import verify_trace
+from llmforge.verification.trace_verifier import precompute_reference, verify_trace
 
 from ..models import zoo
 
@@ -220,3 +224,30 @@ def test_runs_stay_within_a_context_however_short() -> None:
     one, ragged = trace_runs.make_runs(96, [], None)
     assert [step.lengths.tolist() for step in one.steps] == [[12], [1], [1], [1], [5]]
     assert [step.lengths.tolist() for step in ragged.steps] == [[9, 12], [1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("whole_bytes", [1, 1 << 30])
+def test_what_was_computed_before_is_not_computed_again_and_proves_the_same(
+    whole_bytes: int, checkpoint: Checkpoint, canonical: ir.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = verify_trace(checkpoint, canonical, whole_bytes=whole_bytes)
+    wrong = canonical.clone()
+    _no_residual(wrong)
+    with pytest.raises(VerificationError, match=r"first diverging layer: model\.layers\.2"):
+        verify_trace(checkpoint, wrong, computed=precompute_reference(checkpoint, 1 << 30))
+    computed = precompute_reference(checkpoint, whole_bytes)
+    ran: list[int] = []
+    run = Reference.run_batch
+
+    def counted(self: Reference, ids: Any, *given: Any, **named: Any) -> Any:
+        ran.append(len(ids[0]))
+        return run(self, ids, *given, **named)
+
+    monkeypatch.setattr(Reference, "run_batch", counted)
+    proof = verify_trace(checkpoint, canonical, whole_bytes=whole_bytes, computed=computed)
+    assert replace(proof, seconds=0.0) == replace(plain, seconds=0.0)
+    assert len(ran) <= 1, "but for the prompt beyond the windows, whose length the graph tells"
+    other = precompute_reference(checkpoint, 1 << 30 if whole_bytes == 1 else 1)
+    again = verify_trace(checkpoint, canonical, whole_bytes=whole_bytes, computed=other)
+    assert replace(again, seconds=0.0) == replace(plain, seconds=0.0)
+    assert not hasattr(other, "reference")  # its weights are released
