@@ -62,9 +62,9 @@ def _next_steps(artifact: Path, engine: EngineRecord) -> Iterator[str]:
     if engine.pending:
         yield f"next, on the target: llmforge build --finish {name} RECIPE"
         return
-    elsewhere = backends.elsewhere(engine.backend)
-    if elsewhere is not None:
-        yield f"next: {elsewhere.serve.format(engine=shlex.quote(output.here(artifact / 'engine')))}"
+    foreign = backends.elsewhere(engine.backend)
+    if foreign is not None:
+        yield f"next: {foreign.serve.format(engine=shlex.quote(output.here(artifact / 'engine')))}"
     else:
         yield f'next: llmforge run {name} "PROMPT"'
     yield f"      llmforge gate {name}"
@@ -216,7 +216,7 @@ def build(recipe: Path | None, options: BuildOptions) -> None:
     process.prepare()
     process.keep_freed_memory()
     process.collect_rarely()
-    if options.pending is not None:  # it goes beside its artifact, and is not deferred again
+    if options.pending is not None:  # it goes to where its artifact is, and is not deferred again
         refuse_given("--finish", "out", "defer", "no_cache", "cache_size", "runtimes", *_REMOTE)
     options.cache.check()
     if options.trace is not None:
@@ -244,8 +244,6 @@ def _built(path: Path, options: BuildOptions) -> BuildResult:
     if options.cache.no_cache or cache.is_empty(folder):
         overlap.start(recipe)
     with process.unwatched():
-        with process.deferred("sympy"):
-            import onnx_ir  # noqa: F401
         from llmforge.cli import console
         from llmforge.compile.stages.recipe import check_recipe
 

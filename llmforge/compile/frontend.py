@@ -164,7 +164,7 @@ def serve() -> None:
     with process.unwatched():
         from llmforge.trace.hooks import imports
 
-    with process.unwatched(), imports.unused_left_out():
+    with process.unwatched(), imports.without_unused_imports():
         from llmforge.trace.export import strategy  # noqa: F401  what tracing imports, and transformers
     server = _Server(answers)
     functions: dict[str, Callable[..., Any]] = {

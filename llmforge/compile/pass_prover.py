@@ -14,8 +14,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmforge.compile.cached_passes import CachedPass
 from llmforge.compile.overlap import PendingProof, ProofPool
-from llmforge.compile.reuse import CachedPass
 from llmforge.gates import records
 from llmforge.rewrite.pass_base import Changes, Numerics, Pass
 from llmforge.verification.promises import Promises

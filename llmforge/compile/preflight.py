@@ -1,4 +1,4 @@
-"""What can be known to be wrong before torch is imported, a model traced, or a weight read."""
+"""Checks of a recipe before torch is imported, a model traced, or a weight read."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import Adapter
 from llmforge.checkpoint.text import Window
 from llmforge.compile import dry_run, finishing, lock, preflight, reuse, texts
+from llmforge.compile.cached_passes import PassChain
 from llmforge.compile.lock import StageDigests
 from llmforge.compile.lossy_parts import LossyStep
 from llmforge.compile.stages.passes import calibrate
@@ -61,7 +62,7 @@ def rebuilt(recipe: Recipe, cache: Callable[[], Cache] | None, progress: Progres
         chosen = [window.ids for window in texts.budget_windows(windows, recipe, checkpoint)]
         promised = Promises.of(checkpoint, recipe.engine.max_context, recipe.engine.max_batch)
         apart = tuple(map(Adapter.open, recipe.apart))
-        chain, scratch = kept.chain(checkpoint, calibration.key, promised, chosen, apart), Scratch(Path(folder))
+        chain, scratch = PassChain.of(kept, checkpoint, calibration.key, promised, chosen, apart), Scratch(Path(folder))
         for number, step in enumerate(steps):
             progress.stage(f"Pass {step.name}")
             wanted = calibration.statistics if step.demands() else None

@@ -117,7 +117,7 @@ def verify_trace(
     Raises:
         VerificationError: logits differ; names the step and the first layer whose hidden states do.
         UnsupportedError: transformers or ONNX Runtime cannot run the model, or it is of its own attention and what
-            would be a defect of the frontend elsewhere is known to happen there.
+            would be a defect of the frontend for other models is known to happen there.
     """
     try:
         return _verify(checkpoint, model, threads, whole_bytes, computed)

@@ -17,7 +17,7 @@ from llmforge.report import comparing, render
 
 
 def publish(state: CompileState) -> BuildResult:
-    """Seal what lies in the staging folder, write the report beside the engine, and publish both.
+    """Seal what lies in the staging folder, write its report, and publish both.
 
     This is the one place where a build comes to have succeeded: it has when its folder has got the name of its version,
     and what this returns is there. Nothing else makes a `BuildResult` of a build.

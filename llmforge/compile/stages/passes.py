@@ -14,10 +14,11 @@ from llmforge.base import spans
 from llmforge.base.progress import Progress
 from llmforge.checkpoint import Checkpoint, documents
 from llmforge.compile import dry_run, lock, texts
+from llmforge.compile.cached_passes import PassChain
 from llmforge.compile.lossy_parts import LossyStep
 from llmforge.compile.overlap import PendingProof
 from llmforge.compile.pass_prover import PassProver
-from llmforge.compile.reuse import Chain, Reuse
+from llmforge.compile.reuse import Reuse
 from llmforge.compile.state import CalibrationResult, CompileState, PassRun
 from llmforge.gates import records
 from llmforge.ir import dialect, graph, interface
@@ -48,7 +49,7 @@ def run_passes(state: CompileState) -> None:
     promised = Promises.of(checkpoint, recipe.engine.max_context, recipe.engine.max_batch)
     threads = recipe.engine.threads or physical_cores()
     prover = PassProver(state.checked.out / recipe.name / ".failed", promised, chosen, threads, proofs)
-    chain = state.reuse.chain(checkpoint, state.calibration.key, promised, chosen, state.adapters)
+    chain = PassChain.of(state.reuse, checkpoint, state.calibration.key, promised, chosen, state.adapters)
     state.notes += _coverage(state.model)
     scratch = Scratch(state.staging.parent)
     with proofs.blamed():
@@ -63,7 +64,7 @@ def run_passes(state: CompileState) -> None:
     ]
 
 
-def _run_pass(state: CompileState, step: Pass, context: Context, chain: Chain, prover: PassProver) -> None:
+def _run_pass(state: CompileState, step: Pass, context: Context, chain: PassChain, prover: PassProver) -> None:
     """Run one pass, and keep what is needed of the graph before it."""
     attributes, model = state.recipe.validation.attribution, state.model
     before = model.clone() if attributes or state.adapters else model
@@ -78,7 +79,7 @@ def _run_pass(state: CompileState, step: Pass, context: Context, chain: Chain, p
 
 
 def transform(
-    step: Pass, model: ir.Model, context: Context, chain: Chain, prover: PassProver, progress: Progress
+    step: Pass, model: ir.Model, context: Context, chain: PassChain, prover: PassProver, progress: Progress
 ) -> tuple[PassRun, list[str]]:
     """Run one pass over `model`, and begin to hold it to what it declares; return what must not be missed, too.
 
