@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge.cache import Cache, Entry, Key
+from llmforge.cache import Cache, CacheEntry, Key
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import Adapter
 from llmforge.compile.reuse import (
@@ -35,7 +35,7 @@ from llmforge.ir.scratch import Scratch
 from llmforge.rewrite import options
 from llmforge.rewrite.pass_base import Changes, Pass
 from llmforge.verification.promises import Promises
-from llmforge.verification.verifier import Verification
+from llmforge.verification.verifier import PassVerification
 
 _SOURCE_CODE = "llmforge.checkpoint.quantized"
 _ALIGNMENT_BYTES = 64
@@ -106,7 +106,7 @@ class CachedPass:
     proof: Key | None  # None: it cannot be reused
 
     @contextmanager
-    def computing(self) -> Iterator[Entry | None]:
+    def computing(self) -> Iterator[CacheEntry | None]:
         """Be the only build that proves this pass on this graph; gives the proof where there is one."""
         if self.proof is None:
             yield None
@@ -148,7 +148,7 @@ class CachedPass:
             read = partial(_mapped, entry.path / TENSORS, offset, size_bytes, tensor.dtype, tensor.shape.numpy(), name)
             made[name].const_value = ir.LazyTensor(read, tensor.dtype, ir.Shape(tensor.shape.numpy()), name=name)
 
-    def reused(self, entry: Entry | None, model: ir.Model, changes: Changes) -> records.VerificationRecord | None:
+    def reused(self, entry: CacheEntry | None, model: ir.Model, changes: Changes) -> records.VerificationRecord | None:
         """Return what the kept proof `entry` found, where the pass did on `model` what it did when that was made."""
         if entry is None:
             return None
@@ -160,7 +160,7 @@ class CachedPass:
             return None
         return records.VerificationRecord.model_validate({**kept["found"], "seconds": 0.0}, strict=False)
 
-    def keep_proof(self, found: Verification, model: ir.Model, changes: Changes) -> None:
+    def keep_proof(self, found: PassVerification, model: ir.Model, changes: Changes) -> None:
         """Keep what the proof of the pass found."""
         if self.proof is not None and self.cache.find(self.proof) is None:
             record = records.VerificationRecord.model_validate(found, from_attributes=True)

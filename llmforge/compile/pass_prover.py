@@ -19,7 +19,7 @@ from llmforge.compile.overlap import PendingProof, ProofPool
 from llmforge.gates import records
 from llmforge.rewrite.pass_base import Changes, Numerics, Pass
 from llmforge.verification.promises import Promises
-from llmforge.verification.reports import Snapshot
+from llmforge.verification.reports import GraphSnapshot
 from llmforge.verification.verifier import Verifier
 
 
@@ -35,15 +35,15 @@ class PassProver:
     texts: Sequence[NDArray[np.int64]]
     threads: int
     proofs: ProofPool
-    _last: Snapshot | None = None  # the graph as it is now; None: after a pass that was not proven
+    _last: GraphSnapshot | None = None  # the graph as it is now; None: after a pass that was not proven
     _verifier: Callable[[], Verifier] | None = None  # makes it when a proof first asks
     _previous: PendingProof[Any] | None = None  # which the next proof waits for
     _is_first: bool = True  # whether the verifier has measured no lossy pass
 
-    def before(self, step: Pass, model: ir.Model) -> Snapshot:
+    def before(self, step: Pass, model: ir.Model) -> GraphSnapshot:
         """Record `model`, on which `step` is to run, and begin with what its proof needs of it."""
         if self._last is None:
-            self._last = Snapshot.of(model)
+            self._last = GraphSnapshot.of(model)
             self._verifier, self._is_first = self._once(self._last), True
         self._prepare(step, self._last)
         return self._last
@@ -53,13 +53,13 @@ class PassProver:
         self._last = None
 
     def begin(
-        self, step: Pass, before: Snapshot, model: ir.Model, changes: Changes, kept: CachedPass, held: ExitStack
+        self, step: Pass, before: GraphSnapshot, model: ir.Model, changes: Changes, kept: CachedPass, held: ExitStack
     ) -> PendingProof[records.VerificationRecord]:
         """Begin the proof of a pass that has run on the graph `before`; `held` is left at its end.
 
         Where the one before it failed, this one does not run, and fails alike.
         """
-        overwritten, after = before.overwritten(), Snapshot.of(model)
+        overwritten, after = before.overwritten(), GraphSnapshot.of(model)
         self._last = after
         self._prepare(step, after)
         self._is_first &= step.numerics is not Numerics.LOSSY
@@ -76,14 +76,14 @@ class PassProver:
         self._previous = proof = self.proofs.begin(held, prove, in_turn=True)
         return proof
 
-    def _prepare(self, step: Pass, snapshot: Snapshot) -> None:
+    def _prepare(self, step: Pass, snapshot: GraphSnapshot) -> None:
         """Begin to run a graph before or after the first lossy pass; later ones have a graph that was measured."""
         verifier = self._verifier
         assert verifier is not None, "no graph was recorded"
         if step.numerics is Numerics.LOSSY and self._is_first:
             self.proofs.prepare(lambda: verifier().prepare(snapshot.model))
 
-    def _once(self, before: Snapshot) -> Callable[[], Verifier]:
+    def _once(self, before: GraphSnapshot) -> Callable[[], Verifier]:
         """Return what makes a verifier the first time, in whatever thread."""
         turn = threading.Lock()
 

@@ -35,7 +35,7 @@ from llmforge.base.errors import CheckpointError
 from llmforge.base.progress import Progress
 from llmforge.cache import Cache, Code, Key, installed, processor
 from llmforge.checkpoint import Checkpoint, Configuration, Geometry
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile.frontend import Frontend
 from llmforge.compile.overlap import PendingProof, ProofPool
 from llmforge.gates import records
@@ -185,7 +185,7 @@ class Reuse:
     def baseline(
         self,
         checkpoint: Checkpoint,
-        windows: Sequence[Window],
+        windows: Sequence[TokenWindow],
         threads: int,
         baseline: Baseline | StreamedBaseline,
         progress: Progress,

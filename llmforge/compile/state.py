@@ -14,7 +14,7 @@ from llmforge.artifact import Hashing
 from llmforge.backends.engines import Engine
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import Adapter
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile.evidence import Clock, Evidence
 from llmforge.compile.lock import Lock, StageDigests
 from llmforge.compile.lossy_parts import LossyStep
@@ -22,6 +22,7 @@ from llmforge.compile.overlap import Overlap, PendingProof
 from llmforge.compile.preflight import CheckedRecipe
 from llmforge.compile.reuse import Reuse
 from llmforge.gates import records
+from llmforge.gates.comparison import Previous
 from llmforge.gates.decision import GateResult
 from llmforge.gates.records import Report, ReusedRecord
 from llmforge.measure.footprint import BytesRead
@@ -29,7 +30,6 @@ from llmforge.measure.runtimes import Interpreter
 from llmforge.metrics.attribution import Attribution
 from llmforge.quantization.statistics import Demand, Statistics
 from llmforge.recipe import Recipe
-from llmforge.report.comparing import Previous
 from llmforge.rewrite.pass_base import Pass
 from llmforge.targets import Target
 
@@ -104,7 +104,7 @@ class CompileState:
     digests: StageDigests = field(default_factory=lambda: StageDigests())
     # passes
     calibration: CalibrationResult = field(init=False)
-    windows: Sequence[Window] = field(init=False)  # of evaluation text
+    windows: Sequence[TokenWindow] = field(init=False)  # of evaluation text
     runs: list[PassRun] = field(default_factory=list)
     adapter_proofs: list[PendingProof[str]] = field(default_factory=list)
     lossy_steps: list[LossyStep] = field(default_factory=list)  # kept for attribution

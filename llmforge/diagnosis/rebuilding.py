@@ -15,7 +15,7 @@ from llmforge.base.progress import Progress
 from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import Adapter
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile import dry_run, finishing, lock, preflight, reuse, texts
 from llmforge.compile.cached_passes import PassChain
 from llmforge.compile.lock import StageDigests
@@ -34,7 +34,7 @@ class Rebuilt:
 
     checkpoint: Checkpoint
     lossy: Sequence[LossyStep]
-    windows: Sequence[Window]
+    windows: Sequence[TokenWindow]
     stages: StageDigests
 
 

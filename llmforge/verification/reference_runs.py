@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llmforge.checkpoint import Checkpoint
-from llmforge.trace.export.reference import Given, Observation, Reference
+from llmforge.trace.export.reference import Given, Observation, ReferenceModel
 from llmforge.verification import magnified, probe
 from llmforge.verification.trace_runs import rows_of
 
@@ -24,7 +24,7 @@ class ReferenceRuns:
 
     def __init__(self, checkpoint: Checkpoint, *, part: bool) -> None:
         self.part = part
-        self.reference = Reference(checkpoint, part=part)
+        self.reference = ReferenceModel(checkpoint, part=part)
         self.given: list[Given] = []  # to each layer, in the run that was `watched`
         self._made: dict[tuple[Any, ...], list[Observation]] = {}
 

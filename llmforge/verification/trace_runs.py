@@ -42,7 +42,7 @@ def rows_of(run: probe.Run) -> list[NDArray[np.int64]]:
     return [np.concatenate([step.ids[b, : step.lengths[b]] for step in run.steps]) for b in range(run.batch)]
 
 
-def selected(step: probe.ProbeStep, few: bool) -> NDArray[np.int64]:
+def selected(step: probe.ProbeCall, few: bool) -> NDArray[np.int64]:
     """Choose the rows of a step that get logits: all, the tail of a long one, or a `few`."""
     most = FEW if few else 2 * TAIL
     return step.rows if len(step.rows) <= most else step.rows[-(FEW if few else TAIL) :]

@@ -29,7 +29,7 @@ from llmforge.verification.trace_comparison import HINT, NUDGES, RoundingNoise, 
 from llmforge.verification.trace_runs import count_kept, make_runs, selected
 
 if TYPE_CHECKING:  # these import torch
-    from llmforge.trace.export.reference import Given, Observation, Reference
+    from llmforge.trace.export.reference import Given, Observation, ReferenceModel
     from llmforge.verification.magnified import Magnified
     from llmforge.verification.reference_runs import ReferenceRuns
 
@@ -193,7 +193,7 @@ def _is_shown_in_part(model: ir.Model, whole_bytes: int) -> bool:
     return False
 
 
-def _idle_parameters(model: ir.Model, reference: Reference) -> set[str]:
+def _idle_parameters(model: ir.Model, reference: ReferenceModel) -> set[str]:
     """Name parameters of transformers' model that a text of this graph does not read."""
     from llmforge.trace.hooks import indexers, lightning
 
@@ -201,7 +201,7 @@ def _idle_parameters(model: ir.Model, reference: Reference) -> set[str]:
     return idle if longest_text.recorded(model) is None else idle | indexers.parameters(reference.model)
 
 
-def _some_layers(checkpoint: Checkpoint, model: ir.Model, reference: Reference) -> ir.Model:
+def _some_layers(checkpoint: Checkpoint, model: ir.Model, reference: ReferenceModel) -> ir.Model:
     """Return the graph with those layers alone that `reference` has, if the others are like them."""
     repetition = pattern.recorded(model)
     assert repetition is not None
@@ -238,7 +238,7 @@ class _TraceTrial:
 
     @classmethod
     def of(
-        cls, checkpoint: Checkpoint, model: ir.Model, shown: ir.Model, reference: Reference, *, part: bool
+        cls, checkpoint: Checkpoint, model: ir.Model, shown: ir.Model, reference: ReferenceModel, *, part: bool
     ) -> _TraceTrial:
         """Choose the runs; `shown` is the graph with the layers that `reference` has."""
         from llmforge.verification import magnified
@@ -308,11 +308,8 @@ class _TraceTrial:
                 model,
                 self.runs,
                 [interface.LOGITS, *self.states],
+                streamed_execution.Feeding(lambda step: selected(step, self.few), capacity, GARBAGE, self.large.given),
                 threads=threads,
-                rows=lambda step: selected(step, self.few),
-                capacity=capacity,
-                fill=GARBAGE,
-                given=self.large.given,
             )
         except RunFailed as error:
             raise VerificationError(f"the traced graph does not run: {str(error).splitlines()[0]}") from error

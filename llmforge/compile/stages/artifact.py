@@ -10,10 +10,10 @@ from llmforge import artifact
 from llmforge.artifact import Manifest
 from llmforge.compile import provenance
 from llmforge.compile.state import BuildResult, CompileState
-from llmforge.gates import decision, records
+from llmforge.gates import comparison, decision, records
 from llmforge.gates.records import Report
 from llmforge.measure import machine
-from llmforge.report import comparing, render
+from llmforge.report import render
 
 
 def publish(state: CompileState) -> BuildResult:
@@ -36,7 +36,7 @@ def publish(state: CompileState) -> BuildResult:
     )
     report = _report(state, manifest)
     state.clock.stage("Publish")
-    before = comparing.previous(staging.parent.parent, report)
+    before = comparison.previous(staging.parent.parent, report)
     if isinstance(before, str):
         report, before = report.model_copy(update={"notes": (*report.notes, before)}), None
     (staging / artifact.REPORT).mkdir()

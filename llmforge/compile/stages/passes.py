@@ -31,7 +31,7 @@ from llmforge.runtime.config import physical_cores
 from llmforge.trace.export.limits import WHOLE_BYTES
 from llmforge.verification import adapter_proof
 from llmforge.verification.promises import Promises
-from llmforge.verification.reports import Snapshot
+from llmforge.verification.reports import GraphSnapshot
 
 
 def run_passes(state: CompileState) -> None:
@@ -102,7 +102,7 @@ def transform(
             prover.skip()
             proof = PendingProof(found)
         else:
-            if not isinstance(before, Snapshot):
+            if not isinstance(before, GraphSnapshot):
                 prover.skip()
                 before = prover.before(step, before)
                 progress.stage(f"Pass {step.name}")

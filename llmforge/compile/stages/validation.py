@@ -9,8 +9,9 @@ from pathlib import Path
 
 from llmforge.backends import BACKENDS, engines
 from llmforge.compile import attribution, evidence, export_proxy, texts
-from llmforge.compile.evidence import Evidence
+from llmforge.compile.evidence import Evidence, Measurement
 from llmforge.compile.state import CompileState
+from llmforge.compile.tasks import BuildCacheAnswers
 from llmforge.gates import release
 from llmforge.metrics.attribution import Attribution
 from llmforge.runtime.config import physical_cores
@@ -34,7 +35,7 @@ def validate(state: CompileState, *, measure: bool) -> None:
 def _measure(state: CompileState) -> Evidence:
     recipe, windows, threads = state.recipe, state.windows, state.recipe.engine.threads or physical_cores()
     with _proxy(state) as proxy:
-        return evidence.measure(
+        asked = Measurement(
             state.staging,
             state.engine,
             state.read,
@@ -44,13 +45,13 @@ def _measure(state: CompileState) -> Evidence:
             windows=windows,
             threads=threads,
             ranks=engines.devices(state.target, recipe.engine),
-            progress=state.clock,
             keep=lambda original, baseline: state.reuse.baseline(original, windows, threads, baseline, state.clock),
             interpreters=state.interpreters,
-            reuse=state.reuse,
-            stand_in=proxy,
+            answers=BuildCacheAnswers(state.reuse),
+            proxy=proxy,
             adapters=recipe.apart,
         )
+        return evidence.measure(asked, state.clock)
 
 
 @contextmanager
@@ -77,11 +78,13 @@ def _attribute(state: CompileState) -> Attribution | None:
         state.lossy_steps,
         texts.of_documents(recipe, checkpoint, state.windows),
         state.clock,
-        target=state.target,
-        latency=state.evidence.latency,
+        memory=attribution.memory_of(
+            state.target,
+            state.evidence.latency,
+            checkpoint.geometry.layers,
+            engines.devices(state.target, recipe.engine),
+        ),
         context=max(len(window.ids) for window in state.windows),
         threads=recipe.engine.threads or physical_cores(),
         vocabulary=checkpoint.geometry.vocabulary,
-        depth=checkpoint.geometry.layers,
-        ranks=engines.devices(state.target, recipe.engine),
     )
