@@ -241,8 +241,8 @@ def bench(artifact: Path, slo: str | None, path: Path | None, as_json: bool, qui
     server = server_of(options["url"], options["api_key"])
     if not (options["concurrency"] or options["rates"] or options["trace"]):
         options["concurrency"] = (1, 4)
-    load = record(measuring.Load, options)
-    plan = record(measuring.Plan, options, objective=None if slo is None else measuring.Objective.parse(slo))
+    load = record(measuring.LoadSpec, options)
+    plan = record(measuring.SweepPlan, options, objective=None if slo is None else measuring.Objective.parse(slo))
     engine = record(serving.EngineOptions, options, max_queue=max((128, *load.concurrency)))
     opened = Artifact.open(artifact)
     admit(opened, options["allow"], options["rehash"])

@@ -11,7 +11,7 @@ from numpy import float32
 from numpy.typing import NDArray
 
 from llmforge.base.errors import ForgeError
-from llmforge.ir.interface import Heads
+from llmforge.ir.interface import TopLogits
 from llmforge.runtime.sampling.sampler import SampledToken
 from llmforge.serving.request import Chunk
 from llmforge.serving.sequence import Sequence
@@ -71,7 +71,7 @@ class Delivery:
         return self.hand_over(sequence, sampled) and sampled.token == drafted
 
     def choose(
-        self, sequence: Sequence, logits: NDArray[float32], head: tuple[Heads, int] | None = None
+        self, sequence: Sequence, logits: NDArray[float32], head: tuple[TopLogits, int] | None = None
     ) -> SampledToken | None:
         """Sample a token from a whole row, whose head may be known; None: it cannot be, and the sequence has ended."""
         try:

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.ir.interface import Heads
+from llmforge.ir.interface import TopLogits
 from llmforge.runtime.interface import Backend, DecodeRun
 from llmforge.runtime.sampling.sampler import sample_heads
 from llmforge.serving.scheduler.delivery import Delivery
@@ -77,7 +77,7 @@ class RunAhead(Generic[D]):
             return []
         return [(row, each) for row, each in live if each in step.wrong or each.remaining_tokens > 1]
 
-    def sample(self, live: list[tuple[int, Sequence]], run: DecodeRun, heads: Heads, *, ahead: bool = True) -> None:
+    def sample(self, live: list[tuple[int, Sequence]], run: DecodeRun, heads: TopLogits, *, ahead: bool = True) -> None:
         """Sample the next token of each sequence from its row of `run`, all at once; `ahead`: compare with its guesses.
 
         First and last tokens are delivered now, others while the next step runs.
