@@ -67,7 +67,7 @@ from pydantic.dataclasses import dataclass
 from llmforge import native
 from llmforge.base.plugins import Plugin
 from llmforge.ir import graph, interface, logits_rows, operators, routing
-from llmforge.ir.derived import OfExperts, stored_in
+from llmforge.ir.derived import Stored, stored_in
 from llmforge.ir.operators import canonical, contrib, cpu
 from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
 from llmforge.ir.operators.standard import Add, Gather, MatMul, Transpose
@@ -469,9 +469,9 @@ class _WeightQuantizer:
             UnrepresentableCodes: they are not put together here.
         """
         tensor = graph.tensor(weight)
-        if not isinstance(tensor, OfExperts) or not tensor.matrices or not tensor.transposed:
+        if not isinstance(tensor, Stored) or tensor.is_matrix or not tensor.sources or not tensor.transposed:
             raise UnrepresentableCodes("are not put together of matrices of experts")
-        found = self._together([name for names in tensor.matrices for name in names])
+        found = self._together([name for names in tensor.sources for name in names])
         if found.columns is not None:
             raise UnrepresentableCodes("have input features in another order, which QMoE does not read")
         return found
