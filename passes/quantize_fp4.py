@@ -22,7 +22,7 @@ where the checkpoint stores no codes that `method: stored` takes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -39,6 +39,7 @@ from llmforge.ir.operators.canonical import Fp4Linear
 from llmforge.ir.operators.standard import MatMul
 from llmforge.quantization import methods, nvfp4
 from llmforge.quantization.exclusion import exclusion
+from llmforge.quantization.grids import Grid
 from llmforge.quantization.statistics import Demand, InputRangeDemand
 from llmforge.quantization.stored import (
     QuantizedSource,
@@ -49,6 +50,7 @@ from llmforge.quantization.stored import (
     stack_fp4,
 )
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.traits import Codes, Deployment, Prediction, Storage
 
 _FP4, _FP8, _FP32 = ir.DataType.FLOAT4E2M1, ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT
 
@@ -59,6 +61,7 @@ class QuantizeFp4(Pass):
 
     name: ClassVar[str] = "quantize-fp4"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
+    writes_codes: ClassVar[Codes | None] = "fp4"
 
     budget: Annotated[Budget, Field(description="quality budget of the pass")]
     method: Annotated[
@@ -72,13 +75,19 @@ class QuantizeFp4(Pass):
         """Whether codes are those of the checkpoint."""
         return self.method == methods.STORED
 
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """Judge it where weights in 8 bits have scales of channels: an engine for GPUs."""
+        if there.backend.scales == "channels":
+            yield Prediction(cls.name, Storage(weights="fp4", product="fp4"))
+
+    def stores(self, stored: Grid | None) -> Storage:
+        """Say the dtype of weights and products."""
+        return Storage(weights="fp4", product="fp4")
+
     def demands(self) -> tuple[Demand, ...]:
         """Ask calibration for the ranges of what linears read."""
         return () if self.takes_stored else (InputRangeDemand(),)
-
-    def chooses_codes(self) -> bool:
-        """Say whether it does, unless it takes those that are there."""
-        return not self.takes_stored
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every linear layer of `model`.
@@ -139,7 +148,7 @@ def _stored(source: QuantizedSource, product: MatMul) -> StoredFp4:
     """Return the codes of the weight of `product`, with the range of what it reads.
 
     Raises:
-        NotHeld: the checkpoint has no such codes, or no range.
+        UnrepresentableCodes: the checkpoint has no such codes, or no range.
     """
     tensors = stored_in(graph.tensor(product.w), transposed=True)
     if not tensors:

@@ -53,10 +53,11 @@ Numerics: lossy, within the budget of the recipe.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass as record
 from dataclasses import field, replace
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -65,6 +66,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from llmforge import native
+from llmforge.backends import Dtype
 from llmforge.base.plugins import Plugin
 from llmforge.ir import graph, interface, logits_rows, operators, routing
 from llmforge.ir.derived import Stored, stored_in
@@ -86,10 +88,13 @@ from llmforge.quantization.stored import (
     require,
     stack_codes,
 )
-from llmforge.rewrite import cpu_linear, linear, moe_kernels
+from llmforge.rewrite import cpu_linear, linear, moe_kernels, weight_proposals
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.traits import Codes, Deployment, FinerCodes, Prediction, Proposal, Storage
 
 _KEEP = 16  # embedding_bits that leave embedding and head alone
+_FINER = 8  # bits of weights that a recipe of mixed precision keeps
+_SHARED = ("budget", "block_size", "symmetric", "embedding_bits", "routers")  # options that say nothing of the method
 _PLAIN = methods.PLAIN()  # of an embedding or head that was not calibrated
 
 
@@ -100,6 +105,7 @@ class QuantizeWeights(Pass):
 
     name: ClassVar[str] = "quantize-weights"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
+    writes_codes: ClassVar[Codes | None] = "blocks"
 
     budget: Annotated[Budget, Field(description="quality budget of the pass")]
     bits: Annotated[
@@ -193,10 +199,6 @@ class QuantizeWeights(Pass):
         """Whether codes are those of the checkpoint."""
         return self.method == methods.STORED
 
-    def chooses_codes(self) -> bool:
-        """Say whether it does, unless it takes those that are there."""
-        return not self.takes_stored
-
     @property
     def grid(self) -> Grid:
         """The grid of the decoder's linear layers."""
@@ -213,6 +215,35 @@ class QuantizeWeights(Pass):
     def chosen(self) -> Method:
         """The method of the decoder's linear layers, with its options."""
         return methods.make(self.method, self)
+
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """Judge 4 bits, and 8 where blocks of 8 bits are multiplied as they are."""
+        if there.backend.scales == "blocks":
+            yield Prediction(f"{cls.name}, bits: 8", Storage(weights="int8"))
+        yield Prediction(f"{cls.name}, bits: 4", Storage(weights="int4"))
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose the formats that the engine runs best, or the codes of the checkpoint."""
+        propose = weight_proposals.of_stored if there.is_quantized else weight_proposals.of_weights
+        return propose(cls.name, there)
+
+    def stores(self, stored: Grid | None) -> Storage:
+        """Say the dtypes of embedding and head, and of weights; codes of the checkpoint are on the grid `stored`."""
+        table = self.embedding_bits  # others have no dtype here
+        said = Storage(embedding=cast(Dtype, f"int{table}") if table in (4, 8) else None)
+        if (grid := stored if self.takes_stored else self.grid) is None:
+            return said
+        weights = cast(Dtype, f"int{grid.bits}")
+        return replace(said, weights=weights, block=grid.block_size, symmetric=grid.symmetric)
+
+    def finer(self, written: Mapping[str, Any]) -> FinerCodes | None:
+        """Keep weights of few bits in 8, the only ones that 8 bits run well at `accuracy_level` 4."""
+        if self.bits >= _FINER or self.accuracy_level != INT8_ACTIVATIONS:
+            return None
+        shared = {name: deepcopy(written[name]) for name in _SHARED if name in written}  # YAML marks what is one object
+        return FinerCodes(_FINER, {**shared, "bits": _FINER, "method": _PLAIN.name})
 
     def demands(self) -> tuple[Demand, ...]:
         """Ask calibration for quantized linear layers and experts, where the method needs its text."""

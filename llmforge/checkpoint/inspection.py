@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from llmforge.base.errors import CheckpointError, ForgeError, InputError, UnsupportedError
@@ -97,8 +98,8 @@ class Inspection:
         return sum(each.parameters for each in self.stored)
 
 
-def inspect(path: Path) -> Inspection:
-    """Say what `path` is.
+def inspect(path: Path, taking: Mapping[str, str]) -> Inspection:
+    """Say what `path` is; `taking` are the passes that take codes as they are, by what shares a scale in those.
 
     Raises:
         InputError: it is nothing that is known here, or cannot be read.
@@ -110,7 +111,7 @@ def inspect(path: Path) -> Inspection:
         if file is not None and not (path / CONFIG).is_file():
             return _gguf(file)
         if (path / CONFIG).is_file():
-            return _checkpoint(path)
+            return _checkpoint(path, taking)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
     raise InputError(
@@ -120,7 +121,7 @@ def inspect(path: Path) -> Inspection:
     )
 
 
-def _checkpoint(folder: Path) -> Inspection:
+def _checkpoint(folder: Path, taking: Mapping[str, str]) -> Inspection:
     settings = parse_json(read_small(folder / CONFIG, CONFIG_BYTES), folder / CONFIG)
     config = settings_of(settings)
     method = config.get("quant_method") if isinstance(config, dict) else config
@@ -138,7 +139,7 @@ def _checkpoint(folder: Path) -> Inspection:
         if layout is None:
             return _with(made, Grouped((), stored))
         described = layout.check(config, folder / CONFIG)
-        return _with(made, layout.group(settings, stored, folder), f"{layout.name}: {described}")
+        return _with(made, layout.group(settings, stored, folder), f"{layout.name}: {described}", taking=taking)
     except (CheckpointError, UnsupportedError) as error:
         return _with(made, Grouped((), {}), refusal=error)
 
@@ -210,14 +211,20 @@ def _adapter(folder: Path) -> Inspection:
         return _with(made, Grouped((), {}), refusal=error)
 
 
-def _with(made: Inspection, found: Grouped, layout: str | None = None, refusal: ForgeError | None = None) -> Inspection:
+def _with(
+    made: Inspection,
+    found: Grouped,
+    layout: str | None = None,
+    refusal: ForgeError | None = None,
+    taking: Mapping[str, str] = MappingProxyType({}),
+) -> Inspection:
     """Add what is stored, and what keeps it from being built."""
     rows: dict[tuple[str, str, str], list[TensorEntry | QuantizedTensor]] = {}
     try:
         for entry in found.plain.values():
             rows.setdefault((_NAMES.get(entry.dtype.name, entry.dtype.name.lower()), AS_IT_IS, ""), []).append(entry)
         for tensor in found.quantized:
-            rows.setdefault(_row(tensor), []).append(tensor)
+            rows.setdefault(_row(tensor, taking), []).append(tensor)
     except (CheckpointError, UnsupportedError) as error:
         refusal = error
     stored = [
@@ -245,14 +252,14 @@ def _with(made: Inspection, found: Grouped, layout: str | None = None, refusal: 
     )
 
 
-def _row(tensor: QuantizedTensor) -> tuple[str, str, str]:
+def _row(tensor: QuantizedTensor, taking: Mapping[str, str]) -> tuple[str, str, str]:
     """Say in which format a parameter is, whether its codes can stay as they are, and why not."""
     if isinstance(tensor, GgufTensor) and not tensor.kind.quantized:
         return _NAMES[tensor.dtype.name], AS_IT_IS, ""
     try:
         tensor.grid()
     except UnrepresentableCodes as error:
-        taken = _taken_by(tensor)
+        taken = _taken_by(tensor, taking)
         return (
             tensor.format,
             DEQUANTIZED,
@@ -261,12 +268,12 @@ def _row(tensor: QuantizedTensor) -> tuple[str, str, str]:
     return tensor.format, EXACT, ""
 
 
-def _taken_by(tensor: QuantizedTensor) -> str | None:
+def _taken_by(tensor: QuantizedTensor, taking: Mapping[str, str]) -> str | None:
     """Name the pass that takes codes that no grid holds; None: there is none."""
-    for step, read in (("quantize-channels", tensor.channels), ("quantize-fp4", tensor.fp4)):
+    for codes, read in (("channels", tensor.channels), ("fp4", tensor.fp4)):
         with contextlib.suppress(UnrepresentableCodes):
             read()
-            return f"`{step}: {{method: stored}}`"
+            return f"`{taking[codes]}: {{method: stored}}`"
     return None
 
 

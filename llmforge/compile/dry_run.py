@@ -78,7 +78,7 @@ def run(
             )
         else:
             idle |= {fact: f"{step.name} changed no node: {_reason(changes)}" for fact in step.provides}
-    export_proxy.check(spec, target, [step.name for step in steps], copy, model, checkpoint)
+    export_proxy.check(spec, target, steps, copy, model, checkpoint)
     builder = engines.for_target(spec.backend, target)
     if spec.tensor_parallel > 1:
         copy = split(copy, spec.tensor_parallel).ranks[0]

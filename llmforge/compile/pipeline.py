@@ -34,7 +34,7 @@ from llmforge.checkpoint.adapters import Merge
 from llmforge.compile import attribution, dry_run, evidence, lock, preflight, provenance, publishing, reuse, texts
 from llmforge.compile import export_proxy as elsewhere
 from llmforge.compile import unused_modules as left_out
-from llmforge.compile.evidence import Clock, Evidence
+from llmforge.compile.evidence import Clock, Evidence, Measurement
 from llmforge.compile.frontend import Frontend
 from llmforge.compile.lock import Lock, Stages
 from llmforge.compile.lossy_parts import LossyStep
@@ -42,6 +42,7 @@ from llmforge.compile.proofs import Proof, Proofs
 from llmforge.compile.publishing import BuildResult
 from llmforge.compile.read_ahead import ReadAhead
 from llmforge.compile.reuse import Chain, Reuse, Step
+from llmforge.compile.tasks import BuildCacheAnswers
 from llmforge.gates import records, release
 from llmforge.ir import dialect, graph, interface, longest_text
 from llmforge.ir.scratch import Scratch
@@ -259,21 +260,23 @@ def make(
         elsewhere.stand_in(model, recipe.engine, checkpoint, stand_in, progress)
     if measure:
         found = evidence.measure(
-            staging,
-            engine,
-            read,
-            spec=recipe.validation,
-            target=target,
-            checkpoint=checkpoint,
-            windows=windows,
-            threads=threads,
-            ranks=engines.devices(target, recipe.engine),
-            progress=progress,
-            keep=lambda original, baseline: kept.baseline(original, windows, threads, baseline, progress),
-            interpreters=others,
-            reuse=kept,
-            stand_in=stand_in,
-            adapters=recipe.apart,
+            Measurement(
+                staging,
+                engine,
+                read,
+                spec=recipe.validation,
+                target=target,
+                checkpoint=checkpoint,
+                windows=windows,
+                threads=threads,
+                ranks=engines.devices(target, recipe.engine),
+                keep=lambda original, baseline: kept.baseline(original, windows, threads, baseline, progress),
+                interpreters=others,
+                answers=BuildCacheAnswers(kept),
+                proxy=stand_in,
+                adapters=recipe.apart,
+            ),
+            progress,
         )
     if stand_in is not None:
         shutil.rmtree(stand_in)
@@ -284,13 +287,12 @@ def make(
             lossy_steps,
             texts.of_documents(recipe, checkpoint, windows),
             progress,
-            target=target,
-            latency=found.latency,
+            memory=attribution.memory_of(
+                target, found.latency, checkpoint.geometry.layers, engines.devices(target, recipe.engine)
+            ),
             context=max(len(window.ids) for window in windows),
             threads=threads,
             vocabulary=checkpoint.geometry.vocabulary,
-            depth=checkpoint.geometry.layers,
-            ranks=engines.devices(target, recipe.engine),
         )
     if recipe.validation.is_empty:
         said = (*said, "nothing was measured: the recipe asks for no validation")

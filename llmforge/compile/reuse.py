@@ -33,7 +33,7 @@ from llmforge import artifact, trace
 from llmforge.base import process
 from llmforge.base.errors import CheckpointError
 from llmforge.base.progress import Progress
-from llmforge.cache import Cache, Code, Entry, Key, installed, processor
+from llmforge.cache import Cache, CacheEntry, Code, Key, installed, processor
 from llmforge.checkpoint import Checkpoint, Configuration, Geometry
 from llmforge.checkpoint.adapters import Adapter
 from llmforge.checkpoint.text import TokenWindow
@@ -321,7 +321,7 @@ class Step:
     proof: Key | None  # None: it cannot be reused
 
     @contextmanager
-    def computing(self) -> Iterator[Entry | None]:
+    def computing(self) -> Iterator[CacheEntry | None]:
         """Be the only build that proves this pass on this graph; gives the proof where there is one."""
         if self.proof is None:
             yield None
@@ -363,7 +363,7 @@ class Step:
             read = partial(_mapped, entry.path / TENSORS, offset, size_bytes, tensor.dtype, tensor.shape.numpy(), name)
             made[name].const_value = ir.LazyTensor(read, tensor.dtype, ir.Shape(tensor.shape.numpy()), name=name)
 
-    def reused(self, entry: Entry | None, model: ir.Model, changes: Changes) -> records.VerificationRecord | None:
+    def reused(self, entry: CacheEntry | None, model: ir.Model, changes: Changes) -> records.VerificationRecord | None:
         """Return what the kept proof `entry` found, where the pass did on `model` what it did when that was made."""
         if entry is None:
             return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -203,8 +202,7 @@ class Recipe(Section):
             problems += passes_section.misplaced(spec, cls, facts, registry)
             facts |= cls.provides
             cls = cls.taking(spec.options)
-            plugin = pass_base.of_plugin(cls)
-            with nullcontext() if plugin is None else plugins.blamed(plugin):
+            with plugins.blamed(pass_base.of_plugin(cls)):
                 try:
                     made.append(options.make(cls, spec.options))
                 except ValidationError as error:

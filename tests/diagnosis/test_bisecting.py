@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from llmforge import native, passes, targets
 from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.checkpoint.text import TokenWindow
-from llmforge.compile.lossy_parts import CacheLoss, Leaf, Loss, LossyStep, Part, WeightLoss, of_pass
+from llmforge.compile.lossy_parts import CacheLoss, Leaf, LossyPart, LossyStep, PartLoss, WeightLoss, of_pass
 from llmforge.diagnosis import bisecting
 from llmforge.diagnosis import mixed_precision_recipe as keeping
 from llmforge.diagnosis.bisecting import Findings, PartSearch
@@ -199,18 +199,18 @@ def test_nothing_stands_out_in_a_healthy_cache(cached: LossyStep, windows: list[
 
 
 @dataclass(eq=False)
-class Drawn(Loss):
+class Drawn(PartLoss):
     """A loss on documents that are drawn, with replacement, from those that it was measured on."""
 
-    measured: Loss
+    measured: PartLoss
     known: dict[Any, NDArray[np.float64] | None]
     picked: NDArray[np.int64]
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LossyPart, ...]:
         return self.measured.parts
 
-    def of(self, kept: frozenset[Leaf] = frozenset(), *, inside: Part | None = None) -> NDArray[np.float64]:
+    def of(self, kept: frozenset[Leaf] = frozenset(), *, inside: LossyPart | None = None) -> NDArray[np.float64]:
         at = ("of", kept, None if inside is None else inside.name)
         if at not in self.known:
             self.known[at] = self.measured.of(kept, inside=inside)
@@ -218,7 +218,7 @@ class Drawn(Loss):
         assert found is not None
         return found[self.picked]
 
-    def renewed(self, leaves: frozenset[Leaf], *, inside: Part | None = None) -> NDArray[np.float64] | None:
+    def renewed(self, leaves: frozenset[Leaf], *, inside: LossyPart | None = None) -> NDArray[np.float64] | None:
         at = ("renewed", leaves, None if inside is None else inside.name)
         if at not in self.known:
             self.known[at] = self.measured.renewed(leaves, inside=inside)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from llmforge.base.errors import DataError
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.measure import answers
-from llmforge.metrics.quality import ANSWER_TOKENS, PROMPT_TOKENS, Answer, median_difference, share_same
+from llmforge.metrics.quality import ANSWER_TOKENS, PROMPT_TOKENS, GreedyAnswer, median_difference, share_same
 
 from ..models.logits import V, random_logits
 
@@ -111,6 +111,6 @@ def test_no_text() -> None:
 
 
 def test_few_answers_have_no_median_interval() -> None:
-    few = [Answer(document="a", prompt_tokens=4, tokens=128, first_difference=i) for i in range(5)]
+    few = [GreedyAnswer(document="a", prompt_tokens=4, tokens=128, first_difference=i) for i in range(5)]
     assert median_difference(few).low is None
     assert median_difference([*few, few[0]]).low == 0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmforge import targets
+from llmforge import passes, targets
 from llmforge.backends import exported_parameters as parameters
 from llmforge.backends.onnxruntime import interop
 from llmforge.backends.onnxruntime.cuda import builder as cuda
@@ -22,6 +22,7 @@ from llmforge.checkpoint.text import TokenWindow
 from llmforge.ir import dialect, graph, interface
 from llmforge.ir.operators.canonical import Attention
 from llmforge.passes import (
+    CorrectLowRank,
     FlashAttention,
     FuseNorms,
     GenaiInterface,
@@ -36,7 +37,7 @@ from llmforge.quantization.statistics import PruningDemand, Statistics
 from llmforge.quantization.structure import PrunedStructure
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite import pruning
-from llmforge.rewrite.pass_base import Budget, Context
+from llmforge.rewrite.pass_base import Budget, Context, Pass
 from llmforge.runtime.interface import StepInputs
 from llmforge.trace import trace
 from llmforge.verification import probe
@@ -252,10 +253,10 @@ def test_engines_behind_read_the_pruned_shapes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["compressed-tensors", "gguf"])
-@pytest.mark.parametrize("step", ["prune-structure", "correct-low-rank"])
-def test_files_of_others_cannot_say_it(backend: Literal["compressed-tensors", "gguf"], step: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{step}: a .* holds the parameters of the checkpoint by their own"):
-        parameters.check_passes(backend, (step,))
+@pytest.mark.parametrize("step", [PruneStructure, CorrectLowRank])
+def test_files_of_others_cannot_say_it(backend: Literal["compressed-tensors", "gguf"], step: type[Pass]) -> None:
+    with pytest.raises(UnsupportedError, match=f"{step.name}: a .* holds the parameters of the checkpoint by"):
+        parameters.check_passes(backend, [step], passes.ALL)
 
 
 def test_other_runtimes_cannot_say_it(tiny_checkpoint: Path, tmp_path: Path) -> None:
