@@ -100,7 +100,7 @@ def load(
         UsageError: the version is there with other content or evidence.
         EnvironmentLacks: the disk has no room, or `out` cannot be written.
     """
-    reader = _Reader(stream, source)
+    reader = _ArchiveReader(stream, source)
     raw, root = reader.manifest()
     manifest = sealed.parse_manifest(raw, f"{source}: {MANIFEST}")
     if root != f"{manifest.name}/{manifest.version}":
@@ -124,7 +124,7 @@ def load(
         return transfer.publish(folder, manifest, source, check)
 
 
-class _Reader:
+class _ArchiveReader:
     """Reads an archive from its beginning to its end, once."""
 
     def __init__(self, stream: IO[bytes], source: str) -> None:
@@ -248,7 +248,7 @@ class _Reader:
         return f"{_KINDS.get(block[156:157], 'a file')} named {name[:80]!r}"
 
 
-def _check_headers(stock: transfer.Inventory, reader: _Reader) -> None:
+def _check_headers(stock: transfer.Inventory, reader: _ArchiveReader) -> None:
     """Refuse paths and sizes that no header can say."""
     for path, file in stock.listed.items():
         try:

@@ -16,7 +16,7 @@ from llmforge.cli.parameters import ARTIFACT, PATH, keep_quiet
 from llmforge.cli.recorded import Inputs, inputs_options
 
 if TYPE_CHECKING:
-    from llmforge.artifact import Artifact, Record
+    from llmforge.artifact import Artifact, EvidenceRecord
     from llmforge.artifact.transfer import Check
 
 _REPRODUCE = """\b
@@ -161,7 +161,7 @@ def verified(opened: Artifact, key: Path | None = None, authority: tuple[Path, .
 
 def verify_signature(
     opened: Artifact, key: Path | None, authority: tuple[Path, ...], source: str | None = None
-) -> tuple[Record, ...]:
+) -> tuple[EvidenceRecord, ...]:
     """Check an artifact, which messages call `source`, and its signature; return the records that it covers."""
     from llmforge.artifact import signing
 
@@ -215,7 +215,7 @@ def signature_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def required(opened: Artifact, require_signature: bool, key: Path | None) -> tuple[Record, ...] | None:
+def required(opened: Artifact, require_signature: bool, key: Path | None) -> tuple[EvidenceRecord, ...] | None:
     """Refuse an artifact that is not signed by `key`, where a signature is required; return the signed records."""
     _check_pair(require_signature, key)
     return verify_signature(opened, key, ()) if require_signature else None

@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from llmforge.artifact import Artifact, FileRecord, version_of
-from llmforge.artifact import Record as Head
+from llmforge.artifact import EvidenceRecord as Head
 from llmforge.base import sealed
 from llmforge.base.errors import InputError
 from llmforge.base.wording import quoted
