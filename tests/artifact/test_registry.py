@@ -480,7 +480,7 @@ def test_killed_at_random_moments(made: Artifact, registry: Registry, tmp_path: 
     code = (
         "import pathlib; from llmforge.artifact import modelpack, oci, versions\n"
         "from llmforge.base.progress import Silent\n"
-        f"reference = oci.Reference.parse('{registry.host}/models/tiny:1')\n"
+        f"reference = oci.OciReference.parse('{registry.host}/models/tiny:1')\n"
         "import dxf; print('ready', flush=True)\n"
         "while True:\n"
         "    versions.remove([modelpack.pull(reference, pathlib.Path('there'), Silent())[0].path])"
