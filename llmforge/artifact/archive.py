@@ -21,11 +21,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NoReturn
 
-from llmforge.artifact import transfer
+from llmforge.artifact import sealed, transfer
+from llmforge.artifact.sealed import EVIDENCE, LARGEST_MANIFEST, MANIFEST, SIGNATURE, FileRecord, Manifest
 from llmforge.artifact.store import Artifact, staging
-from llmforge.base import sealed, small_file
+from llmforge.base import small_file
 from llmforge.base.errors import InputError
-from llmforge.base.sealed import EVIDENCE, LARGEST_MANIFEST, MANIFEST, SIGNATURE, FileRecord, Manifest
 
 BLOCK = 512  # bytes; of tar
 END = b"\0" * (2 * BLOCK)

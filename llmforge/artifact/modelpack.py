@@ -22,14 +22,13 @@ from datetime import UTC
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from llmforge.artifact import oci, transfer
+from llmforge.artifact import oci, sealed, transfer
 from llmforge.artifact.oci import MANIFEST_TYPE, OciReference, Repository
+from llmforge.artifact.sealed import MANIFEST, SIGNATURE
 from llmforge.artifact.store import Artifact, staging
 from llmforge.artifact.transfer import Inventory
-from llmforge.base import sealed
 from llmforge.base.errors import InputError, UnsupportedError
 from llmforge.base.progress import Progress
-from llmforge.base.sealed import MANIFEST, SIGNATURE
 
 _MODEL = "application/vnd.cncf.model."
 ARTIFACT_TYPE = f"{_MODEL}manifest.v1+json"

@@ -26,11 +26,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from llmforge.artifact import admission, sealed
 from llmforge.artifact import manifest as manifests
-from llmforge.base import admission, folders, resources, sealed, signals
-from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, UsageError
-from llmforge.base.hashed_files import sha256
-from llmforge.base.sealed import (
+from llmforge.artifact.sealed import (
     EVIDENCE,
     MANIFEST,
     SIGNATURE,
@@ -41,6 +39,9 @@ from llmforge.base.sealed import (
     is_name,
     walk,
 )
+from llmforge.base import folders, resources, signals
+from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, UsageError
+from llmforge.base.hashed_files import sha256
 
 BUILDING = ".building-"
 REPLACED = ".replaced-"

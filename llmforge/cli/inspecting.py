@@ -67,7 +67,7 @@ def inspect(artifact: Path, as_json: bool, verify: bool, revision: str | None) -
 
 def _is_no_artifact(path: Path) -> bool:
     """Say whether `path` is there and is neither an artifact nor the folder of one's versions."""
-    from llmforge.base.sealed import MANIFEST
+    from llmforge.artifact.sealed import MANIFEST
 
     try:
         if not path.is_dir() or path.name.startswith("."):  # the latter of unfinished builds

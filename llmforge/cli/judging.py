@@ -152,7 +152,8 @@ def _earlier(
     subject: Subject, specs: dict[str, GateSpec], named: str | None, out: Path, notes: list[str]
 ) -> Subject | None:
     """Find the artifact that a release is held against; None: there is none to be held against."""
-    from llmforge.artifact import Artifact, resolve, versions
+    from llmforge.artifact import Artifact, versions
+    from llmforge.artifact.references import resolve
     from llmforge.gates import release
 
     needed = release.is_relative(specs)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llmforge.base import admission, extras, process, small_file
-from llmforge.base.admission import ALLOWED, LOADED
+from llmforge.artifact import admission
+from llmforge.artifact.admission import ALLOWED, LOADED
+from llmforge.base import extras, process, small_file
 from llmforge.base.errors import UsageError, VerificationError
 from llmforge.cli import output
 from llmforge.cli.parameters import ARTIFACT, PATH, keep_quiet
@@ -138,7 +139,7 @@ def verify(artifact: Path, key: Path | None, authority: tuple[Path, ...], as_jso
 
 def verified(opened: Artifact, key: Path | None = None, authority: tuple[Path, ...] = ()) -> list[str]:
     """Check an artifact, its verdicts, and its signature where `key` or `authority` is given; say what holds."""
-    from llmforge.base.sealed import SIGNATURE, effective
+    from llmforge.artifact.sealed import SIGNATURE, effective
     from llmforge.gates import verdict
 
     signed = None if key is None and not authority else verify_signature(opened, key, authority)

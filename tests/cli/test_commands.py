@@ -23,7 +23,8 @@ from rich.console import Console
 import llmforge.compile
 from llmforge import __version__, artifact, passes, targets
 from llmforge import serving as runtime
-from llmforge.base import admission, errors
+from llmforge.artifact import admission
+from llmforge.base import errors
 from llmforge.cache import Cache, Key
 from llmforge.cli import cli, console, describe
 from llmforge.gates import confirmed

@@ -18,10 +18,10 @@ from click.testing import CliRunner, Result
 import llmforge
 from llmforge.artifact import Artifact, archive, modelpack
 from llmforge.artifact.oci import OciReference
+from llmforge.artifact.sealed import walk
 from llmforge.base import hashed_files
 from llmforge.base.errors import ForgedVerdict
 from llmforge.base.progress import Silent
-from llmforge.base.sealed import walk
 from llmforge.checkpoint import Checkpoint
 from llmforge.cli import cli
 from llmforge.gates import confirmed, verdict

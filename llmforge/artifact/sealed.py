@@ -1,4 +1,4 @@
-"""What an artifact says of itself, in plain JSON: a manifest of its content, and records of evidence about it.
+"""The seal of an artifact, in plain JSON: a manifest of its content, and records of evidence about it.
 
 `manifest.json` has one form only: keys sorted, one space of indent, a final newline. So the SHA-256 of its bytes is the
 digest of the content, of which the version is the beginning. Nothing in it changes from build to build: no time, no
