@@ -164,13 +164,15 @@ class Provider:
 class Elsewhere:
     """Whose servers load what a backend writes: a file format of theirs, that holds the parameters of a checkpoint.
 
-    A format has the architecture by its name: `passes` change no more of the model than how parameters are stored.
+    A format has the architecture by its name: passes change no more of the model than how parameters are stored.
     """
 
     servers: str  # "vLLM or SGLang"
     serve: str  # the command of one of them; `{engine}` is the folder
     runtime: Literal["transformers", "llama-cpp"]  # that runs what was written on a CPU (llmforge.metrics.agreement)
-    passes: tuple[str, ...]
+    codes: frozenset[str]  # that it holds, by what shares a scale (`llmforge.rewrite.traits.Codes`)
+    block: int  # weights that share a scale, best
+    tables: bool  # it holds codes of embedding and head, too
 
 
 @dataclass(frozen=True)
@@ -307,7 +309,6 @@ TENSORRT_RTX = replace(
     ),
 )
 
-_AS_STORED = ("fuse-norms", "flash-attention")  # they change how a graph runs, and no parameter
 _ALL_COMPUTE: Mapping[Dtype, Use] = {"fp32": Use(_ANY), "fp16": Use(_ANY), "bf16": Use(_ANY)}
 
 COMPRESSED_TENSORS = Backend(
@@ -321,7 +322,9 @@ COMPRESSED_TENSORS = Backend(
         servers="vLLM or SGLang",  # TensorRT-LLM loads one of the formats (docs/other-runtimes.md)
         serve="vllm serve {engine}",
         runtime="transformers",
-        passes=(*_AS_STORED, "quantize-weights", "quantize-channels"),
+        codes=frozenset({"blocks", "channels"}),
+        block=128,
+        tables=False,
     ),
     providers=(
         Provider(
@@ -347,7 +350,9 @@ GGUF = Backend(
         servers="llama.cpp",
         serve="llama-server -m {engine}/model.gguf",
         runtime="llama-cpp",
-        passes=(*_AS_STORED, "quantize-weights"),
+        codes=frozenset({"blocks"}),
+        block=32,
+        tables=True,
     ),
     providers=(
         Provider(

@@ -10,14 +10,14 @@ import click
 from llmforge.cli import console
 
 if TYPE_CHECKING:
-    from llmforge.checkpoint.hub import Snapshot
+    from llmforge.checkpoint.hub import HubSnapshot
 
 REVISION = click.option(
     "--revision", metavar="REVISION", help="Branch, tag or commit of a checkpoint on the Hub. Defaults to main."
 )
 
 
-def on_hub(given: Path, revision: str | None) -> Snapshot | None:
+def on_hub(given: Path, revision: str | None) -> HubSnapshot | None:
     """Resolve a checkpoint that is named as on the Hub, ORG/NAME, where no such path is here; None: it is a path.
 
     Raises:

@@ -80,10 +80,11 @@ def _is_no_artifact(path: Path) -> bool:
 def _inspect_checkpoint(path: Path, as_json: bool, verify: bool) -> None:
     """Show a checkpoint, a GGUF file or an adapter."""
     extras.require("build")
+    from llmforge import passes
     from llmforge.checkpoint import inspection
     from llmforge.cli import inspected
 
-    found = inspection.inspect(path)
+    found = inspection.inspect(path, {step.writes_codes: step.name for step in passes.ALL if step.writes_codes})
     if verify:
         raise UsageError(f"{path}: not an artifact; only artifacts can be verified", hint="leave out --verify")
     if as_json:
@@ -198,8 +199,8 @@ def passes(name: str | None, as_json: bool) -> None:
             output.write_columns(describe.with_packages(rows))
         return
     known = {cls.name: cls for cls in registry.ALL}
-    if (brought := pass_base.SEAM.find(name, known)) is not None:
-        known[name] = brought
+    if (loaded := pass_base.SEAM.find(name, known)) is not None:
+        known[name] = loaded
     if name not in known:
         from llmforge.recipe.errors import meant
 

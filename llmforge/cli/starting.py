@@ -266,8 +266,7 @@ def write(
     from llmforge import recipes, targets
     from llmforge.artifact.sealed import is_name
     from llmforge.checkpoint import read_settings
-    from llmforge.doctor import gpus
-    from llmforge.measure import machine
+    from llmforge.measure import gpus, machine
     from llmforge.planning import starting, typical
     from llmforge.recipe import Recipe
 

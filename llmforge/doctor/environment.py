@@ -16,7 +16,7 @@ from llmforge import native, targets
 from llmforge.backends import BACKENDS, ONNXRUNTIME, PROVIDERS, dotted
 from llmforge.base import extras, versions
 from llmforge.base.errors import EnvironmentLacks
-from llmforge.doctor.gpus import Gpu
+from llmforge.measure.gpus import Gpu
 from llmforge.measure.machine import Machine
 from llmforge.native import nccl
 

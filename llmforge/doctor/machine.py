@@ -12,18 +12,18 @@ from ruamel.yaml import YAML
 
 from llmforge import targets
 from llmforge.base.errors import UnsupportedError, UsageError
-from llmforge.doctor.gpus import Gpu
+from llmforge.measure.gpus import Gpu
 from llmforge.measure.machine import Machine
 from llmforge.targets import Figure, QuantizedLayers, Rate, Target
 from llmforge.targets.achieved import Share
 
 if TYPE_CHECKING:
-    from llmforge.doctor.ceilings import Ceilings
+    from llmforge.measure.ceilings import CpuCeilings
 
 _DIGITS = 4  # of a measured figure
 
 
-def of_cpu(name: str, machine: Machine, ceilings: Ceilings, day: str) -> Target:
+def of_cpu(name: str, machine: Machine, ceilings: CpuCeilings, day: str) -> Target:
     """Make the target of this machine's CPU; `day` is that of the measurement."""
     busy = f", while others took {ceilings.others:.1f} cores" if ceilings.disturbed else ""
     by, figure = f"measured by llmforge doctor on {day}{busy}", partial(_figure, verified=not ceilings.disturbed)

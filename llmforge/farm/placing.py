@@ -49,7 +49,7 @@ def here(isa: Isa, gpus: Sequence[str]) -> dict[str, float]:
 
 def mark(target: Target, nodes: Sequence[Resources]) -> dict[str, float] | None:
     """Give the resource by which nodes with the device of `target` are found; None: no node has it."""
-    own, found = f"{PREFIX}{target.known_as}", f"{_ACCELERATOR}{target.accelerator}"
+    own, found = f"{PREFIX}{target.catalog_name}", f"{_ACCELERATOR}{target.accelerator}"
     for name in (own, found):
         if any(name in node for node in nodes):
             return {name: _SHARE}
@@ -80,7 +80,7 @@ def place(
         if found is None:
             raise EnvironmentLacks(
                 f"no node has the device of target {target.name}",
-                hint=f"""start its node with `ray start … --resources '{{"{PREFIX}{target.known_as}": 1}}'`""",
+                hint=f"""start its node with `ray start … --resources '{{"{PREFIX}{target.catalog_name}": 1}}'`""",
             )
         marks = found
         if target.kind == "gpu":

@@ -294,8 +294,8 @@ class _Driver:
         """Hand in a trial's next build: of all that is measured, or of its quality on few documents."""
         overrides = [*self.search.overrides, *space.words(running.choice), *_UNASKED]
         sections = {catalog.named(name).section for name in self.search.metrics}
-        left_out = [each for each in _SECTIONS if running.step == "few" or each not in sections]
-        overrides += [f"validation.{each}={_SECTIONS[each]}" for each in left_out]
+        unmeasured = [each for each in _SECTIONS if running.step == "few" or each not in sections]
+        overrides += [f"validation.{each}={_SECTIONS[each]}" for each in unmeasured]
         if running.step == "few":
             overrides += _FEW
         overrides.append("name=trial")

@@ -1,4 +1,4 @@
-"""Lets a graph give heads of its rows of logits, so that a step need not copy them (`interface.Heads`).
+"""Lets a graph give heads of its rows of logits, so that a step need not copy them (`interface.TopLogits`).
 
     last = Gather(logits, -1)                                        # [batch, rows, V] → [batch, V]
     top_logits, ids = TopK(last, HEAD)                               # [batch, HEAD], descending; all fp32

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UsageError
 from llmforge.ir import interface
-from llmforge.ir.interface import Heads
+from llmforge.ir.interface import TopLogits
 from llmforge.runtime.signature import Signature
 
 _LAST_ROW = np.array([-1], np.int64)  # the default of `logits_rows` (docs/dialect.md)
@@ -164,7 +164,7 @@ class DecodeRun(ABC):
     """A decode step that a device runs: one token of every row."""
 
     @abstractmethod
-    def heads(self) -> Heads:
+    def heads(self) -> TopLogits:
         """Wait for the step, and give the heads of its rows; they hold until the next step begins."""
 
     @abstractmethod

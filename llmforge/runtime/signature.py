@@ -156,7 +156,7 @@ class Signature:
 
     @property
     def gives_heads(self) -> bool:
-        """Whether a step gives the head of its last row of logits (`interface.Heads`)."""
+        """Whether a step gives the head of its last row of logits (`interface.TopLogits`)."""
         return interface.MASSES in self.outputs
 
     @property

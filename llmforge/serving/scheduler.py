@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from llmforge.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
-from llmforge.ir.interface import GREEDY, Heads
+from llmforge.ir.interface import GREEDY, TopLogits
 from llmforge.runtime.interface import Backend, C, DecodeRun, StepInputs
 from llmforge.runtime.sampling.sampler import SampledToken, Samplers, guesses, sample_heads
 from llmforge.serving import prompt_batching
@@ -459,7 +459,7 @@ class Scheduler(Generic[C]):
         self,
         live: list[tuple[int, Sequence]],
         run: DecodeRun,
-        heads: Heads,
+        heads: TopLogits,
         guessed: NDArray[np.int64] | None = None,
     ) -> None:
         """Sample the next token of each sequence from its row of `run`, all at once; `guessed` is what that guessed.
@@ -702,7 +702,7 @@ class Scheduler(Generic[C]):
         return self._hand_over(sequence, sampled) and sampled.token == drafted
 
     def _choose(
-        self, sequence: Sequence, logits: NDArray[np.float32], head: tuple[Heads, int] | None = None
+        self, sequence: Sequence, logits: NDArray[np.float32], head: tuple[TopLogits, int] | None = None
     ) -> SampledToken | None:
         """Sample a token from a whole row, whose head may be known; None: it cannot be, and the sequence has ended."""
         try:

@@ -20,10 +20,11 @@ from llmforge import native, targets
 from llmforge.base import versions
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError, VersionMismatch
 from llmforge.cli import cli
-from llmforge.doctor import ceilings, environment, gpus, machine, render
-from llmforge.doctor.ceilings import Ceilings, QuantizedLayers
+from llmforge.doctor import environment, machine, render
 from llmforge.doctor.environment import Check
-from llmforge.doctor.gpus import Gpu
+from llmforge.measure import ceilings, gpus
+from llmforge.measure.ceilings import CpuCeilings, KernelRates
+from llmforge.measure.gpus import Gpu
 from llmforge.measure.machine import Machine, OthersMeter
 from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.recipe import Recipe
@@ -33,13 +34,13 @@ ROOT = Path(__file__).parents[2]
 HERE = Machine(
     cpu="AMD EPYC", cores=2, usable_cpus=4, isa=("avx2",), memory_bytes=25_000_000_000, os="Linux", python="3.11"
 )
-MEASURED = Ceilings(
+MEASURED = CpuCeilings(
     bandwidth={1: 20.123456e9, 2: 39e9},
     rates={"fp32": 0.2e12, "int8": 0.9e12},
     kernels={"fp32": "ONNX Runtime's MatMul", "int8": "llmforge.cpu's Linear"},
     quantized={
-        "onnxruntime": {"int4": QuantizedLayers(0.3e12, 17e9)},
-        "llmforge": {"int4": QuantizedLayers(0.9e12, 30e9)},
+        "onnxruntime": {"int4": KernelRates(0.3e12, 17e9)},
+        "llmforge": {"int4": KernelRates(0.9e12, 30e9)},
     },
     threads=2,
 )
@@ -349,7 +350,7 @@ def test_what_was_measured_is_a_target_that_plans_take(tmp_path: Path) -> None:
     machine.write(machine.of_cpu("here", HERE, MEASURED, "2026-11-21"), path)
     target = targets.find(str(path))
     assert target.name == "here"
-    assert (target.kind, target.isa, target.cores, target.known_as) == (
+    assert (target.kind, target.isa, target.cores, target.catalog_name) == (
         "cpu", targets.local().isa, 2, targets.local().name,
     )  # fmt: skip
     assert target.bandwidth_gbs is not None
@@ -376,7 +377,7 @@ def test_what_was_measured_is_a_target_that_plans_take(tmp_path: Path) -> None:
 def test_a_gpu_keeps_what_was_not_measured() -> None:
     target = machine.of_gpu("here", H200, 4.3e12, {"fp16": 788e12, "bf16": 788e12}, "2026-11-21")
     known = targets.load("h200")
-    assert target.known_as == "h200"
+    assert target.catalog_name == "h200"
     assert target.rates["bf16"].value == 788
     assert target.rates["fp8"] == known.rates["fp8"]
     assert target.memory_gb is not None
@@ -435,7 +436,7 @@ def test_a_gpu_is_measured_and_written(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "gpu.yaml"
     assert invoke("--measure", "--device", "cuda:0", "--write", path).exit_code == 0
     target = targets.read(path)
-    assert target.known_as == "h200"
+    assert target.catalog_name == "h200"
     assert target.bandwidth_gbs is not None
     assert target.bandwidth_gbs.value == 4300
 
@@ -456,7 +457,7 @@ def test_a_recipe_takes_the_file_of_a_machine(tmp_path: Path) -> None:
     machine.write(machine.of_cpu("here", HERE, MEASURED, "2026-11-21"), tmp_path / "here.yaml")
     loaded = Recipe.load(recipe(tmp_path, "here.yaml"))
     assert loaded.target == str(tmp_path / "here.yaml")
-    assert targets.find(loaded.target).known_as == targets.local().name
+    assert targets.find(loaded.target).catalog_name == targets.local().name
     resolved = loaded.resolved()["target"]
     assert resolved["name"] == "here.yaml"
     assert len(resolved["sha256"]) == 64

@@ -13,7 +13,7 @@ import pytest
 from llmforge.backends.onnxruntime.cuda.session import DeviceSession
 from llmforge.backends.onnxruntime.session import Session
 from llmforge.ir import interface
-from llmforge.ir.interface import HEAD, Heads
+from llmforge.ir.interface import HEAD, TopLogits
 from llmforge.rewrite.next_ids import feed_back
 from llmforge.rewrite.topk_outputs import give_heads
 from llmforge.runtime.config import SessionConfig
@@ -148,7 +148,7 @@ class Slow(DecodeRun):
     def __init__(self, run: DecodeRun, events: list[str]) -> None:
         self._run, self._events = run, events
 
-    def heads(self) -> Heads:
+    def heads(self) -> TopLogits:
         self._events.append("wait")
         return self._run.heads()
 

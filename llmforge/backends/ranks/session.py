@@ -52,7 +52,7 @@ from llmforge.backends.ranks.messages import (
 )
 from llmforge.base import interpreter
 from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, Unavailable, UsageError
-from llmforge.ir.interface import Heads
+from llmforge.ir.interface import TopLogits
 from llmforge.runtime.config import SessionConfig, physical_cores
 from llmforge.runtime.interface import Backend, DecodeRun, Rows, StepInputs
 from llmforge.runtime.signature import ELEMENTS
@@ -238,12 +238,12 @@ class RankSession(Backend[RankCache]):
             self._give(Decode(inputs, cache.place))
         return _Running(self)
 
-    def heads(self) -> Heads:
+    def heads(self) -> TopLogits:
         """Wait for the decode step that was begun last, and give the heads of its rows."""
         with self._lock:
             self._check_alive()
             self._settle(self._limit_s)
-            found: Heads = self._reply.read()
+            found: TopLogits = self._reply.read()
             return found
 
     def ask(self, method: str, *arguments: Any) -> Any:
@@ -423,7 +423,7 @@ class _Running(DecodeRun):
 
     _session: RankSession
 
-    def heads(self) -> Heads:
+    def heads(self) -> TopLogits:
         """Wait for the step, and give the heads of its rows."""
         return self._session.heads()
 

@@ -9,7 +9,7 @@ be dropped without a word, so bounds are checked before a step.
 **CUDA graphs.** TensorRT's work for a decode step is captured from the stream, with a context of its own for every
 number of rows, and verified like any other (`cuda_graph_capture`). TensorRT-RTX captures by itself.
 
-**Heads.** A plan whose steps give heads of rows (`interface.Heads`) decodes beside the host: `begin_decode` sends a
+**Heads.** A plan whose steps give heads of rows (`interface.TopLogits`) decodes beside the host: `begin_decode` sends a
 step to the stream, behind its inputs, and one wait brings the heads. Rows that must be whole are fetched by themselves.
 A plan that was built without heads gives whole rows.
 
@@ -34,7 +34,7 @@ from llmforge.backends.tensorrt.kernel_cache import KernelCache
 from llmforge.backends.tensorrt.plan import Plan
 from llmforge.base.errors import EnvironmentLacks, RunFailed, UnsupportedError
 from llmforge.ir import interface
-from llmforge.ir.interface import Heads
+from llmforge.ir.interface import TopLogits
 from llmforge.native import nccl
 from llmforge.runtime.config import Capture, RuntimeConfig
 from llmforge.runtime.device import cache as device_cache
@@ -310,7 +310,7 @@ class _Running(DecodeRun):
     _logits: Buffer
     _rows: int
 
-    def heads(self) -> Heads:
+    def heads(self) -> TopLogits:
         """Wait for the step, and for the copy of the heads of its rows behind it."""
         return self._heads.read(self._rows)
 

@@ -1,4 +1,4 @@
-"""Where heads of rows lie (`interface.Heads`): on the device, at addresses that never change, and on the host."""
+"""Where heads of rows lie (`interface.TopLogits`): on the device, at addresses that never change, and on the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.ir import interface
-from llmforge.ir.interface import Heads
+from llmforge.ir.interface import TopLogits
 from llmforge.runtime.device.cuda import Buffer, Device
 from llmforge.runtime.device.inputs import ALIGNMENT_BYTES, ONNX_TYPES, BoundInput
 
@@ -84,20 +84,20 @@ class HeadBuffers:
         """Give what the step guessed, whose heads were waited for, int64 [rows]."""
         return fetched.values[: fetched.rows * _ID_BYTES].view(np.int64)
 
-    def heads(self, fetched: FetchedHeads) -> Heads:
+    def heads(self, fetched: FetchedHeads) -> TopLogits:
         """Wait for what is on its way to the host."""
         self._device.wait(fetched.event)
         rows, each = fetched.rows, self._each_bytes(fetched.rows)
         logits, ids, masses = np.split(fetched.values[self._start : self.size_bytes(rows)], [each, 2 * each])
         own, shape = rows * self._width, (rows, self._width)
-        return Heads(
+        return TopLogits(
             logits.view(np.float32)[:own].reshape(shape),
             ids.view(np.int32)[:own].reshape(shape),
             masses.view(np.float32).reshape(rows, self._blocks),
             self._vocabulary,
         )
 
-    def read(self, rows: int) -> Heads:
+    def read(self, rows: int) -> TopLogits:
         """Copy the heads of the last step, of so many rows, and wait for them."""
         return self.heads(self.fetch(rows))
 

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.ir.interface import Heads
+from llmforge.ir.interface import TopLogits
 from llmforge.runtime.device.cuda import Block, BlockCopy, Buffer, Device
 from llmforge.runtime.device.top_logits import FetchedHeads, HeadBuffers
 from llmforge.runtime.interface import DecodeRun
@@ -51,7 +51,7 @@ class Running(DecodeRun):
         self._kept: Future[_Aside] | None = None
         self.taken = False
 
-    def heads(self) -> Heads:
+    def heads(self) -> TopLogits:
         """Wait for the step, and give the heads of its rows."""
         heads = self._heads.heads(self._launched.result())
         self.taken = True
