@@ -215,7 +215,7 @@ class Reuse:
         if entry is None:  # the disk is full
             return baseline_on(texts, baseline, progress)
         if isinstance(baseline, StreamedBaseline):
-            return baseline.behind(States((entry.path / TENSORS).open("rb"), entry.json(INDEX)))
+            return baseline.logits_of(States((entry.path / TENSORS).open("rb"), entry.json(INDEX)))
         places, file = entry.json(INDEX), entry.path / TENSORS
 
         def kept(ids: NDArray[np.int64]) -> NDArray[np.float32]:
