@@ -199,8 +199,8 @@ class _Server:
 
         before, copy = machine.peak_resident_bytes(), os.fork()
         if copy == 0:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             try:
+                _end_with_parent()
                 self.answer(_trace, origin)
             finally:
                 os._exit(0)
@@ -222,6 +222,13 @@ class _Server:
         model = kept_graph.load(files, _checkpoint(origin))
         assert model is not None, "a graph of other ties"
         return verify_trace(_checkpoint(origin), model, threads=threads, computed=runs).note(), self._copy_bytes
+
+
+def _end_with_parent() -> None:
+    """Let the system end this process when its parent ends, where it can."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _listen(questions: BinaryIO, asked: SimpleQueue[tuple[str, tuple[Any, ...]]]) -> None:
