@@ -1,4 +1,4 @@
-"""What the outputs of linear layers do to the loss: Σ g gᵀ of its gradients, from one run backwards over the layers.
+"""Moments of the gradients of linear layers' outputs: Σ g gᵀ of its gradients, from one run backwards over the layers.
 
 The loss is that of labels which the model draws itself, so that Σ g gᵀ is Fisher's information, the Hessian of the KLD
 (YAQA, arXiv 2505.22988, section 4). One layer is in memory at a time: the hidden states in front of each are kept in a

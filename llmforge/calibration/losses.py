@@ -1,4 +1,4 @@
-"""What each format would lose of each weight, measured while a calibration quantizes: ½ tr(O E H Eᵀ), nats a token.
+"""The loss of each weight in each format, measured while a calibration quantizes: ½ tr(O E H Eᵀ), nats a token.
 
 E is the error that the method really leaves of the weight on that format's grid, H the mean x xᵀ of what it reads and O
 the mean g gᵀ of the loss in what it makes (`quantization.allocation`).

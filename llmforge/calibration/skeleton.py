@@ -199,7 +199,7 @@ class Frame:
         self._by_length: dict[int, list[LayerCall]] = {}
         self._given: list[torch.Tensor] = []  # hidden states that each layer is called with
         self._calls: list[LayerCall] = []
-        self._behind: torch.Tensor | None = None  # what the last layer makes; None: the run ends in front of it
+        self._last_hidden: torch.Tensor | None = None  # what the last layer makes; None: the run ends in front of it
         for prefix in prefixes:
             model.get_submodule(prefix).forward = self._layer_out
 
@@ -235,11 +235,11 @@ class Frame:
         Raises:
             UnsupportedError: see `enter`.
         """
-        self._given, self._calls, self._behind = [], [], states
+        self._given, self._calls, self._last_hidden = [], [], states
         try:
             output = self.model(input_ids=torch.from_numpy(ids)[None], use_cache=False)
         finally:
-            self._behind = None
+            self._last_hidden = None
         self._given[0] = states
         self._require_handed_on(states)
         logits: torch.Tensor = output.logits[0]
@@ -258,9 +258,9 @@ class Frame:
         """Stand for a layer."""
         self._given.append(hidden)
         self._calls.append(LayerCall(args, kwargs))
-        if self._behind is None and len(self._calls) == self._depth:
+        if self._last_hidden is None and len(self._calls) == self._depth:
             raise _LastLayerReached
-        made = hidden if self._behind is None else self._behind
+        made = hidden if self._last_hidden is None else self._last_hidden
         return self._form(made)
 
     def _handed_on(self, states: torch.Tensor) -> bool:

@@ -77,7 +77,7 @@ class Configuration:
     architecture: str  # the model's class, or the configuration's where that is not said
     geometry: Geometry
     ties: bool  # whether it declares that embedding and head are one
-    eos_token_id: Any  # as it stands there
+    eos_token_id: Any  # unchanged
     bos_token_id: Any
     lengths: tuple[tuple[str, int], ...] = ()  # what it names of windows, chunks and borders: field, tokens
 

@@ -1,4 +1,4 @@
-"""What a file or folder is that someone has, and what a build would make of it: read from headers, without torch.
+"""The kind of a file or folder that someone has, and what a build would make of it: read from headers, without torch.
 
 Of a GGUF file transformers makes the tokenizer, as for a build.
 

@@ -26,8 +26,8 @@ from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile import evidence, finishing, reference, texts
 from llmforge.compile.evidence import Clock, Measurement
-from llmforge.compile.publishing import BuildResult
 from llmforge.compile.reuse import opened as opened_cache
+from llmforge.compile.state import BuildResult
 from llmforge.compile.tasks import BuildCacheAnswers
 from llmforge.gates import comparison, confirmed, decision, records, release, verdict
 from llmforge.gates.decision import GateResult, Verdict

@@ -1,4 +1,4 @@
-"""What expansions of operators share: constants by name, nodes beside a node, nodes that every layer may read."""
+"""The builder that expansions of operators share: constants by name, nodes beside a node, nodes that layers share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What calibration is asked for and what it yields; torch-free, so that passes can read it."""
+"""Demands on calibration and the statistics that it yields; torch-free, so that passes can read it."""
 
 from __future__ import annotations
 
@@ -38,6 +38,11 @@ class WeightDemand:
     mixed: tuple[tuple[str, Grid], ...] = ()
     weight_bits: float | None = None
     weight_bytes: int | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether formats are to be chosen within bytes."""
+        return self.weight_bits is not None or self.weight_bytes is not None
 
     def grid_of(self, names: Sequence[str]) -> Grid:
         """Return the grid of linears `names`, which read the same.

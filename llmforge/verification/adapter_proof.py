@@ -42,8 +42,8 @@ def prove(before: ir.Model, after: ir.Model, adapters: Sequence[Adapter], *, voc
     for number in chosen:
         adapter = adapters[number - 1]
         expected = streamed_execution.drive(merged(before, adapter), runs, threads=threads)
-        given = partial(_given, number)
-        made = streamed_execution.outputs(after, runs, [interface.LOGITS], threads=threads, given=given)
+        feeding = streamed_execution.Feeding(given=partial(_given, number))
+        made = streamed_execution.outputs(after, runs, [interface.LOGITS], feeding, threads=threads)
         moved = False
         for run, plain, other, steps in zip(runs, base, expected, made, strict=True):
             chooses = _given(number, run)[interface.ADAPTER_IDS][:, None] == number

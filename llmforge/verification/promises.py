@@ -1,4 +1,4 @@
-"""What a build promises about lengths and places, and the steps that show whether a graph keeps it.
+"""Promises of a build about lengths and positions, and the steps that show whether a graph keeps it.
 
 Promises come from the checkpoint's configuration and the recipe, never from a graph that is on trial.
 """

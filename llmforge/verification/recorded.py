@@ -1,4 +1,4 @@
-"""What a graph computes at chosen values when it reads a text: numbers as they are, with their outliers."""
+"""Activations of a graph at chosen values while it reads a text, with their outliers."""
 
 from __future__ import annotations
 

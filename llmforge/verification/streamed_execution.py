@@ -43,19 +43,32 @@ class NodeBlock:
     inputs: frozenset[str]  # what earlier blocks made
 
 
+@dataclass(frozen=True)
+class Feeding:
+    """How runs are fed.
+
+    Caches have `capacity` slots, those that a run needs by default, and hold `fill` before it. `given` are inputs of
+    the graph besides those of each step; they take precedence. `after_step` may change what a step has put into the
+    caches of a block.
+    """
+
+    rows: Rows | None = None  # None: all tokens get logits
+    capacity: Callable[[probe.Run], int] = lambda run: run.capacity
+    fill: float = 0.0
+    given: Callable[[probe.Run], Mapping[str, NDArray[Any]]] = lambda run: {}
+    after_step: probe.AfterStep | None = None
+
+
 def drive(
     model: ir.Model,
     runs: Sequence[probe.Run],
     *,
     threads: int,
-    rows: Rows | None = None,
-    capacity: Callable[[probe.Run], int] = lambda run: run.capacity,
-    fill: float = 0.0,
     block_bytes: int = BLOCK_BYTES,
     optimize: bool = False,
     after_step: probe.AfterStep | None = None,
 ) -> Logits:
-    """Run `model`, which stays as it is, on `runs` and return the logits of `rows`, of all tokens by default.
+    """Run `model`, which stays as it is, on `runs` and return the logits of all tokens.
 
     ONNX Runtime may `optimize` blocks, as it does when it serves; by default they run as they are written.
 
@@ -66,13 +79,10 @@ def drive(
         model,
         runs,
         [interface.LOGITS],
+        Feeding(after_step=after_step),
         threads=threads,
-        rows=rows,
-        capacity=capacity,
-        fill=fill,
         block_bytes=block_bytes,
         optimize=optimize,
-        after_step=after_step,
     )
     return [[step[interface.LOGITS] for step in steps] for steps in made]
 
@@ -81,22 +91,13 @@ def outputs(
     model: ir.Model,
     runs: Sequence[probe.Run],
     names: Collection[str],
+    feeding: Feeding,
     *,
     threads: int,
-    rows: Rows | None = None,
-    capacity: Callable[[probe.Run], int] = lambda run: run.capacity,
-    fill: float = 0.0,
     block_bytes: int = BLOCK_BYTES,
-    given: Callable[[probe.Run], Mapping[str, NDArray[Any]]] = lambda run: {},
     optimize: bool = False,
-    after_step: probe.AfterStep | None = None,
 ) -> Values:
-    """Run `model`, which stays as it is, on `runs` and return the outputs `names`, logits of `rows` alone.
-
-    `given` are inputs of the graph besides those of each step; they take precedence. `after_step` may change what a
-    step has put into the caches of a block.
-
-    Caches have `capacity` slots, those that a run needs by default, and hold `fill` before it.
+    """Run `model`, which stays as it is, on `runs` and return the outputs `names`.
 
     Memory: the weights of one block, what crosses from one to the next for every step, the caches of one block, and
     the logits. Linear layers multiply by their weights as these are stored, without a transposed copy; an embedding or
@@ -124,12 +125,13 @@ def outputs(
             _forget(live, later | kept)
             continue
         for run, values in zip(runs, live, strict=True):
-            caches = session.allocate(run.batch, capacity(run), fill)
-            more = given(run)
+            caches = session.allocate(run.batch, feeding.capacity(run), feeding.fill)
+            more = feeding.given(run)
             for step, held in zip(run.steps, values, strict=True):
-                held |= session.run(step, {**held, **more}, caches, None if rows is None else rows(step))
-                if after_step is not None:
-                    after_step(caches, step)
+                rows = None if feeding.rows is None else feeding.rows(step)
+                held |= session.run(step, {**held, **more}, caches, rows)
+                if feeding.after_step is not None:
+                    feeding.after_step(caches, step)
                 _forget([[held]], later | kept)
     return live
 

@@ -1,4 +1,4 @@
-"""What a lossy pass costs on text, of a graph that is run whole: KL(before || after), until its budget is decided."""
+"""The loss of a lossy pass on text, of a graph that is run whole: KL(before || after), until its budget is decided."""
 
 from __future__ import annotations
 

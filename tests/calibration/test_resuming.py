@@ -11,6 +11,7 @@ import torch
 
 from llmforge.calibration import driver, resuming
 from llmforge.calibration.layer import DecoderLayer, LayerCall
+from llmforge.calibration.quantize import WeightQuantization
 from llmforge.calibration.resuming import Changed, ModuleOutputs, Runs
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
@@ -78,7 +79,7 @@ def test_every_linear_multiplies_a_window_once_as_it_was_and_once_as_it_is(
         layer = skeleton.load(0, calls[0])
         looked = 1 + 1 + 6  # what reads what; what is added to what: once plainly, and with each that fits shifted
         counts = counted(monkeypatch)
-        driver.quantize_layer(layer, list(states), list(states), DEMANDS[0])
+        driver.quantize_layer(layer, list(states), list(states), WeightQuantization(DEMANDS[0]))
     products = [counts[id(linear)] for linear in layer.linears().values()]
     assert max(products) <= 2 * len(windows) + looked
     assert min(products) >= 2 * len(windows)

@@ -82,7 +82,9 @@ def attributes(shape: Shape) -> dict[str, Any]:
 
 def reference(shape: Shape, given: dict[str, NDArray[Any]]) -> tuple[Floats, Floats]:
     operands = {name.replace("past_key_values.0.latent", "past"): array for name, array in given.items()}
-    return dialect.latent_attention(**operands, **attributes(shape))
+    return dialect.latent_attention(
+        **operands, form=dialect.AttentionForm(kv_num_heads=shape.heads, **attributes(shape))
+    )
 
 
 def model_of(

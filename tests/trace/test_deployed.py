@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,9 +182,10 @@ def test_expanded_chunks_equal_the_reference(chunk: int) -> None:
     names = {value.name for value in session.get_inputs()}
     *_, q, k, v, y = session.run(None, {**{n: x for n, x in feeds.items() if n in names}, **caches})
     attributes = {name: attribute.value for name, attribute in node.attributes.items() if name != "layer"}
-    expected, *_ = dialect.attention(q, k, v, *caches.values(), past, **attributes)
+    form = dialect.AttentionForm(**attributes)
+    expected, *_ = dialect.attention(q, k, v, *caches.values(), past, form=form)
     np.testing.assert_allclose(y, expected, atol=1e-5)
-    whole, *_ = dialect.attention(q, k, v, *caches.values(), past, **{**attributes, "chunk": 0})
+    whole, *_ = dialect.attention(q, k, v, *caches.values(), past, form=replace(form, chunk=0))
     assert bool(np.abs(whole - expected).max() > 1e-3) is (chunk < 12)
 
 

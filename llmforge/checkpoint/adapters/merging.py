@@ -1,4 +1,4 @@
-"""What the tensors of a checkpoint become with adapters merged into them, computed whenever one is read.
+"""Tensors of a checkpoint with adapters merged into them, computed whenever one is read.
 
 All steps on a tensor are computed in fp32 (fp64 where the checkpoint is), some rows at a time, and rounded once to the
 dtype in which the checkpoint stores it, to nearest even. peft's `merge_and_unload` rounds each adapter's product, and

@@ -1,4 +1,4 @@
-"""What GGUF calls an architecture: its configuration and its tensors by the names of transformers.
+"""Architectures of GGUF: the configuration of each and its tensors by the names of transformers.
 
 Only what is listed here is taken: a key of an architecture that is not known may change what the model computes, and
 so may a tensor. Sources: `convert_hf_to_gguf.py` and `gguf-py/gguf/tensor_mapping.py` of llama.cpp; transformers'
@@ -126,7 +126,7 @@ class Metadata:
         return float(value)
 
     def get(self, name: str) -> Any:
-        """Return a value as it stands, None where there is none."""
+        """Return a value unchanged, None where there is none."""
         return self.header.metadata.get(self._prefix + name)
 
     def _wrong(self, name: str, value: Any, wanted: str) -> CheckpointError:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llmforge.quantization.grids import Grid, QuantizedMatrix, Scale
 
 _BLOCKS = "blocks"  # the one part of a parameter
-# Types whose scales are fp16 as they stand; of others they are products, which fp16 does not hold.
+# Types whose scales are stored in fp16; of others they are products, which fp16 does not hold.
 _FP16_SCALES = ("Q4_0", "Q5_0", "Q8_0")
 
 

@@ -1,4 +1,4 @@
-"""What a layout of quantized checkpoints is: how tools store parameters as codes and scales, and how those are read.
+"""A layout of quantized checkpoints: how tools store parameters as codes and scales, and how those are read.
 
 A checkpoint has two kinds of tensors: those of its files (`TensorEntry`), and the parameters of the model. In a plain
 checkpoint they are the same. A layout puts several of the files' tensors together to one parameter, which is called

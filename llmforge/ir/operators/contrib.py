@@ -205,27 +205,27 @@ class _Experts(RoutedExperts, domain=MICROSOFT):
 class ContribMoE(_Experts, op_type="MoE"):
     """Experts in floating point."""
 
-    fc1_experts_weights = Input(FLOATS, 3, experts=True)
-    fc1_experts_bias = OptionalInput(FLOATS, 2, experts=True)
-    fc2_experts_weights = Input(FLOATS, 3, experts=True)
-    fc2_experts_bias = OptionalInput(FLOATS, 2, experts=True)
+    fc1_experts_weights = Input(FLOATS, 3, of="experts")
+    fc1_experts_bias = OptionalInput(FLOATS, 2, of="experts")
+    fc2_experts_weights = Input(FLOATS, 3, of="experts")
+    fc2_experts_bias = OptionalInput(FLOATS, 2, of="experts")
 
 
 class QMoE(_Experts):
     """Experts in codes of 4 or 8 bits."""
 
-    fc1_experts_weights = Input(BYTES, 3, experts=True)
-    fc1_scales = Input(FLOATS, 3, experts=True)
-    fc1_experts_bias = OptionalInput(FLOATS, 2, experts=True)
-    fc2_experts_weights = Input(BYTES, 3, experts=True)
-    fc2_scales = Input(FLOATS, 3, experts=True)
-    fc2_experts_bias = OptionalInput(FLOATS, 2, experts=True)
-    fc3_experts_weights = OptionalInput(experts=True)
-    fc3_scales = OptionalInput(experts=True)
-    fc3_experts_bias = OptionalInput(experts=True)
-    fc1_zero_points = OptionalInput(BYTES, 3, experts=True)
-    fc2_zero_points = OptionalInput(BYTES, 3, experts=True)
-    fc3_zero_points = OptionalInput(BYTES, 3, experts=True)
+    fc1_experts_weights = Input(BYTES, 3, of="experts")
+    fc1_scales = Input(FLOATS, 3, of="experts")
+    fc1_experts_bias = OptionalInput(FLOATS, 2, of="experts")
+    fc2_experts_weights = Input(BYTES, 3, of="experts")
+    fc2_scales = Input(FLOATS, 3, of="experts")
+    fc2_experts_bias = OptionalInput(FLOATS, 2, of="experts")
+    fc3_experts_weights = OptionalInput(of="experts")
+    fc3_scales = OptionalInput(of="experts")
+    fc3_experts_bias = OptionalInput(of="experts")
+    fc1_zero_points = OptionalInput(BYTES, 3, of="experts")
+    fc2_zero_points = OptionalInput(BYTES, 3, of="experts")
+    fc3_zero_points = OptionalInput(BYTES, 3, of="experts")
     router_weights = OptionalInput(FLOATS, 2, chooses=True)
     expert_weight_bits = integer()
     block_size = integer()

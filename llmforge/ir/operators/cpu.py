@@ -63,8 +63,8 @@ class CpuLowRankAdapter(_Kernel, op_type="LowRankAdapter"):
     base = Input(FP32, 3)
     x = Input(FP32, 3)
     adapter_ids = Input(I64, 1)
-    a = Input(FP32, 3, chosen_by_row=True)
-    b = Input(FP32, 3, chosen_by_row=True)
+    a = Input(FP32, 3, of="adapters")
+    b = Input(FP32, 3, of="adapters")
     widths = Input(I64, 1)
 
 

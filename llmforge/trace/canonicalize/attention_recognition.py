@@ -375,12 +375,9 @@ def _agrees(probed: _Probe, found: AttentionParameters, total: int) -> bool:
         keys,
         values,
         np.full(batch, past, np.int32),
-        alibi_slopes=found.slopes,
-        num_heads=subgraph.heads,
-        kv_num_heads=subgraph.kv_heads,
-        scale=found.scale,
-        softcap=0.0,
-        window=found.window,
+        form=dialect.AttentionForm(
+            subgraph.heads, subgraph.kv_heads, found.scale, window=found.window, alibi_slopes=found.slopes
+        ),
     )
     actual = rows(probed.run(query, keys, values))
     # A bias by position is as large as the positions; models add it in fp32, by absolute positions.

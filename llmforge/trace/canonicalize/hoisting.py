@@ -1,4 +1,4 @@
-"""What layers compute alike from positions, lengths and sizes alone, moved in front of them all.
+"""Computation from positions, lengths and sizes alone, the same in all layers, moved in front of them all.
 
 A model's own attention makes its masks and angles layer by layer. Once for all is cheaper, and lets each layer be told
 apart from the others (`export.replicate_layers`).

@@ -218,20 +218,20 @@ def shape_of_inputs(model: ir.Model, shape: standard.OnnxShape) -> bool:
     if dims is None or y.is_graph_output():
         return False
     wanted = dims[slice(shape.start, shape.end)]
-    brought: dict[int | str | None, tuple[ir.Value, int]] = {}
+    sized: dict[int | str | None, tuple[ir.Value, int]] = {}
     for value in model.graph.inputs:
         for axis, dim in enumerate(graph.dims(value) or ()):
-            brought.setdefault(dim, (value, axis))
-    if not wanted or any(not isinstance(dim, int) and (dim is None or dim not in brought) for dim in wanted):
+            sized.setdefault(dim, (value, axis))
+    if not wanted or any(not isinstance(dim, int) and (dim is None or dim not in sized) for dim in wanted):
         return False
-    if len(wanted) == 1 and wanted[0] in brought and brought[wanted[0]][0] is shape.x:
+    if len(wanted) == 1 and wanted[0] in sized and sized[wanted[0]][0] is shape.x:
         return False
     front, sizes = model.graph[0], list[ir.Value]()
     for dim in wanted:
         if isinstance(dim, int):
             sizes.append(graph.initializer(model, f"size_{dim}", np.array([dim], np.int64)))
             continue
-        value, axis = brought[dim]
+        value, axis = sized[dim]
         size = standard.OnnxShape.insert(front, {"x": value}, {"start": axis, "end": axis + 1}).output
         size.type, size.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([1])
         sizes.append(size)

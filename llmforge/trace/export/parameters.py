@@ -1,4 +1,4 @@
-"""What a parameter of a checkpoint's model holds, apart from how a graph was bound to it.
+"""Numbers of a parameter of a checkpoint's model, read independently of how a graph was bound to it.
 
 Numbers come from transformers' model, where that has them in memory, or from the safetensors library.
 """

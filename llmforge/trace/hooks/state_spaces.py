@@ -19,7 +19,7 @@ from torch.nn import functional
 from llmforge.base.errors import UnsupportedError
 from llmforge.trace.hooks import internals
 from llmforge.trace.hooks.attention import AttentionHook
-from llmforge.trace.hooks.linear_attention import bind, emit_linear_attention
+from llmforge.trace.hooks.linear_attention import Recurrence, bind, emit_linear_attention
 
 TOLERANCE = 1e-4  # fp32, on values of order one
 PROBED = 5  # tokens on which a function is probed
@@ -68,15 +68,16 @@ def chunk_scan(original: Callable[..., Any], attention: AttentionHook) -> Callab
         dt = time_steps(dt.to(x.dtype), bias, softplus=softplus, limit=limit)
         y, state = emit_linear_attention(
             attention,
-            c.reshape(batch, sequence, groups * width),
-            b.reshape(batch, sequence, groups * width),
-            (x * dt.view(batch, sequence, heads, 1)).reshape(batch, sequence, heads * value_width),
-            dt * rates,
-            None,
-            num_heads=groups,
-            state=(heads, width, value_width),
-            scale=1.0,
-            past=past,
+            Recurrence(
+                c.reshape(batch, sequence, groups * width),
+                b.reshape(batch, sequence, groups * width),
+                (x * dt.view(batch, sequence, heads, 1)).reshape(batch, sequence, heads * value_width),
+                dt * rates,
+                None,
+                num_heads=groups,
+                state=(heads, width, value_width),
+            ),
+            past,
         )
         y = y.view(batch, sequence, heads, value_width)
         y = y if skip is None else y + x * skip.view(heads, 1)
@@ -113,15 +114,16 @@ def selective_scan(original: Callable[..., Any], attention: AttentionHook) -> Ca
         decay = dt.reshape(batch, sequence, channels, 1) * rates  # [B, S, C, N]
         y, state = emit_linear_attention(
             attention,
-            c,
-            b,
-            x * dt,
-            decay.reshape(batch, sequence, channels * width),
+            Recurrence(
+                c,
+                b,
+                x * dt,
+                decay.reshape(batch, sequence, channels * width),
+                None,
+                num_heads=1,
+                state=(channels, width, 1),
+            ),
             None,
-            num_heads=1,
-            state=(channels, width, 1),
-            scale=1.0,
-            past=None,
         )
         y = (y if skip is None else y + x * skip).transpose(1, 2)
         y = y if gate is None else y * functional.silu(gate)
