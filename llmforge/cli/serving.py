@@ -265,7 +265,9 @@ def bench(artifact: Path, slo: str | None, path: Path | None, as_json: bool, qui
     if as_json:
         output.write_data(report.to_json())
     else:
-        output.write(measuring.table(report))
+        from llmforge.report import bench_table
+
+        output.write(bench_table.table(report))
 
 
 _TRITON = """\b

@@ -1,4 +1,4 @@
-"""Which kernel ONNX Runtime's CUDA provider computes an attention with, and what it says it did.
+"""The kernel that ONNX Runtime's CUDA provider computes an attention with, and what it says it did.
 
 Of a PagedAttention, FLASH_ATTENTION from SM 80 on, and cuDNN for decode steps where it takes the shape, from SM 90 on;
 below EFFICIENT_ATTENTION, or DECODER_ATTENTION for decode steps, as over int8 blocks that XQA does not take. Of a

@@ -1,6 +1,6 @@
 """A decoder in ONNX Runtime whose caches are blocks of one pool: texts of any length share a device's memory.
 
-A step runs the tokens of several texts one behind the other, prompts and decoding together, none of them padding, and
+A step runs the tokens of several texts one after the other, prompts and decoding together, none of them padding, and
 each reads and writes its own blocks by a table (`contrib.PagedAttention`). Decode steps may be CUDA graphs, as in
 `llmforge.backends.onnxruntime.cuda.session`, with a table of fixed size and rows of padding, whose blocks are number 0.
 `attention_metadata` is what the host says of lengths: exact in other steps, the class of lengths in a captured one.
@@ -61,7 +61,7 @@ class PagedCache(Rows):
     """A pool of blocks in a device's memory, and rows of texts of at most `capacity` tokens, which take what they hold.
 
     A scheduler plans `pool` itself and has no use for rows; a row is what runs texts one by one (`Backend.step`). It
-    begins anew with a step behind no past.
+    begins anew with a step after no past.
     """
 
     store: DeviceCache = field(repr=False)  # a row is a block; its first one is nobody's
@@ -393,7 +393,7 @@ class PagedSession(CapturedSession[PagedCache]):
         temperatures: NDArray[np.float32] | None = None,
         draws: NDArray[np.float32] | None = None,
     ) -> dict[str, NDArray[Any]]:
-        """Make the inputs of a step of `batch` rows; those behind `pieces` run one token, in block 0."""
+        """Make the inputs of a step of `batch` rows; those after `pieces` run one token, in block 0."""
         padding = batch - len(pieces)
         lengths = np.array([*(len(piece.tokens) for piece in pieces), *[1] * padding], np.int32)
         ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -456,7 +456,7 @@ class PagedSession(CapturedSession[PagedCache]):
         return self._bindings[memory]
 
     def _launch(self, binding: Binding, step: _Step) -> None:
-        """Send the graph to the device, behind its inputs."""
+        """Send the graph to the device, after its inputs."""
         step.buffers.send(step.inputs)
         binding.bind_inputs(step.inputs.bound)
         binding.bind_logits(step.logits, (1, step.rows, self.vocabulary))

@@ -408,7 +408,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
         shape: tuple[int, ...],
         graph_id: int,
     ) -> bool:
-        """Send the graph to the device, behind its inputs; say whether its logits of `shape` will be in `logits`."""
+        """Send the graph to the device, after its inputs; say whether its logits of `shape` will be in `logits`."""
         in_place = self.signature.declared_rows in (None, shape[1])
         binding.bind_inputs(inputs)
         binding.bind_logits(logits if in_place else None, shape)
