@@ -18,7 +18,6 @@ from llmforge.base import hashed_files
 from llmforge.base.errors import GateFailed, InputError
 
 LOADED = ("engine/", "tokenizer/")  # what the runtime reads
-ALLOWED: tuple[Verdict, ...] = ("fail", "inconclusive")  # verdicts that can be allowed
 _HINT = "run `llmforge verify ARTIFACT`; fetch or build the artifact again"
 _LISTED = 5  # files that a message names
 
