@@ -1,4 +1,4 @@
-"""What an artifact was built from, as the commands are told that build from it again: a recipe, or what it recorded."""
+"""Inputs of an artifact, as the commands are told that build it again: a recipe, or what it recorded."""
 
 from __future__ import annotations
 
