@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 from llmforge.artifact import sealed
-from llmforge.base import versions
+from llmforge.checkpoint import versions
 from llmforge.recipe import migration
 from release import wheels
 

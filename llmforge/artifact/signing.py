@@ -133,9 +133,9 @@ def verify(opened: Artifact, trust: Trust, source: str | None = None) -> tuple[E
     if not records:
         raise InputError(f"{name}: the signature covers no evidence", hint="sign the whole artifact")
     of_records = {path for record in records for path in record.placed_files}
-    if left_out := sorted({MANIFEST, *opened.manifest.files, *of_records} - signed):
+    if ignored := sorted({MANIFEST, *opened.manifest.files, *of_records} - signed):
         raise InputError(
-            f"{name}: the signature leaves files out: {', '.join(left_out[:5])}", hint="sign the whole artifact"
+            f"{name}: the signature leaves files out: {', '.join(ignored[:5])}", hint="sign the whole artifact"
         )
     return records
 

@@ -1,4 +1,4 @@
-"""What export, import, push and pull have in common: what may leave an artifact, and what may come in.
+"""Transfer of artifacts, as export, import, push and pull share it: what may leave one, and what may come in.
 
 Manifest, records of evidence and signature go first, in this order: they say what all other files are. An artifact from
 elsewhere is written into the hidden folder of `store.staging`. It is published when all of it is there and matches.

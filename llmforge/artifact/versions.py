@@ -1,4 +1,4 @@
-"""What versions there are under a folder of artifacts, and how they are removed."""
+"""Versions of artifacts below a folder: their list, and their removal."""
 
 from __future__ import annotations
 

@@ -320,6 +320,17 @@ def record(kind: type[Record], options: Mapping[str, Any], **more: Any) -> Recor
     return kind(**{name: value for name, value in options.items() if name in _fields(kind)}, **more)
 
 
+def grouped(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Add several options to a command, in this order."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
 def options_record(kind: type[Any], name: str = "options") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Let a command take its options as one frozen dataclass, its parameter `name`.
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from llmforge.artifact import admission
-from llmforge.artifact.admission import ALLOWED, LOADED
 from llmforge.base import extras, process, small_file
 from llmforge.base.errors import UsageError, VerificationError
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, PATH, keep_quiet
+from llmforge.cli.parameters import ARTIFACT, PATH, grouped, keep_quiet
 from llmforge.cli.recorded import Inputs, inputs_options
 
 if TYPE_CHECKING:
@@ -171,18 +169,13 @@ def verify_signature(
     return signing.verify(opened, signing.Trust(key, authority), source)
 
 
-def loading_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of a command that loads an artifact."""
-    options = (
-        click.option(
-            "--allow", type=click.Choice(ALLOWED), metavar="VERDICT",
-            help="Load ARTIFACT even if its gates ended with this verdict: fail or inconclusive.",
-        ),
-        click.option("--verify", "rehash", is_flag=True, help="Hash every file, even if it was hashed before."),
-    )  # fmt: skip
-    for option in reversed(options):
-        command = option(command)
-    return command
+loading_options = grouped(  # of a command that loads an artifact
+    click.option(
+        "--allow", type=click.Choice(["fail", "inconclusive"]), metavar="VERDICT",
+        help="Load ARTIFACT even if its gates ended with this verdict: fail or inconclusive.",
+    ),
+    click.option("--verify", "rehash", is_flag=True, help="Hash every file, even if it was hashed before."),
+)  # fmt: skip
 
 
 def admit(
@@ -190,30 +183,30 @@ def admit(
     allow: str | None,
     rehash: bool,
     *,
-    parts: Collection[str] = LOADED,
+    besides: Collection[str] = (),
     require_signature: bool = False,
     key: Path | None = None,
 ) -> None:
-    """Refuse what is damaged, forged, not signed where it must be, or failed its gates; warn where none decided."""
+    """Refuse what is damaged, forged, not signed where it must be, or failed its gates; warn where none decided.
+
+    Of its files those are hashed that the runtime reads, and those whose paths begin with one of `besides`.
+    """
+    from llmforge.artifact import admission
     from llmforge.cli import console
     from llmforge.gates import confirmed
 
     confirmed.confirm(opened)
     signed = required(opened, require_signature, key)
+    parts = (*admission.LOADED, *besides)
     counting = None if signed is None else [record.digest for record in signed]
     for note in admission.admit(opened.path, allow=allow, rehash=rehash, parts=parts, signed=counting).notes:
         console.say(f"warning: {note}", always=True)
 
 
-def signature_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of a command that runs only what is signed."""
-    options = (
-        click.option("--require-signature", is_flag=True, help="Refuse an artifact that --key did not sign."),
-        click.option("--key", type=PATH, help="With --require-signature: the public key, PEM."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+signature_options = grouped(  # of a command that runs only what is signed
+    click.option("--require-signature", is_flag=True, help="Refuse an artifact that --key did not sign."),
+    click.option("--key", type=PATH, help="With --require-signature: the public key, PEM."),
+)
 
 
 def required(opened: Artifact, require_signature: bool, key: Path | None) -> tuple[EvidenceRecord, ...] | None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmforge.artifact.admission import LOADED
 from llmforge.backends import of_provider
 from llmforge.base import extras, process
 from llmforge.base.errors import UsageError
@@ -321,7 +320,7 @@ def triton(artifact: Path, server_options: tuple[str, ...], as_json: bool, launc
     opened = Artifact.open(artifact)
     needed = Path(output.here(opened.path)) / repository.FOLDER / opened.manifest.name / "1" / repository.REQUIREMENTS
     found = starting.find(options.server, needed if needed.is_file() else None) if launch else None
-    admit(opened, options.allow, options.rehash, parts=(*LOADED, f"{repository.FOLDER}/"))
+    admit(opened, options.allow, options.rehash, besides=[f"{repository.FOLDER}/"])
     chosen = check_name(options.name) if options.name is not None else None
     model = repository.of_artifact(opened, name=chosen, overrides=options.overrides, allow=options.allow)
     elsewhere = of_provider(model.runtime.provider).elsewhere is not None

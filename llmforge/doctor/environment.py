@@ -14,8 +14,9 @@ from typing import Literal
 
 from llmforge import native, targets
 from llmforge.backends import BACKENDS, ONNXRUNTIME, PROVIDERS, dotted
-from llmforge.base import extras, versions
+from llmforge.base import extras
 from llmforge.base.errors import EnvironmentLacks
+from llmforge.checkpoint import versions
 from llmforge.measure.gpus import Gpu
 from llmforge.measure.machine import Machine
 from llmforge.native import nccl

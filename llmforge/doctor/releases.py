@@ -4,7 +4,7 @@
 2. A tiny checkpoint with random weights of each type of `TYPES`, which between them have every mechanism that a model
    can bring, is traced, and its graph held against transformers as a build does (docs/verification.md).
 
-What passed is written down (`llmforge.base.versions.record_of`), and holds for these versions and this code.
+What passed is written down (`llmforge.checkpoint.versions.record_of`), and holds for these versions and this code.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmforge.base import versions, whole_file
+from llmforge.base import whole_file
 from llmforge.base.errors import ForgeError, VerificationError
 from llmforge.base.progress import Progress
+from llmforge.checkpoint import versions
 
 _BASE: Mapping[str, Any] = {
     "hidden_size": 64,

@@ -1,4 +1,4 @@
-"""What no other point beats in every figure, and where points stand in a drawing."""
+"""Pareto front of builds or trials, which no other beats in every figure, and its drawing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a build asks of a cluster: CPUs, memory, and the node that has its device.
+"""Placement of builds on a cluster: CPUs, memory, and the node that has the device.
 
 A node has a device if it has one of two resources: `llmforge:TARGET`, which whoever starts the node gives it, or
 `accelerator_type:NAME`, which Ray finds, where the target's YAML has that name as its `accelerator`. Nodes for CPU

@@ -207,7 +207,7 @@ class _Driver:
         self.owner = f"{platform.node()}:{os.getpid()}:{psutil.Process().create_time():.0f}"
         self.runner = BuildRunner(self.farm, self.settings, self.tell)
         self.running: dict[str, _RunningTrial] = {}
-        self.renewed = 0.0
+        self.extended = 0.0
         self.combined = False
 
     def run(self, trials: int, slots: int) -> list[SearchTrial]:
@@ -409,8 +409,8 @@ class _Driver:
         trial.set_user_attr("lease", {"owner": self.owner, "until": time.time() + _LEASE_S})
 
     def _renew(self) -> None:
-        if time.monotonic() - self.renewed > _RENEW_S:
-            self.renewed = time.monotonic()
+        if time.monotonic() - self.extended > _RENEW_S:
+            self.extended = time.monotonic()
             for running in self.running.values():
                 self._lease(running.trial)
 

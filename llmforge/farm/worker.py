@@ -1,4 +1,4 @@
-"""What runs on a node: one `llmforge build` in a process of its own, which dies with the worker that started it.
+"""A build on a node: one `llmforge build` in a process of its own, which dies with the worker that started it.
 
 The same command as everywhere: its bytes do not depend on who starts it, and its memory is given back when it ends.
 """

@@ -292,7 +292,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
     fake = FakeRunner()
     monkeypatch.setattr(runtime, "load", lambda path: fake)
     monkeypatch.setattr(artifact.Artifact, "open", lambda path: SimpleNamespace(path=path))
-    admitted = admission.Admission(None, "pass", ())  # type: ignore[arg-type]
+    admitted = admission.AdmittedArtifact(None, "pass", ())  # type: ignore[arg-type]
     monkeypatch.setattr(admission, "admit", lambda path, **options: admitted)
     monkeypatch.setattr(confirmed, "confirm", lambda opened: None)
     return fake

@@ -15,8 +15,8 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from llmforge import native, targets
-from llmforge.base import versions
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError, VersionMismatch
+from llmforge.checkpoint import versions
 from llmforge.cli import cli
 from llmforge.doctor import environment, machine, render
 from llmforge.doctor.environment import Check

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.onnx._internal.exporter import _registration
 
 import llmforge
-from llmforge.base import versions
+from llmforge.checkpoint import versions
 from llmforge.trace.hooks import internals, table
 from llmforge.trace.hooks.table import HOOKS, Hook
 
