@@ -6,8 +6,9 @@ logits, as for a small model, but on fewer tokens.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
@@ -32,13 +33,26 @@ class DivergenceCost:
 Logits = list[NDArray[np.float32]]  # by step, [tokens, V]
 
 
+@dataclass(eq=False)
+class _Graph:
+    """A graph that runs, or has run."""
+
+    model: ir.Model
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    logits: Logits | None = None
+
+
 @dataclass
 class StreamedLoss:
-    """The budgets of lossy passes, measured on whole graphs that run block by block on a few windows of text."""
+    """The budgets of lossy passes, measured on whole graphs that run block by block on a few windows of text.
+
+    A graph that is to be measured may run before, in a thread of its own.
+    """
 
     texts: Sequence[NDArray[np.int64]]
     threads: int
     _before: Logits | None = None  # of the graph that was measured last
+    _graphs: dict[int, _Graph] = field(default_factory=dict)  # by the model's id
 
     @property
     def run(self) -> probe.Run:
@@ -46,6 +60,11 @@ class StreamedLoss:
         rows = [window[: TEXT_TOKENS - index] for index, window in enumerate(self.texts[:TEXT_ROWS])]
         decoded = min(TEXT_DECODED, min(len(row) for row in rows) - 1)
         return probe.schedule("text", rows, [[len(row) - decoded for row in rows], *[[1] * len(rows)] * decoded])
+
+    def prepare(self, model: ir.Model) -> None:
+        """Run a graph that will be measured, unless that was begun."""
+        if self.texts:
+            self._made(model)
 
     def measure(self, before: ir.Model, after: ir.Model) -> DivergenceCost:
         """Measure the divergence of `after` from `before`.
@@ -55,8 +74,9 @@ class StreamedLoss:
         """
         run = self.run
         if self._before is None:
-            self._before = self._logits(before, run)
-        made, spread = self._logits(after, run), _spread(self._before)
+            self._before = self._made(before)
+        made, spread = self._made(after), _spread(self._before)
+        self._graphs.clear()
         total, tokens, largest = 0.0, 0, 0.0
         for number, (b, a) in enumerate(zip(self._before, made, strict=True)):
             if not np.isfinite(a).all():
@@ -65,6 +85,13 @@ class StreamedLoss:
             largest = max(largest, comparison.deviation(b, a, spread))
         self._before = made
         return DivergenceCost(total / tokens, tokens, largest, None)
+
+    def _made(self, model: ir.Model) -> Logits:
+        graph = self._graphs.setdefault(id(model), _Graph(model))
+        with graph.turn:
+            if graph.logits is None:
+                graph.logits = self._logits(model, self.run)
+            return graph.logits
 
     def _logits(self, model: ir.Model, run: probe.Run) -> Logits:
         """Run `run` and keep the logits of real tokens."""

@@ -32,6 +32,7 @@ from llmforge.verification.text_loss import TextCost, TextLoss
 # deviation of 0.6, which is 1.2e-5. Errors of independent layers add up like a random walk: 80 layers make √40 of it.
 TOLERANCE: Mapping[ir.DataType, float] = {ir.DataType.FLOAT: 1e-4}
 
+BESIDE_BYTES = 1 << 33  # of fp32 weights; a layer of a model with more takes 0.3 GB
 
 _Array = NDArray[Any]
 
@@ -104,6 +105,14 @@ class Verifier:
     def streams(self) -> bool:
         """Whether the model is too large to run whole."""
         return self._loss is not None
+
+    def prepare(self, model: ir.Model) -> None:
+        """Compute what the proof of a lossy pass needs of the graph before it, or after, beside proofs of others.
+
+        It does nothing where a layer takes so much memory that two graphs should not run side by side.
+        """
+        if self._loss is not None and graph.weight_bytes(model) <= BESIDE_BYTES:
+            self._loss.prepare(model)
 
     def check(self, step: Pass, model: ir.Model, changes: Changes) -> PassVerification:
         """Hold `model`, which `step` changed as `changes` says, against the graph before; it is the next one's before.
