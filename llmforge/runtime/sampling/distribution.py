@@ -2,12 +2,12 @@
 
 **The order of a draw.** A token is drawn by inversion: tokens stand in a row, each as wide as its probability, and a
 random number points at one. First stand the `HEAD` most probable, by rank, then the others in blocks of neighbours
-(`interface.mass_blocks`), by id; what equals the last of the head stands with the others. Behind the head a second
+(`interface.mass_blocks`), by id; what equals the last of the head stands with the others. Beyond the head a second
 number, made of the first, draws within the block. So most draws are decided by the head and the sums of blocks, which
 is all that a device need give back, and others by one block (`draw_of_heads`, `draw_of_block`); a row that is there as
 a whole gives the same token (`draw`).
 
-Where top-p cuts behind the head, a token of the others that is beyond the cut is drawn again, which gives the same
+Where top-p cuts beyond the head, a token of the others that is beyond the cut is drawn again, which gives the same
 distribution and needs no cut: one token's rank is found in a fraction of the time of the cut's.
 
 A token takes one random number of its sequence's, whatever is drawn: those after it are made of it. So the number that

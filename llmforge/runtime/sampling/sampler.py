@@ -112,7 +112,7 @@ class TokenSampler:
             raise InputError("the engine returned -inf for every allowed token")
         if sampling.temperature > 0:
             return self._draw(processed, logits, None)
-        return self._go_on(token, logits)
+        return self._sampled(token, logits)
 
     def _draw(
         self, processed: NDArray[np.float32], logits: NDArray[np.float32], head: tuple[TopLogits, int] | None
@@ -120,9 +120,9 @@ class TokenSampler:
         """Draw from what has become of `logits`, with a random number."""
         token = draw(processed, self.sampling, self.next_uniform(), head)
         self._uniforms.popleft()
-        return self._go_on(token, logits)
+        return self._sampled(token, logits)
 
-    def _go_on(self, token: int, logits: NDArray[np.float32]) -> SampledToken:
+    def _sampled(self, token: int, logits: NDArray[np.float32]) -> SampledToken:
         self._advance(token)
         wanted = self.sampling.logprobs
         return SampledToken(token, None if wanted is None else _logprob(logits, token, wanted))
@@ -170,10 +170,10 @@ def sample_heads(samplers: Sequence[TokenSampler], heads: TopLogits, fetch: Fetc
     how = np.frombuffer(bytearray().join([sampler.record for sampler in samplers]), DRAW)
     how["uniform"] = [s.next_uniform() if s.temperature and s.head_only else 0.0 for s in samplers]
     tokens, blocks = draw_of_heads(heads, how)
-    behind = [row for row in np.flatnonzero(blocks >= 0).tolist() if samplers[row].head_only]
-    if behind:
-        chosen, size = blocks[behind].tolist(), mass_blocks(heads.vocabulary)[1]
-        for row, block, logits in zip(behind, chosen, fetch(behind, chosen), strict=True):
+    beyond = [row for row in np.flatnonzero(blocks >= 0).tolist() if samplers[row].head_only]
+    if beyond:
+        chosen, size = blocks[beyond].tolist(), mass_blocks(heads.vocabulary)[1]
+        for row, block, logits in zip(beyond, chosen, fetch(beyond, chosen), strict=True):
             token = draw_of_block(heads, row, logits, how[row : row + 1])
             tokens[row] = block * size + token if token >= 0 else -1
     return [
@@ -185,15 +185,15 @@ def sample_heads(samplers: Sequence[TokenSampler], heads: TopLogits, fetch: Fetc
 def guesses(samplers: Sequence[TokenSampler], ahead: Sequence[int]) -> NDArray[np.float32]:
     """Give what a device guesses a token of each sequence with (`interface.Draw`), fp32 [B, fields].
 
-    `ahead` [B]: 0 for its next token, 1 for the one behind that.
+    `ahead` [B]: 0 for its next token, 1 for the one after that.
     """
     how = np.frombuffer(bytearray().join([sampler.record for sampler in samplers]), DRAW)
     uniforms = np.array([s.next_uniform(n) if s.temperature else 0.0 for s, n in zip(samplers, ahead, strict=True)])
     made = np.tile(np.array(GREEDY, np.float32), (len(samplers), 1))
     drawn = how["temperature"] > 0
     kept = np.where((how["top_k"] > 0) & (how["top_k"] < HEAD), how["top_k"], HEAD)
-    behind = (how["top_k"] == 0) & (how["min_p"] == 0)
-    columns = (uniforms, second_numbers(uniforms), how["top_p"], kept, how["min_p"], behind)
+    beyond = (how["top_k"] == 0) & (how["min_p"] == 0)
+    columns = (uniforms, second_numbers(uniforms), how["top_p"], kept, how["min_p"], beyond)
     made[drawn] = np.stack([each.astype(np.float32) for each in columns], axis=1)[drawn]
     return made
 
