@@ -19,8 +19,8 @@ from llmforge.native.sampling import DRAW
 from llmforge.runtime.sampling.constraints import ConstraintCompiler, ConstraintState, TriggeredState
 from llmforge.runtime.sampling.distribution import (
     draw,
-    draw_of_block,
-    draw_of_heads,
+    draw_from_block,
+    draw_from_top_logits,
     held,
     largest,
     log_probabilities,
@@ -162,19 +162,21 @@ class TokenSampler:
             self._constraint.advance(token)
 
 
-def sample_heads(samplers: Sequence[TokenSampler], heads: TopLogits, fetch: FetchBlocks) -> list[SampledToken | None]:
+def sample_top_logits(
+    samplers: Sequence[TokenSampler], heads: TopLogits, fetch: FetchBlocks
+) -> list[SampledToken | None]:
     """Sample the next token of each sequence from its row of `heads`, and what `fetch` fetches, all at once.
 
     None: `TokenSampler.sample` must have the whole row; then it gives the token that it would give without this.
     """
     how = np.frombuffer(bytearray().join([sampler.record for sampler in samplers]), DRAW)
     how["uniform"] = [s.next_uniform() if s.temperature and s.head_only else 0.0 for s in samplers]
-    tokens, blocks = draw_of_heads(heads, how)
+    tokens, blocks = draw_from_top_logits(heads, how)
     beyond = [row for row in np.flatnonzero(blocks >= 0).tolist() if samplers[row].head_only]
     if beyond:
         chosen, size = blocks[beyond].tolist(), mass_blocks(heads.vocabulary)[1]
         for row, block, logits in zip(beyond, chosen, fetch(beyond, chosen), strict=True):
-            token = draw_of_block(heads, row, logits, how[row : row + 1])
+            token = draw_from_block(heads, row, logits, how[row : row + 1])
             tokens[row] = block * size + token if token >= 0 else -1
     return [
         sampler.take(token) if token >= 0 and sampler.head_only else None
