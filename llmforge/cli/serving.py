@@ -76,26 +76,17 @@ Example:
 @click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Cancel requests that take longer.")
 @_engine_options
 @click.option(
-    "--api-key-file",
-    "key_file",
-    type=PATH,
-    metavar="FILE",
+    "--api-key-file", "key_file", type=PATH, metavar="FILE",
     help="API keys, one per line, of which requests must have one. Also from LLMFORGE_API_KEYS, separated by commas.",
-)
+)  # fmt: skip
 @click.option(
-    "--allow-host",
-    "hosts",
-    metavar="NAME",
-    multiple=True,
+    "--allow-host", "hosts", metavar="NAME", multiple=True,
     help="A name that clients reach this server by, as in their Host header. On loopback others are refused.",
-)
+)  # fmt: skip
 @click.option(
-    "--cors-origin",
-    "origins",
-    metavar="ORIGIN",
-    multiple=True,
+    "--cors-origin", "origins", metavar="ORIGIN", multiple=True,
     help="Web pages that may send requests, such as https://example.org; '*' allows all.",
-)
+)  # fmt: skip
 @click.option("--tls-cert", "certificate", type=PATH, metavar="FILE", help="Certificate chain (PEM), for HTTPS.")
 @click.option("--tls-key", "private_key", type=PATH, metavar="FILE", help="Private key of --tls-cert (PEM).")
 @click.option("--access-log", is_flag=True, help="Log every request on standard error.")

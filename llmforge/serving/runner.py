@@ -212,7 +212,7 @@ def load(artifact: Path, threads: int | None = None, device: int = 0) -> Runner:
 
 
 def _next_token(items: deque[Chunk | ForgeError]) -> tuple[int | None, str | None]:
-    """Take the next token that a row received, and the reason that comes behind it if it is the last; None: nothing."""
+    """Take the next token that a row received, and the reason that follows it if it is the last; None: nothing."""
     token = reason = None
     while items and (token is None or (isinstance(items[0], Chunk) and items[0].token_id is None)):
         chunk = _chunk(items.popleft())

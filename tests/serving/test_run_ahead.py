@@ -24,7 +24,7 @@ from llmforge.runtime.device.cuda import HostDevice
 from llmforge.runtime.device.top_logits import FetchedHeads, HeadBuffers
 from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.sampling import distribution, distribution_numpy
-from llmforge.runtime.sampling.sampler import TokenSampler, guesses, sample_heads
+from llmforge.runtime.sampling.sampler import TokenSampler, guesses, sample_top_logits
 from llmforge.serving import Engine, EngineOptions, Request, Runner, Sampling
 from llmforge.serving.scheduler import Scheduler, SlotScheduler, run_ahead
 from llmforge.serving.scheduler.run_ahead import RunAhead
@@ -76,7 +76,7 @@ def test_the_device_guesses_what_the_host_decides(vocabulary: int, sampling: Sam
         ids = random.integers(0, vocabulary, (rows, 1))
         run = session.begin_decode(StepInputs(ids, past, temperatures=temperatures, draws=draws), cache)
         heads = run.heads()
-        found = sample_heads(samplers, heads, run.blocks)
+        found = sample_top_logits(samplers, heads, run.blocks)
         tokens = [
             (each.sample(run.logits(row)) if sampled is None else sampled).token
             for row, (each, sampled) in enumerate(zip(samplers, found, strict=True))

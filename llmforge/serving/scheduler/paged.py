@@ -11,7 +11,7 @@ As over slots, but for where tokens lie and what one step runs:
 3. one run of the decoder reads the last token of every sequence that decodes and, up to `step_tokens` in all, pieces
    of what is not read yet, oldest first; at least a `chunk` of the oldest.
 
-Where the decoder gives heads of rows (`interface.TopLogits`), tokens are sampled from them, and delivered while the next
+Where the decoder gives the top logits of rows, tokens are sampled from them, and delivered while the next
 step runs, whatever it runs.
 
 While all sequences decode, the next step begins on the device's guesses of this one's tokens, if the pool has a place
@@ -208,7 +208,7 @@ class PagedScheduler(Scheduler[PagedCache]):
     def _run_ahead(self, step: PagedStep) -> None:
         """Sample the tokens of a step that runs, and deliver those before it meanwhile.
 
-        If possible, the next step begins first: see `Decode`.
+        If possible, the next step begins first: see `SlotDecode`.
         """
         start = self._clock()
         ahead = self._ahead

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llmforge.ir.interface import TopLogits
 from llmforge.runtime.interface import Backend, DecodeRun
-from llmforge.runtime.sampling.sampler import sample_heads
+from llmforge.runtime.sampling.sampler import sample_top_logits
 from llmforge.serving.scheduler.delivery import Delivery
 from llmforge.serving.sequence import Sequence
 
@@ -92,7 +92,7 @@ class RunAhead(Generic[D]):
             return run.blocks([own[row] for row in rows], blocks)
 
         delivery = self._delivery
-        found = sample_heads([sequence.sampler for _, sequence in live], heads, fetch)
+        found = sample_top_logits([sequence.sampler for _, sequence in live], heads, fetch)
         now = delivery.clock()
         for place, ((row, sequence), sampled) in enumerate(zip(live, found, strict=True)):
             if sampled is None:
