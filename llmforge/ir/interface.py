@@ -49,7 +49,7 @@ PLACES = frozenset(
 ADAPTER_IDS = "adapter_ids"  # int64 [batch]: the adapter of each row, from 1 on; 0: none
 LOGITS_ROWS = "logits_rows"  # int64 [rows], default [-1]
 LOGITS = "logits"  # [batch, rows, vocabulary]
-# What a graph for GPUs also takes and gives, so that a step need not copy its logits (`Heads`).
+# What a graph for GPUs also takes and gives, so that a step need not copy its logits (`TopLogits`).
 TEMPERATURES = "temperatures"  # fp32 [batch]
 TOP_LOGITS = "top_logits"  # fp32 [batch, head], of the last row of logits
 TOP_IDS = "top_ids"  # int32 [batch, head]
@@ -68,7 +68,7 @@ FALLBACK = "llmforge.fallback"  # metadata_props key of a model: why its own att
 
 
 @dataclass(frozen=True, eq=False)
-class Heads:
+class TopLogits:
     """What a device gives of B rows of logits: the largest H of each, and sums of those that are not above all of them.
 
     `logits` [B, H] descend; `ids` [B, H] are their tokens, equals in any order; `masses` [B, blocks] sum
@@ -91,11 +91,11 @@ class Heads:
         """Say whether no logit of a row is NaN or +inf, and not all are -inf: what a head lacks, its masses have."""
         return bool(np.isfinite(self.logits[row, 0]) and np.isfinite(self.masses[row]).all())
 
-    def of(self, rows: list[int]) -> Heads:
+    def of(self, rows: list[int]) -> TopLogits:
         """Give those of some different rows, in ascending order."""
         if len(rows) == len(self.logits):
             return self
-        return Heads(self.logits[rows], self.ids[rows], self.masses[rows], self.vocabulary)
+        return TopLogits(self.logits[rows], self.ids[rows], self.masses[rows], self.vocabulary)
 
 
 @functools.cache

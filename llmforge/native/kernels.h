@@ -191,7 +191,7 @@ typedef struct Draw {
     float temperature, min_p;
 } Draw;
 
-/* Heads of rows of logits (llmforge.ir.interface.Heads), and what they decide: `tokens` [rows]; -1, and `chosen` [rows] has
+/* Heads of rows of logits (llmforge.ir.interface.TopLogits), and what they decide: `tokens` [rows]; -1, and `chosen` [rows] has
  * the block that the token stands in; or -1 in both. */
 typedef struct Heads {
     int64_t rows, width, vocabulary, blocks;

@@ -90,7 +90,7 @@ def draw_heads(
     vocabulary: int,
     draws: NDArray[np.void],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Draw a token from each of some heads (`llmforge.ir.interface.Heads`) as `draws` [B] of `DRAW` say.
+    """Draw a token from each of some heads (`llmforge.ir.interface.TopLogits`) as `draws` [B] of `DRAW` say.
 
     Returns:
         Tokens [B], and blocks [B] that they stand in where those are -1; -1 in both: the whole row must decide.

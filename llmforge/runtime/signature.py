@@ -155,8 +155,8 @@ class Signature:
         return interface.ADAPTER_IDS in self.inputs
 
     @property
-    def gives_heads(self) -> bool:
-        """Whether a step gives the head of its last row of logits (`interface.Heads`)."""
+    def gives_top_logits(self) -> bool:
+        """Whether a step gives the largest logits of its last row (`interface.TopLogits`)."""
         return interface.MASSES in self.outputs
 
     @property

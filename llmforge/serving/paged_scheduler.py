@@ -215,7 +215,7 @@ class PagedScheduler(Scheduler[PagedCache]):
         if self._ahead is None:
             step.run.launched()
         self._deliver_tokens()
-        heads = step.run.heads()
+        heads = step.run.top_logits()
         self._advance([each for each in step.planned if each[0] not in step.wrong])
         self._sample_heads(self._live(step), step.run, heads, step.run.next_ids() if self._guesses else None)
         self._count(step.planned, start)

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from llmforge.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
-from llmforge.ir.interface import GREEDY, Heads
+from llmforge.ir.interface import GREEDY, TopLogits
 from llmforge.runtime.interface import Backend, C, DecodeRun, StepInputs
 from llmforge.runtime.sampling.sampler import SampledToken, Samplers, guesses, sample_heads
 from llmforge.serving import prompt_batching
@@ -257,7 +257,7 @@ class Scheduler(Generic[C]):
         self._end_cancelled_and_overdue()
         ran = self._run()
         if self._ahead is not None and not self._sequences:
-            self._ahead.run.heads()  # nothing runs any more when nobody waits for it
+            self._ahead.run.top_logits()  # nothing runs any more when nobody waits for it
             self._ahead = None
         return ran > 0
 
@@ -448,7 +448,7 @@ class Scheduler(Generic[C]):
         if self._ahead is None:
             step.run.launched()  # the thread that does so needs the interpreter, which delivering would keep
         self._deliver_tokens()
-        heads, live = step.run.heads(), self._live(step)
+        heads, live = step.run.top_logits(), self._live(step)
         for slot, sequence in live:
             sequence.computed_tokens += 1
             self._store_blocks(sequence, slot)
@@ -459,7 +459,7 @@ class Scheduler(Generic[C]):
         self,
         live: list[tuple[int, Sequence]],
         run: DecodeRun,
-        heads: Heads,
+        heads: TopLogits,
         guessed: NDArray[np.int64] | None = None,
     ) -> None:
         """Sample the next token of each sequence from its row of `run`, all at once; `guessed` is what that guessed.
@@ -660,7 +660,7 @@ class Scheduler(Generic[C]):
             run = self._backend.begin_prompts(inputs, view)
         else:
             self._backend.step(inputs, view, out=logits)
-        heads = None if run is None else run.heads()
+        heads = None if run is None else run.top_logits()
         ended = []
         for row, (slot, sequence) in enumerate(members):
             self._end_chunk(sequence, slot, sequence.computed_tokens + int(lengths[row]))
@@ -702,7 +702,7 @@ class Scheduler(Generic[C]):
         return self._hand_over(sequence, sampled) and sampled.token == drafted
 
     def _choose(
-        self, sequence: Sequence, logits: NDArray[np.float32], head: tuple[Heads, int] | None = None
+        self, sequence: Sequence, logits: NDArray[np.float32], head: tuple[TopLogits, int] | None = None
     ) -> SampledToken | None:
         """Sample a token from a whole row, whose head may be known; None: it cannot be, and the sequence has ended."""
         try:

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from llmforge.ir.interface import HEAD, Heads, mass_blocks
+from llmforge.ir.interface import HEAD, TopLogits, mass_blocks
 from llmforge.runtime.sampling.distribution_numpy import MARGIN
 from llmforge.runtime.sampling.sampler import TokenSampler, sample_heads
 from llmforge.serving import Sampling
@@ -52,7 +52,7 @@ def adversarial(random: np.random.Generator, rows: int, vocabulary: int) -> np.n
     return rows32
 
 
-def heads_of(logits: np.ndarray, temperature: np.ndarray, random: np.random.Generator) -> Heads:
+def heads_of(logits: np.ndarray, temperature: np.ndarray, random: np.random.Generator) -> TopLogits:
     """What a device may give: equals in any order, and sums rounded its own way."""
     shuffled = random.permutation(logits.shape[1])
     order = shuffled[np.argsort(-logits[:, shuffled], axis=1, kind="stable")[:, :HEAD]]
@@ -64,7 +64,7 @@ def heads_of(logits: np.ndarray, temperature: np.ndarray, random: np.random.Gene
     terms = np.pad(terms, ((0, 0), (0, blocks * size - terms.shape[1]))).reshape(-1, blocks, size)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         masses = terms[:, :, random.permutation(size)].cumsum(axis=2, dtype=np.float32)[:, :, -1]
-    return Heads(np.take_along_axis(logits, order, 1), order.astype(np.int32), masses, logits.shape[1])
+    return TopLogits(np.take_along_axis(logits, order, 1), order.astype(np.int32), masses, logits.shape[1])
 
 
 class Fetched:
@@ -119,7 +119,7 @@ def test_a_sum_that_is_off_by_less_than_the_margin_changes_no_token() -> None:
     wanted = [TokenSampler(s, (), ()).sample(row) for s, row in zip(samplings, logits, strict=True)]
     exact = heads_of(logits, np.ones(400, np.float32), random)
     for off, agrees in ((0.9 * MARGIN, True), (-0.9 * MARGIN, True), (0.2, False)):
-        heads = Heads(exact.logits, exact.ids, exact.masses * np.float32(1 + off), V)
+        heads = TopLogits(exact.logits, exact.ids, exact.masses * np.float32(1 + off), V)
         got = sample_heads([TokenSampler(s, (), ()) for s in samplings], heads, Fetched(logits))
         decided = [(one, other) for one, other in zip(got, wanted, strict=True) if one is not None]
         assert len(decided) > 150

@@ -127,7 +127,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Decode:
-    """Run one token a row by `Backend.begin_decode`; the first rank replies with the heads."""
+    """Run one token a row by `Backend.begin_decode`; the first rank replies with their top logits."""
 
     inputs: StepInputs
     rows: Place

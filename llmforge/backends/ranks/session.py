@@ -2,7 +2,7 @@
 
 Every rank is a process with its part of the weights and of the caches, on the CPU or on a GPU of its own. A step is
 broadcast through shared memory: ids, positions and places in the cache, some hundred bytes; each rank runs its graph,
-they meet in its collectives, and the first one leaves the logits, or the heads of a decode step. Nothing else knows
+they meet in its collectives, and the first one leaves the logits, or the top ones of a decode step. Nothing else knows
 that there are several.
 
 A rank that ends, and one that does not move on for `limit_s`, end the session: the others stop waiting at once, all are
@@ -52,7 +52,7 @@ from llmforge.backends.ranks.messages import (
 )
 from llmforge.base import interpreter
 from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, Unavailable, UsageError
-from llmforge.ir.interface import Heads
+from llmforge.ir.interface import TopLogits
 from llmforge.runtime.config import SessionConfig, physical_cores
 from llmforge.runtime.interface import Backend, DecodeRun, Rows, StepInputs
 from llmforge.runtime.signature import ELEMENTS
@@ -228,7 +228,7 @@ class RankSession(Backend[RankCache]):
 
     @property
     def decodes_ahead(self) -> bool:
-        """Whether the ranks give heads."""
+        """Whether the ranks give top logits."""
         return self._decodes_ahead
 
     def begin_decode(self, inputs: StepInputs, cache: RankCache) -> DecodeRun:
@@ -238,12 +238,12 @@ class RankSession(Backend[RankCache]):
             self._give(Decode(inputs, cache.place))
         return _Running(self)
 
-    def heads(self) -> Heads:
-        """Wait for the decode step that was begun last, and give the heads of its rows."""
+    def top_logits(self) -> TopLogits:
+        """Wait for the decode step that was begun last, and give the top logits of its rows."""
         with self._lock:
             self._check_alive()
             self._settle(self._limit_s)
-            found: Heads = self._reply.read()
+            found: TopLogits = self._reply.read()
             return found
 
     def ask(self, method: str, *arguments: Any) -> Any:
@@ -423,9 +423,9 @@ class _Running(DecodeRun):
 
     _session: RankSession
 
-    def heads(self) -> Heads:
-        """Wait for the step, and give the heads of its rows."""
-        return self._session.heads()
+    def top_logits(self) -> TopLogits:
+        """Wait for the step, and give the top logits of its rows."""
+        return self._session.top_logits()
 
     def launched(self) -> None:
         """Return: the ranks were told, and take what they are told in order."""

@@ -67,7 +67,7 @@ class _Rank:
                 self._session._run(inputs, self._rows(rows), out)  # split by the driver where rows run alone
             case Decode(inputs, rows):
                 self._decoding = self._session.begin_decode(inputs, self._rows(rows))
-                self._answer(self._decoding.heads())  # which waits for the step, on every rank
+                self._answer(self._decoding.top_logits())  # which waits for the step, on every rank
             case Ask(method, arguments) if self._rank == 0:
                 self._answer(getattr(self._decoding, method)(*arguments))
 

@@ -90,9 +90,9 @@ def build(request: BuildRequest) -> Engine:
     try:
         made = _write_plans(chosen, request, models, sm)
     except UnsupportedError as error:
-        if not topk_outputs.gives_heads(models[0]):
+        if not topk_outputs.gives_top_logits(models[0]):
             raise
-        made = _write_plans(chosen, request, [topk_outputs.without_heads(model) for model in models], sm)
+        made = _write_plans(chosen, request, [topk_outputs.without_topk_outputs(model) for model in models], sm)
         notes.append(f"steps give whole rows of logits and no heads of them: {error.message}")
     records, ranges = [record for record, _, _ in made], made[0][2]
     common = signatures.config(request, SessionOptions(threads=None, optimize=False, entries={}))

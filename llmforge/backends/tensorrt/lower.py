@@ -55,7 +55,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
         listed = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         raise UnsupportedError(f"TensorRT for target {target.name} does not support {listed}", hint=found[0].hint)
     lowered, changes = rewrite(model, spec.max_context)
-    changes.rewritten.append(topk_outputs.give_heads(lowered))
+    changes.rewritten.append(topk_outputs.add_topk_outputs(lowered))
     support.check(lowered)
     return lowered, changes
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.ir.interface import HEAD, Heads, mass_blocks
+from llmforge.ir.interface import HEAD, TopLogits, mass_blocks
 from llmforge.native import sampling as kernels
 from llmforge.runtime.sampling import distribution_numpy
 from llmforge.runtime.sampling.options import Sampling
@@ -58,7 +58,7 @@ def record(sampling: Sampling, uniform: float = 0.0) -> tuple[float, float, int,
     return uniform, sampling.top_p, min(sampling.top_k, 2**62), temperature, sampling.min_p
 
 
-def draw_of_heads(heads: Heads, how: Records) -> Draws:
+def draw_of_heads(heads: TopLogits, how: Records) -> Draws:
     """Choose a token, or a block, for each row of `heads`, as `how` [B] says; its random numbers are in [0, 1).
 
     A token is the one that `draw` gives, or the first of the largest logits where the temperature is 0.
@@ -67,7 +67,7 @@ def draw_of_heads(heads: Heads, how: Records) -> Draws:
     return Draws(*of(heads.logits, heads.ids, heads.masses, heads.vocabulary, how))
 
 
-def draw_of_block(heads: Heads, row: int, logits: Floats, how: Records) -> int:
+def draw_of_block(heads: TopLogits, row: int, logits: Floats, how: Records) -> int:
     """Draw a token of a block, as its number among the `logits` [n]: one that does not stand in a row of `heads`.
 
     `how`: [1], as of `draw_of_heads`. -1: one of them is NaN.
@@ -76,7 +76,7 @@ def draw_of_block(heads: Heads, row: int, logits: Floats, how: Records) -> int:
     return of(logits, float(heads.logits[row, 0]), float(heads.logits[row, -1]), how)
 
 
-def draw(logits: Floats, sampling: Sampling, uniform: float, head: tuple[Heads, int] | None = None) -> int:
+def draw(logits: Floats, sampling: Sampling, uniform: float, head: tuple[TopLogits, int] | None = None) -> int:
     """Draw a token from `logits` [V], which are finite or -inf, not all of them -inf.
 
     `uniform` in [0, 1) decides. Where equal logits stand at the threshold of top-k or top-p, the lower token ids are

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from llmforge.base.errors import InputError, UsageError
-from llmforge.ir.interface import GREEDY, HEAD, Heads, mass_blocks
+from llmforge.ir.interface import GREEDY, HEAD, TopLogits, mass_blocks
 from llmforge.native import sampling as kernels
 from llmforge.native.sampling import DRAW
 from llmforge.runtime.sampling.constraints import ConstraintCompiler, ConstraintState, TriggeredState
@@ -86,7 +86,7 @@ class TokenSampler:
         """Say whether the sequence ends with `token`."""
         return token in self._stop_tokens
 
-    def sample(self, logits: NDArray[np.float32], head: tuple[Heads, int] | None = None) -> SampledToken:
+    def sample(self, logits: NDArray[np.float32], head: tuple[TopLogits, int] | None = None) -> SampledToken:
         """Sample the next token of the sequence from `logits` [V], which stay as they are.
 
         `head`: the row of heads that is theirs, if there is one; then less is computed anew.
@@ -115,7 +115,7 @@ class TokenSampler:
         return self._go_on(token, logits)
 
     def _draw(
-        self, processed: NDArray[np.float32], logits: NDArray[np.float32], head: tuple[Heads, int] | None
+        self, processed: NDArray[np.float32], logits: NDArray[np.float32], head: tuple[TopLogits, int] | None
     ) -> SampledToken:
         """Draw from what has become of `logits`, with a random number."""
         token = draw(processed, self.sampling, self.next_uniform(), head)
@@ -162,7 +162,7 @@ class TokenSampler:
             self._constraint.advance(token)
 
 
-def sample_heads(samplers: Sequence[TokenSampler], heads: Heads, fetch: FetchBlocks) -> list[SampledToken | None]:
+def sample_heads(samplers: Sequence[TokenSampler], heads: TopLogits, fetch: FetchBlocks) -> list[SampledToken | None]:
     """Sample the next token of each sequence from its row of `heads`, and what `fetch` fetches, all at once.
 
     None: `TokenSampler.sample` must have the whole row; then it gives the token that it would give without this.

@@ -98,7 +98,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     changes.rewritten += cuda_operators.widen(lowered)
     if reason is not None:
         changes.rewritten += _choose_rows(lowered)
-    changes.rewritten.append(topk_outputs.give_heads(lowered))
+    changes.rewritten.append(topk_outputs.add_topk_outputs(lowered))
     if all(value.name != interface.INPUTS_EMBEDS for value in lowered.graph.inputs):
         changes.rewritten.append(next_ids.feed_back(lowered))  # else a negative id stands for an embedding
     changes.skipped += [Skipped(str(node.name), reason) for node, reason in cuda_operators.slower(lowered)]

@@ -40,7 +40,7 @@ from llmforge.runtime.device.cache import CacheMemory, CacheTensor, DeviceCache
 from llmforge.runtime.device.cuda import Buffer, Device
 from llmforge.runtime.device.graph_capture import ONE, ProbeStep, probe_inputs
 from llmforge.runtime.device.inputs import InputBuffers, StagedInputs
-from llmforge.runtime.device.top_logits import HeadBuffers
+from llmforge.runtime.device.top_logits import TopLogitsBuffers
 from llmforge.runtime.interface import DecodeRun, RowCopy, Rows, StepInputs
 from llmforge.runtime.signature import ELEMENTS, Signature
 
@@ -194,11 +194,11 @@ class PagedSession(CapturedSession[PagedCache]):
         self._inputs = InputBuffers(device, self._input_names, self._host_inputs, INPUT_BYTES)  # of other steps; grows
         self._decode_logits = device.allocate(most * self.vocabulary * LOGIT_BYTES)
         self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)
-        self._heads: HeadBuffers | None = None
+        self._top_logits: TopLogitsBuffers | None = None
         self._runs: DecodeRuns | None = None
-        if self.signature.gives_heads:
-            self._heads = HeadBuffers(device, most, self.vocabulary, guesses=self.signature.gives_next_ids)
-            self._runs = DecodeRuns(device, self._thread, self._heads, self._decode_logits)
+        if self.signature.gives_top_logits:
+            self._top_logits = TopLogitsBuffers(device, most, self.vocabulary, guesses=self.signature.gives_next_ids)
+            self._runs = DecodeRuns(device, self._thread, self._top_logits, self._decode_logits)
         self._bindings: weakref.WeakKeyDictionary[CacheMemory, Binding] = weakref.WeakKeyDictionary()
         self._fewer: tuple[str, ...] = ()  # what `allocate` has to say of its pool
 
@@ -292,8 +292,8 @@ class PagedSession(CapturedSession[PagedCache]):
 
     @property
     def decodes_ahead(self) -> bool:
-        """Whether the graph gives heads."""
-        return self._heads is not None
+        """Whether the graph gives top logits."""
+        return self._top_logits is not None
 
     def begin(
         self,
@@ -306,16 +306,23 @@ class PagedSession(CapturedSession[PagedCache]):
 
         Its rows are those `wanted`, in order, at whose `temperatures`, fp32 [wanted], their masses are summed, and
         whose next tokens are guessed with `draws`, as of `begin_decode`; rows of padding follow. Where tokens are
-        guessed, a step of one token of each piece may begin while another step runs, whose heads are asked for next; it
-        may have tokens of -1 - n, which are those that the step before guesses for its row n.
+        guessed, a step of one token of each piece may begin while another step runs, whose top logits are asked for
+        next; it may have tokens of -1 - n, which are those that the step before guesses for its row n.
 
         Raises:
             UsageError: a text has no room for its tokens.
         """
         self._check_room(pieces, cache)
         wanted = sum(piece.wanted for piece in pieces)
-        if self._heads is None or self._runs is None or temperatures.shape != (wanted,) or wanted > self._most_rows:
-            raise ValueError(f"temperatures {temperatures.shape}; heads of {wanted} rows, of {self._most_rows} at most")
+        if (
+            self._top_logits is None
+            or self._runs is None
+            or temperatures.shape != (wanted,)
+            or wanted > self._most_rows
+        ):
+            raise ValueError(
+                f"temperatures {temperatures.shape}; top logits of {wanted} rows, of {self._most_rows} at most"
+            )
         self._require_guesses(np.array([min(piece.tokens) for piece in pieces]))
         self._runs.make_room()
         step = self._prepare(pieces, cache, temperatures=temperatures, draws=draws)
@@ -460,8 +467,8 @@ class PagedSession(CapturedSession[PagedCache]):
         step.buffers.send(step.inputs)
         binding.bind_inputs(step.inputs.bound)
         binding.bind_logits(step.logits, (1, step.rows, self.vocabulary))
-        if self._heads is not None:
-            binding.bind_heads(self._heads, step.rows)
+        if self._top_logits is not None:
+            binding.bind_top_logits(self._top_logits, step.rows)
         run_bound(self._session, binding.binding, run_options(step.graph_id, waits=self.device.stream is None))
 
     def _execute(

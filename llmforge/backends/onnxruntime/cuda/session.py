@@ -47,7 +47,7 @@ from llmforge.runtime.device.cache import CacheMemory, DeviceCache
 from llmforge.runtime.device.cuda import Buffer, Device, how_to_install
 from llmforge.runtime.device.graph_capture import ONE, ProbeStep, probe_inputs
 from llmforge.runtime.device.inputs import BoundInput, InputBuffers
-from llmforge.runtime.device.top_logits import HeadBuffers
+from llmforge.runtime.device.top_logits import TopLogitsBuffers
 from llmforge.runtime.interface import C, DecodeRun, StepInputs
 from llmforge.runtime.prefill_shapes import SHAPES, pieces, together
 from llmforge.runtime.signature import Signature
@@ -183,11 +183,11 @@ class DeviceSession(CapturedSession[DeviceCache]):
         self._decode_inputs = InputBuffers(device, self._input_names, self._host_inputs, most * DECODE_BYTES, sets=2)
         self._inputs = InputBuffers(device, self._input_names, self._host_inputs, INPUT_BYTES)  # of other steps; grows
         self._decode_logits = device.allocate(most * self.vocabulary * LOGIT_BYTES)
-        self._heads: HeadBuffers | None = None
+        self._top_logits: TopLogitsBuffers | None = None
         self._runs: DecodeRuns | None = None
-        if signature.gives_heads:
-            self._heads = HeadBuffers(device, most, self.vocabulary, guesses=signature.gives_next_ids)
-            self._runs = DecodeRuns(device, self._thread, self._heads, self._decode_logits)
+        if signature.gives_top_logits:
+            self._top_logits = TopLogitsBuffers(device, most, self.vocabulary, guesses=signature.gives_next_ids)
+            self._runs = DecodeRuns(device, self._thread, self._top_logits, self._decode_logits)
         self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)
         self._bindings: weakref.WeakKeyDictionary[CacheMemory, dict[tuple[int, int], Binding]]
         self._bindings = weakref.WeakKeyDictionary()
@@ -261,8 +261,8 @@ class DeviceSession(CapturedSession[DeviceCache]):
 
     @property
     def decodes_ahead(self) -> bool:
-        """Whether the graph gives heads."""
-        return self._heads is not None
+        """Whether the graph gives top logits."""
+        return self._top_logits is not None
 
     @property
     def guesses_tokens(self) -> bool:
@@ -273,7 +273,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
         """Begin a step of one token a row, as `step` runs it; arrays are read before this returns."""
         self._check(inputs, cache)
         if self._runs is None or inputs.ids.shape[1] != 1 or cache.batch > self._most_rows:
-            raise ValueError(f"a step of {inputs.ids.shape}; heads of one token for up to {self._most_rows} rows")
+            raise ValueError(f"a step of {inputs.ids.shape}; top logits of one token for up to {self._most_rows} rows")
         self._require_guesses(inputs.ids)
         found = self._find_graph(cache, int(inputs.past_lengths.max()) + 1)
         self._runs.make_room()
@@ -381,8 +381,8 @@ class DeviceSession(CapturedSession[DeviceCache]):
 
     def _new_binding(self, cache: DeviceCache) -> Binding:
         binding = Binding(self._session, self.device, cache)
-        if self._heads is not None:
-            binding.bind_heads(self._heads, cache.batch)
+        if self._top_logits is not None:
+            binding.bind_top_logits(self._top_logits, cache.batch)
         return binding
 
     def _execute(
@@ -498,7 +498,7 @@ class Binding:
         self._device = device
         self._inputs: dict[str, BoundInput] = {}
         self._logits: tuple[Buffer | None, tuple[int, ...]] | None = None
-        self._head_rows = 0
+        self._top_rows = 0
         for name, tensor in cache.memory.tensors.items():
             where = (device.kind, device.index, tensor.onnx, cache.shape(name), cache.address(name))
             self.binding.bind_input(name, *where)
@@ -525,16 +525,16 @@ class Binding:
             self.binding.bind_output(interface.LOGITS, kind, index, FLOAT, shape, buffer.address)
         self._logits = wanted
 
-    def bind_heads(self, heads: HeadBuffers, rows: int) -> None:
-        """Let heads of so many rows go to `heads`; where it has no room for them, to memory of ONNX Runtime's own."""
-        if rows == self._head_rows:
+    def bind_top_logits(self, buffers: TopLogitsBuffers, rows: int) -> None:
+        """Let top logits of so many rows go to `buffers`; where they have no room, to memory of ONNX Runtime's own."""
+        if rows == self._top_rows:
             return
         kind, index = self._device.kind, self._device.index
-        for name, onnx, shape, address in heads.outputs(rows):
-            where = (onnx, shape, address) if rows <= heads.most_rows else ()
+        for name, onnx, shape, address in buffers.outputs(rows):
+            where = (onnx, shape, address) if rows <= buffers.most_rows else ()
             self.binding.bind_output(name, kind, index, *where)
-        self.bind_inputs(heads.chosen_ids())
-        self._head_rows = rows
+        self.bind_inputs(buffers.chosen_ids())
+        self._top_rows = rows
 
 
 @functools.cache
