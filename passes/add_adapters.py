@@ -47,6 +47,7 @@ class AddAdapters(Pass):
 
     name: ClassVar[str] = "add-adapters"
     numerics: ClassVar[Numerics] = Numerics.EXACT
+    adds_adapters: ClassVar[bool] = True
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every linear layer of `model` that an adapter changes.
@@ -105,7 +106,7 @@ def _missing(adapters: Sequence[Adapter], missing: Sequence[str]) -> CheckpointE
     )
 
 
-def _layers(model: ir.Model) -> list[linear.Linear]:
+def _layers(model: ir.Model) -> list[linear.LinearLayer]:
     """List the linear layers of `model`, with their biases."""
     found = []
     for product in MatMul.all(model):
@@ -127,7 +128,7 @@ def _module(parameter: str) -> str:
     return parameter.removesuffix(".weight")
 
 
-def _insert(model: ir.Model, layer: linear.Linear, names: Sequence[str], parts: Sequence[Sequence[Part]]) -> None:
+def _insert(model: ir.Model, layer: linear.LinearLayer, names: Sequence[str], parts: Sequence[Sequence[Part]]) -> None:
     """Put the adapters, of which each has a part for each of `names`, behind `layer`."""
     k, n = graph.static(layer.weight)
     widths = linear.widths(layer.weight)

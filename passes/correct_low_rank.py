@@ -75,7 +75,7 @@ class CorrectLowRank(Pass):
         """
         context.require_onnxruntime(self.name, "it corrects MatMulNBits, an operator of ONNX Runtime")
         found = {} if context.statistics is None else context.statistics.low_rank
-        rewriting = _Rewriting(self, model, context)
+        rewriting = _Correction(self, model, context)
         layers: list[_Layer] = [*contrib.MatMulNBits.all(model)]
         layers += [layer for layer in cpu.Linear.all(model) if cpu_linear.plain(layer)]
         for layer in layers:
@@ -102,7 +102,7 @@ def _reason(layer: _Layer, names: Sequence[str], found: Mapping[str, LowRank]) -
 
 
 @record(eq=False)
-class _Rewriting:
+class _Correction:
     """One run of the pass over one graph."""
 
     step: CorrectLowRank

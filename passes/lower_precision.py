@@ -90,7 +90,7 @@ class LowerPrecision(Pass):
                     hint="put fuse-experts or quantize-weights before it",
                 )
         assignment = precision.assign(model, head_in_fp32=self.head == "fp32")
-        _Rewriting(model, dtype, self.dtype, assignment).run()
+        _HalfPrecision(model, dtype, self.dtype, assignment).run()
         work = [str(node.name) for node in assignment.half if operators.view(node).precision is Precision.HALF]
         return Changes(
             [Rewritten(name, f"in {self.dtype}") for name in sorted(work)],
@@ -105,7 +105,7 @@ def _half_of(model: ir.Model) -> ir.DataType | None:
 
 
 @record(eq=False)
-class _Rewriting:
+class _HalfPrecision:
     """One run of the pass over one graph."""
 
     model: ir.Model

@@ -65,7 +65,7 @@ def _operands(node: ir.Node) -> Mapping[str, ir.Value | None] | None:
     return None
 
 
-def _projections(operands: Mapping[str, ir.Value | None]) -> list[linear.Linear] | str:
+def _projections(operands: Mapping[str, ir.Value | None]) -> list[linear.LinearLayer] | str:
     """Find the linear layers behind query, key and value, or say which is missing."""
     layers = []
     for role, value in operands.items():

@@ -157,7 +157,7 @@ class QuantizeChannels(Pass):
                 chosen.append(product)
         inputs = {} if context.statistics is None else context.statistics.inputs
         found = {} if codes is None else codes.found
-        rounding = _Rounding(self, model, chosen, inputs, found)
+        rounding = _InputRounding(self, model, chosen, inputs, found)
         for product in chosen:
             done = rounding.round(product)
             self._store(model, product, rounding.sources[product.node], found.get(product.node))
@@ -261,7 +261,7 @@ class _Input:
     done: str
 
 
-class _Rounding:
+class _InputRounding:
     """Rounds what layers `chosen` read, smoothed where that is possible; `sources` are the parameters of each."""
 
     def __init__(

@@ -213,16 +213,6 @@ class QuantizeWeights(Pass):
         demand = WeightDemand(self.chosen, self.grid, self.exclude, self.routers, self.tables)
         return (replace(demand, weight_bits=self.weight_bits, weight_bytes=self.weight_bytes),)
 
-    def expects(self, parameter: str, k: int, *, table: bool) -> tuple[Method, Grid] | None:
-        """Guess by the recipe alone."""
-        if self.takes_stored and not table:
-            return None
-        method = _PLAIN if table else self.chosen
-        grid = (self.tables and self.tables.dividing(k)) if table else self.grid
-        if grid is None or method.demands or exclusion([parameter], self.exclude):
-            return None
-        return method, grid
-
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every linear layer, the embedding and the head of `model`.
 
@@ -234,7 +224,7 @@ class QuantizeWeights(Pass):
         if self.takes_stored:
             require(context.stored, self.name)
         routers = {} if self.routers else routing.routers(model)
-        rewriting = _Rewriting(self, model, context, logits_rows.readers(model), routers)
+        rewriting = _WeightQuantizer(self, model, context, logits_rows.readers(model), routers)
         changes = rewriting.changes
         for tables in (True, False):  # the embedding first, with which a tied head goes
             for node in [node for node in model.graph if Gather.matches(node) is tables]:
@@ -253,7 +243,7 @@ class _Skip(Exception):
 
 
 @record(eq=False)
-class _Rewriting:
+class _WeightQuantizer:
     """One run of the pass over one graph; what it leaves alone raises a _Skip before anything is changed."""
 
     step: QuantizeWeights
@@ -398,7 +388,7 @@ class _Rewriting:
     def _matrix(self, weight: ir.Value, n: int, k: int) -> LazyMatrix:
         """Quantize the weight [K, N] of a linear layer."""
         if not self.step.chosen.demands:
-            return initializers.quantized(weight, self.step.chosen, self.step.grid, ahead=self.context.ahead)
+            return initializers.quantized(weight, self.step.chosen, self.step.grid)
         names = _names(weight)
         calculate, grids = self._calibrated(names), self._grids(names)
         if len(grids) > 1:
@@ -443,7 +433,7 @@ class _Rewriting:
         grid = replace(found.grid, scale="fp32")
         return StoredCodes(grid, found.columns, lambda: on_grid(found.read(), grid))
 
-    def _stored_experts(self, experts: moe_kernels.Experts) -> None:
+    def _stored_experts(self, experts: moe_kernels.FusableExperts) -> None:
         """Take the codes of experts from the checkpoint, on one grid that QMoE reads."""
         layer = experts.layer
         self._refuse_excluded(_names(layer.up) + _names(layer.down))
@@ -478,7 +468,7 @@ class _Rewriting:
             raise NotHeld("have input features in another order, which QMoE does not read")
         return found
 
-    def _reorder(self, layer: linear.Linear, columns: NDArray[np.intp]) -> None:
+    def _reorder(self, layer: linear.LinearLayer, columns: NDArray[np.intp]) -> None:
         """Let a layer read the features of its input in the order of its columns; one that reads the same shares it."""
         key = layer.input, columns.tobytes()
         if key not in self.reordered:
@@ -502,7 +492,7 @@ class _Rewriting:
         statistics = self.context.statistics
         if self.step.chosen.demands and statistics is not None and len(names) == 1 and names[0] in statistics.linears:
             return LazyMatrix(self._calibrated(names), v, k, statistics.grid(names[0])), self.step.method
-        matrix = initializers.quantized(weight, _PLAIN, grid, transposed=transposed, ahead=self.context.ahead)
+        matrix = initializers.quantized(weight, _PLAIN, grid, transposed=transposed)
         return matrix, _PLAIN.name
 
     def _grids(self, names: list[str]) -> set[Grid]:
@@ -523,7 +513,7 @@ class _Rewriting:
         if reason := exclusion(names, self.step.exclude):
             raise _Skip(reason)
 
-    def _multiply(self, layer: linear.Linear, matrix: LazyMatrix, parts: PackedInitializers | ir.Value) -> None:
+    def _multiply(self, layer: linear.LinearLayer, matrix: LazyMatrix, parts: PackedInitializers | ir.Value) -> None:
         """Put MatMulNBits, or Linear, in the place of a linear layer."""
         if isinstance(parts, ir.Value):
             attributes = {
@@ -561,7 +551,7 @@ class _Rewriting:
         cast.type, cast.shape = ir.TensorType(ir.DataType.FLOAT), scales.shape
         return cast
 
-    def _replace(self, layer: linear.Linear, output: ir.Value) -> None:
+    def _replace(self, layer: linear.LinearLayer, output: ir.Value) -> None:
         graph.replace_value(layer.output, output)
         self.model.graph.remove([node for node in (layer.add, layer.matmul) if node is not None], safe=True)
 
@@ -618,7 +608,7 @@ def _grid(grid: Grid) -> str:
     return f"{grid.bits} bits, blocks of {grid.block_size}, {kind}{scales}"
 
 
-def _layer(matmul: ir.Node) -> linear.Linear | None:
+def _layer(matmul: ir.Node) -> linear.LinearLayer | None:
     """Recognize the linear layer of `matmul`, with the bias that is added next; None where it has no weight."""
     adding = [node for node in matmul.outputs[0].consumers() if Add.matches(node)]
     layer = linear.of(adding[0].outputs[0]) if len(adding) == 1 else None
@@ -644,7 +634,7 @@ def _reads_transposed_initializer(matmul: ir.Node) -> bool:
     return turned is not None and turned.x.is_initializer()
 
 
-def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linear.Linear | None:
+def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linear.LinearLayer | None:
     """Return the head that multiplies by the transpose of `table`, which only `gather` reads besides; None: no head."""
     others = [node for node in table.consumers() if node is not gather]
     if table.is_graph_input() or table.is_graph_output():
@@ -661,4 +651,4 @@ def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linea
     product = MatMul.of(matmul)
     if product is None or product.w is not others[0].outputs[0]:
         raise _Skip(f"{table.name} is also read by {matmul.op_type} {matmul.name}, which is not the output head")
-    return linear.Linear(matmul, table)
+    return linear.LinearLayer(matmul, table)

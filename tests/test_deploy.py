@@ -21,9 +21,9 @@ from tokenizers.models import BPE
 
 from llmforge.backends import PROVIDERS
 from llmforge.cli import cli
-from llmforge.serving.http import access as doors
-from llmforge.serving.http import app, metrics
-from llmforge.serving.stats import COUNTERS, GAUGES, EngineStats
+from llmforge.serving.http import access, app, metrics
+from llmforge.serving.protocol.metrics import ANSWERS, COUNTERS, GAUGES, ITL, TTFT
+from llmforge.serving.stats import EngineStats
 from llmforge.triton import launch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,7 +108,8 @@ def test_command_lines_in_texts_are_understood() -> None:
 def test_the_servers_options_are_those_of_triton() -> None:
     """Those that `llmforge triton --launch` gives, less what a container has otherwise, and one for its end."""
     known = {
-        word.partition("=")[0] for word in launch.command(launch.Server(Path("/x"), {}), Path("/y"), launch.Ports())[1:]
+        word.partition("=")[0]
+        for word in launch.command(launch.TritonServer(Path("/x"), {}), Path("/y"), launch.Ports())[1:]
     }
     assert len(triton_lines()) == 3
     for words in triton_lines():
@@ -138,7 +139,7 @@ def test_probes_ask_for_what_is_served() -> None:
         if each["name"] == "serve":
             assert paths == {"startup": "/health", "liveness": "/health", "readiness": "/ready"}
             assert set(paths.values()) <= served
-            assert set(paths.values()) <= doors.OPEN  # probes have no key
+            assert set(paths.values()) <= access.OPEN  # probes have no key
         else:
             ready = "/v2/health/ready"
             assert paths == {"startup": ready, "liveness": "/v2/health/live", "readiness": ready}
@@ -154,6 +155,7 @@ def exported() -> dict[str, set[str]]:
     series = {re.split(r"[{ ]", line)[0] for line in text.splitlines() if not line.startswith("#")}
     source = (ROOT / "llmforge/triton/backend/metrics.py").read_text(encoding="utf-8")
     own = set(re.findall(r'"(llmforge_\w+)"', source)) | COUNTERS.keys() | GAUGES.keys()
+    own |= {f"{ANSWERS[0]}_total", TTFT[0], ITL[0]}
     own |= {f"{name}_{part}" for name in own if name.endswith("_seconds") for part in ("bucket", "count", "sum")}
     return {"serve": names | series, "triton": own}
 

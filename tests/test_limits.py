@@ -18,9 +18,9 @@ LIMITS = {
         "LARGEST_MANIFEST": "16 MiB", "LARGEST_SIGNATURE": "16 MiB", "LARGEST_RECORD": "16 MiB",
         "MOST_VALUES": "400,000 values",
     },
-    "llmforge.recipe.schema": {
-        "MOST_PASSES": "256 passes", "MOST_ADAPTERS": "1024 adapters", "MOST_METRICS": "64 metrics",
-    },
+    "llmforge.recipe.passes": {"MOST_PASSES": "256 passes"},
+    "llmforge.recipe.adapters": {"MOST_ADAPTERS": "1024 adapters"},
+    "llmforge.recipe.quality": {"MOST_METRICS": "64 metrics"},
     "llmforge.runtime.config": {"MOST_TOKENS": "2^24", "MOST_ROWS": "4096", "MOST_THREADS": "1024"},
     "llmforge.measure.load.workload": {"MOST_TOKENS": "2^24"},
     "llmforge.checkpoint.adapters.folder": {"LARGEST_ALPHA": "1,000,000"},

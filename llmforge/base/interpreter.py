@@ -9,9 +9,10 @@ from pathlib import Path
 
 from llmforge.base.errors import EnvironmentLacks
 
-# Arguments after `-I -c BOOT`: a module to run, then all of sys.path. Nothing of the environment or of the current
+# Arguments after `-I -c`: a module or a file to run, then all of sys.path. Nothing of the environment or of the current
 # folder decides what the new process imports.
 BOOT = "import sys; sys.path[:] = sys.argv[2:]; import runpy; runpy.run_module(sys.argv[1], run_name='__main__')"
+_BOOT_FILE = BOOT.replace("run_module", "run_path")
 
 
 def find(purpose: str) -> str:
@@ -37,3 +38,8 @@ def command(module: str, purpose: str) -> list[str]:
     It writes no bytecode: where the module lies may be an artifact.
     """
     return [find(purpose), "-I", "-B", "-c", BOOT, module, *sys.path]
+
+
+def file_command(file: str, purpose: str) -> list[str]:
+    """Give the command that runs a file as `command` runs a module, without importing its package first."""
+    return [find(purpose), "-I", "-B", "-c", _BOOT_FILE, file, *sys.path]

@@ -186,10 +186,8 @@ def build(
             raise UsageError("RECIPE cannot be used with --matrix", hint="name it in the matrix: `recipe: FILE.yaml`")
         refuse_given("--matrix", "defer", "pending", "trace", "runtimes")
         passed = _passed_on(no_cache, cache_size, remote_cache, cache_key, remote_cache_write)
-        farming.build_matrix(
-            matrix, out, overrides, address=address, jobs=jobs, store=store, page_file=page, arguments=passed,
-            as_json=as_json,
-        )  # fmt: skip
+        options = farming.MatrixOptions(out, overrides, address, jobs, store, page, as_json)
+        farming.build_matrix(matrix, options, passed)
         return
     require_given("--matrix", "address", "jobs", "store", "page")
     process.prepare()
@@ -241,7 +239,6 @@ def build(
                 console.say(f"note: {renamed}; `llmforge migrate {loaded.path}` rewrites the recipe")
             if loaded.snapshot is not None:
                 console.say(f"fetching {loaded.snapshot.repository} at {loaded.snapshot.commit[:12]}")
-            preflight.check_engine(loaded)
             preflight.check(loaded)
             preflight.check_source(loaded, steps)
             for tight in (*preflight.check_room(loaded, out), *preflight.check_revision(loaded, out)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -47,35 +48,39 @@ def ray_options(command: Command) -> Command:
     return command
 
 
-def build_matrix(
-    path: Path,
-    out: Path,
-    overrides: Sequence[str],
-    *,
-    address: str | None,
-    jobs: int | None,
-    store: str | None,
-    page_file: Path | None,
-    arguments: Sequence[str],
-    as_json: bool,
-) -> None:
+@dataclass(frozen=True)
+class MatrixOptions:
+    """Options of `build --matrix`."""
+
+    out: Path
+    overrides: tuple[str, ...]
+    address: str | None
+    jobs: int | None
+    store: str | None
+    page: Path | None
+    as_json: bool
+
+
+def build_matrix(path: Path, options: MatrixOptions, arguments: Sequence[str]) -> None:
     """Run all builds of the matrix at `path`, write its page, and end with the worst of their exit codes.
+
+    Each build gets the `arguments` for `llmforge build` as well.
 
     Raises:
         ForgeError: of the kind of the worst build.
     """
-    extras.require("build", "farm", *(("remote",) if store else ()))
+    extras.require("build", "farm", *(("remote",) if options.store else ()))
     from llmforge.cli import console
     from llmforge.farm import cluster, matrix, page, running
 
     read = matrix.Matrix.load(path)
-    builds = matrix.expand(read, path, overrides)
+    builds = matrix.expand(read, path, options.overrides)
     for build in builds:
         build.load()  # a matrix that is wrong says so before anything runs
-    file = page_file or out / f"{read.name}.html"
-    output.check_file(file, ".html", makes_folders=page_file is None)
-    settings = running.Settings(out.absolute(), store, jobs, tuple(arguments))
-    began = time.monotonic()
+    file = options.page or options.out / f"{read.name}.html"
+    output.check_file(file, ".html", makes_folders=options.page is None)
+    settings = running.Settings(options.out.absolute(), options.store, options.jobs, tuple(arguments))
+    address, began = options.address, time.monotonic()
     rows: list[Row] = []
     with _said_how_to_go_on(rows):
         console.say(f"{len(builds)} builds; starting Ray" if address is None else f"{len(builds)} builds on {address}")
@@ -84,9 +89,9 @@ def build_matrix(
     seconds = time.monotonic() - began
     with output.writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(page.of_matrix(read.name, rows, seconds=seconds, jobs=jobs), encoding="utf-8")
+        file.write_text(page.of_matrix(read.name, rows, seconds=seconds, jobs=options.jobs), encoding="utf-8")
     code = running.worst(row.exit_code for row in rows)
-    if as_json:
+    if options.as_json:
         facts = {"matrix": read.name, "verdict": page.verdict(rows), "exit_code": code, "seconds": round(seconds, 3)}
         output.write_json({**facts, "page": str(file), "builds": page.data(rows)})
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -338,8 +339,30 @@ class Numbers(click.ParamType[Any]):
 
 def record(kind: type[Record], options: Mapping[str, Any], **more: Any) -> Record:
     """Make the dataclass `kind` of those `options` that are called as its fields are, and of `more`."""
-    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in options.items() if name in names}, **more)
+    return kind(**{name: value for name, value in options.items() if name in _fields(kind)}, **more)
+
+
+def options_record(kind: type[Any], name: str = "options") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let a command take its options as one frozen dataclass, its parameter `name`.
+
+    The options that are called as the fields of `kind` are go into it; others reach the command by themselves. It
+    stands below the options of a command. Above another of its kind, it fills a field `name` of the other's record.
+    """
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def call(**options: Any) -> Any:
+            names = _fields(kind)
+            others = {each: value for each, value in options.items() if each not in names}
+            return command(**others, **{name: record(kind, options)})
+
+        return call
+
+    return decorate
+
+
+def _fields(kind: type[Any]) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(kind))
 
 
 def refuse_given(beside: str, *names: str) -> None:

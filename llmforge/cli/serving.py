@@ -143,7 +143,9 @@ def serve(
     if (certificate is None) != (private_key is None):
         raise UsageError("--tls-cert and --tls-key require each other")
     telemetry = server.Telemetry.from_environment() if wanted(telemetry_asked, os.environ) else None
-    doors = server.Doors.of(host, server.read_keys(key_file, os.environ.get("LLMFORGE_API_KEYS")), hosts, origins)
+    policy = server.AccessPolicy.of(
+        host, server.read_keys(key_file, os.environ.get("LLMFORGE_API_KEYS")), hosts, origins
+    )
     opened = Artifact.open(artifact)
     admit(opened, allow, rehash, require_signature=require_signature, key=key)
     model = name or opened.manifest.name
@@ -157,7 +159,7 @@ def serve(
         )
         for note in engine.stats().notes:
             console.say(f"note: {note}")
-        if not doors.keys and not server.is_loopback(host):
+        if not policy.keys and not server.is_loopback(host):
             console.say("note: everybody who reaches this address may use it; --api-key-file asks for keys")
 
     def log(record: server.AccessRecord) -> None:
@@ -171,7 +173,7 @@ def serve(
             )
 
     address = server.Address(host, port, grace_s, certificate, private_key)
-    server.run(engine, model, address, announce, doors, log if access_log else None, telemetry)
+    server.run(engine, model, address, announce, policy, log if access_log else None, telemetry)
 
 
 _BENCH = """\b

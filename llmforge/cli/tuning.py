@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,10 +14,10 @@ import click
 from llmforge.base import extras
 from llmforge.base.errors import GateFailed, UsageError
 from llmforge.cli import farming, output
-from llmforge.cli.parameters import PATH, POSITIVE
+from llmforge.cli.parameters import PATH, POSITIVE, options_record
 
 if TYPE_CHECKING:
-    from llmforge.farm.searching import Trial
+    from llmforge.farm.searching import Search, Trial
 
 _EXAMPLES = """\b
 Examples:
@@ -22,6 +25,24 @@ Examples:
   llmforge tune recipe.yaml --objective size --objective kld_mean --trials 40 --jobs 4
   llmforge tune recipe.yaml --objective tpot --option 'engine.threads=[2,4,8]' --address auto
 """
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """Options of `tune`."""
+
+    objectives: tuple[str, ...]
+    limits: tuple[str, ...]
+    trials: int
+    given: tuple[str, ...]
+    sampler: str
+    seed: int
+    folder: Path | None
+    overrides: tuple[str, ...]
+    address: str | None
+    jobs: int | None
+    store: str | None
+    as_json: bool
 
 
 @click.command(epilog=_EXAMPLES)
@@ -48,73 +69,87 @@ Examples:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a recipe value; repeatable.")
 @farming.ray_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def tune(
-    recipe: Path,
-    objectives: tuple[str, ...],
-    limits: tuple[str, ...],
-    trials: int,
-    given: tuple[str, ...],
-    sampler: str,
-    seed: int,
-    folder: Path | None,
-    overrides: tuple[str, ...],
-    address: str | None,
-    jobs: int | None,
-    store: str | None,
-    as_json: bool,
-) -> None:
+@options_record(TuneOptions)
+def tune(recipe: Path, options: TuneOptions) -> None:
     """Search the options of RECIPE for the best engine within your limits.
 
     Each trial is a build. Trials are dropped early by what `plan` predicts and by quality on few documents. Ends with
     the Pareto front, a page, and the recipe of its first trial, whose path is the last line of standard output.
     """
-    extras.require("build", "farm", *(("remote",) if store else ()))
+    extras.require("build", "farm", *(("remote",) if options.store else ()))
     from llmforge.cli import console
-    from llmforge.farm import cluster, searching, space, tuned
+    from llmforge.farm import cluster, searching
     from llmforge.farm.running import Settings
     from llmforge.recipe import Recipe
 
-    name = Recipe.load(recipe, overrides).name
-    folder = folder or Path("tune") / name
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder}: is not a folder")
-    searched, written = space.of_recipe(recipe, overrides, given)
-    search = searching.Search(
-        recipe.absolute(),
-        overrides,
-        tuple(dict.fromkeys(map(space.metric_of, objectives))),
-        tuple(map(space.limit_of, limits)),
-        searched,
-        written,
-        folder.absolute(),
-        next(each for each in searching.SAMPLERS if each == sampler),
-        seed,
-    )
-    searching.check(search)
-    settings = Settings(folder.absolute() / "artifacts", store, jobs)
-    console.say(f"searching {len(searched)} options: {', '.join(searched)}")
+    folder = options.folder or Path("tune") / Recipe.load(recipe, options.overrides).name
+    search = _search(recipe, folder, options)
+    settings = Settings(search.folder / "artifacts", options.store, options.jobs)
+    console.say(f"searching {len(search.space)} options: {', '.join(search.space)}")
     began = time.monotonic()
-
-    def tell(trial: Trial) -> None:
-        figures = ", ".join(f"{each} {tuned.figure(trial, each)}" for each in search.metrics if each in trial.figures)
-        said = figures or trial.why
-        console.say(f"trial {trial.number}: {trial.state}: {said} ({tuned.options(search, trial)})")
-
     try:
-        with cluster.opened(address) as farm, farming.shown() as shown:
-            slots = jobs or 1
-            if address is not None:
+        with cluster.opened(options.address) as farm, farming.shown() as shown:
+            slots = options.jobs or 1
+            if options.address is not None:
                 slots *= max(1, len(farm.nodes()))
-            ended = searching.run(search, farm, settings, trials=trials, slots=slots, tell=shown.tell, ended=tell)
+            tell = partial(_tell, search)
+            ended = searching.run(
+                search, farm, settings, trials=options.trials, slots=slots, tell=shown.tell, ended=tell
+            )
     except KeyboardInterrupt as error:
         error.add_note("run the same command to go on: trials that have ended are kept")
         raise
+    _write(search, ended, folder, options, seconds=time.monotonic() - began)
+
+
+def _search(recipe: Path, folder: Path, options: TuneOptions) -> Search:
+    """Choose what to search, and the `folder` that keeps it.
+
+    Raises:
+        UsageError: the folder is a file, or the recipe does not measure what is asked for.
+    """
+    from llmforge.farm import searching, space
+
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder}: is not a folder")
+    searched, written = space.of_recipe(recipe, options.overrides, options.given)
+    search = searching.Search(
+        recipe.absolute(),
+        options.overrides,
+        tuple(dict.fromkeys(map(space.metric_of, options.objectives))),
+        tuple(map(space.limit_of, options.limits)),
+        searched,
+        written,
+        folder.absolute(),
+        next(each for each in searching.SAMPLERS if each == options.sampler),
+        options.seed,
+    )
+    searching.check(search)
+    return search
+
+
+def _tell(search: Search, trial: Trial) -> None:
+    from llmforge.cli import console
+    from llmforge.farm import tuned
+
+    figures = ", ".join(f"{each} {tuned.figure(trial, each)}" for each in search.metrics if each in trial.figures)
+    console.say(f"trial {trial.number}: {trial.state}: {figures or trial.why} ({tuned.options(search, trial)})")
+
+
+def _write(search: Search, ended: Sequence[Trial], folder: Path, options: TuneOptions, *, seconds: float) -> None:
+    """Write the page and the recipe of the best trial, and print what was found.
+
+    Raises:
+        GateFailed: no trial keeps the limits.
+    """
+    from llmforge.farm import searching, tuned
+
     page, best = folder / "search.html", folder / "recipe.yaml"
     with output.writing(page):
         page.write_text(tuned.html(search, ended), encoding="utf-8")
         chosen = tuned.write_recipe(search, ended, best)
-    if as_json:
-        facts = {"seconds": round(time.monotonic() - began, 3), "page": str(page)}
+    if options.as_json:
+        facts = {"seconds": round(seconds, 3), "page": str(page)}
         output.write_json({**tuned.data(search, ended), **facts, "recipe": str(best) if chosen else None})
     else:
         rows = [(str(each.number), *(tuned.figure(each, name) for name in search.metrics), tuned.options(search, each))
@@ -123,7 +158,8 @@ def tune(
             output.write_columns([("trial", *search.metrics, "changed"), *rows])
         output.write_lines(str(page), *([str(best)] if chosen else []))
     if chosen is None:
+        limits = ", ".join(options.limits)
         raise GateFailed(
-            f"none of {len(ended)} trials keeps {', '.join(limits)}" if limits else "no trial was measured",
+            f"none of {len(ended)} trials keeps {limits}" if limits else "no trial was measured",
             hint=f"{page} says why; loosen the limits, or search more options",
         )

@@ -58,7 +58,7 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         engine = builder.build(waiting.request(opened.path / "engine", staging / "engine", target, progress))
         serving = ServingSpec.published(manifest.recipe, str(opened.path))
         made_of = {"checkpoint": f"{manifest.recipe.get('checkpoint')} {manifest.checkpoint}"}
-        model = repository.Model(manifest.name, target.kind, serving, engine.config, made_of)
+        model = repository.TritonModel(manifest.name, target.kind, serving, engine.config, made_of)
         repository.write(model, staging / repository.FOLDER / manifest.name)
         hashing.begin_content()
         found = measure(waiting, staging, engine, target, recipe, progress)

@@ -95,7 +95,6 @@ def build(
     progress = clock = Clock(progress or Silent())
     progress.stage("Check recipe, target and data")
     steps, target = recipe.instantiate(passes.ALL), targets.find(recipe.target)
-    preflight.check_engine(recipe)
     check_host(recipe, target)
     preflight.check(recipe)
     preflight.check_source(recipe, steps)
@@ -171,7 +170,7 @@ def make(
     checkpoint = ahead.begin(recipe.fetched(), recipe.merged)
     # As if they were merged: what is of another base is refused before anything is read.
     apart = Merge.of(recipe.apart, checkpoint.tensors, checkpoint.path).adapters
-    kept.configure(checkpoint, progress, partial(ahead.quantize, checkpoint, steps))
+    kept.configure(checkpoint, progress)
     threads = recipe.engine.threads or physical_cores()
     model = kept.trace(checkpoint, progress)
     stages = Stages()
@@ -220,7 +219,7 @@ def make(
             # A pass sees what it demands: what others measure is not part of its key.
             wanted = statistics if step.demands() else None
             stored = dry_run.stored_codes(checkpoint)
-            context = Context(target, wanted, scratch, ahead.quantized, stored, apart)
+            context = Context(target, wanted, scratch, stored, apart)
             before = model.clone() if recipe.validation.attribution or apart else model
             record, proof, noted = transform(step, model, context, chain, verification, progress)
             done.append((record, proof))
@@ -234,7 +233,6 @@ def make(
             of_passes += noted
             if recipe.validation.attribution and record.keywords["rewritten"] and step.numerics is Numerics.LOSSY:
                 lossy_steps.append(LossyStep(len(done) - 1, step, before, model.clone(), context))
-        ahead.quantized.drop()
         read = replace(footprint.count(model), multiply_adds=multiply_adds)
         outside = engines.outside(recipe.engine.backend, target)
 
@@ -616,7 +614,7 @@ def build_engine(
         engines.check_foreign(engine, plugin, target)
     notes += [*engine.notes, *(f"interface: {note}" for note in interop.write(lowered, engine, checkpoint))]
     made_of = {"checkpoint": f"{checkpoint.name} {checkpoint.digest}"}
-    served = repository.Model(recipe.name, target.kind, recipe.serving, engine.config, made_of)
+    served = repository.TritonModel(recipe.name, target.kind, recipe.serving, engine.config, made_of)
     if others is None:
         repository.write(served, staging / repository.FOLDER / recipe.name)
     else:

@@ -46,15 +46,6 @@ def check(recipe: Recipe) -> None:
     read_headers(folder, weight_files(folder))
 
 
-def check_engine(recipe: Recipe) -> None:
-    """Refuse a recipe whose engine would serve in a way that is not built, with what that would bring.
-
-    Raises:
-        UnsupportedError, CheckpointError: as `request.refuse_what_is_not_built`.
-    """
-    request.refuse_what_is_not_built(recipe)
-
-
 def check_source(recipe: Recipe, steps: Sequence[Pass]) -> None:
     """Hold the passes of `recipe` against a checkpoint that comes quantized.
 

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
-
-from numpy.typing import NDArray
+from typing import Self
 
 from llmforge.base.progress import Progress, Silent
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import AdapterSource
-
-if TYPE_CHECKING:  # a walk begins before these are imported
-    from llmforge.quantization.ahead import Ahead, Task
-    from llmforge.rewrite.pass_base import Pass
 
 
 class ReadAhead:
@@ -31,7 +23,6 @@ class ReadAhead:
         self._running: Future[str] | None = None
         self._shown: Progress = Silent()
         self._checkpoint: Checkpoint | None = None
-        self._others = ExitStack()
 
     def __enter__(self) -> Self:
         return self
@@ -40,7 +31,6 @@ class ReadAhead:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopped.set()
-        self._others.close()
         self._pool.shutdown()
 
     def begin(self, folder: Path, adapters: Sequence[AdapterSource] = ()) -> Checkpoint:
@@ -53,20 +43,6 @@ class ReadAhead:
             self._checkpoint = Checkpoint.located(folder, adapters)
             self._running = self._pool.submit(self._checkpoint.verify, self)
         return self._checkpoint
-
-    @cached_property
-    def quantized(self) -> Ahead:
-        """What passes are expected to ask for, quantized in another thread."""
-        from llmforge.quantization.ahead import Ahead
-
-        return self._others.enter_context(Ahead())
-
-    def quantize(self, checkpoint: Checkpoint, steps: Sequence[Pass]) -> None:
-        """Begin with what `steps` are expected to make of the checkpoint, once the walk has ended.
-
-        Whoever traces would have to share a core with one of two.
-        """
-        self.quantized.begin(dict(_tasks(checkpoint, steps)), behind=self._running)
 
     def finish(self, progress: Progress) -> None:
         """Wait for the end of the walk, which `progress` is told about from now on.
@@ -86,24 +62,6 @@ class ReadAhead:
         if self._stopped.is_set():
             raise _StoppedEarly
         self._shown.advance(done, total)
-
-
-def _tasks(checkpoint: Checkpoint, steps: Sequence[Pass]) -> Iterator[tuple[str, Task]]:
-    """Make a task of each matrix of the checkpoint, in the order of its bytes, that one of `steps` is to quantize."""
-    from llmforge.quantization.ahead import Task
-
-    for entry in sorted(checkpoint.tensors.values(), key=lambda entry: (entry.file, entry.offset)):
-        if len(entry.shape) != 2:
-            continue
-        n, k = entry.shape
-        table = n == checkpoint.settings.get("vocab_size")
-        expected = next((found for step in steps if (found := step.expects(entry.name, k, table=table))), None)
-        if expected is not None:
-            yield entry.name, Task(partial(_read, checkpoint, entry.name), *expected)
-
-
-def _read(checkpoint: Checkpoint, name: str) -> NDArray[Any]:
-    return checkpoint.tensor(name).numpy()
 
 
 class _StoppedEarly(Exception):

@@ -96,10 +96,8 @@ class Reuse:
         modules = {module for step in steps for module in _modules(step)}
         self.code.digest(*filter(self.code.has, modules), *_TRACE_CODE, *_ENGINE_CODE, _TRACE_PROOF_CODE, _PROOF_CODE)
 
-    def configure(self, checkpoint: Checkpoint, progress: Progress, beside: Callable[[], None] = lambda: None) -> None:
+    def configure(self, checkpoint: Checkpoint, progress: Progress) -> None:
         """Let transformers read the configuration of `checkpoint`, or take what it read of the same settings before.
-
-        While another process imports transformers, this one begins with what there is to do `beside` a trace.
 
         Raises:
             CheckpointError, UnsupportedError: see `Checkpoint.open`.
@@ -111,7 +109,6 @@ class Reuse:
             else:
                 progress.stage("Load torch and transformers")
                 if self.frontend is not None:
-                    beside()
                     made = self.frontend.configuration(*checkpoint.opened_from)
                     checkpoint.configuration = _configuration(made)
                 else:

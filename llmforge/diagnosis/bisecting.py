@@ -28,7 +28,7 @@ DOCUMENTS, TOKENS = 48, 128  # that are run, and of each; 1.2 s a graph of the s
 EXPLAINED = 0.5  # share of a loss that the smallest set of tensors has to explain
 
 
-class Found(Record):
+class Outlier(Record):
     """A part that loses more than its format should."""
 
     name: str
@@ -46,7 +46,7 @@ class Share(Record):
     share: float  # of the loss
 
 
-class Kept(Record):
+class KeptParts(Record):
     """What a recipe keeps in higher precision, and what that is predicted to gain and to cost."""
 
     names: tuple[str, ...]
@@ -64,11 +64,11 @@ class PassFindings(Record):
     name: str
     number: int  # among the passes of the recipe
     kld_mean: Estimate  # against the graph before it
-    stands_out: tuple[Found, ...]
+    stands_out: tuple[Outlier, ...]
     groups: int  # tested
     layers: tuple[Share, ...]  # () where the pass has no parts
     explains: tuple[Share, ...]  # the fewest tensors that explain half of the loss; () where something stands out
-    kept: Kept | None
+    kept: KeptParts | None
 
 
 class Findings(Record):
@@ -86,7 +86,7 @@ class Findings(Record):
 
 
 @dataclass(frozen=True, eq=False)
-class Search:
+class PartSearch:
     """The search in one pass."""
 
     loss: Loss
@@ -217,7 +217,7 @@ def _in_pass(lossy: LossyStep, divergence: Divergence, recipe: Recipe, progress:
         return PassFindings(
             name=name, number=number, kld_mean=whole, stands_out=(), groups=0, layers=(), explains=(), kept=None
         )
-    search = Search(loss, loss.of(), divergence.tokens, progress)
+    search = PartSearch(loss, loss.of(), divergence.tokens, progress)
     found, groups = search.outliers()
     layers = search.layers()
     explaining = [] if found else search.explaining(layers)
@@ -228,7 +228,7 @@ def _in_pass(lossy: LossyStep, divergence: Divergence, recipe: Recipe, progress:
         number=number,
         kld_mean=search.estimate(divergence.of(lossy.after)),
         stands_out=tuple(
-            Found(
+            Outlier(
                 name=part.name,
                 lost=search.estimate(lost),
                 expected=float(expected.sum() / divergence.tokens.sum()),
@@ -245,8 +245,8 @@ def _in_pass(lossy: LossyStep, divergence: Divergence, recipe: Recipe, progress:
 
 
 def _kept(
-    lossy: LossyStep, loss: Loss, search: Search, parts: Sequence[Part], written: Mapping[str, Any]
-) -> Kept | None:
+    lossy: LossyStep, loss: Loss, search: PartSearch, parts: Sequence[Part], written: Mapping[str, Any]
+) -> KeptParts | None:
     """Predict what a recipe gains that keeps `parts`."""
     if not parts:
         return None
@@ -256,7 +256,7 @@ def _kept(
     loss.share(model, parts)
     after, whole = loss.divergence.of(model), loss.divergence.of(lossy.after)
     read, before = footprint.count(model), footprint.count(lossy.after)
-    return Kept(
+    return KeptParts(
         names=tuple(dict.fromkeys(name for part in parts for name in mixed_precision_recipe.names(part))),
         how=mixed_precision_recipe.how(lossy.step, parts),
         entries=tuple(mixed_precision_recipe.entries(lossy.step, written, parts)),

@@ -27,7 +27,7 @@ class TensorDifference(Record):
     largest: float | None  # absolute difference; None: other shapes or dtypes, or in one of them alone
 
 
-class Comparison(Record):
+class BuildComparison(Record):
     """How a second artifact differs from a first."""
 
     first: str  # content digests
@@ -61,7 +61,7 @@ def files(first: Artifact, second: Artifact) -> tuple[str, ...]:
     return tuple(sorted(path for path in {*one, *other} if one.get(path) != other.get(path)))
 
 
-def compare(first: Artifact, second: Artifact) -> Comparison:
+def compare(first: Artifact, second: Artifact) -> BuildComparison:
     """Compare the contents of two artifacts, and what their locks say.
 
     Raises:
@@ -73,7 +73,7 @@ def compare(first: Artifact, second: Artifact) -> Comparison:
     )
     both = [path for path in graphs if all(path in artifact.manifest.files for artifact in (first, second))]
     stage, environment = _locks(first, second)
-    return Comparison(
+    return BuildComparison(
         first=first.manifest.content_digest,
         second=second.manifest.content_digest,
         files=differing,
@@ -111,7 +111,7 @@ def _locks(first: Artifact, second: Artifact) -> tuple[str | None, tuple[str, ..
 
 
 @dataclass(frozen=True)
-class _Held:
+class _StoredTensor:
     """An initializer, and the bits of the codes that its bytes hold."""
 
     array: NDArray[np.generic]
@@ -141,15 +141,15 @@ def _initializers(artifact: Artifact, path: str) -> dict[str, ir.Value]:
     return dict(onnx_file.load(artifact.path / path).graph.initializers)
 
 
-def _read(value: ir.Value) -> _Held:
+def _read(value: ir.Value) -> _StoredTensor:
     assert value.const_value is not None
     array = value.const_value.numpy()
     bits = {use.node.attributes["bits"].as_int() for use in value.uses() if "bits" in use.node.attributes}
     packed = array.dtype == np.uint8 and len(bits) == 1
-    return _Held(array, bits.pop() if packed else 8)
+    return _StoredTensor(array, bits.pop() if packed else 8)
 
 
-def _codes(held: _Held) -> NDArray[np.float64]:
+def _codes(held: _StoredTensor) -> NDArray[np.float64]:
     """Unpack codes of 2 or 4 bits, element 0 in the lowest bits of a byte; anything else keeps its values."""
     if held.array.dtype != np.uint8 or held.bits not in (2, 4):
         return held.array.astype(np.float64)

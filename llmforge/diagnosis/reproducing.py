@@ -16,7 +16,7 @@ from llmforge.base.progress import Progress
 from llmforge.checkpoint import documents
 from llmforge.compile import finishing, lock, pipeline
 from llmforge.diagnosis import comparison
-from llmforge.diagnosis.comparison import Comparison
+from llmforge.diagnosis.comparison import BuildComparison
 from llmforge.gates import confirmed
 from llmforge.recipe import Recipe
 
@@ -78,7 +78,7 @@ def recorded(path: Path, checkpoint: Path, texts: Sequence[Path], folder: Path) 
     return Recipe.load(file)
 
 
-def reproduce(path: Path, recipe: Recipe, out: Path | None = None, progress: Progress | None = None) -> Comparison:
+def reproduce(path: Path, recipe: Recipe, out: Path | None = None, progress: Progress | None = None) -> BuildComparison:
     """Build `recipe`, which must be that of the artifact at `path`, and compare both; nothing is measured.
 
     What is built goes to `out`, or is deleted after the comparison.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, ValidationInfo
+from pydantic import Field, JsonValue, ValidationError
 
 from llmforge import passes
 from llmforge.base import folders
@@ -16,27 +16,18 @@ from llmforge.base.errors import RecipeError, UsageError
 from llmforge.base.located_yaml import read
 from llmforge.base.sealed import is_name
 from llmforge.recipe import Recipe
-from llmforge.recipe.errors import collect, describe
+from llmforge.recipe.errors import NAME, collect, describe
+from llmforge.recipe.section import RecipePath, Section
 
 MOST_BUILDS = 1000
 _RECIPE = "recipe"  # the one key of an entry that is no key of a recipe
-_PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 
 
-def _anchor(path: Path, info: ValidationInfo) -> Path:
-    return folders.followed(info.context / path) if isinstance(info.context, Path) else path
-
-
-Anchored = Annotated[Path, AfterValidator(_anchor)]
-Name = Annotated[str, Field(pattern=_PATTERN)]
+Name = Annotated[str, Field(pattern=NAME)]
 Overrides = dict[str, JsonValue]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_by_name=True, validate_by_alias=True)
-
-
-class Exclusion(_Section):
+class Exclusion(Section):
     """Builds to leave out: those that have all of these names."""
 
     model: str | None = None
@@ -49,7 +40,7 @@ class Exclusion(_Section):
         return all(wanted in (None, here) for wanted, here in pairs)
 
 
-class Matrix(_Section):
+class Matrix(Section):
     """Models, targets and variants by name; each name maps recipe keys to values, as `--set` does.
 
     Of one key, the variant's value counts before the target's, and that before the model's. `recipe` in an entry
@@ -58,7 +49,9 @@ class Matrix(_Section):
 
     schema_version: Literal[1] = Field(alias="schema", description="version of this format")
     name: Name = Field(description="name of the matrix, and of its page")
-    recipe: Anchored | None = Field(default=None, description="recipe that all builds start from; relative to the file")
+    recipe: RecipePath | None = Field(
+        default=None, description="recipe that all builds start from; relative to the file"
+    )
     models: dict[Name, Overrides | None] = Field(min_length=1, description="overrides of each model")
     targets: dict[Name, Overrides | None] = Field(min_length=1, description="overrides of each target")
     variants: dict[Name, Overrides | None] = Field(min_length=1, description="overrides of each variant")

@@ -17,7 +17,7 @@ from llmforge import native
 _STORED = {"float32": 0, "float16": 1, "bfloat16": 2}  # kernels.h, STORED_*
 
 
-class _Rounding(ctypes.Structure):
+class _RoundingArguments(ctypes.Structure):
     """kernels.h, `Rounding`."""
 
     _fields_ = [
@@ -39,7 +39,7 @@ def _library() -> ctypes.CDLL | None:
     if path is None:
         return None
     library = ctypes.CDLL(str(path))
-    library.llmforge_round.argtypes, library.llmforge_round.restype = [ctypes.POINTER(_Rounding)], ctypes.c_int
+    library.llmforge_round.argtypes, library.llmforge_round.restype = [ctypes.POINTER(_RoundingArguments)], ctypes.c_int
     library.llmforge_pack.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
     library.llmforge_pack.restype = None
     return library
@@ -70,7 +70,7 @@ def round_to_nearest(
     assert library is not None, "the kernels are not compiled here"
     stored = np.ascontiguousarray(weight)
     n, k = stored.shape
-    rounding = _Rounding(
+    rounding = _RoundingArguments(
         stored.ctypes.data,
         n,
         k,

@@ -53,10 +53,10 @@ def split(model: ir.Model, degree: int) -> RankGraphs:
     made = plan(source, degree)
     if degree == 1:
         return RankGraphs((source,), made.whole)
-    return RankGraphs(tuple(_Rank(source, made, rank).write() for rank in range(degree)), made.whole)
+    return RankGraphs(tuple(_RankGraph(source, made, rank).write() for rank in range(degree)), made.whole)
 
 
-class _Rank:
+class _RankGraph:
     """Writes the graph of one rank."""
 
     def __init__(self, source: ir.Model, made: ShardPlan, rank: int) -> None:

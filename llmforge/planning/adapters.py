@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llmforge.checkpoint.adapters import Adapter
 from llmforge.metrics.units import percent, size
-from llmforge.planning.scheme import BITS, Scheme
+from llmforge.planning.scheme import BITS, DtypeScheme
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class Adapters:
     merged: tuple[Adapter, ...] = ()
     apart: tuple[Adapter, ...] = ()
 
-    def bytes_apart(self, scheme: Scheme) -> int:
+    def bytes_apart(self, scheme: DtypeScheme) -> int:
         """Size of all matrices in an engine: of each layer as many as there are adapters and one of zeros."""
         return (len(self.apart) + 1) * self.bytes_of_row(scheme) if self.apart else 0
 
-    def bytes_of_row(self, scheme: Scheme) -> int:
+    def bytes_of_row(self, scheme: DtypeScheme) -> int:
         """Size of the matrices that a row reads in a step, where an adapter changes every layer that one changes."""
         ranks: dict[str, tuple[int, int]] = {}
         for adapter in self.apart:
@@ -30,7 +30,7 @@ class Adapters:
                 ranks[module] = rank, sum(each.shape)
         return sum(rank * features for rank, features in ranks.values()) * BITS[scheme.compute] // 8
 
-    def notes(self, scheme: Scheme, step_bytes: float) -> Sequence[str]:
+    def notes(self, scheme: DtypeScheme, step_bytes: float) -> Sequence[str]:
         """Say it in words; a decode step moves `step_bytes` without them."""
         found = []
         if self.merged:

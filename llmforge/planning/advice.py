@@ -12,9 +12,9 @@ from typing import Literal
 
 from llmforge.backends import BACKENDS, Dtype
 from llmforge.base.errors import UnsupportedError
-from llmforge.planning.deployment import Plan, degree
+from llmforge.planning.deployment import DeploymentPlan, degree
 from llmforge.planning.roofline import Placement, StepCost
-from llmforge.planning.scheme import BITS, Scheme, Wanted, choose
+from llmforge.planning.scheme import BITS, DtypeScheme, Wanted, choose
 from llmforge.targets import WORTH, QuantizedLayers
 from llmforge.targets.achieved import Assumption
 
@@ -59,12 +59,12 @@ class Advice:
     basis: str = ""  # what the ratios rest on
 
 
-def advise(plan: Plan) -> tuple[Advice, ...]:
+def advise(plan: DeploymentPlan) -> tuple[Advice, ...]:
     """Judge each pass on this plan: shape, target, engine and workload."""
     return (*_quantizations(plan), *_structures(plan))
 
 
-def _quantizations(plan: Plan) -> Iterator[Advice]:
+def _quantizations(plan: DeploymentPlan) -> Iterator[Advice]:
     for name, weights, product, block in _QUANTIZATIONS[BACKENDS[plan.backend].scales]:
         now, then = (plan.scheme.weights, weights) if product is None else (plan.scheme.product, product)
         if BITS[now] <= BITS[then]:
@@ -79,7 +79,7 @@ def _quantizations(plan: Plan) -> Iterator[Advice]:
         yield _tried(plan, "quantize-kv-cache, bits: 8", Wanted(kv="int8"))
 
 
-def _tried(plan: Plan, name: str, wanted: Wanted, beside: Wanted | None = None) -> Advice:
+def _tried(plan: DeploymentPlan, name: str, wanted: Wanted, beside: Wanted | None = None) -> Advice:
     """Plan once more with other dtypes; it pays where it does more than `beside`, which costs less quality."""
     old = plan.scheme
     try:
@@ -103,7 +103,7 @@ def _gains(one: Advice, other: Advice) -> bool:
     return any(a is not None and b is not None and a < b * (1 - WORTH) for a, b in pairs)
 
 
-def _compared(plan: Plan, name: str, scheme: Scheme) -> Advice:
+def _compared(plan: DeploymentPlan, name: str, scheme: DtypeScheme) -> Advice:
     """Hold the plan with `scheme` against the plan."""
     new, old = degree(Placement(plan.shape, plan.target, scheme, plan.asked.ranks), plan.workload), plan.asked
     tpot, ttft = new.decode.step.seconds / old.decode.step.seconds, new.prefill.seconds / old.prefill.seconds
@@ -118,7 +118,7 @@ def _compared(plan: Plan, name: str, scheme: Scheme) -> Advice:
     return Advice(name, "pays" if pays else "does not pay", reason, tpot, ttft, rate, _ceilings(plan, scheme))
 
 
-def _ceilings(plan: Plan, scheme: Scheme) -> str:
+def _ceilings(plan: DeploymentPlan, scheme: DtypeScheme) -> str:
     """Say where the roofline's times of the plan, and of it with `scheme`, come from."""
     dtypes = sorted({plan.scheme.compute, plan.scheme.product, scheme.product})
     figures = {"bandwidth": plan.target.bandwidth_gbs}
@@ -135,7 +135,7 @@ def _why(was: StepCost, tpot: float, pays: bool) -> str:
     return f"decoding is bound by {was.bound}, not by bytes"
 
 
-def _structures(plan: Plan) -> Iterator[Advice]:
+def _structures(plan: DeploymentPlan) -> Iterator[Advice]:
     """Judge passes that change no dtype: kernels that they save, and bytes of attention's scores."""
     cost, layers = KERNEL_S[plan.target.kind], plan.shape.depth
     kernel, basis = cost.value, f"{cost.value * 1e6:g} µs for each kernel: {cost.source}"
@@ -164,7 +164,7 @@ def _structures(plan: Plan) -> Iterator[Advice]:
     )
 
 
-def _own_kernels(plan: Plan) -> Advice:
+def _own_kernels(plan: DeploymentPlan) -> Advice:
     """Judge `cpu-kernels` by what both libraries' quantized layers reach on this machine."""
     name, weights = "cpu-kernels", plan.scheme.weights
     if weights != "int8" and weights != "int4":
@@ -203,7 +203,7 @@ def _products_s(placed: Placement, reached: QuantizedLayers, rows: int, heads: i
     return max(read_s, placed.product_operations(rows, heads) / placed.ranks / (reached.rate.value * 1e12))
 
 
-def _saving(plan: Plan, name: str, *, decode_s: float, prefill_s: float, what: str, basis: str) -> Advice:
+def _saving(plan: DeploymentPlan, name: str, *, decode_s: float, prefill_s: float, what: str, basis: str) -> Advice:
     """Judge a pass by the time that it saves of a step; the plan's times are those of the better way."""
     tpot = _ratio(plan.asked.decode.step.seconds, decode_s)
     ttft = _ratio(plan.asked.prefill.seconds, prefill_s)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmforge.backends import BACKENDS, BackendName
-from llmforge.planning.scheme import BITS, Scheme
+from llmforge.planning.scheme import BITS, DtypeScheme
 from llmforge.planning.shape import Shape
 
 START_S = 5.0  # importing torch and transformers
@@ -31,7 +31,7 @@ PLANS_DISK = 2  # TensorRT keeps the ONNX with its weights beside the plan
 
 
 @dataclass(frozen=True)
-class Build:
+class BuildCost:
     """A prediction, good for the order of magnitude."""
 
     cpu_s: float
@@ -41,7 +41,7 @@ class Build:
     of: str  # what the coefficients were measured on
 
 
-def predict(shape: Shape, scheme: Scheme, backend: BackendName, *, calibration_tokens: int = 0) -> Build:
+def predict(shape: Shape, scheme: DtypeScheme, backend: BackendName, *, calibration_tokens: int = 0) -> BuildCost:
     """Predict a build of `shape` to `scheme`; `calibration_tokens` are those that choose codes, 0: none do."""
     billions = shape.parameters / 1e9
     checkpoint = shape.parameters * BITS[shape.dtype] // 8
@@ -58,7 +58,7 @@ def predict(shape: Shape, scheme: Scheme, backend: BackendName, *, calibration_t
     widest = max(layer.parameters for _, layer in shape.layers)
     held = 4 * (shape.embedding + shape.head + HELD_LAYERS * widest)
     memory = START_BYTES + held + (weights if compiled else 0)
-    return Build(
+    return BuildCost(
         cpu_s=seconds,
         memory_bytes=memory,
         disk_bytes=weights * (PLANS_DISK if compiled else 1),

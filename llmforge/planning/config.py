@@ -11,7 +11,7 @@ from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import CONFIG, CONTEXTS, folder_of, hub, load_config, read_settings
 from llmforge.planning import families
 from llmforge.planning.families import Unsaid
-from llmforge.planning.shape import Attention, LayerSizes, Shape, runs
+from llmforge.planning.shape import AttentionShape, LayerSizes, Shape, runs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -90,9 +90,9 @@ def _layer(found: LayerShape, heads: int, window: int | None, rank: int | None) 
     attention = None
     if latents is not None:
         _, width = latents
-        attention = Attention(heads, 1, width, rank or width, window, latent=width)
+        attention = AttentionShape(heads, 1, width, rank or width, window, latent=width)
     elif keys is not None and values is not None:
-        attention = Attention(max(heads, keys[0]), keys[0], keys[1], values[1], window)
+        attention = AttentionShape(max(heads, keys[0]), keys[0], keys[1], values[1], window)
     return LayerSizes(
         matrices=found.matrices,
         vectors=found.vectors,

@@ -16,8 +16,8 @@ from llmforge.backends import (
 )
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.planning import not_built, roofline
-from llmforge.planning.roofline import Ceilings, Placement, StepCost, Workload
-from llmforge.planning.scheme import BITS, Scheme
+from llmforge.planning.roofline import Placement, RooflineCeilings, StepCost, Workload
+from llmforge.planning.scheme import BITS, DtypeScheme
 from llmforge.planning.shape import Shape
 from llmforge.targets import Target
 
@@ -30,7 +30,7 @@ SEVERAL = 1e6  # tokens that a price is for
 
 
 @dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """What one device holds at the workload's batch and context, in bytes."""
 
     capacity: int
@@ -52,7 +52,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Decode:
+class DecodeRate:
     """Decoding at one batch: a step, and what is served when prompts are read in between."""
 
     batch: int
@@ -66,10 +66,10 @@ class Degree:
     """The model split over `ranks` devices, heads and matrices evenly (tensor parallelism)."""
 
     ranks: int
-    memory: Memory
+    memory: DeviceMemory
     largest_batch: int  # at the workload's context
     prefill: StepCost
-    decode: Decode  # at the workload's batch
+    decode: DecodeRate  # at the workload's batch
     sent_per_token: int  # bytes that a device sends for each token of a decode step
 
 
@@ -84,24 +84,24 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DeploymentPlan:
     """A decoder on a device."""
 
     shape: Shape
     target: Target
     backend: BackendName
-    scheme: Scheme
+    scheme: DtypeScheme
     workload: Workload
     asked: Degree  # at the number of devices that is asked for
     largest: tuple[tuple[int, int], ...]  # (context, largest batch)
-    decodes: tuple[Decode, ...]
+    decodes: tuple[DecodeRate, ...]
     turning_batch: int | None
     degrees: tuple[Degree, ...]
     cost: Cost | None
     notes: tuple[str, ...]
 
     @property
-    def ceilings(self) -> Ceilings:
+    def ceilings(self) -> RooflineCeilings:
         """The ceilings of the device."""
         return self.asked.prefill.ceilings
 
@@ -110,13 +110,13 @@ def make(
     shape: Shape,
     target: Target,
     backend: BackendName,
-    scheme: Scheme,
+    scheme: DtypeScheme,
     workload: Workload,
     *,
     ranks: int = 1,
     usd_per_hour: float | None = None,
     slots: str | None = None,
-) -> Plan:
+) -> DeploymentPlan:
     """Plan `shape` on `ranks` devices of `target`; `usd_per_hour` replaces the target's price of one.
 
     `slots`: why a recipe has a slot for each sequence, where an engine could have blocks.
@@ -143,7 +143,7 @@ def make(
     placed = splits[ranks]
     batches = sorted({*BATCHES, workload.batch})
     contexts = [each for each in CONTEXTS if shape.context is None or each <= shape.context]
-    return Plan(
+    return DeploymentPlan(
         shape=shape,
         target=target,
         backend=backend,
@@ -182,7 +182,7 @@ def _refuse_heads(shape: Shape, backend: BackendName) -> None:
         )
 
 
-def memory(placed: Placement, workload: Workload) -> Memory:
+def memory(placed: Placement, workload: Workload) -> DeviceMemory:
     """Count what one of the devices holds; caches have room for whole contexts, windows or not.
 
     Raises:
@@ -196,7 +196,7 @@ def memory(placed: Placement, workload: Workload) -> Memory:
         )
     per_token = scheme.kv_bytes_per_token(shape, ranks)
     per_sequence = workload.context * per_token + scheme.state_bytes(shape, ranks)
-    return Memory(
+    return DeviceMemory(
         capacity=int(target.memory_gb.value * 1e9),
         reserve=RESERVE_BYTES[target.kind],
         weights=scheme.weight_bytes(shape, ranks),
@@ -217,7 +217,7 @@ def largest_batch(placed: Placement, context: int) -> int:
     return bisect_left(range(1, most + 1), True, key=lacks_room)
 
 
-def _activations(shape: Shape, scheme: Scheme, tokens: int, batch: int) -> int:
+def _activations(shape: Shape, scheme: DtypeScheme, tokens: int, batch: int) -> int:
     """Estimate what lives at the widest point of a layer, and the logits.
 
     Residual, its norm, and what goes in and out of the widest product; fp32 logits [batch, vocabulary].
@@ -243,8 +243,8 @@ def degree(placed: Placement, workload: Workload) -> Degree:
     )
 
 
-def _decode(placed: Placement, workload: Workload) -> Decode:
-    return Decode(
+def _decode(placed: Placement, workload: Workload) -> DecodeRate:
+    return DecodeRate(
         batch=workload.batch,
         step=placed.decode(workload.batch, workload.mean_context),
         fits=memory(placed, workload).fits,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from llmforge.planning.shape import Attention, LayerSizes, Shape, runs
+from llmforge.planning.shape import AttentionShape, LayerSizes, Shape, runs
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -33,11 +33,11 @@ class Traits:
     wide_heads: bool = False  # head_dim is not hidden / heads unless it is said
     sinks: bool = False  # attention has one learned logit a head
     windows: Callable[[Config, int], int | None] | None = None  # window of a layer by its index
-    experts: Callable[[Config, int], Experts | None] | None = None  # experts of a layer by its index
+    experts: Callable[[Config, int], RoutedExperts | None] | None = None  # experts of a layer by its index
 
 
 @dataclass(frozen=True)
-class Experts:
+class RoutedExperts:
     """Routed experts of one layer, and what every token passes besides."""
 
     count: int
@@ -110,7 +110,9 @@ def shape(name: str, data: Mapping[str, Any]) -> Shape:
     )
 
 
-def _layer(config: Config, traits: Traits, index: int, attention: Attention, matrices: int, vectors: int) -> LayerSizes:
+def _layer(
+    config: Config, traits: Traits, index: int, attention: AttentionShape, matrices: int, vectors: int
+) -> LayerSizes:
     """Add the MLP or the experts, and the norms, to the parameters of attention."""
     hidden = config.size("hidden_size")
     vectors += traits.norms * hidden
@@ -133,7 +135,7 @@ def _layer(config: Config, traits: Traits, index: int, attention: Attention, mat
     )
 
 
-def _grouped(config: Config, traits: Traits, index: int) -> tuple[Attention, int, int]:
+def _grouped(config: Config, traits: Traits, index: int) -> tuple[AttentionShape, int, int]:
     """Return grouped-query attention, and the parameters of its matrices and vectors."""
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     kv_heads = config.size("num_key_value_heads", heads)
@@ -147,11 +149,11 @@ def _grouped(config: Config, traits: Traits, index: int) -> tuple[Attention, int
     )
     vectors += (2 * dim if traits.head_norms else 0) + (heads if traits.sinks else 0)
     window = traits.windows(config, index) if traits.windows is not None else None
-    attention = Attention(heads, kv_heads, dim, dim, window)
+    attention = AttentionShape(heads, kv_heads, dim, dim, window)
     return attention, hidden * (2 * queries + 2 * keys), vectors
 
 
-def _latent(config: Config, traits: Traits, index: int) -> tuple[Attention, int, int]:
+def _latent(config: Config, traits: Traits, index: int) -> tuple[AttentionShape, int, int]:
     """Return multi-head latent attention (DeepSeek-V2, section 2.1); its latents are cached where that is less."""
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     latent, rope = config.size("kv_lora_rank"), config.size("qk_rope_head_dim")
@@ -163,9 +165,9 @@ def _latent(config: Config, traits: Traits, index: int) -> tuple[Attention, int,
     into = hidden * queries if ranked is None else hidden * ranked + ranked * queries
     matrices = into + hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
     vectors = latent + (ranked or 0)
-    expanded = Attention(heads, heads, nope + rope, value)
+    expanded = AttentionShape(heads, heads, nope + rope, value)
     if latent + rope < expanded.kv_elements():
-        return Attention(heads, 1, latent + rope, latent, latent=latent + rope), matrices, vectors
+        return AttentionShape(heads, 1, latent + rope, latent, latent=latent + rope), matrices, vectors
     return expanded, matrices, vectors
 
 
@@ -208,17 +210,17 @@ def _gemma3_windows(config: Config, index: int) -> int | None:
     return config.size("sliding_window") if (index + 1) % config.size("sliding_window_pattern") else None
 
 
-def _mixtral(config: Config, index: int) -> Experts:
-    return Experts(
+def _mixtral(config: Config, index: int) -> RoutedExperts:
+    return RoutedExperts(
         config.size("num_local_experts"), config.size("num_experts_per_tok"), config.size("intermediate_size")
     )
 
 
-def _gpt_oss(config: Config, index: int) -> Experts:
+def _gpt_oss(config: Config, index: int) -> RoutedExperts:
     return replace(_mixtral(config, index), bias=True)
 
 
-def _qwen_moe(config: Config, index: int) -> Experts | None:
+def _qwen_moe(config: Config, index: int) -> RoutedExperts | None:
     """Experts in every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name."""
     dense = config.data.get("mlp_only_layers")
     if not isinstance(dense, list):
@@ -226,7 +228,7 @@ def _qwen_moe(config: Config, index: int) -> Experts | None:
     if index in dense or (index + 1) % config.size("decoder_sparse_step"):
         return None
     shared = config.data["model_type"] == "qwen2_moe"
-    return Experts(
+    return RoutedExperts(
         config.size("num_experts" if "num_experts" in config.data else "num_local_experts"),
         config.size("num_experts_per_tok"),
         config.size("moe_intermediate_size"),
@@ -235,7 +237,7 @@ def _qwen_moe(config: Config, index: int) -> Experts | None:
     )
 
 
-def _deepseek(config: Config, index: int) -> Experts | None:
+def _deepseek(config: Config, index: int) -> RoutedExperts | None:
     """Dense layers first, then experts and shared ones, which are one wider MLP."""
     first = config.data.get("first_k_dense_replace")
     if type(first) is not int:
@@ -243,7 +245,7 @@ def _deepseek(config: Config, index: int) -> Experts | None:
     if index < first:
         return None
     width = config.size("moe_intermediate_size")
-    return Experts(
+    return RoutedExperts(
         config.size("n_routed_experts"),
         config.size("num_experts_per_tok"),
         width,

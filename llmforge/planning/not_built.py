@@ -6,7 +6,7 @@
 - Disaggregated prefill: one device reads prompts, another generates, and caches pass between them (Zhong et al. 2024,
   "DistServe").
 
-A recipe may ask for each by its name; it is refused with what is said here (`request.refuse_what_is_not_built`).
+The notes of a plan say it; a recipe has no keys for them (`llmforge.recipe.errors.meant` says where to look).
 
     pipeline       round = decode of batch/n rows + n · (bytes of their hidden states / link + latency); a token a round
                    sequences = (n · (memory - reserve - activations) - weights) / cache of one
@@ -27,7 +27,7 @@ from llmforge.planning.roofline import Placement, Workload
 from llmforge.planning.scheme import BITS
 
 if TYPE_CHECKING:
-    from llmforge.planning.deployment import Memory
+    from llmforge.planning.deployment import DeviceMemory
 
 STAGES = 2  # of a pipeline, where nobody says how many
 NAMES = {  # by the keys of a recipe's `engine`
@@ -51,7 +51,7 @@ class NotBuilt:
         return f"{NAMES[self.key]} is not supported; {self.brings}"
 
 
-def all_of(placed: Placement, workload: Workload, memory: Memory, stages: int = STAGES) -> tuple[NotBuilt, ...]:
+def all_of(placed: Placement, workload: Workload, memory: DeviceMemory, stages: int = STAGES) -> tuple[NotBuilt, ...]:
     """Say what each would bring to `workload`, of which `memory` is what one device holds; nothing without a link."""
     if placed.target.interconnect is None:
         return ()
@@ -62,7 +62,7 @@ def all_of(placed: Placement, workload: Workload, memory: Memory, stages: int = 
     )
 
 
-def _pipeline(placed: Placement, workload: Workload, memory: Memory, stages: int) -> NotBuilt:
+def _pipeline(placed: Placement, workload: Workload, memory: DeviceMemory, stages: int) -> NotBuilt:
     ceilings, batch, ranks = placed.ceilings, workload.batch, placed.ranks
     group = -(-batch // stages)
     states = group * placed.shape.hidden * BITS[placed.scheme.compute] / 8
@@ -86,7 +86,7 @@ def _pipeline(placed: Placement, workload: Workload, memory: Memory, stages: int
     return NotBuilt("pipeline_parallel", brings, hint)
 
 
-def _sequences(memory: Memory, batch: int, stages: int) -> int:
+def _sequences(memory: DeviceMemory, batch: int, stages: int) -> int:
     """Count the sequences whose caches fit on `stages` devices, each with a part of the layers and all activations."""
     room = stages * (memory.capacity - memory.reserve - memory.activations) - memory.weights
     return max(0, int(room * batch / memory.cache)) if memory.cache else 0

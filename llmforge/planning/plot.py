@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmforge.base.errors import UsageError
 from llmforge.metrics.units import significant
-from llmforge.planning.deployment import Plan
+from llmforge.planning.deployment import DeploymentPlan
 from llmforge.planning.roofline import StepCost
 from llmforge.report.charts import Mark
 from llmforge.report.render import environment_of
@@ -21,7 +21,7 @@ _APART = 22.0  # that labels keep from each other
 
 
 @dataclass(frozen=True)
-class Dot:
+class RooflineDot:
     """One step: its place, its label and where that stands."""
 
     x: float
@@ -53,11 +53,11 @@ class Chart:
     x_ticks: tuple[Mark, ...]
     y_ticks: tuple[Mark, ...]
     roofs: tuple[Roof, ...]
-    dots: tuple[Dot, ...]
+    dots: tuple[RooflineDot, ...]
     frame: tuple[float, float, float, float]  # left, top, width, height
 
 
-def write(plans: Sequence[Plan], path: Path) -> None:
+def write(plans: Sequence[DeploymentPlan], path: Path) -> None:
     """Draw `plans` below each other into `path`, by its suffix as SVG or as HTML.
 
     Raises:
@@ -95,7 +95,7 @@ class _Axes:
         return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * decades / (self.high - self.low)
 
 
-def chart(plan: Plan, top: float = 0.0) -> Chart:
+def chart(plan: DeploymentPlan, top: float = 0.0) -> Chart:
     """Lay out the roofline of `plan`: the steps that fit, and the one that was asked for."""
     ceilings = plan.ceilings
     shown = [each for each in plan.decodes if each.fits or each.batch == plan.workload.batch]
@@ -111,7 +111,7 @@ def chart(plan: Plan, top: float = 0.0) -> Chart:
     )
     device = plan.target.title if plan.asked.ranks == 1 else f"{plan.target.title}, one of {plan.asked.ranks}"
     reached = (ceilings.bandwidth * ceilings.bandwidth_share, ceilings.rate * ceilings.rate_share)
-    dots: list[Dot] = []
+    dots: list[RooflineDot] = []
     for kind, label, step in steps:
         dots.append(_dot(kind, label, step, axes, dots))
     return Chart(
@@ -135,7 +135,7 @@ def _roof(kind: str, bandwidth: float, rate: float, axes: _Axes) -> Roof:
     return Roof(points, label, kind)
 
 
-def _dot(kind: str, label: str, step: StepCost, axes: _Axes, others: Sequence[Dot]) -> Dot:
+def _dot(kind: str, label: str, step: StepCost, axes: _Axes, others: Sequence[RooflineDot]) -> RooflineDot:
     """Place a step and its label, below the dot unless another label is there."""
     rate = step.operations / step.seconds
     x, y = axes.x(step.intensity), axes.y(rate)
@@ -145,8 +145,8 @@ def _dot(kind: str, label: str, step: StepCost, axes: _Axes, others: Sequence[Do
         f"bound by {step.bound}"
     )
     if kind == "prefill":
-        return Dot(x, y, label, x, y + 20, "middle", kind, title)
-    return Dot(x, y, label if free else "", x + 9, y + 12, "start", kind, title)
+        return RooflineDot(x, y, label, x, y + 20, "middle", kind, title)
+    return RooflineDot(x, y, label if free else "", x + 9, y + 12, "start", kind, title)
 
 
 def _power(exponent: int) -> str:

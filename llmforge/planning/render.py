@@ -13,8 +13,8 @@ from rich.text import Text
 from llmforge.base.errors import ForgeError
 from llmforge.metrics.units import count, duration, percent, significant, size, step_time, times
 from llmforge.planning.advice import Advice
-from llmforge.planning.building import Build
-from llmforge.planning.deployment import Degree, Plan
+from llmforge.planning.building import BuildCost
+from llmforge.planning.deployment import Degree, DeploymentPlan
 from llmforge.planning.roofline import StepCost
 from llmforge.targets import matrix_share_of
 from llmforge.targets.achieved import Share
@@ -31,8 +31,8 @@ _STEP = (  # what is told of a step as data
 class Planned:
     """A plan, what its build takes, and the passes that pay."""
 
-    plan: Plan
-    build: Build
+    plan: DeploymentPlan
+    build: BuildCost
     advice: tuple[Advice, ...]
 
 
@@ -158,14 +158,14 @@ def _step_data(step: StepCost) -> dict[str, Any]:
     return {name: getattr(step, name) for name in _STEP}
 
 
-def _model(plan: Plan) -> str:
+def _model(plan: DeploymentPlan) -> str:
     shape = plan.shape
     sparse = f", {_billions(shape.active_parameters)} of them active" if _is_sparse(plan) else ""
     context = "" if shape.context is None else f", context of {count(shape.context)} tokens"
     return f"{shape.architecture}, {_billions(shape.parameters)} parameters{sparse}, {shape.depth} layers{context}"
 
 
-def _is_sparse(plan: Plan) -> bool:
+def _is_sparse(plan: DeploymentPlan) -> bool:
     return plan.shape.active_parameters < plan.shape.parameters
 
 
@@ -173,7 +173,7 @@ def _billions(parameters: int) -> str:
     return f"{significant(parameters / 1e9)} B" if parameters >= 1e8 else f"{significant(parameters / 1e6)} M"
 
 
-def _workload(plan: Plan) -> str:
+def _workload(plan: DeploymentPlan) -> str:
     asked = plan.workload
     at_once = "1 sequence" if asked.batch == 1 else f"{asked.batch} concurrent sequences"
     return f"{at_once}, {count(asked.prompt)} prompt tokens, {count(asked.output)} output tokens"
@@ -195,13 +195,13 @@ def _times(degree: Degree) -> tuple[str, str]:
     return step_time(degree.prefill.seconds), step_time(degree.decode.step.seconds)
 
 
-def _prices(plan: Plan) -> tuple[str, str]:
+def _prices(plan: DeploymentPlan) -> tuple[str, str]:
     if plan.cost is None:
         return "–", "–"
     return significant(plan.cost.per_million_in, 2), significant(plan.cost.per_million_out, 2)
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(plan: DeploymentPlan) -> Table:
     held = plan.asked.memory
     names = ("weights", "KV cache", "activations", "reserve", "needed", "of", "fits")
     table = _table(f"Memory per device; a token takes {size(held.kv_per_token)} of the KV cache", *names)
@@ -211,7 +211,7 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _largest(plan: Plan) -> Table:
+def _largest(plan: DeploymentPlan) -> Table:
     title = "Largest batch by context"
     table = _table(title, *(count(context) for context, _ in plan.largest))
     table.min_width = len(title)
@@ -219,7 +219,7 @@ def _largest(plan: Plan) -> Table:
     return table
 
 
-def _steps(plan: Plan) -> Table:
+def _steps(plan: DeploymentPlan) -> Table:
     names = ("step", "time", "tok/s", "MBU", "MFU", "ops/byte", "bound by", "fits")  # 80 columns wide
     table = _table("Prefill, and decode by batch size", *names)
     first = plan.asked.prefill
@@ -247,7 +247,7 @@ def _shares_of(step: StepCost) -> tuple[str, ...]:
     return percent(step.mbu), percent(step.mfu), significant(step.intensity), step.bound
 
 
-def _degrees(plan: Plan) -> Table:
+def _degrees(plan: DeploymentPlan) -> Table:
     names = ("devices", "fits", "weights of each", "batch ≤", "TTFT", "TPOT", "links", "tok/s")
     table = _table("Tensor parallelism", *names)
     for each in plan.degrees:
@@ -263,7 +263,7 @@ def _degrees(plan: Plan) -> Table:
     return table
 
 
-def _of_each(plan: Plan) -> Table:
+def _of_each(plan: DeploymentPlan) -> Table:
     table = _table("What each device holds, and sends", "devices", "weights", "KV cache", "activations", "sent a token")
     for each in plan.degrees:
         held = (each.memory.weights, each.memory.cache, each.memory.activations)
@@ -312,7 +312,7 @@ def _facts(planned: Planned) -> Table:
     return table
 
 
-def _balance(plan: Plan) -> str:
+def _balance(plan: DeploymentPlan) -> str:
     turning = (
         "decode is never compute-bound: each sequence reads its own cache"
         if plan.turning_batch is None
@@ -321,7 +321,7 @@ def _balance(plan: Plan) -> str:
     return f"the device does {significant(plan.ceilings.balance)} operations per byte; {turning}"
 
 
-def _cost(plan: Plan) -> str:
+def _cost(plan: DeploymentPlan) -> str:
     if plan.cost is None:
         return f"no price known for {plan.target.name}: set --price"
     cost = plan.cost
@@ -332,13 +332,13 @@ def _cost(plan: Plan) -> str:
     )
 
 
-def _assumptions(plan: Plan) -> Iterator[Text]:
+def _assumptions(plan: DeploymentPlan) -> Iterator[Text]:
     for name in _shares(plan):
         taken = plan.target.share(name)
         yield Text(f"assumed: {name} {taken.value:g}: {taken.source}", "dim")
 
 
-def _shares(plan: Plan) -> tuple[Share, ...]:
+def _shares(plan: DeploymentPlan) -> tuple[Share, ...]:
     """Name the assumptions that this plan rests on."""
     used: list[Share] = ["bandwidth", matrix_share_of(plan.scheme.product), "layer_us"]
     if len(plan.degrees) > 1:

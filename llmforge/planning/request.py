@@ -18,18 +18,15 @@ from llmforge.planning import (
     config,
     deployment,
     families,
-    not_built,
     pruning,
-    roofline,
     scheme,
     source,
 )
 from llmforge.planning.adapters import Adapters
-from llmforge.planning.building import Build
-from llmforge.planning.not_built import NotBuilt
+from llmforge.planning.building import BuildCost
 from llmforge.planning.render import Planned, Refused
-from llmforge.planning.roofline import Placement, Workload
-from llmforge.planning.scheme import Scheme, Wanted
+from llmforge.planning.roofline import Workload
+from llmforge.planning.scheme import DtypeScheme, Wanted
 from llmforge.planning.shape import Shape
 from llmforge.quantization.statistics import PruningDemand
 from llmforge.recipe import Recipe
@@ -75,7 +72,6 @@ def answer(
     intent, folder = Request(), what
     if targets.is_file(what.name):
         recipe = Recipe.load(what)
-        refuse_what_is_not_built(recipe)
         intent, folder = _intent(recipe), recipe.checkpoint
     found = [targets.find(name) for name in asked.targets or intent.targets or (targets.LOCAL,)]
     shape = config.read(folder)
@@ -120,45 +116,7 @@ def of_recipe(recipe: Recipe) -> Planned | None:
         return None
 
 
-def refuse_what_is_not_built(recipe: Recipe) -> None:
-    """Return if a recipe asks for no way of serving that is not built; else say what it would bring.
-
-    Raises:
-        UnsupportedError: it does; with the figures of the first for its model and its target, and names the others.
-        CheckpointError: the configuration is not usable.
-    """
-    asked = recipe.engine.not_built
-    if not asked:
-        return
-    first, *others = (each for each in _not_built(recipe) if each.key in asked)
-    either = "".join(f"; engine.{each.key} is not, either" for each in others)
-    raise UnsupportedError(
-        f"{recipe.where('engine', first.key)}: engine.{first.key}: {first.note}{either}", hint=first.hint
-    )
-
-
-def _not_built(recipe: Recipe) -> tuple[NotBuilt, ...]:
-    """Say what each way of serving that is not built would bring to a recipe, if its target has the figures."""
-    intent, shape, spec = _intent(recipe), config.read(recipe.checkpoint), recipe.engine
-    target = targets.find(recipe.target)
-    if target.kind == "cpu":
-        nothing = "on a CPU it would bring nothing: the same memory and the same cores serve all"
-        return tuple(NotBuilt(key, nothing, "remove it") for key in not_built.NAMES)
-    try:
-        chosen = scheme.choose(target, spec.backend, shape.dtype, intent.wanted)
-        ranks = spec.tensor_parallel if spec.tensor_parallel in roofline.degrees(shape, target) else 1
-        placed, workload = Placement(shape, target, chosen, ranks), _workload(shape, Request(), intent)
-        stages = max(spec.pipeline_parallel, not_built.STAGES)
-        found = not_built.all_of(placed, workload, deployment.memory(placed, workload), stages)
-        unknown = f"target {target.name} has no link to other devices"
-    except (UnsupportedError, UsageError) as error:
-        found, unknown = (), error.message
-    return found or tuple(
-        NotBuilt(key, f"what it would bring is not known: {unknown}", "remove it") for key in not_built.NAMES
-    )
-
-
-def build_of(recipe: Recipe) -> Build | None:
+def build_of(recipe: Recipe) -> BuildCost | None:
     """Predict what the build of a recipe takes; None where its configuration alone does not tell, or is not planned.
 
     Raises:
@@ -175,7 +133,7 @@ def build_of(recipe: Recipe) -> Build | None:
     return _with_adapters(build, intent.adapters, chosen)
 
 
-def _with_adapters(build: Build, adapters: Adapters, chosen: Scheme) -> Build:
+def _with_adapters(build: BuildCost, adapters: Adapters, chosen: DtypeScheme) -> BuildCost:
     return replace(build, disk_bytes=build.disk_bytes + adapters.bytes_apart(chosen))
 
 

@@ -18,8 +18,8 @@ from functools import cached_property
 from typing import Literal
 
 from llmforge.base.errors import UsageError
-from llmforge.planning.scheme import BITS, Scheme
-from llmforge.planning.shape import Attention, Shape
+from llmforge.planning.scheme import BITS, DtypeScheme
+from llmforge.planning.shape import AttentionShape, Shape
 from llmforge.targets import Rate, Target, matrix_share_of
 
 Bound = Literal["memory", "compute", "links", "overhead"]
@@ -28,7 +28,7 @@ ALL_REDUCES = 2  # of a layer: behind attention, and behind the MLP (Shoeybi et 
 
 
 @dataclass(frozen=True)
-class Ceilings:
+class RooflineCeilings:
     """What one device could do at best, and which part of it a decoder reaches; bytes, operations and seconds."""
 
     bandwidth: float
@@ -42,7 +42,7 @@ class Ceilings:
     collective_s: float
 
     @classmethod
-    def of(cls, target: Target, scheme: Scheme) -> Ceilings:
+    def of(cls, target: Target, scheme: DtypeScheme) -> RooflineCeilings:
         """Read them off a target.
 
         Raises:
@@ -79,7 +79,7 @@ class StepCost:
     compute_s: float
     links_s: float
     overhead_s: float
-    ceilings: Ceilings
+    ceilings: RooflineCeilings
 
     @property
     def seconds(self) -> float:
@@ -133,13 +133,13 @@ class Placement:
 
     shape: Shape
     target: Target
-    scheme: Scheme
+    scheme: DtypeScheme
     ranks: int = 1
 
     @cached_property
-    def ceilings(self) -> Ceilings:
+    def ceilings(self) -> RooflineCeilings:
         """The ceilings of one device."""
-        return Ceilings.of(self.target, self.scheme)
+        return RooflineCeilings.of(self.target, self.scheme)
 
     def decode(self, batch: int, context: float) -> StepCost:
         """Time a step that gives one token to each of `batch` sequences, each with `context` tokens in its cache."""
@@ -241,7 +241,7 @@ def _touched(experts: int, chosen: int, rows: float) -> float:
     return experts * (1 - (1 - chosen / experts) ** rows) if experts else 0.0
 
 
-def _pair(attention: Attention) -> int:
+def _pair(attention: AttentionShape) -> int:
     """Count the multiplications of one query with one key and its value, over all heads."""
     return attention.heads * (attention.key_dim + attention.value_dim)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from llmforge.backends import BackendName, Dtype, Role
 from llmforge.base.errors import UnsupportedError
-from llmforge.planning.shape import Attention, Shape
+from llmforge.planning.shape import AttentionShape, Shape
 from llmforge.quantization import formats
 from llmforge.quantization.formats import SLOTS4_KV, Format, KvFormat
 from llmforge.targets import Target
@@ -19,7 +19,7 @@ GPU_BLOCK, CPU_BLOCK = 128, 32  # weights that share a scale, where nothing is s
 
 
 @dataclass(frozen=True)
-class Scheme:
+class DtypeScheme:
     """Dtypes of a decoder.
 
     `compute` is the dtype of activations between layers, `product` that in which matrices are multiplied, `embedding`
@@ -74,7 +74,7 @@ class Scheme:
         """
         return math.ceil(sum(count * self.kv_bytes(attention, ranks) for count, attention in shape.attentions()))
 
-    def kv_bytes(self, attention: Attention, ranks: int = 1) -> float:
+    def kv_bytes(self, attention: AttentionShape, ranks: int = 1) -> float:
         """Return the bytes of what is cached of one token in one layer on one of `ranks` devices."""
         if attention.latent is not None:  # no pass rounds latents to 8 bits
             return attention.latent * BITS[self.kv if BITS[self.kv] > 8 else self.compute] / 8
@@ -115,7 +115,7 @@ class Wanted:
         return replace(other, **{name: value for name, value in vars(self).items() if value is not None})
 
 
-def choose(target: Target, backend: BackendName, checkpoint: str, wanted: Wanted = Wanted()) -> Scheme:
+def choose(target: Target, backend: BackendName, checkpoint: str, wanted: Wanted = Wanted()) -> DtypeScheme:
     """Choose what is not given: the dtype of the `checkpoint` where the engine has it, 16 bits on a GPU, fp32 on a CPU.
 
     Raises:
@@ -147,7 +147,7 @@ def choose(target: Target, backend: BackendName, checkpoint: str, wanted: Wanted
             f"{backend} on {target.name} does not support caches of {cache.name}: llmforge's CPU kernels alone do",
             hint=f"supported: {', '.join(sorted(support.kv))}",
         )
-    return Scheme(
+    return DtypeScheme(
         cache=cache,
         compute=compute,
         weights=weights,

@@ -8,7 +8,7 @@ from itertools import groupby
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionShape:
     """Attention of one layer, with what llmforge caches for it; sizes are elements of a head.
 
     Latent attention reads its latents as the keys and values of one head (`LatentAttention` of docs/dialect.md).
@@ -46,7 +46,7 @@ class LayerSizes:
     expert: int = 0  # parameters of one routed expert
     experts: int = 0
     chosen: int = 0  # experts of a token
-    attention: Attention | None = None
+    attention: AttentionShape | None = None
     state: int = 0  # elements of a state of fixed size, of one sequence
 
     @property
@@ -101,7 +101,7 @@ class Shape:
         """Count the parameters of the product that gives logits, shared or not."""
         return self.vocabulary * self.hidden
 
-    def attentions(self) -> Iterator[tuple[int, Attention]]:
+    def attentions(self) -> Iterator[tuple[int, AttentionShape]]:
         """Yield the attention of the layers that have one, and how many they are."""
         for count, layer in self.layers:
             if layer.attention is not None:

@@ -13,7 +13,7 @@ from llmforge.checkpoint import CONFIG, read_settings
 from llmforge.metrics.units import count, duration, significant, size
 from llmforge.planning import config, deployment, request, scheme, source
 from llmforge.planning.advice import Advice
-from llmforge.planning.deployment import Plan
+from llmforge.planning.deployment import DeploymentPlan
 from llmforge.planning.render import Planned
 from llmforge.planning.request import Request
 from llmforge.planning.roofline import Placement
@@ -254,7 +254,7 @@ def _passes(
         yield f"lower-precision: {{dtype: {plan.scheme.compute}, budget: {{kld_mean: 0.005}}}}", "as the GPU computes"
 
 
-def _is_ours(plan: Plan) -> bool:
+def _is_ours(plan: DeploymentPlan) -> bool:
     """Say if llmforge runs the engine: passes that change more than codes, and figures of latency, are for no other."""
     return BACKENDS[plan.backend].elsewhere is None
 

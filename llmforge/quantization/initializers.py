@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -12,13 +11,13 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError
 from llmforge.ir import graph
-from llmforge.ir.derived import by_output, stored_in
+from llmforge.ir.derived import by_output
 from llmforge.ir.scratch import Scratch
 from llmforge.quantization import cpu_layout
-from llmforge.quantization.ahead import Ahead, Parts, laid_out
-from llmforge.quantization.grids import Grid, QuantizedMatrix, stack
+from llmforge.quantization.grids import Grid, QuantizedMatrix, pack, stack
 from llmforge.quantization.methods.base import Method
 
+Parts = dict[str, NDArray[np.generic]]  # of a matrix in the layout of MatMulNBits: codes, scales, zero_points
 SCALES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16}  # of a portable grid
 
 
@@ -48,7 +47,6 @@ class LazyMatrix:
     k: int
     grid: Grid
     scratch: Scratch | None = None
-    ahead: Callable[[], Parts | None] = lambda: None  # gives the parts, where they were computed before
     _unread: Parts = field(default_factory=dict)
 
     def take(self, part: str) -> NDArray[np.generic]:
@@ -56,7 +54,7 @@ class LazyMatrix:
         if self.scratch is not None and (kept := self.scratch.get((self, part))) is not None:
             return kept
         if part not in self._unread:
-            made = self.ahead() or self._laid_out(self.calculate())
+            made = self._laid_out(self.calculate())
             if self.scratch is not None and not self.scratch.is_idle:
                 for name, array in made.items():
                     self.scratch.put((self, name), array)
@@ -85,24 +83,26 @@ class LazyMatrix:
             yield "zero_points", ir.DataType.UINT8, (self.n, -(-blocks * self.grid.zero_bits // 8))
 
 
+def laid_out(matrix: QuantizedMatrix) -> Parts:
+    """Lay out a matrix on a portable grid as its initializers are."""
+    packed = pack(matrix)
+    scales = packed.scales.astype(np.float16) if matrix.grid.scale == "fp16" else packed.scales
+    made: Parts = {"codes": packed.codes, "scales": scales}
+    return made if packed.zero_points is None else {**made, "zero_points": packed.zero_points}
+
+
 def arrange(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
     """Lay a matrix out as the CPU kernels read it, uint8 [groups, bytes]."""
     return cpu_layout.arrange(matrix.codes, matrix.scales, matrix.zero_points, matrix.grid)
 
 
-def quantized(
-    weight: ir.Value, method: Method, grid: Grid, *, transposed: bool = True, ahead: Ahead | None = None
-) -> LazyMatrix:
+def quantized(weight: ir.Value, method: Method, grid: Grid, *, transposed: bool = True) -> LazyMatrix:
     """Quantize an initializer [K, N], or [N, K] if not `transposed`, by a method that demands no calibration.
 
-    What was quantized `ahead` is not computed again. When it is read, that may raise a CheckpointError: the method
-    refuses the numbers.
+    When it is read, that may raise a CheckpointError: the method refuses the numbers.
     """
     n, k = graph.static(weight)[:: -1 if transposed else 1]
-    made = _lazy(weight, n, k, grid, lambda tensor: method.quantize(by_output(tensor, transposed=transposed), grid))
-    if ahead is not None and (names := stored_in(graph.tensor(weight), transposed=transposed)):
-        made.ahead = partial(ahead.take, names, method, grid)
-    return made
+    return _lazy(weight, n, k, grid, lambda tensor: method.quantize(by_output(tensor, transposed=transposed), grid))
 
 
 def quantized_experts(weight: ir.Value, order: NDArray[np.intp], method: Method, grid: Grid) -> LazyMatrix:

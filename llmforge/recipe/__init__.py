@@ -1,21 +1,15 @@
-"""Recipes: their schema, overrides from the command line, and errors with file and line."""
+"""Recipes: their sections, overrides from the command line, and errors with file and line."""
 
-from llmforge.recipe.schema import (
-    TASK_FILES,
-    CalibrationSpec,
-    EngineSpec,
-    Gates,
-    GatesFile,
-    GateSpec,
-    LatencySpec,
-    QualitySpec,
-    Recipe,
-    ServingSpec,
-    ValidationSpec,
-    WorkloadsSpec,
-    json_schema,
-    misdirected,
-)
+from llmforge.recipe.calibration import CalibrationSpec
+from llmforge.recipe.engine import EngineSpec
+from llmforge.recipe.gates import Gates, GatesFile, GateSpec, misdirected
+from llmforge.recipe.json_schema import json_schema
+from llmforge.recipe.latency import LatencySpec, WorkloadsSpec
+from llmforge.recipe.quality import QualitySpec
+from llmforge.recipe.recipe import Recipe
+from llmforge.recipe.section import TASK_FILES
+from llmforge.recipe.serving import ServingSpec
+from llmforge.recipe.validation import ValidationSpec
 
 __all__ = [
     "TASK_FILES",

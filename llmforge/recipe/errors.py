@@ -14,6 +14,7 @@ from llmforge.base.wording import shown
 
 NAME = r"^[a-z0-9][a-z0-9._-]{0,63}$"  # of an artifact or an adapter in a recipe
 _LISTED = 16  # keys that a message names
+_NOT_BUILT = "pipeline_parallel", "kv_offload", "disaggregated_prefill"  # of an engine, in words of the field
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,9 @@ def collect(problems: Sequence[Problem]) -> RecipeError:
 
 
 def meant(word: str, known: Sequence[str]) -> str | None:
-    """Hint at the known name that `word` is nearest to."""
+    """Hint at the known name that `word` is nearest to, or at who answers for a way of serving that is not built."""
+    if word in _NOT_BUILT:
+        return "it is not supported; the notes of `llmforge plan` say what it would bring on a GPU"
     close = nearest(word, known)
     return f"did you mean {close!r}?" if close not in (None, word) else None
 

@@ -15,7 +15,7 @@ from llmforge.ir.operators.standard import Add, MatMul
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearLayer:
     """`output = input @ weight + bias`, input [..., K], weight [K, N] and bias [N] initializers."""
 
     matmul: ir.Node
@@ -34,16 +34,16 @@ class Linear:
         return (self.add or self.matmul).outputs[0]
 
 
-def of(output: ir.Value) -> Linear | None:
+def of(output: ir.Value) -> LinearLayer | None:
     """Recognize the linear layer that makes `output`: `MatMul(x, W)`, or `Add` of that and a bias; else None."""
     if (matmul := MatMul.made(output)) is not None:
-        return Linear(matmul.node, matmul.w) if _is_initializer(matmul.w, 2) else None
+        return LinearLayer(matmul.node, matmul.w) if _is_initializer(matmul.w, 2) else None
     if (add := Add.made(output)) is None:
         return None
     for product, bias in add.either_way:
         layer = of(product) if _is_initializer(bias, 1) else None
         if layer is not None and layer.bias is None and len(product.uses()) == 1:
-            return Linear(layer.matmul, layer.weight, add.node, bias)
+            return LinearLayer(layer.matmul, layer.weight, add.node, bias)
     return None
 
 
@@ -51,7 +51,7 @@ def _is_initializer(value: ir.Value, rank: int) -> bool:
     return value.is_initializer() and len(graph.dims(value) or ()) == rank
 
 
-def _reason_against(layers: Sequence[Linear], name: str) -> str | None:
+def _reason_against(layers: Sequence[LinearLayer], name: str) -> str | None:
     """Say why `layers` cannot become one layer called `name`; None where they can."""
     if len({layer.input for layer in layers}) > 1:
         return f"they read different tensors: {', '.join(str(layer.input.name) for layer in layers)}"
@@ -73,7 +73,7 @@ def _reason_against(layers: Sequence[Linear], name: str) -> str | None:
     return None
 
 
-def stack(layers: Sequence[Linear], name: str) -> str | None:
+def stack(layers: Sequence[LinearLayer], name: str) -> str | None:
     """Replace `layers` by one MatMul, one Add where they have biases, and a Split; or say why that cannot be.
 
     With K input features and N₁, N₂, … output features, the weights [K, N₁], [K, N₂], … become `name`.weight
@@ -113,7 +113,7 @@ def widths(weight: ir.Value) -> list[int]:
     return [graph.width(weight)]
 
 
-def common_name(layers: Sequence[Linear], member: str) -> str:
+def common_name(layers: Sequence[LinearLayer], member: str) -> str:
     """Name what `layers` become: the dotted prefix that their weights share, and `member`.
 
     `a.q_proj.weight`, `a.k_proj.weight`, `a.v_proj.weight` with the member `qkv_proj` make `a.qkv_proj`.

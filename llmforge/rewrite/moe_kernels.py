@@ -41,7 +41,7 @@ _TINY = np.float32(1e-30)  # its logarithm stands for that of 0: an infinite one
 
 
 @dataclass(frozen=True, eq=False)
-class Experts:
+class FusableExperts:
     """One `llmforge::MoE` that a kernel computes; E experts, H features, I inner ones, top_k experts a token."""
 
     layer: MoE
@@ -102,13 +102,13 @@ def gathered(model: ir.Model, layer: MoE) -> Iterator[None]:
         raise
 
 
-def of(layer: MoE) -> Experts:
+def of(layer: MoE) -> FusableExperts:
     """Read the sizes of a layer for which `reason` finds none."""
     count, inner, hidden = graph.static(layer.down)
-    return Experts(layer, count, hidden, inner, graph.width(layer.expert_ids))
+    return FusableExperts(layer, count, hidden, inner, graph.width(layer.expert_ids))
 
 
-def fuse(model: ir.Model, experts: Experts) -> None:
+def fuse(model: ir.Model, experts: FusableExperts) -> None:
     """Put com.microsoft::MoE in the place of the node; matrices are laid out when they are written.
 
     What nothing reads any more stays: see `graph.drop_unused`.
@@ -128,7 +128,7 @@ def fuse(model: ir.Model, experts: Experts) -> None:
 
 
 def fuse_quantized(
-    model: ir.Model, experts: Experts, up: PackedInitializers, down: PackedInitializers, accuracy_level: int
+    model: ir.Model, experts: FusableExperts, up: PackedInitializers, down: PackedInitializers, accuracy_level: int
 ) -> None:
     """Put com.microsoft::QMoE in the place of the node; the rows of `up` stand in `experts.order`.
 
@@ -159,7 +159,7 @@ class _KernelWriter:
     """Writes nodes in front of one `llmforge::MoE`, then takes its place."""
 
     model: ir.Model
-    experts: Experts
+    experts: FusableExperts
 
     def routing(self) -> ir.Value:
         """Spread the weights of the chosen experts over all: [tokens, E], 0 where an expert is not chosen."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from llmforge.checkpoint.adapters import Adapter
-    from llmforge.quantization.ahead import Ahead
-    from llmforge.quantization.grids import Grid
     from llmforge.quantization.methods.base import Method
     from llmforge.quantization.stored import Source
 
@@ -85,7 +83,6 @@ class Context:
     target: InitVar[Target]
     statistics: Statistics | None = None  # present when any pass of the recipe has demands
     scratch: Scratch | None = None  # where tensors are kept that are read more than once
-    ahead: Ahead | None = None  # what was quantized before a pass asked for it
     stored: Source | None = None  # codes of the checkpoint, by tensor; None: it has none
     adapters: Sequence[Adapter] = ()  # that requests choose from
     _target: Target = field(init=False, repr=False)
@@ -193,6 +190,7 @@ class Pass(ABC):
     requires: ClassVar[frozenset[str]] = frozenset()  # facts that earlier passes of the recipe must provide
     provides: ClassVar[frozenset[str]] = frozenset()
     loads_in: ClassVar[frozenset[str]] = frozenset()  # other runtimes that its interface is for
+    adds_adapters: ClassVar[bool] = False  # it puts the adapters into the graph that requests choose from
     drops_caches: ClassVar[bool] = False  # it may take layers out, and with them their caches
     own_operators: ClassVar[bool] = False  # it writes operators that only llmforge has kernels for
 
@@ -216,13 +214,6 @@ class Pass(ABC):
     def demands(self) -> tuple[Demand, ...]:
         """Name the calibration statistics that `run` will read from its context."""
         return ()
-
-    def expects(self, parameter: str, k: int, *, table: bool) -> tuple[Method, Grid] | None:
-        """Guess how `run` will quantize a matrix [N, k] of the checkpoint, a `table` of the vocabulary or not.
-
-        So it is quantized while the model is traced; None: it is not. A wrong guess costs no more than that.
-        """
-        return None
 
     def chooses_codes(self) -> bool:
         """Say whether it chooses codes for weights: on a checkpoint that has codes already, a recipe must want that."""

@@ -25,7 +25,7 @@ from llmforge.ir.operators.standard import Add, Gather, MatMul, Reshape, RMSNorm
 from llmforge.quantization.statistics import Demand, PruningDemand
 from llmforge.quantization.structure import Block, Channels, Float32, Heads, Kept, Structure, columns
 from llmforge.rewrite import linear
-from llmforge.rewrite.linear import Linear
+from llmforge.rewrite.linear import LinearLayer
 
 # Operators that work on each channel by itself, between the matrices of an MLP.
 _BY_CHANNEL = frozenset(
@@ -42,22 +42,22 @@ class _No(Exception):
 class _Path:
     """How attention gets queries, keys or values: from a linear layer, through nodes that know how many heads."""
 
-    layer: Linear
+    layer: LinearLayer
     between: tuple[ir.Node, ...]  # from attention up
 
 
 @dataclass(frozen=True, eq=False)
-class _Attention:
+class _PrunableAttention:
     node: Attention
     paths: Mapping[str, _Path]  # query, key, value
-    output: Linear
+    output: LinearLayer
 
 
 @dataclass(frozen=True, eq=False)
 class _Mlp:
-    inner: tuple[Linear, ...]
+    inner: tuple[LinearLayer, ...]
     between: tuple[ir.Node, ...]
-    output: Linear
+    output: LinearLayer
 
 
 def find(model: ir.Model) -> Structure:
@@ -106,7 +106,7 @@ def _prefix(name: str, layer: int) -> str:
     return found[1]
 
 
-def _linear(value: ir.Value, what: str) -> Linear:
+def _linear(value: ir.Value, what: str) -> LinearLayer:
     layer = linear.of(value)
     if layer is None:
         made = value.producer()
@@ -119,15 +119,15 @@ def _linear(value: ir.Value, what: str) -> Linear:
     return layer
 
 
-def _output(attention: Attention) -> Linear:
+def _output(attention: Attention) -> LinearLayer:
     """Find the linear layer that alone reads what attention makes."""
     product = MatMul.only_reader(attention.y)
     if product is None or not graph.is_constant(product.w) or len(graph.sources(product.w)) != 1:
         raise _No(f"no linear layer alone reads what {attention.name} makes")
-    return Linear(product.node, product.w)
+    return LinearLayer(product.node, product.w)
 
 
-def _attention(attention: Attention) -> _Attention:
+def _attention(attention: Attention) -> _PrunableAttention:
     for past in (attention.past_key, attention.past_value):
         if not past.is_graph_input() or len(past.uses()) > 1:
             raise _No(f"{past.name} is read by others, too")
@@ -137,7 +137,7 @@ def _attention(attention: Attention) -> _Attention:
     paths = {
         role: _path(value, role) for role, value in zip(("query", "key", "value"), attention.projections, strict=True)
     }
-    return _Attention(attention, paths, _output(attention))
+    return _PrunableAttention(attention, paths, _output(attention))
 
 
 def _path(value: ir.Value, role: str) -> _Path:
@@ -160,7 +160,7 @@ def _path(value: ir.Value, role: str) -> _Path:
             return _Path(_linear(value, role), tuple(between))
 
 
-def _heads(attention: Attention, found: _Attention) -> Heads:
+def _heads(attention: Attention, found: _PrunableAttention) -> Heads:
     layers = {role: path.layer for role, path in found.paths.items()}
     count, kv_count = attention.num_heads, attention.kv_num_heads
     if kv_count < 2:
@@ -212,7 +212,7 @@ def _mlp(model: ir.Model, prefix: str) -> _Mlp:
 def _cone(product: MatMul) -> _Mlp:
     """Walk up from what `product` reads to the linear layers that make it."""
     width = graph.width(product.x)
-    inner: dict[ir.Node, Linear] = {}
+    inner: dict[ir.Node, LinearLayer] = {}
     between: dict[ir.Node, None] = {}
     inside: set[ir.Node] = {product.node}
     waiting = [product.x]
@@ -241,7 +241,7 @@ def _cone(product: MatMul) -> _Mlp:
             raise _No(f"{value.name} is {graph.width(value)} wide, {product.name} reads {width} channels")
     if len({layer.input for layer in inner.values()}) != 1:
         raise _No("its matrices read different tensors")
-    return _Mlp(tuple(inner.values()), tuple(between), Linear(product.node, product.w))
+    return _Mlp(tuple(inner.values()), tuple(between), LinearLayer(product.node, product.w))
 
 
 def _channels(mlp: _Mlp) -> Channels:
@@ -343,7 +343,7 @@ class Surgery:
             if outputs[index].name in names:
                 del outputs[index]
 
-    def _heads(self, found: _Attention, kept: Sequence[int]) -> tuple[str, str]:
+    def _heads(self, found: _PrunableAttention, kept: Sequence[int]) -> tuple[str, str]:
         attention = found.node
         count, kv_count, many = attention.num_heads, attention.kv_num_heads, len(kept)
         shared = count // kv_count
@@ -406,7 +406,7 @@ class Surgery:
         self._compensated(mlp.output)
         return str(mlp.output.matmul.name), f"{len(which)} of {was} channels"
 
-    def _select(self, layer: Linear, which: NDArray[np.intp]) -> None:
+    def _select(self, layer: LinearLayer, which: NDArray[np.intp]) -> None:
         """Keep some outputs of a linear layer."""
         layer.matmul.replace_input_with(1, self._derived(layer.weight, which, 1))
         _narrow(layer.matmul.outputs[0], len(which))
@@ -422,7 +422,7 @@ class Surgery:
         made = Derived(_taken(tuple(which.tolist()), axis), [tensor], tensor.dtype, ir.Shape(shape), name)
         return graph.initializer(self.model, name, made, graph.sources(value))
 
-    def _compensated(self, layer: Linear) -> None:
+    def _compensated(self, layer: LinearLayer) -> None:
         """Put the matrix that makes up for what is gone in the place of a layer's weight."""
         [parameter] = graph.sources(layer.weight)
         outputs, name = self.outputs, f"{layer.weight.name}.pruned"

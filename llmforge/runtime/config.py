@@ -25,7 +25,7 @@ FILE = "runtime.json"
 DAMAGED = "run `llmforge verify ARTIFACT` to list changed files; fetch or build the artifact again"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"  # the larger initializers of the model; of ranks, those that all of them have
-# What a recipe may ask for at most (llmforge.recipe.schema).
+# What a recipe may ask for at most (llmforge.recipe.engine).
 MOST_TOKENS = 2**24
 MOST_ROWS = 4096
 MOST_THREADS = 1024

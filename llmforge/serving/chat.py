@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import select
 import signal
-import subprocess
-import sys
 import threading
-import time
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +13,7 @@ from typing import Any
 import jinja2
 
 from llmforge.base import interpreter, small_file
+from llmforge.base.child_process import ChildEnded, ChildProcess
 from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError
 from llmforge.runtime.tokenizer_files import SPECIAL_TOKEN_FILES, TEMPLATE_FILE
 from llmforge.serving import template_worker
@@ -29,8 +24,6 @@ SMALL = 32 << 10  # characters of a conversation; longer ones wait for each othe
 RENDER_S = 3.0  # of wall clock for one text, in which it gets `template_worker.CPU_S` of CPU time
 
 _PASSED = ("LD_LIBRARY_PATH", "TZ")  # of the environment: where Python's libraries are, and what `strftime_now` says
-# Nothing of this process's environment or current folder decides what the other one imports.
-_BOOT = "import sys; sys.path[:] = sys.argv[2:]; import runpy; runpy.run_path(sys.argv[1], run_name='__main__')"
 
 
 class ChatTemplate:
@@ -43,7 +36,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], where: str) -> None:
         self._where = where
         self._begin = {"source": source, "special_tokens": dict(special_tokens)}
-        self._lanes = (_Lane(self._begin), _Lane(self._begin))
+        self._renderers = (_Renderer(self._begin), _Renderer(self._begin))
         if len(source.encode("utf-8", "surrogatepass")) > MOST_BYTES:
             raise InputError(f"{where}: the chat template has more than {MOST_BYTES} bytes")
         try:
@@ -90,8 +83,8 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             raise self._failed(f"they are not JSON: {error}") from error
         try:
-            answer = self._lanes[len(line) > SMALL].ask(line)
-        except _Ended as error:
+            answer = self._renderers[len(line) > SMALL].render(line)
+        except ChildEnded as error:
             raise self._failed(str(error)) from None
         if "text" not in answer:
             raise self._failed(str(answer.get("error")))
@@ -101,104 +94,44 @@ class ChatTemplate:
         return InputError(f"{self._where}: the chat template cannot render these messages: {why}")
 
 
-class _Ended(Exception):
-    """The process has ended, or was ended for the time it took."""
-
-
-class _Lane:
-    """Renders one conversation after the other, in a process that is started when one comes."""
+class _Renderer:
+    """Renders one conversation after the other, in a process that runs `template_worker`, started when one comes."""
 
     def __init__(self, begin: Mapping[str, Any]) -> None:
         self._begin = begin
         self._turn = threading.Lock()
-        self._worker: _Worker | None = None
+        self._process: ChildProcess | None = None
 
-    def ask(self, line: str) -> dict[str, Any]:
-        """Send one line and return the answer; raises what `_Worker` does."""
-        with self._turn:
-            if self._worker is None:
-                self._worker = _Worker(self._begin)
-            try:
-                return self._worker.ask(line)
-            except _Ended:
-                self._worker = None  # the next call starts another
-                raise
-
-
-class _Worker:
-    """A process that runs `template_worker`."""
-
-    def __init__(self, begin: Mapping[str, Any]) -> None:
-        command = [interpreter.find("rendering chat templates"), "-I", "-c", _BOOT, template_worker.__file__, *sys.path]
-        try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for this process, which ends the other one
-                env={name: os.environ[name] for name in _PASSED if name in os.environ}, bufsize=0,
-            )  # fmt: skip
-        except OSError as error:
-            raise EnvironmentLacks(f"chat templates: no process can be started: {error.strerror}") from error
-        self._end = weakref.finalize(self, _end, self._process)
-        if self._ask(json.dumps(begin), START_S) != {"ready": True}:
-            raise EnvironmentLacks("chat templates: the process that renders them does not start")
-
-    def ask(self, line: str) -> dict[str, Any]:
+    def render(self, line: str) -> dict[str, Any]:
         """Send one line and return the answer.
 
         Raises:
-            _Ended: there is none.
+            ChildEnded: there is none.
+            EnvironmentLacks: no process can be started.
         """
-        return self._ask(line, RENDER_S)
-
-    def _ask(self, line: str, seconds: float) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        deadline = time.monotonic() + seconds
-        waiting, out = memoryview(line.encode() + b"\n"), self._process.stdout.fileno()
-        into = self._process.stdin.fileno()
-        os.set_blocking(into, False)
-        ready = select.poll()  # `select` stops at 1024 descriptors, which a server has
-        ready.register(out, select.POLLIN)
-        ready.register(into, select.POLLOUT)
-        received: list[bytes] = []
-        while not (received and received[-1].endswith(b"\n")):
-            events = dict(ready.poll(max(0.0, 1000 * (deadline - time.monotonic()))))
-            if not events:
-                self._end()
-                raise _Ended(f"it takes more than {seconds:g} s")
-            if into in events:
-                with contextlib.suppress(BrokenPipeError):
-                    waiting = waiting[os.write(into, waiting[: 1 << 16]) :]
-                if not waiting or events[into] & (select.POLLERR | select.POLLHUP):
-                    ready.unregister(into)
-            if out in events:
-                received.append(os.read(out, 1 << 20))
-                if not received[-1]:
-                    self._end()
-                    raise _Ended(_why_ended(self._process.returncode))
-        answer = json.loads(b"".join(received))
+        with self._turn:
+            if self._process is None:
+                self._process = self._start()
+            try:
+                answer = json.loads(self._process.ask(line, RENDER_S))
+            except ChildEnded:
+                self._process = None  # the next call starts another
+                raise
         assert isinstance(answer, dict)
         return answer
 
-
-def _why_ended(code: int) -> str:
-    """Say why a worker is no more; signals are negative numbers."""
-    if code == -signal.SIGXCPU:
-        return f"it takes more than {template_worker.CPU_S} s of CPU time"
-    return f"its process ended with {code}"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a worker and forget it."""
-    if process.poll() is None:
-        try:
-            process.wait(0.05)  # one whose output ended is about to
-        except subprocess.TimeoutExpired:
-            process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            stream.close()
+    def _start(self) -> ChildProcess:
+        process = ChildProcess(
+            interpreter.file_command(template_worker.__file__, "rendering chat templates"),
+            "chat templates: no process can be started",
+            answers=True,
+            quiet=True,
+            environment={name: os.environ[name] for name in _PASSED if name in os.environ},
+            reasons={signal.SIGXCPU: f"it takes more than {template_worker.CPU_S} s of CPU time"},
+        )
+        if json.loads(process.ask(json.dumps(self._begin), START_S)) != {"ready": True}:
+            raise EnvironmentLacks("chat templates: the process that renders them does not start")
+        return process
 
 
 def special_tokens(tokenizer: Path) -> dict[str, str]:

@@ -5,17 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import signal
-import socket
-import subprocess
 import threading
 import time
-import weakref
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from llmforge.base import interpreter
+from llmforge.base.child_process import END_S, ChildProcess
 from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable
 from llmforge.serving import wire
 from llmforge.serving.engine import Stream
@@ -25,7 +21,6 @@ from llmforge.serving.request import Receiver, Request
 from llmforge.serving.sequence import Ticket
 from llmforge.serving.stats import EngineStats
 
-END_S = 10.0  # for a process that was told to end, after what it may finish
 _WORKER = "llmforge.serving.engine_worker"
 
 logger = logging.getLogger(__name__)
@@ -72,36 +67,24 @@ class EngineProcess:
     ) -> None:
         self.options = options or EngineOptions()
         self._encoder = PromptEncoder.read(artifact)
-        ours, others = socket.socketpair()
-        with others:
-            try:
-                self._process: subprocess.Popen[bytes] = subprocess.Popen(
-                    interpreter.command(_WORKER, "running the engine"),
-                    stdin=others.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C is for this process, which ends the other one
-                )
-            except OSError as error:
-                ours.close()
-                raise EnvironmentLacks(f"the engine's process cannot be started: {error.strerror}") from error
-        self._connection = Connection(ours.detach())
-        self._kill = weakref.finalize(self, _kill, self._process)
-        self._sender = wire.Sender(self._connection)
+        command = interpreter.command(_WORKER, "running the engine")
+        self._process = ChildProcess(command, "the engine's process cannot be started")
+        self._pipe = self._process.pipe()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}
         self._closing = False
         self._failure: ForgeError | None = None
-        begin = wire.Begin(artifact.resolve(), options, threads, draft and draft.resolve(), device, server, files)
-        self._sender.send(begin)
+        begin = wire.StartEngine(artifact.resolve(), options, threads, draft and draft.resolve(), device, server, files)
+        self._pipe.send(begin)
         try:
-            first = self._connection.recv()
-        except (EOFError, OSError):
-            raise EnvironmentLacks(f"the engine did not load: {self._why_ended()}") from None
-        if isinstance(first, wire.Failed):
-            self._kill()
+            first = self._pipe.receive()
+        except EOFError:
+            raise EnvironmentLacks(f"the engine did not load: {self._process.why_ended()}") from None
+        if isinstance(first, wire.EngineFailed):
+            self._process.kill()
             raise first.error
-        assert isinstance(first, wire.Ready)
+        assert isinstance(first, wire.EngineReady)
         self._stats = first.stats
         receiving = threading.Thread(target=self._receive, name="llmforge-receive", daemon=True)
         receiving.start()
@@ -115,7 +98,7 @@ class EngineProcess:
     @property
     def process_id(self) -> int:
         """The id of the engine's process."""
-        return self._process.pid
+        return self._process.id
 
     def submit(self, request: Request, receive: Receiver) -> Ticket:
         """Take on a request, as `Engine.submit` does; waits for the process to say that it has."""
@@ -132,7 +115,7 @@ class EngineProcess:
             known = ticket.number in self._pending and not ticket.cancelled
             ticket.cancelled = True
         if known:
-            self._sender.send(wire.Cancel(ticket.number))
+            self._pipe.send(wire.Cancel(ticket.number))
 
     def stream(self, request: Request) -> Stream:
         """Run a request, chunk by chunk, as `Engine.stream` does."""
@@ -145,20 +128,18 @@ class EngineProcess:
     @property
     def alive(self) -> bool:
         """Whether the engine runs: not after `close`, nor after it failed."""
-        return self._failure is None and not self._closing and self._process.poll() is None
+        return self._failure is None and not self._closing and self._process.alive
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
         """Take no more requests and end the process, as `Engine.close` does; may be called again."""
         with self._lock:
             first, self._closing = not self._closing, True
         if first or not drain:
-            self._sender.send(wire.Close(drain, timeout_s))
+            self._pipe.send(wire.Close(drain, timeout_s))
         wait_s = None if drain and timeout_s is None else END_S + (timeout_s or 0) * drain
-        try:
-            self._process.wait(wait_s)
-        except subprocess.TimeoutExpired:
+        if not self._process.wait(wait_s):
             logger.error("the engine's process did not end and is killed")
-        self._kill()
+        self._process.kill()
         self._receiving.join()
 
     def __enter__(self) -> EngineProcess:
@@ -175,16 +156,16 @@ class EngineProcess:
             if self._closing:
                 raise Unavailable("the engine is shutting down")
             self._pending[pending.number] = pending
-        self._sender.send(wire.Submit(pending.number, request, time.perf_counter()))
+        self._pipe.send(wire.Submit(pending.number, request, time.perf_counter()))
         return pending
 
     def _receive(self) -> None:
         """Hand out what comes, until the process ends."""
         failure: ForgeError | None = None
-        with contextlib.suppress(EOFError, OSError):
+        with contextlib.suppress(EOFError):
             while failure is None:
-                message = self._connection.recv()
-                if isinstance(message, wire.Failed):
+                message = self._pipe.receive()
+                if isinstance(message, wire.EngineFailed):
                     failure = message.error
                 else:
                     assert isinstance(message, wire.Items)
@@ -192,7 +173,9 @@ class EngineProcess:
                     for number, item in message.items:
                         self._hand_out(number, item)
         if failure is None and not self._closing:
-            failure = Unavailable(f"the engine failed: {self._why_ended()}", hint="restart it; see its log for details")
+            failure = Unavailable(
+                f"the engine failed: {self._process.why_ended()}", hint="restart it; see its log for details"
+            )
         with self._lock:
             self._failure = failure
             left = list(self._pending.values())
@@ -203,9 +186,9 @@ class EngineProcess:
     def _hand_out(self, number: int, item: wire.Item) -> None:
         with self._lock:
             pending = self._pending[number]
-            if isinstance(item, ForgeError | wire.Refused) or getattr(item, "finish_reason", None) is not None:
+            if isinstance(item, ForgeError | wire.RequestRefused) or getattr(item, "finish_reason", None) is not None:
                 del self._pending[number]
-        if isinstance(item, wire.Refused):
+        if isinstance(item, wire.RequestRefused):
             self._end(pending, item.error)
         elif isinstance(item, wire.Taken):
             pending.decided.set()
@@ -221,22 +204,3 @@ class EngineProcess:
         else:
             pending.refusal = error
             pending.decided.set()
-
-    def _why_ended(self) -> str:
-        """Say how the process ended, which nobody asked it to."""
-        try:
-            code = self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._kill()
-            return "its process went silent"
-        if code == -signal.SIGKILL:
-            return "its process was killed (SIGKILL): by the system, perhaps, for want of memory"
-        name = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"its process ended with {name}"
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process, if it has not ended."""
-    if process.poll() is None:
-        process.kill()
-    process.wait()

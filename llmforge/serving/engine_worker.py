@@ -11,23 +11,30 @@ import functools
 import logging
 import os
 import queue
-import select
-import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 from llmforge.base import process
+from llmforge.base.child_process import MessagePipe, end_with
 from llmforge.base.errors import ForgeError, Unavailable
 from llmforge.serving.engine import Engine
 from llmforge.serving.request import Chunk
 from llmforge.serving.sequence import Ticket
-from llmforge.serving.wire import Begin, Cancel, Close, Failed, Item, Items, Ready, Refused, Sender, Submit, Taken
+from llmforge.serving.wire import (
+    Cancel,
+    Close,
+    EngineFailed,
+    EngineReady,
+    Item,
+    Items,
+    RequestRefused,
+    StartEngine,
+    Submit,
+    Taken,
+)
 
 MANY, GATHER_S = 8, 5e-4  # answers at once, from which on the tokens of a step leave together, and what that takes
 POLL_S = 0.05  # between two looks at the figures, while the engine is busy and says nothing
@@ -47,13 +54,12 @@ class _Active:
     cancelled: bool = False
 
 
-class _Worker:
+class _EngineWorker:
     """Hands the engine what comes in, and the other process what the engine gives."""
 
-    def __init__(self, engine: Engine, connection: Connection) -> None:
+    def __init__(self, engine: Engine, pipe: MessagePipe) -> None:
         self._engine = engine
-        self._connection = connection
-        self._sender = Sender(connection)
+        self._pipe = pipe
         self._active: dict[int, _Active] = {}
         self._lock = threading.Lock()  # of `_active` and what it holds
         self._given: queue.SimpleQueue[tuple[int, Item] | None] = queue.SimpleQueue()  # None: nothing follows
@@ -62,12 +68,12 @@ class _Worker:
 
     def run(self) -> None:
         """Go on until the engine is closed, or fails, or nobody is there who could be told anything."""
-        self._sender.send(Ready(self._engine.stats()))
+        self._pipe.send(EngineReady(self._engine.stats()))
         self._sending.start()
         while True:
             try:
-                message = self._connection.recv()
-            except (EOFError, OSError):
+                message = self._pipe.receive()
+            except EOFError:
                 return
             match message:
                 case Submit(number, request, _):
@@ -77,8 +83,8 @@ class _Worker:
                     if constraint is None:
                         self._submit(message)
                     else:
-                        lane = self._small if len(constraint.text) <= SMALL_CONSTRAINT else self._large
-                        lane.submit(self._submit, message)
+                        compiler = self._small if len(constraint.text) <= SMALL_CONSTRAINT else self._large
+                        compiler.submit(self._submit, message)
                 case Cancel(number):
                     self._cancel(number)
                 case Close(drain, timeout_s):
@@ -89,11 +95,11 @@ class _Worker:
         try:
             ticket = self._engine.submit(message.request, functools.partial(self._give, number), message.submitted)
         except ForgeError as error:
-            self._give(number, Refused(error))
+            self._give(number, RequestRefused(error))
             return
         except Exception as error:  # a bug, of which the one who waits for an answer must hear
             logger.exception("a request failed")
-            self._give(number, Refused(Unavailable(f"the request failed: {error}")))
+            self._give(number, RequestRefused(Unavailable(f"the request failed: {error}")))
             return
         self._given.put((number, Taken()))
         with self._lock:
@@ -144,57 +150,30 @@ class _Worker:
             stats = self._engine.stats()
             settled = not items and stats == sent and not (stats.running or stats.waiting)
             if items or stats != sent:
-                self._sender.send(Items(tuple(items), stats))
+                self._pipe.send(Items(tuple(items), stats))
                 sent = stats
             if (failure := self._engine.failure) is not None and not items:
-                self._sender.send(Failed(failure))
+                self._pipe.send(EngineFailed(failure))
                 os._exit(1)
-
-
-def _end_with(processes: Sequence[int], files: Iterable[Path]) -> None:
-    """Wait for the end of one of some processes, then end the others, remove `files`, and end this process.
-
-    The one that serves may hang in a call into a server that is no more, and could not end itself.
-    """
-    with contextlib.ExitStack() as opened:
-        watched = select.poll()
-        handles: list[int] = []
-        for process in processes:
-            try:
-                handles.append(os.pidfd_open(process))
-            except ProcessLookupError:
-                continue  # it has ended: its number is nobody's, or another's, and is not looked at again
-            opened.callback(os.close, handles[-1])
-            watched.register(handles[-1], select.POLLIN)
-        if len(handles) == len(processes):
-            watched.poll()
-        for handle in handles:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-        # Where the last one goes on for a while, it has them open, and needs their names no more.
-        for path in files:
-            with contextlib.suppress(OSError):  # it is gone, or another's
-                path.unlink()
-        os._exit(1)
 
 
 def main() -> None:
     """Load the engine and serve the process that started this one, through the socket that is file 0."""
     process.share_heaps()
-    connection = Connection(os.dup(0))
-    begin = connection.recv()
-    assert isinstance(begin, Begin)
+    pipe = MessagePipe(os.dup(0))
+    begin = pipe.receive()
+    assert isinstance(begin, StartEngine)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     sys.setswitchinterval(SWITCH_S)
     processes = [os.getppid()] if begin.server is None else [begin.server, os.getppid()]
-    watch = threading.Thread(target=_end_with, args=[processes, begin.files], name="llmforge-watch", daemon=True)
+    watch = threading.Thread(target=end_with, args=[processes, begin.files], name="llmforge-watch", daemon=True)
     watch.start()
     try:
         engine = Engine.load(begin.artifact, begin.options, begin.threads, begin.draft, begin.device)
     except ForgeError as error:
-        Sender(connection).send(Failed(error))
+        pipe.send(EngineFailed(error))
         sys.exit(error.exit_code)
-    _Worker(engine, connection).run()
+    _EngineWorker(engine, pipe).run()
     watch.join(END_S)  # which sees the same end, and has more to do
     os._exit(1)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 
-class Chunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """The next chunk of a prompt that may be read beside others."""
 
     start: int  # its first token's place in the text
@@ -14,7 +14,7 @@ class Chunk(NamedTuple):
     begins: tuple[int, ...] | None  # what a text must begin with for this one to find it, and more, in the prefix cache
 
 
-class Window(NamedTuple):
+class PromptWindow(NamedTuple):
     """Neighbouring slots whose chunks are rows of one step, padded to `tokens` each."""
 
     first: int
@@ -24,13 +24,13 @@ class Window(NamedTuple):
 
 def find(
     slot: int,
-    chunk_of: Callable[[int], Chunk | None],
+    chunk_of: Callable[[int], PromptChunk | None],
     shapes: Iterable[tuple[int, int]],
     *,
     slots: int,
     capacity: int,
     most: int,
-) -> Window | None:
+) -> PromptWindow | None:
     """Find the step that reads `slot` and most of its neighbours; None: it is read alone.
 
     Chunks of which one would find another's tokens in the prefix cache do not run together.
@@ -54,10 +54,10 @@ def find(
         for first in range(max(0, slot - rows + 1), min(slot, slots - rows) + 1):
             window = range(first, first + rows)
             if all(fits(at, tokens) for at in window) and not _repeat(map(chunk_of, window)):
-                return Window(first, rows, tokens)
+                return PromptWindow(first, rows, tokens)
     return None
 
 
-def _repeat(chunks: Iterable[Chunk | None]) -> bool:
+def _repeat(chunks: Iterable[PromptChunk | None]) -> bool:
     begins = [chunk.begins for chunk in chunks if chunk is not None and chunk.begins is not None]
     return len(set(begins)) < len(begins)

@@ -13,7 +13,7 @@ from llmforge.base import small_file
 from llmforge.base.errors import InputError, UsageError
 from llmforge.runtime.config import DAMAGED, FILE, RuntimeConfig
 from llmforge.serving.chat import ChatTemplate
-from llmforge.serving.tool_format import ToolFormat
+from llmforge.serving.protocol.tool_format import ToolFormat
 
 TOKENIZER_BYTES = 64 << 20  # the largest that are known have 35 MB
 LEAST_PROMPT_BYTES = 64 << 10  # that every model takes: tokenized in some tenths of a second at worst

@@ -244,7 +244,7 @@ class Scheduler(Generic[C]):
             prefix_tokens_used=0 if prefix_cache is None else len(prefix_cache) * BLOCK,
             prefix_tokens_capacity=0 if prefix_cache is None else prefix_cache.capacity * BLOCK,
             decode_s=self._decode_s,
-            judge_s=self._verify_s,
+            verify_s=self._verify_s,
             steps=dict(self._steps),
             finished=dict(self._finished),
             notes=self._notes,
@@ -481,7 +481,7 @@ class Scheduler(Generic[C]):
                 sampled = self._choose(sequence, run.logits(row), (heads, place))
             if sampled is not None:
                 if guessed is not None:
-                    self._judge(sequence, bool(guessed[row] == sampled.token))
+                    self._note_guess(sequence, bool(guessed[row] == sampled.token))
                 self._take(sequence, sampled, now)
                 first, last = len(sequence.token_times) == 1, sequence.remaining_tokens == 0
                 if first or last or sequence.sampler.is_stop(sampled.token):
@@ -489,7 +489,7 @@ class Scheduler(Generic[C]):
                 else:
                     self._undelivered.append((sequence, sampled))
 
-    def _judge(self, sequence: Sequence, right: bool) -> None:
+    def _note_guess(self, sequence: Sequence, right: bool) -> None:
         """Note whether the device's guess was the token of `sequence`, which may run already."""
         sequence.guessed_right += _WEIGHT * (right - sequence.guessed_right)
         if not right and self._ahead is not None:
@@ -528,7 +528,7 @@ class Scheduler(Generic[C]):
                 break
         self._store_blocks(sequence, slot)
         seconds = self._clock() - start
-        self._totals["judge_tokens"] += tokens
+        self._totals["verified_tokens"] += tokens
         self._verify_s += seconds
         speculation.payoff.verified(sequence, k, tokens, seconds)
         if sequence not in self._sequences:
@@ -559,7 +559,7 @@ class Scheduler(Generic[C]):
         """Say where the chunk of a prompt ends that begins at token `start`."""
         return min(sequence.prompt_tokens, (start // self._chunk + 1) * self._chunk)
 
-    def _find_window(self, slot: int, most: int) -> prompt_batching.Window | None:
+    def _find_window(self, slot: int, most: int) -> prompt_batching.PromptWindow | None:
         """Find a step of at most `most` tokens that reads `slot` and its neighbours; None: it is read alone."""
         shapes = self._backend.prompt_shapes
         if not shapes:
@@ -569,7 +569,7 @@ class Scheduler(Generic[C]):
             slot, chunk_of, shapes, slots=self._cache.batch, capacity=self._cache.capacity, most=most
         )
 
-    def _next_chunk(self, slot: int) -> prompt_batching.Chunk | None:
+    def _next_chunk(self, slot: int) -> prompt_batching.PromptChunk | None:
         """Give the next chunk of the prompt in `slot`, if it may be read beside others."""
         sequence = self._slots[slot]
         if sequence is None or sequence.decoding:
@@ -580,7 +580,7 @@ class Scheduler(Generic[C]):
         block = start + BLOCK
         shared = self._prefix_cache is not None and sequence.prompt_tokens > block
         begins = (sequence.adapter, *sequence.tokens[:block]) if shared else None
-        return prompt_batching.Chunk(start, self._chunk_end(sequence, start) - start, begins)
+        return prompt_batching.PromptChunk(start, self._chunk_end(sequence, start) - start, begins)
 
     def _start_prefill(self, sequence: Sequence, slot: int) -> None:
         """Take up the prompt of `sequence`, behind what the prefix cache has of it."""
@@ -631,7 +631,7 @@ class Scheduler(Generic[C]):
         if end == sequence.prompt_tokens:
             self._sample(sequence, logits[0, 0])
 
-    def _prefill_together(self, window: prompt_batching.Window) -> None:
+    def _prefill_together(self, window: prompt_batching.PromptWindow) -> None:
         """Read the next chunks of the prompts in `window` as one step."""
         first, rows, tokens = window
         members = [(slot, each) for slot in range(first, first + rows) if (each := self._slots[slot]) is not None]

@@ -1,13 +1,8 @@
-"""What an engine's process and the one that serves from it say to each other: pickles over a pair of sockets.
-
-Both ends are the same code, started by each other: nothing that a stranger wrote is ever unpickled.
-"""
+"""Messages between an engine's process and the one that serves from it (`base.child_process.MessagePipe`)."""
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from llmforge.base.errors import ForgeError
@@ -17,7 +12,7 @@ from llmforge.serving.stats import EngineStats
 
 
 @dataclass(frozen=True)
-class Begin:
+class StartEngine:
     """The first message to the engine's process: what `Engine.load` gets.
 
     `server` is the process id of a server around the one that serves, if there is one: when it ends, both end, and
@@ -34,7 +29,7 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Ready:
+class EngineReady:
     """The engine is loaded."""
 
     stats: EngineStats
@@ -73,13 +68,13 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Refused:
+class RequestRefused:
     """A request was not taken on: what `Engine.submit` raised."""
 
     error: ForgeError
 
 
-Item = Taken | Refused | Chunk | ForgeError
+Item = Taken | RequestRefused | Chunk | ForgeError
 
 
 @dataclass(frozen=True)
@@ -91,23 +86,7 @@ class Items:
 
 
 @dataclass(frozen=True)
-class Failed:
+class EngineFailed:
     """The engine did not load, or failed; nothing follows."""
 
     error: ForgeError
-
-
-class Sender:
-    """Sends messages of several threads, one after the other; where nobody receives any more, they are dropped."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-
-    def send(self, message: object) -> None:
-        """Send one message."""
-        try:
-            with self._lock:
-                self._connection.send(message)
-        except OSError:  # the other end learns of it, or has ended
-            pass

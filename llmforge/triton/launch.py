@@ -32,7 +32,7 @@ class Ports:
 
 
 @dataclass(frozen=True)
-class Server:
+class TritonServer:
     """A server's binary, and what it needs of its process where it lies in an unusual place."""
 
     program: Path
@@ -40,7 +40,7 @@ class Server:
     options: tuple[str, ...] = ()
 
 
-def find(server: Path | None = None, requirements: Path | None = None) -> Server:
+def find(server: Path | None = None, requirements: Path | None = None) -> TritonServer:
     """Find the server: the binary `server`, one in the environment `server` that has nvidia-pytriton, or on PATH.
 
     `requirements` is the file with the packages of the model, which the way to such an environment names; None: the
@@ -58,7 +58,7 @@ def find(server: Path | None = None, requirements: Path | None = None) -> Server
             f"{server}: not an executable" if server is not None else f"no {PROGRAM} is on PATH",
             hint=_how(requirements),
         )
-    return Server(Path(found), dict(os.environ))
+    return TritonServer(Path(found), dict(os.environ))
 
 
 def _how(requirements: Path | None) -> str:
@@ -71,7 +71,7 @@ def _how(requirements: Path | None) -> str:
     )
 
 
-def _of_pytriton(folder: Path, requirements: Path | None) -> Server:
+def _of_pytriton(folder: Path, requirements: Path | None) -> TritonServer:
     """Find the server in an environment, and put the stub of its Python where the Python backend looks for it."""
     home = next(folder.glob(f"lib/python3.*/site-packages/pytriton/{PROGRAM}"), None)
     if home is None or not (home / "bin" / PROGRAM).is_file():
@@ -100,10 +100,10 @@ def _of_pytriton(folder: Path, requirements: Path | None) -> Server:
         "LD_LIBRARY_PATH": [libraries, str(packages / "nvidia_pytriton.libs"), inherited.get("LD_LIBRARY_PATH", "")],
     }
     environment = inherited | {name: os.pathsep.join(filter(None, each)) for name, each in paths.items()}
-    return Server(home / "bin" / PROGRAM, environment, (f"--backend-directory={backend.parent}",))
+    return TritonServer(home / "bin" / PROGRAM, environment, (f"--backend-directory={backend.parent}",))
 
 
-def command(server: Server, repository: Path, ports: Ports, extra: Sequence[str] = ()) -> list[str]:
+def command(server: TritonServer, repository: Path, ports: Ports, extra: Sequence[str] = ()) -> list[str]:
     """Make the server's command line: this repository, nothing loaded or changed from outside."""
     return [
         str(server.program),

@@ -74,7 +74,7 @@ __all__ = ["TritonPythonModel"]
 
 
 @dataclass(frozen=True)
-class Model:
+class TritonModel:
     """What a repository says about its model; `kind` is the device of the target, where `serving` names none."""
 
     name: str
@@ -85,7 +85,7 @@ class Model:
     allow: str | None = None  # a verdict of the artifact's gates that is taken as it is
 
 
-def write(model: Model, folder: Path) -> None:
+def write(model: TritonModel, folder: Path) -> None:
     """Write the model's folder inside an artifact.
 
     Raises:
@@ -101,7 +101,7 @@ def write(model: Model, folder: Path) -> None:
     (own / REQUIREMENTS).write_text(requirements(model.runtime), encoding="utf-8")
 
 
-def config(model: Model, artifact: str) -> str:
+def config(model: TritonModel, artifact: str) -> str:
     """Render config.pbtxt.
 
     Raises:
@@ -124,7 +124,7 @@ def config(model: Model, artifact: str) -> str:
     )
 
 
-def _gpus(model: Model) -> Sequence[int]:
+def _gpus(model: TritonModel) -> Sequence[int]:
     """Name the GPUs that instances are made on; one of several ranks has those behind its own, too."""
     gpus, ranks = model.serving.triton.gpus, model.runtime.ranks
     if model.runtime.device is None or ranks == 1:
@@ -153,7 +153,7 @@ def requirements(runtime: RuntimeConfig) -> str:
 
 def of_artifact(
     artifact: Artifact, *, name: str | None = None, overrides: Sequence[str] = (), allow: str | None = None
-) -> Model:
+) -> TritonModel:
     """Describe the model of a published artifact, under its own name or `name`; `overrides` change `serving`.
 
     Raises:
@@ -168,7 +168,7 @@ def of_artifact(
         raise InputError(
             f"{artifact.path}: the artifact has no {FOLDER}/{manifest.name}", hint="build it again with this llmforge"
         )
-    return Model(
+    return TritonModel(
         name=name or manifest.name,
         kind=PROVIDERS[runtime.provider].kind or targets.load(manifest.target).kind,
         serving=ServingSpec.published(manifest.recipe, str(artifact.path)).changed(overrides),
@@ -178,7 +178,7 @@ def of_artifact(
     )
 
 
-def export(artifact: Artifact, model: Model, repository: Path, *, version: int = 1, copy: bool = False) -> Path:
+def export(artifact: Artifact, model: TritonModel, repository: Path, *, version: int = 1, copy: bool = False) -> Path:
     """Write `model` into `repository`, standing alone, as version `version`; return the model's folder.
 
     The runtime is the artifact's own copy, not that of the llmforge which exports. Engine and tokenizer are hard links
@@ -248,7 +248,7 @@ def link(source: str, target: str) -> str:
     return target
 
 
-def _write_shared(model: Model, folder: Path, artifact: str) -> None:
+def _write_shared(model: TritonModel, folder: Path, artifact: str) -> None:
     """Write what all versions of a model share; `artifact` leads from a version to engine/ and tokenizer/."""
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(config(model, artifact), encoding="utf-8")

@@ -22,7 +22,7 @@ from llmforge.artifact import Artifact
 from llmforge.backends import of_provider
 from llmforge.base.errors import UnsupportedError
 from llmforge.triton import repository
-from llmforge.triton.repository import CONFIG, FOLDER, README, Model
+from llmforge.triton.repository import CONFIG, FOLDER, README, TritonModel
 
 BACKEND = "compressed-tensors"
 ARGUMENTS = "model.json"
@@ -49,7 +49,7 @@ Without Triton: `vllm serve {start}/{engine}`.
 """
 
 
-def write(model: Model, artifact: Path) -> None:
+def write(model: TritonModel, artifact: Path) -> None:
     """Write the repository into the folder of an artifact, if its engine is one that vLLM loads."""
     if of_provider(model.runtime.provider).name == BACKEND:
         folder = artifact / FOLDER / model.name
@@ -57,7 +57,7 @@ def write(model: Model, artifact: Path) -> None:
         _write_arguments(model, folder / "1", "engine")
 
 
-def export(artifact: Artifact, model: Model, models: Path, *, version: int = 1, copy: bool = False) -> Path:
+def export(artifact: Artifact, model: TritonModel, models: Path, *, version: int = 1, copy: bool = False) -> Path:
     """Write `model` into the repository `models` as version `version`; return the model's folder.
 
     Raises:
@@ -82,7 +82,7 @@ def export(artifact: Artifact, model: Model, models: Path, *, version: int = 1, 
     return models / model.name
 
 
-def _write_shared(model: Model, folder: Path, start: str, models: str, engine: str) -> None:
+def _write_shared(model: TritonModel, folder: Path, start: str, models: str, engine: str) -> None:
     """Write what all versions share."""
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(_CONFIG.format(instances=model.serving.triton.instances), encoding="utf-8")
@@ -90,7 +90,7 @@ def _write_shared(model: Model, folder: Path, start: str, models: str, engine: s
     (folder / README).write_text(text, encoding="utf-8")
 
 
-def _write_arguments(model: Model, folder: Path, engine: str) -> None:
+def _write_arguments(model: TritonModel, folder: Path, engine: str) -> None:
     folder.mkdir()
     arguments = {
         "model": engine,

@@ -11,8 +11,6 @@ from llmforge.base.errors import CheckpointError
 from llmforge.base.progress import Silent
 from llmforge.checkpoint import Checkpoint, safetensors_file
 from llmforge.compile.read_ahead import ReadAhead
-from llmforge.passes.quantize_weights import QuantizeWeights
-from llmforge.rewrite.pass_base import Budget
 
 from ..models.checkpoints import write_checkpoint
 
@@ -36,26 +34,6 @@ def test_what_is_wrong_is_said_when_it_is_waited_for(tmp_path: Path) -> None:
         ahead.begin(tmp_path)
         with pytest.raises(CheckpointError, match="NaN"):
             ahead.finish(Silent())
-
-
-def test_matrices_are_quantized_as_the_recipe_says(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path)
-    checkpoint = Checkpoint.open(tmp_path)
-    step = QuantizeWeights(
-        budget=Budget(kld_mean=1.0), method="rtn", block_size=32, embedding_bits=4, exclude=("*.q_proj.*",)
-    )
-    names = {name for name, entry in checkpoint.tensors.items() if len(entry.shape) == 2}
-    excluded = {name for name in names if ".q_proj." in name}
-    assert excluded
-    with ReadAhead() as ahead:
-        ahead.quantize(checkpoint, [step])
-        assert ahead.quantized._tasks.keys() == names - excluded
-        for name, (task, _) in ahead.quantized._tasks.items():
-            table = len(task.read()) == checkpoint.geometry.vocabulary
-            assert task.grid == (step.tables if table else step.grid), name
-    with ReadAhead() as ahead:
-        ahead.quantize(checkpoint, [QuantizeWeights(budget=Budget(kld_mean=1.0), method="gptq", embedding_bits=16)])
-        assert not ahead.quantized._tasks
 
 
 def test_it_ends_with_a_build_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

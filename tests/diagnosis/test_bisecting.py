@@ -19,7 +19,7 @@ from llmforge.checkpoint.text import Window
 from llmforge.compile.lossy_parts import CacheLoss, Leaf, Loss, LossyStep, Part, WeightLoss, of_pass
 from llmforge.diagnosis import bisecting
 from llmforge.diagnosis import mixed_precision_recipe as keeping
-from llmforge.diagnosis.bisecting import Findings, Search
+from llmforge.diagnosis.bisecting import Findings, PartSearch
 from llmforge.ir import graph
 from llmforge.quantization.statistics import KvRange, Statistics
 from llmforge.recipe import Recipe
@@ -235,7 +235,7 @@ def found_in_draws(lossy: LossyStep, windows: Sequence[Window], folder: Path, ru
     rng, known, found = np.random.default_rng(0), dict[Any, Any](), []
     for _ in range(runs):
         drawn = Drawn(lossy, loss.divergence, loss, known, rng.integers(0, len(texts), len(texts)))
-        search = Search(drawn, drawn.of(), loss.divergence.tokens[drawn.picked], progress())
+        search = PartSearch(drawn, drawn.of(), loss.divergence.tokens[drawn.picked], progress())
         found.append([part.name for part, *_ in search.standouts()[0]])
     return found
 

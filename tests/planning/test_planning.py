@@ -16,22 +16,22 @@ from llmforge.backends.tensorrt import refusals
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.metrics.units import significant, step_time
 from llmforge.planning import advice, building, deployment, families, roofline, scheme
-from llmforge.planning.deployment import Plan
+from llmforge.planning.deployment import DeploymentPlan
 from llmforge.planning.roofline import Placement, Workload
-from llmforge.planning.scheme import Scheme, Wanted
+from llmforge.planning.scheme import DtypeScheme, Wanted
 from llmforge.quantization.formats import SLOTS4_KV, KvFormat, SlotFormat
 from llmforge.targets import Target
 
 from ..models.shapes import LLAMA, PUBLIC
 
-BF16 = Scheme("bf16", "bf16", "bf16", "bf16", "bf16")
+BF16 = DtypeScheme("bf16", "bf16", "bf16", "bf16", "bf16")
 GPUS = [name for name in targets.names() if not name.startswith("cpu-")]
 SHAPES = {name: families.shape(name, data) for name, data in PUBLIC.items()}
 A100 = targets.load("a100-80")
 KV_K8V4 = KvFormat(SlotFormat("int8", "token"), SlotFormat("int4", "token"))
 
 
-def planned(name: str = "llama-3.1-8b", target: str | Target = "h200", **changes: Any) -> Plan:
+def planned(name: str = "llama-3.1-8b", target: str | Target = "h200", **changes: Any) -> DeploymentPlan:
     device = targets.load(target) if isinstance(target, str) else target
     backend = changes.pop("backend", device.engines[0])
     workload = Workload(changes.pop("prompt", 1024), changes.pop("output", 256), changes.pop("batch", 1))
@@ -45,10 +45,10 @@ def planned(name: str = "llama-3.1-8b", target: str | Target = "h200", **changes
 
 
 def test_bits_of_a_weight() -> None:
-    gpu = Scheme("fp16", "int4", "fp16", "fp16", "fp16", block=128)
+    gpu = DtypeScheme("fp16", "int4", "fp16", "fp16", "fp16", block=128)
     assert gpu.weight_bits("int4") == 4 + 16 / 128
     assert replace(gpu, symmetric=False).weight_bits("int4") == 4 + 20 / 128
-    assert Scheme("fp32", "int8", "fp32", "int8", "int8", block=32).weight_bits("int8") == 9
+    assert DtypeScheme("fp32", "int8", "fp32", "int8", "int8", block=32).weight_bits("int8") == 9
     assert gpu.weight_bits("fp4") == 4.5  # NVFP4
     assert (gpu.weight_bits("fp8"), gpu.weight_bits("bf16")) == (8, 16)
 
@@ -65,7 +65,7 @@ def test_weights_are_every_parameter_once() -> None:
 
 def test_a_tied_head_in_another_dtype_is_a_matrix_of_its_own() -> None:
     tied = families.shape("t", {**LLAMA, "tie_word_embeddings": True})
-    shared = Scheme("fp16", "int8", "fp16", "fp16", "fp16", block=0)
+    shared = DtypeScheme("fp16", "int8", "fp16", "fp16", "fp16", block=0)
     own = replace(shared, head="int8")
     assert own.weight_bytes(tied) - shared.weight_bytes(tied) == tied.head_matrix
     assert own.head_bytes(tied) == tied.head_matrix == shared.head_bytes(tied) / 2
@@ -107,7 +107,7 @@ def test_caches_of_slots_are_counted_with_their_scales() -> None:
 
 
 def test_products_of_quantized_weights() -> None:
-    def chosen(target: str, weights: Any, product: Any = None) -> Scheme:
+    def chosen(target: str, weights: Any, product: Any = None) -> DtypeScheme:
         device = targets.load(target)
         return scheme.choose(device, device.engines[0], "bf16", Wanted(weights=weights, product=product))
 
@@ -363,8 +363,8 @@ def test_latent_attention_and_unverified_figures_are_noted() -> None:
         "attention_bias": False, "q_lora_rank": None, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
         "v_head_dim": 24, "first_k_dense_replace": 2, "dtype": "bfloat16",
     })  # fmt: skip
-    plan = deployment.make(latent, targets.load("t4"), "onnxruntime", Scheme("fp16", "fp16", "fp16", "fp16", "fp16"),
-                           Workload(100, 100))  # fmt: skip
+    half = DtypeScheme("fp16", "fp16", "fp16", "fp16", "fp16")
+    plan = deployment.make(latent, targets.load("t4"), "onnxruntime", half, Workload(100, 100))
     assert any("its latents are cached, not keys and values" in note for note in plan.notes)
     assert plan.scheme.kv_bytes_per_token(latent) == 2 * (24 + 8) * 2
     rounded = replace(plan.scheme, kv="int8")
@@ -407,11 +407,11 @@ def test_slots_are_said_with_their_reason(target: str, backend: str, changes: di
 # what pays
 
 
-def verdicts(plan: Plan) -> dict[str, str]:
+def verdicts(plan: DeploymentPlan) -> dict[str, str]:
     return {each.change: each.verdict for each in advice.advise(plan)}
 
 
-def ratios(plan: Plan, change: str) -> tuple[float, float]:
+def ratios(plan: DeploymentPlan, change: str) -> tuple[float, float]:
     """TPOT and TTFT with a change over those without it."""
     found = next(each for each in advice.advise(plan) if each.change == change)
     assert found.tpot is not None
@@ -527,7 +527,7 @@ def test_flash_attention_pays_more_the_longer_the_prompt() -> None:
 
 def test_a_build_grows_with_the_model_and_calibration() -> None:
     small, large = SHAPES["llama-2-7b"], SHAPES["llama-2-70b"]
-    int4 = Scheme("bf16", "int4", "bf16", "bf16", "bf16")
+    int4 = DtypeScheme("bf16", "int4", "bf16", "bf16", "bf16")
     rtn = building.predict(small, int4, "onnxruntime")
     gptq = building.predict(small, int4, "onnxruntime", calibration_tokens=32768)
     assert building.predict(small, BF16, "onnxruntime").cpu_s < rtn.cpu_s < gptq.cpu_s
@@ -543,7 +543,7 @@ def test_the_coefficients_give_back_what_they_were_measured_on() -> None:
         "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True,
     })  # fmt: skip
     assert qwen.parameters == 596_049_920
-    int4 = Scheme("fp32", "int4", "fp32", "int8", "int8", block=128)
+    int4 = DtypeScheme("fp32", "int4", "fp32", "int8", "int8", block=128)
     build = building.predict(qwen, int4, "onnxruntime")
     assert build.cpu_s == pytest.approx(41, rel=0.1)
     assert build.memory_bytes == pytest.approx(1.495e9, rel=0.2)

@@ -7,21 +7,21 @@ import pytest
 from llmforge import targets
 from llmforge.planning import deployment, families
 from llmforge.planning.roofline import Placement, Workload
-from llmforge.planning.scheme import Scheme
+from llmforge.planning.scheme import DtypeScheme
 from llmforge.planning.shape import Shape
 from llmforge.targets import Figure, Target
 
 from ..models.shapes import PUBLIC
 
-BF16 = Scheme("bf16", "bf16", "bf16", "bf16", "bf16")
-FP16 = Scheme("fp16", "fp16", "fp16", "fp16", "fp16")
-INT8 = Scheme("bf16", "int8", "bf16", "bf16", "int8", block=4096)  # gpt-fast: a scale for each row, head included
-INT4 = Scheme("bf16", "int4", "bf16", "bf16", "int4", block=32, symmetric=False)
-FP8 = Scheme("fp16", "fp8", "fp8", "fp8", "fp8")  # weights, activations and cache
-FP8_WEIGHTS = Scheme("bf16", "fp8", "bf16", "fp8", "bf16")
+BF16 = DtypeScheme("bf16", "bf16", "bf16", "bf16", "bf16")
+FP16 = DtypeScheme("fp16", "fp16", "fp16", "fp16", "fp16")
+INT8 = DtypeScheme("bf16", "int8", "bf16", "bf16", "int8", block=4096)  # gpt-fast: a scale for each row, head included
+INT4 = DtypeScheme("bf16", "int4", "bf16", "bf16", "int4", block=32, symmetric=False)
+FP8 = DtypeScheme("fp16", "fp8", "fp8", "fp8", "fp8")  # weights, activations and cache
+FP8_WEIGHTS = DtypeScheme("bf16", "fp8", "bf16", "fp8", "bf16")
 
 
-ZEN4 = Scheme("fp32", "int4", "int8", "int8", "int4", block=128, symmetric=False)
+ZEN4 = DtypeScheme("fp32", "int4", "int8", "int8", "int4", block=128, symmetric=False)
 QWEN = families.shape("qwen3-0.6b", {
     **PUBLIC["qwen3-30b-a3b"], "model_type": "qwen3", "num_hidden_layers": 28, "hidden_size": 1024,
     "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True,
@@ -64,7 +64,7 @@ class Decoding:
 
     device: str
     model: str
-    scheme: Scheme
+    scheme: DtypeScheme
     ranks: int
     tokens_per_second: float
     within: float
@@ -120,7 +120,7 @@ def test_decoding_eight_sequences_on_an_h200(model: str, ranks: int, published_s
     ],
 )
 def test_prompts_of_2048(
-    device: str, scheme: Scheme, model: str, ranks: int, published_ms: float, within: float
+    device: str, scheme: DtypeScheme, model: str, ranks: int, published_ms: float, within: float
 ) -> None:
     """TensorRT-LLM 0.6.1, docs/source/performance.md, "Low Latency": time to the first token, batch 1."""
     step = Placement(shape(model), targets.load(device), scheme, ranks).prefill(2048)
@@ -148,7 +148,7 @@ THROUGHPUT = [
 
 @pytest.mark.parametrize(("device", "scheme", "batch", "prompt", "output", "published", "within"), THROUGHPUT)
 def test_throughput_at_large_batches(
-    device: str, scheme: Scheme, batch: int, prompt: int, output: int, published: float, within: float
+    device: str, scheme: DtypeScheme, batch: int, prompt: int, output: int, published: float, within: float
 ) -> None:
     placed = Placement(shape("llama-2-7b"), targets.load(device), scheme)
     parts = placed.request_seconds(Workload(prompt, output, batch))
@@ -213,7 +213,7 @@ def test_what_fits_agrees_with_what_was_run() -> None:
     """gpt-fast: Llama-2-70B in bf16 is out of memory on one A100-80GB and runs on two; in int8 it runs on one."""
     model, a100 = shape("llama-2-70b"), targets.load("a100-80")
 
-    def fits(scheme: Scheme, ranks: int, target: Target = a100) -> bool:
+    def fits(scheme: DtypeScheme, ranks: int, target: Target = a100) -> bool:
         return deployment.memory(Placement(model, target, scheme, ranks), Workload(5, 200)).fits
 
     assert not fits(BF16, 1)

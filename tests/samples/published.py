@@ -68,7 +68,7 @@ def _publish(
             shutil.copy(checkpoint / file, folder / "tokenizer" / file)
         if template is not None:
             (folder / "tokenizer" / "chat_template.jinja").write_text(template)
-        described = repository.Model(name, "cpu", serving, built.config, {"checkpoint": "none"})
+        described = repository.TritonModel(name, "cpu", serving, built.config, {"checkpoint": "none"})
         repository.write(described, folder / repository.FOLDER / name)
         return stored.publish(folder, recipe=recipe, target="local")
 

@@ -122,7 +122,7 @@ def test_many_threads_render_long_messages():
 def test_the_process_ends_with_its_template():
     template = ChatTemplate("x", {}, "here")
     template.render([])
-    process = template._lanes[0]._worker._process
+    process = template._renderers[0]._process._process
     assert process.poll() is None
     del template
     gc.collect()

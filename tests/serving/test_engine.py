@@ -153,7 +153,7 @@ def test_an_engine_speculates_and_says_what_it_gained(runner, speculation):
         texts = [answer.wait().text for answer in answers]
     stats = engine.stats()  # behind the last step, which the last answer left before it ended
     assert texts == [alone(runner, request.prompt, request.sampling) for request in requests]
-    assert stats.judge_tokens + stats.decode_tokens == 4 * 59
+    assert stats.verified_tokens + stats.decode_tokens == 4 * 59
     assert stats.decode_s > 0
     if draft is not None:
         assert stats.drafted_tokens > 0

@@ -20,7 +20,7 @@ from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.prefill_shapes import together
 from llmforge.serving import EngineOptions, Request, Runner, Sampling
 from llmforge.serving.prefix_cache import BLOCK
-from llmforge.serving.prompt_batching import Chunk, Window, find
+from llmforge.serving.prompt_batching import PromptChunk, PromptWindow, find
 from llmforge.serving.scheduler import Scheduler
 
 from ..models.decoder_graph import decoder
@@ -205,19 +205,21 @@ def test_heads_of_prompts_are_those_of_the_tokens_that_each_row_chose(session: W
 def test_a_window_holds_most_neighbours_of_one_shape() -> None:
     shapes = ((2, 8), (2, 16), (4, 8), (4, 16))
 
-    def found(slot: int, *tokens: int | None, start: int = 0, most: int = 64, begins: object = None) -> Window | None:
-        chunks = [None if each is None else Chunk(start, each, begins) for each in tokens]  # type: ignore[arg-type]
+    def found(
+        slot: int, *tokens: int | None, start: int = 0, most: int = 64, begins: tuple[int, ...] | None = None
+    ) -> PromptWindow | None:
+        chunks = [None if each is None else PromptChunk(start, each, begins) for each in tokens]
         return find(slot, chunks.__getitem__, shapes, slots=len(chunks), capacity=100, most=most)
 
-    assert found(1, 8, 3, 1, 8) == Window(0, 4, 8)
-    assert found(1, 8, 3, 9, 8) == Window(0, 4, 16)
-    assert found(1, 8, 3, 9, 8, most=63) == Window(0, 2, 8)
-    assert found(2, 8, 3, 9, 8, most=63) == Window(1, 2, 16)
+    assert found(1, 8, 3, 1, 8) == PromptWindow(0, 4, 8)
+    assert found(1, 8, 3, 9, 8) == PromptWindow(0, 4, 16)
+    assert found(1, 8, 3, 9, 8, most=63) == PromptWindow(0, 2, 8)
+    assert found(2, 8, 3, 9, 8, most=63) == PromptWindow(1, 2, 16)
     assert found(2, 8, 3, 9, 8, most=31) is None
-    assert found(4, 17, None, 2, 3, 4, 5, 6, None) == Window(2, 4, 8)
-    assert found(4, 17, None, 2, 3, 4, None) == Window(3, 2, 8)
+    assert found(4, 17, None, 2, 3, 4, 5, 6, None) == PromptWindow(2, 4, 8)
+    assert found(4, 17, None, 2, 3, 4, None) == PromptWindow(3, 2, 8)
     assert found(0, 17, 1) is None
     assert found(0, 5) is None
-    assert found(0, 5, 5, start=92) == Window(0, 2, 8)
+    assert found(0, 5, 5, start=92) == PromptWindow(0, 2, 8)
     assert found(0, 5, 5, start=93) is None
     assert found(0, 5, 5, begins=(0, 1, 2)) is None

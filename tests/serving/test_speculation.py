@@ -135,12 +135,12 @@ def test_answers_are_the_same_whatever_is_drafted(runner, wrong):
     usages = [answer.chunks[-1].usage for answer in drafted]
     assert stats.drafted_tokens == sum(usage.drafted_tokens for usage in usages) > 0
     assert stats.accepted_tokens == sum(usage.accepted_tokens for usage in usages)
-    assert stats.judge_tokens + stats.decode_tokens == stats.output_tokens - len(REQUESTS)
+    assert stats.verified_tokens + stats.decode_tokens == stats.output_tokens - len(REQUESTS)
     if wrong == 1:
         assert stats.accepted_tokens == 0
     if wrong == 1000:
         assert stats.accepted_tokens == stats.drafted_tokens
-        assert stats.judge_tokens > 5 * stats.decode_tokens
+        assert stats.verified_tokens > 5 * stats.decode_tokens
         assert usages[3].drafted_tokens == 0  # its only token comes with the prompt
     assert len(set(oracle.forgotten)) == len(REQUESTS)
 
@@ -268,9 +268,9 @@ def test_a_scheduler_measures_and_decides(runner, monkeypatch, verify_s, pays):
         pass
     assert answer.tokens == plain.tokens
     stats = scheduler.stats()
-    assert (stats.judge_tokens > stats.decode_tokens) == pays
+    assert (stats.verified_tokens > stats.decode_tokens) == pays
     assert stats.decode_s == pytest.approx(stats.decode_tokens)
-    assert stats.judge_s == pytest.approx(verify_s * stats.drafted_tokens / 7, rel=0.3)
+    assert stats.verify_s == pytest.approx(verify_s * stats.drafted_tokens / 7, rel=0.3)
     gain = stats.speculation_gain
     assert gain is not None
     assert (gain > 1) == pays

@@ -18,8 +18,8 @@ from tokenizers import AddedToken, Tokenizer
 from llmforge.base.errors import UsageError
 from llmforge.runtime.sampling.constraints import ConstraintCompiler
 from llmforge.serving.chat import ChatTemplate
-from llmforge.serving.tool_calls import MARKUPS, CallDelta, CallParser, Markup, Piece, match
-from llmforge.serving.tool_format import ToolFormat
+from llmforge.serving.protocol.tool_calls import MARKUPS, CallDelta, CallParser, Markup, Piece, match
+from llmforge.serving.protocol.tool_format import ToolFormat
 
 from ..models import tool_templates
 

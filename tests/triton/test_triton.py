@@ -32,14 +32,14 @@ from llmforge.recipe import Recipe, ServingSpec
 from llmforge.runtime.config import FILE, DeviceFacts, PlanFacts, RuntimeConfig
 from llmforge.serving import Runner, load
 from llmforge.serving.chat import ChatTemplate
-from llmforge.serving.client_json import JsonLimits
 from llmforge.serving.options import EngineOptions
 from llmforge.serving.prompts import PromptEncoder
+from llmforge.serving.protocol.client_json import JsonLimits
 from llmforge.serving.request import Chunk, Usage
 from llmforge.serving.stats import EngineStats
 from llmforge.triton import repository, sources
-from llmforge.triton.backend import checks, inputs, lanes, settings, signature
-from llmforge.triton.launch import PYTRITON, Ports, Server, command, find
+from llmforge.triton.backend import checks, inputs, settings, signature, worker_pool
+from llmforge.triton.launch import PYTRITON, Ports, TritonServer, command, find
 
 from ..models.tool_templates import HERMES
 from ..samples import published
@@ -287,7 +287,7 @@ class TestSettings:
 
     def test_what_is_not_given_is_the_runtimes_own(self) -> None:
         read = settings.read({"artifact": {"string_value": "."}, "EXECUTION_ENV_PATH": {"string_value": "/venv"}})
-        assert read == settings.Settings(".")
+        assert read == settings.ModelSettings(".")
         assert read.engine == EngineOptions()
 
     def test_a_recipe_can_say_no_more_than_the_engine_knows(self) -> None:
@@ -325,7 +325,7 @@ def model_module(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_chats_wait_for_each_other_and_for_nothing_else() -> None:
     went, order, died = threading.Event(), [], []
-    waiting = lanes.Lane("chat", 2, lambda: died.append(True))
+    waiting = worker_pool.QueueWorker("chat", 2, lambda: died.append(True))
     waiting.put(lambda: went.wait(10) and order.append(0))
     while waiting._waiting.qsize():
         time.sleep(0.001)
@@ -342,7 +342,7 @@ def test_a_bug_while_a_chat_is_read_ends_the_model(monkeypatch: pytest.MonkeyPat
     told: list[object] = []
     monkeypatch.setattr(threading, "excepthook", told.append)
     died = threading.Event()
-    made = lanes.Lane("chat", 2, died.set)
+    made = worker_pool.QueueWorker("chat", 2, died.set)
     made.put(lambda: 1 // 0)
     made._thread.join(10)
     assert died.is_set()
@@ -412,7 +412,7 @@ def test_a_model_says_that_its_verdict_is_not_verified(
     monkeypatch.setattr(model_module, "EngineProcess", Mock(return_value=engine))
     monkeypatch.setattr(model_module, "JsonLimits", Mock())
     monkeypatch.setattr(model_module, "ResponseSender", Mock())
-    monkeypatch.setattr(model_module, "Lane", Mock())
+    monkeypatch.setattr(model_module, "QueueWorker", Mock())
     model = model_module.TritonPythonModel()
     model.initialize(
         {
@@ -705,7 +705,7 @@ class TestLaunch:
 
     def test_the_command_listens_on_the_loopback_and_loads_nothing_else(self, tmp_path: Path) -> None:
         words = command(
-            Server(Path("/bin/tritonserver"), {}), tmp_path, Ports(http=1, grpc=2, metrics=3), ["--log-verbose=1"]
+            TritonServer(Path("/bin/tritonserver"), {}), tmp_path, Ports(http=1, grpc=2, metrics=3), ["--log-verbose=1"]
         )
         assert words[0] == "/bin/tritonserver"
         assert words[-1] == "--log-verbose=1"
@@ -723,7 +723,7 @@ def test_ranks_have_the_gpus_behind_the_one_that_is_named(artifact: Artifact) ->
     runtime = replace(runtime, provider="cuda", ranks=2, device=DeviceFacts(90, 1))
 
     def config(*changes: str) -> str:
-        model = repository.Model("m", "gpu", ServingSpec().changed(changes), runtime, {})
+        model = repository.TritonModel("m", "gpu", ServingSpec().changed(changes), runtime, {})
         return repository.config(model, ".")
 
     assert "kind: KIND_GPU count: 1 gpus: [ 0 ]" in config()

@@ -63,7 +63,6 @@ class Method(ABC):
     summary: ClassVar[str]  # what it does, in a line
     formats: ClassVar[tuple[Format, ...]]  # that it can give
     demands: ClassVar[frozenset[InputStatistic]] = frozenset()  # none: it needs no calibration text
-    by_row: ClassVar[bool] = False  # on a grid without trellis, the codes of a row follow from that row alone
     demands_outputs: ClassVar[bool] = False  # whether it uses `LayerInputs.outputs`
     remedy: ClassVar[str] = ""  # an option that helps where the inputs do not allow it, "more damping"
 

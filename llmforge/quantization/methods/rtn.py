@@ -18,7 +18,6 @@ class Rtn(Method):
 
     name: ClassVar[str] = "rtn"
     summary: ClassVar[str] = "round to nearest"
-    by_row: ClassVar[bool] = True
     formats: ClassVar[tuple[Format, ...]] = (*NATIVE, *TRELLISES)
 
     def quantize(self, weight: NDArray[Any], grid: Grid, inputs: LayerInputs = NO_INPUTS) -> QuantizedMatrix:

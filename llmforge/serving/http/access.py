@@ -35,7 +35,7 @@ _KEY = re.compile(r"[\x21-\x7e]+")
 
 
 @dataclass(frozen=True)
-class Doors:
+class AccessPolicy:
     """Who may ask.
 
     Without `keys` everybody may. `hosts` are the names in `Host` headers that are this server; None: any. `origins` are
@@ -47,7 +47,7 @@ class Doors:
     origins: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, host: str, keys: Sequence[str], hosts: Sequence[str], origins: Sequence[str]) -> Doors:
+    def of(cls, host: str, keys: Sequence[str], hosts: Sequence[str], origins: Sequence[str]) -> AccessPolicy:
         """Make those of a server that listens on `host`: on loopback it is reached by loopback's names alone."""
         known = frozenset(hosts) | LOOPBACK if hosts or is_loopback(host) else None
         return cls(tuple(keys), known, tuple(origins))
@@ -85,20 +85,20 @@ def read_keys(file: Path | None, variable: str | None) -> list[str]:
 
 
 @dataclass(eq=False)
-class Doorway:
+class ServerState:
     """Whether the server takes new calls, and how many it is answering; used in the event loop alone."""
 
     draining: bool = False
     active: int = 0
 
 
-class DoorKeeper:
+class AuthMiddleware:
     """Lets in who may come, gives each request an id (`X-Request-Id`), and tells of those that are done.
 
     Args:
         app: what answers.
-        doors: who may come in.
-        doorway: counts what is being answered.
+        policy: who may come in.
+        state: counts what is being answered.
         log: gets a request's id, client, method, path, status and duration in s, when its answer is sent.
         telemetry: makes a span of each request.
     """
@@ -106,23 +106,23 @@ class DoorKeeper:
     def __init__(
         self,
         app: ASGIApp,
-        doors: Doors,
-        doorway: Doorway,
+        policy: AccessPolicy,
+        state: ServerState,
         log: Callable[[AccessRecord], None] | None = None,
         telemetry: Telemetry | None = None,
     ) -> None:
-        if doors.origins:
+        if policy.origins:
             app = CORSMiddleware(
                 app,
-                allow_origins=doors.origins,
+                allow_origins=policy.origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["Authorization", "Content-Type", "X-Request-Id", "traceparent", "tracestate"],
                 expose_headers=["X-Request-Id", "Retry-After"],
             )
         self._app = app
-        self._doors = doors
-        self._doorway = doorway
-        self._keys = [key.encode() for key in doors.keys]
+        self._policy = policy
+        self._state = state
+        self._keys = [key.encode() for key in policy.keys]
         self._log = log
         self._telemetry = telemetry
 
@@ -147,7 +147,7 @@ class DoorKeeper:
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
-        self._doorway.active += 1
+        self._state.active += 1
         try:
             refusal = self._refusal(scope, headers)
             await (self._app if refusal is None else refusal)(scope, receive, answer)
@@ -156,7 +156,7 @@ class DoorKeeper:
                 span.failed(type(error).__name__)
             raise
         finally:
-            self._doorway.active -= 1
+            self._state.active -= 1
             if span is not None:
                 span.end(status)
             if self._log is not None:
@@ -167,7 +167,7 @@ class DoorKeeper:
 
     def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
         """Give the answer to who may not come in; None: they may."""
-        host, hosts = headers.get("host", ""), self._doors.hosts
+        host, hosts = headers.get("host", ""), self._policy.hosts
         if hosts is not None and _without_port(host) not in hosts:
             message = f"this server is not {host!r}; it is reached as {', '.join(sorted(hosts))} (--allow-host)"
             return JSONResponse(error_body(UsageError(message)), 421)
@@ -188,7 +188,7 @@ class DoorKeeper:
 
     def _allows(self, origin: str, host: str, scheme: str) -> bool:
         """Whether a page of `origin` may ask: one of this server itself, or one that was allowed."""
-        origins = self._doors.origins
+        origins = self._policy.origins
         return origin == f"{scheme}://{host}" or "*" in origins or origin in origins
 
 

@@ -20,19 +20,19 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
-from llmforge.serving import client_json, tools
-from llmforge.serving.client_json import JsonLimits
 from llmforge.serving.http import bodies, openapi
-from llmforge.serving.http.access import Doorway
+from llmforge.serving.http.access import ServerState
 from llmforge.serving.http.call_stream import CallStream
+from llmforge.serving.http.completion_call import CompletionCall, adapter_of, chat_call, served, text_call
 from llmforge.serving.http.metrics import ServerMetrics
-from llmforge.serving.http.protocol import Call, adapter_of, chat_call, served, text_call
 from llmforge.serving.http.responses import ResponseWriter, error_body, status
 from llmforge.serving.http.telemetry import RequestSpan
 from llmforge.serving.http.token_bytes import TokenBytes
 from llmforge.serving.interface import Serving
-from llmforge.serving.messages import encode_messages
 from llmforge.serving.prompts import PromptEncoder
+from llmforge.serving.protocol import client_json, tools
+from llmforge.serving.protocol.client_json import JsonLimits
+from llmforge.serving.protocol.messages import encode_messages
 from llmforge.serving.request import Chunk, Usage
 
 SMALL_BODY = 32 << 10  # bytes; the texts of longer ones take long to tokenize, and wait for each other only
@@ -43,13 +43,13 @@ T = TypeVar("T")
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def create_app(engine: Serving, model: str, doorway: Doorway | None = None) -> Starlette:
+def create_app(engine: Serving, model: str, state: ServerState | None = None) -> Starlette:
     """Make the application: OpenAI's endpoints over `engine`, its model called `model`, or `model:ADAPTER`.
 
-    The engine stays the caller's: the application neither starts nor closes it. Once `doorway` is draining, calls are
+    The engine stays the caller's: the application neither starts nor closes it. Once `state` is draining, calls are
     refused with 503.
     """
-    server = _Server(engine, model, doorway or Doorway())
+    server = _Endpoints(engine, model, state or ServerState())
     routes = [
         Route("/v1/models", server.models),
         Route("/v1/models/{name:path}", server.model),
@@ -67,10 +67,10 @@ def create_app(engine: Serving, model: str, doorway: Doorway | None = None) -> S
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
-class _Server:
-    def __init__(self, engine: Serving, model: str, doorway: Doorway) -> None:
+class _Endpoints:
+    def __init__(self, engine: Serving, model: str, state: ServerState) -> None:
         self._engine = engine
-        self._doorway = doorway
+        self._state = state
         self._model = model
         self._created = int(time.time())
         self._metrics = ServerMetrics(engine)
@@ -80,7 +80,7 @@ class _Server:
         self._long, self._short = CapacityLimiter(LONG_READERS), CapacityLimiter(READERS)
 
     async def complete(
-        self, parse: Callable[[Any, PromptEncoder, str], Call], http: HttpRequest
+        self, parse: Callable[[Any, PromptEncoder, str], CompletionCall], http: HttpRequest
     ) -> Response | EventStream:
         span: RequestSpan | None = http.scope.get("state", {}).get("span")
         try:
@@ -169,7 +169,7 @@ class _Server:
         return await self.health(http)
 
     def _check_draining(self) -> None:
-        if self._doorway.draining:
+        if self._state.draining:
             raise Unavailable("the server is shutting down")
 
     async def metrics_text(self, http: HttpRequest) -> Response:
@@ -210,7 +210,7 @@ class EventStream:
 
 
 async def _events(
-    sequences: CallStream, writer: ResponseWriter, call: Call, span: RequestSpan | None
+    sequences: CallStream, writer: ResponseWriter, call: CompletionCall, span: RequestSpan | None
 ) -> AsyncGenerator[bytes, None]:
     """Write the events of a stream; an error in its middle is an event, too."""
     usages: dict[int, Usage] = {}

@@ -7,7 +7,7 @@ import asyncio
 from starlette.requests import Request as HttpRequest
 
 from llmforge.base.errors import UsageError
-from llmforge.serving.client_json import MOST_BYTES, JsonLimits, TooLarge
+from llmforge.serving.protocol.client_json import MOST_BYTES, JsonLimits, TooLarge
 
 READ_S = 30.0  # for a whole body
 MOST_DISCARDED = 4 * MOST_BYTES  # of a body that is too large: a client that still sends reads no answer

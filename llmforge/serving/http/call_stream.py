@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator
 from starlette.concurrency import run_in_threadpool
 
 from llmforge.base.errors import ForgeError, Unavailable
+from llmforge.serving.http.completion_call import CompletionCall
 from llmforge.serving.http.metrics import ServerMetrics
-from llmforge.serving.http.protocol import Call
 from llmforge.serving.http.responses import RequestTimeout
 from llmforge.serving.http.telemetry import RequestSpan
 from llmforge.serving.interface import Serving
@@ -30,7 +30,9 @@ class CallStream:
     waits for anybody.
     """
 
-    def __init__(self, engine: Serving, call: Call, metrics: ServerMetrics, span: RequestSpan | None = None) -> None:
+    def __init__(
+        self, engine: Serving, call: CompletionCall, metrics: ServerMetrics, span: RequestSpan | None = None
+    ) -> None:
         self._engine = engine
         self._requests = call.requests
         self._metrics = metrics

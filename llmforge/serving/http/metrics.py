@@ -1,7 +1,4 @@
-"""What the server tells Prometheus: https://prometheus.io/docs/instrumenting/exposition_formats/.
-
-What the Triton model tells too has the same names there.
-"""
+"""Metrics of the server for Prometheus: https://prometheus.io/docs/instrumenting/exposition_formats/."""
 
 from __future__ import annotations
 
@@ -10,9 +7,9 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from llmforge.base.errors import ForgeError, Unavailable
+from llmforge.base.errors import ForgeError
 from llmforge.serving.interface import Serving
-from llmforge.serving.stats import COUNTERS, GAUGES
+from llmforge.serving.protocol.metrics import ANSWERS, COUNTERS, GAUGES, ITL, TTFT, refusal
 
 # Bounds in seconds, about two a factor of five: from a small model's step to a long prompt on a slow machine.
 _ITL_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -26,21 +23,9 @@ class ServerMetrics:
     def __init__(self, engine: Serving) -> None:
         registry = CollectorRegistry()
         self._registry = registry
-        self._answers = Counter(
-            "llmforge_answers", "Answers that ended, by reason", ["finish_reason"], registry=registry
-        )
-        self._ttft = Histogram(
-            "llmforge_time_to_first_token_seconds",
-            "From the request to its first token",
-            registry=registry,
-            buckets=_TTFT_BUCKETS,
-        )
-        self._itl = Histogram(
-            "llmforge_inter_token_latency_seconds",
-            "Between two tokens of an answer",
-            registry=registry,
-            buckets=_ITL_BUCKETS,
-        )
+        self._answers = Counter(*ANSWERS, ["finish_reason"], registry=registry)
+        self._ttft = Histogram(*TTFT, registry=registry, buckets=_TTFT_BUCKETS)
+        self._itl = Histogram(*ITL, registry=registry, buckets=_ITL_BUCKETS)
         self._latency = Histogram(
             "llmforge_request_seconds", "From the request to its end", registry=registry, buckets=_LATENCY_BUCKETS
         )
@@ -61,8 +46,8 @@ class ServerMetrics:
         self._answers.labels("error").inc()
 
     def refused(self, error: ForgeError) -> None:
-        """Count a call that was not taken on: "refused" where there is no room, "invalid" where it makes no sense."""
-        self._answers.labels("refused" if isinstance(error, Unavailable) else "invalid").inc()
+        """Count a call that was not taken on."""
+        self._answers.labels(refusal(error)).inc()
 
     def exposition(self) -> bytes:
         """Write all figures in Prometheus' text format."""

@@ -12,9 +12,9 @@ from starlette.routing import Route
 
 from llmforge import __version__
 from llmforge.runtime.sampling import parameters
-from llmforge.serving import tools
-from llmforge.serving.http import protocol
+from llmforge.serving.http import completion_call
 from llmforge.serving.http.responses import STATUSES
+from llmforge.serving.protocol import tools
 
 Schema = Mapping[str, Any] | bool
 
@@ -79,9 +79,9 @@ _OWN: Mapping[str, Schema] = {
 
 def _request(prompt: str, other: str, reads: Mapping[str, Schema]) -> dict[str, Any]:
     """Describe the body of a call whose prompt is the field `prompt`, and which has no field `other`."""
-    fields: dict[str, Schema] = {name: {} for name in protocol.IGNORED}
-    fields |= {name: {"enum": list(values)} if values else False for name, values in protocol.HARMLESS.items()}
-    fields |= {**parameters.schemas(), **{name: _OWN[name] for name in protocol.OWN if name != other}, **reads}
+    fields: dict[str, Schema] = {name: {} for name in completion_call.IGNORED}
+    fields |= {name: {"enum": list(values)} if values else False for name, values in completion_call.HARMLESS.items()}
+    fields |= {**parameters.schemas(), **{name: _OWN[name] for name in completion_call.OWN if name != other}, **reads}
     properties = {name: _nullable(schema) for name, schema in sorted(fields.items())}
     return {**_object(properties | {prompt: _OWN[prompt]}, [prompt]), "additionalProperties": False}
 

@@ -8,12 +8,13 @@ from typing import Any
 
 from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable, UnsupportedError, UsageError
 from llmforge.runtime.sampling.sampler import TokenLogprob
-from llmforge.serving.client_json import TooLarge
 from llmforge.serving.http.bodies import NotJson, TooSlow
-from llmforge.serving.http.protocol import PARAMETERS, Call, UnknownModel
+from llmforge.serving.http.completion_call import PARAMETERS, CompletionCall, UnknownModel
 from llmforge.serving.http.token_bytes import TokenBytes
+from llmforge.serving.protocol.answer import AnswerReader, call_deltas, text_of, whole_calls
+from llmforge.serving.protocol.client_json import TooLarge
+from llmforge.serving.protocol.tool_calls import Piece
 from llmforge.serving.request import Chunk, Usage
-from llmforge.serving.tool_calls import CallParser, Piece, call_deltas, text_of, whole_calls
 
 _WORD = re.compile("[a-z_]+")
 
@@ -81,12 +82,12 @@ def _kind(error: ForgeError) -> tuple[int, str, str | None]:
 class ResponseWriter:
     """Writes the responses to one call; `token_bytes` names the tokens of log probabilities."""
 
-    def __init__(self, call: Call, token_bytes: TokenBytes) -> None:
+    def __init__(self, call: CompletionCall, token_bytes: TokenBytes) -> None:
         self._call = call
         self._bytes = token_bytes
         self.finish_reasons: dict[int, str] = {}  # of the choices that have ended, as clients are told them
         self._started: set[int] = set()
-        self._parsers: dict[int, CallParser] = {}  # of the choices in which calls are looked for
+        self._readers: dict[int, AnswerReader] = {}  # of the choices
         self._offsets: dict[int, int] = {}  # of the text of each choice, in characters, where tokens are named
 
     def chunk_event(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
@@ -126,21 +127,12 @@ class ResponseWriter:
 
     def _pieces(self, index: int, text: str, reason: str | None) -> tuple[list[Piece], str | None]:
         """Find the calls in the next text of a choice; say why it ended, where it does."""
-        pieces, reason = self._found(index, text, reason)
+        if index not in self._readers:
+            self._readers[index] = AnswerReader(self._call.parser and self._call.parser())
+        pieces, reason = self._readers[index].read(text, reason)
         if reason is not None:
             self.finish_reasons[index] = reason
         return pieces, reason
-
-    def _found(self, index: int, text: str, reason: str | None) -> tuple[list[Piece], str | None]:
-        if self._call.parser is None:
-            return [text] if text else [], reason
-        if index not in self._parsers:
-            self._parsers[index] = self._call.parser()
-        parser = self._parsers[index]
-        pieces = parser.push(text)
-        if reason is not None:
-            pieces += parser.flush()
-        return pieces, "tool_calls" if reason == "stop" and parser.calls else reason
 
     def _response(self, choices: list[dict[str, Any]], *, chunk: bool = False) -> dict[str, Any]:
         call = self._call

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from llmforge.base import signals, small_file
 from llmforge.base.errors import EnvironmentLacks, InputError, Unavailable
-from llmforge.serving.http.access import AccessRecord, DoorKeeper, Doors, Doorway
+from llmforge.serving.http.access import AccessPolicy, AccessRecord, AuthMiddleware, ServerState
 from llmforge.serving.http.app import create_app
 from llmforge.serving.http.connections import Connection
 from llmforge.serving.http.telemetry import Telemetry
@@ -47,7 +47,7 @@ def run(
     model: str,
     address: Address,
     announce: Callable[[str], None],
-    doors: Doors | None = None,
+    policy: AccessPolicy | None = None,
     log: Callable[[AccessRecord], None] | None = None,
     telemetry: Telemetry | None = None,
 ) -> None:
@@ -62,12 +62,12 @@ def run(
         Unavailable: the engine failed; every request in flight got the error.
     """
     try:
-        doorway = Doorway()
-        app = DoorKeeper(create_app(engine, model, doorway), doors or Doors(), doorway, log, telemetry)
+        state = ServerState()
+        app = AuthMiddleware(create_app(engine, model, state), policy or AccessPolicy(), state, log, telemetry)
         server = make_server(app, address)
-        with _listen(address) as listening, _ended_by_signals(server, doorway):
+        with _listen(address) as listening, _ended_by_signals(server, state):
             announce(_url(listening, encrypted=address.certificate is not None))
-            died = asyncio.run(_serve(server, engine, listening, doorway, address.grace_s))
+            died = asyncio.run(_serve(server, engine, listening, state, address.grace_s))
     finally:
         engine.close(drain=False)
         if telemetry is not None:
@@ -77,17 +77,17 @@ def run(
 
 
 async def _serve(
-    server: uvicorn.Server, engine: Serving, listening: socket.socket, doorway: Doorway, grace_s: float
+    server: uvicorn.Server, engine: Serving, listening: socket.socket, state: ServerState, grace_s: float
 ) -> bool:
     """Run the server until it has drained, or the engine dies; return whether that was it."""
     closed = False
 
     async def watch() -> None:
         nonlocal closed
-        while engine.alive and not doorway.draining:
+        while engine.alive and not state.draining:
             await asyncio.sleep(POLL_S)
         end = asyncio.get_running_loop().time() + grace_s
-        while engine.alive and doorway.active and asyncio.get_running_loop().time() < end:
+        while engine.alive and state.active and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(POLL_S)
         if engine.alive:
             closed = True
@@ -104,12 +104,12 @@ async def _serve(
 
 
 @contextlib.contextmanager
-def _ended_by_signals(server: uvicorn.Server, doorway: Doorway) -> Iterator[None]:
+def _ended_by_signals(server: uvicorn.Server, state: ServerState) -> Iterator[None]:
     """Let signals end the server in order: it refuses new calls, and ends when it has answered the others."""
 
     def end(signal_number: int, frame: FrameType | None) -> None:
-        server.should_exit = server.force_exit = doorway.draining  # at once, when it is the second one
-        doorway.draining = True
+        server.should_exit = server.force_exit = state.draining  # at once, when it is the second one
+        state.draining = True
 
     previous = {number: signal.signal(number, end) for number in signals.ending()}
     try:
@@ -119,7 +119,7 @@ def _ended_by_signals(server: uvicorn.Server, doorway: Doorway) -> Iterator[None
             signal.signal(number, handler)
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """A server that leaves signals to who runs it: uvicorn's own handlers would stop listening at once."""
 
     @contextlib.contextmanager
@@ -158,7 +158,7 @@ def make_server(app: ASGIApp, address: Address) -> uvicorn.Server:
             f"{error.strerror or error}",
             hint=_TLS_HINT,
         ) from error
-    return _Server(config)
+    return _UvicornServer(config)
 
 
 def _listen(address: Address) -> socket.socket:

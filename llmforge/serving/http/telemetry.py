@@ -24,7 +24,7 @@ from llmforge.serving.request import Usage
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-    from llmforge.serving.http.protocol import Call
+    from llmforge.serving.http.completion_call import CompletionCall
 
 EXTRA = "telemetry"
 SERVICE = "llmforge"  # its name, where the environment gives no other
@@ -139,7 +139,7 @@ class RequestSpan:
         self._context = set_span_in_context(self._span, context)
         self.trace_id = format_trace_id(self._span.get_span_context().trace_id)
 
-    def call(self, call: Call) -> None:
+    def call(self, call: CompletionCall) -> None:
         """Say what the request asks of the model."""
         self._n = call.n
         sampling = call.requests[0].sampling

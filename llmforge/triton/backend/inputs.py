@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UsageError
 from llmforge.runtime.sampling.parameters import sampling_of
-from llmforge.serving import client_json, tools
-from llmforge.serving.client_json import JsonLimits
-from llmforge.serving.messages import encode_messages
 from llmforge.serving.prompts import PromptEncoder
+from llmforge.serving.protocol import client_json, tools
+from llmforge.serving.protocol.client_json import JsonLimits
+from llmforge.serving.protocol.messages import encode_messages
+from llmforge.serving.protocol.tool_calls import CallParser
+from llmforge.serving.protocol.tools import ToolUse
 from llmforge.serving.request import Request, adapter_number, check_tokens
-from llmforge.serving.tool_calls import CallParser
-from llmforge.serving.tools import ToolUse
 from llmforge.triton.backend import signature
 from llmforge.triton.backend.signature import TensorSpec
 

@@ -1,4 +1,4 @@
-"""What the model tells Triton's metrics endpoint, beside Triton's own counters.
+"""Metrics of the model for Triton's metrics endpoint, which has Triton's own counters, too.
 
 Each update is a message to the server's process, so that they are gathered here and reported by a thread of their own,
 `PERIOD_S` apart; no response waits for them.
@@ -12,24 +12,17 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from llmforge.base.errors import ForgeError, Unavailable
-from llmforge.serving.stats import COUNTERS, GAUGES, EngineStats
+from llmforge.base.errors import ForgeError
+from llmforge.serving.protocol.metrics import ANSWERS, COUNTERS, GAUGES, INVALID, ITL, REFUSED, TTFT, refusal
+from llmforge.serving.stats import EngineStats
 
 PERIOD_S = 0.5
 # Seconds. A first token takes as long as its prompt is, a later one as long as a step.
 TTFT_BUCKETS = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0]
 ITL_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5]
 
-TTFT = "llmforge_time_to_first_token_seconds"
-ITL = "llmforge_inter_token_latency_seconds"
-HISTOGRAMS = {
-    TTFT: ("From the arrival of a request to its first token", TTFT_BUCKETS),
-    ITL: ("Between two tokens of an answer", ITL_BUCKETS),
-}
-# By finish_reason: the engine's, and for requests that it did not take "refused" (there is no room) and "invalid".
-ANSWERS = "llmforge_answers_total"
+HISTOGRAMS = {TTFT[0]: (TTFT[1], TTFT_BUCKETS), ITL[0]: (ITL[1], ITL_BUCKETS)}
 ARTIFACT = "llmforge_artifact_info"  # always 1; its labels tell
-REFUSED, INVALID = "refused", "invalid"
 
 
 class _Total:
@@ -65,8 +58,8 @@ class Metrics:
             for name, (description, _) in metrics.items():
                 self._add(name, description, kind)
         self._totals = {name: _Total(self._metrics[name]) for name in COUNTERS}
-        self._families[ANSWERS] = pb_utils.MetricFamily(
-            name=ANSWERS, description="Answers that ended, by reason", kind=pb_utils.MetricFamily.COUNTER
+        self._answers = pb_utils.MetricFamily(
+            name=f"{ANSWERS[0]}_total", description=ANSWERS[1], kind=pb_utils.MetricFamily.COUNTER
         )
         self._families[ARTIFACT] = pb_utils.MetricFamily(
             name=ARTIFACT,
@@ -84,12 +77,12 @@ class Metrics:
     def token(self, seconds: float, first: bool) -> None:
         """Note a token that came `seconds` after the one before it, or after the request if it is the first."""
         with self._lock:
-            self._times_s[TTFT if first else ITL].append(seconds)
+            self._times_s[(TTFT if first else ITL)[0]].append(seconds)
 
     def refused(self, error: ForgeError) -> None:
         """Note that a request was not taken on: for want of room, or because it makes no sense."""
         with self._lock:
-            self._refused[REFUSED if isinstance(error, Unavailable) else INVALID] += 1
+            self._refused[refusal(error)] += 1
 
     def report(self) -> None:
         """Send Triton what was gathered, and the engine's statistics."""
@@ -103,7 +96,7 @@ class Metrics:
         for reason, count in {**stats.finished, **refused}.items():
             if reason not in self._finished:
                 labels = {**self._labels, "finish_reason": reason}
-                self._finished[reason] = _Total(self._families[ANSWERS].Metric(labels=labels))
+                self._finished[reason] = _Total(self._answers.Metric(labels=labels))
             self._finished[reason].reach(count)
         for name, (_, attribute) in COUNTERS.items():
             self._totals[name].reach(getattr(stats, attribute))

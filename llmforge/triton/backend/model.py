@@ -24,19 +24,19 @@ from llmforge.backends import PROVIDERS
 from llmforge.base import admission, process
 from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable
 from llmforge.runtime.config import FILE, RuntimeConfig
-from llmforge.serving.client_json import JsonLimits
 from llmforge.serving.engine_process import EngineProcess
 from llmforge.serving.engine_worker import SMALL_CONSTRAINT
+from llmforge.serving.protocol.client_json import JsonLimits
 from llmforge.triton.backend import checks, inputs, settings, signature
-from llmforge.triton.backend.lanes import Lane
 from llmforge.triton.backend.metrics import Metrics
 from llmforge.triton.backend.responses import POLL_S, ResponseSender, fail
+from llmforge.triton.backend.worker_pool import QueueWorker
 
 # What recomputes it (pydantic, the recipe, every metric) is in no environment that serves.
 _UNVERIFIED = "is not verified here: `llmforge triton` did when it wrote the repository; `llmforge verify` does again"
 _ALLOW = "write the repository with `llmforge triton --allow fail`"
 DRAIN_S = 5.0
-LANES = ("text", "chat", "long", "constrained", "long constraint")  # the last two get what the others read
+KINDS = ("text", "chat", "long", "constrained", "long constraint")  # the last two get what the others read
 SHARED_MEMORY = Path("/dev/shm")
 SMALL = 32 << 10  # bytes of a request; longer ones wait for each other only
 
@@ -99,7 +99,7 @@ class TritonPythonModel:
         self._limits = JsonLimits.of(self._engine.encoder)
         self._sender = ResponseSender(self._engine, self._metrics, _end_server)
         most = self._engine.encoder.config.max_batch + self._engine.options.max_queue
-        self._lanes = {kind: Lane(kind, most, _end_server) for kind in LANES}
+        self._workers = {kind: QueueWorker(kind, most, _end_server) for kind in KINDS}
 
     def execute(self, requests: Sequence[Any]) -> None:
         """Take on requests; their responses come later, from the sender's thread."""
@@ -116,14 +116,14 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Stop. Triton waits for running requests before it unloads a model; any that remain end as cancelled."""
-        for lane in self._lanes.values():
-            lane.close()
+        for worker in self._workers.values():
+            worker.close()
         self._sender.close(DRAIN_S)
         self._metrics.close()
 
     def _put(self, kind: str, sender: Any, do: Callable[[], None]) -> None:
         try:
-            self._lanes[kind].put(do)
+            self._workers[kind].put(do)
         except ForgeError as error:
             self._refuse(sender, error)
 

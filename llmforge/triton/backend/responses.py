@@ -21,9 +21,10 @@ from tokenizers import Tokenizer
 from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, Unavailable, UnsupportedError, UsageError
 from llmforge.runtime.sampling.sampler import TokenLogprob
 from llmforge.serving.interface import Serving
+from llmforge.serving.protocol.answer import AnswerReader, call_deltas, text_of, whole_calls
+from llmforge.serving.protocol.tool_calls import Piece
 from llmforge.serving.request import Chunk
 from llmforge.serving.sequence import Ticket
-from llmforge.serving.tool_calls import CallParser, Piece, call_deltas, text_of, whole_calls
 from llmforge.triton.backend import signature
 from llmforge.triton.backend.inputs import InferenceRequest
 from llmforge.triton.backend.metrics import Metrics
@@ -48,7 +49,11 @@ class ActiveRequest:
     pieces: list[Piece] = field(default_factory=list)  # of their text, as far as it is known what it is
     output_tokens: int = 0  # in the responses so far
     last_token: float | None = None  # when it was made
+    reason: str | None = None  # why it ended, as the client is told
     ended: bool = False
+
+    def __post_init__(self) -> None:
+        self.reader = AnswerReader(self.asked.parser)
 
 
 _Item = tuple[ActiveRequest, Ticket | Chunk | ForgeError, float]
@@ -130,7 +135,8 @@ class ResponseSender:
             fail(active.sender, what)
         else:
             active.chunks.append(what)
-            active.pieces += _pieces(active.asked.parser, what)
+            pieces, active.reason = active.reader.read(what.text, what.finish_reason)
+            active.pieces += pieces
             if what.token_id is not None:
                 before, active.last_token = active.last_token, when
                 self._metrics.token(when - (active.arrived if before is None else before), first=before is None)
@@ -142,31 +148,27 @@ class ResponseSender:
         """Send what is there of an output, if it is to be sent now."""
         if active.ended or not active.chunks:
             return
-        reason = active.chunks[-1].finish_reason
-        if reason is None and not (active.asked.stream and active.pieces):
+        if active.reason is None and not (active.asked.stream and active.pieces):
             return
-        response = pb_utils.InferenceResponse(output_tensors=self._tensors(active, reason))
+        response = pb_utils.InferenceResponse(output_tensors=self._tensors(active))
         active.chunks.clear()
         active.pieces.clear()
-        if reason is None:
+        if active.reason is None:
             active.sender.send(response)
             return
         self._end(active)
         active.sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
-    def _tensors(self, active: ActiveRequest, reason: str | None) -> list[Any]:
+    def _tensors(self, active: ActiveRequest) -> list[Any]:
         """Make the outputs of one response from the chunks that no response holds yet."""
         chunks, usage = active.chunks, active.chunks[-1].usage
         # The end-of-sequence token is in no chunk, and in the usage.
         tokens = sum(chunk.token_id is not None for chunk in chunks)
         tokens = usage.output_tokens - active.output_tokens if usage is not None else tokens
         active.output_tokens += tokens
-        parser = active.asked.parser
-        if reason == "stop" and parser is not None and parser.calls:
-            reason = "tool_calls"
         values: dict[TensorSpec, Any] = {
             signature.TEXT_OUTPUT: active.asked.echo + text_of(active.pieces),
-            signature.FINISH_REASON: reason or "",
+            signature.FINISH_REASON: active.reason or "",
             signature.NUM_INPUT_TOKENS: len(active.asked.request.prompt),
             signature.NUM_OUTPUT_TOKENS: tokens,
         }
@@ -194,13 +196,6 @@ class ResponseSender:
         """Note that a request gets its last response; Triton allows no use of its sender after that."""
         active.ended = True
         self._active.discard(active)
-
-
-def _pieces(parser: CallParser | None, chunk: Chunk) -> list[Piece]:
-    """Find calls in the next text of an answer."""
-    if parser is None:
-        return [chunk.text] if chunk.text else []
-    return parser.push(chunk.text) + (parser.flush() if chunk.finish_reason is not None else [])
 
 
 def fail(sender: Any, error: ForgeError) -> None:

@@ -15,7 +15,7 @@ _TRITONS_OWN = ("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS")
 
 
 @dataclass(frozen=True)
-class Settings:
+class ModelSettings:
     """How the model serves.
 
     `artifact` is the folder that holds engine/ and tokenizer/, relative to that of model.py. `allow` is a verdict of
@@ -29,14 +29,14 @@ class Settings:
     engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
 
 
-def read(parameters: Mapping[str, Mapping[str, str]]) -> Settings:
+def read(parameters: Mapping[str, Mapping[str, str]]) -> ModelSettings:
     """Read settings from the model's configuration: `{name: {"string_value": text}}`.
 
     Raises:
         UsageError: a parameter is unknown, missing, or not what it has to be.
     """
     texts = {name: value["string_value"] for name, value in parameters.items() if name not in _TRITONS_OWN}
-    own = {f.name: str(f.type) for f in dataclasses.fields(Settings) if f.name != "engine"}
+    own = {f.name: str(f.type) for f in dataclasses.fields(ModelSettings) if f.name != "engine"}
     options = {f.name: str(f.type) for f in dataclasses.fields(EngineOptions)}
     if unknown := sorted(texts.keys() - own.keys() - options.keys()):
         raise UsageError(
@@ -46,7 +46,7 @@ def read(parameters: Mapping[str, Mapping[str, str]]) -> Settings:
     if "artifact" not in texts:
         raise UsageError("config.pbtxt: the parameter artifact is missing")
     engine = EngineOptions(**{name: _value(name, texts[name], kind) for name, kind in options.items() if name in texts})
-    return Settings(**{name: _value(name, texts[name], own[name]) for name in own if name in texts}, engine=engine)
+    return ModelSettings(**{name: _value(name, texts[name], own[name]) for name in own if name in texts}, engine=engine)
 
 
 def _value(name: str, text: str, annotation: str) -> Any:

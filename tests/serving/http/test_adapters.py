@@ -17,8 +17,8 @@ from llmforge.artifact import Artifact
 from llmforge.base.errors import UsageError
 from llmforge.cli import cli
 from llmforge.serving import Engine, Runner, Sampling
-from llmforge.serving.client_json import JsonLimits
 from llmforge.serving.engine_process import EngineProcess
+from llmforge.serving.protocol.client_json import JsonLimits
 from llmforge.serving.request import Request
 from llmforge.triton.backend import inputs
 

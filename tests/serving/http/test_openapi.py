@@ -13,7 +13,7 @@ from starlette.routing import Route
 from llmforge import serving as runtime
 from llmforge.serving import Engine
 from llmforge.serving import http as serve
-from llmforge.serving.http import openapi, protocol
+from llmforge.serving.http import completion_call, openapi
 
 from ...samples.small_artifact import publish_small
 from .test_serve import get, post, serving
@@ -77,7 +77,7 @@ def test_it_has_every_route(document: Any, engine: Engine) -> None:
 
 
 def test_it_has_every_field(document: Any) -> None:
-    fields = protocol.PARAMETERS | protocol.IGNORED
+    fields = completion_call.PARAMETERS | completion_call.IGNORED
     chat, text = (document["components"]["schemas"][f"{kind}Request"] for kind in ("Chat", "Completion"))
     assert chat["properties"].keys() == fields - {"prompt"}
     assert text["properties"].keys() == fields - {"messages"}

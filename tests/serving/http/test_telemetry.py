@@ -61,10 +61,10 @@ class Traced:
         self._exporter = InMemorySpanExporter()
         provider = trace.TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        doorway = serve.Doorway()
+        state = serve.ServerState()
         self.log: list[serve.AccessRecord] = []
-        app = serve.DoorKeeper(
-            create_app(engine, "small", doorway), serve.Doors(), doorway, self.log.append, Telemetry(provider)
+        app = serve.AuthMiddleware(
+            create_app(engine, "small", state), serve.AccessPolicy(), state, self.log.append, Telemetry(provider)
         )
         self.client = TestClient(app, base_url="http://127.0.0.1:8000", raise_server_exceptions=False)
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import functools
 import re
-import secrets
-import string
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 MOST_SPACE = 64  # characters of white space where a pattern has some
 MOST_BETWEEN = 128  # characters that "…" stands for
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{0,64}")  # of a function, as OpenAI's API allows it
 _ELEMENT = re.compile(" |@|…|[^ @…]+")
-_ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
@@ -162,7 +159,7 @@ class CallDelta:
     arguments: str = ""
 
 
-Piece = str | CallDelta  # str: of the text beside calls
+Piece = str | CallDelta  # str: of the text outside of calls
 
 
 class CallParser:
@@ -303,31 +300,3 @@ class CallParser:
                 if not self._depth:
                     return i + 1
         return len(self._pending)
-
-
-def text_of(pieces: Sequence[Piece]) -> str:
-    """Add up the text beside calls."""
-    return "".join(piece for piece in pieces if isinstance(piece, str))
-
-
-def call_deltas(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-    """Write the calls of pieces as OpenAI's streams do; a call begins with its id, which is a new one."""
-    calls: dict[int, dict[str, Any]] = {}
-    for piece in pieces:
-        if isinstance(piece, CallDelta):
-            call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
-            if piece.name is not None:
-                call |= {"id": _call_id(), "type": "function"}
-                call["function"] = {"name": piece.name, "arguments": ""}
-            call["function"]["arguments"] += piece.arguments
-    return list(calls.values())
-
-
-def whole_calls(deltas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Write calls that are complete as OpenAI's messages do."""
-    return [{name: value for name, value in call.items() if name != "index"} for call in deltas]
-
-
-def _call_id() -> str:
-    """Make the id of a call: 9 letters and digits, all that Mistral's templates take."""
-    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from llmforge.base.errors import UsageError
 from llmforge.runtime.sampling.parameters import NAMES, samplings_of
-from llmforge.serving import tools
-from llmforge.serving.messages import encode_messages
 from llmforge.serving.prompts import PromptEncoder
+from llmforge.serving.protocol import tools
+from llmforge.serving.protocol.messages import encode_messages
+from llmforge.serving.protocol.tool_calls import CallParser
 from llmforge.serving.request import Request
-from llmforge.serving.tool_calls import CallParser
 
 Kind = Literal["chat", "text"]
 
@@ -49,7 +49,7 @@ PARAMETERS = OWN | HARMLESS.keys() | frozenset(NAMES)  # that errors may be abou
 
 
 @dataclass(frozen=True)
-class Call:
+class CompletionCall:
     """One call of /v1/chat/completions or /v1/completions.
 
     `requests` are what the engine is asked, the `n` choices of a prompt side by side; a request's index is that of its
@@ -76,7 +76,7 @@ class UnknownModel(UsageError):
     """A call names a model that is not served here."""
 
 
-def chat_call(body: Any, encoder: PromptEncoder, model: str) -> Call:
+def chat_call(body: Any, encoder: PromptEncoder, model: str) -> CompletionCall:
     """Read the body of a call to /v1/chat/completions.
 
     Raises:
@@ -92,7 +92,7 @@ def chat_call(body: Any, encoder: PromptEncoder, model: str) -> Call:
     return replace(call, requests=tuple(use.applied(each) for each in call.requests), parser=use.parser)
 
 
-def text_call(body: Any, encoder: PromptEncoder, model: str) -> Call:
+def text_call(body: Any, encoder: PromptEncoder, model: str) -> CompletionCall:
     """Read the body of a call to /v1/completions.
 
     Raises:
@@ -173,7 +173,7 @@ def _call(
     count: int,
     adapter: str,
     encode: Callable[[], Sequence[Sequence[int]]],
-) -> Call:
+) -> CompletionCall:
     """Make a call of `count` prompts, which `encode` gives, of one adapter: what takes time comes last."""
     stream, include_usage = _stream(fields)
     given = {name: value for name, value in fields.items() if name not in OWN | tools.FIELDS}
@@ -182,7 +182,7 @@ def _call(
         raise UsageError(
             f"prompt: {count} prompts, n {len(samplings)}: expected at most {MAX_CHOICES} answers per call"
         )
-    return Call(
+    return CompletionCall(
         kind=kind,
         id=("chatcmpl-" if kind == "chat" else "cmpl-") + secrets.token_hex(12),
         created=int(time.time()),

@@ -1,4 +1,4 @@
-"""Threads that read requests, one after the other, so that what takes long holds up nothing but its like.
+"""Workers that read requests, each one after the other, so that what takes long holds up nothing but its like.
 
 Triton hands over requests in one thread, and the next one when `execute` returns. A chat template is a stranger's code,
 which may take seconds (`llmforge.serving.chat`); long texts take as long to tokenize, and constraints may have
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from llmforge.base.errors import Unavailable
 
 
-class Lane:
+class QueueWorker:
     """Calls what it is given, one after the other, in its own thread until `close`.
 
     At most `most` wait; `died` is called once if the thread ends on its own.

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> Artifact:
-    return publish_small(tmp_path_factory.mktemp("doors"), sample_checkpoint)
+    return publish_small(tmp_path_factory.mktemp("policy"), sample_checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +44,17 @@ def engine(small: Artifact) -> Iterator[Engine]:
 
 def client(
     engine: Engine,
-    doors: serve.Doors,
-    doorway: serve.Doorway | None = None,
+    policy: serve.AccessPolicy,
+    state: serve.ServerState | None = None,
     log: list[serve.AccessRecord] | None = None,
 ) -> TestClient:
-    doorway = doorway or serve.Doorway()
-    app = serve.DoorKeeper(create_app(engine, "small", doorway), doors, doorway, None if log is None else log.append)
+    state = state or serve.ServerState()
+    app = serve.AuthMiddleware(create_app(engine, "small", state), policy, state, None if log is None else log.append)
     return TestClient(app, base_url="http://127.0.0.1:8000")
 
 
 def test_one_of_the_keys_is_wanted_everywhere_but_by_probes(engine: Engine) -> None:
-    asking = client(engine, serve.Doors(keys=KEYS))
+    asking = client(engine, serve.AccessPolicy(keys=KEYS))
     for path in ("/v1/models", "/metrics", "/nothing"):
         cases: list[dict[str, str | bytes]] = [
             {},
@@ -105,16 +105,16 @@ def test_keys_are_read_from_a_file_and_the_environment(tmp_path: Path) -> None:
 def test_names_that_rebind_are_refused(
     engine: Engine, listens_on: str, allowed: tuple[str, ...], host: str, status: int
 ) -> None:
-    asking = client(engine, serve.Doors.of(listens_on, (), allowed, ()))
+    asking = client(engine, serve.AccessPolicy.of(listens_on, (), allowed, ()))
     assert asking.get("/v1/models", headers={"Host": host}).status_code == status
 
 
 def test_pages_of_other_sites_are_refused_unless_they_are_allowed(engine: Engine) -> None:
     page = {"Origin": "https://page.example"}
-    assert client(engine, serve.Doors()).get("/v1/models", headers=page).status_code == 403
+    assert client(engine, serve.AccessPolicy()).get("/v1/models", headers=page).status_code == 403
     own = {"Origin": "http://127.0.0.1:8000"}
-    assert client(engine, serve.Doors()).get("/v1/models", headers=own).status_code == 200
-    asking = client(engine, serve.Doors(keys=KEYS, origins=("https://page.example",)))
+    assert client(engine, serve.AccessPolicy()).get("/v1/models", headers=own).status_code == 200
+    asking = client(engine, serve.AccessPolicy(keys=KEYS, origins=("https://page.example",)))
     asked = {**page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     preflight = asking.options("/v1/completions", headers=asked)
     assert preflight.status_code == 200
@@ -126,7 +126,7 @@ def test_pages_of_other_sites_are_refused_unless_they_are_allowed(engine: Engine
 
 def test_requests_have_ids_and_are_told_of(engine: Engine) -> None:
     log: list[serve.AccessRecord] = []
-    asking = client(engine, serve.Doors(), log=log)
+    asking = client(engine, serve.AccessPolicy(), log=log)
     assert asking.get("/v1/models", headers={"X-Request-Id": "abc-1"}).headers["x-request-id"] == "abc-1"
     made = asking.get("/nothing", headers={"X-Request-Id": "a b"}).headers["x-request-id"]
     assert re.fullmatch("req-[0-9a-f]{24}", made)
@@ -137,10 +137,10 @@ def test_requests_have_ids_and_are_told_of(engine: Engine) -> None:
 
 
 def test_a_server_that_drains_is_not_ready_and_refuses(engine: Engine) -> None:
-    doorway = serve.Doorway()
-    asking = client(engine, serve.Doors(), doorway)
+    state = serve.ServerState()
+    asking = client(engine, serve.AccessPolicy(), state)
     assert asking.get("/ready").status_code == 200
-    doorway.draining = True
+    state.draining = True
     assert asking.get("/health").status_code == 200
     for answer in (asking.get("/ready"), asking.post("/v1/completions", json={"prompt": "a"})):
         assert answer.status_code == 503

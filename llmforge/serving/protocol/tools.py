@@ -15,9 +15,9 @@ from tokenizers import Tokenizer
 from llmforge.base.errors import UsageError
 from llmforge.runtime.sampling.constraints import Constraint
 from llmforge.serving.prompts import PromptEncoder
+from llmforge.serving.protocol.tool_calls import CallParser
+from llmforge.serving.protocol.tool_format import ToolFormat
 from llmforge.serving.request import Request
-from llmforge.serving.tool_calls import CallParser
-from llmforge.serving.tool_format import ToolFormat
 
 FIELDS = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
 MOST_TOOLS = 128  # OpenAI's own bound

@@ -14,7 +14,7 @@ from llmforge.base.errors import InputError, UsageError
 from llmforge.runtime.sampling.constraints import WHITE_SPACE, Constraint
 from llmforge.runtime.sampling.json_schema import exact
 from llmforge.serving.chat import ChatTemplate
-from llmforge.serving.tool_calls import MARKUPS, MOST_SPACE, CallDelta, CallParser, Markup, Match, match
+from llmforge.serving.protocol.tool_calls import MARKUPS, MOST_SPACE, CallDelta, CallParser, Markup, Match, match
 
 MOST_CALLS = 16  # of one constrained answer: a model that likes calls would never end
 

@@ -1,0 +1,92 @@
+"""The section `serving` of a recipe, with that of Triton."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from llmforge.base.errors import InputError
+from llmforge.base.located_yaml import Source, dotted
+from llmforge.recipe.errors import collect, describe
+from llmforge.recipe.overrides import apply
+from llmforge.recipe.section import Section
+
+
+class TritonSpec(Section):
+    """Settings of the Triton model repository."""
+
+    kind: Literal["cpu", "gpu"] | None = Field(
+        default=None,
+        description="KIND_… of `instance_group`; default: the target's; never KIND_MODEL: an engine has one device",
+    )
+    instances: int = Field(
+        default=1, ge=1, le=64, description="number of processes, each with its own weights and KV cache"
+    )
+    gpus: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = Field(
+        default=(), max_length=1024, description="GPU indices, for kind gpu; default: all"
+    )
+    versions: int | None = Field(default=1, ge=1, le=2**20, description="number of newest versions to serve; null: all")
+
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _has_one_device(cls, kind: object) -> object:
+        if kind == "model":
+            raise ValueError("must be 'cpu' or 'gpu': an instance of KIND_MODEL has no device, and an engine needs one")
+        return kind
+
+
+class ServingSpec(Section):
+    """Serving options; unset ones take the default of the runtime."""
+
+    max_queue: int | None = Field(
+        default=None, ge=0, le=2**20, description="maximum number of waiting requests; further ones are refused"
+    )
+    step_tokens: int | None = Field(default=None, ge=1, le=2**24, description="maximum tokens per engine step")
+    prefix_cache_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        le=2**50,
+        description="memory for reusing the KV cache of shared prefixes, in bytes; 0 disables it",
+    )
+    speculation: Literal["off", "prompt-lookup"] | None = Field(
+        default=None, description="speculative decoding with tokens copied from the prompt"
+    )
+    timeout_s: float | None = Field(default=None, gt=0, le=1e6, description="default deadline of a request")
+    triton: TritonSpec = Field(default_factory=TritonSpec)
+
+    @model_validator(mode="after")
+    def _gpus_have_a_kind(self) -> Self:
+        if self.triton.gpus and self.triton.kind == "cpu":
+            raise ValueError(f"`gpus` requires kind gpu, not {self.triton.kind}")
+        return self
+
+    @classmethod
+    def published(cls, recipe: Mapping[str, Any], where: str) -> ServingSpec:
+        """Read the section of a resolved recipe that stands in an artifact; `where` names that.
+
+        Raises:
+            InputError: there is none, or it is not one of this version.
+        """
+        try:
+            return cls.model_validate_json(json.dumps(recipe.get("serving")))
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = dotted(("serving", *first["loc"]))
+            raise InputError(f"{where}: recipe: {key}: {first['msg']}", hint="build the artifact again") from None
+
+    def changed(self, overrides: Sequence[str]) -> ServingSpec:
+        """Apply overrides, `KEY.KEY=VALUE` with values in YAML.
+
+        Raises:
+            RecipeError, UsageError: one names nothing that could be set, or a value that is not allowed.
+        """
+        source, schema = Source(Path("serving"), self.model_dump(mode="json")), self.model_json_schema()
+        apply(overrides, source, schema)
+        try:
+            return ServingSpec.model_validate_json(json.dumps(source.data))
+        except ValidationError as error:
+            raise collect(describe(error, source, schema)) from None

@@ -1,0 +1,72 @@
+"""The section `validation` of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from llmforge.backends import BACKENDS
+from llmforge.metrics.agreement import PROMPT_AND_ANSWER, RuntimeName
+from llmforge.metrics.tasks import MOST_TASKS
+from llmforge.recipe.engine import EngineSpec
+from llmforge.recipe.latency import LatencySpec
+from llmforge.recipe.quality import QualitySpec
+from llmforge.recipe.section import Contradiction, Section, TaskName
+
+_ADD_QUALITY = "add `validation: {quality: …}`"
+
+
+class ValidationSpec(Section):
+    """What to measure on the finished engine."""
+
+    newer: ClassVar[frozenset[str]] = frozenset({"runtimes", "tasks"})
+
+    quality: QualitySpec | None = None
+    latency: LatencySpec | None = None
+    attribution: bool = Field(
+        default=False, description="measure what each lossy pass, and each layer in it, costs; requires quality"
+    )
+    runtimes: tuple[RuntimeName, ...] = Field(
+        default=(),
+        description="other runtimes to run the artifact in, and to hold against our own; requires quality, for its "
+        "text, and `--runtime NAME=PYTHON` where llmforge's own Python lacks one",
+    )
+    tasks: Annotated[tuple[TaskName, ...], Field(min_length=1, max_length=MOST_TASKS)] | None = Field(
+        default=None,
+        description="tasks of lm-evaluation-harness to run: names, or YAML files; requires the extra `eval`",
+    )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is measured."""
+        return self.quality is None and self.latency is None and self.tasks is None
+
+    @model_validator(mode="after")
+    def _each_runtime_once(self) -> Self:
+        if len(set(self.runtimes)) != len(self.runtimes):
+            raise ValueError(f"runtimes is {list(self.runtimes)}; expected each name once")
+        return self
+
+    def contradictions(self, engine: EngineSpec) -> Iterator[Contradiction]:
+        """Find what cannot be measured on an engine, or not without another key."""
+        longest = engine.max_context
+        if self.quality is not None:
+            yield from (each.inside("quality") for each in self.quality.contradictions(longest))
+        if self.latency is not None:
+            yield from (each.inside("latency") for each in self.latency.too_long(longest))
+        if self.attribution and self.quality is None:
+            yield Contradiction(("attribution",), "there is no text to measure it on", _ADD_QUALITY)
+        if self.runtimes and self.quality is None:
+            yield Contradiction(("runtimes",), "there is no text to answer", _ADD_QUALITY)
+        if self.runtimes and longest < PROMPT_AND_ANSWER:
+            what = f"prompts and answers of {PROMPT_AND_ANSWER} tokens exceed engine.max_context, {longest}"
+            yield Contradiction(("runtimes",), what)
+        if (record := BACKENDS[engine.backend].elsewhere) is not None:
+            hint = f"serve the artifact, `{record.serve.format(engine='ARTIFACT/engine')}`, and measure it there"
+            for key in ("latency", "tasks"):
+                if getattr(self, key) is not None:
+                    yield Contradiction((key,), f"is measured on what serves, and that is {record.servers}", hint)
+        if self.latency is not None:
+            yield from (each.inside("latency") for each in self.latency.overloads(engine))

@@ -1,0 +1,1 @@
+"""Requests and answers as clients write and read them, over HTTP and in Triton alike."""
