@@ -57,7 +57,7 @@ _FLAGS: dict[Isa, frozenset[str]] = {
 }
 
 
-class Figure(BaseModel):
+class SourcedFigure(BaseModel):
     """A number about a device and where it comes from."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,8 +72,8 @@ class QuantizedLayers(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rate: Figure  # of a prompt's rows, TOP/s
-    read_gbs: Figure  # 10**9 bytes of weights a second, where a step has one row
+    rate: SourcedFigure  # of a prompt's rows, TOP/s
+    read_gbs: SourcedFigure  # 10**9 bytes of weights a second, where a step has one row
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Speedup:
         return self.words
 
 
-class Price(Figure):
+class DevicePrice(SourcedFigure):
     """What an hour of one device costs; prices move, so the day of the source stands beside it."""
 
     date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}(-\d{2})?$")]
@@ -99,7 +99,7 @@ class Interconnect(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["nvlink", "pcie"]
-    gbs: Figure  # 10**9 bytes a second of one device, in one direction
+    gbs: SourcedFigure  # 10**9 bytes a second of one device, in one direction
     domain: Annotated[int, Field(ge=1)]  # devices that reach each other so
 
 
@@ -108,8 +108,8 @@ class GpuFacts:
     """What every GPU target has."""
 
     sm: str  # compute capability without the dot, "89"
-    memory_gb: Figure
-    bandwidth_gbs: Figure
+    memory_gb: SourcedFigure
+    bandwidth_gbs: SourcedFigure
 
 
 class Target(BaseModel):
@@ -129,21 +129,21 @@ class Target(BaseModel):
     kind: Kind
     isa: Isa | None = None
     sm: Annotated[str, Field(pattern=r"^\d{2,3}$")] | None = None  # compute capability without the dot, "89"
-    memory_gb: Figure | None = None  # 10**9 bytes
-    bandwidth_gbs: Figure | None = None  # 10**9 bytes a second
-    rates: dict[Rate, Figure] = Field(default_factory=dict)
+    memory_gb: SourcedFigure | None = None  # 10**9 bytes
+    bandwidth_gbs: SourcedFigure | None = None  # 10**9 bytes a second
+    rates: dict[Rate, SourcedFigure] = Field(default_factory=dict)
     kernels: dict[Library, dict[BlockDtype, QuantizedLayers]] = Field(
         default_factory=dict
     )  # of a CPU that was measured
     cores: Annotated[int, Field(ge=1)] | None = None  # physical, of a CPU
     interconnect: Interconnect | None = None
-    host_gbs: Figure | None = (
+    host_gbs: SourcedFigure | None = (
         None  # as `gbs` of interconnect, between a device and its host's memory; None: that, if PCIe
     )
     accelerator: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")] | None = None  # what Ray calls such a GPU
-    tdp_w: Figure | None = None
-    usd_per_hour: Price | None = None
-    achieved: dict[Share, Figure] = Field(default_factory=dict)
+    tdp_w: SourcedFigure | None = None
+    usd_per_hour: DevicePrice | None = None
+    achieved: dict[Share, SourcedFigure] = Field(default_factory=dict)
     engines: tuple[BackendName, ...] = Field(min_length=1)
     notes: tuple[str, ...] = ()
 

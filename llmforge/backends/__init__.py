@@ -125,7 +125,7 @@ class Provider:
     kind: Kind | None  # of the targets; None: any, since what it writes is the same for each
     package: str  # that runs its engines, as pip knows it
     requirements: tuple[str, ...]  # of a serving environment, for pip; `{version}` is that of `package`
-    builder: str  # module that lowers and builds (llmforge.backends.engines.Builder)
+    builder: str  # module that lowers and builds (llmforge.backends.engines.EngineBuilder)
     session: str  # module whose `open_engine` loads what was built
     dtypes: Mapping[Dtype, Use]
     never: Mapping[Dtype, str] = field(default_factory=dict)  # why dtypes are refused on every device
@@ -174,7 +174,7 @@ class Elsewhere:
 
 
 @dataclass(frozen=True)
-class Backend:
+class BackendRecord:
     """What a recipe's `engine: {backend: …}` names."""
 
     name: str
@@ -203,7 +203,7 @@ class Backend:
 
 _CUDA_BINDINGS = "cuda-bindings>=13,<14"  # onnxruntime's wheel is of CUDA 13
 
-ONNXRUNTIME = Backend(
+ONNXRUNTIME = BackendRecord(
     name="onnxruntime",
     title="ONNX Runtime",
     module="onnxruntime",
@@ -252,7 +252,7 @@ ONNXRUNTIME = Backend(
 )
 
 
-TENSORRT = Backend(
+TENSORRT = BackendRecord(
     name="tensorrt",
     title="TensorRT",
     module="tensorrt",
@@ -310,7 +310,7 @@ TENSORRT_RTX = replace(
 _AS_STORED = ("fuse-norms", "flash-attention")  # they change how a graph runs, and no parameter
 _ALL_COMPUTE: Mapping[Dtype, Use] = {"fp32": Use(_ANY), "fp16": Use(_ANY), "bf16": Use(_ANY)}
 
-COMPRESSED_TENSORS = Backend(
+COMPRESSED_TENSORS = BackendRecord(
     name="compressed-tensors",
     title="compressed-tensors checkpoint",
     module="compressed_tensors",
@@ -336,7 +336,7 @@ COMPRESSED_TENSORS = Backend(
     ),
 )
 
-GGUF = Backend(
+GGUF = BackendRecord(
     name="gguf",
     title="GGUF file",
     module="gguf",
@@ -363,7 +363,7 @@ GGUF = Backend(
     ),
 )
 
-BUILT_IN: Mapping[str, Backend] = {
+BUILT_IN: Mapping[str, BackendRecord] = {
     each.name: each for each in (ONNXRUNTIME, TENSORRT, TENSORRT_RTX, COMPRESSED_TENSORS, GGUF)
 }
 BUILT_IN_PROVIDERS: Mapping[str, Provider] = {
@@ -371,10 +371,10 @@ BUILT_IN_PROVIDERS: Mapping[str, Provider] = {
 }
 
 
-def _check(plugin: Plugin, given: Any) -> Backend:
+def _check(plugin: Plugin, given: Any) -> BackendRecord:
     """Return the record that a plug-in gives, if it is one."""
-    if not isinstance(given, Backend):
-        raise ValueError(f"it is a {type(given).__name__}, not an instance of llmforge.backends.Backend")
+    if not isinstance(given, BackendRecord):
+        raise ValueError(f"it is a {type(given).__name__}, not an instance of llmforge.backends.BackendRecord")
     if given.name != plugin.name:
         raise ValueError(f"its record calls itself {given.name!r}")
     if not given.providers:
@@ -418,7 +418,7 @@ def _provider(name: str) -> Provider | None:
 
 
 # Those of this file, in its order; `[name]` finds those of plug-ins, too, and raises PluginError where one is broken.
-BACKENDS: Mapping[str, Backend] = _Known(BUILT_IN, lambda name: SEAM.find(name, BUILT_IN))
+BACKENDS: Mapping[str, BackendRecord] = _Known(BUILT_IN, lambda name: SEAM.find(name, BUILT_IN))
 PROVIDERS: Mapping[str, Provider] = _Known(BUILT_IN_PROVIDERS, _provider)
 
 
@@ -483,7 +483,7 @@ def elsewhere(name: BackendName) -> Elsewhere | None:
     return BACKENDS[name].elsewhere
 
 
-def of_provider(name: ProviderName) -> Backend:
+def of_provider(name: ProviderName) -> BackendRecord:
     """Find the backend that a provider is of."""
     provider = PROVIDERS[name]
     for backend in BACKENDS.values():
@@ -493,6 +493,6 @@ def of_provider(name: ProviderName) -> Backend:
     return next(backend for backend in map(BACKENDS.__getitem__, owners) if provider in backend.providers)
 
 
-def of_module(module: PlanModule) -> Backend:
+def of_module(module: PlanModule) -> BackendRecord:
     """Find the backend whose Python module this is."""
     return next(backend for backend in BACKENDS.values() if backend.module == module)

@@ -1,6 +1,6 @@
 """Engine builders: what a backend loads, written from a lowered graph.
 
-`for_target` chooses the one for a backend and a target; each has the functions of `Builder`.
+`for_target` chooses the one for a backend and a target; each has the functions of `EngineBuilder`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class BuildRequest:
 
 
 @dataclass(frozen=True)
-class Engine:
+class BuiltEngine:
     """What was built, for the report."""
 
     folder: Path
@@ -77,13 +77,13 @@ class Engine:
         notes: Sequence[str] = (),
         *,
         graph_: ir.Model | None = None,
-    ) -> Engine:
+    ) -> BuiltEngine:
         """Describe what lies in the folder of `request`, once it is all there; `graph_`: where no graph does."""
         size_bytes = sum(file.stat().st_size for file in request.folder.iterdir())
         return cls(request.folder, config, graph.nodes(request.model), size_bytes, facts or {}, graph_, tuple(notes))
 
 
-class Builder(Protocol):
+class EngineBuilder(Protocol):
     """What a module that builds engines offers."""
 
     def require_host(self, target: Target, spec: EngineSpec, /) -> None:
@@ -95,11 +95,11 @@ class Builder(Protocol):
         No weight is read. Raises UnsupportedError where the engine or the target cannot run it.
         """
 
-    def build(self, request: BuildRequest, /) -> Engine:
+    def build(self, request: BuildRequest, /) -> BuiltEngine:
         """Write the engine, and prove it as far as this machine can."""
 
 
-class Exporter(Builder, Protocol):
+class Exporter(EngineBuilder, Protocol):
     """What a module that writes for servers of others offers besides."""
 
     def check(self, exported: Exported, spec: EngineSpec, /) -> None:
@@ -109,7 +109,7 @@ class Exporter(Builder, Protocol):
         """
 
 
-def for_target(backend: BackendName, target: Target) -> Builder:
+def for_target(backend: BackendName, target: Target) -> EngineBuilder:
     """Import what builds engines of `backend` for `target`; whether this machine can is not asked.
 
     Raises:
@@ -118,12 +118,12 @@ def for_target(backend: BackendName, target: Target) -> Builder:
     """
     provider, plugin = target.require_engine(backend), plugin_of(backend)
     if plugin is None:
-        return cast(Builder, importlib.import_module(provider.builder))
+        return cast(EngineBuilder, importlib.import_module(provider.builder))
     with blamed(plugin):
         module = importlib.import_module(provider.builder)
     if missing := [name for name in ("require_host", "lower", "build") if not callable(getattr(module, name, None))]:
         raise refusal(plugin, f"its builder {provider.builder} has no {', '.join(missing)}")
-    return cast(Builder, module)
+    return cast(EngineBuilder, module)
 
 
 def outside(backend: BackendName, target: Target) -> tuple[str, ...]:
@@ -134,13 +134,13 @@ def outside(backend: BackendName, target: Target) -> tuple[str, ...]:
     return provider.builder, provider.session
 
 
-def check_foreign(engine: Engine, plugin: Plugin, target: Target) -> None:
+def check_foreign(engine: BuiltEngine, plugin: Plugin, target: Target) -> None:
     """Return if what a plug-in built says so, where a host that serves it looks.
 
     Raises:
         PluginError: it does not.
     """
-    if not isinstance(engine, Engine):
+    if not isinstance(engine, BuiltEngine):
         raise refusal(plugin, f"its builder returned a {type(engine).__name__}, not an Engine")
     provider = target.require_engine(plugin.name).name
     facts = PluginFacts(plugin.package.name, plugin.package.version)

@@ -63,7 +63,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, eq=False)
-class Channels:
+class ChannelMatrix:
     """A matrix [n, k] of codes with one scale for each of its n output features."""
 
     parameter: str
@@ -81,7 +81,7 @@ class Channels:
         return np.ascontiguousarray(graph.tensor(self.codes).numpy().T)
 
 
-Quantized = Blocks | Channels
+Quantized = Blocks | ChannelMatrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +130,7 @@ def found_in(model: ir.Model, traced: ir.Model) -> tuple[dict[str, Quantized], d
         if made is None:
             continue
         before = found.get(made.parameter)
-        if before is not None and not isinstance(before, Channels):  # a tied head reads the codes of the embedding
+        if before is not None and not isinstance(before, ChannelMatrix):  # a tied head reads the codes of the embedding
             made = before if before.table else made
         found[made.parameter] = made
     there = model.graph.initializers
@@ -249,8 +249,8 @@ def _of_channels(node: ir.Node) -> Quantized | None:
     dtype = {ir.DataType.INT8: "int8", ir.DataType.FLOAT8E4M3FN: "fp8"}[graph.dtype(wide.codes)]
     read = DequantizeLinear.made(product.x)
     if read is None:
-        return Channels(parameter, n, k, dtype, wide.codes, wide.scales, "none", None)
+        return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "none", None)
     rounded = QuantizeLinear.made(read.codes)
     if rounded is not None and Div.made(rounded.x) is not None:  # by the scale of each token
-        return Channels(parameter, n, k, dtype, wide.codes, wide.scales, "per_token", None)
-    return Channels(parameter, n, k, dtype, wide.codes, wide.scales, "static", read.scales)
+        return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "per_token", None)
+    return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "static", read.scales)

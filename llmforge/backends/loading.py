@@ -17,7 +17,7 @@ from llmforge.native import nccl
 from llmforge.runtime.config import DAMAGED, DATA_FILE, FILE, MODEL_FILE, DeviceFacts, RuntimeConfig
 from llmforge.runtime.device import cuda as devices
 from llmforge.runtime.device.cuda import CudaDevice, how_to_install
-from llmforge.runtime.interface import Backend
+from llmforge.runtime.interface import Decoder
 from llmforge.runtime.signature import ELEMENTS
 
 _PAGED = "llmforge.backends.onnxruntime.cuda.paged"
@@ -27,7 +27,7 @@ CONTEXT_STEP = 128  # tokens, in which a smaller context is proposed
 logger = logging.getLogger(__name__)
 
 
-def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None, device: int = 0) -> Backend[Any]:
+def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None, device: int = 0) -> Decoder[Any]:
     """Open the engine in `folder`, which `config` describes; `device` counts the GPUs, where it runs on one.
 
     Raises:
@@ -55,7 +55,7 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
             raise InputError(f"{file}: {file.stat().st_size} bytes; a graph has at most {GRAPH_BYTES}", hint=DAMAGED)
     if gpu is not None:
         _require_memory([folder / name for name in wanted], config, gpu)
-    opened: Backend[Any]
+    opened: Decoder[Any]
     name = of_provider(config.provider).name
     plugin = None if config.plugin is None else plugin_of(name)
     if config.ranks > 1:

@@ -20,7 +20,7 @@ from llmforge.cli import output
 from llmforge.cli.parameters import BACKEND, PATH, POSITIVE, REVISION, TARGET, on_hub, record, refuse_given
 
 if TYPE_CHECKING:
-    from llmforge.doctor.ceilings import Ceilings
+    from llmforge.doctor.ceilings import CpuCeilings
     from llmforge.doctor.gpus import Gpu
     from llmforge.measure.machine import Machine
     from llmforge.targets import Target
@@ -262,7 +262,7 @@ def _measured(
     threads: int | None,
     path: Path | None,
     told: Callable[[str], None],
-) -> Ceilings | None:
+) -> CpuCeilings | None:
     """Measure `device` and write its target file to `path`; the ceilings of a CPU."""
     from llmforge import targets
     from llmforge.cli import console

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.backends import BACKENDS, engines, of_provider
-from llmforge.backends.engines import Engine
+from llmforge.backends.engines import BuiltEngine
 from llmforge.base import spans
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.base.progress import Progress
@@ -62,7 +62,7 @@ class Evidence:
     tasks: tuple[TaskResult, ...] = ()
     adapters: tuple[AdapterQuality, ...] = ()  # those that requests choose
 
-    def engine_record(self, backend: str, folder: Path, engine: Engine | None) -> records.EngineRecord:
+    def engine_record(self, backend: str, folder: Path, engine: BuiltEngine | None) -> records.EngineRecord:
         """Write down what is in the engine's `folder`; `engine` None: what it is built of, later."""
         graphs = [onnx_file.load(file) for file in sorted(folder.glob(f"*{onnx_file.SUFFIX}"))]
         if engine is not None and engine.graph is not None:
@@ -177,7 +177,7 @@ def interpreters(
 
 def measure(
     artifact: Path,
-    engine: Engine | None,
+    engine: BuiltEngine | None,
     read: BytesRead,
     *,
     spec: ValidationSpec,

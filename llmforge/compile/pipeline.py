@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from llmforge import artifact, calibration, passes, targets
 from llmforge.artifact import Hashing
 from llmforge.backends import BACKENDS, engines, pending, plugin_of, slots_reason
-from llmforge.backends.engines import BuildRequest, Engine, Prove
+from llmforge.backends.engines import BuildRequest, BuiltEngine, Prove
 from llmforge.backends.onnxruntime import interop
 from llmforge.backends.onnxruntime.builder import write_tokenizer
 from llmforge.base import plugins, spans
@@ -160,7 +160,7 @@ def make(
     *,
     measure: bool,
     others: Sequence[Interpreter] = (),
-) -> tuple[dict[str, Any], Engine | None, Evidence, Lock]:
+) -> tuple[dict[str, Any], BuiltEngine | None, Evidence, Lock]:
     """Write the engine into `staging` and measure it.
 
     Return the facts for its report, the engine, the evidence, and the lock of its inputs.
@@ -567,7 +567,7 @@ def build_engine(
     staging: Path,
     progress: Progress,
     prove: Prove,
-) -> tuple[Engine | None, tuple[str, ...]]:
+) -> tuple[BuiltEngine | None, tuple[str, ...]]:
     """Lower `model` and write the engine, the tokenizer and the model repository, and what there is to say of them.
 
     The engine is None where it is deferred: what a decode step of it reads is written down for the build that ends it.

@@ -11,7 +11,7 @@ from typing import Any
 
 from llmforge import artifact
 from llmforge.artifact import Hashing
-from llmforge.backends.engines import Engine
+from llmforge.backends.engines import BuiltEngine
 from llmforge.base.progress import Progress
 from llmforge.compile import provenance
 from llmforge.compile.evidence import Clock, Evidence
@@ -39,7 +39,7 @@ class BuildResult:
 def publish(
     staging: Path,
     facts: Mapping[str, Any],
-    engine: Engine | None,
+    engine: BuiltEngine | None,
     evidence: Evidence,
     *,
     target: Target,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from llmforge import artifact, passes, targets
 from llmforge.artifact import Artifact
 from llmforge.backends import engines
-from llmforge.backends.engines import Engine
+from llmforge.backends.engines import BuiltEngine
 from llmforge.base.errors import DataError, EnginePending, UnsupportedError, UsageError
 from llmforge.base.progress import Progress, Silent
 from llmforge.base.sealed import is_content
@@ -105,7 +105,9 @@ def validate(
     checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
     found = evidence.measure(
         opened.path,
-        Engine(opened.path / "engine", RuntimeConfig.read(opened.path / "engine" / FILE), 0, before.engine.size_bytes),
+        BuiltEngine(
+            opened.path / "engine", RuntimeConfig.read(opened.path / "engine" / FILE), 0, before.engine.size_bytes
+        ),
         read,
         spec=spec,
         target=target,

@@ -41,7 +41,7 @@ _HALVES: Mapping[str, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.Da
 
 
 @dataclass(frozen=True)
-class QuantizedLayers:
+class LibraryCeilings:
     """What one library's kernels reach with weights in blocks, of one dtype."""
 
     rate: float  # of many rows, operations a second
@@ -49,13 +49,13 @@ class QuantizedLayers:
 
 
 @dataclass(frozen=True)
-class Ceilings:
+class CpuCeilings:
     """What a CPU reaches; bytes and operations a second."""
 
     bandwidth: Mapping[int, float]  # by number of threads
     rates: Mapping[str, float]  # by dtype of the products
     kernels: Mapping[str, str]  # whose they are, by dtype
-    quantized: Mapping[Library, Mapping[BlockDtype, QuantizedLayers]]
+    quantized: Mapping[Library, Mapping[BlockDtype, LibraryCeilings]]
     threads: int  # that the rates were measured with
     others: float = 0.0  # cores that other processes took meanwhile
 
@@ -65,7 +65,7 @@ class Ceilings:
         return self.others > QUIET_CORES
 
 
-def measure(threads: int, told: Callable[[str], None]) -> Ceilings:
+def measure(threads: int, told: Callable[[str], None]) -> CpuCeilings:
     """Measure this CPU with up to `threads` threads; `told` hears of each step. Takes some seconds."""
     meter = OthersMeter()
     counts = sorted({1, *(2**power for power in range(1, 10) if 2**power < threads), threads})
@@ -77,13 +77,13 @@ def measure(threads: int, told: Callable[[str], None]) -> Ceilings:
     rates = {"fp32": _rate(_dense(ir.DataType.FLOAT, ROWS, INNER, COLUMNS), threads)}
     kernels = {"fp32": "ONNX Runtime's MatMul"}
     libraries: tuple[Library, ...] = ("onnxruntime",) if native.library() is None else ("onnxruntime", "llmforge")
-    quantized: dict[Library, dict[BlockDtype, QuantizedLayers]] = {library: {} for library in libraries}
+    quantized: dict[Library, dict[BlockDtype, LibraryCeilings]] = {library: {} for library in libraries}
     for library, dtype in itertools.product(libraries, _BITS):
         told(f"Quantized layers in {dtype}, {_NAMES[library]}")
         quantized[library][dtype] = _layers(library, _BITS[dtype], threads)
     fastest = max(quantized, key=lambda each: quantized[each]["int8"].rate)
     rates["int8"], kernels["int8"] = quantized[fastest]["int8"].rate, _NAMES[fastest]
-    return Ceilings(bandwidth, rates, kernels, quantized, threads, meter.cores())
+    return CpuCeilings(bandwidth, rates, kernels, quantized, threads, meter.cores())
 
 
 def products(threads: int) -> tuple[dict[str, float], str]:
@@ -95,10 +95,10 @@ def products(threads: int) -> tuple[dict[str, float], str]:
     return {**rates, "int8": found[fastest]}, f"fp32: ONNX Runtime's MatMul; int8: {_NAMES[fastest]}"
 
 
-def _layers(library: Library, bits: int, threads: int) -> QuantizedLayers:
+def _layers(library: Library, bits: int, threads: int) -> LibraryCeilings:
     """Time a layer with many rows, and one beyond the caches with a single row."""
     few = _lowered(library, _quantized(1, LAYER_BYTES * 8 // bits // INNER, bits))
-    return QuantizedLayers(_rate(_many(library, bits), threads), LAYER_BYTES / _seconds(few, 1, threads))
+    return LibraryCeilings(_rate(_many(library, bits), threads), LAYER_BYTES / _seconds(few, 1, threads))
 
 
 def _many(library: Library, bits: int) -> ir.Model:

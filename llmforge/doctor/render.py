@@ -15,12 +15,12 @@ from llmforge.doctor.gpus import Gpu
 from llmforge.metrics.units import significant
 
 if TYPE_CHECKING:
-    from llmforge.doctor.ceilings import Ceilings
+    from llmforge.doctor.ceilings import CpuCeilings
 
 _MARKS = {"yes": ("✓", "green"), "no": ("✗", "bold red"), "optional": ("·", "dim")}
 
 
-def report(checks: Sequence[Check], ceilings: Ceilings | None) -> RenderableType:
+def report(checks: Sequence[Check], ceilings: CpuCeilings | None) -> RenderableType:
     """Make the checklist, with hints under what is missing, and what was measured."""
     table = Table.grid(padding=(0, 1))
     for check in checks:
@@ -31,7 +31,7 @@ def report(checks: Sequence[Check], ceilings: Ceilings | None) -> RenderableType
     return table if ceilings is None else Group(table, Text(""), measured(ceilings))
 
 
-def measured(ceilings: Ceilings) -> RenderableType:
+def measured(ceilings: CpuCeilings) -> RenderableType:
     """Show the ceilings of a CPU."""
     table = Table.grid(padding=(0, 2))
     for count, rate in ceilings.bandwidth.items():
@@ -54,7 +54,7 @@ def data(
     packages: dict[str, str],
     settings: dict[str, str],
     gpus: Sequence[Gpu],
-    ceilings: Ceilings | None,
+    ceilings: CpuCeilings | None,
 ) -> dict[str, Any]:
     """Write it as plain data; bytes and operations a second."""
     found: dict[str, Any] = {

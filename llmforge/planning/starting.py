@@ -108,7 +108,7 @@ _WEIGHTS: Mapping[str, Sequence[_Weights]] = {  # by engine, of ONNX Runtime's o
 
 
 @dataclass(frozen=True)
-class Start:
+class StartingRecipe:
     """A recipe, and what was planned with it."""
 
     yaml: str
@@ -125,7 +125,7 @@ def write(
     backend: BackendName | None = None,
     has_device: bool = False,
     sample_text: bool = True,
-) -> Start:
+) -> StartingRecipe:
     """Write the recipe called `name` for `checkpoint` on `target`, whose figures are known, as far as there are any.
 
     `given` are the paths that stand in it: checkpoint, target, calibration, evaluation. `has_device`: the GPU of the
@@ -170,7 +170,7 @@ def write(
         )
     lines = [*_passes(before, weights, why, cached=cached)]
     text = "\n".join(_recipe(planned, goal, lines, weights, name, given, has_device, sample_text, cached)) + "\n"
-    return Start(text, planned)
+    return StartingRecipe(text, planned)
 
 
 def _plan(shape: Shape, target: Target, backend: BackendName, wanted: Wanted, goal: Goal) -> Planned:

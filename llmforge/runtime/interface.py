@@ -192,7 +192,7 @@ class DecodeRun(ABC):
         self.top_logits()
 
 
-class Backend(ABC, Generic[C]):
+class Decoder(ABC, Generic[C]):
     """A decoder that is driven step by step over caches of type `C`.
 
     A subclass sets `signature`, allocates caches, and runs its graph once. `rows_alone`: a row of several tokens runs

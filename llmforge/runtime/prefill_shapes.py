@@ -27,7 +27,7 @@ def together(shapes: tuple[int, ...] = SHAPES) -> tuple[tuple[int, int], ...]:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PaddedPiece:
     """Tokens `start` … `start + tokens - 1` of a step, which run as `padded` tokens."""
 
     start: int
@@ -35,7 +35,7 @@ class Piece:
     padded: int
 
 
-def pieces(tokens: int, room: int, shapes: tuple[int, ...] = SHAPES) -> list[Piece]:
+def pieces(tokens: int, room: int, shapes: tuple[int, ...] = SHAPES) -> list[PaddedPiece]:
     """Cut a step of `tokens` tokens a row, for which a cache has `room`, into pieces of some `shapes`, or of one token.
 
     One piece, where the padding has room: elsewhere as many tokens as fill a shape, and the last ones alone.
@@ -50,6 +50,6 @@ def pieces(tokens: int, room: int, shapes: tuple[int, ...] = SHAPES) -> list[Pie
         left = tokens - start
         padded = next((shape for shape in shapes if left <= shape <= room - start), 0)
         whole = max((shape for shape in shapes if shape <= left), default=1)
-        found.append(Piece(start, left, padded) if padded and left > 1 else Piece(start, whole, whole))
+        found.append(PaddedPiece(start, left, padded) if padded and left > 1 else PaddedPiece(start, whole, whole))
         start += found[-1].tokens
     return found

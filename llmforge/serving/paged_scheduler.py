@@ -35,7 +35,7 @@ import numpy as np
 from llmforge.backends import PREFILL_CHUNK
 from llmforge.backends.onnxruntime.cuda.paged import PagedCache, PagedSession, Piece
 from llmforge.runtime.block_pool import BlockTable, NoBlocks
-from llmforge.runtime.interface import Backend, C
+from llmforge.runtime.interface import C, Decoder
 from llmforge.runtime.sampling.sampler import Samplers, guesses
 from llmforge.serving.options import EngineOptions
 from llmforge.serving.scheduler import Decoding, Scheduler, temperatures
@@ -273,7 +273,7 @@ class PagedScheduler(Scheduler[PagedCache]):
 
 
 def scheduler_of(
-    backend: Backend[C],
+    backend: Decoder[C],
     cache: C,
     samplers: Samplers,
     options: EngineOptions,

@@ -20,7 +20,7 @@ from llmforge.backends.loading import open_engine
 from llmforge.backends.onnxruntime.cuda.paged import PagedCache
 from llmforge.base.errors import ForgeError, UsageError
 from llmforge.runtime.config import RuntimeConfig
-from llmforge.runtime.interface import LOGITS_CHUNK, Backend, Rows, StepInputs
+from llmforge.runtime.interface import LOGITS_CHUNK, Decoder, Rows, StepInputs
 from llmforge.runtime.sampling.options import GREEDY, Sampling
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving.chat import ChatTemplate
@@ -46,7 +46,7 @@ class Runner(PromptEncoder):
     """An engine with its tokenizer. Up to `config.max_batch` sequences may run at once."""
 
     def __init__(
-        self, session: Backend[Any], config: RuntimeConfig, tokenizer: Tokenizer, template: ChatTemplate | None
+        self, session: Decoder[Any], config: RuntimeConfig, tokenizer: Tokenizer, template: ChatTemplate | None
     ) -> None:
         super().__init__(config, tokenizer, template)
         self.session = session

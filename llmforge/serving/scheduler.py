@@ -6,7 +6,7 @@ A slot is one row of the preallocated cache; a sequence keeps it from its first 
 2. decodes: one token for every slot whose prompt is read, in one run over the rows `0 … n - 1` of the cache. Sequences
    with a draft of their next tokens (`llmforge.serving.speculation`) run alone instead, and may get several;
 3. prefills prompts, oldest first, in chunks, behind what the prefix cache has of them. Where the decoder reads several
-   at once (`Backend.prompt_shapes`), chunks of neighbouring slots run as rows of one step, padded to one of its shapes.
+   at once (`Decoder.prompt_shapes`), chunks of neighbouring slots run as rows of one step, padded to one of its shapes.
 
 **One step ahead.** Where a device guesses the tokens of a decode step, the next one begins on them before the host has
 chosen them, while nothing else is to be done. The host's choice is what counts: a row that was guessed wrong has run
@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from llmforge.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
 from llmforge.ir.interface import GREEDY, TopLogits
-from llmforge.runtime.interface import Backend, C, DecodeRun, StepInputs
+from llmforge.runtime.interface import C, Decoder, DecodeRun, StepInputs
 from llmforge.runtime.sampling.sampler import SampledToken, Samplers, guesses, sample_heads
 from llmforge.serving import prompt_batching
 from llmforge.serving.options import EngineOptions
@@ -96,7 +96,7 @@ class Scheduler(Generic[C]):
 
     def __init__(
         self,
-        backend: Backend[C],
+        backend: Decoder[C],
         cache: C,
         samplers: Samplers,
         options: EngineOptions,

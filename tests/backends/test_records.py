@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from llmforge import backends, passes, targets
-from llmforge.backends import BACKENDS, PROVIDERS, Backend, BackendName, PlanModule, Provider, ProviderName, Use
+from llmforge.backends import BACKENDS, PROVIDERS, BackendName, BackendRecord, PlanModule, Provider, ProviderName, Use
 from llmforge.backends.onnxruntime import kernels
 from llmforge.metrics.agreement import RUNTIMES
 
@@ -59,7 +59,7 @@ def test_annotations_list_what_the_records_hold() -> None:
 
 def test_a_backend_of_cpus_alone_says_so() -> None:
     own = Provider("toy", "cpu", "toy", (), "toy.builder", "toy.session", {"fp32": Use(("compute", "weights", "kv"))})
-    toy = Backend("toy", "Toy", "toy", (own,), compiled=False, scales="blocks", alone="it is a toy")
+    toy = BackendRecord("toy", "Toy", "toy", (own,), compiled=False, scales="blocks", alone="it is a toy")
     assert toy.unsupported(None) is None
     assert toy.unsupported("89") == "it builds engines for CPUs only"
     assert own.support(None).kv == {"fp32"}

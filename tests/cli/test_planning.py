@@ -18,7 +18,7 @@ from llmforge import targets
 from llmforge.base.errors import RecipeError
 from llmforge.cli import cli
 from llmforge.doctor import ceilings, kept
-from llmforge.doctor.ceilings import Ceilings
+from llmforge.doctor.ceilings import CpuCeilings
 from llmforge.measure import machine as machines
 from llmforge.metrics.units import times
 from llmforge.planning import plot, render, request
@@ -244,10 +244,10 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[float]:
     """Let measurements be made up, say how many there were, and how many cores others took meanwhile."""
     others: list[float] = []
 
-    def measure(threads: int, told: Any) -> Ceilings:
+    def measure(threads: int, told: Any) -> CpuCeilings:
         others.append(1.3 if not others else 0.1)
         rates, kernels = {"fp32": 2e11, "int8": 8e11}, {"fp32": "x", "int8": "y"}
-        return Ceilings({threads: 40e9}, rates, kernels, {}, threads, others[-1])
+        return CpuCeilings({threads: 40e9}, rates, kernels, {}, threads, others[-1])
 
     monkeypatch.setattr(ceilings, "measure", measure)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))

@@ -21,7 +21,7 @@ from llmforge.base import versions
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError, VersionMismatch
 from llmforge.cli import cli
 from llmforge.doctor import ceilings, environment, gpus, machine, render
-from llmforge.doctor.ceilings import Ceilings, QuantizedLayers
+from llmforge.doctor.ceilings import CpuCeilings, LibraryCeilings
 from llmforge.doctor.environment import Check
 from llmforge.doctor.gpus import Gpu
 from llmforge.measure.machine import Machine, OthersMeter
@@ -33,13 +33,13 @@ ROOT = Path(__file__).parents[2]
 HERE = Machine(
     cpu="AMD EPYC", cores=2, usable_cpus=4, isa=("avx2",), memory_bytes=25_000_000_000, os="Linux", python="3.11"
 )
-MEASURED = Ceilings(
+MEASURED = CpuCeilings(
     bandwidth={1: 20.123456e9, 2: 39e9},
     rates={"fp32": 0.2e12, "int8": 0.9e12},
     kernels={"fp32": "ONNX Runtime's MatMul", "int8": "llmforge.cpu's Linear"},
     quantized={
-        "onnxruntime": {"int4": QuantizedLayers(0.3e12, 17e9)},
-        "llmforge": {"int4": QuantizedLayers(0.9e12, 30e9)},
+        "onnxruntime": {"int4": LibraryCeilings(0.3e12, 17e9)},
+        "llmforge": {"int4": LibraryCeilings(0.9e12, 30e9)},
     },
     threads=2,
 )

@@ -12,7 +12,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.planning import scheme, starting
 from llmforge.planning.starting import Goal
 from llmforge.recipe import Recipe
-from llmforge.targets import Figure, Target
+from llmforge.targets import SourcedFigure, Target
 
 from ..models.shapes import PUBLIC
 
@@ -24,7 +24,7 @@ def measured(target: Target, factor: float = 1.0) -> Target:
     """Give a CPU figures, `factor` times those of a machine."""
     if target.bandwidth_gbs is not None:
         return target
-    figures = {name: Figure(value=factor * value, source="made up", verified=False) for name, value in
+    figures = {name: SourcedFigure(value=factor * value, source="made up", verified=False) for name, value in
                {"bandwidth": 40.0, "fp32": 0.3, "int8": 0.9, "memory": 64.0}.items()}  # fmt: skip
     return target.model_copy(
         update={

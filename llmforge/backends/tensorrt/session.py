@@ -31,17 +31,17 @@ from numpy.typing import NDArray
 
 from llmforge.backends.tensorrt import plan as tensorrt_plan
 from llmforge.backends.tensorrt.kernel_cache import KernelCache
-from llmforge.backends.tensorrt.plan import Plan
+from llmforge.backends.tensorrt.plan import LoadedPlan
 from llmforge.base.errors import EnvironmentLacks, RunFailed, UnsupportedError
 from llmforge.ir import interface
 from llmforge.ir.interface import TopLogits
 from llmforge.native import nccl
 from llmforge.runtime.config import Capture, RuntimeConfig
 from llmforge.runtime.device import cache as device_cache
-from llmforge.runtime.device.backend import INPUT_BYTES, LOGIT_BYTES, DeviceBackend
+from llmforge.runtime.device.backend import INPUT_BYTES, LOGIT_BYTES, DeviceDecoder
 from llmforge.runtime.device.cache import CacheMemory, DeviceCache
 from llmforge.runtime.device.cuda import Buffer, CudaDevice, CudaGraph
-from llmforge.runtime.device.graph_capture import ONE, ProbeStep, probe_inputs
+from llmforge.runtime.device.graph_capture import ONE, CaptureProbe, probe_inputs
 from llmforge.runtime.device.inputs import ALIGNMENT_BYTES, BoundInput, InputBuffers
 from llmforge.runtime.device.top_logits import TopLogitsBuffers
 from llmforge.runtime.interface import DecodeRun, StepInputs
@@ -51,8 +51,8 @@ from llmforge.runtime.signature import Signature
 _CapturedStep = tuple[CudaGraph, Any]
 
 
-class PlanSession(DeviceBackend[DeviceCache]):
-    """A decoder in a deserialized plan (`llmforge.runtime.interface.Backend`).
+class PlanSession(DeviceDecoder[DeviceCache]):
+    """A decoder in a deserialized plan (`llmforge.runtime.interface.Decoder`).
 
     Args:
         plan: the plan.
@@ -68,7 +68,7 @@ class PlanSession(DeviceBackend[DeviceCache]):
     device: CudaDevice
     longest_step: int  # tokens of the prefill profile
 
-    def __init__(self, plan: Plan, config: RuntimeConfig, device: CudaDevice) -> None:
+    def __init__(self, plan: LoadedPlan, config: RuntimeConfig, device: CudaDevice) -> None:
         self.device, self._plan = device, plan
         inputs, outputs = tensorrt_plan.read_tensors(plan)
         self.signature = signature = Signature.of(inputs, outputs, plan.where)
@@ -196,14 +196,14 @@ class PlanSession(DeviceBackend[DeviceCache]):
         if self._top_logits is None or inputs.ids.shape[1] != 1:
             raise ValueError(f"a step of {inputs.ids.shape}; top logits of one token a row")
         self._launch_decode(inputs, cache)
-        return _Running(self._top_logits, self._decode_logits, cache.batch)
+        return _PlanDecode(self._top_logits, self._decode_logits, cache.batch)
 
     def begin_prompts(self, inputs: StepInputs, cache: DeviceCache) -> DecodeRun:
         """Begin a step of pieces of several prompts, of one of `prompt_shapes`; arrays are read before this returns."""
         self._check_prompts(inputs, cache)
         assert self._top_logits is not None
         self._launch_prefill(inputs, cache, (cache.batch, 1, self.vocabulary))
-        return _Running(self._top_logits, self._logits, cache.batch)
+        return _PlanDecode(self._top_logits, self._logits, cache.batch)
 
     def _launch_prefill(self, inputs: StepInputs, cache: DeviceCache, shape: tuple[int, ...]) -> None:
         """Send a step of several tokens to the stream, behind its inputs; `shape`: of its logits."""
@@ -270,7 +270,7 @@ class PlanSession(DeviceBackend[DeviceCache]):
                 graphs.pop(batch, None)
         self._graphs[cache.memory] = graphs
 
-    def _probe(self, capture: Capture, cache: DeviceCache, graphs: dict[int, _CapturedStep]) -> ProbeStep:
+    def _probe(self, capture: Capture, cache: DeviceCache, graphs: dict[int, _CapturedStep]) -> CaptureProbe:
         """Make what runs a probe's step over `cache`, and captures it into `graphs`."""
         batch = capture.batch
         out = np.empty((batch, 1, self.vocabulary), np.float32)
@@ -303,7 +303,7 @@ class PlanSession(DeviceBackend[DeviceCache]):
 
 
 @dataclass(frozen=True, eq=False)
-class _Running(DecodeRun):
+class _PlanDecode(DecodeRun):
     """A step in the stream."""
 
     _top_logits: TopLogitsBuffers

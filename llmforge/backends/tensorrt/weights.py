@@ -60,7 +60,7 @@ def reason_against(view: MatMulNBits | GatherBlockQuantized) -> str | None:
 
 
 @dataclass
-class Weights(Builder):
+class QuantizedWeights(Builder):
     """Rewrites quantized weights of `model`."""
 
     def multiply(self, product: MatMulNBits) -> str:

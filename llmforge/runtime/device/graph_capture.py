@@ -32,7 +32,7 @@ def probe_inputs(token: int, capture: Capture) -> StepInputs:
     return StepInputs(ids, past)
 
 
-class ProbeStep(Protocol):
+class CaptureProbe(Protocol):
     """Runs a step of one token in every row (`probe_inputs`); returns logits [B, 1, V]."""
 
     def __call__(self, token: int, *, graph: bool, elsewhere: bool = False) -> NDArray[np.float32]:
@@ -62,7 +62,7 @@ class CaptureResult:
         return f"decode steps with {rows} rows of up to {length} tokens run without CUDA graph: {self.reason}"
 
 
-def verify_capture(capture: Capture, probe: ProbeStep, free_bytes: Callable[[], int]) -> CaptureResult:
+def verify_capture(capture: Capture, probe: CaptureProbe, free_bytes: Callable[[], int]) -> CaptureResult:
     """Capture one step by its first run, and hold its replays against eager steps.
 
     A replay reads the address that inputs had when it was captured, an eager step what is bound to it. So one call is
@@ -101,7 +101,7 @@ def verify_capture(capture: Capture, probe: ProbeStep, free_bytes: Callable[[], 
     return result(None, _timed(probe, graph=True))
 
 
-def _timed(probe: ProbeStep, *, graph: bool) -> float:
+def _timed(probe: CaptureProbe, *, graph: bool) -> float:
     """Give the median time of a step, in ms."""
     times = []
     for _ in range(TIMED):

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from llmforge import native
 from llmforge.backends import INT8_SLOTS, PAGED_HEAD_DIM, PREFILL_CHUNK, onnx_file, signatures, slots_reason
-from llmforge.backends.engines import BuildRequest, Engine, require_device
+from llmforge.backends.engines import BuildRequest, BuiltEngine, require_device
 from llmforge.backends.loading import module_of
 from llmforge.backends.onnxruntime import builder as standard
 from llmforge.backends.onnxruntime import kernels
@@ -35,7 +35,7 @@ from llmforge.rewrite import next_ids, paged_attention, topk_outputs
 from llmforge.rewrite.pass_base import Changes, Rewritten, Skipped
 from llmforge.runtime.config import FILE, MODEL_FILE, DeviceFacts, GraphPlan, RuntimeConfig, SessionOptions
 from llmforge.runtime.device.cuda import CudaDevice
-from llmforge.runtime.interface import Backend, StepInputs
+from llmforge.runtime.interface import Decoder, StepInputs
 from llmforge.runtime.prefill_shapes import SHAPES
 from llmforge.targets import Target
 
@@ -206,7 +206,7 @@ def _refuse(model: ir.Model, sm: int) -> None:
             raise UnsupportedError(f"{node.op_type} {node.name} on CUDA: {reason}", hint=hint)
 
 
-def build(request: BuildRequest) -> Engine:
+def build(request: BuildRequest) -> BuiltEngine:
     """Write a lowered model, load it on the target's GPU, run it and capture its steps.
 
     Raises:
@@ -222,19 +222,19 @@ def build(request: BuildRequest) -> Engine:
     config = write(request)
     config, notes = open_and_prove(request.folder, config, lambda chosen: _opened(request.folder, chosen))
     facts = {"ranks": f"{config.ranks} processes, one GPU each"} if request.ranks else {}
-    return Engine.built(request, config, facts, notes)
+    return BuiltEngine.built(request, config, facts, notes)
 
 
-def _opened(folder: Path, config: RuntimeConfig) -> Backend[Any]:
+def _opened(folder: Path, config: RuntimeConfig) -> Decoder[Any]:
     """Open what was written on the GPU of this machine, or on the first of them."""
     if config.ranks > 1:
         return rank_session.open_engine(folder, config, None)
-    session: Backend[Any] = module_of(config).open_engine(folder / MODEL_FILE, config, None, CudaDevice())
+    session: Decoder[Any] = module_of(config).open_engine(folder / MODEL_FILE, config, None, CudaDevice())
     return session
 
 
 def open_and_prove(
-    folder: Path, config: RuntimeConfig, open_session: Callable[[RuntimeConfig], Backend[Any]]
+    folder: Path, config: RuntimeConfig, open_session: Callable[[RuntimeConfig], Decoder[Any]]
 ) -> tuple[RuntimeConfig, tuple[str, ...]]:
     """Open an engine and prove it; where its fast products do not run, without them, which `runtime.json` then says.
 
@@ -259,7 +259,7 @@ def open_and_prove(
     return slower, (f"{FAST_ENTRY} is off, and products of codes are slower: with it, {reason}", *notes)
 
 
-def _proven(session: Backend[Any], config: RuntimeConfig) -> tuple[str, ...]:
+def _proven(session: Decoder[Any], config: RuntimeConfig) -> tuple[str, ...]:
     """Prove an engine (`prove`), and end the processes of its ranks."""
     try:
         return prove(session, config)
@@ -280,7 +280,7 @@ def write(request: BuildRequest) -> RuntimeConfig:
     return config
 
 
-def prove(session: Backend[Any], config: RuntimeConfig) -> tuple[str, ...]:
+def prove(session: Decoder[Any], config: RuntimeConfig) -> tuple[str, ...]:
     """Capture the planned steps, run two (`onnxruntime.prove`) and one of each of `PROVED_TOKENS`; return notes.
 
     They are on what is not captured.

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.ir.interface import TopLogits
-from llmforge.runtime.device.cuda import Block, BlockCopy, Buffer, Device
+from llmforge.runtime.device.cuda import BlockCopy, Buffer, Device, MemoryBlock
 from llmforge.runtime.device.top_logits import FetchedTopLogits, TopLogitsBuffers
 from llmforge.runtime.interface import DecodeRun
 
@@ -31,7 +31,7 @@ class _Aside:
     def keep(self, logits: Buffer) -> _Aside:
         """Begin to copy `logits` here."""
         size = logits.size
-        self._device.copy([BlockCopy(Block(self._buffer, 0, size), Block(logits, 0, size), size, 1)])
+        self._device.copy([BlockCopy(MemoryBlock(self._buffer, 0, size), MemoryBlock(logits, 0, size), size, 1)])
         self._device.record(self._event)
         return self
 

@@ -38,7 +38,7 @@ from llmforge.runtime.config import Capture, GraphPlan, RuntimeConfig, SessionCo
 from llmforge.runtime.device.backend import INPUT_BYTES, LOGIT_BYTES
 from llmforge.runtime.device.cache import CacheMemory, CacheTensor, DeviceCache
 from llmforge.runtime.device.cuda import Buffer, Device
-from llmforge.runtime.device.graph_capture import ONE, ProbeStep, probe_inputs
+from llmforge.runtime.device.graph_capture import ONE, CaptureProbe, probe_inputs
 from llmforge.runtime.device.inputs import InputBuffers, StagedInputs
 from llmforge.runtime.device.top_logits import TopLogitsBuffers
 from llmforge.runtime.interface import DecodeRun, RowCopy, Rows, StepInputs
@@ -486,7 +486,7 @@ class PagedSession(CapturedSession[PagedCache]):
         self._capture_all(cache.store.memory, lambda capture, graph_id: self._probe(capture, graph_id, cache, table))
         cache.pool.close(table)
 
-    def _probe(self, capture: Capture, graph_id: int, cache: PagedCache, table: BlockTable) -> ProbeStep:
+    def _probe(self, capture: Capture, graph_id: int, cache: PagedCache, table: BlockTable) -> CaptureProbe:
         """Make what runs a probe's step: all rows are the same text, and write the same."""
         out = np.empty((1, capture.batch, self.vocabulary), np.float32)
 

@@ -42,10 +42,10 @@ from llmforge.ir.interface import Draw
 from llmforge.native import nccl
 from llmforge.runtime.config import Capture, GraphPlan, RuntimeConfig, SessionConfig
 from llmforge.runtime.device import cache as device_cache
-from llmforge.runtime.device.backend import INPUT_BYTES, LOGIT_BYTES, DeviceBackend
+from llmforge.runtime.device.backend import INPUT_BYTES, LOGIT_BYTES, DeviceDecoder
 from llmforge.runtime.device.cache import CacheMemory, DeviceCache
 from llmforge.runtime.device.cuda import Buffer, Device, how_to_install
-from llmforge.runtime.device.graph_capture import ONE, ProbeStep, probe_inputs
+from llmforge.runtime.device.graph_capture import ONE, CaptureProbe, probe_inputs
 from llmforge.runtime.device.inputs import BoundInput, InputBuffers
 from llmforge.runtime.device.top_logits import TopLogitsBuffers
 from llmforge.runtime.interface import C, DecodeRun, StepInputs
@@ -65,7 +65,7 @@ DECODE_BYTES = 4 * len(Draw._fields)
 EAGER = -1  # the `gpu_graph_id` of steps that are no CUDA graph
 
 
-class CapturedSession(DeviceBackend[C], Generic[C]):
+class CapturedSession(DeviceDecoder[C], Generic[C]):
     """A decoder in ONNX Runtime whose decode steps may be captured: one thread makes all runs, and finds their graphs.
 
     A subclass opens `_session`.
@@ -115,7 +115,7 @@ class CapturedSession(DeviceBackend[C], Generic[C]):
                 return length, graph_id
         return None, EAGER
 
-    def _capture_all(self, memory: CacheMemory, probe_of: Callable[[Capture, int], ProbeStep]) -> None:
+    def _capture_all(self, memory: CacheMemory, probe_of: Callable[[Capture, int], CaptureProbe]) -> None:
         """Capture the planned steps over `memory`, in the order of the plan, and verify each by its probe."""
         graphs: dict[int, list[tuple[int, int]]] = {}
         self.capture_results = ()
@@ -426,7 +426,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
             cache.memory, lambda capture, graph_id: self._probe(capture, graph_id, cache.rows(0, capture.batch))
         )
 
-    def _probe(self, capture: Capture, graph_id: int, cache: DeviceCache) -> ProbeStep:
+    def _probe(self, capture: Capture, graph_id: int, cache: DeviceCache) -> CaptureProbe:
         """Make what runs a probe's step over `cache`."""
         out = np.empty((capture.batch, 1, self.vocabulary), np.float32)
 
