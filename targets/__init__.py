@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from llmforge.backends import BACKENDS, BUILT_IN, BackendName, Kind, Provider, Support
+from llmforge.backends import BACKENDS, BUILT_IN, BackendName
+from llmforge.backends.record import Kind, Provider, Support
 from llmforge.base import extras, located_yaml
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError
 from llmforge.base.plugins import Plugin, Seam
@@ -204,7 +205,7 @@ class Target(BaseModel):
         if int(self.sm or 0) < SPARSE_SINCE_SM:
             words = f"2:4 takes 1.00 of the time of dense products: SM{self.sm} has {rate.value:g} TFLOP/s for both"
             return Speedup(1.0, f"{words}; sparse tensor cores begin with SM{SPARSE_SINCE_SM}")
-        if not {"tensorrt", "tensorrt-rtx"} & set(self.engines):
+        if not any(BACKENDS[engine].sparse for engine in self.engines):
             return Speedup(1.0, f"2:4 takes 1.00 of the time of dense products: {', '.join(self.engines)} knows none")
         return Speedup(2.0, f"2:4 takes 0.50 of the time of dense products at best: {2 * rate.value:g} TFLOP/s")
 
@@ -216,7 +217,7 @@ class Target(BaseModel):
         """
         record = BACKENDS[backend]
         provider = record.on(self.kind)
-        listed = backend in self.engines or record.elsewhere is not None
+        listed = backend in self.engines or record.export_format is not None
         if backend not in BUILT_IN:  # no file here can list it: its record says what it runs on
             listed = record.unsupported(self.sm) is None
         if provider is None or not listed:

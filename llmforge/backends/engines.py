@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from llmforge.backends import BACKENDS, BackendName, dotted, loading, plugin_of, slots_reason
+from llmforge.backends import BACKENDS, BackendName, loading, plugin_of
+from llmforge.backends.record import dotted
 from llmforge.base.errors import EnvironmentLacks, InputError, UnsupportedError
 from llmforge.base.plugins import Plugin, blamed, refusal
 from llmforge.base.progress import Progress, Silent
@@ -50,7 +51,7 @@ class BuildRequest:
     eos_token_ids: Sequence[int]
     bos_token_id: int | None
     progress: Progress = field(default_factory=Silent)
-    exported: Exported | None = None  # where the backend writes a file of parameters (`Backend.elsewhere`)
+    exported: Exported | None = None  # where the backend writes a file of parameters (`Backend.export_format`)
     run_in_parts: RunInParts | None = None  # what proves an engine of more than `WHOLE_BYTES`; None: it is loaded
     prove: Prove = at_once
     ranks: Sequence[ir.Model] = ()  # the lowered graph of each, where several share the model; `model` is the first
@@ -191,9 +192,9 @@ def refuse_paged(spec: EngineSpec, target: Target) -> None:
         UnsupportedError: only ONNX Runtime's CUDA provider has attention over blocks, and no ranks share a model there.
     """
     provider = target.require_engine(spec.backend)
-    if spec.kv_cache != "paged" or (provider.name == "cuda" and spec.tensor_parallel == 1):
+    if spec.kv_cache != "paged" or (provider.paged is not None and spec.tensor_parallel == 1):
         return
-    reason = slots_reason(provider.name, target.sm, spec.tensor_parallel)
+    reason = provider.slots_reason(target.sm, spec.tensor_parallel)
     raise UnsupportedError(
         f"engine.kv_cache is paged; {spec.backend} on {target.name} does not support it: {reason}",
         hint="set `engine: {kv_cache: slots}`, or choose one GPU and `backend: onnxruntime`",

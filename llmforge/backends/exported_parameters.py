@@ -99,7 +99,7 @@ def check_passes(backend: BackendName, names: tuple[str, ...]) -> None:
     Raises:
         UnsupportedError: it cannot; names the first that it cannot.
     """
-    record = BACKENDS[backend].elsewhere
+    record = BACKENDS[backend].export_format
     if record is None:
         return
     for name in names:

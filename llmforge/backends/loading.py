@@ -20,7 +20,6 @@ from llmforge.runtime.device.cuda import CudaDevice, how_to_install
 from llmforge.runtime.interface import Decoder
 from llmforge.runtime.signature import ELEMENTS
 
-_PAGED = "llmforge.backends.onnxruntime.cuda.paged"
 GRAPH_BYTES = 128 << 20  # of model.onnx: its weights lie beside it; of the deepest models it has some 10 MB
 CONTEXT_STEP = 128  # tokens, in which a smaller context is proposed
 
@@ -43,7 +42,7 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
     config.check_versions()
     graphs = config.rank_files if not alone else () if config.plan is not None else (MODEL_FILE,)
     wanted = (*graphs, *_data_files(config)) if config.plan is None else graphs or (config.plan.file,)
-    if of_provider(config.provider).elsewhere is not None or (config.plugin and config.onnxruntime is None):
+    if of_provider(config.provider).export_format is not None or (config.plugin and config.onnxruntime is None):
         wanted = (FILE,)  # the files of others are theirs to read
     for name in wanted:
         file = folder / name
@@ -74,7 +73,9 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
 
 def module_of(config: RuntimeConfig) -> Any:
     """Import the module that opens an engine: the one of its provider, or the one for blocks of a pool."""
-    return importlib.import_module(PROVIDERS[config.provider].session if config.kv_blocks is None else _PAGED)
+    provider = PROVIDERS[config.provider]
+    paged = None if config.kv_blocks is None else provider.paged
+    return importlib.import_module(provider.session if paged is None else paged.session)
 
 
 def require_devices(ranks: int, first: int = 0, provider: str = "cuda") -> None:

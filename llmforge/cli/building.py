@@ -57,9 +57,9 @@ def _next_steps(artifact: Path, engine: EngineRecord) -> Iterator[str]:
     if engine.pending:
         yield f"next, on the target: llmforge build --finish {name} RECIPE"
         return
-    elsewhere = backends.elsewhere(engine.backend)
-    if elsewhere is not None:
-        yield f"next: {elsewhere.serve.format(engine=shlex.quote(output.here(artifact / 'engine')))}"
+    export_format = backends.export_format(engine.backend)
+    if export_format is not None:
+        yield f"next: {export_format.serve.format(engine=shlex.quote(output.here(artifact / 'engine')))}"
     else:
         yield f'next: llmforge run {name} "PROMPT"'
     yield f"      llmforge gate {name}"

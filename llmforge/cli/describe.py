@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from llmforge import targets
 from llmforge.artifact import Artifact
-from llmforge.backends import PENDING_FILE, Support, dotted
+from llmforge.backends.record import Support, dotted
 from llmforge.base import plugins
 from llmforge.base.errors import PluginError
 from llmforge.quantization import methods
 from llmforge.rewrite import options, pass_base
 from llmforge.rewrite.pass_base import Pass
+from llmforge.runtime.config import PENDING_FILE
 from llmforge.targets import SourcedFigure, Target
 
 if TYPE_CHECKING:

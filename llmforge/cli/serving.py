@@ -338,8 +338,8 @@ def triton(
     admit(opened, allow, rehash, parts=(*LOADED, f"{repository.FOLDER}/"))
     chosen = check_name(name) if name is not None else None
     model = repository.of_artifact(opened, name=chosen, overrides=overrides, allow=allow)
-    elsewhere = of_provider(model.runtime.provider).elsewhere is not None
-    export = vllm.export if elsewhere else repository.export
+    for_others = of_provider(model.runtime.provider).export_format is not None
+    export = vllm.export if for_others else repository.export
     written = str(export(opened, model, models, version=version, copy=copy))
     if as_json:
         output.write_json({"model": written})
@@ -350,7 +350,7 @@ def triton(
 
         console.say(f"next: {written}/README.md says what the server needs and how to start it")
     if found is not None:
-        if elsewhere:  # vLLM reads paths from where the server starts
+        if for_others:  # vLLM reads paths from where the server starts
             os.chdir(models)
             models = Path()
         line = starting.command(found, models, starting.Ports(**ports), server_options)

@@ -167,7 +167,7 @@ def interpreters(
             f"--runtime {extra[0]}: `validation.runtimes` of {recipe.path} does not name it",
             hint=f"add `validation: {{runtimes: [{extra[0]}]}}`, or measure it later with `llmforge validate`",
         )
-    if wanted and target.kind != "cpu" and BACKENDS[recipe.engine.backend].elsewhere is None:
+    if wanted and target.kind != "cpu" and BACKENDS[recipe.engine.backend].export_format is None:
         raise UnsupportedError(
             f"{', '.join(wanted)}: other runtimes run engines for CPUs alone, and {target.name} is none",
             hint="remove `validation.runtimes` from the recipe, or choose another target",

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from llmforge import artifact, calibration, passes, targets
 from llmforge.artifact import Hashing
-from llmforge.backends import BACKENDS, engines, pending, plugin_of, slots_reason
+from llmforge.backends import BACKENDS, engines, pending, plugin_of
 from llmforge.backends.engines import BuildRequest, BuiltEngine, Prove
 from llmforge.backends.onnxruntime import interop
 from llmforge.backends.onnxruntime.builder import write_tokenizer
@@ -31,8 +31,18 @@ from llmforge.base.progress import Progress, Silent
 from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint, documents
 from llmforge.checkpoint.adapters import Merge
-from llmforge.compile import attribution, dry_run, evidence, lock, preflight, provenance, publishing, reuse, texts
-from llmforge.compile import export_proxy as elsewhere
+from llmforge.compile import (
+    attribution,
+    dry_run,
+    evidence,
+    export_proxy,
+    lock,
+    preflight,
+    provenance,
+    publishing,
+    reuse,
+    texts,
+)
 from llmforge.compile import unused_modules as left_out
 from llmforge.compile.evidence import Clock, Evidence
 from llmforge.compile.frontend import Frontend
@@ -253,10 +263,10 @@ def make(
     notes += of_passes
     found = Evidence(None, None, None, evidence.NOT_ASKED)
     stand_in = None
-    if measure and recipe.validation.quality is not None and BACKENDS[recipe.engine.backend].elsewhere is not None:
+    if measure and recipe.validation.quality is not None and BACKENDS[recipe.engine.backend].export_format is not None:
         stand_in = staging / "stand-in"
         progress.stage("Build stand-in")
-        elsewhere.stand_in(model, recipe.engine, checkpoint, stand_in, progress)
+        export_proxy.stand_in(model, recipe.engine, checkpoint, stand_in, progress)
     if measure:
         found = evidence.measure(
             staging,
@@ -346,7 +356,7 @@ def check_host(recipe: Recipe, target: Target) -> None:
     if not recipe.engine.deferred:
         with nullcontext() if plugin is None else plugins.blamed(plugin):
             builder.require_host(target, recipe.engine)
-    elif target.kind == "cpu" or BACKENDS[recipe.engine.backend].elsewhere is not None:
+    elif target.kind == "cpu" or BACKENDS[recipe.engine.backend].export_format is not None:
         raise UnsupportedError(
             f"{recipe.engine.backend}: the engine is written here; it cannot be deferred"
             if target.kind != "cpu"
@@ -593,8 +603,8 @@ def build_engine(
         notes.append(f"split: whole on every rank: {_named(list(whole))}; {name}: {reason}")
     write_tokenizer(checkpoint, staging / "tokenizer")
     ends = checkpoint.eos_token_ids, checkpoint.bos_token_id
-    others = BACKENDS[recipe.engine.backend].elsewhere
-    exported = None if others is None else elsewhere.exported(lowered, traced, checkpoint)
+    others = BACKENDS[recipe.engine.backend].export_format
+    exported = None if others is None else export_proxy.exported(lowered, traced, checkpoint)
     request = BuildRequest(
         lowered, staging / "engine", spec, target, *ends, progress, exported, engine_parts.run, prove
     )
@@ -625,8 +635,8 @@ def build_engine(
 def placed(recipe: Recipe, target: Target) -> tuple[EngineSpec, list[str]]:
     """Return the engine's section, with slots where it might have blocks and serving needs slots; and a note of it."""
     spec, reason = recipe.engine, recipe.slots_reason
-    provider = target.require_engine(spec.backend).name
-    if spec.kv_cache or reason is None or slots_reason(provider, target.sm, spec.tensor_parallel):
+    provider = target.require_engine(spec.backend)
+    if spec.kv_cache or reason is None or provider.slots_reason(target.sm, spec.tensor_parallel):
         return spec, []
     return spec.model_copy(update={"kv_cache": "slots"}), [f"lowering: KV cache in slots, not in blocks: {reason}"]
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from llmforge import native, targets
-from llmforge.backends import BACKENDS, ONNXRUNTIME, PROVIDERS, dotted
+from llmforge.backends import BACKENDS, PROVIDERS
+from llmforge.backends.record import dotted
 from llmforge.base import extras, versions
 from llmforge.base.errors import EnvironmentLacks
 from llmforge.doctor.gpus import Gpu
@@ -115,7 +116,7 @@ def _runtimes(gpus: Sequence[Gpu]) -> Iterator[Check]:
         yield Check("run on CUDA", "no", "this onnxruntime has no CUDA provider", hint)
     else:
         for gpu in gpus:
-            if ONNXRUNTIME.unsupported(gpu.sm) is None:
+            if BACKENDS["onnxruntime"].unsupported(gpu.sm) is None:
                 yield Check("run on CUDA", "yes", f"{gpu.title}: onnxruntime {onnxruntime.__version__}")
             else:
                 yield Check("run on CUDA", "no", f"{gpu.title}: the wheel has no code for SM {gpu.sm}", "use TensorRT")

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from llmforge.backends import BACKENDS, Dtype
+from llmforge.backends import BACKENDS
+from llmforge.backends.record import Dtype
 from llmforge.base.errors import UnsupportedError
 from llmforge.planning.deployment import DeploymentPlan, degree
 from llmforge.planning.roofline import Placement, StepCost

@@ -20,11 +20,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmforge.backends import PREFILL_CHUNK
 from llmforge.metrics.units import significant, step_time
 from llmforge.planning import roofline
 from llmforge.planning.roofline import Placement, Workload
 from llmforge.planning.scheme import BITS
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 
 if TYPE_CHECKING:
     from llmforge.planning.deployment import DeviceMemory

@@ -27,7 +27,7 @@ def note(demand: PruningDemand, passes: Collection[str], shape: Shape, target: T
         UnsupportedError: the build refuses it: there is nothing to take out, it saves a decode step too little, or the
             runtime that the recipe's `passes` or `backend` are for reads one size for all layers.
     """
-    if INTERFACES.intersection(passes) or BACKENDS[backend].elsewhere is not None:
+    if INTERFACES.intersection(passes) or BACKENDS[backend].export_format is not None:
         raise UnsupportedError(
             f"{PASS}: runtimes of others read one number of layers and heads, and pruned layers differ",
             hint=f"leave {PASS} out of the recipe, or {', '.join(sorted(INTERFACES))}, or choose another `engine`",

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
-from llmforge.backends import BACKENDS, BackendName, Dtype, plugin_of
+from llmforge.backends import BACKENDS, BackendName, plugin_of
+from llmforge.backends.record import CodeLayout, Dtype, Provider
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import CONFIG, read_settings
 from llmforge.metrics.units import count, duration, significant, size
@@ -54,16 +55,6 @@ class _Weights:
     good: bool = False  # hardly to be told from the checkpoint
 
 
-def _four(block: int, more: str) -> _Weights:
-    options = f"bits: 4, block_size: {block}, {more}method: gptq"
-    wanted = Wanted(weights="int4", block=block)
-    return _Weights(f"quantize-weights: {{{options}", 0.05, "quantize-weights, bits: 4", wanted, 4)
-
-
-_EIGHT = _Weights(
-    "quantize-weights: {bits: 8, block_size: 32, method: rtn", 0.005, "quantize-weights, bits: 8",
-    Wanted(weights="int8", block=32), 8, good=True,
-)  # fmt: skip
 _FP8 = _Weights(
     "quantize-channels: {dtype: fp8",
     0.02,
@@ -82,29 +73,36 @@ _AUTO = _Weights(
 )  # fmt: skip
 
 
-def _as_stored(block: int, more: str) -> tuple[_Weights, _Weights]:
-    """Make 4 and 8 bits of a file that others load, who have the scales of symmetric codes in fp16."""
-    same = f"block_size: {block}, symmetric: true, scales: fp16, {more}"
-    return (
-        _Weights(
-            f"quantize-weights: {{bits: 4, {same}method: gptq", 0.05, "quantize-weights, bits: 4",
-            Wanted(weights="int4", block=block), 4,
-        ),
-        _Weights(
-            f"quantize-weights: {{bits: 8, {same}method: rtn", 0.005, "quantize-weights, bits: 8",
-            Wanted(weights="int8", block=block), 8, good=True,
-        ),
-    )  # fmt: skip
+def _blocks(bits: Literal[4, 8], layout: CodeLayout) -> _Weights:
+    """Make codes of 4 or 8 bits in blocks, as kernels or a file want them."""
+    options = [f"bits: {bits}", f"block_size: {layout.block}"]
+    if bits in layout.symmetric_bits:
+        options.append("symmetric: true")
+    if layout.scales_fp16:
+        options.append("scales: fp16")
+    if not layout.embeds_codes:
+        options.append("embedding_bits: 16")
+    options.append(f"method: {'gptq' if bits == 4 else 'rtn'}")
+    wanted = Wanted(weights="int4" if bits == 4 else "int8", block=layout.block)
+    change = f"quantize-weights, bits: {bits}"
+    cost = 0.05 if bits == 4 else 0.005
+    return _Weights(f"quantize-weights: {{{', '.join(options)}", cost, change, wanted, bits, good=bits == 8)
 
 
-_WEIGHTS: Mapping[str, Sequence[_Weights]] = {  # by engine, of ONNX Runtime's on CPUs by goal
-    "cpu": (_four(32, ""), _EIGHT),
-    "cpu, by size": (_AUTO, _EIGHT),
-    "onnxruntime": (_four(32, "symmetric: true, "), _EIGHT),
-    "tensorrt": (_four(128, "symmetric: true, embedding_bits: 16, "), _FP8, _FP8_BOTH),
-    "compressed-tensors": _as_stored(128, "embedding_bits: 16, "),
-    "gguf": _as_stored(32, ""),
-}
+def _ways(plan: DeploymentPlan, goal: Goal) -> tuple[_Weights, ...]:
+    """List the ways to store weights that the backend of a plan has."""
+    backend = BACKENDS[plan.backend]
+    layout = _provider(plan).layout
+    four = _blocks(4, layout)
+    if backend.scales == "channels":
+        return four, _FP8, _FP8_BOTH
+    # Sizes of codes that differ between layers have zero points.
+    return _AUTO if goal == "size" and not layout.symmetric_bits else four, _blocks(8, layout)
+
+
+def _provider(plan: DeploymentPlan) -> Provider:
+    """Give what runs the engine of a plan."""
+    return plan.target.require_engine(plan.backend)
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ def write(
             f"--engine {chosen} is of a plug-in, whose passes and formats init does not know",
             hint=f"write the recipe without --engine, and set `engine: {{backend: {chosen}}}` in it",
         )
-    others = BACKENDS[chosen].elsewhere
+    others = BACKENDS[chosen].export_format
     before = _plan(shape, target, chosen, Wanted(), goal)
     folder = (checkpoint.parent if checkpoint.name == CONFIG else checkpoint).absolute()
     settings = read_settings(folder)
@@ -168,9 +166,18 @@ def write(
             f"{planned.plan.shape.name} needs {size(held.needed)} on {target.name}, which has {size(held.capacity)}",
             hint="choose --goal size, or a target with more memory; `llmforge plan` shows what takes it",
         )
-    lines = [*_passes(before, weights, why, cached=cached)]
-    text = "\n".join(_recipe(planned, goal, lines, weights, name, given, has_device, sample_text, cached)) + "\n"
-    return StartingRecipe(text, planned)
+    on_device = others is None and target.kind == "gpu" and _provider(planned.plan).needs_device is not None
+    recipe = _Recipe(
+        planned=planned,
+        goal=goal,
+        passes=[*_passes(before, weights, why, cached=cached)],
+        kld=(weights.kld if weights is not None else 0.001) + 0.01 * (cached or target.kind == "gpu"),
+        name=name,
+        given=given,
+        deferred=on_device and not has_device,
+        sample_text=sample_text,
+    )
+    return StartingRecipe("\n".join(recipe.lines()) + "\n", planned)
 
 
 def _plan(shape: Shape, target: Target, backend: BackendName, wanted: Wanted, goal: Goal) -> Planned:
@@ -191,13 +198,10 @@ def _context(shape: Shape) -> int:
 def _choose(planned: Planned, goal: Goal) -> tuple[_Weights | None, Advice | None]:
     """Choose how weights are stored: what the goal gains most from, of what the target runs and pays."""
     plan = planned.plan
-    kind = "tensorrt" if "tensorrt" in plan.backend else plan.backend
-    if plan.target.kind == "cpu" and kind == "onnxruntime":
-        kind = "cpu, by size" if goal == "size" else "cpu"
     advice = {each.change: each for each in planned.advice}
     possible = [
         (way, advice[way.change])
-        for way in _WEIGHTS[kind]
+        for way in _ways(plan, goal)
         if way.change in advice and advice[way.change].verdict in ("pays", "does not pay")
         and (goal != "quality" or way.good)
     ]  # fmt: skip
@@ -215,8 +219,9 @@ def _choose(planned: Planned, goal: Goal) -> tuple[_Weights | None, Advice | Non
 
 def _stored(planned: Planned, grid: Grid | None) -> tuple[_Weights | None, Advice | None]:
     """Take the codes of a checkpoint that comes quantized, where its `grid` is one that the target's kernels read."""
-    on_cpu, ort = planned.plan.target.kind == "cpu", planned.plan.backend == "onnxruntime"
-    if grid is None or not (on_cpu or (grid.portable and (ort or (grid.symmetric and grid.bits == 4)))):
+    plan = planned.plan
+    on_cpu, in_blocks = plan.target.kind == "cpu", BACKENDS[plan.backend].scales == "blocks"
+    if grid is None or not (on_cpu or (grid.portable and (in_blocks or (grid.symmetric and grid.bits == 4)))):
         return None, None
     change = f"quantize-weights, bits: {4 if grid.bits <= 4 else 8}"
     wanted = Wanted(
@@ -224,7 +229,7 @@ def _stored(planned: Planned, grid: Grid | None) -> tuple[_Weights | None, Advic
         block=grid.block_size,
         symmetric=grid.symmetric,
     )
-    more = ", scales: fp16" if on_cpu else "" if ort else ", embedding_bits: 16"
+    more = ", scales: fp16" if on_cpu else "" if _provider(plan).layout.embeds_codes else ", embedding_bits: 16"
     weights = _Weights(f"quantize-weights: {{method: stored{more}", 0.01, change, wanted, grid.bits)
     advice = next((each for each in planned.advice if each.change == change), None)
     return weights, None if advice is None else replace(advice, reason="the codes of the checkpoint, as they are")
@@ -235,10 +240,10 @@ def _passes(
 ) -> Iterator[tuple[str, str]]:
     """Give the passes in their order, each with a reason."""
     plan = planned.plan
-    ours, on_cpu, ort = _is_ours(plan), plan.target.kind == "cpu", plan.backend == "onnxruntime"
+    ours, on_cpu, compiled = _is_ours(plan), plan.target.kind == "cpu", BACKENDS[plan.backend].compiled
     reasons = {each.change: each.reason for each in planned.advice}
     for name in ("fuse-norms", "pack-qkv", "pack-gate-up", "flash-attention"):
-        if ours and (ort or name.startswith("pack")):
+        if ours and (not compiled or name.startswith("pack")):  # compilers fuse the others themselves
             yield name, reasons.get(name, "").partition(":")[0]
     if weights is not None and why is not None:
         # On a CPU the factor is a machine's, and the figures that the recipe is chosen by are those of its kind.
@@ -256,62 +261,78 @@ def _passes(
 
 def _is_ours(plan: DeploymentPlan) -> bool:
     """Say if llmforge runs the engine: passes that change more than codes, and figures of latency, are for no other."""
-    return BACKENDS[plan.backend].elsewhere is None
+    return BACKENDS[plan.backend].export_format is None
 
 
-def _recipe(
-    planned: Planned,
-    goal: Goal,
-    passes: Sequence[tuple[str, str]],
-    weights: _Weights | None,
-    name: str,
-    given: Mapping[str, str],
-    has_device: bool,
-    sample_text: bool,
-    cached: bool,
-) -> Iterator[str]:
-    plan, build = planned.plan, planned.build
-    context, tokens = _context(plan.shape), min(512, _context(plan.shape))
-    kld = (weights.kld if weights is not None else 0.001) + 0.01 * (cached or plan.target.kind == "gpu")
-    ours = _is_ours(plan)
-    deferred = ours and plan.target.kind == "gpu" and plan.backend != "tensorrt-rtx" and not has_device
-    calibrated = any(word in line for line, _ in passes for word in _CALIBRATED)
-    engine = f"backend: {plan.backend}, max_context: {context}, max_batch: {plan.workload.batch}"
-    billions = plan.shape.parameters / 1e9
-    shown = f"{significant(billions)} billion" if billions >= 1 else f"{significant(billions * 1e3)} million"
-    yield f"# {plan.shape.name}, {shown} parameters, on {plan.target.title}: {_GOALS[goal]}."
-    yield "# Written by `llmforge init`; change what you like. `llmforge passes` and `llmforge schema` describe it."
-    yield "schema: 1"
-    yield f"name: {name}"
-    yield f"checkpoint: {given['checkpoint']}"
-    yield f"target: {given['target']}  # see `llmforge targets`"
-    yield f"engine: {{{engine}{', deferred: true' if deferred else ''}}}"
-    if deferred:
-        yield "# deferred: on the GPU's host, `llmforge build --finish` builds the engine of what is published here."
-    if sample_text:
-        yield "# Both texts are technical documentation that ships with llmforge. Put your own in their place:"
-        yield '# a line of JSON, {"id": …, "text": …}, for each document, and no document in both files.'
-    if calibrated:
-        yield f"calibration: {{data: {given['calibration']}, samples: 16, length: {tokens}, seed: 0}}"
-    yield "passes:"
-    for line, reason in passes:
-        if len(line) + len(reason) > _LINE:
-            yield f"  # {reason}:"
-            yield f"  - {line}"
-        else:
-            yield f"  - {line}  # {reason}" if reason else f"  - {line}"
-    yield "validation:"
-    yield f"  quality: {{data: {given['evaluation']}, context: {tokens}, max_tokens: 30720}}  # null: all tokens"
-    if ours:
-        longest = min(tokens, context - _ANSWER)
-        prompts = ", ".join(map(str, sorted({min(32, longest), longest})))
-        yield f"  latency: {{prompt_tokens: [{prompts}], output_tokens: {_ANSWER}, repetitions: 6}}"
-    yield "# Limits to start with: tighten them once a report shows where this model stands."
-    yield "gates:"
-    yield f"  perplexity_ratio: {{max: {1 + max(kld, 0.01):g}}}"
-    yield f"  kld_mean: {{max: {kld:g}}}"
-    cost = f"{duration(build.cpu_s)} of CPU time and {size(build.memory_bytes)} of memory"
-    step = f"; {significant(plan.asked.decode.tokens_per_second)} tokens/s at {count(plan.workload.batch)} at once"
-    if plan.target.kind == "cpu":
-        step = ". `llmforge plan` predicts its speed"
-    yield f"# Predicted: a build of about {cost}; {size(plan.asked.memory.weights)} of weights{step}."
+@dataclass(frozen=True)
+class _Recipe:
+    """What a recipe is written of."""
+
+    planned: Planned
+    goal: Goal
+    passes: Sequence[tuple[str, str]]  # each with a reason
+    kld: float  # nats per token that all of them may cost
+    name: str
+    given: Mapping[str, str]
+    deferred: bool
+    sample_text: bool
+
+    def lines(self) -> Iterator[str]:
+        """Give its lines."""
+        yield from self._sources()
+        yield from self._steps()
+        yield from self._checks()
+
+    def _sources(self) -> Iterator[str]:
+        plan, given = self.planned.plan, self.given
+        engine = f"backend: {plan.backend}, max_context: {_context(plan.shape)}, max_batch: {plan.workload.batch}"
+        billions = plan.shape.parameters / 1e9
+        shown = f"{significant(billions)} billion" if billions >= 1 else f"{significant(billions * 1e3)} million"
+        yield f"# {plan.shape.name}, {shown} parameters, on {plan.target.title}: {_GOALS[self.goal]}."
+        yield "# Written by `llmforge init`; change what you like. `llmforge passes` and `llmforge schema` describe it."
+        yield "schema: 1"
+        yield f"name: {self.name}"
+        yield f"checkpoint: {given['checkpoint']}"
+        yield f"target: {given['target']}  # see `llmforge targets`"
+        yield f"engine: {{{engine}{', deferred: true' if self.deferred else ''}}}"
+        if self.deferred:
+            finish = "on the GPU's host, `llmforge build --finish` builds the engine of what is published here"
+            yield f"# deferred: {finish}."
+        if self.sample_text:
+            yield "# Both texts are technical documentation that ships with llmforge. Put your own in their place:"
+            yield '# a line of JSON, {"id": …, "text": …}, for each document, and no document in both files.'
+        if any(word in line for line, _ in self.passes for word in _CALIBRATED):
+            yield f"calibration: {{data: {given['calibration']}, samples: 16, length: {self._tokens}, seed: 0}}"
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens of a text that calibrates or evaluates."""
+        return min(512, _context(self.planned.plan.shape))
+
+    def _steps(self) -> Iterator[str]:
+        yield "passes:"
+        for line, reason in self.passes:
+            if len(line) + len(reason) > _LINE:
+                yield f"  # {reason}:"
+                yield f"  - {line}"
+            else:
+                yield f"  - {line}  # {reason}" if reason else f"  - {line}"
+
+    def _checks(self) -> Iterator[str]:
+        plan, build, tokens, kld = self.planned.plan, self.planned.build, self._tokens, self.kld
+        yield "validation:"
+        documents = f"data: {self.given['evaluation']}, context: {tokens}, max_tokens: 30720"
+        yield f"  quality: {{{documents}}}  # null: all tokens"
+        if _is_ours(plan):
+            longest = min(tokens, _context(plan.shape) - _ANSWER)
+            prompts = ", ".join(map(str, sorted({min(32, longest), longest})))
+            yield f"  latency: {{prompt_tokens: [{prompts}], output_tokens: {_ANSWER}, repetitions: 6}}"
+        yield "# Limits to start with: tighten them once a report shows where this model stands."
+        yield "gates:"
+        yield f"  perplexity_ratio: {{max: {1 + max(kld, 0.01):g}}}"
+        yield f"  kld_mean: {{max: {kld:g}}}"
+        cost = f"{duration(build.cpu_s)} of CPU time and {size(build.memory_bytes)} of memory"
+        step = f"; {significant(plan.asked.decode.tokens_per_second)} tokens/s at {count(plan.workload.batch)} at once"
+        if plan.target.kind == "cpu":
+            step = ". `llmforge plan` predicts its speed"
+        yield f"# Predicted: a build of about {cost}; {size(plan.asked.memory.weights)} of weights{step}."

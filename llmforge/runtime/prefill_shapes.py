@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmforge.backends import PREFILL_CHUNK
-
+# Tokens of a prompt that run at once. It bounds the memory of activations and of the attention scores.
+PREFILL_CHUNK = 512
 # Doubling wastes half of a piece's work at most; what is shorter than the first costs a GPU no less.
 SHAPES = tuple(64 << i for i in range(6) if 64 << i <= PREFILL_CHUNK)
 ROWS = (2, 4, 8)  # of steps of several prompts

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmforge.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError, InputError, Unavailable, UnsupportedError, UsageError
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.serving.interface import Serving
 from llmforge.serving.options import EngineOptions
 from llmforge.serving.paged_scheduler import scheduler_of

@@ -11,8 +11,8 @@ As `scheduler`, but for where tokens lie and what one step runs:
 3. one run of the decoder reads the last token of every sequence that decodes and, up to `step_tokens` in all, pieces
    of what is not read yet, oldest first; at least a `chunk` of the oldest.
 
-Where the decoder gives heads of rows (`interface.Heads`), tokens are sampled from them, and delivered while the next
-step runs, whatever it runs.
+Where the decoder gives top logits of rows (`interface.TopLogits`), tokens are sampled from them, and delivered while
+the next step runs, whatever it runs.
 
 While all sequences decode, the next step begins on the device's guesses of this one's tokens, if the pool has a place
 for each (`Scheduler`).
@@ -32,10 +32,10 @@ from typing import Any
 
 import numpy as np
 
-from llmforge.backends import PREFILL_CHUNK
 from llmforge.backends.onnxruntime.cuda.paged import PagedCache, PagedSession, Piece
 from llmforge.runtime.block_pool import BlockTable, NoBlocks
 from llmforge.runtime.interface import C, Decoder
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.runtime.sampling.sampler import Samplers, guesses
 from llmforge.serving.options import EngineOptions
 from llmforge.serving.scheduler import Decoding, Scheduler, temperatures

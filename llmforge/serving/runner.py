@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from llmforge.backends import PREFILL_CHUNK
 from llmforge.backends.loading import open_engine
 from llmforge.backends.onnxruntime.cuda.paged import PagedCache
 from llmforge.base.errors import ForgeError, UsageError
 from llmforge.runtime.config import RuntimeConfig
 from llmforge.runtime.interface import LOGITS_CHUNK, Decoder, Rows, StepInputs
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.runtime.sampling.options import GREEDY, Sampling
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving.chat import ChatTemplate

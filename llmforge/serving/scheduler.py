@@ -37,10 +37,10 @@ from typing import Generic
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
 from llmforge.ir.interface import GREEDY, TopLogits
 from llmforge.runtime.interface import C, Decoder, DecodeRun, StepInputs
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.runtime.sampling.sampler import SampledToken, Samplers, guesses, sample_heads
 from llmforge.serving import prompt_batching
 from llmforge.serving.options import EngineOptions

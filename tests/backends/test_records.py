@@ -11,8 +11,9 @@ from typing import get_args
 import pytest
 
 from llmforge import backends, passes, targets
-from llmforge.backends import BACKENDS, PROVIDERS, BackendName, BackendRecord, PlanModule, Provider, ProviderName, Use
+from llmforge.backends import BACKENDS, PROVIDERS, BackendName, PlanModule, ProviderName
 from llmforge.backends.onnxruntime import kernels
+from llmforge.backends.record import BackendRecord, Provider, Use
 from llmforge.metrics.agreement import RUNTIMES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +55,7 @@ def test_annotations_list_what_the_records_hold() -> None:
     assert tuple(PROVIDERS) == ("cpu", "cuda", "tensorrt", "tensorrt-rtx", *ELSEWHERE)
     assert get_args(PlanModule) == ("tensorrt", "tensorrt_rtx")
     assert {backends.of_provider(name).name for name in PROVIDERS} == set(BACKENDS)
-    assert backends.of_module("tensorrt_rtx") is backends.TENSORRT_RTX
+    assert backends.of_module("tensorrt_rtx") is BACKENDS["tensorrt-rtx"]
 
 
 def test_a_backend_of_cpus_alone_says_so() -> None:
@@ -67,13 +68,13 @@ def test_a_backend_of_cpus_alone_says_so() -> None:
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_what_servers_of_others_load_is_written_for_any_target(name: str) -> None:
-    record = BACKENDS[name].elsewhere
+    record = BACKENDS[name].export_format
     assert record is not None
     assert record.runtime in RUNTIMES
     assert {each.name for each in passes.ALL} >= set(record.passes)
     for target in ("cpu-generic", "t4", "b200"):
         assert targets.load(target).require_engine(name).name == name
-    assert all(BACKENDS[other].elsewhere is None for other in BACKENDS if other not in ELSEWHERE)
+    assert all(BACKENDS[other].export_format is None for other in BACKENDS if other not in ELSEWHERE)
 
 
 def test_why_a_dtype_is_missing_on_a_device() -> None:

@@ -69,7 +69,7 @@ def test_every_target_has_a_recipe_for_every_goal(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("backend", backends.BUILT_IN)
 def test_every_target_and_backend_give_a_recipe_or_a_reason(backend: str, tmp_path: Path) -> None:
     """Every backend that can be had on a target; of the others the message names those that can."""
-    everywhere = backends.BUILT_IN[backend].elsewhere is not None
+    everywhere = backends.BUILT_IN[backend].export_format is not None
     for name in targets.names():
         if everywhere or backend in targets.load(name).engines:
             assert start(tmp_path, name, "latency", "llama-2-7b", backend=backend).engine.backend == backend

@@ -117,7 +117,7 @@ def test_an_engine_that_does_not_run_says_why(name: str, backend: BackendName, r
 def test_engines_are_all_that_run(name: str) -> None:
     target = targets.load(name)
     assert set(target.engines) == {
-        each.name for each in BACKENDS.values() if each.elsewhere is None and each.unsupported(target.sm) is None
+        each.name for each in BACKENDS.values() if each.export_format is None and each.unsupported(target.sm) is None
     }
     for backend in target.engines:
         taken = target.support(backend)

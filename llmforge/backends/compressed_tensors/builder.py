@@ -214,7 +214,7 @@ def build(request: BuildRequest) -> BuiltEngine:
     settings["quantization_config"] = quantization_config(schemes, exported.checkpoint)
     _write_json(folder / CONFIG, settings)
     copy_settings(exported.checkpoint, folder)
-    written = signatures.elsewhere(request, METHOD)
+    written = signatures.export_format(request, METHOD)
     (folder / FILE).write_text(written.to_json(), encoding="utf-8")
     formats = ", ".join(sorted({scheme.format for scheme in schemes.values()}))
     facts = {"format": f"{METHOD} {VERSION}: {formats}", "codes": "read back, and equal to those of the graph"}

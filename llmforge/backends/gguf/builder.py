@@ -225,7 +225,7 @@ def build(request: BuildRequest) -> BuiltEngine:
     finally:
         writer.close()
     _prove(gguf, file, digests)
-    written = signatures.elsewhere(request, BACKEND)
+    written = signatures.export_format(request, BACKEND)
     (folder / FILE).write_text(written.to_json(), encoding="utf-8")
     used = ", ".join(sorted({kind for kind, _ in kinds.values()}))
     facts = {

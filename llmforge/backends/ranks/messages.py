@@ -1,4 +1,4 @@
-"""What a driver and a rank tell each other while the rank starts, and what a driver has its ranks do (`Group.command`).
+"""What a driver and a rank tell each other while the rank starts, and what a driver has its ranks do (`RankGroup.command`).
 
 A command is a list of calls, done in order: copies of cached tokens wait for the next step, and cost no round of their
 own.
@@ -54,7 +54,7 @@ class Invitation:
 
 @dataclass(frozen=True)
 class RankReady:
-    """A rank has loaded its engine, which says of itself what a scheduler asks (`interface.Backend`)."""
+    """A rank has loaded its engine, which says of itself what a scheduler asks (`interface.Decoder`)."""
 
     signature: Signature
     rows_alone: bool

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from llmforge.backends import BACKENDS, BackendName, BackendRecord, Provider
+from llmforge.backends import BACKENDS, BackendName
+from llmforge.backends.record import BackendRecord, Provider
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 
 

@@ -278,7 +278,7 @@ class PlanSession(DeviceDecoder[DeviceCache]):
         def upload(token: int) -> dict[str, BoundInput]:
             return self._decode_inputs.upload(probe_inputs(token, capture).feeds(self.signature))
 
-        def probe(token: int, *, graph: bool, elsewhere: bool = False) -> NDArray[np.float32]:
+        def probe(token: int, *, graph: bool, moved: bool = False) -> NDArray[np.float32]:
             inputs = upload(token)
             if not graph:
                 self._bind(self._decode, inputs, cache, self._decode_logits, out.shape)
@@ -286,7 +286,7 @@ class PlanSession(DeviceDecoder[DeviceCache]):
             else:
                 if batch not in graphs:
                     graphs[batch] = self._capture_step(inputs, cache)
-                if elsewhere:  # the captured address holds another token than the one that was asked for
+                if moved:  # the captured address holds another token than the one that was asked for
                     upload(ONE)
                 self.device.replay(graphs[batch][0])
             self.device.read(self._decode_logits, 0, out)

@@ -1,6 +1,6 @@
 """The record of a backend: data, and modules by their names, for a serving environment reads it, too."""
 
-from llmforge.backends import BackendRecord, Provider, Use
+from llmforge.backends.record import BackendRecord, Provider, Use
 
 PLAIN = BackendRecord(
     name="sample-plain",

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from llmforge.backends import PREFILL_CHUNK
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface, operators
 from llmforge.ir.operators import contrib, standard
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.config import Capture, GraphPlan
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 
 # Lengths that a graph serves: up to these, then all. Between two of them attention's scratch memory and splits are four
 # times too large at most; what it reads of the cache follows the rows' own lengths.

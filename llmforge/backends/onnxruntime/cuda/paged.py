@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.backends import PREFILL_CHUNK
 from llmforge.backends.onnxruntime.cuda.decode_runs import DecodeRuns
 from llmforge.backends.onnxruntime.cuda.session import (
     DECODE_BYTES,
@@ -42,6 +41,7 @@ from llmforge.runtime.device.graph_capture import ONE, CaptureProbe, probe_input
 from llmforge.runtime.device.inputs import InputBuffers, StagedInputs
 from llmforge.runtime.device.top_logits import TopLogitsBuffers
 from llmforge.runtime.interface import DecodeRun, RowCopy, Rows, StepInputs
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.runtime.signature import ELEMENTS, Signature
 
 FREE_PART = 0.9  # of a device's free memory that a pool takes at most: scratch memory of kernels needs the rest
@@ -186,8 +186,8 @@ class PagedSession(CapturedSession[PagedCache]):
         if self.signature.block_size is None or self.signature.gives_all_rows:
             raise InputError(f"{where}: its caches are no blocks of a pool")
         self.block_size = self.signature.block_size
-        elsewhere = {*self.signature.cache_types, interface.CHOSEN_IDS}
-        self._input_names = tuple(name for name in self.signature.inputs if name not in elsewhere)
+        fixed = {*self.signature.cache_types, interface.CHOSEN_IDS}
+        self._input_names = tuple(name for name in self.signature.inputs if name not in fixed)
         self._host_inputs = self._find_host_inputs(self._input_names, interface.ATTENTION_METADATA, where)
         self._most_rows = most = max((1, *self.buckets, *(capture.batch for capture in self._captures)))
         self._decode_inputs: InputBuffers | None = None  # sized by the table of the first cache
@@ -495,10 +495,10 @@ class PagedSession(CapturedSession[PagedCache]):
             pieces = [Piece((token,), int(past), table, wanted=True) for past in inputs.past_lengths]
             return self._feeds(pieces, cache, None, capture.batch, capture.length)
 
-        def probe(token: int, *, graph: bool, elsewhere: bool = False) -> NDArray[np.float32]:
+        def probe(token: int, *, graph: bool, moved: bool = False) -> NDArray[np.float32]:
             which = graph_id if graph else EAGER
-            step, binding = self._prepare_decode(feeds(ONE if elsewhere else token), cache, which), None
-            if elsewhere:
+            step, binding = self._prepare_decode(feeds(ONE if moved else token), cache, which), None
+            if moved:
                 step.buffers.send(step.inputs)
                 most = step.buffers.each_bytes
                 other = InputBuffers(self.device, self._input_names, self._host_inputs, most)

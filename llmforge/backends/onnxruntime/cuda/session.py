@@ -174,8 +174,8 @@ class DeviceSession(CapturedSession[DeviceCache]):
             raise UnsupportedError(f"{where}: its caches grow in every step, and only the CPU's session copies them")
         if self._captures and interface.ATTENTION_MASK in signature.inputs:
             raise UnsupportedError(f"{where}: {interface.ATTENTION_MASK} grows with the text, so no step is recorded")
-        elsewhere = {*signature.cache_types, interface.CHOSEN_IDS}
-        self._input_names = tuple(name for name in signature.inputs if name not in elsewhere)
+        fixed = {*signature.cache_types, interface.CHOSEN_IDS}
+        self._input_names = tuple(name for name in signature.inputs if name not in fixed)
         self._host_inputs = self._find_host_inputs(self._input_names, interface.TOTAL_SEQUENCE_LENGTH, where)
         self._most_rows = most = max((1, *self.buckets, *(capture.batch for capture in self._captures)))
         if self._pads and signature.chooses_by_row:
@@ -430,9 +430,9 @@ class DeviceSession(CapturedSession[DeviceCache]):
         """Make what runs a probe's step over `cache`."""
         out = np.empty((capture.batch, 1, self.vocabulary), np.float32)
 
-        def probe(token: int, *, graph: bool, elsewhere: bool = False) -> NDArray[np.float32]:
+        def probe(token: int, *, graph: bool, moved: bool = False) -> NDArray[np.float32]:
             which, inputs = graph_id if graph else EAGER, probe_inputs(token, capture)
-            if not elsewhere:
+            if not moved:
                 self._decode(inputs, cache, out, capture.length, which)
                 return out.copy()
             self._upload_decode(probe_inputs(ONE, capture), None)
