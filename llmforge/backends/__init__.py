@@ -1,19 +1,20 @@
 """The backends: what builds and runs engines. Each is a folder here, whose `BACKEND` says all that tells it apart.
 
-A new backend is a folder with its record (llmforge.backends.record), the modules that the record names, an extra of the
-name of each provider, and an entry in `engines` of the targets that run it. A backend of a plug-in
-(llmforge.base.plugins) is such a record, too, and found by its name like those here; its providers are called as it is,
-or begin with its name and a hyphen.
+A new backend is a folder with its record (llmforge.backends.record) and the modules that the record names, its place in
+`_FOLDERS`, an extra of the name of each provider, and an entry in `engines` of the targets that run it. They are listed
+and not looked for, because what is imported is what keys of the build cache cover and what Triton's repository carries.
+
+A backend of a plug-in (llmforge.base.plugins) is such a record, too, and found by its name like those here; its
+providers are called as it is, or begin with its name and a hyphen.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
+from llmforge.backends import compressed_tensors, gguf, onnxruntime, tensorrt, tensorrt_rtx
 from llmforge.backends.record import BackendRecord, ExportFormat, Provider
 from llmforge.base.plugins import Plugin, Seam
 
@@ -21,17 +22,8 @@ if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
     from pydantic_core import CoreSchema
 
-
-def _records() -> Iterator[BackendRecord]:
-    """Give the record of each folder; those whose engines llmforge runs come first, each group by name."""
-    folders = (
-        importlib.import_module(f"{__name__}.{each.name}") for each in pkgutil.iter_modules(__path__) if each.ispkg
-    )
-    found: list[BackendRecord] = [each.BACKEND for each in folders if hasattr(each, "BACKEND")]
-    yield from sorted(found, key=lambda record: (record.export_format is not None, record.name))
-
-
-BUILT_IN: Mapping[str, BackendRecord] = {each.name: each for each in _records()}
+_FOLDERS = (onnxruntime, tensorrt, tensorrt_rtx, compressed_tensors, gguf)
+BUILT_IN: Mapping[str, BackendRecord] = {each.BACKEND.name: each.BACKEND for each in _FOLDERS}
 BUILT_IN_PROVIDERS: Mapping[str, Provider] = {
     each.name: each for backend in BUILT_IN.values() for each in backend.providers
 }

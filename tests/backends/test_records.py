@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import get_args
@@ -56,6 +59,44 @@ def test_annotations_list_what_the_records_hold() -> None:
     assert get_args(PlanModule) == ("tensorrt", "tensorrt_rtx")
     assert {backends.of_provider(name).name for name in PROVIDERS} == set(BACKENDS)
     assert backends.of_module("tensorrt_rtx") is BACKENDS["tensorrt-rtx"]
+
+
+FOLDERS = [
+    file.parent for file in (ROOT / "llmforge" / "backends").glob("*/__init__.py") if "BACKEND" in file.read_text()
+]
+SESSIONS = sorted(
+    {each.session for each in PROVIDERS.values()} | {each.paged.session for each in PROVIDERS.values() if each.paged}
+)
+BUILD_TOOLS = ("click", "ml_dtypes", "onnx", "onnx_ir", "onnxscript", "psutil", "pydantic", "safetensors", "torch")
+BUILD_ROOMS = ("checkpoint", "compile", "quantization", "recipe", "rewrite", "targets", "trace")
+
+
+def imported(file: Path) -> set[str]:
+    """Name the modules that a file imports, anywhere."""
+    nodes = [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    whole = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return whole | {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+def test_the_table_has_every_folder() -> None:
+    assert {folder.name for folder in FOLDERS} == {name.replace("-", "_") for name in BACKENDS}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_record_is_data(folder: Path) -> None:
+    known = {"__future__", "dataclasses", "llmforge.backends", "llmforge.backends.record"}
+    assert imported(folder / "__init__.py") <= known
+    types = imported(ROOT / "llmforge" / "backends" / "record.py")
+    assert types <= {"__future__", "collections.abc", "dataclasses", "typing"}
+
+
+@pytest.mark.parametrize("session", SESSIONS)
+def test_a_session_imports_nothing_that_building_needs(session: str) -> None:
+    program = f"import sys, importlib; importlib.import_module({session!r}); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    loaded = set(done.stdout.split())
+    assert session in loaded
+    assert not loaded & {*BUILD_TOOLS, *(f"llmforge.{room}" for room in BUILD_ROOMS)}
 
 
 def test_a_backend_of_cpus_alone_says_so() -> None:
