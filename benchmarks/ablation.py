@@ -39,7 +39,7 @@ from llmforge.calibration import calibrate, driver, experts, mixed
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.sums import InputSums
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization import allocation, rounding
 from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix
 from llmforge.quantization.methods import gptq
@@ -94,7 +94,7 @@ class Bench:
         self.checkpoint, self.threads = Checkpoint.open(path), threads
         self.windows, held = drawn(self.checkpoint, 512, tokens, held=True)
         every = max(1, round(sum(len(window.ids) for window in held) / held_tokens))
-        self.held: list[Window] = held[::every]
+        self.held: list[TokenWindow] = held[::every]
         self.calibration_tokens = sum(len(window.ids) for window in self.windows)
         self.held_tokens = sum(len(window.ids) for window in self.held)
 

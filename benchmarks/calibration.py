@@ -27,7 +27,7 @@ from llmforge.calibration import calibrate, driver, gradients, layer, mixed, qua
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint, text
 from llmforge.checkpoint.documents import read_documents
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization import rounding
 from llmforge.quantization.grids import Grid
 from llmforge.quantization.methods import gptq
@@ -140,11 +140,13 @@ def _shaped(shape: str, layers: int | None, work: Path) -> Path:
     return model_size.make_checkpoint(f"{shape}-{layers}", work, sparse=False, facts=shallow)
 
 
-def drawn(checkpoint: Checkpoint, length: int, tokens: int, *, held: bool) -> tuple[list[Window], list[Window]]:
+def drawn(
+    checkpoint: Checkpoint, length: int, tokens: int, *, held: bool
+) -> tuple[list[TokenWindow], list[TokenWindow]]:
     """Draw windows of so many tokens together, and those that are held out."""
     documents = read_documents(model_size.SAMPLE / "calibration.jsonl")
     pool = text.windows(checkpoint.tokenizer, documents, length, checkpoint.bos_token_id)
-    apart: list[Window] = []
+    apart: list[TokenWindow] = []
     if held:
         names = list(dict.fromkeys(window.document for window in pool))
         out = set(names[mixed.HELD_OUT - 1 :: mixed.HELD_OUT])

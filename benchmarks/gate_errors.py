@@ -201,7 +201,7 @@ def quantile_row(sigma: float, share: float, paired: bool, size: int, runs: int)
             found = _figure(values, theirs, owners, share)
             within = np.array([_passes(name, found, limit, paired) for limit in limits])
         if theirs is None:
-            high = document_quantiles.Tokens(values, owners).upper(share)
+            high = document_quantiles.OwnedTokens(values, owners).upper(share)
             assert run >= CHECKED or (within == (high <= limits)).all(), (sigma, share, size, run)
             within = high <= limits
         passed += within

@@ -33,7 +33,7 @@ from llmforge.rewrite.pass_base import Budget, Context, Pass
 from llmforge.runtime.config import DATA_FILE, FILE, MODEL_FILE, RuntimeConfig
 from llmforge.runtime.interface import StepInputs
 from llmforge.trace import trace
-from llmforge.trace.hooks.attention import Attention
+from llmforge.trace.hooks.attention import AttentionHook
 
 CASES = ("32,1,1", "2048,1,1", "2048,1,4", "0,512,1", "1536,512,1")
 LONGEST, PIECE = 4096, 512
@@ -60,7 +60,7 @@ def write(folder: Path) -> None:
 def build(checkpoint: Path, folder: Path, *, latents: bool, passes: tuple[Pass, ...]) -> Path:
     """Build an engine of the checkpoint that caches latents, or keys and values."""
     target = targets.local()
-    with mock.patch.object(Attention, "latent", latents):
+    with mock.patch.object(AttentionHook, "latent", latents):
         model = trace(Checkpoint.open(checkpoint))
     for step in passes:
         step.run(model, Context(target))

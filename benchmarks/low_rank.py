@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from benchmarks.calibration import drawn
 from llmforge.calibration import calibrate
-from llmforge.calibration.correct import corrected
+from llmforge.calibration.low_rank_correction import corrected
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization.grids import Grid
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import Demand, LowRankDemand, Statistics, WeightDemand
@@ -69,7 +69,7 @@ def _bits(found: Statistics) -> float:
     return (codes + 32 * factors) / numbers
 
 
-def _lost(checkpoint: Checkpoint, held: Sequence[Window], found: Statistics) -> list[float]:
+def _lost(checkpoint: Checkpoint, held: Sequence[TokenWindow], found: Statistics) -> list[float]:
     """Return the KLD of each window, nats, summed over its tokens."""
     skeleton = Skeleton.build(checkpoint)
     ids = [window.ids for window in held]

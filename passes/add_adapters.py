@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from pydantic.dataclasses import dataclass
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
-from llmforge.checkpoint.adapters import Adapter, LowRank
+from llmforge.checkpoint.adapters import Adapter, LowRankUpdate
 from llmforge.ir import graph, interface
 from llmforge.ir.derived import Derived
 from llmforge.ir.operators.canonical import LowRankAdapter
@@ -37,7 +37,7 @@ from llmforge.ir.operators.standard import Add, MatMul
 from llmforge.rewrite import linear
 from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
-Part = tuple[LowRank, float] | None  # of one adapter and one part of a layer: what it adds, and its whole scale
+Part = tuple[LowRankUpdate, float] | None  # of one adapter and one part of a layer: what it adds, and its whole scale
 MERGE = "merge it: `mode: merged`"
 
 

@@ -37,12 +37,12 @@ from llmforge.ir.operators.standard import Add, MatMul
 from llmforge.quantization import initializers, low_rank
 from llmforge.quantization.grids import Float32, QuantizedMatrix, round_to_nearest
 from llmforge.quantization.initializers import LazyMatrix
-from llmforge.quantization.low_rank import Dtype, LowRank
+from llmforge.quantization.low_rank import Dtype, LowRankCorrection
 from llmforge.quantization.statistics import Demand, LowRankDemand
 from llmforge.rewrite import cpu_linear
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
-_Layer = contrib.MatMulNBits | cpu.Linear
+_Layer = contrib.MatMulNBits | cpu.CpuLinear
 _BEHIND = "low_rank"  # suffix of what a correction adds to a graph
 
 
@@ -77,7 +77,7 @@ class CorrectLowRank(Pass):
         found = {} if context.statistics is None else context.statistics.low_rank
         rewriting = _Correction(self, model, context)
         layers: list[_Layer] = [*contrib.MatMulNBits.all(model)]
-        layers += [layer for layer in cpu.Linear.all(model) if cpu_linear.plain(layer)]
+        layers += [layer for layer in cpu.CpuLinear.all(model) if cpu_linear.plain(layer)]
         for layer in layers:
             names = cpu_linear.parameters(layer)
             if not names:
@@ -90,7 +90,7 @@ class CorrectLowRank(Pass):
         return rewriting.changes
 
 
-def _reason(layer: _Layer, names: Sequence[str], found: Mapping[str, LowRank]) -> str | None:
+def _reason(layer: _Layer, names: Sequence[str], found: Mapping[str, LowRankCorrection]) -> str | None:
     """Say why a layer stays as it is; None where calibration corrected all of it."""
     if any(str(reader.name).endswith(f"/{_BEHIND}") for reader, _ in layer.output.uses()):
         return "it is corrected already"
@@ -110,10 +110,10 @@ class _Correction:
     context: Context
     changes: Changes = field(default_factory=Changes)
     products: dict[tuple[ir.Value, str], ir.Value] = field(default_factory=dict)  # x·A, by x and the group
-    gains: dict[str, LowRank] = field(default_factory=dict)  # by the group
+    gains: dict[str, LowRankCorrection] = field(default_factory=dict)  # by the group
     numbers: dict[str, tuple[int, int]] = field(default_factory=dict)  # of weights, and of factors
 
-    def correct(self, layer: _Layer, parts: Sequence[LowRank]) -> None:
+    def correct(self, layer: _Layer, parts: Sequence[LowRankCorrection]) -> None:
         """Add to `layer` what corrects its parts, which are side by side."""
         x = layer.a if isinstance(layer, contrib.MatMulNBits) else layer.x
         group, name, y, rank = parts[0].group, layer.name, layer.output, parts[0].rank

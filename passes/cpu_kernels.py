@@ -32,6 +32,7 @@ neighbour.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, ClassVar, Literal
 
 import onnx_ir as ir
@@ -44,6 +45,7 @@ from llmforge.ir.operators import canonical, contrib, cpu
 from llmforge.quantization.exclusion import exclusion
 from llmforge.rewrite import cpu_adapters, cpu_attention, cpu_linear
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.traits import Deployment, OwnKernels, Prediction, Proposal
 
 FALLBACK = "cpu-kernels: using ONNX Runtime's slower kernels: llmforge was installed without a C compiler"
 
@@ -78,6 +80,18 @@ class CpuKernels(Pass):
         Field(description="what makes keys and values of latents: int8 in blocks of 64 columns, or fp32 as it is"),
     ] = "int8"
 
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """Judge it by what both libraries' layers reach on a CPU."""
+        if there.on_cpu:
+            yield Prediction(cls.name, OwnKernels("faster kernels for quantized layers than ONNX Runtime's"))
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose it for engines of llmforge's on CPUs."""
+        if there.on_cpu and not there.exported:
+            yield Proposal("{budget}, fallback: onnxruntime", 0.005, reason="llmforge's own kernels")
+
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every layer and every attention of `model` that the kernels compute.
 
@@ -91,9 +105,9 @@ class CpuKernels(Pass):
             return Changes(notes=[FALLBACK], skipped=left)
         native.require()
         changes = Changes()
-        layers: dict[contrib.MatMulNBits | cpu.Linear, str | None] = {
+        layers: dict[contrib.MatMulNBits | cpu.CpuLinear, str | None] = {
             **{layer: cpu_linear.reason_against(layer) for layer in contrib.MatMulNBits.all(model)},
-            **{layer: None for layer in cpu.Linear.all(model) if cpu_linear.plain(layer)},
+            **{layer: None for layer in cpu.CpuLinear.all(model) if cpu_linear.plain(layer)},
         }
         ready = frozenset(layer.node for layer, reason in layers.items() if reason is None)
         rewriting = cpu_linear.Rewriting(model, ready, context.scratch)
@@ -124,7 +138,7 @@ class CpuKernels(Pass):
             graph.drop_unused(model)
         return changes
 
-    def _terms(self, layer: contrib.MatMulNBits | cpu.Linear) -> int:
+    def _terms(self, layer: contrib.MatMulNBits | cpu.CpuLinear) -> int:
         """Return how many terms of int8 a number that `layer` reads has."""
         sensitive = exclusion(cpu_linear.parameters(layer), self.int8x2) is not None
         return 2 if sensitive or self.activations == "int8x2" else 1

@@ -25,7 +25,7 @@ Numerics: lossy, within the budget of the recipe, measured in an fp32 twin that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass as record
 from dataclasses import field
 from typing import Annotated, ClassVar, Literal
@@ -38,8 +38,10 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.ir import derived, dtype_inference, graph, interface, operators
 from llmforge.ir.operators import canonical
 from llmforge.ir.operators.record import Precision
+from llmforge.quantization.grids import Grid
 from llmforge.rewrite import precision
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.traits import Deployment, Proposal, Storage
 
 FLOAT = ir.DataType.FLOAT
 _DTYPES: Mapping[str, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
@@ -59,6 +61,16 @@ class LowerPrecision(Pass):
         Field(description="fp16: 11 significant bits, up to 65504; bf16: 8 significant bits, the range of fp32"),
     ]
     head: Annotated[Literal["same", "fp32"], Field(description="dtype of the output head")] = "same"
+
+    def stores(self, stored: Grid | None) -> Storage:
+        """Say the dtype of activations."""
+        return Storage(compute=self.dtype)
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose the dtype in which a GPU computes."""
+        if not there.on_cpu and not there.exported and there.compute in ("fp16", "bf16"):
+            yield Proposal(f"dtype: {there.compute}, {{budget}}", 0.005, reason="as the GPU computes")
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite all of `model`.

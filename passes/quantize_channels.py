@@ -46,7 +46,7 @@ activations, where it does not multiply faster in it than in 16 bits; and where 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass as record
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -61,11 +61,21 @@ from llmforge.ir.derived import Derived, stored_in, swapped
 from llmforge.ir.operators.standard import MatMul, Transpose
 from llmforge.quantization import channels, methods
 from llmforge.quantization.exclusion import exclusion
+from llmforge.quantization.grids import Grid
 from llmforge.quantization.statistics import Demand, InputRange, InputRangeDemand, Smoothed, Smoothing
-from llmforge.quantization.stored import NotHeld, Source, StoredChannels, Untaken, channels_together, require
+from llmforge.quantization.stored import (
+    QuantizedSource,
+    SkippedCodes,
+    StoredChannels,
+    UnrepresentableCodes,
+    require,
+    stack_channels,
+)
 from llmforge.rewrite import smoothing
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.traits import Codes, Deployment, Prediction, Proposal, Storage
 
+_JUDGED: tuple[Literal["int8", "fp8"], ...] = ("int8", "fp8")  # by `plan`
 _LEAST = 2.0**-24  # scale of a token: the smallest number of fp16, so that a token of zeros has a scale
 
 
@@ -75,6 +85,7 @@ class QuantizeChannels(Pass):
 
     name: ClassVar[str] = "quantize-channels"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
+    writes_codes: ClassVar[Codes | None] = "channels"
 
     budget: Annotated[Budget, Field(description="quality budget of the pass")]
     dtype: Annotated[Literal["int8", "fp8"], Field(description="int8, or fp8 (e4m3)")]
@@ -113,16 +124,41 @@ class QuantizeChannels(Pass):
         """Whether codes are those of the checkpoint."""
         return self.method == methods.STORED
 
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """Judge each dtype, of weights alone and of what they multiply, where such weights are read as they are."""
+        if there.backend.scales == "channels":
+            for dtype in _JUDGED:
+                yield Prediction(f"{cls.name}, dtype: {dtype}", Storage(weights=dtype, block=0))
+                both = Storage(weights=dtype, product=dtype, block=0)
+                yield Prediction(f"{cls.name}, dtype: {dtype}, activations: static", both)
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose fp8 where it is judged."""
+        if there.backend.scales == "channels" and not there.is_quantized:
+            change, weights = f"{cls.name}, dtype: fp8", Storage(weights="fp8", block=0)
+            yield Proposal("dtype: fp8, {budget}", 0.02, weights, change, near_lossless=True, bits=8)
+            yield Proposal(
+                "dtype: fp8, activations: static, {budget}",
+                0.03,
+                Storage(weights="fp8", product="fp8", block=0),
+                f"{change}, activations: static",
+                calibrated=True,
+                bits=8,
+            )
+
+    def stores(self, stored: Grid | None) -> Storage:
+        """Say the dtype of weights and head, and of products where activations are rounded, too."""
+        product = self.dtype if self.activations != "none" else None
+        return Storage(weights=self.dtype, product=product, head=self.dtype if self.head else None, block=0)
+
     def demands(self) -> tuple[Demand, ...]:
         """Ask calibration for the ranges of what linears read, and for factors."""
         per_token = self.activations == "per_token"
         if self.activations == "none" or self.takes_stored or (per_token and not self.smooth):
             return ()
         return (InputRangeDemand(Smoothing(self.dtype, per_token, self.alpha) if self.smooth else None),)
-
-    def chooses_codes(self) -> bool:
-        """Say whether it does, unless it takes those that are there."""
-        return not self.takes_stored
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every linear layer of `model`, and the head.
@@ -211,10 +247,10 @@ def _lazy(
 class _Codes:
     """Codes of the checkpoint: those that are `found`, by the product that multiplies by them."""
 
-    def __init__(self, step: QuantizeChannels, source: Source) -> None:
+    def __init__(self, step: QuantizeChannels, source: QuantizedSource) -> None:
         self._step, self._source = step, source
         self.found: dict[ir.Node, StoredChannels] = {}
-        self.untaken = Untaken(step.name)
+        self.untaken = SkippedCodes(step.name)
 
     def find(self, product: MatMul, weight: ir.Value) -> str | None:
         """Look for the codes of `weight`; say why there are none, None where there are."""
@@ -222,10 +258,10 @@ class _Codes:
         if not tensors:
             return "its numbers are not those of the checkpoint any more; put quantize-channels further in front"
         try:
-            codes = channels_together([self._source.channels(name) for name in tensors])
+            codes = stack_channels([self._source.channels(name) for name in tensors])
             if codes.dtype != self._step.dtype:
-                raise NotHeld(f"are {codes.dtype}; `dtype` is {self._step.dtype}")
-        except NotHeld as reason:
+                raise UnrepresentableCodes(f"are {codes.dtype}; `dtype` is {self._step.dtype}")
+        except UnrepresentableCodes as reason:
             self.untaken.add(tensors, reason)
             return f"its codes {reason}" + ("" if reason.is_plain else "; it stays dequantized")
         self.found[product.node] = codes

@@ -22,7 +22,7 @@ where the checkpoint stores no codes that `method: stored` takes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -39,9 +39,18 @@ from llmforge.ir.operators.canonical import Fp4Linear
 from llmforge.ir.operators.standard import MatMul
 from llmforge.quantization import methods, nvfp4
 from llmforge.quantization.exclusion import exclusion
+from llmforge.quantization.grids import Grid
 from llmforge.quantization.statistics import Demand, InputRangeDemand
-from llmforge.quantization.stored import NotHeld, Source, StoredFp4, Untaken, fp4_together, require
+from llmforge.quantization.stored import (
+    QuantizedSource,
+    SkippedCodes,
+    StoredFp4,
+    UnrepresentableCodes,
+    require,
+    stack_fp4,
+)
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.traits import Codes, Deployment, Prediction, Storage
 
 _FP4, _FP8, _FP32 = ir.DataType.FLOAT4E2M1, ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT
 
@@ -52,6 +61,7 @@ class QuantizeFp4(Pass):
 
     name: ClassVar[str] = "quantize-fp4"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
+    writes_codes: ClassVar[Codes | None] = "fp4"
 
     budget: Annotated[Budget, Field(description="quality budget of the pass")]
     method: Annotated[
@@ -65,13 +75,19 @@ class QuantizeFp4(Pass):
         """Whether codes are those of the checkpoint."""
         return self.method == methods.STORED
 
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """Judge it where weights in 8 bits have scales of channels: an engine for GPUs."""
+        if there.backend.scales == "channels":
+            yield Prediction(cls.name, Storage(weights="fp4", product="fp4"))
+
+    def stores(self, stored: Grid | None) -> Storage:
+        """Say the dtype of weights and products."""
+        return Storage(weights="fp4", product="fp4")
+
     def demands(self) -> tuple[Demand, ...]:
         """Ask calibration for the ranges of what linears read."""
         return () if self.takes_stored else (InputRangeDemand(),)
-
-    def chooses_codes(self) -> bool:
-        """Say whether it does, unless it takes those that are there."""
-        return not self.takes_stored
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every linear layer of `model`.
@@ -87,7 +103,7 @@ class QuantizeFp4(Pass):
         routers, heads = routing.routers(model), logits_rows.readers(model)
         ranges = {} if context.statistics is None else context.statistics.inputs
         source = require(context.stored, self.name) if self.takes_stored else None
-        changes, untaken = Changes(), Untaken(self.name)
+        changes, untaken = Changes(), SkippedCodes(self.name)
         for product in MatMul.all(model):
             if not product.w.is_initializer() or len(graph.dims(product.w) or ()) != 2:
                 continue
@@ -101,7 +117,7 @@ class QuantizeFp4(Pass):
             if reason is None and source is not None:
                 try:
                     stored = _stored(source, product)
-                except NotHeld as why:
+                except UnrepresentableCodes as why:
                     reason = f"its codes {why}"
                     untaken.add(names, why)
                 else:
@@ -128,18 +144,22 @@ class QuantizeFp4(Pass):
         return changes
 
 
-def _stored(source: Source, product: MatMul) -> StoredFp4:
+def _stored(source: QuantizedSource, product: MatMul) -> StoredFp4:
     """Return the codes of the weight of `product`, with the range of what it reads.
 
     Raises:
-        NotHeld: the checkpoint has no such codes, or no range.
+        UnrepresentableCodes: the checkpoint has no such codes, or no range.
     """
     tensors = stored_in(graph.tensor(product.w), transposed=True)
     if not tensors:
-        raise NotHeld("are not those of the checkpoint any more; put quantize-fp4 further in front", is_plain=True)
-    found = fp4_together([source.fp4(name) for name in tensors])
+        raise UnrepresentableCodes(
+            "are not those of the checkpoint any more; put quantize-fp4 further in front", is_plain=True
+        )
+    found = stack_fp4([source.fp4(name) for name in tensors])
     if found.input_scale is None:
-        raise NotHeld("come without a range of what is read (input_global_scale), which products of fp4 need")
+        raise UnrepresentableCodes(
+            "come without a range of what is read (input_global_scale), which products of fp4 need"
+        )
     return found
 
 

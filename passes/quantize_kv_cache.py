@@ -24,6 +24,7 @@ Numerics: lossy, within the budget of the recipe.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
@@ -38,9 +39,11 @@ from llmforge.ir import graph, interface, operators
 from llmforge.ir.operators import canonical, cpu
 from llmforge.ir.operators.contrib import GroupQueryAttention
 from llmforge.quantization.formats import INT8_KV, KvFormat, SlotFormat
+from llmforge.quantization.grids import Grid
 from llmforge.quantization.statistics import Demand, KvRange, KvRangeDemand
 from llmforge.rewrite import cpu_attention
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.traits import Deployment, Prediction, Proposal, Storage
 
 _LATENTS = "it caches latents, which no kernel reads in int8"
 
@@ -91,6 +94,22 @@ class QuantizeKvCache(Pass):
         scale = "token" if bits == 4 else self.granularity.removeprefix("per_")
         return SlotFormat(f"int{bits}", scale, scale == "token" and self.rotation == "hadamard")
 
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """Judge it by the bytes of the cache."""
+        yield Prediction(f"{cls.name}, bits: 8", Storage(kv="int8"))
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose 8 bits on CPUs, where some quality may go; latents stay as they are."""
+        if there.on_cpu and not there.exported and not there.caches_latents and there.goal != "quality":
+            stores, reason = Storage(kv="int8"), "a quarter of the cache's memory"
+            yield Proposal("bits: 8, {budget}", 0.005, stores, reason=reason, calibrated=True)
+
+    def stores(self, stored: Grid | None) -> Storage:
+        """Say how keys and values are stored."""
+        return Storage(kv="int8", cache=None if self.format.portable else self.format)
+
     def demands(self) -> tuple[Demand, ...]:
         """Ask calibration for the ranges of keys and values, where a scale is static."""
         form = self.format
@@ -116,7 +135,7 @@ class QuantizeKvCache(Pass):
         for node in list(model.graph):
             if canonical.Attention.matches(node):
                 changes.skipped.append(Skipped(str(node.name), "not lowered to GroupQueryAttention"))
-            elif operators.is_a(node, canonical.LatentAttention, cpu.LatentAttention):
+            elif operators.is_a(node, canonical.LatentAttention, cpu.CpuLatentAttention):
                 changes.skipped.append(Skipped(str(node.name), _LATENTS))
             if (attention := GroupQueryAttention.of(node)) is None:
                 continue

@@ -53,10 +53,11 @@ Numerics: lossy, within the budget of the recipe.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass as record
 from dataclasses import field, replace
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -65,6 +66,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from llmforge import native
+from llmforge.backends.record import Dtype
 from llmforge.base.plugins import Plugin
 from llmforge.ir import graph, interface, logits_rows, operators, routing
 from llmforge.ir.derived import OfExperts, stored_in
@@ -77,11 +79,22 @@ from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, S
 from llmforge.quantization.initializers import LazyMatrix, PackedInitializers
 from llmforge.quantization.methods.base import Method
 from llmforge.quantization.statistics import Demand, WeightDemand
-from llmforge.quantization.stored import NotHeld, StoredCodes, Untaken, common, on_grid, require, together
-from llmforge.rewrite import cpu_linear, linear, moe_kernels
+from llmforge.quantization.stored import (
+    SkippedCodes,
+    StoredCodes,
+    UnrepresentableCodes,
+    common,
+    on_grid,
+    require,
+    stack_codes,
+)
+from llmforge.rewrite import cpu_linear, linear, moe_kernels, weight_proposals
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.traits import Codes, Deployment, FinerCodes, Prediction, Proposal, Storage
 
 _KEEP = 16  # embedding_bits that leave embedding and head alone
+_FINER = 8  # bits of weights that a recipe of mixed precision keeps
+_SHARED = ("budget", "block_size", "symmetric", "embedding_bits", "routers")  # options that say nothing of the method
 _PLAIN = methods.PLAIN()  # of an embedding or head that was not calibrated
 
 
@@ -92,6 +105,7 @@ class QuantizeWeights(Pass):
 
     name: ClassVar[str] = "quantize-weights"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
+    writes_codes: ClassVar[Codes | None] = "blocks"
 
     budget: Annotated[Budget, Field(description="quality budget of the pass")]
     bits: Annotated[
@@ -185,10 +199,6 @@ class QuantizeWeights(Pass):
         """Whether codes are those of the checkpoint."""
         return self.method == methods.STORED
 
-    def chooses_codes(self) -> bool:
-        """Say whether it does, unless it takes those that are there."""
-        return not self.takes_stored
-
     @property
     def grid(self) -> Grid:
         """The grid of the decoder's linear layers."""
@@ -205,6 +215,35 @@ class QuantizeWeights(Pass):
     def chosen(self) -> Method:
         """The method of the decoder's linear layers, with its options."""
         return methods.make(self.method, self)
+
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """Judge 4 bits, and 8 where blocks of 8 bits are multiplied as they are."""
+        if there.backend.scales == "blocks":
+            yield Prediction(f"{cls.name}, bits: 8", Storage(weights="int8"))
+        yield Prediction(f"{cls.name}, bits: 4", Storage(weights="int4"))
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose the formats that the engine runs best, or the codes of the checkpoint."""
+        propose = weight_proposals.of_stored if there.is_quantized else weight_proposals.of_weights
+        return propose(cls.name, there)
+
+    def stores(self, stored: Grid | None) -> Storage:
+        """Say the dtypes of embedding and head, and of weights; codes of the checkpoint are on the grid `stored`."""
+        table = self.embedding_bits  # others have no dtype here
+        said = Storage(embedding=cast(Dtype, f"int{table}") if table in (4, 8) else None)
+        if (grid := stored if self.takes_stored else self.grid) is None:
+            return said
+        weights = cast(Dtype, f"int{grid.bits}")
+        return replace(said, weights=weights, block=grid.block_size, symmetric=grid.symmetric)
+
+    def finer(self, written: Mapping[str, Any]) -> FinerCodes | None:
+        """Keep weights of few bits in 8, the only ones that 8 bits run well at `accuracy_level` 4."""
+        if self.bits >= _FINER or self.accuracy_level != INT8_ACTIVATIONS:
+            return None
+        shared = {name: deepcopy(written[name]) for name in _SHARED if name in written}  # YAML marks what is one object
+        return FinerCodes(_FINER, {**shared, "bits": _FINER, "method": _PLAIN.name})
 
     def demands(self) -> tuple[Demand, ...]:
         """Ask calibration for quantized linear layers and experts, where the method needs its text."""
@@ -254,7 +293,7 @@ class _WeightQuantizer:
     changes: Changes = field(default_factory=Changes)
     reordered: dict[tuple[ir.Value, bytes], ir.Value] = field(default_factory=dict)  # inputs, by the order of columns
 
-    untaken: Untaken = field(default_factory=lambda: Untaken(QuantizeWeights.name))  # codes of the checkpoint
+    untaken: SkippedCodes = field(default_factory=lambda: SkippedCodes(QuantizeWeights.name))  # codes of the checkpoint
 
     left: dict[str, list[canonical.MoE]] = field(default_factory=dict)  # layers whose experts stay, by the reason
 
@@ -284,7 +323,7 @@ class _WeightQuantizer:
                     raise
             case canonical.LatentAttention():
                 raise _Skip("what makes keys and values of its latents stays fp32; cpu-kernels stores it in int8")
-            case contrib.MoE():
+            case contrib.ContribMoE():
                 raise _Skip("already fused in fp32; put quantize-weights before fuse-experts")
 
     def product(self, node: ir.Node) -> None:
@@ -402,7 +441,7 @@ class _WeightQuantizer:
         try:
             for tensor in tensors:
                 self.context.stored.codes(tensor)
-        except NotHeld as reason:
+        except UnrepresentableCodes as reason:
             return not reason.is_plain
         return bool(tensors)
 
@@ -415,7 +454,7 @@ class _WeightQuantizer:
             raise _Skip("its numbers are not those of the checkpoint any more; put quantize-weights further in front")
         try:
             found = self._together(tensors)
-        except NotHeld as reason:
+        except UnrepresentableCodes as reason:
             self.untaken.add(tensors, reason)
             raise _Skip(f"its codes {reason}" + ("" if reason.is_plain else "; it stays dequantized")) from reason
         return LazyMatrix(found.read, n, k, found.grid), found.columns
@@ -424,10 +463,10 @@ class _WeightQuantizer:
         """Put the codes of tensors on top of each other, with fp32 scales unless fp16 is wanted and holds them.
 
         Raises:
-            NotHeld: no format here holds them.
+            UnrepresentableCodes: no format here holds them.
         """
         assert self.context.stored is not None
-        found = together([self.context.stored.codes(tensor) for tensor in tensors])
+        found = stack_codes([self.context.stored.codes(tensor) for tensor in tensors])
         if found.grid.scale == self.step.scales:
             return found
         grid = replace(found.grid, scale="fp32")
@@ -441,8 +480,8 @@ class _WeightQuantizer:
             up, down = (self._codes_of_experts(weight) for weight in (layer.up, layer.down))
             grid = common(up.grid, down.grid).fitting(experts.hidden, experts.inner)
             if grid is None:
-                raise NotHeld("have bits, or blocks, that QMoE does not read")
-        except NotHeld as reason:
+                raise UnrepresentableCodes("have bits, or blocks, that QMoE does not read")
+        except UnrepresentableCodes as reason:
             self.untaken.add(_names(layer.up) + _names(layer.down), reason)
             raise _Skip(f"its codes {reason}; its matrices stay dequantized") from reason
         orders = experts.order, np.arange(experts.hidden)
@@ -458,14 +497,14 @@ class _WeightQuantizer:
         """Return the codes of an initializer [E, K, N] as one matrix [E·N, K].
 
         Raises:
-            NotHeld: they are not put together here.
+            UnrepresentableCodes: they are not put together here.
         """
         tensor = graph.tensor(weight)
         if not isinstance(tensor, OfExperts) or not tensor.matrices or not tensor.transposed:
-            raise NotHeld("are not put together of matrices of experts")
+            raise UnrepresentableCodes("are not put together of matrices of experts")
         found = self._together([name for names in tensor.matrices for name in names])
         if found.columns is not None:
-            raise NotHeld("have input features in another order, which QMoE does not read")
+            raise UnrepresentableCodes("have input features in another order, which QMoE does not read")
         return found
 
     def _reorder(self, layer: linear.LinearLayer, columns: NDArray[np.intp]) -> None:
@@ -523,7 +562,7 @@ class _WeightQuantizer:
                 "epsilon": 0.0,
             }
             operands = {"x": layer.input, "weights": parts, "bias": layer.bias}
-            kernel = cpu.Linear.insert(layer.matmul, operands, attributes, name=layer.matmul.name)
+            kernel = cpu.CpuLinear.insert(layer.matmul, operands, attributes, name=layer.matmul.name)
             self._replace(layer, kernel.output)
             return
         attributes = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.verify_gpu.scale import Scale
 from llmforge import targets
 from llmforge.base.errors import EnvironmentLacks
-from llmforge.doctor.gpus import Gpu
+from llmforge.measure.gpus import Gpu
 from llmforge.runtime.device import cuda as devices
 from llmforge.runtime.device.cuda import Device, HostDevice
 

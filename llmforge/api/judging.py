@@ -14,6 +14,7 @@ from llmforge.base.errors import UsageError
 from llmforge.base.progress import Progress
 from llmforge.gates import release
 from llmforge.gates.decision import Verdict
+from llmforge.gates.release import ReleaseQuestion
 from llmforge.recipe import GatesFile
 from llmforge.report import release_text
 
@@ -69,15 +70,13 @@ def gate(
         specs, source = dict(GatesFile.load(Path(gates)).gates), str(gates)
     else:
         specs = dict(GatesFile.of(gates).gates)
-    release.check(specs, source)
-    if not specs:
-        raise UsageError(f"{source} has no gates: nothing to decide", hint='give gates={"kld_mean": {"max": 0.02}}')
+    release.check(specs, source, hint='give gates={"kld_mean": {"max": 0.02}}')
     earlier = None if against is None else _subject(against, home)
-    return Judged(release.judge(subject, specs, earlier))
+    return Judged(release.judge(ReleaseQuestion(subject, specs, earlier)))
 
 
-def _subject(artifact: str | Path, out: Path) -> release.Subject:
-    return release.Subject.checked(Artifact.open(resolve(str(artifact), out)))
+def _subject(artifact: str | Path, out: Path) -> release.MeasuredArtifact:
+    return release.MeasuredArtifact.checked(Artifact.open(resolve(str(artifact), out)))
 
 
 def evaluate(
@@ -102,6 +101,7 @@ def evaluate(
     from llmforge import cache
     from llmforge.checkpoint import Checkpoint
     from llmforge.compile import validating
+    from llmforge.measure.scoring import TaskRequest
     from llmforge.recipe import Recipe
 
     if (recipe is None) == (checkpoint is None):
@@ -109,11 +109,9 @@ def evaluate(
     folder = Path(checkpoint) if checkpoint is not None else Recipe.load(Path(str(recipe))).fetched()
     found = validating.evaluate(
         resolve(str(artifact), folders.artifacts(out)),
-        list(tasks),
+        TaskRequest(tuple(tasks), limit, **options),
         Checkpoint.open(folder),
         progress,
-        limit=limit,
         cache=partial(cache.Cache, cache.default_folder(), cache.default_size()),
-        **options,
     )
     return tuple(found.tasks)

@@ -13,7 +13,7 @@ from llmforge.doctor import kept
 from llmforge.measure import machine
 from llmforge.planning import render, request
 from llmforge.planning.render import Planned, Refused
-from llmforge.planning.scheme import Wanted
+from llmforge.rewrite.traits import Storage
 from llmforge.targets import Target
 
 _WIDTH = 120  # columns
@@ -81,7 +81,7 @@ def plan(
     names = () if target is None else (target,) if isinstance(target, str) else tuple(target)
     asked = request.Request(
         targets=names, batch=batch, prompt=prompt, output=output, context=context, ranks=ranks, usd_per_hour=price,
-        wanted=Wanted(**dtypes),
+        wanted=Storage(**dtypes),
     )  # fmt: skip
     found = hub.find(Path(what), revision)
     return Plans(tuple(request.answer(Path(what) if found is None else found.folder, asked, _kept)))

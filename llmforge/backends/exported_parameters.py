@@ -6,7 +6,7 @@ nothing but parameters. So every parameter is found again in the graph: as it wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -16,6 +16,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.backends import BACKENDS, BackendName
+from llmforge.backends.record import ExportFormat
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
@@ -24,6 +25,7 @@ from llmforge.ir.operators.contrib import GatherBlockQuantized, MatMulNBits, QMo
 from llmforge.ir.operators.standard import Cast, DequantizeLinear, Div, MatMul, QuantizeLinear, Reshape
 from llmforge.quantization.grids import Grid, Packed, QuantizedMatrix, unpack
 from llmforge.rewrite import smoothing
+from llmforge.rewrite.pass_base import Pass
 
 _REMOVE = "leave the pass that merges or changes it out of the recipe"
 
@@ -93,8 +95,8 @@ class Exported:
     changed: Mapping[str, ir.TensorProtocol]  # vectors, fp32: weights of norms and biases, times powers of two
 
 
-def check_passes(backend: BackendName, names: tuple[str, ...]) -> None:
-    """Return if a file of `backend` can say what the passes `names` do to a model.
+def check_passes(backend: BackendName, steps: Sequence[type[Pass]], registry: Sequence[type[Pass]]) -> None:
+    """Return if a file of `backend` can say what `steps` do to a model; `registry` is what there is instead.
 
     Raises:
         UnsupportedError: it cannot; names the first that it cannot.
@@ -102,13 +104,19 @@ def check_passes(backend: BackendName, names: tuple[str, ...]) -> None:
     record = BACKENDS[backend].export_format
     if record is None:
         return
-    for name in names:
-        if name not in record.passes:
+    for step in steps:
+        if not _holds(record, step):
+            taken = ", ".join(each.name for each in registry if _holds(record, each))
             raise UnsupportedError(
-                f"{name}: a {BACKENDS[backend].title} holds the parameters of the checkpoint by their own names, and "
-                "cannot say what this pass does",
-                hint=f"leave {name} out of the recipe; {backend} takes {', '.join(record.passes)}",
+                f"{step.name}: a {BACKENDS[backend].title} holds the parameters of the checkpoint by their own names, "
+                "and cannot say what this pass does",
+                hint=f"leave {step.name} out of the recipe; {backend} takes {taken}",
             )
+
+
+def _holds(record: ExportFormat, step: type[Pass]) -> bool:
+    """Say whether a file can say what `step` does: nothing to parameters, or codes that it has a form for."""
+    return step.keeps_parameters or step.writes_codes in record.codes
 
 
 def found_in(model: ir.Model, traced: ir.Model) -> tuple[dict[str, Quantized], dict[str, ir.TensorProtocol]]:

@@ -82,16 +82,6 @@ class PagedBlocks:
 
 
 @dataclass(frozen=True)
-class CodeLayout:
-    """How kernels or a file want quantized weights, as far as a recipe must ask for it (llmforge.planning.starting)."""
-
-    block: int = 32  # weights that share a scale
-    symmetric_bits: tuple[int, ...] = ()  # sizes of codes that have no zero points
-    scales_fp16: bool = False  # scales of symmetric codes are stored in fp16
-    embeds_codes: bool = True  # the embedding is stored in codes, too, and not in 16 bits
-
-
-@dataclass(frozen=True)
 class Provider:
     """A backend on one kind of target.
 
@@ -115,7 +105,6 @@ class Provider:
     ranks: bool = False  # several of its engines compute one model together (docs/tensor-parallelism.md)
     ranks_sm: int = 0  # compute capability from which on they can, of GPUs
     paged: PagedBlocks | None = None  # None: its KV caches lie in slots alone
-    layout: CodeLayout = CodeLayout()
 
     @property
     def install(self) -> str:
@@ -155,13 +144,15 @@ class Provider:
 class ExportFormat:
     """Whose servers load what a backend writes: a file format of theirs, that holds the parameters of a checkpoint.
 
-    A format has the architecture by its name: `passes` change no more of the model than how parameters are stored.
+    A format has the architecture by its name: passes change no more of the model than how parameters are stored.
     """
 
     servers: str  # "vLLM or SGLang"
     serve: str  # the command of one of them; `{engine}` is the folder
     runtime: Literal["transformers", "llama-cpp"]  # that runs what was written on a CPU (llmforge.metrics.agreement)
-    passes: tuple[str, ...]
+    codes: frozenset[str]  # that it holds, by what shares a scale (`llmforge.rewrite.traits.Codes`)
+    block: int  # weights that share a scale, best
+    tables: bool  # it holds codes of embedding and head, too
 
 
 @dataclass(frozen=True)

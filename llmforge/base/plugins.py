@@ -10,11 +10,9 @@ A `Seam` is what one kind needs: who asks it for a name gets the object, or one 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -25,7 +23,7 @@ from llmforge.base.errors import EnvironmentLacks, ForgeError, PluginError
 from llmforge.base.wording import plain
 
 if TYPE_CHECKING:
-    from importlib.metadata import Distribution, EntryPoint
+    from importlib.metadata import EntryPoint
 
 INTERFACE = 2
 KINDS: Mapping[str, str] = {
@@ -38,10 +36,7 @@ KINDS: Mapping[str, str] = {
 OURS = "llmforge"
 _GROUP = re.compile(r"llmforge\.v(?P<interface>\d{1,4})\.(?P<kind>\w+)")
 _PREFIX = "llmforge."
-_DISTRIBUTION = re.compile(r"[\w.-]+")
-_VALUE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*(\s*:\s*[^\W\d]\w*(\.[^\W\d]\w*)*)?")
 _LONGEST = 200  # characters that a message takes of metadata
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 T = TypeVar("T")
 
@@ -78,7 +73,7 @@ class Plugin:
 
 
 class Found(NamedTuple):
-    """All entry points of groups that begin as ours do, and what is wrong with the metadata of packages, in words."""
+    """All entry points of groups that begin as ours do, and what is wrong with the metadata of packages."""
 
     plugins: tuple[Plugin, ...]
     problems: tuple[str, ...]
@@ -93,41 +88,37 @@ def found() -> Found:
 def _found(path: tuple[str, ...]) -> Found:
     from importlib import metadata  # takes longer to import than `llmforge --help` may
 
-    plugins: list[Plugin] = []
-    problems: dict[str, None] = {}
-    for entry, package, home in _entries(metadata.distributions(path=list(path)), problems):
-        match = _GROUP.fullmatch(entry.group)
-        if match is None or match["kind"] not in KINDS:
-            problems[f"{package}: nothing reads the entry-point group {plain(entry.group, _LONGEST)}"] = None
-            continue
-        plugins.append(Plugin(match["kind"], entry.name, entry.value, package, int(match["interface"]), home, entry))
-    plugins.sort(key=lambda each: (list(KINDS).index(each.kind), each.name, each.package, each.interface))
-    return Found(tuple(plugins), tuple(problems))
-
-
-def _entries(
-    distributions: Iterable[Distribution], problems: dict[str, None]
-) -> Iterator[tuple[EntryPoint, Package, str]]:
-    """List the entry points of groups that begin as ours do; of a distribution that lies twice, those of the first.
-
-    One whose metadata is damaged brings nothing: it is among the `problems`.
-    """
-    seen: set[str] = set()
-    for distribution in distributions:
+    plugins: dict[str, list[Plugin]] = {}  # by distribution; of one that lies twice, those of the first
+    problems: list[str] = []
+    for distribution in metadata.distributions(path=list(path)):
         try:
             if f"[{_PREFIX}" not in (distribution.read_text("entry_points.txt") or ""):
                 continue
             name, version = distribution.metadata["Name"], distribution.metadata["Version"]
-            mine = [entry for entry in distribution.entry_points if entry.group.startswith(_PREFIX)]
+            entries = [entry for entry in distribution.entry_points if entry.group.startswith(_PREFIX)]
         except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:  # importlib.metadata checks nothing
             where = getattr(distribution, "_path", distribution.locate_file(""))
-            problems[plain(f"{where}: its metadata cannot be read: {_words(error)}", _LONGEST)] = None
+            problems.append(plain(f"{where}: its metadata cannot be read: {_words(error)}", _LONGEST))
             continue
         package = Package(str(name or "a package without a name"), str(version or "?"))
-        if _normal(package.name) in seen:
+        if normal(package.name) in plugins:
             continue
-        seen.add(_normal(package.name))
-        yield from ((entry, package, str(distribution.locate_file(""))) for entry in mine)
+        mine = plugins[normal(package.name)] = []
+        for entry in entries:
+            match = _GROUP.fullmatch(entry.group)
+            if match is None or match["kind"] not in KINDS:
+                problems.append(f"{package}: nothing reads the entry-point group {plain(entry.group, _LONGEST)}")
+                continue
+            interface, home = int(match["interface"]), str(distribution.locate_file(""))
+            mine.append(Plugin(match["kind"], entry.name, entry.value, package, interface, home, entry))
+    every = [plugin for those in plugins.values() for plugin in those]
+    every.sort(key=lambda each: (list(KINDS).index(each.kind), each.name, each.package, each.interface))
+    return Found(tuple(every), tuple(dict.fromkeys(problems)))
+
+
+def normal(distribution: str) -> str:
+    """Spell the name of a distribution in the one way by which two are compared."""
+    return distribution.lower().replace("_", "-")
 
 
 def step_class(plugin: Plugin, given: Any, base: type[Any]) -> Any:
@@ -138,10 +129,6 @@ def step_class(plugin: Plugin, given: Any, base: type[Any]) -> Any:
     """
     if not (isinstance(given, type) and issubclass(given, base)):
         raise ValueError(f"{given!r:.60} is no subclass of {base.__module__}.{base.__qualname__}")
-    if inspect.isabstract(given):
-        raise ValueError(
-            f"{given.__name__} does not define {', '.join(sorted(getattr(given, '__abstractmethods__', ())))}"
-        )
     if "__is_pydantic_dataclass__" not in vars(given) or not vars(given)["__dataclass_params__"].frozen:
         raise ValueError(f"{given.__name__} is no pydantic.dataclasses.dataclass(frozen=True)")
     if getattr(given, "name", None) != plugin.name:
@@ -168,16 +155,16 @@ class Seam(Generic[T]):
         """
         here = [each for each in found().plugins if each.kind == self.kind and each.name == name]
         usable = [each for each in here if each.interface == INTERFACE]
-        if name in built_in and usable:
-            raise _clash(self.kind, name, [OURS, *(str(each.package) for each in usable)])
+        origins = [*([OURS] if name in built_in else []), *(str(each.package) for each in usable)]
+        if usable and len(origins) > 1:
+            raise PluginError(
+                f"{KINDS[self.kind]} {name}: both {' and '.join(origins)} bring one of this name",
+                hint=f"uninstall one: {' or '.join(f'pip uninstall {each.package.name}' for each in usable)}",
+            )
         if name in built_in or not here:
             return None
-        if len(usable) > 1:
-            raise _clash(self.kind, name, [str(each.package) for each in usable])
         if not usable:
-            raise _other_interface(here[0])
-        if not _NAME.fullmatch(name):
-            raise refusal(usable[0], "its name must be lower-case letters, digits, `.`, `_` and `-`, at most 64")
+            raise other_interface(here[0])
         return usable[0]
 
     def find(self, name: str, built_in: Collection[str]) -> T | None:
@@ -197,9 +184,12 @@ class Seam(Generic[T]):
         """
         if plugin not in self._loaded:
             try:
-                self._loaded[plugin] = self._load(plugin)
-            except PluginError as error:
-                self._loaded[plugin] = error  # what was imported by halves may look whole the second time
+                with contextlib.redirect_stdout(sys.stderr):  # standard output is for data
+                    self._loaded[plugin] = self.check(plugin, plugin.entry.load())
+            except (Exception, SystemExit) as error:
+                # Kept, for what was imported by halves may look whole the second time.
+                self._loaded[plugin] = refused = _not_loaded(plugin, error)
+                raise refused from error
         loaded = self._loaded[plugin]
         if isinstance(loaded, PluginError):
             raise loaded
@@ -214,22 +204,16 @@ class Seam(Generic[T]):
         """Name what plug-ins bring, whether it loads or not."""
         return sorted({each.name for each in found().plugins if each.kind == self.kind and each.interface == INTERFACE})
 
-    def _load(self, plugin: Plugin) -> T:
-        if not _VALUE.fullmatch(plugin.value):
-            raise refusal(plugin, "its entry point names no object: expected package.module:NAME, or a package")
-        try:
-            with contextlib.redirect_stdout(sys.stderr):  # standard output is for data
-                return self.check(plugin, plugin.entry.load())
-        except ValueError as error:
-            if (place := _inside(plugin, error)) is not None:
-                raise refusal(plugin, f"it does not load: {_words(error)}{place}") from error
-            raise refusal(plugin, str(error)) from error
-        except ForgeError as error:
-            raise refusal(plugin, error.message, error.hint) from error
-        except (Exception, SystemExit) as error:
-            lack = extras.explain(error) if isinstance(error, ImportError) else None
-            hint = None if lack is None else lack.hint
-            raise refusal(plugin, f"it does not load: {_words(error)}{_inside(plugin, error) or ''}", hint) from error
+
+def _not_loaded(plugin: Plugin, error: BaseException) -> PluginError:
+    """Say why a plug-in does not load, or what is wrong with what it gave."""
+    if isinstance(error, ForgeError):
+        return refusal(plugin, error.message, error.hint)
+    place = _inside(plugin, error)
+    if isinstance(error, ValueError) and place is None:  # of `Seam.check`
+        return refusal(plugin, str(error))
+    lack = extras.explain(error) if isinstance(error, ImportError) else None
+    return refusal(plugin, f"it does not load: {_words(error)}{place or ''}", None if lack is None else lack.hint)
 
 
 def refusal(plugin: Plugin, why: str, hint: str | None = None) -> PluginError:
@@ -240,33 +224,21 @@ def refusal(plugin: Plugin, why: str, hint: str | None = None) -> PluginError:
 
 def failure(plugin: Plugin, error: BaseException) -> PluginError:
     """Say that code of a plug-in raised what it should not."""
-    return refusal(
-        plugin,
-        f"it failed: {_words(error)}{_inside(plugin, error) or ''}",
-        f"report it to the authors of {plugin.package}, or leave it out",
-    )
+    why = f"it failed: {_words(error)}{_inside(plugin, error) or ''}"
+    return refusal(plugin, why, f"report it to the authors of {plugin.package}, or leave it out")
 
 
 @contextlib.contextmanager
-def blamed(plugin: Plugin) -> Iterator[None]:
-    """Turn what code of `plugin` raises, but for our own errors, into a `PluginError`."""
+def blamed(plugin: Plugin | None) -> Iterator[None]:
+    """Turn what code of `plugin` raises, but for our own errors, into a `PluginError`; None: it is our own code."""
     try:
         yield
     except ForgeError:
         raise
     except (Exception, SystemExit) as error:
+        if plugin is None:
+            raise
         raise failure(plugin, error) from error
-
-
-def problem(plugin: Plugin, seam: Seam[Any], built_in: Collection[str]) -> PluginError | None:
-    """Say why a plug-in cannot be used, after importing it; None: it can."""
-    try:
-        if plugin.interface != INTERFACE:
-            raise _other_interface(plugin)
-        seam.find(plugin.name, built_in)
-    except PluginError as error:
-        return error
-    return None
 
 
 def missing(what: str, package: Package) -> EnvironmentLacks:
@@ -277,93 +249,8 @@ def missing(what: str, package: Package) -> EnvironmentLacks:
     )
 
 
-def of_module(module: str) -> Package | None:
-    """Tell whose plug-in a module is part of, by its top-level package; None: of none."""
-    return tops().get(module.partition(".")[0])
-
-
-def tops() -> Mapping[str, Package]:
-    """Give the top-level packages and modules of all distributions with plug-ins, and whose they are."""
-    return _tops(tuple(sys.path))
-
-
-@cache
-def _tops(path: tuple[str, ...]) -> Mapping[str, Package]:
-    whose: dict[str, Package] = {}
-    for plugin in _found(path).plugins:
-        tops = {plugin.module.partition(".")[0]}
-        if (distribution := plugin.entry.dist) is not None:
-            tops |= set((distribution.read_text("top_level.txt") or "").split())
-            for file in distribution.files or ():
-                if file.suffix == ".py" and ".." not in file.parts:
-                    tops.add(file.parts[0].removesuffix(".py"))
-        for top in sorted(tops - {OURS}):
-            whose.setdefault(top, plugin.package)
-    return whose
-
-
-def requirements(package: Package) -> dict[str, str]:
-    """Give the versions of what a distribution with plug-ins requires besides llmforge, as far as it is installed."""
-    return _requirements(package.name, tuple(sys.path))
-
-
-@cache
-def _requirements(name: str, path: tuple[str, ...]) -> dict[str, str]:
-    return {each: version for each, version in installed([name]).items() if each not in (_normal(name), OURS)}
-
-
-def installed(names: Iterable[str]) -> dict[str, str]:
-    """Give the versions of distributions and of what they require, without extras, as far as it is installed.
-
-    What llmforge requires is not listed as a requirement of others.
-    """
-    from importlib import metadata
-
-    found: dict[str, str] = {}
-    waiting = list(names)
-    while waiting:
-        name = _normal(waiting.pop())
-        if name in found:
-            continue
-        try:
-            distribution = metadata.distribution(name)
-        except (metadata.PackageNotFoundError, ValueError):
-            continue
-        found[name] = distribution.version
-        for line in () if name == OURS else distribution.requires or []:
-            match = _DISTRIBUTION.match(line)
-            if match is not None and "extra ==" not in line:
-                waiting.append(match[0])
-    return dict(sorted(found.items()))
-
-
-def _normal(name: str) -> str:
-    return name.lower().replace("_", "-")
-
-
-def folders(top: str) -> tuple[Path, ...]:
-    """Find the folders of a top-level package, or the file of a module; several: a namespace. () : there is no file."""
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return ()
-    if spec is None:
-        return ()
-    if spec.submodule_search_locations is not None:
-        return tuple(path for path in map(Path, spec.submodule_search_locations) if path.is_dir())
-    file = Path(spec.origin or "")
-    return (file,) if file.is_file() else ()
-
-
-def _clash(kind: str, name: str, sources: list[str]) -> PluginError:
-    packages = [source.partition(" ")[0] for source in sources if source != OURS]
-    return PluginError(
-        f"{KINDS[kind]} {name}: both {' and '.join(sources)} bring one of this name",
-        hint=f"uninstall one: {' or '.join(f'pip uninstall {package}' for package in packages)}",
-    )
-
-
-def _other_interface(plugin: Plugin) -> PluginError:
+def other_interface(plugin: Plugin) -> PluginError:
+    """Say that a plug-in is written for another version of the interface."""
     why = f"it is written for version {plugin.interface} of the plug-in interface; this llmforge has {INTERFACE}"
     newer = "pip install -U llmforge, or install an older " + plugin.package.name
     return refusal(plugin, why, newer if plugin.interface > INTERFACE else None)
@@ -378,8 +265,9 @@ def _inside(plugin: Plugin, error: BaseException) -> str | None:
     """Say at which line of the plug-in's code an error was raised, or passed through; None: at none."""
     import traceback  # takes longer to import than `llmforge --help` may
 
-    roots = [str(folder) for folder in folders(plugin.module.partition(".")[0])]
-    frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if any(frame.filename.startswith(r) for r in roots)
+    lines = [
+        f" ({Path(frame.f_code.co_filename).name}:{line})"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == plugin.module.partition(".")[0]
     ]
-    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else None
+    return lines[-1] if lines else None

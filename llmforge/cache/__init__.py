@@ -2,14 +2,15 @@
 
 from llmforge.cache import installed
 from llmforge.cache.code import Code
+from llmforge.cache.entry import LOCAL_KINDS, CacheEntry, Key, Summary
 from llmforge.cache.host import processor
-from llmforge.cache.store import LOCAL_KINDS, Cache, Entry, Key, Summary, default_folder, default_size, is_empty
+from llmforge.cache.store import Cache, default_folder, default_size, is_empty
 
 __all__ = [
     "LOCAL_KINDS",
     "Cache",
+    "CacheEntry",
     "Code",
-    "Entry",
     "Key",
     "Summary",
     "default_folder",

@@ -21,7 +21,8 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
-from llmforge.base import plugins
+from llmforge.base.plugins import Package
+from llmforge.cache import distributions
 
 _PACKAGE = Path(__file__).parents[1]
 Named = tuple[tuple[str, tuple[str, ...]], ...]  # modules, and what is taken of each: nothing of `import`
@@ -50,13 +51,13 @@ class Code:
         for top in tops:
             named |= self._outside(top, everything=any(self._looks_for_modules(each, top) for each in reached))
         lines = [f"{name} {self._hash(named[name])}\n" for name in sorted(named)]
-        for package in sorted({package for top in tops if (package := plugins.of_module(top)) is not None}):
-            lines.append(f"{package} {sorted(plugins.requirements(package).items())}\n")
+        for package in sorted({package for top in tops if (package := distributions.of_module(top)) is not None}):
+            lines.append(f"{package} {sorted(distributions.requirements(package).items())}\n")
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
-    def digest_of(self, package: plugins.Package) -> str:
+    def digest_of(self, package: Package) -> str:
         """Hash all files of a distribution with plug-ins."""
-        tops = sorted(top for top, whose in plugins.tops().items() if whose == package)
+        tops = sorted(top for top, whose in distributions.tops().items() if whose == package)
         named = {name: file for top in tops for name, file in self._outside(top, everything=True).items()}
         return hashlib.sha256("".join(f"{n} {self._hash(named[n])}\n" for n in sorted(named)).encode()).hexdigest()
 
@@ -79,7 +80,7 @@ class Code:
 
     def _folders(self, top: str) -> tuple[Path, ...]:
         if top not in self._homes:
-            self._homes[top] = plugins.folders(top) if plugins.of_module(top) is not None else ()
+            self._homes[top] = distributions.folders(top) if distributions.of_module(top) is not None else ()
         return self._homes[top]
 
     def _looks_for_modules(self, module: str, top: str) -> bool:

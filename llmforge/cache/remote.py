@@ -29,7 +29,7 @@ from typing import Any, TypeVar, cast
 
 from llmforge.base import extras, small_file
 from llmforge.base.errors import EnvironmentLacks, UsageError
-from llmforge.cache.store import FORMAT, LOCAL_KINDS, RECORD, Key, RemoteRefused
+from llmforge.cache.entry import FORMAT, LOCAL_KINDS, RECORD, Key, RemoteRefused
 
 ANSWER_SECONDS = 20.0  # without an answer, or the next bytes, in which a remote counts as unreachable
 _TYPE = "application/vnd.llmforge.cache-entry+json"

@@ -16,32 +16,38 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
-import json
 import os
 import secrets
 import shutil
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-from llmforge.base import hashed_files, remembered
+from llmforge.base import remembered
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
+from llmforge.cache.entry import (
+    LOCAL_KINDS,
+    RECORD,
+    CacheEntry,
+    Key,
+    RemoteRefused,
+    Summary,
+    problem_of,
+    read_record,
+    record_of,
+    summary_of,
+)
 
 if TYPE_CHECKING:
     from llmforge.cache.remote import Remote
 
-FORMAT = 1
-RECORD = "record.json"
 STAGING = ".staging-"
 DROPPED = ".dropped-"
-LOCAL_KINDS = frozenset({"calibration-gradients", "calibration-states", "imports"})  # that no other machine is given
 DEFAULT_BYTES = 20 * 10**9
 SIZE_VARIABLE, FOLDER_VARIABLE = "LLMFORGE_CACHE_BYTES", "LLMFORGE_CACHE"
 _LISTED = 12  # digits of a digest that messages show, and the fewest that name an entry
@@ -71,52 +77,6 @@ def is_empty(folder: Path) -> bool:
     return next((folder / "entries").glob("[!.]*"), None) is None
 
 
-class RemoteRefused(Exception):
-    """Why something of a remote cache is not used, in words."""
-
-
-@dataclass(frozen=True)
-class Key:
-    """What an entry depends on: its `kind`, and digests and words by name."""
-
-    kind: str
-    parts: Mapping[str, str]
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of all of it, hexadecimal."""
-        plain = json.dumps([FORMAT, self.kind, dict(self.parts)], sort_keys=True, ensure_ascii=False)
-        return hashlib.sha256(plain.encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class Entry:
-    """An entry whose bytes were verified, or just written; it stays while the cache that gave it is open."""
-
-    path: Path
-
-    def read(self, name: str) -> bytes:
-        """Return the content of file `name`."""
-        return (self.path / name).read_bytes()
-
-    def json(self, name: str) -> Any:
-        """Return the JSON document in file `name`."""
-        return json.loads(self.read(name))
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What the record of an entry tells, unverified."""
-
-    digest: str
-    kind: str
-    parts: Mapping[str, str]
-    size_bytes: int
-    created: float  # seconds since 1970
-    used: float
-    in_use: bool
-
-
 @dataclass(eq=False)
 class Cache:
     """The store in `folder`, which takes at most `limit_bytes` (None: no limit) once the builds that fill it are done.
@@ -130,11 +90,13 @@ class Cache:
     notes: list[str] = field(default_factory=list)
     waiting: Callable[[], None] = lambda: None
     remote: Remote | None = None
-    _held: dict[str, tuple[int, Entry]] = field(default_factory=dict, repr=False)  # locked, by digest
+    _held: dict[str, tuple[int, CacheEntry]] = field(default_factory=dict, repr=False)  # locked, by digest
     _own: list[Path] = field(default_factory=list, repr=False)  # entries that another build published first
-    _made: dict[str, Entry] = field(default_factory=dict, repr=False)  # what this build computed, by digest
+    _made: dict[str, CacheEntry] = field(default_factory=dict, repr=False)  # what this build computed, by digest
     _uploaded: int = field(default=0, repr=False)  # of what was made, written to the remote cache
-    _uploads: ThreadPoolExecutor | None = field(default=None, repr=False)  # of what was made so far, beside the build
+    _uploads: ThreadPoolExecutor | None = field(
+        default=None, repr=False
+    )  # of what was made so far, while the build goes on
 
     def __post_init__(self) -> None:
         try:
@@ -157,7 +119,7 @@ class Cache:
         self.close()
 
     def close(self) -> None:
-        """Let go of every entry, and keep to the limit."""
+        """Release every entry, and keep to the limit."""
         self._end_uploads(wait=False)
         for descriptor, _ in self._held.values():
             os.close(descriptor)
@@ -167,11 +129,11 @@ class Cache:
         self._own.clear()
         self.evict()
 
-    def find(self, key: Key) -> Entry | None:
+    def find(self, key: Key) -> CacheEntry | None:
         """Return the entry of `key`, verified; None where there is none, or a damaged one, which is dropped."""
         return self._found(key) or self._fetched(key)
 
-    def _found(self, key: Key) -> Entry | None:
+    def _found(self, key: Key) -> CacheEntry | None:
         """Find it on disk."""
         if held := self._held.get(key.digest):
             return held[1]
@@ -181,18 +143,18 @@ class Cache:
                 self._note_damaged(path, key.kind, f"it has no {RECORD}")
                 self._drop(path)
             return None
-        problem = _problem(path, key)
+        problem = problem_of(path, key)
         if problem is not None:
             os.close(descriptor)
             self._note_damaged(path, key.kind, problem)
             self._drop(path)
             return None
         os.utime(descriptor)
-        entry = Entry(path)
+        entry = CacheEntry(path)
         self._held[key.digest] = descriptor, entry
         return entry
 
-    def _fetched(self, key: Key) -> Entry | None:
+    def _fetched(self, key: Key) -> CacheEntry | None:
         """Find it in the remote cache, and keep it."""
         if self.remote is None:
             return None
@@ -203,7 +165,7 @@ class Cache:
             self._note_once(str(refused))
             return None
 
-    def upload(self, entries: Iterable[Entry] | None = None) -> int:
+    def upload(self, entries: Iterable[CacheEntry] | None = None) -> int:
         """Write `entries` to the remote cache; return how many were written.
 
         By default those that this build computed: most were written as they were made, so that what a machine has
@@ -215,10 +177,10 @@ class Cache:
         self._upload(list(self._made.values()))
         return self._uploaded
 
-    def _upload(self, entries: Iterable[Entry]) -> int:
+    def _upload(self, entries: Iterable[CacheEntry]) -> int:
         done = 0
         for entry in entries:
-            facts = _read_record(entry.path)
+            facts = read_record(entry.path)
             if self.remote is None or facts is None or facts["kind"] in LOCAL_KINDS:
                 continue
             if self.remote.unreachable:  # which a note says
@@ -233,7 +195,7 @@ class Cache:
                 self._uploaded += 1
         return done
 
-    def _upload_beside(self, entry: Entry) -> None:
+    def _upload_meanwhile(self, entry: CacheEntry) -> None:
         """Begin to write an entry to the remote cache, one after the other, while the build goes on."""
         if self.remote is None or self.remote.signer is None:
             return
@@ -246,7 +208,7 @@ class Cache:
             self._uploads.shutdown(wait=True, cancel_futures=not wait)
             self._uploads = None
 
-    def put(self, key: Key, write: Callable[[Path], None]) -> Entry | None:
+    def put(self, key: Key, write: Callable[[Path], None]) -> CacheEntry | None:
         """Publish what `write` writes into a folder as the entry of `key`; None where the disk has no room for it.
 
         Where another build has published it in the meantime, this one keeps its own until it closes the cache.
@@ -254,10 +216,10 @@ class Cache:
         entry = self._publish(key, write)
         if entry is not None:
             self._made[key.digest] = entry
-            self._upload_beside(entry)
+            self._upload_meanwhile(entry)
         return entry
 
-    def _publish(self, key: Key, write: Callable[[Path], None]) -> Entry | None:
+    def _publish(self, key: Key, write: Callable[[Path], None]) -> CacheEntry | None:
         with self._names():
             staging = self._entries / f"{STAGING}{secrets.token_hex(8)}"
             staging.mkdir()
@@ -265,7 +227,7 @@ class Cache:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         try:
             write(staging)
-            (staging / RECORD).write_text(_record(staging, key))
+            (staging / RECORD).write_text(record_of(staging, key))
         except BaseException as error:
             shutil.rmtree(staging)
             os.close(descriptor)
@@ -279,7 +241,7 @@ class Cache:
         except OSError:  # not empty: another build was first, or a damaged one is in use
             path = staging
             self._own.append(path)
-        entry = Entry(path)
+        entry = CacheEntry(path)
         self._held[key.digest] = descriptor, entry
         return entry
 
@@ -291,7 +253,7 @@ class Cache:
         self._drop(self._entries / key.digest)
 
     @contextmanager
-    def computing(self, key: Key) -> Iterator[Entry | None]:
+    def computing(self, key: Key) -> Iterator[CacheEntry | None]:
         """Be the only build that computes the entry of `key`; gives the entry where there is one, or came to be."""
         found = self.find(key)
         if found is not None:
@@ -302,7 +264,7 @@ class Cache:
 
     def entries(self) -> list[Summary]:
         """Describe all entries, the one that was used last first; one whose record is damaged has kind "damaged"."""
-        found = [summary for path in self._entries.glob("[!.]*") if (summary := _summary(path)) is not None]
+        found = [summary for path in self._entries.glob("[!.]*") if (summary := summary_of(path)) is not None]
         return sorted(found, key=lambda entry: (-entry.used, entry.digest))
 
     def remove(self, entry: Summary) -> bool:
@@ -439,66 +401,3 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _record(folder: Path, key: Key) -> str:
-    """Write the record of an entry whose files are in `folder`; its own digest is of the rest of it."""
-    files = {
-        str(path.relative_to(folder)): {"sha256": _sha256(path), "size_bytes": path.stat().st_size}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != RECORD
-    }
-    facts = {"format": FORMAT, **asdict(key), "created": time.time(), "files": files}
-    return json.dumps({**facts, "digest": _digest(facts)}, indent=1, ensure_ascii=False)
-
-
-def _digest(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _sha256(file: Path) -> str:
-    return hashed_files.sha256(file)
-
-
-def _read_record(path: Path) -> dict[str, Any] | None:
-    """Read the record of the entry at `path`; None where it is damaged."""
-    try:
-        facts = json.loads((path / RECORD).read_bytes())
-        digest = facts.pop("digest")
-    except (ValueError, KeyError, AttributeError, TypeError):  # of JSON, of its encoding, no digest, no object
-        return None
-    return facts if isinstance(facts, dict) and digest == _digest(facts) else None
-
-
-def _problem(path: Path, key: Key) -> str | None:
-    """Say what of the entry at `path` is not as its record has it; None where all is."""
-    facts = _read_record(path)
-    if facts is None or (facts["kind"], facts["parts"]) != (key.kind, dict(key.parts)):
-        return f"{RECORD} has other bytes than were written"
-    for name, recorded in facts["files"].items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != recorded["size_bytes"] or _sha256(file) != recorded["sha256"]:
-            return f"{name} has other bytes than were written"
-    return None
-
-
-def _summary(path: Path) -> Summary | None:
-    """Describe the entry at `path`; None where it is gone."""
-    try:
-        facts, used = _read_record(path), (path / RECORD).stat().st_mtime
-        size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        descriptor = os.open(path / RECORD, os.O_RDWR)
-    except FileNotFoundError:
-        return None if not path.exists() else Summary(path.name, "damaged", {}, 0, 0.0, 0.0, in_use=False)
-    in_use = False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        in_use = True
-    finally:
-        os.close(descriptor)
-    if facts is None:
-        return Summary(path.name, "damaged", {}, size_bytes, 0.0, used, in_use)
-    return Summary(path.name, facts["kind"], facts["parts"], size_bytes, facts["created"], used, in_use)

@@ -6,8 +6,8 @@ import hashlib
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,41 +19,53 @@ from llmforge.base.errors import DataError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.cache import Code, processor
 from llmforge.calibration import activations, mixed, prune
-from llmforge.calibration.correct import corrected
+from llmforge.calibration.demands import DemandsByKind
 from llmforge.calibration.gradients import Gradients, take
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.losses import Losses
-from llmforge.calibration.quantize import quantize_layer
+from llmforge.calibration.low_rank_correction import corrected
+from llmforge.calibration.quantize import WeightQuantization, quantize_layer
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.sparsify import sparsify_layer
 from llmforge.calibration.store import LayerResult, Store, StoredArrays, StoredLowRank, StoredMatrices, StoredSparse
 from llmforge.calibration.tables import quantize_tables
 from llmforge.calibration.threads import fixed
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix, dequantize
-from llmforge.quantization.low_rank import LowRank
-from llmforge.quantization.methods.base import InputStatistic
-from llmforge.quantization.statistics import (
-    Demand,
-    InputRangeDemand,
-    KvRange,
-    KvRangeDemand,
-    LowRankDemand,
-    PruningDemand,
-    SparsityDemand,
-    Statistics,
-    WeightDemand,
-)
-from llmforge.quantization.structure import Kept
+from llmforge.quantization.statistics import Demand, KvRange, Statistics, WeightDemand
+from llmforge.quantization.structure import PrunedStructure
 
 _NOTHING = LayerResult({}, None)  # of embedding and head, where they are left alone
 
 
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """A calibration: a checkpoint, the text and what is demanded; how it is computed, and where results are kept."""
+
+    checkpoint: Checkpoint
+    windows: Sequence[TokenWindow]
+    demands: Sequence[Demand]
+    measured: Collection[int] | None  # layers that cache keys and values; None: that is not known
+    threads: int
+    store: Store
+    progress: Progress
+
+    @cached_property
+    def asked(self) -> DemandsByKind:
+        """The demands, of each kind one."""
+        return DemandsByKind.of(self.demands)
+
+    def figures(self, kind: str, demand: Demand, compute: Callable[[], Any]) -> Any:
+        """Return figures of a `kind` for one demand, computed now or by an earlier calibration."""
+        own = key(self.checkpoint, self.windows, [demand], None, self.threads, self.store.tools)
+        return self.store.figures(kind, own, compute)
+
+
 def calibrate(
     checkpoint: Checkpoint,
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     demands: Sequence[Demand],
     *,
     threads: int = 1,
@@ -84,24 +96,12 @@ def calibrate(
     """
     if not windows:
         raise DataError("the calibration data has no text")
-    progress, store = progress or Silent(), store or Store()
-    demands, pruned = _with_structure(checkpoint, windows, demands, threads, store, progress)
-    demands, formats = _with_formats(checkpoint, windows, demands, threads, store, progress)
-    notes, pruning = (*pruned, *formats), _pruning_demand(demands)
-    own, layers = key(checkpoint, windows, demands, caches, threads, store.tools), checkpoint.geometry.layers
-    found = [store.load(own, index) for index in range(layers)]
-    if store.reused:  # before those of embedding and head
-        progress.stage(f"Calibrate: {numbered(store.reused, layers)} reused")
-    weights = _weight_demand(demands)
-    tables: LayerResult | None = _NOTHING
-    if weights is not None and weights.tables is not None:
-        tables = store.load(own, layers)
-        store.reused[:] = [index for index in store.reused if index < layers]  # which are told as layers
-    if None in found or tables is None:
-        with torch.no_grad(), fixed(threads):
-            done = _walk(checkpoint, windows, demands, _measured(caches), found, tables, store, own, threads, progress)
-    else:
-        done = [tables, *(result for result in found if result is not None)]
+    store = store or Store()
+    run = _Run(checkpoint, windows, demands, _measured(caches), threads, store, progress or Silent())
+    run, pruned = _with_structure(run)
+    run, formats = _with_formats(run)
+    done = _layers(run, key(checkpoint, windows, run.demands, caches, threads, store.tools))
+    notes, pruning = (*pruned, *formats), run.asked.pruning
     linears = StoredMatrices(dict(item for result in done for item in result.linears.items()))
     return Statistics(
         samples=len(windows),
@@ -118,70 +118,65 @@ def calibrate(
     )
 
 
-def _with_structure(
-    checkpoint: Checkpoint,
-    windows: Sequence[Window],
-    demands: Sequence[Demand],
-    threads: int,
-    store: Store,
-    progress: Progress,
-) -> tuple[Sequence[Demand], tuple[str, ...]]:
-    """Choose what is left of the decoder where a demand prunes it: demands that say it, and notes for the report."""
-    demand = _pruning_demand(demands)
+def _layers(run: _Run, own: str) -> list[LayerResult]:
+    """Find or make the results of embedding and head, and of each layer, of the calibration `own`."""
+    store, layers, weights = run.store, run.checkpoint.geometry.layers, run.asked.weights
+    found = [store.load(own, index) for index in range(layers)]
+    if store.reused:  # before those of embedding and head
+        run.progress.stage(f"Calibrate: {numbered(store.reused, layers)} reused")
+    tables: LayerResult | None = _NOTHING
+    if weights is not None and weights.tables is not None:
+        tables = store.load(own, layers)
+        store.reused[:] = [index for index in store.reused if index < layers]  # which are told as layers
+    if None in found or tables is None:
+        with torch.no_grad(), fixed(run.threads):
+            return _walk(run, found, tables, own)
+    return [tables, *(result for result in found if result is not None)]
+
+
+def _with_structure(run: _Run) -> tuple[_Run, tuple[str, ...]]:
+    """Choose what is left of the decoder where a demand prunes it: a run that says it, and notes for the report."""
+    demand = run.asked.pruning
     if demand is None or demand.kept is not None:
-        return demands, ()
+        return run, ()
 
     def compute() -> dict[str, Any]:
-        progress.stage("Choose what to prune")
-        with torch.no_grad(), fixed(threads):
-            kept, note = prune.choose(checkpoint, windows, demand)
+        run.progress.stage("Choose what to prune")
+        with torch.no_grad(), fixed(run.threads):
+            kept, note = prune.choose(run.checkpoint, run.windows, demand)
         return {**asdict(kept), "note": note}
 
-    found = store.figures("structure", key(checkpoint, windows, [demand], None, threads, store.tools), compute)
+    found = run.figures("structure", demand, compute)
     heads, channels = (
         tuple((layer, tuple(units)) for layer, units in found[kind]) for kind in (prune.HEADS, prune.CHANNELS)
     )
-    chosen = replace(demand, kept=Kept(tuple(found["dropped"]), heads, channels))
-    return [chosen if each is demand else each for each in demands], (found["note"],)
+    chosen = replace(demand, kept=PrunedStructure(tuple(found["dropped"]), heads, channels))
+    return replace(run, demands=[chosen if each == demand else each for each in run.demands]), (found["note"],)
 
 
-def _with_formats(
-    checkpoint: Checkpoint,
-    windows: Sequence[Window],
-    demands: Sequence[Demand],
-    threads: int,
-    store: Store,
-    progress: Progress,
-) -> tuple[Sequence[Demand], tuple[str, ...]]:
-    """Choose formats where a demand limits bytes: demands that say which, and notes for the report."""
-    weights = _weight_demand(demands)
-    if weights is None or (weights.weight_bits is None and weights.weight_bytes is None):
-        return demands, ()
+def _with_formats(run: _Run) -> tuple[_Run, tuple[str, ...]]:
+    """Choose formats where a demand limits bytes: a run that says which, and notes for the report."""
+    weights = run.asked.weights
+    if weights is None or not weights.is_limited:
+        return run, ()
 
     def compute() -> dict[str, Any]:
-        progress.stage("Choose formats of weights")
-        with TemporaryDirectory(prefix="llmforge-gradients-") as folder:
+        run.progress.stage("Choose formats of weights")
+        with TemporaryDirectory(prefix="llmforge-gradients-") as folder, torch.no_grad(), fixed(run.threads):
 
             def trial(
-                demand: WeightDemand, fitted: Sequence[Window], losses: Losses | None
+                demand: WeightDemand, fitted: Sequence[TokenWindow], losses: Losses | None
             ) -> dict[str, QuantizedMatrix]:
+                own = replace(run, windows=fitted, demands=[demand], measured=(), store=Store())
                 tables = None if demand.tables is not None else _NOTHING
-                found = [None] * checkpoint.geometry.layers
-                shared = Path(folder)
-                made = _walk(
-                    checkpoint, fitted, [demand], (), found, tables, Store(), "", threads, progress, shared, losses
-                )
+                made = _walk(own, [None] * run.checkpoint.geometry.layers, tables, "", Path(folder), losses)
                 return {name: matrix for each in made for name, matrix in StoredMatrices(each.linears).items()}
 
-            def keep(kind: str, demand: WeightDemand, compute: Callable[[], Any]) -> Any:
-                return store.figures(kind, key(checkpoint, windows, [demand], None, threads, store.tools), compute)
-
-            with torch.no_grad(), fixed(threads):
-                chosen, note = mixed.choose(checkpoint, windows, weights, trial, keep)
+            chosen, note = mixed.choose(run.checkpoint, run.windows, weights, trial, run.figures)
         grids = {name: asdict(grid) for name, grid in chosen.mixed}
         return {"mixed": grids, "tables": chosen.tables and asdict(chosen.tables), "note": note}
 
-    found = store.figures("formats", key(checkpoint, windows, [weights], None, threads, store.tools), compute)
+    found = run.figures("formats", weights, compute)
     chosen = replace(
         weights,
         mixed=tuple((name, Grid(**grid)) for name, grid in found["mixed"].items()),
@@ -189,34 +184,27 @@ def _with_formats(
         weight_bits=None,
         weight_bytes=None,
     )
-    return [chosen if demand == weights else demand for demand in demands], (found["note"],)
+    return replace(run, demands=[chosen if each == weights else each for each in run.demands]), (found["note"],)
 
 
 def _walk(
-    checkpoint: Checkpoint,
-    windows: Sequence[Window],
-    demands: Sequence[Demand],
-    measured: Collection[int] | None,
+    run: _Run,
     found: Sequence[LayerResult | None],
     tables: LayerResult | None,
-    store: Store,
     own: str,
-    threads: int,
-    progress: Progress,
     gradients: Path | None = None,
     losses: Losses | None = None,
 ) -> list[LayerResult]:
     """Carry the windows through the layers, and quantize and measure those that were not `found`, nor the `tables`.
 
-    They begin where `store` has the hidden states of the calibration `own`, in front of what is lacking. Gradients are
-    kept in a folder that is given, and found there by the next walk over the same windows; what formats lose is put to
-    `losses`. Returns results of the embedding and head, and of each layer.
+    They begin where the store has the hidden states of the calibration `own`, in front of what is lacking. Gradients
+    are kept in a folder that is given, and found there by the next walk over the same windows; what formats lose is put
+    to `losses`. Returns results of the embedding and head, and of each layer.
     """
-    weights, wanted, sparsity = _weight_demand(demands), _range_demand(demands), _sparsity_demand(demands)
-    correction, pruning = _low_rank_demand(demands), _pruning_demand(demands)
-    skeleton = Skeleton.build(checkpoint)
+    store, weights, pruning = run.store, run.asked.weights, run.asked.pruning
+    skeleton, ids = Skeleton.build(run.checkpoint), [window.ids for window in run.windows]
     # Hidden states of every window in front of a layer, as the checkpoint makes them and as quantized layers do.
-    calls, original = skeleton.enter([window.ids for window in windows])
+    calls, original = skeleton.enter(ids)
     entered = list(original)
     current = list(original) if weights else original
     sides = (original, current) if weights else (original,)
@@ -226,48 +214,43 @@ def _walk(
     keeps = store.keeps_states(sum(state.nbytes for side in sides for state in side))
     done = [result for result in found[:begin] if result is not None]
     with ExitStack() as stack:
-        taken = None
-        if weights is not None and weights.method.demands_outputs:
-            ids = [window.ids for window in windows]
-            write = partial(take, skeleton, ids, calls, entered)
-            if gradients is None:
-                gradients = store.gradients(own, write, stack)
-            elif not any(gradients.iterdir()):
-                write(gradients)
-            taken = Gradients.read(gradients)
+        how = None
+        if weights is not None:
+            taken = None
+            if weights.method.demands_outputs:
+                write = partial(take, skeleton, ids, calls, entered)
+                taken = Gradients.read(_gradients(store, own, write, stack, gradients))
+            how = WeightQuantization(weights, taken, run.threads, losses, run.asked.correction)
         if tables is None:
-            assert weights is not None
+            assert how is not None
             said: list[str] = []
-            matrices = quantize_tables(skeleton, taken, weights, threads, said, losses)
+            matrices = quantize_tables(skeleton, how.gradients, how.demand, run.threads, said, losses)
             tables = store.save(own, len(found), LayerResult(matrices, None, notes=tuple(said)))
         embedding = StoredMatrices(tables.linears).get(skeleton.tables()[0])
         if embedding is not None and begin == 0:
-            current[:] = skeleton.enter([window.ids for window in windows], dequantize(embedding))[1]
+            current[:] = skeleton.enter(ids, dequantize(embedding))[1]
         for index, kept in enumerate(found[begin:], begin):
-            progress.advance(index, len(found))
+            run.progress.advance(index, len(found))
             if pruning is not None and pruning.drops(index):
                 done.append(kept or store.save(own, index, _NOTHING))
                 continue
-            layer, made = skeleton.load(index, calls[index]), dict[str, Float32]()
-            if pruning is not None:
-                known = None if kept is None else StoredArrays(kept.pruned)
-                layer, made = prune.prune_layer(layer, index, original, pruning, known)
-            ranges = KvRangeDemand() in demands and (measured is None or index in measured)
-            inputs = {} if kept or wanted is None else activations.measure(layer, original, wanted)
-            if sparsity is not None:
-                result = _prune_layer(layer, current, sparsity, ranges, kept)
-            else:
-                result = _calibrate_layer(
-                    layer, original, current, weights, taken, threads, ranges, kept, losses, correction
-                )
-            done.append(result if kept else store.save(own, index, replace(result, inputs=inputs, pruned=made)))
-            del layer  # before the next one is read
+            made = _run_layer(run, skeleton.load(index, calls[index]), index, original, current, how, kept)
+            done.append(kept or store.save(own, index, made))
             if keeps and index + 1 < len(found):
                 store.keep_states(own, index + 1, (state.numpy() for side in sides for state in side))
     store.drop_states(own, len(found) - 1)
     store.drop_gradients(own)
-    progress.advance(len(found), len(found))
+    run.progress.advance(len(found), len(found))
     return [tables, *done]
+
+
+def _gradients(store: Store, own: str, write: Callable[[Path], None], stack: ExitStack, folder: Path | None) -> Path:
+    """Find the gradients that `write` makes, in a `folder` that is given or in the store."""
+    if folder is None:
+        return store.gradients(own, write, stack)
+    if not any(folder.iterdir()):
+        write(folder)
+    return folder
 
 
 def _resume(found: tuple[int, Iterator[Float32]] | None, sides: Sequence[list[torch.Tensor]]) -> int:
@@ -296,17 +279,17 @@ def plan(checkpoint: Checkpoint, demands: Sequence[Demand], caches: Mapping[int,
     Raises:
         UnsupportedError: as far as that can be known without weights, calibration cannot serve `demands`.
     """
-    weights, correction = _weight_demand(demands), _low_rank_demand(demands)
-    pruning = _pruning_demand(demands)
+    asked = DemandsByKind.of(demands)
+    weights, pruning = asked.weights, asked.pruning
     if pruning is not None and pruning.structure is not None:
         prune.require(pruning, checkpoint.geometry.layers)
-    if correction is not None and weights is not None and (weights.weight_bits or weights.weight_bytes):
+    if asked.correction is not None and weights is not None and weights.is_limited:
         raise UnsupportedError(
             "correct-low-rank adds to the bytes that method: auto is to keep to",
             hint="leave it out and give `auto` its bits, which they buy more with; or choose another method",
         )
     for layer, parts in caches.items():
-        if KvRangeDemand() in demands and "key" in parts and len(parts) > 2:
+        if asked.kv and "key" in parts and len(parts) > 2:
             others = ", ".join(sorted(set(parts) - {"key", "value"}))
             raise UnsupportedError(
                 f"{checkpoint.path}: the ranges of keys and values cannot be calibrated: layer {layer} caches {others} "
@@ -324,78 +307,9 @@ def plan(checkpoint: Checkpoint, demands: Sequence[Demand], caches: Mapping[int,
     return {name: grid for name, grid in grids.items() if not exclusion([name], weights.exclude)}
 
 
-def _weight_demand(demands: Sequence[Demand]) -> WeightDemand | None:
-    """Return the one demand for weights; None where there is none."""
-    weights = list(dict.fromkeys(demand for demand in demands if isinstance(demand, WeightDemand)))
-    if len(weights) > 1:
-        raise UnsupportedError(
-            f"{len(weights)} passes quantize the same linear layers with different calibration options: "
-            + "; ".join(str(demand) for demand in weights),
-            hint="keep one of them",
-        )
-    return weights[0] if weights else None
-
-
-def _sparsity_demand(demands: Sequence[Demand]) -> SparsityDemand | None:
-    """Return the one demand for pruned linears; None where there is none."""
-    found = list(dict.fromkeys(demand for demand in demands if isinstance(demand, SparsityDemand)))
-    if len(found) > 1 or (found and _weight_demand(demands) is not None):
-        raise UnsupportedError(
-            "two passes choose the weights of the same linear layers by calibration: "
-            + "; ".join(str(demand) for demand in demands if isinstance(demand, SparsityDemand | WeightDemand)),
-            hint="keep one of them; behind sparsify-weights, quantize-channels rounds weights and keeps their zeros",
-        )
-    return found[0] if found else None
-
-
-def _pruning_demand(demands: Sequence[Demand]) -> PruningDemand | None:
-    """Return the one demand that takes heads, channels and layers out; None where there is none."""
-    found = list(dict.fromkeys(demand for demand in demands if isinstance(demand, PruningDemand)))
-    if len(found) > 1:
-        raise UnsupportedError(
-            "two passes prune the same layers: " + "; ".join(map(str, found)), hint="keep one of them"
-        )
-    weights = _weight_demand(demands)
-    if found and weights is not None and (weights.weight_bits is not None or weights.weight_bytes is not None):
-        raise UnsupportedError(
-            "prune-structure goes with one format of all weights: method: auto measures those of the whole model",
-            hint="choose another method, or leave prune-structure out: auto takes bytes where they cost least",
-        )
-    return found[0] if found else None
-
-
-def _low_rank_demand(demands: Sequence[Demand]) -> LowRankDemand | None:
-    """Return the one demand for corrections of quantized linears; None where there is none."""
-    found = list(dict.fromkeys(demand for demand in demands if isinstance(demand, LowRankDemand)))
-    if not found:
-        return None
-    if len(found) > 1:
-        raise UnsupportedError(
-            "two passes correct the same linear layers: " + "; ".join(map(str, found)), hint="keep one of them"
-        )
-    weights = _weight_demand(demands)
-    if weights is None or InputStatistic.MOMENTS not in weights.method.demands:
-        raise UnsupportedError(
-            "correct-low-rank corrects what quantize-weights chose by calibration text, and no pass does that",
-            hint="put quantize-weights with method: gptq in front of it, or leave it out",
-        )
-    return found[0]
-
-
-def _range_demand(demands: Sequence[Demand]) -> InputRangeDemand | None:
-    """Return the one demand for ranges of inputs; None where there is none."""
-    ranges = list(dict.fromkeys(demand for demand in demands if isinstance(demand, InputRangeDemand)))
-    if len(ranges) > 1:
-        raise UnsupportedError(
-            f"{len(ranges)} passes round what linear layers read in different ways: " + "; ".join(map(str, ranges)),
-            hint="keep one of them, or give them the same `activations`, `smooth` and `alpha`",
-        )
-    return ranges[0] if ranges else None
-
-
 def key(
     checkpoint: Checkpoint,
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     demands: Sequence[Demand],
     caches: Mapping[int, Collection[str]] | None,
     threads: int,
@@ -426,35 +340,33 @@ def _measured(caches: Mapping[int, Collection[str]] | None) -> set[int] | None:
     return None if caches is None else {layer for layer, parts in caches.items() if "key" in parts}
 
 
-def _calibrate_layer(
+def _run_layer(
+    run: _Run,
     layer: DecoderLayer,
+    index: int,
     original: list[torch.Tensor],
     current: list[torch.Tensor],
-    weights: WeightDemand | None,
-    taken: Gradients | None,
-    threads: int,
-    wants_ranges: bool,
+    how: WeightQuantization | None,
     found: LayerResult | None,
-    losses: Losses | None = None,
-    correction: LowRankDemand | None = None,
 ) -> LayerResult:
-    """Quantize and measure one layer, or take what was `found`, and carry the hidden states through it."""
-    linears: dict[str, QuantizedMatrix] = {}
-    low_rank: dict[str, LowRank] = {}
-    notes: list[str] = []
-    if wants_ranges and found is None:
-        layer = layer.recording()
-    if weights is not None and found is None:
-        linears, low_rank = quantize_layer(layer, original, current, weights, taken, threads, notes, losses, correction)
+    """Prune, quantize and measure layer `index`, or take what was `found`, and carry the hidden states through it."""
+    asked, pruned = run.asked, dict[str, Float32]()
+    if asked.pruning is not None:
+        known = None if found is None else StoredArrays(found.pruned)
+        layer, pruned = prune.prune_layer(layer, index, original, asked.pruning, known)
+    if found is not None:
+        _repeat_layer(layer, original if how is not None else None, current, found)
     else:
-        if weights is not None and found is not None:
-            for index, state in enumerate(original):
-                original[index] = layer.run(index, state)
-            corrections = StoredLowRank(found.low_rank)
-            for name, matrix in StoredMatrices(found.linears).items():
-                layer.set_weight(name, corrected(matrix, corrections.get(name)))
-        for index, state in enumerate(current):
-            current[index] = layer.run(index, state)
+        inputs = {} if asked.inputs is None else activations.measure(layer, original, asked.inputs)
+        wants_ranges = asked.kv and (run.measured is None or index in run.measured)
+        layer = layer.recording() if wants_ranges else layer
+        if asked.sparsity is not None:
+            made = sparsify_layer(layer, current, asked.sparsity)
+        elif how is not None:
+            made = quantize_layer(layer, original, current, how)
+        else:
+            made = _NOTHING
+            _advance(layer, current)
     if not all(bool(torch.isfinite(state).all()) for state in current):
         raise DataError(
             f"{layer.name}: hidden states are NaN or infinite on the calibration text",
@@ -462,33 +374,26 @@ def _calibrate_layer(
         )
     if found is not None:
         return found
-    kv = _ranges(layer, len(current)) if wants_ranges else None
-    return LayerResult(linears, kv, notes=tuple(notes), low_rank=low_rank)
+    return replace(made, kv=_ranges(layer, len(current)) if wants_ranges else None, inputs=inputs, pruned=pruned)
 
 
-def _prune_layer(
-    layer: DecoderLayer,
-    states: list[torch.Tensor],
-    demand: SparsityDemand,
-    wants_ranges: bool,
-    found: LayerResult | None,
-) -> LayerResult:
-    """Prune one layer, or take what was `found`, and carry the hidden states through it."""
-    notes: list[str] = []
-    if found is not None:
-        for name, matrix in StoredSparse(found.sparse).items():
-            layer.set_weight(name, matrix.dense())
-        for index, state in enumerate(states):
-            states[index] = layer.run(index, state)
-        return found
-    layer = layer.recording() if wants_ranges else layer
-    pruned = sparsify_layer(layer, states, demand, notes)
-    if not all(bool(torch.isfinite(state).all()) for state in states):
-        raise DataError(
-            f"{layer.name}: hidden states are NaN or infinite on the calibration text",
-            hint="the checkpoint cannot be run in fp32 on this text; check its configuration",
-        )
-    return LayerResult({}, _ranges(layer, len(states)) if wants_ranges else None, notes=tuple(notes), sparse=pruned)
+def _repeat_layer(
+    layer: DecoderLayer, original: list[torch.Tensor] | None, current: list[torch.Tensor], found: LayerResult
+) -> None:
+    """Carry the hidden states through a layer whose weights were `found`; `original` through those it came with."""
+    if original is not None:
+        _advance(layer, original)
+    corrections = StoredLowRank(found.low_rank)
+    for name, matrix in StoredMatrices(found.linears).items():
+        layer.set_weight(name, corrected(matrix, corrections.get(name)))
+    for name, sparse in StoredSparse(found.sparse).items():
+        layer.set_weight(name, sparse.dense())
+    _advance(layer, current)
+
+
+def _advance(layer: DecoderLayer, states: list[torch.Tensor]) -> None:
+    for window, state in enumerate(states):
+        states[window] = layer.run(window, state)
 
 
 def _ranges(layer: DecoderLayer, windows: int) -> KvRange:

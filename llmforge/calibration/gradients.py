@@ -1,4 +1,4 @@
-"""What the outputs of linear layers do to the loss: Σ g gᵀ of its gradients, from one run backwards over the layers.
+"""Moments of the gradients of linear layers' outputs: Σ g gᵀ of its gradients, from one run backwards over the layers.
 
 The loss is that of labels which the model draws itself, so that Σ g gᵀ is Fisher's information, the Hessian of the KLD
 (YAQA, arXiv 2505.22988, section 4). One layer is in memory at a time: the hidden states in front of each are kept in a
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmforge.calibration.layer import Call, DecoderLayer, linears_of
+from llmforge.calibration.layer import DecoderLayer, LayerCall, linears_of
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.sums import add_moments, mirror
 from llmforge.quantization.grids import Float32
@@ -64,7 +64,7 @@ class Gradients:
 def take(
     skeleton: Skeleton,
     windows: Sequence[NDArray[np.int64]],
-    calls: Sequence[Sequence[Call]],
+    calls: Sequence[Sequence[LayerCall]],
     states: Sequence[torch.Tensor],
     folder: Path,
 ) -> None:

@@ -18,7 +18,7 @@ from llmforge.calibration import experts as of_experts
 from llmforge.checkpoint import Checkpoint
 from llmforge.quantization.grids import Float32
 from llmforge.quantization.methods import PLAIN
-from llmforge.trace.export.weights import Source, load
+from llmforge.trace.export.weights import ParameterSource, load
 from llmforge.trace.hooks.experts import marked
 
 _Module = TypeVar("_Module", bound=torch.nn.Module)
@@ -27,7 +27,7 @@ Arguments = tuple[torch.Tensor, ...]  # what a module is called with
 _CACHES = ("past_key_values", "layer_past")
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """What a layer is called with after the hidden states: masks, rotary tables, positions."""
 
     args: tuple[Any, ...]
@@ -83,7 +83,7 @@ class DecoderLayer:
 
     module: torch.nn.Module
     name: str
-    calls: Sequence[Call]
+    calls: Sequence[LayerCall]
     selected: Mapping[str, Selected] = field(default_factory=dict)
     kv_heads: tuple[int, ...] | None = None
 
@@ -98,7 +98,7 @@ class DecoderLayer:
     def recording(self) -> DecoderLayer:
         """Return the layer with something in place of its cache that notes what is cached, for `cached`."""
 
-        def recorded(call: Call) -> Call:
+        def recorded(call: LayerCall) -> LayerCall:
             recorder = _CacheRecorder()
             return call._replace(kwargs={**call.kwargs, **{key: recorder for key in _CACHES if key in call.kwargs}})
 
@@ -351,7 +351,7 @@ class _CacheRecorder:
 
 
 def copy_with_weights(
-    module: _Module, prefix: str, checkpoint: Checkpoint, sources: Mapping[str, Source], names: Sequence[str]
+    module: _Module, prefix: str, checkpoint: Checkpoint, sources: Mapping[str, ParameterSource], names: Sequence[str]
 ) -> _Module:
     """Copy `module`, which stands at `prefix` in the model, and give its parameters and buffers `names` their numbers.
 

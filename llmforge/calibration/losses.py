@@ -1,4 +1,4 @@
-"""What each format would lose of each weight, measured while a calibration quantizes: ½ tr(O E H Eᵀ), nats a token.
+"""The loss of each weight in each format, measured while a calibration quantizes: ½ tr(O E H Eᵀ), nats a token.
 
 E is the error that the method really leaves of the weight on that format's grid, H the mean x xᵀ of what it reads and O
 the mean g gᵀ of the loss in what it makes (`quantization.allocation`).
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from llmforge.quantization import allocation
-from llmforge.quantization.allocation import Choice
+from llmforge.quantization.allocation import FormatOption
 from llmforge.quantization.grids import Float32, Grid, dequantize
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs, Method
 
@@ -29,13 +29,13 @@ class Losses:
 
     linears: Sequence[Grid]
     tables: Sequence[Grid]
-    choices: dict[Names, dict[Grid, Choice]] = field(default_factory=dict)
-    of_tables: dict[str, dict[Grid, Choice]] = field(default_factory=dict)
+    choices: dict[Names, dict[Grid, FormatOption]] = field(default_factory=dict)
+    of_tables: dict[str, dict[Grid, FormatOption]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Write what was measured as JSON has it."""
 
-        def listed(choices: Mapping[Grid, Choice]) -> list[Any]:
+        def listed(choices: Mapping[Grid, FormatOption]) -> list[Any]:
             return [[asdict(grid), choice.size_bytes, choice.loss] for grid, choice in choices.items()]
 
         return {
@@ -46,8 +46,8 @@ class Losses:
     def read(self, found: Mapping[str, Any]) -> None:
         """Read what `to_json` wrote."""
 
-        def choices(listed: Sequence[Any]) -> dict[Grid, Choice]:
-            return {Grid(**grid): Choice(size_bytes, loss) for grid, size_bytes, loss in listed}
+        def choices(listed: Sequence[Any]) -> dict[Grid, FormatOption]:
+            return {Grid(**grid): FormatOption(size_bytes, loss) for grid, size_bytes, loss in listed}
 
         self.choices.update((tuple(names), choices(listed)) for names, listed in found["linears"])
         self.of_tables.update((name, choices(listed)) for name, listed in found["tables"])
@@ -70,7 +70,7 @@ class Losses:
                 continue
             errors = np.split(whole - dequantize(method.quantize(whole, grid, own)), bounds)
             lost = sum(allocation.loss(e, moments, o) for e, o in zip(errors, seen.outputs, strict=True))
-            of_group[grid] = Choice(sum(allocation.size_bytes(n, whole.shape[1], grid) for n in heights), lost)
+            of_group[grid] = FormatOption(sum(allocation.size_bytes(n, whole.shape[1], grid) for n in heights), lost)
 
     def measure_table(self, name: str, table: Float32, method: Method, seen: LayerInputs) -> None:
         """Measure an embedding or head [V, K]; `seen` has its mean moments, of which each row has the same share."""
@@ -82,7 +82,7 @@ class Losses:
                 continue
             error = table - dequantize(method.quantize(table, grid, _own(seen)))
             lost = 0.5 * float(np.vdot(error, error @ moments)) / len(table)
-            of_table[wanted] = Choice(allocation.size_bytes(len(table), table.shape[1], grid), lost)
+            of_table[wanted] = FormatOption(allocation.size_bytes(len(table), table.shape[1], grid), lost)
 
 
 def _own(seen: LayerInputs) -> LayerInputs:

@@ -18,9 +18,9 @@ from llmforge.base.errors import DataError, UsageError
 from llmforge.calibration.losses import Losses
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization import allocation
-from llmforge.quantization.allocation import Choice
+from llmforge.quantization.allocation import FormatOption
 from llmforge.quantization.grids import Grid, QuantizedMatrix, dequantize
 from llmforge.quantization.statistics import WeightDemand
 
@@ -29,7 +29,7 @@ TOKENS = 16384  # at most that formats are measured on
 HELD_TOKENS = 8192  # at most that models are compared on
 
 Matrices = Mapping[str, QuantizedMatrix]
-Trial = Callable[[WeightDemand, Sequence[Window], Losses | None], Matrices]
+Trial = Callable[[WeightDemand, Sequence[TokenWindow], Losses | None], Matrices]
 Keep = Callable[[str, WeightDemand, Callable[[], Any]], Any]  # of a kind, for a demand, as JSON has it
 
 
@@ -47,7 +47,7 @@ class _Formats:
 
 
 def choose(
-    checkpoint: Checkpoint, windows: Sequence[Window], demand: WeightDemand, trial: Trial, keep: Keep
+    checkpoint: Checkpoint, windows: Sequence[TokenWindow], demand: WeightDemand, trial: Trial, keep: Keep
 ) -> tuple[WeightDemand, str]:
     """Return `demand` with the formats that fit its bytes and lose least, and a note of what was compared.
 
@@ -100,7 +100,7 @@ def choose(
     )
 
 
-def divide(windows: Sequence[Window]) -> tuple[list[Window], list[Window]]:
+def divide(windows: Sequence[TokenWindow]) -> tuple[list[TokenWindow], list[TokenWindow]]:
     """Divide windows, by documents where there are several, into those to measure on and those that are held out.
 
     Raises:
@@ -124,7 +124,7 @@ def divide(windows: Sequence[Window]) -> tuple[list[Window], list[Window]]:
     return _evenly(fitted, TOKENS), _evenly(held, HELD_TOKENS)
 
 
-def _evenly(windows: Sequence[Window], tokens: int) -> list[Window]:
+def _evenly(windows: Sequence[TokenWindow], tokens: int) -> list[TokenWindow]:
     """Take every so many windows, so that there are about `tokens`, or all."""
     return list(windows[:: max(1, round(sum(len(window.ids) for window in windows) / tokens))])
 
@@ -148,11 +148,13 @@ def _candidates(losses: Losses, demand: WeightDemand, allowed: int, others: int)
             "no gradient reaches a linear layer, so that nothing is known of what formats lose",
             hint="choose a format, and a method other than auto",
         )
-    tables: dict[Grid | None, Choice] = {demand.tables: Choice(0, 0.0)}  # where they are left, or rounded to nearest
+    tables: dict[Grid | None, FormatOption] = {
+        demand.tables: FormatOption(0, 0.0)
+    }  # where they are left, or rounded to nearest
     if losses.of_tables:
         own = list(losses.of_tables.values())
         tables = {
-            grid: Choice(sum(each[grid].size_bytes for each in own), sum(each[grid].loss for each in own))
+            grid: FormatOption(sum(each[grid].size_bytes for each in own), sum(each[grid].loss for each in own))
             for grid in own[0]
             if all(grid in each for each in own)
         }
@@ -180,12 +182,12 @@ def _candidates(losses: Losses, demand: WeightDemand, allowed: int, others: int)
     return best, min((each for each in uniform if each.size_bytes <= allowed), key=lambda it: it.loss, default=None)
 
 
-def divergence(skeleton: Skeleton, windows: Sequence[Window], matrices: Matrices) -> float:
+def divergence(skeleton: Skeleton, windows: Sequence[TokenWindow], matrices: Matrices) -> float:
     """Return the mean KLD, nats a token, of the model with `matrices` in place of its weights, over `windows`."""
     return sum(divergences(skeleton, windows, matrices)) / sum(len(window.ids) for window in windows)
 
 
-def divergences(skeleton: Skeleton, windows: Sequence[Window], matrices: Matrices) -> list[float]:
+def divergences(skeleton: Skeleton, windows: Sequence[TokenWindow], matrices: Matrices) -> list[float]:
     """Return the KLD of each of `windows`, nats, summed over its tokens; see `divergence`."""
     ids = [window.ids for window in windows]
     embedding, head = skeleton.tables()

@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 from llmforge.base.errors import DataError, UnsupportedError
 from llmforge.calibration import mixed
 from llmforge.calibration.gradients import Gradients, take
-from llmforge.calibration.layer import Call, DecoderLayer, Selected
+from llmforge.calibration.layer import DecoderLayer, LayerCall, Selected
 from llmforge.calibration.resuming import Runs
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.sums import InputSums
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization import structure
 from llmforge.quantization.methods.base import InputStatistic
 from llmforge.quantization.statistics import PruningDemand
-from llmforge.quantization.structure import Block, Float32, Kept, Step
+from llmforge.quantization.structure import Float32, PrunableLayer, PrunedStructure, PruningStep
 
 HEADS, CHANNELS, LAYERS = "heads", "channels", "layers"
 _Curve = tuple[int, str]  # layer, and what of it
@@ -38,11 +38,13 @@ _Curve = tuple[int, str]  # layer, and what of it
 class _Measured:
     """What calibration found: steps of each curve, and the influence of each layer."""
 
-    curves: Mapping[_Curve, Sequence[Step]]
+    curves: Mapping[_Curve, Sequence[PruningStep]]
     influence: Mapping[int, float]
 
 
-def choose(checkpoint: Checkpoint, windows: Sequence[Window], demand: PruningDemand) -> tuple[Kept, str]:
+def choose(
+    checkpoint: Checkpoint, windows: Sequence[TokenWindow], demand: PruningDemand
+) -> tuple[PrunedStructure, str]:
     """Choose what is left, and say in a note what was compared.
 
     Raises:
@@ -54,7 +56,7 @@ def choose(checkpoint: Checkpoint, windows: Sequence[Window], demand: PruningDem
     skeleton = Skeleton.build(checkpoint)
     calls, states = skeleton.enter([window.ids for window in (*fitted, *held)])
     measured = _measure(skeleton, fitted, calls, states[: len(fitted)], demand)
-    tried: list[tuple[float, Kept, str]] = []
+    tried: list[tuple[float, PrunedStructure, str]] = []
     why = ""
     for count in range(len(demand.structure.blocks) if LAYERS in demand.units and not demand.structure.fixed else 1):
         made = _candidate(demand, measured, count)
@@ -104,14 +106,14 @@ def require(demand: PruningDemand, layers: int) -> None:
 
 def _measure(
     skeleton: Skeleton,
-    windows: Sequence[Window],
-    calls: Sequence[Sequence[Call]],
+    windows: Sequence[TokenWindow],
+    calls: Sequence[Sequence[LayerCall]],
     states: Sequence[torch.Tensor],
     demand: PruningDemand,
 ) -> _Measured:
     """Run the text through the checkpoint's own layers, and find what its units cost."""
     assert demand.structure is not None
-    curves: dict[_Curve, Sequence[Step]] = {}
+    curves: dict[_Curve, Sequence[PruningStep]] = {}
     influence: dict[int, float] = {}
     with TemporaryDirectory(prefix="llmforge-gradients-") as folder:
         take(skeleton, [window.ids for window in windows], calls, states, Path(folder))
@@ -146,7 +148,7 @@ def _measure(
     return _Measured(curves, influence)
 
 
-def _outputs(block: Block, demand: PruningDemand) -> dict[str, str]:
+def _outputs(block: PrunableLayer, demand: PruningDemand) -> dict[str, str]:
     """Name, by the kind of units, the matrices of a layer that read them."""
     made = {}
     if HEADS in demand.units and block.heads is not None:
@@ -156,7 +158,7 @@ def _outputs(block: Block, demand: PruningDemand) -> dict[str, str]:
     return made
 
 
-def _stride(block: Block, kind: str, demand: PruningDemand) -> dict[str, int]:
+def _stride(block: PrunableLayer, kind: str, demand: PruningDemand) -> dict[str, int]:
     if kind == HEADS:
         assert block.heads is not None
         return {"width": block.heads.shared * block.heads.value_dim, "together": 1}
@@ -175,7 +177,7 @@ def _damped(name: str, moments: Float32 | structure.Float64, demand: PruningDema
         ) from error
 
 
-def _candidate(demand: PruningDemand, measured: _Measured, count: int) -> tuple[Kept, float, int] | str:
+def _candidate(demand: PruningDemand, measured: _Measured, count: int) -> tuple[PrunedStructure, float, int] | str:
     """Drop `count` layers, and take the rest from heads and channels: what is left, the loss predicted, what is gone.
 
     Returns why that cannot be.
@@ -204,10 +206,10 @@ def _candidate(demand: PruningDemand, measured: _Measured, count: int) -> tuple[
         total = heads if kind == HEADS else block.channels.count if block.channels is not None else 0
         out = {unit for step in curves[index, kind][:steps] for unit in step.units}
         kept[kind].append((index, tuple(unit for unit in range(total) if unit not in out)))
-    return Kept(tuple(sorted(dropped)), tuple(kept[HEADS]), tuple(kept[CHANNELS])), loss, gone + more
+    return PrunedStructure(tuple(sorted(dropped)), tuple(kept[HEADS]), tuple(kept[CHANNELS])), loss, gone + more
 
 
-def _size(block: Block, kind: str) -> int:
+def _size(block: PrunableLayer, kind: str) -> int:
     own = block.heads if kind == HEADS else block.channels
     assert own is not None
     return own.unit_parameters
@@ -215,12 +217,12 @@ def _size(block: Block, kind: str) -> int:
 
 def _divergence(
     skeleton: Skeleton,
-    calls: Sequence[Sequence[Call]],
+    calls: Sequence[Sequence[LayerCall]],
     states: Sequence[torch.Tensor],
     fitted: int,
     ids: Sequence[NDArray[np.int64]],
     demand: PruningDemand,
-    kept: Kept,
+    kept: PrunedStructure,
 ) -> float:
     """Return the mean KLD, nats a token, on the windows behind the first `fitted`, by which the others make up."""
     assert demand.structure is not None

@@ -12,15 +12,16 @@ import torch
 
 from llmforge.base.errors import DataError
 from llmforge.calibration import experts
-from llmforge.calibration.correct import correct_linears, corrected
 from llmforge.calibration.gradients import Gradients
 from llmforge.calibration.layer import Additions, DecoderLayer
 from llmforge.calibration.losses import Losses
+from llmforge.calibration.low_rank_correction import correct_linears, corrected
 from llmforge.calibration.resuming import Runs
+from llmforge.calibration.store import LayerResult
 from llmforge.calibration.sums import InputSums
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Float32, QuantizedMatrix, rows
-from llmforge.quantization.low_rank import LowRank
+from llmforge.quantization.low_rank import LowRankCorrection
 from llmforge.quantization.methods import PLAIN
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs, Method
 from llmforge.quantization.statistics import LowRankDemand, WeightDemand
@@ -36,26 +37,32 @@ class _Unquantized:
     residual: torch.Tensor | None
 
 
+@dataclass(frozen=True, eq=False)
+class WeightQuantization:
+    """How weights are quantized: by `demand`, with `gradients` of their outputs where its method wants them.
+
+    What each format of `losses` would lose is put there; `correction` asks for products of low rank.
+    """
+
+    demand: WeightDemand
+    gradients: Gradients | None = None
+    threads: int = 1
+    losses: Losses | None = None
+    correction: LowRankDemand | None = None
+
+
 def quantize_layer(
-    layer: DecoderLayer,
-    original: list[torch.Tensor],
-    current: list[torch.Tensor],
-    demand: WeightDemand,
-    gradients: Gradients | None = None,
-    threads: int = 1,
-    notes: list[str] | None = None,
-    losses: Losses | None = None,
-    correction: LowRankDemand | None = None,
-) -> tuple[dict[str, QuantizedMatrix], dict[str, LowRank]]:
+    layer: DecoderLayer, original: list[torch.Tensor], current: list[torch.Tensor], how: WeightQuantization
+) -> LayerResult:
     """Quantize the linears and experts of `layer` in place, in the order in which they run; with what corrects them.
 
-    The hidden states `original`, those of the checkpoint, end behind the layer, and so do `current` ones, which what is
-    quantized makes; each run through it once. What a reader of the report should know is put to `notes`, and what each
-    format of `losses` would lose, there.
+    The hidden states `original`, those of the checkpoint, end after the layer, and so do `current` ones, which what is
+    quantized makes; each run through it once.
 
     Raises:
         DataError: what a matrix reads over the calibration text does not allow the method of `demand`.
     """
+    demand, gradients, correction = how.demand, how.gradients, how.correction
     groups = _groups(layer, current[0], demand)
     wants_residual = InputStatistic.RESIDUAL in demand.method.demands
     added = layer.additions(groups, original[0]) if wants_residual else Additions((), ())
@@ -68,8 +75,8 @@ def quantize_layer(
         original[window] = after
     runs = Runs.of(layer, current)
     results: dict[str, QuantizedMatrix] = {}
-    corrections: dict[str, LowRank] = {}
-    notes = [] if notes is None else notes
+    corrections: dict[str, LowRankCorrection] = {}
+    notes: list[str] = []
     for names in groups:
         unquantized = [read.pop(names[0]) for read in inputs]
         if names[0] in layer.experts():
@@ -77,14 +84,14 @@ def quantize_layer(
             matrices = _quantize_experts(runs, names[0], reads, demand, notes)
         else:
             outputs = layer.outputs_left(names, gradients.outputs(names)) if gradients is not None else ()
-            matrices, seen = _quantize_linears(runs, names, unquantized, added, demand, outputs, threads, notes, losses)
+            matrices, seen = _quantize_linears(runs, names, unquantized, added, how, outputs, notes)
             if correction is not None and not exclusion(names, correction.exclude):
                 corrections |= correct_linears(layer, matrices, seen, correction)
         for name, matrix in matrices.items():
             layer.set_weight(name, corrected(matrix, corrections.get(name)))
         results |= matrices
     runs.end()
-    return results, corrections
+    return LayerResult(results, None, notes=tuple(notes), low_rank=corrections)
 
 
 def _residuals(
@@ -117,17 +124,15 @@ def _quantize_linears(
     names: Sequence[str],
     originals: Sequence[_Unquantized],
     added: Additions,
-    demand: WeightDemand,
+    how: WeightQuantization,
     outputs: tuple[Float32, ...],
-    threads: int,
     notes: list[str],
-    losses: Losses | None,
 ) -> tuple[dict[str, QuantizedMatrix], LayerInputs]:
     """Quantize linears that read one tensor, `originals` in the checkpoint: their rows are one matrix.
 
     Also return what was seen of that tensor.
     """
-    layer, name, residual = runs.layer, names[0], originals[0].residual
+    layer, name, residual, demand = runs.layer, names[0], originals[0].residual, how.demand
     rows_added = residual.shape[1] if residual is not None and len(names) == 1 else None
     sums, held = (InputSums.start(demand.method.demands, originals[0].read.shape[1], rows_added) for _ in range(2))
     for window, original in enumerate(originals):
@@ -145,10 +150,10 @@ def _quantize_linears(
         (held if window % HELD_OUT == HELD_OUT - 1 else sums).add(x, original.read - x, lost)
     weights = [layer.weight(name) for name in names]
     with _refusals(name, demand.method):
-        seen = sums.seen(routed=False, held=held, outputs=outputs, threads=threads)
+        seen = sums.seen(routed=False, held=held, outputs=outputs, threads=how.threads)
         matrix = demand.method.quantize(np.concatenate(weights), demand.grid_of(names), seen)
-        if losses is not None:
-            losses.measure(names, weights, demand.method, seen)
+        if how.losses is not None:
+            how.losses.measure(names, weights, demand.method, seen)
     notes += [f"{name}: {note}" for note in seen.notes]
     bounds = pairwise(np.cumsum([0, *map(len, weights)]))
     return {name: rows(matrix, slice(*own)) for name, own in zip(names, bounds, strict=True)}, seen

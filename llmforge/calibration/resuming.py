@@ -30,13 +30,13 @@ class Runs:
 
     layer: DecoderLayer
     states: list[torch.Tensor]
-    memory: Memory | None  # None: modules change what others made, and every run begins at the beginning
+    memory: ModuleOutputs | None  # None: modules change what others made, and every run begins at the beginning
 
     @classmethod
     def of(cls, layer: DecoderLayer, states: list[torch.Tensor]) -> Runs:
         """Begin in front of `layer`."""
         products = [*layer.linears().values(), *layer.experts().values()]
-        return cls(layer, states, Memory(worth_it(layer.module, products)))
+        return cls(layer, states, ModuleOutputs(checkpointable(layer.module, products)))
 
     def arguments(self, name: str, window: int) -> Arguments:
         """Return what linear or experts `name` is called with; see `DecoderLayer.arguments_of`."""
@@ -83,7 +83,7 @@ class Changed(Exception):
 
 
 @dataclass(eq=False)
-class Memory:
+class ModuleOutputs:
     """What modules of a layer made, by window; `modules` are those worth it, by name, outer ones first."""
 
     modules: Mapping[str, torch.nn.Module]
@@ -142,7 +142,7 @@ class Memory:
         self._windows.pop(window, None)
 
 
-def worth_it(layer: torch.nn.Module, products: Collection[torch.nn.Module]) -> dict[str, torch.nn.Module]:
+def checkpointable(layer: torch.nn.Module, products: Collection[torch.nn.Module]) -> dict[str, torch.nn.Module]:
     """Find the modules inside of `layer` that are, or hold, one of `products`; inside of one of those none is."""
     own = set(products)
     inside = {part for product in own for part in product.modules() if part is not product}

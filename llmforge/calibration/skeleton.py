@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.calibration import experts
-from llmforge.calibration.layer import Call, DecoderLayer, copy_with_weights, linears_of
+from llmforge.calibration.layer import DecoderLayer, LayerCall, copy_with_weights, linears_of
 from llmforge.checkpoint import Checkpoint
 from llmforge.trace.export import depth, stored_matrix
 from llmforge.trace.export.pattern import Irregular
-from llmforge.trace.export.weights import Source, plan
+from llmforge.trace.export.weights import ParameterSource, plan
 from llmforge.trace.hooks import internals
 from llmforge.trace.hooks.experts import marked
 
@@ -44,7 +44,7 @@ class Skeleton:
     model: PreTrainedModel
     layers: list[torch.nn.Module]
     prefixes: list[str]
-    sources: Mapping[str, Source]
+    sources: Mapping[str, ParameterSource]
 
     @classmethod
     def build(cls, checkpoint: Checkpoint) -> Skeleton:
@@ -77,7 +77,7 @@ class Skeleton:
 
     def enter(
         self, windows: Sequence[NDArray[np.int64]], table: NDArray[np.float32] | None = None
-    ) -> tuple[list[list[Call]], list[torch.Tensor]]:
+    ) -> tuple[list[list[LayerCall]], list[torch.Tensor]]:
         """Embed every window, ids [tokens]: how each layer is called with each of them, and the first layer's states.
 
         `table` [V, H] is looked up in place of the embedding, which is a plain one.
@@ -151,7 +151,7 @@ class Skeleton:
         """Return the embedding or head called `name`, [V, H], as the checkpoint holds it."""
         return self.checkpoint.tensor(self.sources[name].tensors[0]).numpy()
 
-    def load(self, index: int, calls: Sequence[Call]) -> DecoderLayer:
+    def load(self, index: int, calls: Sequence[LayerCall]) -> DecoderLayer:
         """Read the weights of layer `index`, fp32; `calls` says how it is called with each window."""
         prefix = self.prefixes[index]
         names = list(self.layers[index].state_dict())
@@ -196,14 +196,14 @@ class Frame:
         """Take `model`, a copy that is given away; `prefixes` are the names of its layers."""
         self._name, self.model, self._depth = name, model, len(prefixes)
         self._form = _FORMS[0]  # what layers return
-        self._by_length: dict[int, list[Call]] = {}
+        self._by_length: dict[int, list[LayerCall]] = {}
         self._given: list[torch.Tensor] = []  # hidden states that each layer is called with
-        self._calls: list[Call] = []
-        self._behind: torch.Tensor | None = None  # what the last layer makes; None: the run ends in front of it
+        self._calls: list[LayerCall] = []
+        self._last_hidden: torch.Tensor | None = None  # what the last layer makes; None: the run ends in front of it
         for prefix in prefixes:
             model.get_submodule(prefix).forward = self._layer_out
 
-    def enter(self, ids: NDArray[np.int64]) -> tuple[torch.Tensor, list[Call]]:
+    def enter(self, ids: NDArray[np.int64]) -> tuple[torch.Tensor, list[LayerCall]]:
         """Embed a text, ids [tokens]: the first layer's states [1, tokens, hidden], and how each layer is called.
 
         Texts of one length share the tensors of their calls.
@@ -235,17 +235,17 @@ class Frame:
         Raises:
             UnsupportedError: see `enter`.
         """
-        self._given, self._calls, self._behind = [], [], states
+        self._given, self._calls, self._last_hidden = [], [], states
         try:
             output = self.model(input_ids=torch.from_numpy(ids)[None], use_cache=False)
         finally:
-            self._behind = None
+            self._last_hidden = None
         self._given[0] = states
         self._require_handed_on(states)
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def _run(self, ids: NDArray[np.int64]) -> tuple[torch.Tensor, list[Call]]:
+    def _run(self, ids: NDArray[np.int64]) -> tuple[torch.Tensor, list[LayerCall]]:
         """Run the model up to where the last of its layers would have run."""
         self._given, self._calls = [], []
         try:
@@ -257,10 +257,10 @@ class Frame:
     def _layer_out(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Stand for a layer."""
         self._given.append(hidden)
-        self._calls.append(Call(args, kwargs))
-        if self._behind is None and len(self._calls) == self._depth:
+        self._calls.append(LayerCall(args, kwargs))
+        if self._last_hidden is None and len(self._calls) == self._depth:
             raise _LastLayerReached
-        made = hidden if self._behind is None else self._behind
+        made = hidden if self._last_hidden is None else self._last_hidden
         return self._form(made)
 
     def _handed_on(self, states: torch.Tensor) -> bool:

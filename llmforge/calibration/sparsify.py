@@ -10,6 +10,7 @@ import torch
 from llmforge.base.errors import DataError
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.resuming import Runs
+from llmforge.calibration.store import LayerResult
 from llmforge.calibration.sums import InputSums
 from llmforge.quantization import sparsity
 from llmforge.quantization.exclusion import exclusion
@@ -18,12 +19,8 @@ from llmforge.quantization.sparsity import SparseMatrix
 from llmforge.quantization.statistics import SparsityDemand
 
 
-def sparsify_layer(
-    layer: DecoderLayer, states: list[torch.Tensor], demand: SparsityDemand, notes: list[str]
-) -> dict[str, SparseMatrix]:
-    """Prune the linears of `layer` in place, in the order in which they run; `states` end behind the layer.
-
-    What a reader of the report should know is put to `notes`.
+def sparsify_layer(layer: DecoderLayer, states: list[torch.Tensor], demand: SparsityDemand) -> LayerResult:
+    """Prune the linears of `layer` in place, in the order in which they run; `states` end after the layer.
 
     Raises:
         DataError: what a linear reads over the calibration text does not allow it.
@@ -32,6 +29,7 @@ def sparsify_layer(
     routers, experts = layer.routers(groups, states[0]), layer.experts()
     runs = Runs.of(layer, states)
     pruned: dict[str, SparseMatrix] = {}
+    notes: list[str] = []
     for group in groups:
         names = [
             name
@@ -62,4 +60,4 @@ def sparsify_layer(
             pruned[name] = SparseMatrix(matrix.values[first:last], matrix.places[first:last], lost)
             layer.set_weight(name, pruned[name].dense())
     runs.end()
-    return pruned
+    return LayerResult({}, None, notes=tuple(notes), sparse=pruned)

@@ -13,38 +13,55 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.cache import Cache, Key
 from llmforge.quantization.grids import Float32, Grid, Packed, QuantizedMatrix, pack, unpack
-from llmforge.quantization.low_rank import LowRank
+from llmforge.quantization.low_rank import LowRankCorrection
 from llmforge.quantization.sparsity import SparseMatrix
 from llmforge.quantization.statistics import InputRange, KvRange, Smoothed
 
 _FILE = "layer.npz"
 _STATES = "states"
 _FIGURES = "figures.json"
+T = TypeVar("T")
 STATES_SHARE = 1 / 8  # of the cache that hidden states may take: 2.5 GB of 20, or 75,000 tokens of 8,192 features
 
 
-class StoredMatrices(Mapping[str, QuantizedMatrix]):
-    """Linears by parameter name, each in memory or in the file of its layer, from which each access reads it."""
+class _Stored(Mapping[str, T]):
+    """Results by parameter name, each in memory or in the file of its layer, from which each access reads it."""
 
-    def __init__(self, places: Mapping[str, QuantizedMatrix | Path]) -> None:
+    def __init__(self, places: Mapping[str, T | Path]) -> None:
         self._places = places
 
-    def __getitem__(self, name: str) -> QuantizedMatrix:
+    def __getitem__(self, name: str) -> T:
         place = self._places[name]
-        if isinstance(place, QuantizedMatrix):
+        if not isinstance(place, Path):
             return place
         with np.load(place, allow_pickle=False) as arrays:
-            described = json.loads(arrays["grids"].tobytes())[name]
-            k = described.pop("k")
-            points = arrays.get(f"{name}/zero_points")
-            return unpack(Packed(arrays[f"{name}/codes"], arrays[f"{name}/scales"], points), Grid(**described), k)
+            return self._read(name, arrays)
+
+    def _read(self, name: str, arrays: Mapping[str, NDArray[Any]]) -> T:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+class StoredMatrices(_Stored[QuantizedMatrix]):
+    """Quantized linears and tables."""
+
+    def _read(self, name: str, arrays: Mapping[str, NDArray[Any]]) -> QuantizedMatrix:
+        described = _json(arrays, "grids")[name]
+        k = described.pop("k")
+        points = arrays.get(f"{name}/zero_points")
+        return unpack(Packed(arrays[f"{name}/codes"], arrays[f"{name}/scales"], points), Grid(**described), k)
 
     def grids(self) -> dict[str, Grid]:
         """Return the grid of each, and read no matrix."""
@@ -56,78 +73,31 @@ class StoredMatrices(Mapping[str, QuantizedMatrix]):
                 continue
             if place not in described:
                 with np.load(place, allow_pickle=False) as arrays:
-                    described[place] = json.loads(arrays["grids"].tobytes())
+                    described[place] = _json(arrays, "grids")
             grids[name] = Grid(**{part: value for part, value in described[place][name].items() if part != "k"})
         return grids
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
 
-    def __len__(self) -> int:
-        return len(self._places)
+class StoredSparse(_Stored[SparseMatrix]):
+    """Linears pruned to 2:4."""
 
-
-class StoredSparse(Mapping[str, SparseMatrix]):
-    """Pruned linears by parameter name, each in memory or in the file of its layer, from which each access reads it."""
-
-    def __init__(self, places: Mapping[str, SparseMatrix | Path]) -> None:
-        self._places = places
-
-    def __getitem__(self, name: str) -> SparseMatrix:
-        place = self._places[name]
-        if isinstance(place, SparseMatrix):
-            return place
-        with np.load(place, allow_pickle=False) as arrays:
-            lost = json.loads(arrays["sparse"].tobytes())[name]
-            return SparseMatrix(arrays[f"{name}/kept"], arrays[f"{name}/places"], lost)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
+    def _read(self, name: str, arrays: Mapping[str, NDArray[Any]]) -> SparseMatrix:
+        return SparseMatrix(arrays[f"{name}/kept"], arrays[f"{name}/places"], _json(arrays, "sparse")[name])
 
 
-class StoredLowRank(Mapping[str, LowRank]):
-    """Corrections by parameter name, each in memory or in the file of its layer, from which each access reads it."""
+class StoredLowRank(_Stored[LowRankCorrection]):
+    """Corrections of quantized linears."""
 
-    def __init__(self, places: Mapping[str, LowRank | Path]) -> None:
-        self._places = places
-
-    def __getitem__(self, name: str) -> LowRank:
-        place = self._places[name]
-        if isinstance(place, LowRank):
-            return place
-        with np.load(place, allow_pickle=False) as arrays:
-            group, *figures = json.loads(arrays["low_rank"].tobytes())[name]
-            return LowRank(arrays[f"{group}/a"], arrays[f"{name}/b"], group, *figures)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
+    def _read(self, name: str, arrays: Mapping[str, NDArray[Any]]) -> LowRankCorrection:
+        group, *figures = _json(arrays, "low_rank")[name]
+        return LowRankCorrection(arrays[f"{group}/a"], arrays[f"{name}/b"], group, *figures)
 
 
-class StoredArrays(Mapping[str, Float32]):
-    """Matrices by parameter name, each in memory or in the file of its layer, from which each access reads it."""
+class StoredArrays(_Stored[Float32]):
+    """Matrices that make up for what was pruned of their inputs."""
 
-    def __init__(self, places: Mapping[str, Float32 | Path]) -> None:
-        self._places = places
-
-    def __getitem__(self, name: str) -> Float32:
-        place = self._places[name]
-        if not isinstance(place, Path):
-            return place
-        with np.load(place, allow_pickle=False) as arrays:
-            made: Float32 = arrays[f"{name}/pruned"]
-        return made
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
+    def _read(self, name: str, arrays: Mapping[str, NDArray[Any]]) -> Float32:
+        return arrays[f"{name}/pruned"]
 
 
 @dataclass(frozen=True)
@@ -142,7 +112,7 @@ class LayerResult:
     inputs: Mapping[str, InputRange] = field(default_factory=dict)  # by parameter name
     notes: tuple[str, ...] = ()  # for the report
     sparse: Mapping[str, SparseMatrix | Path] = field(default_factory=dict)  # see `StoredSparse`
-    low_rank: Mapping[str, LowRank | Path] = field(default_factory=dict)  # see `StoredLowRank`
+    low_rank: Mapping[str, LowRankCorrection | Path] = field(default_factory=dict)  # see `StoredLowRank`
     pruned: Mapping[str, Float32 | Path] = field(default_factory=dict)  # see `StoredArrays`
 
 
@@ -168,9 +138,9 @@ class Store:
         self.reused.append(index)
         with np.load(entry.path / _FILE, allow_pickle=False) as arrays:
             kv = KvRange(arrays["kv/key"], arrays["kv/value"]) if "kv/key" in arrays else None
-            names, notes, inputs = (json.loads(arrays[part].tobytes()) for part in ("grids", "notes", "inputs"))
+            names, notes, inputs = (_json(arrays, part) for part in ("grids", "notes", "inputs"))
             ranges = {name: _read_range(arrays, name, described) for name, described in inputs.items()}
-            sparse, corrected = (json.loads(arrays[part].tobytes()) for part in ("sparse", "low_rank"))
+            sparse, corrected = (_json(arrays, part) for part in ("sparse", "low_rank"))
             pruned = [name.removesuffix("/pruned") for name in arrays if name.endswith("/pruned")]
         file = entry.path / _FILE
         return LayerResult(
@@ -194,19 +164,16 @@ class Store:
         if result.kv is not None:
             arrays["kv/key"], arrays["kv/value"] = result.kv.key, result.kv.value
         inputs = {name: _write_range(arrays, name, of) for name, of in result.inputs.items()}
-        arrays["inputs"] = np.frombuffer(json.dumps(inputs).encode(), np.uint8)
         for name, pruned in StoredSparse(result.sparse).items():
             arrays[f"{name}/kept"], arrays[f"{name}/places"] = pruned.values, pruned.places
         costs = {name: pruned.lost for name, pruned in StoredSparse(result.sparse).items()}
-        arrays["sparse"] = np.frombuffer(json.dumps(costs).encode(), np.uint8)
         arrays |= {f"{name}/pruned": matrix for name, matrix in StoredArrays(result.pruned).items()}
         figures = {}
         for name, each in StoredLowRank(result.low_rank).items():
             arrays[f"{each.group}/a"], arrays[f"{name}/b"] = each.a, each.b
             figures[name] = [each.group, each.before, each.after, each.codes]
-        arrays["low_rank"] = np.frombuffer(json.dumps(figures).encode(), np.uint8)
-        arrays["notes"] = np.frombuffer(json.dumps(result.notes).encode(), np.uint8)
-        arrays["grids"] = np.frombuffer(json.dumps(grids).encode(), np.uint8)
+        described = {"inputs": inputs, "sparse": costs, "low_rank": figures, "notes": result.notes, "grids": grids}
+        arrays |= {part: np.frombuffer(json.dumps(each).encode(), np.uint8) for part, each in described.items()}
 
         def write(folder: Path) -> None:
             np.savez(folder / _FILE, allow_pickle=False, **arrays)
@@ -297,6 +264,11 @@ class Store:
         """Take away the hidden states in front of layer `index`, which no calibration needs any more."""
         if self.cache is not None:
             self.cache.discard(_states_key(key, index))
+
+
+def _json(arrays: Mapping[str, NDArray[Any]], part: str) -> Any:
+    """Read what of a layer is no array."""
+    return json.loads(arrays[part].tobytes())
 
 
 def _read_states(file: Path, shapes: Sequence[tuple[int, ...]]) -> Iterator[Float32]:

@@ -25,7 +25,7 @@ from llmforge.base.wording import cut, shown
 from llmforge.checkpoint import gguf, hub, lengths, quantized
 from llmforge.checkpoint.adapters import AdapterSource, Merge
 from llmforge.checkpoint.adapters.merging import unmergeable
-from llmforge.checkpoint.quantized import Grouped, Layout, QuantizedTensor, same_content
+from llmforge.checkpoint.quantized import Grouped, QuantizedLayout, QuantizedTensor, same_content
 from llmforge.checkpoint.safetensors_file import (
     DAMAGED,
     DENIED,
@@ -37,7 +37,7 @@ from llmforge.checkpoint.safetensors_file import (
     read_small,
 )
 from llmforge.checkpoint.shards import WEIGHTS_INDEX, read_headers, weight_files
-from llmforge.quantization.stored import NotHeld, StoredChannels, StoredCodes, StoredFp4
+from llmforge.quantization.stored import StoredChannels, StoredCodes, StoredFp4, UnrepresentableCodes
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -77,7 +77,7 @@ class Configuration:
     architecture: str  # the model's class, or the configuration's where that is not said
     geometry: Geometry
     ties: bool  # whether it declares that embedding and head are one
-    eos_token_id: Any  # as it stands there
+    eos_token_id: Any  # unchanged
     bos_token_id: Any
     lengths: tuple[tuple[str, int], ...] = ()  # what it names of windows, chunks and borders: field, tokens
 
@@ -112,7 +112,7 @@ class Checkpoint:
     special_tokens: Mapping[str, str]  # "bos_token": "<s>", …: those that the tokenizer configuration names
     generation: Mapping[str, Any] = field(repr=False)  # what stands in its generation_config.json
     weight_files: tuple[Path, ...] = field(repr=False)
-    layout: Layout | None = None  # None: its weights are not quantized
+    layout: QuantizedLayout | None = None  # None: its weights are not quantized
     notes: tuple[str, ...] = ()  # what is in it and is not taken, a sentence each
     merge: Merge | None = field(default=None, repr=False)  # adapters that are a part of what `tensor` gives
     _digest: str | None = field(default=None, init=False, repr=False)
@@ -299,7 +299,7 @@ class Checkpoint:
         """Return the codes as which a parameter is stored; they are read later.
 
         Raises:
-            NotHeld: it is not stored as codes, or in none of our formats; an adapter is merged into it.
+            UnrepresentableCodes: it is not stored as codes, or in none of our formats; an adapter is merged into it.
             CheckpointError: what says how they lie is damaged.
         """
         entry = self._as_codes(name)
@@ -311,7 +311,7 @@ class Checkpoint:
         """Return the codes of a parameter that is stored in 8 bits with a scale an output feature, or one for all.
 
         Raises:
-            NotHeld, CheckpointError: as `codes`.
+            UnrepresentableCodes, CheckpointError: as `codes`.
         """
         return self._as_codes(name).channels()
 
@@ -319,16 +319,16 @@ class Checkpoint:
         """Return the codes of a parameter that is stored in NVFP4.
 
         Raises:
-            NotHeld, CheckpointError: as `codes`.
+            UnrepresentableCodes, CheckpointError: as `codes`.
         """
         return self._as_codes(name).fp4()
 
     def _as_codes(self, name: str) -> QuantizedTensor:
         entry = self.tensors[name]
         if isinstance(entry, TensorEntry):
-            raise NotHeld(f"are none: the checkpoint stores it in {entry.dtype.name}", is_plain=True)
+            raise UnrepresentableCodes(f"are none: the checkpoint stores it in {entry.dtype.name}", is_plain=True)
         if self.merge is not None and name in self.merge.steps:
-            raise NotHeld("do not hold what an adapter adds to it")
+            raise UnrepresentableCodes("do not hold what an adapter adds to it")
         return entry
 
     def require(

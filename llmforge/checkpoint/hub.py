@@ -35,7 +35,7 @@ _FOLDERS = ["*/*"]  # nothing in folders of the repository
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class HubSnapshot:
     """A checkpoint at one commit, in the cache of huggingface_hub; its weights may not be there yet."""
 
     repository: str
@@ -89,7 +89,7 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None and ".." not in text and "--" not in text
 
 
-def find(given: Path, revision: str | None = None) -> Snapshot | None:
+def find(given: Path, revision: str | None = None) -> HubSnapshot | None:
     """Resolve a checkpoint that is named as on the Hub, ORG/NAME, where no such path is here; None: it is a path.
 
     Raises:
@@ -103,7 +103,7 @@ def find(given: Path, revision: str | None = None) -> Snapshot | None:
     return None
 
 
-def snapshot(repository: str, revision: str | None = None) -> Snapshot:
+def snapshot(repository: str, revision: str | None = None) -> HubSnapshot:
     """Resolve `revision` (None: main) to a commit, and download all but the weights.
 
     Raises:
@@ -116,7 +116,7 @@ def snapshot(repository: str, revision: str | None = None) -> Snapshot:
         raise UsageError(f"{shown(asked)} is not a revision", hint="give a branch, a tag or a commit")
     with _explained(repository, asked):
         folder = _download(repository, asked, _SMALL)
-    return Snapshot(repository, asked, folder.name, folder)
+    return HubSnapshot(repository, asked, folder.name, folder)
 
 
 def _download(repository: str, revision: str, names: Sequence[str]) -> Path:

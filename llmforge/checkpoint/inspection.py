@@ -1,4 +1,4 @@
-"""What a file or folder is that someone has, and what a build would make of it: read from headers, without torch.
+"""The kind of a file or folder that someone has, and what a build would make of it: read from headers, without torch.
 
 Of a GGUF file transformers makes the tokenizer, as for a build.
 
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from llmforge.base.errors import CheckpointError, ForgeError, InputError, UnsupportedError
@@ -26,7 +27,7 @@ from llmforge.checkpoint.quantized.gguf import Gguf, GgufTensor, grouped
 from llmforge.checkpoint.quantized.layout import Grouped, QuantizedTensor, settings_of
 from llmforge.checkpoint.safetensors_file import TensorEntry, parse_json, read_header, read_small
 from llmforge.checkpoint.shards import PICKLES, read_headers, weight_files
-from llmforge.quantization.stored import NotHeld
+from llmforge.quantization.stored import UnrepresentableCodes
 
 TRACED = Path(__file__).with_name("architectures.json")  # model_type → why it is not compiled, "" where it is
 # Kinds of tokenizers in GGUF files, `tokenizer.ggml.model`.
@@ -39,7 +40,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredParameters:
     """Parameters that are stored in one format, and what becomes of them."""
 
     format: str
@@ -66,7 +67,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Part:
+class GgufPart:
     """A part of a GGUF file that a build has to take over."""
 
     name: str  # graph, tokenizer, chat template
@@ -83,12 +84,12 @@ class Inspection:
     kind: str  # Hugging Face checkpoint, GGUF file, adapter (peft)
     facts: Mapping[str, str | int | None] = field(default_factory=dict)  # name → what is stated, in order
     layout: str | None = None  # how it is quantized
-    stored: Sequence[Stored] = ()
+    stored: Sequence[StoredParameters] = ()
     notes: Sequence[str] = ()
     refusal: Refusal | None = None
     compiles: bool | None = None  # whether the architecture was seen to; None: it is not in the table
     reason: str | None = None  # why it does not
-    parts: Sequence[Part] = ()  # of a GGUF file
+    parts: Sequence[GgufPart] = ()  # of a GGUF file
     chat_template: str | None = field(default=None, repr=False)  # likewise
 
     @property
@@ -97,8 +98,8 @@ class Inspection:
         return sum(each.parameters for each in self.stored)
 
 
-def inspect(path: Path) -> Inspection:
-    """Say what `path` is.
+def inspect(path: Path, taking: Mapping[str, str]) -> Inspection:
+    """Say what `path` is; `taking` are the passes that take codes as they are, by what shares a scale in those.
 
     Raises:
         InputError: it is nothing that is known here, or cannot be read.
@@ -110,7 +111,7 @@ def inspect(path: Path) -> Inspection:
         if file is not None and not (path / CONFIG).is_file():
             return _gguf(file)
         if (path / CONFIG).is_file():
-            return _checkpoint(path)
+            return _checkpoint(path, taking)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
     raise InputError(
@@ -120,7 +121,7 @@ def inspect(path: Path) -> Inspection:
     )
 
 
-def _checkpoint(folder: Path) -> Inspection:
+def _checkpoint(folder: Path, taking: Mapping[str, str]) -> Inspection:
     settings = parse_json(read_small(folder / CONFIG, CONFIG_BYTES), folder / CONFIG)
     config = settings_of(settings)
     method = config.get("quant_method") if isinstance(config, dict) else config
@@ -138,7 +139,7 @@ def _checkpoint(folder: Path) -> Inspection:
         if layout is None:
             return _with(made, Grouped((), stored))
         described = layout.check(config, folder / CONFIG)
-        return _with(made, layout.group(settings, stored, folder), f"{layout.name}: {described}")
+        return _with(made, layout.group(settings, stored, folder), f"{layout.name}: {described}", taking=taking)
     except (CheckpointError, UnsupportedError) as error:
         return _with(made, Grouped((), {}), refusal=error)
 
@@ -159,25 +160,25 @@ def _gguf(file: Path) -> Inspection:
         made = _with(made, grouped(header, settings), made.layout)
     except (CheckpointError, UnsupportedError) as error:
         made = _with(made, Grouped((), {}), made.layout, refusal=error)
-    graph = Part("graph", header.architecture, made.compiles, made.reason)
+    graph = GgufPart("graph", header.architecture, made.compiles, made.reason)
     if made.refusal is not None:
         graph = replace(graph, supported=False, reason=_less_file(made.refusal.message, file))
     read, refusal = _gguf_tokenizer(header)
     template = header.metadata.get("tokenizer.chat_template")
     template = template if isinstance(template, str) else None
-    chat = Part("chat template", "none" if template is None else f"{len(template):,} characters", None)
+    chat = GgufPart("chat template", "none" if template is None else f"{len(template):,} characters", None)
     return replace(made, refusal=made.refusal or refusal, parts=(graph, read, chat), chat_template=template)
 
 
-def _gguf_tokenizer(header: gguf.Header) -> tuple[Part, Refusal | None]:
+def _gguf_tokenizer(header: gguf.Header) -> tuple[GgufPart, Refusal | None]:
     """Make the tokenizer, as a build does: nothing less says whether it is taken. Imports transformers."""
     kind, split = (header.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
     what = _TOKENIZERS.get(str(kind), str(kind)) + ("" if split is None else f", pre-tokenizer {split}")
     try:
         tokenizer.tokenizer_json(header)
     except (CheckpointError, UnsupportedError) as error:
-        return Part("tokenizer", what, False, _less_file(error.message, header.file)), Refusal.of(error)
-    return Part("tokenizer", what, True), None
+        return GgufPart("tokenizer", what, False, _less_file(error.message, header.file)), Refusal.of(error)
+    return GgufPart("tokenizer", what, True), None
 
 
 def _less_file(message: str, file: Path) -> str:
@@ -210,18 +211,24 @@ def _adapter(folder: Path) -> Inspection:
         return _with(made, Grouped((), {}), refusal=error)
 
 
-def _with(made: Inspection, found: Grouped, layout: str | None = None, refusal: ForgeError | None = None) -> Inspection:
+def _with(
+    made: Inspection,
+    found: Grouped,
+    layout: str | None = None,
+    refusal: ForgeError | None = None,
+    taking: Mapping[str, str] = MappingProxyType({}),
+) -> Inspection:
     """Add what is stored, and what keeps it from being built."""
     rows: dict[tuple[str, str, str], list[TensorEntry | QuantizedTensor]] = {}
     try:
         for entry in found.plain.values():
             rows.setdefault((_NAMES.get(entry.dtype.name, entry.dtype.name.lower()), AS_IT_IS, ""), []).append(entry)
         for tensor in found.quantized:
-            rows.setdefault(_row(tensor), []).append(tensor)
+            rows.setdefault(_row(tensor, taking), []).append(tensor)
     except (CheckpointError, UnsupportedError) as error:
         refusal = error
     stored = [
-        Stored(
+        StoredParameters(
             name,
             len(entries),
             sum(prod(entry.shape) for entry in entries),
@@ -245,14 +252,14 @@ def _with(made: Inspection, found: Grouped, layout: str | None = None, refusal: 
     )
 
 
-def _row(tensor: QuantizedTensor) -> tuple[str, str, str]:
+def _row(tensor: QuantizedTensor, taking: Mapping[str, str]) -> tuple[str, str, str]:
     """Say in which format a parameter is, whether its codes can stay as they are, and why not."""
     if isinstance(tensor, GgufTensor) and not tensor.kind.quantized:
         return _NAMES[tensor.dtype.name], AS_IT_IS, ""
     try:
         tensor.grid()
-    except NotHeld as error:
-        taken = _taken_by(tensor)
+    except UnrepresentableCodes as error:
+        taken = _taken_by(tensor, taking)
         return (
             tensor.format,
             DEQUANTIZED,
@@ -261,12 +268,12 @@ def _row(tensor: QuantizedTensor) -> tuple[str, str, str]:
     return tensor.format, EXACT, ""
 
 
-def _taken_by(tensor: QuantizedTensor) -> str | None:
+def _taken_by(tensor: QuantizedTensor, taking: Mapping[str, str]) -> str | None:
     """Name the pass that takes codes that no grid holds; None: there is none."""
-    for step, read in (("quantize-channels", tensor.channels), ("quantize-fp4", tensor.fp4)):
-        with contextlib.suppress(NotHeld):
+    for codes, read in (("channels", tensor.channels), ("fp4", tensor.fp4)):
+        with contextlib.suppress(UnrepresentableCodes):
             read()
-            return f"`{step}: {{method: stored}}`"
+            return f"`{taking[codes]}: {{method: stored}}`"
     return None
 
 

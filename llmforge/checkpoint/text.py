@@ -14,14 +14,14 @@ from llmforge.checkpoint.documents import Document
 
 
 @dataclass(frozen=True, eq=False)
-class Window:
+class TokenWindow:
     """A stretch of one document: int64 [at most length], the first of them BOS where the checkpoint has one."""
 
     document: str  # id of the document
     ids: NDArray[np.int64]
 
 
-def windows(tokenizer: Tokenizer, documents: Sequence[Document], length: int, bos: int | None) -> list[Window]:
+def windows(tokenizer: Tokenizer, documents: Sequence[Document], length: int, bos: int | None) -> list[TokenWindow]:
     """Cut every document into windows of at most `length` tokens, in order and without overlap.
 
     A window is `bos` and the next `length - 1` tokens (`length` where `bos` is None), so that every token of a document
@@ -37,13 +37,13 @@ def windows(tokenizer: Tokenizer, documents: Sequence[Document], length: int, bo
         raise ValueError(f"windows of {length} tokens hold no text after BOS; at least 2 are needed")
     encodings = tokenizer.encode_batch([document.text for document in documents], add_special_tokens=False)
     return [
-        Window(document.id, np.array(head + encoding.ids[at : at + step], np.int64))
+        TokenWindow(document.id, np.array(head + encoding.ids[at : at + step], np.int64))
         for document, encoding in zip(documents, encodings, strict=True)
         for at in range(0, len(encoding.ids), step)
     ]
 
 
-def sample(pool: Sequence[Window], count: int, seed: int) -> list[Window]:
+def sample(pool: Sequence[TokenWindow], count: int, seed: int) -> list[TokenWindow]:
     """Draw `count` of the longest windows, in an order that `seed` decides.
 
     Windows are shuffled, then sorted by length, longest first (a stable sort): short ends of documents come last, and
@@ -61,7 +61,7 @@ def sample(pool: Sequence[Window], count: int, seed: int) -> list[Window]:
     return sorted(shuffled, key=lambda window: -len(window.ids))[:count]
 
 
-def spread(pool: Sequence[Window], tokens: int) -> list[Window]:
+def spread(pool: Sequence[TokenWindow], tokens: int) -> list[TokenWindow]:
     """Choose of `pool` the first window of every document, then the second and so on, up to `tokens` tokens in all.
 
     The first window is chosen whatever its length. Windows keep their order.

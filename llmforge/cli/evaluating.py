@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,6 +26,7 @@ from llmforge.cli.parameters import (
 
 if TYPE_CHECKING:
     from llmforge.checkpoint import Checkpoint
+    from llmforge.compile.validating import Evaluated
     from llmforge.gates.decision import GateResult
     from llmforge.metrics.tasks import TaskResult
 
@@ -56,71 +58,97 @@ Examples:
 @click.option("--no-cache", is_flag=True, help="Reuse no answers of earlier runs, and keep none.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON, item by item.")
 @click.option("-q", "--quiet", is_flag=True, callback=keep_quiet, help="Hide progress and notes.")
-def evaluate(
-    artifact: Path,
-    wanted: str,
-    recipe: Path | None,
-    checkpoint: Path | None,
-    limit: int | None,
-    few_shot: int | None,
-    url: str | None,
-    api_key: str | None,
-    model: str | None,
-    no_cache: bool,
-    as_json: bool,
-    quiet: bool,
-) -> None:
+def evaluate(**given: Any) -> None:
     """Run tasks on ARTIFACT and on its checkpoint, and record the scores.
 
     The scores are evidence of ARTIFACT. Both answer the same requests; items are kept, and differences are taken item
     by item. Nothing is downloaded. The recipe's gates are decided again; those on scores of these tasks give the exit
     code.
     """
+    options = EvalOptions(**given)
     process.prepare()
     extras.require("build")
     extras.require("eval")
-    if (recipe is None) == (checkpoint is None):
+    if (options.recipe is None) == (options.checkpoint is None):
         raise UsageError("give either --recipe or --checkpoint, of what ARTIFACT was built from")
-    if url is None:
+    if options.url is None:
         require_given("--url", "model")
-    server = server_of(url, api_key)
+    found = _evaluated(options)
+    result = found.result
+    decided = [] if result is None else _of_tasks(result.report.gates, found.tasks)
+    _show(found, decided, as_json=options.as_json)
+    if result is None:
+        return
+    if not options.as_json:
+        output.write_lines(str(result.path))
+    _note_others(result.report.gates, decided)
+    verdicts.end_of(result.report, result.path, gates=decided)
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """What the command `eval` is given."""
+
+    artifact: Path
+    wanted: str
+    recipe: Path | None
+    checkpoint: Path | None
+    limit: int | None
+    few_shot: int | None
+    url: str | None
+    api_key: str | None
+    model: str | None
+    no_cache: bool
+    as_json: bool
+    quiet: bool
+
+
+def _evaluated(options: EvalOptions) -> Evaluated:
+    server = server_of(options.url, options.api_key)
     from llmforge import cache
     from llmforge.cli import console
-    from llmforge.compile import tasks, validating
+    from llmforge.compile import validating
+    from llmforge.measure.scoring import TaskRequest
+    from llmforge.measure.tasks import TaskServer
+
+    store = None if options.no_cache else partial(cache.Cache, cache.default_folder(), cache.default_size())
+    names = tuple(task for task in options.wanted.split(",") if task)
+    with console.traced("eval", quiet=options.quiet, trace=None) as progress:
+        return validating.evaluate(
+            options.artifact,
+            TaskRequest(names, options.limit, options.few_shot),
+            _checkpoint(options.recipe, options.checkpoint),
+            progress,
+            server=None if server is None else TaskServer(server, options.model),
+            cache=store,
+        )
+
+
+def _show(found: Evaluated, decided: Sequence[GateResult], *, as_json: bool) -> None:
+    """Write the scores; as JSON with the verdict of the gates on them."""
+    from llmforge.cli import console
     from llmforge.gates import decision
     from llmforge.report import view
 
-    store = None if no_cache else partial(cache.Cache, cache.default_folder(), cache.default_size())
-    with console.traced("eval", quiet=quiet, trace=None) as progress:
-        found = validating.evaluate(
-            artifact,
-            [task for task in wanted.split(",") if task],
-            _checkpoint(recipe, checkpoint),
-            progress,
-            limit=limit,
-            few_shot=few_shot,
-            server=None if server is None else tasks.Server(server, model),
-            cache=store,
-        )
-    result = found.result
-    decided = [] if result is None else _of_tasks(result.report.gates, found.tasks)
     if as_json:
         facts = {"tasks": [task.model_dump(mode="json") for task in found.tasks], "notes": found.left_out}
-        verdict = None if result is None else decision.overall(decided).value
+        verdict = None if found.result is None else decision.overall(decided).value
         output.write_json({**facts, "verdict": verdict, "gates": [gate.model_dump(mode="json") for gate in decided]})
-    else:
-        output.write_columns(view.task_rows(found.tasks))
-        for note in found.left_out:
-            console.say(f"note: {note}")
-    if result is None:
         return
-    if not as_json:
-        output.write_lines(str(result.path))
-    others = [gate for gate in result.report.gates if gate not in decided]
+    output.write_columns(view.task_rows(found.tasks))
+    for note in found.left_out:
+        console.say(f"note: {note}")
+
+
+def _note_others(gates: Sequence[GateResult], decided: Sequence[GateResult]) -> None:
+    """Say how the gates ended that these tasks do not decide, where they did not pass."""
+    from llmforge.cli import console
+    from llmforge.gates import decision
+
+    others = [gate for gate in gates if gate not in decided]
     if others and (ended := decision.overall(others)) is not decision.Verdict.PASS:
         what = "failed" if ended is decision.Verdict.FAIL else "is inconclusive"
         console.say(f"note: a gate of the artifact that these tasks do not decide {what}: see `llmforge gate`")
-    verdicts.end_of(result.report, result.path, gates=decided)
 
 
 def _of_tasks(results: Sequence[GateResult], tasks: Sequence[TaskResult]) -> list[GateResult]:

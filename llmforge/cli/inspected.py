@@ -8,7 +8,7 @@ from typing import Any
 
 from llmforge.base.errors import InputError
 from llmforge.base.wording import cut
-from llmforge.checkpoint.inspection import AS_IT_IS, DEQUANTIZED, EXACT, Inspection, Part, Stored
+from llmforge.checkpoint.inspection import AS_IT_IS, DEQUANTIZED, EXACT, GgufPart, Inspection, StoredParameters
 
 _LONGEST = 200  # characters of a fact
 _OUTCOMES = {
@@ -45,14 +45,14 @@ def _rows(found: Inspection) -> Iterator[tuple[str, str]]:
     yield from _build(found)
 
 
-def _stored(each: Stored) -> str:
+def _stored(each: StoredParameters) -> str:
     unit, name = (1e9, "GB") if each.size_bytes >= 1e9 else (1e6, "MB")
     size = f"{each.parameters:>15,}  {each.format}, {each.size_bytes / unit:,.1f} {name}"
     reason = f": {each.reason}" if each.reason else ""
     return f"{size}: {_OUTCOMES[each.outcome]}{reason}"
 
 
-def _parts(found: Inspection) -> Iterator[Part]:
+def _parts(found: Inspection) -> Iterator[GgufPart]:
     """Give the parts of a GGUF file; whether its chat template is taken, what renders chats says."""
     from llmforge.serving.chat import ChatTemplate
 
@@ -68,7 +68,7 @@ def _parts(found: Inspection) -> Iterator[Part]:
             yield replace(part, supported=True)
 
 
-def _part(part: Part) -> str:
+def _part(part: GgufPart) -> str:
     if part.supported is None:
         return cut(part.what, _LONGEST)
     state = "supported" if part.supported else f"not supported: {part.reason}"

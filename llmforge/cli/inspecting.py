@@ -11,7 +11,8 @@ import click
 from llmforge.base import extras
 from llmforge.base.errors import InputError, UsageError, VerificationError
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, PATH, REVISION, on_hub
+from llmforge.cli.hub import REVISION, on_hub
+from llmforge.cli.parameters import ARTIFACT, PATH
 
 _INSPECT = """\b
 Examples:
@@ -79,10 +80,11 @@ def _is_no_artifact(path: Path) -> bool:
 def _inspect_checkpoint(path: Path, as_json: bool, verify: bool) -> None:
     """Show a checkpoint, a GGUF file or an adapter."""
     extras.require("build")
+    from llmforge import passes
     from llmforge.checkpoint import inspection
     from llmforge.cli import inspected
 
-    found = inspection.inspect(path)
+    found = inspection.inspect(path, {step.writes_codes: step.name for step in passes.ALL if step.writes_codes})
     if verify:
         raise UsageError(f"{path}: not an artifact; only artifacts can be verified", hint="leave out --verify")
     if as_json:

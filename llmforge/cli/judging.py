@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,12 +17,11 @@ from llmforge.cli.parameters import ARTIFACT, PATH, POSITIVE, keep_quiet, out_op
 
 if TYPE_CHECKING:
     from llmforge.gates.decision import Figure
-    from llmforge.gates.release import Judgement, Subject
+    from llmforge.gates.release import Judgement, MeasuredArtifact, ReleaseQuestion
     from llmforge.metrics.agreement import RuntimeName
-    from llmforge.metrics.catalog import SlowestMetric
+    from llmforge.metrics.latency_metrics import SlowestMetric
     from llmforge.recipe import GateSpec
 
-LATEST, NOTHING = "latest-passed", "none"
 _GATE = """\b
 Examples:
   llmforge gate NAME/VERSION --against NAME:prod
@@ -54,20 +54,7 @@ Examples:
 @click.option("--markdown", type=PATH, metavar="FILE.md", help="Write Markdown, for a pull request.")
 @out_option("Folder of the artifacts.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
-def gate(
-    artifact: Path,
-    against: str | None,
-    file: Path | None,
-    until_decided: bool,
-    recipe: Path | None,
-    texts: tuple[Path, ...],
-    max_documents: int | None,
-    repetitions: int | None,
-    junit: Path | None,
-    markdown: Path | None,
-    out: Path,
-    as_json: bool,
-) -> None:
+def gate(**given: Any) -> None:
     """Decide the gates of ARTIFACT, alone or against an earlier artifact.
 
     They are decided on its evidence. Nothing is built or measured again, unless a limit on latency against an earlier
@@ -75,60 +62,86 @@ def gate(
     """
     from llmforge.artifact import Artifact
     from llmforge.gates import release
-    from llmforge.recipe import GatesFile, Recipe
     from llmforge.report import release_text
 
-    if not until_decided and (recipe is not None or texts or max_documents is not None):
-        raise UsageError("--recipe, --text and --max-documents require --until-decided")
-    if until_decided and recipe is None:
-        raise UsageError("--until-decided requires --recipe", hint="give the recipe that ARTIFACT was built by")
-    for path in filter(None, (junit, markdown)):
-        output.check_file(path)
-    opened = Artifact.open(artifact)
-    subject = release.Subject.checked(opened)
-    given = None if file is None else GatesFile.load(file)
-    specs = subject.sealed_limits if given is None else dict(given.gates)
-    source = f"the recipe of {subject.side.reference}" if file is None else str(file)
-    release.check(specs, source)
-    if not specs:
-        raise UsageError(f"{source} has no gates: nothing to decide", hint="give limits with --gates FILE.yaml")
-    notes: list[str] = []
-    earlier = _earlier(subject, specs, against or (given.baseline if given else None), out, notes)
-    if repetitions is not None and (earlier is None or not _of_turns(specs)):
-        raise UsageError("--repetitions requires a `rise_max` of a duration, and an artifact to hold it against")
-    turns = {} if earlier is None else _in_turns(subject, earlier, specs, repetitions, quiet=as_json)
-    if until_decided:
-        extras.require("build")
-        from llmforge.cli import console
-        from llmforge.compile import validating
-
-        assert recipe is not None
-        process.prepare()
-        with console.traced("gate", quiet=as_json, trace=None) as progress:
-            judged = validating.decide(
-                subject,
-                specs,
-                earlier,
-                Recipe.load(recipe),
-                texts,
-                most=max_documents,
-                progress=progress,
-                in_turns=turns,
-                notes=notes,
-            )
-    else:
-        judged = release.judge(subject, specs, earlier, in_turns=turns, notes=notes)
-    if junit is not None:
-        with output.writing(junit):
-            junit.write_text(release_text.junit(judged), encoding="utf-8")
-    if markdown is not None:
-        with output.writing(markdown):
-            markdown.write_text(release_text.markdown(judged), encoding="utf-8")
-    if as_json:
+    options = GateOptions(**given)
+    options.check()
+    opened = Artifact.open(options.artifact)
+    asked = _question(release.MeasuredArtifact.checked(opened), options)
+    judged = _decided(asked, options) if options.until_decided else release.judge(asked)
+    if options.junit is not None:
+        with output.writing(options.junit):
+            options.junit.write_text(release_text.junit(judged), encoding="utf-8")
+    if options.markdown is not None:
+        with output.writing(options.markdown):
+            options.markdown.write_text(release_text.markdown(judged), encoding="utf-8")
+    if options.as_json:
         output.write_data(judged.to_json())
     else:
         output.write_lines(*release_text.text(judged))
     _end(judged, opened.path)
+
+
+@dataclass(frozen=True)
+class GateOptions:
+    """What the command `gate` is given."""
+
+    artifact: Path
+    against: str | None
+    file: Path | None
+    until_decided: bool
+    recipe: Path | None
+    texts: tuple[Path, ...]
+    max_documents: int | None
+    repetitions: int | None
+    junit: Path | None
+    markdown: Path | None
+    out: Path
+    as_json: bool
+
+    def check(self) -> None:
+        """Refuse options that have no meaning together, and files that cannot be written."""
+        further = self.recipe is not None or self.texts or self.max_documents is not None
+        if further and not self.until_decided:
+            raise UsageError("--recipe, --text and --max-documents require --until-decided")
+        if self.until_decided and self.recipe is None:
+            raise UsageError("--until-decided requires --recipe", hint="give the recipe that ARTIFACT was built by")
+        for path in filter(None, (self.junit, self.markdown)):
+            output.check_file(path)
+
+
+def _question(subject: MeasuredArtifact, options: GateOptions) -> ReleaseQuestion:
+    """Find limits and the earlier artifact; time both in turns, where a limit needs that."""
+    from llmforge.gates import earlier, release
+    from llmforge.recipe import GatesFile
+
+    file, out = options.file, options.out
+    given = None if file is None else GatesFile.load(file)
+    specs = subject.sealed_limits if given is None else dict(given.gates)
+    source = f"the recipe of {subject.side.reference}" if file is None else str(file)
+    release.check(specs, source, hint="give limits with --gates FILE.yaml")
+    named = options.against or (given.baseline if given else None)
+    against, notes = earlier.find(subject, specs, named, out)
+    if options.repetitions is not None and (against is None or not _of_turns(specs)):
+        raise UsageError("--repetitions requires a `rise_max` of a duration, and an artifact to hold it against")
+    turns: Mapping[str, Figure | str] = {}
+    if against is not None:
+        turns = _in_turns(subject, against, specs, options.repetitions, quiet=options.as_json)
+    return release.ReleaseQuestion(subject, specs, against, turns, notes)
+
+
+def _decided(asked: ReleaseQuestion, options: GateOptions) -> Judgement:
+    """Measure further documents until the gates are decided."""
+    extras.require("build")
+    from llmforge.cli import console
+    from llmforge.compile import validating
+    from llmforge.recipe import Recipe
+
+    assert options.recipe is not None
+    process.prepare()
+    with console.traced("gate", quiet=options.as_json, trace=None) as progress:
+        recipe = Recipe.load(options.recipe)
+        return validating.decide(asked, recipe, options.texts, most=options.max_documents, progress=progress)
 
 
 def _end(judged: Judgement, artifact: Path) -> None:
@@ -148,49 +161,10 @@ def _end(judged: Judgement, artifact: Path) -> None:
     )  # fmt: skip
 
 
-def _earlier(
-    subject: Subject, specs: dict[str, GateSpec], named: str | None, out: Path, notes: list[str]
-) -> Subject | None:
-    """Find the artifact that a release is held against; None: there is none to be held against."""
-    from llmforge.artifact import Artifact, resolve, versions
-    from llmforge.gates import release
-
-    needed = release.is_relative(specs)
-    if named == NOTHING:
-        if needed:
-            notes.append("limits against an earlier artifact were left out: --against none")
-        return None
-    if named is None and not needed:
-        return None
-    if named not in (None, LATEST):
-        opened = Artifact.open(resolve(str(named), out))
-    else:
-        parent = subject.opened.path.parent
-        home = parent.parent if parent.name == subject.report.name else out
-        made = subject.opened.evidence[0].created
-        found = [
-            each.artifact
-            for each in versions.listed(home, subject.report.name)
-            if each.artifact is not None
-            and each.artifact.manifest.content_digest != subject.report.content
-            and each.artifact.verdict == "pass"
-            and each.artifact.evidence[0].created <= made
-        ]
-        if not found:
-            raise UsageError(
-                f"{subject.side.reference}: no earlier version of {subject.report.name} in {home} passed its gates",
-                hint="name one with --against ARTIFACT; for a first release: --against none",
-            )
-        opened = found[0]
-    if not needed:
-        notes.append("no gate limits a change against the earlier artifact: add `rise_max` or `drop_max`")
-    return release.Subject.checked(opened)
-
-
 def _of_turns(specs: Mapping[str, GateSpec]) -> list[SlowestMetric]:
     """List the durations whose change `specs` limit."""
     from llmforge.metrics import catalog
-    from llmforge.metrics.catalog import SlowestMetric
+    from llmforge.metrics.latency_metrics import SlowestMetric
 
     known = catalog.named
     limited = (known(name) for name, spec in specs.items() if "rise_max" in spec.limits)
@@ -198,7 +172,12 @@ def _of_turns(specs: Mapping[str, GateSpec]) -> list[SlowestMetric]:
 
 
 def _in_turns(
-    ours: Subject, theirs: Subject, specs: dict[str, GateSpec], repetitions: int | None, *, quiet: bool
+    ours: MeasuredArtifact,
+    theirs: MeasuredArtifact,
+    specs: dict[str, GateSpec],
+    repetitions: int | None,
+    *,
+    quiet: bool,
 ) -> dict[str, Figure | str]:
     """Time both artifacts in turns, where a gate limits how durations change; else say why that cannot be done."""
     from llmforge.base.errors import EnvironmentLacks, InputError, UnsupportedError
@@ -215,8 +194,8 @@ def _in_turns(
     from llmforge import serving
     from llmforge.cli import console
     from llmforge.measure import turns
-    from llmforge.measure.latency import Load
-    from llmforge.measure.latency import Subject as Timed
+    from llmforge.measure.latency import TimedLoad
+    from llmforge.measure.latency import TimedModel as Timed
 
     with console.traced("gate", quiet=quiet, trace=None) as progress:
         progress.stage("Load both engines")
@@ -232,7 +211,7 @@ def _in_turns(
             for runner, side in zip(runners, (ours, theirs), strict=True)
         )
         count = repetitions or max(turns.repetitions(wanted), latency.repetitions)
-        loads = [Load(p.batch, p.prompt_tokens, p.output_tokens, count) for p in latency.single]
+        loads = [TimedLoad(p.batch, p.prompt_tokens, p.output_tokens, count) for p in latency.single]
         progress.stage("Time both in turns")
         found = turns.differences(
             left,
@@ -303,12 +282,12 @@ def diff(a: Path, b: Path, every: bool, html: Path | None, as_json: bool) -> Non
     graphs, inputs and outputs that differ alike in every layer are one line, and nodes and weights are counted; --all
     writes each.
     """
-    from llmforge.gates import confirmed
-    from llmforge.report import comparing
+    from llmforge.gates import comparison, confirmed
+    from llmforge.report import comparison_text
 
     if html is not None:
         output.check_file(html)
-    found = comparing.compare(confirmed.open_artifact(a), confirmed.open_artifact(b))
+    found = comparison.compare(confirmed.open_artifact(a), confirmed.open_artifact(b))
     graph = _graphs(a, b, brief=not (as_json or every))
     if html is not None:
         from llmforge.report import render
@@ -318,7 +297,7 @@ def diff(a: Path, b: Path, every: bool, html: Path | None, as_json: bool) -> Non
     if as_json:
         output.write_json({**json.loads(found.to_json()), "graph": graph})
         return
-    output.write_lines(*comparing.text(found, every=every), *(f"graph: {line}" for line in graph))
+    output.write_lines(*comparison_text.text(found, every=every), *(f"graph: {line}" for line in graph))
 
 
 def _graphs(a: Path, b: Path, *, brief: bool) -> list[str]:
@@ -359,9 +338,9 @@ def history(name: str, metrics: tuple[str, ...], out: Path, html: Path | None, a
     """
     from llmforge.artifact import versions
     from llmforge.cli import console
-    from llmforge.gates import confirmed, release
+    from llmforge.gates import comparison, confirmed, release
     from llmforge.metrics import catalog
-    from llmforge.report import comparing
+    from llmforge.report import comparison_text
 
     if html is not None:
         output.check_file(html)
@@ -376,8 +355,8 @@ def history(name: str, metrics: tuple[str, ...], out: Path, html: Path | None, a
         elif each.artifact is not None:
             whole.append(each.artifact)
     whole.sort(key=lambda each: each.evidence[0].created)
-    shown = metrics or catalog.names(*(release.Subject.of(each).measured for each in whole))
-    entries = comparing.history(whole, shown)
+    shown = metrics or catalog.names(*(release.MeasuredArtifact.of(each).measured for each in whole))
+    entries = comparison.history(whole, shown)
     if html is not None:
         from llmforge.report import render
 
@@ -386,4 +365,4 @@ def history(name: str, metrics: tuple[str, ...], out: Path, html: Path | None, a
     if as_json:
         output.write_json([json.loads(entry.to_json()) for entry in entries])
     elif entries:
-        output.write_columns(comparing.history_rows(entries, shown))
+        output.write_columns(comparison_text.history_rows(entries, shown))

@@ -22,8 +22,8 @@ from llmforge.base.errors import EnvironmentLacks, UsageError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from llmforge.gates.comparison import Previous
     from llmforge.gates.records import Report
-    from llmforge.report.comparing import Previous
 
 _LONGEST_CELL = 300  # characters
 _PLAIN_WIDTH = 200  # columns of a table where there is no terminal; rich would break lines at 80

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from llmforge.artifact.remote import Url
-    from llmforge.checkpoint.hub import Snapshot
 
 
 class FilePath(click.Path):
@@ -191,27 +190,6 @@ def loudness_options(*, hidden: bool = False) -> list[click.Option]:
 
 
 _GOES_ON = "llmforge.goes_on"  # likewise
-
-
-REVISION = click.option(
-    "--revision", metavar="REVISION", help="Branch, tag or commit of a checkpoint on the Hub. Defaults to main."
-)
-
-
-def on_hub(given: Path, revision: str | None) -> Snapshot | None:
-    """Resolve a checkpoint that is named as on the Hub, ORG/NAME, where no such path is here; None: it is a path.
-
-    Raises:
-        UsageError: there is a revision, of a path.
-        CheckpointError, EnvironmentLacks: as `hub.find`.
-    """
-    from llmforge.checkpoint import hub
-    from llmforge.cli import console
-
-    found = hub.find(given, revision)
-    if found is None and hub.is_name(str(given)) and hub.is_folder(given):
-        console.say(f"note: {given} is the folder here, not a model of the Hub")
-    return found
 
 
 def go_on() -> None:

@@ -17,11 +17,12 @@ from llmforge.backends.record import Dtype
 from llmforge.base import extras
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import BACKEND, PATH, POSITIVE, REVISION, TARGET, on_hub, record, refuse_given
+from llmforge.cli.hub import REVISION, on_hub
+from llmforge.cli.parameters import BACKEND, PATH, POSITIVE, TARGET, record, refuse_given
 
 if TYPE_CHECKING:
-    from llmforge.doctor.ceilings import CpuCeilings
-    from llmforge.doctor.gpus import Gpu
+    from llmforge.measure.ceilings import CpuCeilings
+    from llmforge.measure.gpus import Gpu
     from llmforge.measure.machine import Machine
     from llmforge.targets import Target
 
@@ -98,8 +99,9 @@ def plan(what: Path, revision: str | None, plot: Path | None, as_json: bool, **a
     Reads no weights: a folder with only config.json is enough. Several targets are compared in a table. If a target
     is this machine's CPU, it is measured first, once (`llmforge doctor --measure`).
     """
-    from llmforge.planning import render, request, scheme
+    from llmforge.planning import render, request
     from llmforge.planning.render import Planned
+    from llmforge.rewrite.traits import Storage
 
     if asked["usd_per_hour"] is not None and not math.isfinite(asked["usd_per_hour"]):
         raise UsageError(f"--price {asked['usd_per_hour']}: expected a finite number of US dollars")
@@ -109,7 +111,7 @@ def plan(what: Path, revision: str | None, plot: Path | None, as_json: bool, **a
         output.check_file(plot, *plots.SUFFIXES)
     snapshot = on_hub(what, revision)
     what = what if snapshot is None else snapshot.folder
-    wanted = record(scheme.Wanted, asked)
+    wanted = record(Storage, asked)
     planned = request.answer(what, record(request.Request, asked, wanted=wanted), measured_here)
     if plot is not None:
         plots.write([each.plan for each in planned if isinstance(each, Planned)], plot)
@@ -149,8 +151,8 @@ def measured_here(target: Target) -> Target | None:
     if extras.missing("build") or extras.trouble(extras.RUNTIME) is not None:  # nothing that could be measured
         return None
     from llmforge.cli import console
-    from llmforge.doctor import ceilings
     from llmforge.doctor import machine as files
+    from llmforge.measure import ceilings
 
     console.say("measuring this machine, once: memory bandwidth and matrix products")
     with console.progress() as progress:
@@ -215,8 +217,8 @@ def doctor(
         _prove_transformers(as_json)
         return
     from llmforge.cli import console
-    from llmforge.doctor import environment, gpus, plugins, render
-    from llmforge.measure import machine
+    from llmforge.doctor import environment, plugins, render
+    from llmforge.measure import gpus, machine
 
     if path is not None:
         output.check_file(path, ".yaml", ".yml")
@@ -266,7 +268,8 @@ def _measured(
     """Measure `device` and write its target file to `path`; the ceilings of a CPU."""
     from llmforge import targets
     from llmforge.cli import console
-    from llmforge.doctor import ceilings, gpus, kept, machine
+    from llmforge.doctor import kept, machine
+    from llmforge.measure import ceilings, gpus
 
     day = datetime.now(UTC).date().isoformat()
     name = "" if path is None else path.stem

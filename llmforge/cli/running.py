@@ -12,7 +12,7 @@ import click
 from llmforge.base import small_file
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, PATH, POSITIVE
+from llmforge.cli.parameters import ARTIFACT, PATH, POSITIVE, record
 from llmforge.cli.provenance import admit, loading_options, signature_options
 
 if TYPE_CHECKING:
@@ -62,20 +62,7 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming.")
 @loading_options
 @signature_options
-def run(
-    artifact: Path,
-    prompt: str,
-    json_schema: Path | None,
-    regex: str | None,
-    adapter: str,
-    chat: bool,
-    as_json: bool,
-    allow: str | None,
-    rehash: bool,
-    require_signature: bool,
-    key: Path | None,
-    **options: Any,
-) -> None:
+def run(artifact: Path, prompt: str, adapter: str, chat: bool, as_json: bool, **options: Any) -> None:
     """Generate text with ARTIFACT.
 
     Uses the same engine as `serve`. Pass `-` as PROMPT to read it from standard input.
@@ -85,11 +72,12 @@ def run(
 
     if options["logprobs"] is not None and not as_json:
         raise UsageError("--logprobs requires --json")
-    # What is left of the options are fields of `Sampling`, by name.
-    sampling = serving.Sampling(**options, constraint=_constraint(json_schema, regex))
+    constraint = _constraint(options["json_schema"], options["regex"])
+    sampling = record(serving.Sampling, options, constraint=constraint)
     text = _stdin() if prompt == "-" else prompt
     opened = Artifact.open(artifact)  # tells more than the runtime what is wrong with a folder
-    admit(opened, allow, rehash, require_signature=require_signature, key=key)
+    signature = {name: options[name] for name in ("require_signature", "key")}
+    admit(opened, options["allow"], options["rehash"], **signature)
     runner = serving.load(opened.path)
     chunks = []
     prompted = runner.encode_chat([{"role": "user", "content": text}]) if chat else text

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ from llmforge.cli.provenance import admit, loading_options, signature_options
 if TYPE_CHECKING:
     from llmforge.artifact import Artifact
     from llmforge.metrics.latency import Footprint
+    from llmforge.serving import EngineProcess
+    from llmforge.serving.http import AccessRecord
 
 
 def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -107,73 +110,79 @@ Example:
 )  # fmt: skip
 @loading_options
 @signature_options
-def serve(
-    artifact: Path,
-    host: str,
-    port: int,
-    name: str | None,
-    threads: int | None,
-    grace_s: int,
-    allow: str | None,
-    rehash: bool,
-    require_signature: bool,
-    key: Path | None,
-    key_file: Path | None,
-    hosts: tuple[str, ...],
-    origins: tuple[str, ...],
-    certificate: Path | None,
-    private_key: Path | None,
-    access_log: bool,
-    telemetry_asked: bool,
-    **options: Any,
-) -> None:
+def serve(artifact: Path, **given: Any) -> None:
     """Serve ARTIFACT through an OpenAI-compatible API.
 
     For trying things out: one model, on one machine. Use `llmforge triton` for production.
     """
     extras.require("serve")
     process.share_heaps()
-    from llmforge import __version__
     from llmforge.artifact import Artifact
     from llmforge.cli import console
     from llmforge.serving import EngineOptions, EngineProcess
     from llmforge.serving import http as server
     from llmforge.serving.http.telemetry import wanted
 
-    if (certificate is None) != (private_key is None):
+    options, address = record(_ServeOptions, given), record(server.Address, given)
+    if (address.certificate is None) != (address.private_key is None):
         raise UsageError("--tls-cert and --tls-key require each other")
-    telemetry = server.Telemetry.from_environment() if wanted(telemetry_asked, os.environ) else None
-    policy = server.AccessPolicy.of(
-        host, server.read_keys(key_file, os.environ.get("LLMFORGE_API_KEYS")), hosts, origins
-    )
+    telemetry = server.Telemetry.from_environment() if wanted(options.telemetry_asked, os.environ) else None
+    keys = server.read_keys(options.key_file, os.environ.get("LLMFORGE_API_KEYS"))
+    policy = server.AccessPolicy.of(address.host, keys, options.hosts, options.origins)
     opened = Artifact.open(artifact)
-    admit(opened, allow, rehash, require_signature=require_signature, key=key)
-    model = name or opened.manifest.name
-    engine = EngineProcess(opened.path, EngineOptions(**options), threads)
+    admit(opened, options.allow, options.rehash, require_signature=options.require_signature, key=options.key)
+    model = options.name or opened.manifest.name
+    engine = EngineProcess(opened.path, record(EngineOptions, given), options.threads)
 
     def announce(url: str) -> None:
-        config, queue = engine.encoder.config, options["max_queue"]
-        console.say(
-            f"llmforge {__version__} serves {model} ({opened.manifest.version}) at {url}/v1: {config.max_batch} "
-            f"concurrent requests, {queue} queued, {config.max_context} tokens of context. Press Ctrl-C to stop."
-        )
-        for note in engine.stats().notes:
-            console.say(f"note: {note}")
-        if not policy.keys and not server.is_loopback(host):
+        _announce(f"{model} ({opened.manifest.version})", url, engine)
+        if not policy.keys and not server.is_loopback(address.host):
             console.say("note: everybody who reaches this address may use it; --api-key-file asks for keys")
 
-    def log(record: server.AccessRecord) -> None:
-        if is_json_log():
-            fields = dataclasses.asdict(record)
-            console.log("access", **{name: value for name, value in fields.items() if value is not None})
-        else:
-            console.say(
-                f"{record.client} {record.method} {record.path} {record.status} {record.seconds * 1000:.1f} ms "
-                f"{record.request_id}"
-            )
+    server.run(engine, model, address, announce, policy, _log if options.access_log else None, telemetry)
 
-    address = server.Address(host, port, grace_s, certificate, private_key)
-    server.run(engine, model, address, announce, policy, log if access_log else None, telemetry)
+
+@dataclass(frozen=True)
+class _ServeOptions:
+    """Options of `serve`, besides those of its address and its engine."""
+
+    name: str | None
+    threads: int | None
+    key_file: Path | None
+    hosts: tuple[str, ...]
+    origins: tuple[str, ...]
+    access_log: bool
+    telemetry_asked: bool
+    allow: str | None
+    rehash: bool
+    require_signature: bool
+    key: Path | None
+
+
+def _announce(model: str, url: str, engine: EngineProcess) -> None:
+    from llmforge import __version__
+    from llmforge.cli import console
+
+    config, queue = engine.encoder.config, engine.options.max_queue
+    console.say(
+        f"llmforge {__version__} serves {model} at {url}/v1: {config.max_batch} concurrent requests, {queue} queued, "
+        f"{config.max_context} tokens of context. Press Ctrl-C to stop."
+    )
+    for note in engine.stats().notes:
+        console.say(f"note: {note}")
+
+
+def _log(request: AccessRecord) -> None:
+    from llmforge.cli import console
+
+    if is_json_log():
+        fields = dataclasses.asdict(request)
+        console.log("access", **{name: value for name, value in fields.items() if value is not None})
+    else:
+        console.say(
+            f"{request.client} {request.method} {request.path} {request.status} {request.seconds * 1000:.1f} ms "
+            f"{request.request_id}"
+        )
 
 
 _BENCH = """\b
@@ -217,19 +226,7 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
 @click.option("-q", "--quiet", is_flag=True, callback=keep_quiet, help="Hide progress and notes.")
 @loading_options
-def bench(
-    artifact: Path,
-    slo: str | None,
-    url: str | None,
-    api_key: str | None,
-    threads: int | None,
-    path: Path | None,
-    as_json: bool,
-    quiet: bool,
-    allow: str | None,
-    rehash: bool,
-    **options: Any,
-) -> None:
+def bench(artifact: Path, slo: str | None, path: Path | None, as_json: bool, quiet: bool, **options: Any) -> None:
     """Measure latency, throughput and goodput under load."""
     from llmforge import serving
     from llmforge.artifact import Artifact
@@ -239,16 +236,16 @@ def bench(
     if options["trace"] is not None:
         refuse_given("--trace", "prompt_tokens", "output_tokens", "requests", "repetitions", "warmup", "prefix_tokens")
         options["warmup"] = 0
-    if url is not None:
+    if options["url"] is not None:
         refuse_given("--url", "threads", "prefix_cache_bytes", "speculation")
-    server = server_of(url, api_key)
+    server = server_of(options["url"], options["api_key"])
     if not (options["concurrency"] or options["rates"] or options["trace"]):
         options["concurrency"] = (1, 4)
-    load = record(measuring.Load, options)
-    plan = record(measuring.Plan, options, objective=None if slo is None else measuring.Objective.parse(slo))
+    load = record(measuring.LoadSpec, options)
+    plan = record(measuring.SweepPlan, options, objective=None if slo is None else measuring.Objective.parse(slo))
     engine = record(serving.EngineOptions, options, max_queue=max((128, *load.concurrency)))
     opened = Artifact.open(artifact)
-    admit(opened, allow, rehash)
+    admit(opened, options["allow"], options["rehash"])
     if path is not None:
         output.check_file(path)
     with console.progress(quiet=quiet) as progress:
@@ -259,7 +256,7 @@ def bench(
             load,
             plan,
             server=server,
-            local=measuring.LocalEngine(engine, threads, _footprint(opened)),
+            local=measuring.LocalEngine(engine, options["threads"], _footprint(opened)),
             progress=progress.advance,
         )
     if path is not None:
@@ -305,21 +302,7 @@ Examples:
 @click.option(
     "--metrics-port", "metrics", type=click.IntRange(1, 65535), metavar="PORT", default=8002, help="Metrics port."
 )
-def triton(
-    artifact: Path,
-    server_options: tuple[str, ...],
-    models: Path,
-    name: str | None,
-    version: int,
-    overrides: tuple[str, ...],
-    copy: bool,
-    as_json: bool,
-    launch: bool,
-    server: Path | None,
-    allow: str | None,
-    rehash: bool,
-    **ports: Any,
-) -> None:
+def triton(artifact: Path, server_options: tuple[str, ...], as_json: bool, launch: bool, **given: Any) -> None:
     """Write a self-contained Triton model repository for ARTIFACT.
 
     The last line of standard output is the model's folder or, with --launch, the command line of the server.
@@ -332,15 +315,16 @@ def triton(
         raise UsageError("--json cannot be used with --launch")
     if server_options and not launch:
         raise UsageError("SERVER_OPTIONS require --launch")
+    options = record(_TritonOptions, given)
     opened = Artifact.open(artifact)
     needed = Path(output.here(opened.path)) / repository.FOLDER / opened.manifest.name / "1" / repository.REQUIREMENTS
-    found = starting.find(server, needed if needed.is_file() else None) if launch else None
-    admit(opened, allow, rehash, parts=(*LOADED, f"{repository.FOLDER}/"))
-    chosen = check_name(name) if name is not None else None
-    model = repository.of_artifact(opened, name=chosen, overrides=overrides, allow=allow)
+    found = starting.find(options.server, needed if needed.is_file() else None) if launch else None
+    admit(opened, options.allow, options.rehash, parts=(*LOADED, f"{repository.FOLDER}/"))
+    chosen = check_name(options.name) if options.name is not None else None
+    model = repository.of_artifact(opened, name=chosen, overrides=options.overrides, allow=options.allow)
     for_others = of_provider(model.runtime.provider).export_format is not None
     export = vllm.export if for_others else repository.export
-    written = str(export(opened, model, models, version=version, copy=copy))
+    written = str(export(opened, model, options.models, version=options.version, copy=options.copy))
     if as_json:
         output.write_json({"model": written})
     else:
@@ -350,13 +334,28 @@ def triton(
 
         console.say(f"next: {written}/README.md says what the server needs and how to start it")
     if found is not None:
+        models = options.models
         if for_others:  # vLLM reads paths from where the server starts
             os.chdir(models)
             models = Path()
-        line = starting.command(found, models, starting.Ports(**ports), server_options)
+        line = starting.command(found, models, record(starting.Ports, given), server_options)
         output.write_lines(shlex.join(line))
         sys.stdout.flush()
         os.execve(found.program, line, found.environment)
+
+
+@dataclass(frozen=True)
+class _TritonOptions:
+    """Options of `triton`, besides the ports of its server."""
+
+    models: Path
+    name: str | None
+    version: int
+    overrides: tuple[str, ...]
+    copy: bool
+    server: Path | None
+    allow: str | None
+    rehash: bool
 
 
 def _footprint(opened: Artifact) -> Footprint | None:

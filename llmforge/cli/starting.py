@@ -16,7 +16,8 @@ from llmforge.base import extras
 from llmforge.base.errors import UsageError
 from llmforge.base.wording import shown
 from llmforge.cli import building, output, serving
-from llmforge.cli.parameters import BACKEND, PATH, REVISION, TARGET, go_on, on_hub, out_option, refuse_given
+from llmforge.cli.hub import REVISION, on_hub
+from llmforge.cli.parameters import BACKEND, PATH, TARGET, go_on, out_option, refuse_given
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -265,8 +266,7 @@ def write(
     from llmforge import recipes, targets
     from llmforge.base.sealed import is_name
     from llmforge.checkpoint import read_settings
-    from llmforge.doctor import gpus
-    from llmforge.measure import machine
+    from llmforge.measure import gpus, machine
     from llmforge.planning import starting, typical
     from llmforge.recipe import Recipe
 

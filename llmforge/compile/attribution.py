@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import DataError
 from llmforge.base.progress import Progress
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile import lossy_parts
 from llmforge.compile.lossy_parts import LossyStep
 from llmforge.ir import graph
@@ -23,9 +23,9 @@ from llmforge.metrics.attribution import (
     AttributedStep,
     Attribution,
     LayerCost,
-    Memory,
     ReadCaches,
     ReadWeights,
+    StepBandwidth,
     estimate,
     estimates,
 )
@@ -42,7 +42,7 @@ STREAMED_TOKENS = 32
 
 
 def choose_texts(
-    windows: Sequence[Window], model_bytes: int, vocabulary: int, documents: int, tokens: int, whole_bytes: int
+    windows: Sequence[TokenWindow], model_bytes: int, vocabulary: int, documents: int, tokens: int, whole_bytes: int
 ) -> list[NDArray[np.int64]]:
     """Spread the documents to run over all of them, and cut each; fewer where the model is streamed.
 
@@ -64,27 +64,23 @@ def choose_texts(
 def measure(
     traced: ir.Model,
     lossy: Sequence[LossyStep],
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     progress: Progress,
     *,
-    target: Target,
-    latency: Latency | None,
+    memory: StepBandwidth | None,
     context: int,
     threads: int,
     vocabulary: int,
-    depth: int,
-    ranks: int = 1,
 ) -> Attribution:
     """Run the traced graph and the one behind each lossy pass on `windows`, one of each document.
 
-    `context` is what a cache holds in the decode step that is predicted, which reads the memory of `ranks` devices.
+    `context` is what a cache holds in the decode step whose time is predicted from `memory`; None: none is.
 
     Raises:
         DataError: the text has too few documents.
         VerificationError: a logit is NaN or infinite.
     """
     progress.stage("Attribute the loss")
-    memory = _memory(target, latency, depth, ranks)
     with TemporaryDirectory() as folder:
         divergence = Divergence([], Path(folder), threads)
         held = graph.weight_bytes(traced)
@@ -118,7 +114,7 @@ def _step(
     reached: Floats,
     added: Floats,
     tokens: Floats,
-    memory: Memory | None,
+    memory: StepBandwidth | None,
     context: int,
 ) -> AttributedStep:
     weights, caches, read = footprint.reads(model), footprint.caches(model), footprint.count(model)
@@ -155,14 +151,14 @@ def _layers(lossy: LossyStep, divergence: Divergence) -> tuple[tuple[LayerCost, 
     return costs, None
 
 
-def _memory(target: Target, latency: Latency | None, depth: int, ranks: int) -> Memory | None:
+def memory_of(target: Target, latency: Latency | None, depth: int, ranks: int) -> StepBandwidth | None:
     """Find what a decode step through `depth` layers gets of the memory, and say whose figure it is."""
     fixed_us = depth * target.share("layer_us").value
     if target.bandwidth_gbs is not None:
         source, share = f"the memory bandwidth of {target.title}", target.share("bandwidth").value
         rate = ranks * target.bandwidth_gbs.value * 1e9
-        return Memory(source=source, bytes_per_second=rate, share=share, fixed_us=fixed_us)
+        return StepBandwidth(source=source, bytes_per_second=rate, share=share, fixed_us=fixed_us)
     if latency is not None and latency.bandwidth is not None:
         rate = latency.bandwidth.working_set_bytes_per_second
-        return Memory(source=MEASURED, bytes_per_second=rate, share=1.0, fixed_us=fixed_us)
+        return StepBandwidth(source=MEASURED, bytes_per_second=rate, share=1.0, fixed_us=fixed_us)
     return None

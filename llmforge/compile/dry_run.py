@@ -26,10 +26,10 @@ from llmforge.parallel.split import split
 from llmforge.quantization import low_rank
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Grid, QuantizedMatrix
-from llmforge.quantization.low_rank import LowRank
+from llmforge.quantization.low_rank import LowRankCorrection
 from llmforge.quantization.sparsity import SparseMatrix
 from llmforge.quantization.statistics import Demand, InputRange, KvRange, LowRankDemand, PruningDemand, Statistics
-from llmforge.quantization.stored import Source
+from llmforge.quantization.stored import QuantizedSource
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite import pass_base, pruning
 from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass
@@ -78,7 +78,7 @@ def run(
             )
         else:
             idle |= {fact: f"{step.name} changed no node: {_reason(changes)}" for fact in step.provides}
-    export_proxy.check(spec, target, [step.name for step in steps], copy, model, checkpoint)
+    export_proxy.check(spec, target, steps, copy, model, checkpoint)
     builder = engines.for_target(spec.backend, target)
     if spec.tensor_parallel > 1:
         copy = split(copy, spec.tensor_parallel).ranks[0]
@@ -89,7 +89,7 @@ def run(
     interop.check(lowered, checkpoint)
 
 
-def stored_codes(checkpoint: Checkpoint) -> Source | None:
+def stored_codes(checkpoint: Checkpoint) -> QuantizedSource | None:
     """Return what gives passes the codes of a checkpoint; None: it has none."""
     return None if checkpoint.layout is None else checkpoint
 
@@ -119,14 +119,14 @@ def _stand_in(model: ir.Model, calibrated: Mapping[str, Grid], demands: Sequence
 
 def _corrections(
     model: ir.Model, calibrated: Mapping[str, Grid], demands: Sequence[LowRankDemand]
-) -> dict[str, LowRank]:
+) -> dict[str, LowRankCorrection]:
     """Make up corrections of what will be quantized, where the bits that `demands` has allow a rank."""
     groups: dict[ir.Value, list[MatMul]] = {}
     for product in MatMul.all(model):
         names = graph.sources(product.w)
         if len(names) == 1 and names[0] in calibrated and demands and not exclusion(names, demands[0].exclude):
             groups.setdefault(product.x, []).append(product)
-    made: dict[str, LowRank] = {}
+    made: dict[str, LowRankCorrection] = {}
     for products in groups.values():
         shapes = [graph.static(product.w) for product in products]
         k = shapes[0][0]
@@ -134,7 +134,7 @@ def _corrections(
         [group] = graph.sources(products[0].w)
         for product, (_, n) in zip(products, shapes, strict=True):
             a, b = (np.broadcast_to(np.float32(0), shape) for shape in ((k, rank), (rank, n)))
-            made |= {name: LowRank(a, b, group, 1.0, 1.0, None) for name in graph.sources(product.w) if rank}
+            made |= {name: LowRankCorrection(a, b, group, 1.0, 1.0, None) for name in graph.sources(product.w) if rank}
     return made
 
 

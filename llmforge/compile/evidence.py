@@ -1,4 +1,4 @@
-"""What is measured on an engine as it ships, or why nothing is; and how its gates end."""
+"""The evidence of a build: what is measured on its engine as it ships, or why nothing is; and how its gates end."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,29 +18,30 @@ from llmforge.backends.engines import BuiltEngine
 from llmforge.base import spans
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.base.progress import Progress
-from llmforge.checkpoint import Checkpoint, text
+from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import AdapterSource
-from llmforge.checkpoint.text import Window
-from llmforge.compile import export_proxy, reference, tasks
-from llmforge.compile.latency import Measuring
-from llmforge.compile.reuse import Reuse
+from llmforge.checkpoint.text import TokenWindow
+from llmforge.compile import export_proxy, reference
 from llmforge.gates import decision, records, verdict
 from llmforge.ir import onnx_file
-from llmforge.measure import answers, footprint, machine, quality, runtimes, streamed_baseline
+from llmforge.measure import footprint, machine, runtimes, streamed_baseline, tasks
 from llmforge.measure.baseline import Baseline, baseline_on, open_baseline, why_not_whole
 from llmforge.measure.footprint import BytesRead
-from llmforge.measure.latency import Subject
+from llmforge.measure.latency import TimedModel, engine_description
 from llmforge.measure.quality import Logits
+from llmforge.measure.recipe_latency import RecipeLatency
+from llmforge.measure.recipe_quality import RecipeQuality
 from llmforge.measure.runtimes import Interpreter
+from llmforge.measure.scoring import AnswerCache, TaskRequest
 from llmforge.measure.streamed_baseline import StreamedBaseline
-from llmforge.metrics import catalog
+from llmforge.measure.tasks import TaskEngine
 from llmforge.metrics.adapters import AdapterQuality
 from llmforge.metrics.agreement import RuntimeName, RuntimeRun
 from llmforge.metrics.latency import Latency
-from llmforge.metrics.quality import Answer, Quality, Sample
+from llmforge.metrics.quality import Quality
 from llmforge.metrics.tasks import TaskResult
-from llmforge.recipe import GateSpec, QualitySpec, Recipe, ValidationSpec
-from llmforge.serving import Runner, Sampling
+from llmforge.recipe import GateSpec, LatencySpec, QualitySpec, Recipe, ValidationSpec
+from llmforge.serving import Runner
 from llmforge.serving import load as load_runner
 from llmforge.targets import Target
 
@@ -175,206 +175,174 @@ def interpreters(
     return runtimes.find(wanted, pythons)
 
 
-def measure(
-    artifact: Path,
-    engine: BuiltEngine | None,
-    read: BytesRead,
-    *,
-    spec: ValidationSpec,
-    target: Target,
-    checkpoint: Checkpoint,
-    windows: Sequence[Window],
-    threads: int,
-    progress: Progress,
-    ranks: int = 1,
-    keep: Callable[[Checkpoint, Baseline | StreamedBaseline], Logits] | None = None,
-    interpreters: Sequence[Interpreter] = (),
-    reuse: Reuse | None = None,
-    stand_in: Path | None = None,
-    adapters: Sequence[AdapterSource] = (),
-) -> Evidence:
-    """Measure the engine in the folder `artifact`, loaded by the runtime that serves it, beside the checkpoint.
+@dataclass(frozen=True)
+class Measurement:
+    """What of an engine is to be measured, and what with.
 
-    Where `spec` names a reference, the quality is held against that.
-    `read` is what a decode step reads, `windows` the text for its quality. `keep` may give the logits of the baseline
-    on them from where they were kept; `reuse` keeps what it answers to tasks. `interpreters` have other runtimes, which
-    run the engine as well. An engine that is not built yet (None), or that this machine does not run, is not measured;
-    `ranks` devices share one. Of one that servers of others load, there is a `stand_in` that llmforge's own runtime
-    loads; its quality is that of the artifact in another runtime, where there is an interpreter. Each of the `adapters`
-    that requests choose is held against the checkpoint with it merged, on some of the text.
+    Where `spec` names a reference, the quality is held against that. `keep` may give the logits of the baseline on the
+    windows from where they were kept; `answers` keeps what was answered to tasks. `interpreters` have other runtimes,
+    which run the engine as well. An engine that is not built yet (None), or that this machine does not run, is not
+    measured; `ranks` devices share one. Of one that servers of others load, there is a `proxy` that llmforge's own
+    runtime loads; its quality is that of the artifact in another runtime, where there is an interpreter. Each of the
+    `adapters` that requests choose is held against the checkpoint with it merged, on some of the text.
     """
-    reason = PENDING if engine is None else None if stand_in is not None else engines.why_not_run(target)
-    if engine is None or reason is not None or spec.is_empty:
-        return Evidence(None, None, None, reason)
-    baseline, expected = None, None
-    notes: tuple[str, ...] = ()
+
+    artifact: Path  # folder
+    engine: BuiltEngine | None
+    read: BytesRead  # by a decode step
+    spec: ValidationSpec
+    target: Target
+    checkpoint: Checkpoint
+    windows: Sequence[TokenWindow]  # text for the quality
+    threads: int
+    ranks: int = 1
+    keep: Callable[[Checkpoint, Baseline | StreamedBaseline], Logits] | None = None
+    interpreters: Sequence[Interpreter] = ()
+    answers: AnswerCache | None = None
+    proxy: Path | None = None
+    adapters: Sequence[AdapterSource] = ()
+
+    @property
+    def why_not(self) -> str | None:
+        """Say why the engine cannot be run; None: it can."""
+        if self.engine is None:
+            return PENDING
+        return None if self.proxy is not None else engines.why_not_run(self.target)
+
+
+def measure(asked: Measurement, progress: Progress) -> Evidence:
+    """Measure an engine, loaded by the runtime that serves it, beside its checkpoint."""
+    why_not = asked.why_not
+    if why_not is not None or asked.spec.is_empty:
+        return Evidence(None, None, None, why_not)
+    notes: list[str] = []
     progress.stage("Load engine and baseline")
-    if spec.quality is not None:
-        original = reference.of(spec.quality, checkpoint)
-        kept = None if keep is None else partial(keep, original)
-        baseline = open_baseline(original, threads=threads)
-        if original is not checkpoint:
-            baseline.description = f"{reference.described(original)}: {baseline.description}"
-            notes += (f"quality is measured against {reference.described(original)}",)
-        if isinstance(baseline, StreamedBaseline):  # it is done, as far as it can be kept, before the engine is there
-            expected = _logits(baseline, windows, kept, progress)
-            progress.stage("Load engine")
+    reference_run = None if asked.spec.quality is None else _open_reference(asked, asked.spec.quality, notes, progress)
     began = time.perf_counter()
-    runner = load_runner(stand_in or artifact, threads=threads)
+    runner = load_runner(asked.proxy or asked.artifact, threads=asked.threads)
     load_seconds = time.perf_counter() - began
     moved = timed = None
-    if spec.quality is not None:
-        assert baseline is not None
-        said = _answers(spec.quality, runner, baseline, windows, progress)
-        if said[1] and isinstance(baseline, StreamedBaseline):
-            notes += (
-                "answers: the baseline runs layer by layer: behind the first difference it is shown for "
-                f"{streamed_baseline.GENERATED} tokens at most",
-            )
-        expected = expected or _logits(baseline, windows, kept, progress)
-        with contextlib.ExitStack() as held:
-            logits: Callable[..., NDArray[np.float32]] = runner.logits
-            if stand_in is not None:
-                title = None
-                if interpreters:
-                    other = held.enter_context(runtimes.opened(artifact, runner.config.vocabulary, interpreters[0]))
-                    logits, title = other.logits, other.title
-                notes += (export_proxy.note(of_provider(engine.config.provider).name, runner.config, title),)
-            moved = _quality(spec.quality, logits, expected, said, windows, progress)
-    held_against = None if baseline is None else baseline.description
-    if spec.latency is not None:
-        theirs = None
-        if baseline is None or isinstance(baseline, StreamedBaseline):
-            if (why := why_not_whole(checkpoint)) is None:
-                progress.stage("Load baseline")
-                baseline = Baseline(checkpoint, threads=threads)
-            else:
-                notes += (f"latency: the checkpoint is not timed beside the artifact: {why}",)
-        if baseline is not None and not isinstance(baseline, StreamedBaseline):
-            held_against = held_against or baseline.description
-            theirs = Subject(baseline.description, baseline.generate, baseline.load_seconds)
+    if reference_run is not None:
+        moved = _quality(asked, runner, reference_run, notes, progress)
+    held_against = None if reference_run is None else reference_run.baseline.description
+    if asked.spec.latency is not None:
+        baseline = _whole_baseline(asked, reference_run, notes, progress)
+        held_against = held_against or (None if baseline is None else baseline.description)
         progress.stage("Measure latency")
-        ours = Subject.of_runner(runner, description=describe(runner, threads), load_seconds=load_seconds)
-        measuring = Measuring(artifact, runner, spec.latency, target, read, threads, ranks)
-        timed = measuring.run(ours, theirs, engine.size_bytes, progress.advance)
-        notes += tuple(measuring.notes)
+        timed = _latency(asked, asked.spec.latency, runner, load_seconds, baseline, notes, progress)
     ran: tuple[RuntimeRun, ...] = ()
-    if interpreters:
+    if asked.interpreters:
         progress.stage("Run in other runtimes")
-        ran = runtimes.run(artifact, runner, windows, interpreters, progress=progress.advance)
-        notes += tuple(f"{run.title} failed: {run.failure}" for run in ran if run.failure is not None)
+        ran = runtimes.run(asked.artifact, runner, asked.windows, asked.interpreters, progress=progress.advance)
+        notes += [f"{run.title} failed: {run.failure}" for run in ran if run.failure is not None]
     results: tuple[TaskResult, ...] = ()
-    if spec.tasks is not None:
-        ran_by = describe(runner, threads)
+    if asked.spec.tasks is not None:
+        engine = TaskEngine(runner, engine_description(runner, asked.threads), asked.threads)
         results, left_out = tasks.run(
-            spec.tasks, runner, checkpoint, progress, engine=ran_by, threads=threads, reuse=reuse
+            TaskRequest(tuple(asked.spec.tasks)), engine, asked.checkpoint, progress, cache=asked.answers
         )
         notes += left_out
     chosen: tuple[AdapterQuality, ...] = ()
-    if spec.quality is not None and spec.quality.adapter_tokens and adapters:
-        chosen = _adapters(spec.quality, runner, checkpoint, adapters, windows, threads, progress)
-    return Evidence(moved, timed, held_against, notes=notes, runtimes=ran, tasks=results, adapters=chosen)
+    if asked.spec.quality is not None and asked.spec.quality.adapter_tokens and asked.adapters:
+        chosen = _adapters(asked, asked.spec.quality, runner, progress)
+    return Evidence(moved, timed, held_against, notes=tuple(notes), runtimes=ran, tasks=results, adapters=chosen)
 
 
-def _adapters(
-    spec: QualitySpec,
-    runner: Runner,
-    checkpoint: Checkpoint,
-    adapters: Sequence[AdapterSource],
-    windows: Sequence[Window],
-    threads: int,
-    progress: Progress,
-) -> tuple[AdapterQuality, ...]:
-    """Compare the artifact with each adapter chosen with the checkpoint that has it merged; one of these at a time."""
-    half_of = spec.context if spec.scored == "second-half" else None
-    pool = [window for window in windows if len(window.ids) > 1 and (half_of is None or len(window.ids) == half_of)]
-    some, found = text.spread(pool, spec.adapter_tokens), []
-    for adapter in adapters:
-        progress.stage(f"Measure adapter {adapter.name}")
-        baseline = open_baseline(reference.with_adapter(spec, checkpoint, adapter), threads=threads)
+@dataclass
+class _Reference:
+    """What quality is measured against: its baseline, and its logits on the text once they are there."""
 
-        def ours(ids: NDArray[np.int64], name: str = adapter.name) -> NDArray[np.float32]:
-            return runner.logits(ids.tolist(), adapter=name)
-
-        moved = quality.compare(
-            some,
-            baseline_on([window.ids for window in some], baseline, progress),
-            ours,
-            half_of=half_of,
-            only=list(catalog.OF_ADAPTERS.values()),
-            progress=progress.advance,
-        )
-        found.append(AdapterQuality(adapter=adapter.name, quality=moved))
-    return tuple(found)
+    baseline: Baseline | StreamedBaseline
+    logits: Callable[[], Logits]  # computes them, or takes them from where they were kept
+    expected: Logits | None = None
 
 
-def _logits(
-    baseline: Baseline | StreamedBaseline,
-    windows: Sequence[Window],
-    keep: Callable[[Baseline | StreamedBaseline], Logits] | None,
-    progress: Progress,
-) -> Logits:
-    if keep is not None:
-        return keep(baseline)
-    return baseline_on([window.ids for window in windows if len(window.ids) > 1], baseline, progress)
+def _open_reference(asked: Measurement, spec: QualitySpec, notes: list[str], progress: Progress) -> _Reference:
+    """Load what quality is measured against; a baseline that is streamed is run before the engine is there."""
+    original = reference.of(spec, asked.checkpoint)
+    baseline = open_baseline(original, threads=asked.threads)
+    if original is not asked.checkpoint:
+        baseline.description = f"{reference.described(original)}: {baseline.description}"
+        notes.append(f"quality is measured against {reference.described(original)}")
 
+    def logits() -> Logits:
+        if asked.keep is not None:
+            return asked.keep(original, baseline)
+        return baseline_on([window.ids for window in asked.windows if len(window.ids) > 1], baseline, progress)
 
-def _answers(
-    spec: QualitySpec,
-    runner: Runner,
-    baseline: Baseline | StreamedBaseline,
-    windows: Sequence[Window],
-    progress: Progress,
-) -> tuple[tuple[Answer, ...], tuple[Sample, ...]]:
-    """Compare greedy answers, where `spec` asks for them."""
-    if spec.samples is None:
-        return (), ()
-    progress.stage("Compare answers")
-    return answers.compare(
-        windows,
-        spec.samples,
-        artifact=lambda ids, tokens: _greedy(runner, ids.tolist(), tokens),
-        baseline=lambda texts: baseline.of(texts, progress.advance),
-        go_on=baseline.greedy,
-        ends=runner.config.eos_token_ids,
-        decode=lambda ids: runner.tokenizer.decode(list(ids), skip_special_tokens=False),
-        progress=progress.advance,
-    )
+    found = _Reference(baseline, logits)
+    if isinstance(baseline, StreamedBaseline):
+        found.expected = logits()
+        progress.stage("Load engine")
+    return found
 
 
 def _quality(
-    spec: QualitySpec,
-    logits: Callable[..., NDArray[np.float32]],
-    expected: Logits,
-    said: tuple[tuple[Answer, ...], tuple[Sample, ...]],
-    windows: Sequence[Window],
-    progress: Progress,
+    asked: Measurement, runner: Runner, held_against: _Reference, notes: list[str], progress: Progress
 ) -> Quality:
-    """Compare both on the text and, where `spec` asks for it, through decode steps; `said` are their answers."""
-    progress.stage("Measure quality")
-    return quality.compare(
-        windows,
-        expected,
-        lambda ids: logits(ids.tolist()),
-        half_of=spec.context if spec.scored == "second-half" else None,
-        decode=lambda ids: logits(ids.tolist(), step_tokens=1),
-        decode_tokens=spec.decode_tokens or 0,
-        answers=said[0],
-        samples=said[1],
-        metrics=spec.metrics,
-        progress=progress.advance,
-    )
+    """Compare the artifact with its reference; one for servers of others in another runtime, where there is one."""
+    assert asked.spec.quality is not None
+    assert asked.engine is not None
+    recipe_quality = RecipeQuality(asked.spec.quality, runner, asked.windows, progress)
+    compared = recipe_quality.answers(held_against.baseline)
+    if compared[1] and isinstance(held_against.baseline, StreamedBaseline):
+        notes.append(
+            "answers: the baseline runs layer by layer: behind the first difference it is shown for "
+            f"{streamed_baseline.GENERATED} tokens at most"
+        )
+    expected = held_against.expected or held_against.logits()
+    with contextlib.ExitStack() as held:
+        logits: Callable[..., NDArray[np.float32]] = runner.logits
+        if asked.proxy is not None:
+            title = None
+            if asked.interpreters:
+                vocabulary = runner.config.vocabulary
+                other = held.enter_context(runtimes.opened(asked.artifact, vocabulary, asked.interpreters[0]))
+                logits, title = other.logits, other.title
+            notes.append(export_proxy.note(of_provider(asked.engine.config.provider).name, runner.config, title))
+        return recipe_quality.compare(logits, expected, compared)
 
 
-def _greedy(runner: Runner, ids: Sequence[int], tokens: int) -> Iterator[int]:
-    for chunk in runner.generate(ids, Sampling(max_tokens=tokens, ignore_eos=True)):
-        if chunk.token_id is not None:
-            yield chunk.token_id
+def _whole_baseline(
+    asked: Measurement, held_against: _Reference | None, notes: list[str], progress: Progress
+) -> Baseline | None:
+    """Take the baseline that takes turns with the artifact; None, with a note: it does not fit into memory."""
+    if held_against is not None and not isinstance(held_against.baseline, StreamedBaseline):
+        return held_against.baseline
+    if (why := why_not_whole(asked.checkpoint)) is not None:
+        notes.append(f"latency: the checkpoint is not timed beside the artifact: {why}")
+        return None
+    progress.stage("Load baseline")
+    return Baseline(asked.checkpoint, threads=asked.threads)
 
 
-def describe(runner: Runner, threads: int) -> str:
-    """Say what runs an engine."""
-    config = runner.config
-    if config.plan is not None:
-        return f"llmforge runtime, {config.plan.module} {config.plan.version}"
-    return f"llmforge runtime, ONNX Runtime {config.onnxruntime}, {threads} threads"
+def _latency(
+    asked: Measurement,
+    spec: LatencySpec,
+    runner: Runner,
+    load_seconds: float,
+    baseline: Baseline | None,
+    notes: list[str],
+    progress: Progress,
+) -> Latency:
+    """Time the artifact, and its baseline where there is one."""
+    assert asked.engine is not None
+    theirs = None
+    if baseline is not None:
+        theirs = TimedModel(baseline.description, baseline.generate, baseline.load_seconds)
+    description = engine_description(runner, asked.threads)
+    ours = TimedModel.of_runner(runner, description=description, load_seconds=load_seconds)
+    measuring = RecipeLatency(asked.artifact, runner, spec, asked.target, asked.read, asked.threads, asked.ranks)
+    timed = measuring.run(ours, theirs, asked.engine.size_bytes, progress.advance)
+    notes += measuring.notes
+    return timed
+
+
+def _adapters(asked: Measurement, spec: QualitySpec, runner: Runner, progress: Progress) -> tuple[AdapterQuality, ...]:
+    """Compare the artifact with each adapter chosen with the checkpoint that has it merged; one of these at a time."""
+    recipe_quality, found = RecipeQuality(spec, runner, asked.windows, progress), []
+    for adapter in asked.adapters:
+        progress.stage(f"Measure adapter {adapter.name}")
+        merged = reference.with_adapter(spec, asked.checkpoint, adapter)
+        found.append(recipe_quality.of_adapter(adapter.name, open_baseline(merged, threads=asked.threads)))
+    return tuple(found)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from llmforge import targets
+from llmforge import passes, targets
 from llmforge.backends import BACKENDS, BackendName, engines, exported_parameters
 from llmforge.backends.engines import BuildRequest
 from llmforge.backends.exported_parameters import Exported
@@ -23,6 +23,7 @@ from llmforge.ir import graph
 from llmforge.ir.operators.standard import DequantizeLinear, MatMul
 from llmforge.metrics.agreement import DISTRIBUTIONS
 from llmforge.recipe import EngineSpec
+from llmforge.rewrite.pass_base import Pass
 from llmforge.runtime.config import RuntimeConfig
 from llmforge.targets import Target
 from llmforge.trace.export.weights import BINDINGS, Bindings
@@ -49,15 +50,15 @@ def exported(model: ir.Model, traced: ir.Model, checkpoint: Checkpoint) -> Expor
 
 
 def check(
-    spec: EngineSpec, target: Target, passes: Sequence[str], model: ir.Model, traced: ir.Model, checkpoint: Checkpoint
+    spec: EngineSpec, target: Target, steps: Sequence[Pass], model: ir.Model, traced: ir.Model, checkpoint: Checkpoint
 ) -> None:
-    """Return if what `passes` left of a graph can be written for servers of others, where they are to load it.
+    """Return if what `steps` left of a graph can be written for servers of others, where they are to load it.
 
     Raises:
         UnsupportedError: it cannot.
     """
     if BACKENDS[spec.backend].export_format is not None:
-        exported_parameters.check_passes(spec.backend, tuple(passes))
+        exported_parameters.check_passes(spec.backend, [type(step) for step in steps], passes.ALL)
         engines.exporter(spec.backend, target).check(exported(model, traced, checkpoint), spec)
 
 

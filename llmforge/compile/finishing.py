@@ -18,7 +18,7 @@ from llmforge.base.errors import UsageError
 from llmforge.base.progress import Progress, Silent
 from llmforge.checkpoint import Checkpoint
 from llmforge.compile import evidence, lock, publishing, texts
-from llmforge.compile.evidence import Clock, Evidence
+from llmforge.compile.evidence import Clock, Evidence, Measurement
 from llmforge.compile.publishing import BuildResult
 from llmforge.gates import confirmed, records
 from llmforge.measure import machine
@@ -108,7 +108,7 @@ def measure(
         missing = "no recipe was given to measure it with"
         return Evidence(None, None, None, engines.why_not_run(target) or missing)
     checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
-    return evidence.measure(
+    asked = Measurement(
         staging,
         engine,
         BytesRead(waiting.weight_bytes_per_token, waiting.kv_bytes_per_token, waiting.multiply_adds_per_token),
@@ -118,6 +118,6 @@ def measure(
         windows=texts.evaluation_windows(recipe, checkpoint),
         threads=physical_cores(),
         ranks=engines.devices(target, waiting.spec),
-        progress=progress,
         adapters=recipe.apart,
     )
+    return evidence.measure(asked, progress)

@@ -20,13 +20,13 @@ from llmforge import __version__, artifact, calibration, native
 from llmforge.base import extras, folders, plugins, small_file
 from llmforge.base.errors import InputError
 from llmforge.base.plugins import Plugin
-from llmforge.cache import Code
+from llmforge.cache import Code, distributions
 from llmforge.checkpoint import Checkpoint, documents
 from llmforge.gates.records import PluginRecord
 from llmforge.ir import graph
 from llmforge.measure import machine
 from llmforge.measure.machine import Machine
-from llmforge.metrics.record import Record
+from llmforge.metrics.record import ReportRecord
 from llmforge.quantization.statistics import Statistics
 from llmforge.recipe import Recipe
 
@@ -38,7 +38,7 @@ _DOCS = "llmforge/docs/"  # which no build reads
 _REVISION = re.compile(r"[0-9a-f]{40}")
 
 
-class CheckpointLock(Record):
+class CheckpointLock(ReportRecord):
     """The checkpoint; `repository` and `revision` say where on the Hub it is from, as far as its folder tells."""
 
     name: str
@@ -47,7 +47,7 @@ class CheckpointLock(Record):
     repository: str | None = None
 
 
-class TextLock(Record):
+class TextLock(ReportRecord):
     """A text, and the ids of its documents in their order, hashed one a line."""
 
     role: Literal["calibration", "evaluation"]
@@ -57,7 +57,7 @@ class TextLock(Record):
     ids_sha256: str
 
 
-class CodeLock(Record):
+class CodeLock(ReportRecord):
     """The code that built: SHA-256 over the files of the package, and of the native library (None: not compiled)."""
 
     version: str
@@ -65,7 +65,7 @@ class CodeLock(Record):
     native_sha256: str | None
 
 
-class ThreadsLock(Record):
+class ThreadsLock(ReportRecord):
     """What the products that decide codes were computed on."""
 
     calibration: int | None  # threads; None: nothing was calibrated
@@ -73,14 +73,14 @@ class ThreadsLock(Record):
     blas_core: str | None  # the processor whose kernels OpenBLAS ran; None: numpy has another BLAS
 
 
-class StageLock(Record):
+class StageLock(ReportRecord):
     """A stage, and what it had made by its end: a graph without its weights, results of calibration, the engine."""
 
     name: str
     sha256: str
 
 
-class Lock(Record):
+class Lock(ReportRecord):
     """Every input of a build."""
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
@@ -233,7 +233,7 @@ def code() -> CodeLock:
 def packages(more: Iterable[str] = ()) -> dict[str, str]:
     """List the versions of what llmforge requires, and `more`, and of what that requires, as far as it is installed."""
     named = [each.distribution for each in extras.requirements() if each.extra != extras.DEVELOPMENT]
-    return plugins.installed([*named, *more])
+    return distributions.installed([*named, *more])
 
 
 def revision(folder: Path) -> str | None:

@@ -21,8 +21,6 @@ from llmforge.ir import graph, interface
 from llmforge.ir.derived import by_output
 from llmforge.ir.operators import canonical, contrib, cpu
 from llmforge.metrics.tokens import Floats
-from llmforge.passes.quantize_kv_cache import QuantizeKvCache
-from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.quantization import kv_cache
 from llmforge.quantization.formats import INT8_KV, SlotFormat
 from llmforge.quantization.grids import (
@@ -40,7 +38,7 @@ from llmforge.quantization.initializers import arrange
 from llmforge.rewrite import cpu_attention, cpu_linear, moe_kernels, options
 from llmforge.rewrite.pass_base import Context, Pass
 from llmforge.verification.divergence import Divergence
-from llmforge.verification.probe import AfterStep, ProbeStep
+from llmforge.verification.probe import AfterStep, ProbeCall
 
 _NAMED = 3  # parameters that the name of a part gives: queries, keys and values
 _PARTS = ("codes", "scales", "zero_points", "groups")  # initializers of a quantized matrix, behind its name
@@ -50,12 +48,12 @@ Leaf = tuple[str, int, int]  # an initializer and an expert or -1; a cache, a he
 
 
 @dataclass(frozen=True)
-class Part:
+class LossyPart:
     """A part of a pass, and the smaller ones that it consists of; () where it is one leaf."""
 
     name: str
     leaves: frozenset[Leaf]
-    parts: tuple[Part, ...] = ()
+    parts: tuple[LossyPart, ...] = ()
     parameters: tuple[str, ...] = ()  # of the checkpoint, that `exclude` names to keep it
     layers: tuple[int, ...] = ()  # of the cache, that `exclude_layers` names to keep it
     table: bool = False  # an embedding or head, which has bits of its own
@@ -73,7 +71,7 @@ class LossyStep:
 
 
 @dataclass(eq=False)
-class Loss(ABC):
+class PartLoss(ABC):
     """What a pass costs, against the graph before it."""
 
     lossy: LossyStep
@@ -84,7 +82,7 @@ class Loss(ABC):
         """What looks at the cache while the graph before the pass runs."""
         return None
 
-    def share(self, model: ir.Model, kept: Sequence[Part] = ()) -> None:
+    def share(self, model: ir.Model, kept: Sequence[LossyPart] = ()) -> None:
         """Let `model`, made by the pass with other options, have the tensors of the graph behind it, but of `kept`."""
         after, before = self.lossy.after.graph.initializers, self.lossy.before.graph.initializers
         own = {f"{name}.{part}" for each in kept for name, *_ in each.leaves for part in _PARTS}
@@ -94,28 +92,26 @@ class Loss(ABC):
 
     @property
     @abstractmethod
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LossyPart, ...]:
         """The largest parts, each with its own."""
 
     @abstractmethod
-    def of(self, kept: frozenset[Leaf] = frozenset(), *, inside: Part | None = None) -> Floats:
+    def of(self, kept: frozenset[Leaf] = frozenset(), *, inside: LossyPart | None = None) -> Floats:
         """Measure the divergence of the graph with the leaves `kept`: sums over each document [D].
 
         `inside` is the part whose leaves are looked at.
         """
 
     @abstractmethod
-    def renewed(self, leaves: frozenset[Leaf], *, inside: Part | None = None) -> Floats | None:
+    def renewed(self, leaves: frozenset[Leaf], *, inside: LossyPart | None = None) -> Floats | None:
         """Measure it with `leaves` renewed; None where they are as if renewed."""
 
 
-def of_pass(lossy: LossyStep, divergence: Divergence) -> Loss | None:
+def of_pass(lossy: LossyStep, divergence: Divergence) -> PartLoss | None:
     """Make what measures the parts of a pass; None for a pass that has none."""
-    if isinstance(lossy.step, QuantizeWeights):
+    if lossy.step.writes_codes == "blocks":
         return WeightLoss(lossy, divergence)
-    if isinstance(lossy.step, QuantizeKvCache):
-        return CacheLoss(lossy, divergence)
-    return None
+    return None if lossy.step.stores(None).kv is None else CacheLoss(lossy, divergence)
 
 
 # weights
@@ -197,7 +193,7 @@ class _Matrix:
 
 
 @dataclass(eq=False)
-class WeightLoss(Loss):
+class WeightLoss(PartLoss):
     """Layers, their weights, and of experts each."""
 
     _current: Floats | None = field(default=None)
@@ -225,7 +221,7 @@ class WeightLoss(Loss):
         return found
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LossyPart, ...]:
         """Layers and what is in none; in a layer what is kept together, and in experts each."""
         together: dict[str, list[str]] = {}  # by the node that reads them
         initializers = self.lossy.before.graph.initializers
@@ -233,7 +229,7 @@ class WeightLoss(Loss):
             reader = initializers[name].consumers()[0]
             key = str(reader.name) if canonical.MoE.matches(reader) else name
             together.setdefault(key, []).append(name)
-        layers: dict[int | None, list[Part]] = {}
+        layers: dict[int | None, list[LossyPart]] = {}
         for names in together.values():
             part = self._part(names)
             number = _LAYER.search(part.parameters[0])
@@ -246,10 +242,10 @@ class WeightLoss(Loss):
             else:
                 leaves = frozenset().union(*(part.leaves for part in inner))
                 parameters = tuple(name for part in inner for name in part.parameters)
-                made.append(Part(f"layer {layer}", leaves, tuple(inner), parameters))
+                made.append(LossyPart(f"layer {layer}", leaves, tuple(inner), parameters))
         return tuple(made)
 
-    def _part(self, names: Sequence[str]) -> Part:
+    def _part(self, names: Sequence[str]) -> LossyPart:
         initializers = self.lossy.before.graph.initializers
         parameters = tuple(p for name in names for p in graph.sources(initializers[name]) or [name])
         more = "" if len(parameters) <= _NAMED else f" and {len(parameters) - _NAMED} more"
@@ -257,16 +253,16 @@ class WeightLoss(Loss):
         first = self.matrices[names[0]]
         if first.order is None:
             leaves = frozenset((name, -1, -1) for name in names)
-            return Part(title, leaves, parameters=parameters, table=not _LAYER.search(parameters[0]))
+            return LossyPart(title, leaves, parameters=parameters, table=not _LAYER.search(parameters[0]))
         count = int(first.tensor.shape.numpy()[0])
         experts = tuple(
-            Part(f"{title}, expert {expert}", frozenset((name, expert, -1) for name in names), (), parameters)
+            LossyPart(f"{title}, expert {expert}", frozenset((name, expert, -1) for name in names), (), parameters)
             for expert in range(count)
         )
-        return Part(title, frozenset().union(*(part.leaves for part in experts)), experts, parameters)
+        return LossyPart(title, frozenset().union(*(part.leaves for part in experts)), experts, parameters)
 
-    def of(self, kept: frozenset[Leaf] = frozenset(), *, inside: Part | None = None) -> Floats:
-        """Measure the divergence with the leaves `kept`; see `Loss`."""
+    def of(self, kept: frozenset[Leaf] = frozenset(), *, inside: LossyPart | None = None) -> Floats:
+        """Measure the divergence with the leaves `kept`; see `PartLoss`."""
         opened = frozenset() if inside is None else self._experts_of(inside)
         if not kept and not opened:
             if self._current is None:
@@ -274,8 +270,8 @@ class WeightLoss(Loss):
             return self._current
         return self.divergence.of(self._graph(kept, frozenset(), opened))
 
-    def renewed(self, leaves: frozenset[Leaf], *, inside: Part | None = None) -> Floats | None:
-        """Measure it with `leaves` renewed; see `Loss`."""
+    def renewed(self, leaves: frozenset[Leaf], *, inside: LossyPart | None = None) -> Floats | None:
+        """Measure it with `leaves` renewed; see `PartLoss`."""
         for leaf in leaves - self._differs.keys():
             name, expert, _ = leaf
             self._differs[leaf] = self.matrices[name].differs(expert)
@@ -284,7 +280,7 @@ class WeightLoss(Loss):
         opened = frozenset() if inside is None else self._experts_of(inside)
         return self.divergence.of(self._graph(frozenset(), leaves, opened))
 
-    def _experts_of(self, part: Part) -> frozenset[str]:
+    def _experts_of(self, part: LossyPart) -> frozenset[str]:
         """Name the matrices of experts that are told apart in `part`."""
         of_experts = bool(part.parts) and all(expert >= 0 for _, expert, _ in part.leaves)
         apart = of_experts and not any(inner.parts for inner in part.parts)
@@ -325,7 +321,7 @@ def literal(name: str) -> str:
 
 def _grid(node: ir.Node, initializers: Mapping[str, ir.Value], name: str) -> Grid:
     """Read the grid that `node` reads the codes of weight `name` on."""
-    if (packed := cpu.Linear.of(node) or cpu.Embedding.of(node)) is not None:
+    if (packed := cpu.CpuLinear.of(node) or cpu.Embedding.of(node)) is not None:
         return cpu_linear.grid_of(packed)
     scale: Scale = "fp16" if initializers[f"{name}.scales"].dtype == ir.DataType.FLOAT16 else "fp32"
     symmetric = f"{name}.zero_points" not in initializers
@@ -337,7 +333,7 @@ def _grid(node: ir.Node, initializers: Mapping[str, ir.Value], name: str) -> Gri
 
 
 @dataclass(eq=False)
-class CacheLoss(Loss):
+class CacheLoss(PartLoss):
     """Layers, keys and values of each head, and their channels.
 
     The cache is rounded behind each step of the graph before the pass, so that any channel can be kept.
@@ -370,7 +366,7 @@ class CacheLoss(Loss):
         return found
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LossyPart, ...]:
         """Layers, in them keys and values of each head, and in these channels."""
         made = []
         by_layer: dict[int, list[str]] = {}
@@ -385,11 +381,11 @@ class CacheLoss(Loss):
                     title = f"layer {layer}, {kind} cache, head {head}"
                     leaves = [(name, head, channel) for channel in range(channels)]
                     singles = tuple(
-                        Part(f"{title}, channel {leaf[2]}", frozenset([leaf]), layers=(layer,)) for leaf in leaves
+                        LossyPart(f"{title}, channel {leaf[2]}", frozenset([leaf]), layers=(layer,)) for leaf in leaves
                     )
-                    heads.append(Part(title, frozenset(leaves), singles, layers=(layer,)))
+                    heads.append(LossyPart(title, frozenset(leaves), singles, layers=(layer,)))
             whole = frozenset().union(*(part.leaves for part in heads))
-            made.append(Part(f"layer {layer}, cache", whole, tuple(heads), layers=(layer,)))
+            made.append(LossyPart(f"layer {layer}, cache", whole, tuple(heads), layers=(layer,)))
         return tuple(made)
 
     @property
@@ -397,18 +393,18 @@ class CacheLoss(Loss):
         """Note the largest magnitude of each channel, of which renewed scales are made."""
         return self._peak
 
-    def _peak(self, caches: Mapping[str, NDArray[Any]], step: ProbeStep) -> None:
+    def _peak(self, caches: Mapping[str, NDArray[Any]], step: ProbeCall) -> None:
         for name in self.scales.keys() & caches.keys():
             for slots in _written(caches[name], step):
                 peak = np.abs(slots).max(1)
                 self._peaks[name] = np.maximum(self._peaks.get(name, peak), peak)
 
-    def of(self, kept: frozenset[Leaf] = frozenset(), *, inside: Part | None = None) -> Floats:
-        """Measure the divergence with the leaves `kept`; see `Loss`."""
+    def of(self, kept: frozenset[Leaf] = frozenset(), *, inside: LossyPart | None = None) -> Floats:
+        """Measure the divergence with the leaves `kept`; see `PartLoss`."""
         return self._measure(kept, frozenset())
 
-    def renewed(self, leaves: frozenset[Leaf], *, inside: Part | None = None) -> Floats | None:
-        """Measure it with `leaves` renewed; see `Loss`."""
+    def renewed(self, leaves: frozenset[Leaf], *, inside: LossyPart | None = None) -> Floats | None:
+        """Measure it with `leaves` renewed; see `PartLoss`."""
         static = frozenset(leaf for leaf in leaves if leaf[0] not in self.slots)
         return self._measure(frozenset(), static) if static else None
 
@@ -420,7 +416,7 @@ class CacheLoss(Loss):
         for name, head, channel in kept:
             exact[name][head, channel] = True
 
-        def round_cache(caches: Mapping[str, NDArray[Any]], step: ProbeStep) -> None:
+        def round_cache(caches: Mapping[str, NDArray[Any]], step: ProbeCall) -> None:
             for name in scales.keys() & caches.keys():
                 wide, same, form = scales[name][:, None], exact[name][:, None], self.slots.get(name)
                 for slots in _written(caches[name], step):
@@ -433,7 +429,7 @@ class CacheLoss(Loss):
         return self.divergence.of(self.lossy.before, round_cache)
 
 
-def _written(buffer: NDArray[Any], step: ProbeStep) -> list[NDArray[Any]]:
+def _written(buffer: NDArray[Any], step: ProbeCall) -> list[NDArray[Any]]:
     """Return what `step` wrote into a cache, by row: views [heads, tokens, channels]."""
     return [
         buffer[row, :, past : past + length]

@@ -44,7 +44,7 @@ from llmforge.compile import (
     texts,
 )
 from llmforge.compile import unused_modules as left_out
-from llmforge.compile.evidence import Clock, Evidence
+from llmforge.compile.evidence import Clock, Evidence, Measurement
 from llmforge.compile.frontend import Frontend
 from llmforge.compile.lock import Lock, Stages
 from llmforge.compile.lossy_parts import LossyStep
@@ -52,6 +52,7 @@ from llmforge.compile.proofs import Proof, Proofs
 from llmforge.compile.publishing import BuildResult
 from llmforge.compile.read_ahead import ReadAhead
 from llmforge.compile.reuse import Chain, Reuse, Step
+from llmforge.compile.tasks import BuildCacheAnswers
 from llmforge.gates import records, release
 from llmforge.ir import dialect, graph, interface, longest_text
 from llmforge.ir.scratch import Scratch
@@ -73,7 +74,7 @@ from llmforge.trace.export.limits import WHOLE_BYTES
 from llmforge.triton import repository, sources, vllm
 from llmforge.verification import adapter_proof, engine_parts
 from llmforge.verification.promises import Promises
-from llmforge.verification.reports import Snapshot
+from llmforge.verification.reports import GraphSnapshot
 from llmforge.verification.trace_verifier import verify_trace
 from llmforge.verification.verifier import Verifier
 
@@ -269,21 +270,23 @@ def make(
         export_proxy.stand_in(model, recipe.engine, checkpoint, stand_in, progress)
     if measure:
         found = evidence.measure(
-            staging,
-            engine,
-            read,
-            spec=recipe.validation,
-            target=target,
-            checkpoint=checkpoint,
-            windows=windows,
-            threads=threads,
-            ranks=engines.devices(target, recipe.engine),
-            progress=progress,
-            keep=lambda original, baseline: kept.baseline(original, windows, threads, baseline, progress),
-            interpreters=others,
-            reuse=kept,
-            stand_in=stand_in,
-            adapters=recipe.apart,
+            Measurement(
+                staging,
+                engine,
+                read,
+                spec=recipe.validation,
+                target=target,
+                checkpoint=checkpoint,
+                windows=windows,
+                threads=threads,
+                ranks=engines.devices(target, recipe.engine),
+                keep=lambda original, baseline: kept.baseline(original, windows, threads, baseline, progress),
+                interpreters=others,
+                answers=BuildCacheAnswers(kept),
+                proxy=stand_in,
+                adapters=recipe.apart,
+            ),
+            progress,
         )
     if stand_in is not None:
         shutil.rmtree(stand_in)
@@ -294,13 +297,12 @@ def make(
             lossy_steps,
             texts.of_documents(recipe, checkpoint, windows),
             progress,
-            target=target,
-            latency=found.latency,
+            memory=attribution.memory_of(
+                target, found.latency, checkpoint.geometry.layers, engines.devices(target, recipe.engine)
+            ),
             context=max(len(window.ids) for window in windows),
             threads=threads,
             vocabulary=checkpoint.geometry.vocabulary,
-            depth=checkpoint.geometry.layers,
-            ranks=engines.devices(target, recipe.engine),
         )
     if recipe.validation.is_empty:
         said = (*said, "nothing was measured: the recipe asks for no validation")
@@ -403,15 +405,15 @@ class Verification:
     texts: Sequence[NDArray[np.int64]]
     threads: int
     proofs: Proofs
-    _last: Snapshot | None = None  # the graph as it is now; None: behind a pass that was not proven
+    _last: GraphSnapshot | None = None  # the graph as it is now; None: behind a pass that was not proven
     _verifier: Callable[[], Verifier] | None = None  # makes it when a proof first asks
     _behind: Proof[Any] | None = None  # what the next proof comes behind
     _is_first: bool = True  # whether the verifier has measured no lossy pass
 
-    def before(self, step: Pass, model: ir.Model) -> Snapshot:
+    def before(self, step: Pass, model: ir.Model) -> GraphSnapshot:
         """Record `model`, on which `step` is to run, and begin with what its proof needs of it."""
         if self._last is None:
-            self._last = Snapshot.of(model)
+            self._last = GraphSnapshot.of(model)
             self._verifier, self._is_first = self._once(self._last), True
         self._run_beside(step, self._last)
         return self._last
@@ -421,10 +423,10 @@ class Verification:
         self._last = None
 
     def begin(
-        self, step: Pass, before: Snapshot, model: ir.Model, changes: Changes, kept: Step, held: ExitStack
+        self, step: Pass, before: GraphSnapshot, model: ir.Model, changes: Changes, kept: Step, held: ExitStack
     ) -> Proof[records.VerificationRecord]:
         """Begin the proof of a pass that has run on the graph `before`; `held` is left at its end."""
-        overwritten, after = before.overwritten(), Snapshot.of(model)
+        overwritten, after = before.overwritten(), GraphSnapshot.of(model)
         self._last = after
         self._run_beside(step, after)
         self._is_first &= step.numerics is not Numerics.LOSSY
@@ -436,7 +438,7 @@ class Verification:
 
         return self._begin(held, prove)
 
-    def _run_beside(self, step: Pass, snapshot: Snapshot) -> None:
+    def _run_beside(self, step: Pass, snapshot: GraphSnapshot) -> None:
         """Begin to run a graph before or after the first lossy pass; later ones have a graph that was measured."""
         verifier = self._verifier
         assert verifier is not None, "no graph was recorded"
@@ -457,7 +459,7 @@ class Verification:
         self._behind = proof
         return proof
 
-    def _once(self, before: Snapshot) -> Callable[[], Verifier]:
+    def _once(self, before: GraphSnapshot) -> Callable[[], Verifier]:
         """Return what makes a verifier the first time, in whatever thread."""
         turn = threading.Lock()
 
@@ -545,7 +547,7 @@ def transform(
             verification.skip()
             proof = Proof(found)
         else:
-            if not isinstance(before, Snapshot):
+            if not isinstance(before, GraphSnapshot):
                 verification.skip()
                 before = verification.before(step, before)
                 progress.stage(f"Pass {step.name}")

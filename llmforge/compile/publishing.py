@@ -16,12 +16,12 @@ from llmforge.base.progress import Progress
 from llmforge.compile import provenance
 from llmforge.compile.evidence import Clock, Evidence
 from llmforge.compile.lock import Lock
-from llmforge.gates import decision, records
+from llmforge.gates import comparison, decision, records
+from llmforge.gates.comparison import Previous
 from llmforge.gates.records import Report, ReusedRecord
 from llmforge.measure import machine
 from llmforge.recipe import GateSpec
-from llmforge.report import comparing, render
-from llmforge.report.comparing import Previous
+from llmforge.report import render
 from llmforge.targets import Target
 
 _NOTHING = ReusedRecord()
@@ -94,7 +94,7 @@ def publish(
     }
     report = Report(**{**facts, **measured})
     progress.stage("Publish")
-    before = comparing.previous(staging.parent.parent, report)
+    before = comparison.previous(staging.parent.parent, report)
     if isinstance(before, str):
         report, before = report.model_copy(update={"notes": (*report.notes, before)}), None
     (staging / artifact.REPORT).mkdir()

@@ -33,10 +33,10 @@ from llmforge import artifact, trace
 from llmforge.base import process
 from llmforge.base.errors import CheckpointError
 from llmforge.base.progress import Progress
-from llmforge.cache import Cache, Code, Entry, Key, installed, processor
+from llmforge.cache import Cache, CacheEntry, Code, Key, installed, processor
 from llmforge.checkpoint import Checkpoint, Configuration, Geometry
 from llmforge.checkpoint.adapters import Adapter
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile.frontend import Frontend
 from llmforge.compile.proofs import Proof, Proofs
 from llmforge.gates import records
@@ -50,7 +50,7 @@ from llmforge.rewrite.pass_base import Changes, Pass
 from llmforge.trace.export import kept_graph
 from llmforge.triton import sources
 from llmforge.verification.promises import Promises
-from llmforge.verification.verifier import Verification
+from llmforge.verification.verifier import PassVerification
 
 PROOF, TENSORS, INDEX, CONFIGURATION = "proof.json", "tensors", "index.json", "configuration.json"
 IMPORTS = "imports.json"
@@ -192,7 +192,7 @@ class Reuse:
     def baseline(
         self,
         checkpoint: Checkpoint,
-        windows: Sequence[Window],
+        windows: Sequence[TokenWindow],
         threads: int,
         baseline: Baseline | StreamedBaseline,
         progress: Progress,
@@ -321,7 +321,7 @@ class Step:
     proof: Key | None  # None: it cannot be reused
 
     @contextmanager
-    def computing(self) -> Iterator[Entry | None]:
+    def computing(self) -> Iterator[CacheEntry | None]:
         """Be the only build that proves this pass on this graph; gives the proof where there is one."""
         if self.proof is None:
             yield None
@@ -363,7 +363,7 @@ class Step:
             read = partial(_mapped, entry.path / TENSORS, offset, size_bytes, tensor.dtype, tensor.shape.numpy(), name)
             made[name].const_value = ir.LazyTensor(read, tensor.dtype, ir.Shape(tensor.shape.numpy()), name=name)
 
-    def reused(self, entry: Entry | None, model: ir.Model, changes: Changes) -> records.VerificationRecord | None:
+    def reused(self, entry: CacheEntry | None, model: ir.Model, changes: Changes) -> records.VerificationRecord | None:
         """Return what the kept proof `entry` found, where the pass did on `model` what it did when that was made."""
         if entry is None:
             return None
@@ -375,7 +375,7 @@ class Step:
             return None
         return records.VerificationRecord.model_validate({**kept["found"], "seconds": 0.0}, strict=False)
 
-    def keep_proof(self, found: Verification, model: ir.Model, changes: Changes) -> None:
+    def keep_proof(self, found: PassVerification, model: ir.Model, changes: Changes) -> None:
         """Keep what the proof of the pass found."""
         if self.proof is not None and self.cache.find(self.proof) is None:
             record = records.VerificationRecord.model_validate(found, from_attributes=True)

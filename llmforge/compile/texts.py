@@ -9,7 +9,7 @@ import numpy as np
 from llmforge.base.errors import CheckpointError, DataError
 from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.checkpoint.documents import Document
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.metrics.quality import MOST_DOCUMENTS
 from llmforge.recipe import CalibrationSpec, QualitySpec, Recipe
 
@@ -35,7 +35,7 @@ def _measured(spec: QualitySpec) -> list[Document]:
     return [found[place * len(found) // count] for place in range(count)]
 
 
-def _windows(checkpoint: Checkpoint, read: Sequence[Document], length: int) -> list[Window]:
+def _windows(checkpoint: Checkpoint, read: Sequence[Document], length: int) -> list[TokenWindow]:
     """Cut documents into windows of tokens that the model has.
 
     Raises:
@@ -51,13 +51,13 @@ def _windows(checkpoint: Checkpoint, read: Sequence[Document], length: int) -> l
     return found
 
 
-def calibration_windows(spec: CalibrationSpec, read: Sequence[Document], checkpoint: Checkpoint) -> list[Window]:
+def calibration_windows(spec: CalibrationSpec, read: Sequence[Document], checkpoint: Checkpoint) -> list[TokenWindow]:
     """Draw the windows that calibration reads of the documents `read`."""
     pool = _windows(checkpoint, read, spec.length)
     return text.sample(pool, spec.samples, spec.seed)
 
 
-def evaluation_windows(recipe: Recipe, checkpoint: Checkpoint) -> list[Window]:
+def evaluation_windows(recipe: Recipe, checkpoint: Checkpoint) -> list[TokenWindow]:
     """Cut the text that quality is measured on into windows; [] where the recipe asks for none."""
     spec = recipe.validation.quality
     if spec is None:
@@ -66,7 +66,7 @@ def evaluation_windows(recipe: Recipe, checkpoint: Checkpoint) -> list[Window]:
     return cut if spec.max_tokens is None else text.spread(cut, spec.max_tokens)
 
 
-def budget_windows(evaluation: Sequence[Window], recipe: Recipe, checkpoint: Checkpoint) -> list[Window]:
+def budget_windows(evaluation: Sequence[TokenWindow], recipe: Recipe, checkpoint: Checkpoint) -> list[TokenWindow]:
     """Choose the windows that budgets are measured on: of the `evaluation` text, else of the calibration text.
 
     Each third of them is spread over all documents: a budget may be decided before the others are read.
@@ -80,7 +80,7 @@ def budget_windows(evaluation: Sequence[Window], recipe: Recipe, checkpoint: Che
     return [pool[i] for third in range(3) for i in picked[third::3]]
 
 
-def of_documents(recipe: Recipe, checkpoint: Checkpoint, evaluation: Sequence[Window]) -> list[Window]:
+def of_documents(recipe: Recipe, checkpoint: Checkpoint, evaluation: Sequence[TokenWindow]) -> list[TokenWindow]:
     """Choose the first window of each document of the `evaluation` text, else of the calibration text.
 
     What is lost in parts of a graph is compared between documents, which are independent of one another.
@@ -89,7 +89,7 @@ def of_documents(recipe: Recipe, checkpoint: Checkpoint, evaluation: Sequence[Wi
     if not pool and recipe.calibration is not None:
         read = documents.read_documents(recipe.calibration.data)
         pool = _windows(checkpoint, read, recipe.calibration.length)
-    first: dict[str, Window] = {}
+    first: dict[str, TokenWindow] = {}
     for window in pool:
         if len(window.ids) > 1:
             first.setdefault(window.document, window)

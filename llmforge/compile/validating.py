@@ -23,27 +23,31 @@ from llmforge.base.progress import Progress, Silent
 from llmforge.base.sealed import is_content
 from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint, documents, text
-from llmforge.checkpoint.text import Window
-from llmforge.compile import evidence, finishing, reference, tasks, texts
-from llmforge.compile.evidence import Clock
+from llmforge.checkpoint.text import TokenWindow
+from llmforge.compile import evidence, finishing, reference, texts
+from llmforge.compile.evidence import Clock, Measurement
 from llmforge.compile.publishing import BuildResult
 from llmforge.compile.reuse import opened as opened_cache
-from llmforge.compile.tasks import Server
-from llmforge.gates import confirmed, decision, records, release, verdict
-from llmforge.gates.decision import Figure, Verdict
+from llmforge.compile.tasks import BuildCacheAnswers
+from llmforge.gates import comparison, confirmed, decision, records, release, verdict
+from llmforge.gates.decision import GateResult, Verdict
 from llmforge.gates.records import Report
-from llmforge.gates.release import Judgement, Look, Pairs, Subject
+from llmforge.gates.release import Judgement, Look, MeasuredArtifact, Pairs, ReleaseQuestion
 from llmforge.measure import machine, quality
 from llmforge.measure.baseline import open_baseline
 from llmforge.measure.footprint import BytesRead
-from llmforge.measure.quality import Logits
+from llmforge.measure.latency import engine_description
+from llmforge.measure.quality import Logits, QualityRun
 from llmforge.measure.runtimes import Interpreter
-from llmforge.metrics import catalog
+from llmforge.measure.scoring import TaskRequest
+from llmforge.measure.tasks import TaskEngine, TaskServer
+from llmforge.measure.tasks import run as run_tasks
+from llmforge.metrics import catalog, tasks
 from llmforge.metrics.agreement import RuntimeName
 from llmforge.metrics.quality import DocumentSums
 from llmforge.metrics.tasks import TaskResult
-from llmforge.recipe import GateSpec, Recipe
-from llmforge.report import comparing, render
+from llmforge.recipe import Recipe
+from llmforge.report import render
 from llmforge.runtime.config import FILE, RuntimeConfig, physical_cores
 from llmforge.serving import load as load_runner
 from llmforge.targets import Target
@@ -83,49 +87,22 @@ def validate(
     opened = _runnable(path)
     opened.verify()
     finishing.check_recipe(recipe, opened)
-    before = Subject.of(opened).report
+    subject = MeasuredArtifact.of(opened)
+    before = subject.report
     if recipe.validation.is_empty:
         raise UnsupportedError(f"{path}: its recipe asks for no validation", hint="add `validation` and build again")
     target = targets.load(before.target.name) if before.target.name in targets.names() else targets.local()
     if (reason := engines.why_not_run(target)) is not None:
         raise UnsupportedError(f"{path}: cannot be measured here: {reason}")
     others = _others(recipe, target, pythons or {})
-    spec = recipe.validation
-    if before.latency is None and spec.latency is not None:
-        raise UnsupportedError(
-            f"{path}: what a decode step reads was not counted, so that latency has nothing to be held against",
-            hint="build it again, or finish it with its recipe",
-        )
-    read = BytesRead(0, 0)
-    if before.latency is not None:
-        footprint = before.latency.footprint
-        read = BytesRead(
-            footprint.weight_bytes_per_token, footprint.kv_bytes_per_token, footprint.multiply_adds_per_token
-        )
-    checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
-    found = evidence.measure(
-        opened.path,
-        BuiltEngine(
-            opened.path / "engine", RuntimeConfig.read(opened.path / "engine" / FILE), 0, before.engine.size_bytes
-        ),
-        read,
-        spec=spec,
-        target=target,
-        checkpoint=checkpoint,
-        windows=texts.evaluation_windows(recipe, checkpoint),
-        threads=recipe.engine.threads or physical_cores(),
-        ranks=engines.devices(target, recipe.engine),
-        progress=progress,
-        interpreters=others,
-        adapters=recipe.apart,
-    )
+    read = _read_by_a_step(path, recipe, before)
+    found = evidence.measure(_measurement(opened, recipe, target, read, others), progress)
     engine = before.engine.model_copy(update={"unmeasured": found.unmeasured})
     kept_tasks = tasks.merge(before.tasks, found.tasks)  # of `llmforge eval`
-    judged = replace(found, tasks=kept_tasks).judge(Subject.of(opened).sealed_limits, engine, before.checkpoint)
-    changed: dict[str, Any] = {
-        "created": datetime.now(UTC).replace(microsecond=0).isoformat(),
-        "verdict": decision.overall(judged),
-        "gates": judged,
+    judged = replace(found, tasks=kept_tasks).judge(subject.sealed_limits, engine, before.checkpoint)
+    here = machine.describe()
+    changed = {
+        **_judged(judged),
         "quality": found.quality,
         "quality_baseline": found.baseline,
         "latency": found.latency,
@@ -134,14 +111,58 @@ def validate(
         "adapters": found.adapters,
         "engine": engine,
         "build": clock.record(records.ReusedRecord()),
-        "machine": machine.describe(),
+        "machine": here,
         "versions": artifact.tool_versions(),
-        "notes": tuple(dict.fromkeys((*before.notes, f"measured again on {machine.describe().cpu}", *found.notes))),
-        "files": {},
-        "previous": None,
+        "notes": tuple(dict.fromkeys((*before.notes, f"measured again on {here.cpu}", *found.notes))),
     }
     progress.stage("Publish")
     return _add(opened, before.model_copy(update=changed))
+
+
+def _read_by_a_step(path: Path, recipe: Recipe, before: Report) -> BytesRead:
+    """Take what a decode step reads from the report of the build."""
+    if before.latency is None and recipe.validation.latency is not None:
+        raise UnsupportedError(
+            f"{path}: what a decode step reads was not counted, so that latency has nothing to be held against",
+            hint="build it again, or finish it with its recipe",
+        )
+    if before.latency is None:
+        return BytesRead(0, 0)
+    found = before.latency.footprint
+    return BytesRead(found.weight_bytes_per_token, found.kv_bytes_per_token, found.multiply_adds_per_token)
+
+
+def _measurement(
+    opened: Artifact, recipe: Recipe, target: Target, read: BytesRead, others: tuple[Interpreter, ...]
+) -> Measurement:
+    """Ask for what the recipe of a published artifact asks for."""
+    checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
+    folder = opened.path / "engine"
+    size_bytes = MeasuredArtifact.of(opened).report.engine.size_bytes
+    return Measurement(
+        opened.path,
+        BuiltEngine(folder, RuntimeConfig.read(folder / FILE), 0, size_bytes),
+        read,
+        spec=recipe.validation,
+        target=target,
+        checkpoint=checkpoint,
+        windows=texts.evaluation_windows(recipe, checkpoint),
+        threads=recipe.engine.threads or physical_cores(),
+        ranks=engines.devices(target, recipe.engine),
+        interpreters=others,
+        adapters=recipe.apart,
+    )
+
+
+def _judged(gates: tuple[GateResult, ...]) -> dict[str, Any]:
+    """Give what changes in a report whose gates were decided again; it is published as one more record."""
+    return {
+        "created": datetime.now(UTC).replace(microsecond=0).isoformat(),
+        "verdict": decision.overall(gates),
+        "gates": gates,
+        "files": {},
+        "previous": None,
+    }
 
 
 def _add(opened: Artifact, report: Report) -> BuildResult:
@@ -154,7 +175,7 @@ def _add(opened: Artifact, report: Report) -> BuildResult:
             assert is_content(name)
             shutil.copyfile(opened.path / name, staging / name)
         (staging / artifact.REPORT).mkdir()
-        previous = comparing.previous(out, report, made=opened.evidence[0].created)
+        previous = comparison.previous(out, report, made=opened.evidence[0].created)
         if isinstance(previous, str):
             report, previous = report.model_copy(update={"notes": (*report.notes, previous)}), None
         render.write(report, staging / artifact.REPORT, previous)
@@ -175,13 +196,11 @@ def _others(recipe: Recipe, target: Target, pythons: Mapping[RuntimeName, Path])
 
 def evaluate(
     path: Path,
-    wanted: Sequence[str],
+    wanted: TaskRequest,
     checkpoint: Checkpoint,
     progress: Progress | None = None,
     *,
-    limit: int | None = None,
-    few_shot: int | None = None,
-    server: Server | None = None,
+    server: TaskServer | None = None,
     cache: Callable[[], Cache] | None = None,
 ) -> Evaluated:
     """Run the tasks `wanted` on the artifact at `path` and its checkpoint, and add what was found to its evidence.
@@ -204,59 +223,38 @@ def evaluate(
             f"{checkpoint.path}: its digest is {checkpoint.digest}, but the artifact was built from "
             f"{opened.manifest.checkpoint}"
         )
-    before = Subject.of(opened).report
     threads = physical_cores()
     progress.stage("Load engine")
     runner = load_runner(opened.path, threads=threads)
+    described = f"{engine_description(runner, threads)}, {machine.describe().cpu}"
+    engine = TaskEngine(runner, described, threads, opened.manifest.content_digest)
     with tempfile.TemporaryDirectory() as scratch, opened_cache(cache, Path(scratch), progress) as reuse:
-        found, left_out = tasks.run(
-            wanted,
-            runner,
-            checkpoint,
-            progress,
-            engine=f"{evidence.describe(runner, threads)}, {machine.describe().cpu}",
-            threads=threads,
-            limit=limit,
-            few_shot=few_shot,
-            content=opened.manifest.content_digest,
-            reuse=reuse,
-            server=server,
-        )
+        answers = BuildCacheAnswers(reuse)
+        found, left_out = run_tasks(wanted, engine, checkpoint, progress, cache=answers, server=server)
     if server is not None:
         return Evaluated(found, left_out, None)
+    subject = MeasuredArtifact.of(opened)
+    before = subject.report
     every = tasks.merge(before.tasks, found)
-    subject = Subject.of(opened)
     measured = before.model_copy(update={"tasks": every}).measured
     judged = verdict.judge(subject.sealed_limits, measured, before.engine.unmeasured)
-    changed = {
-        "created": datetime.now(UTC).replace(microsecond=0).isoformat(),
-        "verdict": decision.overall(judged),
-        "gates": judged,
-        "tasks": every,
-        "notes": tuple(dict.fromkeys((*before.notes, *left_out))),
-        "files": {},
-        "previous": None,
-    }
+    notes = tuple(dict.fromkeys((*before.notes, *left_out)))
     progress.stage("Publish")
-    return Evaluated(found, left_out, _add(opened, before.model_copy(update=changed)))
+    report = before.model_copy(update={**_judged(judged), "tasks": every, "notes": notes})
+    return Evaluated(found, left_out, _add(opened, report))
 
 
 def decide(
-    release_: Subject,
-    specs: Mapping[str, GateSpec],
-    against: Subject | None,
+    asked: ReleaseQuestion,
     recipe: Recipe,
     more: Sequence[Path] = (),
     *,
     most: int | None = None,
     progress: Progress | None = None,
-    in_turns: Mapping[str, Figure | str] | None = None,
-    notes: Sequence[str] = (),
 ) -> Judgement:
-    """Measure further documents until `specs` are decided, or `most` documents (or the text) are used up.
+    """Measure further documents until a question is decided, or `most` documents (or the text) are used up.
 
-    It also ends where no further document would decide what is left. `in_turns` are differences of durations, as of
-    `release.judge`.
+    It also ends where no further document would decide what is left.
 
     The recorded documents are the first look. Each look may spend the share of `ALPHA` that its new documents have of
     all that there may be: over all looks a gate passes wrongly with probability `ALPHA` at most, whatever the looks
@@ -268,17 +266,13 @@ def decide(
     """
     progress = progress or Silent()
     progress.stage("Check artifacts and recipe")
-    finishing.check_recipe(recipe, release_.opened)
-    sides = [release_] if against is None else [release_, against]
-    if recipe.validation.quality is None:
-        raise UsageError(f"{recipe.path}: has no `validation: {{quality: …}}`: it does not say on which text to decide")
-    if len({side.report.checkpoint.digest for side in sides}) > 1:
-        raise UsageError("the artifacts were built from different checkpoints; their documents cannot be paired")
+    sides = _pairable(asked, recipe)
+    threads = recipe.engine.threads or physical_cores()
     runners = []
     for side in sides:
         _runnable(side.opened.path).verify()
-        runners.append(load_runner(side.opened.path, threads=recipe.engine.threads or physical_cores()))
-    ours, theirs = _recorded(release_, against)
+        runners.append(load_runner(side.opened.path, threads=threads))
+    ours, theirs = _recorded(asked.release, asked.against)
     checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
     known = {each.document for side in sides for each in _documents(side)}
     pool = [group for group in _further(recipe, checkpoint, more) if group[0].document not in known]
@@ -288,9 +282,9 @@ def decide(
             f"{len(ours)} documents were measured already, and there are no further ones up to {total}",
             hint="give more text with --text FILE.jsonl, or a larger --max-documents",
         )
-    original = reference.of(recipe.validation.quality, checkpoint)
-    baseline = open_baseline(original, threads=recipe.engine.threads or physical_cores())
-    others = [name for name in specs if catalog.plugin_of(name) is not None]
+    assert recipe.validation.quality is not None
+    baseline = open_baseline(reference.of(recipe.validation.quality, checkpoint), threads=threads)
+    others = [name for name in asked.specs if catalog.plugin_of(name) is not None]
     looks: list[Look] = []
     for size, alpha in decision.schedule(len(ours), total):
         progress.stage(f"Measure up to {size} documents")
@@ -301,32 +295,42 @@ def decide(
             found = _measured(group, expected, [runner.logits for runner in runners], others)
             ours.append(found[0])
             theirs += found[1:]
-        pairs: Pairs = (ours, theirs)
-        judged = release.judge(release_, specs, against, in_turns=in_turns, documents=pairs, alpha=alpha, notes=notes)
+        judged = release.judge(asked, documents=(ours, theirs), alpha=alpha)
         looks.append(Look(documents=len(ours), alpha=alpha, verdict=judged.verdict))
         left = {each.metric for each in judged.gates if each.verdict is Verdict.INCONCLUSIVE}
-        if judged.verdict is not Verdict.INCONCLUSIVE or not left & release.growing(specs).keys():
+        if judged.verdict is not Verdict.INCONCLUSIVE or not left & release.growing(asked.specs).keys():
             break
     return judged.model_copy(update={"looks": tuple(looks)})
 
 
-def _recorded(ours: Subject, against: Subject | None) -> Pairs:
+def _pairable(asked: ReleaseQuestion, recipe: Recipe) -> list[MeasuredArtifact]:
+    """List the artifacts whose documents are paired; refuse a recipe that is not theirs, or says no text."""
+    finishing.check_recipe(recipe, asked.release.opened)
+    sides = [asked.release] if asked.against is None else [asked.release, asked.against]
+    if recipe.validation.quality is None:
+        raise UsageError(f"{recipe.path}: has no `validation: {{quality: …}}`: it does not say on which text to decide")
+    if len({side.report.checkpoint.digest for side in sides}) > 1:
+        raise UsageError("the artifacts were built from different checkpoints; their documents cannot be paired")
+    return sides
+
+
+def _recorded(ours: MeasuredArtifact, against: MeasuredArtifact | None) -> Pairs:
     """Take the documents of the first look; of two artifacts those that were measured of both."""
     if against is None:
         return list(_documents(ours)), []
     return release.pairs(ours, against)
 
 
-def _documents(side: Subject) -> Sequence[DocumentSums]:
+def _documents(side: MeasuredArtifact) -> Sequence[DocumentSums]:
     return () if side.report.quality is None else side.report.quality.per_document
 
 
-def _further(recipe: Recipe, checkpoint: Checkpoint, more: Sequence[Path]) -> list[list[Window]]:
+def _further(recipe: Recipe, checkpoint: Checkpoint, more: Sequence[Path]) -> list[list[TokenWindow]]:
     """Cut every document of the recipe's text, and of `more`, into windows; a list for each document."""
     spec = recipe.validation.quality
     assert spec is not None
     calibration = documents.read_documents(recipe.calibration.data) if recipe.calibration else []
-    groups: dict[str, list[Window]] = {}
+    groups: dict[str, list[TokenWindow]] = {}
     for path in (spec.data, *more):
         read = documents.read_documents(path)
         documents.refuse_overlap(calibration, read)
@@ -337,7 +341,7 @@ def _further(recipe: Recipe, checkpoint: Checkpoint, more: Sequence[Path]) -> li
 
 
 def _measured(
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     baseline: Logits,
     sides: Sequence[Callable[[list[int]], NDArray[np.float32]]],
     metrics: Sequence[str],
@@ -354,7 +358,7 @@ def _measured(
             windows,
             lambda _, kept=kept: next(kept),  # type: ignore[misc]
             lambda ids, f=logits: f(ids.tolist()),  # type: ignore[misc]
-            metrics=metrics,
+            QualityRun(metrics=metrics),
         )
         found.append(compared.per_document[0])
     return found
@@ -362,7 +366,7 @@ def _measured(
 
 def _runnable(path: Path) -> Artifact:
     opened = confirmed.open_artifact(path)
-    if Subject.of(opened).report.engine.pending:
+    if MeasuredArtifact.of(opened).report.engine.pending:
         raise EnginePending(
             f"{path}: the engine is not built yet", hint=f"on the target: llmforge build --finish {path}"
         )

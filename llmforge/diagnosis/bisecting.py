@@ -9,9 +9,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from llmforge.base.progress import Progress
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile.attribution import choose_texts
-from llmforge.compile.lossy_parts import Loss, LossyStep, Part, of_pass
+from llmforge.compile.lossy_parts import LossyPart, LossyStep, PartLoss, of_pass
 from llmforge.diagnosis import mixed_precision_recipe
 from llmforge.ir import graph
 from llmforge.measure import footprint
@@ -19,7 +19,7 @@ from llmforge.metrics import outlier_tests
 from llmforge.metrics.attribution import estimate
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.outlier_tests import ALPHA
-from llmforge.metrics.record import Record
+from llmforge.metrics.record import ReportRecord
 from llmforge.metrics.tokens import Floats
 from llmforge.recipe import Recipe
 from llmforge.verification.divergence import Divergence
@@ -28,7 +28,7 @@ DOCUMENTS, TOKENS = 48, 128  # that are run, and of each; 1.2 s a graph of the s
 EXPLAINED = 0.5  # share of a loss that the smallest set of tensors has to explain
 
 
-class Outlier(Record):
+class Outlier(ReportRecord):
     """A part that loses more than its format should."""
 
     name: str
@@ -38,7 +38,7 @@ class Outlier(Record):
     layers: tuple[int, ...]
 
 
-class Share(Record):
+class Share(ReportRecord):
     """What a part contributes: the gain of keeping it, nats a token."""
 
     name: str
@@ -46,7 +46,7 @@ class Share(Record):
     share: float  # of the loss
 
 
-class KeptParts(Record):
+class KeptParts(ReportRecord):
     """What a recipe keeps in higher precision, and what that is predicted to gain and to cost."""
 
     names: tuple[str, ...]
@@ -58,7 +58,7 @@ class KeptParts(Record):
     kv_bytes_per_token: int  # more of the cache
 
 
-class PassFindings(Record):
+class PassFindings(ReportRecord):
     """One lossy pass: what it costs and which parts explain it."""
 
     name: str
@@ -71,7 +71,7 @@ class PassFindings(Record):
     kept: KeptParts | None
 
 
-class Findings(Record):
+class Findings(ReportRecord):
     """What `llmforge bisect` found."""
 
     documents: int
@@ -89,7 +89,7 @@ class Findings(Record):
 class PartSearch:
     """The search in one pass."""
 
-    loss: Loss
+    loss: PartLoss
     total: Floats  # what the pass costs, sums over each document [D]
     tokens: Floats
     progress: Progress
@@ -98,20 +98,20 @@ class PartSearch:
         """Make the mean over tokens of sums over documents, with its interval."""
         return estimate(sums, self.tokens)
 
-    def share(self, part: Part, gain: Floats) -> Share:
+    def share(self, part: LossyPart, gain: Floats) -> Share:
         """Say what keeping a part gains."""
         return Share(name=part.name, gain=self.estimate(gain), share=float(gain.sum() / self.total.sum()))
 
-    def outliers(self) -> tuple[list[tuple[Part, Floats, Floats]], int]:
+    def outliers(self) -> tuple[list[tuple[LossyPart, Floats, Floats]], int]:
         """Look into groups where renewing them is worth it, down to the smallest parts, and test these on the way.
 
         Return what stands out, the smallest parts of it, each with what it lost and what its format costs there; and
         how many parts were looked at.
         """
         levels = _levels(self.loss.parts)
-        found: list[tuple[Part, Floats, Floats]] = []
+        found: list[tuple[LossyPart, Floats, Floats]] = []
         seen = 0
-        waiting: list[tuple[Part, Part | None, int]] = [(part, None, 0) for part in self.loss.parts]
+        waiting: list[tuple[LossyPart, LossyPart | None, int]] = [(part, None, 0) for part in self.loss.parts]
         while waiting:
             part, inside, depth = waiting.pop(0)
             self.progress.advance(seen, seen + 1 + len(waiting))
@@ -131,24 +131,24 @@ class PartSearch:
                 found.append((part, lost, expected))
         return found, seen
 
-    def layers(self) -> list[tuple[Part, Floats]]:
+    def layers(self) -> list[tuple[LossyPart, Floats]]:
         """Measure what keeping each of the largest parts gains; the largest gain first."""
         return self._gains(self.loss.parts)
 
-    def explaining(self, layers: Sequence[tuple[Part, Floats]]) -> list[tuple[Part, Floats]]:
+    def explaining(self, layers: Sequence[tuple[LossyPart, Floats]]) -> list[tuple[LossyPart, Floats]]:
         """Choose the fewest tensors, largest gain first, that explain half of the loss together.
 
         Tensors are looked for in layers that together explain it. [] where that takes more than half of them all.
         """
         number = sum(len(_tensors(part)) for part in self.loss.parts)
-        wanted, chosen, gained = EXPLAINED * self.total.sum(), list[Part](), 0.0
+        wanted, chosen, gained = EXPLAINED * self.total.sum(), list[LossyPart](), 0.0
         for part, gain in layers:
             if gained >= wanted or gain.sum() <= 0:
                 break
             chosen.append(part)
             gained += float(gain.sum())
         tensors = self._gains([each for part in chosen for each in _tensors(part)])
-        found: list[tuple[Part, Floats]] = []
+        found: list[tuple[LossyPart, Floats]] = []
         for part, gain in tensors:
             found.append((part, gain))
             leaves = frozenset().union(*(each.leaves for each, _ in found))
@@ -158,7 +158,7 @@ class PartSearch:
                 break
         return []
 
-    def _gains(self, parts: Sequence[Part]) -> list[tuple[Part, Floats]]:
+    def _gains(self, parts: Sequence[LossyPart]) -> list[tuple[LossyPart, Floats]]:
         found = []
         for number, part in enumerate(parts):
             self.progress.advance(number, len(parts))
@@ -166,7 +166,7 @@ class PartSearch:
         return sorted(found, key=lambda pair: -float(pair[1].sum()))
 
 
-def _levels(parts: Sequence[Part]) -> list[int]:
+def _levels(parts: Sequence[LossyPart]) -> list[int]:
     """Count the parts of each level of the tree."""
     counts, level = [], list(parts)
     while level:
@@ -175,14 +175,14 @@ def _levels(parts: Sequence[Part]) -> list[int]:
     return counts
 
 
-def _tensors(part: Part) -> Sequence[Part]:
+def _tensors(part: LossyPart) -> Sequence[LossyPart]:
     """Return what an option keeps of a part: the tensors of a layer; a cache as a whole."""
     return part.parts if part.parameters and part.parts and part.name.startswith("layer ") else (part,)
 
 
 def bisect(
     lossy: Sequence[LossyStep],
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     recipe: Recipe,
     progress: Progress,
     *,
@@ -245,7 +245,7 @@ def _in_pass(lossy: LossyStep, divergence: Divergence, recipe: Recipe, progress:
 
 
 def _kept(
-    lossy: LossyStep, loss: Loss, search: PartSearch, parts: Sequence[Part], written: Mapping[str, Any]
+    lossy: LossyStep, loss: PartLoss, search: PartSearch, parts: Sequence[LossyPart], written: Mapping[str, Any]
 ) -> KeptParts | None:
     """Predict what a recipe gains that keeps `parts`."""
     if not parts:
@@ -258,7 +258,7 @@ def _kept(
     read, before = footprint.count(model), footprint.count(lossy.after)
     return KeptParts(
         names=tuple(dict.fromkeys(name for part in parts for name in mixed_precision_recipe.names(part))),
-        how=mixed_precision_recipe.how(lossy.step, parts),
+        how=mixed_precision_recipe.how(lossy.step, written, parts),
         entries=tuple(mixed_precision_recipe.entries(lossy.step, written, parts)),
         kld_mean=search.estimate(after),
         gain=search.estimate(whole - after),

@@ -12,12 +12,12 @@ from llmforge.artifact import Artifact
 from llmforge.base.errors import InputError
 from llmforge.compile import lock
 from llmforge.ir import onnx_file
-from llmforge.metrics.record import Record
+from llmforge.metrics.record import ReportRecord
 
 LISTED = 8  # files, and tensors, that the text names before it counts the rest
 
 
-class TensorDifference(Record):
+class TensorDifference(ReportRecord):
     """One initializer of an engine's graph in both."""
 
     file: str
@@ -27,7 +27,7 @@ class TensorDifference(Record):
     largest: float | None  # absolute difference; None: other shapes or dtypes, or in one of them alone
 
 
-class BuildComparison(Record):
+class BuildComparison(ReportRecord):
     """How a second artifact differs from a first."""
 
     first: str  # content digests

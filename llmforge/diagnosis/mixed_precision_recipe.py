@@ -13,21 +13,16 @@ from ruamel.yaml import YAML
 
 from llmforge import targets
 from llmforge.base import folders
-from llmforge.compile.lossy_parts import Part, literal
-from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
-from llmforge.passes.quantize_weights import QuantizeWeights
-from llmforge.quantization import methods
+from llmforge.compile.lossy_parts import LossyPart, literal
 from llmforge.recipe import TASK_FILES, Recipe
 from llmforge.rewrite import options
 from llmforge.rewrite.pass_base import Pass
-
-BITS = 8  # of weights that are kept, where the pass has 4
-_SHARED = ("budget", "block_size", "symmetric", "embedding_bits", "routers")  # options that say nothing of the method
+from llmforge.rewrite.traits import FinerCodes
 
 Entry = tuple[str, dict[str, Any]]  # a pass of a recipe, and its options
 
 
-def entries(step: Pass, written: Mapping[str, Any], parts: Sequence[Part]) -> list[Entry]:
+def entries(step: Pass, written: Mapping[str, Any], parts: Sequence[LossyPart]) -> list[Entry]:
     """Write what takes the place of `step`, whose options are `written`, in a recipe that keeps `parts`.
 
     Weights of 4 bits are kept in 8, by a second pass, and tables and others as they are; layers of a cache in fp32.
@@ -39,32 +34,29 @@ def entries(step: Pass, written: Mapping[str, Any], parts: Sequence[Part]) -> li
     own = list(written.get("exclude", ()))
     excluded = list(dict.fromkeys([*own, *(literal(name) for part in parts for name in part.parameters)]))
     made: list[Entry] = [(step.name, {**written, "exclude": excluded})]
-    if in_more_bits(step, parts):
+    if (finer := in_more_bits(step, written, parts)) is not None:
         tables = [literal(name) for part in parts if part.table for name in part.parameters]
-        shared = {name: deepcopy(written[name]) for name in _SHARED if name in written}  # YAML marks what is one object
-        more = {"bits": BITS, "method": methods.PLAIN.name, **({"exclude": own + tables} if own + tables else {})}
-        made.append((step.name, {**shared, **more}))
+        made.append((step.name, {**finer.options, **({"exclude": own + tables} if own + tables else {})}))
     return made
 
 
-def in_more_bits(step: Pass, parts: Sequence[Part]) -> bool:
-    """Say if weights of `parts` can be kept in more bits instead of as they are."""
-    if not isinstance(step, QuantizeWeights) or step.bits >= BITS or all(part.table for part in parts):
-        return False
-    return step.accuracy_level == INT8_ACTIVATIONS  # the only one that 8 bits run well at
+def in_more_bits(step: Pass, written: Mapping[str, Any], parts: Sequence[LossyPart]) -> FinerCodes | None:
+    """Say how weights of `parts` can be kept in more bits; None: as they are."""
+    return None if all(part.table for part in parts) else step.finer(written)
 
 
-def passes(step: Pass, written: Mapping[str, Any], parts: Sequence[Part]) -> list[Pass]:
+def passes(step: Pass, written: Mapping[str, Any], parts: Sequence[LossyPart]) -> list[Pass]:
     """Make the passes of `entries`."""
     return [options.make(type(step), given) for _, given in entries(step, written, parts)]
 
 
-def how(step: Pass, parts: Sequence[Part]) -> str:
+def how(step: Pass, written: Mapping[str, Any], parts: Sequence[LossyPart]) -> str:
     """Say in what the parts are kept."""
-    return f"in {BITS} bits" if in_more_bits(step, parts) else "unquantized"
+    finer = in_more_bits(step, written, parts)
+    return "unquantized" if finer is None else f"in {finer.bits} bits"
 
 
-def names(part: Part) -> Sequence[str]:
+def names(part: LossyPart) -> Sequence[str]:
     """Name what is kept of a part."""
     return part.parameters or [f"cache of layer {layer}" for layer in part.layers]
 

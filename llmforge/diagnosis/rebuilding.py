@@ -15,7 +15,7 @@ from llmforge.base.progress import Progress
 from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import Adapter
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile import dry_run, finishing, lock, pipeline, preflight, reuse, texts
 from llmforge.compile.lock import Stages
 from llmforge.compile.lossy_parts import LossyStep
@@ -32,7 +32,7 @@ class Rebuilt:
 
     checkpoint: Checkpoint
     lossy: Sequence[LossyStep]
-    windows: Sequence[Window]
+    windows: Sequence[TokenWindow]
     stages: Stages
 
 

@@ -17,7 +17,7 @@ from llmforge.backends import BACKENDS, PROVIDERS
 from llmforge.backends.record import dotted
 from llmforge.base import extras, versions
 from llmforge.base.errors import EnvironmentLacks
-from llmforge.doctor.gpus import Gpu
+from llmforge.measure.gpus import Gpu
 from llmforge.measure.machine import Machine
 from llmforge.native import nccl
 

@@ -12,13 +12,13 @@ from ruamel.yaml import YAML
 
 from llmforge import targets
 from llmforge.base.errors import UnsupportedError, UsageError
-from llmforge.doctor.gpus import Gpu
+from llmforge.measure.gpus import Gpu
 from llmforge.measure.machine import Machine
 from llmforge.targets import QuantizedLayers, Rate, SourcedFigure, Target
 from llmforge.targets.achieved import Share
 
 if TYPE_CHECKING:
-    from llmforge.doctor.ceilings import CpuCeilings
+    from llmforge.measure.ceilings import CpuCeilings
 
 _DIGITS = 4  # of a measured figure
 

@@ -36,10 +36,17 @@ def checks() -> Iterator[Check]:
 
 
 def _problem(plugin: Plugin) -> PluginError | None:
+    """Say why a plug-in cannot be used, after importing it; None: it can."""
     if plugin.kind in _BUILDS and extras.missing("build"):
         return None
     seam, built_in = _seams()[plugin.kind]
-    return plugins.problem(plugin, seam, built_in)
+    try:
+        if plugin.interface != plugins.INTERFACE:
+            raise plugins.other_interface(plugin)
+        seam.find(plugin.name, built_in)
+    except PluginError as error:
+        return error
+    return None
 
 
 def _seams() -> dict[str, tuple[Seam[Any], Collection[str]]]:

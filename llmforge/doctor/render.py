@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from llmforge.doctor.environment import Check
-from llmforge.doctor.gpus import Gpu
+from llmforge.measure.gpus import Gpu
 from llmforge.metrics.units import significant
 
 if TYPE_CHECKING:
-    from llmforge.doctor.ceilings import CpuCeilings
+    from llmforge.measure.ceilings import CpuCeilings
 
 _MARKS = {"yes": ("✓", "green"), "no": ("✗", "bold red"), "optional": ("·", "dim")}
 

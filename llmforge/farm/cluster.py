@@ -182,7 +182,7 @@ def opened(address: str | None = None, *, cpus: int | None = None) -> Iterator[F
 
 def _local(cpus: int | None) -> Mapping[str, Any]:
     from llmforge import targets
-    from llmforge.doctor import gpus
+    from llmforge.measure import gpus
 
     found = [gpu.target for gpu in gpus.find()]
     return {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from llmforge.farm.worker import Figure
 from llmforge.metrics import catalog
 from llmforge.metrics.catalog import Deciding
-from llmforge.report.charts import Mark
+from llmforge.report.drawing import Mark
 
 QUALITY = "kld_mean"
 AGAINST = ("tpot_p50_ms", "size_bytes", "usd_per_million_tokens")  # speed, size, cost

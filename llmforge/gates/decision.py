@@ -15,9 +15,10 @@ from statistics import NormalDist
 from typing import Any, Literal, get_args
 
 from llmforge.metrics import catalog
-from llmforge.metrics.catalog import Measured, TaskMetric
+from llmforge.metrics.artifact_metrics import TaskMetric
 from llmforge.metrics.intervals import CONFIDENCE, SMALLEST_SAMPLE, TAIL, Estimate
-from llmforge.metrics.record import Record
+from llmforge.metrics.metric import Measured
+from llmforge.metrics.record import ReportRecord
 from llmforge.metrics.studentized import Studentized
 from llmforge.recipe import GateSpec
 
@@ -45,7 +46,7 @@ class Verdict(enum.Enum):
     NONE = "none"  # there are no gates
 
 
-class GateResult(Record):
+class GateResult(ReportRecord):
     """One limit against what was measured, or against how far that moved from an earlier artifact."""
 
     metric: str
@@ -123,7 +124,7 @@ def judge(
                 room = highest - limit if bound == "max" else limit
                 looked = alpha if isinstance(found, Studentized) else ALPHA
                 spread = (spreads or {}).get(metric)
-                trials.append(_Trial(metric, bound, limit, found, unmeasured, room, looked, spread=spread))
+                trials.append(_LimitTest(metric, bound, limit, found, unmeasured, room, looked, spread=spread))
                 continue
             for other in (original if isinstance(known, TaskMetric) else None, earlier):
                 if other is not None:
@@ -131,7 +132,7 @@ def judge(
                     was = other.values.get(metric, 0.0 if bound == "rise_max" else math.inf)
                     room = (highest - was if bound == "rise_max" else was) - limit
                     looked = alpha if isinstance(found, Studentized) else ALPHA
-                    trials.append(_Trial(metric, bound, limit, found, unmeasured, room, looked, other.name))
+                    trials.append(_LimitTest(metric, bound, limit, found, unmeasured, room, looked, other.name))
     failing = _holm([trial.p_beyond for trial in trials], alpha)
     return tuple(trial.result(fails) for trial, fails in zip(trials, failing, strict=True))
 
@@ -162,7 +163,7 @@ def schedule(first: int, total: int) -> Iterator[tuple[int, float]]:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _LimitTest:
     """One limit, and the figure that it is held against."""
 
     metric: str

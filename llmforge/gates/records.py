@@ -27,10 +27,10 @@ from llmforge.measure.machine import Machine
 from llmforge.metrics.adapters import MOST_ADAPTERS, AdapterQuality
 from llmforge.metrics.agreement import RUNTIMES, RuntimeRun
 from llmforge.metrics.attribution import Attribution
-from llmforge.metrics.catalog import Measured, Sizes
 from llmforge.metrics.latency import Latency
+from llmforge.metrics.metric import Measured, Sizes
 from llmforge.metrics.quality import Quality
-from llmforge.metrics.record import Record
+from llmforge.metrics.record import ReportRecord
 from llmforge.metrics.tasks import MOST_TASKS, TaskResult
 from llmforge.rewrite.pass_base import Numerics, Rewritten, Skipped
 
@@ -51,7 +51,7 @@ Name = Annotated[str, AfterValidator(_name)]
 Word = Annotated[str, AfterValidator(_word)]
 
 
-class CheckpointRecord(Record):
+class CheckpointRecord(ReportRecord):
     """What went in."""
 
     name: str  # of the folder, without its path
@@ -62,7 +62,7 @@ class CheckpointRecord(Record):
     size_bytes: int = Field(gt=0)  # of the tensors
 
 
-class TargetRecord(Record):
+class TargetRecord(ReportRecord):
     """What it was built for."""
 
     name: Name
@@ -70,7 +70,7 @@ class TargetRecord(Record):
     kind: Literal["cpu", "gpu"]
 
 
-class VerificationRecord(Record):
+class VerificationRecord(ReportRecord):
     """What the check after a pass found, on probe inputs and against the graph before the pass.
 
     Its KLD is what the budget is held against, on as many of its windows as decide it; it is no share of the KLD that
@@ -89,7 +89,7 @@ class VerificationRecord(Record):
     seconds: float = 0.0  # that the check took
 
 
-class PassRecord(Record):
+class PassRecord(ReportRecord):
     """What one pass did, and what it cost."""
 
     name: str
@@ -111,7 +111,7 @@ class PassRecord(Record):
         return self.numerics is Numerics.LOSSY and bool(self.rewritten)
 
 
-class PluginRecord(Record):
+class PluginRecord(ReportRecord):
     """A package from outside that took part: its version, SHA-256 over its files, and with what."""
 
     package: str
@@ -120,14 +120,14 @@ class PluginRecord(Record):
     parts: tuple[str, ...]  # "pass smooth-weights", "metric rank_moved"
 
 
-class EngineFile(Record):
+class EngineFile(ReportRecord):
     """One file of the engine."""
 
     name: str
     size_bytes: int
 
 
-class WeightGroup(Record):
+class WeightGroup(ReportRecord):
     """Tensors of the engine's graph that have one name but for the numbers in it, such as one weight of each layer."""
 
     name: str  # "model.layers.*.mlp.down_proj.weight"
@@ -136,7 +136,7 @@ class WeightGroup(Record):
     size_bytes: int
 
 
-class EngineRecord(Record):
+class EngineRecord(ReportRecord):
     """What the runtime loads, and how."""
 
     backend: str
@@ -155,7 +155,7 @@ class EngineRecord(Record):
         return sum(file.size_bytes for file in self.files)
 
 
-class CalibrationRecord(Record):
+class CalibrationRecord(ReportRecord):
     """What data the passes have seen."""
 
     data: str  # name of the file
@@ -165,7 +165,7 @@ class CalibrationRecord(Record):
     tokens: int
 
 
-class StageRecord(Record):
+class StageRecord(ReportRecord):
     """A stage of a build, as its progress names it."""
 
     title: str
@@ -173,7 +173,7 @@ class StageRecord(Record):
     peak_rss_bytes: int | None = None  # largest resident set in its time; None: the system does not tell
 
 
-class ReusedRecord(Record):
+class ReusedRecord(ReportRecord):
     """What a build took from the cache of earlier ones, and did not compute."""
 
     stages: tuple[Literal["trace", "trace-proof", "engine", "baseline"], ...] = ()
@@ -181,7 +181,7 @@ class ReusedRecord(Record):
     passes: tuple[str, ...] = ()  # whose proofs and tensors were there
 
 
-class BuildRecord(Record):
+class BuildRecord(ReportRecord):
     """What the build itself took, up to the writing of its report."""
 
     seconds: float
@@ -191,7 +191,7 @@ class BuildRecord(Record):
     reused: ReusedRecord = ReusedRecord()
 
 
-class Report(Record):
+class Report(ReportRecord):
     """The evidence of one build."""
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -21,10 +22,13 @@ from llmforge.gates import verdict as verdicts
 from llmforge.gates.decision import ALPHA, RELATIVE, Earlier, Figure, GateResult, Verdict
 from llmforge.gates.records import Report
 from llmforge.metrics import catalog, document_figures, document_quantiles, tasks
-from llmforge.metrics.catalog import Measured, QualityMetric, RuntimeMetric, SizeMetric, SlowestMetric, TaskMetric
+from llmforge.metrics.artifact_metrics import RuntimeMetric, SizeMetric, TaskMetric
 from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.latency_metrics import SlowestMetric
+from llmforge.metrics.metric import Measured
 from llmforge.metrics.quality import DocumentSums, OfSums, Quantile
-from llmforge.metrics.record import Record
+from llmforge.metrics.quality_metrics import QualityMetric
+from llmforge.metrics.record import ReportRecord
 from llmforge.recipe import GateSpec, misdirected
 
 NOT_IN_TURNS = "durations of two runs are not comparable: both must run in turns on one device"
@@ -34,7 +38,7 @@ NO_PAIRS = "no document was measured of both in the same windows, beside the sam
 Pairs = tuple[list[DocumentSums], list[DocumentSums]]  # ours and theirs, of the same documents
 
 
-class Side(Record):
+class ArtifactReference(ReportRecord):
     """An artifact, and the record of its evidence that was read."""
 
     name: str
@@ -50,7 +54,7 @@ class Side(Record):
         return f"{self.name}/{self.version}"
 
 
-class Look(Record):
+class Look(ReportRecord):
     """One look at growing evidence, and what it may spend of the error."""
 
     documents: int
@@ -58,14 +62,14 @@ class Look(Record):
     verdict: Verdict
 
 
-class Judgement(Record):
+class Judgement(ReportRecord):
     """What `llmforge gate` found."""
 
     model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
-    artifact: Side
-    against: Side | None
+    artifact: ArtifactReference
+    against: ArtifactReference | None
     verdict: Verdict
     pending: bool  # the engine is not built yet
     post_hoc: bool  # a limit is another than was sealed before measuring
@@ -88,7 +92,7 @@ class Reported:
         return self.report.measured
 
 
-class Subject(Reported):
+class MeasuredArtifact(Reported):
     """An artifact and what was measured of it, as its newest record with a measurement says."""
 
     def __init__(self, opened: Artifact, report: Report, head: Head) -> None:
@@ -97,7 +101,7 @@ class Subject(Reported):
         self.head = head
 
     @classmethod
-    def of(cls, opened: Artifact) -> Subject:
+    def of(cls, opened: Artifact) -> MeasuredArtifact:
         """Read the newest record that measured something, or the newest where none did.
 
         Raises:
@@ -111,7 +115,7 @@ class Subject(Reported):
         return cls(opened, records.read(opened, head), head)
 
     @classmethod
-    def checked(cls, opened: Artifact) -> Subject:
+    def checked(cls, opened: Artifact) -> MeasuredArtifact:
         """Read what decides a release, once every verdict in it was computed again from its evidence.
 
         Raises:
@@ -121,10 +125,10 @@ class Subject(Reported):
         return cls.of(opened)
 
     @property
-    def side(self) -> Side:
+    def side(self) -> ArtifactReference:
         """Name it."""
         quality = self.report.quality
-        return Side(
+        return ArtifactReference(
             name=self.report.name,
             version=self.report.version,
             content=self.report.content,
@@ -139,11 +143,11 @@ class Subject(Reported):
         return verdicts.sealed_limits(self.opened)
 
 
-def check(specs: Mapping[str, GateSpec], source: str) -> None:
-    """Refuse limits of metrics that no gate decides on, and those that would limit an improvement.
+def check(specs: Mapping[str, GateSpec], source: str, *, hint: str) -> None:
+    """Refuse limits of metrics that no gate decides on, those that would limit an improvement, and none at all.
 
     Raises:
-        UsageError: one of them is such.
+        UsageError: one of them is such; where there are none, with this `hint`.
     """
     for metric, gate in specs.items():
         if catalog.find(metric) is None:
@@ -153,6 +157,8 @@ def check(specs: Mapping[str, GateSpec], source: str) -> None:
             )
         if (wrong := misdirected(metric, gate)) is not None:
             raise UsageError(f"{source}: {metric}: {wrong[0]}", hint=wrong[1])
+    if not specs:
+        raise UsageError(f"{source} has no gates: nothing to decide", hint=hint)
 
 
 def is_relative(specs: Mapping[str, GateSpec]) -> bool:
@@ -165,28 +171,33 @@ def is_relative(specs: Mapping[str, GateSpec]) -> bool:
     )
 
 
-def judge(
-    release: Subject,
-    specs: Mapping[str, GateSpec],
-    against: Subject | None = None,
-    *,
-    in_turns: Mapping[str, Figure | str] | None = None,
-    documents: Pairs | None = None,
-    alpha: float = ALPHA,
-    notes: Sequence[str] = (),
-) -> Judgement:
-    """Decide `specs` on what was measured of `release`, and on how far that is from `against`.
+@dataclass(frozen=True)
+class ReleaseQuestion:
+    """What is to be decided of a release: `specs` on what was measured of it, and on how far that is from `against`.
 
-    `in_turns` are differences of durations, measured in one run. `documents` of both sides stand in for the recorded
-    ones; then figures of documents are decided at any `alpha`.
+    `in_turns` are differences of durations, measured in one run, or why there are none.
     """
+
+    release: MeasuredArtifact
+    specs: Mapping[str, GateSpec]
+    against: MeasuredArtifact | None = None
+    in_turns: Mapping[str, Figure | str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+def judge(asked: ReleaseQuestion, *, documents: Pairs | None = None, alpha: float = ALPHA) -> Judgement:
+    """Decide a question.
+
+    `documents` of both sides replace the recorded ones; then figures of documents are decided at any `alpha`.
+    """
+    release, specs, against = asked.release, asked.specs, asked.against
     studentized = None
     if documents is not None:
         studentized = {name: document_figures.figure(form, documents[0]) for name, form in growing(specs).items()}
     earlier, paired = None, None
     if against is not None:
         left, right = documents or pairs(release, against)
-        earlier, paired = compare(release, against, left, right, [*specs], in_turns or {}), len(left)
+        earlier, paired = compare(release, against, left, right, [*specs], asked.in_turns), len(left)
     measured = catalog.estimates(release.measured)
     results = gates.judge(
         specs,
@@ -211,7 +222,7 @@ def judge(
         alpha=alpha,
         paired_documents=paired,
         gates=results,
-        notes=tuple(notes),
+        notes=tuple(asked.notes),
     )
 
 
@@ -225,7 +236,7 @@ def pairs(release: Reported, against: Reported) -> Pairs:
 
 def compare(
     release: Reported,
-    against: Subject,
+    against: MeasuredArtifact,
     left: Sequence[DocumentSums],
     right: Sequence[DocumentSums],
     metrics: Sequence[str],

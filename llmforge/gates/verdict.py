@@ -17,11 +17,11 @@ from llmforge.gates.decision import GateResult
 from llmforge.gates.records import CheckpointRecord, Report
 from llmforge.metrics import agreement, attribution, catalog, document_figures
 from llmforge.metrics import workload as workloads
-from llmforge.metrics.attribution import Attribution, Memory
-from llmforge.metrics.catalog import Measured
-from llmforge.metrics.latency import Latency, Point
+from llmforge.metrics.attribution import Attribution, StepBandwidth
+from llmforge.metrics.latency import Latency, LatencyPoint
+from llmforge.metrics.metric import Measured
 from llmforge.metrics.quality import Quality
-from llmforge.metrics.record import Record
+from llmforge.metrics.record import ReportRecord
 from llmforge.metrics.token_records import KEPT_TOKENS
 from llmforge.recipe import Gates, GateSpec
 
@@ -171,7 +171,7 @@ def _attributed(attributed: Attribution, report: Report) -> Iterator[str]:
         yield "attribution: bandwidth"
 
 
-def _known_bandwidth(memory: Memory | None, latency: Latency | None) -> bool:
+def _known_bandwidth(memory: StepBandwidth | None, latency: Latency | None) -> bool:
     """Say if what times are predicted from stands among the timings, as far as these can have it."""
     if memory is None:
         return True
@@ -214,7 +214,7 @@ def _sums(quality: Quality) -> Iterator[str]:
                     yield f"quality: {name} of {document.document[:40]}"
 
 
-def _differing(said: Point, made: Point) -> Iterator[str]:
+def _differing(said: LatencyPoint, made: LatencyPoint) -> Iterator[str]:
     sides: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [(said.figures, made.figures)]
     sides += [(side.figures, made.sides[name].figures) for name, side in said.sides.items()]
     for ours, theirs in sides:
@@ -223,7 +223,7 @@ def _differing(said: Point, made: Point) -> Iterator[str]:
 
 def _close(said: Any, made: Any) -> bool:
     """Say if two figures, or records of figures, are the same but for rounding."""
-    if isinstance(said, Record) and isinstance(made, Record):
+    if isinstance(said, ReportRecord) and isinstance(made, ReportRecord):
         return said.model_fields_set >= made.model_fields_set and all(
             _close(getattr(said, name), getattr(made, name)) for name in type(made).model_fields
         )

@@ -1,4 +1,4 @@
-"""What expansions of operators share: constants by name, nodes beside a node, nodes that every layer may read."""
+"""The builder that expansions of operators share: constants by name, nodes beside a node, nodes that layers share."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.ir import graph
-from llmforge.ir.derived import Derived, Function, makes_keys, makes_values
+from llmforge.ir.derived import Derived, Function, key_projection, value_projection
 from llmforge.ir.operators import canonical
 
 PREFIX = "expand"  # of the names of constants made here
 Arguments = TypeVarTuple("Arguments")
-B = TypeVar("B", bound="Builder")
+B = TypeVar("B", bound="GraphBuilder")
 
 
 @dataclass
-class Builder:
+class GraphBuilder:
     """Adds nodes to `model`."""
 
     model: ir.Model
@@ -77,8 +77,8 @@ class Builder:
             tensor = Derived(function, operands, operands[0].dtype, ir.Shape(shape), name)
             return graph.initializer(self.model, name, tensor, sources)
 
-        keys = part(makes_keys, (heads, plain, rank), f"{up.name}.keys")
-        return keys, part(makes_values, (heads, rank, values), f"{up.name}.values")
+        keys = part(key_projection, (heads, plain, rank), f"{up.name}.keys")
+        return keys, part(value_projection, (heads, rank, values), f"{up.name}.values")
 
 
 def shared(method: Callable[[B, *Arguments], ir.Value]) -> Callable[[B, *Arguments], ir.Value]:

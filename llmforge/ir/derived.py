@@ -159,13 +159,13 @@ def swapped(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return arrays[0].T
 
 
-def makes_keys(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+def key_projection(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Take what makes keys of latents, [H, N, L], from [H·(N+Dv), L]; the other operand is H and N."""
     up, (heads, plain) = arrays
     return up.reshape(heads, -1, up.shape[1])[:, :plain]
 
 
-def makes_values(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+def value_projection(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Take what makes values of latents, transposed, [H, L, Dv], from [H·(N+Dv), L]; the other operand is H and N."""
     up, (heads, plain) = arrays
     return up.reshape(heads, -1, up.shape[1])[:, plain:].swapaxes(1, 2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -21,7 +22,7 @@ from llmforge.ir.expansion import expand
 from llmforge.ir.operators.contrib import CACHE
 from llmforge.ir.operators.record import FLOATS, FP32, I32, I64, OPSETS, Dtypes, Operator, Stage, listed, shown
 
-__all__ = ["attention", "caches", "check", "expand", "latent_attention"]
+__all__ = ["AttentionForm", "attention", "caches", "check", "expand", "latent_attention"]
 
 # Graph inputs and outputs: dtypes and rank by name; {layer} is the index of a cache.
 INPUTS: Mapping[str, tuple[Dtypes, int]] = {
@@ -202,6 +203,19 @@ def _without_slots(cache: ir.Value) -> tuple[int | str | None, ...] | None:
     return None if dims is None else (*dims[:2], *dims[3:])
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionForm:
+    """Attributes of `llmforge::Attention`, and its slopes of ALiBi, [num_heads]."""
+
+    num_heads: int
+    kv_num_heads: int
+    scale: float
+    softcap: float = 0.0
+    window: int = 0
+    chunk: int = 0
+    alibi_slopes: NDArray[np.float32] | None = None
+
+
 def attention(
     q: NDArray[np.float32],
     k: NDArray[np.float32],
@@ -210,21 +224,16 @@ def attention(
     past_value: NDArray[np.float32],
     past_lengths: NDArray[np.int32],
     sinks: NDArray[np.float32] | None = None,
-    alibi_slopes: NDArray[np.float32] | None = None,
     *,
-    num_heads: int,
-    kv_num_heads: int,
-    scale: float,
-    softcap: float,
-    window: int,
-    chunk: int = 0,
+    form: AttentionForm,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
     """Compute `llmforge::Attention` query by query, as docs/dialect.md defines it; the reference of tests.
 
     q [B, S, num_heads·D], k [B, S, kv_num_heads·D], v [B, S, kv_num_heads·Dv], caches [B, kv_num_heads, C, D or Dv],
-    past_lengths int32 [B], sinks and alibi_slopes [num_heads] → y [B, S, num_heads·Dv], present_key, present_value.
+    past_lengths int32 [B], sinks [num_heads] → y [B, S, num_heads·Dv], present_key, present_value.
     """
     batch, sequence, _ = q.shape
+    num_heads, kv_num_heads = form.num_heads, form.kv_num_heads
     present_key, present_value = past_key.copy(), past_value.copy()
     queries = q.reshape(batch, sequence, num_heads, -1)
     y = np.zeros((batch, sequence, num_heads, v.shape[2] // kv_num_heads), np.float32)
@@ -234,15 +243,15 @@ def attention(
             present_value[b, :, past_lengths[b] + s] = v[b, s].reshape(kv_num_heads, -1)
         for s in range(sequence):
             last = past_lengths[b] + s
-            first = max(0, last + 1 - window) if window else 0
-            seen = slice(max(first, last - last % chunk) if chunk else first, last + 1)
+            first = max(0, last + 1 - form.window) if form.window else 0
+            seen = slice(max(first, last - last % form.chunk) if form.chunk else first, last + 1)
             for h in range(num_heads):
                 kv = h // (num_heads // kv_num_heads)
-                scores = scale * (present_key[b, kv, seen].astype(np.float64) @ queries[b, s, h])
-                if softcap:
-                    scores = softcap * np.tanh(scores / softcap)
-                if alibi_slopes is not None:
-                    scores = scores + float(alibi_slopes[h]) * (np.arange(seen.start, seen.stop) - last)
+                scores = form.scale * (present_key[b, kv, seen].astype(np.float64) @ queries[b, s, h])
+                if form.softcap:
+                    scores = form.softcap * np.tanh(scores / form.softcap)
+                if form.alibi_slopes is not None:
+                    scores = scores + float(form.alibi_slopes[h]) * (np.arange(seen.start, seen.stop) - last)
                 top = max(scores.max(), sinks[h]) if sinks is not None else scores.max()
                 weights = np.exp(scores - top)
                 total = weights.sum() + (np.exp(sinks[h] - top) if sinks is not None else 0)
@@ -258,17 +267,16 @@ def latent_attention(
     past_lengths: NDArray[np.int32],
     sinks: NDArray[np.float32] | None = None,
     *,
-    num_heads: int,
-    scale: float,
-    softcap: float,
-    window: int,
+    form: AttentionForm,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Compute `llmforge::LatentAttention` as docs/dialect.md defines it, with keys and values of every head made.
+
+    In `form` there are as many KV heads as heads.
 
     q [B, S, num_heads·(N+R)], latent [B, S, L+R], up [num_heads·(N+Dv), L], past [B, 1, C, L+R], past_lengths int32
     [B], sinks [num_heads] → y [B, S, num_heads·Dv], present.
     """
-    (batch, sequence, width), rank = q.shape, up.shape[1]
+    (batch, sequence, width), rank, num_heads = q.shape, up.shape[1], form.num_heads
     rotary = latent.shape[2] - rank
     plain = width // num_heads - rotary
 
@@ -288,11 +296,7 @@ def latent_attention(
         past_values.transpose(0, 2, 1, 3),
         past_lengths,
         sinks,
-        num_heads=num_heads,
-        kv_num_heads=num_heads,
-        scale=scale,
-        softcap=softcap,
-        window=window,
+        form=form,
     )
     present = past.copy()
     for b in range(batch):

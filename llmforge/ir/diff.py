@@ -1,4 +1,4 @@
-"""What differs between two graphs, as plain data and in words; nodes and initializers are matched by name."""
+"""Differences between two graphs, as plain data and as text; nodes and initializers are matched by name."""
 
 from __future__ import annotations
 

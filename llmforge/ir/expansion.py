@@ -24,14 +24,14 @@ import numpy as np
 import onnx_ir as ir
 
 from llmforge.ir import graph, interface, low_rank, moe, operators
-from llmforge.ir.builder import Builder, shared
+from llmforge.ir.builder import GraphBuilder, shared
 from llmforge.ir.fp4 import Fp4Expansion
 from llmforge.ir.masked_step import MaskedStep
 from llmforge.ir.operators import canonical
 from llmforge.ir.operators.record import CANONICAL, HALVES, Operator
 from llmforge.ir.recurrence import Recurrence
 
-Places = tuple[ir.Value, ir.Value]  # slots [T], and those of the queries [B, S, 1] or [S, 1]: int64
+SlotPositions = tuple[ir.Value, ir.Value]  # slots [T], and those of the queries [B, S, 1] or [S, 1]: int64
 
 HIDDEN_SLOT = np.float32(np.finfo(np.float32).min)  # added to a masked score: exp of it is 0, and it makes no NaN
 
@@ -43,19 +43,19 @@ def expand(model: ir.Model) -> ir.Model:
         UnsupportedError: it is the graph of one rank of several: standard ONNX has no collectives.
     """
     clone = model.clone()
-    attention, recurrence, masked = _Expansion(clone), Recurrence(clone), MaskedStep(clone)
+    attention, recurrence, masked = _AttentionExpansion(clone), Recurrence(clone), MaskedStep(clone)
     rules: Mapping[type[Operator], Callable[[Any], None]] = {
         canonical.Attention: attention.attention,
         canonical.GrowingAttention: attention.growing_attention,
         canonical.LatentAttention: attention.latent_attention,
-        canonical.MoE: lambda experts: graph.replace_value(experts.output, moe.Expansion(clone, experts).result()),
+        canonical.MoE: lambda experts: graph.replace_value(experts.output, moe.MoEExpansion(clone, experts).result()),
         canonical.Fp4Linear: Fp4Expansion(clone).expand,
         canonical.CacheLengths: masked.cache_lengths,
         canonical.TokenOrder: masked.token_order,
         canonical.RowPlaces: masked.row_places,
         canonical.CausalConv: recurrence.causal_conv,
         canonical.LinearAttention: recurrence.linear_attention,
-        canonical.LowRankAdapter: low_rank.Expansion(clone).adapter,
+        canonical.LowRankAdapter: low_rank.LowRankExpansion(clone).adapter,
     }
     for view in list(map(operators.view, clone.graph)):
         if type(view) in rules:
@@ -67,10 +67,10 @@ def expand(model: ir.Model) -> ir.Model:
 
 
 @dataclass
-class _Expansion(Builder):
+class _AttentionExpansion(GraphBuilder):
     """The expansion of attention: what its layers share."""
 
-    _slots: Places | None = None
+    _slots: SlotPositions | None = None
 
     def attention(self, layer: canonical.Attention) -> None:
         """Replace one `llmforge::Attention`; comments give shapes: B, S, C = batch, sequence, capacity."""
@@ -160,7 +160,7 @@ class _Expansion(Builder):
         layer: canonical.Attention | canonical.GrowingAttention,
         keys: ir.Value,
         values: ir.Value,
-        places: Places,
+        places: SlotPositions,
         mask: ir.Value,
     ) -> None:
         """Replace `layer` by Attention over `keys` and `values`, which are its presents, under `mask`."""
@@ -191,7 +191,7 @@ class _Expansion(Builder):
         """int64 [B], as TensorScatter wants them."""
         return self._first("Cast", [lengths], {"to": int(ir.DataType.INT64)})
 
-    def _places(self, past_key: ir.Value, lengths: ir.Value) -> Places:
+    def _places(self, past_key: ir.Value, lengths: ir.Value) -> SlotPositions:
         """Slots int64 [C], and those of the queries [B, S, 1]."""
         if self._slots is None:
             rows = self._first("Unsqueeze", [self._write_indices(lengths), self._constant("axes_1_2", [1, 2])])
@@ -199,7 +199,7 @@ class _Expansion(Builder):
             self._slots = self._count_along(past_key, 2), self._first("Add", [rows, steps])
         return self._slots
 
-    def _growing_places(self, past_key: ir.Value, held: ir.Value) -> Places:
+    def _growing_places(self, past_key: ir.Value, held: ir.Value) -> SlotPositions:
         """Slots int64 [P + S], and those of the queries [S, 1]."""
         if self._slots is None:
             past = self._extent(past_key, 2)
@@ -208,7 +208,7 @@ class _Expansion(Builder):
         return self._slots
 
     @shared
-    def _mask(self, window: int, chunk: int, places: Places, held: ir.Value | None) -> ir.Value:
+    def _mask(self, window: int, chunk: int, places: SlotPositions, held: ir.Value | None) -> ir.Value:
         """bool [B, 1, S, slots]: slot t for the query of slot p where t ≤ p, and t > p - window where there is one.
 
         In chunks, t / chunk and p / chunk are the same, rounded down: of caches whose slots are positions.
@@ -236,7 +236,7 @@ class _Expansion(Builder):
         return graph.input_named(self.model, interface.INPUT_IDS)
 
     @shared
-    def _with_slopes(self, mask: ir.Value, slopes: ir.Value, places: Places, heads: int) -> ir.Value:
+    def _with_slopes(self, mask: ir.Value, slopes: ir.Value, places: SlotPositions, heads: int) -> ir.Value:
         """Write the mask as a bias, slope·(t - p) where slot t is seen from p; layers of one mask share it."""
         slots, own = places
         away = self._first("Cast", [self._first("Sub", [slots, own])], {"to": int(ir.DataType.FLOAT)})

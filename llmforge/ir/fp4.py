@@ -15,7 +15,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.ir import graph
-from llmforge.ir.builder import Builder
+from llmforge.ir.builder import GraphBuilder
 from llmforge.ir.derived import Derived
 from llmforge.ir.operators.canonical import Fp4Linear
 
@@ -35,7 +35,7 @@ def halved_steps(parts: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
     return steps
 
 
-class Fp4Expansion(Builder):
+class Fp4Expansion(GraphBuilder):
     """Expansions of one graph."""
 
     def expand(self, layer: Fp4Linear) -> None:

@@ -7,22 +7,22 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-LONGEST_TEXT = "llmforge.longest_text"  # metadata_props key of a model: JSON of a `Limit`
+LONGEST_TEXT = "llmforge.longest_text"  # metadata_props key of a model: JSON of a `TextLimit`
 
 
-class Limit(NamedTuple):
+class TextLimit(NamedTuple):
     """The longest text in tokens, and why a longer one would be computed otherwise."""
 
     tokens: int
     reason: str
 
 
-def record(model: ir.Model, limit: Limit) -> None:
+def record(model: ir.Model, limit: TextLimit) -> None:
     """Write `limit` into `model`."""
     model.metadata_props[LONGEST_TEXT] = json.dumps(limit._asdict())
 
 
-def recorded(model: ir.Model) -> Limit | None:
+def recorded(model: ir.Model) -> TextLimit | None:
     """Read the limit of `model`; None: there is none but the model's own."""
     facts = model.metadata_props.get(LONGEST_TEXT)
-    return None if facts is None else Limit(**json.loads(facts))
+    return None if facts is None else TextLimit(**json.loads(facts))

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from llmforge.ir import graph
-from llmforge.ir.builder import Builder
+from llmforge.ir.builder import GraphBuilder
 from llmforge.ir.operators import canonical
 
 
 @dataclass
-class Expansion(Builder):
+class LowRankExpansion(GraphBuilder):
     """The expansion of all adapters of one graph."""
 
     def adapter(self, layer: canonical.LowRankAdapter) -> None:

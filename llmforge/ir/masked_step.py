@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from llmforge.ir import graph
-from llmforge.ir.builder import Builder, shared
+from llmforge.ir.builder import GraphBuilder, shared
 from llmforge.ir.operators.canonical import CacheLengths, RowPlaces, TokenOrder
 
 
 @dataclass
-class MaskedStep(Builder):
+class MaskedStep(GraphBuilder):
     """The expansion of `CacheLengths`, `TokenOrder` and `RowPlaces`; sizes and sums are shared.
 
     Comments give shapes: B, S, T = batch, tokens of the step, slots that the mask covers; R rows.

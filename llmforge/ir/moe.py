@@ -10,12 +10,12 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.ir import graph
-from llmforge.ir.builder import PREFIX, Builder
+from llmforge.ir.builder import PREFIX, GraphBuilder
 from llmforge.ir.operators import canonical
 
 
 @dataclass
-class Expansion(Builder):
+class MoEExpansion(GraphBuilder):
     """One `llmforge::MoE` as a Loop over the experts that a step chooses.
 
     An iteration takes one expert's matrices and the tokens that chose it, and adds what it makes of them: memory is

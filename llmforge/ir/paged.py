@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface, query_key_norms
-from llmforge.ir.builder import Builder, shared
+from llmforge.ir.builder import GraphBuilder, shared
 from llmforge.ir.operators.contrib import PagedAttention
 
 _HIDDEN = np.float32(np.finfo(np.float32).min)  # a score that softmax makes 0 of
@@ -29,7 +29,7 @@ def expand(model: ir.Model) -> ir.Model:
         UnsupportedError: a node has a slot mapping, which the reference lacks.
     """
     clone = model.clone()
-    expansion = _Expansion(clone)
+    expansion = _PagedExpansion(clone)
     for layer in PagedAttention.all(clone):
         expansion.expand(layer)
     graph.drop_unused(clone)
@@ -37,7 +37,7 @@ def expand(model: ir.Model) -> ir.Model:
 
 
 @dataclass
-class _Expansion(Builder):
+class _PagedExpansion(GraphBuilder):
     """The expansion of all layers; T, B, M = tokens, rows, blocks of a row; L = M · block_size slots of a row."""
 
     def expand(self, layer: PagedAttention) -> None:

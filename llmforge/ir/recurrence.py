@@ -14,12 +14,12 @@ import numpy as np
 import onnx_ir as ir
 
 from llmforge.ir import graph, interface
-from llmforge.ir.builder import Builder, shared
+from llmforge.ir.builder import GraphBuilder, shared
 from llmforge.ir.operators import canonical, contrib
 
 
 @dataclass
-class Recurrence(Builder):
+class Recurrence(GraphBuilder):
     """The expansion of layers with a state; comments give shapes: B, S = batch, sequence."""
 
     def causal_conv(self, layer: canonical.CausalConv) -> None:
@@ -75,7 +75,7 @@ class Recurrence(Builder):
         start = self._start(layer, 4)
         decay, beta, value = self._without_padding(layer)
         _, heads, _, _ = graph.static(layer.past)
-        own = contrib.LinearAttention.insert(
+        own = contrib.ContribLinearAttention.insert(
             layer.node,
             {"query": layer.q, "key": layer.k, "value": value, "past_state": start, "decay": decay, "beta": beta},
             {

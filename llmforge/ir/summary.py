@@ -1,4 +1,4 @@
-"""What a decoder graph is made of, in numbers."""
+"""Figures of a decoder graph."""
 
 from __future__ import annotations
 

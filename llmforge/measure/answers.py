@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import DataError
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.measure.quality import Logits
-from llmforge.metrics.quality import ANSWER_TOKENS, PROMPT_TOKENS, Answer, Sample
+from llmforge.metrics.quality import ANSWER_TOKENS, PROMPT_TOKENS, GreedyAnswer, Sample
 
 SHOWN = 5  # answers whose text a report has
 
@@ -19,7 +19,7 @@ Texts = Sequence[NDArray[np.int64]]  # ids [S] each
 
 
 def compare(
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     count: int,
     *,
     artifact: Generate,
@@ -28,7 +28,7 @@ def compare(
     ends: Sequence[int],
     decode: Callable[[Sequence[int]], str],
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> tuple[tuple[Answer, ...], tuple[Sample, ...]]:
+) -> tuple[tuple[GreedyAnswer, ...], tuple[Sample, ...]]:
     """Let `artifact` continue the beginnings of `count` documents, or of all there are, and hold it to the baseline.
 
     Up to its first difference a greedy answer of the baseline has the artifact's tokens before it. So one run of
@@ -53,7 +53,7 @@ def compare(
         differs = np.flatnonzero(logits(whole)[len(prompt) - 1 :].argmax(-1) != np.asarray(ours))
         same.append(int(differs[0]) if len(differs) else None)
     answers = tuple(
-        Answer(document=window.document, prompt_tokens=len(prompt), tokens=len(ours), first_difference=until)
+        GreedyAnswer(document=window.document, prompt_tokens=len(prompt), tokens=len(ours), first_difference=until)
         for window, prompt, ours, until in zip(chosen, prompts, said, same, strict=True)
     )
     theirs = [ours[:until] for ours, until in zip(said, same, strict=True)]
@@ -73,7 +73,7 @@ def _joined(prompt: NDArray[np.int64], tokens: Sequence[int]) -> NDArray[np.int6
     return np.concatenate([prompt, np.asarray(tokens, np.int64)])
 
 
-def beginnings(windows: Sequence[Window], count: int) -> list[Window]:
+def beginnings(windows: Sequence[TokenWindow], count: int) -> list[TokenWindow]:
     """Choose the first windows of `count` documents, or of all there are, spread over them.
 
     Raises:

@@ -58,7 +58,7 @@ def multiply_adds(model: ir.Model) -> int:
 
 
 @dataclass(frozen=True)
-class Weights:
+class TensorGroup:
     """Initializers of one dtype whose names are the same but for the numbers between dots."""
 
     name: str  # "model.layers.*.mlp.down_proj.weight"
@@ -68,7 +68,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class WeightsRead(Weights):
+class WeightsRead(TensorGroup):
     """A group, with what a decode step reads of it at batch 1."""
 
     read_bytes: int
@@ -87,10 +87,10 @@ class Caches:
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def weights(model: ir.Model) -> list[Weights]:
+def weights(model: ir.Model) -> list[TensorGroup]:
     """Group all initializers, the largest group first; the values of none are read."""
     groups = [
-        Weights(*key, tensors=len(values), size_bytes=sum(map(_size, values)))
+        TensorGroup(*key, tensors=len(values), size_bytes=sum(map(_size, values)))
         for key, values in _groups(_held(model)).items()
     ]
     return sorted(groups, key=_largest_first)
@@ -133,7 +133,7 @@ def _groups(values: Iterable[ir.Value]) -> dict[tuple[str, str], list[ir.Value]]
     return found
 
 
-def _largest_first(group: Weights) -> tuple[int, str, str]:
+def _largest_first(group: TensorGroup) -> tuple[int, str, str]:
     return -group.size_bytes, group.name, group.dtype
 
 

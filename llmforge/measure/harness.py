@@ -28,7 +28,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from llmforge.base import folders, located_yaml
 from llmforge.base.errors import DataError, UnsupportedError, UsageError
-from llmforge.measure.scoring import Keep, Likelihood, Pair, Side, blocks
+from llmforge.measure.scoring import Keep, Likelihood, Pair, TaskRequest, TaskSide, blocks
 from llmforge.metrics.tasks import Form, Score, TaskResult
 
 # Read by the libraries as they are imported: a data set is a file here, or one that was downloaded before.
@@ -60,16 +60,7 @@ Found = TypeVar("Found", Likelihood, str)
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Which tasks to run, and on what of them."""
-
-    tasks: tuple[str, ...]  # names, or YAML files
-    limit: int | None = None  # items of each task, the first ones
-    few_shot: int | None = None  # examples before each item; None: as many as the task says
-
-
-@dataclass(frozen=True)
-class Tokens:
+class TaskTokens:
     """How text becomes tokens, on both sides."""
 
     encode: Encode
@@ -77,10 +68,10 @@ class Tokens:
 
 
 def measure(
-    asked: Asked,
-    tokens: Tokens,
-    artifact: tuple[Side, Keep],
-    baseline: tuple[Side, Keep] | None,
+    asked: TaskRequest,
+    tokens: TaskTokens,
+    artifact: tuple[TaskSide, Keep],
+    baseline: tuple[TaskSide, Keep] | None,
     *,
     stage: Callable[[str], None] = lambda title: None,
     advance: Callable[[int, int], None] = lambda done, total: None,
@@ -134,7 +125,7 @@ class _Ran:
     forms: dict[str, Form | str]  # a text that is no form says why the score is left out
 
 
-def _run(asked: Asked, model: _Model) -> dict[str, _Ran]:
+def _run(asked: TaskRequest, model: _Model) -> dict[str, _Ran]:
     with _quiet(), _seeded(), _sandboxed():
         tasks = _load(asked)
         try:
@@ -144,7 +135,7 @@ def _run(asked: Asked, model: _Model) -> dict[str, _Ran]:
     return {_UNFIT.sub("_", name): _ran(task, found["samples"][name]) for name, task in tasks.items()}
 
 
-def _load(asked: Asked) -> dict[str, Any]:
+def _load(asked: TaskRequest) -> dict[str, Any]:
     """Load the tasks; a name that is a group or a tag gives several."""
     specs = [_read(Path(task)) if task.endswith(FILES) else task for task in asked.tasks]
     manager = TaskManager(include_defaults=any(isinstance(spec, str) for spec in specs))
@@ -283,7 +274,7 @@ def _columns(values: Sequence[Any]) -> tuple[tuple[float, ...], tuple[float, ...
 class _Model(TemplateLM):  # type: ignore[misc]  # the harness has no types
     """One side, as the harness asks it."""
 
-    def __init__(self, side: Side, keep: Keep, tokens: Tokens, advance: Callable[[int, int], None]) -> None:
+    def __init__(self, side: TaskSide, keep: Keep, tokens: TaskTokens, advance: Callable[[int, int], None]) -> None:
         super().__init__()
         self._side, self._keep, self._tokens, self._advance = side, keep, tokens, advance
 

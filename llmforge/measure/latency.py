@@ -20,15 +20,15 @@ from llmforge.metrics.latency import (
     Compute,
     Conditions,
     DataSheet,
+    EngineStart,
     Footprint,
+    HourlyPrice,
     Latency,
     Noise,
-    Price,
-    Side,
-    Start,
+    TimedSide,
 )
 from llmforge.metrics.tokens import Floats
-from llmforge.metrics.workload import Slo, Workload
+from llmforge.metrics.workload import MeasuredWorkload, Slo
 
 if TYPE_CHECKING:
     from llmforge.serving import Runner
@@ -41,7 +41,7 @@ MOST_TIMES = 300_000
 
 
 @dataclass(frozen=True)
-class Subject:
+class TimedModel:
     """Something that generates: the artifact or the baseline.
 
     `generate(ids [B, S] int64, tokens)` yields `tokens` times, as soon as each of the B sequences has its next greedy
@@ -53,7 +53,7 @@ class Subject:
     load_seconds: float
 
     @classmethod
-    def of_runner(cls, runner: Runner, *, description: str, load_seconds: float) -> Subject:
+    def of_runner(cls, runner: Runner, *, description: str, load_seconds: float) -> TimedModel:
         """Time the shipped engine: its tokens, without turning them into text, as on the baseline's side."""
         from llmforge.serving import Sampling  # brings ONNX Runtime, which who only reads reports does not need
 
@@ -66,8 +66,16 @@ class Subject:
         return cls(description, generate, load_seconds)
 
 
+def engine_description(runner: Runner, threads: int) -> str:
+    """Say what runs an engine."""
+    config = runner.config
+    if config.plan is not None:
+        return f"llmforge runtime, {config.plan.module} {config.plan.version}"
+    return f"llmforge runtime, ONNX Runtime {config.onnxruntime}, {threads} threads"
+
+
 @dataclass(frozen=True)
-class Load:
+class TimedLoad:
     """So many prompts of one length at once, so many tokens after each, and how often at least.
 
     The baseline takes its turn in the first `baseline_repetitions`; None: in all of them.
@@ -130,7 +138,7 @@ class Facts:
     """What is known of the target, and what the recipe promises."""
 
     data_sheet: DataSheet | None = None
-    price: Price | None = None
+    price: HourlyPrice | None = None
     slo: Slo | None = None
 
 
@@ -141,111 +149,111 @@ class _Timed:
     generations: list[Floats] = field(default_factory=list)
     energy_j: list[float] = field(default_factory=list)
 
-    def side(self, batch: int) -> Side:
-        return Side(self.generations, batch, self.energy_j or None)
+    def side(self, batch: int) -> TimedSide:
+        return TimedSide(self.generations, batch, self.energy_j or None)
+
+
+@dataclass(frozen=True)
+class LatencyRun:
+    """What both sides are timed on, with which instruments, and what the figures are held against."""
+
+    loads: Sequence[TimedLoad]
+    vocabulary: int  # that random prompts are drawn from
+    threads: int
+    seed: int = 0
+    until: Until | None = None
+    facts: Facts = Facts()
+    instruments: Instruments = Instruments()
+
+    def conditions(self, footprint: Footprint) -> Conditions:
+        """Measure the device's ceilings; the working set is that of a decode step at the smallest load."""
+        smallest = min(self.loads, key=lambda load: load.batch * (load.prompt_tokens + load.output_tokens))
+        context = smallest.batch * (smallest.prompt_tokens + smallest.output_tokens // 2)
+        instruments = self.instruments
+        return Conditions(
+            footprint=footprint,
+            bandwidth=(instruments.bandwidth or host_bandwidth)(footprint, context, self.threads),
+            compute=None if instruments.compute is None else instruments.compute(),
+            data_sheet=self.facts.data_sheet,
+            price=self.facts.price,
+            slo=self.facts.slo,
+        )
 
 
 def measure(
-    artifact: Subject,
-    baseline: Subject | None,
+    artifact: TimedModel,
+    baseline: TimedModel | None,
     footprint: Footprint,
-    loads: Sequence[Load],
+    run: LatencyRun,
     *,
-    vocabulary: int,
-    threads: int,
-    seed: int = 0,
-    until: Until | None = None,
-    facts: Facts = Facts(),
-    instruments: Instruments = Instruments(),
-    starts: Sequence[Start] = (),
-    workloads: Sequence[Workload] = (),
+    starts: Sequence[EngineStart] = (),
+    workloads: Sequence[MeasuredWorkload] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Latency:
     """Time both sides in turn (A B A B …), so that a machine that slows down slows both.
 
     Every repetition has new random prompts, the same for both sides, so that no prefix can be reused. One generation
-    of each side and load runs before the clock counts. Every load gets its `repetitions`; with `until`, loads whose
+    of each side and load runs before the clock counts. Every load gets its `repetitions`; with `run.until`, loads whose
     intervals are not narrow yet go on in turn, up to `MOST_REPETITIONS` of each and `MOST_TIMES` recorded times.
     The baseline of a load may have fewer repetitions, or none.
-    `progress` is told generations done and their total, without what `until` adds.
+    `progress` is told generations done and their total, without what `run.until` adds.
 
     Raises:
         UsageError: no load.
         VerificationError: a side yields another number of tokens than it was asked for.
     """
-    if not loads:
+    if not run.loads:
         raise UsageError("latency of no load: expected 1 or more")
-    run = _Run(
-        (artifact,) if baseline is None else (artifact, baseline), loads, vocabulary, seed, instruments, progress
-    )
-    stopped = run.go(until)
-    smallest = min(loads, key=lambda load: load.batch * (load.prompt_tokens + load.output_tokens))
-    context = smallest.batch * (smallest.prompt_tokens + smallest.output_tokens // 2)
-    conditions = Conditions(
-        footprint=footprint,
-        bandwidth=(instruments.bandwidth or host_bandwidth)(footprint, context, threads),
-        compute=None if instruments.compute is None else instruments.compute(),
-        data_sheet=facts.data_sheet,
-        price=facts.price,
-        slo=facts.slo,
-    )
+    rounds = _Rounds((artifact,) if baseline is None else (artifact, baseline), run, progress)
+    stopped = rounds.go()
+    conditions = run.conditions(footprint)
     points = []
-    for load, timed in zip(loads, run.timed, strict=True):
+    for load, timed in zip(run.loads, rounds.timed, strict=True):
         ours, *others = (side.side(load.batch) for side in timed if side.generations)
         points.append(catalog.point(load.prompt_tokens, ours, others[0] if others else None, conditions))
     return Latency(
         **dict(conditions),
-        repetitions=min(load.repetitions for load in loads),
-        output_tokens=loads[0].output_tokens,
-        threads=threads,
-        seed=seed,
+        repetitions=min(load.repetitions for load in run.loads),
+        output_tokens=run.loads[0].output_tokens,
+        threads=run.threads,
+        seed=run.seed,
         artifact=artifact.description,
         baseline=None if baseline is None else baseline.description,
         artifact_load_ms=artifact.load_seconds * 1e3,
         baseline_load_ms=None if baseline is None else baseline.load_seconds * 1e3,
         stopped=stopped,
-        noise=None if run.meter is None else run.meter.read(),
+        noise=None if rounds.meter is None else rounds.meter.read(),
         starts=tuple(starts),
         points=tuple(points),
         workloads=tuple(workloads),
     )
 
 
-class _Run:
+class _Rounds:
     """Times loads in turn."""
 
-    def __init__(
-        self,
-        subjects: Sequence[Subject],
-        loads: Sequence[Load],
-        vocabulary: int,
-        seed: int,
-        instruments: Instruments,
-        progress: Callable[[int, int], None],
-    ) -> None:
-        self._subjects, self._loads, self._vocabulary = subjects, loads, vocabulary
-        self._rng = np.random.default_rng(seed)
-        self._energy_j, self._progress = instruments.energy_j, progress
-        self.meter = None if instruments.noise is None else instruments.noise()
-        self.timed = [[_Timed() for _ in subjects] for _ in loads]
-        self._done, self._total = (
-            0,
-            sum(
-                load.has_turn(side, repetition)
-                for load in loads
-                for side in range(len(subjects))
-                for repetition in range(-1, load.repetitions)
-            ),
+    def __init__(self, sides: Sequence[TimedModel], run: LatencyRun, progress: Callable[[int, int], None]) -> None:
+        self._sides, self._loads, self._vocabulary, self._until = sides, run.loads, run.vocabulary, run.until
+        self._rng = np.random.default_rng(run.seed)
+        self._energy_j, self._progress = run.instruments.energy_j, progress
+        self.meter = None if run.instruments.noise is None else run.instruments.noise()
+        self.timed = [[_Timed() for _ in sides] for _ in run.loads]
+        self._done = 0
+        self._total = sum(
+            load.has_turn(side, repetition)
+            for load in run.loads
+            for side in range(len(sides))
+            for repetition in range(-1, load.repetitions)
         )
 
-    def go(self, until: Until | None) -> str:
-        """Time all loads; say why it ended, where `until` decides that."""
+    def go(self) -> str:
+        """Time all loads; say why it ended, where `Until` decides that."""
         began = time.perf_counter()
         most = max(load.repetitions for load in self._loads)
         for repetition in range(-1, most):  # -1 warms up
             self._round([at for at, load in enumerate(self._loads) if repetition < load.repetitions], repetition)
         self._progress(self._total, self._total)
-        if until is None:
+        if (until := self._until) is None:
             return ""
         for repetition in itertools.count(most):
             wide = [at for at in range(len(self._loads)) if not self._narrow(at, until.precision)]
@@ -268,12 +276,12 @@ class _Run:
         for at in chosen:
             load = self._loads[at]
             ids = self._rng.integers(0, self._vocabulary, (load.batch, load.prompt_tokens), np.int64)
-            for side, (subject, timed) in enumerate(zip(self._subjects, self.timed[at], strict=True)):
+            for side, (model, timed) in enumerate(zip(self._sides, self.timed[at], strict=True)):
                 if not load.has_turn(side, repetition):
                     continue
                 self._progress(min(self._done, self._total), self._total)
                 before = 0.0 if self._energy_j is None else self._energy_j()
-                durations = timed_generation(subject, ids, load.output_tokens)
+                durations = timed_generation(model, ids, load.output_tokens)
                 if keep:
                     timed.generations.append(durations)
                     if self._energy_j is not None:
@@ -300,19 +308,18 @@ class _Run:
         more = sum(
             self._loads[at].output_tokens * self._loads[at].has_turn(side, repetition)
             for at in chosen
-            for side in range(len(self._subjects))
+            for side in range(len(self._sides))
         )
         return held + more
 
 
-def timed_generation(subject: Subject, ids: NDArray[np.int64], tokens: int) -> NDArray[np.float64]:
+def timed_generation(model: TimedModel, ids: NDArray[np.int64], tokens: int) -> NDArray[np.float64]:
     """Generate once and return the milliseconds that each token took [tokens]; the first is the TTFT."""
     stamps = [time.perf_counter()]
-    stamps.extend(time.perf_counter() for _ in subject.generate(ids, tokens))
+    stamps.extend(time.perf_counter() for _ in model.generate(ids, tokens))
     if len(stamps) != tokens + 1:
         raise VerificationError(
-            f"{subject.description} yielded {len(stamps) - 1} tokens after a prompt of {ids.shape[1]}; expected "
-            f"{tokens}",
+            f"{model.description} yielded {len(stamps) - 1} tokens after a prompt of {ids.shape[1]}; expected {tokens}",
             hint="timed generation ignores EOS and stop strings; check that the prompt fits the context",
         )
     # Rounded to what the clock tells, so that figures can be made again of what a report says.

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 
 from llmforge.metrics.latency import Noise
-from llmforge.metrics.record import Record
+from llmforge.metrics.record import ReportRecord
 
 _PROBE_WORDS = 1 << 17  # 1 MiB, which the cache of one core holds; sorting it takes about a millisecond
 
@@ -25,7 +25,7 @@ _ISA = (
 )  # fmt: skip
 
 
-class Machine(Record):
+class Machine(ReportRecord):
     """What stands under every timing of a report."""
 
     cpu: str  # model name

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import DataError
 from llmforge.checkpoint import text
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.metrics import catalog
-from llmforge.metrics.catalog import PREFILL_KLD, QualityMetric
-from llmforge.metrics.quality import Answer, Quality, Sample, summarize, values
+from llmforge.metrics.quality import GreedyAnswer, Quality, Sample, summarize, values
+from llmforge.metrics.quality_metrics import PREFILL_KLD, QualityMetric
 from llmforge.metrics.token_records import WindowScores
 from llmforge.metrics.tokens import KLD, require_finite, score
 
@@ -20,18 +21,53 @@ BLOCK_BYTES = 128 << 20  # of the baseline's logits, which wait for the artifact
 Logits = Callable[[NDArray[np.int64]], NDArray[np.float32]]  # ids [S] -> logits [S, V]
 
 
+@dataclass(frozen=True)
+class QualityRun:
+    """What is compared beyond the text itself.
+
+    `half_of`, the length of a full window, scores the second half of full windows alone, as llama.cpp does
+    (tools/perplexity/perplexity.cpp: rows n_ctx / 2 … n_ctx - 2 of each chunk). `decode` gives the logits of the
+    artifact through decode steps; about `decode_tokens` tokens, spread over all documents, are read by it as well.
+    """
+
+    half_of: int | None = None
+    decode: Logits | None = None
+    decode_tokens: int = 0
+    answers: Sequence[GreedyAnswer] = ()
+    samples: Sequence[Sample] = ()
+    metrics: Sequence[str] = ()  # those of plug-ins to measure besides
+    only: Sequence[QualityMetric] | None = None  # these are made; None: all of the catalog
+
+    @property
+    def first(self) -> int:
+        """Row of the first token of a window that is scored, less one."""
+        return 0 if self.half_of is None else self.half_of // 2
+
+    def scored(self, windows: Sequence[TokenWindow]) -> list[TokenWindow]:
+        """Leave the windows that have a token to score.
+
+        Raises:
+            DataError: there are none.
+        """
+        found = [window for window in windows if len(window.ids) > 1]
+        if not found:
+            raise DataError("the evaluation text has no tokens to predict", hint="use documents of 2 tokens or more")
+        if self.half_of is None:
+            return found
+        found = [window for window in found if len(window.ids) == self.half_of]
+        if not found or self.first > self.half_of - 2:
+            raise DataError(
+                f"the evaluation text has no window of {self.half_of} tokens to score the second half of",
+                hint="use longer documents, a smaller `context`, or `scored: all`",
+            )
+        return found
+
+
 def compare(
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     baseline: Logits,
     artifact: Logits,
-    *,
-    half_of: int | None = None,
-    decode: Logits | None = None,
-    decode_tokens: int = 0,
-    answers: Sequence[Answer] = (),
-    samples: Sequence[Sample] = (),
-    metrics: Sequence[str] = (),
-    only: Sequence[QualityMetric] | None = None,
+    run: QualityRun = QualityRun(),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Quality:
     """Run every window through `baseline` and `artifact` and compare them on each next token.
@@ -40,30 +76,14 @@ def compare(
     from the other side. Logits of one block are in memory, log-probabilities never; kept are a few numbers a token.
     `progress` is told the windows done and their total.
 
-    `metrics` are those of plug-ins to measure besides. `half_of`, the length of a full window, scores the second half
-    of full windows alone, as llama.cpp does (tools/perplexity/perplexity.cpp: rows n_ctx / 2 … n_ctx - 2 of each
-    chunk). `decode` gives the logits of the artifact through decode steps; about `decode_tokens` tokens, spread over
-    all documents, are read by it as well.
-
-    `only` these metrics are made; all of the catalog by default.
-
     Raises:
         DataError: there is nothing to predict.
         VerificationError: a logit of either side is NaN or infinite; the message names the window.
     """
-    windows = [window for window in windows if len(window.ids) > 1]
-    if not windows:
-        raise DataError("the evaluation text has no tokens to predict", hint="use documents of 2 tokens or more")
-    first = 0
-    if half_of is not None:
-        first, windows = half_of // 2, [window for window in windows if len(window.ids) == half_of]
-        if not windows or first > half_of - 2:
-            raise DataError(
-                f"the evaluation text has no window of {half_of} tokens to score the second half of",
-                hint="use longer documents, a smaller `context`, or `scored: all`",
-            )
-    again = {id(window) for window in text.spread(windows, decode_tokens)} if decode and decode_tokens else set()
-    forms = {metric.name: metric.form for metric in (only or catalog.of_quality(metrics))}
+    windows = run.scored(windows)
+    decoded_windows = text.spread(windows, run.decode_tokens) if run.decode and run.decode_tokens else ()
+    again = {id(window) for window in decoded_windows}
+    forms = {metric.name: metric.form for metric in (run.only or catalog.of_quality(run.metrics))}
     of_tokens = values(tuple(forms.values()))
     scores: dict[str, list[WindowScores]] = {}
     decoded: dict[str, list[WindowScores]] = {}
@@ -76,27 +96,27 @@ def compare(
         for theirs in expected:
             window = windows[done]
             # Nothing follows the last token, and nothing predicts the first.
-            rows, targets = slice(first, -1), np.asarray(window.ids[first + 1 :])
+            rows, targets = slice(run.first, -1), np.asarray(window.ids[run.first + 1 :])
             found = score(theirs[rows], _finite("artifact", artifact, windows, done)[rows], targets, of_tokens)
-            scores.setdefault(window.document, []).append(WindowScores(first + 1, found))
-            if decode is not None and id(window) in again:
-                stepped = score(theirs[rows], _finite("artifact", decode, windows, done)[rows], targets, (KLD,))
+            scores.setdefault(window.document, []).append(WindowScores(run.first + 1, found))
+            if run.decode is not None and id(window) in again:
+                stepped = score(theirs[rows], _finite("artifact", run.decode, windows, done)[rows], targets, (KLD,))
                 both = {**stepped, PREFILL_KLD.name: found[KLD.name]}
-                decoded.setdefault(window.document, []).append(WindowScores(first + 1, both))
+                decoded.setdefault(window.document, []).append(WindowScores(run.first + 1, both))
             done += 1
             progress(done, len(windows))
     return summarize(
         forms,
         scores,
         context=max(len(window.ids) for window in windows),
-        scored="all" if half_of is None else "second-half",
+        scored="all" if run.half_of is None else "second-half",
         decoded=decoded,
-        answers=answers,
-        samples=samples,
+        answers=run.answers,
+        samples=run.samples,
     )
 
 
-def _finite(side: str, logits: Logits, windows: Sequence[Window], number: int) -> NDArray[np.float32]:
+def _finite(side: str, logits: Logits, windows: Sequence[TokenWindow], number: int) -> NDArray[np.float32]:
     window = windows[number]
     made = logits(window.ids)
     require_finite(side, made, f"window {number} (document {window.document}, {len(window.ids)} tokens)")

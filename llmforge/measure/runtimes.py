@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import EnvironmentLacks, RunFailed
 from llmforge.base.wording import cut, shown
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.measure import answers, runtime_process
 from llmforge.metrics import agreement
 from llmforge.metrics.agreement import DISTRIBUTIONS, PROMPTS, TOKENS, ComparedPrompt, RuntimeName, RuntimeRun
@@ -102,7 +102,7 @@ class _Asked:
 def run(
     artifact: Path,
     runner: Runner,
-    windows: Sequence[Window],
+    windows: Sequence[TokenWindow],
     interpreters: Sequence[Interpreter],
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,

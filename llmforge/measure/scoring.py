@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import InputError
+from llmforge.base.plugins import Package
 from llmforge.measure.baseline import Baseline
 from llmforge.serving import Runner, Sampling
 
@@ -19,7 +21,7 @@ Pair = tuple[list[int], list[int]]  # context, not empty, and what follows it
 Likelihood = tuple[float, bool]  # nats of what follows; whether each token of it is the likeliest
 
 
-class Side(Protocol):
+class TaskSide(Protocol):
     """One side of a comparison. Both sides get the same token ids, and are greedy."""
 
     @property
@@ -47,6 +49,27 @@ class Keep:
     def block(self, kind: str, requests: Sequence[Any], compute: Callable[[], list[Any]]) -> list[Any]:
         """Give what `compute` makes of a block of `requests`, or what it made of the same before."""
         return compute()
+
+
+class AnswerCache(Protocol):
+    """Keeps the answers of several sides."""
+
+    def of(self, side: str) -> Keep:
+        """Keep the answers of a side, by the digest of what answers."""
+        ...
+
+    def code_of(self, package: Package) -> str:
+        """Give the digest of a package's code, which may change under one version."""
+        ...
+
+
+@dataclass(frozen=True)
+class TaskRequest:
+    """Which tasks to run, and on what of them."""
+
+    tasks: tuple[str, ...]  # names, or YAML files
+    limit: int | None = None  # items of each task, the first ones
+    few_shot: int | None = None  # examples before each item; None: as many as the task says
 
 
 class EngineSide:

@@ -15,12 +15,12 @@ import numpy as np
 
 from llmforge.base.errors import RunFailed
 from llmforge.measure import machine
-from llmforge.metrics.latency import Start
+from llmforge.metrics.latency import EngineStart
 
 _TIMEOUT_S = 1800.0
 
 
-def measure(artifact: Path, *, threads: int, batch: int, prompt_tokens: int, output_tokens: int) -> Start:
+def measure(artifact: Path, *, threads: int, batch: int, prompt_tokens: int, output_tokens: int) -> EngineStart:
     """Load the engine in `artifact`, give `batch` prompts so many tokens, and tell what that took.
 
     Raises:
@@ -38,10 +38,10 @@ def measure(artifact: Path, *, threads: int, batch: int, prompt_tokens: int, out
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise RunFailed(f"a start of the engine ended with {done.returncode}: {last[0]}")
-    return Start.model_validate_json(done.stdout)
+    return EngineStart.model_validate_json(done.stdout)
 
 
-def run(artifact: Path, *, threads: int, batch: int, prompt_tokens: int, output_tokens: int) -> Start:
+def run(artifact: Path, *, threads: int, batch: int, prompt_tokens: int, output_tokens: int) -> EngineStart:
     """Do in this process what `measure` asks for."""
     from llmforge.runtime.config import FILE, RuntimeConfig
     from llmforge.runtime.device.cuda import CudaDevice
@@ -57,7 +57,7 @@ def run(artifact: Path, *, threads: int, batch: int, prompt_tokens: int, output_
     sampling = Sampling(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
     for _ in runner.generate_batch(prompts, [sampling] * batch):
         pass
-    return Start(
+    return EngineStart(
         load_ms=load_ms,
         peak_host_bytes=machine.peak_resident_bytes() + sum(map(machine.peak_resident_bytes, runner.session.processes)),
         # What is taken stays taken: weights and cache are allocated once, and arenas return nothing.

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from llmforge.measure.latency import Load, Subject, timed_generation
+from llmforge.measure.latency import TimedLoad, TimedModel, timed_generation
 from llmforge.metrics import catalog
-from llmforge.metrics.catalog import SlowestMetric
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.latency import Side, Spread
+from llmforge.metrics.latency import Spread, TimedSide
+from llmforge.metrics.latency_metrics import SlowestMetric
 from llmforge.metrics.tokens import Floats
 
 REPETITIONS = 30  # where nothing else is asked: a median of fewer differences has wide bounds
@@ -24,9 +24,9 @@ def repetitions(metrics: Sequence[SlowestMetric]) -> int:
 
 
 def differences(
-    ours: Subject,
-    theirs: Subject,
-    loads: Sequence[Load],
+    ours: TimedModel,
+    theirs: TimedModel,
+    loads: Sequence[TimedLoad],
     *,
     vocabulary: int,
     seed: int = 0,
@@ -73,7 +73,7 @@ def _difference(metric: SlowestMetric, timed: Sequence[Pairs]) -> Estimate:
 
 def _percentile(metric: SlowestMetric, generations: Sequence[Floats]) -> Estimate:
     """Read the metric of some generations of one side."""
-    spread = metric.of.figure(Side(generations))
+    spread = metric.of.figure(TimedSide(generations))
     assert isinstance(spread, Spread)
     found: Estimate = getattr(spread, metric.at)
     return found

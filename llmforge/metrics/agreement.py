@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from llmforge.metrics.intervals import SMALLEST_SAMPLE, Estimate, quantile_interval, share_interval
 from llmforge.metrics.quality import PROMPT_TOKENS
-from llmforge.metrics.record import Record
+from llmforge.metrics.record import ReportRecord
 from llmforge.metrics.studentized import bounds, studentized
 
 RuntimeName = Literal["onnxruntime-genai", "optimum", "transformers", "llama-cpp"]
@@ -31,7 +31,7 @@ Tokens = Annotated[tuple[Token, ...], Field(max_length=MOST_TOKENS)]
 Floats = Annotated[tuple[float, ...], Field(max_length=MOST_TOKENS)]
 
 
-class ComparedPrompt(Record):
+class ComparedPrompt(ReportRecord):
     """What both runtimes make of one prompt.
 
     Both answer it greedily. Then both read our answer token by token, so that at each of its places, in front of its
@@ -69,7 +69,7 @@ class ComparedPrompt(Record):
         return sum(a == b for a, b in zip(self.our_top, self.their_top, strict=True))
 
 
-class Agreement(Record):
+class Agreement(ReportRecord):
     """Figures of all prompts; intervals are over prompts."""
 
     agreement: Estimate  # share of places with the same most likely token
@@ -81,7 +81,7 @@ class Agreement(Record):
     logit_difference_max: float
 
 
-class RuntimeRun(Record):
+class RuntimeRun(ReportRecord):
     """One run of the artifact in another runtime, in a process of its own."""
 
     runtime: RuntimeName

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.quality import MOST_DOCUMENTS
-from llmforge.metrics.record import Record
+from llmforge.metrics.record import ReportRecord
 from llmforge.metrics.studentized import bounds, studentized
 from llmforge.metrics.tokens import Floats
 
@@ -25,7 +25,7 @@ MEASURED = "the read bandwidth measured in the same run"
 _AT_ONCE = 256  # columns of sums
 
 
-class LayerCost(Record):
+class LayerCost(ReportRecord):
     """What keeping a layer as it was before the pass would gain: mean KLD, in nats a token, of the pass alone."""
 
     name: str
@@ -33,7 +33,7 @@ class LayerCost(Record):
     gained: tuple[float, ...] = Field(max_length=MOST_DOCUMENTS)  # sum over each document, nats
 
 
-class ReadWeights(Record):
+class ReadWeights(ReportRecord):
     """Tensors of the graph behind a pass that have one name but for the numbers in it."""
 
     name: str  # "model.layers.*.mlp.down_proj.weight"
@@ -43,7 +43,7 @@ class ReadWeights(Record):
     read_bytes: int = Field(ge=0)  # by a decode step at batch 1: of a table nothing, of experts the chosen ones
 
 
-class ReadCaches(Record):
+class ReadCaches(ReportRecord):
     """Caches of the graph behind a pass that have one name but for the numbers in it."""
 
     name: str  # "past_key_values.*.key"
@@ -52,7 +52,7 @@ class ReadCaches(Record):
     token_bytes: int = Field(ge=0)  # of a token of context, in all of them
 
 
-class Memory(Record):
+class StepBandwidth(ReportRecord):
     """What a predicted time is made of."""
 
     source: str  # whose bandwidth, in words; `MEASURED`: that of the timings beside it
@@ -65,7 +65,7 @@ class Memory(Record):
         return 1e3 * size_bytes / (self.bytes_per_second * self.share) + 1e-3 * self.fixed_us
 
 
-class AttributedStep(Record):
+class AttributedStep(ReportRecord):
     """The graph behind a lossy pass; the first one is the graph as it was traced, before any."""
 
     name: str
@@ -81,14 +81,14 @@ class AttributedStep(Record):
     no_layers: str | None = None  # why there are none, in words
 
 
-class Attribution(Record):
+class Attribution(ReportRecord):
     """The steps of a build, on documents of the evaluation text with the cache in use."""
 
     documents: int
     tokens: int
     document_tokens: tuple[int, ...] = Field(max_length=MOST_DOCUMENTS)
     context: int  # tokens in the cache of the decode step that is predicted
-    memory: Memory | None  # None: no bandwidth is known
+    memory: StepBandwidth | None  # None: no bandwidth is known
     steps: tuple[AttributedStep, ...] = Field(max_length=MOST_STEPS)
 
 

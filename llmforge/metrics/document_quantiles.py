@@ -34,7 +34,7 @@ def bounds(values: Floats, documents: Owners, quantiles: Sequence[float]) -> lis
     """
     if int(documents.max()) + 1 < SMALLEST_SAMPLE:
         return None
-    upwards, downwards = Tokens(values, documents), Tokens(-values, documents)
+    upwards, downwards = OwnedTokens(values, documents), OwnedTokens(-values, documents)
     return [(-downwards.upper(1 - q), upwards.upper(q)) for q in quantiles]
 
 
@@ -48,7 +48,7 @@ def difference_bounds(
     """
     if int(documents.max()) + 1 < SMALLEST_SAMPLE:
         return None
-    left, right = Tokens(ours, documents), Tokens(theirs, documents)
+    left, right = OwnedTokens(ours, documents), OwnedTokens(theirs, documents)
     found = []
     for q in quantiles:
         moved = left.at(q) - right.at(q)
@@ -57,7 +57,7 @@ def difference_bounds(
     return found
 
 
-class Tokens:
+class OwnedTokens:
     """Values of tokens in their order, and of which of the documents each is."""
 
     def __init__(self, values: Floats, documents: Owners) -> None:
@@ -118,7 +118,7 @@ class Tokens:
         return share + self.off(influence, q) <= 1 - q
 
 
-def _off(left: Tokens, right: Tokens, q: float, sign: int, side: int) -> float:
+def _off(left: OwnedTokens, right: OwnedTokens, q: float, sign: int, side: int) -> float:
     """Say how far the upper (1) or lower (-1) bound of a difference is off, by the slopes on one side of `q`."""
     ours, theirs = left.slope(q, side), right.slope(q, side)
     if not math.isfinite(ours + theirs):

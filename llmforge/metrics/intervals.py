@@ -9,14 +9,14 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.metrics.record import Record
+from llmforge.metrics.record import ReportRecord
 
 CONFIDENCE = 0.95  # two-sided, for every interval of a report; a one-sided decision on a bound errs at most 2.5 %
 TAIL = (1 - CONFIDENCE) / 2  # what lies beyond each bound
 SMALLEST_SAMPLE = 8  # fewer documents than this get no interval: what was simulated of them is too wide to decide
 
 
-class Estimate(Record):
+class Estimate(ReportRecord):
     """A figure and the bounds it lies between at `CONFIDENCE`.
 
     An exact figure (a size) has both bounds equal to itself. A figure from too small a sample has no bounds (None),

@@ -10,9 +10,9 @@ import numpy as np
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.record import Figures, Record
+from llmforge.metrics.record import FiguresRecord, ReportRecord
 from llmforge.metrics.tokens import Floats
-from llmforge.metrics.workload import Slo, Workload
+from llmforge.metrics.workload import MeasuredWorkload, Slo
 
 Generations = Sequence[Floats]  # of each repetition, the milliseconds that each token took [tokens]; first the TTFT
 
@@ -25,7 +25,7 @@ _HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Side:
+class TimedSide:
     """What was timed of the artifact or of its baseline, at one load."""
 
     generations: Generations
@@ -39,12 +39,12 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Trial:
+class LoadTrial:
     """What was timed at one load, and what it is held against."""
 
     prompt_tokens: int
-    artifact: Side
-    baseline: Side | None
+    artifact: TimedSide
+    baseline: TimedSide | None
     conditions: Conditions
 
     @property
@@ -55,7 +55,7 @@ class Trial:
         return footprint.weight_bytes_per_token + self.artifact.batch * context * footprint.kv_bytes_per_token
 
 
-class Spread(Record):
+class Spread(ReportRecord):
     """Percentiles of a duration, in milliseconds; bounds where there are enough repetitions."""
 
     p50: Estimate
@@ -63,7 +63,7 @@ class Spread(Record):
     p99: Estimate
 
 
-class Timing(Figures):
+class Timing(FiguresRecord):
     """One side at one load: what was timed, and the figures that are made of it."""
 
     __pydantic_extra__: dict[str, Spread | Estimate | float]
@@ -71,9 +71,9 @@ class Timing(Figures):
     energy_j: tuple[float, ...] | None = None  # of each repetition
     generations_ms: tuple[tuple[float, ...], ...]  # of each repetition, what each token took; first the TTFT
 
-    def side(self, batch: int) -> Side:
+    def side(self, batch: int) -> TimedSide:
         """What was timed, as figures are made of it."""
-        return Side([np.asarray(each, np.float64) for each in self.generations_ms], batch, self.energy_j)
+        return TimedSide([np.asarray(each, np.float64) for each in self.generations_ms], batch, self.energy_j)
 
     @model_serializer(mode="wrap")
     def _long_ones_last(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Timing(Figures):
         return fields
 
 
-class Point(Figures):
+class LatencyPoint(FiguresRecord):
     """Both sides at one load: `batch` prompts of one length, together."""
 
     __pydantic_extra__: dict[str, Estimate | int | float | None]
@@ -104,7 +104,7 @@ class Point(Figures):
         return len(self.artifact.generations_ms[0])
 
 
-class Footprint(Record):
+class Footprint(ReportRecord):
     """What an artifact weighs, on disk and on the memory bus, and what it computes."""
 
     artifact_bytes: int  # all files of the engine
@@ -113,7 +113,7 @@ class Footprint(Record):
     multiply_adds_per_token: int | None = None  # of the weights, attention's own left out; None: not counted
 
 
-class Bandwidth(Record):
+class Bandwidth(ReportRecord):
     """What memory this machine reads, measured in the same run: the device's own, where the engine runs on one."""
 
     threads: int
@@ -123,7 +123,7 @@ class Bandwidth(Record):
     probe: str = "loads of host memory"  # in words
 
 
-class Compute(Record):
+class Compute(ReportRecord):
     """What this device computes, measured in the same run."""
 
     dtype: str  # of the engine's products, as far as it is known: what MFU is relative to
@@ -136,7 +136,7 @@ class Compute(Record):
         return self.operations_per_second.get(self.dtype)
 
 
-class DataSheet(Record):
+class DataSheet(ReportRecord):
     """What the target's file says of the device."""
 
     target: str
@@ -145,7 +145,7 @@ class DataSheet(Record):
     source: str
 
 
-class Price(Record):
+class HourlyPrice(ReportRecord):
     """What an hour of the target costs."""
 
     usd_per_hour: float
@@ -153,18 +153,18 @@ class Price(Record):
     date: str
 
 
-class Conditions(Record):
+class Conditions(ReportRecord):
     """What timings are held against."""
 
     footprint: Footprint
     bandwidth: Bandwidth | None
     compute: Compute | None = None
     data_sheet: DataSheet | None = None
-    price: Price | None = None  # of all devices that the engine runs on
+    price: HourlyPrice | None = None  # of all devices that the engine runs on
     slo: Slo | None = None
 
 
-class Noise(Record):
+class Noise(ReportRecord):
     """What else the machine did meanwhile, as far as it shows."""
 
     probe_ms: tuple[float, ...]  # the same small computation, before each round of measurements
@@ -173,7 +173,7 @@ class Noise(Record):
     load_average: float | None  # of the last minute, when the measurements began
 
 
-class Start(Record):
+class EngineStart(ReportRecord):
     """One start of the engine in a process of its own: load, then one generation at the largest load."""
 
     load_ms: float
@@ -194,12 +194,12 @@ class Latency(Conditions):
     baseline_load_ms: float | None
     stopped: str = ""  # why no more repetitions were made, where they did not have a fixed number
     noise: Noise | None = None
-    starts: tuple[Start, ...] = Field(default=(), max_length=MOST_STARTS)
-    points: tuple[Point, ...] = Field(max_length=MOST_LOADS)
-    workloads: tuple[Workload, ...] = Field(default=(), max_length=MOST_WORKLOADS)
+    starts: tuple[EngineStart, ...] = Field(default=(), max_length=MOST_STARTS)
+    points: tuple[LatencyPoint, ...] = Field(max_length=MOST_LOADS)
+    workloads: tuple[MeasuredWorkload, ...] = Field(default=(), max_length=MOST_WORKLOADS)
 
     @property
-    def single(self) -> tuple[Point, ...]:
+    def single(self) -> tuple[LatencyPoint, ...]:
         """The loads of one sequence; all of them, where there is none."""
         return tuple(point for point in self.points if point.batch == 1) or self.points
 
@@ -219,38 +219,38 @@ def whole_ms(durations: Floats) -> float:
     return float(durations.sum())
 
 
-def spread(duration: Callable[[Floats], float], side: Side) -> Spread:
+def spread(duration: Callable[[Floats], float], side: TimedSide) -> Spread:
     """Summarize a duration of each generation."""
     found = [duration(durations) for durations in side.generations]
     p50, p95, p99 = (Estimate.quantile(found, quantile, of="repetitions") for quantile in (0.5, 0.95, 0.99))
     return Spread(p50=p50, p95=p95, p99=p99)
 
 
-def between_tokens(side: Side) -> Spread:
+def between_tokens(side: TimedSide) -> Spread:
     """Summarize the time between two tokens, over all generations together."""
     gaps = [durations[1:] for durations in side.generations]
     p50, p95, p99 = (Estimate.clustered_quantile(gaps, quantile, of="repetitions") for quantile in (0.5, 0.95, 0.99))
     return Spread(p50=p50, p95=p95, p99=p99)
 
 
-def tokens_per_second(side: Side) -> float:
+def tokens_per_second(side: TimedSide) -> float:
     """Rate of decoding, of all sequences: 1000 · batch / median time of each later token in ms."""
     return 1e3 * side.batch / float(np.median([later_token_ms(durations) for durations in side.generations]))
 
 
-def throughput(side: Side) -> Estimate:
+def throughput(side: TimedSide) -> Estimate:
     """Tokens given per second, the time of their prompts included."""
     return Estimate.median([whole_ms(each) for each in side.generations], of="repetitions").inverted(1e3 * side.tokens)
 
 
-def joules_per_token(side: Side) -> Estimate | None:
+def joules_per_token(side: TimedSide) -> Estimate | None:
     """Energy of the device for each token given, that of the prompts included; None: not measured."""
     if side.energy_j is None:
         return None
     return Estimate.median(side.energy_j, of="repetitions").scaled(1 / side.tokens)
 
 
-def speedup(duration: Callable[[Floats], float], trial: Trial) -> Estimate | None:
+def speedup(duration: Callable[[Floats], float], trial: LoadTrial) -> Estimate | None:
     """Estimate the median over the repetitions of baseline / artifact; None without a baseline.
 
     The baseline may have taken its turn in the first repetitions alone.
@@ -261,7 +261,7 @@ def speedup(duration: Callable[[Floats], float], trial: Trial) -> Estimate | Non
     return Estimate.median([duration(theirs) / duration(ours) for theirs, ours in pairs], of="repetitions")
 
 
-def bandwidth_utilization(trial: Trial) -> float | None:
+def bandwidth_utilization(trial: LoadTrial) -> float | None:
     """Share of the measured bandwidth that decoding uses (MBU): bytes read per step / median TPOT / bandwidth.
 
     None: it was not measured.
@@ -270,7 +270,7 @@ def bandwidth_utilization(trial: Trial) -> float | None:
     return None if bandwidth is None else _read_per_second(trial) / bandwidth.working_set_bytes_per_second
 
 
-def data_sheet_bandwidth_utilization(trial: Trial) -> float | None:
+def data_sheet_bandwidth_utilization(trial: LoadTrial) -> float | None:
     """The same share of what the data sheet says; None: it says nothing."""
     sheet = trial.conditions.data_sheet
     if sheet is None or sheet.bytes_per_second is None:
@@ -278,17 +278,17 @@ def data_sheet_bandwidth_utilization(trial: Trial) -> float | None:
     return _read_per_second(trial) / sheet.bytes_per_second
 
 
-def _read_per_second(trial: Trial) -> float:
+def _read_per_second(trial: LoadTrial) -> float:
     return trial.bytes_read / (_median_ms(later_token_ms, trial) / 1e3)
 
 
-def compute_utilization(trial: Trial) -> float | None:
+def compute_utilization(trial: LoadTrial) -> float | None:
     """Share of the measured rate that prompts use (MFU): 2 · multiply-adds · tokens / median TTFT / rate."""
     compute = trial.conditions.compute
     return None if compute is None else _share_of_rate(trial, compute.rate)
 
 
-def data_sheet_compute_utilization(trial: Trial) -> float | None:
+def data_sheet_compute_utilization(trial: LoadTrial) -> float | None:
     """The same share of what the data sheet says; None: it says nothing of the dtype."""
     compute, sheet = trial.conditions.compute, trial.conditions.data_sheet
     if compute is None or sheet is None:
@@ -296,7 +296,7 @@ def data_sheet_compute_utilization(trial: Trial) -> float | None:
     return _share_of_rate(trial, sheet.operations_per_second.get(compute.dtype))
 
 
-def _share_of_rate(trial: Trial, rate: float | None) -> float | None:
+def _share_of_rate(trial: LoadTrial, rate: float | None) -> float | None:
     each = trial.conditions.footprint.multiply_adds_per_token
     if each is None or rate is None:
         return None
@@ -304,11 +304,11 @@ def _share_of_rate(trial: Trial, rate: float | None) -> float | None:
     return operations / (_median_ms(first_token_ms, trial) / 1e3) / rate
 
 
-def _median_ms(duration: Callable[[Floats], float], trial: Trial) -> float:
+def _median_ms(duration: Callable[[Floats], float], trial: LoadTrial) -> float:
     return float(np.median([duration(durations) for durations in trial.artifact.generations]))
 
 
-def usd_per_million_tokens(trial: Trial) -> Estimate | None:
+def usd_per_million_tokens(trial: LoadTrial) -> Estimate | None:
     """Cost of a million tokens given at this load, all the time; None: the target has no price."""
     price = trial.conditions.price
     if price is None:
@@ -316,7 +316,7 @@ def usd_per_million_tokens(trial: Trial) -> Estimate | None:
     return throughput(trial.artifact).inverted(price.usd_per_hour / _HOUR_S * 1e6)
 
 
-def good_share(trial: Trial) -> Estimate | None:
+def good_share(trial: LoadTrial) -> Estimate | None:
     """Share of generations that meet the objective; None without one."""
     slo = trial.conditions.slo
     if slo is None:
@@ -326,7 +326,7 @@ def good_share(trial: Trial) -> Estimate | None:
     return Estimate.share(sum(met), len(met), of="repetitions")
 
 
-def goodput(trial: Trial) -> float | None:
+def goodput(trial: LoadTrial) -> float | None:
     """Requests a second that meet the objective, at this load; None without one."""
     share = good_share(trial)
     if share is None:

@@ -14,7 +14,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from llmforge.metrics import document_quantiles
 from llmforge.metrics.intervals import Estimate, quantile_interval, share_interval
-from llmforge.metrics.record import Figures, Record
+from llmforge.metrics.record import FiguresRecord, ReportRecord
 from llmforge.metrics.studentized import bounds, means, studentized
 from llmforge.metrics.token_records import DocumentTokens, WindowScores, keep
 from llmforge.metrics.tokens import Floats, TokenValue
@@ -98,7 +98,7 @@ class OfAnswers:
     decides: ClassVar[bool] = True
     source: ClassVar[Source] = "samples"
 
-    figure: Callable[[Sequence[Answer]], Estimate]
+    figure: Callable[[Sequence[GreedyAnswer]], Estimate]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Histogram:
 Form = OfSums | OfTokens | Quantile | ByPosition | OfAnswers | Histogram
 
 
-class DocumentSums(Figures):
+class DocumentSums(FiguresRecord):
     """Sums over the predicted tokens of one document, by the names of the values."""
 
     __pydantic_extra__: dict[str, int | float]
@@ -134,7 +134,7 @@ class DocumentSums(Figures):
     tokens: int
 
 
-class Segment(Record):
+class Segment(ReportRecord):
     """A stretch of a curve."""
 
     first: int  # tokens of context, the fewest and the most
@@ -143,7 +143,7 @@ class Segment(Record):
     figure: Estimate
 
 
-class Answer(Record):
+class GreedyAnswer(ReportRecord):
     """The greedy continuation of the beginning of one document, by the artifact, against the baseline's."""
 
     document: str
@@ -156,7 +156,7 @@ class Answer(Record):
         return self.first_difference is None or self.first_difference >= tokens
 
 
-class Sample(Record):
+class Sample(ReportRecord):
     """Both answers to one prompt, as text."""
 
     document: str
@@ -166,7 +166,7 @@ class Sample(Record):
     artifact: str
 
 
-class Quality(Figures):
+class Quality(FiguresRecord):
     """How far the artifact is from the baseline, over all predicted tokens; intervals are over documents."""
 
     __pydantic_extra__: dict[str, Estimate | float | tuple[Segment, ...] | tuple[int, ...]]
@@ -180,7 +180,7 @@ class Quality(Figures):
     per_document: tuple[DocumentSums, ...] = Field(max_length=MOST_DOCUMENTS)
     per_token: tuple[DocumentTokens, ...] = Field(default=(), max_length=MOST_DOCUMENTS)  # of as many as are kept
     per_document_decoded: tuple[DocumentSums, ...] = Field(default=(), max_length=MOST_DOCUMENTS)  # read one by one too
-    answers: tuple[Answer, ...] = Field(default=(), max_length=MOST_DOCUMENTS)
+    answers: tuple[GreedyAnswer, ...] = Field(default=(), max_length=MOST_DOCUMENTS)
 
     @model_serializer(mode="wrap")
     def _long_ones_last(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -232,7 +232,7 @@ def summarize(
     context: int,
     scored: Literal["all", "second-half"] = "all",
     decoded: Mapping[str, Sequence[WindowScores]] | None = None,
-    answers: Sequence[Answer] = (),
+    answers: Sequence[GreedyAnswer] = (),
     samples: Sequence[Sample] = (),
 ) -> Quality:
     """Make the figures of `forms`, by name, with their bounds, from the scores of each document's windows.
@@ -320,13 +320,13 @@ def _within(value: float, found: tuple[float, float] | None, samples: int, of: s
     return Estimate(value=value, low=min(value, found[0]), high=max(value, found[1]), samples=samples, of=of)
 
 
-def share_same(answers: Sequence[Answer], tokens: int) -> Estimate:
+def share_same(answers: Sequence[GreedyAnswer], tokens: int) -> Estimate:
     """Estimate how many of the answers have the same first `tokens` tokens."""
     same = sum(answer.same(tokens) for answer in answers)
     return _within(same / len(answers), share_interval(same, len(answers)), len(answers), "answers")
 
 
-def median_difference(answers: Sequence[Answer]) -> Estimate:
+def median_difference(answers: Sequence[GreedyAnswer]) -> Estimate:
     """Estimate the median of how many tokens are the same; of answers that do not differ, all that were asked for."""
     same = [ANSWER_TOKENS if answer.first_difference is None else answer.first_difference for answer in answers]
     found = quantile_interval(np.array(same, np.float64), 0.5)

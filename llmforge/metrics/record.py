@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 
-class Record(BaseModel):
+class ReportRecord(BaseModel):
     """A part of a report. It is written once and never edited."""
 
     # JSON has no NaN: they are written as strings and read back, for the report of a broken model must be readable too.
@@ -18,7 +18,7 @@ class Record(BaseModel):
         return self.model_dump_json(indent=1) + "\n"
 
 
-class Figures(Record):
+class FiguresRecord(ReportRecord):
     """A record with what was measured beside its fields, by the names of the metrics, in the JSON as well.
 
     A subclass says with `__pydantic_extra__` of which type figures are. A report reads back without its catalog.

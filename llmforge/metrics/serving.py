@@ -11,14 +11,14 @@ import numpy as np
 
 from llmforge.base.errors import UsageError
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.record import Record
+from llmforge.metrics.record import ReportRecord
 
 _MILLISECONDS = {"ms": 1.0, "s": 1000.0}
 _OBJECTIVE = re.compile(r"(?P<name>[a-z]+)=(?P<number>\d+(?:\.\d+)?)(?P<unit>ms|s)")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RequestOutcome:
     """What became of one request; times in seconds of one monotonic clock.
 
     `sent_s` is when the request was due: in an open loop its planned arrival, so that a load generator that lags
@@ -81,7 +81,7 @@ class Objective:
             bounds[name] = float(match["number"]) * _MILLISECONDS[match["unit"]]
         return cls(**bounds, text=text)
 
-    def meets(self, outcome: Outcome) -> bool:
+    def meets(self, outcome: RequestOutcome) -> bool:
         """Say whether a request was answered within all bounds; one token has no TPOT, and meets any."""
         if outcome.error is not None:
             return False
@@ -90,7 +90,7 @@ class Objective:
         return all(b is None or ms is None or ms <= b for b, ms in zip(bounds, found, strict=True))
 
 
-class Distribution(Record):
+class Distribution(ReportRecord):
     """Percentiles of a duration in milliseconds; `p50` has bounds where samples are enough and independent."""
 
     mean: float
@@ -117,7 +117,7 @@ class Distribution(Record):
         )
 
 
-class Figures(Record):
+class LoadFigures(ReportRecord):
     """All figures of one load, over one run of it or several.
 
     Durations are those of the completed requests of all runs, `itl_ms` the gaps between their arrivals. A rate is the
@@ -143,7 +143,7 @@ class Figures(Record):
     errors: dict[str, int]  # how often each was met
 
 
-def figures(runs: Sequence[Sequence[Outcome]], objective: Objective | None = None) -> Figures:
+def figures(runs: Sequence[Sequence[RequestOutcome]], objective: Objective | None = None) -> LoadFigures:
     """Sum up a load that was sent once or several times.
 
     Raises:
@@ -155,7 +155,7 @@ def figures(runs: Sequence[Sequence[Outcome]], objective: Objective | None = Non
     done = [outcome for outcome in outcomes if outcome.error is None]
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     gaps_ms = [float(gap) for outcome in done for gap in np.diff(outcome.token_s) * 1e3]
-    return Figures(
+    return LoadFigures(
         runs=len(runs),
         completed=len(done),
         failed=len(errors),
@@ -175,12 +175,12 @@ def figures(runs: Sequence[Sequence[Outcome]], objective: Objective | None = Non
     )
 
 
-def _rate(runs: Sequence[Sequence[Outcome]], count: Callable[[Outcome], int]) -> Estimate:
+def _rate(runs: Sequence[Sequence[RequestOutcome]], count: Callable[[RequestOutcome], int]) -> Estimate:
     """Estimate what the completed requests of a run come to per second."""
     counts = [sum(count(each) for each in run if each.error is None) for run in runs]
     durations = [_duration_s(run) for run in runs]
     return Estimate.median([n / s if s > 0 else 0.0 for n, s in zip(counts, durations, strict=True)], of="runs")
 
 
-def _duration_s(run: Sequence[Outcome]) -> float:
+def _duration_s(run: Sequence[RequestOutcome]) -> float:
     return max(outcome.ended_s for outcome in run) - min(outcome.sent_s for outcome in run)

@@ -28,7 +28,7 @@ POSSIBLE = 0.15  # a shape is possible if so many of its samples, or more, have 
 Floats = NDArray[np.float64]
 
 
-class Table(NamedTuple):
+class QuantileTable(NamedTuple):
     """Quantiles of the t statistic (mean - true mean) / standard error of lognormal samples, at its lower end."""
 
     documents: Floats  # [N], ascending
@@ -38,10 +38,10 @@ class Table(NamedTuple):
 
 
 @cache
-def table() -> Table:
+def table() -> QuantileTable:
     """Read what was simulated."""
     read = json.loads((Path(__file__).parent / "skewed_t.json").read_text(encoding="ascii"))
-    return Table(*(np.array(read[field], np.float64) for field in Table._fields))
+    return QuantileTable(*(np.array(read[field], np.float64) for field in QuantileTable._fields))
 
 
 def l_skewness(samples: Floats) -> Floats:

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from llmforge.metrics import paired
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.record import Record
+from llmforge.metrics.record import ReportRecord
 from llmforge.metrics.studentized import bounds, studentized
 
 PREFIX = "task."  # of the name of a metric of a task: task.NAME.SCORE
@@ -23,7 +23,7 @@ Form = Literal["mean", "perplexity", "bits"]
 Floats = NDArray[np.float64]
 
 
-class Figures(Record):
+class ScoreFigures(ReportRecord):
     """What the items of one score make; a difference is of the artifact less the checkpoint, item by item."""
 
     artifact: Estimate
@@ -31,7 +31,7 @@ class Figures(Record):
     difference: Estimate | None
 
 
-class Score(Record):
+class Score(ReportRecord):
     """One score of every item of a task, in the order of its items.
 
     Of `mean` the figure is Σ values / N. Of texts, `values` are log-likelihoods in nats and `weights` words or bytes:
@@ -42,7 +42,7 @@ class Score(Record):
     artifact: tuple[float, ...] = Field(max_length=MOST_ITEMS)
     baseline: tuple[float, ...] | None = Field(max_length=MOST_ITEMS)  # None: it was not measured
     weights: tuple[float, ...] | None = Field(default=None, max_length=MOST_ITEMS)
-    figures: Figures
+    figures: ScoreFigures
 
     @property
     def better(self) -> Literal["lower", "higher"]:
@@ -63,7 +63,7 @@ class Score(Record):
         return cls(form=form, artifact=artifact, baseline=baseline, weights=weights, figures=made)
 
 
-class TaskResult(Record):
+class TaskResult(ReportRecord):
     """A task on an artifact and, where it was measured, on its checkpoint: the same requests to both."""
 
     name: str
@@ -92,12 +92,17 @@ class TaskResult(Record):
         """Its scores, by the name of their metric."""
         return {f"{PREFIX}{self.name}.{name}": score for name, score in self.scores.items()}
 
-    def again(self) -> dict[str, Figures]:
+    def again(self) -> dict[str, ScoreFigures]:
         """Make the figures of each score of its items, again."""
         return {
             name: figures(score.form, score.artifact, score.baseline, self.documents, score.weights)
             for name, score in self.scores.items()
         }
+
+
+def merge(before: Sequence[TaskResult], measured: Sequence[TaskResult]) -> tuple[TaskResult, ...]:
+    """Put results in the place of those of the same name."""
+    return tuple({each.name: each for each in (*before, *measured)}.values())
 
 
 def between(ours: Sequence[TaskResult], theirs: Sequence[TaskResult], name: str) -> Estimate | str:
@@ -119,7 +124,7 @@ def figures(
     baseline: tuple[float, ...] | None,
     documents: tuple[int, ...],
     weights: tuple[float, ...] | None = None,
-) -> Figures:
+) -> ScoreFigures:
     """Estimate the figure of each side, and how far the artifact's is from the baseline's.
 
     Items that are right or wrong have score intervals (`paired`); others bounds over documents (`studentized`).
@@ -129,19 +134,19 @@ def figures(
     sides = [ours] if theirs is None else [ours, theirs]
     if not all(np.isfinite(side).all() for side in sides):
         unknown = Estimate(value=math.nan, low=None, high=None, samples=len(ours), of="items")
-        return Figures(
+        return ScoreFigures(
             artifact=unknown,
             baseline=theirs if theirs is None else unknown,
             difference=None if theirs is None else unknown,
         )
     if form == "mean" and all(np.isin(side, (0.0, 1.0)).all() for side in sides):
-        return Figures(
+        return ScoreFigures(
             artifact=paired.share(ours, clusters),
             baseline=None if theirs is None else paired.share(theirs, clusters),
             difference=None if theirs is None else paired.difference(ours, theirs, clusters),
         )
     counts = np.ones(len(ours)) if weights is None else np.asarray(weights, np.float64)
-    return Figures(
+    return ScoreFigures(
         artifact=_over_documents(form, [ours], counts, clusters),
         baseline=None if theirs is None else _over_documents(form, [theirs], counts, clusters),
         difference=None if theirs is None else _over_documents(form, [ours, theirs], counts, clusters),

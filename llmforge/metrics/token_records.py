@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from llmforge.metrics.record import Figures
+from llmforge.metrics.record import FiguresRecord
 
 KEPT_TOKENS = 2**19  # of all documents; 11 bytes of a record each, with what is kept today
 
@@ -35,7 +35,7 @@ class WindowScores:
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
-class DocumentTokens(Figures):
+class DocumentTokens(FiguresRecord):
     """Values of the predicted tokens of one document, by name, window behind window.
 
     Floats are stored in fp32, little-endian, and booleans as bits, the first the highest of its byte; all in base64.

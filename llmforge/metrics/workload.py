@@ -6,14 +6,14 @@ from typing import Self
 
 from pydantic import Field
 
-from llmforge.metrics.record import Record
-from llmforge.metrics.serving import Figures, Objective, Outcome, figures
+from llmforge.metrics.record import ReportRecord
+from llmforge.metrics.serving import LoadFigures, Objective, RequestOutcome, figures
 
 MOST_RUNS = 20  # of one workload
 _DECIMALS = 3  # of milliseconds: 1 µs
 
 
-class Slo(Record):
+class Slo(ReportRecord):
     """A service level objective: upper bounds in milliseconds that a good request meets, all of them."""
 
     ttft_ms: float | None = None
@@ -31,7 +31,7 @@ class Slo(Record):
         return Objective(ttft_ms=self.ttft_ms, tpot_ms=self.tpot_ms, latency_ms=self.latency_ms)
 
 
-class RequestTimes(Record):
+class RequestTimes(ReportRecord):
     """When what became of one request, in milliseconds after its run began."""
 
     sent_ms: float  # when it was due
@@ -42,7 +42,7 @@ class RequestTimes(Record):
     error: str | None = None
 
     @classmethod
-    def of(cls, outcome: Outcome, began_s: float) -> Self:
+    def of(cls, outcome: RequestOutcome, began_s: float) -> Self:
         """Write down an outcome; `began_s` is when its run began."""
 
         def after(seconds: float) -> float:
@@ -58,9 +58,9 @@ class RequestTimes(Record):
         )
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> RequestOutcome:
         """The outcome that figures are made of."""
-        return Outcome(
+        return RequestOutcome(
             sent_s=self.sent_ms / 1e3,
             token_s=tuple(ms / 1e3 for ms in self.token_ms),
             ended_s=self.ended_ms / 1e3,
@@ -70,13 +70,13 @@ class RequestTimes(Record):
         )
 
 
-class Workload(Record):
+class MeasuredWorkload(ReportRecord):
     """One load, sent once or several times, and its figures."""
 
     name: str  # in the recipe
     description: str  # in words
     prefix_hit_share: float | None = None  # of prompt tokens that were looked up in the prefix cache
-    figures: Figures
+    figures: LoadFigures
     runs: tuple[tuple[RequestTimes, ...], ...] = Field(max_length=MOST_RUNS)
 
     @classmethod
@@ -93,7 +93,7 @@ class Workload(Record):
         return cls(name=name, description=description, prefix_hit_share=prefix_hit_share, figures=made, runs=runs)
 
 
-def made_of(runs: tuple[tuple[RequestTimes, ...], ...], slo: Slo | None) -> Figures:
+def made_of(runs: tuple[tuple[RequestTimes, ...], ...], slo: Slo | None) -> LoadFigures:
     """Make the figures of runs of a load.
 
     Raises:

@@ -25,7 +25,7 @@ import onnx_ir as ir
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import dtype_inference, graph, interface, operators
 from llmforge.ir.operators import canonical, standard
-from llmforge.ir.operators.contrib import GroupQueryAttention, MatMulNBits, MoE, QMoE
+from llmforge.ir.operators.contrib import ContribMoE, GroupQueryAttention, MatMulNBits, QMoE
 from llmforge.ir.operators.record import CachedAttention, Operator
 from llmforge.parallel.partition import Partition, even, spread
 from llmforge.parallel.partition_shapes import Undivided, axis_of, size_of, through_reshape
@@ -67,7 +67,7 @@ def plan(model: ir.Model, degree: int) -> ShardPlan:
             planner.latent_attention(view)
     for experts in canonical.MoE.all(model):
         planner.moe(experts.node, graph.static(experts.down)[1])
-    for moe in MoE.all(model):
+    for moe in ContribMoE.all(model):
         planner.kernel_moe(moe)
     for quantized in QMoE.all(model):
         planner.kernel_moe(quantized)
@@ -217,7 +217,7 @@ class _Planner:
             )
         self.experts[node] = even(inner, self.degree, 1)
 
-    def kernel_moe(self, layer: MoE | QMoE) -> None:
+    def kernel_moe(self, layer: ContribMoE | QMoE) -> None:
         """Divide experts in the words of ONNX Runtime's kernels, matrices [E, 2·I or I, H] and [E, H, I]."""
         if (layer.activation_type == "swiglu") != (layer.swiglu_fusion == 1):
             raise UnsupportedError(f"tensor_parallel: the gates of {layer.name} are not interleaved, and not divided")

@@ -26,7 +26,7 @@ import onnx_ir as ir
 from llmforge.ir import graph, operators
 from llmforge.ir.operators import canonical, standard
 from llmforge.ir.operators.canonical import AllGather, AllReduce
-from llmforge.ir.operators.contrib import MatMulNBits, MoE, QMoE
+from llmforge.ir.operators.contrib import ContribMoE, MatMulNBits, QMoE
 from llmforge.ir.operators.record import CANONICAL, OPSETS, CachedAttention, Operator
 from llmforge.parallel.partition import Partition, Ranges, nibbles, shard
 from llmforge.parallel.shard_plan import ShardPlan, features, plan
@@ -168,7 +168,7 @@ class _RankGraph:
         if isinstance(layer, canonical.MoE):
             bias, y = self._canonical_experts(layer, inner), layer.output
         else:
-            assert isinstance(layer, MoE | QMoE)
+            assert isinstance(layer, ContribMoE | QMoE)
             bias, y = self._kernel_experts(layer, inner), layer.output
         if bias is not None and self.rank:
             held = graph.tensor(bias)
@@ -185,7 +185,7 @@ class _RankGraph:
         self._shard(layer.node, layer.up_bias, 1, up)
         return layer.down_bias
 
-    def _kernel_experts(self, layer: MoE | QMoE, inner: Partition) -> ir.Value | None:
+    def _kernel_experts(self, layer: ContribMoE | QMoE, inner: Partition) -> ir.Value | None:
         """Divide matrices [E, N, K], gates interleaved, and what goes with their codes."""
         up = inner.scaled(2) if layer.swiglu_fusion else inner
         for value in (layer.fc1_experts_weights, layer.fc1_experts_bias):

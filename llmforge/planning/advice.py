@@ -6,16 +6,15 @@ rests. Where a figure is missing the pass is not judged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from llmforge.backends import BACKENDS
-from llmforge.backends.record import Dtype
 from llmforge.base.errors import UnsupportedError
 from llmforge.planning.deployment import DeploymentPlan, degree
 from llmforge.planning.roofline import Placement, StepCost
-from llmforge.planning.scheme import BITS, DtypeScheme, Wanted, choose
+from llmforge.planning.scheme import BITS, DtypeScheme, choose
+from llmforge.rewrite.traits import Deployment, FewerKernels, OwnKernels, Prediction, Storage
 from llmforge.targets import WORTH, QuantizedLayers
 from llmforge.targets.achieved import Assumption
 
@@ -26,23 +25,6 @@ KERNEL_S = {
     "cpu": Assumption(4.5e-6, "0.5 ms for the hand-over of 112 operators (docs/performance.md, two Zen 4 cores)"),
 }
 SCORE_PASSES = 4  # over scores that are not kept on chip: written, read, normalized and written, read again
-
-# What a pass makes of weights and of products (None: in the dtype of activations), and the weights that share a scale
-# (0: an output feature's); by what shares a scale where a backend multiplies weights in 8 bits as they are.
-_QUANTIZATIONS: Mapping[str, tuple[tuple[str, Dtype, Dtype | None, int | None], ...]] = {
-    "blocks": (
-        ("quantize-weights, bits: 8", "int8", None, None),
-        ("quantize-weights, bits: 4", "int4", None, None),
-    ),
-    "channels": (
-        ("quantize-channels, dtype: int8", "int8", None, 0),
-        ("quantize-channels, dtype: int8, activations: static", "int8", "int8", 0),
-        ("quantize-channels, dtype: fp8", "fp8", None, 0),
-        ("quantize-channels, dtype: fp8, activations: static", "fp8", "fp8", 0),
-        ("quantize-weights, bits: 4", "int4", None, None),
-        ("quantize-fp4", "fp4", "fp4", None),
-    ),
-}
 
 Verdict = Literal["pays", "does not pay", "refused", "done", "not known"]
 
@@ -61,30 +43,44 @@ class Advice:
 
 
 def advise(plan: DeploymentPlan) -> tuple[Advice, ...]:
-    """Judge each pass on this plan: shape, target, engine and workload."""
-    return (*_quantizations(plan), *_structures(plan))
+    """Judge each pass on this plan: shape, target, engine and workload; of dtypes the larger ones first."""
+    from llmforge import passes  # which brings onnx-ir
+
+    there = Deployment(plan.target, BACKENDS[plan.backend], plan.scheme.compute)
+    found = [each for step in passes.ALL for each in step.predicts(there)]
+    dtypes = [each for each in found if isinstance(each.effect, Storage)]
+    dtypes.sort(key=_bits, reverse=True)
+    return tuple(_judge(plan, each) for each in (*dtypes, *(each for each in found if each not in dtypes)))
 
 
-def _quantizations(plan: DeploymentPlan) -> Iterator[Advice]:
-    for name, weights, product, block in _QUANTIZATIONS[BACKENDS[plan.backend].scales]:
-        now, then = (plan.scheme.weights, weights) if product is None else (plan.scheme.product, product)
-        if BITS[now] <= BITS[then]:
-            what = "weights are" if product is None else "matmul is"
-            yield Advice(name, "done", f"{what} already {now}")
-        else:
-            wanted = Wanted(weights=weights, product=product, block=block)
-            yield _tried(plan, name, wanted, beside=None if product is None else replace(wanted, product=None))
-    if BITS[plan.scheme.kv] <= 8:
-        yield Advice("quantize-kv-cache, bits: 8", "done", f"the cache is already {plan.scheme.cached}")
-    else:
-        yield _tried(plan, "quantize-kv-cache, bits: 8", Wanted(kv="int8"))
+def _bits(prediction: Prediction) -> int:
+    """Return the bits of weights; caches come after them."""
+    assert isinstance(prediction.effect, Storage)
+    return 0 if prediction.effect.weights is None else BITS[prediction.effect.weights]
 
 
-def _tried(plan: DeploymentPlan, name: str, wanted: Wanted, beside: Wanted | None = None) -> Advice:
+def _judge(plan: DeploymentPlan, prediction: Prediction) -> Advice:
+    name, effect = prediction.change, prediction.effect
+    if isinstance(effect, FewerKernels):
+        return _fewer_kernels(plan, name, effect)
+    if isinstance(effect, OwnKernels):
+        return _own_kernels(plan, name, effect)
+    now = plan.scheme
+    for asked, has, what in (
+        (effect.product, now.product, f"matmul is already {now.product}"),
+        (None if effect.product else effect.weights, now.weights, f"weights are already {now.weights}"),
+        (effect.kv, now.kv, f"the cache is already {now.cached}"),
+    ):
+        if asked is not None and BITS[has] <= BITS[asked]:
+            return Advice(name, "done", what)
+    return _tried(plan, name, effect, beside=None if effect.product is None else replace(effect, product=None))
+
+
+def _tried(plan: DeploymentPlan, name: str, wanted: Storage, beside: Storage | None = None) -> Advice:
     """Plan once more with other dtypes; it pays where it does more than `beside`, which costs less quality."""
     old = plan.scheme
     try:
-        kept = Wanted(compute=old.compute, weights=old.weights, kv=old.kv, cache=old.cache)
+        kept = Storage(compute=old.compute, weights=old.weights, kv=old.kv, cache=old.cache)
         changed = choose(plan.target, plan.backend, old.compute, wanted.or_else(kept))
     except UnsupportedError as error:
         return Advice(name, "refused", error.message.partition(": ")[2] or error.message)
@@ -136,38 +132,29 @@ def _why(was: StepCost, tpot: float, pays: bool) -> str:
     return f"decoding is bound by {was.bound}, not by bytes"
 
 
-def _structures(plan: DeploymentPlan) -> Iterator[Advice]:
-    """Judge passes that change no dtype: kernels that they save, and bytes of attention's scores."""
-    cost, layers = KERNEL_S[plan.target.kind], plan.shape.depth
-    kernel, basis = cost.value, f"{cost.value * 1e6:g} µs for each kernel: {cost.source}"
-    for name, kernels, what in (
-        ("fuse-norms", 2, "one kernel for an Add and a norm, twice per layer"),
-        ("pack-qkv", 2, "one matmul instead of three"),
-        ("pack-gate-up", 1, "one matmul instead of two"),
-    ):
-        saved = kernels * layers * kernel
-        yield _saving(plan, name, decode_s=saved, prefill_s=saved, what=what, basis=basis)
-    if plan.target.kind == "cpu":
-        yield _own_kernels(plan)
+def _fewer_kernels(plan: DeploymentPlan, name: str, effect: FewerKernels) -> Advice:
+    """Judge a pass by kernels that it saves, and bytes of attention's scores."""
+    cost = KERNEL_S[plan.target.kind]
+    saved_s = effect.kernels * plan.shape.depth * cost.value
+    basis = f"{cost.value * 1e6:g} µs for each kernel: {cost.source}"
+    if not effect.scores:
+        return _saving(plan, name, decode_s=saved_s, prefill_s=saved_s, what=effect.what, basis=basis)
+    prompt = plan.workload.prompt
     scores = sum(
-        count * attention.heads * plan.workload.prompt * attention.seen(plan.workload.prompt)
-        for count, attention in plan.shape.attentions()
+        count * attention.heads * prompt * attention.seen(prompt) for count, attention in plan.shape.attentions()
     )
     moved = SCORE_PASSES * scores * BITS[plan.scheme.compute] / 8 / plan.asked.ranks
     reached = plan.ceilings.bandwidth * plan.ceilings.bandwidth_share
-    yield _saving(
-        plan,
-        "flash-attention",
-        decode_s=3 * layers * kernel,
-        prefill_s=moved / reached,
-        what=f"avoids writing {moved / 1e9:.2g} GB of prompt scores",
-        basis=f"bytes of scores over the bandwidth and its share; {basis}",
+    what, basis = (
+        effect.what.format(scores_gb=moved / 1e9),
+        f"bytes of scores over the bandwidth and its share; {basis}",
     )
+    return _saving(plan, name, decode_s=saved_s, prefill_s=moved / reached, what=what, basis=basis)
 
 
-def _own_kernels(plan: DeploymentPlan) -> Advice:
-    """Judge `cpu-kernels` by what both libraries' quantized layers reach on this machine."""
-    name, weights = "cpu-kernels", plan.scheme.weights
+def _own_kernels(plan: DeploymentPlan, name: str, effect: OwnKernels) -> Advice:
+    """Judge a pass by what both libraries' quantized layers reach on this machine."""
+    weights = plan.scheme.weights
     if weights != "int8" and weights != "int4":
         return Advice(name, "refused", f"needs quantized layers; weights are {weights}")
     reached = plan.target.kernels
@@ -180,22 +167,15 @@ def _own_kernels(plan: DeploymentPlan) -> Advice:
             "`llmforge doctor --measure --write FILE.yaml` does, where llmforge's are compiled",
         )
     placed = Placement(plan.shape, plan.target, plan.scheme, plan.asked.ranks)
-
-    def saved_s(rows: int, heads: int) -> float:
-        return _products_s(placed, theirs, rows, heads) - _products_s(placed, own, rows, heads)
-
-    batch = plan.workload.batch
-    return _saving(
-        plan,
-        name,
-        decode_s=saved_s(batch, batch),
-        prefill_s=saved_s(plan.workload.prompt, 1),
-        what="faster kernels for quantized layers than ONNX Runtime's",
-        basis=(
-            f"bytes and operations of the model's matrices over what layers in {weights} reach "
-            f"({own.rate.source}); attention is not compared"
-        ),
+    decode_s, prefill_s = (
+        _products_s(placed, theirs, rows, heads) - _products_s(placed, own, rows, heads)
+        for rows, heads in ((plan.workload.batch, plan.workload.batch), (plan.workload.prompt, 1))
     )
+    basis = (
+        f"bytes and operations of the model's matrices over what layers in {weights} reach "
+        f"({own.rate.source}); attention is not compared"
+    )
+    return _saving(plan, name, decode_s=decode_s, prefill_s=prefill_s, what=effect.what, basis=basis)
 
 
 def _products_s(placed: Placement, reached: QuantizedLayers, rows: int, heads: int) -> float:

@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from llmforge.backends import BACKENDS, BackendName
 from llmforge.backends.record import NO_BLOCKS, Provider
 from llmforge.base.errors import UnsupportedError, UsageError
-from llmforge.planning import not_built, roofline
+from llmforge.planning import memory, not_built, roofline
+from llmforge.planning.memory import DeviceMemory
 from llmforge.planning.roofline import Placement, RooflineCeilings, StepCost, Workload
 from llmforge.planning.scheme import BITS, DtypeScheme
 from llmforge.planning.shape import Shape
-from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.targets import Target
 
-# What neither weights nor caches take: CUDA context, kernels, libraries and their workspaces lie between the 0.55 and
-# the 3.5 GB that NVIDIA AIConfigurator has assumed in turn; a CPU artifact of 321 MB took 419 (docs/performance.md).
-RESERVE_BYTES = {"gpu": 1_500_000_000, "cpu": 100_000_000}
 CONTEXTS = (1024, 4096, 16_384, 65_536, 131_072)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SEVERAL = 1e6  # tokens that a price is for
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """What one device holds at the workload's batch and context, in bytes."""
-
-    capacity: int
-    reserve: int
-    weights: int
-    kv_per_token: int
-    cache: int  # of all sequences, whole contexts
-    activations: int
-
-    @property
-    def needed(self) -> int:
-        """All of it."""
-        return self.reserve + self.weights + self.cache + self.activations
-
-    @property
-    def fits(self) -> bool:
-        """Whether the device holds it."""
-        return self.needed <= self.capacity
 
 
 @dataclass(frozen=True)
@@ -144,7 +118,7 @@ def make(
         scheme=scheme,
         workload=workload,
         asked=degrees[ranks],
-        largest=tuple((each, largest_batch(placed, each)) for each in contexts),
+        largest=tuple((each, memory.largest_batch(placed, each)) for each in contexts),
         decodes=tuple(_decode(placed, replace(workload, batch=each)) for each in batches),
         turning_batch=placed.turning_batch(workload.mean_context),
         degrees=tuple(degrees.values()),
@@ -176,51 +150,6 @@ def _refuse_heads(shape: Shape, backend: BackendName) -> None:
         )
 
 
-def memory(placed: Placement, workload: Workload) -> DeviceMemory:
-    """Count what one of the devices holds; caches have room for whole contexts, windows or not.
-
-    Raises:
-        UsageError: the target's file has no memory size.
-    """
-    shape, target, scheme, ranks = placed.shape, placed.target, placed.scheme, placed.ranks
-    if target.memory_gb is None:
-        raise UsageError(
-            f"target {target.name} has no memory size",
-            hint="run `llmforge doctor --measure --write machine.yaml`, then use --target machine.yaml",
-        )
-    per_token = scheme.kv_bytes_per_token(shape, ranks)
-    per_sequence = workload.context * per_token + scheme.state_bytes(shape, ranks)
-    return DeviceMemory(
-        capacity=int(target.memory_gb.value * 1e9),
-        reserve=RESERVE_BYTES[target.kind],
-        weights=scheme.weight_bytes(shape, ranks),
-        kv_per_token=per_token,
-        cache=workload.batch * per_sequence,
-        activations=_activations(shape, scheme, min(workload.prompt, PREFILL_CHUNK), workload.batch),
-    )
-
-
-def largest_batch(placed: Placement, context: int) -> int:
-    """Find the largest number of sequences of `context` tokens that fit; 0 where not one does."""
-
-    def lacks_room(batch: int) -> bool:
-        return not memory(placed, Workload(context, 0, batch)).fits
-
-    one = memory(placed, Workload(context, 0, 1))
-    most = 1 + (one.capacity - one.needed) // max(one.cache, 1)  # activations leave no more
-    return bisect_left(range(1, most + 1), True, key=lacks_room)
-
-
-def _activations(shape: Shape, scheme: DtypeScheme, tokens: int, batch: int) -> int:
-    """Estimate what lives at the widest point of a layer, and the logits.
-
-    Residual, its norm, and what goes in and out of the widest product; fp32 logits [batch, vocabulary].
-    """
-    width = max(layer.width for _, layer in shape.layers)
-    rows = max(tokens, batch)
-    return rows * (3 * shape.hidden + 2 * width) * BITS[scheme.compute] // 8 + 4 * batch * shape.vocabulary
-
-
 def degree(placed: Placement, workload: Workload) -> Degree:
     """Plan `workload` on the devices of `placed`.
 
@@ -231,8 +160,8 @@ def degree(placed: Placement, workload: Workload) -> Degree:
         ranks=placed.ranks,
         prefill=placed.prefill(workload.prompt),
         decode=_decode(placed, workload),
-        memory=memory(placed, workload),
-        largest_batch=largest_batch(placed, workload.context),
+        memory=memory.of(placed, workload),
+        largest_batch=memory.largest_batch(placed, workload.context),
         sent_per_token=placed.sent_per_token,
     )
 
@@ -241,7 +170,7 @@ def _decode(placed: Placement, workload: Workload) -> DecodeRate:
     return DecodeRate(
         batch=workload.batch,
         step=placed.decode(workload.batch, workload.mean_context),
-        fits=memory(placed, workload).fits,
+        fits=memory.of(placed, workload).fits,
         tokens_per_second=workload.output / sum(placed.request_seconds(workload)),
     )
 
@@ -273,7 +202,7 @@ def _kv_cache(placed: Placement, backend: BackendName, workload: Workload, slots
     paged = None if provider is None else provider.paged
     if (reason := slots or _slots_reason(placed, provider)) is not None or paged is None:
         return [f"KV cache in slots of max_context tokens: {reason}"]
-    found = memory(placed, workload)
+    found = memory.of(placed, workload)
     tokens = paged.block_tokens(next(each.key_dim for _, each in placed.shape.attentions()))
     block_bytes = tokens * found.kv_per_token
     blocks = max(0, found.capacity - found.needed + found.cache) // block_bytes

@@ -1,4 +1,4 @@
-"""What ways of serving that llmforge does not have would bring on a target, by the roofline and the target's links.
+"""Ways of serving that llmforge does not have: what they would bring on a target, by the roofline and its links.
 
 - Pipeline parallelism: n devices hold n parts of the layers; a token passes all of them in turn, and sequences in n
   groups keep all of them busy (Huang et al. 2019, "GPipe"; Yu et al. 2022, "Orca", section 4).
@@ -18,16 +18,13 @@ The notes of a plan say it; a recipe has no keys for them (`llmforge.recipe.erro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from llmforge.metrics.units import significant, step_time
 from llmforge.planning import roofline
+from llmforge.planning.memory import DeviceMemory
 from llmforge.planning.roofline import Placement, Workload
 from llmforge.planning.scheme import BITS
 from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
-
-if TYPE_CHECKING:
-    from llmforge.planning.deployment import DeviceMemory
 
 STAGES = 2  # of a pipeline, where nobody says how many
 NAMES = {  # by the keys of a recipe's `engine`

@@ -11,7 +11,7 @@ from llmforge.base.errors import UsageError
 from llmforge.metrics.units import significant
 from llmforge.planning.deployment import DeploymentPlan
 from llmforge.planning.roofline import StepCost
-from llmforge.report.charts import Mark
+from llmforge.report.drawing import Mark
 from llmforge.report.render import environment_of
 
 SUFFIXES = (".svg", ".html")

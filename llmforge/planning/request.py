@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
 
 from llmforge import targets
 from llmforge.backends import BACKENDS, BackendName
-from llmforge.backends.record import Dtype
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.checkpoint import CONFIG, read_settings
 from llmforge.checkpoint.adapters import Adapter
@@ -27,13 +25,16 @@ from llmforge.planning.adapters import Adapters
 from llmforge.planning.building import BuildCost
 from llmforge.planning.render import Planned, Refused
 from llmforge.planning.roofline import Workload
-from llmforge.planning.scheme import DtypeScheme, Wanted
+from llmforge.planning.scheme import DtypeScheme
 from llmforge.planning.shape import Shape
-from llmforge.quantization.statistics import PruningDemand
+from llmforge.quantization.statistics import WeightDemand
 from llmforge.recipe import Recipe
+from llmforge.rewrite.pass_base import Pass
+from llmforge.rewrite.traits import Storage
 from llmforge.targets import Target
 
 DEFAULT = Workload()
+PAGEABLE = "gqa"  # the fact of a graph whose caches can lie in blocks
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,14 @@ class Request:
     prompt: int | None = None
     output: int | None = None
     context: int | None = None
-    wanted: Wanted = field(default_factory=Wanted)
+    wanted: Storage = field(default_factory=Storage)
     ranks: int | None = None
     usd_per_hour: float | None = None
     calibration_tokens: int = 0  # of a recipe
     stored: str | None = None  # what becomes of a checkpoint that comes quantized
     adapters: Adapters = field(default_factory=Adapters)  # of a recipe
     slots: str | None = None  # why a recipe has a slot for each sequence
-    pruned: PruningDemand | None = None  # of a recipe
-    passes: tuple[str, ...] = ()  # of a recipe
+    passes: tuple[Pass, ...] = ()  # of a recipe
 
 
 def answer(
@@ -150,8 +150,8 @@ def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, i
     build = building.predict(shape, chosen, backend, calibration_tokens=intent.calibration_tokens)
     told = advice.advise(made)
     noted = [] if intent.stored is None else [intent.stored]
-    if intent.pruned is not None:
-        noted.append(pruning.note(intent.pruned, intent.passes, shape, target, backend))
+    if (pruned := pruning.note(intent.passes, shape, target, backend)) is not None:
+        noted.append(pruned)
     made = replace(made, notes=(*noted, *made.notes, *intent.adapters.notes(chosen, made.asked.decode.step.bytes)))
     return Planned(made, _with_adapters(build, intent.adapters, chosen), told)
 
@@ -177,39 +177,16 @@ def _workload(shape: Shape, asked: Request, intent: Request) -> Workload:
 
 def _intent(recipe: Recipe) -> Request:
     """Read the dtypes that a recipe's passes will leave; options that it does not name have the passes' defaults."""
-    from llmforge import passes
+    from llmforge import passes  # which brings onnx-ir
 
     spec, calibration = recipe.engine, recipe.calibration
     steps, folder = recipe.instantiate(passes.ALL), recipe.checkpoint.absolute()
     settings = read_settings(folder)
     source.refuse_requantizing(recipe, steps, settings)
-    instances: dict[str, Any] = {each.name: each for each in steps}
-    cache, precision = instances.get("quantize-kv-cache"), instances.get("lower-precision")
-    tokens = 0
-    wanted = Wanted(
-        compute=None if precision is None else precision.dtype,
-        kv=None if cache is None else "int8",
-        cache=None if cache is None or cache.format.portable else cache.format,
-    )
-    if (blocks := instances.get("quantize-weights")) is not None:
-        if blocks.demands() and calibration is not None:
-            tokens = calibration.samples * calibration.length
-        table = blocks.embedding_bits  # and of the head; 16: both are left alone
-        grid = source.grid_of(settings, folder) if blocks.takes_stored else blocks.grid
-        wanted = replace(wanted, embedding=cast(Dtype, f"int{table}") if table in (4, 8) else None)
-        if grid is not None:
-            weights = cast(Dtype, f"int{grid.bits}")
-            wanted = replace(wanted, weights=weights, block=grid.block_size, symmetric=grid.symmetric)
-    elif (channels := instances.get("quantize-channels")) is not None:
-        wanted = replace(
-            wanted,
-            weights=channels.dtype,
-            product=channels.dtype if channels.activations != "none" else None,
-            head=channels.dtype if channels.head else None,
-            block=0,
-        )
-    elif "quantize-fp4" in instances:
-        wanted = replace(wanted, weights="fp4", product="fp4")
+    grid, wanted = source.grid_of(settings, folder), Storage()
+    for step in steps:
+        wanted = wanted.or_else(step.stores(grid))  # what is left for a later pass are the weights of few layers
+    chosen = any(isinstance(demand, WeightDemand) for step in steps for demand in step.demands())
     return Request(
         targets=(recipe.target,),
         backend=spec.backend,
@@ -217,21 +194,20 @@ def _intent(recipe: Recipe) -> Request:
         context=spec.max_context,
         ranks=spec.tensor_parallel,
         wanted=wanted,
-        calibration_tokens=tokens,
+        calibration_tokens=0 if calibration is None or not chosen else calibration.samples * calibration.length,
         stored=source.note(settings, folder, steps),
-        pruned=next((each for step in steps for each in step.demands() if isinstance(each, PruningDemand)), None),
-        passes=tuple(step.name for step in steps),
+        passes=steps,
         adapters=Adapters(tuple(map(Adapter.open, recipe.merged)), tuple(map(Adapter.open, recipe.apart))),
-        slots=_slots_reason(recipe, instances),
+        slots=_slots_reason(recipe, steps, passes.ALL),
     )
 
 
-def _slots_reason(recipe: Recipe, steps: Mapping[str, Any]) -> str | None:
+def _slots_reason(recipe: Recipe, steps: Sequence[Pass], registry: Sequence[type[Pass]]) -> str | None:
     """Say why the engine of a recipe has a slot for each sequence; None: nothing in the recipe does."""
     if recipe.engine.kv_cache == "slots":
         return "the recipe says so"
     if recipe.apart:
         return "each request chooses its adapter, which a graph over blocks does not take"
-    if "flash-attention" not in steps:
-        return "flash-attention is not among the passes"
+    if not any(PAGEABLE in step.provides for step in steps):
+        return f"{next(step.name for step in registry if PAGEABLE in step.provides)} is not among the passes"
     return recipe.slots_reason

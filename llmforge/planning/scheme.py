@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from llmforge.backends import BackendName
 from llmforge.backends.record import Dtype, Role
@@ -12,6 +12,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.planning.shape import AttentionShape, Shape
 from llmforge.quantization import formats
 from llmforge.quantization.formats import SLOTS4_KV, Format, KvFormat
+from llmforge.rewrite.traits import NOTHING_SAID, Storage
 from llmforge.targets import Target
 
 BITS: Mapping[str, int] = formats.BITS
@@ -97,26 +98,7 @@ class DtypeScheme:
         return ", ".join([*parts, f"{self.product} matmul"])
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What is asked of a scheme; None: nothing is said."""
-
-    compute: Dtype | None = None
-    weights: Dtype | None = None
-    kv: Dtype | None = None
-    product: Dtype | None = None
-    embedding: Dtype | None = None
-    head: Dtype | None = None
-    block: int | None = None
-    symmetric: bool | None = None
-    cache: KvFormat | None = None
-
-    def or_else(self, other: Wanted) -> Wanted:
-        """Take from `other` what nothing is said about here."""
-        return replace(other, **{name: value for name, value in vars(self).items() if value is not None})
-
-
-def choose(target: Target, backend: BackendName, checkpoint: str, wanted: Wanted = Wanted()) -> DtypeScheme:
+def choose(target: Target, backend: BackendName, checkpoint: str, wanted: Storage = NOTHING_SAID) -> DtypeScheme:
     """Choose what is not given: the dtype of the `checkpoint` where the engine has it, 16 bits on a GPU, fp32 on a CPU.
 
     Raises:

@@ -13,9 +13,6 @@ from llmforge.recipe import Recipe
 from llmforge.recipe.errors import collect
 from llmforge.rewrite.pass_base import Pass
 
-_TAKING = ("quantize-weights", "quantize-channels", "quantize-fp4")  # passes with a method that keeps codes
-_KEEP = f"`quantize-weights: {{method: {methods.STORED}}}` (quantize-channels and quantize-fp4 have it, too)"
-
 
 def described(settings: Mapping[str, Any], folder: Path) -> str | None:
     """Say how the weights of a checkpoint are stored: "AWQ, int4 in groups of 128"; None: not as codes.
@@ -52,9 +49,9 @@ def note(settings: Mapping[str, Any], folder: Path, steps: Sequence[Pass]) -> st
     choosing = [step.name for step in steps if step.chooses_codes()]
     if choosing:
         return f"the checkpoint is quantized ({stored}); {choosing[0]} chooses other codes, as `requantize` allows"
-    if any(step.name in _TAKING for step in steps):
+    if any(step.takes_stored for step in steps):
         return f"the checkpoint is quantized ({stored}); its codes are taken as they are"
-    return f"the checkpoint is quantized ({stored}); its weights are dequantized, unless {_KEEP} takes its codes"
+    return f"the checkpoint is quantized ({stored}); its weights are dequantized, unless {_keeping()} takes its codes"
 
 
 def refuse_requantizing(recipe: Recipe, steps: Sequence[Pass], settings: Mapping[str, Any]) -> None:
@@ -70,10 +67,18 @@ def refuse_requantizing(recipe: Recipe, steps: Sequence[Pass], settings: Mapping
     problems = [
         spec.problem(
             f"the pass chooses codes for weights that come quantized: {recipe.checkpoint} is {stored}",
-            f"take its codes with {_KEEP}, start from the unquantized checkpoint, or set `requantize: true`",
+            f"take its codes with {_keeping()}, start from the unquantized checkpoint, or set `requantize: true`",
         )
         for spec, step in zip(recipe.passes, steps, strict=True)
         if step.chooses_codes()
     ]
     if problems:
         raise collect(problems)
+
+
+def _keeping() -> str:
+    """Name the passes that keep codes."""
+    from llmforge import passes  # which brings onnx-ir
+
+    first, *others = (step.name for step in passes.ALL if step.writes_codes is not None)
+    return f"`{first}: {{method: {methods.STORED}}}` ({' and '.join(others)} have it, too)"

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
-from typing import Literal, cast
 
 from llmforge.backends import BACKENDS, BackendName, plugin_of
-from llmforge.backends.record import CodeLayout, Dtype, Provider
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import CONFIG, read_settings
 from llmforge.metrics.units import count, duration, significant, size
-from llmforge.planning import config, deployment, request, scheme, source
-from llmforge.planning.advice import Advice
+from llmforge.planning import config, memory, request, scheme, source
 from llmforge.planning.deployment import DeploymentPlan
 from llmforge.planning.render import Planned
 from llmforge.planning.request import Request
 from llmforge.planning.roofline import Placement
-from llmforge.planning.scheme import Wanted
 from llmforge.planning.shape import Shape
-from llmforge.quantization.grids import Grid
+from llmforge.rewrite.traits import Deployment, Goal, Proposal, Storage
 from llmforge.targets import Target
-
-Goal = Literal["latency", "throughput", "size", "quality"]
 
 CONTEXT = 4096  # tokens that a recipe has room for, where the model reads more
 _GOALS: Mapping[Goal, str] = {
@@ -40,69 +35,6 @@ _BATCH: Mapping[Goal, Mapping[str, int]] = {
     "size": {"cpu": 4, "gpu": 4},
     "quality": {"cpu": 4, "gpu": 16},
 }
-_CALIBRATED = ("gptq", "auto", "quantize-kv-cache", "static")  # what reads calibration text
-
-
-@dataclass(frozen=True)
-class _Weights:
-    """A way to store weights: its pass, what it costs in quality at most, and how plans name it."""
-
-    pass_: str  # as in a recipe, less its budget
-    kld: float  # nats per token that the pass may cost
-    change: str  # of `Advice`
-    wanted: Wanted
-    smallest: int  # bits of a weight, for the goal `size`
-    good: bool = False  # hardly to be told from the checkpoint
-
-
-_FP8 = _Weights(
-    "quantize-channels: {dtype: fp8",
-    0.02,
-    "quantize-channels, dtype: fp8",
-    Wanted(weights="fp8", block=0),
-    8,
-    good=True,
-)
-_FP8_BOTH = _Weights(
-    "quantize-channels: {dtype: fp8, activations: static", 0.03, "quantize-channels, dtype: fp8, activations: static",
-    Wanted(weights="fp8", product="fp8", block=0), 8,
-)  # fmt: skip
-_AUTO = _Weights(
-    "quantize-weights: {method: auto, weight_bits: 4.5", 0.05, "quantize-weights, bits: 4",
-    Wanted(weights="int4", block=32), 4,
-)  # fmt: skip
-
-
-def _blocks(bits: Literal[4, 8], layout: CodeLayout) -> _Weights:
-    """Make codes of 4 or 8 bits in blocks, as kernels or a file want them."""
-    options = [f"bits: {bits}", f"block_size: {layout.block}"]
-    if bits in layout.symmetric_bits:
-        options.append("symmetric: true")
-    if layout.scales_fp16:
-        options.append("scales: fp16")
-    if not layout.embeds_codes:
-        options.append("embedding_bits: 16")
-    options.append(f"method: {'gptq' if bits == 4 else 'rtn'}")
-    wanted = Wanted(weights="int4" if bits == 4 else "int8", block=layout.block)
-    change = f"quantize-weights, bits: {bits}"
-    cost = 0.05 if bits == 4 else 0.005
-    return _Weights(f"quantize-weights: {{{', '.join(options)}", cost, change, wanted, bits, good=bits == 8)
-
-
-def _ways(plan: DeploymentPlan, goal: Goal) -> tuple[_Weights, ...]:
-    """List the ways to store weights that the backend of a plan has."""
-    backend = BACKENDS[plan.backend]
-    layout = _provider(plan).layout
-    four = _blocks(4, layout)
-    if backend.scales == "channels":
-        return four, _FP8, _FP8_BOTH
-    # Sizes of codes that differ between layers have zero points.
-    return _AUTO if goal == "size" and not layout.symmetric_bits else four, _blocks(8, layout)
-
-
-def _provider(plan: DeploymentPlan) -> Provider:
-    """Give what runs the engine of a plan."""
-    return plan.target.require_engine(plan.backend)
 
 
 @dataclass(frozen=True)
@@ -141,7 +73,7 @@ def write(
             hint=f"write the recipe without --engine, and set `engine: {{backend: {chosen}}}` in it",
         )
     others = BACKENDS[chosen].export_format
-    before = _plan(shape, target, chosen, Wanted(), goal)
+    before = _plan(shape, target, chosen, Storage(), goal)
     folder = (checkpoint.parent if checkpoint.name == CONFIG else checkpoint).absolute()
     settings = read_settings(folder)
     is_stored = source.described(settings, folder) is not None
@@ -150,41 +82,39 @@ def write(
             f"{checkpoint} is quantized already, and {chosen} takes its codes of an unquantized checkpoint",
             hint="give the original checkpoint, or choose another --engine",
         )
-    weights, why = _stored(before, source.grid_of(settings, folder)) if is_stored else _choose(before, goal)
-    if weights is None and others is not None:
+    there = Deployment(
+        target,
+        BACKENDS[chosen],
+        before.plan.scheme.compute,
+        goal,
+        caches_latents=any(each.latent is not None for _, each in shape.attentions()),
+        is_quantized=is_stored,
+        stored=source.grid_of(settings, folder) if is_stored else None,
+    )
+    proposed = _choose(before, there)
+    stores = reduce(Storage.or_else, (each.stores for _, each in proposed), Storage())
+    if stores.weights is None and others is not None:
         raise UnsupportedError(
             f"{chosen} has no format to quantize {shape.name} to on {target.name}",
             hint="choose another --goal, --target or --engine",
         )
-    wanted = Wanted() if weights is None else weights.wanted
-    latent = any(each.latent is not None for _, each in shape.attentions())  # which quantize-kv-cache does not take
-    cached = target.kind == "cpu" and goal != "quality" and not latent and others is None
-    planned = _plan(shape, target, chosen, replace(wanted, kv="int8") if cached else wanted, goal)
+    planned = _plan(shape, target, chosen, stores, goal)
     if not planned.plan.asked.memory.fits:
         held = planned.plan.asked.memory
         raise UnsupportedError(
             f"{planned.plan.shape.name} needs {size(held.needed)} on {target.name}, which has {size(held.capacity)}",
             hint="choose --goal size, or a target with more memory; `llmforge plan` shows what takes it",
         )
-    on_device = others is None and target.kind == "gpu" and _provider(planned.plan).needs_device is not None
-    recipe = _Recipe(
-        planned=planned,
-        goal=goal,
-        passes=[*_passes(before, weights, why, cached=cached)],
-        kld=(weights.kld if weights is not None else 0.001) + 0.01 * (cached or target.kind == "gpu"),
-        name=name,
-        given=given,
-        deferred=on_device and not has_device,
-        sample_text=sample_text,
-    )
-    return StartingRecipe("\n".join(recipe.lines()) + "\n", planned)
+    steps = [_step(before, step, proposal) for step, proposal in proposed]
+    text = "\n".join(_recipe(planned, goal, steps, proposed, name, given, has_device, sample_text)) + "\n"
+    return StartingRecipe(text, planned)
 
 
-def _plan(shape: Shape, target: Target, backend: BackendName, wanted: Wanted, goal: Goal) -> Planned:
+def _plan(shape: Shape, target: Target, backend: BackendName, wanted: Storage, goal: Goal) -> Planned:
     """Plan with the largest batch of the goal that fits at the recipe's context, of powers of two."""
     placed = Placement(shape, target, scheme.choose(target, backend, shape.dtype, wanted), 1)
     batch = _BATCH[goal][target.kind]
-    while batch > 1 and deployment.largest_batch(placed, _context(shape)) < batch:
+    while batch > 1 and memory.largest_batch(placed, _context(shape)) < batch:
         batch //= 2
     calibrated = wanted.weights in ("int4", "fp8")
     asked = Request(backend=backend, batch=batch, wanted=wanted, calibration_tokens=8192 if calibrated else 0)
@@ -195,68 +125,48 @@ def _context(shape: Shape) -> int:
     return min(CONTEXT, shape.context or CONTEXT)
 
 
-def _choose(planned: Planned, goal: Goal) -> tuple[_Weights | None, Advice | None]:
-    """Choose how weights are stored: what the goal gains most from, of what the target runs and pays."""
-    plan = planned.plan
-    advice = {each.change: each for each in planned.advice}
-    possible = [
-        (way, advice[way.change])
-        for way in _ways(plan, goal)
-        if way.change in advice and advice[way.change].verdict in ("pays", "does not pay")
-        and (goal != "quality" or way.good)
-    ]  # fmt: skip
-    if goal == "size":
-        return min(possible, key=lambda pair: pair[0].smallest, default=(None, None))
-    if _is_ours(plan):  # what others load is asked for to have codes
-        possible = [pair for pair in possible if pair[1].verdict == "pays"]
+def _choose(planned: Planned, there: Deployment) -> list[tuple[str, Proposal]]:
+    """Choose among what passes propose, by their names: one way to store weights, and of all others each."""
+    from llmforge import passes  # which brings onnx-ir
 
-    def gained(pair: tuple[_Weights, Advice]) -> float:
-        said = pair[1]
+    proposed = [(step.name, proposal) for step in passes.ALL for proposal in step.proposes(there)]
+    weights = [each for _, each in proposed if each.stores.weights is not None]
+    chosen = next(iter(weights), None) if there.is_quantized else _weights(planned, weights, there)
+    return [(name, each) for name, each in proposed if each.stores.weights is None or each is chosen]
+
+
+def _weights(planned: Planned, proposed: Sequence[Proposal], there: Deployment) -> Proposal | None:
+    """Choose how weights are stored: what the goal gains most from, of what the target runs and pays."""
+    advice, goal = {each.change: each for each in planned.advice}, there.goal
+    possible = [
+        each
+        for each in proposed
+        if each.change in advice
+        and advice[each.change].verdict in ("pays", "does not pay")
+        and (goal != "quality" or each.near_lossless)
+    ]
+    if goal == "size":
+        return min(possible, key=lambda each: each.bits, default=None)
+    if not there.exported:  # what others load is asked for to have codes
+        possible = [each for each in possible if advice[each.change].verdict == "pays"]
+
+    def gained(each: Proposal) -> float:
+        said = advice[each.change]
         return -(said.tokens_per_second or 1.0) if goal == "throughput" else said.tpot or 1.0
 
-    return min(possible, key=gained, default=(None, None))
+    return min(possible, key=gained, default=None)
 
 
-def _stored(planned: Planned, grid: Grid | None) -> tuple[_Weights | None, Advice | None]:
-    """Take the codes of a checkpoint that comes quantized, where its `grid` is one that the target's kernels read."""
-    plan = planned.plan
-    on_cpu, in_blocks = plan.target.kind == "cpu", BACKENDS[plan.backend].scales == "blocks"
-    if grid is None or not (on_cpu or (grid.portable and (in_blocks or (grid.symmetric and grid.bits == 4)))):
-        return None, None
-    change = f"quantize-weights, bits: {4 if grid.bits <= 4 else 8}"
-    wanted = Wanted(
-        weights=cast(Dtype, f"int{grid.bits}") if grid.portable else "int4" if grid.bits <= 4 else "int8",
-        block=grid.block_size,
-        symmetric=grid.symmetric,
-    )
-    more = ", scales: fp16" if on_cpu else "" if _provider(plan).layout.embeds_codes else ", embedding_bits: 16"
-    weights = _Weights(f"quantize-weights: {{method: stored{more}", 0.01, change, wanted, grid.bits)
-    advice = next((each for each in planned.advice if each.change == change), None)
-    return weights, None if advice is None else replace(advice, reason="the codes of the checkpoint, as they are")
-
-
-def _passes(
-    planned: Planned, weights: _Weights | None, why: Advice | None, *, cached: bool
-) -> Iterator[tuple[str, str]]:
-    """Give the passes in their order, each with a reason."""
-    plan = planned.plan
-    ours, on_cpu, compiled = _is_ours(plan), plan.target.kind == "cpu", BACKENDS[plan.backend].compiled
-    reasons = {each.change: each.reason for each in planned.advice}
-    for name in ("fuse-norms", "pack-qkv", "pack-gate-up", "flash-attention"):
-        if ours and (not compiled or name.startswith("pack")):  # compilers fuse the others themselves
-            yield name, reasons.get(name, "").partition(":")[0]
-    if weights is not None and why is not None:
+def _step(planned: Planned, name: str, proposal: Proposal) -> tuple[str, str]:
+    """Write a pass of the recipe, and its reason."""
+    why = next((each for each in planned.advice if each.change == proposal.change), None)
+    line, reason = proposal.line(name), proposal.reason
+    if why is not None and proposal.stores.weights is not None:
         # On a CPU the factor is a machine's, and the figures that the recipe is chosen by are those of its kind.
+        on_cpu = planned.plan.target.kind == "cpu"
         faster = f"; decode {significant(1 / why.tpot, 2)}× as fast" if why.tpot and not on_cpu else ""
-        yield f"{weights.pass_}, budget: {{kld_mean: {weights.kld:g}}}}}", f"{why.reason}{faster} (predicted)"
-    if cached:
-        yield "quantize-kv-cache: {bits: 8, budget: {kld_mean: 0.005}}", "a quarter of the cache's memory"
-    if not ours:
-        return
-    if on_cpu:
-        yield "cpu-kernels: {budget: {kld_mean: 0.005}, fallback: onnxruntime}", "llmforge's own kernels"
-    elif plan.scheme.compute in ("fp16", "bf16"):
-        yield f"lower-precision: {{dtype: {plan.scheme.compute}, budget: {{kld_mean: 0.005}}}}", "as the GPU computes"
+        return line, f"{reason or why.reason}{faster} (predicted)"
+    return line, reason or ("" if why is None else why.reason.partition(":")[0])
 
 
 def _is_ours(plan: DeploymentPlan) -> bool:
@@ -264,75 +174,60 @@ def _is_ours(plan: DeploymentPlan) -> bool:
     return BACKENDS[plan.backend].export_format is None
 
 
-@dataclass(frozen=True)
-class _Recipe:
-    """What a recipe is written of."""
-
-    planned: Planned
-    goal: Goal
-    passes: Sequence[tuple[str, str]]  # each with a reason
-    kld: float  # nats per token that all of them may cost
-    name: str
-    given: Mapping[str, str]
-    deferred: bool
-    sample_text: bool
-
-    def lines(self) -> Iterator[str]:
-        """Give its lines."""
-        yield from self._sources()
-        yield from self._steps()
-        yield from self._checks()
-
-    def _sources(self) -> Iterator[str]:
-        plan, given = self.planned.plan, self.given
-        engine = f"backend: {plan.backend}, max_context: {_context(plan.shape)}, max_batch: {plan.workload.batch}"
-        billions = plan.shape.parameters / 1e9
-        shown = f"{significant(billions)} billion" if billions >= 1 else f"{significant(billions * 1e3)} million"
-        yield f"# {plan.shape.name}, {shown} parameters, on {plan.target.title}: {_GOALS[self.goal]}."
-        yield "# Written by `llmforge init`; change what you like. `llmforge passes` and `llmforge schema` describe it."
-        yield "schema: 1"
-        yield f"name: {self.name}"
-        yield f"checkpoint: {given['checkpoint']}"
-        yield f"target: {given['target']}  # see `llmforge targets`"
-        yield f"engine: {{{engine}{', deferred: true' if self.deferred else ''}}}"
-        if self.deferred:
-            finish = "on the GPU's host, `llmforge build --finish` builds the engine of what is published here"
-            yield f"# deferred: {finish}."
-        if self.sample_text:
-            yield "# Both texts are technical documentation that ships with llmforge. Put your own in their place:"
-            yield '# a line of JSON, {"id": …, "text": …}, for each document, and no document in both files.'
-        if any(word in line for line, _ in self.passes for word in _CALIBRATED):
-            yield f"calibration: {{data: {given['calibration']}, samples: 16, length: {self._tokens}, seed: 0}}"
-
-    @property
-    def _tokens(self) -> int:
-        """Tokens of a text that calibrates or evaluates."""
-        return min(512, _context(self.planned.plan.shape))
-
-    def _steps(self) -> Iterator[str]:
-        yield "passes:"
-        for line, reason in self.passes:
-            if len(line) + len(reason) > _LINE:
-                yield f"  # {reason}:"
-                yield f"  - {line}"
-            else:
-                yield f"  - {line}  # {reason}" if reason else f"  - {line}"
-
-    def _checks(self) -> Iterator[str]:
-        plan, build, tokens, kld = self.planned.plan, self.planned.build, self._tokens, self.kld
-        yield "validation:"
-        documents = f"data: {self.given['evaluation']}, context: {tokens}, max_tokens: 30720"
-        yield f"  quality: {{{documents}}}  # null: all tokens"
-        if _is_ours(plan):
-            longest = min(tokens, _context(plan.shape) - _ANSWER)
-            prompts = ", ".join(map(str, sorted({min(32, longest), longest})))
-            yield f"  latency: {{prompt_tokens: [{prompts}], output_tokens: {_ANSWER}, repetitions: 6}}"
-        yield "# Limits to start with: tighten them once a report shows where this model stands."
-        yield "gates:"
-        yield f"  perplexity_ratio: {{max: {1 + max(kld, 0.01):g}}}"
-        yield f"  kld_mean: {{max: {kld:g}}}"
-        cost = f"{duration(build.cpu_s)} of CPU time and {size(build.memory_bytes)} of memory"
-        step = f"; {significant(plan.asked.decode.tokens_per_second)} tokens/s at {count(plan.workload.batch)} at once"
-        if plan.target.kind == "cpu":
-            step = ". `llmforge plan` predicts its speed"
-        yield f"# Predicted: a build of about {cost}; {size(plan.asked.memory.weights)} of weights{step}."
+def _recipe(
+    planned: Planned,
+    goal: Goal,
+    steps: Sequence[tuple[str, str]],
+    proposed: Sequence[tuple[str, Proposal]],
+    name: str,
+    given: Mapping[str, str],
+    has_device: bool,
+    sample_text: bool,
+) -> Iterator[str]:
+    plan, build = planned.plan, planned.build
+    context, tokens = _context(plan.shape), min(512, _context(plan.shape))
+    of_weights = [each.kld for _, each in proposed if each.stores.weights is not None]
+    cached = any(each.stores.kv is not None for _, each in proposed)
+    kld = sum(of_weights or [0.001]) + 0.01 * (cached or plan.target.kind == "gpu")
+    ours = _is_ours(plan)
+    provider = plan.target.require_engine(plan.backend)
+    deferred = ours and plan.target.kind == "gpu" and provider.needs_device is not None and not has_device
+    engine = f"backend: {plan.backend}, max_context: {context}, max_batch: {plan.workload.batch}"
+    billions = plan.shape.parameters / 1e9
+    shown = f"{significant(billions)} billion" if billions >= 1 else f"{significant(billions * 1e3)} million"
+    yield f"# {plan.shape.name}, {shown} parameters, on {plan.target.title}: {_GOALS[goal]}."
+    yield "# Written by `llmforge init`; change what you like. `llmforge passes` and `llmforge schema` describe it."
+    yield "schema: 1"
+    yield f"name: {name}"
+    yield f"checkpoint: {given['checkpoint']}"
+    yield f"target: {given['target']}  # see `llmforge targets`"
+    yield f"engine: {{{engine}{', deferred: true' if deferred else ''}}}"
+    if deferred:
+        yield "# deferred: on the GPU's host, `llmforge build --finish` builds the engine of what is published here."
+    if sample_text:
+        yield "# Both texts are technical documentation that ships with llmforge. Put your own in their place:"
+        yield '# a line of JSON, {"id": …, "text": …}, for each document, and no document in both files.'
+    if any(each.calibrated for _, each in proposed):
+        yield f"calibration: {{data: {given['calibration']}, samples: 16, length: {tokens}, seed: 0}}"
+    yield "passes:"
+    for line, reason in steps:
+        if len(line) + len(reason) > _LINE:
+            yield f"  # {reason}:"
+            yield f"  - {line}"
+        else:
+            yield f"  - {line}  # {reason}" if reason else f"  - {line}"
+    yield "validation:"
+    yield f"  quality: {{data: {given['evaluation']}, context: {tokens}, max_tokens: 30720}}  # null: all tokens"
+    if ours:
+        longest = min(tokens, context - _ANSWER)
+        prompts = ", ".join(map(str, sorted({min(32, longest), longest})))
+        yield f"  latency: {{prompt_tokens: [{prompts}], output_tokens: {_ANSWER}, repetitions: 6}}"
+    yield "# Limits to start with: tighten them once a report shows where this model stands."
+    yield "gates:"
+    yield f"  perplexity_ratio: {{max: {1 + max(kld, 0.01):g}}}"
+    yield f"  kld_mean: {{max: {kld:g}}}"
+    cost = f"{duration(build.cpu_s)} of CPU time and {size(build.memory_bytes)} of memory"
+    step = f"; {significant(plan.asked.decode.tokens_per_second)} tokens/s at {count(plan.workload.batch)} at once"
+    if plan.target.kind == "cpu":
+        step = ". `llmforge plan` predicts its speed"
+    yield f"# Predicted: a build of about {cost}; {size(plan.asked.memory.weights)} of weights{step}."

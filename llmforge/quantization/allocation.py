@@ -49,7 +49,7 @@ CELLS = 20_000  # of bytes that are told apart: a choice is exact but for so sma
 
 
 @dataclass(frozen=True)
-class Choice:
+class FormatOption:
     """One format that weights which must share it may have: what it takes, and what it costs."""
 
     size_bytes: int
@@ -77,7 +77,7 @@ def loss(error: Float32, moments: Float32, outputs: Float32) -> float:
     return 0.5 * float(np.vdot(outputs @ error, error @ moments))
 
 
-def allocate(choices: Mapping[str, Sequence[Choice]], budget_bytes: int) -> dict[str, int]:
+def allocate(choices: Mapping[str, Sequence[FormatOption]], budget_bytes: int) -> dict[str, int]:
     """Choose one of the formats of each weight, by its place, with the least sum of losses in `budget_bytes`.
 
     Weights that must share a format stand under one name, with their sums. Where sizes are multiples of one number and

@@ -212,8 +212,8 @@ def dequantize(matrix: QuantizedMatrix) -> NDArray[np.float32]:
     """Return the fp32 [N, K] weights that a quantized matrix stands for."""
     n, k = matrix.shape
     values = np.empty((n, k), np.float32)
-    lanes = trellis.LANES  # no group of rows is cut
-    some = -(-max(1, CHUNK_BYTES // (4 * max(k, 1))) // lanes) * lanes
+    group = trellis.LANES  # no group of rows is cut
+    some = -(-max(1, CHUNK_BYTES // (4 * max(k, 1))) // group) * group
     for at in range(0, n, some):
         values[at : at + some] = _dequantized(rows(matrix, slice(at, at + some)))
     return values
@@ -259,13 +259,13 @@ def rows(matrix: QuantizedMatrix, which: slice | NDArray[np.intp]) -> QuantizedM
 
 def _require_whole_groups(chosen: NDArray[np.intp], n: int) -> None:
     """Refuse rows, of `n`, that part the groups in which codes of a trellis hang together."""
-    lanes = trellis.LANES
-    first = chosen[::lanes]
-    wanted = (first[:, None] + np.arange(lanes)).reshape(-1)
+    group = trellis.LANES
+    first = chosen[::group]
+    wanted = (first[:, None] + np.arange(group)).reshape(-1)
     wanted = wanted[wanted < n][: len(chosen)]
-    ends = len(chosen) % lanes == 0 or (len(chosen) > 0 and int(chosen[-1]) == n - 1)
-    if (first % lanes).any() or not np.array_equal(wanted, chosen) or not ends:
-        raise ValueError(f"codes of a trellis hang together by {lanes} rows")
+    ends = len(chosen) % group == 0 or (len(chosen) > 0 and int(chosen[-1]) == n - 1)
+    if (first % group).any() or not np.array_equal(wanted, chosen) or not ends:
+        raise ValueError(f"codes of a trellis hang together by {group} rows")
 
 
 def pack(matrix: QuantizedMatrix) -> Packed:

@@ -88,8 +88,8 @@ def _write4(x: Float32) -> NDArray[np.uint8]:
 
 def _in_order(x: NDArray[np.float64]) -> NDArray[np.float64]:
     """Add up the last axis, every sixteenth number, then these sums: what is not exact must have an order."""
-    lanes = np.add.accumulate(x.reshape(*x.shape[:-1], -1, _LANES), axis=-2)[..., -1, :]
-    return np.asarray(np.add.accumulate(lanes, axis=-1)[..., -1:])
+    sums = np.add.accumulate(x.reshape(*x.shape[:-1], -1, _LANES), axis=-2)[..., -1, :]
+    return np.asarray(np.add.accumulate(sums, axis=-1)[..., -1:])
 
 
 def _codes(x: Float32, scale: Float32, low: Float32) -> NDArray[np.int64]:

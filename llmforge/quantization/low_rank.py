@@ -27,7 +27,7 @@ _NEXT = {3: 4, 4: 5, 5: 6, 6: 8}  # bits of codes, and those of the next larger 
 
 
 @dataclass(frozen=True, eq=False)
-class LowRank:
+class LowRankCorrection:
     """What is added to a quantized weight [N, K] of linear layers that read the same: (a·b)ᵀ, a [K, r], b [r, N].
 
     `group` names the first of those layers, which share `a`. Errors are shares of Σ |W x|² over the calibration text:
@@ -87,7 +87,9 @@ def fit(error: Float32, hessian: Float32, rank: int, dtype: Dtype = "fp32") -> t
     return a.astype(np.float32), _int8(b.T.astype(np.float32)).T
 
 
-def correct(wanted: Float32, codes: Float32, hessian: Float32, rank: int, dtype: Dtype, grid: Grid) -> LowRank:
+def compute_correction(
+    wanted: Float32, codes: Float32, hessian: Float32, rank: int, dtype: Dtype, grid: Grid
+) -> LowRankCorrection:
     """Correct `codes`, the dequantized weight [N, K] on `grid`, towards the `wanted` one; `group` is left empty.
 
     Raises:
@@ -98,7 +100,9 @@ def correct(wanted: Float32, codes: Float32, hessian: Float32, rank: int, dtype:
     before = _cost(error, hessian) / whole
     more = bits_of(rank, wanted.shape[1], wanted.shape[0], dtype)
     left = _left_by_codes(wanted, hessian, grid, more)
-    return LowRank(a, b, "", before, _cost(error - (a @ b).T, hessian) / whole, None if left is None else before * left)
+    return LowRankCorrection(
+        a, b, "", before, _cost(error - (a @ b).T, hessian) / whole, None if left is None else before * left
+    )
 
 
 def _left_by_codes(wanted: Float32, hessian: Float32, grid: Grid, bits: float) -> float | None:

@@ -1,4 +1,4 @@
-"""What calibration is asked for and what it yields; torch-free, so that passes can read it."""
+"""Demands on calibration and the statistics that it yields; torch-free, so that passes can read it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from llmforge.quantization.methods.base import Method
 
 if TYPE_CHECKING:
     from llmforge.quantization.grids import Grid, QuantizedMatrix
-    from llmforge.quantization.low_rank import Dtype, LowRank
+    from llmforge.quantization.low_rank import Dtype, LowRankCorrection
     from llmforge.quantization.sparsity import SparseMatrix
-    from llmforge.quantization.structure import Kept, Structure
+    from llmforge.quantization.structure import PrunedStructure, Structure
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,11 @@ class WeightDemand:
     mixed: tuple[tuple[str, Grid], ...] = ()
     weight_bits: float | None = None
     weight_bytes: int | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether formats are to be chosen within bytes."""
+        return self.weight_bits is not None or self.weight_bytes is not None
 
     def grid_of(self, names: Sequence[str]) -> Grid:
         """Return the grid of linears `names`, which read the same.
@@ -134,7 +139,7 @@ class PruningDemand:
     damping: float
     structure: Structure | None = None
     read: int = 0
-    kept: Kept | None = None
+    kept: PrunedStructure | None = None
 
     def drops(self, layer: int) -> bool:
         """Say whether a layer goes as a whole."""
@@ -180,8 +185,8 @@ class Statistics:
     kv: Mapping[int, KvRange]  # by layer
     inputs: Mapping[str, InputRange] = field(default_factory=dict)  # of what a linear reads, by parameter name
     sparse: Mapping[str, SparseMatrix] = field(default_factory=dict)  # pruned linears by parameter name; may be lazy
-    low_rank: Mapping[str, LowRank] = field(default_factory=dict)  # of quantized linears; may be lazy
-    kept: Kept | None = None  # what is left of the decoder's heads, channels and layers; None: all of it
+    low_rank: Mapping[str, LowRankCorrection] = field(default_factory=dict)  # of quantized linears; may be lazy
+    kept: PrunedStructure | None = None  # what is left of the decoder's heads, channels and layers; None: all of it
     pruned: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # what makes up for them; may be lazy
     notes: tuple[str, ...] = ()  # what a reader of the report should know
     grids: Mapping[str, Grid] = field(default_factory=dict)  # of `linears`, where they are known without reading them

@@ -13,7 +13,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.quantization.grids import Grid, QuantizedMatrix, stack
 
 
-class NotHeld(Exception):
+class UnrepresentableCodes(Exception):
     """Why no format of ours holds the codes of a tensor exactly; reads on from "its codes …".
 
     `is_plain`: because it has none.
@@ -56,8 +56,11 @@ class StoredFp4:
     input_scale: np.float32 | None  # of what the layer reads; None: the checkpoint says none
 
 
-class Source(Protocol):
-    """A checkpoint that comes quantized, by the names of its tensors. Each raises NotHeld where no such format is."""
+class QuantizedSource(Protocol):
+    """A checkpoint that comes quantized, by the names of its tensors.
+
+    Each method raises UnrepresentableCodes where no such format is.
+    """
 
     def codes(self, name: str) -> StoredCodes:
         """Return integer codes in blocks of input features."""
@@ -73,13 +76,13 @@ class Source(Protocol):
 
 
 @dataclass
-class Untaken:
+class SkippedCodes:
     """Tensors whose codes the pass `step` does not take, by the reason."""
 
     step: str
     tensors: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, tensors: Sequence[str], reason: NotHeld) -> None:
+    def add(self, tensors: Sequence[str], reason: UnrepresentableCodes) -> None:
         """Note tensors that are one matrix, unless they are no codes."""
         if not reason.is_plain:
             self.tensors.setdefault(str(reason), []).append(", ".join(tensors))
@@ -108,7 +111,7 @@ class Untaken:
         ]
 
 
-def require(source: Source | None, step: str) -> Source:
+def require(source: QuantizedSource | None, step: str) -> QuantizedSource:
     """Return a checkpoint that comes quantized, which the pass `step` wants.
 
     Raises:
@@ -122,14 +125,14 @@ def require(source: Source | None, step: str) -> Source:
     return source
 
 
-def channels_together(parts: Sequence[StoredChannels]) -> StoredChannels:
+def stack_channels(parts: Sequence[StoredChannels]) -> StoredChannels:
     """Put matrices that read the same on top of each other; the largest step of what they read is that of all.
 
     Raises:
-        NotHeld: some are int8 and some fp8.
+        UnrepresentableCodes: some are int8 and some fp8.
     """
     if len({part.dtype for part in parts}) > 1:
-        raise NotHeld("are int8 and fp8 in one matrix; leave out the pass that packs them")
+        raise UnrepresentableCodes("are int8 and fp8 in one matrix; leave out the pass that packs them")
     steps = [part.input_scale for part in parts if part.input_scale is not None]
     return StoredChannels(
         parts[0].dtype,
@@ -139,14 +142,14 @@ def channels_together(parts: Sequence[StoredChannels]) -> StoredChannels:
     )
 
 
-def fp4_together(parts: Sequence[StoredFp4]) -> StoredFp4:
+def stack_fp4(parts: Sequence[StoredFp4]) -> StoredFp4:
     """Put matrices that read the same on top of each other; the largest scale of what they read is that of all.
 
     Raises:
-        NotHeld: their tensors have different scales.
+        UnrepresentableCodes: their tensors have different scales.
     """
     if len({float(part.scale) for part in parts}) > 1:
-        raise NotHeld("have different scales of tensors in one matrix; leave out the pass that packs them")
+        raise UnrepresentableCodes("have different scales of tensors in one matrix; leave out the pass that packs them")
     steps = [part.input_scale for part in parts if part.input_scale is not None]
     return StoredFp4(
         lambda: np.concatenate([part.codes() for part in parts]),
@@ -156,17 +159,19 @@ def fp4_together(parts: Sequence[StoredFp4]) -> StoredFp4:
     )
 
 
-def together(parts: Sequence[StoredCodes]) -> StoredCodes:
+def stack_codes(parts: Sequence[StoredCodes]) -> StoredCodes:
     """Put matrices that read the same on top of each other, on the grid that holds the codes of all.
 
     That has the smallest of their blocks, zero points where one has them, and fp32 scales where one has.
 
     Raises:
-        NotHeld: their codes have different bits, or their columns different orders.
+        UnrepresentableCodes: their codes have different bits, or their columns different orders.
     """
     first = parts[0]
     if any(not _same(part.columns, first.columns) for part in parts):
-        raise NotHeld("have input features in different orders in one matrix; leave out the pass that packs them")
+        raise UnrepresentableCodes(
+            "have input features in different orders in one matrix; leave out the pass that packs them"
+        )
     grid = common(*(part.grid for part in parts))
     return StoredCodes(grid, first.columns, lambda: stack([on_grid(part.read(), grid) for part in parts]))
 
@@ -175,11 +180,13 @@ def common(*grids: Grid) -> Grid:
     """Return the grid that holds what lies on any of `grids`.
 
     Raises:
-        NotHeld: they have different bits.
+        UnrepresentableCodes: they have different bits.
     """
     bits = sorted({grid.bits for grid in grids})
     if len(bits) > 1:
-        raise NotHeld(f"have {' and '.join(map(str, bits))} bits in one matrix; leave out the pass that packs them")
+        raise UnrepresentableCodes(
+            f"have {' and '.join(map(str, bits))} bits in one matrix; leave out the pass that packs them"
+        )
     return replace(
         grids[0],
         block_size=min(grid.block_size for grid in grids),

@@ -27,7 +27,7 @@ ATTEMPTS = 6  # to factor a Hessian, each with ten times the damping of the last
 
 
 @dataclass(frozen=True)
-class Heads:
+class PrunableHeads:
     """The attention of a layer: parameters of its projections, how many heads, and channels of keys and values."""
 
     query: str
@@ -47,7 +47,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Channels:
+class MlpChannels:
     """The MLP of a layer: parameters of the matrices that make its channels, and of the one that reads them."""
 
     inner: tuple[str, ...]
@@ -57,14 +57,14 @@ class Channels:
 
 
 @dataclass(frozen=True)
-class Block:
+class PrunableLayer:
     """A decoder layer, whose parameters begin with `prefix`, "model.layers.0."; what of it may go, or why not."""
 
     index: int
     prefix: str
     parameters: int  # of its matrices
-    heads: Heads | None
-    channels: Channels | None
+    heads: PrunableHeads | None
+    channels: MlpChannels | None
     reasons: tuple[str, ...] = ()
 
 
@@ -72,7 +72,7 @@ class Block:
 class Structure:
     """Decoder layers with attention, in their order; `fixed` says why no layer can go as a whole, "" where one can."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[PrunableLayer, ...]
     fixed: str
 
     @cached_property
@@ -82,7 +82,7 @@ class Structure:
 
 
 @dataclass(frozen=True)
-class Kept:
+class PrunedStructure:
     """What is left of a decoder: layers that are gone, and by layer the KV heads and the channels that are left."""
 
     dropped: tuple[int, ...] = ()
@@ -99,7 +99,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Step:
+class PruningStep:
     """Units that go next, and what that adds to the loss, in nats a token."""
 
     units: tuple[int, ...]
@@ -136,7 +136,7 @@ def damped(moments: Float32 | Float64, damping: float) -> Float64:
 
 def eliminate(
     weight: Float32, hessian: Float64, outputs: Float32, *, width: int, together: int, least: int
-) -> list[Step]:
+) -> list[PruningStep]:
     """Take units of `width` columns from a weight [N, K], `together` in a step, until `least` or fewer more are left.
 
     `hessian` [K, K] is damped, `outputs` [N, N]. Losses are as above.
@@ -151,7 +151,7 @@ def eliminate(
         gone = columns(chosen.tolist(), width)
         block = inverse[np.ix_(gone, gone)]
         loss = 0.5 * float(np.trace(np.linalg.solve(block, left[:, gone].T @ weighed[:, gone])))
-        steps.append(Step(tuple(units[chosen].tolist()), loss))
+        steps.append(PruningStep(tuple(units[chosen].tolist()), loss))
         stay = np.setdiff1d(np.arange(left.shape[1]), gone)
         move = np.linalg.solve(block, inverse[np.ix_(gone, stay)])
         weighed = weighed[:, stay] - weighed[:, gone] @ move
@@ -181,7 +181,7 @@ def compensate(weight: Float32, hessian: Float64, kept: NDArray[np.intp]) -> Flo
 
 
 def allocate(
-    curves: Mapping[tuple[int, str], Sequence[Step]], sizes: Mapping[tuple[int, str], int], target: int
+    curves: Mapping[tuple[int, str], Sequence[PruningStep]], sizes: Mapping[tuple[int, str], int], target: int
 ) -> tuple[dict[tuple[int, str], int], float, int]:
     """Choose how many steps each curve, by layer and kind, goes, so that `target` parameters go at the least loss.
 

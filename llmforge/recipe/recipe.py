@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -80,7 +79,7 @@ class Recipe(Section):
 
     _source: Source = PrivateAttr()
     _migrated: tuple[str, ...] = PrivateAttr(default=())
-    _snapshot: hub.Snapshot | None = PrivateAttr(default=None)
+    _snapshot: hub.HubSnapshot | None = PrivateAttr(default=None)
 
     @property
     def slots_reason(self) -> str | None:
@@ -138,7 +137,7 @@ class Recipe(Section):
         return here
 
     @property
-    def snapshot(self) -> hub.Snapshot | None:
+    def snapshot(self) -> hub.HubSnapshot | None:
         """The checkpoint on the Hub, and its commit; None: it is a folder."""
         return self._snapshot
 
@@ -146,7 +145,7 @@ class Recipe(Section):
         """Return the folder of the checkpoint with its weights; those on the Hub are downloaded.
 
         Raises:
-            CheckpointError, EnvironmentLacks: as `hub.Snapshot.fetch`.
+            CheckpointError, EnvironmentLacks: as `hub.HubSnapshot.fetch`.
         """
         return self.checkpoint if self._snapshot is None else self._snapshot.fetch()
 
@@ -203,8 +202,7 @@ class Recipe(Section):
             problems += passes_section.misplaced(spec, cls, facts, registry)
             facts |= cls.provides
             cls = cls.taking(spec.options)
-            plugin = pass_base.of_plugin(cls)
-            with nullcontext() if plugin is None else plugins.blamed(plugin):
+            with plugins.blamed(pass_base.of_plugin(cls)):
                 try:
                     made.append(options.make(cls, spec.options))
                 except ValidationError as error:

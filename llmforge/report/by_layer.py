@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=[./])|(?<=\.)\d+$")  # a part of a dotted na
 
 
 @dataclass(frozen=True)
-class Group:
+class NodeGroup:
     """Nodes that differ in the number of their layer, or of an expert in it, and what became of all of them."""
 
     layers: str  # "0–5, 7"; "" where the name has no number
@@ -22,14 +22,14 @@ class Group:
     count: int
 
 
-def groups(places: Sequence[Rewritten] | Sequence[Skipped]) -> list[Group]:
+def groups(places: Sequence[Rewritten] | Sequence[Skipped]) -> list[NodeGroup]:
     """Group nodes that differ in their layer alone; in the order of the first of each."""
     found: dict[tuple[str, str], list[int | None]] = {}
     for place in places:
         layer, node, what = _template(place.node, place.what if isinstance(place, Rewritten) else place.reason)
         found.setdefault((node, what), []).append(layer)
     return [
-        Group(
+        NodeGroup(
             layers=units.ranges(sorted({layer for layer in layers if layer is not None})),
             node=node,
             what=what,

@@ -1,29 +1,26 @@
-"""Geometry of the report's charts. Lengths are percentages of the drawing's width, so that it fits any window."""
+"""The charts of a report: which figures are drawn, and where."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from string import ascii_lowercase
-from typing import Literal
 
+from llmforge.gates.comparison import Change, HistoryEntry
 from llmforge.gates.decision import GateResult
 from llmforge.gates.records import BuildRecord, EngineRecord, PassRecord, Report, StageRecord
-from llmforge.metrics import catalog, units
+from llmforge.metrics import catalog, quality_metrics, units
 from llmforge.metrics.attribution import AttributedStep, Attribution
-from llmforge.metrics.catalog import QualityMetric
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.quality import ByPosition, Quality, Segment
-from llmforge.metrics.quality import Histogram as LogHistogram
+from llmforge.metrics.quality import ByPosition, Histogram, Quality, Segment
+from llmforge.metrics.quality_metrics import QualityMetric
 from llmforge.report import view
-from llmforge.report.comparing import Change, Entry
+from llmforge.report.drawing import Kind, Mark, Placed, Plot, Scale, apart, bounds
 
-_MARGIN = 0.2  # of a gate's span, left free on both sides
-_NARROWEST = 300.0  # pixels of a drawing in a window of 390
-_LETTER = 6.5  # pixels of a letter of a label, about
+_MARGIN = 0.2  # of a span, left free on both sides
 
 
 @dataclass(frozen=True)
@@ -38,57 +35,13 @@ class GatePlot:
     label_at: str  # "start", "middle", "end": where the limit's label fits
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column of a histogram: left edge and width in percent, height as a share of the tallest."""
-
-    left: float
-    width: float
-    height: float
-    title: str
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A labelled place on an axis, in percent."""
-
-    at: float
-    label: str
-
-
-@dataclass(frozen=True)
-class Flag(Mark):
-    """A mark whose label lies in a row above the drawing, to one side of its line."""
-
-    row: int  # from the top
-    side: Literal["start", "end"]  # of the label that is at the line
-
-
-@dataclass(frozen=True)
-class Histogram:
-    """Tokens by the decade of a value."""
-
-    title: str
-    description: str
-    columns: tuple[Column, ...]
-    ticks: tuple[Mark, ...]
-    marks: tuple[Flag, ...]
-
-
 def gate(result: GateResult) -> GatePlot | None:
     """Lay out one gate; None where nothing was measured. A bound that is not finite lies at the end of the axis."""
     measured = result.measured
     if measured is None or not math.isfinite(measured.value):
         return None
-    low, high = _bounds(measured)
-    drawn = [value for value in (low, measured.value, high, result.edge) if math.isfinite(value)]
-    first, last = min(drawn), max(drawn)
-    span = (last - first) or abs(last) or 1.0
-    start, width = first - _MARGIN * span, span * (1 + 2 * _MARGIN)
-
-    def at(value: float) -> float:
-        return min(max(100 * (value - start) / width, 0.0), 100.0)
-
+    at = Scale.over([measured], result.edge).wider(_MARGIN).percent
+    low, high = bounds(measured)
     limit = at(result.edge)
     return GatePlot(
         limit=limit,
@@ -100,136 +53,75 @@ def gate(result: GateResult) -> GatePlot | None:
     )
 
 
-def _bounds(figure: Estimate) -> tuple[float, float]:
-    """Give the bounds of a figure: itself where it has none, and no end where a bound is NaN."""
-    low = figure.value if figure.low is None else figure.low
-    high = figure.value if figure.high is None else figure.high
-    return -math.inf if math.isnan(low) else low, math.inf if math.isnan(high) else high
-
-
-def histograms(quality: Quality) -> list[Histogram]:
+def histograms(quality: Quality) -> list[Plot]:
     """Lay out every distribution of the catalog that holds a token."""
-    found = [metric for metric in catalog.of_quality(quality.figures) if metric.name in quality.figures]
     return [
         _histogram(metric, metric.form, quality)
-        for metric in found
-        if isinstance(metric.form, LogHistogram) and any(quality.figures[metric.name])
+        for metric in _measured(quality)
+        if isinstance(metric.form, Histogram) and any(quality.figures[metric.name])
     ]
 
 
-def _histogram(metric: QualityMetric, form: LogHistogram, quality: Quality) -> Histogram:
-    """Lay out how a value is distributed over tokens, with the figures that are marked on it."""
+def _measured(quality: Quality) -> list[QualityMetric]:
+    return [metric for metric in catalog.of_quality(quality.figures) if metric.name in quality.figures]
+
+
+def _histogram(metric: QualityMetric, form: Histogram, quality: Quality) -> Plot:
+    """Lay out how a value is distributed over tokens, by its decade, with the figures that are marked on it."""
     counts: tuple[int, ...] = quality.figures[metric.name]
-    bins_per_decade, (first, last) = form.bins_per_decade, form.decades
+    each, (first, last) = form.bins_per_decade, form.decades
     filled = [i for i, tokens in enumerate(counts) if tokens]
-    low = first + min(filled) // bins_per_decade  # whole decades that hold anything
-    high = first + max(filled) // bins_per_decade + 1
-    bins = (high - low) * bins_per_decade
-    offset = (low - first) * bins_per_decade
-    tallest = max(counts)
-    width = 100 / bins
-
-    def at(value: float) -> float:
-        return 100 * (math.log10(max(value, 10.0**low)) - low) / (high - low)
-
+    low = first + min(filled) // each  # whole decades that hold anything
+    high = first + max(filled) // each + 1
+    shown = counts[(low - first) * each : (high - first) * each]
+    scale, width = Scale(low, high), 100 / len(shown)
     columns = tuple(
-        Column(
+        Placed(
             left=i * width,
             width=width,
-            height=tokens / tallest,
-            title=f"{tokens:,} tokens near {10 ** (low + (i + 0.5) / bins_per_decade):.1e} {metric.unit.name}",
+            value=tokens / max(counts),
+            low=None,
+            high=None,
+            title=f"{tokens:,} tokens near {10 ** (low + (i + 0.5) / each):.1e} {metric.unit.name}",
         )
-        for i, tokens in enumerate(counts[offset : offset + bins])
+        for i, tokens in enumerate(shown)
     )
-    figures = {label: quality.figures[name] for label, name in form.marks.items()}
-    labels = {label: f"{label} {metric.unit.write(view.value(figure))}" for label, figure in figures.items()}
-    places = [
-        Mark(min(at(place), 100), labels[label])
+    figures = {label: view.value(quality.figures[name]) for label, name in form.marks.items()}
+    labels = {label: f"{label} {metric.unit.write(figure)}" for label, figure in figures.items()}
+    marks = [
+        Mark(scale.percent(math.log10(max(figure, 10.0**low))), labels[label])
         for label, figure in figures.items()
-        if not math.isnan(place := view.value(figure))
+        if not math.isnan(figure)
     ]
-    return Histogram(
+    return Plot(
         title=metric.title,
         description=f"{metric.meaning}: {', '.join(labels.values())}",
-        columns=columns,
+        placed=columns,
         ticks=tuple(
-            Mark(100 * (decade - low) / (high - low), f"1e{decade}" if decade < -2 else f"{10.0**decade:g}")
+            Mark(scale.percent(decade), f"1e{decade}" if decade < -2 else f"{10.0**decade:g}")
             for decade in range(low, min(high, last) + 1)
         ),
-        marks=_apart(places),
+        flags=apart(marks),
     )
 
 
-def _apart(marks: Sequence[Mark]) -> tuple[Flag, ...]:
-    """Give the label of each mark a row of its own, so that neither another label nor another line runs through it.
-
-    A line begins at the row of its label. Labels go to the right, the leftmost in the top row; where the last one has
-    no room there, to the left, the rightmost in the top row.
-    """
-    if not marks:
-        return ()
-    ordered = sorted(marks, key=lambda mark: mark.at)
-    room = max(100 * _LETTER * (len(mark.label) + 1) / _NARROWEST for mark in ordered)
-    right = ordered[-1].at + room <= 100
-    if not right:
-        ordered.reverse()
-    return tuple(Flag(mark.at, mark.label, row, "start" if right else "end") for row, mark in enumerate(ordered))
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """One stretch of a curve: left edge and width in percent; figure and bounds as shares of the height."""
-
-    left: float
-    width: float
-    value: float | None  # None: it is NaN, and has no place
-    low: float | None
-    high: float | None
-    title: str
-
-    @property
-    def middle(self) -> float:
-        """Where its figure is drawn, in percent."""
-        return self.left + self.width / 2
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A figure by tokens of context; stretches are of equal width, so that the axis is about logarithmic."""
-
-    title: str
-    description: str
-    bottom: str  # of the vertical axis, as written
-    top: str
-    stretches: tuple[Stretch, ...]
-    ticks: tuple[Mark, ...]
-
-
-def by_position(quality: Quality) -> list[Curve]:
+def by_position(quality: Quality) -> list[Plot]:
     """Lay out every figure of the catalog that goes by position."""
-    found = [metric for metric in catalog.of_quality(quality.figures) if metric.name in quality.figures]
-    return [_curve(m, quality.figures[m.name]) for m in found if isinstance(m.form, ByPosition)]
+    return [_curve(m, quality.figures[m.name]) for m in _measured(quality) if isinstance(m.form, ByPosition)]
 
 
-def _curve(metric: QualityMetric, segments: Sequence[Segment]) -> Curve:
-    figures = [segment.figure for segment in segments]
-    drawn = [bound for figure in figures for bound in (figure.value, figure.low, figure.high) if bound is not None]
-    finite = [bound for bound in drawn if math.isfinite(bound)] or [0.0]
+def _curve(metric: QualityMetric, segments: Sequence[Segment]) -> Plot:
+    """Lay out a figure by tokens of context; stretches are of equal width, so that the axis is about logarithmic."""
     # What is better when lower is drawn from 0, so that heights are true to scale; a share would be flat there.
-    bottom, top = (min(0.0, *finite), max(finite)) if metric.better == "lower" else (min(finite), max(finite))
-    span, width = (top - bottom) or 1.0, 100 / len(segments)
-
-    def at(value: float | None) -> float | None:
-        return _height(value, bottom, span)
-
-    write = metric.unit.write
+    scale = Scale.over([segment.figure for segment in segments], *([0.0] if metric.better == "lower" else []))
+    width, write = 100 / len(segments), metric.unit.write
     stretches = tuple(
-        Stretch(
+        Placed(
             left=i * width,
             width=width,
-            value=at(segment.figure.value),
-            low=at(segment.figure.low),
-            high=at(segment.figure.high),
+            value=scale.height(segment.figure.value),
+            low=scale.height(segment.figure.low),
+            high=scale.height(segment.figure.high),
             title=f"{write(segment.figure.value)} ({units.interval(segment.figure, write)}) at {segment.first:,} to "
             f"{segment.last:,} tokens of context, {segment.tokens:,} tokens",
         )
@@ -237,20 +129,15 @@ def _curve(metric: QualityMetric, segments: Sequence[Segment]) -> Curve:
     )
     every = math.ceil(len(segments) / 7)  # as many labels as a narrow window has room for
     first, last = segments[0], segments[-1]
-    return Curve(
+    return Plot(
         title=f"{metric.title}, {metric.meaning}",
         description=f"{metric.title}: {write(first.figure.value)} at {first.first} to {first.last} tokens of context, "
         f"{write(last.figure.value)} at {last.first} to {last.last}",
-        bottom=write(bottom),
-        top=write(top),
-        stretches=stretches,
+        placed=stretches,
         ticks=tuple(Mark(i * width, f"{segments[i].first:,}") for i in range(0, len(segments), every)),
+        bottom=write(scale.low),
+        top=write(scale.high),
     )
-
-
-def _height(value: float | None, bottom: float, span: float) -> float | None:
-    """Give a value as a share of the height, within it; None where it is none or NaN."""
-    return None if value is None or math.isnan(value) else min(max((value - bottom) / span, 0.0), 1.0)
 
 
 @dataclass(frozen=True)
@@ -267,11 +154,17 @@ class PassBars:
 def passes(report: Report) -> list[PassBars]:
     """Lay out what each pass added to the KLD from the traced graph and what the weights came to after it."""
     added = view.added_kld(report)
-    of_kld = _shares([None if each is None else abs(each.value) for each in added])
-    weights = _shares([record.weight_bytes_after for record in report.passes])
+    of_kld = Scale(0.0, max((abs(each.value) for each in added if each is not None), default=0.0))
+    of_weights = Scale(0.0, max((record.weight_bytes_after for record in report.passes), default=0.0))
     return [
-        PassBars(record, each, of_added, each is not None and each.value < 0, of_weights)
-        for record, each, of_added, of_weights in zip(report.passes, added, of_kld, weights, strict=True)
+        PassBars(
+            record,
+            each,
+            added_percent=0.0 if each is None else of_kld.percent(abs(each.value)),
+            gains=each is not None and each.value < 0,
+            weights_percent=of_weights.percent(record.weight_bytes_after),
+        )
+        for record, each in zip(report.passes, added, strict=True)
     ]
 
 
@@ -297,86 +190,47 @@ def waterfall(attribution: Attribution) -> list[Fall]:
     return falls
 
 
-@dataclass(frozen=True)
-class LayerColumn:
-    """What one layer costs; left edge and width in percent, heights as shares of the largest bound of the pass."""
-
-    left: float
-    width: float
-    zero: float  # height of 0: below it is what would not be gained but lost
-    value: float
-    low: float | None
-    high: float | None
-    label: str
-    title: str
+_LAYER = re.compile(r"layer (\d+)")
 
 
-@dataclass(frozen=True)
-class Layers:
-    """What keeping each layer as it was before a pass would gain."""
-
-    name: str  # of the pass
-    description: str
-    top: str
-    columns: tuple[LayerColumn, ...]
-    ticks: tuple[Mark, ...]
-    others: tuple[tuple[str, str], ...]  # letter and name of what is no layer
-
-
-def by_layer(attribution: Attribution) -> list[Layers]:
-    """Lay out the cost of each layer, for every pass that has them."""
+def by_layer(attribution: Attribution) -> list[Plot]:
+    """Lay out what keeping each layer as it was before a pass would gain, for every pass of which that is known."""
     return [_layers(step) for step in attribution.steps if step.layers]
 
 
-def _layers(step: AttributedStep) -> Layers:
-    gains = [layer.gain for layer in step.layers]
-    drawn = [bound for gain in gains for bound in (gain.value, gain.low, gain.high) if bound is not None]
-    bottom, top = min(0.0, *drawn), max(0.0, *drawn)
-    span, width, write = (top - bottom) or 1.0, 100 / len(gains), catalog.KLD_MEAN.unit.write
-
-    def at(value: float | None) -> float | None:
-        return None if value is None else (value - bottom) / span
-
+def _layers(step: AttributedStep) -> Plot:
+    scale = Scale.over([layer.gain for layer in step.layers], 0.0)
+    width, write = 100 / len(step.layers), quality_metrics.KLD_MEAN.unit.write
     columns = tuple(
-        LayerColumn(
+        Placed(
             left=number * width,
             width=width,
-            zero=-bottom / span,
-            value=(layer.gain.value - bottom) / span,
-            low=at(layer.gain.low),
-            high=at(layer.gain.high),
-            label=layer.name,
+            value=scale.height(layer.gain.value),
+            low=scale.height(layer.gain.low),
+            high=scale.height(layer.gain.high),
             title=f"{layer.name}: {write(layer.gain.value)} ({units.interval(layer.gain, write)})",
         )
         for number, layer in enumerate(step.layers)
     )
     most = max(step.layers, key=lambda layer: layer.gain.value)
-    named = [layer.name for layer in step.layers if _LAYER.match(layer.name) is None]
-    others = dict(zip(named, ascii_lowercase, strict=False))
-    labels = [_label(column.label, others) for column in columns]
+    numbers = {layer.name: found[1] for layer in step.layers if (found := _LAYER.match(layer.name)) is not None}
+    named = [layer.name for layer in step.layers if layer.name not in numbers]
+    letters = dict(zip(named, ascii_lowercase, strict=False))
     every = math.ceil(len(columns) / 12)
-    return Layers(
-        name=step.name,
+    return Plot(
+        title=step.name,
         description=f"Mean KLD that keeping each layer as it was before {step.name} would gain; most: {most.name}, "
         f"{write(most.gain.value)} nats per token",
-        top=write(top),
-        columns=columns,
+        placed=columns,
         ticks=tuple(
-            Mark(column.left + column.width / 2, label)
-            for number, (column, label) in enumerate(zip(columns, labels, strict=True))
-            if number % every == 0 or label in others.values()
+            Mark(column.at, numbers.get(layer.name, letters.get(layer.name, "")))
+            for number, (column, layer) in enumerate(zip(columns, step.layers, strict=True))
+            if number % every == 0 or layer.name in letters
         ),
-        others=tuple((letter, name) for name, letter in others.items()),
+        top=write(scale.high),
+        zero=scale.share(0.0),
+        others=tuple((letter, name) for name, letter in letters.items()),
     )
-
-
-_LAYER = re.compile(r"layer (\d+)")
-
-
-def _label(name: str, others: Mapping[str, str]) -> str:
-    """Write a layer as its number, what is none as its letter."""
-    found = _LAYER.match(name)
-    return others.get(name, "") if found is None else found[1]
 
 
 @dataclass(frozen=True)
@@ -386,7 +240,7 @@ class ChangePlot:
     value: float
     low: float
     high: float
-    kind: Literal["better", "worse", "same"]  # "same": its interval holds 0
+    kind: Kind
 
 
 def change(found: Change) -> ChangePlot | None:
@@ -394,43 +248,17 @@ def change(found: Change) -> ChangePlot | None:
     moved = found.difference
     if moved is None or moved.low is None or moved.high is None or not math.isfinite(moved.value):
         return None
-    low, high = _bounds(moved)
+    low, high = bounds(moved)
     reach = max(abs(bound) for bound in (moved.value, low, high) if math.isfinite(bound)) * (1 + _MARGIN) or 1.0
-
-    def at(value: float) -> float:
-        return min(max(50 + 50 * value / reach, 0.0), 100.0)
-
-    kind: Literal["better", "worse", "same"] = "worse" if found.worse else "better" if found.better else "same"
-    return ChangePlot(at(moved.value), at(low), at(high), kind)
+    at = Scale(-reach, reach).percent
+    return ChangePlot(at(moved.value), at(low), at(high), _kind(found))
 
 
-@dataclass(frozen=True)
-class Place:
-    """A version in the course of a metric: its place in percent of the width, heights as shares."""
-
-    at: float
-    value: float
-    low: float | None
-    high: float | None
-    kind: Literal["better", "worse", "same"]  # than the version before
-    title: str
+def _kind(found: Change) -> Kind:
+    return "worse" if found.worse else "better" if found.better else "same"
 
 
-@dataclass(frozen=True)
-class Course:
-    """A metric by version."""
-
-    title: str
-    meaning: str
-    better: Literal["lower", "higher", "neither"]
-    description: str
-    bottom: str  # of the vertical axis, as written
-    top: str
-    places: tuple[Place, ...]
-    ticks: tuple[Mark, ...]
-
-
-def courses(entries: Sequence[Entry]) -> list[Course]:
+def courses(entries: Sequence[HistoryEntry]) -> list[Plot]:
     """Lay out every metric that a version has, over all versions."""
     by_metric = zip(*(entry.metrics for entry in entries), strict=True)
     return [_course(entries, of) for of in by_metric if any(_finite(change.b) is not None for change in of)]
@@ -440,50 +268,40 @@ def _finite(estimate: Estimate | None) -> Estimate | None:
     return None if estimate is None or not math.isfinite(estimate.value) else estimate
 
 
-def _course(entries: Sequence[Entry], of: Sequence[Change]) -> Course:
+def _course(entries: Sequence[HistoryEntry], of: Sequence[Change]) -> Plot:
     metric = catalog.named(of[0].metric)
     write, known = metric.unit.write, [each for change in of if (each := _finite(change.b)) is not None]
-    drawn = [
-        bound
-        for each in known
-        for bound in (each.value, each.low, each.high)
-        if bound is not None and math.isfinite(bound)
-    ]
-    bottom, top = min(drawn), max(drawn)
-    span = (top - bottom) or 1.0
+    scale = Scale.over(known)
 
     def height(value: float) -> float:
-        return min(max((value - bottom) / span, 0.0), 1.0) if top > bottom else 0.5
+        return scale.share(value) if scale.high > scale.low else 0.5
 
     def place(number: int) -> float:
         return 22 + 72 * number / (len(entries) - 1) if len(entries) > 1 else 50.0
 
-    places = []
+    placed = []
     for number, (entry, change) in enumerate(zip(entries, of, strict=True)):
         if (each := _finite(change.b)) is None:
             continue
-        kind: Literal["better", "worse", "same"] = "worse" if change.worse else "better" if change.better else "same"
-        low, high = (None, None) if each.low is None or each.high is None else map(height, _bounds(each))
+        low, high = (None, None) if each.low is None or each.high is None else map(height, bounds(each))
         said = f"{entry.side.version}: {write(each.value)} ({units.interval(each, write)})"
-        places.append(Place(place(number), height(each.value), low, high, kind, said))
+        placed.append(Placed(place(number), 0.0, height(each.value), low, high, said, _kind(change)))
     every = math.ceil(len(entries) / 3)  # as many names of versions as a narrow window has room for
     shown = range(len(entries) - 1, -1, -every)
     regressions = [entry.side.version for entry, change in zip(entries, of, strict=True) if change.worse]
     said = f"regressions in {', '.join(regressions)}" if regressions else "no regression"
-    return Course(
-        title=metric.title,
-        meaning=metric.meaning,
-        better=metric.better,
+    return Plot(
+        title=metric.name,
         description=f"{metric.title} by version: {write(known[0].value)} to {write(known[-1].value)}; {said}",
-        bottom=write(bottom),
-        top=write(top),
-        places=tuple(places),
+        placed=tuple(placed),
         ticks=tuple(Mark(place(number), entries[number].side.version[:7]) for number in sorted(shown)),
+        bottom=write(scale.low),
+        top=write(scale.high),
     )
 
 
 @dataclass(frozen=True)
-class Part:
+class SizePart:
     """Part of the engine's size."""
 
     name: str
@@ -491,13 +309,13 @@ class Part:
     size_bytes: int
     share: float  # of the engine
     start: float  # where it begins, end to end, in percent
-    style: int  # a color; the rest has -1
+    style: int  # a color; all other weights have -1, the rest -2
 
 
 _MOST_PARTS = 6  # that have a color of their own
 
 
-def sizes(engine: EngineRecord) -> list[Part]:
+def sizes(engine: EngineRecord) -> list[SizePart]:
     """Break the engine's size down: the largest groups of weights, all others, and what is no weight."""
     shown, others = engine.weights[:_MOST_PARTS], engine.weights[_MOST_PARTS:]
     total = engine.size_bytes or 1
@@ -506,36 +324,23 @@ def sizes(engine: EngineRecord) -> list[Part]:
         for number, group in enumerate(shown)
     ]
     if others:
-        found.append(
-            (
-                "all other weights",
-                f"{sum(group.tensors for group in others)} tensors",
-                sum(g.size_bytes for g in others),
-                -1,
-            )
-        )
+        tensors, size = sum(group.tensors for group in others), sum(group.size_bytes for group in others)
+        found.append(("all other weights", f"{tensors} tensors", size, -1))
     rest = engine.size_bytes - sum(group.size_bytes for group in engine.weights)
     if found and rest > 0:
         found.append(("no weights", "graph, configuration and alignment", rest, -2))
-    ends = accumulate((size for *_, size, _ in found), initial=0)
+    starts = accumulate((size for *_, size, _ in found), initial=0)
     return [
-        Part(name, what, size, size / total, 100 * start / total, style)
-        for (name, what, size, style), start in zip(found, ends, strict=False)
+        SizePart(name, what, size, size / total, 100 * start / total, style)
+        for (name, what, size, style), start in zip(found, starts, strict=False)
     ]
 
 
 def stages(build: BuildRecord) -> list[tuple[StageRecord, float, float]]:
-    """Lay out the stages of a build one behind the other: where each bar begins and how long it is, in percent."""
+    """Lay out the stages of a build one after the other: where each bar begins and how long it is, in percent."""
     ends = accumulate(stage.seconds for stage in build.stages)
     scale = 100 / (build.seconds or 1.0)
     return [
         (stage, (end - stage.seconds) * scale, stage.seconds * scale)
         for stage, end in zip(build.stages, ends, strict=True)
     ]
-
-
-def _shares(values: Sequence[float | None]) -> list[float]:
-    """Scale the lengths of bars to percent of the longest; what was not measured is 0."""
-    known = [value or 0.0 for value in values]
-    longest = max(known, default=0.0) or 1.0
-    return [100 * value / longest for value in known]

@@ -1,18 +1,21 @@
-"""Geometry of the charts of latency. Lengths are percentages of the drawing's width, so that it fits any window."""
+"""The charts of latency: durations and rates by load, against what the device allows."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
-from llmforge.metrics import catalog, units
-from llmforge.metrics.catalog import Metric, TimingMetric
+from llmforge.metrics import catalog, latency_metrics, units
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.latency import Latency, Point, Spread
+from llmforge.metrics.latency import Latency, LatencyPoint, Spread
+from llmforge.metrics.latency_metrics import TimingMetric
+from llmforge.metrics.metric import Metric
 from llmforge.report import view
-from llmforge.report.charts import Mark
+from llmforge.report.drawing import Mark, Scale
+
+_MEMORY, _COMPUTE = "limit of the bandwidth", "limit of the compute rate"
+_MOST_LINES = 4  # that can be told apart; a table beside the diagram has all
 
 
 @dataclass(frozen=True)
@@ -33,47 +36,29 @@ def bars(measured: Latency) -> dict[str, list[LatencyBar]]:
     """
     found = {}
     alone = single(measured)
-    for metric in catalog.of_kind(TimingMetric):
-        if metric.chart:
-            spreads: list[tuple[tuple[str, ...], str, Spread]] = [
-                (load, side, timing.figures[metric.name])
-                for point, load in zip(alone.points, view.loads(alone).rows, strict=True)
-                for side, timing in point.sides.items()
-            ]
-            longest = max(max(spread.p50.value, spread.p95.value) for _, _, spread in spreads)
-            found[f"{metric.title}: {metric.meaning}"] = [
-                LatencyBar(load, side, spread, 100 * spread.p50.value / longest, 100 * spread.p95.value / longest)
-                for load, side, spread in spreads
-            ]
+    loads = view.loads(alone).rows
+    for metric in drawn():
+        spreads: list[tuple[tuple[str, ...], str, Spread]] = [
+            (load, side, timing.figures[metric.name])
+            for point, load in zip(alone.points, loads, strict=True)
+            for side, timing in point.sides.items()
+        ]
+        scale = Scale(0.0, max(max(spread.p50.value, spread.p95.value) for _, _, spread in spreads))
+        found[f"{metric.title}: {metric.meaning}"] = [
+            LatencyBar(load, side, spread, scale.percent(spread.p50.value), scale.percent(spread.p95.value))
+            for load, side, spread in spreads
+        ]
     return found
 
 
-@dataclass(frozen=True)
-class Line:
-    """One line of a diagram: its places in percent of the width and shares of the height, each with what it says."""
-
-    label: str
-    style: int  # a color; a line and its bound share one
-    bound: bool  # drawn as what cannot be passed
-    places: tuple[tuple[float, float, str], ...]
-
-    @property
-    def segments(self) -> list[tuple[tuple[float, float, str], tuple[float, float, str]]]:
-        """Pairs of neighbouring places."""
-        return list(pairwise(self.places))
+def drawn() -> list[TimingMetric]:
+    """List the durations of the catalog that have a chart."""
+    return [metric for metric in catalog.of_kind(TimingMetric) if metric.chart]
 
 
-@dataclass(frozen=True)
-class Diagram:
-    """Lines over an axis with one place for each value that was measured."""
-
-    title: str
-    description: str
-    levels: tuple[Mark, ...]  # heights in percent, as written, from the bottom
-    axis: str
-    ticks: tuple[Mark, ...]
-    lines: tuple[Line, ...]
-    bound: str  # what lines that cannot be passed are; "": there are none
+def single(measured: Latency) -> Latency:
+    """Leave the loads of one sequence; all, where there is none."""
+    return measured.model_copy(update={"points": measured.single})
 
 
 @dataclass(frozen=True)
@@ -104,16 +89,15 @@ def surfaces(measured: Latency) -> list[Surface]:
     batches, prompts = _axes(points)
     if len(batches) < 2 or len(prompts) < 2:
         return []
-    rate = catalog.OUTPUT_RATE
+    rate = latency_metrics.OUTPUT_RATE
     found = [
         _surface(metric, {_at(point): point.artifact.figures[metric.name].p50 for point in points}, ", median")
-        for metric in catalog.of_kind(TimingMetric)
-        if metric.chart
+        for metric in drawn()
     ]
     return [*found, _surface(rate, {_at(point): point.figures[rate.name] for point in points})]
 
 
-def _at(point: Point) -> tuple[int, int]:
+def _at(point: LatencyPoint) -> tuple[int, int]:
     return point.batch, point.prompt_tokens
 
 
@@ -121,37 +105,61 @@ def _surface(metric: Metric, estimates: Mapping[tuple[int, int], Estimate], whic
     """Lay out estimates by batch size and length of prompt; shades go with the logarithm."""
     low, high = (choose(each.value for each in estimates.values()) for choose in (min, max))
     span = math.log(high / low) if 0 < low < high < math.inf else 0.0
-    best = high if metric.better == "higher" else low
+    best, write = high if metric.better == "higher" else low, metric.unit.write
     cells = {
         at: Cell(
-            metric.unit.write(estimate.value),
-            units.interval(estimate, metric.unit.write),
+            write(estimate.value),
+            units.interval(estimate, write),
             abs(math.log(estimate.value / best)) / span if span else 0.0,
         )
         for at, estimate in estimates.items()
     }
-    batches, prompts = sorted({batch for batch, _ in estimates}), sorted({prompt for _, prompt in estimates})
+    batches, prompts = (sorted({at[axis] for at in estimates}) for axis in (0, 1))
     rows = tuple((batch, tuple(cells.get((batch, prompt)) for prompt in prompts)) for batch in batches)
     title = metric.title[0].upper() + metric.title[1:]
     return Surface(f"{title}{which}", metric.meaning, tuple(prompts), rows)
 
 
-def single(measured: Latency) -> Latency:
-    """Leave the loads of one sequence; all, where there is none."""
-    return measured.model_copy(update={"points": measured.single})
-
-
-def _of_longest_answers(measured: Latency) -> list[Point]:
+def _of_longest_answers(measured: Latency) -> list[LatencyPoint]:
     output = max(point.output_tokens for point in measured.points)
     return [point for point in measured.points if point.output_tokens == output]
 
 
-def _axes(points: Sequence[Point]) -> tuple[list[int], list[int]]:
+def _axes(points: Sequence[LatencyPoint]) -> tuple[list[int], list[int]]:
     return sorted({point.batch for point in points}), sorted({point.prompt_tokens for point in points})
 
 
-_MEMORY, _COMPUTE = "limit of the bandwidth", "limit of the compute rate"
-_MOST_LINES = 4  # that can be told apart; a table beside the diagram has all
+@dataclass(frozen=True)
+class Line:
+    """One line of a diagram: its places in percent of the width and shares of the height, each with what it says."""
+
+    label: str
+    style: int  # a color; a line and its bound share one
+    bound: bool  # drawn as what cannot be passed
+    places: tuple[tuple[float, float, str], ...]
+
+
+@dataclass(frozen=True)
+class Diagram:
+    """Lines over an axis with one place for each value that was measured."""
+
+    title: str
+    description: str
+    levels: tuple[Mark, ...]  # heights in percent, as written, from the bottom
+    axis: str
+    ticks: tuple[Mark, ...]
+    lines: tuple[Line, ...]
+    bound: str  # what lines that cannot be passed are; "": there are none
+
+
+@dataclass(frozen=True)
+class _Series:
+    """Values over an axis, before they are laid out."""
+
+    label: str
+    style: int
+    values: Mapping[int, float]  # by place on the axis
+    bound: bool = False
 
 
 def over_load(measured: Latency) -> list[Diagram]:
@@ -164,52 +172,54 @@ def over_load(measured: Latency) -> list[Diagram]:
     batches, prompts = _axes(points)
     found: list[Diagram] = []
     if len(prompts) > 1:
-        found.append(
-            _over_prompts("Time per output token (TPOT), median", catalog.TPOT, _step_floor, _MEMORY, measured, points)
-        )
-        found.append(
-            _over_prompts("Time to first token (TTFT), median", catalog.TTFT, _prompt_floor, _COMPUTE, measured, points)
-        )
+        for title, metric, floor, bound in (
+            ("Time per output token (TPOT), median", latency_metrics.TPOT, _step_floor, _MEMORY),
+            ("Time to first token (TTFT), median", latency_metrics.TTFT, _prompt_floor, _COMPUTE),
+        ):
+            series = _durations(metric, floor, bound, measured, points)
+            found.append(_diagram(title, "ms", "prompt tokens", prompts, series, bound=bound, logarithmic=True))
     if len(batches) > 1:
-        rates = []
-        for style, prompt in enumerate(_spread_out(prompts)):
-            own = sorted((p for p in points if p.prompt_tokens == prompt), key=lambda p: p.batch)
-            at = [(p.batch, p.figures["output_tokens_per_second"].value) for p in own]
-            rates.append((f"{prompt}-token prompts", style, False, at))
+        rate = latency_metrics.OUTPUT_RATE.name
+        rates = [
+            _Series(
+                f"{prompt}-token prompts",
+                style,
+                {point.batch: point.figures[rate].value for point in points if point.prompt_tokens == prompt},
+            )
+            for style, prompt in enumerate(_spread_out(prompts))
+        ]
         found.append(_diagram("Output tokens per second", "tokens/s", "sequences at once", batches, rates))
     return found
 
 
-def _over_prompts(
-    title: str,
+def _durations(
     metric: TimingMetric,
-    floor: Callable[[Latency, Point], float | None],
+    floor: Callable[[Latency, LatencyPoint], float | None],
     bound: str,
     measured: Latency,
-    points: Sequence[Point],
-) -> Diagram:
-    """Lay out a duration over the length of the prompt, a line for each batch size, above what the device allows."""
-    batches, prompts = _axes(points)
-    lines: list[tuple[str, int, bool, Sequence[tuple[int, float]]]] = []
-    for style, batch in enumerate(_spread_out(batches)):
-        own = sorted((point for point in points if point.batch == batch), key=lambda point: point.prompt_tokens)
+    points: Sequence[LatencyPoint],
+) -> list[_Series]:
+    """Take a duration by the length of the prompt for each batch size, and what the device allows."""
+    found = []
+    for style, batch in enumerate(_spread_out(_axes(points)[0])):
+        own = [point for point in points if point.batch == batch]
         label = "1 sequence" if batch == 1 else f"{batch} sequences"
-        lines.append((label, style, False, [(p.prompt_tokens, p.artifact.figures[metric.name].p50.value) for p in own]))
-        bounds = [(point.prompt_tokens, floor(measured, point)) for point in own]
-        known = [(at, bound) for at, bound in bounds if bound is not None]
-        if known:
-            lines.append((f"{label}: {bound}", style, True, known))
-    return _diagram(title, "ms", "prompt tokens", prompts, lines, bound=bound, logarithmic=True)
+        medians = {point.prompt_tokens: point.artifact.figures[metric.name].p50.value for point in own}
+        found.append(_Series(label, style, medians))
+        floors = {point.prompt_tokens: least for point in own if (least := floor(measured, point)) is not None}
+        if floors:
+            found.append(_Series(f"{label}: {bound}", style, floors, bound=True))
+    return found
 
 
-def _step_floor(measured: Latency, point: Point) -> float | None:
+def _step_floor(measured: Latency, point: LatencyPoint) -> float | None:
     """Milliseconds in which the measured bandwidth reads what a decode step reads."""
     if measured.bandwidth is None:
         return None
     return 1e3 * float(point.figures["bytes_read_per_token"]) / measured.bandwidth.working_set_bytes_per_second
 
 
-def _prompt_floor(measured: Latency, point: Point) -> float | None:
+def _prompt_floor(measured: Latency, point: LatencyPoint) -> float | None:
     """Milliseconds in which the measured rate makes the products of the weights for the prompts."""
     rate = None if measured.compute is None else measured.compute.rate
     each = measured.footprint.multiply_adds_per_token
@@ -230,54 +240,53 @@ def _diagram(
     unit: str,
     axis: str,
     at: Sequence[int],
-    lines: Sequence[tuple[str, int, bool, Sequence[tuple[int, float]]]],
+    series: Sequence[_Series],
     *,
     bound: str = "",
     logarithmic: bool = False,
 ) -> Diagram:
-    """Lay out lines of (place on the axis, value); places are evenly spaced, whatever lies between them.
+    """Lay out series over the places `at`, which are evenly spaced, whatever lies between them.
 
     A logarithmic height is of whole decades: what is measured may be far above its bound.
     """
-    values = [value for *_, line in lines for _, value in line]
+    values = [value for each in series for value in each.values.values()]
     positive = [value for value in values if value > 0]
-    if logarithmic and positive:
+    logarithmic = logarithmic and bool(positive)
+    levels: dict[str, float]
+    if logarithmic:
         low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
-        high = max(high, low + 1)
-        levels = {10.0**decade: 100 * (decade - low) / (high - low) for decade in range(low, high + 1)}
+        scale = Scale(low, max(high, low + 1))
+        levels = {f"{10.0**decade:g} {unit}": decade for decade in range(low, max(high, low + 1) + 1)}
     else:
-        low, high = 0, 0
-        top = max(values) or 1.0
-        levels = {0.0: 0.0, top / 2: 50.0, top: 100.0}
+        scale = Scale(0.0, max(values) or 1.0)
+        levels = {_level(value, unit): value for value in (0.0, scale.high / 2, scale.high)}
 
     def height(value: float) -> float:
-        if high > low:
-            return max((math.log10(value) - low) / (high - low), 0.0) if value > 0 else 0.0
-        return value / max(levels)
+        if logarithmic:
+            return scale.share(math.log10(value)) if value > 0 else 0.0
+        return scale.share(value)
 
     across = {place: 20 + 76 * number / (len(at) - 1) for number, place in enumerate(at)}
-    made = tuple(
+    lines = tuple(
         Line(
-            label,
-            style,
-            is_bound,
+            each.label,
+            each.style,
+            each.bound,
             tuple(
-                (across[x], height(value), f"{label}, {x} {axis}: {units.significant(value)} {unit}")
-                for x, value in line
+                (across[x], height(value), f"{each.label}, {x} {axis}: {units.significant(value)} {unit}")
+                for x, value in sorted(each.values.items())
             ),
         )
-        for label, style, is_bound, line in lines
+        for each in series
     )
     return Diagram(
         title=title,
-        description=f"{title}, by {axis}: " + "; ".join(line.places[-1][2] for line in made if line.places),
-        levels=tuple(
-            Mark(share, f"{value:g} {unit}" if logarithmic else _level(value, unit)) for value, share in levels.items()
-        ),
+        description=f"{title}, by {axis}: " + "; ".join(line.places[-1][2] for line in lines if line.places),
+        levels=tuple(Mark(scale.percent(value), label) for label, value in levels.items()),
         axis=axis,
         ticks=tuple(Mark(across[place], str(place)) for place in at),
-        lines=made,
-        bound=bound if any(line.bound for line in made) else "",
+        lines=lines,
+        bound=bound if any(line.bound for line in lines) else "",
     )
 
 

@@ -16,13 +16,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from llmforge.gates.comparison import ArtifactComparison, HistoryEntry, Previous
 from llmforge.gates.decision import Verdict
 from llmforge.gates.records import Report
-from llmforge.metrics import catalog, units
-from llmforge.metrics.catalog import Measured
+from llmforge.metrics import catalog, latency_metrics, units
 from llmforge.metrics.latency import Latency
+from llmforge.metrics.metric import Measured
 from llmforge.report import by_layer, charts, load_charts, top, view
-from llmforge.report.comparing import Comparison, Entry, Previous
 
 _STYLES = {
     Verdict.PASS: "bold green",
@@ -64,12 +64,12 @@ def to_html(report: Report, previous: Previous | None = None) -> str:
     return _render("report.html.jinja", report, autoescape=True, finalize=None, facts=facts)
 
 
-def diff_page(found: Comparison, graph: Sequence[str]) -> str:
+def diff_page(found: ArtifactComparison, graph: Sequence[str]) -> str:
     """Write a comparison as one HTML file like that of a report; `graph` is what differs in the graphs."""
     return page("diff.html.jinja", found=view.plain_page(found), graph=view.plain_page(graph))
 
 
-def history_page(name: str, entries: Sequence[Entry]) -> str:
+def history_page(name: str, entries: Sequence[HistoryEntry]) -> str:
     """Write the history of `name` as one HTML file like that of a report."""
     shown = view.plain_page(entries)
     return page("history.html.jinja", name=name, entries=shown, courses=charts.courses(shown))
@@ -127,12 +127,12 @@ def _latency(measured: Latency | None) -> Iterator[RenderableType]:
         shown = Table(*loads.lead, "TTFT", "p95", "TPOT", "p95", "tokens/s", "MBU", box=None, pad_edge=False)
         for point, load in zip(measured.points, loads.rows, strict=True):
             figures = point.artifact.figures
-            durations = [figures[name] for name in (catalog.TTFT.name, catalog.TPOT.name)]
+            durations = [figures[name] for name in (latency_metrics.TTFT.name, latency_metrics.TPOT.name)]
             mbu = point.figures["bandwidth_utilization"]
             shown.add_row(
                 *load,
                 *(units.ms(each.value) for duration in durations for each in (duration.p50, duration.p95)),
-                units.significant(point.figures[catalog.OUTPUT_RATE.name].value),
+                units.significant(point.figures[latency_metrics.OUTPUT_RATE.name].value),
                 "–" if mbu is None else units.percent(mbu),
             )
         for column in shown.columns:
@@ -151,7 +151,7 @@ def _latency(measured: Latency | None) -> Iterator[RenderableType]:
         if made.failed:
             parts.append(f"{made.failed} failed")
         yield Text.assemble((f"{workload.name.replace('_', ' ')}: ", "dim"), ", ".join(parts))
-    noise = catalog.NOISE.estimate(Measured(latency=measured))
+    noise = latency_metrics.NOISE.estimate(Measured(latency=measured))
     if noise is not None and noise.value > top.NOISY:
         told = (
             f"note: the machine was noisy: the slowest 5 % of one computation took {noise.value:.0%} longer than usual"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmforge.gates.comparison import Change, Previous
 from llmforge.gates.decision import GateResult, Verdict
 from llmforge.gates.records import Report
-from llmforge.metrics import catalog, units
-from llmforge.metrics.catalog import Measured
+from llmforge.metrics import catalog, latency_metrics, units
+from llmforge.metrics.metric import Measured
 from llmforge.report import view
-from llmforge.report.comparing import Change, Previous
 from llmforge.report.view import KeyFigure
 
 NOISY = 0.25  # of a median: above, figures of latency come with a warning
@@ -17,7 +17,7 @@ _MOST_REASONS = 3  # that the verdict gives; the gates below give all
 
 
 @dataclass(frozen=True)
-class Tile:
+class KeyTile:
     """A key figure, and that of the version before."""
 
     figure: KeyFigure
@@ -40,7 +40,7 @@ class Panel:
 
     title: str
     of: str
-    tiles: list[Tile]
+    tiles: list[KeyTile]
 
 
 def in_words(report: Report) -> list[str]:
@@ -57,7 +57,7 @@ def warnings(report: Report) -> list[str]:
     found = []
     if report.engine.unmeasured is not None:
         found.append(f"the engine was not run: {report.engine.unmeasured}. What takes its device is unverified.")
-    noise = catalog.NOISE.estimate(Measured(latency=report.latency))
+    noise = latency_metrics.NOISE.estimate(Measured(latency=report.latency))
     if noise is not None and noise.value > NOISY:
         found.append(
             f"the machine was noisy while latency was measured: the slowest 5 % of one computation took "
@@ -96,11 +96,11 @@ def panels(report: Report, previous: Previous | None) -> list[Panel]:
     """Lay out the key figures; what was not measured has no panel."""
     before = {} if previous is None else {figure.metric: figure for figure in view.key_figures(previous.report)}
     same_load = previous is not None and _load(previous.report) == _load(report)
-    by_section: dict[str, list[Tile]] = {}
+    by_section: dict[str, list[KeyTile]] = {}
     for figure in view.key_figures(report):
         was = before.get(figure.metric) if figure.section != "latency" or same_load else None
         change = None if previous is None else previous.change(figure.metric)
-        tile = Tile(figure, None if was is None else was.value, change)
+        tile = KeyTile(figure, None if was is None else was.value, change)
         by_section.setdefault(figure.section, []).append(tile)
     return [Panel(*_titles(report, section), tiles) for section, tiles in by_section.items()]
 

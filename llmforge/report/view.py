@@ -15,22 +15,14 @@ from pydantic import BaseModel
 from llmforge.base import wording
 from llmforge.gates.decision import GateResult, Verdict
 from llmforge.gates.records import BuildRecord, Report
-from llmforge.metrics import catalog, units
+from llmforge.metrics import artifact_metrics, catalog, latency_metrics, quality_metrics, units
 from llmforge.metrics.agreement import RuntimeRun
-from llmforge.metrics.catalog import (
-    BestMetric,
-    Measured,
-    Metric,
-    PointMetric,
-    QualityMetric,
-    RunMetric,
-    Sizes,
-    TimingMetric,
-    WorkloadMetric,
-)
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.latency import Latency, Noise, Point, Spread
+from llmforge.metrics.latency import Latency, LatencyPoint, Noise, Spread
+from llmforge.metrics.latency_metrics import BestMetric, PointMetric, RunMetric, TimingMetric, WorkloadMetric
+from llmforge.metrics.metric import Measured, Metric, Sizes
 from llmforge.metrics.quality import ByPosition, OfSums, Quality
+from llmforge.metrics.quality_metrics import QualityMetric
 from llmforge.metrics.serving import Distribution
 from llmforge.metrics.tasks import PREFIX, TaskResult
 from llmforge.rewrite.pass_base import Rewritten, Skipped
@@ -149,7 +141,7 @@ def added_row(report: Report) -> str | None:
     if not any(done.may_lose for done in report.passes):
         return None
     added = zip(report.passes, added_kld(report), strict=True)
-    write = partial(units.signed, write=catalog.KLD_MEAN.unit.write)
+    write = partial(units.signed, write=quality_metrics.KLD_MEAN.unit.write)
     return "; ".join(f"{done.name} {write(each.value)}" for done, each in added if each is not None) or NOT_ATTRIBUTED
 
 
@@ -157,12 +149,12 @@ def key_figures(report: Report) -> list[KeyFigure]:
     """Pick the figures at the top; what was not measured is not there."""
     sizes = Sizes(report.engine.size_bytes, report.checkpoint.size_bytes, report.checkpoint.parameters)
     notes = (
-        f"{units.percent(catalog.SIZE_RATIO.figure(sizes))} of the checkpoint",
-        f"{catalog.WEIGHT_BITS.unit.write(catalog.WEIGHT_BITS.figure(sizes))} bits per weight",
+        f"{units.percent(artifact_metrics.SIZE_RATIO.figure(sizes))} of the checkpoint",
+        f"{artifact_metrics.WEIGHT_BITS.unit.write(artifact_metrics.WEIGHT_BITS.figure(sizes))} bits per weight",
     )
-    title = "To build" if report.engine.pending else catalog.SIZE.title
-    written = catalog.SIZE.unit.write(catalog.SIZE.figure(sizes))
-    size = KeyFigure(title, written, notes, catalog.SIZE.name, "size")
+    title = "To build" if report.engine.pending else artifact_metrics.SIZE.title
+    written = artifact_metrics.SIZE.unit.write(artifact_metrics.SIZE.figure(sizes))
+    size = KeyFigure(title, written, notes, artifact_metrics.SIZE.name, "size")
     return [size, *(figure for _, figure in sorted(_key_metrics(report), key=lambda placed: placed[0]))]
 
 
@@ -211,7 +203,7 @@ def _key_metrics(report: Report) -> Iterator[tuple[int, KeyFigure]]:
                 yield timed.key, KeyFigure(timed.title, written, timed.notes(point), timed.name, "latency")
 
 
-def key_load(latency: Latency) -> Point:
+def key_load(latency: Latency) -> LatencyPoint:
     """Choose the load of the key figures: the longest prompt of one sequence.
 
     There is one: figures that stand side by side belong together.
@@ -220,19 +212,19 @@ def key_load(latency: Latency) -> Point:
 
 
 @dataclass(frozen=True)
-class Table:
+class FigureTable:
     """A table of figures, as written; a row begins with what its figures are of."""
 
     head: tuple[str, ...]  # titles of the figures
     rows: list[tuple[str, ...]]
     lead: tuple[str, ...] = ()  # titles of what stands before the figures in a row
 
-    def without_empty(self) -> Table:
+    def without_empty(self) -> FigureTable:
         """Leave out figures that no row has."""
         first = len(self.lead)
         kept = [at for at in range(len(self.head)) if any(row[first + at] not in ("", "–") for row in self.rows)]
         rows = [(*row[:first], *(row[first + at] for at in kept)) for row in self.rows]
-        return Table(tuple(self.head[at] for at in kept), rows, self.lead)
+        return FigureTable(tuple(self.head[at] for at in kept), rows, self.lead)
 
 
 def quality_rows(quality: Quality) -> list[tuple[str, str, str]]:
@@ -311,7 +303,7 @@ def runtime_rows(report: Report) -> list[tuple[str, str]]:
     return rows
 
 
-def runtime_prompts(run: RuntimeRun) -> Table:
+def runtime_prompts(run: RuntimeRun) -> FigureTable:
     """Write what both runtimes made of each prompt."""
     head = ("tokens", "agree", "first difference of answers", "mean KLD", "mean |Δlogit|", "largest |Δlogit|")
     rows = []
@@ -321,26 +313,26 @@ def runtime_prompts(run: RuntimeRun) -> Table:
         first = "none" if each.first_difference is None else f"after {each.first_difference}"
         agree = units.percent(each.agreeing / places)
         rows.append((each.document, str(places), agree, first, *map(units.significant, figures)))
-    return Table(head, rows, ("document",))
+    return FigureTable(head, rows, ("document",))
 
 
-def moved_most(quality: Quality, count: int = 5) -> Table:
+def moved_most(quality: Quality, count: int = 5) -> FigureTable:
     """Write what moved the most of documents, in that order: their tokens, how far they moved, and other figures."""
     metrics = [
         metric for metric in catalog.of_quality(quality.figures) if metric.decides and metric.name in quality.figures
     ]
     of_text = [metric for metric in metrics if metric.source == "text"]
     shown = [(metric, metric.form) for metric in of_text if isinstance(metric.form, OfSums)]
-    shown.sort(key=lambda pair: pair[0] is not catalog.MOVED)
+    shown.sort(key=lambda pair: pair[0] is not quality_metrics.KLD_MEAN)
     most = sorted(quality.per_document, key=lambda sums: -shown[0][1].of(sums))[:count]
     rows = [
         (sums.document, units.count(sums.tokens), *(metric.unit.write(form.of(sums)) for metric, form in shown))
         for sums in most
     ]
-    return Table(tuple(metric.title for metric, _ in shown), rows)
+    return FigureTable(tuple(metric.title for metric, _ in shown), rows)
 
 
-def loads(latency: Latency) -> Table:
+def loads(latency: Latency) -> FigureTable:
     """Name every load by what sets it apart: prompt tokens, and where they differ sequences and output tokens."""
     points = latency.points
     columns = {
@@ -350,10 +342,10 @@ def loads(latency: Latency) -> Table:
     }
     lead = tuple(title for title, values in columns.items() if title == "prompt tokens" or len(set(values)) > 1)
     rows = [tuple(str(columns[title][at]) for title in lead) for at in range(len(points))]
-    return Table((), rows, lead)
+    return FigureTable((), rows, lead)
 
 
-def timing_table(latency: Latency, *, charts: bool) -> Table:
+def timing_table(latency: Latency, *, charts: bool) -> FigureTable:
     """Write every duration and rate of each side at each load; those that have a chart, if wanted."""
     timed = [metric for metric in catalog.of_kind(TimingMetric) if charts or not metric.chart]
     head = [title for m in timed for title in ((f"{m.title} p50", "p95", "p99") if m.spread else (m.title,))]
@@ -362,20 +354,20 @@ def timing_table(latency: Latency, *, charts: bool) -> Table:
         for side, timing in point.sides.items():
             cells = [cell for metric in timed for cell in _cells(metric, timing.figures.get(metric.name))]
             rows.append((*load, side, *cells))
-    return Table(tuple(head), rows, (*named.lead, "side")).without_empty()
+    return FigureTable(tuple(head), rows, (*named.lead, "side")).without_empty()
 
 
-def point_table(latency: Latency) -> Table:
+def point_table(latency: Latency) -> FigureTable:
     """Write every other figure of the artifact at each load."""
     metrics, named = catalog.of_kind(PointMetric), loads(latency)
     rows = [
         (*load, *(cell for metric in metrics for cell in _cells(metric, point.figures.get(metric.name))))
         for point, load in zip(latency.points, named.rows, strict=True)
     ]
-    return Table(tuple(metric.title for metric in metrics), rows, named.lead).without_empty()
+    return FigureTable(tuple(metric.title for metric in metrics), rows, named.lead).without_empty()
 
 
-def workload_tables(latency: Latency) -> tuple[Table, Table]:
+def workload_tables(latency: Latency) -> tuple[FigureTable, FigureTable]:
     """Write the durations of each workload, and its rates and shares."""
     metrics = catalog.of_kind(WorkloadMetric)
     timed, rated = [m for m in metrics if m.spread], [m for m in metrics if not m.spread]
@@ -391,7 +383,7 @@ def workload_tables(latency: Latency) -> tuple[Table, Table]:
     head = tuple(title for m in timed for title in (f"{m.title} p50", "p95", "p99"))
     rest = (*(metric.title for metric in rated), "prefix reused", "failed")
     lead = ("workload",)
-    return Table(head, durations, lead).without_empty(), Table(rest, rates, lead).without_empty()
+    return FigureTable(head, durations, lead).without_empty(), FigureTable(rest, rates, lead).without_empty()
 
 
 def _percentiles(metric: Metric, figure: Distribution | Estimate | float | None) -> list[str]:
@@ -473,7 +465,7 @@ def latency_facts(latency: Latency) -> list[tuple[str, str]]:
     metrics += catalog.of_kind(BestMetric) if filled else ()
     for metric in metrics:
         estimate = metric.estimate(sample)
-        if estimate is not None and metric is not catalog.NOISE:
+        if estimate is not None and metric is not latency_metrics.NOISE:
             write = metric.unit.write
             found.append(
                 (metric.title, f"{write(estimate.value)} ({units.interval(estimate, write)}); {metric.meaning}")
@@ -492,7 +484,7 @@ def _rate(operations_per_second: float) -> str:
 def _noise(latency: Latency, noise: Noise) -> str:
     """Say what else the machine did."""
     parts = []
-    if (estimate := catalog.NOISE.estimate(Measured(latency=latency))) is not None:
+    if (estimate := latency_metrics.NOISE.estimate(Measured(latency=latency))) is not None:
         middle, slow = (units.ms(value) for value in (median(noise.probe_ms), max(noise.probe_ms)))
         parts.append(f"{units.percent(estimate.value)}: a fixed computation took {middle} (median), {slow} at most")
     if noise.load_average is not None:

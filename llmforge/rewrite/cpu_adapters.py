@@ -57,7 +57,7 @@ def lower(layer: canonical.LowRankAdapter) -> str:
     }
     own = layer.name
     node.name = f"{own}.replaced"
-    lowered = cpu.LowRankAdapter.insert(node, operands, name=own)
+    lowered = cpu.CpuLowRankAdapter.insert(node, operands, name=own)
     graph.replace_value(layer.output, lowered.output)
     return f"LowRankAdapter of rank {layer.rank}, {count - 1} adapters"
 

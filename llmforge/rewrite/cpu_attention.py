@@ -54,7 +54,7 @@ def reason_against(attention: contrib.GroupQueryAttention) -> str | None:
 def lower(attention: contrib.GroupQueryAttention) -> str:
     """Put the kernel in the place of an attention, against which there is no reason; return what was done."""
     int8 = attention.past_key.dtype == ir.DataType.INT8
-    kernel = cpu.GroupQueryAttentionInt8 if int8 else cpu.GroupQueryAttention
+    kernel = cpu.GroupQueryAttentionInt8 if int8 else cpu.CpuGroupQueryAttention
     scales = {"k_scale": attention.k_scale, "v_scale": attention.v_scale} if int8 else {}
     lowered = _lower(attention, kernel, scales, {})
     return kernel.op_type + ", norms of queries and keys" * (lowered.q_norm_weight is not None)
@@ -84,7 +84,7 @@ def lower_latents(model: ir.Model, attention: canonical.LatentAttention, scratch
     `int8`: what makes keys and values of latents is rounded to 8 bits, in blocks of each row.
     """
     up, scales, block = attention.up, None, row_blocks.block_of(attention.rank)
-    kernel = cpu.LatentAttentionInt8 if int8 else cpu.LatentAttention
+    kernel = cpu.LatentAttentionInt8 if int8 else cpu.CpuLatentAttention
     if int8:
         assert block is not None
         tensor, name, shape = graph.tensor(up), f"{up.name}.int8", graph.static(up)
@@ -164,12 +164,12 @@ def _per_channel(form: KvFormat) -> bool:
 
 def _lower(
     attention: contrib.GroupQueryAttention,
-    kernel: type[cpu.GroupQueryAttention],
+    kernel: type[cpu.CpuGroupQueryAttention],
     scales: Mapping[str, ir.Value | None],
     more: Mapping[str, int],
     *,
     per_channel: bool | None = None,
-) -> cpu.GroupQueryAttention:
+) -> cpu.CpuGroupQueryAttention:
     heads, kv_heads, dim = attention.num_heads, attention.kv_num_heads, graph.width(attention.past_key)
     qkv, query, key = _packed(attention, (heads + 2 * kv_heads) * dim, dim)
     rotates = attention.do_rotary

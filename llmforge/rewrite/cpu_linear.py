@@ -40,7 +40,7 @@ _Norm = RMSNormalization | SimplifiedLayerNormalization
 SCALES: Mapping[Scale, int] = {"fp32": 0, "fp16": 1, "int8": 2}  # attribute `scales`
 
 
-def grid_of(packed: cpu.Linear | cpu.Embedding) -> Grid:
+def grid_of(packed: cpu.CpuLinear | cpu.Embedding) -> Grid:
     """Return the grid of a node's weights."""
     [scale] = [name for name, number in SCALES.items() if number == packed.scales]
     return Grid(packed.bits, packed.block_size, not packed.zero_points, scale, bool(packed.trellis))
@@ -59,7 +59,7 @@ def grid_attributes(n: int, k: int, grid: Grid) -> dict[str, Any]:
     }
 
 
-def plain(packed: cpu.Linear) -> bool:
+def plain(packed: cpu.CpuLinear) -> bool:
     """Say whether a Linear has taken nothing over yet: as quantize-weights writes it."""
     taken = packed.norm is not None or packed.residual is not None or packed.activation != NO_ACTIVATION
     return not taken
@@ -86,7 +86,7 @@ def reason_against(layer: contrib.MatMulNBits) -> str | None:
     return None
 
 
-def parameters(layer: contrib.MatMulNBits | cpu.Linear) -> list[str]:
+def parameters(layer: contrib.MatMulNBits | cpu.CpuLinear) -> list[str]:
     """Name the parameters of the checkpoint that the weights of `layer` come from."""
     return graph.sources(layer.b if isinstance(layer, contrib.MatMulNBits) else layer.weights)
 
@@ -133,7 +133,7 @@ class Rewriting:
             graph.replace_value(y, normed.output)
             self.model.graph.remove(node, safe=True)
 
-    def linear(self, layer: contrib.MatMulNBits | cpu.Linear, terms: int = 1) -> str | None:
+    def linear(self, layer: contrib.MatMulNBits | cpu.CpuLinear, terms: int = 1) -> str | None:
         """Put Linear in the place of `layer` and of what it takes over; return what was done.
 
         What it reads is the sum of so many `terms` of int8. None: it is such a Linear, with nothing to take over.
@@ -142,7 +142,7 @@ class Rewriting:
         source, norm = self._source(layer.a if isinstance(layer, contrib.MatMulNBits) else layer.x)
         gate = _gate(layer.output, n) if bias is None else None
         last, residual = (gate.output, None) if gate else _residual(layer.output)
-        if isinstance(layer, cpu.Linear) and layer.terms == terms and not (norm or gate or residual):
+        if isinstance(layer, cpu.CpuLinear) and layer.terms == terms and not (norm or gate or residual):
             return None
         grid, weights = self._weights_of(layer, gate.first if gate else None)
         attributes: dict[str, Any] = {
@@ -160,17 +160,17 @@ class Rewriting:
         }
         name = layer.name
         layer.node.name = f"{name}.replaced"
-        lowered = cpu.Linear.insert(graph.producer(last), operands, attributes, name=name)
+        lowered = cpu.CpuLinear.insert(graph.producer(last), operands, attributes, name=name)
         graph.replace_value(last, lowered.output)
         taken = {"RMSNormalization": norm, "gated activation": gate, "residual Add": residual, "bias": bias}
         besides = [what for what, value in taken.items() if value is not None]
         what = f"Linear of {grid.bits} bits, [{n}, {k}]{', activations int8x2' if terms == 2 else ''}"
         return ", ".join([what, *besides])
 
-    def _weights_of(self, layer: contrib.MatMulNBits | cpu.Linear, gate_first: bool | None) -> tuple[Grid, ir.Value]:
+    def _weights_of(self, layer: contrib.MatMulNBits | cpu.CpuLinear, gate_first: bool | None) -> tuple[Grid, ir.Value]:
         """Return the grid and the weights of `layer` as the kernels read them, halves alternating for a gate."""
         n, k = layer.N, layer.K
-        if isinstance(layer, cpu.Linear):
+        if isinstance(layer, cpu.CpuLinear):
             grid = grid_of(layer)
             if gate_first is None:
                 return grid, layer.weights

@@ -122,7 +122,7 @@ def fuse(model: ir.Model, experts: FusableExperts) -> None:
         "fc1_experts_weights": writer.rows(layer.up, experts.order),
         "fc2_experts_weights": writer.rows(layer.down, None),
     }
-    y = writer.kernel(contrib.MoE, inputs, {})
+    y = writer.kernel(contrib.ContribMoE, inputs, {})
     alive = writer.add("Where", [writer.constant("always", np.bool_(True)), y, layer.x], name="keep")
     writer.finish(writer.add("Mul", [alive, total]))
 

@@ -1,10 +1,10 @@
-"""What a pass is: a frozen record of options that rewrites a graph and says what it did."""
+"""The interface of a pass: a frozen record of options that rewrites a graph, and says what it did."""
 
 from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING, InitVar, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -16,14 +16,16 @@ from llmforge.base.errors import ForgeError, UnsupportedError
 from llmforge.base.plugins import Plugin, Seam
 from llmforge.ir.scratch import Scratch
 from llmforge.quantization.statistics import Demand, Statistics
+from llmforge.rewrite.traits import NOTHING_SAID, Codes, Deployment, FinerCodes, Prediction, Proposal, Storage
 from llmforge.targets import WORTH, Rate, Target
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
     from llmforge.checkpoint.adapters import Adapter
+    from llmforge.quantization.grids import Grid
     from llmforge.quantization.methods.base import Method
-    from llmforge.quantization.stored import Source
+    from llmforge.quantization.stored import QuantizedSource
 
 
 class Numerics(enum.Enum):
@@ -83,7 +85,7 @@ class Context:
     target: InitVar[Target]
     statistics: Statistics | None = None  # present when any pass of the recipe has demands
     scratch: Scratch | None = None  # where tensors are kept that are read more than once
-    stored: Source | None = None  # codes of the checkpoint, by tensor; None: it has none
+    stored: QuantizedSource | None = None  # codes of the checkpoint, by tensor; None: it has none
     adapters: Sequence[Adapter] = ()  # that requests choose from
     _target: Target = field(init=False, repr=False)
 
@@ -193,6 +195,8 @@ class Pass(ABC):
     adds_adapters: ClassVar[bool] = False  # it puts the adapters into the graph that requests choose from
     drops_caches: ClassVar[bool] = False  # it may take layers out, and with them their caches
     own_operators: ClassVar[bool] = False  # it writes operators that only llmforge has kernels for
+    keeps_parameters: ClassVar[bool] = False  # it changes how a graph runs, and not what a file of parameters holds
+    writes_codes: ClassVar[Codes | None] = None  # of weights, which it chooses or takes from the checkpoint
 
     @classmethod
     def taking(cls, options: Mapping[str, object]) -> type[Pass]:
@@ -215,9 +219,32 @@ class Pass(ABC):
         """Name the calibration statistics that `run` will read from its context."""
         return ()
 
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """List the ways to use it that a plan judges."""
+        return ()
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """List the ways to use it that `init` chooses from."""
+        return ()
+
+    def stores(self, stored: Grid | None) -> Storage:
+        """Say which dtypes it leaves; `stored` is the grid of a checkpoint that comes quantized."""
+        return NOTHING_SAID
+
+    def finer(self, written: Mapping[str, Any]) -> FinerCodes | None:
+        """Say how, in place of options `written`, it keeps weights in more bits; None: only as they are."""
+        return None
+
+    @property
+    def takes_stored(self) -> bool:
+        """Whether codes are those of the checkpoint."""
+        return False
+
     def chooses_codes(self) -> bool:
         """Say whether it chooses codes for weights: on a checkpoint that has codes already, a recipe must want that."""
-        return False
+        return self.writes_codes is not None and not self.takes_stored
 
     @abstractmethod
     def run(self, model: ir.Model, context: Context) -> Changes:

@@ -126,7 +126,7 @@ class _Walk:
 def _is_guard(node: ir.Node) -> bool:
     """Recognize what keeps the tokens of a com.microsoft::MoE from being overwritten: it must read what that reads."""
     chosen = standard.Where.of(node)
-    return chosen is not None and contrib.MoE.made(chosen.x) is not None
+    return chosen is not None and contrib.ContribMoE.made(chosen.x) is not None
 
 
 def _behind_head(model: ir.Model) -> tuple[list[ir.Node], ir.Node | None]:

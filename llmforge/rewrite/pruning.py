@@ -23,7 +23,15 @@ from llmforge.ir.derived import Derived
 from llmforge.ir.operators.canonical import Attention, MoE
 from llmforge.ir.operators.standard import Add, Gather, MatMul, Reshape, RMSNormalization, RotaryEmbedding
 from llmforge.quantization.statistics import Demand, PruningDemand
-from llmforge.quantization.structure import Block, Channels, Float32, Heads, Kept, Structure, columns
+from llmforge.quantization.structure import (
+    Float32,
+    MlpChannels,
+    PrunableHeads,
+    PrunableLayer,
+    PrunedStructure,
+    Structure,
+    columns,
+)
 from llmforge.rewrite import linear
 from llmforge.rewrite.linear import LinearLayer
 
@@ -70,7 +78,7 @@ def find(model: ir.Model) -> Structure:
         try:
             output = _output(attention)
         except _No as reason:
-            blocks.append(Block(attention.layer, f"{attention.name}.", 0, None, None, (str(reason),)))
+            blocks.append(PrunableLayer(attention.layer, f"{attention.name}.", 0, None, None, (str(reason),)))
             continue
         [name] = graph.sources(output.weight)
         prefix = _prefix(name, attention.layer)
@@ -84,7 +92,7 @@ def find(model: ir.Model) -> Structure:
             reasons.append(f"channels: {reason}")
         own = {id(value): value for name, value in sizes.items() if name.startswith(prefix)}
         parameters = sum(int(np.prod(graph.static(value))) for value in own.values())
-        blocks.append(Block(attention.layer, prefix, parameters, heads, channels, tuple(reasons)))
+        blocks.append(PrunableLayer(attention.layer, prefix, parameters, heads, channels, tuple(reasons)))
     blocks.sort(key=lambda block: block.index)
     try:
         _streams(model, blocks)
@@ -160,7 +168,7 @@ def _path(value: ir.Value, role: str) -> _Path:
             return _Path(_linear(value, role), tuple(between))
 
 
-def _heads(attention: Attention, found: _PrunableAttention) -> Heads:
+def _heads(attention: Attention, found: _PrunableAttention) -> PrunableHeads:
     layers = {role: path.layer for role, path in found.paths.items()}
     count, kv_count = attention.num_heads, attention.kv_num_heads
     if kv_count < 2:
@@ -170,7 +178,7 @@ def _heads(attention: Attention, found: _PrunableAttention) -> Heads:
     whole = sum(int(np.prod(graph.static(value))) for value in matrices)
     dim, value_dim = graph.width(attention.past_key), graph.width(attention.past_value)
     [output] = graph.sources(found.output.weight)
-    return Heads(
+    return PrunableHeads(
         **names,
         output=output,
         count=count,
@@ -244,15 +252,15 @@ def _cone(product: MatMul) -> _Mlp:
     return _Mlp(tuple(inner.values()), tuple(between), LinearLayer(product.node, product.w))
 
 
-def _channels(mlp: _Mlp) -> Channels:
+def _channels(mlp: _Mlp) -> MlpChannels:
     names = tuple(graph.sources(layer.weight)[0] for layer in mlp.inner)
     [output] = graph.sources(mlp.output.weight)
     width = graph.static(mlp.output.weight)[0]
     whole = sum(int(np.prod(graph.static(layer.weight))) for layer in (*mlp.inner, mlp.output))
-    return Channels(names, output, width, whole // width)
+    return MlpChannels(names, output, width, whole // width)
 
 
-def _streams(model: ir.Model, blocks: Sequence[Block]) -> list[tuple[ir.Value, ir.Value]]:
+def _streams(model: ir.Model, blocks: Sequence[PrunableLayer]) -> list[tuple[ir.Value, ir.Value]]:
     """Return the hidden states in front of each layer and behind it; raises where layers are not one behind the other.
 
     A layer adds what attention makes to its hidden states, and to that sum what its MLP makes.
@@ -300,7 +308,7 @@ class Surgery:
     """Takes out of `model` what is not among `kept`; `outputs` has the matrices [N, kept] that make up for it."""
 
     model: ir.Model
-    kept: Kept
+    kept: PrunedStructure
     outputs: Mapping[str, Float32]
 
     def run(self) -> list[tuple[str, str]]:
@@ -470,7 +478,7 @@ def bound(demand: Demand, model: ir.Model) -> Demand:
     return replace(demand, structure=find(model), read=_read(model))
 
 
-def sample(model: ir.Model, demand: PruningDemand) -> tuple[Kept, dict[str, Float32]]:
+def sample(model: ir.Model, demand: PruningDemand) -> tuple[PrunedStructure, dict[str, Float32]]:
     """Make up a choice, to see that the graph lets it: a KV head and a block of channels of each layer, or a layer."""
     structure, units = find(model), demand.units
     heads, channels, outputs = [], [], dict[str, Float32]()
@@ -486,7 +494,7 @@ def sample(model: ir.Model, demand: PruningDemand) -> tuple[Kept, dict[str, Floa
             channels.append((block.index, tuple(range(left))))
             outputs[block.channels.output] = np.broadcast_to(np.float32(0), (sizes[block.channels.output][1], left))
     last = [block.index for block in structure.blocks[-1:]] if units == ("layers",) and not structure.fixed else []
-    return Kept(tuple(last), tuple(heads), tuple(channels)), outputs
+    return PrunedStructure(tuple(last), tuple(heads), tuple(channels)), outputs
 
 
 def _read(model: ir.Model) -> int:

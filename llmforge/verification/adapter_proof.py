@@ -15,7 +15,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.base.errors import VerificationError
-from llmforge.checkpoint.adapters import Adapter, LowRank
+from llmforge.checkpoint.adapters import Adapter, LowRankUpdate
 from llmforge.checkpoint.adapters.merging import read
 from llmforge.ir import graph, interface
 from llmforge.ir.operators.standard import MatMul
@@ -42,8 +42,8 @@ def prove(before: ir.Model, after: ir.Model, adapters: Sequence[Adapter], *, voc
     for number in chosen:
         adapter = adapters[number - 1]
         expected = streamed_execution.drive(merged(before, adapter), runs, threads=threads)
-        given = partial(_given, number)
-        made = streamed_execution.outputs(after, runs, [interface.LOGITS], threads=threads, given=given)
+        feeding = streamed_execution.Feeding(given=partial(_given, number))
+        made = streamed_execution.outputs(after, runs, [interface.LOGITS], feeding, threads=threads)
         moved = False
         for run, plain, other, steps in zip(runs, base, expected, made, strict=True):
             chooses = _given(number, run)[interface.ADAPTER_IDS][:, None] == number
@@ -80,7 +80,7 @@ def merged(model: ir.Model, adapter: Adapter) -> ir.Model:
 
 
 def _merged(
-    tensor: ir.TensorProtocol, parts: Sequence[LowRank | None], widths: Sequence[int], weight: float
+    tensor: ir.TensorProtocol, parts: Sequence[LowRankUpdate | None], widths: Sequence[int], weight: float
 ) -> ir.LazyTensor:
     def compute() -> ir.TensorProtocol:
         result = np.array(tensor.numpy(), np.float32)  # [K, N]

@@ -20,7 +20,7 @@ from llmforge.ir import graph
 from llmforge.ir.derived import Stored
 from llmforge.trace.export import weights
 from llmforge.trace.export.parameters import Parameters
-from llmforge.trace.export.reference import Reference
+from llmforge.trace.export.reference import ReferenceModel
 
 WHOLE_BYTES = 1 << 16  # parameters up to this size are compared in all numbers: norms and biases
 ROWS = 4  # of a larger one: the first, the last, and others
@@ -29,7 +29,9 @@ SEED = 20_250_311  # any fixed number
 HINT = "this is a bug in llmforge's support of this architecture; nothing was built"
 
 
-def require_bound(checkpoint: Checkpoint, model: ir.Model, reference: Reference, idle: Collection[str] = ()) -> int:
+def require_bound(
+    checkpoint: Checkpoint, model: ir.Model, reference: ReferenceModel, idle: Collection[str] = ()
+) -> int:
     """Hold every parameter of `model` against that of the checkpoint; return how many there are.
 
     Parameters that are `idle` the model reads, too, and no number follows from them.

@@ -91,7 +91,7 @@ def _widened(*arrays: NDArray[Any]) -> Iterator[tuple[NDArray[np.float64], ...]]
         yield tuple(each[at : at + _CHUNK].astype(np.float64) for each in flat)
 
 
-def valid(array: NDArray[Any], step: probe.ProbeStep, cache: str | None = None) -> NDArray[Any] | None:
+def valid(array: NDArray[Any], step: probe.ProbeCall, cache: str | None = None) -> NDArray[Any] | None:
     """Take the real tokens of an intermediate value; None where its layout does not tell them from padding.
 
     `cache` names it where it is an output that continues a cache.

@@ -40,7 +40,7 @@ class Divergence:
     folder: Path
     threads: int
     whole_bytes: int = WHOLE_BYTES
-    weights: probe.Weights = field(default_factory=probe.Weights)
+    weights: probe.InitializerArrays = field(default_factory=probe.InitializerArrays)
 
     @property
     def tokens(self) -> Floats:

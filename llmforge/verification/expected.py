@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.checkpoint import Checkpoint
-from llmforge.trace.export.reference import Given, Observation, Reference
+from llmforge.trace.export.reference import Given, Observation, ReferenceModel
 from llmforge.verification import magnified
 
 _Key = tuple[Any, ...]
@@ -26,7 +26,7 @@ class Expected:
 
     def __init__(self, checkpoint: Checkpoint, *, part: bool) -> None:
         self.part = part
-        self.reference = Reference(checkpoint, part=part)
+        self.reference = ReferenceModel(checkpoint, part=part)
         self.given: list[Given] = []  # to each layer, in the run `watched`
         self._made: dict[_Key, list[Observation]] = {}
 

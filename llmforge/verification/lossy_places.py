@@ -19,7 +19,7 @@ from llmforge.ir.subgraph import Index
 from llmforge.rewrite import pruning
 from llmforge.verification import changed_subgraphs, promises, subgraph_proof
 from llmforge.verification.changed_subgraphs import ChangedSubgraph
-from llmforge.verification.promises import Place, Promises
+from llmforge.verification.promises import Promises, SyntheticStep
 from llmforge.verification.subgraph_proof import Difference, Pair
 
 LARGEST_BYTES = 1 << 28  # of the weights of both sides of a subgraph: a head or an embedding may be larger
@@ -86,7 +86,7 @@ def _uneven(changed: ChangedSubgraph, promised: Promises, threads: int) -> Diffe
     return None
 
 
-def _losses(pair: Pair, place: Place) -> dict[str, NDArray[np.float64]]:
+def _losses(pair: Pair, place: SyntheticStep) -> dict[str, NDArray[np.float64]]:
     """Return what tokens cost on average, and at most, by output: √mean(difference²) / √mean(before²) of each."""
     edges = subgraph_proof.made_up(pair, place, {}, coarse=True)
     found: dict[str, list[NDArray[np.float64]]] = {}

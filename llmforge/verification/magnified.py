@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from llmforge.ir import graph, interface
 from llmforge.ir.operators import standard
-from llmforge.trace.export.reference import Reference
+from llmforge.trace.export.reference import ReferenceModel
 from llmforge.verification import probe
 
 ADDED = 7.0  # to the weights of norms, which are about 1, or about 0 where a norm adds 1 itself
@@ -34,7 +34,7 @@ class Magnified:
     weights: Mapping[str, NDArray[np.float32]]  # of norms, as the checkpoint has them
 
     @classmethod
-    def of(cls, model: ir.Model, reference: Reference) -> Magnified:
+    def of(cls, model: ir.Model, reference: ReferenceModel) -> Magnified:
         """Make it of a clone of `model`, the graph of `reference`'s; weights that norms do not own alone are left."""
         clone = model.clone()
         weights = {}
@@ -61,7 +61,7 @@ class Magnified:
         return {**made, SCALE: np.array(scales, np.float32)[:, None, None]}
 
 
-def _embeddings(model: ir.Model, reference: Reference) -> list[standard.Gather]:
+def _embeddings(model: ir.Model, reference: ReferenceModel) -> list[standard.Gather]:
     """List what looks up the embeddings that `reference` multiplies.
 
     A multimodal model looks up another token where it puts what a tower makes, Where(…, pad, input_ids), and Gemma 4

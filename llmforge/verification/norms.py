@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from llmforge.base.errors import VerificationError
 from llmforge.ir import graph
 from llmforge.ir.operators import standard
-from llmforge.trace.export.reference import Reference
+from llmforge.trace.export.reference import ReferenceModel
 
 MAGNITUDES = (1e-4, 1e-3, 1e-2, 1.0, 1e3)  # of the rows; 1e-4² is 1e-8, and epsilons are 1e-12 … 1e-5
 TOLERANCE = 1e-4  # of a row's largest number: fp32
@@ -21,7 +21,7 @@ SEED = 20_250_607  # any fixed number
 HINT = "this is a bug in llmforge's support of this architecture; nothing was built"
 
 
-def require_right(model: ir.Model, reference: Reference) -> int:
+def require_right(model: ir.Model, reference: ReferenceModel) -> int:
     """Hold the norms of `model` against those of transformers' `reference` whose numbers are in memory.
 
     Return how many were; norms that are no modules are left to runs.

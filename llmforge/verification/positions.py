@@ -143,11 +143,11 @@ class _Places:
         name = str(value.name)
         if name not in self._sessions:
             subgraph = extract(self._index, [name], ())
-            self._sessions[name] = SubgraphSession(subgraph, probe.Weights(), 1)
+            self._sessions[name] = SubgraphSession(subgraph, probe.InitializerArrays(), 1)
         session = self._sessions[name]
         if strange := set(session.inputs) - {interface.POSITION_IDS, interface.TEXT_LENGTHS, interface.INPUT_IDS}:
             raise UnsupportedError(f"rotary positions follow from {', '.join(sorted(strange))}")
-        step = probe.ProbeStep(positions[None] * 0, np.array([len(positions)]), np.zeros(1, np.int32))
+        step = probe.ProbeCall(positions[None] * 0, np.array([len(positions)]), np.zeros(1, np.int32))
         given = {interface.POSITION_IDS: positions[None], interface.TEXT_LENGTHS: np.array([length])}
         return np.asarray(session.run(step, given, {})[name][0])
 

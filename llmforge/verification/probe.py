@@ -33,7 +33,7 @@ _DECODED_OF_WINDOW = 16  # a decode that is broken outright costs nats a token: 
 
 
 @dataclass(frozen=True, eq=False)
-class ProbeStep:
+class ProbeCall:
     """One call of a graph.
 
     ids: int64 [B, S], padded on the right.  lengths: int64 [B], the real tokens of each row.  past: int32 [B].
@@ -78,7 +78,7 @@ class Run:
     """Steps that continue one another over one cache."""
 
     name: str
-    steps: tuple[ProbeStep, ...]
+    steps: tuple[ProbeCall, ...]
 
     @property
     def batch(self) -> int:
@@ -98,7 +98,7 @@ class Run:
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class StepOutcome:
     """What one step gave, without padding.
 
     logits: fp32 [tokens, vocabulary] of those that the step asks for, row after row.
@@ -110,7 +110,7 @@ class Outcome:
 
 
 # May change what a step has put into caches, [batch, kv_heads, slots, head_dim] by input name: all of a graph, or some.
-AfterStep = Callable[[Mapping[str, NDArray[Any]], ProbeStep], None]
+AfterStep = Callable[[Mapping[str, NDArray[Any]], ProbeCall], None]
 
 
 def schedule(name: str, rows: Sequence[NDArray[np.int64]], counts: Sequence[Sequence[int]]) -> Run:
@@ -123,7 +123,7 @@ def schedule(name: str, rows: Sequence[NDArray[np.int64]], counts: Sequence[Sequ
         ids = np.zeros((len(rows), int(lengths.max())), np.int64)
         for b, row in enumerate(rows):
             ids[b, : lengths[b]] = row[past[b] : past[b] + lengths[b]]
-        steps.append(ProbeStep(ids, lengths, past, totals))
+        steps.append(ProbeCall(ids, lengths, past, totals))
         past = (past + lengths).astype(np.int32)
     return Run(name, tuple(steps))
 
@@ -173,7 +173,7 @@ def _beginning(window: NDArray[np.int64], row: int) -> int:
     return -(-len(window) * (_TOGETHER * 4 - row) // (_TOGETHER * 8))
 
 
-def _sampled(step: ProbeStep, vocabulary: int) -> ProbeStep:
+def _sampled(step: ProbeCall, vocabulary: int) -> ProbeCall:
     """Ask for the logits of few tokens of a long step, and of all tokens of a short one."""
     tokens = step.ids.shape[1]
     if tokens < 2 * _SAMPLED:
@@ -182,7 +182,7 @@ def _sampled(step: ProbeStep, vocabulary: int) -> ProbeStep:
 
 
 @dataclass
-class Weights:
+class InitializerArrays:
     """Arrays of initializers, each read once for all graphs that share the tensor."""
 
     _arrays: dict[int, tuple[ir.TensorProtocol, NDArray[Any]]] = field(default_factory=dict)
@@ -217,7 +217,7 @@ def executable(model: ir.Model) -> ir.Model:
     return dialect.expand(emulation.emulate(model))
 
 
-def open_session(model: ir.Model, weights: Weights, threads: int, expose: Sequence[str] = ()) -> Session:
+def open_session(model: ir.Model, weights: InitializerArrays, threads: int, expose: Sequence[str] = ()) -> Session:
     """Load `model`, which stays as it is, for checks; `expose` names intermediate values to be outputs as well.
 
     Raises:
@@ -233,14 +233,14 @@ def open_session(model: ir.Model, weights: Weights, threads: int, expose: Sequen
     return Session(serialized, SessionConfig(threads=threads, optimize=False, entries=QUIET), initializers=arrays)
 
 
-def drive(session: Session, run: Run, *, caches: bool) -> Iterator[Outcome]:
+def drive(session: Session, run: Run, *, caches: bool) -> Iterator[StepOutcome]:
     """Run the steps of `run` one by one; with `caches`, copy what they hold after each."""
     cache = session.allocate(run.batch, run.capacity)
     for step in run.steps:
         logits = _step(session, step, cache)
         filled = step.past + step.lengths
         held = cache.buffers.items() if caches else ()
-        yield Outcome(logits[step.answered], {name: tuple(real(name, buffer, filled)) for name, buffer in held})
+        yield StepOutcome(logits[step.answered], {name: tuple(real(name, buffer, filled)) for name, buffer in held})
 
 
 def logits(session: Session, run: Run, after_step: AfterStep | None = None) -> Iterator[NDArray[np.float32]]:
@@ -277,7 +277,7 @@ def observe(session: Session, run: Run, index: int, names: Sequence[str]) -> dic
     )
 
 
-def _step(session: Session, step: ProbeStep, cache: HostCache) -> NDArray[np.float32]:
+def _step(session: Session, step: ProbeCall, cache: HostCache) -> NDArray[np.float32]:
     return session.step(
         StepInputs(
             step.ids,

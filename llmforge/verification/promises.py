@@ -1,4 +1,4 @@
-"""What a build promises about lengths and places, and the steps that show whether a graph keeps it.
+"""Promises of a build about lengths and positions, and the steps that show whether a graph keeps it.
 
 Promises come from the checkpoint's configuration and the recipe, never from a graph that is on trial.
 """
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from llmforge.checkpoint import Checkpoint
 from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
-from llmforge.verification.probe import ProbeStep
+from llmforge.verification.probe import ProbeCall
 
 _SEED = 20_240_301  # any fixed number: steps must be the same in every build
 _FEW, _SOME = 2, 16  # tokens of a short step, and of one that crosses borders
@@ -44,14 +44,14 @@ class Promises:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class SyntheticStep:
     """One step by itself: what its caches hold before it is made up, so that any position costs no more than the step.
 
     `scaled`: tokens have magnitudes from a thousandth to a thousand times the usual.
     """
 
     name: str
-    step: ProbeStep
+    step: ProbeCall
     scaled: bool = False
     rows: NDArray[np.int64] | None = None  # of the step that get logits; None: all
 
@@ -74,12 +74,12 @@ class Place:
         return f"{self.name} ({rows}{self.step.ids.shape[1]} tokens after {after})"
 
 
-def first(promises: Promises) -> Place:
+def first(promises: Promises) -> SyntheticStep:
     """Make the smallest step that all arithmetic shows in: two tokens behind a few."""
     return _place("two tokens", promises, np.random.default_rng(_SEED), [2], [min(5, promises.context - 2)])
 
 
-def few(promises: Promises, tokens: int, *, ends: bool) -> list[Place]:
+def few(promises: Promises, tokens: int, *, ends: bool) -> list[SyntheticStep]:
     """Make the smallest steps, of `tokens`, of which two do: behind a few, and with `ends` at the end of the context.
 
     A step has no more tokens than a chunk of a prompt.
@@ -94,7 +94,7 @@ def few(promises: Promises, tokens: int, *, ends: bool) -> list[Place]:
     return made
 
 
-def near(promises: Promises, tokens: int) -> Iterator[Place]:
+def near(promises: Promises, tokens: int) -> Iterator[SyntheticStep]:
     """Make the steps that every subgraph runs: a few tokens, `tokens` at once, and as many rows as an engine takes."""
     rng = np.random.default_rng(_SEED)
     some = min(12, promises.context)
@@ -109,7 +109,7 @@ def near(promises: Promises, tokens: int) -> Iterator[Place]:
         yield replace(_place("longest step", promises, rng, [longest], [0]), rows=logits)
 
 
-def far(promises: Promises, reach: int, batch: int) -> Iterator[Place]:
+def far(promises: Promises, reach: int, batch: int) -> Iterator[SyntheticStep]:
     """Make the steps at every border ± 1 and at the end of the context: `reach` tokens at most, and `batch` rows."""
     rng = np.random.default_rng(_SEED + 1)
     last = reach - 1
@@ -130,7 +130,7 @@ def far(promises: Promises, reach: int, batch: int) -> Iterator[Place]:
         yield _place("largest batch", promises, rng, [1] * rows, chosen)  # kernels take no more of several rows
 
 
-def inside(promises: Promises, reach: int) -> Iterator[Place]:
+def inside(promises: Promises, reach: int) -> Iterator[SyntheticStep]:
     """Make steps inside of a longer text, where rotary angles depend on how long it gets."""
     rng = np.random.default_rng(_SEED + 2)
     for past in {0, reach // 2}:
@@ -138,28 +138,30 @@ def inside(promises: Promises, reach: int) -> Iterator[Place]:
         yield replace(made, step=replace(made.step, text_lengths=np.array([promises.context])))
 
 
-def every_position(promises: Promises, reach: int) -> Iterator[Place]:
+def every_position(promises: Promises, reach: int) -> Iterator[SyntheticStep]:
     """Make steps that stand at every position once."""
     rng = np.random.default_rng(_SEED + 3)
     for past in range(0, reach, promises.chunk):
         yield _place("every position", promises, rng, [min(promises.chunk, reach - past)], [past])
 
 
-def every_token(promises: Promises, size: int = _VOCABULARY_CHUNK) -> Iterator[Place]:
+def every_token(promises: Promises, size: int = _VOCABULARY_CHUNK) -> Iterator[SyntheticStep]:
     """Make steps that hold every token id once."""
     size = min(size, promises.context)
     for at in range(0, promises.vocabulary, size):
         ids = np.arange(at, min(at + size, promises.vocabulary), dtype=np.int64)[None]
         lengths = np.array([ids.shape[1]], np.int64)
-        yield Place("every token id", ProbeStep(ids, lengths, np.zeros(1, np.int32)))
+        yield SyntheticStep("every token id", ProbeCall(ids, lengths, np.zeros(1, np.int32)))
 
 
 def _powers(last: int) -> list[int]:
     return [1 << n for n in range(last.bit_length()) if 1 << n <= last]
 
 
-def _place(name: str, promises: Promises, rng: np.random.Generator, lengths: list[int], past: list[int]) -> Place:
+def _place(
+    name: str, promises: Promises, rng: np.random.Generator, lengths: list[int], past: list[int]
+) -> SyntheticStep:
     ids: NDArray[Any] = rng.integers(0, promises.vocabulary, (len(lengths), max(lengths)), np.int64)
     counted = np.array(lengths, np.int64)
     ids[np.arange(ids.shape[1])[None] >= counted[:, None]] = 0
-    return Place(name, ProbeStep(ids, counted, np.array(past, np.int32)))
+    return SyntheticStep(name, ProbeCall(ids, counted, np.array(past, np.int32)))

@@ -1,4 +1,4 @@
-"""What a graph computes at chosen values when it reads a text: numbers as they are, with their outliers."""
+"""Activations of a graph at chosen values while it reads a text, with their outliers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from llmforge.ir.interface import INPUT_IDS
 from llmforge.ir.operators.standard import Gather
 from llmforge.ir.subgraph import Index, extract
 from llmforge.verification import probe
-from llmforge.verification.probe import ProbeStep
-from llmforge.verification.promises import Place
+from llmforge.verification.probe import ProbeCall
+from llmforge.verification.promises import SyntheticStep
 from llmforge.verification.subgraph_session import SubgraphSession
 
 TOKENS = 24  # of the text that is read
@@ -28,7 +28,7 @@ SHALLOW_BYTES = 1 << 28  # of weights that are read for it: of a large model, it
 class Recorded:
     """Values by name, as they were in a prefill: the step `place`."""
 
-    place: Place
+    place: SyntheticStep
     values: Mapping[str, NDArray[Any]] = field(repr=False)
 
     def covers(self, names: Collection[str]) -> bool:
@@ -43,14 +43,14 @@ def record(index: Index, names: Collection[str], text: NDArray[np.int64], thread
         UnsupportedError: ONNX Runtime refuses the graph.
     """
     ids = text[None, :TOKENS]
-    place = Place("text", ProbeStep(ids, np.array([ids.shape[1]]), np.zeros(1, np.int32)))
+    place = SyntheticStep("text", ProbeCall(ids, np.array([ids.shape[1]]), np.zeros(1, np.int32)))
     found = _looked_up(index, ids)
     values = {name: found[name] for name in names if name in found}
     wanted = sorted(set(names) - values.keys(), key=lambda name: index.position[graph.producer(index.values[name])])
     while wanted:
         model = extract(index, wanted, found.keys())
         if graph.weight_bytes(model) <= SHALLOW_BYTES:
-            session = SubgraphSession(model, probe.Weights(), threads)
+            session = SubgraphSession(model, probe.InitializerArrays(), threads)
             made = session.run(place.step, found, session.allocate(1, place.capacity))
             values |= {name: made[name] for name in wanted}
             break

@@ -14,7 +14,7 @@ from llmforge.rewrite.pass_base import Changes
 
 
 @dataclass(frozen=True, eq=False)
-class Snapshot:
+class GraphSnapshot:
     """A graph at one moment: a clone that shares its tensors, and what tells whether it has changed since."""
 
     model: ir.Model
@@ -25,7 +25,7 @@ class Snapshot:
     attributes: Mapping[str, object]  # of the nodes; clones share them
 
     @classmethod
-    def of(cls, model: ir.Model) -> Snapshot:
+    def of(cls, model: ir.Model) -> GraphSnapshot:
         """Record `model`, which may change afterwards."""
         tensors = _tensors(model)
         clone = model.clone()
@@ -56,7 +56,7 @@ class Snapshot:
         return None
 
 
-def check(name: str, before: Snapshot, model: ir.Model, changes: Changes, overwritten: str | None) -> None:
+def check(name: str, before: GraphSnapshot, model: ir.Model, changes: Changes, overwritten: str | None) -> None:
     """Hold what the pass `name` reports, and the notes that it leaves in the graph, against what it did.
 
     `overwritten` is what of the graph before was changed in place, when the pass had run.
@@ -72,7 +72,7 @@ def check(name: str, before: Snapshot, model: ir.Model, changes: Changes, overwr
             raise VerificationError(f"pass {name} {found}")
 
 
-def check_changes(name: str, before: Snapshot, model: ir.Model, changes: Changes) -> None:
+def check_changes(name: str, before: GraphSnapshot, model: ir.Model, changes: Changes) -> None:
     """Hold what the pass `name` reports against whether it changed the graph.
 
     Raises:

@@ -32,15 +32,31 @@ _TILE_BYTES = 1 << 22  # of a table in fp32: it is multiplied by while it is in 
 
 Logits = list[list[NDArray[np.float32]]]  # by run, by step: fp32 [B, R, V], padding included
 Values = list[list[Arrays]]  # by run, by step: outputs of the graph by name, padding included
-Rows = Callable[[probe.ProbeStep], NDArray[np.int64]]  # positions of a step that get logits, [R]
+Rows = Callable[[probe.ProbeCall], NDArray[np.int64]]  # positions of a step that get logits, [R]
 
 
 @dataclass(frozen=True)
-class Block:
+class NodeBlock:
     """Some nodes of a graph: the values that later blocks, or the graph's outputs, want of them."""
 
     outputs: tuple[str, ...]
     inputs: frozenset[str]  # what earlier blocks made
+
+
+@dataclass(frozen=True)
+class Feeding:
+    """How runs are fed.
+
+    Caches have `capacity` slots, those that a run needs by default, and hold `fill` before it. `given` are inputs of
+    the graph besides those of each step; they take precedence. `after_step` may change what a step has put into the
+    caches of a block.
+    """
+
+    rows: Rows | None = None  # None: all tokens get logits
+    capacity: Callable[[probe.Run], int] = lambda run: run.capacity
+    fill: float = 0.0
+    given: Callable[[probe.Run], Mapping[str, NDArray[Any]]] = lambda run: {}
+    after_step: probe.AfterStep | None = None
 
 
 def drive(
@@ -48,14 +64,11 @@ def drive(
     runs: Sequence[probe.Run],
     *,
     threads: int,
-    rows: Rows | None = None,
-    capacity: Callable[[probe.Run], int] = lambda run: run.capacity,
-    fill: float = 0.0,
     block_bytes: int = BLOCK_BYTES,
     optimize: bool = False,
     after_step: probe.AfterStep | None = None,
 ) -> Logits:
-    """Run `model`, which stays as it is, on `runs` and return the logits of `rows`, of all tokens by default.
+    """Run `model`, which stays as it is, on `runs` and return the logits of all tokens.
 
     ONNX Runtime may `optimize` blocks, as it does when it serves; by default they run as they are written.
 
@@ -66,13 +79,10 @@ def drive(
         model,
         runs,
         [interface.LOGITS],
+        Feeding(after_step=after_step),
         threads=threads,
-        rows=rows,
-        capacity=capacity,
-        fill=fill,
         block_bytes=block_bytes,
         optimize=optimize,
-        after_step=after_step,
     )
     return [[step[interface.LOGITS] for step in steps] for steps in made]
 
@@ -81,22 +91,13 @@ def outputs(
     model: ir.Model,
     runs: Sequence[probe.Run],
     names: Collection[str],
+    feeding: Feeding,
     *,
     threads: int,
-    rows: Rows | None = None,
-    capacity: Callable[[probe.Run], int] = lambda run: run.capacity,
-    fill: float = 0.0,
     block_bytes: int = BLOCK_BYTES,
-    given: Callable[[probe.Run], Mapping[str, NDArray[Any]]] = lambda run: {},
     optimize: bool = False,
-    after_step: probe.AfterStep | None = None,
 ) -> Values:
-    """Run `model`, which stays as it is, on `runs` and return the outputs `names`, logits of `rows` alone.
-
-    `given` are inputs of the graph besides those of each step; they take precedence. `after_step` may change what a
-    step has put into the caches of a block.
-
-    Caches have `capacity` slots, those that a run needs by default, and hold `fill` before it.
+    """Run `model`, which stays as it is, on `runs` and return the outputs `names`.
 
     Memory: the weights of one block, what crosses from one to the next for every step, the caches of one block, and
     the logits. Linear layers multiply by their weights as these are stored, without a transposed copy; an embedding or
@@ -124,12 +125,13 @@ def outputs(
             _forget(live, later | kept)
             continue
         for run, values in zip(runs, live, strict=True):
-            caches = session.allocate(run.batch, capacity(run), fill)
-            more = given(run)
+            caches = session.allocate(run.batch, feeding.capacity(run), feeding.fill)
+            more = feeding.given(run)
             for step, held in zip(run.steps, values, strict=True):
-                held |= session.run(step, {**held, **more}, caches, None if rows is None else rows(step))
-                if after_step is not None:
-                    after_step(caches, step)
+                rows = None if feeding.rows is None else feeding.rows(step)
+                held |= session.run(step, {**held, **more}, caches, rows)
+                if feeding.after_step is not None:
+                    feeding.after_step(caches, step)
                 _forget([[held]], later | kept)
     return live
 
@@ -155,7 +157,7 @@ class _LargeTable:
     dtype: ir.DataType  # what the graph computes in; results are held in fp32
     threads: int
 
-    def run(self, steps: Sequence[tuple[probe.ProbeStep, Arrays]]) -> None:
+    def run(self, steps: Sequence[tuple[probe.ProbeCall, Arrays]]) -> None:
         """Add to what each step has what the block makes of it."""
         if self.reads is None:
             for step, given in steps:
@@ -196,7 +198,7 @@ def _open(block: ir.Model, threads: int, block_bytes: int, *, optimize: bool) ->
     if graph.weight_bytes(block) > block_bytes and (table := _large_table(block, threads)) is not None:
         return table
     multiply_as_stored(block)
-    return SubgraphSession(block, probe.Weights(), threads, optimize=optimize)
+    return SubgraphSession(block, probe.InitializerArrays(), threads, optimize=optimize)
 
 
 def _large_table(block: ir.Model, threads: int) -> _LargeTable | None:
@@ -225,7 +227,7 @@ def _large_table(block: ir.Model, threads: int) -> _LargeTable | None:
     return _LargeTable(name, tensor.stored(), None if reads is None else str(reads.name), dtype, threads)
 
 
-def blocks(index: Index, block_bytes: int) -> Iterator[Block]:
+def blocks(index: Index, block_bytes: int) -> Iterator[NodeBlock]:
     """Divide a graph into blocks whose weights take about `block_bytes` each.
 
     It is divided where the type of everything that crosses is known.
@@ -248,7 +250,7 @@ def blocks(index: Index, block_bytes: int) -> Iterator[Block]:
         made = [value for other in nodes[begin : at + 1] for value in other.outputs]
         wanted = tuple(str(value.name) for value in made if value in ahead or value in outputs)
         if wanted:
-            yield Block(wanted, given)
+            yield NodeBlock(wanted, given)
         given = frozenset(str(value.name) for value in ahead)
         crossing, size, begin = ahead, 0, at + 1
         seen.clear()

@@ -21,7 +21,7 @@ TEXT_ROWS, TEXT_TOKENS, TEXT_DECODED = 4, 48, 4  # windows side by side, tokens 
 
 
 @dataclass(frozen=True)
-class Cost:
+class DivergenceCost:
     """What a lossy pass costs: the mean KL(before || after) in nats a token, over `tokens` of text."""
 
     kld_mean: float
@@ -43,7 +43,7 @@ class _Graph:
 
 
 @dataclass
-class Loss:
+class StreamedLoss:
     """The budgets of lossy passes, measured on whole graphs that run block by block on a few windows of text.
 
     A graph that is to be measured may run before, in a thread of its own.
@@ -66,7 +66,7 @@ class Loss:
         if self.texts:
             self._made(model)
 
-    def measure(self, before: ir.Model, after: ir.Model) -> Cost:
+    def measure(self, before: ir.Model, after: ir.Model) -> DivergenceCost:
         """Measure the divergence of `after` from `before`.
 
         That does not run where the last call had it as its `after`: passes in between that keep what they declare moved
@@ -80,11 +80,11 @@ class Loss:
         total, tokens, largest = 0.0, 0, 0.0
         for number, (b, a) in enumerate(zip(self._before, made, strict=True)):
             if not np.isfinite(a).all():
-                return Cost(np.nan, tokens, np.inf, run.where(number))
+                return DivergenceCost(np.nan, tokens, np.inf, run.where(number))
             total, tokens = total + mean_kld(b, a) * len(b), tokens + len(b)
             largest = max(largest, comparison.deviation(b, a, spread))
         self._before = made
-        return Cost(total / tokens, tokens, largest, None)
+        return DivergenceCost(total / tokens, tokens, largest, None)
 
     def _made(self, model: ir.Model) -> Logits:
         graph = self._graphs.setdefault(id(model), _Graph(model))

@@ -33,7 +33,7 @@ from llmforge.quantization import kv_cache
 from llmforge.rewrite import cpu_attention, emulation, pruning
 from llmforge.verification import changed_subgraphs, comparison, probe, promises, recorded
 from llmforge.verification.changed_subgraphs import ChangedSubgraph
-from llmforge.verification.promises import Place, Promises
+from llmforge.verification.promises import Promises, SyntheticStep
 from llmforge.verification.recorded import Recorded
 from llmforge.verification.subgraph_session import Arrays, SubgraphSession, multiply_as_stored
 
@@ -61,7 +61,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Proof:
+class SubgraphProof:
     """What a proof of subgraphs ran, and the largest difference, in units of the token that differs."""
 
     places: int  # subgraphs that the pass changed
@@ -119,12 +119,12 @@ class Pair:
             return
         self.before.unload()
         self.after.unload()
-        weights = probe.Weights()
+        weights = probe.InitializerArrays()
         for session, model in zip((self.before, self.after), self._extract(member), strict=True):
             session.load(model, weights)
 
     def _open(self, changed: ChangedSubgraph) -> None:
-        weights = probe.Weights()
+        weights = probe.InitializerArrays()
         self.before, self.after = (
             SubgraphSession(model, weights, self._threads, fed_bytes=0) for model in self._extract(changed)
         )
@@ -151,7 +151,7 @@ class Pair:
         """Return the scales of the int8 cache `name` of the graph after; None where it is none."""
         for node in self.changed.after_nodes:
             view = operators.view(node)
-            if isinstance(view, contrib.GroupQueryAttention | cpu.GroupQueryAttention):
+            if isinstance(view, contrib.GroupQueryAttention | cpu.CpuGroupQueryAttention):
                 for past, scale in ((view.past_key, view.k_scale), (view.past_value, view.v_scale)):
                     if past.name == name and scale is not None:
                         return graph.tensor(scale).numpy()
@@ -182,7 +182,7 @@ class Pair:
             before[:, :, at : at + count] = read[:, :, :count]
         return True
 
-    def run(self, place: Place, edges: Edges) -> Iterator[Made]:
+    def run(self, place: SyntheticStep, edges: Edges) -> Iterator[Made]:
         """Run both sides."""
         step, caches = place.step, (dict(edges.before), dict(edges.after))
         rows = place.rows if self.gives_rows else None  # else a side may give all of them
@@ -214,7 +214,7 @@ def prove(
     tolerance: float,
     threads: int,
     text: NDArray[np.int64] | None = None,
-) -> Proof | Difference:
+) -> SubgraphProof | Difference:
     """Hold every subgraph where `after` differs from `before` to `tolerance`, in sizes of a token; 0: to the bit.
 
     `text`: token ids; values at the edges are also those that the graph before makes of it. None: of random tokens.
@@ -235,7 +235,7 @@ def prove_all(
     tolerance: float,
     threads: int,
     text: NDArray[np.int64] | None = None,
-) -> Proof | Difference:
+) -> SubgraphProof | Difference:
     """Hold the subgraphs `found` to `tolerance`, as `prove` does; `index` is of the graph before."""
     kinds = by_kind(found)
     names = {name for alike in kinds for name in alike[0].inputs}
@@ -244,7 +244,7 @@ def prove_all(
     pending: list[tuple[list[ChangedSubgraph], int]] = [(alike, 0) for alike in kinds]
     while pending:
         alike, level = pending.pop(0)
-        trial = _Trial(promised, tolerance, threads, known)
+        trial = _ToleranceTrial(promised, tolerance, threads, known)
         outcome = trial.hold(alike)
         if isinstance(outcome, float):
             largest, proven, steps = max(largest, outcome), proven + 1, steps + trial.steps
@@ -253,7 +253,7 @@ def prove_all(
             return outcome
         else:
             pending += [(wider, level + 1) for wider in by_kind([each.widened() for each in alike])]
-    return Proof(len(found), proven, steps, reach, largest)
+    return SubgraphProof(len(found), proven, steps, reach, largest)
 
 
 def by_kind(found: Sequence[ChangedSubgraph]) -> list[list[ChangedSubgraph]]:
@@ -276,7 +276,7 @@ def _tokens(promised: Promises) -> NDArray[np.int64]:
 
 
 @dataclass
-class _Trial:
+class _ToleranceTrial:
     """Holds the subgraphs of one kind to a tolerance."""
 
     promised: Promises
@@ -310,7 +310,7 @@ class _Trial:
                     return Difference(f"{what} differs by too little for a step to show it,", "its numbers")
         return largest
 
-    def _places(self, pair: Pair) -> Iterator[tuple[Place, Mapping[str, NDArray[Any]]]]:
+    def _places(self, pair: Pair) -> Iterator[tuple[SyntheticStep, Mapping[str, NDArray[Any]]]]:
         """List the steps that show the kind, and what was recorded at the edges of each."""
         if pair.has_places:
             self.reach = reach_of(pair, self.promised)
@@ -320,7 +320,7 @@ class _Trial:
             yield place, {}
 
     def _compare(
-        self, pair: Pair, place: Place, given: Mapping[str, NDArray[Any]], names: Sequence[str]
+        self, pair: Pair, place: SyntheticStep, given: Mapping[str, NDArray[Any]], names: Sequence[str]
     ) -> float | Difference:
         edges = made_up(pair, place, given)
         calls = dict(zip(pair.changed.outputs, names, strict=True))
@@ -351,7 +351,7 @@ def reach_of(pair: Pair, promised: Promises) -> int:
     return max(2, min(promised.context, CACHE_BYTES // slot))
 
 
-def places(pair: Pair, promised: Promises, reach: int | None, tokens: int | None = None) -> Iterator[Place]:
+def places(pair: Pair, promised: Promises, reach: int | None, tokens: int | None = None) -> Iterator[SyntheticStep]:
     """List the steps that `pair` must run, of at most `tokens`; `reach` is None where places mean nothing to it."""
     tokens = min(tokens or promised.chunk, int(_PRODUCTS / max(1, pair.changed.size_bytes // 8)))
     if interface.LOGITS in pair.changed.outputs and not pair.gives_rows:
@@ -371,7 +371,7 @@ def places(pair: Pair, promised: Promises, reach: int | None, tokens: int | None
         yield from promises.every_token(promised)
 
 
-def made_up(pair: Pair, place: Place, given: Mapping[str, NDArray[Any]], *, coarse: bool = False) -> Edges:
+def made_up(pair: Pair, place: SyntheticStep, given: Mapping[str, NDArray[Any]], *, coarse: bool = False) -> Edges:
     """Draw the numbers that a step is fed; those `given` are taken as they are. `coarse`: with 8 bits of mantissa."""
     rng = np.random.default_rng(_SEED)
     values = {}
@@ -398,7 +398,7 @@ def made_up(pair: Pair, place: Place, given: Mapping[str, NDArray[Any]], *, coar
     return Edges(values, before, after)
 
 
-def _drawn(value: ir.Value, place: Place, rng: np.random.Generator) -> NDArray[Any]:
+def _drawn(value: ir.Value, place: SyntheticStep, rng: np.random.Generator) -> NDArray[Any]:
     """Draw numbers for a value at the boundary: normal ones, some channels larger; tokens of all sizes where scaled."""
     step = place.step
     rows = step.ids.shape[1] if place.rows is None else len(place.rows)

@@ -59,7 +59,7 @@ class SubgraphSession:
     def __init__(
         self,
         model: ir.Model,
-        weights: probe.Weights,
+        weights: probe.InitializerArrays,
         threads: int,
         *,
         fed_bytes: int = _FED_BYTES,
@@ -124,7 +124,7 @@ class SubgraphSession:
         """Let go of the weights, until others are loaded."""
         self._weights = dict.fromkeys(self._weights, _GONE)
 
-    def load(self, model: ir.Model, weights: probe.Weights) -> None:
+    def load(self, model: ir.Model, weights: probe.InitializerArrays) -> None:
         """Take the weights of `model` from now on, a subgraph of the same nodes; only where it `reloads`."""
         if self._places is not None:
             read = _weights_read(model)
@@ -151,7 +151,7 @@ class SubgraphSession:
 
     def run(
         self,
-        step: probe.ProbeStep,
+        step: probe.ProbeCall,
         given: Mapping[str, NDArray[Any]],
         caches: Arrays,
         rows: NDArray[np.int64] | None = None,

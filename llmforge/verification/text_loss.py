@@ -1,4 +1,4 @@
-"""What a lossy pass costs on text, of a graph that is run whole: KL(before || after), until its budget is decided."""
+"""The loss of a lossy pass on text, of a graph that is run whole: KL(before || after), until its budget is decided."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _logits(session: Session, run: probe.Run) -> list[NDArray[np.float32]]:
     return [outcome.logits for outcome in probe.drive(session, run, caches=False)]
 
 
-def _mean_klds(step: probe.ProbeStep, before: NDArray[np.float32], after: NDArray[np.float32]) -> Floats:
+def _mean_klds(step: probe.ProbeCall, before: NDArray[np.float32], after: NDArray[np.float32]) -> Floats:
     """Average KL(before || after) over the tokens of each row that were asked for logits, in nats, [B]."""
     require_finite("reference", before)
     row, _ = np.nonzero(step.answered)

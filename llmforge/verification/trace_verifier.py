@@ -144,7 +144,7 @@ def _verify(
     checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: int, foreseen: Expected | None
 ) -> TraceProof:
     process.import_whole("transformers")  # another thread may be at it
-    from llmforge.trace.export.reference import Reference  # here, because it imports torch
+    from llmforge.trace.export.reference import ReferenceModel  # here, because it imports torch
     from llmforge.trace.hooks import indexers, lightning
     from llmforge.verification import bindings, magnified, norms, positions
     from llmforge.verification.expected import Expected
@@ -203,7 +203,7 @@ def _verify(
 
     def moved(run: probe.Run, seed: int) -> list[Observation]:
         """Compute what is expected of `run` once more, of numbers that errors of rounding moved."""
-        again = Reference(checkpoint, part=part)
+        again = ReferenceModel(checkpoint, part=part)
         with again.nudged(NUDGE, seed):
             if run is larger:
                 with again.magnified(large.weights, magnified.ADDED, magnified.SCALES):
@@ -221,11 +221,8 @@ def _verify(
             large.model,
             runs,
             [interface.LOGITS, *states],
+            streamed_execution.Feeding(lambda step: _selected(step, few), slots, GARBAGE, large.given),
             threads=threads,
-            rows=lambda step: _selected(step, few),
-            capacity=slots,
-            fill=GARBAGE,
-            given=large.given,
         )
     except RunFailed as error:
         raise VerificationError(f"the traced graph does not run: {str(error).splitlines()[0]}") from error
@@ -315,7 +312,7 @@ def _rows(run: probe.Run) -> list[NDArray[np.int64]]:
     return [np.concatenate([step.ids[b, : step.lengths[b]] for step in run.steps]) for b in range(run.batch)]
 
 
-def _selected(step: probe.ProbeStep, few: bool) -> NDArray[np.int64]:
+def _selected(step: probe.ProbeCall, few: bool) -> NDArray[np.int64]:
     """Choose the rows of a step that get logits: all, the tail of a long one, or a `few`."""
     most = FEW if few else 2 * TAIL
     return step.rows if len(step.rows) <= most else step.rows[-(FEW if few else TAIL) :]

@@ -21,8 +21,8 @@ from llmforge.rewrite.pass_base import Budget, Changes, Numerics, Pass
 from llmforge.trace.export.limits import WHOLE_BYTES
 from llmforge.verification import comparison, lossy_places, probe, reports, subgraph_proof
 from llmforge.verification.promises import Promises
-from llmforge.verification.reports import Snapshot
-from llmforge.verification.streamed_verifier import Loss
+from llmforge.verification.reports import GraphSnapshot
+from llmforge.verification.streamed_verifier import StreamedLoss
 from llmforge.verification.subgraph_proof import Difference
 from llmforge.verification.text_loss import TextCost, TextLoss
 
@@ -38,7 +38,7 @@ _Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Verification:
+class PassVerification:
     """What the check of one pass found, against the graph before the pass.
 
     A difference is in standard deviations of what differs: all logits of the probes, a cache, or what a changed
@@ -85,7 +85,7 @@ class Verifier:
 
     def __init__(
         self,
-        before: ir.Model | Snapshot,
+        before: ir.Model | GraphSnapshot,
         *,
         promises: Promises,
         folder: Path,
@@ -94,11 +94,11 @@ class Verifier:
         whole_bytes: int = WHOLE_BYTES,
     ) -> None:
         self._promises, self._folder, self._threads, self._texts = promises, folder, threads, texts
-        self._weights = probe.Weights()
-        self._before = before if isinstance(before, Snapshot) else Snapshot.of(before)
+        self._weights = probe.InitializerArrays()
+        self._before = before if isinstance(before, GraphSnapshot) else GraphSnapshot.of(before)
         model = self._before.model
         self._tolerance = _tolerance(model)
-        self._loss = Loss(texts, threads) if graph.weight_bytes(model) > whole_bytes else None
+        self._loss = StreamedLoss(texts, threads) if graph.weight_bytes(model) > whole_bytes else None
         self._text = TextLoss(probe.text_runs(texts, promises.vocabulary))
 
     @property
@@ -114,15 +114,15 @@ class Verifier:
         if self._loss is not None and graph.weight_bytes(model) <= BESIDE_BYTES:
             self._loss.prepare(model)
 
-    def check(self, step: Pass, model: ir.Model, changes: Changes) -> Verification:
+    def check(self, step: Pass, model: ir.Model, changes: Changes) -> PassVerification:
         """Hold `model`, which `step` changed as `changes` says, against the graph before; it is the next one's before.
 
         Raises:
             VerificationError, UsageError: as `prove`.
         """
-        return self.prove(step, Snapshot.of(model), changes, self._before.overwritten())
+        return self.prove(step, GraphSnapshot.of(model), changes, self._before.overwritten())
 
-    def prove(self, step: Pass, after: Snapshot, changes: Changes, overwritten: str | None) -> Verification:
+    def prove(self, step: Pass, after: GraphSnapshot, changes: Changes, overwritten: str | None) -> PassVerification:
         """Hold the graph `after` the pass `step` against the graph before; it is the next one's before.
 
         `overwritten` is what of the graph before was changed in place, when the pass had run.
@@ -140,11 +140,11 @@ class Verifier:
             raise
         return changed(result, seconds=time.perf_counter() - started)
 
-    def _unchanged(self, step: Pass) -> Verification:
+    def _unchanged(self, step: Pass) -> PassVerification:
         allowed = None if step.numerics is Numerics.LOSSY else 0.0
-        return Verification(step.numerics, 0.0, allowed, None, None, (), 0.0)
+        return PassVerification(step.numerics, 0.0, allowed, None, None, (), 0.0)
 
-    def _prove(self, step: Pass, after: Snapshot) -> Verification:
+    def _prove(self, step: Pass, after: GraphSnapshot) -> PassVerification:
         model = after.model
         try:
             dialect.check(model)
@@ -163,7 +163,7 @@ class Verifier:
         self._weights.keep(model)
         return result
 
-    def _prove_subgraphs(self, step: Pass, model: ir.Model) -> Verification:
+    def _prove_subgraphs(self, step: Pass, model: ir.Model) -> PassVerification:
         """Prove a pass on the subgraphs that it changed."""
         tolerance = 0.0 if step.numerics is Numerics.EXACT else self._tolerance
         found = subgraph_proof.prove(
@@ -176,9 +176,9 @@ class Verifier:
         )
         if isinstance(found, Difference):
             raise _not_as_declared(step, found)
-        return Verification(step.numerics, found.largest, tolerance, None, None, found.names, 0.0)
+        return PassVerification(step.numerics, found.largest, tolerance, None, None, found.names, 0.0)
 
-    def _prove_loss(self, step: Pass, model: ir.Model) -> Verification:
+    def _prove_loss(self, step: Pass, model: ir.Model) -> PassVerification:
         """Hold a lossy pass to its budget, and to losing everywhere what it loses on the text."""
         if not len(self._texts):
             raise _no_text(step)
@@ -191,7 +191,7 @@ class Verifier:
             raise _not_as_declared(step, uneven)
         return result
 
-    def _measure_streamed(self, step: Pass, model: ir.Model) -> Verification:
+    def _measure_streamed(self, step: Pass, model: ir.Model) -> PassVerification:
         assert self._loss is not None
         budget = _budget(step).kld_mean
         cost = self._loss.measure(self._before.model, model)
@@ -205,9 +205,9 @@ class Verifier:
                 f"its budget {budget:.3g}"
             )
         name = f"{cost.tokens} tokens of text, piece by piece"
-        return Verification(step.numerics, cost.largest, None, cost.kld_mean, budget, (name,), 0.0)
+        return PassVerification(step.numerics, cost.largest, None, cost.kld_mean, budget, (name,), 0.0)
 
-    def _measure_whole(self, step: Pass, model: ir.Model) -> Verification:
+    def _measure_whole(self, step: Pass, model: ir.Model) -> PassVerification:
         budget = _budget(step).kld_mean
         session = probe.open_session(model, self._weights, self._threads)
         cost, failure = self._over_budget(session, budget)
@@ -216,7 +216,7 @@ class Verifier:
             origin = self._origin(model, failure)
             found = Difference(failure.what, f"{failure.where}; {origin}{overflow}")
             raise _not_as_declared(step, found)
-        return Verification(step.numerics, cost.largest, None, cost.kld_mean, budget, cost.names, 0.0)
+        return PassVerification(step.numerics, cost.largest, None, cost.kld_mean, budget, cost.names, 0.0)
 
     def _over_budget(self, after: Session, budget: float) -> tuple[TextCost, _Failure | None]:
         """Measure KL(before || after) on text: what it costs, and a failure where that exceeds `budget`."""

@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from llmforge import targets
+from llmforge import passes, targets
 from llmforge.backends.compressed_tensors import builder as compressed_tensors
 from llmforge.backends.engines import BuildRequest, exporter
 from llmforge.backends.exported_parameters import Exported, check_passes
@@ -26,10 +26,18 @@ from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.compile import export_proxy
 from llmforge.ir import graph
-from llmforge.passes import QuantizeChannels, QuantizeWeights
+from llmforge.passes import (
+    CpuKernels,
+    FuseNorms,
+    LowerPrecision,
+    PackQkv,
+    QuantizeChannels,
+    QuantizeKvCache,
+    QuantizeWeights,
+)
 from llmforge.quantization.statistics import InputRange, Smoothed, Statistics
 from llmforge.recipe import EngineSpec
-from llmforge.rewrite.pass_base import Budget, Context
+from llmforge.rewrite.pass_base import Budget, Context, Pass
 
 Traced = tuple[Checkpoint, ir.Model]
 LOOSE = Budget(kld_mean=1.0)
@@ -260,11 +268,12 @@ def test_what_is_not_held_exactly_is_refused_before_a_weight_is_read(
     assert hint in (caught.value.hint or "")
 
 
-@pytest.mark.parametrize("name", ["pack-qkv", "quantize-kv-cache", "cpu-kernels", "lower-precision"])
-def test_a_pass_that_no_checkpoint_can_say_is_refused_by_name(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"^{name}: .*cannot say what this pass does"):
-        check_passes("compressed-tensors", ("fuse-norms", name))
-    check_passes("onnxruntime", (name,))
+@pytest.mark.parametrize("step", [PackQkv, QuantizeKvCache, CpuKernels, LowerPrecision])
+def test_a_pass_that_no_checkpoint_can_say_is_refused_by_name(step: type[Pass]) -> None:
+    with pytest.raises(UnsupportedError, match=f"^{step.name}: .*cannot say what this pass does") as caught:
+        check_passes("compressed-tensors", [FuseNorms, step], passes.ALL)
+    assert str(caught.value.hint).endswith("takes fuse-norms, flash-attention, quantize-weights, quantize-channels")
+    check_passes("onnxruntime", [step], passes.ALL)
 
 
 def test_a_parameter_that_a_pass_changed_is_refused(bf16_llama: Traced) -> None:

@@ -19,6 +19,7 @@ from llmforge import backends, passes, recipe, targets
 from llmforge.base import plugins
 from llmforge.base.errors import EnvironmentLacks, InputError, PluginError, RecipeError, UsageError, VersionMismatch
 from llmforge.base.plugins import Package
+from llmforge.cache import distributions
 from llmforge.cli import cli
 from llmforge.doctor import plugins as examined
 from llmforge.metrics import catalog
@@ -93,7 +94,7 @@ def test_the_sample_brings_one_of_each(site: Path) -> None:
     assert list(found) == list(plugins.KINDS)
     for kind, name in found.items():
         assert getattr(SEAMS[kind](name), "name", None) == name
-    assert plugins.of_module("llmforge_sample.passes") == Package("llmforge-sample", "0.1.0")
+    assert distributions.of_module("llmforge_sample.passes") == Package("llmforge-sample", "0.1.0")
     assert all(check.state == "yes" for check in examined.checks())
 
 
@@ -208,7 +209,7 @@ def test_one_of_the_wrong_type_is_one_error(kind: str, site: Path) -> None:
         ("Numerics.EXACT", '"exact"', "Idle.numerics is no Numerics"),
         ("Numerics.EXACT", "Numerics.LOSSY", "a lossy pass has a required option `budget`"),
         ("(frozen=True)", "", "is no pydantic.dataclasses.dataclass"),
-        ("def run", "def runs", "Idle does not define run"),
+        ("def run", "def runs", "TypeError: Can't instantiate abstract class Idle"),
         ("    numerics:", "    option: plugins.Plugin\n    numerics:", "it does not load: NameError"),
     ],
 )
@@ -529,4 +530,4 @@ def test_pip_installs_the_sample(tmp_path: Path) -> None:
     with plugin_packages.on_path(tmp_path / "site"):
         assert [check.state for check in examined.checks()] == ["yes"]
         assert targets.load("sample-box").engines == ("onnxruntime", "sample-plain")
-        assert plugins.tops() == {"llmforge_sample": Package("llmforge-sample", "0.1.0")}
+        assert distributions.tops() == {"llmforge_sample": Package("llmforge-sample", "0.1.0")}

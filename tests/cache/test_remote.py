@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from llmforge.base.errors import UsageError
-from llmforge.cache import Cache, Entry, Key
+from llmforge.cache import Cache, CacheEntry, Key
 from llmforge.cache.remote import Remote, connect
 
 KEY, OTHER = (Key("proof", {"graph": name, "code": "c"}) for name in "ab")
@@ -229,7 +229,7 @@ def test_a_remote_that_does_not_answer_is_asked_once_and_noted_once(tmp_path: Pa
     began = time.monotonic()
     with Cache(tmp_path, remote=remote) as cache:
         assert [cache.find(key) for key in (KEY, OTHER)] == [None, None]
-        assert isinstance(cache.put(KEY, write), Entry)
+        assert isinstance(cache.put(KEY, write), CacheEntry)
         assert len(cache.notes) == 1
         assert "remote cache s3://bucket: cannot be used from here on" in cache.notes[0]
         assert "me:pw" not in cache.notes[0]

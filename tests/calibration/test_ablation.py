@@ -12,7 +12,7 @@ from benchmarks.ablation import GRID, INGREDIENTS, Measured
 from llmforge.calibration import calibrate, mixed
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization.grids import Grid
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import Statistics, WeightDemand
@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint.open(folder)
 
 
-WINDOWS = [Window(f"d{i // 2}", np.random.default_rng(i).integers(3, 259, 40 + i)) for i in range(16)]
+WINDOWS = [TokenWindow(f"d{i // 2}", np.random.default_rng(i).integers(3, 259, 40 + i)) for i in range(16)]
 
 
 def quantized(checkpoint: Checkpoint) -> Statistics:

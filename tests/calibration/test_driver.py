@@ -17,11 +17,11 @@ from llmforge.base.errors import CheckpointError, DataError, UnsupportedError
 from llmforge.base.progress import Silent
 from llmforge.cache import Cache
 from llmforge.calibration import Store, calibrate, key
-from llmforge.calibration.layer import Call, DecoderLayer
+from llmforge.calibration.layer import DecoderLayer, LayerCall
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint, text
 from llmforge.checkpoint.documents import read_documents
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization import sparsity
 from llmforge.quantization.grids import Float32, Grid, dequantize, round_to_nearest
 from llmforge.quantization.methods import gptq
@@ -47,10 +47,10 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 @pytest.fixture
-def windows() -> list[Window]:
+def windows() -> list[TokenWindow]:
     """Four windows of three lengths."""
     random = np.random.default_rng(0)
-    return [Window(f"d{i}", random.integers(3, 259, length)) for i, length in enumerate((48, 33, 48, 2))]
+    return [TokenWindow(f"d{i}", random.integers(3, 259, length)) for i, length in enumerate((48, 33, 48, 2))]
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def model(path: Path) -> PreTrainedModel:
     return loaded.eval()
 
 
-def test_inputs_range_as_in_the_model(checkpoint: Checkpoint, windows: list[Window], tmp_path: Path) -> None:
+def test_inputs_range_as_in_the_model(checkpoint: Checkpoint, windows: list[TokenWindow], tmp_path: Path) -> None:
     """Over all windows, by the model's own forward; again from the folder of a calibration that is done."""
     whole, peaks = model(checkpoint.path), dict[str, Float32]()
 
@@ -100,7 +100,7 @@ def test_inputs_range_as_in_the_model(checkpoint: Checkpoint, windows: list[Wind
     assert len(down.smoothed.exponents) == whole.config.intermediate_size
 
 
-def test_two_ways_of_rounding_inputs_are_refused(checkpoint: Checkpoint, windows: list[Window]) -> None:
+def test_two_ways_of_rounding_inputs_are_refused(checkpoint: Checkpoint, windows: list[TokenWindow]) -> None:
     with pytest.raises(UnsupportedError, match="2 passes round what linear layers read in different ways"):
         calibrate(checkpoint, windows, [InputRangeDemand(), InputRangeDemand(Smoothing("fp8", per_token=True))])
 
@@ -124,7 +124,9 @@ def equal(one: Statistics, other: Statistics) -> bool:
     ],
     ids=["llama", "mistral with a window", "scaled rotary, no groups"],
 )
-def test_layers_one_by_one_are_the_model(changes: dict[str, object], tmp_path: Path, windows: list[Window]) -> None:
+def test_layers_one_by_one_are_the_model(
+    changes: dict[str, object], tmp_path: Path, windows: list[TokenWindow]
+) -> None:
     write_checkpoint(tmp_path, **changes)
     skeleton = Skeleton.build(Checkpoint.open(tmp_path))
     with torch.inference_mode():
@@ -167,7 +169,7 @@ def test_calibration_sees_the_layers_that_the_trace_sees(part: str, tmp_path: Pa
             Skeleton.build(opened)
 
 
-def test_ranges_are_those_of_a_cache(checkpoint: Checkpoint, windows: list[Window]) -> None:
+def test_ranges_are_those_of_a_cache(checkpoint: Checkpoint, windows: list[TokenWindow]) -> None:
     statistics = calibrate(checkpoint, windows, [KvRangeDemand()])
     loaded = model(checkpoint.path)
     keys, values = [], []
@@ -186,7 +188,7 @@ def test_ranges_are_those_of_a_cache(checkpoint: Checkpoint, windows: list[Windo
     assert (statistics.samples, statistics.tokens) == (4, 131)
 
 
-def test_every_linear_is_quantized_and_near(checkpoint: Checkpoint, windows: list[Window]) -> None:
+def test_every_linear_is_quantized_and_near(checkpoint: Checkpoint, windows: list[TokenWindow]) -> None:
     statistics = calibrate(checkpoint, windows, DEMANDS)
     parameters = load_file(checkpoint.path / "model.safetensors")
     assert sorted(statistics.linears) == sorted(n for n in parameters if n.split(".")[-2] in LINEARS)
@@ -196,7 +198,7 @@ def test_every_linear_is_quantized_and_near(checkpoint: Checkpoint, windows: lis
         assert 0.3 > np.abs(dequantize(matrix) - parameters[name]).std() / parameters[name].std() > 0.01
 
 
-def test_linears_that_read_one_tensor_are_found(checkpoint: Checkpoint, windows: list[Window]) -> None:
+def test_linears_that_read_one_tensor_are_found(checkpoint: Checkpoint, windows: list[TokenWindow]) -> None:
     skeleton = Skeleton.build(checkpoint)
     with torch.inference_mode():
         calls, states = skeleton.enter([window.ids for window in windows])
@@ -205,7 +207,7 @@ def test_linears_that_read_one_tensor_are_found(checkpoint: Checkpoint, windows:
     assert names == [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
 
 
-def test_later_layers_see_what_quantized_ones_make(checkpoint: Checkpoint, windows: list[Window]) -> None:
+def test_later_layers_see_what_quantized_ones_make(checkpoint: Checkpoint, windows: list[TokenWindow]) -> None:
     fp32 = calibrate(checkpoint, windows, [KvRangeDemand()])
     quantized = calibrate(checkpoint, windows, DEMANDS)
     assert not np.array_equal(fp32.kv[0].key, quantized.kv[0].key)
@@ -222,7 +224,7 @@ def test_later_layers_see_what_quantized_ones_make(checkpoint: Checkpoint, windo
 
 
 def test_two_runs_are_identical_and_folders_do_not_matter(
-    checkpoint: Checkpoint, windows: list[Window], tmp_path: Path
+    checkpoint: Checkpoint, windows: list[TokenWindow], tmp_path: Path
 ) -> None:
     memory = calibrate(checkpoint, windows, DEMANDS)
     assert equal(memory, calibrate(checkpoint, windows, DEMANDS))
@@ -261,7 +263,7 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def test_a_killed_calibration_goes_on(
-    checkpoint: Checkpoint, windows: list[Window], tmp_path: Path, solved: Iterator[list[int]]
+    checkpoint: Checkpoint, windows: list[TokenWindow], tmp_path: Path, solved: Iterator[list[int]]
 ) -> None:
     [calls] = solved
     whole = calibrate(checkpoint, windows, DEMANDS)
@@ -284,7 +286,7 @@ def run_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     loaded: list[int] = []
     own = Skeleton.load
 
-    def counted(self: Skeleton, index: int, calls: Sequence[Call]) -> DecoderLayer:
+    def counted(self: Skeleton, index: int, calls: Sequence[LayerCall]) -> DecoderLayer:
         loaded.append(index)
         return own(self, index, calls)
 
@@ -299,7 +301,7 @@ def states_in(folder: Path) -> list[str]:
 @pytest.mark.parametrize("demands", [DEMANDS, DEMANDS[1:]], ids=["weights", "ranges"])
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_a_killed_calibration_begins_at_the_first_layer_that_is_lacking(
-    at: int, demands: Sequence[Demand], windows: list[Window], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at: int, demands: Sequence[Demand], windows: list[TokenWindow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path / "deep", num_hidden_layers=5)
     deep = Checkpoint.open(tmp_path / "deep")
@@ -316,7 +318,7 @@ def test_a_killed_calibration_begins_at_the_first_layer_that_is_lacking(
 
 
 def test_a_calibration_killed_before_it_kept_its_states_begins_one_layer_earlier(
-    checkpoint: Checkpoint, windows: list[Window], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, windows: list[TokenWindow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint(tmp_path / "deep", num_hidden_layers=4)
     deep = Checkpoint.open(tmp_path / "deep")
@@ -338,7 +340,7 @@ def test_a_calibration_killed_before_it_kept_its_states_begins_one_layer_earlier
 
 
 def test_states_that_are_too_large_are_not_kept_and_damaged_ones_not_used(
-    checkpoint: Checkpoint, windows: list[Window], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, windows: list[TokenWindow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, loaded = calibrate(checkpoint, windows, DEMANDS), run_layers(monkeypatch)
     with pytest.raises(KilledError), Cache(tmp_path / "small", 100_000) as cache:  # 131 tokens of 64 features, twice
@@ -359,7 +361,7 @@ def test_states_that_are_too_large_are_not_kept_and_damaged_ones_not_used(
 
 
 def test_where_all_layers_are_found_nothing_is_run(
-    checkpoint: Checkpoint, windows: list[Window], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, windows: list[TokenWindow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = calibrate(checkpoint, windows, DEMANDS, store=Store(Cache(tmp_path)))
     monkeypatch.setattr(Skeleton, "build", None)
@@ -378,7 +380,7 @@ class Recorded(Silent):
         self.titles.append(title)
 
 
-def test_other_threads_or_packages_are_another_calibration(checkpoint: Checkpoint, windows: list[Window]) -> None:
+def test_other_threads_or_packages_are_another_calibration(checkpoint: Checkpoint, windows: list[TokenWindow]) -> None:
     before = key(checkpoint, windows, DEMANDS, None, 1, "packages")
     assert key(checkpoint, windows, DEMANDS, None, 1, "packages") == before
     assert key(checkpoint, windows, DEMANDS, None, 64, "packages") != before
@@ -387,7 +389,7 @@ def test_other_threads_or_packages_are_another_calibration(checkpoint: Checkpoin
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "emptied"])
 def test_a_damaged_layer_is_done_again(
-    damage: str, checkpoint: Checkpoint, windows: list[Window], tmp_path: Path
+    damage: str, checkpoint: Checkpoint, windows: list[TokenWindow], tmp_path: Path
 ) -> None:
     whole = calibrate(checkpoint, windows, DEMANDS)
     with Cache(tmp_path) as cache:
@@ -402,7 +404,7 @@ def test_a_damaged_layer_is_done_again(
     assert "was damaged" in cache.notes[0]
 
 
-def test_excluded_linears_stay(checkpoint: Checkpoint, windows: list[Window]) -> None:
+def test_excluded_linears_stay(checkpoint: Checkpoint, windows: list[TokenWindow]) -> None:
     exclude = ("*.down_proj.weight", "model.layers.0.self_attn.q*")
     statistics = calibrate(checkpoint, windows, [WeightDemand(Gptq(), GRID, exclude)])
     assert len(statistics.linears) == 14 - 3
@@ -418,19 +420,19 @@ def rewrite(path: Path, name: str, rows: slice, value: float) -> Checkpoint:
     return Checkpoint.open(path)
 
 
-def test_a_silent_channel_has_no_range(tiny_checkpoint: Path, windows: list[Window]) -> None:
+def test_a_silent_channel_has_no_range(tiny_checkpoint: Path, windows: list[TokenWindow]) -> None:
     silent = rewrite(tiny_checkpoint, "model.layers.1.self_attn.v_proj.weight", slice(21, 22), 0.0)
     with pytest.raises(DataError, match=r"model\.layers\.1: the value channel 5 of KV head 1 ranges to 0 on"):
         calibrate(silent, windows, [KvRangeDemand()])
 
 
-def test_states_that_overflow_are_refused(tiny_checkpoint: Path, windows: list[Window]) -> None:
+def test_states_that_overflow_are_refused(tiny_checkpoint: Path, windows: list[TokenWindow]) -> None:
     wild = rewrite(tiny_checkpoint, "model.layers.0.mlp.down_proj.weight", slice(None), 3e38)
     with pytest.raises(DataError, match=r"model\.layers\.0.*(NaN|infin)"):
         calibrate(wild, windows, [KvRangeDemand()])
 
 
-def test_contradictions_and_no_text_are_refused(checkpoint: Checkpoint, windows: list[Window]) -> None:
+def test_contradictions_and_no_text_are_refused(checkpoint: Checkpoint, windows: list[TokenWindow]) -> None:
     two = [WeightDemand(Gptq(), GRID), WeightDemand(Gptq(damping=0.02), GRID)]
     with pytest.raises(UnsupportedError, match="2 passes quantize the same linear layers"):
         calibrate(checkpoint, windows, two)
@@ -438,7 +440,7 @@ def test_contradictions_and_no_text_are_refused(checkpoint: Checkpoint, windows:
         calibrate(checkpoint, [], DEMANDS)
 
 
-def test_missing_weights_are_refused(tiny_checkpoint: Path, windows: list[Window]) -> None:
+def test_missing_weights_are_refused(tiny_checkpoint: Path, windows: list[TokenWindow]) -> None:
     parameters = load_file(tiny_checkpoint / "model.safetensors")
     renamed = {name.replace("model.layers.1", "model.blocks.1"): array for name, array in parameters.items()}
     save_file(renamed, tiny_checkpoint / "model.safetensors")
@@ -446,7 +448,7 @@ def test_missing_weights_are_refused(tiny_checkpoint: Path, windows: list[Window
         calibrate(Checkpoint.open(tiny_checkpoint), windows, DEMANDS)
 
 
-def test_bf16_weights_are_read(tmp_path: Path, windows: list[Window]) -> None:
+def test_bf16_weights_are_read(tmp_path: Path, windows: list[TokenWindow]) -> None:
     parameters = write_checkpoint(tmp_path, dtype="bfloat16")
     assert parameters["model.norm.weight"].dtype == ml_dtypes.bfloat16
     assert json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] == 2
@@ -486,7 +488,9 @@ def test_gptq_halves_what_rounding_to_nearest_costs(sample_checkpoint: Path, dat
     assert 0.002 < costs["gptq"] < 0.45 * costs["rtn"]
 
 
-def test_layers_are_pruned_one_behind_the_other(checkpoint: Checkpoint, windows: list[Window], tmp_path: Path) -> None:
+def test_layers_are_pruned_one_behind_the_other(
+    checkpoint: Checkpoint, windows: list[TokenWindow], tmp_path: Path
+) -> None:
     """By the moments of what each linear reads where those before it are pruned; found again in the cache."""
     demand = SparsityDemand(0.01, exclude=("*.o_proj.*",))
     made = calibrate(checkpoint, windows, [demand], store=Store(Cache(tmp_path / "kept")))
@@ -518,6 +522,6 @@ def test_layers_are_pruned_one_behind_the_other(checkpoint: Checkpoint, windows:
     assert own == pytest.approx(sparsity.output_error(weight, expected.dense(), x.T @ x), rel=0.02)
 
 
-def test_pruned_and_quantized_weights_contradict_each_other(checkpoint: Checkpoint, windows: list[Window]) -> None:
+def test_pruned_and_quantized_weights_contradict_each_other(checkpoint: Checkpoint, windows: list[TokenWindow]) -> None:
     with pytest.raises(UnsupportedError, match="two passes choose the weights"):
         calibrate(checkpoint, windows, [SparsityDemand(0.01), WeightDemand(Gptq(), GRID)])

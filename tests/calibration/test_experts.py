@@ -14,7 +14,7 @@ from llmforge.calibration import Store, calibrate, experts
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.quantization.grids import Grid, dequantize, pack, round_to_nearest
 from llmforge.quantization.methods.gptq import Gptq
@@ -30,9 +30,9 @@ GRID = Grid(4, 32, False)
 DEMAND = WeightDemand(Gptq(), GRID)
 
 
-def texts(count: int, length: int) -> list[Window]:
+def texts(count: int, length: int) -> list[TokenWindow]:
     random = np.random.default_rng(0)
-    return [Window(f"d{i}", random.integers(3, 260, length)) for i in range(count)]
+    return [TokenWindow(f"d{i}", random.integers(3, 260, length)) for i in range(count)]
 
 
 def written(name: str, folder: Path) -> Checkpoint:
@@ -168,10 +168,10 @@ class Routed(nn.Module):
 
 
 def test_routers_are_found_by_what_they_move(tmp_path: Path) -> None:
-    from llmforge.calibration.layer import Call
+    from llmforge.calibration.layer import LayerCall
 
     torch.manual_seed(0)
-    layer = DecoderLayer(Routed(module(tmp_path, "mixtral")).requires_grad_(False), "layer", [Call((), {})])
+    layer = DecoderLayer(Routed(module(tmp_path, "mixtral")).requires_grad_(False), "layer", [LayerCall((), {})])
     state = torch.randn(1, 12, 64)
     groups = layer.groups(state)
     before = layer.run(0, state)

@@ -16,7 +16,7 @@ from llmforge.calibration import calibrate, gradients
 from llmforge.calibration.gradients import SEED, Gradients, take
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization.grids import Grid, dequantize, round_to_nearest
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import WeightDemand
@@ -124,7 +124,7 @@ def test_what_outputs_are_added_to_is_found(tmp_path: Path) -> None:
 def test_tables_lose_less_than_rounded_ones_and_layers_see_them(form: dict[str, object], tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", **form)
     checkpoint, ids = Checkpoint.open(tmp_path / "model"), texts(12)
-    windows = [Window(str(i), each) for i, each in enumerate(ids)]
+    windows = [TokenWindow(str(i), each) for i, each in enumerate(ids)]
     grid = Grid(4, 1024, True, "fp16")
     plain = calibrate(checkpoint, windows, [WeightDemand(Gptq(), Grid(4, 32, False))])
     both = calibrate(checkpoint, windows, [WeightDemand(Gptq(), Grid(4, 32, False), tables=grid)])

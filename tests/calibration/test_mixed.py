@@ -16,7 +16,7 @@ from llmforge.calibration import Store, calibrate, mixed
 from llmforge.calibration.losses import Losses
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization import allocation
 from llmforge.quantization.grids import Grid, Scale, dequantize, round_to_nearest
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs
@@ -36,9 +36,9 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 
 @pytest.fixture
-def windows() -> list[Window]:
+def windows() -> list[TokenWindow]:
     random = np.random.default_rng(0)
-    return [Window(f"d{i // 2}", random.integers(3, 259, 40)) for i in range(8)]
+    return [TokenWindow(f"d{i // 2}", random.integers(3, 259, 40)) for i in range(8)]
 
 
 def taken(checkpoint: Checkpoint, found: Statistics) -> int:
@@ -51,7 +51,7 @@ def taken(checkpoint: Checkpoint, found: Statistics) -> int:
 @pytest.mark.thorough
 @pytest.mark.parametrize(("bits", "scale"), [(5.5, "int8"), (8.0, "int8"), (7.0, "fp16")])
 def test_formats_fit_the_bytes_and_what_is_read_together_shares_one(
-    bits: float, scale: Scale, checkpoint: Checkpoint, windows: list[Window]
+    bits: float, scale: Scale, checkpoint: Checkpoint, windows: list[TokenWindow]
 ) -> None:
     grid, tables = Grid(4, 32, False, scale), Grid(8, 32, True, scale)
     found = calibrate(checkpoint, windows, [WeightDemand(Gptq(), grid, tables=tables, weight_bits=bits)])
@@ -69,7 +69,7 @@ READ_TOGETHER = ["self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.u
 
 
 @pytest.mark.thorough
-def test_bytes_say_the_same_as_bits(checkpoint: Checkpoint, windows: list[Window]) -> None:
+def test_bytes_say_the_same_as_bits(checkpoint: Checkpoint, windows: list[TokenWindow]) -> None:
     size = int(6.0 * checkpoint.parameters / 8)
     one, other = (
         calibrate(checkpoint, windows, [demand])
@@ -80,7 +80,7 @@ def test_bytes_say_the_same_as_bits(checkpoint: Checkpoint, windows: list[Window
 
 @pytest.mark.parametrize("better", ["mixed formats", "a uniform format"])
 def test_mixed_formats_are_kept_only_where_they_beat_a_uniform_one(
-    better: str, checkpoint: Checkpoint, windows: list[Window], monkeypatch: pytest.MonkeyPatch
+    better: str, checkpoint: Checkpoint, windows: list[TokenWindow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = iter((0.1, 0.2) if better == "mixed formats" else (0.2, 0.2))
     monkeypatch.setattr(mixed, "divergence", lambda *_: next(measured))
@@ -93,7 +93,7 @@ def test_mixed_formats_are_kept_only_where_they_beat_a_uniform_one(
 
 
 def test_a_choice_is_made_once(
-    checkpoint: Checkpoint, windows: list[Window], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, windows: list[TokenWindow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = calibrate(checkpoint, windows, [LIMITED], store=Store(Cache(tmp_path / "kept")))
     monkeypatch.setattr(mixed, "choose", None)
@@ -103,7 +103,7 @@ def test_a_choice_is_made_once(
 
 @pytest.mark.thorough
 def test_formats_are_measured_once_for_all_budgets(
-    checkpoint: Checkpoint, windows: list[Window], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Checkpoint, windows: list[TokenWindow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = replace(LIMITED, weight_bits=7.0)
     plain = calibrate(checkpoint, windows, [other])
@@ -113,7 +113,7 @@ def test_formats_are_measured_once_for_all_budgets(
     assert (again.grids, again.notes) == (plain.grids, plain.notes)
 
 
-def test_what_cannot_be_chosen_is_refused(checkpoint: Checkpoint, windows: list[Window]) -> None:
+def test_what_cannot_be_chosen_is_refused(checkpoint: Checkpoint, windows: list[TokenWindow]) -> None:
     with pytest.raises(DataError, match="one window"):
         calibrate(checkpoint, windows[:1], [LIMITED])
     with pytest.raises(UsageError, match=r"smallest formats|not quantized take"):
@@ -121,12 +121,12 @@ def test_what_cannot_be_chosen_is_refused(checkpoint: Checkpoint, windows: list[
 
 
 def test_a_document_is_measured_or_held_out() -> None:
-    windows = [Window(f"d{i % 9}", np.arange(3 + i)) for i in range(40)]
+    windows = [TokenWindow(f"d{i % 9}", np.arange(3 + i)) for i in range(40)]
     fitted, held = mixed.divide(windows)
     assert {window.document for window in held} == {"d3", "d7"}
     assert len(fitted) + len(held) == 40
     assert not {window.document for window in fitted} & {"d3", "d7"}
-    fitted, held = mixed.divide([Window("one", np.arange(5)) for _ in range(3)])
+    fitted, held = mixed.divide([TokenWindow("one", np.arange(5)) for _ in range(3)])
     assert (len(fitted), len(held)) == (2, 1)
 
 
@@ -158,7 +158,7 @@ def test_losses_are_those_of_the_errors_that_rounding_leaves() -> None:
     assert ("c",) not in losses.choices
 
 
-def test_the_divergence_is_that_of_the_whole_model(checkpoint: Checkpoint, windows: list[Window]) -> None:
+def test_the_divergence_is_that_of_the_whole_model(checkpoint: Checkpoint, windows: list[TokenWindow]) -> None:
     grid = Grid(4, 32, True)
     model, rounded = (AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32) for _ in range(2))
     matrices = {

@@ -14,7 +14,7 @@ from llmforge.calibration import calibrate, mixed
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.documents import read_documents
-from llmforge.checkpoint.text import Window, windows
+from llmforge.checkpoint.text import TokenWindow, windows
 from llmforge.quantization.grids import Grid
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.methods.rtn import Rtn
@@ -70,7 +70,7 @@ def test_methods_keep_their_order(tmp_path: Path) -> None:
     assert of_rtn > 1.5 * plain  # or they are no outliers
 
 
-def kld(checkpoint: Checkpoint, text: list[Window], held: list[Window], demand: WeightDemand) -> float:
+def kld(checkpoint: Checkpoint, text: list[TokenWindow], held: list[TokenWindow], demand: WeightDemand) -> float:
     """Calibrate, and return the KLD on windows that were held out."""
     found = calibrate(checkpoint, text, [demand]).linears
     with torch.no_grad():

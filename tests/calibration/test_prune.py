@@ -11,11 +11,11 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.cache import Cache
 from llmforge.calibration import Store, calibrate, plan
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization.grids import Grid
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import KvRangeDemand, PruningDemand, WeightDemand
-from llmforge.quantization.structure import Block, Channels, Heads, Structure
+from llmforge.quantization.structure import MlpChannels, PrunableHeads, PrunableLayer, Structure
 
 LAYER = "model.layers.{}."
 WEIGHTS = WeightDemand(Gptq(), Grid(4, 32, False))
@@ -31,21 +31,21 @@ def demand(checkpoint: Checkpoint, fraction: float) -> PruningDemand:
         prefix = LAYER.format(index)
         query, key, value, output = (f"{prefix}self_attn.{part}_proj.weight" for part in "qkvo")
         unit = 2 * hidden * dim * (count // kv + 1)
-        heads = Heads(query, key, value, output, count, kv, dim, dim, unit)
+        heads = PrunableHeads(query, key, value, output, count, kv, dim, dim, unit)
         mlp = tuple(f"{prefix}mlp.{part}_proj.weight" for part in ("gate", "up"))
-        channels = Channels(mlp, f"{prefix}mlp.down_proj.weight", inner, 3 * hidden)
-        blocks.append(Block(index, prefix, kv * unit + inner * 3 * hidden, heads, channels))
+        channels = MlpChannels(mlp, f"{prefix}mlp.down_proj.weight", inner, 3 * hidden)
+        blocks.append(PrunableLayer(index, prefix, kv * unit + inner * 3 * hidden, heads, channels))
     return PruningDemand(("heads", "channels"), fraction, None, 16, 0.01, Structure(tuple(blocks), ""), 1)
 
 
 @pytest.fixture
-def windows() -> list[Window]:
+def windows() -> list[TokenWindow]:
     random = np.random.default_rng(0)
-    return [Window(f"d{i}", random.integers(3, 259, 40)) for i in range(5)]
+    return [TokenWindow(f"d{i}", random.integers(3, 259, 40)) for i in range(5)]
 
 
 def test_what_is_measured_behind_is_of_what_is_left(
-    tiny_checkpoint: Path, windows: list[Window], tmp_path: Path
+    tiny_checkpoint: Path, windows: list[TokenWindow], tmp_path: Path
 ) -> None:
     checkpoint = Checkpoint.open(tiny_checkpoint)
     demands = [demand(checkpoint, 0.4), WEIGHTS, KvRangeDemand()]
@@ -77,13 +77,15 @@ def test_what_is_measured_behind_is_of_what_is_left(
         np.testing.assert_array_equal(first.linears[name].codes, again.linears[name].codes)
 
 
-def test_what_cannot_be_chosen_is_refused(tiny_checkpoint: Path, windows: list[Window]) -> None:
+def test_what_cannot_be_chosen_is_refused(tiny_checkpoint: Path, windows: list[TokenWindow]) -> None:
     checkpoint = Checkpoint.open(tiny_checkpoint)
     with pytest.raises(UnsupportedError, match=r"prune-structure: \d+% of the parameters of layers can go, not more"):
         calibrate(checkpoint, windows, [demand(checkpoint, 0.99)])
     with pytest.raises(UnsupportedError, match="method: auto measures those of the whole model"):
         plan(checkpoint, [demand(checkpoint, 0.3), WeightDemand(Gptq(), Grid(4, 32, False), weight_bits=5.0)], {})
-    fixed = Structure(tuple(Block(i, LAYER.format(i), 1, None, None, ("heads: why",)) for i in range(2)), "no sums")
+    fixed = Structure(
+        tuple(PrunableLayer(i, LAYER.format(i), 1, None, None, ("heads: why",)) for i in range(2)), "no sums"
+    )
     with pytest.raises(UnsupportedError, match="nothing can be taken out: heads: why; no sums"):
         plan(checkpoint, [PruningDemand(("heads", "layers"), 0.3, None, 16, 0.01, fixed, 1)], {})
     few = Structure(fixed.blocks[:1], "")

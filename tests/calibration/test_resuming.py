@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from llmforge.calibration import driver, resuming
-from llmforge.calibration.layer import Call, DecoderLayer
-from llmforge.calibration.resuming import Changed, Memory, Runs
+from llmforge.calibration.layer import DecoderLayer, LayerCall
+from llmforge.calibration.quantize import WeightQuantization
+from llmforge.calibration.resuming import Changed, ModuleOutputs, Runs
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization.grids import Grid
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import KvRangeDemand, Statistics, WeightDemand
@@ -25,9 +26,9 @@ DEMANDS = (WeightDemand(Gptq(), Grid(4, 32, False)), KvRangeDemand())
 
 
 @pytest.fixture
-def windows() -> list[Window]:
+def windows() -> list[TokenWindow]:
     random = np.random.default_rng(0)
-    return [Window(f"d{i}", random.integers(3, 259, length)) for i, length in enumerate((48, 33, 48))]
+    return [TokenWindow(f"d{i}", random.integers(3, 259, length)) for i, length in enumerate((48, 33, 48))]
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
@@ -61,7 +62,7 @@ def begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_results_are_those_of_runs_from_the_beginning(
-    tiny_checkpoint: Path, windows: list[Window], monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Path, windows: list[TokenWindow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = Checkpoint.open(tiny_checkpoint)
     found = driver.calibrate(checkpoint, windows, DEMANDS)
@@ -70,7 +71,7 @@ def test_results_are_those_of_runs_from_the_beginning(
 
 
 def test_every_linear_multiplies_a_window_once_as_it_was_and_once_as_it_is(
-    tiny_checkpoint: Path, windows: list[Window], monkeypatch: pytest.MonkeyPatch
+    tiny_checkpoint: Path, windows: list[TokenWindow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     skeleton = Skeleton.build(Checkpoint.open(tiny_checkpoint))
     with torch.no_grad():
@@ -78,14 +79,16 @@ def test_every_linear_multiplies_a_window_once_as_it_was_and_once_as_it_is(
         layer = skeleton.load(0, calls[0])
         looked = 1 + 1 + 6  # what reads what; what is added to what: once plainly, and with each that fits shifted
         counts = counted(monkeypatch)
-        driver.quantize_layer(layer, list(states), list(states), DEMANDS[0])
+        driver.quantize_layer(layer, list(states), list(states), WeightQuantization(DEMANDS[0]))
     products = [counts[id(linear)] for linear in layer.linears().values()]
     assert max(products) <= 2 * len(windows) + looked
     assert min(products) >= 2 * len(windows)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
-def test_experts_go_on_too(name: str, windows: list[Window], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_go_on_too(
+    name: str, windows: list[TokenWindow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     zoo.write(name, tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     demands = (WeightDemand(Gptq(), Grid(4, 32, False)),)
@@ -112,20 +115,20 @@ def test_what_was_changed_in_place_is_made_again(monkeypatch: pytest.MonkeyPatch
     x = torch.randn(1, 3, 4)
     expected = module(x)
     seen: list[str] = []
-    plain = Memory.going_on
+    plain = ModuleOutputs.going_on
 
-    def going_on(self: Memory, window: int, *, keep: bool = True) -> object:
+    def going_on(self: ModuleOutputs, window: int, *, keep: bool = True) -> object:
         seen.append("remembered")
         return plain(self, window, keep=keep)
 
-    monkeypatch.setattr(Memory, "going_on", going_on)
-    runs = Runs.of(DecoderLayer(module, "layer", [Call((), {})]), [x])
+    monkeypatch.setattr(ModuleOutputs, "going_on", going_on)
+    runs = Runs.of(DecoderLayer(module, "layer", [LayerCall((), {})]), [x])
     torch.testing.assert_close(runs.arguments("layer.two.weight", 0)[0], module.one(x)[0] + x[0])
     runs.end()
     assert torch.equal(runs.states[0], expected)
     assert runs.memory is None
     assert seen == ["remembered"] * 2
-    memory = Memory(resuming.worth_it(module, [module.one, module.two]))
+    memory = ModuleOutputs(resuming.checkpointable(module, [module.one, module.two]))
     with memory.going_on(0):
         module(x)
     with pytest.raises(Changed), memory.going_on(0):
@@ -144,7 +147,7 @@ def test_a_module_that_runs_twice_says_two_things() -> None:
             return self.inner(self.inner(x))
 
     module = Twice().requires_grad_(False)
-    memory, x = Memory(resuming.worth_it(module, [module.inner[0]])), torch.randn(2, 4)
+    memory, x = ModuleOutputs(resuming.checkpointable(module, [module.inner[0]])), torch.randn(2, 4)
     expected = module(x)
     for _ in range(2):
         with memory.going_on(0):
@@ -167,7 +170,7 @@ def test_a_linear_can_be_silenced() -> None:
 
     module = Residual().requires_grad_(False)
     x = torch.randn(1, 3, 4)
-    runs = Runs.of(DecoderLayer(module, "layer", [Call((), {})]), [x])
+    runs = Runs.of(DecoderLayer(module, "layer", [LayerCall((), {})]), [x])
     read, after = runs.without("layer.last.weight", 0)
     assert torch.equal(read, (x + module.first(x))[0])
     assert torch.equal(after[0], read)

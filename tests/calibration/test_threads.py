@@ -11,7 +11,7 @@ import torch
 from llmforge.calibration import calibrate, driver, openblas, sums
 from llmforge.calibration.threads import fixed
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization.grids import Grid
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import WeightDemand
@@ -33,7 +33,7 @@ def test_codes_are_decided_on_the_threads_of_the_recipe(
 
     monkeypatch.setattr(driver, "quantize_layer", note)
     demands = [WeightDemand(Gptq(), Grid(4, 32, False))]
-    windows = [Window("d", np.arange(3, 43))]
+    windows = [TokenWindow("d", np.arange(3, 43))]
     before = blas.threads
     blas.use(own)
     try:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from llmforge.base.errors import DataError
 from llmforge.checkpoint.documents import Document
-from llmforge.checkpoint.text import Window, sample, spread, windows
+from llmforge.checkpoint.text import TokenWindow, sample, spread, windows
 
 from ..models.checkpoints import write_tokenizer
 
@@ -47,8 +47,8 @@ def test_text_that_looks_like_a_special_token_is_one(tokenizer: Tokenizer) -> No
     assert window.ids.tolist() == [0, 2]
 
 
-def pool() -> list[Window]:
-    return [Window(f"d{i}", np.zeros(length, np.int64)) for i, length in enumerate([5, 9, 9, 2, 9, 9])]
+def pool() -> list[TokenWindow]:
+    return [TokenWindow(f"d{i}", np.zeros(length, np.int64)) for i, length in enumerate([5, 9, 9, 2, 9, 9])]
 
 
 def test_samples_are_long_and_drawn_by_the_seed() -> None:
@@ -65,7 +65,7 @@ def test_too_few_windows_are_refused() -> None:
 
 
 def test_tokens_are_spread_over_all_documents_before_any_gives_more() -> None:
-    pool = [Window(name, np.zeros(length, np.int64)) for name, length in
+    pool = [TokenWindow(name, np.zeros(length, np.int64)) for name, length in
             [("a", 4), ("a", 4), ("a", 2), ("b", 4), ("c", 4), ("c", 3)]]  # fmt: skip
     assert spread(pool, 1) == pool[:1]
     assert spread(pool, 12) == [pool[0], pool[3], pool[4]]

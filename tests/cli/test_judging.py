@@ -15,14 +15,14 @@ from click.testing import CliRunner, Result
 
 from llmforge.artifact import Artifact
 from llmforge.cli import cli
-from llmforge.gates import records
+from llmforge.gates import comparison, records
 from llmforge.gates.records import EngineFile, EngineRecord
 from llmforge.metrics import catalog
-from llmforge.metrics.catalog import QualityMetric
 from llmforge.metrics.quality import DocumentSums, Quality, summarize
+from llmforge.metrics.quality_metrics import QualityMetric
 from llmforge.metrics.tasks import Score, TaskResult
 from llmforge.metrics.token_records import WindowScores
-from llmforge.report import comparing
+from llmforge.report import comparison_text
 
 from ..samples import pages, releases, reports
 from ..samples.stored import FILES, put
@@ -129,7 +129,7 @@ def test_the_upper_tail_of_shifts_is_no_gate(out: Path, tmp_path: Path, bound: s
     assert done.exit_code == 2
     assert "more of it is neither better nor worse" in done.stderr
     assert "hint: limit the lower tail: delta_p_p01 or delta_p_p05" in done.stderr
-    said = "\n".join(comparing.text(comparing.compare(Artifact.open(out / old), Artifact.open(out / new))))
+    said = "\n".join(comparison_text.text(comparison.compare(Artifact.open(out / old), Artifact.open(out / new))))
     assert "delta_p_p99: " in said
 
 

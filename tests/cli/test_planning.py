@@ -17,9 +17,10 @@ import llmforge
 from llmforge import targets
 from llmforge.base.errors import RecipeError
 from llmforge.cli import cli
-from llmforge.doctor import ceilings, kept
-from llmforge.doctor.ceilings import CpuCeilings
+from llmforge.doctor import kept
+from llmforge.measure import ceilings
 from llmforge.measure import machine as machines
+from llmforge.measure.ceilings import CpuCeilings
 from llmforge.metrics.units import times
 from llmforge.planning import plot, render, request
 

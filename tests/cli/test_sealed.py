@@ -25,7 +25,7 @@ from llmforge.base.sealed import walk
 from llmforge.checkpoint import Checkpoint
 from llmforge.cli import cli
 from llmforge.gates import confirmed, verdict
-from llmforge.metrics.workload import RequestTimes, Workload
+from llmforge.metrics.workload import MeasuredWorkload, RequestTimes
 from llmforge.recipe import ServingSpec
 
 from ..samples import published, stored
@@ -151,7 +151,7 @@ class TestVerify:
 
     def test_workloads_are_made_again_of_the_times_of_their_requests(self, tmp_path: Path) -> None:
         times = RequestTimes(sent_ms=0.0, token_ms=(5.0, 7.0), ended_ms=7.0, prompt_tokens=4, output_tokens=2)
-        chat = Workload.of("chat", "one request", ((times,),), None)
+        chat = MeasuredWorkload.of("chat", "one request", ((times,),), None)
         made = put(tmp_path, latency=stored.latency().model_copy(update={"workloads": (chat,)})).path
         assert call("verify", made).exit_code == 0
         rewrite_record(made, lambda r: r["latency"]["workloads"][0]["runs"][0][0].update(ended_ms=6.0))

@@ -9,8 +9,8 @@ from click.testing import CliRunner, Result
 
 from llmforge import recipes, targets
 from llmforge.cli import cli, planning, starting
-from llmforge.doctor import ceilings, kept
-from llmforge.measure import machine
+from llmforge.doctor import kept
+from llmforge.measure import ceilings, machine
 from llmforge.recipe import Recipe
 
 from ..planning.test_starting import measured

@@ -152,8 +152,8 @@ def test_what_a_pass_costs_stands_out_in_the_waterfall() -> None:
     first, second = charts.waterfall(found)
     assert (first.start, first.width, first.gains) == (0.0, pytest.approx(100), False)
     (plot,) = charts.by_layer(found)
-    heavy, light = plot.columns
-    assert heavy.value - heavy.zero == pytest.approx(6 * (light.value - light.zero))
+    heavy, light = plot.placed
+    assert heavy.value - plot.zero == pytest.approx(6 * (light.value - plot.zero))
     assert (second.start, second.width, second.gains) == (pytest.approx(87.5), pytest.approx(12.5), True)
 
 

@@ -19,6 +19,7 @@ from llmforge.compile import texts
 from llmforge.gates import records
 from llmforge.measure import quality
 from llmforge.measure.baseline import Baseline
+from llmforge.measure.quality import QualityRun
 from llmforge.metrics.quality import Quality
 from llmforge.recipe import Recipe
 from llmforge.runtime.interface import StepInputs
@@ -156,8 +157,7 @@ def test_decode_steps_show_a_planted_error_of_the_cache_that_prefill_does_not(fo
             windows(folder),
             lambda ids: sound.logits(ids.tolist()),
             lambda ids: runner.logits(ids.tolist()),
-            decode=lambda ids: runner.logits(ids.tolist(), step_tokens=1),
-            decode_tokens=10_000,
+            QualityRun(decode=lambda ids: runner.logits(ids.tolist(), step_tokens=1), decode_tokens=10_000),
         ).figures
 
     good, bad = compare(sound), compare(broken)

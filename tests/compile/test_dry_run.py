@@ -16,7 +16,7 @@ from llmforge.backends.onnxruntime import builder as engines
 from llmforge.backends.onnxruntime import interop
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile import dry_run
 from llmforge.ir import dialect
 from llmforge.quantization.statistics import KvRangeDemand, Statistics
@@ -111,7 +111,7 @@ def build(name: str, recipe: str, folder: Path, *, without: str = "") -> Statist
     rng = np.random.default_rng(0)
     texts = [rng.integers(3, zoo.VOCABULARY, 40) for _ in range(4)]
     demands = [demand for step in steps for demand in step.demands()]
-    windows = [Window("random", ids) for ids in texts]
+    windows = [TokenWindow("random", ids) for ids in texts]
     caches = dialect.caches(model)
     statistics = calibration.calibrate(checkpoint, windows, demands, caches=caches) if demands else None
     verifier = Verifier(model, promises=graphs.PROMISES, folder=folder / "failed", texts=texts)

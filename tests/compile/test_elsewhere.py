@@ -29,6 +29,7 @@ from llmforge.planning import starting
 from llmforge.quantization.statistics import Statistics
 from llmforge.recipe import EngineSpec, Recipe
 from llmforge.rewrite.pass_base import Budget, Context
+from llmforge.rewrite.traits import Goal
 from llmforge.serving import load
 
 from ..models import zoo
@@ -179,7 +180,7 @@ def test_the_shipped_recipe_is_taken(name: str, sample_checkpoint: Path, sample_
 def test_a_recipe_that_init_writes_is_taken(
     backend: str,
     target: str,
-    goal: starting.Goal,
+    goal: Goal,
     bits: int,
     sample_checkpoint: Path,
     sample_graph: ir.Model,

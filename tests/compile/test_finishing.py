@@ -250,8 +250,8 @@ from llmforge.backends import engines
 from llmforge.base.errors import EnvironmentLacks
 from llmforge.compile import evidence
 from llmforge.cli import main
-from llmforge.doctor import gpus
-from llmforge.doctor.gpus import Gpu
+from llmforge.measure import gpus
+from llmforge.measure.gpus import Gpu
 from llmforge.measure import energy
 from llmforge.serving import StepOutput
 

@@ -15,13 +15,12 @@ from llmforge import targets
 from llmforge.backends.pending import Pending
 from llmforge.base.errors import EnvironmentLacks
 from llmforge.base.progress import Silent
-from llmforge.compile import evidence, finishing, latency
-from llmforge.compile.latency import facts, loads
-from llmforge.doctor import gpus
-from llmforge.doctor.gpus import Gpu
-from llmforge.measure import energy
+from llmforge.compile import evidence, finishing
+from llmforge.measure import energy, gpus
 from llmforge.measure import latency as measuring
-from llmforge.measure.latency import Load
+from llmforge.measure.gpus import Gpu
+from llmforge.measure.latency import TimedLoad
+from llmforge.measure.recipe_latency import RecipeLatency, facts, loads
 from llmforge.metrics.latency import Latency
 from llmforge.recipe import EngineSpec, LatencySpec, Recipe
 from llmforge.serving import StepOutput
@@ -128,7 +127,7 @@ def test_ceilings_that_a_device_does_not_give_are_noted(monkeypatch: pytest.Monk
     monkeypatch.setattr(gpus, "copy_bandwidth", none)
     monkeypatch.setattr(energy, "counter", none)
     spec = LatencySpec(prompt_tokens=(8,), output_tokens=4)
-    made = latency.Measuring(tmp_path, None, spec, targets.load("h200"), None, 1)  # type: ignore[arg-type]
+    made = RecipeLatency(tmp_path, None, spec, targets.load("h200"), None, 1)  # type: ignore[arg-type]
     instruments = made._instruments()
     assert instruments.energy_j is None
     assert instruments.bandwidth is not None
@@ -157,7 +156,12 @@ def test_a_processor_has_no_price_and_no_data_sheet() -> None:
 
 def test_today_s_loads_are_the_default_and_a_surface_adds_what_is_not_there() -> None:
     plain = LatencySpec(prompt_tokens=(512, 32), output_tokens=64)
-    assert loads(plain) == [Load(1, 512, 64, 10), Load(1, 32, 64, 10)]
+    assert loads(plain) == [TimedLoad(1, 512, 64, 10), TimedLoad(1, 32, 64, 10)]
     surface = {"batches": (1, 2), "prompt_tokens": (32, 64), "output_tokens": (64,), "repetitions": 6}
     wide = LatencySpec(prompt_tokens=(32,), output_tokens=64, surface=surface)  # type: ignore[arg-type]
-    assert loads(wide) == [Load(1, 32, 64, 10), Load(1, 64, 64, 6, 1), Load(2, 32, 64, 6, 1), Load(2, 64, 64, 6, 1)]
+    assert loads(wide) == [
+        TimedLoad(1, 32, 64, 10),
+        TimedLoad(1, 64, 64, 6, 1),
+        TimedLoad(2, 32, 64, 6, 1),
+        TimedLoad(2, 64, 64, 6, 1),
+    ]

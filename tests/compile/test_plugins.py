@@ -20,7 +20,7 @@ from llmforge.backends.engines import BuildRequest
 from llmforge.backends.loading import open_engine
 from llmforge.base import plugins
 from llmforge.base.errors import EnvironmentLacks, PluginError, UsageError, VerificationError
-from llmforge.cache import Cache, Code
+from llmforge.cache import Cache, Code, distributions
 from llmforge.calibration import driver
 from llmforge.compile import finishing, lock, pipeline, reuse
 from llmforge.compile.publishing import BuildResult
@@ -296,7 +296,7 @@ def test_a_version_and_a_requirement_are_part_of_the_code(place: Place, package:
     for name in ("newer", "requiring", "other"):
         plugin_packages.install_sample(tmp_path / name, version="0.1.0" if name != "newer" else "0.1.1")
     with plugin_packages.on_path(tmp_path / "other"):
-        assert plugins.folders("llmforge_sample")[0] in (package, tmp_path / "other" / "llmforge_sample")
+        assert distributions.folders("llmforge_sample")[0] in (package, tmp_path / "other" / "llmforge_sample")
     plugin_packages.write_metadata(tmp_path / "numbers", "some-numbers", "7", {})
     metadata = tmp_path / "requiring" / "llmforge_sample-0.1.0.dist-info" / "METADATA"
     edit(metadata, lambda text: f"{text}Requires-Dist: some-numbers>=1\n")

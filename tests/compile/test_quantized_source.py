@@ -27,7 +27,7 @@ from llmforge.ir import graph, onnx_file
 from llmforge.ir.operators.contrib import MatMulNBits, QMoE
 from llmforge.ir.operators.standard import Gather
 from llmforge.quantization.grids import QuantizedMatrix, pack_bits, unpack_bits
-from llmforge.quantization.stored import NotHeld
+from llmforge.quantization.stored import UnrepresentableCodes
 from llmforge.recipe import Recipe
 from llmforge.rewrite import options, pass_base
 from llmforge.rewrite.pass_base import Changes, Context
@@ -234,7 +234,7 @@ def test_what_the_checkpoint_stores_as_it_is_stays(tiny_checkpoint: Path) -> Non
     model, changes = rewritten(tiny_checkpoint)
     assert len(matrices(model)) == 13
     assert "its codes are none: the checkpoint stores it in FLOAT" in [each.reason for each in changes.skipped]
-    with pytest.raises(NotHeld, match="are none"):
+    with pytest.raises(UnrepresentableCodes, match="are none"):
         Checkpoint.open(tiny_checkpoint).codes(f"{name}.weight")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from llmforge.artifact import Artifact
 from llmforge.base import extras, resources
 from llmforge.base.errors import EnvironmentLacks
 from llmforge.cli import cli
-from llmforge.compile import tasks, validating
+from llmforge.compile import validating
 from llmforge.gates import records
+from llmforge.measure import tasks
+from llmforge.measure.scoring import TaskRequest
 from llmforge.metrics.tasks import TaskResult
 from llmforge.report import render
 
@@ -53,8 +56,8 @@ def built(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> 
     file = recipe(folder, sample_checkpoint, gates=gates, validation=validation)
     limited = tasks.run
 
-    def few(*args: Any, **options: Any) -> tasks.Measured:
-        return limited(*args, **{**options, "limit": ITEMS})
+    def few(asked: TaskRequest, *args: Any, **options: Any) -> tasks.TaskResults:
+        return limited(replace(asked, limit=ITEMS), *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LLMFORGE_CACHE", str(folder / "cache"))
@@ -229,7 +232,7 @@ def test_answers_are_kept_and_neither_side_is_asked_again(
     words = ("eval", built[0], "--tasks", TASK, "--checkpoint", sample_checkpoint, "--limit", 4, "--json", "--quiet")
     first = json.loads(invoke(*words).stdout)["tasks"]
     monkeypatch.setattr(
-        "llmforge.compile.tasks.Baseline", lambda *_, **__: pytest.fail("the checkpoint was asked again")
+        "llmforge.measure.tasks.Baseline", lambda *_, **__: pytest.fail("the checkpoint was asked again")
     )
     monkeypatch.setattr(
         "llmforge.serving.Runner.logits_after", lambda *_, **__: pytest.fail("the engine was asked again")
@@ -242,9 +245,9 @@ def test_answers_are_kept_and_neither_side_is_asked_again(
 
 @harnessed
 def test_eval_takes_the_key_of_a_server(small: Path, sample_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    servers: list[tasks.Server] = []
+    servers: list[tasks.TaskServer] = []
 
-    def evaluate(*args: object, server: tasks.Server, **options: object) -> validating.Evaluated:
+    def evaluate(*args: object, server: tasks.TaskServer, **options: object) -> validating.Evaluated:
         servers.append(server)
         return validating.Evaluated((), (), None)
 

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from llmforge import native, passes, targets
 from llmforge.checkpoint import Checkpoint, documents, text
-from llmforge.checkpoint.text import Window
-from llmforge.compile.lossy_parts import CacheLoss, Leaf, Loss, LossyStep, Part, WeightLoss, of_pass
+from llmforge.checkpoint.text import TokenWindow
+from llmforge.compile.lossy_parts import CacheLoss, Leaf, LossyPart, LossyStep, PartLoss, WeightLoss, of_pass
 from llmforge.diagnosis import bisecting
 from llmforge.diagnosis import mixed_precision_recipe as keeping
 from llmforge.diagnosis.bisecting import Findings, PartSearch
@@ -37,7 +37,7 @@ KNOWN = {cls.name: cls for cls in passes.ALL}
 
 
 @pytest.fixture(scope="module")
-def windows(data: Path, sample_checkpoint: Path) -> list[Window]:
+def windows(data: Path, sample_checkpoint: Path) -> list[TokenWindow]:
     checkpoint = Checkpoint.open(sample_checkpoint)
     read = documents.read_documents(data / "evaluation.jsonl")
     cut = text.windows(checkpoint.tokenizer, read, 64, checkpoint.bos_token_id)
@@ -84,7 +84,7 @@ def recipe(folder: Path, step: Pass, **options: Any) -> Recipe:
     return Recipe.load(path)
 
 
-def search(lossy: LossyStep, windows: Sequence[Window], made_by: Recipe, documents: int = DOCUMENTS) -> Findings:
+def search(lossy: LossyStep, windows: Sequence[TokenWindow], made_by: Recipe, documents: int = DOCUMENTS) -> Findings:
     return bisecting.bisect(
         [lossy], windows, made_by, progress(), threads=2, vocabulary=64, documents=documents, tokens=TOKENS
     )
@@ -96,7 +96,7 @@ def progress() -> Any:
     return Silent()
 
 
-def test_one_matrix_in_two_bits_is_found(fused: ir.Model, windows: list[Window], tmp_path: Path) -> None:
+def test_one_matrix_in_two_bits_is_found(fused: ir.Model, windows: list[TokenWindow], tmp_path: Path) -> None:
     lossy = weights(fused)
     name = next(n for n, v in fused.graph.initializers.items() if graph.sources(v) == [O_PROJ])
     codes = lossy.after.graph.initializers[f"{name}.codes"]
@@ -122,7 +122,7 @@ def test_one_matrix_in_two_bits_is_found(fused: ir.Model, windows: list[Window],
 
 
 @pytest.mark.thorough
-def test_where_nothing_is_planted_it_says_so(fused: ir.Model, windows: list[Window], tmp_path: Path) -> None:
+def test_where_nothing_is_planted_it_says_so(fused: ir.Model, windows: list[TokenWindow], tmp_path: Path) -> None:
     lossy = weights(fused)
     found = search(lossy, windows, recipe(tmp_path, lossy.step, method="rtn"))
     assert not found.stands_out
@@ -147,7 +147,7 @@ def test_one_expert_is_found(tmp_path: Path) -> None:
     codes[2] = codes[2] & 0x88  # one bit
     replace(lossy.after, name, codes)
     rng = np.random.default_rng(0)
-    windows = [Window(f"{i}", tuple(rng.integers(0, 64, TOKENS).tolist())) for i in range(DOCUMENTS)]
+    windows = [TokenWindow(f"{i}", tuple(rng.integers(0, 64, TOKENS).tolist())) for i in range(DOCUMENTS)]
     [found] = search(lossy, windows, recipe(tmp_path, step, method="rtn")).passes
     [part] = found.stands_out
     assert part.name.endswith("expert 2")
@@ -155,7 +155,7 @@ def test_one_expert_is_found(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def cached(fused: ir.Model, windows: list[Window], tmp_path_factory: pytest.TempPathFactory) -> LossyStep:
+def cached(fused: ir.Model, windows: list[TokenWindow], tmp_path_factory: pytest.TempPathFactory) -> LossyStep:
     """The sample with an int8 cache; its ranges are those of every second document."""
     caches = [str(v.name) for v in fused.graph.inputs if str(v.name).startswith("past_key_values")]
     texts = [np.array(window.ids[:TOKENS]) for window in windows[::2]]
@@ -183,7 +183,7 @@ def plant_channel(cached: LossyStep) -> tuple[LossyStep, str]:
 
 
 @pytest.mark.slow
-def test_one_channel_of_the_cache_is_found(cached: LossyStep, windows: list[Window], tmp_path: Path) -> None:
+def test_one_channel_of_the_cache_is_found(cached: LossyStep, windows: list[TokenWindow], tmp_path: Path) -> None:
     planted, channel = plant_channel(cached)
     [found] = search(planted, windows, recipe(tmp_path, cached.step), documents=56).passes
     assert [part.name for part in found.stands_out] == [channel]
@@ -194,23 +194,23 @@ def test_one_channel_of_the_cache_is_found(cached: LossyStep, windows: list[Wind
 
 
 @pytest.mark.slow
-def test_nothing_stands_out_in_a_healthy_cache(cached: LossyStep, windows: list[Window], tmp_path: Path) -> None:
+def test_nothing_stands_out_in_a_healthy_cache(cached: LossyStep, windows: list[TokenWindow], tmp_path: Path) -> None:
     assert not search(cached, windows, recipe(tmp_path, cached.step)).stands_out
 
 
 @dataclass(eq=False)
-class Drawn(Loss):
+class Drawn(PartLoss):
     """A loss on documents that are drawn, with replacement, from those that it was measured on."""
 
-    measured: Loss
+    measured: PartLoss
     known: dict[Any, NDArray[np.float64] | None]
     picked: NDArray[np.int64]
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[LossyPart, ...]:
         return self.measured.parts
 
-    def of(self, kept: frozenset[Leaf] = frozenset(), *, inside: Part | None = None) -> NDArray[np.float64]:
+    def of(self, kept: frozenset[Leaf] = frozenset(), *, inside: LossyPart | None = None) -> NDArray[np.float64]:
         at = ("of", kept, None if inside is None else inside.name)
         if at not in self.known:
             self.known[at] = self.measured.of(kept, inside=inside)
@@ -218,7 +218,7 @@ class Drawn(Loss):
         assert found is not None
         return found[self.picked]
 
-    def renewed(self, leaves: frozenset[Leaf], *, inside: Part | None = None) -> NDArray[np.float64] | None:
+    def renewed(self, leaves: frozenset[Leaf], *, inside: LossyPart | None = None) -> NDArray[np.float64] | None:
         at = ("renewed", leaves, None if inside is None else inside.name)
         if at not in self.known:
             self.known[at] = self.measured.renewed(leaves, inside=inside)
@@ -226,7 +226,7 @@ class Drawn(Loss):
         return None if found is None else found[self.picked]
 
 
-def found_in_draws(lossy: LossyStep, windows: Sequence[Window], folder: Path, runs: int = 200) -> list[list[str]]:
+def found_in_draws(lossy: LossyStep, windows: Sequence[TokenWindow], folder: Path, runs: int = 200) -> list[list[str]]:
     """Search again and again, on other documents each time: names of what stands out in each run."""
     texts = bisecting.choose(windows, 0, 64, 56, TOKENS, 1)
     loss = of_pass(lossy, Divergence(texts, folder, 2))
@@ -242,14 +242,14 @@ def found_in_draws(lossy: LossyStep, windows: Sequence[Window], folder: Path, ru
 
 @pytest.mark.slow
 def test_with_nothing_planted_5_of_100_runs_find_something_at_most(
-    fused: ir.Model, windows: list[Window], tmp_path: Path
+    fused: ir.Model, windows: list[TokenWindow], tmp_path: Path
 ) -> None:
     found = found_in_draws(weights(fused), windows, tmp_path)
     assert sum(bool(names) for names in found) <= 0.05 * len(found)
 
 
 @pytest.mark.slow
-def test_what_is_planted_is_found_in_most_runs(fused: ir.Model, windows: list[Window], tmp_path: Path) -> None:
+def test_what_is_planted_is_found_in_most_runs(fused: ir.Model, windows: list[TokenWindow], tmp_path: Path) -> None:
     lossy = weights(fused)
     name = next(n for n, v in fused.graph.initializers.items() if graph.sources(v) == [O_PROJ])
     codes = lossy.after.graph.initializers[f"{name}.codes"]
@@ -260,7 +260,9 @@ def test_what_is_planted_is_found_in_most_runs(fused: ir.Model, windows: list[Wi
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_healthy_cache_has_5_finds_of_100_at_most(cached: LossyStep, windows: list[Window], tmp_path: Path) -> None:
+def test_a_healthy_cache_has_5_finds_of_100_at_most(
+    cached: LossyStep, windows: list[TokenWindow], tmp_path: Path
+) -> None:
     found = found_in_draws(cached, windows, tmp_path)
     assert sum(bool(names) for names in found) <= 0.05 * len(found)
 
@@ -268,7 +270,7 @@ def test_a_healthy_cache_has_5_finds_of_100_at_most(cached: LossyStep, windows: 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_planted_channel_of_the_cache_is_found_in_most_runs(
-    cached: LossyStep, windows: list[Window], tmp_path: Path
+    cached: LossyStep, windows: list[TokenWindow], tmp_path: Path
 ) -> None:
     planted, channel = plant_channel(cached)
     found = found_in_draws(planted, windows, tmp_path)
@@ -277,7 +279,7 @@ def test_a_planted_channel_of_the_cache_is_found_in_most_runs(
 
 @pytest.mark.thorough
 def test_the_cache_of_a_model_that_is_streamed_is_measured_as_that_of_one_that_runs_whole(
-    fused: ir.Model, windows: list[Window], tmp_path: Path
+    fused: ir.Model, windows: list[TokenWindow], tmp_path: Path
 ) -> None:
     texts = [np.array(window.ids[:24]) for window in windows[:3]]
     wide = np.full((4, 32), 6, np.float32)
@@ -304,7 +306,9 @@ def test_the_cache_of_a_model_that_is_streamed_is_measured_as_that_of_one_that_r
 
 
 @pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not compiled here")
-def test_a_cache_of_slots_loses_what_its_kernel_loses(fused: ir.Model, windows: list[Window], tmp_path: Path) -> None:
+def test_a_cache_of_slots_loses_what_its_kernel_loses(
+    fused: ir.Model, windows: list[TokenWindow], tmp_path: Path
+) -> None:
     step = KNOWN["quantize-kv-cache"](budget=LOOSE, granularity="per_token", value_bits=4, rotation="hadamard")  # type: ignore[call-arg]
     lossy = quantized(fused, step, Statistics(0, 0, {}, {}))
     divergence = Divergence([np.array(window.ids[:48]) for window in windows[:4]], tmp_path, 1)

@@ -20,10 +20,11 @@ from llmforge import native, targets
 from llmforge.base import versions
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError, VersionMismatch
 from llmforge.cli import cli
-from llmforge.doctor import ceilings, environment, gpus, machine, render
-from llmforge.doctor.ceilings import CpuCeilings, LibraryCeilings
+from llmforge.doctor import environment, machine, render
 from llmforge.doctor.environment import Check
-from llmforge.doctor.gpus import Gpu
+from llmforge.measure import ceilings, gpus
+from llmforge.measure.ceilings import CpuCeilings, KernelRates
+from llmforge.measure.gpus import Gpu
 from llmforge.measure.machine import Machine, OthersMeter
 from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.recipe import Recipe
@@ -38,8 +39,8 @@ MEASURED = CpuCeilings(
     rates={"fp32": 0.2e12, "int8": 0.9e12},
     kernels={"fp32": "ONNX Runtime's MatMul", "int8": "llmforge.cpu's Linear"},
     quantized={
-        "onnxruntime": {"int4": LibraryCeilings(0.3e12, 17e9)},
-        "llmforge": {"int4": LibraryCeilings(0.9e12, 30e9)},
+        "onnxruntime": {"int4": KernelRates(0.3e12, 17e9)},
+        "llmforge": {"int4": KernelRates(0.9e12, 30e9)},
     },
     threads=2,
 )

@@ -28,7 +28,7 @@ class Ranks:
     def allocate(self, batch: int, capacity: int) -> list[list[Arrays]]:
         return [[part.allocate(batch, capacity) for part in parts] for parts in self.segments]
 
-    def step(self, step: probe.ProbeStep, caches: list[list[Arrays]]) -> list[NDArray[Any]]:
+    def step(self, step: probe.ProbeCall, caches: list[list[Arrays]]) -> list[NDArray[Any]]:
         """Run one step on all ranks and return the logits of each."""
         live: list[Arrays] = [{} for _ in self.segments[0]]
         for number, parts in enumerate(self.segments):
@@ -49,7 +49,7 @@ class Ranks:
 
 def _segments(model: ir.Model, meetings: list[str]) -> list[SubgraphSession]:
     """Cut the graph of one rank in front of each of `meetings` and behind the last; caches go with their attention."""
-    index, weights = Index.of(model), probe.Weights()
+    index, weights = Index.of(model), probe.InitializerArrays()
     makers = {str(value.name): value for node in model.graph for value in node.outputs}
     left = [str(value.name) for value in model.graph.outputs if value.name not in meetings]
     parts = []
@@ -83,5 +83,5 @@ def logits(made: RankGraphs, runs: tuple[probe.Run, ...]) -> list[list[NDArray[A
 
 def whole(model: ir.Model, runs: tuple[probe.Run, ...]) -> list[NDArray[Any]]:
     """Drive the graph that was split: by step, the logits of real tokens."""
-    session = probe.open_session(model, probe.Weights(), 1)
+    session = probe.open_session(model, probe.InitializerArrays(), 1)
     return [outcome.logits for run in runs for outcome in probe.drive(session, run, caches=False)]

@@ -9,9 +9,9 @@ import pytest
 
 from llmforge.gates.decision import ALPHA, Earlier, GateResult, Verdict, judge, overall, samples_needed
 from llmforge.metrics import catalog
-from llmforge.metrics.catalog import Measured, Sizes
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.latency import Noise, Point, Start
+from llmforge.metrics.latency import EngineStart, LatencyPoint, Noise
+from llmforge.metrics.metric import Measured, Sizes
 from llmforge.metrics.studentized import Studentized
 from llmforge.recipe import GateSpec
 
@@ -120,10 +120,10 @@ def test_every_metric_that_a_gate_names_is_measured() -> None:
     latency = reports.LATENCY.model_copy(
         update={
             "points": tuple(
-                Point.model_validate({**dict(point), "usd_per_million": cost, "good_share": cost})
+                LatencyPoint.model_validate({**dict(point), "usd_per_million": cost, "good_share": cost})
                 for point, cost in zip(reports.LATENCY.points, (Estimate.exact(2.0), Estimate.exact(0.5)), strict=True)
             ),
-            "starts": (Start(load_ms=3.0, peak_host_bytes=4, peak_device_bytes=5),) * 3,
+            "starts": (EngineStart(load_ms=3.0, peak_host_bytes=4, peak_device_bytes=5),) * 3,
             "noise": Noise(probe_ms=(1.0, 2.0), stolen_share=None, waits=None, load_average=None),
         }
     )

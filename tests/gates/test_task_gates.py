@@ -9,7 +9,7 @@ from llmforge.base.errors import RecipeError
 from llmforge.gates import decision
 from llmforge.gates.decision import GateResult, Verdict
 from llmforge.metrics import catalog
-from llmforge.metrics.catalog import Measured
+from llmforge.metrics.metric import Measured
 from llmforge.metrics.tasks import Score, TaskResult
 from llmforge.recipe import GatesFile, GateSpec
 

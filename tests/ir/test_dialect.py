@@ -154,9 +154,7 @@ def test_expanded_attention_equals_the_reference(
     }
     if sinks:
         feeds["sinks"] = random(HEADS)
-    expected = dialect.attention(
-        *feeds.values(), num_heads=HEADS, kv_num_heads=KV_HEADS, scale=0.3, softcap=softcap, window=window
-    )
+    expected = dialect.attention(*feeds.values(), form=dialect.AttentionForm(HEADS, KV_HEADS, 0.3, softcap, window))
     model = attention_model(window=window, softcap=softcap, sinks=sinks, value_dim=value_dim)
     expanded = dialect.expand(model)
     assert {node.domain for node in expanded.graph} == {""}
@@ -171,7 +169,7 @@ def test_the_reference_keeps_other_slots_and_reads_none_of_them() -> None:
     q, k, v = (rng.standard_normal((1, 1, 8)).astype(np.float32) for _ in range(3))
     garbage = np.full((1, 1, 4, 8), 1e6, np.float32)
     y, present_key, present_value = dialect.attention(
-        q, k, v, garbage, garbage, np.array([0], np.int32), num_heads=1, kv_num_heads=1, scale=1, softcap=0, window=0
+        q, k, v, garbage, garbage, np.array([0], np.int32), form=dialect.AttentionForm(1, 1, 1)
     )
     np.testing.assert_array_equal(y, v)
     np.testing.assert_array_equal(present_key[0, 0, 0], k[0, 0])

@@ -53,7 +53,8 @@ def test_every_record_is_in_the_table_once() -> None:
             if not name.startswith("_")
         }
         assert written == {each for each in RECORDS if each.domain == domain}
-        assert all(getattr(module, each.op_type) is each for each in written)
+        assert all(getattr(module, each.__name__) is each for each in written)
+        assert all(each.__name__.endswith(each.op_type) for each in written)
     assert all(each.identity == (each.domain, each.op_type) == key for key, each in operators.TABLE.items())
 
 

@@ -7,9 +7,9 @@ import pytest
 from numpy.typing import NDArray
 
 from llmforge.base.errors import DataError
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.measure import answers
-from llmforge.metrics.quality import ANSWER_TOKENS, PROMPT_TOKENS, Answer, median_difference, share_same
+from llmforge.metrics.quality import ANSWER_TOKENS, PROMPT_TOKENS, GreedyAnswer, median_difference, share_same
 
 from ..models.logits import V, random_logits
 
@@ -38,12 +38,14 @@ def generator(logits):
     return generate
 
 
-def windows(documents: int = 20) -> list[Window]:
+def windows(documents: int = 20) -> list[TokenWindow]:
     rng = np.random.default_rng(1)
-    return [Window(f"doc-{i}", rng.integers(4, V, rng.integers(10, 60))) for i in range(documents) for _ in range(2)]
+    return [
+        TokenWindow(f"doc-{i}", rng.integers(4, V, rng.integers(10, 60))) for i in range(documents) for _ in range(2)
+    ]
 
 
-def compare(cut: list[Window], count: int, noise: float, ends: tuple[int, ...] = ()):
+def compare(cut: list[TokenWindow], count: int, noise: float, ends: tuple[int, ...] = ()):
     baseline, artifact = model(0.0), model(noise)
     return answers.compare(
         cut,
@@ -109,6 +111,6 @@ def test_no_text() -> None:
 
 
 def test_few_answers_have_no_median_interval() -> None:
-    few = [Answer(document="a", prompt_tokens=4, tokens=128, first_difference=i) for i in range(5)]
+    few = [GreedyAnswer(document="a", prompt_tokens=4, tokens=128, first_difference=i) for i in range(5)]
     assert median_difference(few).low is None
     assert median_difference([*few, few[0]]).low == 0

@@ -11,8 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from llmforge.base.errors import DataError
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.measure import quality
+from llmforge.measure.quality import QualityRun
 from llmforge.metrics import token_records
 from llmforge.metrics.quality import Quality
 
@@ -28,7 +29,7 @@ class Dump:
     """Both sides' logits of every window, [S, V] in a file each."""
 
     folder: Path
-    windows: list[Window]
+    windows: list[TokenWindow]
 
     def logits(self, side: str, i: int) -> NDArray[np.float64]:
         return np.load(self.folder / f"{side}-{i}.npy").astype(np.float64)
@@ -38,7 +39,7 @@ class Dump:
 def dump(tmp_path_factory: pytest.TempPathFactory) -> Dump:
     """Twelve documents of two windows; what was said before changes the logits, so that positions count."""
     folder, rng, table, error = tmp_path_factory.mktemp("logits"), np.random.default_rng(3), *tables()
-    windows = [Window(f"doc-{i // 2}", rng.integers(0, V, rng.choice([40, 40, 23]))) for i in range(24)]
+    windows = [TokenWindow(f"doc-{i // 2}", rng.integers(0, V, rng.choice([40, 40, 23]))) for i in range(24)]
     for i, window in enumerate(windows):
         noise = error[window.ids] * np.sqrt(1 + np.arange(len(window.ids)))[:, None]
         np.save(folder / f"baseline-{i}.npy", table[window.ids])
@@ -58,7 +59,7 @@ def compared(dump: Dump, **options: int) -> Quality:
 
         return logits
 
-    return quality.compare(dump.windows, read("baseline"), read("artifact"), **options)
+    return quality.compare(dump.windows, read("baseline"), read("artifact"), QualityRun(**options))
 
 
 def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -180,7 +181,7 @@ def test_decode_steps_show_an_error_that_prefill_does_not(dump: Dump) -> None:
         return logits
 
     exact = lambda ids: tables()[0][ids]  # noqa: E731
-    got = quality.compare(dump.windows, exact, exact, decode=cached, decode_tokens=10_000).figures
+    got = quality.compare(dump.windows, exact, exact, QualityRun(decode=cached, decode_tokens=10_000)).figures
     assert got["kld_mean"].value == pytest.approx(0, abs=1e-12)
     assert got["kld_decode_prefill"].value == pytest.approx(0, abs=1e-12)
     assert got["kld_decode"].value > 0.01
@@ -201,9 +202,9 @@ def test_decode_steps_read_whole_windows_of_all_documents(dump: Dump) -> None:
         return table[ids]
 
     got = quality.compare(
-        dump.windows, lambda ids: table[ids], lambda ids: table[ids], decode=decode, decode_tokens=200
+        dump.windows, lambda ids: table[ids], lambda ids: table[ids], QualityRun(decode=decode, decode_tokens=200)
     )
     assert 100 < sum(read) <= 200
     assert [each.document for each in got.per_document_decoded] == [f"doc-{i}" for i in range(len(read))]
-    nothing = quality.compare(dump.windows, lambda ids: table[ids], lambda ids: table[ids], decode=decode)
+    nothing = quality.compare(dump.windows, lambda ids: table[ids], lambda ids: table[ids], QualityRun(decode=decode))
     assert "kld_decode" not in nothing.figures

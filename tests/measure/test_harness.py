@@ -76,9 +76,9 @@ def measure(
 ) -> tuple[TaskResult, ...]:
     from llmforge.measure import harness
 
-    tokens = harness.Tokens(lambda text, special: [ord(letter) for letter in text], prefix=0)
+    tokens = harness.TaskTokens(lambda text, special: [ord(letter) for letter in text], prefix=0)
     baseline = None if theirs is None else (theirs, Keep())
-    return harness.measure(harness.Asked((task,), **asked), tokens, (ours, keep or Keep()), baseline)[0]
+    return harness.measure(harness.TaskRequest((task,), **asked), tokens, (ours, keep or Keep()), baseline)[0]
 
 
 def right(context: str, follows: str) -> float:

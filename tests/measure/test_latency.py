@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from llmforge.base.errors import UsageError, VerificationError
 from llmforge.gates import verdict
 from llmforge.measure import footprint, latency, machine
-from llmforge.measure.latency import Instruments, Load, Subject, Until
+from llmforge.measure.latency import Instruments, TimedLoad, TimedModel, Until
 from llmforge.metrics import catalog
-from llmforge.metrics.catalog import Measured
 from llmforge.metrics.latency import Footprint, Noise
+from llmforge.metrics.metric import Measured
 from llmforge.metrics.workload import Slo
 from llmforge.report import view
 from llmforge.serving import Sampling, StepOutput
@@ -45,8 +45,8 @@ class Fake:
             yield i
 
     @property
-    def subject(self) -> Subject:
-        return Subject(self.name, self.generate, load_seconds=0.25)
+    def subject(self) -> TimedModel:
+        return TimedModel(self.name, self.generate, load_seconds=0.25)
 
 
 @dataclass
@@ -68,13 +68,14 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 def run(artifact: Fake, baseline: Fake | None, **changes: object) -> latency.Latency:
     repetitions = changes.pop("repetitions", 7)
-    loads = changes.pop("loads", [Load(1, prompt, 5, repetitions) for prompt in (4, 16)])
+    loads = changes.pop("loads", [TimedLoad(1, prompt, 5, repetitions) for prompt in (4, 16)])
+    others = {name: changes.pop(name) for name in ("starts", "workloads", "progress") if name in changes}
     return latency.measure(
         artifact.subject,
         None if baseline is None else baseline.subject,
         FOOTPRINT,
-        loads,
-        **{"vocabulary": 100, "threads": 1, **changes},  # type: ignore[arg-type]
+        latency.LatencyRun(loads, **{"vocabulary": 100, "threads": 1, **changes}),  # type: ignore[arg-type]
+        **others,  # type: ignore[arg-type]
     )
 
 
@@ -115,7 +116,11 @@ def test_sides_take_turns_on_the_same_new_prompt(bench: Bench) -> None:
 
 
 def test_the_baseline_may_take_its_turn_in_the_first_repetitions_alone(bench: Bench) -> None:
-    loads = [Load(1, 4, 5, 3), Load(2, 4, 5, 3, baseline_repetitions=1), Load(4, 4, 5, 3, baseline_repetitions=0)]
+    loads = [
+        TimedLoad(1, 4, 5, 3),
+        TimedLoad(2, 4, 5, 3, baseline_repetitions=1),
+        TimedLoad(4, 4, 5, 3, baseline_repetitions=0),
+    ]
     seen: list[tuple[int, int]] = []
     got = run(
         bench.fake("A", 1.0, 2.0), bench.fake("B", 3.0, 8.0), loads=loads, progress=lambda *at: seen.append(at),
@@ -173,7 +178,7 @@ def test_a_side_that_stops_early_fails(bench: Bench) -> None:
 @pytest.mark.parametrize("wrong", [(1, 4, 1, 7), (1, 4, 5, 0), (1, 0, 5, 7), (0, 4, 5, 7)])
 def test_nothing_to_measure_is_refused(bench: Bench, wrong: tuple[int, int, int, int]) -> None:
     with pytest.raises(UsageError, match="expected 1 repetition or more"):
-        Load(*wrong)
+        TimedLoad(*wrong)
     with pytest.raises(UsageError, match="latency of no load"):
         run(bench.fake("A", 1.0, 2.0), None, loads=[])
 
@@ -197,7 +202,7 @@ def test_runner_is_asked_for_greedy_tokens_past_eos() -> None:
         yield StepOutput((7,), (None,))
         yield StepOutput((8,), ("length",))
 
-    subject = Subject.of_runner(SimpleNamespace(generate_batch=generate_batch), description="r", load_seconds=1.0)
+    subject = TimedModel.of_runner(SimpleNamespace(generate_batch=generate_batch), description="r", load_seconds=1.0)
     assert list(subject.generate(np.array([[1, 2]]), 2)) == [(7,), (8,)]
     assert asked == [([[1, 2]], [Sampling(temperature=0.0, max_tokens=2, ignore_eos=True)])]
 
@@ -236,9 +241,9 @@ def test_weights_of_all_layers_are_one_group_and_none_is_read() -> None:
     others = [tensor("h.12.mlp.weight", ir.DataType.FLOAT, [8, 4]), tensor("wte.2", ir.DataType.UINT8, [99])]
     model = ir.Model(ir.Graph([], [], nodes=[], initializers=[*layers, *others]), ir_version=10)
     assert footprint.weights(model) == [
-        footprint.Weights("h.*.mlp.weight", "int4", tensors=12, size_bytes=12 * 16),
-        footprint.Weights("h.*.mlp.weight", "float", tensors=1, size_bytes=128),
-        footprint.Weights("wte.2", "uint8", tensors=1, size_bytes=99),
+        footprint.TensorGroup("h.*.mlp.weight", "int4", tensors=12, size_bytes=12 * 16),
+        footprint.TensorGroup("h.*.mlp.weight", "float", tensors=1, size_bytes=128),
+        footprint.TensorGroup("wte.2", "uint8", tensors=1, size_bytes=99),
     ]
 
 
@@ -304,7 +309,7 @@ def test_machine_names_no_host() -> None:
 
 
 def test_a_load_of_several_sequences(bench: Bench) -> None:
-    loads = [Load(1, 4, 5, 7), Load(3, 4, 9, 7)]
+    loads = [TimedLoad(1, 4, 5, 7), TimedLoad(3, 4, 9, 7)]
     got = run(bench.fake("A", 1.0, 2.0), None, loads=loads)
     one, three = got.points
     assert (one.batch, three.batch, three.output_tokens) == (1, 3, 9)
@@ -337,7 +342,7 @@ class Shaky(Fake):
 
 def test_repetitions_go_on_until_intervals_are_narrow(bench: Bench) -> None:
     shaky = Shaky("A", bench.clock, bench.log, 1.0, 1.0, wide_for=9)
-    got = run(shaky, None, loads=[Load(1, 4, 3, 7)], until=Until(0.1, 1e6))
+    got = run(shaky, None, loads=[TimedLoad(1, 4, 3, 7)], until=Until(0.1, 1e6))
     timed = got.points[0].artifact
     assert got.stopped == "every interval is within ± 10.0%"
     assert 7 < len(timed.generations_ms) < 60
@@ -359,18 +364,21 @@ def test_only_loads_that_are_not_narrow_go_on(bench: Bench) -> None:
                     yield i
 
     uneven = Uneven("A", bench.clock, bench.log, 1.0, 1.0, wide_for=9)
-    got = run(uneven, None, loads=[Load(1, 4, 3, 7), Load(1, 16, 3, 7)], until=Until(0.1, 1e6))
+    got = run(uneven, None, loads=[TimedLoad(1, 4, 3, 7), TimedLoad(1, 16, 3, 7)], until=Until(0.1, 1e6))
     assert len(got.points[0].artifact.generations_ms) == 7
     assert len(got.points[1].artifact.generations_ms) > 7
 
 
 def test_a_budget_of_seconds_ends_it(bench: Bench) -> None:
     shaky = Shaky("A", bench.clock, bench.log, 1.0, 1.0, wide_for=10**6)
-    got = run(shaky, None, loads=[Load(1, 4, 3, 7)], until=Until(0.01, 0.2))
+    got = run(shaky, None, loads=[TimedLoad(1, 4, 3, 7)], until=Until(0.01, 0.2))
     assert got.stopped == "the budget of 0.2 s ended"
     assert 0.2 <= bench.clock[0] < 0.22
     short = run(
-        Shaky("A", bench.clock, bench.log, 1.0, 1.0, 10**6), None, loads=[Load(1, 4, 3, 7)], until=Until(0.01, 1e-9)
+        Shaky("A", bench.clock, bench.log, 1.0, 1.0, 10**6),
+        None,
+        loads=[TimedLoad(1, 4, 3, 7)],
+        until=Until(0.01, 1e-9),
     )
     assert len(short.points[0].artifact.generations_ms) == 7, "what the recipe asks for is always done"
 
@@ -378,11 +386,11 @@ def test_a_budget_of_seconds_ends_it(bench: Bench) -> None:
 def test_recorded_times_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "MOST_TIMES", 60)
     sides = [Shaky(name, bench.clock, bench.log, 1.0, 1.0, wide_for=10**6) for name in "AB"]
-    got = run(*sides, loads=[Load(1, 4, 3, 7)], until=Until(0.01, 1e6))
+    got = run(*sides, loads=[TimedLoad(1, 4, 3, 7)], until=Until(0.01, 1e6))
     assert got.stopped == "60 times are recorded"
     assert len(got.points[0].artifact.generations_ms) == 10  # of 3 tokens, on two sides
     monkeypatch.setattr(latency, "MOST_REPETITIONS", 8)
-    got = run(*sides, loads=[Load(1, 4, 3, 7)], until=Until(0.01, 1e6))
+    got = run(*sides, loads=[TimedLoad(1, 4, 3, 7)], until=Until(0.01, 1e6))
     assert got.stopped == "8 repetitions were made"
 
 
@@ -427,7 +435,7 @@ def test_this_machine_tells_its_noise() -> None:
 def test_good_requests_are_counted_under_the_slo(bench: Bench) -> None:
     # TTFT of the repetitions: 4 ms times 1.002, 1.004 … 1.014: four are within 4.033 ms.
     facts = latency.Facts(slo=Slo(ttft_ms=4.033))
-    got = run(bench.fake("A", 1.0, 2.0), None, loads=[Load(1, 4, 5, 8)], facts=facts)
+    got = run(bench.fake("A", 1.0, 2.0), None, loads=[TimedLoad(1, 4, 5, 8)], facts=facts)
     point = got.points[0]
     met = sum(each[0] <= 4.033 for each in point.artifact.generations_ms)
     assert 2 <= met <= 7

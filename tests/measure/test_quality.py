@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError, DataError, VerificationError
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.measure import quality
 from llmforge.measure.baseline import Baseline
 from llmforge.metrics.intervals import SMALLEST_SAMPLE
@@ -19,11 +19,11 @@ from ..models.logits import V, naive, random_logits
 SAMPLE = Path(__file__).parents[1] / "data" / "docs-llama-7m"
 
 
-def windows(documents: int = 12, seed: int = 0) -> list[Window]:
+def windows(documents: int = 12, seed: int = 0) -> list[TokenWindow]:
     """Two windows a document, of different lengths."""
     rng = np.random.default_rng(seed)
     return [
-        Window(f"doc-{document}", rng.integers(0, V, rng.integers(5, 30)))
+        TokenWindow(f"doc-{document}", rng.integers(0, V, rng.integers(5, 30)))
         for document in range(documents)
         for _ in range(2)
     ]
@@ -93,7 +93,7 @@ def test_nan_fails_closed_and_names_the_window(side: str, broken: int) -> None:
 
 def test_text_without_predictions_is_refused() -> None:
     with pytest.raises(DataError, match="no tokens to predict"):
-        quality.compare([Window("empty", np.array([0]))], model(0.0), model(0.0))
+        quality.compare([TokenWindow("empty", np.array([0]))], model(0.0), model(0.0))
 
 
 def test_a_wrecked_artifact_has_infinite_perplexity() -> None:

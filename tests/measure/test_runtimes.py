@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from llmforge.base.errors import EnvironmentLacks
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.measure import runtimes
 from llmforge.measure.runtimes import Interpreter
 from llmforge.metrics.agreement import PROMPTS, TOKENS, RuntimeRun
@@ -49,7 +49,7 @@ class Case:
     """Our own runner, the beginnings of documents, and the folder of a stand-in with replies that agree with ours."""
 
     runner: Runner
-    windows: Sequence[Window]
+    windows: Sequence[TokenWindow]
     folder: Path
 
     def stand_in(self, does: str = "pass", *, at: int = 0, first: str = VERSIONS) -> Interpreter:
@@ -71,7 +71,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) 
     folder = tmp_path_factory.mktemp("runtimes")
     runner = small_runner(folder / "engine", sample_checkpoint)
     rng = np.random.default_rng(1)
-    windows = [Window(f"document {i}", rng.integers(10, VOCABULARY, 40)) for i in range(DOCUMENTS)]
+    windows = [TokenWindow(f"document {i}", rng.integers(10, VOCABULARY, 40)) for i in range(DOCUMENTS)]
     (folder / "replies").mkdir()
     for number, window in enumerate(windows):
         prompt = window.ids[:32].tolist()
@@ -213,7 +213,7 @@ def test_a_python_that_is_none_is_refused(tmp_path: Path, prepared: Case) -> Non
 
 def test_prompts_are_spread_over_documents(prepared: Case) -> None:
     assert PROMPTS > DOCUMENTS
-    many = [Window(f"{i}", np.arange(3)) for i in range(100)]
+    many = [TokenWindow(f"{i}", np.arange(3)) for i in range(100)]
     chosen = [window.document for window in runtimes.answers.beginnings(many, PROMPTS)]
     assert len(chosen) == PROMPTS
     assert (chosen[0], chosen[-1]) == ("0", "99")

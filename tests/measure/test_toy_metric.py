@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from numpy.typing import NDArray
 from rich.console import Console
 
 from llmforge import passes, recipe
 from llmforge.base.errors import InputError, RecipeError
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
+from llmforge.cli import cli
 from llmforge.compile.evidence import Evidence
 from llmforge.gates.decision import Verdict, overall
 from llmforge.gates.records import Report
@@ -28,7 +31,8 @@ from llmforge.recipe import Recipe
 from llmforge.report import render
 
 from ..models.logits import V, random_logits
-from ..samples import reports
+from ..report.test_pages import graph
+from ..samples import reports, stored
 
 
 def moved(block: TokenBlock) -> NDArray[np.bool_]:
@@ -64,10 +68,10 @@ gates:
 """
 
 
-def compared() -> Quality:
-    """Compare made-up logits, of which noise moves some ranks."""
-    table, noise, rng = random_logits(7, V), random_logits(8, V, 0.1), np.random.default_rng(0)
-    windows = [Window(f"doc-{i}", rng.integers(0, V, rng.integers(5, 30))) for i in range(12)]
+def compared(scale: float = 0.1) -> Quality:
+    """Compare made-up logits, of which noise of this scale moves some ranks."""
+    table, noise, rng = random_logits(7, V), random_logits(8, V, scale), np.random.default_rng(0)
+    windows = [TokenWindow(f"doc-{i}", rng.integers(0, V, rng.integers(5, 30))) for i in range(12)]
     return quality.compare(windows, lambda ids: table[ids], lambda ids: table[ids] + noise[ids])
 
 
@@ -181,6 +185,44 @@ def test_it_shows_in_every_form_of_a_report(report: Report) -> None:
         terminal = console.export_text()
     assert f"Rank moved        {share}" in terminal
     assert "rank_moved: 0." in terminal
+
+
+def test_diff_history_and_gates_against_an_earlier_version_know_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog, "ALL", (*catalog.ALL, RANK_MOVED))
+        measured = [compared(scale) for scale in (0.1, 0.5)]
+    before, after = (
+        stored.put(tmp_path, days=day, quality=quality, gates={}, files={"engine/model.onnx": graph(day)})
+        for day, quality in enumerate(measured)
+    )
+    monkeypatch.setattr(catalog, "ALL", (*catalog.ALL, RANK_MOVED))
+    page, limits = tmp_path / "page.html", tmp_path / "gates.yaml"
+    limits.write_text("gates:\n  rank_moved: {rise_max: 0.01}\n")
+
+    def command(*words: object) -> str:
+        done = CliRunner().invoke(cli, [str(word) for word in words])
+        assert done.exit_code in (0, 3), done.output
+        return done.stdout
+
+    told = command("diff", before.path, after.path, "--html", page)
+    change = re.search(r"^rank_moved: (.*) % → (.*) % \(change \+(.*), 95% interval .*; worse\)$", told, re.MULTILINE)
+    assert change is not None, told
+    first, second, moved = map(float, change.groups())
+    assert second - first == pytest.approx(100 * moved, abs=0.11)
+    assert '<tr class="worse"><th scope="row">Rank moved</th>' in page.read_text()
+
+    words = ("history", "tiny", "--metric", "rank_moved", "--html", page, "--out", tmp_path)
+    title, *rows = command(*words).splitlines()
+    assert title.split()[-1] == "RANK_MOVED"
+    assert [row.endswith("▼") for row in rows] == [False, True]
+    assert "<strong>Rank moved</strong>: tokens whose rank is not" in page.read_text()
+
+    words = ("gate", after.path, "--against", before.path, "--gates", limits, "--out", tmp_path, "--json")
+    (gate,) = json.loads(command(*words))["gates"]
+    assert (gate["metric"], gate["bound"], gate["verdict"]) == ("rank_moved", "rise_max", "fail")
+    assert gate["measured"]["value"] == pytest.approx(moved, rel=1e-3)
 
 
 def test_a_report_reads_back_without_its_catalog(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,26 +11,28 @@ import pytest
 from llmforge.base.errors import VerificationError
 from llmforge.gates import decision
 from llmforge.measure import turns
-from llmforge.measure.latency import Load, Subject
+from llmforge.measure.latency import TimedLoad, TimedModel
 from llmforge.metrics import catalog, intervals
-from llmforge.metrics.catalog import SlowestMetric
+from llmforge.metrics.latency_metrics import SlowestMetric
 from llmforge.recipe import GateSpec
 
 
-def side(name: str, first_s: float, later_s: float, calls: list[tuple[str, tuple[int, ...]]], lost: int = 0) -> Subject:
+def side(
+    name: str, first_s: float, later_s: float, calls: list[tuple[str, tuple[int, ...]]], lost: int = 0
+) -> TimedModel:
     def generate(ids: np.ndarray, tokens: int) -> Iterator[int]:
         calls.append((name, ids.shape))
         for number in range(tokens - lost):
             time.sleep(later_s if number else first_s * ids.shape[1])
             yield number
 
-    return Subject(name, generate, 0.0)
+    return TimedModel(name, generate, 0.0)
 
 
 def test_medians_of_the_slowest_load_are_compared_and_sides_take_turns() -> None:
     calls: list[tuple[str, tuple[int, ...]]] = []
     ours, theirs = side("ours", 0.002, 0.004, calls), side("theirs", 0.001, 0.002, calls)
-    found = turns.differences(ours, theirs, [Load(1, 1, 3, 8), Load(1, 5, 3, 8)], vocabulary=10)
+    found = turns.differences(ours, theirs, [TimedLoad(1, 1, 3, 8), TimedLoad(1, 5, 3, 8)], vocabulary=10)
     of_tails = {name for name in found if not name.endswith("_p50_ms")}
     assert found.keys() - of_tails == {"ttft_p50_ms", "tpot_p50_ms", "itl_p50_ms", "e2e_p50_ms"}
     assert all(found[name].low is None for name in of_tails), "8 repetitions have no tails"
@@ -48,7 +50,7 @@ def test_a_side_that_gives_fewer_tokens_is_not_compared() -> None:
     calls: list[tuple[str, tuple[int, ...]]] = []
     with pytest.raises(VerificationError, match="theirs yielded 2 tokens"):
         turns.differences(
-            side("ours", 0, 0, calls), side("theirs", 0, 0, calls, lost=1), [Load(1, 4, 3, 2)], vocabulary=10
+            side("ours", 0, 0, calls), side("theirs", 0, 0, calls, lost=1), [TimedLoad(1, 4, 3, 2)], vocabulary=10
         )
 
 
@@ -66,7 +68,7 @@ def test_tails_are_compared_where_there_are_enough_repetitions() -> None:
     metrics = [metric for metric in catalog.of_kind(SlowestMetric) if metric.name in ("tpot_p50_ms", "tpot_p95_ms")]
     count = turns.repetitions(metrics)
     assert count == 72
-    found = turns.differences(Subject("ours", ours, 0.0), steady, [Load(1, 1, 2, count)], vocabulary=10)
+    found = turns.differences(TimedModel("ours", ours, 0.0), steady, [TimedLoad(1, 1, 2, count)], vocabulary=10)
     tail, median = found["tpot_p95_ms"], found["tpot_p50_ms"]
     assert tail.value == pytest.approx(20, rel=0.5)
     assert tail.low is not None

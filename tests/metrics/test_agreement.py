@@ -9,7 +9,7 @@ import pytest
 
 from llmforge.metrics import agreement, catalog
 from llmforge.metrics.agreement import ComparedPrompt, RuntimeRun
-from llmforge.metrics.catalog import Measured
+from llmforge.metrics.metric import Measured
 
 
 def prompt(name: str, *, wrong: tuple[int, ...] = (), answer: tuple[int, ...] | None = None) -> ComparedPrompt:

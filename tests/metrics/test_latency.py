@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmforge.metrics.intervals import Estimate, clustered_quantile_interval
-from llmforge.metrics.latency import Side, between_tokens, spread, whole_ms
+from llmforge.metrics.latency import TimedSide, between_tokens, spread, whole_ms
 
 
 def test_a_percentile_of_tokens_covers_the_true_one_though_tokens_of_a_generation_are_alike() -> None:
@@ -33,13 +33,13 @@ def test_a_percentile_of_tokens_covers_the_true_one_though_tokens_of_a_generatio
 def test_too_few_generations_give_no_bounds() -> None:
     assert clustered_quantile_interval([np.arange(100.0)] * 7, 0.5) is None
     assert clustered_quantile_interval([np.arange(3.0)] * 8, 0.99) is None, "beyond the largest value"
-    found = between_tokens(Side([np.array([9.0, 1.0, 2.0])] * 4))
+    found = between_tokens(TimedSide([np.array([9.0, 1.0, 2.0])] * 4))
     assert (found.p50.value, found.p50.low, found.p50.samples) == (1.5, None, 4)
 
 
 def test_percentiles_of_repetitions() -> None:
     generations = [np.array([float(i), 1.0]) for i in range(1, 101)]
-    found = spread(whole_ms, Side(generations))
+    found = spread(whole_ms, TimedSide(generations))
     assert found.p50.value == 51.5
     assert found.p95.value == pytest.approx(np.quantile(np.arange(2, 102), 0.95))
     assert found.p95.low is not None

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from llmforge.base.errors import UsageError
-from llmforge.metrics.serving import Distribution, Objective, Outcome, figures
+from llmforge.metrics.serving import Distribution, Objective, RequestOutcome, figures
 
 
-def outcome(sent: float, *tokens: float, ended: float | None = None, error: str | None = None) -> Outcome:
-    return Outcome(sent, tokens, tokens[-1] if ended is None else ended, 10, len(tokens), error)
+def outcome(sent: float, *tokens: float, ended: float | None = None, error: str | None = None) -> RequestOutcome:
+    return RequestOutcome(sent, tokens, tokens[-1] if ended is None else ended, 10, len(tokens), error)
 
 
 def test_one_request() -> None:
@@ -22,11 +22,11 @@ def test_one_request() -> None:
 
 def test_a_request_of_one_token_has_no_tpot_and_one_of_none_no_ttft() -> None:
     assert outcome(0.0, 0.5).tpot_ms is None
-    assert Outcome(0.0, (), 1.0, 10, 0).ttft_ms is None
+    assert RequestOutcome(0.0, (), 1.0, 10, 0).ttft_ms is None
 
 
 def test_tpot_goes_by_tokens_where_arrivals_hold_several() -> None:
-    assert Outcome(0.0, (1.0, 2.0), 2.0, 10, 5).tpot_ms == pytest.approx(250)
+    assert RequestOutcome(0.0, (1.0, 2.0), 2.0, 10, 5).tpot_ms == pytest.approx(250)
 
 
 def test_figures_of_a_load() -> None:
@@ -57,7 +57,7 @@ def test_figures_of_a_load() -> None:
 
 
 def test_rates_are_medians_over_runs_and_have_bounds_from_six_on() -> None:
-    def run(seconds: float) -> list[Outcome]:
+    def run(seconds: float) -> list[RequestOutcome]:
         return [outcome(0.0, seconds)]
 
     few = figures([run(1.0), run(2.0), run(4.0)])
@@ -70,7 +70,9 @@ def test_rates_are_medians_over_runs_and_have_bounds_from_six_on() -> None:
 
 
 def test_a_load_that_failed_whole_has_no_durations() -> None:
-    measured = figures([[Outcome(0.0, (), 1.0, 10, 0, "full"), Outcome(0.0, (), 1.0, 10, 0, "full")]], Objective())
+    measured = figures(
+        [[RequestOutcome(0.0, (), 1.0, 10, 0, "full"), RequestOutcome(0.0, (), 1.0, 10, 0, "full")]], Objective()
+    )
     assert (measured.completed, measured.failed, measured.errors) == (0, 2, {"full": 2})
     assert measured.ttft_ms is measured.tpot_ms is measured.itl_ms is measured.latency_ms is None
     assert measured.output_tokens_per_second.value == 0

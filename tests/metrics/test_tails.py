@@ -47,7 +47,7 @@ def test_a_bound_is_the_smallest_value_whose_share_beyond_is_small_enough() -> N
     """And tokens of three documents alone bound nothing, however many there are."""
     values, owners = text(3, 30, 200)
     [(low, high)] = document_quantiles.bounds(values, owners, (0.9,)) or []
-    tokens = document_quantiles.Tokens(values, owners)
+    tokens = document_quantiles.OwnedTokens(values, owners)
     rank = int(np.searchsorted(tokens.ordered, high)) + 1
     assert tokens._holds(rank, 0.9)
     assert not tokens._holds(rank - 1, 0.9)

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from llmforge.metrics import catalog, tasks
-from llmforge.metrics.catalog import Measured
+from llmforge.metrics.metric import Measured
 from llmforge.metrics.tasks import Score, TaskResult
 
 ITEMS = 40

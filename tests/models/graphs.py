@@ -14,11 +14,11 @@ from llmforge import targets
 from llmforge.ir import graph
 from llmforge.quantization import structure
 from llmforge.quantization.statistics import Statistics
-from llmforge.quantization.structure import Kept
+from llmforge.quantization.structure import PrunedStructure
 from llmforge.rewrite import pruning
 from llmforge.rewrite.pass_base import Changes, Context, Pass
 from llmforge.verification.promises import Promises
-from llmforge.verification.verifier import Verification, Verifier
+from llmforge.verification.verifier import PassVerification, Verifier
 
 TARGET = targets.load("cpu-avx2")
 CPU = Context(TARGET)
@@ -251,7 +251,7 @@ def lines(model: ir.Model, ops: Sequence[str]) -> list[str]:
     ]
 
 
-def prove(change: Pass, model: ir.Model, folder: Path, context: Context = CPU) -> tuple[Changes, Verification]:
+def prove(change: Pass, model: ir.Model, folder: Path, context: Context = CPU) -> tuple[Changes, PassVerification]:
     """Run `change` on `model`, have its numerics proven, and see that a second run changes nothing."""
     verifier = Verifier(model, promises=PROMISES, folder=folder)
     changes = change.run(model, context)
@@ -262,7 +262,7 @@ def prove(change: Pass, model: ir.Model, folder: Path, context: Context = CPU) -
     return changes, verification
 
 
-def pruned(form: Llama, kept: Kept) -> Statistics:
+def pruned(form: Llama, kept: PrunedStructure) -> Statistics:
     """What calibration might find for a decoder of `form`: plain cuts, which make up for nothing."""
     weights = {
         graph.sources(value)[0]: graph.tensor(value).numpy().T

@@ -1,4 +1,4 @@
-"""Kernels of processors that are not at hand, in an emulator: against plain C to the bit, and plain arithmetic."""
+"""Kernels of processors that are not here, in an emulator: against plain C to the bit, and plain arithmetic."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_kernels_for_arm_are_chosen_where_there_are_dot_products(
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The driver for the machine at hand."""
+    """The driver for the this machine."""
     return build(tmp_path_factory.mktemp("host"), "cc")
 
 
@@ -137,7 +137,7 @@ def cases() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def plain(host: Path, cases: list[Case], tmp_path_factory: pytest.TempPathFactory) -> list[list[Array]]:
-    """What plain C gives on the machine at hand."""
+    """What plain C gives on the this machine."""
     return run([str(host)], "generic", cases, tmp_path_factory.mktemp("plain"))
 
 

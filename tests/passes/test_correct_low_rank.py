@@ -16,7 +16,7 @@ from llmforge.ir.operators.standard import MatMul
 from llmforge.passes import CorrectLowRank, PackQkv, QuantizeWeights
 from llmforge.quantization import low_rank
 from llmforge.quantization.grids import Grid, QuantizedMatrix, dequantize, round_to_nearest
-from llmforge.quantization.low_rank import LowRank
+from llmforge.quantization.low_rank import LowRankCorrection
 from llmforge.quantization.statistics import LowRankDemand, Statistics
 from llmforge.rewrite.pass_base import Budget, Changes, Context
 from llmforge.verification import probe
@@ -39,18 +39,18 @@ def calibrated(rank: int = 5, dtype: low_rank.Dtype = "fp32") -> tuple[Statistic
         if graph.is_constant(product.w) and graph.sources(product.w) and "head" not in graph.sources(product.w)[0]:
             groups.setdefault(product.x, []).append(product)
     matrices: dict[str, QuantizedMatrix] = {}
-    corrections: dict[str, LowRank] = {}
+    corrections: dict[str, LowRankCorrection] = {}
     for products in groups.values():
         names = [graph.sources(product.w)[0] for product in products]
         weights = [graph.tensor(product.w).numpy().T for product in products]
         own = [round_to_nearest(weight, GRID) for weight in weights]
         moments = np.diag(random.uniform(0.5, 2, weights[0].shape[1])).astype(np.float32)
         codes = np.concatenate([dequantize(each) for each in own])
-        found = low_rank.correct(np.concatenate(weights), codes, moments, rank, dtype, GRID)
+        found = low_rank.compute_correction(np.concatenate(weights), codes, moments, rank, dtype, GRID)
         starts = np.cumsum([0, *map(len, weights)])
         for name, matrix, first, last in zip(names, own, starts, starts[1:], strict=False):
             matrices[name] = matrix
-            corrections[name] = LowRank(
+            corrections[name] = LowRankCorrection(
                 found.a, found.b[:, first:last], names[0], found.before, found.after, found.codes
             )
     whole = {name: dequantize(matrix) + corrections[name].product() for name, matrix in matrices.items()}
@@ -67,7 +67,7 @@ def corrected(statistics: Statistics, step: CorrectLowRank, *, packed: bool = Fa
 
 
 def logits(model: ir.Model) -> np.ndarray:
-    session = probe.open_session(model, probe.Weights(), 1)
+    session = probe.open_session(model, probe.InitializerArrays(), 1)
     return np.concatenate(
         [made.reshape(-1, 96) for run in probe.random_runs(96) for made in probe.logits(session, run)]
     )

@@ -38,8 +38,8 @@ def built(spec: graphs.Llama = SPEC, steps: tuple[Pass, ...] = ALL) -> ir.Model:
     return model
 
 
-def outcomes(model: ir.Model) -> list[probe.Outcome]:
-    session = probe.open_session(model, probe.Weights(), threads=1)
+def outcomes(model: ir.Model) -> list[probe.StepOutcome]:
+    session = probe.open_session(model, probe.InitializerArrays(), threads=1)
     return [outcome for run in RUNS for outcome in probe.drive(session, run, caches=True)]
 
 

@@ -18,7 +18,7 @@ from llmforge.passes import FlashAttention, GenaiInterface, PackQkv, QuantizeKvC
 from llmforge.quantization.statistics import KvRange, Statistics
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Pass
 from llmforge.runtime.interface import StepInputs, feeds
-from llmforge.verification.probe import Weights, open_session
+from llmforge.verification.probe import InitializerArrays, open_session
 
 from ..models import graphs
 
@@ -32,7 +32,7 @@ def lowered(spec: graphs.Llama | None = None) -> ir.Model:
 
 
 def open_(model: ir.Model) -> Session:
-    return open_session(model, Weights(), 1)
+    return open_session(model, InitializerArrays(), 1)
 
 
 def standard(model: ir.Model) -> onnxruntime.InferenceSession:

@@ -124,7 +124,7 @@ def test_sample_checkpoint_loses_what_transformers_loses(sample_checkpoint: Path
     model = sample_graph.clone()
 
     def logits(of: ir.Model) -> np.ndarray:
-        session, made = probe.open_session(of, probe.Weights(), 1), []
+        session, made = probe.open_session(of, probe.InitializerArrays(), 1), []
         for window in windows:
             cache = session.allocate(1, len(window.ids))
             rows = np.arange(len(window.ids))
@@ -236,7 +236,7 @@ def test_fp16_runs_in_the_cpu_engine(fused: bool) -> None:
     if fused:
         fuse(model)
     lower(model, "fp16", context=graphs.CPU)
-    twin = probe.open_session(model, probe.Weights(), 1)
+    twin = probe.open_session(model, probe.InitializerArrays(), 1)
     lowered, _ = engines.lower(model, graphs.TARGET)
     arrays = {name: tensor.numpy() for name, tensor in probe.strip(lowered).items()}
     serialized = ir.serde.serialize_model(lowered).SerializeToString()

@@ -16,7 +16,7 @@ from llmforge.passes import FlashAttention, FuseNorms, OptimumInterface, PackGat
 from llmforge.rewrite.pass_base import Context
 from llmforge.runtime.config import SessionConfig
 from llmforge.runtime.interface import StepInputs, feeds
-from llmforge.verification.probe import Weights, open_session
+from llmforge.verification.probe import InitializerArrays, open_session
 
 from ..models import graphs
 
@@ -24,7 +24,7 @@ PAST, PRESENT = "past_sequence_length", "past_sequence_length + sequence_length"
 
 
 def open_(model: ir.Model) -> Session:
-    return open_session(model, Weights(), 1)
+    return open_session(model, InitializerArrays(), 1)
 
 
 def shapes(values: object) -> dict[str, tuple[int | str | None, ...] | None]:

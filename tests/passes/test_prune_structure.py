@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmforge import targets
+from llmforge import passes, targets
 from llmforge.backends import exported_parameters as parameters
 from llmforge.backends.onnxruntime import interop
 from llmforge.backends.onnxruntime.cuda import builder as cuda
@@ -18,10 +18,11 @@ from llmforge.backends.tensorrt import lower
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.calibration import calibrate, plan
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.ir import dialect, graph, interface
 from llmforge.ir.operators.canonical import Attention
 from llmforge.passes import (
+    CorrectLowRank,
     FlashAttention,
     FuseNorms,
     GenaiInterface,
@@ -33,10 +34,10 @@ from llmforge.passes import (
 )
 from llmforge.quantization import structure
 from llmforge.quantization.statistics import PruningDemand, Statistics
-from llmforge.quantization.structure import Kept
+from llmforge.quantization.structure import PrunedStructure
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite import pruning
-from llmforge.rewrite.pass_base import Budget, Context
+from llmforge.rewrite.pass_base import Budget, Context, Pass
 from llmforge.runtime.interface import StepInputs
 from llmforge.trace import trace
 from llmforge.verification import probe
@@ -49,9 +50,9 @@ RTX = targets.load("rtx-4090")
 FORM = graphs.Llama(layers=3, hidden=64, heads=6, kv_heads=3, mlp=96)
 
 
-def windows(count: int = 6) -> list[Window]:
+def windows(count: int = 6) -> list[TokenWindow]:
     random = np.random.default_rng(0)
-    return [Window(f"d{i}", random.integers(3, 259, 40)) for i in range(count)]
+    return [TokenWindow(f"d{i}", random.integers(3, 259, 40)) for i in range(count)]
 
 
 def masked(folder: Path, found: Statistics, shape: structure.Structure) -> Any:
@@ -119,12 +120,12 @@ def test_the_pruned_graph_is_the_model_with_zeros(
     assert zoo.largest_difference(dialect.expand(model), plain, zoo.Schedule((9, 14))) > 1e-2
 
 
-def chosen(kept: Kept) -> Statistics:
+def chosen(kept: PrunedStructure) -> Statistics:
     """What calibration might find for a decoder of FORM."""
     return graphs.pruned(FORM, kept)
 
 
-KEPT = Kept((1,), ((0, (0, 2)), (2, (1,))), ((0, tuple(range(32, 96))),))
+KEPT = PrunedStructure((1,), ((0, (0, 2)), (2, (1,))), ((0, tuple(range(32, 96))),))
 STEP = PruneStructure(budget=LOOSE, fraction=0.4)
 TEXT = np.random.default_rng(0).integers(0, 96, 24)
 
@@ -233,7 +234,7 @@ def test_engines_behind_read_the_pruned_shapes(tmp_path: Path) -> None:
         interface.past_part(2, "value"): 1,
     }
     runs = probe.random_runs(96)
-    before, made = (probe.open_session(each, probe.Weights(), 1) for each in (model, lowered))
+    before, made = (probe.open_session(each, probe.InitializerArrays(), 1) for each in (model, lowered))
     for run in runs:
         caches_of = [session.allocate(run.batch, 40) for session in (before, made)]
         for step in run.steps:
@@ -252,10 +253,10 @@ def test_engines_behind_read_the_pruned_shapes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["compressed-tensors", "gguf"])
-@pytest.mark.parametrize("step", ["prune-structure", "correct-low-rank"])
-def test_files_of_others_cannot_say_it(backend: Literal["compressed-tensors", "gguf"], step: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{step}: a .* holds the parameters of the checkpoint by their own"):
-        parameters.check_passes(backend, (step,))
+@pytest.mark.parametrize("step", [PruneStructure, CorrectLowRank])
+def test_files_of_others_cannot_say_it(backend: Literal["compressed-tensors", "gguf"], step: type[Pass]) -> None:
+    with pytest.raises(UnsupportedError, match=f"{step.name}: a .* holds the parameters of the checkpoint by"):
+        parameters.check_passes(backend, [step], passes.ALL)
 
 
 def test_other_runtimes_cannot_say_it(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_the_graph_computes_with_the_dequantized_weights() -> None:
             value.const_value = ir.Tensor(dequantized(value.const_value.numpy(), "int8"), name=name)
     [run, *_] = probe.random_runs(96)
     a, b = (
-        [out.logits for out in probe.drive(probe.open_session(each, probe.Weights(), 1), run, caches=False)]
+        [out.logits for out in probe.drive(probe.open_session(each, probe.InitializerArrays(), 1), run, caches=False)]
         for each in (model, by_hand)
     )
     for one, other in zip(a, b, strict=True):
@@ -189,7 +189,7 @@ def measured(model: ir.Model, text: NDArray[np.int64], wanted: Smoothing | None 
             linears |= dict.fromkeys(names, str(product.x.name))
             weights.setdefault(str(product.x.name), []).append(graph.tensor(product.w).numpy().T)
     run = probe.schedule("text", [text], [(len(text),)])
-    session = probe.open_session(model, probe.Weights(), 1, expose=list(linears.values()))
+    session = probe.open_session(model, probe.InitializerArrays(), 1, expose=list(linears.values()))
     read = probe.observe(session, run, 0, sorted(set(linears.values())))
     ranges = {}
     for x, own in weights.items():

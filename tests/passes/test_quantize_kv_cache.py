@@ -41,8 +41,8 @@ def lowered(spec: graphs.Llama | None = None, *, packed: bool = False) -> ir.Mod
     return model
 
 
-def outcomes(model: ir.Model, runs: Sequence[probe.Run] = RUNS) -> list[probe.Outcome]:
-    session = probe.open_session(model, probe.Weights(), threads=1)
+def outcomes(model: ir.Model, runs: Sequence[probe.Run] = RUNS) -> list[probe.StepOutcome]:
+    session = probe.open_session(model, probe.InitializerArrays(), threads=1)
     return [outcome for run in runs for outcome in probe.drive(session, run, caches=True)]
 
 

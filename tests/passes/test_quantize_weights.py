@@ -55,7 +55,7 @@ def context(linears: dict[str, QuantizedMatrix]) -> Context:
 
 
 def logits(model: ir.Model) -> list[NDArray[np.float32]]:
-    session = probe.open_session(model, probe.Weights(), threads=1)
+    session = probe.open_session(model, probe.InitializerArrays(), threads=1)
     return [out.logits for run in probe.random_runs(96) for out in probe.drive(session, run, caches=False)]
 
 

@@ -15,11 +15,12 @@ from llmforge.backends import PROVIDERS
 from llmforge.backends.tensorrt import refusals
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.metrics.units import significant, step_time
-from llmforge.planning import advice, building, deployment, families, roofline, scheme
+from llmforge.planning import advice, building, deployment, families, memory, roofline, scheme
 from llmforge.planning.deployment import DeploymentPlan
 from llmforge.planning.roofline import Placement, Workload
-from llmforge.planning.scheme import DtypeScheme, Wanted
+from llmforge.planning.scheme import DtypeScheme
 from llmforge.quantization.formats import SLOTS4_KV, KvFormat, SlotFormat
+from llmforge.rewrite.traits import Storage
 from llmforge.targets import Target
 
 from ..models.shapes import LLAMA, PUBLIC
@@ -37,7 +38,7 @@ def planned(name: str = "llama-3.1-8b", target: str | Target = "h200", **changes
     workload = Workload(changes.pop("prompt", 1024), changes.pop("output", 256), changes.pop("batch", 1))
     dtypes = {key: changes.pop(key) for key in ("compute", "weights", "kv", "product") if key in changes}
     shape = SHAPES[name]
-    chosen = scheme.choose(device, backend, shape.dtype, Wanted(**dtypes))
+    chosen = scheme.choose(device, backend, shape.dtype, Storage(**dtypes))
     return deployment.make(shape, device, backend, chosen, workload, **changes)
 
 
@@ -93,12 +94,12 @@ def test_dtypes_that_are_not_given(target: str, backend: Any, checkpoint: str, c
 
 def test_caches_of_slots_are_counted_with_their_scales() -> None:
     shape, device = SHAPES["llama-3.1-8b"], targets.load("cpu-avx2")  # 32 layers, 8 KV heads of 128 channels
-    chosen = {form: scheme.choose(device, "onnxruntime", "bf16", Wanted(cache=form)) for form in (None, KV_K8V4)}
+    chosen = {form: scheme.choose(device, "onnxruntime", "bf16", Storage(cache=form)) for form in (None, KV_K8V4)}
     assert chosen[None].kv_bytes_per_token(shape) == 32 * 8 * 2 * 128 * 4
     assert chosen[KV_K8V4].kv_bytes_per_token(shape) == 32 * 8 * ((128 + 2) + (64 + 4))
     assert chosen[KV_K8V4].kv_bytes_per_token(shape, 4) == 32 * 2 * (130 + 68)
     assert "cache int8-token keys, int4-token values" in chosen[KV_K8V4].words()
-    four = scheme.choose(device, "onnxruntime", "bf16", Wanted(kv="int4"))
+    four = scheme.choose(device, "onnxruntime", "bf16", Storage(kv="int4"))
     assert four.cache == SLOTS4_KV
     assert four.kv_bytes_per_token(shape) == 32 * 8 * 2 * (64 + 4)
     fp32, slots = (replace(BF16, cache=form) for form in (None, KV_K8V4))
@@ -109,7 +110,7 @@ def test_caches_of_slots_are_counted_with_their_scales() -> None:
 def test_products_of_quantized_weights() -> None:
     def chosen(target: str, weights: Any, product: Any = None) -> DtypeScheme:
         device = targets.load(target)
-        return scheme.choose(device, device.engines[0], "bf16", Wanted(weights=weights, product=product))
+        return scheme.choose(device, device.engines[0], "bf16", Storage(weights=weights, product=product))
 
     assert chosen("h200", "int4").product == "bf16"  # widened
     assert chosen("h200", "fp8").product == "bf16"
@@ -137,7 +138,7 @@ def test_products_of_quantized_weights() -> None:
 def test_dtypes_that_an_engine_does_not_take(target: str, dtypes: Any, says: str) -> None:
     device = targets.load(target)
     with pytest.raises(UnsupportedError) as caught:
-        scheme.choose(device, device.engines[0], "bf16", Wanted(**dtypes))
+        scheme.choose(device, device.engines[0], "bf16", Storage(**dtypes))
     assert says in caught.value.message
     assert caught.value.hint is not None
     assert "supported: " in caught.value.hint
@@ -208,7 +209,7 @@ def test_windows_bound_what_is_read_and_not_what_is_kept() -> None:
     steps = [windowed.decode(1, context) for context in (256, 4000)]
     assert steps[0].bytes == steps[1].bytes
     assert windowed.prefill(4000).operations < full.prefill(4000).operations
-    assert deployment.memory(windowed, Workload(3000, 1000)) == deployment.memory(full, Workload(3000, 1000))
+    assert memory.of(windowed, Workload(3000, 1000)) == memory.of(full, Workload(3000, 1000))
 
 
 def test_the_turning_batch_is_where_compute_takes_over() -> None:
@@ -266,14 +267,14 @@ def test_the_largest_batch_fits_and_one_more_does_not(name: str, device: str, co
     target, shape = targets.load(device), SHAPES[name]
     chosen = scheme.choose(target, target.engines[0], "bf16")
     placed = Placement(shape, target, chosen)
-    batch = deployment.largest_batch(placed, context)
-    assert batch == 0 or deployment.memory(placed, Workload(context, 0, batch)).fits
-    assert not deployment.memory(placed, Workload(context, 0, batch + 1)).fits
+    batch = memory.largest_batch(placed, context)
+    assert batch == 0 or memory.of(placed, Workload(context, 0, batch)).fits
+    assert not memory.of(placed, Workload(context, 0, batch + 1)).fits
 
 
 def test_larger_caches_leave_less_room() -> None:
     placed = Placement(SHAPES["llama-3.1-8b"], targets.load("rtx-4090"), BF16)
-    rooms = [deployment.largest_batch(placed, context) for context in (1024, 4096, 16384, 131072)]
+    rooms = [memory.largest_batch(placed, context) for context in (1024, 4096, 16384, 131072)]
     assert rooms == sorted(rooms, reverse=True)
     assert rooms[-1] == 0
 

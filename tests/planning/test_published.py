@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from llmforge import targets
-from llmforge.planning import deployment, families
+from llmforge.planning import families, memory
 from llmforge.planning.roofline import Placement, Workload
 from llmforge.planning.scheme import DtypeScheme
 from llmforge.planning.shape import Shape
@@ -172,7 +172,7 @@ def test_throughput_of_the_largest_batch_that_fits(
 ) -> None:
     """Within 12 %, though which batch their scheduler reached is not said."""
     placed = Placement(shape(model), targets.load(device), replace(FP8, compute="bf16"), ranks)
-    batch = deployment.largest_batch(placed, prompt + output)
+    batch = memory.largest_batch(placed, prompt + output)
     parts = placed.request_seconds(Workload(prompt, output, batch))
     assert abs(off(output / sum(parts), published)) <= 0.12
 
@@ -214,7 +214,7 @@ def test_what_fits_agrees_with_what_was_run() -> None:
     model, a100 = shape("llama-2-70b"), targets.load("a100-80")
 
     def fits(scheme: DtypeScheme, ranks: int, target: Target = a100) -> bool:
-        return deployment.memory(Placement(model, target, scheme, ranks), Workload(5, 200)).fits
+        return memory.of(Placement(model, target, scheme, ranks), Workload(5, 200)).fits
 
     assert not fits(BF16, 1)
     assert fits(BF16, 2)

@@ -10,8 +10,8 @@ import pytest
 from llmforge import backends, passes, targets
 from llmforge.base.errors import UnsupportedError
 from llmforge.planning import scheme, starting
-from llmforge.planning.starting import Goal
 from llmforge.recipe import Recipe
+from llmforge.rewrite.traits import Goal
 from llmforge.targets import SourcedFigure, Target
 
 from ..models.shapes import PUBLIC

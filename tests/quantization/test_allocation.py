@@ -11,24 +11,24 @@ from hypothesis import strategies as st
 
 from llmforge.base.errors import UsageError
 from llmforge.quantization import allocation
-from llmforge.quantization.allocation import Choice, allocate, loss
+from llmforge.quantization.allocation import FormatOption, allocate, loss
 from llmforge.quantization.grids import Grid
 
 CHOICES = st.lists(
-    st.lists(st.builds(Choice, size_bytes=st.integers(1, 30), loss=st.floats(0, 10)), min_size=1, max_size=4),
+    st.lists(st.builds(FormatOption, size_bytes=st.integers(1, 30), loss=st.floats(0, 10)), min_size=1, max_size=4),
     min_size=1,
     max_size=4,
 ).map(lambda lists: {f"weight{i}": formats for i, formats in enumerate(lists)})
 
 
-def total(choices: dict[str, list[Choice]], chosen: dict[str, int]) -> tuple[int, float]:
+def total(choices: dict[str, list[FormatOption]], chosen: dict[str, int]) -> tuple[int, float]:
     picked = [choices[name][at] for name, at in chosen.items()]
     return sum(each.size_bytes for each in picked), sum(each.loss for each in picked)
 
 
 @given(CHOICES, st.integers(1, 120))
 @settings(deadline=None)
-def test_it_is_the_best_of_all_combinations(choices: dict[str, list[Choice]], budget: int) -> None:
+def test_it_is_the_best_of_all_combinations(choices: dict[str, list[FormatOption]], budget: int) -> None:
     every = [
         dict(zip(choices, at, strict=True)) for at in itertools.product(*(range(len(f)) for f in choices.values()))
     ]
@@ -44,7 +44,7 @@ def test_it_is_the_best_of_all_combinations(choices: dict[str, list[Choice]], bu
 
 @given(CHOICES, st.integers(1, 120))
 @settings(deadline=None)
-def test_a_coarse_knapsack_keeps_the_budget(choices: dict[str, list[Choice]], budget: int) -> None:
+def test_a_coarse_knapsack_keeps_the_budget(choices: dict[str, list[FormatOption]], budget: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(allocation, "CELLS", 7)
         try:
@@ -67,7 +67,7 @@ def test_what_has_no_format_or_no_loss_is_refused() -> None:
     with pytest.raises(ValueError, match="w has no format"):
         allocate({"w": []}, 10)
     with pytest.raises(ValueError, match="not finite"):
-        allocate({"w": [Choice(1, float("nan"))]}, 10)
+        allocate({"w": [FormatOption(1, float("nan"))]}, 10)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,12 @@ def test_a_method_is_known_in_its_file_and_in_the_tuple_alone() -> None:
         other = (
             *(
                 ROOT / "llmforge" / name
-                for name in ("checkpoint", "planning/starting.py", "calibration/correct.py", "calibration/driver.py")
+                for name in (
+                    "checkpoint",
+                    "planning/starting.py",
+                    "calibration/low_rank_correction.py",
+                    "calibration/driver.py",
+                )
             ),
             *(ROOT / "passes" / f"quantize_{name}.py" for name in ("channels", "fp4")),  # which round to nearest alone
         )

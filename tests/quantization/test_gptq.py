@@ -152,9 +152,8 @@ def test_refinement_pays(bits: int, block_size: int, symmetric: bool) -> None:
 def test_the_error_of_each_row_is_told() -> None:
     x, weight, grid = inputs(300, 96), weights(40, 96), Grid(4, 32, False)
     curvature = Curvature.of(x.T @ x, DAMPING)
-    matrix, left = rounding.choose(
-        weight, curvature.order.astype(np.int32), curvature.hessian, curvature.inverse.T, grid, steps=8, sweeps=1
-    )
+    columns = rounding.OrderedColumns(curvature.order.astype(np.int32), curvature.hessian, curvature.inverse.T)
+    matrix, left = rounding.choose(weight, columns, grid, steps=8, sweeps=1)
     assert matrix.zero_points is not None
     for n in range(40):
         row = QuantizedMatrix(grid, matrix.codes[n : n + 1], matrix.scales[n : n + 1], matrix.zero_points[n : n + 1])
@@ -277,7 +276,7 @@ def test_the_method_rounds_the_target() -> None:
 
 
 def curvature_of(curvature: Curvature) -> NDArray[np.float64]:
-    """The damped Hessian, columns as they stand."""
+    """The damped Hessian, columns in their order."""
     back = np.argsort(curvature.order)
     return curvature.hessian[np.ix_(back, back)].astype(np.float64)
 

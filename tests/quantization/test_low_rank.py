@@ -78,7 +78,7 @@ def test_correcting_rounded_codes_says_what_both_ways_leave() -> None:
     weight = random.standard_normal((N, K)).astype(np.float32)
     grid = Grid(3, 32, symmetric=False)
     codes = dequantize(round_to_nearest(weight, grid))
-    found = low_rank.correct(weight, codes, moments, RANK, "fp32", grid)
+    found = low_rank.compute_correction(weight, codes, moments, RANK, "fp32", grid)
     whole = cost(weight, moments)
     assert found.before == pytest.approx(cost(weight - codes, moments) / whole, rel=1e-3)
     assert found.after == pytest.approx(cost(weight - codes - found.product(), moments) / whole, rel=1e-3)

@@ -149,11 +149,11 @@ def test_codes_chosen_column_by_column_with_avx512_and_without_are_equal(
     inputs = rng.standard_normal((1024, k)) * np.arange(1, k + 1) ** -0.3 @ rng.standard_normal((k, k))
     curvature = gptq.Curvature.of((inputs.T @ inputs).astype(np.float32), 0.01)
     wanted = rng.standard_normal((n, k)).astype(np.float32)
-    order, lower = curvature.order.astype(np.int32), curvature.inverse.T
+    columns = rounding.OrderedColumns(curvature.order.astype(np.int32), curvature.hessian, curvature.inverse.T)
     made = {}
     for name, library in loops.items():
         monkeypatch.setattr(rounding, "_library", lambda library=library: library)
-        made[name] = rounding.choose(wanted, order, curvature.hessian, lower, grid, steps=20, sweeps=2)
+        made[name] = rounding.choose(wanted, columns, grid, steps=20, sweeps=2)
     for part in ("codes", "scales", "zero_points"):
         np.testing.assert_array_equal(getattr(made["avx2"][0], part), getattr(made["avx512"][0], part), err_msg=part)
     np.testing.assert_array_equal(made["avx2"][1], made["avx512"][1])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmforge.quantization import structure
-from llmforge.quantization.structure import Float32, Float64, Kept, Step
+from llmforge.quantization.structure import Float32, Float64, PrunedStructure, PruningStep
 
 N, K = 12, 24
 
@@ -68,9 +68,9 @@ def test_the_first_unit_is_the_cheapest_of_all() -> None:
 
 def test_the_budget_goes_to_whom_it_costs_least() -> None:
     curves = {
-        (0, "heads"): [Step((0,), 0.1), Step((1,), 0.5)],
-        (0, "channels"): [Step((0, 1), 0.02), Step((2, 3), 0.04), Step((4, 5), 0.9)],
-        (1, "channels"): [Step((0, 1), 0.03), Step((2, 3), 0.2)],
+        (0, "heads"): [PruningStep((0,), 0.1), PruningStep((1,), 0.5)],
+        (0, "channels"): [PruningStep((0, 1), 0.02), PruningStep((2, 3), 0.04), PruningStep((4, 5), 0.9)],
+        (1, "channels"): [PruningStep((0, 1), 0.03), PruningStep((2, 3), 0.2)],
     }
     sizes = {(0, "heads"): 10, (0, "channels"): 5, (1, "channels"): 5}
     for target in range(1, 70, 7):
@@ -102,5 +102,5 @@ def test_moments_are_damped_until_they_can_be_factored() -> None:
 
 
 def test_what_is_left_is_found_by_layer() -> None:
-    kept = Kept((3,), ((1, (0, 2)),), ((0, (5,)),))
+    kept = PrunedStructure((3,), ((1, (0, 2)),), ((0, (5,)),))
     assert (kept.of_heads(1), kept.of_heads(0), kept.of_channels(0)) == ((0, 2), None, (5,))

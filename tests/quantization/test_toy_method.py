@@ -19,7 +19,7 @@ from llmforge import passes
 from llmforge.base.errors import DataError
 from llmforge.calibration import calibrate
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile import pipeline
 from llmforge.passes import quantize_weights
 from llmforge.quantization import methods
@@ -126,7 +126,7 @@ def test_calibration_serves_its_demand_and_the_pass_writes_its_codes(
     checkpoint, random = Checkpoint.open(tiny_checkpoint), np.random.default_rng(0)
     step = options.make(registered.QuantizeWeights, OPTIONS)
     assert step.demands() == (WeightDemand(PowersOfTwo(exponents=3), Grid(4, 32, True), tables=Grid(8, 32, True)),)
-    windows = [Window(f"d{i}", random.integers(3, 259, 40)) for i in range(3)]
+    windows = [TokenWindow(f"d{i}", random.integers(3, 259, 40)) for i in range(3)]
     statistics = calibrate(checkpoint, windows, step.demands())
     assert len(statistics.linears) == 15  # with the embedding, which is the head
     model = trace(checkpoint)
@@ -153,7 +153,7 @@ def test_inputs_that_it_refuses_are_named_with_its_remedy(
     with pytest.raises(
         DataError, match=r"layers\.0\.self_attn\.q_proj\.weight: .* do not allow method powers-of-two"
     ) as caught:
-        calibrate(Checkpoint.open(tiny_checkpoint), [Window("d", np.arange(3, 30))], [demand])
+        calibrate(Checkpoint.open(tiny_checkpoint), [TokenWindow("d", np.arange(3, 30))], [demand])
     assert caught.value.message.endswith(": its inputs were always 0")
     assert caught.value.hint == "give more, or other, calibration text, fewer exponents, or use method: rtn"
 

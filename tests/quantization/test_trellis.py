@@ -100,7 +100,7 @@ def test_compiled_loops_choose_the_codes_of_the_definition(n: int) -> None:
     weight = np.random.default_rng(5).standard_normal((n, 96)).astype(np.float32)
     start = round_to_nearest(weight, GRID)
     one, order = np.eye(96, dtype=np.float32), np.arange(96, dtype=np.int32)
-    found, _ = rounding.choose(weight, order, one, one, GRID, steps=0, sweeps=0, start=start)
+    found, _ = rounding.choose(weight, rounding.OrderedColumns(order, one, one), GRID, steps=0, sweeps=0, start=start)
     np.testing.assert_array_equal(found.scales, start.scales)
     steps = np.repeat(start.scales, 32, axis=1)
     np.testing.assert_array_equal(found.codes, trellis.nearest(weight / steps, steps * steps))
@@ -118,14 +118,14 @@ def test_zeros_do_not_sway_the_rows_beside_them() -> None:
 def test_sweeps_never_raise_the_error() -> None:
     weight = np.random.default_rng(6).standard_normal((64, 128)).astype(np.float32)
     hessian, lower = inputs(128, 7)
-    order, losses = np.arange(128, dtype=np.int32), []
+    columns, losses = rounding.OrderedColumns(np.arange(128, dtype=np.int32), hessian, lower), []
     for sweeps in range(4):
-        matrix, loss = rounding.choose(weight, order, hessian, lower, GRID, steps=8, sweeps=sweeps)
+        matrix, loss = rounding.choose(weight, columns, GRID, steps=8, sweeps=sweeps)
         left = (weight - dequantize(matrix)).astype(np.float64)
         assert loss.sum() == pytest.approx(np.einsum("nk,kl,nl->", left, hessian, left), rel=1e-3)
         losses.append(loss.sum())
     assert losses == sorted(losses, reverse=True)
-    plain, loss = rounding.choose(weight, order, hessian, lower, Grid(4, 32, False), steps=8, sweeps=2)
+    plain, loss = rounding.choose(weight, columns, Grid(4, 32, False), steps=8, sweeps=2)
     assert plain.zero_points is not None
     assert losses[2] < 0.9 * loss.sum()
 

@@ -11,17 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmforge.gates.comparison import Change, HistoryEntry
 from llmforge.gates.decision import Bound, Earlier, GateResult, Verdict, judge
 from llmforge.gates.records import StageRecord
-from llmforge.gates.release import Side
+from llmforge.gates.release import ArtifactReference
 from llmforge.metrics import catalog
 from llmforge.metrics.attribution import AttributedStep, Attribution, LayerCost
-from llmforge.metrics.catalog import QualityMetric
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.quality import Segment
+from llmforge.metrics.quality_metrics import QualityMetric
 from llmforge.recipe import GateSpec
 from llmforge.report import charts, load_charts, render
-from llmforge.report.comparing import Change, Entry
+from llmforge.report.drawing import Plot
 
 from ..samples import pages, reports
 from ..samples.pages import Page
@@ -174,7 +175,7 @@ def test_a_change_against_an_earlier_artifact_has_its_sign_and_says_against_what
     assert "| -1.0 % | -2.0 % – 0.0 % |" in falls
 
 
-def histogram(counts: tuple[int, ...], **figures: object) -> list[charts.Histogram]:
+def histogram(counts: tuple[int, ...], **figures: object) -> list[Plot]:
     return charts.histograms(reports.QUALITY.model_copy(update={"kld_histogram": counts, **figures}))
 
 
@@ -184,13 +185,13 @@ def test_a_histogram_shows_each_token_once_in_its_decade(counts: list[int]) -> N
     found = histogram(tuple(counts))
     assert len(found) == any(counts)
     for plot in found:
-        tokens = [round(column.height * max(counts)) for column in plot.columns]
+        tokens = [round(column.value * max(counts)) for column in plot.placed]
         first = next(at for at, count in enumerate(counts) if count) // 4 * 4
         assert tokens == counts[first : first + len(tokens)]
         assert sum(tokens) == sum(counts)
         width = 100 / len(tokens)
-        assert [column.left for column in plot.columns] == pytest.approx([width * at for at in range(len(tokens))])
-        assert plot.columns[-1].left + plot.columns[-1].width == pytest.approx(100)
+        assert [column.left for column in plot.placed] == pytest.approx([width * at for at in range(len(tokens))])
+        assert plot.placed[-1].left + plot.placed[-1].width == pytest.approx(100)
         low = -7 + first // 4
         assert plot.ticks[0].label == (f"1e{low}" if low < -2 else f"{10.0**low:g}")
 
@@ -207,15 +208,15 @@ def test_columns_of_a_histogram_stand_on_its_axis() -> None:
 
 def test_marks_that_are_no_numbers_are_named_and_not_drawn() -> None:
     (plot,) = histogram(reports.QUALITY.kld_histogram, kld_mean=of(math.nan), kld_p99=of(math.inf))
-    assert sorted((mark.label, mark.at == 100) for mark in plot.marks) == [("99 % inf", True), ("median 0.0114", False)]
+    assert sorted((mark.label, mark.at == 100) for mark in plot.flags) == [("99 % inf", True), ("median 0.0114", False)]
     assert "mean nan" in plot.description
     draw("histogram", plot)
     nothing = {name: of(math.nan) for name in ("kld_mean", "kld_median", "kld_p99")}
     (plot,) = histogram(reports.QUALITY.kld_histogram, **nothing)
-    assert plot.marks == ()
+    assert plot.flags == ()
 
 
-def curve(*values: Estimate, metric: str = "kld_by_position") -> charts.Curve:
+def curve(*values: Estimate, metric: str = "kld_by_position") -> Plot:
     """Lay out one curve alone, with a stretch of 9 tokens for each figure."""
     segments = tuple(Segment(first=1 + 9 * i, last=9 + 9 * i, tokens=9, figure=each) for i, each in enumerate(values))
     (plot,) = charts.by_position(reports.QUALITY.model_copy(update={"kld_by_position": segments}))
@@ -231,19 +232,19 @@ def test_a_curve_is_as_high_as_its_figures(values: list[float]) -> None:
     lower, higher = (curve(*map(of, values), metric=name) for name in ("kld_by_position", "top1_by_position"))
     top, bottom = max(values), min(values)
     for plot, ground in ((lower, 0.0), (higher, bottom)):
-        for stretch, value in zip(plot.stretches, values, strict=True):
+        for stretch, value in zip(plot.placed, values, strict=True):
             assert stretch.value == pytest.approx((value - ground) / (top - ground) if top > ground else 0)
-        assert plot.stretches[-1].left + plot.stretches[-1].width == pytest.approx(100)
+        assert plot.placed[-1].left + plot.placed[-1].width == pytest.approx(100)
         assert len(plot.ticks) <= 7
         page = draw("by_position", plot)
         heights = [number(dot, "cy") for dot in page.all("circle")]
-        assert heights == pytest.approx([150 - 132 * (stretch.value or 0) for stretch in plot.stretches], abs=0.06)
+        assert heights == pytest.approx([150 - 132 * (stretch.value or 0) for stretch in plot.placed], abs=0.06)
         assert len(shapes(page, "line", "curve")) == len(values) - 1
 
 
 def test_a_curve_has_a_gap_where_a_figure_is_nan_and_ends_at_the_top_where_it_is_infinite() -> None:
     plot = curve(of(1.0, 0.5, math.inf), of(math.nan, math.nan, math.nan), of(2.0), of(math.inf, 1.0, math.inf))
-    assert [stretch.value for stretch in plot.stretches] == [0.5, None, 1.0, 1.0]
+    assert [stretch.value for stretch in plot.placed] == [0.5, None, 1.0, 1.0]
     assert (plot.bottom, plot.top) == ("0", "2.00")
     page = draw("by_position", plot)
     assert len(page.all("circle")) == 3
@@ -400,15 +401,15 @@ def test_bounds_of_a_change_that_are_no_numbers_reach_both_ends() -> None:
         draw("change", plot, "a title")
 
 
-def entries(*figures: Estimate | None, metric: str = "kld_mean") -> list[Entry]:
+def entries(*figures: Estimate | None, metric: str = "kld_mean") -> list[HistoryEntry]:
     """Make a history of one metric; each version is worse than the one before by its figure."""
     found = []
     for at, (before, figure) in enumerate(zip([None, *figures], figures, strict=False)):
-        side = Side(name="tiny", version=f"{at}" * 12, content="c", evidence="e",
+        side = ArtifactReference(name="tiny", version=f"{at}" * 12, content="c", evidence="e",
                     created="2026-11-21T10:42:00+00:00", documents=9)  # fmt: skip
         worse = before is not None and figure is not None and figure.value > before.value
         change = Change(metric=metric, a=before, b=figure, difference=None, worse=worse)
-        found.append(Entry(side=side, verdict="pass", metrics=(change,)))
+        found.append(HistoryEntry(side=side, verdict="pass", metrics=(change,)))
     return found
 
 
@@ -417,13 +418,13 @@ def entries(*figures: Estimate | None, metric: str = "kld_mean") -> list[Entry]:
 def test_a_course_goes_from_the_oldest_version_to_the_newest_at_the_height_of_its_figures(values: list[float]) -> None:
     (plot,) = charts.courses(entries(*(of(value, value, value + 1) for value in values)))
     bottom, span = min(values), max(values) + 1 - min(values)
-    assert [place.value for place in plot.places] == pytest.approx([(value - bottom) / span for value in values])
-    places = [place.at for place in plot.places]
+    assert [place.value for place in plot.placed] == pytest.approx([(value - bottom) / span for value in values])
+    places = [place.at for place in plot.placed]
     assert places == sorted(set(places))
     assert plot.ticks[-1].at == places[-1]
     page = draw("course", plot)
     assert [number(dot, "cy") for dot in page.all("circle")] == pytest.approx(
-        [150 - 120 * place.value for place in plot.places], abs=0.06
+        [150 - 120 * place.value for place in plot.placed], abs=0.06
     )
     assert page.text.count("▼") == sum(after > before for before, after in pairwise(values))
     for whisker in shapes(page, "line", "whisker"):
@@ -432,13 +433,13 @@ def test_a_course_goes_from_the_oldest_version_to_the_newest_at_the_height_of_it
 
 def test_a_course_leaves_out_what_is_no_number_and_ends_unbounded_whiskers_at_its_edge() -> None:
     (plot,) = charts.courses(entries(of(1.0, 0.5, math.inf), None, of(math.nan), of(2.0, math.nan, 2.5)))
-    assert [place.at for place in plot.places] == [22, 94]
-    assert [(place.low, place.high) for place in plot.places] == [(0, 1), (0, 1)]
+    assert [place.at for place in plot.placed] == [22, 94]
+    assert [(place.low, place.high) for place in plot.placed] == [(0, 1), (0, 1)]
     assert charts.courses(entries(None, of(math.nan))) == []
     (flat,) = charts.courses(entries(of(1.0), of(1.0)))
-    assert [place.value for place in flat.places] == [0.5, 0.5]
+    assert [place.value for place in flat.placed] == [0.5, 0.5]
     (one,) = charts.courses(entries(of(1.0)))
-    assert [place.at for place in one.places] == [50]
+    assert [place.at for place in one.placed] == [50]
     for each in (plot, flat, one):
         draw("course", each)
 

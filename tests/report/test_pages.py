@@ -15,10 +15,10 @@ from click.testing import CliRunner
 
 from llmforge.artifact import Artifact
 from llmforge.cli import cli
-from llmforge.gates import records
+from llmforge.gates import comparison, records
+from llmforge.gates.comparison import Previous
 from llmforge.metrics import catalog
-from llmforge.report import charts, comparing, render, top
-from llmforge.report.comparing import Previous
+from llmforge.report import charts, render, top
 
 from ..samples import pages, reports
 from ..samples.stored import latency, put, quality
@@ -47,7 +47,7 @@ def graph(nodes: int) -> bytes:
 def previous(out: Path) -> tuple[records.Report, Previous]:
     *_, last = store(out)
     report = records.read(last)
-    found = comparing.previous(out, report)
+    found = comparison.previous(out, report)
     assert isinstance(found, Previous)
     return report, found
 
@@ -57,14 +57,14 @@ def every(out: Path) -> dict[str, str]:
     report, before = previous(out)
     versions = [Artifact.open(path.parent) for path in sorted(out.glob("tiny/*/manifest.json"))]
     versions.sort(key=lambda each: each.evidence[0].created)
-    entries = comparing.history(versions, tuple(catalog.deciding()))
+    entries = comparison.history(versions, tuple(catalog.deciding()))
     return {
         "report": render.to_html(reports.make()),
         "surface": render.to_html(wide()),
         "hostile": render.to_html(hostile()),
         "empty": render.to_html(reports.make(quality=None, latency=None, passes=(), gates=(), notes=())),
         "beside": render.to_html(report, before),
-        "diff": render.diff_page(comparing.compare(*versions[1:]), [HOSTILE]),
+        "diff": render.diff_page(comparison.compare(*versions[1:]), [HOSTILE]),
         "history": render.history_page("tiny", entries),
         "first": render.history_page("tiny", entries[:1]),
     }
@@ -105,17 +105,17 @@ def test_durations_of_another_load_are_not_set_beside(tmp_path: Path) -> None:
 def test_there_is_no_previous_of_the_first_and_a_damaged_one_is_told(tmp_path: Path) -> None:
     (only,) = [put(tmp_path)]
     report = records.read(only)
-    assert comparing.previous(tmp_path / "nothing", report) is None
-    assert comparing.previous(tmp_path, report) is None
+    assert comparison.previous(tmp_path / "nothing", report) is None
+    assert comparison.previous(tmp_path, report) is None
     later = report.model_copy(update={"content": "f" * 64})
-    assert isinstance(comparing.previous(tmp_path, later), Previous)
+    assert isinstance(comparison.previous(tmp_path, later), Previous)
     first = only.evidence[0].created
-    assert comparing.previous(tmp_path, later, made=first.replace(year=2020)) is None
+    assert comparison.previous(tmp_path, later, made=first.replace(year=2020)) is None
     record = next((only.path / "evidence").iterdir())
     only.path.joinpath("evidence").chmod(0o755)
     record.chmod(0o644)
     record.write_bytes(record.read_bytes()[:-20])
-    said = comparing.previous(tmp_path, later)
+    said = comparison.previous(tmp_path, later)
     assert isinstance(said, str)
     assert said.startswith(f"the version before, tiny/{only.path.name}, cannot be read: ")
 
@@ -143,19 +143,19 @@ def test_diff_and_history_write_pages(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_course_marks_its_regressions(tmp_path: Path) -> None:
-    entries = comparing.history(store(tmp_path), ("kld_mean", "tpot_p50_ms", "kld_p999"))
+    entries = comparison.history(store(tmp_path), ("kld_mean", "tpot_p50_ms", "kld_p999"))
     kld, tpot, *_ = charts.courses(entries)
-    assert [place.kind for place in kld.places] == ["same", "better", "worse"]
-    assert kld.places[1].value < kld.places[0].value < kld.places[2].value
-    assert kld.places[0].low is not None
+    assert [place.kind for place in kld.placed] == ["same", "better", "worse"]
+    assert kld.placed[1].value < kld.placed[0].value < kld.placed[2].value
+    assert kld.placed[0].low is not None
     assert f"regressions in {entries[2].side.version}" in kld.description
-    assert [place.kind for place in tpot.places] == ["same"] * 3  # of other runs
+    assert [place.kind for place in tpot.placed] == ["same"] * 3  # of other runs
     assert "no regression" in tpot.description
 
 
 def test_a_change_is_drawn_around_zero_and_true_to_scale(tmp_path: Path) -> None:
     _, second, third = store(tmp_path)
-    found = {change.metric: change for change in comparing.compare(second, third).metrics}
+    found = {change.metric: change for change in comparison.compare(second, third).metrics}
     plot, moved = charts.change(found["kld_mean"]), found["kld_mean"].difference
     assert plot is not None
     assert moved is not None

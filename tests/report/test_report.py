@@ -12,14 +12,14 @@ from llmforge.gates.decision import Verdict, judge, overall
 from llmforge.gates.records import Report, ReusedRecord
 from llmforge.metrics import catalog, units
 from llmforge.metrics.attribution import AttributedStep, Attribution, LayerCost
-from llmforge.metrics.catalog import Measured, Sizes
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.latency import Compute, DataSheet, Noise, Price, Side, Start
+from llmforge.metrics.latency import Compute, DataSheet, EngineStart, HourlyPrice, Noise, TimedSide
+from llmforge.metrics.metric import Measured, Sizes
 from llmforge.metrics.quality import Sample
 from llmforge.metrics.token_records import DocumentTokens
-from llmforge.metrics.workload import RequestTimes, Slo, Workload
+from llmforge.metrics.workload import MeasuredWorkload, RequestTimes, Slo
 from llmforge.recipe import GateSpec
-from llmforge.report import by_layer, charts, load_charts, render, top, view
+from llmforge.report import by_layer, charts, drawing, load_charts, render, top, view
 from llmforge.rewrite.pass_base import Rewritten, Skipped
 
 from ..samples import pages, reports
@@ -218,20 +218,20 @@ def test_gate_plot_is_true_to_scale() -> None:
 
 def test_histogram_shows_all_tokens_at_their_place() -> None:
     (plot,) = charts.histograms(reports.QUALITY)
-    assert len(plot.columns) == 4 * (len(plot.ticks) - 1)
-    assert max(column.height for column in plot.columns) == 1
-    tallest = max(plot.columns, key=lambda column: column.height)
+    assert len(plot.placed) == 4 * (len(plot.ticks) - 1)
+    assert max(column.value for column in plot.placed) == 1
+    tallest = max(plot.placed, key=lambda column: column.value)
     ticks = {tick.label: tick.at for tick in plot.ticks}
     assert ticks["1e-3"] < tallest.left < ticks["0.01"]
-    marks = {mark.label.rpartition(" ")[0]: mark.at for mark in plot.marks}
+    marks = {mark.label.rpartition(" ")[0]: mark.at for mark in plot.flags}
     assert ticks["0.01"] < marks["median"] < marks["mean"] < ticks["0.1"] < marks["99 %"] < ticks["1"]
-    assert {mark.label for mark in plot.marks} == {"median 0.0114", "mean 0.0210", "99 % 0.119"}
+    assert {mark.label for mark in plot.flags} == {"median 0.0114", "mean 0.0210", "99 % 0.119"}
 
 
 @pytest.mark.parametrize("places", [(10, 12, 40), (50, 51, 52), (60, 90, 99), (0, 1, 2)])
 def test_no_label_of_a_mark_is_crossed(places: tuple[float, ...]) -> None:
-    flags = charts._apart(
-        [charts.Mark(at, f"{label} 0.0123") for at, label in zip(places, ("a", "b", "c"), strict=True)]
+    flags = drawing.apart(
+        [drawing.Mark(at, f"{label} 0.0123") for at, label in zip(places, ("a", "b", "c"), strict=True)]
     )
     assert sorted(flag.row for flag in flags) == [0, 1, 2]
     for flag in flags:
@@ -242,11 +242,11 @@ def test_no_label_of_a_mark_is_crossed(places: tuple[float, ...]) -> None:
 def test_a_curve_shows_every_stretch_at_its_height() -> None:
     (plot,) = charts.by_position(reports.QUALITY)
     assert [tick.label for tick in plot.ticks] == ["1", "16", "24", "384"]
-    assert [stretch.left for stretch in plot.stretches] == [0, 25, 50, 75]
-    heights = [stretch.value for stretch in plot.stretches]
+    assert [stretch.left for stretch in plot.placed] == [0, 25, 50, 75]
+    heights = [stretch.value for stretch in plot.placed]
     assert heights == pytest.approx([0.0188 / 0.0257, 0.0193 / 0.0257, 0.0199 / 0.0257, 1])  # from 0
-    assert plot.stretches[0].low == pytest.approx(0.0171 / 0.0257)
-    assert plot.stretches[-1].low is None
+    assert plot.placed[0].low == pytest.approx(0.0171 / 0.0257)
+    assert plot.placed[-1].low is None
     assert (plot.bottom, plot.top) == ("0", "0.0257")
     text = Page(render.to_html(reports.make())).text
     assert "Mean KLD by position, by tokens of context" in text
@@ -295,16 +295,16 @@ def test_what_a_pass_did_in_each_layer_is_told_once() -> None:
         Rewritten("model.norm/Norm", "merged with model.layers.4/Add_2"),
     ]
     assert by_layer.groups(places) == [
-        by_layer.Group("0–2, 4", "model.layers.N.mlp/Norm", "merged with model.layers.N/Add", 4),
-        by_layer.Group("1–2", "model.layers.N.norm/Norm", "merged with model.layers.N-1/Add_2", 2),
-        by_layer.Group("3", "model.layers.N.mlp/Norm", "merged with model.layers.9/Add", 1),
-        by_layer.Group("", "model.norm/Norm", "merged with model.layers.4/Add_2", 1),
+        by_layer.NodeGroup("0–2, 4", "model.layers.N.mlp/Norm", "merged with model.layers.N/Add", 4),
+        by_layer.NodeGroup("1–2", "model.layers.N.norm/Norm", "merged with model.layers.N-1/Add_2", 2),
+        by_layer.NodeGroup("3", "model.layers.N.mlp/Norm", "merged with model.layers.9/Add", 1),
+        by_layer.NodeGroup("", "model.norm/Norm", "merged with model.layers.4/Add_2", 1),
     ]
 
 
 def test_experts_of_all_layers_are_told_once_and_other_sizes_apart() -> None:
     experts = [Skipped(f"model.layers.{n}.experts.{e}.up", "it has 2 bits") for n in range(3) for e in range(4)]
-    assert by_layer.groups(experts) == [by_layer.Group("0–2", "model.layers.N.experts.*.up", "it has 2 bits", 12)]
+    assert by_layer.groups(experts) == [by_layer.NodeGroup("0–2", "model.layers.N.experts.*.up", "it has 2 bits", 12)]
     sizes = [Rewritten(f"h.{n}.attn", f"[256, {n}]") for n in range(2)]
     assert [group.what for group in by_layer.groups(sizes)] == ["[256, 0]", "[256, 1]"]
 
@@ -370,9 +370,9 @@ def test_errors_by_layer_stand_in_the_order_of_layers() -> None:
     (plot,) = charts.by_layer(attribution)
     assert [mark.label for mark in plot.ticks] == ["a", "0", "1"]
     assert plot.others == (("a", "model.embed_tokens.weight"),)
-    assert plot.columns[2].high == 1
-    assert plot.columns[0].low == 0
-    assert plot.columns[0].zero == pytest.approx(0.0015 / 0.0105)
+    assert plot.placed[2].high == 1
+    assert plot.placed[0].low == 0
+    assert plot.zero == pytest.approx(0.0015 / 0.0105)
     assert "most: layer 1, 0.00800" in plot.description
     falls = charts.waterfall(attribution)
     assert [(round(fall.start), round(fall.width), round(fall.end), fall.gains) for fall in falls] == [
@@ -396,15 +396,15 @@ def wide() -> Report:
     rng, conditions = np.random.default_rng(0), reports.LATENCY.model_copy(update={
         "compute": Compute(dtype="int8", operations_per_second={"fp32": 2e11, "int8": 5e11}, probe="two products"),
         "footprint": reports.LATENCY.footprint.model_copy(update={"multiply_adds_per_token": 6_800_000}),
-        "price": Price(usd_per_hour=3.6, source="a list", date="2026-01"),
+        "price": HourlyPrice(usd_per_hour=3.6, source="a list", date="2026-01"),
         "slo": Slo(ttft_ms=50, tpot_ms=5),
         "data_sheet": DataSheet(
             target="h200", bytes_per_second=4.8e12, operations_per_second={"int8": 2e15}, source="s"
         ),
     })  # fmt: skip
 
-    def side(batch: int, prompt: int) -> Side:
-        return Side([np.array([prompt / 10, 2, 3]) * batch**0.5 * rng.uniform(1, 1.1) for _ in range(8)], batch)
+    def side(batch: int, prompt: int) -> TimedSide:
+        return TimedSide([np.array([prompt / 10, 2, 3]) * batch**0.5 * rng.uniform(1, 1.1) for _ in range(8)], batch)
 
     points = [catalog.point(p, side(b, p), None, conditions) for b in (1, 2, 8) for p in (32, 128, 512)]
     times = RequestTimes(sent_ms=0.0, token_ms=(45.0, 49.0), ended_ms=49.0, prompt_tokens=4, output_tokens=2)
@@ -412,8 +412,10 @@ def wide() -> Report:
         update={
             "baseline": None,
             "points": tuple(points),
-            "workloads": (Workload.of("shared_prefix", "two requests", ((times, times),), conditions.slo, 0.75),),
-            "starts": (Start(load_ms=300.0, peak_host_bytes=150_000_000, peak_device_bytes=None),),
+            "workloads": (
+                MeasuredWorkload.of("shared_prefix", "two requests", ((times, times),), conditions.slo, 0.75),
+            ),
+            "starts": (EngineStart(load_ms=300.0, peak_host_bytes=150_000_000, peak_device_bytes=None),),
             "noise": Noise(probe_ms=(1.0,) * 10 + (2.0,) * 3, stolen_share=0.125, waits=7, load_average=1.5),
             "stopped": "the budget of 9 s ended",
         }

@@ -58,7 +58,7 @@ def lowered(model: ir.Model) -> ir.Model:
     [adapter] = canonical.LowRankAdapter.all(model)
     cpu_adapters.lower(adapter)
     graph.drop_unused(model)
-    assert cpu.LowRankAdapter.all(model)
+    assert cpu.CpuLowRankAdapter.all(model)
     return model
 
 
@@ -118,7 +118,7 @@ def test_an_adapter_that_is_not_there_is_refused(wrong: list[int]) -> None:
 )
 def test_shapes_that_do_not_fit_are_refused(changes: dict[str, Array], words: str) -> None:
     model = lowered(layer(8, [8], 2, 3)[0])
-    [node] = cpu.LowRankAdapter.all(model)
+    [node] = cpu.CpuLowRankAdapter.all(model)
     for name, array in changes.items():
         setattr(node, name, graph.initializer(model, f"wrong_{name}", array))
     with pytest.raises(RunFailed, match=words):

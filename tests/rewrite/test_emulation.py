@@ -46,7 +46,7 @@ def test_every_value_is_one_of_the_dtype(dtype: str, numpy: type) -> None:
     ]
     assert len(names) > 20
     run = probe.random_runs(96)[0]
-    seen = probe.observe(probe.open_session(model, probe.Weights(), 1, names), run, 0, names)
+    seen = probe.observe(probe.open_session(model, probe.InitializerArrays(), 1, names), run, 0, names)
     for name, array in seen.items():
         np.testing.assert_array_equal(array, array.astype(numpy).astype(np.float32), err_msg=name)
 
@@ -55,7 +55,9 @@ def test_every_value_is_one_of_the_dtype(dtype: str, numpy: type) -> None:
 def test_a_product_sums_in_fp32_and_rounds_once(dtype: str, numpy: type) -> None:
     model = halved(dtype)
     names = ["l0_normed", "l0_q"]
-    seen = probe.observe(probe.open_session(model, probe.Weights(), 1, names), probe.random_runs(96)[0], 0, names)
+    seen = probe.observe(
+        probe.open_session(model, probe.InitializerArrays(), 1, names), probe.random_runs(96)[0], 0, names
+    )
     weight = model.graph.initializers["model.layers.0.self_attn.q_proj.weight"].const_value
     assert weight is not None
     assert weight.numpy().dtype == numpy
@@ -76,7 +78,7 @@ def test_weights_are_read_once_however_often_a_graph_is_loaded() -> None:
         return ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=value.name)
 
     value.const_value = ir.LazyTensor(read, tensor.dtype, ir.Shape(tensor.shape.numpy()), name=value.name)
-    weights = probe.Weights()
+    weights = probe.InitializerArrays()
     for _ in range(3):
         probe.open_session(model, weights, 1)
     assert len(reads) == 1

@@ -82,11 +82,13 @@ def attributes(shape: Shape) -> dict[str, Any]:
 
 def reference(shape: Shape, given: dict[str, NDArray[Any]]) -> tuple[Floats, Floats]:
     operands = {name.replace("past_key_values.0.latent", "past"): array for name, array in given.items()}
-    return dialect.latent_attention(**operands, **attributes(shape))
+    return dialect.latent_attention(
+        **operands, form=dialect.AttentionForm(kv_num_heads=shape.heads, **attributes(shape))
+    )
 
 
 def model_of(
-    shape: Shape, given: dict[str, NDArray[Any]], kernel: type[canonical.LatentAttention | cpu.LatentAttention]
+    shape: Shape, given: dict[str, NDArray[Any]], kernel: type[canonical.LatentAttention | cpu.CpuLatentAttention]
 ) -> ir.Model:
     """Write a graph of one node; `input_ids` is there because the expansion counts its tokens."""
     values = {
@@ -138,7 +140,7 @@ def test_expansion(step: str) -> None:
 def test_kernel(step: str, threads: int) -> None:
     shape, given = STEPS[step], feeds(STEPS[step])
     y, present = reference(shape, given)
-    got = run(model_of(shape, given, cpu.LatentAttention), given, shape, threads)
+    got = run(model_of(shape, given, cpu.CpuLatentAttention), given, shape, threads)
     np.testing.assert_allclose(got[0], y, atol=2e-5)
     np.testing.assert_array_equal(got[1], present)
 
@@ -169,7 +171,7 @@ def test_kernel_of_every_instruction_set(name: str) -> None:
     try:
         for step in ("decode, two blocks of keys, ragged", "window, prompt", "softcap and sinks, prompt", "few tokens"):
             shape, given = STEPS[step], feeds(STEPS[step])
-            got = run(model_of(shape, given, cpu.LatentAttention), given, shape)
+            got = run(model_of(shape, given, cpu.CpuLatentAttention), given, shape)
             np.testing.assert_allclose(got[0], reference(shape, given)[0], atol=2e-5)
     finally:
         native.instruction_set()
@@ -180,22 +182,24 @@ def test_a_row_is_what_it_is_alone_whatever_lies_behind_it() -> None:
     given = feeds(shape)
     given["past_key_values.0.latent"][0, :, 132:] = np.nan
     given["past_key_values.0.latent"][1, :, 7:] = np.inf
-    got, _ = run(model_of(shape, given, cpu.LatentAttention), given, shape)
+    got, _ = run(model_of(shape, given, cpu.CpuLatentAttention), given, shape)
     for row in range(2):
         own = {name: array if name == "up" else array[row : row + 1] for name, array in given.items()}
         alone = replace(shape, past=shape.past[row : row + 1])
-        np.testing.assert_array_equal(run(model_of(alone, own, cpu.LatentAttention), own, alone)[0], got[row : row + 1])
+        np.testing.assert_array_equal(
+            run(model_of(alone, own, cpu.CpuLatentAttention), own, alone)[0], got[row : row + 1]
+        )
 
 
 @pytest.mark.parametrize(("whole", "rest", "past"), [(150, 40, 0), (60, 9, 512), (512, 12, 0), (40, 12, 1024)])
 def test_the_rest_of_a_chunk_gets_the_bits_of_the_whole(whole: int, rest: int, past: int) -> None:
     shape = Shape(2, 64, 16, 16, 16, capacity=past + whole, sequence=whole, past=(past,))
     given = feeds(shape)
-    y, present = run(model_of(shape, given, cpu.LatentAttention), given, shape)
+    y, present = run(model_of(shape, given, cpu.CpuLatentAttention), given, shape)
     behind = replace(shape, sequence=rest, past=(past + whole - rest,))
     own = {**given, "past_lengths": np.array(behind.past, np.int32), "past_key_values.0.latent": present}
     own |= {name: given[name][:, -rest:] for name in ("q", "latent")}
-    got, _ = run(model_of(behind, own, cpu.LatentAttention), own, behind)
+    got, _ = run(model_of(behind, own, cpu.CpuLatentAttention), own, behind)
     np.testing.assert_array_equal(got, y[:, -rest:])
 
 
@@ -215,4 +219,4 @@ def test_kernel_refuses_what_does_not_fit(change: dict[str, Any], message: str) 
     shape = Shape()
     given = {**feeds(shape), **change}
     with pytest.raises(Exception, match=message):
-        run(model_of(shape, given, cpu.LatentAttention), given, shape)
+        run(model_of(shape, given, cpu.CpuLatentAttention), given, shape)

@@ -78,7 +78,7 @@ def test_no_bit_moves_behind_fused_norms() -> None:
         FuseNorms().run(model, graphs.CPU)
         if step is not None:
             assert len(step.run(model, graphs.CPU).rewritten) == 6
-        session = probe.open_session(model, probe.Weights(), 1)
+        session = probe.open_session(model, probe.InitializerArrays(), 1)
         made.append([outcome.logits.tobytes() for outcome in probe.drive(session, run, caches=False)])
     assert made[0] == made[1]
 

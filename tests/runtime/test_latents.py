@@ -80,7 +80,7 @@ def runners(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Mappi
         if form == "CPU kernels":
             changes = CpuKernels(Budget(kld_mean=1e-9), latents="fp32").run(model, Context(target))
             assert sum("LatentAttention" in each.what for each in changes.rewritten) == LAYERS
-            assert len(cpu.LatentAttention.all(model)) == LAYERS
+            assert len(cpu.CpuLatentAttention.all(model)) == LAYERS
         lowered, _ = engine.lower(model, target)
         spec = EngineSpec(max_context=CONTEXT, max_batch=4, threads=1)
         engine.build(BuildRequest(lowered, folder / "engine", spec, target, opened.eos_token_ids, opened.bos_token_id))

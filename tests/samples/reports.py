@@ -21,10 +21,10 @@ from llmforge.gates.records import (
 )
 from llmforge.measure.machine import Machine
 from llmforge.metrics import catalog
-from llmforge.metrics.catalog import Measured, Sizes
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.latency import Bandwidth, Footprint, Latency, Point, Spread, Timing
-from llmforge.metrics.quality import Answer, DocumentSums, Quality, Sample, Segment
+from llmforge.metrics.latency import Bandwidth, Footprint, Latency, LatencyPoint, Spread, Timing
+from llmforge.metrics.metric import Measured, Sizes
+from llmforge.metrics.quality import DocumentSums, GreedyAnswer, Quality, Sample, Segment
 from llmforge.recipe import GateSpec
 from llmforge.rewrite.pass_base import Numerics, Rewritten, Skipped
 
@@ -102,8 +102,8 @@ QUALITY = Quality(
         Sample(document="guide-1", prompt="Every", shared=" build is the same.", baseline="", artifact=""),
     ),
     answers=(
-        Answer(document="guide-0", prompt_tokens=32, tokens=128, first_difference=4),
-        Answer(document="guide-1", prompt_tokens=32, tokens=90, first_difference=None),
+        GreedyAnswer(document="guide-0", prompt_tokens=32, tokens=128, first_difference=4),
+        GreedyAnswer(document="guide-1", prompt_tokens=32, tokens=90, first_difference=None),
     ),
     per_document=(
         DocumentSums(document="guide-0", tokens=40_000, baseline_nll=152_000.5, nll=152_400.25, kld=840.5,
@@ -130,11 +130,11 @@ LATENCY = Latency(
         working_set_bytes_per_second=82.4e9,
     ),
     points=(
-        Point(prompt_tokens=32, artifact=timing(2.31, 0.482), baseline=timing(9.8, 5.71), ttft_speedup=speedup(4.24),
-              tpot_speedup=speedup(11.8), output_tokens_per_second=rate(1960),
+        LatencyPoint(prompt_tokens=32, artifact=timing(2.31, 0.482), baseline=timing(9.8, 5.71),
+              ttft_speedup=speedup(4.24), tpot_speedup=speedup(11.8), output_tokens_per_second=rate(1960),
               bytes_read_per_token=3_894_560, bandwidth_utilization=0.098),
-        Point(prompt_tokens=512, artifact=timing(31.7, 0.611), baseline=timing(58.2, 6.02), ttft_speedup=speedup(1.84),
-              tpot_speedup=speedup(9.85), output_tokens_per_second=rate(913),
+        LatencyPoint(prompt_tokens=512, artifact=timing(31.7, 0.611), baseline=timing(58.2, 6.02),
+              ttft_speedup=speedup(1.84), tpot_speedup=speedup(9.85), output_tokens_per_second=rate(913),
               bytes_read_per_token=4_677_920, bandwidth_utilization=0.0929),
     ),
 )  # fmt: skip

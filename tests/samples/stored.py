@@ -21,9 +21,9 @@ from llmforge.gates import records, verdict
 from llmforge.gates.decision import overall
 from llmforge.gates.records import EngineFile, EngineRecord, Report
 from llmforge.metrics import catalog
-from llmforge.metrics.catalog import QualityMetric
-from llmforge.metrics.latency import Latency, Side
-from llmforge.metrics.quality import Answer, Quality, summarize
+from llmforge.metrics.latency import Latency, TimedSide
+from llmforge.metrics.quality import GreedyAnswer, Quality, summarize
+from llmforge.metrics.quality_metrics import QualityMetric
 from llmforge.metrics.token_records import WindowScores
 from llmforge.recipe import GateSpec
 
@@ -64,7 +64,7 @@ def quality(kld: float = 0.021) -> Quality:
         for name, (window,) in list(scores.items())[:10]
     }
     answers = [
-        Answer(document=f"guide-{i}", prompt_tokens=32, tokens=128, first_difference=None if i % 3 else 10 * i)
+        GreedyAnswer(document=f"guide-{i}", prompt_tokens=32, tokens=128, first_difference=None if i % 3 else 10 * i)
         for i in range(12)
     ]
     return summarize(forms, scores, context=51, decoded=decoded, answers=answers)
@@ -76,7 +76,7 @@ def latency(tpot_ms: float = 0.5) -> Latency:
     jitter = np.random.default_rng(1).normal(1, 0.02, (20, 4))
     ours = list(np.round(np.array([2.0, tpot_ms, tpot_ms, tpot_ms]) * jitter, 5))
     fixed = reports.LATENCY
-    point = catalog.point(32, Side(ours), Side([10 * each for each in ours]), fixed)
+    point = catalog.point(32, TimedSide(ours), TimedSide([10 * each for each in ours]), fixed)
     return fixed.model_copy(update={"points": (point,), "output_tokens": 4})
 
 

@@ -487,7 +487,7 @@ def test_layers_with_states_are_batched_and_go_without_reuse(tmp_path, answers):
     zoo.write("qwen3-5", tmp_path)
     write_tokenizer(tmp_path)
     model, _ = engine.lower(trace(Checkpoint.open(tmp_path)), targets.load("cpu-avx2"))
-    session = probe.open_session(model, probe.Weights(), 1)
+    session = probe.open_session(model, probe.InitializerArrays(), 1)
     vocabulary = session.vocabulary
     samplers = Samplers(Tokenizer(WordLevel({"a": 0}, "a")), vocabulary, ())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def test_the_runtime_reads_a_long_prompt_in_pieces_with_the_angles_of_a_long_tex
     """Phi-3 with an original context of 16 tokens, and pieces of 8."""
     monkeypatch.setattr(runner, "LOGITS_CHUNK", 8)
     zoo_classic.write("phi3-longrope", tmp_path)
-    session = probe.open_session(traced(tmp_path), probe.Weights(), threads=1)
+    session = probe.open_session(traced(tmp_path), probe.InitializerArrays(), threads=1)
     config = RuntimeConfig(
         format=2,
         onnxruntime="",
@@ -210,11 +211,11 @@ def test_the_expansion_of_slopes_equals_the_reference(window: int, tmp_path: Pat
     past = rng.standard_normal((2, 4, 9, 16)).astype(np.float32)
     lengths = np.array([2, 5], np.int32)
     slopes = np.array([0.25, 0.0625, 0.015625, 0.00390625], np.float32)
-    common = {"num_heads": 4, "kv_num_heads": 4, "scale": 0.25, "softcap": 0.0}
-    plain, *_ = dialect.attention(
-        arrays["q"], arrays["k"], arrays["v"], past, past, lengths, alibi_slopes=slopes, window=window, **common
+    form = dialect.AttentionForm(4, 4, 0.25, window=window, alibi_slopes=slopes)
+    plain, none = (
+        dialect.attention(arrays["q"], arrays["k"], arrays["v"], past, past, lengths, form=each)[0]
+        for each in (form, replace(form, alibi_slopes=None))
     )
-    none, *_ = dialect.attention(arrays["q"], arrays["k"], arrays["v"], past, past, lengths, window=window, **common)
     assert np.abs(plain - none).max() > 1e-3
     assert not [node for node in cut.graph if node.domain == "llmforge"]
     assert "Where" in {node.op_type for node in cut.graph}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from llmforge.ir.operators.canonical import MoE
 from llmforge.ir.routing import never_negative
 from llmforge.passes import FlashAttention, OptimumInterface
 from llmforge.trace import trace
-from llmforge.trace.hooks import indexers, lightning, looped_experts, miniature, places, rotary
+from llmforge.trace.hooks import indexers, lightning, looped_experts, miniature, position_tracer, rotary
 from llmforge.verification.trace_verifier import verify_trace
 
 from ..models import graphs, zoo
@@ -101,7 +102,7 @@ def test_an_indexer_is_noted_even_if_it_chooses_every_token_of_the_context(
     model, shortest = nn.ModuleList([Indexer(chosen)]), indexers.Shortest()
     indexers.substitute(model, rotary.Tables(64), shortest)
     assert model[0](torch.zeros(2, 3, 6), past_key_values=indexers._Keys(0, None)) == indexers.AllTokens("Indexer")  # type: ignore[arg-type]
-    assert shortest.limit == longest_text.Limit(tokens, reason)
+    assert shortest.limit == longest_text.TextLimit(tokens, reason)
 
 
 @pytest.mark.thorough
@@ -181,9 +182,10 @@ def test_expanded_chunks_equal_the_reference(chunk: int) -> None:
     names = {value.name for value in session.get_inputs()}
     *_, q, k, v, y = session.run(None, {**{n: x for n, x in feeds.items() if n in names}, **caches})
     attributes = {name: attribute.value for name, attribute in node.attributes.items() if name != "layer"}
-    expected, *_ = dialect.attention(q, k, v, *caches.values(), past, **attributes)
+    form = dialect.AttentionForm(**attributes)
+    expected, *_ = dialect.attention(q, k, v, *caches.values(), past, form=form)
     np.testing.assert_allclose(y, expected, atol=1e-5)
-    whole, *_ = dialect.attention(q, k, v, *caches.values(), past, **{**attributes, "chunk": 0})
+    whole, *_ = dialect.attention(q, k, v, *caches.values(), past, form=replace(form, chunk=0))
     assert bool(np.abs(whole - expected).max() > 1e-3) is (chunk < 12)
 
 
@@ -200,7 +202,7 @@ def test_attention_in_chunks_is_no_group_query_attention_and_not_padded_on_the_l
 
 def test_positions_behind_a_cache_are_those_of_each_row() -> None:
     given = torch.tensor([[3, 4, 5], [0, 1, 2]])
-    with places.Places() as counted:
+    with position_tracer.PositionTracer() as counted:
         counted.position_ids = given
         length: Any = counted.length(3)
         positions: Any = torch.arange(3) + length
@@ -229,7 +231,7 @@ def test_positions_behind_a_cache_are_those_of_each_row() -> None:
 )
 def test_what_is_no_function_of_each_position_is_refused(compute: Callable[[Any], object]) -> None:
     with pytest.raises(UnsupportedError, match="with positions that it counts from the length of its cache"):
-        compute(places.Positions(torch.zeros(2, 3)))
+        compute(position_tracer.Positions(torch.zeros(2, 3)))
 
 
 # Experts -----------------------------------------------------------------------------------------------------------

@@ -267,7 +267,7 @@ def test_experts_that_take_more_than_tokens_are_refused() -> None:
 
     type(made).forward = forward
     with pytest.raises(UnsupportedError, match="takes self, x, ids, mixing, capacity: more than tokens"):
-        experts.Experts()(made, x, torch.zeros(2, 1), torch.zeros(2, 1), 3)
+        experts.ExpertsHook()(made, x, torch.zeros(2, 1), torch.zeros(2, 1), 3)
 
 
 def test_a_model_without_the_registry_is_refused(tmp_path: Path) -> None:
@@ -286,8 +286,10 @@ def test_only_experts_that_are_stacked_are_converted_in_pieces() -> None:
     keys = ("e.0.a", "e.0.b", "e.1.a", "e.1.b")
     patterns = ("e.*.a", "e.*.b", "e.*.a", "e.*.b")
 
-    def group(*operations: Any) -> internals.Group:
-        return internals.Group("e", keys, patterns, WeightConverter(["e.*.a", "e.*.b"], "e", operations=[*operations]))
+    def group(*operations: Any) -> internals.ConversionGroup:
+        return internals.ConversionGroup(
+            "e", keys, patterns, WeightConverter(["e.*.a", "e.*.b"], "e", operations=[*operations])
+        )
 
     first, second = group(MergeModulelist(dim=0), Concatenate(dim=1)).pieces()
     assert (first.keys, second.keys) == (("e.0.a", "e.0.b"), ("e.1.a", "e.1.b"))

@@ -32,7 +32,7 @@ from llmforge.trace import trace
 from llmforge.trace.canonicalize import tokenwise
 from llmforge.trace.export import concatenations, reference, untranslated
 from llmforge.trace.hooks import gated_norms, indexers, linear_attention, norms, recurrent, rotary, state_spaces
-from llmforge.trace.hooks.attention import Attention, CacheLayer
+from llmforge.trace.hooks.attention import AttentionHook, CacheLayer
 from llmforge.verification import probe
 
 from ..models import zoo
@@ -48,7 +48,7 @@ def traced(name: str, folder: Path, **changes: Any) -> ir.Model:
 
 
 def served(model: ir.Model) -> Session:
-    weights = probe.Weights()
+    weights = probe.InitializerArrays()
     return probe.open_session(engine.lower(model, TARGET)[0], weights, 1)
 
 
@@ -245,7 +245,7 @@ def test_a_norm_that_needs_the_gate_that_it_declares_optional_is_not_run_alone()
 
     norms_of = {"plain": nn.RMSNorm(16), "optional": Gated(torch.tanh), "needed": KimiLinearRMSNormGated(16)}
     model: Any = SimpleNamespace(model=nn.ModuleDict(norms_of))
-    found = list(reference.Reference.norms(model))
+    found = list(reference.ReferenceModel.norms(model))
     assert [norm.name for norm in found] == ["plain", "optional"]
     assert [norm.compute(np.ones((2, 16), np.float32)).shape for norm in found] == [(2, 16)] * 2
 
@@ -394,7 +394,7 @@ def test_layers_without_a_cache_are_not_counted(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_reads_keys_of_another_is_the_one_behind_it() -> None:
-    run = Attention(64)
+    run = AttentionHook(64)
     run.layers = [CacheLayer(None, run) for _ in range(3)]
     key, value = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4)
     run.layers[0].update(key, value)

@@ -15,7 +15,7 @@ from torch import nn
 from llmforge.checkpoint import Checkpoint
 from llmforge.trace import trace
 from llmforge.trace.export import stored_matrix
-from llmforge.trace.export.reference import Reference
+from llmforge.trace.export.reference import ReferenceModel
 from llmforge.trace.export.stored_matrix import StoredMatrix
 from llmforge.verification.trace_verifier import verify_trace
 
@@ -60,12 +60,12 @@ def test_a_part_of_a_model_computes_the_same_with_its_matrices_on_disk(
     zoo.write(name, tmp_path, torch.bfloat16)
     checkpoint = Checkpoint.open(tmp_path)
     ids = np.arange(3, 20)
-    whole = Reference(checkpoint, part=True).run(ids, 4)
+    whole = ReferenceModel(checkpoint, part=True).run(ids, 4)
     monkeypatch.setattr(stored_matrix, "TILE_BYTES", 0)
     made: list[str] = []
     stored = stored_matrix._stored
     monkeypatch.setattr(stored_matrix, "_stored", lambda of, named: made.append(named) or stored(of, named))
-    held = Reference(checkpoint, part=True)
+    held = ReferenceModel(checkpoint, part=True)
     assert len(made) >= 7 * len(held.kept)
     lean = held.run(ids, 4)
     np.testing.assert_allclose(lean.logits, whole.logits, atol=1e-5 * float(whole.logits.std()))

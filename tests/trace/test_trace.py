@@ -23,7 +23,7 @@ from llmforge.ir import dialect, graph, interface
 from llmforge.trace import trace
 from llmforge.trace.export import skeleton, weights
 from llmforge.trace.hooks import internals, masks, norms
-from llmforge.trace.hooks.attention import Attention
+from llmforge.trace.hooks.attention import AttentionHook
 from llmforge.verification.trace_verifier import prove_candidate
 
 from ..models import zoo
@@ -237,8 +237,8 @@ def test_the_trace_leaves_no_hooks_behind(tiny_checkpoint: Path) -> None:
     traced(tiny_checkpoint)
     assert torch.nn.Module.register_parameter is register
     assert modeling_llama.apply_rotary_pos_emb is apply
-    assert Attention.NAME not in transformers.AttentionInterface().valid_keys()
-    assert Attention.NAME not in transformers.AttentionMaskInterface().valid_keys()
+    assert AttentionHook.NAME not in transformers.AttentionInterface().valid_keys()
+    assert AttentionHook.NAME not in transformers.AttentionMaskInterface().valid_keys()
 
 
 # Lazy weights ------------------------------------------------------------------------------------------------------
@@ -335,8 +335,8 @@ def test_weights_of_another_layout_go_through_transformers_own_converters(tmp_pa
     checkpoint = Checkpoint.open(tmp_path)
     assert "model.layers.0.mlp.experts.gate_up_proj" not in checkpoint.tensors
     expected = zoo.reference(tmp_path).state_dict()
-    with internals.registered(Attention.NAME, lambda: None, lambda: None):
-        model, _ = skeleton.build(checkpoint.config, Attention.NAME)
+    with internals.registered(AttentionHook.NAME, lambda: None, lambda: None):
+        model, _ = skeleton.build(checkpoint.config, AttentionHook.NAME)
     sources = weights.plan(model, checkpoint)
     assert set(sources) == set(expected)
     merged = [name for name, source in sources.items() if source.converted is not None]
@@ -484,7 +484,7 @@ def test_a_rotary_function_with_other_arithmetic_is_left_to_the_model(
     ],
 )
 def test_attention_with_an_unknown_argument_is_refused(given: dict[str, Any], reason: str) -> None:
-    attention = Attention(positions=16)
+    attention = AttentionHook(positions=16)
     arguments = {"attention_mask": masks.Mask(0), **given}
     x = torch.zeros(1, 2, 3, 4)
     with pytest.raises(UnsupportedError, match=reason):

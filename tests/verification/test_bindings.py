@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from llmforge.base.errors import CheckpointError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.trace import trace
-from llmforge.trace.export.reference import Reference
+from llmforge.trace.export.reference import ReferenceModel
 from llmforge.verification import bindings
 from llmforge.verification.trace_verifier import verify_trace
 
@@ -63,7 +63,7 @@ def test_a_youtu_checkpoint_with_a_padding_row_is_stopped_by_name(tmp_path: Path
 
 def test_parameters_that_no_text_reads_are_told_from_the_others(tmp_path: Path) -> None:
     zoo.write("llama", tmp_path, num_hidden_layers=1)
-    reference = Reference(Checkpoint.open(tmp_path))
+    reference = ReferenceModel(Checkpoint.open(tmp_path))
     reference.model.register_parameter("tower", torch.nn.Parameter(torch.ones(2)))
     read = ["model.embed_tokens.weight", "model.layers.0.self_attn.k_proj.weight", "model.norm.weight"]
     assert reference.read_by_text([*read, "tower"]) == set(read)

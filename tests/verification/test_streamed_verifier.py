@@ -26,7 +26,7 @@ from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.rewrite.pass_base import Budget, Changes, Numerics, Pass, Rewritten
 from llmforge.verification import changed_subgraphs, probe, streamed_execution
-from llmforge.verification.verifier import Verification, Verifier
+from llmforge.verification.verifier import PassVerification, Verifier
 
 from ..models import graphs
 from ..samples.sample_passes import LieDeep
@@ -62,7 +62,7 @@ def model_with_lazy_weights(reads: Reads | None = None, **changes: object) -> ir
 
 def check(
     step: Pass, model: ir.Model, folder: Path, *, whole: bool = False, texts: list[np.ndarray] | None = None
-) -> Verification:
+) -> PassVerification:
     """Run `step` and have it proven, in parts by default."""
     limit = 2**40 if whole else 0
     verifier = Verifier(
@@ -122,7 +122,7 @@ def test_the_loss_on_text_is_that_of_the_whole_graph(tmp_path: Path) -> None:
     step = QuantizeWeights(budget=Budget(kld_mean=1.0), bits=4, block_size=32, method="rtn")
     run = probe.schedule("text", TEXTS, [[40, 35, 30], [1, 1, 1], [1, 1, 1]])
     model = model_with_lazy_weights()
-    weights = probe.Weights()
+    weights = probe.InitializerArrays()
     whole = [list(probe.drive(probe.open_session(model, weights, 1), run, caches=False))]
     parts = streamed_execution.drive(model, [run], threads=1, block_bytes=1 << 12)
     assert len(list(streamed_execution.blocks(Index.of(model), 1 << 12))) > LAYERS
@@ -170,7 +170,7 @@ def test_tables_are_read_in_blocks_and_weights_as_they_are_stored(tied: bool) ->
     run = probe.schedule("text", TEXTS, [[40, 35, 30], [1, 1, 1]])
     [got] = streamed_execution.drive(model, [run], threads=1, block_bytes=1 << 13)
     assert whole_reads.names == []  # neither transposed nor, where it is a table, whole
-    expected = list(probe.drive(probe.open_session(model, probe.Weights(), 1), run, caches=False))
+    expected = list(probe.drive(probe.open_session(model, probe.InitializerArrays(), 1), run, caches=False))
     for step, logits, wanted in zip(run.steps, got, expected, strict=True):
         np.testing.assert_allclose(logits[step.valid], wanted.logits, atol=2e-5)
 

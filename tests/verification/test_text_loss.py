@@ -31,8 +31,8 @@ class Noisy:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[probe.Run]:
     runs = [probe.schedule(f"window {i}", [np.zeros(TOKENS, np.int64)], [(TOKENS,)]) for i in range(RUNS)]
 
-    def drive(session: Noisy, run: probe.Run, *, caches: bool) -> Iterator[probe.Outcome]:
-        yield probe.Outcome(session.logits(runs.index(run)), {})
+    def drive(session: Noisy, run: probe.Run, *, caches: bool) -> Iterator[probe.StepOutcome]:
+        yield probe.StepOutcome(session.logits(runs.index(run)), {})
 
     monkeypatch.setattr(probe, "drive", drive)
     return runs
@@ -92,8 +92,8 @@ def test_rows_of_a_run_are_texts_of_the_sample(monkeypatch: pytest.MonkeyPatch) 
     moved = [each.copy() for each in true]
     moved[0][2:] += rng.normal(size=(2, VOCABULARY)).astype(np.float32)  # of the second row: tokens 0 and 4
 
-    def drive(session: list[np.ndarray], run: probe.Run, *, caches: bool) -> Iterator[probe.Outcome]:
-        yield from (probe.Outcome(logits, {}) for logits in session)
+    def drive(session: list[np.ndarray], run: probe.Run, *, caches: bool) -> Iterator[probe.StepOutcome]:
+        yield from (probe.StepOutcome(logits, {}) for logits in session)
 
     monkeypatch.setattr(probe, "drive", drive)
     cost = TextLoss([run]).measure(lambda: true, moved, budget=9.0)  # type: ignore[arg-type, return-value]

@@ -14,7 +14,7 @@ from llmforge.base.errors import VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
 from llmforge.trace import trace
-from llmforge.trace.export.reference import Reference
+from llmforge.trace.export.reference import ReferenceModel
 from llmforge.verification import magnified, probe, trace_verifier
 from llmforge.verification.trace_verifier import foresee, verify_trace
 
@@ -132,7 +132,7 @@ def test_a_graph_that_does_not_run_and_a_bug_of_ours_are_told_apart(
     def buggy(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(probe.ProbeStep, "rows", property(buggy))
+    monkeypatch.setattr(probe.ProbeCall, "rows", property(buggy))
     with pytest.raises(RuntimeError, match="a bug"):
         verify_trace(checkpoint, canonical)
 
@@ -237,17 +237,17 @@ def test_what_was_foreseen_is_not_computed_again_and_proves_the_same(
         verify_trace(checkpoint, wrong, foreseen=foresee(checkpoint, 1 << 30))
     foreseen = foresee(checkpoint, whole_bytes)
     ran: list[int] = []
-    run = Reference.run_batch
+    run = ReferenceModel.run_batch
 
-    def counted(self: Reference, ids: Any, *given: Any, **named: Any) -> Any:
+    def counted(self: ReferenceModel, ids: Any, *given: Any, **named: Any) -> Any:
         ran.append(len(ids[0]))
         return run(self, ids, *given, **named)
 
-    monkeypatch.setattr(Reference, "run_batch", counted)
+    monkeypatch.setattr(ReferenceModel, "run_batch", counted)
     proof = verify_trace(checkpoint, canonical, whole_bytes=whole_bytes, foreseen=foreseen)
     assert replace(proof, seconds=0.0) == replace(plain, seconds=0.0)
     assert len(ran) <= 1, "but for the prompt beyond the windows, whose length the graph tells"
     other = foresee(checkpoint, 1 << 30 if whole_bytes == 1 else 1)
     again = verify_trace(checkpoint, canonical, whole_bytes=whole_bytes, foreseen=other)
     assert replace(again, seconds=0.0) == replace(plain, seconds=0.0)
-    assert not hasattr(other, "reference")  # its weights are let go of
+    assert not hasattr(other, "reference")  # its weights are freed

@@ -20,7 +20,7 @@ from llmforge.passes.fuse_norms import FuseNorms
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten
 from llmforge.verification import probe
-from llmforge.verification.reports import Snapshot, check_changes
+from llmforge.verification.reports import GraphSnapshot, check_changes
 from llmforge.verification.verifier import TOLERANCE, Verifier
 
 from ..models import graphs
@@ -122,7 +122,7 @@ def test_rounding_is_measured_against_its_allowance(tmp_path: Path) -> None:
 
 def logits(model: ir.Model, runs: tuple[probe.Run, ...]) -> np.ndarray:
     """Run `model` and return all logits, [tokens, V]."""
-    session = probe.open_session(model, probe.Weights(), 1)
+    session = probe.open_session(model, probe.InitializerArrays(), 1)
     return np.concatenate([outcome.logits for run in runs for outcome in probe.drive(session, run, caches=False)])
 
 
@@ -235,7 +235,7 @@ def test_the_graph_stays_as_it_is_and_lazy_tensors_are_read_once_a_pass(tmp_path
     assert len(reads) <= 2  # once a pass, for numbers at edges behind it
     assert model.graph.initializers[WEIGHT].const_value is value.const_value
     assert fingerprint != graph.fingerprint(model)  # FlashAttention's own change
-    snapshot = Snapshot.of(model)
+    snapshot = GraphSnapshot.of(model)
     check.check(FlashAttention(), model, Changes())
     assert snapshot.differs(model) is None
 
@@ -344,7 +344,7 @@ def test_changes_that_were_not_made() -> None:
         VerificationError,
         match=r"pass idle reports 1 changes, the first at l1_down_node \(something\), but did not change the graph",
     ):
-        check_changes("idle", Snapshot.of(model), model, REPORTED)
+        check_changes("idle", GraphSnapshot.of(model), model, REPORTED)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_changes_that_were_not_made() -> None:
 )
 def test_changes_that_were_not_reported(act: Callable[[ir.Model], None], what: str) -> None:
     model = graphs.llama()
-    before = Snapshot.of(model)
+    before = GraphSnapshot.of(model)
     act(model)
     with pytest.raises(VerificationError, match=f"pass silent reports no changes, but changed {what}"):
         check_changes("silent", before, model, Changes())
@@ -366,7 +366,7 @@ def test_changes_that_were_not_reported(act: Callable[[ir.Model], None], what: s
 def test_a_lazy_tensor_that_was_exchanged_in_silence() -> None:
     model = graphs.llama()
     scale(1.0)(model)
-    before = Snapshot.of(model)
+    before = GraphSnapshot.of(model)
     check_changes("honest", before, model, Changes())
     scale(1.01)(model)
     assert graph.fingerprint(model) == before.fingerprint  # which reads no lazy tensor
@@ -384,7 +384,7 @@ def test_an_external_tensor_of_another_folder_that_was_exchanged_in_silence() ->
         return ir.ExternalTensor("w.bin", 0, tensor.nbytes, tensor.dtype, shape=shape, name=WEIGHT, base_dir=folder)
 
     value.const_value = stored_in("one")
-    before = Snapshot.of(model)
+    before = GraphSnapshot.of(model)
     value.const_value = stored_in("one")
     check_changes("honest", before, model, Changes())
     value.const_value = stored_in("two")

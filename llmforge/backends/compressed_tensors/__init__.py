@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmforge.backends.record import ANY, BackendRecord, CodeLayout, ExportFormat, Provider, Use
+from llmforge.backends.record import ANY, BackendRecord, ExportFormat, Provider, Use
 
 BACKEND = BackendRecord(
     name="compressed-tensors",
@@ -15,7 +15,9 @@ BACKEND = BackendRecord(
         servers="vLLM or SGLang",  # TensorRT-LLM loads one of the formats (docs/other-runtimes.md)
         serve="vllm serve {engine}",
         runtime="transformers",
-        passes=("fuse-norms", "flash-attention", "quantize-weights", "quantize-channels"),
+        codes=frozenset({"blocks", "channels"}),
+        block=128,
+        tables=False,
     ),
     providers=(
         Provider(
@@ -25,7 +27,6 @@ BACKEND = BackendRecord(
             requirements=(),
             builder="llmforge.backends.compressed_tensors.builder",
             session="llmforge.backends.export_format",
-            layout=CodeLayout(block=128, symmetric_bits=(4, 8), scales_fp16=True, embeds_codes=False),
             dtypes={
                 **dict.fromkeys(("fp32", "fp16", "bf16"), Use(ANY)),
                 "int8": Use(("weights",)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmforge.backends.record import ANY, BackendRecord, CodeLayout, ExportFormat, Provider, Use
+from llmforge.backends.record import ANY, BackendRecord, ExportFormat, Provider, Use
 
 BACKEND = BackendRecord(
     name="gguf",
@@ -15,7 +15,9 @@ BACKEND = BackendRecord(
         servers="llama.cpp",
         serve="llama-server -m {engine}/model.gguf",
         runtime="llama-cpp",
-        passes=("fuse-norms", "flash-attention", "quantize-weights"),
+        codes=frozenset({"blocks"}),
+        block=32,
+        tables=True,
     ),
     providers=(
         Provider(
@@ -25,7 +27,6 @@ BACKEND = BackendRecord(
             requirements=(),
             builder="llmforge.backends.gguf.builder",
             session="llmforge.backends.export_format",
-            layout=CodeLayout(symmetric_bits=(4, 8), scales_fp16=True),
             dtypes={
                 **dict.fromkeys(("fp32", "fp16", "bf16"), Use(ANY)),
                 "int8": Use(("weights", "kv")),

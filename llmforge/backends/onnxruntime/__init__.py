@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmforge.backends.record import ANY, CUDA_BINDINGS, BackendRecord, CodeLayout, PagedBlocks, Provider, Use
+from llmforge.backends.record import ANY, CUDA_BINDINGS, BackendRecord, PagedBlocks, Provider, Use
 
 # FlashAttention, which reads blocks of the activations' dtype where they lie, begins with Ampere; of int8, XQA reads
 # multiples of 128 tokens (onnxruntime 1.31, paged_attention.cc).
@@ -60,7 +60,6 @@ BACKEND = BackendRecord(
             needs_device="an engine for ONNX Runtime's CUDA provider is verified on the GPU that runs it",
             ranks=True,
             paged=PAGED,
-            layout=CodeLayout(symmetric_bits=(4,)),
         ),
     ),
 )

@@ -81,7 +81,7 @@ def _with_collectives(model: ir.Model) -> ir.Model:
     for node in list(meeting.graph):
         view = operators.view(node)
         if isinstance(view, canonical.AllReduce | canonical.AllGather):
-            own = cpu.AllReduce if isinstance(view, canonical.AllReduce) else cpu.AllGather
+            own = cpu.CpuAllReduce if isinstance(view, canonical.AllReduce) else cpu.CpuAllGather
             made = own.insert(node, {"x": view.x}, {"ranks": view.ranks}, name=str(node.name))
             graph.replace_value(node.outputs[0], made.node.outputs[0])
     graph.drop_unused(meeting)

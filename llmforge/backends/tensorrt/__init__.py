@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmforge.backends.record import ANY, CUDA_BINDINGS, BackendRecord, CodeLayout, Provider, Use
+from llmforge.backends.record import ANY, CUDA_BINDINGS, BackendRecord, Provider, Use
 
 INT4_SM = 80  # TensorRT-RTX 1.7 refuses int4 weights on SM 7.5
 HEAD_DIMS = range(16, 257, 8)  # channels of a head that a fused attention kernel exists for
@@ -38,7 +38,6 @@ BACKEND = BackendRecord(
             needs_device="TensorRT must build an engine on the GPU that runs it",
             index="NVIDIA's index",
             ranks=True,
-            layout=CodeLayout(block=128, symmetric_bits=(4,), embeds_codes=False),
             ranks_sm=80,  # NVIDIA, TensorRT 11.1 documentation, "Multi-Device Inference"
         ),
     ),

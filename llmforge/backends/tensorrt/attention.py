@@ -28,7 +28,7 @@ import onnx_ir as ir
 
 from llmforge.backends.tensorrt import HEAD_DIMS
 from llmforge.ir import graph, interface
-from llmforge.ir.builder import Builder
+from llmforge.ir.builder import GraphBuilder
 from llmforge.ir.operators import canonical
 
 # Added to a masked score: exp of the sum is 0, and fp16 holds it.
@@ -55,7 +55,7 @@ def written_out(attention: canonical.Attention) -> str | None:
 
 
 @dataclass
-class Attentions(Builder):
+class Attentions(GraphBuilder):
     """Rewrites attentions of `model`; comments give shapes: B, S, C = batch, sequence, capacity."""
 
     capacity: int

@@ -41,10 +41,10 @@ def lower(model: ir.Model, layer: canonical.MoE) -> str:
 
 
 @dataclass
-class _Dense(moe.Expansion):
+class _Dense(moe.MoEExpansion):
     """The products of one layer; comments give shapes."""
 
-    _inner = moe.Expansion._outer  # no loop, so nothing inside of one
+    _inner = moe.MoEExpansion._outer  # no loop, so nothing inside of one
 
     def result(self) -> ir.Value:
         layer = self.experts

@@ -21,7 +21,7 @@ from llmforge.quantization.sparsity import is_sparse
 # Operator → the type of layer that stands for one of its nodes. Softmax: none beyond the graph's own means that
 # no attention was taken apart.
 ASSERTED: Mapping[type[operators.Operator], str] = {
-    standard.Attention: "ATTENTION_INPUT",
+    standard.OnnxAttention: "ATTENTION_INPUT",
     standard.TensorScatter: "KV_CACHE_UPDATE",
     standard.DequantizeLinear: "DEQUANTIZE",
     standard.QuantizeLinear: "QUANTIZE",
@@ -42,7 +42,7 @@ def decomposable(network: Any, api: Any) -> list[str]:
     found = []
     for i in range(network.num_layers):
         layer = network.get_layer(i)
-        if layer.type.name == ASSERTED[standard.Attention]:
+        if layer.type.name == ASSERTED[standard.OnnxAttention]:
             layer.__class__ = api.IAttentionInputLayer  # how a layer is narrowed in TensorRT's Python API
             if layer.attention.decomposable:
                 found.append(str(layer.attention.name))

@@ -19,7 +19,7 @@ from llmforge.backends.tensorrt import collectives, experts, support, weights
 from llmforge.backends.tensorrt.attention import Attentions
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import dtype_inference, graph, interface, logits_rows, low_rank, operators
-from llmforge.ir.builder import Builder
+from llmforge.ir.builder import GraphBuilder
 from llmforge.ir.operators import canonical, contrib, standard
 from llmforge.ir.operators.record import Operator, identity
 from llmforge.recipe import EngineSpec
@@ -112,7 +112,7 @@ def _reason(view: Operator) -> tuple[str | None, str]:
         case contrib.QMoE():
             hint = "exclude the experts: `exclude: ['*.experts.*']` in quantize-weights"
             return "the parser has no quantized experts", hint
-        case contrib.MoE():
+        case contrib.ContribMoE():
             return "the parser has no com.microsoft::MoE", "leave fuse-experts out of the recipe"
     if view.tensorrt is not None:
         return None, ""
@@ -139,17 +139,17 @@ def rewrite(model: ir.Model, capacity: int) -> tuple[ir.Model, Changes]:
 
 
 @dataclass
-class _Lowering(Builder):
+class _Lowering(GraphBuilder):
     """One rewriting of one graph."""
 
     capacity: int
     _attentions: Attentions = field(init=False)
     _weights: weights.QuantizedWeights = field(init=False)
-    _adapters: low_rank.Expansion = field(init=False)
+    _adapters: low_rank.LowRankExpansion = field(init=False)
 
     def __post_init__(self) -> None:
         self._attentions, self._weights = Attentions(self.model, self.capacity), weights.QuantizedWeights(self.model)
-        self._adapters = low_rank.Expansion(self.model)
+        self._adapters = low_rank.LowRankExpansion(self.model)
 
     def node(self, node: ir.Node) -> str | None:
         """Replace `node` where the parser does not take it; say what it became."""

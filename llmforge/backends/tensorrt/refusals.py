@@ -133,13 +133,13 @@ def _of_node(node: ir.Node) -> Iterator[Feature]:
             yield Feature.ZERO_POINT
         case standard.TensorScatter() as update if update.past.dtype not in (None, *_FIXED):
             yield Feature.QUANTIZED_UPDATE
-        case standard.Attention() as attention:
+        case standard.OnnxAttention() as attention:
             yield from _of_attention(attention)
         case _ if node.domain:
             yield Feature.FOREIGN_OPERATOR
 
 
-def _of_attention(attention: standard.Attention) -> Iterator[Feature]:
+def _of_attention(attention: standard.OnnxAttention) -> Iterator[Feature]:
     """Look at Attention of opset 23 or 24: q, k, v [batch, heads, tokens, channels], mask, past, lengths."""
     if attention.q.dtype is ir.DataType.FLOAT:
         yield Feature.FP32_ATTENTION

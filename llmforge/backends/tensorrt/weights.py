@@ -29,7 +29,7 @@ import numpy as np
 import onnx_ir as ir
 
 from llmforge.ir import graph
-from llmforge.ir.builder import Builder, shared
+from llmforge.ir.builder import GraphBuilder, shared
 from llmforge.ir.fp4 import BLOCK
 from llmforge.ir.operators.canonical import Fp4Linear
 from llmforge.ir.operators.contrib import GatherBlockQuantized, MatMulNBits
@@ -60,7 +60,7 @@ def reason_against(view: MatMulNBits | GatherBlockQuantized) -> str | None:
 
 
 @dataclass
-class QuantizedWeights(Builder):
+class QuantizedWeights(GraphBuilder):
     """Rewrites quantized weights of `model`."""
 
     def multiply(self, product: MatMulNBits) -> str:

@@ -92,7 +92,7 @@ _PART = re.compile(r"(?P<module>.+)\.(?P<part>" + "|".join(map(re.escape, _PARTS
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LowRankUpdate:
     """What an adapter adds to the weight [N, K] of one module: scale·B·A."""
 
     module: str  # as the base model names it
@@ -120,7 +120,7 @@ class Adapter:
 
     source: AdapterSource
     settings: Mapping[str, Any] = field(repr=False)
-    low_rank: Mapping[str, LowRank] = field(repr=False)  # by module
+    low_rank: Mapping[str, LowRankUpdate] = field(repr=False)  # by module
     saved: Mapping[str, TensorEntry] = field(repr=False)  # by parameter: what takes the place of the base's
 
     @classmethod
@@ -264,7 +264,7 @@ def _low_rank(
     scale: Callable[[str, int], float],
     *,
     dora: bool,
-) -> LowRank:
+) -> LowRankUpdate:
     """Put the parts of one product together."""
     where = f"{file}: {module}"
     missing = [part for part in ("a", "b") if part not in given]
@@ -287,7 +287,7 @@ def _low_rank(
         if role in given and given[role][1].shape != (b.shape[0],):
             raise CheckpointError(f"{where}: {given[role][0]} has shape {list(given[role][1].shape)}, B has {b.shape}")
     bias = given.get("bias")
-    return LowRank(
+    return LowRankUpdate(
         module,
         a,
         b,

@@ -1,4 +1,4 @@
-"""What the tensors of a checkpoint become with adapters merged into them, computed whenever one is read.
+"""Tensors of a checkpoint with adapters merged into them, computed whenever one is read.
 
 All steps on a tensor are computed in fp32 (fp64 where the checkpoint is), some rows at a time, and rounded once to the
 dtype in which the checkpoint stores it, to nearest even. peft's `merge_and_unload` rounds each adapter's product, and
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
-from llmforge.checkpoint.adapters.folder import Adapter, LowRank
+from llmforge.checkpoint.adapters.folder import Adapter, LowRankUpdate
 from llmforge.checkpoint.adapters.source import CONFIG, AdapterSource
 from llmforge.checkpoint.quantized import QuantizedTensor
 from llmforge.checkpoint.safetensors_file import TensorEntry, listed
@@ -52,7 +52,7 @@ class _Add:
 class Product:
     """Adds scale·B·A, as the tensor is stored: [N, K], or [K, N] where it is `swapped`."""
 
-    low_rank: LowRank
+    low_rank: LowRankUpdate
     scale: float
     swapped: bool
 
@@ -153,7 +153,7 @@ def _steps(adapter: Adapter, tensors: Mapping[str, Base], base: Path) -> Iterato
             yield stored, _Add(low_rank.bias, low_rank.scale * weight)
 
 
-def swapped(adapter: Adapter, low_rank: LowRank, entry: Base) -> bool:
+def swapped(adapter: Adapter, low_rank: LowRankUpdate, entry: Base) -> bool:
     """Say whether a weight is stored as [K, N]: tables of embeddings are, and the matrices of transformers' Conv1D.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What GGUF calls an architecture: its configuration and its tensors by the names of transformers.
+"""Architectures of GGUF: the configuration of each and its tensors by the names of transformers.
 
 Only what is listed here is taken: a key of an architecture that is not known may change what the model computes, and
 so may a tensor. Sources: `convert_hf_to_gguf.py` and `gguf-py/gguf/tensor_mapping.py` of llama.cpp; transformers'
@@ -64,7 +64,7 @@ _LLAMA3 = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))
 
 
 @dataclass(frozen=True)
-class Target:
+class ParameterTarget:
     """The parameter that a tensor of a file becomes, or of stacked experts the one of each."""
 
     name: str  # with `{}` where an expert's number stands
@@ -74,7 +74,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Architecture:
+class GgufArchitecture:
     """One architecture of GGUF."""
 
     model_type: str
@@ -126,7 +126,7 @@ class Metadata:
         return float(value)
 
     def get(self, name: str) -> Any:
-        """Return a value as it stands, None where there is none."""
+        """Return a value unchanged, None where there is none."""
         return self.header.metadata.get(self._prefix + name)
 
     def _wrong(self, name: str, value: Any, wanted: str) -> CheckpointError:
@@ -179,7 +179,7 @@ def settings(header: Header) -> dict[str, Any]:
     return {**made, **architecture.extra(metadata, made)}
 
 
-def target(header: Header, name: str, made: Mapping[str, Any]) -> Target | None:
+def target(header: Header, name: str, made: Mapping[str, Any]) -> ParameterTarget | None:
     """Return what a tensor becomes in the model of configuration `made`; None: `settings` has taken it up.
 
     Raises:
@@ -192,25 +192,25 @@ def target(header: Header, name: str, made: Mapping[str, Any]) -> Target | None:
     if leaf in ("weight", "bias"):
         if stem in _OUTER:
             norm = architecture.zero_centred and stem == "output_norm"
-            return Target(f"{_OUTER[stem]}.{leaf}", minus_one=norm)
+            return ParameterTarget(f"{_OUTER[stem]}.{leaf}", minus_one=norm)
         match = _LAYER.match(stem)
         if match is not None and int(match[1]) < made["num_hidden_layers"]:
             layer, part = f"model.layers.{match[1]}", match[2]
             if part in architecture.parts:
                 heads = {"attn_q": made["num_attention_heads"], "attn_k": made["num_key_value_heads"]}.get(part)
-                return Target(
+                return ParameterTarget(
                     f"{layer}.{architecture.parts[part]}.{leaf}",
                     heads=heads if architecture.interleaved else None,
                     minus_one=architecture.zero_centred and part.endswith("norm"),
                 )
             if part in _EXPERTS and "num_experts" in made and leaf == "weight":
-                return Target(f"{layer}.mlp.experts.{{}}.{_EXPERTS[part]}.weight", stacked=True)
+                return ParameterTarget(f"{layer}.mlp.experts.{{}}.{_EXPERTS[part]}.weight", stacked=True)
     raise UnsupportedError(
         f"{header.file}: tensor {quoted(name)} has no place in a {architecture.model_type} model", hint=_HINT
     )
 
 
-def _architecture(header: Header) -> Architecture:
+def _architecture(header: Header) -> GgufArchitecture:
     found = ARCHITECTURES.get(header.architecture)
     if found is None:
         raise UnsupportedError(
@@ -362,18 +362,18 @@ def _gemma3(metadata: Metadata, made: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", "LlamaForCausalLM", _LLAMA, extra=_biases, interleaved=True),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _LLAMA),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {**_LLAMA, **_QK_NORMS}, extra=_qwen3),
-    "qwen3moe": Architecture(
+ARCHITECTURES: Mapping[str, GgufArchitecture] = {
+    "llama": GgufArchitecture("llama", "LlamaForCausalLM", _LLAMA, extra=_biases, interleaved=True),
+    "qwen2": GgufArchitecture("qwen2", "Qwen2ForCausalLM", _LLAMA),
+    "qwen3": GgufArchitecture("qwen3", "Qwen3ForCausalLM", {**_LLAMA, **_QK_NORMS}, extra=_qwen3),
+    "qwen3moe": GgufArchitecture(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         {**_ATTENTION, **_QK_NORMS, "ffn_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.gate"},
         keys=frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"}),
         extra=_qwen3_moe,
     ),
-    "gemma2": Architecture(
+    "gemma2": GgufArchitecture(
         "gemma2",
         "Gemma2ForCausalLM",
         _GEMMA,
@@ -381,7 +381,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         extra=_gemma2,
         zero_centred=True,
     ),
-    "gemma3": Architecture(
+    "gemma3": GgufArchitecture(
         "gemma3_text",
         "Gemma3ForCausalLM",
         {**_GEMMA, **_QK_NORMS},

@@ -13,17 +13,34 @@ from llmforge.checkpoint.quantized.bitsandbytes import Bitsandbytes
 from llmforge.checkpoint.quantized.compressed_tensors import CompressedTensors
 from llmforge.checkpoint.quantized.fp8_blocks import Fp8
 from llmforge.checkpoint.quantized.gguf import Gguf
-from llmforge.checkpoint.quantized.gptq import Gptq
-from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor, same_content, settings_of
+from llmforge.checkpoint.quantized.gptq import GptqLayout
+from llmforge.checkpoint.quantized.layout import Grouped, QuantizedLayout, QuantizedTensor, same_content, settings_of
 from llmforge.checkpoint.quantized.mxfp4 import Mxfp4
-from llmforge.quantization.stored import NotHeld
+from llmforge.quantization.stored import UnrepresentableCodes
 
-LAYOUTS: tuple[Layout, ...] = (Gptq(), Awq(), CompressedTensors(), Fp8(), Mxfp4(), Bitsandbytes(), Gguf())
+LAYOUTS: tuple[QuantizedLayout, ...] = (
+    GptqLayout(),
+    Awq(),
+    CompressedTensors(),
+    Fp8(),
+    Mxfp4(),
+    Bitsandbytes(),
+    Gguf(),
+)
 
-__all__ = ["LAYOUTS", "Grouped", "Layout", "NotHeld", "QuantizedTensor", "layout_of", "same_content", "settings_of"]
+__all__ = [
+    "LAYOUTS",
+    "Grouped",
+    "QuantizedLayout",
+    "QuantizedTensor",
+    "UnrepresentableCodes",
+    "layout_of",
+    "same_content",
+    "settings_of",
+]
 
 
-def layout_of(settings: Mapping[str, Any], where: Path) -> Layout | None:
+def layout_of(settings: Mapping[str, Any], where: Path) -> QuantizedLayout | None:
     """Find the layout of a checkpoint by its configuration, which `where` holds; None where it is not quantized.
 
     Raises:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.wording import shown
 from llmforge.checkpoint.quantized.integers import FLOATS, Integers, along_rows, grid_of, modules, part, require_shape
-from llmforge.checkpoint.quantized.layout import Grouped, Layout, settings_of
+from llmforge.checkpoint.quantized.layout import Grouped, QuantizedLayout, settings_of
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry
 from llmforge.quantization.grids import Grid
 
@@ -47,7 +47,7 @@ class AwqTensor(Integers):
         return np.ascontiguousarray(_in_order(self.read("qzeros")).T)
 
 
-class Awq(Layout):
+class Awq(QuantizedLayout):
     """Checkpoints of AutoAWQ."""
 
     name: ClassVar[str] = "AWQ"

@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
-from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor, is_finite
+from llmforge.checkpoint.quantized.layout import Grouped, QuantizedLayout, QuantizedTensor, is_finite
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, data_type, external, parse_json
-from llmforge.quantization.stored import NotHeld
+from llmforge.quantization.stored import UnrepresentableCodes
 
 NF4 = np.array(
     [
@@ -179,7 +179,7 @@ class FourBitTensor(QuantizedTensor):
 
     def grid(self) -> Any:
         """Refuse: no kernel reads levels that are not evenly spaced."""
-        raise NotHeld(f"are {self.state.kind.upper()}, whose levels are not evenly spaced")
+        raise UnrepresentableCodes(f"are {self.state.kind.upper()}, whose levels are not evenly spaced")
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,10 +200,10 @@ class EightBitTensor(QuantizedTensor):
 
     def grid(self) -> Any:
         """Refuse: the product of three numbers is rounded twice."""
-        raise NotHeld("are int8 by row, times a maximum and 1/127, which no scale stands for exactly")
+        raise UnrepresentableCodes("are int8 by row, times a maximum and 1/127, which no scale stands for exactly")
 
 
-class Bitsandbytes(Layout):
+class Bitsandbytes(QuantizedLayout):
     """bitsandbytes, as transformers saves it."""
 
     name: ClassVar[str] = "bitsandbytes"

@@ -38,7 +38,7 @@ from llmforge.checkpoint.quantized.integers import (
     part,
     require_shape,
 )
-from llmforge.checkpoint.quantized.layout import CHUNK_BYTES, Grouped, Layout, QuantizedTensor, settings_of
+from llmforge.checkpoint.quantized.layout import CHUNK_BYTES, Grouped, QuantizedLayout, QuantizedTensor, settings_of
 from llmforge.checkpoint.quantized.microscaling import E2M1
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, external
 from llmforge.quantization.grids import Grid
@@ -66,7 +66,7 @@ _NOT_TAKEN = (
 
 
 @dataclass(frozen=True)
-class Scheme:
+class GroupScheme:
     """What a group of the configuration says of weights."""
 
     bits: int
@@ -137,7 +137,7 @@ class ByteTensor(Integers):
 
 
 @dataclass(frozen=True, eq=False)
-class Fp8Tensor(QuantizedTensor):
+class FloatQuantizedTensor(QuantizedTensor):
     """A weight [N, K] of float-quantized: each number times the scale of its block of [h, w] output and input features.
 
     Products are rounded to the dtype of the scales.
@@ -233,7 +233,7 @@ class Fp4Tensor(QuantizedTensor):
         return np.float32(whole)
 
 
-class CompressedTensors(Layout):
+class CompressedTensors(QuantizedLayout):
     """Checkpoints of llm-compressor, and of what else writes compressed-tensors."""
 
     name: ClassVar[str] = "compressed-tensors"
@@ -270,7 +270,7 @@ class CompressedTensors(Layout):
         return Grouped(found, plain, list(_notes(config, own | (left.keys() - plain.keys()))))
 
 
-def _schemes(config: Mapping[str, Any], where: Path) -> list[Scheme]:
+def _schemes(config: Mapping[str, Any], where: Path) -> list[GroupScheme]:
     """Read what the groups of a configuration say of weights.
 
     Raises:
@@ -309,7 +309,7 @@ def _schemes(config: Mapping[str, Any], where: Path) -> list[Scheme]:
     return made
 
 
-def _scheme(weights: object, where: str) -> Scheme:
+def _scheme(weights: object, where: str) -> GroupScheme:
     if not isinstance(weights, dict):
         raise CheckpointError(f"{where} must be a mapping, is {shown(weights)}", hint=DAMAGED)
     bits, kind, size = weights.get("num_bits", 8), weights.get("type", "int"), weights.get("group_size")
@@ -330,10 +330,10 @@ def _scheme(weights: object, where: str) -> Scheme:
     ):
         raise CheckpointError(f"{where}.block_structure is {shown(block)}; it must be two sizes", hint=DAMAGED)
     sizes = (block[0], block[1]) if strategy == "block" and block is not None else None
-    return Scheme(bits, str(kind), str(strategy), size if strategy in ("group", "tensor_group") else None, sizes)
+    return GroupScheme(bits, str(kind), str(strategy), size if strategy in ("group", "tensor_group") else None, sizes)
 
 
-def _tensor(schemes: list[Scheme], stored: Mapping[str, TensorEntry], module: str) -> QuantizedTensor:
+def _tensor(schemes: list[GroupScheme], stored: Mapping[str, TensorEntry], module: str) -> QuantizedTensor:
     """Put one weight together, by the dtype of what is stored."""
     made = _of_weight(schemes, stored, module)
     inputs = {role: stored[f"{module}.{role}"] for role in _OF_INPUTS if f"{module}.{role}" in stored}
@@ -342,7 +342,7 @@ def _tensor(schemes: list[Scheme], stored: Mapping[str, TensorEntry], module: st
     return replace(made, parts={**made.parts, **inputs}) if inputs else made
 
 
-def _of_weight(schemes: list[Scheme], stored: Mapping[str, TensorEntry], module: str) -> QuantizedTensor:
+def _of_weight(schemes: list[GroupScheme], stored: Mapping[str, TensorEntry], module: str) -> QuantizedTensor:
     if f"{module}.weight_packed" in stored:
         packed = part(stored, f"{module}.weight_packed", ["INT32", "UINT8"])
         made = _packed if packed.dtype.name == "INT32" else _fp4
@@ -360,7 +360,7 @@ def _of_weight(schemes: list[Scheme], stored: Mapping[str, TensorEntry], module:
 
 
 def _packed(
-    schemes: list[Scheme], stored: Mapping[str, TensorEntry], module: str, packed: TensorEntry
+    schemes: list[GroupScheme], stored: Mapping[str, TensorEntry], module: str, packed: TensorEntry
 ) -> QuantizedTensor:
     shape = part(stored, f"{module}.weight_shape", ["INT64", "INT32"], rank=1)
     require_shape(shape, (2,), "output and input features")
@@ -393,7 +393,7 @@ def _packed(
 
 
 def _bytes(
-    schemes: list[Scheme], stored: Mapping[str, TensorEntry], module: str, weight: TensorEntry
+    schemes: list[GroupScheme], stored: Mapping[str, TensorEntry], module: str, weight: TensorEntry
 ) -> QuantizedTensor:
     n, k = weight.shape
     scale = _scale(stored, module)
@@ -409,15 +409,21 @@ def _bytes(
     return ByteTensor(f"{module}.weight", (n, k), scale.dtype, parts, scheme.bits, groups)
 
 
-def _fp8(schemes: list[Scheme], stored: Mapping[str, TensorEntry], module: str, weight: TensorEntry) -> QuantizedTensor:
+def _fp8(
+    schemes: list[GroupScheme], stored: Mapping[str, TensorEntry], module: str, weight: TensorEntry
+) -> QuantizedTensor:
     n, k = weight.shape
     scale = _scale(stored, module)
     blocks = [_block(each, scale, n, k) for each in schemes if (each.kind, each.bits) == ("float", 8)]
     block = _only(schemes, [each for each in blocks if each is not None], weight, [n, k])
-    return Fp8Tensor(f"{module}.weight", (n, k), scale.dtype, {"weight": weight, "weight_scale": scale}, block)
+    return FloatQuantizedTensor(
+        f"{module}.weight", (n, k), scale.dtype, {"weight": weight, "weight_scale": scale}, block
+    )
 
 
-def _fp4(schemes: list[Scheme], stored: Mapping[str, TensorEntry], module: str, packed: TensorEntry) -> QuantizedTensor:
+def _fp4(
+    schemes: list[GroupScheme], stored: Mapping[str, TensorEntry], module: str, packed: TensorEntry
+) -> QuantizedTensor:
     import onnx_ir as ir
 
     n, k = packed.shape[0], 2 * packed.shape[1]
@@ -437,7 +443,7 @@ def _scale(stored: Mapping[str, TensorEntry], module: str) -> TensorEntry:
     return part(stored, name, FLOATS, rank=min(max(len(stored[name].shape), 0), 2))
 
 
-def _groups(scheme: Scheme, scale: TensorEntry, n: int, k: int) -> int:
+def _groups(scheme: GroupScheme, scale: TensorEntry, n: int, k: int) -> int:
     """Return the groups of input features where scales [N, groups], [N, 1] or [1] are those of a scheme; 0: not so."""
     if scheme.strategy == "tensor":
         return int(scale.shape in ((), (1,), (1, 1)))
@@ -448,7 +454,7 @@ def _groups(scheme: Scheme, scale: TensorEntry, n: int, k: int) -> int:
     return k // scheme.group_size
 
 
-def _block(scheme: Scheme, scale: TensorEntry, n: int, k: int) -> tuple[int, int] | None:
+def _block(scheme: GroupScheme, scale: TensorEntry, n: int, k: int) -> tuple[int, int] | None:
     """Return the output and input features that share a scale; None where scales have another shape."""
     if scheme.strategy == "block":
         assert scheme.block is not None
@@ -460,7 +466,7 @@ def _block(scheme: Scheme, scale: TensorEntry, n: int, k: int) -> tuple[int, int
     return (n, k) if scheme.strategy == "tensor" else (1, k // groups)
 
 
-def _only(schemes: list[Scheme], fitting: list[Any], entry: TensorEntry, shape: list[int]) -> Any:
+def _only(schemes: list[GroupScheme], fitting: list[Any], entry: TensorEntry, shape: list[int]) -> Any:
     """Return the one that fits; several that are alike are one."""
     if len(set(fitting)) != 1:
         raise _unmatched(entry, shape, len(set(fitting)))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.wording import shown
 from llmforge.checkpoint.quantized.integers import INPUT_SCALE
-from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor, is_finite, settings_of
+from llmforge.checkpoint.quantized.layout import Grouped, QuantizedLayout, QuantizedTensor, is_finite, settings_of
 from llmforge.checkpoint.quantized.microscaling import e8m0
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, data_type
 from llmforge.quantization.stored import StoredChannels
@@ -94,7 +94,7 @@ class Fp8Tensor(QuantizedTensor):
         return self.in_channels("fp8", lambda: self.read(_CODES), scales, self.number(INPUT_SCALE))
 
 
-class Fp8(Layout):
+class Fp8(QuantizedLayout):
     """DeepSeek's FP8, and what transformers saves as FineGrainedFP8."""
 
     name: ClassVar[str] = "FP8"

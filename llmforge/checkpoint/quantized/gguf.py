@@ -14,15 +14,15 @@ from llmforge.base.errors import CheckpointError
 from llmforge.checkpoint.gguf import architectures, blocks
 from llmforge.checkpoint.gguf.blocks import BlockType
 from llmforge.checkpoint.gguf.header import DTYPES, Header, TensorInfo, read
-from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor, is_finite
+from llmforge.checkpoint.quantized.layout import Grouped, QuantizedLayout, QuantizedTensor, is_finite
 from llmforge.checkpoint.safetensors_file import TensorEntry, data_type
-from llmforge.quantization.stored import NotHeld
+from llmforge.quantization.stored import UnrepresentableCodes
 
 if TYPE_CHECKING:
     from llmforge.quantization.grids import Grid, QuantizedMatrix, Scale
 
 _BLOCKS = "blocks"  # the one part of a parameter
-# Types whose scales are fp16 as they stand; of others they are products, which fp16 does not hold.
+# Types whose scales are stored in fp16; of others they are products, which fp16 does not hold.
 _FP16_SCALES = ("Q4_0", "Q5_0", "Q8_0")
 
 
@@ -52,7 +52,7 @@ class GgufTensor(QuantizedTensor):
 
         found = blocks.CODES.get(self.kind.name)
         if found is None or len(self.shape) != 2 or self.minus_one:
-            raise NotHeld(f"are {self.kind.name}, {_why_not(self.kind)}", is_plain=not self.kind.quantized)
+            raise UnrepresentableCodes(f"are {self.kind.name}, {_why_not(self.kind)}", is_plain=not self.kind.quantized)
         bits, block_size, _ = found
         return Grid(bits, block_size, True, _scale(self.kind.name))
 
@@ -93,7 +93,7 @@ def _why_not(kind: BlockType) -> str:
     return "whose blocks have a minimum that is no multiple of their scale"
 
 
-class Gguf(Layout):
+class Gguf(QuantizedLayout):
     """Files of llama.cpp."""
 
     name: ClassVar[str] = "GGUF"
@@ -150,7 +150,7 @@ def grouped(header: Header, settings: Mapping[str, Any]) -> Grouped:
 
 
 def _parts(
-    target: architectures.Target, entry: TensorEntry, info: TensorInfo
+    target: architectures.ParameterTarget, entry: TensorEntry, info: TensorInfo
 ) -> list[tuple[str, TensorEntry, tuple[int, ...]]]:
     """Return the parameters that a tensor makes: name, where it lies, shape; of stacked experts one each."""
     if not target.stacked:

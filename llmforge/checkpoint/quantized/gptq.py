@@ -31,7 +31,7 @@ from llmforge.checkpoint.quantized.integers import (
     part,
     require_shape,
 )
-from llmforge.checkpoint.quantized.layout import Grouped, Layout, settings_of
+from llmforge.checkpoint.quantized.layout import Grouped, QuantizedLayout, settings_of
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry
 from llmforge.quantization.grids import Grid
 
@@ -91,7 +91,7 @@ class GptqTensor(Integers):
         return groups
 
 
-class Gptq(Layout):
+class GptqLayout(QuantizedLayout):
     """Checkpoints of AutoGPTQ and GPTQModel."""
 
     name: ClassVar[str] = "GPTQ"

@@ -21,7 +21,7 @@ from llmforge.base.errors import CheckpointError
 from llmforge.checkpoint.quantized.layout import CHUNK_BYTES, QuantizedTensor
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry
 from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, Scale, unpack_bits
-from llmforge.quantization.stored import NotHeld, StoredChannels
+from llmforge.quantization.stored import StoredChannels, UnrepresentableCodes
 
 WORD_BITS = 32
 INPUT_SCALE = "input_scale"  # role of the static step of what a layer reads
@@ -123,7 +123,7 @@ class Integers(QuantizedTensor):
         if self.bits != 8 or self.groups != 1:
             return super().channels()
         if zeros is not None and not (zeros == middle).all():
-            raise NotHeld("have zero points")
+            raise UnrepresentableCodes("have zero points")
 
         def codes() -> NDArray[np.int8]:
             around = self.unpacked(slice(0, self.shape[0])) ^ np.uint8(middle)
@@ -151,7 +151,7 @@ class Integers(QuantizedTensor):
         if not borders and block < SMALLEST_BLOCK:
             block = min(LARGEST_BLOCK, max(SMALLEST_BLOCK, 1 << (k - 1).bit_length()))
         if block < SMALLEST_BLOCK:
-            raise NotHeld(
+            raise UnrepresentableCodes(
                 f"are {self.format}, whose groups do not begin at multiples of {SMALLEST_BLOCK}, the smallest block"
             )
         middle = zeros is None or bool((zeros == 1 << (self.bits - 1)).all())

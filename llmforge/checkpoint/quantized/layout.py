@@ -1,4 +1,4 @@
-"""What a layout of quantized checkpoints is: how tools store parameters as codes and scales, and how those are read.
+"""A layout of quantized checkpoints: how tools store parameters as codes and scales, and how those are read.
 
 A checkpoint has two kinds of tensors: those of its files (`TensorEntry`), and the parameters of the model. In a plain
 checkpoint they are the same. A layout puts several of the files' tensors together to one parameter, which is called
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, external, same_bytes
-from llmforge.quantization.stored import NotHeld, StoredChannels, StoredFp4
+from llmforge.quantization.stored import StoredChannels, StoredFp4, UnrepresentableCodes
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -59,10 +59,10 @@ class QuantizedTensor(ABC):
         """Return the grid on which the stored codes lie as they are; reads at most what is small (g_idx, zero points).
 
         Raises:
-            NotHeld: no grid of ours holds them.
+            UnrepresentableCodes: no grid of ours holds them.
             CheckpointError: as `dequantize`.
         """
-        raise NotHeld(f"are {self.format}, for which there is no format here")
+        raise UnrepresentableCodes(f"are {self.format}, for which there is no format here")
 
     def codes(self) -> QuantizedMatrix:
         """Return the stored codes, scales and zero points on `grid`, of experts [E·N, K]: those on top of each other.
@@ -70,9 +70,9 @@ class QuantizedTensor(ABC):
         Its columns are in the order of `columns`.
 
         Raises:
-            NotHeld, CheckpointError: as `grid`.
+            UnrepresentableCodes, CheckpointError: as `grid`.
         """
-        raise NotHeld(f"are {self.format}, for which there is no format here")
+        raise UnrepresentableCodes(f"are {self.format}, for which there is no format here")
 
     def columns(self) -> NDArray[np.intp] | None:
         """Return which input feature each column of `codes` belongs to, [K]; None where they are in their order."""
@@ -82,19 +82,19 @@ class QuantizedTensor(ABC):
         """Return the stored codes where they are 8 bits with a scale an output feature, or one for all.
 
         Raises:
-            NotHeld: they are not.
+            UnrepresentableCodes: they are not.
             CheckpointError: as `dequantize`.
         """
-        raise NotHeld(f"are {self.format}, not int8 or fp8 with one scale per output feature")
+        raise UnrepresentableCodes(f"are {self.format}, not int8 or fp8 with one scale per output feature")
 
     def fp4(self) -> StoredFp4:
         """Return the stored codes where they are NVFP4.
 
         Raises:
-            NotHeld: they are not.
+            UnrepresentableCodes: they are not.
             CheckpointError: as `dequantize`.
         """
-        raise NotHeld(f"are {self.format}, not NVFP4")
+        raise UnrepresentableCodes(f"are {self.format}, not NVFP4")
 
     def in_channels(
         self,
@@ -106,10 +106,10 @@ class QuantizedTensor(ABC):
         """Put codes [N, K] and scales [N] together; a scale of 0 is 1 over codes that are 0.
 
         Raises:
-            NotHeld: scales are negative, or no numbers.
+            UnrepresentableCodes: scales are negative, or no numbers.
         """
         if not (np.isfinite(scales) & (scales >= 0)).all():
-            raise NotHeld("have scales that are negative or not finite")
+            raise UnrepresentableCodes("have scales that are negative or not finite")
         nothing = scales == 0
         if not nothing.any():
             return StoredChannels(dtype, codes, lambda: scales, input_scale)
@@ -172,7 +172,7 @@ class Grouped:
     notes: Sequence[str] = field(default=())  # what is in the checkpoint and is not taken, a sentence each
 
 
-class Layout(ABC):
+class QuantizedLayout(ABC):
     """How one tool stores quantized checkpoints."""
 
     name: ClassVar[str]  # as people call it: GPTQ

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError
-from llmforge.checkpoint.quantized.layout import Grouped, Layout, QuantizedTensor, is_finite
+from llmforge.checkpoint.quantized.layout import Grouped, QuantizedLayout, QuantizedTensor, is_finite
 from llmforge.checkpoint.quantized.microscaling import MXFP4_BLOCK, dequantize_mxfp4
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, data_type
-from llmforge.quantization.stored import NotHeld
+from llmforge.quantization.stored import UnrepresentableCodes
 
 _BLOCKS, _SCALES = "blocks", "scales"
 
@@ -36,10 +36,10 @@ class Mxfp4Tensor(QuantizedTensor):
 
     def grid(self) -> Any:
         """Refuse: no kernel reads levels that are not evenly spaced."""
-        raise NotHeld("are MXFP4, whose levels are not evenly spaced")
+        raise UnrepresentableCodes("are MXFP4, whose levels are not evenly spaced")
 
 
-class Mxfp4(Layout):
+class Mxfp4(QuantizedLayout):
     """OpenAI's GPT-OSS."""
 
     name: ClassVar[str] = "MXFP4"

@@ -18,12 +18,12 @@ from llmforge.ir.operators.record import (
     INT32,
     INT64,
     CachedAttention,
-    Experts,
     Input,
     Operator,
     OptionalInput,
     Output,
     Precision,
+    RoutedExperts,
     Stage,
     integer,
     integers,
@@ -39,7 +39,7 @@ UPDATE_RULES = ("gated", "gated_delta")  # as ONNX's LinearAttention names them
 _INTERFACE = "split the graph before the pass that wrote it"
 
 
-class _Attention(CachedAttention, domain=CANONICAL):
+class _CachedCanonicalAttention(CachedAttention, domain=CANONICAL):
     """q [B, S, num_heads·D], k [B, S, kv_num_heads·D], v [B, S, kv_num_heads·Dv], caches [B, kv_num_heads, C, …]."""
 
     q = Input(FLOATS, 3)
@@ -61,7 +61,7 @@ class _Attention(CachedAttention, domain=CANONICAL):
     @property
     def tokens(self) -> ir.Value:
         """The input that says which slots of the caches hold tokens."""
-        return self.required(self.inputs[_Attention.past_value.index + 1])
+        return self.required(self.inputs[_CachedCanonicalAttention.past_value.index + 1])
 
     def check(self) -> None:
         """Check that heads divide widths, and that the caches are the layer's own."""
@@ -90,7 +90,7 @@ class _Attention(CachedAttention, domain=CANONICAL):
                 self.require(width == wanted, f"{name} is {width} wide, {count} heads of {channels} are {wanted}")
 
 
-class Attention(_Attention):
+class Attention(_CachedCanonicalAttention):
     """Attention over preallocated caches, whose rows hold `past_lengths` tokens before the step."""
 
     past_lengths = Input(I32, 1)
@@ -98,7 +98,7 @@ class Attention(_Attention):
     alibi_slopes = OptionalInput(FP32, 1, fp32=True, heads=0)
 
 
-class GrowingAttention(_Attention):
+class GrowingAttention(_CachedCanonicalAttention):
     """Attention over caches that hold the past alone and grow by every step; written by optimum-interface."""
 
     attention_mask = Input(I64, 2)
@@ -194,16 +194,16 @@ class CausalMask(Operator, domain=CANONICAL):
     stage = Stage.LOWERED
 
 
-class MoE(Experts, domain=CANONICAL):
+class MoE(RoutedExperts, domain=CANONICAL):
     """Experts: x [..., H], expert_ids and expert_weights [..., top_k], up [E, H, 2·I or I], down [E, I, H]."""
 
     x = Input()
     expert_ids = Input(I64, chooses=True)
     expert_weights = Input(chooses=True)
-    up = Input(FLOATS, 3, experts=True)
-    down = Input(FLOATS, 3, experts=True)
-    up_bias = OptionalInput(FLOATS, 2, experts=True)
-    down_bias = OptionalInput(FLOATS, 2, experts=True)
+    up = Input(FLOATS, 3, of="experts")
+    down = Input(FLOATS, 3, of="experts")
+    up_bias = OptionalInput(FLOATS, 2, of="experts")
+    down_bias = OptionalInput(FLOATS, 2, of="experts")
     activation = text()
     gated = integer()
     interleaved = integer()
@@ -252,8 +252,8 @@ class LowRankAdapter(Operator, domain=CANONICAL):
     base = Input(FLOATS, 3)
     x = Input(FLOATS, 3)
     adapter_ids = Input(I64, 1)
-    a = Input(FLOATS, 3, chosen_by_row=True)
-    b = Input(FLOATS, 3, chosen_by_row=True)
+    a = Input(FLOATS, 3, of="adapters")
+    b = Input(FLOATS, 3, of="adapters")
     widths = integers()
     y = Output()
     indivisible = "adapters that requests choose are not divided"

@@ -19,12 +19,12 @@ from llmforge.ir.operators.record import (
     MICROSOFT,
     UINT8,
     CachedAttention,
-    Experts,
     Input,
     Operator,
     OptionalInput,
     Output,
     Precision,
+    RoutedExperts,
     Stage,
     integer,
     optional_real,
@@ -186,7 +186,7 @@ class GatherBlockQuantized(Operator, domain=MICROSOFT):
     lookup = True
 
 
-class _Experts(Experts, domain=MICROSOFT):
+class _Experts(RoutedExperts, domain=MICROSOFT):
     input = Input()
     router_probs = Input(FLOATS, 2, chooses=True)
     k = integer()
@@ -202,30 +202,30 @@ class _Experts(Experts, domain=MICROSOFT):
         return self.k
 
 
-class MoE(_Experts):
+class ContribMoE(_Experts, op_type="MoE"):
     """Experts in floating point."""
 
-    fc1_experts_weights = Input(FLOATS, 3, experts=True)
-    fc1_experts_bias = OptionalInput(FLOATS, 2, experts=True)
-    fc2_experts_weights = Input(FLOATS, 3, experts=True)
-    fc2_experts_bias = OptionalInput(FLOATS, 2, experts=True)
+    fc1_experts_weights = Input(FLOATS, 3, of="experts")
+    fc1_experts_bias = OptionalInput(FLOATS, 2, of="experts")
+    fc2_experts_weights = Input(FLOATS, 3, of="experts")
+    fc2_experts_bias = OptionalInput(FLOATS, 2, of="experts")
 
 
 class QMoE(_Experts):
     """Experts in codes of 4 or 8 bits."""
 
-    fc1_experts_weights = Input(BYTES, 3, experts=True)
-    fc1_scales = Input(FLOATS, 3, experts=True)
-    fc1_experts_bias = OptionalInput(FLOATS, 2, experts=True)
-    fc2_experts_weights = Input(BYTES, 3, experts=True)
-    fc2_scales = Input(FLOATS, 3, experts=True)
-    fc2_experts_bias = OptionalInput(FLOATS, 2, experts=True)
-    fc3_experts_weights = OptionalInput(experts=True)
-    fc3_scales = OptionalInput(experts=True)
-    fc3_experts_bias = OptionalInput(experts=True)
-    fc1_zero_points = OptionalInput(BYTES, 3, experts=True)
-    fc2_zero_points = OptionalInput(BYTES, 3, experts=True)
-    fc3_zero_points = OptionalInput(BYTES, 3, experts=True)
+    fc1_experts_weights = Input(BYTES, 3, of="experts")
+    fc1_scales = Input(FLOATS, 3, of="experts")
+    fc1_experts_bias = OptionalInput(FLOATS, 2, of="experts")
+    fc2_experts_weights = Input(BYTES, 3, of="experts")
+    fc2_scales = Input(FLOATS, 3, of="experts")
+    fc2_experts_bias = OptionalInput(FLOATS, 2, of="experts")
+    fc3_experts_weights = OptionalInput(of="experts")
+    fc3_scales = OptionalInput(of="experts")
+    fc3_experts_bias = OptionalInput(of="experts")
+    fc1_zero_points = OptionalInput(BYTES, 3, of="experts")
+    fc2_zero_points = OptionalInput(BYTES, 3, of="experts")
+    fc3_zero_points = OptionalInput(BYTES, 3, of="experts")
     router_weights = OptionalInput(FLOATS, 2, chooses=True)
     expert_weight_bits = integer()
     block_size = integer()
@@ -234,7 +234,7 @@ class QMoE(_Experts):
     prepacked = True
 
 
-class LinearAttention(Operator, domain=MICROSOFT):
+class ContribLinearAttention(Operator, domain=MICROSOFT, op_type="LinearAttention"):
     """Attention with a state of fixed size, which knows no padding and no rows that begin."""
 
     query = Input(FLOATS, 3)

@@ -36,7 +36,7 @@ class _Packed(_Kernel):
     trellis = integer(0)
 
 
-class Linear(_Packed):
+class CpuLinear(_Packed, op_type="Linear"):
     """A product with packed codes, perhaps with the norm in front of it and the sum behind it."""
 
     x = Input(FP32)
@@ -57,18 +57,18 @@ class Embedding(_Packed):
     y = Output(dtype=FLOAT)
 
 
-class LowRankAdapter(_Kernel):
+class CpuLowRankAdapter(_Kernel, op_type="LowRankAdapter"):
     """`llmforge::LowRankAdapter` with `a` [n + 1, P·R, K], a row for each sum."""
 
     base = Input(FP32, 3)
     x = Input(FP32, 3)
     adapter_ids = Input(I64, 1)
-    a = Input(FP32, 3, chosen_by_row=True)
-    b = Input(FP32, 3, chosen_by_row=True)
+    a = Input(FP32, 3, of="adapters")
+    b = Input(FP32, 3, of="adapters")
     widths = Input(I64, 1)
 
 
-class GroupQueryAttention(_Kernel):
+class CpuGroupQueryAttention(_Kernel, op_type="GroupQueryAttention"):
     """Attention over caches of fp32."""
 
     qkv = Input(FP32, 3)
@@ -95,7 +95,7 @@ class GroupQueryAttention(_Kernel):
     present_value = Output(like="past_value")
 
 
-class LatentAttention(_Kernel):
+class CpuLatentAttention(_Kernel, op_type="LatentAttention"):
     """Attention over latents, as the canonical one, with `up` [num_heads·(N+Dv), L]."""
 
     q = Input(FP32, 3)
@@ -114,20 +114,20 @@ class LatentAttention(_Kernel):
     rounds = False
 
 
-class LatentAttentionInt8(LatentAttention):
+class LatentAttentionInt8(CpuLatentAttention):
     """The same, with codes in `up` and a scale for each block of a row."""
 
     up = Input({INT8}, 2)
 
 
-class GroupQueryAttentionInt8(GroupQueryAttention):
+class GroupQueryAttentionInt8(CpuGroupQueryAttention):
     """Attention over caches of int8."""
 
     past_key = Input({INT8}, 4)
     past_value = Input({INT8}, 4)
 
 
-class GroupQueryAttentionSlots(GroupQueryAttention):
+class GroupQueryAttentionSlots(CpuGroupQueryAttention):
     """Attention over caches of slots, [batch, kv_heads, capacity, bytes]: codes, and perhaps their own scales."""
 
     past_key = Input(BYTES, 4)
@@ -139,7 +139,7 @@ class GroupQueryAttentionSlots(GroupQueryAttention):
     turn_values = integer()
 
 
-class AllReduce(Operator, domain=CPU):
+class CpuAllReduce(Operator, domain=CPU, op_type="AllReduce"):
     """The sum of `x` over all ranks, processes of one machine, added in their order (docs/tensor-parallelism.md)."""
 
     x = Input(FP32)
@@ -148,7 +148,7 @@ class AllReduce(Operator, domain=CPU):
     precision = Precision.NO_HALF
 
 
-class AllGather(Operator, domain=CPU):
+class CpuAllGather(Operator, domain=CPU, op_type="AllGather"):
     """What all ranks have in `x`, side by side along the last axis."""
 
     x = Input(FP32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from llmforge.ir.operators.record import CUDA, Input, Operator, Output, Stage, integer
 
 
-class _Collective(Operator, domain=CUDA):
+class _CudaCollective(Operator, domain=CUDA):
     """Where ranks meet through NCCL; not an operator itself."""
 
     x = Input()
@@ -14,9 +14,9 @@ class _Collective(Operator, domain=CUDA):
     stage = Stage.LOWERED
 
 
-class AllReduce(_Collective):
+class CudaAllReduce(_CudaCollective, op_type="AllReduce"):
     """The sum of `x` over all ranks, in its dtype."""
 
 
-class AllGather(_Collective):
+class CudaAllGather(_CudaCollective, op_type="AllGather"):
     """What all ranks have in `x`, [ranks, …]: one behind the other, in their order."""

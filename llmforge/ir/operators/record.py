@@ -1,4 +1,4 @@
-"""What one record of the table of operators is made of.
+"""The record of one operator: its inputs, outputs, attributes and traits.
 
 A record is a class: its body names inputs, attributes and outputs in the order of the operator's definition, its class
 attributes are the traits that the rest of the package asks for. An instance is a typed view of one node:
@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Self, TypeVar, overload
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, overload
 
 import onnx_ir as ir
 
@@ -111,9 +111,9 @@ class Operand:
         ranks: what rank it may have; none: any.
         fp32: it is fp32 whatever its operator computes in.
         table: its operator looks a few rows of it up.
-        experts: axis 0 is the experts, of which a token reads those that were chosen for it.
+        of: axis 0 is the experts, of which a token reads those that were chosen for it, or the adapters, of which each
+            row of the batch reads one.
         chooses: it chooses experts, or weighs them.
-        chosen_by_row: axis 0 is the adapters, of which each row of the batch reads one.
         heads: the axis of the query heads.
         kv_heads: the axis of the KV heads, where it has rank 4.
         rotary: a table of rotary embedding, a row a position.
@@ -128,16 +128,14 @@ class Operand:
         *ranks: int,
         fp32: bool = False,
         table: bool = False,
-        experts: bool = False,
+        of: Literal["experts", "adapters"] | None = None,
         chooses: bool = False,
-        chosen_by_row: bool = False,
         heads: int | None = None,
         kv_heads: int | None = None,
         rotary: bool = False,
     ) -> None:
         self.index, self.dtypes, self.ranks = -1, frozenset(dtypes), frozenset(ranks)
-        self.fp32, self.table, self.experts, self.chooses = fp32, table or rotary, experts, chooses
-        self.chosen_by_row = chosen_by_row
+        self.fp32, self.table, self.of, self.chooses = fp32, table or rotary, of, chooses
         self.heads, self.kv_heads, self.rotary = heads, kv_heads, rotary
 
 
@@ -281,10 +279,10 @@ class Operator:
 
     __slots__ = ("node",)
 
-    def __init_subclass__(cls, *, domain: str | None = None) -> None:
+    def __init_subclass__(cls, *, domain: str | None = None, op_type: str | None = None) -> None:
         super().__init_subclass__()
         cls.domain = cls.domain if domain is None else domain
-        cls.op_type = cls.__name__
+        cls.op_type = op_type or cls.__name__  # stated where another domain has an operator of the name
         cls.identity = (cls.domain, cls.op_type)
         own = vars(cls)
         inputs = {field.name: field for field in cls.inputs}
@@ -451,7 +449,7 @@ class CachedAttention(Operator):
         raise NotImplementedError
 
 
-class Experts(Operator):
+class RoutedExperts(Operator):
     """Experts, of which each token chooses some; not an operator itself."""
 
     precision = Precision.HALF

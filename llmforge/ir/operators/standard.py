@@ -402,7 +402,7 @@ class Concat(_Moved):
     sign = Sign.AS_ALL
 
 
-class Tile(Operator):
+class OnnxTile(Operator, op_type="Tile"):
     x = Input(NUMBERS | BOOLS)
     repeats = Input(I64, 1)
     stage = Stage.OWN_ATTENTION
@@ -473,7 +473,7 @@ class ReduceMean(Reduction):
 # Sizes and places ------------------------------------------------------------------------------------------------
 
 
-class Shape(Operator):
+class OnnxShape(Operator, op_type="Shape"):
     x = Input(ANY)
     start = integer(0)
     end = optional_integer()
@@ -534,7 +534,7 @@ class Pad(Operator):
     tensorrt = Seen(_SEEN, I64)
 
 
-class _Body(Operator):
+class _WithBody(Operator):
     variadic = True
     stage = Stage.LOWERED
 
@@ -542,7 +542,7 @@ class _Body(Operator):
         return None  # the body's
 
 
-class Loop(_Body):
+class Loop(_WithBody):
     """A body that is run for each expert that a step chooses (`llmforge.ir.moe`)."""
 
     trip_count = OptionalInput(I64)
@@ -550,14 +550,14 @@ class Loop(_Body):
     initial = OptionalInput(ANY)
 
 
-class Scan(_Body):
+class Scan(_WithBody):
     """A body that is run for each token of a recurrent layer (`llmforge.ir.recurrence`)."""
 
     initial = OptionalInput(ANY)
     num_scan_inputs = integer()
 
 
-class Attention(Operator):
+class OnnxAttention(Operator, op_type="Attention"):
     """ONNX's own, over heads [B, H, S, D]."""
 
     q = Input(FLOATS, 3, 4)

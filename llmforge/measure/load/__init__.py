@@ -1,8 +1,8 @@
 """Measures how an artifact serves: loads, latencies, throughput and goodput."""
 
 from llmforge.measure.load.report import BenchReport, table
-from llmforge.measure.load.run import Load, LocalEngine, run
-from llmforge.measure.load.sweep import Plan
+from llmforge.measure.load.run import LoadSpec, LocalEngine, run
+from llmforge.measure.load.sweep import SweepPlan
 from llmforge.metrics.serving import Objective
 
-__all__ = ["BenchReport", "Load", "LocalEngine", "Objective", "Plan", "run", "table"]
+__all__ = ["BenchReport", "LoadSpec", "LocalEngine", "Objective", "SweepPlan", "run", "table"]

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from llmforge.base.errors import ForgeError, UsageError
 from llmforge.measure.load.workload import LoadRequest
-from llmforge.metrics.serving import Outcome
+from llmforge.metrics.serving import RequestOutcome
 from llmforge.runtime.sampling.options import Sampling
 from llmforge.serving.engine import Engine
 from llmforge.serving.request import Chunk, Request
@@ -23,12 +23,12 @@ MOST_IN_FLIGHT = 512
 Done = Callable[[int], None]  # is told how many requests are done
 
 
-class Subject(Protocol):
+class Responder(Protocol):
     """Something that answers requests; called from several threads at once."""
 
     description: str
 
-    def answer(self, request: LoadRequest, due_s: float) -> Outcome:
+    def answer(self, request: LoadRequest, due_s: float) -> RequestOutcome:
         """Answer one request and wait for its end; `due_s` is when it was due, by `time.perf_counter`."""
         ...
 
@@ -40,7 +40,7 @@ class InProcess:
     engine: Engine
     description: str
 
-    def answer(self, request: LoadRequest, due_s: float) -> Outcome:
+    def answer(self, request: LoadRequest, due_s: float) -> RequestOutcome:
         """Answer greedily, beyond the end of sequence, until all tokens that were asked for are there."""
         tokens: list[float] = []
         ids: list[int] = []
@@ -64,7 +64,7 @@ class InProcess:
         except ForgeError as error:
             receive(error)
         ended.wait()
-        return Outcome(
+        return RequestOutcome(
             sent_s=due_s,
             token_s=tuple(tokens),
             ended_s=time.perf_counter(),
@@ -76,8 +76,8 @@ class InProcess:
 
 
 def closed_loop(
-    subject: Subject, load: Sequence[LoadRequest], concurrency: int, done: Done = lambda count: None
-) -> list[Outcome]:
+    subject: Responder, load: Sequence[LoadRequest], concurrency: int, done: Done = lambda count: None
+) -> list[RequestOutcome]:
     """Keep `concurrency` requests in flight until the load is sent; return outcomes in the order of the load.
 
     Raises:
@@ -90,7 +90,9 @@ def closed_loop(
         return _gather(futures, done)
 
 
-def conversations(subject: Subject, sessions: Sequence[Sequence[LoadRequest]], concurrency: int) -> list[Outcome]:
+def conversations(
+    subject: Responder, sessions: Sequence[Sequence[LoadRequest]], concurrency: int
+) -> list[RequestOutcome]:
     """Hold `concurrency` conversations at once; return the outcomes of all turns, one conversation behind another.
 
     The prompt of a turn is that of the turn before, its answer, and what the turn adds. A turn that fails ends its
@@ -102,13 +104,13 @@ def conversations(subject: Subject, sessions: Sequence[Sequence[LoadRequest]], c
     if concurrency < 1:
         raise UsageError(f"{concurrency} conversations at once: expected 1 or more")
 
-    def hold(turns: Sequence[LoadRequest]) -> list[Outcome]:
+    def hold(turns: Sequence[LoadRequest]) -> list[RequestOutcome]:
         said: tuple[int, ...] = ()
-        outcomes: list[Outcome] = []
+        outcomes: list[RequestOutcome] = []
         for turn in turns:
             if outcomes and outcomes[-1].error is not None:
                 now = time.perf_counter()
-                outcomes.append(Outcome(now, (), now, 0, 0, error="the turn before it failed"))
+                outcomes.append(RequestOutcome(now, (), now, 0, 0, error="the turn before it failed"))
                 continue
             request = replace(turn, prompt=said + turn.prompt)
             outcomes.append(subject.answer(request, time.perf_counter()))
@@ -119,7 +121,7 @@ def conversations(subject: Subject, sessions: Sequence[Sequence[LoadRequest]], c
         return [outcome for held in pool.map(hold, sessions) for outcome in held]
 
 
-def open_loop(subject: Subject, load: Sequence[LoadRequest], done: Done = lambda count: None) -> list[Outcome]:
+def open_loop(subject: Responder, load: Sequence[LoadRequest], done: Done = lambda count: None) -> list[RequestOutcome]:
     """Send each request at its `at_s`, whatever is still in flight; return outcomes in the order of the load.
 
     Raises:
@@ -130,7 +132,7 @@ def open_loop(subject: Subject, load: Sequence[LoadRequest], done: Done = lambda
         raise UsageError("a load without arrival times cannot be replayed")
     with ThreadPoolExecutor(min(len(load), MOST_IN_FLIGHT), "bench") as pool:
         began = time.perf_counter()
-        futures: list[Future[Outcome]] = []
+        futures: list[Future[RequestOutcome]] = []
         for request, at_s in zip(load, arrivals, strict=True):
             due = began + at_s
             time.sleep(max(0.0, due - time.perf_counter()))
@@ -138,7 +140,7 @@ def open_loop(subject: Subject, load: Sequence[LoadRequest], done: Done = lambda
         return _gather(futures, done)
 
 
-def _gather(futures: list[Future[Outcome]], done: Done) -> list[Outcome]:
+def _gather(futures: list[Future[RequestOutcome]], done: Done) -> list[RequestOutcome]:
     outcomes = []
     for future in futures:
         outcomes.append(future.result())

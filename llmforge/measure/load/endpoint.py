@@ -11,7 +11,7 @@ from typing import Any
 from llmforge.base.errors import EnvironmentLacks
 from llmforge.base.http_server import HttpServer
 from llmforge.measure.load.workload import LoadRequest
-from llmforge.metrics.serving import Outcome
+from llmforge.metrics.serving import RequestOutcome
 
 
 class Endpoint:
@@ -27,7 +27,7 @@ class Endpoint:
         self.model = model or self._first_model()
         self.description = f"{self.model} at {server.url}"
 
-    def answer(self, request: LoadRequest, due_s: float) -> Outcome:
+    def answer(self, request: LoadRequest, due_s: float) -> RequestOutcome:
         """Answer one request and wait for its end; each event with text counts as one arrival.
 
         Raises:
@@ -48,7 +48,7 @@ class Endpoint:
         output = usage.get("completion_tokens", len(arrivals))
         if error is None and output != request.output_tokens:
             error = f"{output} tokens; asked: {request.output_tokens}"
-        return Outcome(
+        return RequestOutcome(
             sent_s=due_s,
             token_s=tuple(arrivals),
             ended_s=time.perf_counter(),

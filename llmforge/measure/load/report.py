@@ -11,11 +11,11 @@ from rich.text import Text
 
 from llmforge.measure.machine import Machine
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.record import Record
-from llmforge.metrics.serving import Distribution, Figures
+from llmforge.metrics.record import ReportRecord
+from llmforge.metrics.serving import Distribution, LoadFigures
 
 
-class Utilization(Record):
+class Utilization(ReportRecord):
     """How much of the memory bandwidth decoding uses (MBU)."""
 
     bytes_read_per_step: int  # weights once, and the cache of each row in flight at the middle of its answer
@@ -23,18 +23,18 @@ class Utilization(Record):
     share: float  # bytes read per step / median TPOT / bandwidth
 
 
-class Point(Record):
+class LoadPoint(ReportRecord):
     """One load and its figures. A trace of arrivals has neither lengths nor concurrency nor rate of its own."""
 
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     concurrency: int | None = None  # of a closed loop: requests in flight
     rate: float | None = None  # of an open loop: Poisson arrivals per second
-    figures: Figures
+    figures: LoadFigures
     bandwidth: Utilization | None = None
 
 
-class EngineRecord(Record):
+class BenchEngine(ReportRecord):
     """The engine in this process, and what it counted over all loads, warm-up included."""
 
     threads: int
@@ -44,19 +44,19 @@ class EngineRecord(Record):
     accepted_tokens: int
 
 
-class BenchReport(Record):
+class BenchReport(ReportRecord):
     """All that one `llmforge bench` measured."""
 
     schema_version: Literal[1] = 1
     llmforge: str
     subject: str  # what answered, in words
     machine: Machine  # that sent the load; and answered it, where the engine ran in this process
-    engine: EngineRecord | None  # None where it is behind an address
+    engine: BenchEngine | None  # None where it is behind an address
     workload: str  # prompts, in words
     warmup: int
     seed: int
     objective: str | None
-    points: tuple[Point, ...]
+    points: tuple[LoadPoint, ...]
     notes: tuple[str, ...] = ()  # what a reader might miss
 
 
@@ -83,7 +83,7 @@ def table(report: BenchReport) -> Group:
     return Group(shown, *(Text(note, style="dim") for note in notes))
 
 
-def _row(point: Point) -> list[str]:
+def _row(point: LoadPoint) -> list[str]:
     measured = point.figures
     load = "trace"
     if point.concurrency is not None:

@@ -12,10 +12,10 @@ from llmforge.base.errors import UsageError
 from llmforge.base.http_server import HttpServer
 from llmforge.checkpoint.documents import read_documents
 from llmforge.measure import machine
-from llmforge.measure.load.drive import InProcess, Subject
+from llmforge.measure.load.drive import InProcess, Responder
 from llmforge.measure.load.endpoint import Endpoint
-from llmforge.measure.load.report import BenchReport, EngineRecord, Point
-from llmforge.measure.load.sweep import Plan, Progress, Setting, measure, replay, utilization
+from llmforge.measure.load.report import BenchEngine, BenchReport, LoadPoint
+from llmforge.measure.load.sweep import Progress, Setting, SweepPlan, measure, replay, utilization
 from llmforge.measure.load.workload import Encode, LoadRequest, Prompts, RandomPrompts, TextPrompts, longest, read_trace
 from llmforge.metrics.latency import Footprint
 from llmforge.runtime.config import FILE, RuntimeConfig
@@ -30,7 +30,7 @@ SEVERAL_A_STEP = "MBU: not known, because speculation gives several tokens a ste
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadSpec:
     """Which requests are sent: every concurrency or rate with every length, or a trace of arrivals.
 
     `data` is a JSON Lines file whose text prompts are cut from; None: random tokens.
@@ -76,8 +76,8 @@ class LocalEngine:
 def run(
     artifact: Path,
     name: str,
-    load: Load,
-    plan: Plan,
+    load: LoadSpec,
+    plan: SweepPlan,
     *,
     server: HttpServer | None = None,
     local: LocalEngine = LocalEngine(),
@@ -103,33 +103,27 @@ def run(
     trace = None if load.trace is None else read_trace(load.trace, encode, prompts, seed=plan.seed)
     _check_lengths(load, trace, config.max_context)
 
-    def points_of(subject: Subject) -> list[Point]:
+    def points_of(responder: Responder) -> list[LoadPoint]:
         if trace is None:
-            return measure(subject, load.settings(), prompts, plan, progress)
-        return [replay(subject, trace, plan.objective, progress)]
+            return measure(responder, load.settings(), prompts, plan, progress)
+        return [replay(responder, trace, plan.objective, progress)]
 
-    record: EngineRecord | None = None
+    record: BenchEngine | None = None
     notes: tuple[str, ...] = ()
     if server is not None:
-        subject: Subject = Endpoint(server)
-        points = points_of(subject)
+        responder: Responder = Endpoint(server)
+        points = points_of(responder)
     else:
         with Engine.load(artifact, local.options, local.threads) as engine:
-            subject = InProcess(engine, name)
-            points = points_of(subject)
+            responder = InProcess(engine, name)
+            points = points_of(responder)
             stats = engine.stats()
-        record, notes = _record(stats, config.session.resolve(local.threads).threads), stats.notes
-        if local.footprint is None:
-            notes = (*notes, NO_FOOTPRINT)
-        elif config.device is not None:
-            notes = (*notes, ON_A_DEVICE)
-        elif record.drafted_tokens:
-            notes = (*notes, SEVERAL_A_STEP)
-        else:
-            points = utilization(points, local.footprint, slots=record.slots, threads=record.threads)
+        record = _record(stats, config.session.resolve(local.threads).threads)
+        points, unknown = _with_bandwidth(points, local.footprint, config, record)
+        notes = (*stats.notes, *unknown)
     return BenchReport(
         llmforge=__version__,
-        subject=subject.description,
+        subject=responder.description,
         machine=machine.describe(),
         engine=record,
         workload=load.describe(plan.prefix_tokens),
@@ -141,14 +135,27 @@ def run(
     )
 
 
-def _prompts(load: Load, encode: Encode, vocabulary: int) -> Prompts:
+def _with_bandwidth(
+    points: list[LoadPoint], footprint: Footprint | None, config: RuntimeConfig, engine: BenchEngine
+) -> tuple[list[LoadPoint], tuple[str, ...]]:
+    """Add the share of the bandwidth that decoding uses to each point; else say why it is not known."""
+    if footprint is None:
+        return points, (NO_FOOTPRINT,)
+    if config.device is not None:
+        return points, (ON_A_DEVICE,)
+    if engine.drafted_tokens:
+        return points, (SEVERAL_A_STEP,)
+    return utilization(points, footprint, slots=engine.slots, threads=engine.threads), ()
+
+
+def _prompts(load: LoadSpec, encode: Encode, vocabulary: int) -> Prompts:
     if load.data is None:
         return RandomPrompts(vocabulary)
     ids = [token for document in read_documents(load.data) for token in encode(document.text)]
     return TextPrompts(tuple(ids), str(load.data))
 
 
-def _check_lengths(load: Load, trace: Sequence[LoadRequest] | None, max_context: int) -> None:
+def _check_lengths(load: LoadSpec, trace: Sequence[LoadRequest] | None, max_context: int) -> None:
     needed = max(load.prompt_tokens) + max(load.output_tokens) if trace is None else longest(trace)
     if needed > max_context:
         raise UsageError(
@@ -157,9 +164,9 @@ def _check_lengths(load: Load, trace: Sequence[LoadRequest] | None, max_context:
         )
 
 
-def _record(stats: EngineStats, threads: int) -> EngineRecord:
+def _record(stats: EngineStats, threads: int) -> BenchEngine:
     looked_up = stats.prefix_query_tokens
-    return EngineRecord(
+    return BenchEngine(
         threads=threads,
         slots=stats.slots,
         prefix_hit_share=stats.prefix_hit_tokens / looked_up if looked_up else None,

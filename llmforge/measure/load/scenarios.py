@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from llmforge.measure.load.drive import Subject, closed_loop, conversations, open_loop
+from llmforge.measure.load.drive import Responder, closed_loop, conversations, open_loop
 from llmforge.measure.load.workload import LoadRequest, Prompts, make_load
-from llmforge.metrics.serving import Outcome
-from llmforge.metrics.workload import RequestTimes, Slo, Workload
+from llmforge.metrics.serving import RequestOutcome
+from llmforge.metrics.workload import MeasuredWorkload, RequestTimes, Slo
 from llmforge.recipe import WorkloadsSpec
 
-Send = Callable[[Subject], list[Outcome]]
+Send = Callable[[Responder], list[RequestOutcome]]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Scenario:
 class Served:
     """An engine that answers one workload, and what it reused; None: it does not tell."""
 
-    subject: Subject
+    subject: Responder
     prefix_hit_share: Callable[[], float | None] = lambda: None
 
 
@@ -92,7 +92,7 @@ def measure(
     warmup: LoadRequest,
     slo: Slo | None,
     done: Callable[[int, int], None] = lambda done, total: None,
-) -> tuple[Workload, ...]:
+) -> tuple[MeasuredWorkload, ...]:
     """Send each workload to an engine of its own, which `served` makes, so that it remembers nothing of the others.
 
     `warmup` goes before each of them, untimed. `done` is told the runs that are done, and their number.
@@ -109,7 +109,7 @@ def measure(
             runs.append(tuple(RequestTimes.of(outcome, began) for outcome in outcomes))
             sent += 1
         share = engine.prefix_hit_share()
-        made.append(Workload.of(scenario.name, scenario.description, tuple(runs), slo, share))
+        made.append(MeasuredWorkload.of(scenario.name, scenario.description, tuple(runs), slo, share))
     done(total, total)
     return tuple(made)
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from llmforge.measure.latency import DRAM_PROBE_BYTES
-from llmforge.measure.load.drive import Subject, closed_loop, open_loop
-from llmforge.measure.load.report import Point, Utilization
+from llmforge.measure.load.drive import Responder, closed_loop, open_loop
+from llmforge.measure.load.report import LoadPoint, Utilization
 from llmforge.measure.load.workload import LoadRequest, Prompts, make_load
 from llmforge.measure.machine import read_bandwidth
 from llmforge.metrics.latency import Footprint
-from llmforge.metrics.serving import Objective, Outcome, figures
+from llmforge.metrics.serving import Objective, RequestOutcome, figures
 
 Progress = Callable[[int, int], None]  # is told how many requests are done, and how many there are
 
@@ -27,7 +27,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """What every point of a sweep has in common.
 
     Before a point is timed, `warmup` requests of the same kind run. No two requests share more of their prompts than
@@ -43,12 +43,12 @@ class Plan:
 
 
 def measure(
-    subject: Subject, settings: Sequence[Setting], prompts: Prompts, plan: Plan, progress: Progress
-) -> list[Point]:
+    subject: Responder, settings: Sequence[Setting], prompts: Prompts, plan: SweepPlan, progress: Progress
+) -> list[LoadPoint]:
     """Measure all settings in turn, `plan.repetitions` times, so that a machine that slows down slows all of them."""
     each = plan.requests + plan.warmup
     done, total = 0, each * len(settings) * plan.repetitions
-    runs: list[list[list[Outcome]]] = [[] for _ in settings]
+    runs: list[list[list[RequestOutcome]]] = [[] for _ in settings]
     for repetition in range(plan.repetitions):
         for at, setting in enumerate(settings):
             warmup, load = _loads(setting, prompts, plan, (plan.seed, repetition, at))
@@ -60,18 +60,20 @@ def measure(
                 runs[at].append(closed_loop(subject, load, setting.concurrency, tell))
             done += each
     return [
-        Point(**asdict(setting), figures=figures(run, plan.objective))
+        LoadPoint(**asdict(setting), figures=figures(run, plan.objective))
         for setting, run in zip(settings, runs, strict=True)
     ]
 
 
-def replay(subject: Subject, load: Sequence[LoadRequest], objective: Objective | None, progress: Progress) -> Point:
+def replay(
+    subject: Responder, load: Sequence[LoadRequest], objective: Objective | None, progress: Progress
+) -> LoadPoint:
     """Measure a trace of arrivals, once: a second time a prefix cache would know its prompts."""
     outcomes = open_loop(subject, load, _shifted(progress, 0, len(load)))
-    return Point(figures=figures([outcomes], objective))
+    return LoadPoint(figures=figures([outcomes], objective))
 
 
-def utilization(points: Sequence[Point], footprint: Footprint, *, slots: int, threads: int) -> list[Point]:
+def utilization(points: Sequence[LoadPoint], footprint: Footprint, *, slots: int, threads: int) -> list[LoadPoint]:
     """Add to each closed-loop point the share of the measured bandwidth that its decoding uses (MBU).
 
     A step reads the weights once, and for each row in flight the cache at the middle of its answer; it takes the
@@ -80,7 +82,7 @@ def utilization(points: Sequence[Point], footprint: Footprint, *, slots: int, th
     return [point.model_copy(update={"bandwidth": _utilization(point, footprint, slots, threads)}) for point in points]
 
 
-def _utilization(point: Point, footprint: Footprint, slots: int, threads: int) -> Utilization | None:
+def _utilization(point: LoadPoint, footprint: Footprint, slots: int, threads: int) -> Utilization | None:
     if point.concurrency is None or point.prompt_tokens is None or point.output_tokens is None:
         return None
     if point.figures.tpot_ms is None:
@@ -98,7 +100,7 @@ def _utilization(point: Point, footprint: Footprint, slots: int, threads: int) -
 
 
 def _loads(
-    setting: Setting, prompts: Prompts, plan: Plan, seed: tuple[int, ...]
+    setting: Setting, prompts: Prompts, plan: SweepPlan, seed: tuple[int, ...]
 ) -> tuple[list[LoadRequest], list[LoadRequest]]:
     """Make what warms up for a run, and its load: prompts are drawn in one go, so that they share a prefix."""
     made = make_load(

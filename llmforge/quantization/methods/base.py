@@ -1,4 +1,4 @@
-"""What a method of quantization is: options, a demand on calibration, and arithmetic from weights to codes."""
+"""A method of quantization: options, a demand on calibration, and arithmetic from weights to codes."""
 
 from __future__ import annotations
 

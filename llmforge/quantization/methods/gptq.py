@@ -127,7 +127,7 @@ class Curvature:
         raise ValueError(f"a Hessian is not positive, even with {share:g} of its mean diagonal {mean:g} added")
 
     def solve(self, products: Float32) -> Float32:
-        """Return products·H⁻¹, [N, K], of columns as they stand."""
+        """Return products·H⁻¹, [N, K], of the unpermuted columns."""
         ordered, between = products[:, self.order], np.empty_like(products)
         for part in _panels(len(self.order)):  # R is 0 below the diagonal
             between[:, part] = ordered[:, part.start :] @ self.inverse[part, part.start :].T
@@ -227,14 +227,13 @@ def gptq(
         raise ValueError(f"the weight has {k} input features, its Hessian {len(curvature.order)}")
     if outputs and sum(map(len, outputs)) != n:
         raise ValueError(f"the weight has {n} output features, their Hessians {sum(map(len, outputs))}")
-    order, lower = curvature.order.astype(np.int32), np.ascontiguousarray(curvature.inverse.T)
+    order = curvature.order.astype(np.int32)
+    columns = rounding.OrderedColumns(order, curvature.hessian, np.ascontiguousarray(curvature.inverse.T))
 
     def choose(of: Float32, start: QuantizedMatrix | None = None) -> QuantizedMatrix:
         matrix, _ = rounding.choose(
             of,
-            order,
-            curvature.hessian,
-            lower,
+            columns,
             grid,
             steps=steps,
             sweeps=sweeps if start is None else min(sweeps, SWEEPS_AGAIN),

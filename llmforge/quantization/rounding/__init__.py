@@ -10,7 +10,7 @@ import ctypes
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ _NUMBERS = ("bits", "symmetric", "storage", "steps", "sweeps", "held", "trellis"
 _ARRAYS = ("target", "order", "hessian", "lower", "weight", "codes", "scales", "zeros", "loss")
 
 
-class _Rounding(ctypes.Structure):
+class _RoundingJob(ctypes.Structure):
     """`Rounding` of rounding.h."""
 
     _fields_ = (
@@ -52,11 +52,17 @@ def _zero(grid: Grid) -> int:
     return 0 if grid.trellis else grid.middle
 
 
+class OrderedColumns(NamedTuple):
+    """The columns of a weight as they are rounded, and their curvature in that order."""
+
+    order: NDArray[np.int32]  # [K]
+    hessian: Float32  # [K, K]
+    lower: Float32  # [K, K], the lower triangle Rᵀ with RᵀR = H⁻¹
+
+
 def choose(
     target: Float32,
-    order: NDArray[np.int32],
-    hessian: Float32,
-    lower: Float32,
+    columns: OrderedColumns,
     grid: Grid,
     *,
     steps: int,
@@ -66,9 +72,8 @@ def choose(
 ) -> tuple[QuantizedMatrix, NDArray[np.float64]]:
     """Choose scales, zero points and codes for `target` [N, K], and say what error e Hessian eᵀ each row has left.
 
-    order: int32 [K], the columns as they are rounded. hessian: fp32 [K, K] in that order. lower: fp32 [K, K], the lower
-    triangle Rᵀ with RᵀR = H⁻¹. `steps` ranges are tried for each block, from 1.1 to 0.5 of its own (0: its own alone),
-    weighted with the diagonal; then come `sweeps` of refitting scale and zero point of each block and of coordinate
+    `steps` ranges are tried for each block, from 1.1 to 0.5 of its own (0: its own alone), weighted with the diagonal
+    of the Hessian; then come `sweeps` of refitting scale and zero point of each block and of coordinate
     descent, none of which raises the error. Scales are such as the grid stores. With `start` no grid is searched: its
     scales and zero points are the first. Rows of a trellis are rounded by 16, from the first on.
 
@@ -79,12 +84,12 @@ def choose(
     n, k = target.shape
     blocks = grid.blocks(k)
     weight = np.empty(k, np.float32)
-    weight[order] = hessian.diagonal()
+    weight[columns.order] = columns.hessian.diagonal()
     arrays: dict[str, NDArray[Any]] = {
         "target": np.ascontiguousarray(target, np.float32),
-        "order": np.ascontiguousarray(order, np.int32),
-        "hessian": np.ascontiguousarray(hessian, np.float32),
-        "lower": np.ascontiguousarray(lower, np.float32),
+        "order": np.ascontiguousarray(columns.order, np.int32),
+        "hessian": np.ascontiguousarray(columns.hessian, np.float32),
+        "lower": np.ascontiguousarray(columns.lower, np.float32),
         "weight": weight,
         "codes": np.empty((n, k), np.uint8),
         "scales": np.empty((n, blocks), np.float32),
@@ -100,7 +105,7 @@ def choose(
     assert arrays["order"].shape == (k,)
     assert arrays["hessian"].shape == arrays["lower"].shape == (k, k)
     numbers = (grid.bits, grid.symmetric, _STORAGE[grid.scale], steps, sweeps, start is not None, grid.trellis)
-    job = _Rounding(n, k, grid.block_size, SUPERBLOCK, *numbers, *(arrays[name].ctypes.data for name in _ARRAYS))
+    job = _RoundingJob(n, k, grid.block_size, SUPERBLOCK, *numbers, *(arrays[name].ctypes.data for name in _ARRAYS))
     if _library().llmforge_round(ctypes.byref(job), threads):
         raise MemoryError(f"a weight [{n}, {k}] could not be rounded")
     matrix = assemble(grid, arrays["codes"], arrays["scales"], arrays["zeros"].astype(np.float32))

@@ -25,7 +25,7 @@ from llmforge.ir.operators import canonical, standard
 from llmforge.ir.subgraph import behind
 from llmforge.trace.canonicalize.evaluation import Evaluation, Origins
 from llmforge.trace.canonicalize.rewriting import lay_out, swap_heads
-from llmforge.trace.hooks.attention import Attention, CacheLayer
+from llmforge.trace.hooks.attention import AttentionHook, CacheLayer
 from llmforge.trace.hooks.symbolic import emit
 
 Floats = NDArray[np.float32]
@@ -65,7 +65,7 @@ class JoinedCacheLayer(CacheLayer):  # type: ignore[no-untyped-call]  # as its b
         return self.get_seq_length() + query_length, 0
 
 
-class OpenAttention(Attention):
+class OpenAttention(AttentionHook):
     """What transformers calls for the masks of a model with attention code of its own."""
 
     NAME = "eager"  # the implementation whose masks are added to scores
@@ -141,7 +141,7 @@ def find(model: ir.Model, layer: int, origins: Origins) -> AttentionSubgraph:
     output: ir.Value | None = None
     for node in model.graph:
         from_keys, from_values = (not reached.isdisjoint(node.inputs) for reached in (of_keys, of_values))
-        if standard.Shape.matches(node):
+        if standard.OnnxShape.matches(node):
             continue
         if from_keys and from_values:
             output = operators.view(node).output
@@ -153,7 +153,7 @@ def find(model: ir.Model, layer: int, origins: Origins) -> AttentionSubgraph:
     inside = {output} | (of_keys | of_values) - {keys, values}
 
     def is_edge(value: ir.Value) -> bool:
-        sized = standard.Shape.made(value) or canonical.CausalMask.made(value)
+        sized = standard.OnnxShape.made(value) or canonical.CausalMask.made(value)
         return value in (keys, values) or sized is not None or (value not in inside and origins.is_data(value))
 
     _, edge = behind([output], is_edge)
@@ -194,7 +194,7 @@ def _output_by_head(output: ir.Value, heads: int, where: str) -> ir.Value:
         dims = graph.dims(value) or ()
         if len(dims) == 4 and dims[:3] == ("batch", heads, "sequence"):
             return value
-        readers = [node for node, _ in value.uses() if not standard.Shape.matches(node)]
+        readers = [node for node, _ in value.uses() if not standard.OnnxShape.matches(node)]
         reshape = standard.Reshape.of(readers[0]) if len(readers) == 1 else None
         if reshape is None:
             raise UnsupportedError(f"{where} ends its attention with shape {value.shape}, which shows no heads")
@@ -375,12 +375,9 @@ def _agrees(probed: _Probe, found: AttentionParameters, total: int) -> bool:
         keys,
         values,
         np.full(batch, past, np.int32),
-        alibi_slopes=found.slopes,
-        num_heads=subgraph.heads,
-        kv_num_heads=subgraph.kv_heads,
-        scale=found.scale,
-        softcap=0.0,
-        window=found.window,
+        form=dialect.AttentionForm(
+            subgraph.heads, subgraph.kv_heads, found.scale, window=found.window, alibi_slopes=found.slopes
+        ),
     )
     actual = rows(probed.run(query, keys, values))
     # A bias by position is as large as the positions; models add it in fp32, by absolute positions.

@@ -49,7 +49,7 @@ class Origins:
             node = current.producer()
             if node is None:
                 self._data[current] = current.is_graph_input() or current.name in self.weights
-            elif operators.is_a(node, standard.Shape, canonical.CausalMask):
+            elif operators.is_a(node, standard.OnnxShape, canonical.CausalMask):
                 self._data[current] = False
             else:
                 read = [x for x in node.inputs if x is not None]

@@ -1,4 +1,4 @@
-"""What layers compute alike from positions, lengths and sizes alone, moved in front of them all.
+"""Computation from positions, lengths and sizes alone, the same in all layers, moved in front of them all.
 
 A model's own attention makes its masks and angles layer by layer. Once for all is cheaper, and lets each layer be told
 apart from the others (`export.replicate_layers`).
@@ -29,7 +29,7 @@ def hoist(model: ir.Model, weights: Collection[str], scope: str) -> None:
     free |= {value for value in model.graph.initializers.values() if value.name not in weights}
     moved: list[ir.Node] = []
     for node in model.graph:
-        shape = standard.Shape.of(node)
+        shape = standard.OnnxShape.of(node)
         sized = shape is not None and shape.x in model.graph.inputs
         if node.domain == STANDARD and (sized or all(value is None or value in free for value in node.inputs)):
             free.update(node.outputs)

@@ -94,7 +94,7 @@ def slices_are_split(model: ir.Model, cut: standard.Slice) -> bool:
         channels = _channels_of_slice(standard.Slice.of(reader))
         if channels is not None:
             parts.append((*channels[1:], reader))
-        elif not standard.Shape.matches(reader):
+        elif not standard.OnnxShape.matches(reader):
             return False
     parts.sort(key=lambda part: part[:2])
     bounds = [0, *(end for _, end, _ in parts)]

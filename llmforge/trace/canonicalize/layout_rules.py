@@ -87,7 +87,7 @@ def expand_of_constant(model: ir.Model, expand: standard.Expand) -> bool:
 
 def expand_to_shape_of_x(model: ir.Model, expand: standard.Expand) -> bool:
     """Expand(x, Shape(x)) → x."""
-    shape = standard.Shape.made(expand.shape)
+    shape = standard.OnnxShape.made(expand.shape)
     whole = shape is not None and shape.x is expand.x and not shape.start and shape.end is None
     return whole and bypass(expand, expand.x)
 
@@ -208,7 +208,7 @@ def norm_of_transpose(model: ir.Model, norm: standard.LayerNormalization | stand
 # Sizes -------------------------------------------------------------------------------------------------------------
 
 
-def shape_of_inputs(model: ir.Model, shape: standard.Shape) -> bool:
+def shape_of_inputs(model: ir.Model, shape: standard.OnnxShape) -> bool:
     """Shape(x) → Concat(Shape(input), …, constant, …): sizes come from the graph inputs that bring them.
 
     In front of everything, because layers that share what one of them computed cannot be told apart
@@ -218,21 +218,21 @@ def shape_of_inputs(model: ir.Model, shape: standard.Shape) -> bool:
     if dims is None or y.is_graph_output():
         return False
     wanted = dims[slice(shape.start, shape.end)]
-    brought: dict[int | str | None, tuple[ir.Value, int]] = {}
+    sized: dict[int | str | None, tuple[ir.Value, int]] = {}
     for value in model.graph.inputs:
         for axis, dim in enumerate(graph.dims(value) or ()):
-            brought.setdefault(dim, (value, axis))
-    if not wanted or any(not isinstance(dim, int) and (dim is None or dim not in brought) for dim in wanted):
+            sized.setdefault(dim, (value, axis))
+    if not wanted or any(not isinstance(dim, int) and (dim is None or dim not in sized) for dim in wanted):
         return False
-    if len(wanted) == 1 and wanted[0] in brought and brought[wanted[0]][0] is shape.x:
+    if len(wanted) == 1 and wanted[0] in sized and sized[wanted[0]][0] is shape.x:
         return False
     front, sizes = model.graph[0], list[ir.Value]()
     for dim in wanted:
         if isinstance(dim, int):
             sizes.append(graph.initializer(model, f"size_{dim}", np.array([dim], np.int64)))
             continue
-        value, axis = brought[dim]
-        size = standard.Shape.insert(front, {"x": value}, {"start": axis, "end": axis + 1}).output
+        value, axis = sized[dim]
+        size = standard.OnnxShape.insert(front, {"x": value}, {"start": axis, "end": axis + 1}).output
         size.type, size.shape = ir.TensorType(ir.DataType.INT64), ir.Shape([1])
         sizes.append(size)
     whole = sizes[0] if len(sizes) == 1 else graph.insert(front, "Concat", sizes, {"axis": 0})[0]

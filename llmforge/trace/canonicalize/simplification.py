@@ -44,7 +44,7 @@ RULES: Mapping[type[Operator], tuple[Rule, ...]] = {
         layout_rules.reshape_to_own_shape,
         layout_rules.reshape_to_constant_target,
     ),
-    standard.Shape: (layout_rules.shape_of_inputs,),
+    standard.OnnxShape: (layout_rules.shape_of_inputs,),
     standard.Slice: (layout_rules.slice_of_all, indexing_rules.slices_are_split),
     standard.Squeeze: (layout_rules.as_reshape,),
     standard.Transpose: (

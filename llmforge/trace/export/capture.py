@@ -19,7 +19,7 @@ from llmforge.ir import interface
 from llmforge.trace.export import concatenations, depth, untranslated
 from llmforge.trace.export.pattern import Irregular, Pattern
 from llmforge.trace.hooks import gated_norms, internals, lightning, looped_experts, modules, norms, recurrent, rotary
-from llmforge.trace.hooks.attention import Attention, CacheLayer
+from llmforge.trace.hooks.attention import AttentionHook, CacheLayer
 
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]  # of the cache's parts, layer by layer, without batch and capacity
 
@@ -56,7 +56,7 @@ class _Selection:
 class Traced(nn.Module):
     """The model with the inputs and outputs of the canonical dialect (docs/dialect.md)."""
 
-    def __init__(self, model: PreTrainedModel, attention: Attention, tables: rotary.Tables) -> None:
+    def __init__(self, model: PreTrainedModel, attention: AttentionHook, tables: rotary.Tables) -> None:
         super().__init__()
         self.model = model
         self.rotary = tables
@@ -110,7 +110,7 @@ class Traced(nn.Module):
 
 
 def capture(
-    model: PreTrainedModel, mode: internals.FakeTensorMode, attention: Attention, layers: int, *, shorten: bool
+    model: PreTrainedModel, mode: internals.FakeTensorMode, attention: AttentionHook, layers: int, *, shorten: bool
 ) -> tuple[ir.Model, Pattern | Irregular]:
     """Trace one step of `model`, whose fake parameters live in `mode`; initializers are named `MODEL` + parameter.
 
@@ -132,7 +132,7 @@ def capture(
 
 
 @contextmanager
-def prepared(model: PreTrainedModel, attention: Attention) -> Iterator[Traced]:
+def prepared(model: PreTrainedModel, attention: AttentionHook) -> Iterator[Traced]:
     """Substitute what `model` computes by what the dialect says, and give it the dialect's inputs."""
     norms.substitute(model)
     gated_norms.substitute(model)

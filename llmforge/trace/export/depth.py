@@ -133,7 +133,7 @@ def _record(root: nn.Module, stack: nn.ModuleList, step: ExampleStep) -> _Operat
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down every operation, with tensors named as the layer at hand sees them."""
+    """Writes down every operation, with tensors named as the current layer sees them."""
 
     def __init__(self, root: nn.Module, stack: nn.ModuleList, step: ExampleStep) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -220,7 +220,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _without_index(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Make the attribute `layer` of a symbolic operator, the index of a cache, relative to the layer at hand."""
+        """Make the attribute `layer` of a symbolic operator, the index of a cache, relative to the current layer."""
         if "layer" not in kwargs.get("attr_keys", ()):
             return kwargs
         place = kwargs["attr_pos"][list(kwargs["attr_keys"]).index("layer")][0]
@@ -234,7 +234,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return x if isinstance(x, int | float | str | bool | None) else str(x)
 
     def _place(self, tensor: Tensor) -> tuple[object, ...]:
-        """Say where a tensor comes from; what belongs to a layer, by its distance from the one at hand."""
+        """Say where a tensor comes from; what belongs to a layer, by its distance from the current one."""
         name = self._names.get(id(tensor))
         if name is None:  # a constant of the model's code; without numbers it is like no other
             name = ("constant", *(_numbers(tensor) or (len(self._names),)))

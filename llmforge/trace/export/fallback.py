@@ -23,7 +23,7 @@ from llmforge.base.errors import NotADecoder, UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir.operators import standard
 from llmforge.trace.export import limits
-from llmforge.trace.export.reference import EAGER, Reference
+from llmforge.trace.export.reference import EAGER, ReferenceModel
 from llmforge.trace.hooks import attention, indexers, internals, masks, rotary
 from llmforge.trace.hooks.symbolic import emit
 
@@ -65,7 +65,7 @@ def _written(past: Tensor, new: Tensor, slots: Tensor) -> Tensor:
     return present
 
 
-class OwnAttention(attention.Attention):
+class OwnAttention(attention.AttentionHook):
     """What a model with its own attention gets from transformers: the cache, and masks as numbers."""
 
     NAME = EAGER  # attention in a model's own code
@@ -151,7 +151,7 @@ def refuse_encoders(checkpoint: Checkpoint) -> None:
     ids = np.random.default_rng(0).integers(0, checkpoint.geometry.vocabulary, READ_AHEAD)
     half = READ_AHEAD // 2
     try:
-        reference = Reference(checkpoint)
+        reference = ReferenceModel(checkpoint)
         whole, part = reference.run(ids, READ_AHEAD).logits[:half], reference.run(ids[:half], half).logits
     except UnsupportedError:  # transformers cannot run it: no plainer reason
         return

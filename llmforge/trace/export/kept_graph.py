@@ -20,7 +20,7 @@ import onnx_ir as ir
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
 from llmforge.trace.export import weights
-from llmforge.trace.export.weights import Asked, Bindings, Plan, Source
+from llmforge.trace.export.weights import Bindings, ParameterSource, TensorLookups, WeightPlan
 
 GRAPH, BINDINGS = "graph.onnx", "bindings.json"
 _FLOATS = (ir.AttributeType.FLOAT, ir.AttributeType.FLOATS)
@@ -96,7 +96,7 @@ def load(files: Mapping[str, bytes], checkpoint: Checkpoint) -> ir.Model | None:
     """
     facts = json.loads(files[BINDINGS])
     shapes = {name: tuple(shape) for name, shape in facts["shapes"].items()}
-    asked = Asked(shapes, facts["ties"], facts["found"])
+    asked = TensorLookups(shapes, facts["ties"], facts["found"])
     if checkpoint.require(shapes, asked.ties) != asked.found:  # which tensors are equal depends on their content
         return None
     sources = _converted(checkpoint) if any(converted for _, converted, _ in facts["of"].values()) else {}
@@ -104,7 +104,7 @@ def load(files: Mapping[str, bytes], checkpoint: Checkpoint) -> ir.Model | None:
     of = {}
     for name, (tensors, converted, transposed) in facts["of"].items():
         value = model.graph.initializers[name]
-        source = sources[name] if converted else Source(tuple(tensors))
+        source = sources[name] if converted else ParameterSource(tuple(tensors))
         shape = ir.Shape(graph.static(value))
         value.const_value = weights.tensor_of(
             checkpoint, source, shape, graph.dtype(value), name, transposed=transposed
@@ -119,7 +119,7 @@ def load(files: Mapping[str, bytes], checkpoint: Checkpoint) -> ir.Model | None:
     return model
 
 
-def _converted(checkpoint: Checkpoint) -> Plan:
+def _converted(checkpoint: Checkpoint) -> WeightPlan:
     """Plan the parameters again whose tensors transformers converts."""
     from llmforge.trace.export import reference, skeleton
 

@@ -1,4 +1,4 @@
-"""What a parameter of a checkpoint's model holds, apart from how a graph was bound to it.
+"""Numbers of a parameter of a checkpoint's model, read independently of how a graph was bound to it.
 
 Numbers come from transformers' model, where that has them in memory, or from the safetensors library.
 """
@@ -16,14 +16,14 @@ from safetensors import safe_open
 from llmforge.checkpoint import Checkpoint, gguf
 from llmforge.checkpoint.quantized import QuantizedTensor
 from llmforge.checkpoint.safetensors_file import external
-from llmforge.trace.export.reference import Reference
+from llmforge.trace.export.reference import ReferenceModel
 from llmforge.trace.export.stored_matrix import StoredMatrix
 
 
 class Parameters:
     """The parameters of a checkpoint's model, by the name of the first that shares a tensor."""
 
-    def __init__(self, checkpoint: Checkpoint, reference: Reference) -> None:
+    def __init__(self, checkpoint: Checkpoint, reference: ReferenceModel) -> None:
         self._checkpoint, self._reference = checkpoint, reference
         self._state: Mapping[str, torch.Tensor] = reference.model.state_dict(keep_vars=True)
         self._files: dict[Any, Any] = {}

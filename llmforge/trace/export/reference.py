@@ -114,7 +114,7 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Reference:
+class ReferenceModel:
     """A checkpoint's model in transformers, whole or in part, with its real weights in fp32.
 
     The whole model is loaded by transformers. A part has the first layer, the last, the one halfway, and one of every
@@ -125,7 +125,7 @@ class Reference:
 
     def __init__(self, checkpoint: Checkpoint, *, part: bool = False) -> None:
         depth_of_all = checkpoint.geometry.layers
-        self.sources: weights.Plan | None = None  # of a part
+        self.sources: weights.WeightPlan | None = None  # of a part
         self.kept = list(range(depth_of_all))  # numbers of the layers that are there
         self.twins = self.kept  # of each layer, one of `kept` that is made like it
         self._passing: Tensor | tuple[object, ...] = ()  # what a layer of the model returns: a tensor, or a tuple
@@ -374,7 +374,7 @@ def _chosen(kinds: Sequence[int]) -> tuple[list[int], list[int]]:
     return sorted(chosen), twins
 
 
-def _part(checkpoint: Checkpoint) -> tuple[PreTrainedModel, weights.Plan, list[int], list[int]]:
+def _part(checkpoint: Checkpoint) -> tuple[PreTrainedModel, weights.WeightPlan, list[int], list[int]]:
     """Build the model of all layers without memory, choose some, and read their weights and those around them."""
     model = skeleton.on_meta(checkpoint.config, EAGER)
     sources = weights.plan(model, checkpoint)

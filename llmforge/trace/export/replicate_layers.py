@@ -141,7 +141,7 @@ def _layers(model: ir.Model, pattern: Pattern, numbers: Sequence[int]) -> list[_
     places = {number: place for place, number in enumerate(numbers)}
     groups: list[list[ir.Node]] = [[] for _ in numbers]
     owner: dict[ir.Node, int] = {}
-    at = -1  # the layer at hand; `count` behind the last
+    at = -1  # the current layer; `count` behind the last
     for node in model.graph:
         match = named.match(node.name or "")
         index = places.get(int(match[1]), count) if match else (count if at >= 0 else -1)

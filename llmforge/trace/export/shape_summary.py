@@ -1,4 +1,4 @@
-"""What a configuration's model consists of, layer by layer, for those who need no graph: no checkpoint is read.
+"""The layers of a configuration's model, for those who need no graph: no checkpoint is read.
 
 The model is built without weights and run once without numbers, as a trace begins: parameters are counted on its
 modules, and the dry run tells what each layer caches and how many experts a token takes. 80 layers take about a second

@@ -19,7 +19,7 @@ from llmforge.base import mapped
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.trace.export import weights
-from llmforge.trace.export.weights import Source
+from llmforge.trace.export.weights import ParameterSource
 from llmforge.trace.hooks import internals
 
 TILE_BYTES = 1 << 26  # of fp32: a matrix that is larger is read in tiles
@@ -29,7 +29,7 @@ _READ_BYTES = 1 << 22  # of a tile: it is multiplied by while it is in the proce
 def give_weights(
     model: nn.Module,
     checkpoint: Checkpoint,
-    sources: Mapping[str, Source],
+    sources: Mapping[str, ParameterSource],
     *,
     without: Sequence[str],
     in_memory: bool = False,
@@ -43,8 +43,8 @@ def give_weights(
         UnsupportedError: a parameter has no source.
     """
     absent = tuple(f"{name}." for name in without)
-    read: dict[Source, Tensor] = {}
-    shared: dict[Source, nn.Parameter] = {}  # what is tied stays so
+    read: dict[ParameterSource, Tensor] = {}
+    shared: dict[ParameterSource, nn.Parameter] = {}  # what is tied stays so
     for name, tensor in list(model.state_dict(keep_vars=True).items()):
         if name.startswith(absent):
             continue

@@ -17,7 +17,7 @@ from llmforge.trace.canonicalize.attention_recognition import OpenAttention
 from llmforge.trace.export import capture, fallback, pattern, replicate_layers, skeleton, weights
 from llmforge.trace.export.pattern import Irregular, Pattern
 from llmforge.trace.hooks import experts, internals
-from llmforge.trace.hooks.attention import Attention
+from llmforge.trace.hooks.attention import AttentionHook
 
 UNBOUNDED = 8192  # positions at which a model is looked at whose configuration does not say how many it has
 
@@ -30,7 +30,7 @@ class Strategy:
     names of its initializers that have no numbers.
     """
 
-    attention: Attention
+    attention: AttentionHook
     canonicalize: Callable[[ir.Model, set[str]], None]
 
     @contextmanager
@@ -52,7 +52,7 @@ def substituted(config: PretrainedConfig, context: int | None) -> Strategy:
     """Substitute attention, masks and rotary embedding of a model of `context` tokens (None: not bounded)."""
     positions = UNBOUNDED if context is None else context
     open_code = not internals.takes_attention(config)
-    attention = OpenAttention(positions) if open_code else Attention(positions)
+    attention = OpenAttention(positions) if open_code else AttentionHook(positions)
 
     def canonicalize(graph: ir.Model, weightless: set[str]) -> None:
         naming.name_dims(graph)
@@ -85,7 +85,7 @@ def export(checkpoint: Checkpoint, choose: Callable[[], Strategy], irregular: Ir
     """
     strategy = choose()
     # One thread: where vectors of a table that torch computes end would move with their number, and the last bits too.
-    with internals.torch_threads(1), strategy.model(checkpoint.config, experts.Experts()) as (model, mode):
+    with internals.torch_threads(1), strategy.model(checkpoint.config, experts.ExpertsHook()) as (model, mode):
         sources = weights.plan(model, checkpoint)
         weights.untie(model, sources)
         graph, repetition = capture.capture(

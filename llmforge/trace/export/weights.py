@@ -31,7 +31,7 @@ UNUSED = "llmforge.unused_tensors"  # metadata_props key of a model: JSON list o
 
 
 @dataclass(frozen=True)
-class Source:
+class ParameterSource:
     """Where a parameter comes from: one tensor as it is, or several through a converter of transformers."""
 
     tensors: tuple[str, ...]
@@ -75,7 +75,7 @@ class Stacked(OfExperts):
 
 
 @dataclass(frozen=True)
-class Asked:
+class TensorLookups:
     """What a checkpoint was asked for (`Checkpoint.require`), and which tensor it found for each."""
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -83,10 +83,10 @@ class Asked:
     found: Mapping[str, str]
 
 
-class Plan(dict[str, Source]):
+class WeightPlan(dict[str, ParameterSource]):
     """The source of every parameter, and what the checkpoint was asked for to find it."""
 
-    def __init__(self, sources: Mapping[str, Source], asked: Asked) -> None:
+    def __init__(self, sources: Mapping[str, ParameterSource], asked: TensorLookups) -> None:
         super().__init__(sources)
         self.asked = asked
 
@@ -95,11 +95,11 @@ class Plan(dict[str, Source]):
 class Bindings:
     """What initializers of a graph were bound to: by name, the source and whether it is held transposed."""
 
-    asked: Asked
-    of: Mapping[str, tuple[Source, bool]]
+    asked: TensorLookups
+    of: Mapping[str, tuple[ParameterSource, bool]]
 
 
-def plan(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
+def plan(model: PreTrainedModel, checkpoint: Checkpoint) -> WeightPlan:
     """Find the source of every parameter and persistent buffer of `model`, as transformers renames and converts.
 
     Raises:
@@ -111,7 +111,7 @@ def plan(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
     state = model.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     groups = internals.sources_by_parameter(model, list(checkpoint.tensors))
-    sources: dict[str, Source] = {}
+    sources: dict[str, ParameterSource] = {}
     names: dict[str, str] = {}  # parameter → the tensor that carries it under another name
     for target, group in groups.items():
         if group.converter is None:
@@ -128,11 +128,11 @@ def plan(model: PreTrainedModel, checkpoint: Checkpoint) -> Plan:
     ties = {names.get(a, a): names.get(b, b) for a, b in model.all_tied_weights_keys.items()}
     wanted = {names.get(name, name): shape for name, shape in plain.items()}
     found = checkpoint.require(wanted, ties)
-    own = {name: Source((found[names.get(name, name)],)) for name in plain}
-    return Plan(sources | own, Asked(wanted, ties, found))
+    own = {name: ParameterSource((found[names.get(name, name)],)) for name in plain}
+    return WeightPlan(sources | own, TensorLookups(wanted, ties, found))
 
 
-def untie(model: PreTrainedModel, sources: Mapping[str, Source]) -> None:
+def untie(model: PreTrainedModel, sources: Mapping[str, ParameterSource]) -> None:
     """Take parameters apart that the architecture ties and the checkpoint holds with different content."""
     import torch
 
@@ -147,14 +147,14 @@ def untie(model: PreTrainedModel, sources: Mapping[str, Source]) -> None:
             setattr(model.get_submodule(owner), leaf, own)
 
 
-def attach(graph: ir.Model, prefix: str, model: PreTrainedModel, checkpoint: Checkpoint, sources: Plan) -> None:
+def attach(graph: ir.Model, prefix: str, model: PreTrainedModel, checkpoint: Checkpoint, sources: WeightPlan) -> None:
     """Name the initializers of `graph` by parameters of `model` and give them their tensors.
 
     `prefix` is what the trace put before parameter names. A weight that the graph only reads transposed becomes
     [K, N] itself, weights of experts [E, K, N]. Tables and constants that the model computed move from torch to numpy.
     """
     canonical = _canonical_names(model)
-    bound: dict[str, tuple[Source, bool]] = {}
+    bound: dict[str, tuple[ParameterSource, bool]] = {}
     for value in list(graph.graph.initializers.values()):
         name = (value.name or "").removeprefix(prefix)
         if name not in canonical:
@@ -179,7 +179,7 @@ def _canonical_names(model: PreTrainedModel) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
-def _bind(graph: ir.Model, value: ir.Value, source: Source, checkpoint: Checkpoint) -> bool:
+def _bind(graph: ir.Model, value: ir.Value, source: ParameterSource, checkpoint: Checkpoint) -> bool:
     """Give one initializer its tensor, transposed where all its readers transpose it; return whether they do."""
     uses = value.uses()
     readers = [view for node, _ in uses if (view := standard.Transpose.of(node)) is not None]
@@ -199,7 +199,7 @@ def _bind(graph: ir.Model, value: ir.Value, source: Source, checkpoint: Checkpoi
 
 
 def tensor_of(
-    checkpoint: Checkpoint, source: Source, shape: ir.Shape, dtype: ir.DataType, name: str, *, transposed: bool
+    checkpoint: Checkpoint, source: ParameterSource, shape: ir.Shape, dtype: ir.DataType, name: str, *, transposed: bool
 ) -> ir.TensorProtocol:
     """Make the tensor of a parameter: the file's bytes where dtype and layout match, else a lazy cast."""
     is_mapped = source.converted is None and isinstance(checkpoint.tensors[source.tensors[0]], TensorEntry)
@@ -222,7 +222,7 @@ def tensor_of(
     )
 
 
-def _pieces(checkpoint: Checkpoint, source: Source) -> Callable[[], Iterator[NDArray[Any]]]:
+def _pieces(checkpoint: Checkpoint, source: ParameterSource) -> Callable[[], Iterator[NDArray[Any]]]:
     """Make the function that reads a parameter piece by piece, in its stored dtype and the layout of transformers."""
     converted = source.converted
     if converted is None:
@@ -230,7 +230,7 @@ def _pieces(checkpoint: Checkpoint, source: Source) -> Callable[[], Iterator[NDA
     return lambda: map(_numpy, converted())
 
 
-def load(checkpoint: Checkpoint, source: Source) -> torch.Tensor:
+def load(checkpoint: Checkpoint, source: ParameterSource) -> torch.Tensor:
     """Read the parameter that `source` makes, in its stored dtype and the layout of transformers."""
     import torch
 
@@ -239,7 +239,7 @@ def load(checkpoint: Checkpoint, source: Source) -> torch.Tensor:
     return torch.cat(list(source.converted()))
 
 
-def load_fp32(checkpoint: Checkpoint, source: Source) -> torch.Tensor:
+def load_fp32(checkpoint: Checkpoint, source: ParameterSource) -> torch.Tensor:
     """Read it in fp32, which holds every number of bf16 and fp16; a table of a file is not copied on the way."""
     import torch
 
@@ -253,8 +253,11 @@ def load_fp32(checkpoint: Checkpoint, source: Source) -> torch.Tensor:
 
 
 def _converted(
-    model: PreTrainedModel, checkpoint: Checkpoint, group: internals.Group, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Source]:
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    group: internals.ConversionGroup,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, ParameterSource]:
     """Plan the parameters that one converter makes, by running it on tensors without memory."""
     import torch
 
@@ -275,12 +278,12 @@ def _converted(
             for piece in group.pieces():
                 yield _convert(model, piece, {key: _torch(checkpoint.tensor(key)) for key in piece.keys})[name]
 
-        sources[name] = Source(tuple(group.keys), read, group.rows() if len(made) == 1 else ())
+        sources[name] = ParameterSource(tuple(group.keys), read, group.rows() if len(made) == 1 else ())
     return sources
 
 
 def _convert(
-    model: PreTrainedModel, group: internals.Group, tensors: Mapping[str, torch.Tensor]
+    model: PreTrainedModel, group: internals.ConversionGroup, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     converter: Any = deepcopy(group.converter)  # typed for futures, which transformers fills it with
     for key, pattern in zip(group.keys, group.patterns, strict=True):

@@ -1,1 +1,1 @@
-"""What transformers calls during a trace, and what takes the place of its modules, each recognized by computing."""
+"""Functions that transformers calls during a trace, and replacements of its modules, each recognized by computing."""

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir.operators import canonical
 from llmforge.trace.hooks import indexers, internals, latents, masks, rotary
-from llmforge.trace.hooks.places import Places
+from llmforge.trace.hooks.position_tracer import PositionTracer
 from llmforge.trace.hooks.symbolic import emit
 from llmforge.trace.hooks.uniform import Uniform
 
@@ -42,7 +42,7 @@ class CacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: igno
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, past: Mapping[str, Tensor] | None, run: Attention) -> None:
+    def __init__(self, past: Mapping[str, Tensor] | None, run: AttentionHook) -> None:
         LinearAttentionCacheLayerMixin.__init__(self)
         CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
         self.past = past  # None in a dry run, empty where the layer caches nothing
@@ -125,7 +125,7 @@ class CacheLayer(LinearAttentionCacheLayerMixin, CacheLayerMixin):  # type: igno
             raise UnsupportedError("a layer keeps a state that no causal convolution reads")
 
 
-class Attention:
+class AttentionHook:
     """What transformers calls for the attention and the masks of a model, under a name in its registries."""
 
     NAME = "llmforge"
@@ -139,7 +139,7 @@ class Attention:
 
     def __init__(self, positions: int) -> None:
         self.positions = positions  # of the longest context
-        self.uniform, self.places = Uniform(), Places()
+        self.uniform, self.places = Uniform(), PositionTracer()
         self.limit = indexers.Shortest()
         self.layers: Sequence[CacheLayer] = []
         self.unclaimed: Tensor | None = None  # the recurrent state that was computed last
@@ -197,90 +197,49 @@ class Attention:
         attention_mask: object,
         *,
         scaling: float | None = None,
-        dropout: float = 0.0,
         softcap: float | None = None,
-        sliding_window: int | None = None,
         s_aux: Tensor | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, None]:
         """Emit `llmforge::Attention`: query [B, H, S, D], key and value [B, kv_heads, S, D] → [B, S, H, Dv].
 
-        `sliding_window` repeats for kernels without a mask what `attention_mask` says, and is not read.
-
         Raises:
             UnsupportedError: the layer's attention does something that the operator cannot say.
         """
-        where = type(module).__name__
-        unknown = sorted(
-            name
-            for name, given in kwargs.items()
-            if given is not None and name not in INERT and not isinstance(given, indexers.AllTokens)
-        )
-        if unknown:
-            raise UnsupportedError(
-                f"{where} gives attention {', '.join(unknown)}, which llmforge::Attention lacks",
-                hint="needed: an input or attribute of llmforge::Attention for it (docs/new-architecture.md)",
-            )
-        if attention_mask is None:
-            raise UnsupportedError(f"{where} gives attention no mask: its model does not build it with transformers'")
-        if not isinstance(attention_mask, masks.Mask):
-            raise UnsupportedError(f"{where} gives attention a mask of its own making")
-        if dropout:
-            raise UnsupportedError(f"{where} drops out attention weights at inference")
-        index = self._layer_of(key, value)
-        layer = self.layers[index]
+        mask = _mask(type(module).__name__, attention_mask, kwargs)
+        layer = self.layers[self._layer_of(key, value)]
         layer.read = (key, value)
-        matrix = None if attention_mask.chunk else self._expansion(module, layer, key, value)
-        if matrix is not None:
-            layer.shapes["latent"] = (1, sum(part.shape[3] for part in layer.new or ()))
+        matrix = None if mask.chunk else self._expansion(module, layer, key, value)
         (batch, num_heads, sequence, key_dim), value_dim = query.shape, value.shape[3]
         if matrix is None:
             layer.shapes |= {"key": (key.shape[1], key_dim), "value": (key.shape[1], value_dim)}
+        else:
+            layer.shapes["latent"] = (1, sum(part.shape[3] for part in layer.new or ()))
         if layer.past is None:
             return query.new_zeros(batch, sequence, num_heads, value_dim), None
         attributes: dict[str, int | float] = {
             "num_heads": num_heads,
             "scale": float(key_dim**-0.5 if scaling is None else scaling),
             "softcap": float(softcap or 0.0),
-            "window": attention_mask.window,
+            "window": mask.window,
             "layer": layer.number,
         }
+        inputs = {"q": _rows(query), "past_lengths": self.past_lengths, "sinks": s_aux}
         made = (query.dtype, (batch, sequence, num_heads * value_dim))
         if matrix is not None:
             assert layer.new is not None
             past = layer.past["latent"]
+            inputs |= {"latent": _rows(torch.cat(layer.new, -1)), "up": matrix, "past": past}
             y, layer.present["latent"] = emit(
-                canonical.LatentAttention,
-                {
-                    "q": _rows(query),
-                    "latent": _rows(torch.cat(layer.new, -1)),
-                    "up": matrix,
-                    "past": past,
-                    "past_lengths": self.past_lengths,
-                    "sinks": s_aux,
-                },
-                attributes,
-                [made, (key.dtype, past.shape)],
+                canonical.LatentAttention, inputs, attributes, [made, (key.dtype, past.shape)]
             )
         else:
             past_key, past_value = layer.past["key"], layer.past["value"]
+            inputs |= {"k": _rows(key), "v": _rows(value), "past_key": past_key, "past_value": past_value}
+            attributes |= {"kv_num_heads": key.shape[1], **({"chunk": mask.chunk} if mask.chunk else {})}
+            presents = [(key.dtype, past_key.shape), (value.dtype, past_value.shape)]
             y, layer.present["key"], layer.present["value"] = emit(
-                canonical.Attention,
-                {
-                    "q": _rows(query),
-                    "k": _rows(key),
-                    "v": _rows(value),
-                    "past_key": past_key,
-                    "past_value": past_value,
-                    "past_lengths": self.past_lengths,
-                    "sinks": s_aux,
-                },
-                {
-                    **attributes,
-                    "kv_num_heads": key.shape[1],
-                    **({"chunk": attention_mask.chunk} if attention_mask.chunk else {}),
-                },
-                [made, (key.dtype, past_key.shape), (value.dtype, past_value.shape)],
+                canonical.Attention, inputs, attributes, [made, *presents]
             )
         return y.view(batch, sequence, num_heads, value_dim), None
 
@@ -321,6 +280,28 @@ class Attention:
         if index >= len(self.layers) or self.layers[index].new is not None:
             raise UnsupportedError("attention reads keys and values of another layer, and which layer it is of is open")
         return index
+
+
+def _mask(where: str, mask: object, options: Mapping[str, object]) -> masks.Mask:
+    """Return the mask of an attention that does nothing besides which llmforge::Attention cannot say."""
+    known = ("dropout", "sliding_window")  # the latter repeats for kernels without a mask what the mask says
+    unknown = sorted(
+        name
+        for name, given in options.items()
+        if given is not None and name not in {*INERT, *known} and not isinstance(given, indexers.AllTokens)
+    )
+    if unknown:
+        raise UnsupportedError(
+            f"{where} gives attention {', '.join(unknown)}, which llmforge::Attention lacks",
+            hint="needed: an input or attribute of llmforge::Attention for it (docs/new-architecture.md)",
+        )
+    if mask is None:
+        raise UnsupportedError(f"{where} gives attention no mask: its model does not build it with transformers'")
+    if not isinstance(mask, masks.Mask):
+        raise UnsupportedError(f"{where} gives attention a mask of its own making")
+    if options.get("dropout"):
+        raise UnsupportedError(f"{where} drops out attention weights at inference")
+    return mask
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class ExpertWeights:
     down_bias: Tensor | None
 
 
-class Experts:
+class ExpertsHook:
     """The implementation that transformers calls; remembers what it found for each kind of module."""
 
     def __init__(self) -> None:

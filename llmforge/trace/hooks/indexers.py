@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir.longest_text import Limit
+from llmforge.ir.longest_text import TextLimit
 from llmforge.trace.hooks import internals, masks, miniature, rotary
 
 CACHES = ("update_indexer", "indexer_position_ids")  # what an indexer asks transformers' cache for
@@ -36,7 +36,7 @@ class AllTokens:
 class Shortest:
     """Of the longest texts in which indexers of a model choose every token, the shortest; None: there is no indexer."""
 
-    limit: Limit | None = None
+    limit: TextLimit | None = None
 
     def lower(self, tokens: int, module: nn.Module, positions: int) -> None:
         """Take `tokens` of `module`, of the `positions` that were looked at, where no other allows fewer."""
@@ -44,7 +44,7 @@ class Shortest:
             name = type(module).__name__
             beyond = f"{name} chooses {tokens} of the tokens that a query reads, and in a longer text not all"
             whole = f"{name} chooses every token of those, and is left out"
-            self.limit = Limit(tokens, beyond if tokens < positions else whole)
+            self.limit = TextLimit(tokens, beyond if tokens < positions else whole)
 
 
 def modules(model: nn.Module) -> list[nn.Module]:

@@ -316,7 +316,7 @@ def mode_of(tensor: torch.Tensor) -> FakeTensorMode:
 
 
 @dataclass(frozen=True)
-class Group:
+class ConversionGroup:
     """Tensors of a checkpoint that make one parameter, or, through a converter, several."""
 
     target: str  # the parameter; with a converter the first of those that it makes
@@ -324,7 +324,7 @@ class Group:
     patterns: tuple[str, ...]  # of the converter, one a key; none without one
     converter: WeightConverter | None
 
-    def pieces(self) -> list[Group]:
+    def pieces(self) -> list[ConversionGroup]:
         """Split a group of experts, one tensor each, into groups that make one slice of the first axis each.
 
         Only where the converter stacks tensors along the first axis and joins what it stacked along another: then the
@@ -360,7 +360,7 @@ class Group:
         return list(self.converter.operations) if self.converter is not None else [None]
 
 
-def sources_by_parameter(model: PreTrainedModel, keys: Sequence[str]) -> dict[str, Group]:
+def sources_by_parameter(model: PreTrainedModel, keys: Sequence[str]) -> dict[str, ConversionGroup]:
     """Group the tensors `keys` of a checkpoint by the parameter that transformers would load them into.
 
     Private: transformers renames and converts while it loads, and offers no way to ask where a tensor goes. This
@@ -371,7 +371,7 @@ def sources_by_parameter(model: PreTrainedModel, keys: Sequence[str]) -> dict[st
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     known = model.state_dict()
-    groups: dict[str, Group] = {}
+    groups: dict[str, ConversionGroup] = {}
     for key in sorted(keys, key=dot_natural_key):
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
         if target not in known and key in known:
@@ -379,8 +379,8 @@ def sources_by_parameter(model: PreTrainedModel, keys: Sequence[str]) -> dict[st
         if target not in known:
             continue
         if pattern is None:
-            groups[target] = Group(target, (key,), (), None)
+            groups[target] = ConversionGroup(target, (key,), (), None)
         else:
-            group = groups.get(target, Group(target, (), (), by_pattern[pattern]))
+            group = groups.get(target, ConversionGroup(target, (), (), by_pattern[pattern]))
             groups[target] = replace(group, keys=(*group.keys, key), patterns=(*group.patterns, pattern))
     return groups

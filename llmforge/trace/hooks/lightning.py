@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.trace.hooks import internals, miniature
-from llmforge.trace.hooks.attention import Attention
-from llmforge.trace.hooks.linear_attention import emit_linear_attention
+from llmforge.trace.hooks.attention import AttentionHook
+from llmforge.trace.hooks.linear_attention import Recurrence, emit_linear_attention
 
 CACHES = ("get_linear_cache", "set_linear_cache")  # what such a module asks its cache for
 PARTS = ("qkv_proj", "act_fn", "norm", "output_gate", "out_proj")
@@ -35,7 +35,7 @@ def _caches(kind: type[nn.Module]) -> bool:
     return code is not None and all(name in code.co_names for name in CACHES)
 
 
-def substitute(model: nn.Module, attention: Attention) -> None:
+def substitute(model: nn.Module, attention: AttentionHook) -> None:
     """Let each such module of `model` emit `llmforge::LinearAttention`.
 
     Raises:
@@ -52,7 +52,7 @@ def substitute(model: nn.Module, attention: Attention) -> None:
         module.forward = _emitter(module, attention)
 
 
-def _emitter(module: nn.Module, attention: Attention) -> Callable[..., Any]:
+def _emitter(module: nn.Module, attention: AttentionHook) -> Callable[..., Any]:
     heads, width, index = sizes(module)[1], sizes(module)[2], int(vars(module)["layer_idx"])
 
     def forward(hidden_states: Tensor, *args: object, **kwargs: Any) -> tuple[Tensor, None]:
@@ -63,7 +63,7 @@ def _emitter(module: nn.Module, attention: Attention) -> Callable[..., Any]:
 
         def attend(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
             y, state = emit_linear_attention(
-                attention, q, k, v, decay, None, num_heads=heads, state=(heads, width, width), scale=1.0, past=past
+                attention, Recurrence(q, k, v, decay, None, heads, (heads, width, width)), past
             )
             layer.update_recurrent_state(state)
             return y

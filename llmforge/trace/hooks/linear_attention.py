@@ -1,4 +1,4 @@
-"""What all layers with a recurrent state share: how their functions are called, whose state it is, and the node."""
+"""The part that all layers with a recurrent state share: calls of their functions, whose state it is, and the node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir.operators import canonical
-from llmforge.trace.hooks.attention import INERT, Attention, CacheLayer
+from llmforge.trace.hooks.attention import INERT, AttentionHook, CacheLayer
 from llmforge.trace.hooks.symbolic import emit
 
 
@@ -24,7 +24,7 @@ class _Unread:
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionCall:
     """A call of a function: its arguments by name, and how to call it on numbers in the same way."""
 
     original: Callable[..., Any]
@@ -49,17 +49,17 @@ class Call:
         return call
 
 
-def bind(original: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> Call:
+def bind(original: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> FunctionCall:
     """Name the arguments of a call; those that are not among the function's own must be left unread."""
     bound = inspect.signature(original).bind(*args, **kwargs)
     bound.apply_defaults()
     arguments: dict[str, Any] = dict(bound.arguments)
     rest = arguments.pop("kwargs", {})
     unread = sorted(name for name, given in rest.items() if given is not None and name not in INERT)
-    return Call(original, arguments, tuple(unread))
+    return FunctionCall(original, arguments, tuple(unread))
 
 
-def owner(attention: Attention, owns: Callable[[CacheLayer], bool]) -> CacheLayer:
+def owner(attention: AttentionHook, owns: Callable[[CacheLayer], bool]) -> CacheLayer:
     """Find the one layer that `owns` what a function was called with.
 
     Raises:
@@ -71,29 +71,30 @@ def owner(attention: Attention, owns: Callable[[CacheLayer], bool]) -> CacheLaye
     return found[0]
 
 
-def emit_linear_attention(
-    attention: Attention,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    beta: Tensor | None,
-    *,
-    num_heads: int,
-    state: tuple[int, int, int],
-    scale: float,
-    past: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Emit `llmforge::LinearAttention`, gated where there is no `beta`, else of the gated delta rule → y, state.
+@dataclass(frozen=True, eq=False)
+class Recurrence:
+    """Inputs of `llmforge::LinearAttention`: gated where there is no `beta`, else by the gated delta rule."""
 
-    q, k [B, S, num_heads·D], v and y [B, S, H·Dv], decay [B, S, H] or [B, S, H·D], beta [B, S, H]; `state` is (H, D,
-    Dv). Which layer it is tells `past`, what its cache handed out; a model that hands over none updates the state of
-    the layer whose convolution it has just read (transformers' kernels of Mamba begin with zeros).
+    q: Tensor  # [B, S, num_heads·D]
+    k: Tensor
+    v: Tensor  # [B, S, H·Dv]
+    decay: Tensor  # [B, S, H] or [B, S, H·D]
+    beta: Tensor | None  # [B, S, H]
+    num_heads: int
+    state: tuple[int, int, int]  # H, D, Dv
+    scale: float = 1.0
+
+
+def emit_linear_attention(attention: AttentionHook, step: Recurrence, past: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Emit `llmforge::LinearAttention` → y [B, S, H·Dv], state.
+
+    Which layer it is tells `past`, what its cache handed out; a model that hands over none updates the state of the
+    layer whose convolution it has just read (transformers' kernels of Mamba begin with zeros).
     """
-    batch = v.shape[0]
+    v, beta = step.v, step.beta
     if attention.dry:
         # A dry run has no states yet; the cache takes this one back under the index of its layer.
-        attention.unclaimed = torch.zeros(batch, *state)
+        attention.unclaimed = torch.zeros(v.shape[0], *step.state)
         return torch.zeros_like(v), attention.unclaimed
     if past is None:
         layer = owner(attention, lambda one: "conv" in one.present and one.recurrent is None)
@@ -103,17 +104,17 @@ def emit_linear_attention(
     if past is None:
         raise UnsupportedError("a recurrent layer computes with a state that its cache does not hold")
     inputs = {
-        "q": q,
-        "k": k,
+        "q": step.q,
+        "k": step.k,
         "v": v,
-        "decay": decay,
+        "decay": step.decay,
         "past": past,
         "past_lengths": attention.past_lengths,
         "lengths": attention.lengths,
         "beta": beta,
     }
     rule = "gated" if beta is None else "gated_delta"
-    attributes = {"num_heads": num_heads, "update_rule": rule, "scale": scale, "layer": layer.number}
+    attributes = {"num_heads": step.num_heads, "update_rule": rule, "scale": step.scale, "layer": layer.number}
     made = [(v.dtype, v.shape), (past.dtype, past.shape)]
     y, attention.unclaimed = emit(canonical.LinearAttention, inputs, attributes, made)
     return y, attention.unclaimed

@@ -30,7 +30,7 @@ Moe = Callable[[ExpertActivation, ExpertWeights, Tensor, Tensor, Tensor], Tensor
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExpertsLayout:
     """How a module holds its experts."""
 
     weights: Callable[[nn.Module, int], ExpertWeights]  # of a module and its number of experts that compute
@@ -38,7 +38,7 @@ class Layout:
     total: int
     sizes: Mapping[int, int]  # what the sizes of the module become in a probe; {}: it is copied as it is
 
-    def small(self) -> Layout:
+    def small(self) -> ExpertsLayout:
         """Return the layout of the probe."""
         return replace(
             self, routed=self.sizes.get(self.routed, self.routed), total=self.sizes.get(self.total, self.total)
@@ -47,7 +47,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class _Found:
-    layout: Layout
+    layout: ExpertsLayout
     activation: ExpertActivation
 
 
@@ -87,7 +87,13 @@ def _loop(module: nn.Module, found: _Found) -> Callable[..., Tensor]:
 
 
 def run_loop(
-    module: nn.Module, layout: Layout, activation: ExpertActivation, x: Tensor, ids: Tensor, mixing: Tensor, moe: Moe
+    module: nn.Module,
+    layout: ExpertsLayout,
+    activation: ExpertActivation,
+    x: Tensor,
+    ids: Tensor,
+    mixing: Tensor,
+    moe: Moe,
 ) -> Tensor:
     """Compute `module` on x [..., H], with experts `ids` and weights `mixing` [T, K]."""
     shape, weights = x.shape, layout.weights(module, layout.routed)
@@ -122,7 +128,7 @@ def _probe_loop(module: nn.Module) -> _Found | None:
     return None
 
 
-def _of_rows(module: nn.Module) -> Iterator[Layout]:
+def _of_rows(module: nn.Module) -> Iterator[ExpertsLayout]:
     """List the layouts of three matrices [E·I, H]."""
     parameters = [name for name, _ in module.named_parameters()]
     shapes = {tuple(each.shape) for each in module.parameters()}
@@ -133,7 +139,7 @@ def _of_rows(module: nn.Module) -> Iterator[Layout]:
         inner, hidden = rows[0] // count, rows[1]
         sizes = _sizes({count: EXPERTS, inner: INNER, hidden: HIDDEN, rows[0]: EXPERTS * INNER})
         for order in permutations(parameters):
-            yield Layout(_Rows(order), count, count, sizes)
+            yield ExpertsLayout(_Rows(order), count, count, sizes)
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,7 @@ class _Rows:
         return ExpertWeights(torch.cat([gate, up], 1).transpose(1, 2), down, None, None)
 
 
-def _of_stacks(module: nn.Module) -> Iterator[Layout]:
+def _of_stacks(module: nn.Module) -> Iterator[ExpertsLayout]:
     """List the layouts of [E + Z, 2·I, H] and [E, H, I]."""
     found = dict(module.named_parameters())
     if len(found) != 2 or any(each.dim() != 3 for each in found.values()):
@@ -162,7 +168,7 @@ def _of_stacks(module: nn.Module) -> Iterator[Layout]:
         more = min(total - routed, 2)
         sizes = {total: EXPERTS + more, routed: EXPERTS, inner: INNER, wide: 2 * INNER, hidden: HIDDEN}
         sizes |= {total - routed: more} if more else {}
-        yield Layout(_Stacks(up, down), routed, total, _sizes(sizes) if len(sizes) == 5 + bool(more) else {})
+        yield ExpertsLayout(_Stacks(up, down), routed, total, _sizes(sizes) if len(sizes) == 5 + bool(more) else {})
 
 
 @dataclass(frozen=True)
@@ -201,7 +207,9 @@ def _gated_input(module: nn.Module, found: _Found) -> Callable[..., tuple[Tensor
     return forward
 
 
-def run_gated_input(module: nn.Module, layout: Layout, activation: ExpertActivation, x: Tensor, moe: Moe) -> Tensor:
+def run_gated_input(
+    module: nn.Module, layout: ExpertsLayout, activation: ExpertActivation, x: Tensor, moe: Moe
+) -> Tensor:
     """Compute `module` on x [..., H]."""
     names = layout.weights
     assert isinstance(names, _GatedInput)
@@ -229,7 +237,7 @@ def _probe_gated_input(module: nn.Module) -> _Found | None:
         for name in names.others:
             small.set_submodule(name, _Half())
         top = layout.sizes.get(names.top, names.top)
-        layout = Layout(_GatedInput(names.router, names.up, names.down, names.others, top), 0, 0, {})
+        layout = ExpertsLayout(_GatedInput(names.router, names.up, names.down, names.others, top), 0, 0, {})
         hidden = small.get_parameter(names.up).shape[1]
         inputs = [torch.randn(TOKENS, hidden, generator=generator) * scale for scale in SCALES]
         outputs = _outputs(small, [(x[None],) for x in inputs])
@@ -238,7 +246,7 @@ def _probe_gated_input(module: nn.Module) -> _Found | None:
             return run_gated_input(small, layout, activation, x, experts.compute)  # noqa: B023  # called here
 
         if (activation := _activation(inputs, outputs, compute)) is not None:
-            return _Found(Layout(names, 0, 0, {}), activation)
+            return _Found(ExpertsLayout(names, 0, 0, {}), activation)
     return None
 
 
@@ -249,7 +257,7 @@ class _Half(nn.Module):
         return x / 2
 
 
-def _of_gated_input(module: nn.Module, found: Mapping[str, Tensor]) -> Iterator[Layout]:
+def _of_gated_input(module: nn.Module, found: Mapping[str, Tensor]) -> Iterator[ExpertsLayout]:
     if len(found) != 2:
         return
     for up, down in permutations(found):
@@ -264,7 +272,7 @@ def _of_gated_input(module: nn.Module, found: Mapping[str, Tensor]) -> Iterator[
                 kept = max(EXPERTS, top + 1)
                 sizes = _sizes({count: kept, hidden: HIDDEN, wide: 2 * INNER, wide // 2: INNER})
                 clash = top in sizes or len({count, hidden, wide, wide // 2}) < 4
-                yield Layout(_GatedInput(router, up, down, others, top), 0, 0, {} if clash else sizes)
+                yield ExpertsLayout(_GatedInput(router, up, down, others, top), 0, 0, {} if clash else sizes)
 
 
 def _holds(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""What a transformers mask means, found by evaluating it."""
+"""The meaning of a transformers mask, found by evaluating it."""
 
 from __future__ import annotations
 

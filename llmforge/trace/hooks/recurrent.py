@@ -17,8 +17,8 @@ from torch.nn import functional
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir.operators import canonical
 from llmforge.trace.hooks import internals, state_spaces
-from llmforge.trace.hooks.attention import Attention
-from llmforge.trace.hooks.linear_attention import bind, emit_linear_attention, owner
+from llmforge.trace.hooks.attention import AttentionHook
+from llmforge.trace.hooks.linear_attention import Recurrence, bind, emit_linear_attention, owner
 from llmforge.trace.hooks.norms import rms_norm
 from llmforge.trace.hooks.symbolic import emit
 
@@ -30,7 +30,7 @@ DELTA_RULE = ("chunk_gated_delta_rule", "torch_chunk_gated_delta_rule", "chunk_k
 
 
 @contextmanager
-def substituted(model: nn.Module, attention: Attention) -> Iterator[None]:
+def substituted(model: nn.Module, attention: AttentionHook) -> Iterator[None]:
     """Make the recurrent layers of `model` arrive as operators while the context lasts."""
     makers = {
         **dict.fromkeys(CONVOLUTION, _convolution),
@@ -46,7 +46,7 @@ def substituted(model: nn.Module, attention: Attention) -> Iterator[None]:
         yield
 
 
-def _convolution(original: Callable[..., Any], attention: Attention) -> Callable[..., Tensor]:
+def _convolution(original: Callable[..., Any], attention: AttentionHook) -> Callable[..., Tensor]:
     known: dict[object, str] = {}
 
     def causal_conv(*args: object, **kwargs: object) -> Tensor:
@@ -79,7 +79,7 @@ def _convolution(original: Callable[..., Any], attention: Attention) -> Callable
     return causal_conv
 
 
-def _delta_rule(original: Callable[..., Any], attention: Attention) -> Callable[..., tuple[Tensor, Tensor]]:
+def _delta_rule(original: Callable[..., Any], attention: AttentionHook) -> Callable[..., tuple[Tensor, Tensor]]:
     known: set[object] = set()
 
     def linear_attention(*args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
@@ -101,15 +101,17 @@ def _delta_rule(original: Callable[..., Any], attention: Attention) -> Callable[
             q, k = _normalize(q), _normalize(k)
         y, state = emit_linear_attention(
             attention,
-            q.reshape(batch, sequence, num_heads * width),
-            k.reshape(batch, sequence, num_heads * width),
-            v.reshape(batch, sequence, heads * value_width),
-            decay.reshape(batch, sequence, heads * width) if by_channel else decay,
-            beta,
-            num_heads=num_heads,
-            state=(heads, width, value_width),
-            scale=width**-0.5,
-            past=past,
+            Recurrence(
+                q.reshape(batch, sequence, num_heads * width),
+                k.reshape(batch, sequence, num_heads * width),
+                v.reshape(batch, sequence, heads * value_width),
+                decay.reshape(batch, sequence, heads * width) if by_channel else decay,
+                beta,
+                num_heads=num_heads,
+                state=(heads, width, value_width),
+                scale=width**-0.5,
+            ),
+            past,
         )
         return y.view(batch, sequence, heads, value_width), state
 

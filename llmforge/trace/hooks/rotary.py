@@ -20,7 +20,7 @@ CHUNK = 8192  # positions computed at a time: bounds the memory of long contexts
 TOLERANCE = 1e-5  # fp32, on values of order one
 
 
-class StepInputs:
+class TraceInputs:
     """What the run under way was given; apart from modules, whose attributes torch.export does not let a trace set."""
 
     position_ids: Tensor  # the graph's own [B, S]
@@ -37,7 +37,7 @@ class Tables(nn.Module):
     def __init__(self, positions: int) -> None:
         super().__init__()
         self.positions = positions
-        self.step = StepInputs()
+        self.step = TraceInputs()
         self.computed: list[tuple[Tensor, Tensor]] = []  # cos and sin, which become buffers as they are applied
         self.applied: dict[int, int] = {}  # index of a table → its number among the buffers
         self.samples: list[tuple[Tensor, Tensor]] = []  # [1, longrope.PROBED, width], as the model's module has them
@@ -103,7 +103,7 @@ class Angles:
 
 
 @dataclass(frozen=True)
-class Layout:
+class RotaryLayout:
     """How a function applies rotary embedding."""
 
     heads_last: bool  # [B, S, H, D] instead of [B, H, S, D]
@@ -173,7 +173,7 @@ def _place(x: Tensor) -> tuple[int, object, tuple[int, ...]]:
 def _applier(original: Callable[..., Any], tables: Tables) -> Callable[..., Any]:
     """Make a function that does with `Angles` what `original` does with cos and sin."""
     signature = inspect.signature(original)
-    layouts: dict[tuple[object, ...], Layout] = {}
+    layouts: dict[tuple[object, ...], RotaryLayout] = {}
 
     def apply(*args: object, **kwargs: object) -> object:
         bound = signature.bind(*args, **kwargs)
@@ -194,7 +194,7 @@ def _applier(original: Callable[..., Any], tables: Tables) -> Callable[..., Any]
     return apply
 
 
-def probe(original: Callable[..., Any], bound: inspect.BoundArguments, tables: Tables) -> Layout:
+def probe(original: Callable[..., Any], bound: inspect.BoundArguments, tables: Tables) -> RotaryLayout:
     """Find the layout in which `original` rotates, by calling it on numbers.
 
     Raises:
@@ -220,7 +220,7 @@ def probe(original: Callable[..., Any], bound: inspect.BoundArguments, tables: T
         if len(outputs) != len(rotated):
             continue
         for interleaved, regroups in ((False, False), (True, False), (False, True)):
-            layout = Layout(heads_last, interleaved, regroups)
+            layout = RotaryLayout(heads_last, interleaved, regroups)
             expected = [_rotate(x, cos, sin, layout) for x in rotated]
             if all(
                 y.shape == e.shape and torch.allclose(y, e, rtol=0, atol=TOLERANCE)
@@ -230,7 +230,7 @@ def probe(original: Callable[..., Any], bound: inspect.BoundArguments, tables: T
     raise UnsupportedError(f"{original.__module__.rpartition('.')[2]}.{original.__name__} is no rotary embedding")
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: RotaryLayout) -> Tensor:
     """Compute RotaryEmbedding-23 on x [1, S, H, D] or [1, H, S, D] with cos and sin [S, rotary_dim / 2]."""
     by_row = x if layout.heads_last else x.transpose(1, 2)
     half = cos.shape[1]
@@ -248,7 +248,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     return y if layout.heads_last else y.transpose(1, 2)
 
 
-def _emit(x: Tensor, position_ids: Tensor, table: tuple[Tensor, Tensor], layout: Layout) -> Tensor:
+def _emit(x: Tensor, position_ids: Tensor, table: tuple[Tensor, Tensor], layout: RotaryLayout) -> Tensor:
     """Emit RotaryEmbedding-23 for x, laid out as `layout` says."""
     by_row = x if layout.heads_last else x.transpose(1, 2)
     batch, sequence, count, dim = by_row.shape

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.trace.hooks import internals
-from llmforge.trace.hooks.attention import Attention
-from llmforge.trace.hooks.linear_attention import bind, emit_linear_attention
+from llmforge.trace.hooks.attention import AttentionHook
+from llmforge.trace.hooks.linear_attention import Recurrence, bind, emit_linear_attention
 
 TOLERANCE = 1e-4  # fp32, on values of order one
 PROBED = 5  # tokens on which a function is probed
@@ -38,7 +38,7 @@ def time_steps(dt: Tensor, bias: Tensor | None, *, softplus: bool, limit: tuple[
     return dt if least is None and most is None else dt.clamp(min=least, max=most)
 
 
-def chunk_scan(original: Callable[..., Any], attention: Attention) -> Callable[..., Any]:
+def chunk_scan(original: Callable[..., Any], attention: AttentionHook) -> Callable[..., Any]:
     """Make what stands for `original`, the scan of Mamba-2: x [B, S, H, P], dt [B, S, H], A [H], B, C [B, S, G, N]."""
     known: set[object] = set()
 
@@ -68,15 +68,16 @@ def chunk_scan(original: Callable[..., Any], attention: Attention) -> Callable[.
         dt = time_steps(dt.to(x.dtype), bias, softplus=softplus, limit=limit)
         y, state = emit_linear_attention(
             attention,
-            c.reshape(batch, sequence, groups * width),
-            b.reshape(batch, sequence, groups * width),
-            (x * dt.view(batch, sequence, heads, 1)).reshape(batch, sequence, heads * value_width),
-            dt * rates,
-            None,
-            num_heads=groups,
-            state=(heads, width, value_width),
-            scale=1.0,
-            past=past,
+            Recurrence(
+                c.reshape(batch, sequence, groups * width),
+                b.reshape(batch, sequence, groups * width),
+                (x * dt.view(batch, sequence, heads, 1)).reshape(batch, sequence, heads * value_width),
+                dt * rates,
+                None,
+                num_heads=groups,
+                state=(heads, width, value_width),
+            ),
+            past,
         )
         y = y.view(batch, sequence, heads, value_width)
         y = y if skip is None else y + x * skip.view(heads, 1)
@@ -85,7 +86,7 @@ def chunk_scan(original: Callable[..., Any], attention: Attention) -> Callable[.
     return scan
 
 
-def selective_scan(original: Callable[..., Any], attention: Attention) -> Callable[..., Any]:
+def selective_scan(original: Callable[..., Any], attention: AttentionHook) -> Callable[..., Any]:
     """Make what stands for `original`, the scan of Mamba: x, dt, z [B, C, S], A [C, N], B, C [B, N, S], D [C]."""
     known: set[object] = set()
 
@@ -113,15 +114,16 @@ def selective_scan(original: Callable[..., Any], attention: Attention) -> Callab
         decay = dt.reshape(batch, sequence, channels, 1) * rates  # [B, S, C, N]
         y, state = emit_linear_attention(
             attention,
-            c,
-            b,
-            x * dt,
-            decay.reshape(batch, sequence, channels * width),
+            Recurrence(
+                c,
+                b,
+                x * dt,
+                decay.reshape(batch, sequence, channels * width),
+                None,
+                num_heads=1,
+                state=(channels, width, 1),
+            ),
             None,
-            num_heads=1,
-            state=(channels, width, 1),
-            scale=1.0,
-            past=None,
         )
         y = (y if skip is None else y + x * skip).transpose(1, 2)
         y = y if gate is None else y * functional.silu(gate)

@@ -1,4 +1,4 @@
-"""What llmforge relies on inside transformers and torch: each name, what for, and how it is called.
+"""The internals of transformers and torch that llmforge relies on: each name, what for, and how it is called.
 
 A release that moves one of these is told by its name (`lost`), before anything fails in some other way. Of functions
 and classes of transformers there is a digest of the source (`digests`), by which a release that changed one is told

@@ -44,7 +44,7 @@ def lowered(target: targets.Target = H100, spec: EngineSpec = SPEC, dtype: str =
 def test_collectives_are_those_of_the_library(dtype: str) -> None:
     for model in lowered(dtype=dtype):
         assert not any(node.domain == "llmforge" for node in model.graph)
-        sums, [gathered] = collectives.AllReduce.all(model), collectives.AllGather.all(model)
+        sums, [gathered] = collectives.CudaAllReduce.all(model), collectives.CudaAllGather.all(model)
         assert len(sums) == 5
         assert {view.ranks for view in (*sums, gathered)} == {2}
         assert model.opset_imports["llmforge.cuda"] == 1

@@ -16,7 +16,7 @@ from llmforge.backends.engines import BuildRequest
 from llmforge.backends.onnxruntime import builder as onnxruntime
 from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import InputError, RunFailed, UnsupportedError, UsageError
-from llmforge.ir import graph, interface
+from llmforge.ir import graph
 from llmforge.ir.operators import contrib
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.recipe import EngineSpec
@@ -246,7 +246,7 @@ def test_a_step_that_fails_and_a_bug_of_ours_are_told_apart(monkeypatch):
     def buggy(*_: object, **__: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(interface, "feeds", buggy)
+    monkeypatch.setattr(StepInputs, "feeds", buggy)
     with pytest.raises(RuntimeError, match="a bug"):
         s.step(StepInputs(tokens(1), lengths(3)), cache)
 

@@ -18,7 +18,7 @@ from llmforge.base.progress import Silent
 from llmforge.calibration import calibrate
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.documents import read_documents
-from llmforge.checkpoint.text import Window, windows
+from llmforge.checkpoint.text import TokenWindow, windows
 from llmforge.passes import QuantizeChannels
 from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.trace import trace
@@ -41,7 +41,7 @@ def outliers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, ir.M
     return checkpoint, trace(checkpoint)
 
 
-def text(name: str, count: int) -> list[Window]:
+def text(name: str, count: int) -> list[TokenWindow]:
     tokenizer = Tokenizer.from_file(str(SAMPLE / "tokenizer.json"))
     cut = windows(tokenizer, read_documents(DATA / f"{name}.jsonl"), 256, bos=0)
     return cut[:: len(cut) // count][:count]
@@ -68,7 +68,7 @@ def test_plain_w8a8_collapses_and_smoothed_does_not(
     checkpoint, model = outliers
     whole = [window.ids for window in text("evaluation", 4)]
     runs = [probe.schedule("text", whole, [[len(ids) for ids in whole]])]
-    plain, klds = probe.open_session(model, probe.Weights(), 1), {}
+    plain, klds = probe.open_session(model, probe.InitializerArrays(), 1), {}
     for smooth in (False, True):
         step = QuantizeChannels(budget=LOOSE, dtype="int8", activations=activations, smooth=smooth)  # type: ignore[arg-type]
         demands = step.demands()

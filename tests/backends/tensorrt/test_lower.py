@@ -67,7 +67,7 @@ def standard(model: ir.Model) -> Session:
     return Session(ir.to_proto(loaded).SerializeToString(), SessionConfig(threads=1, optimize=False))
 
 
-def outcomes(session: Session, run: probe.Run, capacity: int) -> Iterator[probe.Outcome]:
+def outcomes(session: Session, run: probe.Run, capacity: int) -> Iterator[probe.StepOutcome]:
     """Run the steps of `run`, all rows getting logits; slots that no token was written to hold garbage."""
     cache = session.allocate(run.batch, capacity)
     for buffer in cache.buffers.values():
@@ -79,13 +79,13 @@ def outcomes(session: Session, run: probe.Run, capacity: int) -> Iterator[probe.
         )
         filled = step.past + step.lengths
         caches = {name: tuple(probe.real(name, buffer, filled)) for name, buffer in cache.buffers.items()}
-        yield probe.Outcome(logits[step.valid], caches)
+        yield probe.StepOutcome(logits[step.valid], caches)
 
 
 def largest_difference(model: ir.Model, lowered: ir.Model) -> float:
     """Compare logits and caches over prefill, decode, continuation and a ragged batch, in deviations of the logits."""
     vocabulary = next(graph.dims(value) for value in model.graph.outputs if value.name == interface.LOGITS)[-1]
-    before, made = probe.open_session(model, probe.Weights(), 1), standard(lowered)
+    before, made = probe.open_session(model, probe.InitializerArrays(), 1), standard(lowered)
     worst, deviation = 0.0, 0.0
     for run in probe.random_runs(int(str(vocabulary))):
         for a, b in zip(outcomes(before, run, run.capacity), outcomes(made, run, CAPACITY), strict=True):

@@ -18,7 +18,7 @@ from llmforge.checkpoint import Checkpoint, gguf
 from llmforge.checkpoint.gguf import architectures, tokenizer
 from llmforge.checkpoint.quantized.gguf import GgufTensor, grouped
 from llmforge.quantization.grids import dequantize
-from llmforge.quantization.stored import NotHeld
+from llmforge.quantization.stored import UnrepresentableCodes
 
 from ...models import zoo
 from ...models.checkpoints import write_checkpoint
@@ -148,7 +148,7 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
 def test_plain_numbers_and_minima_have_no_codes(tmp_path: Path) -> None:
     header = gguf.read(tiny(tmp_path, kind=F16))
     for tensor in grouped(header, architectures.settings(header)).quantized:
-        with pytest.raises(NotHeld, match="plain numbers"):
+        with pytest.raises(UnrepresentableCodes, match="plain numbers"):
             tensor.grid()
 
 

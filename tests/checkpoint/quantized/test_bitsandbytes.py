@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.quantized import NotHeld, QuantizedTensor, bitsandbytes
+from llmforge.checkpoint.quantized import QuantizedTensor, UnrepresentableCodes, bitsandbytes
 
 from . import writers
 
@@ -91,7 +91,7 @@ def test_weights_of_four_bits(kind: str, nested: bool, tiny_checkpoint: Path) ->
         tensor = checkpoint.tensors[name]
         assert isinstance(tensor, QuantizedTensor)
         assert tensor.format == f"{kind.upper()} in blocks of 64{', scales quantized' if nested else ''}"
-        with pytest.raises(NotHeld, match="not evenly spaced"):
+        with pytest.raises(UnrepresentableCodes, match="not evenly spaced"):
             tensor.grid()
     assert len(checkpoint.tensors) == 20  # no part is left over
 

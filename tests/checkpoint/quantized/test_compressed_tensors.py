@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from llmforge.base.errors import CheckpointError, ForgeError, UnsupportedError
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.quantized import NotHeld, QuantizedTensor
+from llmforge.checkpoint.quantized import QuantizedTensor, UnrepresentableCodes
 from llmforge.quantization.grids import QuantizedMatrix
 
 from . import writers
@@ -139,7 +139,7 @@ def test_fp8(tiny_checkpoint: Path, strategy: str, more: Mapping[str, Any], shap
     for name, weight in expected.items():
         assert checkpoint.tensor(name).numpy().tobytes() == weight.tobytes()
     assert held(tiny_checkpoint, O_PROJ).format == said
-    with pytest.raises(NotHeld, match=f"are {said}"):
+    with pytest.raises(UnrepresentableCodes, match=f"are {said}"):
         held(tiny_checkpoint, O_PROJ).codes()
 
 

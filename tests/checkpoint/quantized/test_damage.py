@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.quantized import NotHeld, QuantizedTensor
+from llmforge.checkpoint.quantized import QuantizedTensor, UnrepresentableCodes
 
 from . import writers
 
@@ -92,6 +92,6 @@ def test_damage(tiny_checkpoint: Path, config: dict[str, Any], store: Writer) ->
                     tensor.codes()
         except (CheckpointError, UnsupportedError) as error:
             refused += error.hint is not None
-        except NotHeld:
+        except UnrepresentableCodes:
             continue
     assert refused > ROUNDS // 4

@@ -17,7 +17,7 @@ from transformers.quantizers import quantizer_finegrained_fp8
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.quantized import NotHeld, QuantizedTensor
+from llmforge.checkpoint.quantized import QuantizedTensor, UnrepresentableCodes
 from llmforge.trace.export import skeleton
 
 from ...models import zoo
@@ -108,7 +108,7 @@ def test_scales_are_of_any_of_these_dtypes_and_blocks_may_be_cut(scale: Any, tmp
     tensor = checkpoint.tensors[UP]
     assert isinstance(tensor, QuantizedTensor)
     assert tensor.format == "fp8 (E4M3) in blocks of 128 × 128"
-    with pytest.raises(NotHeld, match="no format here"):
+    with pytest.raises(UnrepresentableCodes, match="no format here"):
         tensor.grid()
 
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.quantized import NotHeld
+from llmforge.checkpoint.quantized import UnrepresentableCodes
 from llmforge.checkpoint.quantized.gptq import GptqTensor
 from llmforge.quantization.grids import dequantize
 
@@ -119,7 +119,7 @@ def test_shuffled_groups_are_put_in_order(tiny_checkpoint: Path) -> None:
 def test_groups_that_no_block_divides_are_not_held(tiny_checkpoint: Path) -> None:
     written(tiny_checkpoint, config(size=8))
     held = tensor(Checkpoint.open(tiny_checkpoint), f"{Q_PROJ}.weight")
-    with pytest.raises(NotHeld, match="do not begin at multiples of 16"):
+    with pytest.raises(UnrepresentableCodes, match="do not begin at multiples of 16"):
         held.grid()
 
 

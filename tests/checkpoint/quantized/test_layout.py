@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from llmforge.base.errors import CheckpointError
 from llmforge.checkpoint import Checkpoint, quantized
-from llmforge.checkpoint.quantized import Grouped, Layout, NotHeld, QuantizedTensor
+from llmforge.checkpoint.quantized import Grouped, QuantizedLayout, QuantizedTensor, UnrepresentableCodes
 from llmforge.checkpoint.safetensors_file import TensorEntry
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -34,7 +34,7 @@ class Halves(QuantizedTensor):
         return (self.read("codes").astype(np.float32) / 2).astype(self.dtype.numpy())
 
 
-class OfHalves(Layout):
+class OfHalves(QuantizedLayout):
     name: ClassVar[str] = "halves"
     methods: ClassVar[tuple[str, ...]] = ("halves",)
 
@@ -101,7 +101,7 @@ def test_codes_that_nothing_here_holds_say_so(tiny_checkpoint: Path, codes: NDAr
     tensor = Checkpoint.open(tiny_checkpoint).tensors[NAME]
     assert isinstance(tensor, Halves)
     for ask in (tensor.grid, tensor.codes):
-        with pytest.raises(NotHeld, match="are bytes, for which there is no format here"):
+        with pytest.raises(UnrepresentableCodes, match="are bytes, for which there is no format here"):
             ask()
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from llmforge.base.errors import CheckpointError
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.quantized import NotHeld, QuantizedTensor
+from llmforge.checkpoint.quantized import QuantizedTensor, UnrepresentableCodes
 from llmforge.trace.export import skeleton
 
 from ...models import zoo
@@ -59,7 +59,7 @@ def test_weights_and_logits_are_those_of_transformers(tmp_path: Path) -> None:
     tensor = checkpoint.tensors[DOWN]
     assert isinstance(tensor, QuantizedTensor)
     assert (tensor.shape, tensor.format) == ((4, 96, 64), "MXFP4 in blocks of 32")
-    with pytest.raises(NotHeld, match="not evenly spaced"):
+    with pytest.raises(UnrepresentableCodes, match="not evenly spaced"):
         tensor.grid()
 
 

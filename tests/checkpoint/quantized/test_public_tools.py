@@ -144,7 +144,7 @@ def logits_of(loaded: Any) -> NDArray[Any]:
 def hold(folder: Path, wanted: NDArray[Any], limit: float) -> None:
     """Hold logits of the model with weights that are dequantized here, and of the compiled graph, against `wanted`."""
     checkpoint = Checkpoint.open(folder)
-    session = probe.open_session(trace(checkpoint), probe.Weights(), 1)
+    session = probe.open_session(trace(checkpoint), probe.InitializerArrays(), 1)
     [compiled] = probe.logits(session, probe.schedule("text", [IDS[0].numpy()], [(IDS.shape[1],)]))
     for found in (logits_of(skeleton.load(checkpoint)), compiled):
         assert np.abs(wanted - found).max() <= limit * np.abs(wanted).max()

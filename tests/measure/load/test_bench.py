@@ -16,13 +16,13 @@ from llmforge import serving
 from llmforge.artifact import Artifact
 from llmforge.base.errors import UsageError
 from llmforge.cli import cli
-from llmforge.measure.load import BenchReport, Load, LocalEngine, Plan, run, sweep
+from llmforge.measure.load import BenchReport, LoadSpec, LocalEngine, SweepPlan, run, sweep
 from llmforge.measure.load.drive import InProcess, closed_loop, open_loop
-from llmforge.measure.load.report import Point
+from llmforge.measure.load.report import LoadPoint
 from llmforge.measure.load.sweep import Setting, measure, utilization
 from llmforge.measure.load.workload import LoadRequest, RandomPrompts
 from llmforge.metrics.latency import Footprint
-from llmforge.metrics.serving import Figures, Objective, Outcome, figures
+from llmforge.metrics.serving import LoadFigures, Objective, RequestOutcome, figures
 from llmforge.serving import Engine, EngineOptions
 
 from ...samples.small_artifact import CONTEXT, SLOTS, VOCABULARY, publish_small
@@ -42,7 +42,7 @@ class Fake:
     _running: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def answer(self, request: LoadRequest, due_s: float) -> Outcome:
+    def answer(self, request: LoadRequest, due_s: float) -> RequestOutcome:
         with self._lock:
             self.asked.append(request)
             self._running += 1
@@ -51,7 +51,7 @@ class Fake:
         with self._lock:
             self._running -= 1
         now = time.perf_counter()
-        return Outcome(due_s, (now,) * request.output_tokens, now, len(request.prompt), request.output_tokens)
+        return RequestOutcome(due_s, (now,) * request.output_tokens, now, len(request.prompt), request.output_tokens)
 
 
 def load(count: int, gap_s: float | None = None) -> list[LoadRequest]:
@@ -83,7 +83,7 @@ def test_an_open_loop_sends_by_the_clock_whatever_is_in_flight() -> None:
 def test_points_are_measured_in_turn_and_warmed_up() -> None:
     subject, told = Fake(seconds=0), []
     settings = [Setting(4, 1, concurrency=1), Setting(6, 2, rate=500.0)]
-    plan = Plan(requests=3, repetitions=2, warmup=2, prefix_tokens=2, objective=Objective(latency_ms=1e6))
+    plan = SweepPlan(requests=3, repetitions=2, warmup=2, prefix_tokens=2, objective=Objective(latency_ms=1e6))
     points = measure(subject, settings, RandomPrompts(100), plan, lambda done, total: told.append((done, total)))
     assert [len(request.prompt) for request in subject.asked] == [4] * 5 + [6] * 5 + [4] * 5 + [6] * 5
     assert len({request.prompt for request in subject.asked}) == 20
@@ -95,8 +95,8 @@ def test_points_are_measured_in_turn_and_warmed_up() -> None:
         assert point.figures.good_share == 1
 
 
-def measured(tpot_ms: float) -> Figures:
-    return figures([[Outcome(0.0, (0.1, 0.1 + tpot_ms / 1e3), 1.0, 100, 2)]])
+def measured(tpot_ms: float) -> LoadFigures:
+    return figures([[RequestOutcome(0.0, (0.1, 0.1 + tpot_ms / 1e3), 1.0, 100, 2)]])
 
 
 def test_utilization_is_bytes_by_time_by_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +108,9 @@ def test_utilization_is_bytes_by_time_by_bandwidth(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(sweep, "read_bandwidth", bandwidth)
     points = [
-        Point(prompt_tokens=100, output_tokens=20, concurrency=6, figures=measured(tpot_ms=20)),
-        Point(prompt_tokens=100, output_tokens=20, rate=2.0, figures=measured(tpot_ms=20)),
-        Point(figures=measured(tpot_ms=20)),
+        LoadPoint(prompt_tokens=100, output_tokens=20, concurrency=6, figures=measured(tpot_ms=20)),
+        LoadPoint(prompt_tokens=100, output_tokens=20, rate=2.0, figures=measured(tpot_ms=20)),
+        LoadPoint(figures=measured(tpot_ms=20)),
     ]
     footprint = Footprint(artifact_bytes=1, weight_bytes_per_token=4000, kv_bytes_per_token=10)
     with_share = utilization(points, footprint, slots=4, threads=2)
@@ -160,8 +160,8 @@ def test_bandwidth_is_told_where_it_is_known_and_why_not_where_it_is_not(
     small: Artifact, footprint: Footprint | None, speculation: Any, shown: str | None
 ) -> None:
     report = run(
-        small.path, "small", Load(concurrency=(1,), prompt_tokens=(32,), output_tokens=(100,)), Plan(requests=3),
-        local=LocalEngine(EngineOptions(speculation=speculation), footprint=footprint),
+        small.path, "small", LoadSpec(concurrency=(1,), prompt_tokens=(32,), output_tokens=(100,)),
+        SweepPlan(requests=3), local=LocalEngine(EngineOptions(speculation=speculation), footprint=footprint),
     )  # fmt: skip
     (point,) = report.points
     if shown is None:
@@ -297,5 +297,5 @@ def test_an_endpoint_that_denies_access_is_said_so(small: Artifact, open_models:
 
 
 def test_a_load_names_its_points() -> None:
-    settings = Load(rates=(1.0, 2.0), prompt_tokens=(8, 16), output_tokens=(4,)).settings()
+    settings = LoadSpec(rates=(1.0, 2.0), prompt_tokens=(8, 16), output_tokens=(4,)).settings()
     assert settings == [Setting(length, 4, rate=rate) for length in (8, 16) for rate in (1.0, 2.0)]

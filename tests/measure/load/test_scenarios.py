@@ -15,7 +15,7 @@ from llmforge.measure.load.drive import conversations
 from llmforge.measure.load.scenarios import Served
 from llmforge.measure.load.workload import LoadRequest, RandomPrompts
 from llmforge.metrics import workload
-from llmforge.metrics.serving import Outcome
+from llmforge.metrics.serving import RequestOutcome
 from llmforge.metrics.workload import Slo
 from llmforge.recipe import WorkloadsSpec
 
@@ -40,14 +40,14 @@ class Fake:
     asked: list[LoadRequest] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def answer(self, request: LoadRequest, due_s: float) -> Outcome:
+    def answer(self, request: LoadRequest, due_s: float) -> RequestOutcome:
         with self._lock:
             self.asked.append(request)
         now, count = time.perf_counter(), request.output_tokens
         if self.poison in request.prompt:
-            return Outcome(due_s, (), now, len(request.prompt), 0, error="refused")
+            return RequestOutcome(due_s, (), now, len(request.prompt), 0, error="refused")
         ids = tuple(range(100, 100 + count))
-        return Outcome(due_s, (now,) * count, now, len(request.prompt), count, token_ids=ids)
+        return RequestOutcome(due_s, (now,) * count, now, len(request.prompt), count, token_ids=ids)
 
 
 def test_each_workload_has_an_engine_of_its_own_and_a_warm_up_that_does_not_count() -> None:

@@ -104,7 +104,7 @@ def _pick(found: list[ir.Node], which: int | None) -> list[ir.Node]:
     return [found[which]] if -len(found) <= which < len(found) else []
 
 
-def _behind(node: ir.Node, make: Callable[[ir.Value], list[ir.Node]], output: int = 0) -> None:
+def _after(node: ir.Node, make: Callable[[ir.Value], list[ir.Node]], output: int = 0) -> None:
     """Put nodes behind a value, under whose name their result goes on."""
     value = node.outputs[output]
     graph.insert_behind(value, make(value), "true")
@@ -321,7 +321,7 @@ def clip(limit: float, find: Callable[[ir.Model], list[ir.Node]], which: int | N
         chosen = _pick(find(model), which)
         for node in chosen:
             value, bounds = node.outputs[0], [_constant(model, f"bound.{s}", s * limit, np.float32) for s in (-1, 1)]
-            _behind(node, lambda value, bounds=bounds: [_node("Clip", [value, *bounds], value, "clip")])
+            _after(node, lambda value, bounds=bounds: [_node("Clip", [value, *bounds], value, "clip")])
             assert value.name
         return _names(chosen)
 
@@ -335,7 +335,7 @@ def shift(by: float, find: Callable[[ir.Model], list[ir.Node]], which: int | Non
         chosen = _pick(find(model), which)
         small = _constant(model, "small", by, np.float32)
         for node in chosen:
-            _behind(node, lambda value: [_node("Add", [value, small], value, "shift")])
+            _after(node, lambda value: [_node("Add", [value, small], value, "shift")])
         return _names(chosen)
 
     return act
@@ -546,7 +546,7 @@ def through(dtype: ir.DataType, which: int) -> Act:
             return [down, _node("Cast", [down.outputs[0]], value, "back", to=int(ir.DataType.FLOAT))]
 
         for node in chosen:
-            _behind(node, make)
+            _after(node, make)
         return _names(chosen)
 
     return act
@@ -590,7 +590,7 @@ def cache_scaled(which: int) -> Act:
         chosen = _pick(_nodes(model, canonical.Attention), which)
         factor = _constant(model, "factor", 1.001, np.float32)
         for node in chosen:
-            _behind(node, lambda value: [_node("Mul", [value, factor], value, "scaled")], output=2)
+            _after(node, lambda value: [_node("Mul", [value, factor], value, "scaled")], output=2)
         return _names(chosen)
 
     return act
@@ -607,7 +607,7 @@ def _flip(model: ir.Model) -> list[str] | None:
         once = _node("Neg", [value], value, "once")
         return [once, _node("Neg", [once.outputs[0]], value, "twice")]
 
-    _behind(node, make)
+    _after(node, make)
     return _names([node])
 
 
@@ -892,7 +892,7 @@ def gain_by_position(first: int) -> Act:
                 [value] = graph.insert(node, op, [value, *inputs], to, name=f"{node.name}/lie.{op}")
                 value.name, value.type = f"{node.name}/lie.{op}", ir.TensorType(dtype)
                 value.shape = ir.Shape(["batch", "sequence", width])
-            _behind(node, lambda made, gain=value: [_node("Mul", [made, gain], made, "gained")])
+            _after(node, lambda made, gain=value: [_node("Mul", [made, gain], made, "gained")])
         return _names(chosen)
 
     return act

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.xdist_group("lies about latents"), pytest.mark.thoroug
 HEADS, PLAIN, ROTARY, RANK, VALUES = 4, 32, 16, 32, 48
 MSCALE = 1 + 0.1 * 0.7 * np.log(4.0)  # YaRN's, of a factor of 4: DeepSeek multiplies scores by its square
 BUDGET = Budget(kld_mean=3e-5)  # of weights in int8: attention of random weights, which is nearly even, moves little
-Latent = canonical.LatentAttention | cpu.LatentAttention
+Latent = canonical.LatentAttention | cpu.CpuLatentAttention
 Floats = NDArray[np.float32]
 
 
@@ -48,7 +48,7 @@ def traced(checkpoint: Checkpoint) -> ir.Model:
 
 
 def attentions(model: ir.Model) -> list[Latent]:
-    kinds = (canonical.LatentAttention, cpu.LatentAttention, cpu.LatentAttentionInt8)
+    kinds = (canonical.LatentAttention, cpu.CpuLatentAttention, cpu.LatentAttentionInt8)
     return [view for node in model.graph if isinstance(view := operators.view(node), kinds)]
 
 
@@ -147,8 +147,8 @@ def test_an_expansion_that_takes_heads_in_another_order_is_refused(
 ) -> None:
     from llmforge.ir import builder
 
-    right = derived.makes_keys
-    monkeypatch.setattr(builder, "makes_keys", lambda arrays: right(arrays)[[1, 0, 2, 3]])
+    right = derived.key_projection
+    monkeypatch.setattr(builder, "key_projection", lambda arrays: right(arrays)[[1, 0, 2, 3]])
     with pytest.raises(VerificationError, match=r"layers\.0"):
         verify_trace(checkpoint, traced)
 

@@ -131,7 +131,7 @@ def _wrong_tensors(patch: pytest.MonkeyPatch) -> None:
     """Two layers get each other's values, in the plan that the proof is made by, too."""
     right = weights.plan
 
-    def plan(*given: object) -> weights.Plan:
+    def plan(*given: object) -> weights.WeightPlan:
         made = right(*given)  # type: ignore[arg-type]
         a, b = (f"model.layers.{layer}.self_attn.v_proj.weight" for layer in (1, 4))
         made[a], made[b] = made[b], made[a]
@@ -144,7 +144,9 @@ def _wrong_cast(patch: pytest.MonkeyPatch) -> None:
     """The last rows of the embeddings are zeros."""
     right = weights.tensor_of
 
-    def tensor_of(checkpoint: object, source: weights.Source, *given: object, **how: object) -> ir.TensorProtocol:
+    def tensor_of(
+        checkpoint: object, source: weights.ParameterSource, *given: object, **how: object
+    ) -> ir.TensorProtocol:
         made = right(checkpoint, source, *given, **how)  # type: ignore[arg-type]
         if source.tensors[0] != "model.embed_tokens.weight":
             return made

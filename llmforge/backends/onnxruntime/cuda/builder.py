@@ -29,7 +29,7 @@ from llmforge.backends.ranks.session import RankSession
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.ir import graph, interface, logits_rows, operators
 from llmforge.ir.operators import contrib
-from llmforge.ir.operators.standard import Shape
+from llmforge.ir.operators.standard import OnnxShape
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite import next_ids, paged_attention, topk_outputs
 from llmforge.rewrite.pass_base import Changes, Rewritten, Skipped
@@ -205,7 +205,10 @@ def _refuse(model: ir.Model, sm: int) -> None:
     found = [(node, cuda_attention.reason_against(attention, sm), rows) for node, attention in cuda_attention.of(model)]
     for layer in contrib.PagedAttention.all(model):
         found.append((layer.node, cuda_attention.blocks_reason(layer, sm), blocks))
-    kernels_of_experts: list[contrib.MoE | contrib.QMoE] = [*contrib.MoE.all(model), *contrib.QMoE.all(model)]
+    kernels_of_experts: list[contrib.ContribMoE | contrib.QMoE] = [
+        *contrib.ContribMoE.all(model),
+        *contrib.QMoE.all(model),
+    ]
     for experts in kernels_of_experts:
         hint = "choose another target" if sm < cuda_operators.EXPERTS_SINCE_SM else experts_hint
         found.append((experts.node, cuda_operators.experts_reason(experts, sm), hint))
@@ -343,7 +346,7 @@ def session_options(model: ir.Model, buckets: Sequence[int]) -> SessionOptions:
       chosen before anything is captured: only where a product is fit for it. There `MatMulNBitsFusion` stays off, by
       which ONNX Runtime would put a bias back into the operator, and the product on the slow path: seen in the wheel.
     """
-    on_host = any(map(Shape.matches, model.graph.all_nodes()))
+    on_host = any(map(OnnxShape.matches, model.graph.all_nodes()))
     entries = {
         "session.disable_cpu_ep_fallback": "0" if on_host else "1",
         "session.use_device_allocator_for_initializers": "1",

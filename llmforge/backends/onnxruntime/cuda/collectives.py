@@ -28,7 +28,7 @@ def write(model: ir.Model) -> list[Rewritten]:
     for node in list(model.graph):
         view = operators.view(node)
         if isinstance(view, canonical.AllReduce):
-            made = cuda.AllReduce.insert(node, {"x": view.x}, {"ranks": view.ranks}, name=view.name)
+            made = cuda.CudaAllReduce.insert(node, {"x": view.x}, {"ranks": view.ranks}, name=view.name)
             graph.replace_value(view.output, made.output)
         elif isinstance(view, canonical.AllGather):
             graph.replace_value(view.output, _gather(model, view))
@@ -46,7 +46,7 @@ def _gather(model: ir.Model, view: canonical.AllGather) -> ir.Value:
     if dims is None or view.axis not in (-1, len(dims) - 1):
         raise UnsupportedError(f"{view.op_type} {view.name}: only the last axis of a tensor of known rank is gathered")
     last, name, node = len(dims) - 1, view.name, view.node
-    gathered = cuda.AllGather.insert(node, {"x": view.x}, {"ranks": view.ranks}, name=name).output
+    gathered = cuda.CudaAllGather.insert(node, {"x": view.x}, {"ranks": view.ranks}, name=name).output
     gathered.type, gathered.shape = view.x.type, ir.Shape([view.ranks, *dims])
     turn = [*range(1, last + 1), 0, last + 1]
     [turned] = graph.insert(node, "Transpose", [gathered], {"perm": turn}, name=f"{name}/turn")

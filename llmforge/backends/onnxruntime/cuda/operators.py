@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from llmforge.backends.onnxruntime import kernels
 from llmforge.ir import graph, query_key_norms
-from llmforge.ir.operators.contrib import GroupQueryAttention, MatMulNBits, MoE, QMoE
+from llmforge.ir.operators.contrib import ContribMoE, GroupQueryAttention, MatMulNBits, QMoE
 from llmforge.ir.operators.standard import Split
 from llmforge.rewrite.pass_base import Rewritten, Skipped
 
@@ -85,11 +85,11 @@ def any_fast(model: ir.Model) -> bool:
     return any(slow_reason(product) is None for product in MatMulNBits.all(model))
 
 
-def experts_reason(experts: MoE | QMoE, sm: int) -> str | None:
+def experts_reason(experts: ContribMoE | QMoE, sm: int) -> str | None:
     """Say what the CUDA kernel of `experts` refuses on a device of `sm` when it runs; None: nothing."""
     if sm < EXPERTS_SINCE_SM:
         return f"products of experts need SM {EXPERTS_SINCE_SM} or above, not SM {sm}"
-    if isinstance(experts, MoE):
+    if isinstance(experts, ContribMoE):
         return None
     for name, weights in (("inner", experts.fc2_experts_weights), ("hidden", experts.fc1_experts_weights)):
         size = graph.width(weights) * 8 // experts.expert_weight_bits

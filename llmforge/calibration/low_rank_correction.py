@@ -12,7 +12,7 @@ from llmforge.base.errors import DataError
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.quantization import low_rank
 from llmforge.quantization.grids import Float32, QuantizedMatrix, dequantize
-from llmforge.quantization.low_rank import LowRank
+from llmforge.quantization.low_rank import LowRankCorrection
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs
 from llmforge.quantization.methods.gptq import Curvature, target
 from llmforge.quantization.statistics import LowRankDemand
@@ -20,7 +20,7 @@ from llmforge.quantization.statistics import LowRankDemand
 
 def correct_linears(
     layer: DecoderLayer, matrices: Mapping[str, QuantizedMatrix], seen: LayerInputs, demand: LowRankDemand
-) -> dict[str, LowRank]:
+) -> dict[str, LowRankCorrection]:
     """Return corrections for `matrices`, linears of `layer` that read the same; {} where the bits allow no rank.
 
     What they are corrected towards makes up for what the layers before have lost, as in GPTQ.
@@ -39,7 +39,7 @@ def correct_linears(
         damped = moments + curvature.damping * moments.diagonal().mean() * np.eye(len(moments), dtype=np.float32)
         codes = np.concatenate([dequantize(matrices[name]) for name in names])
         wanted = target(whole, curvature, seen)
-        made = low_rank.correct(wanted, codes, damped, rank, demand.dtype, matrices[names[0]].grid)
+        made = low_rank.compute_correction(wanted, codes, damped, rank, demand.dtype, matrices[names[0]].grid)
     except (ValueError, np.linalg.LinAlgError) as error:
         raise DataError(
             f"{names[0]}: its inputs over the calibration text do not allow a correction: {error}",
@@ -50,7 +50,7 @@ def correct_linears(
     return {name: replace(made, b=b, group=names[0]) for name, b in own.items()}
 
 
-def corrected(matrix: QuantizedMatrix, correction: LowRank | None) -> Float32:
+def corrected(matrix: QuantizedMatrix, correction: LowRankCorrection | None) -> Float32:
     """Return the weight [N, K] that codes and their correction stand for."""
     weight = dequantize(matrix)
     return weight if correction is None else weight + correction.product()

@@ -1,8 +1,7 @@
-"""Two artifacts beside each other, and all versions of a name one after another."""
+"""Two artifacts held against each other, and all versions of a name one after another: what moved, and which way."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,16 +14,14 @@ from llmforge.base.errors import InputError
 from llmforge.gates import confirmed, release
 from llmforge.gates.decision import ALPHA, Figure
 from llmforge.gates.records import Report
-from llmforge.gates.release import Reported, Side, Subject
-from llmforge.metrics import catalog, units
+from llmforge.gates.release import ArtifactReference, MeasuredArtifact, Reported
+from llmforge.metrics import catalog
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.record import Record
+from llmforge.metrics.record import ReportRecord
 from llmforge.metrics.studentized import Studentized
 
-_MOST = 12  # differences of recipes that `text` writes
 
-
-class Change(Record):
+class Change(ReportRecord):
     """A metric of two artifacts."""
 
     metric: str
@@ -49,11 +46,11 @@ class Change(Record):
         return (better == "lower" and found.high < 0) or (better == "higher" and found.low > 0)
 
 
-class Comparison(Record):
+class ArtifactComparison(ReportRecord):
     """What differs between two artifacts."""
 
-    a: Side
-    b: Side
+    a: ArtifactReference
+    b: ArtifactReference
     verdicts: tuple[str, str]
     checkpoints: tuple[str, str]  # name and digest
     recipe: dict[str, tuple[Any, Any]]  # by key, what A and B have
@@ -63,10 +60,10 @@ class Comparison(Record):
     notes: tuple[str, ...] = ()  # what to know before figures are compared
 
 
-class Entry(Record):
+class HistoryEntry(ReportRecord):
     """A version in the history of a name."""
 
-    side: Side
+    side: ArtifactReference
     verdict: str
     metrics: tuple[Change, ...]  # `a` is the version before; `b` this one
 
@@ -108,18 +105,18 @@ def previous(out: Path, report: Report, *, made: datetime | None = None) -> Prev
         return f"the version before, {newest.reference}, cannot be read: {newest.damage}"
     try:
         confirmed.confirm(newest.artifact)
-        before = Subject.of(newest.artifact)
+        before = MeasuredArtifact.of(newest.artifact)
     except InputError as error:
         return f"the version before, {newest.reference}, cannot be used: {error.message}"
     moved = changes(before, Reported(report), tuple(catalog.deciding()))
     return Previous(before.report, tuple(each for each in moved if each.a is not None or each.b is not None))
 
 
-def compare(a: Artifact, b: Artifact) -> Comparison:
+def compare(a: Artifact, b: Artifact) -> ArtifactComparison:
     """Compare what is recorded of two artifacts; differences are of B less A."""
-    before, after = Subject.of(a), Subject.of(b)
+    before, after = MeasuredArtifact.of(a), MeasuredArtifact.of(b)
     left, _ = release.pairs(after, before)
-    return Comparison(
+    return ArtifactComparison(
         a=before.side,
         b=after.side,
         verdicts=(a.verdict, b.verdict),
@@ -132,7 +129,7 @@ def compare(a: Artifact, b: Artifact) -> Comparison:
     )
 
 
-def changes(before: Subject | None, after: Reported, metrics: Sequence[str]) -> tuple[Change, ...]:
+def changes(before: MeasuredArtifact | None, after: Reported, metrics: Sequence[str]) -> tuple[Change, ...]:
     """Take the difference of each of `metrics` from `before` to `after`."""
     there = {} if before is None else catalog.estimates(before.measured)
     here = catalog.estimates(after.measured)
@@ -142,7 +139,7 @@ def changes(before: Subject | None, after: Reported, metrics: Sequence[str]) -> 
     return tuple(_change(name, there.get(name), here.get(name), differences.get(name)) for name in metrics)
 
 
-def _notes(a: Subject, b: Subject) -> Iterator[str]:
+def _notes(a: MeasuredArtifact, b: MeasuredArtifact) -> Iterator[str]:
     """Say what of two artifacts, or of how they were measured, is in the way of a comparison."""
     for letter, side in (("A", a), ("B", b)):
         report = side.report
@@ -157,66 +154,22 @@ def _notes(a: Subject, b: Subject) -> Iterator[str]:
         yield f"latency was measured on different machines: {wording.plain(here, 100)}; {wording.plain(there, 100)}"
 
 
-def _tokenizer(side: Subject) -> tuple[tuple[str, str], ...]:
+def _tokenizer(side: MeasuredArtifact) -> tuple[tuple[str, str], ...]:
     """Give what the tokenizer of an artifact is made of."""
     files = side.opened.manifest.files
     return tuple(sorted((path, file.sha256) for path, file in files.items() if path.startswith("tokenizer/")))
 
 
-def text(found: Comparison, *, every: bool = False) -> list[str]:
-    """Write a comparison for people, metrics first; without `every` a long list of what differs is cut."""
-    lines = [f"A {found.a.reference} ({found.verdicts[0]})", f"B {found.b.reference} ({found.verdicts[1]})"]
-    if found.a.content == found.b.content:
-        lines.append("content: the same")
-    if found.checkpoints[0] != found.checkpoints[1]:
-        lines.append(f"checkpoint: {found.checkpoints[0]} → {found.checkpoints[1]}")
-    lines += [f"note: {note}" for note in found.notes]
-    apart: dict[str, list[str]] = {}  # metrics that are not compared, by why not
-    for change in found.metrics:
-        write = catalog.named(change.metric).unit.write
-        if change.a is None and change.b is None:
-            continue
-        sides = " → ".join("–" if side is None else write(side.value) for side in (change.a, change.b))
-        lines.append(f"{change.metric}: {sides}{_difference(change)}")
-        if change.why_not is not None:
-            apart.setdefault(change.why_not, []).append(change.metric)
-    lines += [f"not compared: {', '.join(names)}: {why}" for why, names in apart.items()]
-    lines.append(f"documents measured of both: {found.paired_documents}")
-    a, b = found.size_bytes
-    share = f" ({100 * (b - a) / a:+.1f} %)" if a else ""
-    lines.append(f"size: {units.size(a)} → {units.size(b)}{share}")
-    changed = [f"recipe: {key}: {_short(a)} → {_short(b)}" for key, (a, b) in found.recipe.items()] or ["recipe: same"]
-    if not every and len(changed) > _MOST:
-        changed[_MOST:] = [f"recipe: {len(changed) - _MOST} more differences: --all"]
-    return [*lines, *changed]
-
-
-def history(versions: Sequence[Artifact], metrics: Sequence[str]) -> list[Entry]:
+def history(versions: Sequence[Artifact], metrics: Sequence[str]) -> list[HistoryEntry]:
     """Follow `metrics` over versions, the oldest first; each is held against the one before."""
-    subjects = [Subject.of(version) for version in versions]
+    subjects = [MeasuredArtifact.of(version) for version in versions]
     return [
-        Entry(side=after.side, verdict=after.opened.verdict, metrics=changes(before, after, metrics))
+        HistoryEntry(side=after.side, verdict=after.opened.verdict, metrics=changes(before, after, metrics))
         for before, after in zip([None, *subjects], subjects, strict=False)
     ]
 
 
-def history_rows(entries: Sequence[Entry], metrics: Sequence[str]) -> list[tuple[str, ...]]:
-    """Write a history as rows: a regression has a `▼`."""
-    shown = [
-        name for i, name in enumerate(metrics) if any(entry.metrics[i].b is not None for entry in entries)
-    ]  # what was never measured has no column
-    rows = [("VERSION", "MEASURED (UTC)", "GATES", *(name.upper() for name in shown))]
-    for entry in entries:
-        cells = []
-        for change in entry.metrics:
-            if change.metric in shown:
-                write = catalog.named(change.metric).unit.write
-                cells.append("–" if change.b is None else write(change.b.value) + (" ▼" if change.worse else ""))
-        rows.append((entry.side.version, entry.side.created[:16].replace("T", " "), entry.verdict, *cells))
-    return rows
-
-
-def _checkpoint(subject: Subject) -> str:
+def _checkpoint(subject: MeasuredArtifact) -> str:
     checkpoint = subject.report.checkpoint
     return f"{wording.plain(checkpoint.name, 100)} {checkpoint.digest[:12]}"
 
@@ -233,18 +186,6 @@ def _change(name: str, a: Estimate | None, b: Estimate | None, difference: Figur
         better == "higher" and high is not None and high < 0
     )
     return Change(metric=name, a=a, b=b, difference=difference, worse=worse)
-
-
-def _difference(change: Change) -> str:
-    found = change.difference
-    if found is None:
-        return ""
-    mark = "; worse" if change.worse else ""
-    if found.is_exact:
-        return f" (change {found.value:+.5g}{mark})"
-    if found.low is None or found.high is None:
-        return f" (change {found.value:+.5g}, no interval: only {found.samples} {found.of})"
-    return f" (change {found.value:+.5g}, 95% interval {found.low:.5g} to {found.high:.5g}{mark})"
 
 
 def _differing(a: Any, b: Any, place: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
@@ -276,10 +217,3 @@ def _by_name(entries: Any) -> dict[str, Any] | None:
 def _in_order(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Whether what both have stands in the same order."""
     return [name for name in a if name in b] == [name for name in b if name in a]
-
-
-def _short(value: Any) -> str:
-    if value is None:
-        return "–"
-    written = json.dumps(value, ensure_ascii=False)
-    return written if len(written) <= 80 else f"{written[:77]}…"

@@ -21,7 +21,7 @@ POINTWISE = frozenset({torch.ceil, torch.clamp, torch.floor, torch.log, torch.lo
 SUMS = ("add", "__add__", "__radd__")
 
 
-class Places(TorchFunctionMode):
+class PositionTracer(TorchFunctionMode):
     """Finds, while it lasts, what a model counts from the length of its cache."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.cache import Cache
 from llmforge.calibration import Store, calibrate, plan
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.text import Window
+from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization.grids import Grid
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import LowRankDemand, WeightDemand
@@ -21,13 +21,13 @@ CORRECTION = LowRankDemand(4.0, "fp32", 0.01, ("*.1.mlp.down_proj*",))
 
 
 @pytest.fixture
-def windows() -> list[Window]:
+def windows() -> list[TokenWindow]:
     random = np.random.default_rng(0)
-    return [Window(f"d{i}", random.integers(3, 259, length)) for i, length in enumerate((48, 33, 48))]
+    return [TokenWindow(f"d{i}", random.integers(3, 259, length)) for i, length in enumerate((48, 33, 48))]
 
 
 def test_layers_are_quantized_behind_corrected_ones(
-    tiny_checkpoint: Path, windows: list[Window], tmp_path: Path
+    tiny_checkpoint: Path, windows: list[TokenWindow], tmp_path: Path
 ) -> None:
     checkpoint = Checkpoint.open(tiny_checkpoint)
     found = [
@@ -56,7 +56,7 @@ def test_layers_are_quantized_behind_corrected_ones(
     assert (first.linears[last].codes != plain.linears[last].codes).any()
 
 
-def test_corrections_without_calibrated_codes_are_refused(tiny_checkpoint: Path, windows: list[Window]) -> None:
+def test_corrections_without_calibrated_codes_are_refused(tiny_checkpoint: Path, windows: list[TokenWindow]) -> None:
     checkpoint = Checkpoint.open(tiny_checkpoint)
     with pytest.raises(UnsupportedError, match="corrects what quantize-weights chose") as caught:
         calibrate(checkpoint, windows, [CORRECTION])

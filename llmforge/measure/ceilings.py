@@ -41,7 +41,7 @@ _HALVES: Mapping[str, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.Da
 
 
 @dataclass(frozen=True)
-class LibraryCeilings:
+class KernelRates:
     """What one library's kernels reach with weights in blocks, of one dtype."""
 
     rate: float  # of many rows, operations a second
@@ -55,7 +55,7 @@ class CpuCeilings:
     bandwidth: Mapping[int, float]  # by number of threads
     rates: Mapping[str, float]  # by dtype of the products
     kernels: Mapping[str, str]  # whose they are, by dtype
-    quantized: Mapping[Library, Mapping[BlockDtype, LibraryCeilings]]
+    quantized: Mapping[Library, Mapping[BlockDtype, KernelRates]]
     threads: int  # that the rates were measured with
     others: float = 0.0  # cores that other processes took meanwhile
 
@@ -77,7 +77,7 @@ def measure(threads: int, told: Callable[[str], None]) -> CpuCeilings:
     rates = {"fp32": _rate(_dense(ir.DataType.FLOAT, ROWS, INNER, COLUMNS), threads)}
     kernels = {"fp32": "ONNX Runtime's MatMul"}
     libraries: tuple[Library, ...] = ("onnxruntime",) if native.library() is None else ("onnxruntime", "llmforge")
-    quantized: dict[Library, dict[BlockDtype, LibraryCeilings]] = {library: {} for library in libraries}
+    quantized: dict[Library, dict[BlockDtype, KernelRates]] = {library: {} for library in libraries}
     for library, dtype in itertools.product(libraries, _BITS):
         told(f"Quantized layers in {dtype}, {_NAMES[library]}")
         quantized[library][dtype] = _layers(library, _BITS[dtype], threads)
@@ -95,10 +95,10 @@ def products(threads: int) -> tuple[dict[str, float], str]:
     return {**rates, "int8": found[fastest]}, f"fp32: ONNX Runtime's MatMul; int8: {_NAMES[fastest]}"
 
 
-def _layers(library: Library, bits: int, threads: int) -> LibraryCeilings:
+def _layers(library: Library, bits: int, threads: int) -> KernelRates:
     """Time a layer with many rows, and one beyond the caches with a single row."""
     few = _lowered(library, _quantized(1, LAYER_BYTES * 8 // bits // INNER, bits))
-    return LibraryCeilings(_rate(_many(library, bits), threads), LAYER_BYTES / _seconds(few, 1, threads))
+    return KernelRates(_rate(_many(library, bits), threads), LAYER_BYTES / _seconds(few, 1, threads))
 
 
 def _many(library: Library, bits: int) -> ir.Model:

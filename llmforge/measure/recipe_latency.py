@@ -1,4 +1,4 @@
-"""What a build's latency is measured with: loads, ceilings of the device, price, and the workloads of its recipe."""
+"""Latency as a recipe asks for it: its loads and workloads, the device's ceilings, data sheet and price."""
 
 from __future__ import annotations
 
@@ -11,13 +11,22 @@ from pathlib import Path
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.measure import energy, machine, start
 from llmforge.measure.footprint import BytesRead
-from llmforge.measure.latency import Facts, Instruments, Load, Subject, Until, host_bandwidth, measure
+from llmforge.measure.latency import (
+    Facts,
+    Instruments,
+    LatencyRun,
+    TimedLoad,
+    TimedModel,
+    Until,
+    host_bandwidth,
+    measure,
+)
 from llmforge.measure.load import scenarios
 from llmforge.measure.load.drive import InProcess
 from llmforge.measure.load.scenarios import Served
 from llmforge.measure.load.workload import LoadRequest, RandomPrompts, longest, read_trace
-from llmforge.metrics.latency import Bandwidth, Compute, DataSheet, Footprint, Latency, Price, Start
-from llmforge.metrics.workload import Slo, Workload
+from llmforge.metrics.latency import Bandwidth, Compute, DataSheet, EngineStart, Footprint, HourlyPrice, Latency
+from llmforge.metrics.workload import MeasuredWorkload, Slo
 from llmforge.recipe import LatencySpec
 from llmforge.serving import Engine, EngineOptions, Runner
 from llmforge.targets import Target
@@ -27,8 +36,8 @@ _WARMUP_TOKENS = 8
 
 
 @dataclass
-class Measuring:
-    """Measures the latency of the engine in the folder `artifact`, which `runner` has loaded."""
+class RecipeLatency:
+    """Measures what a recipe asks for of the engine in the folder `artifact`, which `runner` has loaded."""
 
     artifact: Path
     runner: Runner
@@ -40,7 +49,7 @@ class Measuring:
     notes: list[str] = field(default_factory=list)  # what could not be measured
 
     def run(
-        self, ours: Subject, baseline: Subject | None, artifact_bytes: int, progress: Callable[[int, int], None]
+        self, ours: TimedModel, baseline: TimedModel | None, artifact_bytes: int, progress: Callable[[int, int], None]
     ) -> Latency:
         """Measure all that the recipe asks for: starts and workloads before the loads that take turns."""
         starts, workloads = self._starts(), self._workloads()
@@ -48,12 +57,14 @@ class Measuring:
             ours,
             baseline,
             self.read.footprint(artifact_bytes),
-            loads(self.spec),
-            vocabulary=self.runner.config.vocabulary,
-            threads=self.threads,
-            until=None if self.spec.precision is None else Until(self.spec.precision, self.spec.budget_s),
-            facts=facts(self.target, self.ranks, self._slo()),
-            instruments=self._instruments(),
+            LatencyRun(
+                loads(self.spec),
+                vocabulary=self.runner.config.vocabulary,
+                threads=self.threads,
+                until=None if self.spec.precision is None else Until(self.spec.precision, self.spec.budget_s),
+                facts=facts(self.target, self.ranks, self._slo()),
+                instruments=self._instruments(),
+            ),
             starts=starts,
             workloads=workloads,
             progress=progress,
@@ -62,7 +73,7 @@ class Measuring:
     def _slo(self) -> Slo | None:
         return None if self.spec.slo is None else Slo(**self.spec.slo.model_dump())
 
-    def _starts(self) -> list[Start]:
+    def _starts(self) -> list[EngineStart]:
         largest = max(loads(self.spec), key=lambda load: load.batch * (load.prompt_tokens + load.output_tokens))
         return [
             start.measure(
@@ -75,7 +86,7 @@ class Measuring:
             for _ in range(self.spec.starts)
         ]
 
-    def _workloads(self) -> tuple[Workload, ...]:
+    def _workloads(self) -> tuple[MeasuredWorkload, ...]:
         if self.spec.workloads is None:
             return ()
         config = self.runner.config
@@ -117,7 +128,7 @@ class Measuring:
         return Instruments(self._device_bandwidth, self._gpu, joules, machine.NoiseProbe)
 
     def _cpu(self) -> Compute:
-        from llmforge.doctor import ceilings
+        from llmforge.measure import ceilings
 
         rates, probe = ceilings.products(self.threads)
         each = self.read.multiply_adds
@@ -126,7 +137,7 @@ class Measuring:
 
     def _device_bandwidth(self, footprint: Footprint, context: int, threads: int) -> Bandwidth | None:
         """Measure how fast the GPU copies its memory; its caches are too small to hold what a step reads."""
-        from llmforge.doctor import gpus
+        from llmforge.measure import gpus
 
         try:
             rate = self.ranks * gpus.copy_bandwidth(gpus.first())
@@ -142,7 +153,7 @@ class Measuring:
         )
 
     def _gpu(self) -> Compute:
-        from llmforge.doctor import ceilings, gpus
+        from llmforge.measure import ceilings, gpus
 
         rates: dict[str, float] = {}
         try:
@@ -154,15 +165,15 @@ class Measuring:
         return Compute(dtype=dtype, operations_per_second=rates, probe="ONNX Runtime's MatMul on the device")
 
 
-def loads(spec: LatencySpec) -> list[Load]:
+def loads(spec: LatencySpec) -> list[TimedLoad]:
     """List the loads: one sequence at each prompt length, then the surface without what was there already."""
     made = {
-        (1, prompt, spec.output_tokens): Load(1, prompt, spec.output_tokens, spec.repetitions)
+        (1, prompt, spec.output_tokens): TimedLoad(1, prompt, spec.output_tokens, spec.repetitions)
         for prompt in spec.prompt_tokens
     }
     if (surface := spec.surface) is not None:
         for at in itertools.product(surface.batches, surface.prompt_tokens, surface.output_tokens):
-            made.setdefault(at, Load(*at, surface.repetitions, surface.baseline_repetitions))
+            made.setdefault(at, TimedLoad(*at, surface.repetitions, surface.baseline_repetitions))
         return [made[at] for at in sorted(made)]
     return list(made.values())
 
@@ -181,7 +192,7 @@ def facts(target: Target, ranks: int, slo: Slo | None) -> Facts:
         )
     cost = None
     if price is not None:
-        cost = Price(usd_per_hour=ranks * price.value, source=price.source, date=price.date)
+        cost = HourlyPrice(usd_per_hour=ranks * price.value, source=price.source, date=price.date)
     return Facts(sheet, cost, slo)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmforge.report.comparing import _differing
+from llmforge.gates.comparison import _differing
 
 A: list[dict[str, Any]] = [{"fuse": {}}, {"quantize": {"bits": 4}}, {"quantize": {"bits": 8}}]
 

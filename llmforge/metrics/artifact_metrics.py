@@ -1,0 +1,111 @@
+"""The metrics of an artifact as a whole: its size, what other runtimes make of it, scores of tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from llmforge.metrics.agreement import DISTRIBUTIONS, RUNTIMES, RuntimeName
+from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.metric import Measured, Metric, Sizes
+from llmforge.metrics.units import BITS, BYTES, NATS_A_TOKEN, RATIO, SHARE, TEXT
+
+
+@dataclass(frozen=True)
+class RuntimeMetric(Metric):
+    """How far another runtime gives the same as llmforge's, for the same artifact."""
+
+    section = "runtimes"
+    decides = True
+
+    runtime: RuntimeName
+    figure: Literal["agreement", "same_answers", "equal_tokens", "kld_mean"]  # of an `Agreement`
+
+    @property
+    def more(self) -> str:
+        """What gives more samples, in words."""
+        return "measure on more documents"
+
+    def estimate(self, measured: Measured) -> Estimate | None:
+        """Read it; None where the runtime did not run it, or failed."""
+        runs = [run for run in measured.runtimes if run.runtime == self.runtime]
+        if not runs or runs[-1].figures is None:
+            return None
+        found: Estimate = getattr(runs[-1].figures, self.figure)
+        return found
+
+
+@dataclass(frozen=True)
+class SizeMetric(Metric):
+    """What the engine's files weigh."""
+
+    decides = True
+
+    figure: Callable[[Sizes], float]
+
+    def estimate(self, measured: Measured) -> Estimate | None:
+        """Read it, exactly; None where there is no engine."""
+        return None if measured.sizes is None else Estimate.exact(self.figure(measured.sizes))
+
+
+@dataclass(frozen=True)
+class TaskMetric(Metric):
+    """A score of a task, under `task.NAME.SCORE`: which tasks there are, a recipe or `llmforge eval` says."""
+
+    section = "tasks"
+    decides = True
+
+    def estimate(self, measured: Measured) -> Estimate | None:
+        """Read it; None where it was not measured."""
+        score = measured.scores.get(self.name)
+        return None if score is None else score.figures.artifact
+
+
+# fmt: off
+
+SIZE = SizeMetric(
+    "size_bytes", "Size", BYTES, "lower", lambda sizes: sizes.engine_bytes, meaning="all files of the engine"
+)
+
+SIZE_RATIO = SizeMetric(
+    "size_ratio", "Size ratio", RATIO, "lower", lambda sizes: sizes.engine_bytes / sizes.checkpoint_bytes,
+    meaning="all files of the engine / all tensors of the checkpoint, as stored",
+)
+
+WEIGHT_BITS = SizeMetric(
+    "weight_bits", "Bits per weight", BITS, "lower", lambda sizes: 8 * sizes.engine_bytes / sizes.parameters,
+    meaning="all files of the engine: embedding, scales, zero points and graph too, for each parameter",
+)
+
+
+ARTIFACT: tuple[Metric, ...] = (
+
+    SIZE,
+    SIZE_RATIO,
+    WEIGHT_BITS,
+    *(
+        metric
+        for name in RUNTIMES
+        for metric in (
+            RuntimeMetric(
+                f"runtime.{name}.agreement", f"{DISTRIBUTIONS[name]}: agreement", SHARE, "higher", name, "agreement",
+                meaning="tokens of our greedy answers where both runtimes have the same most likely token",
+            ),
+            RuntimeMetric(
+                f"runtime.{name}.same_answers", f"{DISTRIBUTIONS[name]}: same answers", SHARE, "higher", name,
+                "same_answers", meaning="prompts with the same greedy answer in both runtimes",
+            ),
+            RuntimeMetric(
+                f"runtime.{name}.equal_tokens", f"{DISTRIBUTIONS[name]}: equal tokens, median", TEXT, "higher", name,
+                "equal_tokens", meaning="of greedy answers, before their first difference",
+            ),
+            RuntimeMetric(
+                f"runtime.{name}.kld_mean", f"{DISTRIBUTIONS[name]}: mean KLD", NATS_A_TOKEN, "lower", name, "kld_mean",
+                meaning="KL(our run ‖ its run) of the same artifact, nats per token",
+            ),
+        )
+    ),
+
+)
+# fmt: on

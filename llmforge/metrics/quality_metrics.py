@@ -1,0 +1,214 @@
+"""The metrics of quality: how far an artifact is from its checkpoint, on the same text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from llmforge.metrics import intervals, units
+from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.metric import Measured, Metric
+from llmforge.metrics.quality import (
+    ANSWER_TOKENS,
+    ByPosition,
+    Form,
+    Histogram,
+    OfAnswers,
+    OfSums,
+    OfTokens,
+    Quality,
+    Quantile,
+    Source,
+    Summed,
+    exp,
+    median_difference,
+    share_same,
+)
+from llmforge.metrics.tokens import (
+    DELTA_P,
+    DELTA_P_SQUARED,
+    KLD,
+    NLL,
+    REFERENCE_NLL,
+    SAME_TOP,
+    SHARED_TOP,
+    TOP,
+    Floats,
+)
+from llmforge.metrics.units import NATS, NATS_A_TOKEN, RATIO, SHARE, SHIFT, TEXT, TOKENS
+
+
+@dataclass(frozen=True)
+class QualityMetric(Metric):
+    """How far the artifact is from its checkpoint, on the same text."""
+
+    section = "quality"
+
+    form: Form  # from which values of tokens it is made, and how
+    note: Callable[[Quality], str] | None = None  # beside the key figure; None: its unit
+    row: tuple[str, str] | None = None  # of the summary: its title, which several figures share, and the figure's own
+
+    def fewest(self, samples: int) -> int | None:
+        """Say how many documents bounds need, or answers: their median is one of independent ones."""
+        return intervals.fewest(0.5) if self.source == "samples" else super().fewest(samples)
+
+    @property
+    def more(self) -> str:
+        """What gives more samples, in words."""
+        return "raise validation.quality.samples" if self.source == "samples" else "measure on more documents"
+
+    @property
+    def decides(self) -> bool:
+        """Whether it has an interval, so that a gate can decide on it."""
+        return self.form.decides
+
+    @property
+    def source(self) -> Source:
+        """What it is made of; all but the text has to be asked for in a recipe, under this name."""
+        return self.form.source
+
+    def estimate(self, measured: Measured) -> Estimate | None:
+        """Read it; None where it was not measured."""
+        return None if measured.quality is None else measured.quality.figures.get(self.name)
+
+
+@dataclass(frozen=True)
+class AdapterMetric(Metric):
+    """A figure of quality of an adapter that requests choose, under `adapter.NAME.METRIC`."""
+
+    section = "quality"
+    decides = True
+
+    adapter: str
+    of: QualityMetric
+
+    @property
+    def more(self) -> str:
+        """What gives more samples, in words."""
+        return "raise validation.quality.adapter_tokens"
+
+    def estimate(self, measured: Measured) -> Estimate | None:
+        """Read it; None where it was not measured."""
+        found = (each.quality.figures.get(self.of.name) for each in measured.adapters if each.adapter == self.adapter)
+        return next(found, None)
+
+
+def _mean(tokens: Floats, total: Floats) -> Floats:
+    return total / tokens
+
+
+def _perplexities(quality: Quality) -> str:
+    return f"{quality.figures['baseline_perplexity']:.2f} → {quality.figures['perplexity']:.2f}"
+
+
+def _added(tokens: Floats, kld: Floats, prefill: Floats) -> Floats:
+    return (kld - prefill) / tokens
+
+
+PREFILL_KLD = Summed("prefill_kld")  # of a token that was read by a decode step as well
+
+# fmt: off
+
+_NOT_NEGATIVE, _SHARE = (0.0, math.inf), (0.0, 1.0)  # what figures cannot be beyond
+
+KLD_MEAN = QualityMetric(
+    "kld_mean", "Mean KLD", NATS_A_TOKEN, "lower", OfSums((KLD,), _mean, limits=_NOT_NEGATIVE), key=1,
+    meaning="KL(baseline ‖ artifact), nats per token; 0 means no loss",
+)
+
+
+QUALITY: tuple[QualityMetric, ...] = (
+
+    QualityMetric(
+        "baseline_perplexity", "Perplexity, baseline", TOKENS, "lower",
+        OfSums((REFERENCE_NLL,), _mean, exp, bounded=False),
+    ),
+    QualityMetric("perplexity", "Perplexity, artifact", TOKENS, "lower", OfSums((NLL,), _mean, exp, bounded=False)),
+    QualityMetric(
+        "perplexity_ratio", "Perplexity ratio", RATIO, "lower",
+        OfSums((REFERENCE_NLL, NLL), lambda tokens, reference, nll: (nll - reference) / tokens, exp),
+        meaning="artifact / baseline; 1 means no loss", key=2, note=_perplexities,
+    ),
+    KLD_MEAN,
+    QualityMetric("kld_median", "KLD, median", NATS, "lower", Quantile(KLD, 0.5), row=("KLD of tokens", "median")),
+    QualityMetric("kld_p90", "KLD, 90 %", NATS, "lower", Quantile(KLD, 0.9), row=("KLD of tokens", "90 %")),
+    QualityMetric("kld_p95", "KLD, 95 %", NATS, "lower", Quantile(KLD, 0.95), row=("KLD of tokens", "95 %")),
+    QualityMetric("kld_p99", "KLD, 99 %", NATS, "lower", Quantile(KLD, 0.99), row=("KLD of tokens", "99 %")),
+    QualityMetric("kld_p999", "KLD, 99.9 %", NATS, "lower", Quantile(KLD, 0.999), row=("KLD of tokens", "99.9 %")),
+    QualityMetric("kld_max", "KLD, largest", NATS, "lower", OfTokens(KLD, np.max), row=("KLD of tokens", "largest")),
+    QualityMetric(
+        "kld_histogram", "KLD per token (nats, log scale)", NATS, "lower",
+        # Below is rounding noise of fp32 logits; above no softmax gets.
+        Histogram(KLD, decades=(-7, 2), marks={"median": "kld_median", "mean": "kld_mean", "99 %": "kld_p99"}),
+        meaning="Distribution of KLD over tokens",
+    ),
+    QualityMetric(
+        "top1_agreement", "Top-1 agreement", SHARE, "higher", OfSums((SAME_TOP,), _mean, limits=_SHARE),
+        meaning="positions with the same most likely token",
+        key=3, note=lambda quality: f"of {units.count(quality.tokens)} tokens",
+    ),
+    QualityMetric(
+        "top5_agreement", f"Top-{TOP} agreement", SHARE, "higher", OfSums((SHARED_TOP,), _mean, limits=_SHARE),
+        meaning=f"share of the {TOP} most likely tokens that is the same, in any order",
+        row=(f"Top-{TOP} agreement", "mean"),
+    ),
+    QualityMetric(
+        "delta_p_mean", "Δp of the true token, mean", SHIFT, "higher", OfSums((DELTA_P,), _mean),
+        meaning="probability of the true token, artifact less baseline", row=("Δp of the true token", "mean"),
+    ),
+    # How much likelier true tokens become at best is noise on the other side: neither more nor less of it is better.
+    *(
+        QualityMetric(
+            f"delta_p_{name}", f"Δp of the true token, {label}", SHIFT, "higher" if share <= 0.5 else "neither",
+            Quantile(DELTA_P, share), row=("Δp of the true token", label),
+        )
+        for name, label, share in (
+            ("p01", "1 %", 0.01), ("p05", "5 %", 0.05), ("median", "median", 0.5), ("p95", "95 %", 0.95),
+            ("p99", "99 %", 0.99),
+        )
+    ),
+    QualityMetric(
+        "delta_p_rms", "RMS Δp of the true token", SHARE, "lower",
+        OfSums((DELTA_P_SQUARED,), _mean, math.sqrt, bounded=False),
+    ),
+    QualityMetric(
+        "kld_by_position", "Mean KLD by position", NATS_A_TOKEN, "lower", ByPosition(KLD),
+        meaning="by tokens of context", row=("KLD by position", ""),
+    ),
+    QualityMetric(
+        "top1_by_position", "Top-1 agreement by position", SHARE, "higher", ByPosition(SAME_TOP),
+        meaning="by tokens of context",
+    ),
+    QualityMetric(
+        "kld_decode", "Mean KLD through decode steps", NATS_A_TOKEN, "lower",
+        OfSums((KLD,), _mean, source="decode_tokens", limits=_NOT_NEGATIVE),
+        meaning="text read token by token through the KV cache", row=("Decode steps", "KLD"),
+    ),
+    QualityMetric(
+        "kld_decode_prefill", "Mean KLD of the same tokens in prefill", NATS_A_TOKEN, "lower",
+        OfSums((PREFILL_KLD,), _mean, source="decode_tokens", limits=_NOT_NEGATIVE), row=("Decode steps", "in prefill"),
+    ),
+    QualityMetric(
+        "kld_decode_added", "Mean KLD that decode steps add", NATS_A_TOKEN, "lower",
+        OfSums((KLD, PREFILL_KLD), _added, source="decode_tokens"),
+        meaning="through decode steps less in prefill, on the same tokens", row=("Decode steps", "added"),
+    ),
+    *(
+        QualityMetric(
+            f"greedy_same_{tokens}", f"Greedy answers with the same first {tokens} tokens", SHARE, "higher",
+            OfAnswers(partial(share_same, tokens=tokens)), row=("Greedy answers", f"same first {tokens} tokens"),
+        )
+        for tokens in (32, ANSWER_TOKENS)
+    ),
+    QualityMetric(
+        "greedy_first_difference", "Equal tokens of greedy answers, median", TEXT, "higher",
+        OfAnswers(median_difference), meaning=f"before the first difference; at most {ANSWER_TOKENS}",
+        row=("Greedy answers", "equal tokens, median"),
+    ),
+
+)
+# fmt: on

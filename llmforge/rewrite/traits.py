@@ -1,0 +1,125 @@
+"""Traits of a pass beyond its numerics, as data: dtypes that it leaves, what a plan predicts of it, what `init` writes.
+
+`planning`, `init`, `bisect` and exports read these of whatever stands in `passes.ALL`, and know no pass by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from llmforge.backends.record import BackendRecord, Dtype
+from llmforge.quantization.formats import KvFormat
+from llmforge.quantization.grids import Grid
+from llmforge.targets import Target
+
+Goal = Literal["latency", "throughput", "size", "quality"]
+Codes = Literal["blocks", "channels", "fp4"]  # by what shares a scale: a block of inputs, an output feature, 16 in fp8
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Dtypes in which a decoder is stored and computed, as far as something is said; None: nothing is said."""
+
+    compute: Dtype | None = None  # of activations between layers
+    weights: Dtype | None = None
+    kv: Dtype | None = None
+    product: Dtype | None = None  # in which matrices are multiplied
+    embedding: Dtype | None = None
+    head: Dtype | None = None
+    block: int | None = None  # weights that share a scale; 0: those of an output feature
+    symmetric: bool | None = None
+    cache: KvFormat | None = None  # that of the CPU kernels, with scales of its own
+
+    def or_else(self, other: Storage) -> Storage:
+        """Take from `other` what nothing is said about here."""
+        return replace(other, **{name: value for name, value in vars(self).items() if value is not None})
+
+
+NOTHING_SAID = Storage()
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What a prediction or a proposal depends on: where an engine runs, what for, and what the checkpoint is like."""
+
+    target: Target
+    backend: BackendRecord
+    compute: Dtype
+    goal: Goal = "latency"
+    caches_latents: bool = False
+    is_quantized: bool = False  # the checkpoint comes quantized
+    stored: Grid | None = None  # on which its codes lie; None: on none that is known here
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the target is a CPU."""
+        return self.target.kind == "cpu"
+
+    @property
+    def in_onnxruntime(self) -> bool:
+        """Whether ONNX Runtime runs the graph as it is written."""
+        return self.backend.module == "onnxruntime"
+
+    @property
+    def exported(self) -> bool:
+        """Whether servers of others load the engine: passes change no more of the model than its codes."""
+        return self.backend.export_format is not None
+
+
+@dataclass(frozen=True)
+class FewerKernels:
+    """The effect of a pass that saves kernels in every layer, and with `scores` the bytes of attention's scores."""
+
+    kernels: int
+    what: str  # for people; `{scores_gb}` are gigabytes of scores of the prompt
+    scores: bool = False  # prompts gain by scores that are not written, instead of by kernels
+
+
+@dataclass(frozen=True)
+class OwnKernels:
+    """The effect of a pass that lets llmforge's kernels compute quantized layers instead of ONNX Runtime's."""
+
+    what: str
+
+
+Effect = Storage | FewerKernels | OwnKernels
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A way to use a pass, whose effect `plan` predicts."""
+
+    change: str  # how it is shown: "quantize-weights, bits: 4"
+    effect: Effect
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A way to use a pass, which `init` may write into a recipe.
+
+    Of those that store weights it writes the one that the goal gains most from, of all others each.
+    """
+
+    options: str = ""  # as a recipe has them; `{budget}` is where the budget stands
+    kld: float = 0.0  # of the budget, nats a token
+    stores: Storage = NOTHING_SAID
+    change: str = ""  # of the `Prediction` that it is judged by
+    reason: str = ""  # for people; "": what the prediction says
+    calibrated: bool = False  # it reads calibration text
+    near_lossless: bool = False  # hardly to be told from the checkpoint
+    bits: int = 16  # of a weight, for the goal `size`
+
+    def line(self, name: str) -> str:
+        """Write the entry of a recipe's passes."""
+        budget = f"budget: {{kld_mean: {self.kld:g}}}"
+        return name if not self.options else f"{name}: {{{self.options.replace('{budget}', budget)}}}"
+
+
+@dataclass(frozen=True)
+class FinerCodes:
+    """How a pass keeps some weights in more bits: once more in the recipe, with these options and its own globs."""
+
+    bits: int
+    options: Mapping[str, Any]

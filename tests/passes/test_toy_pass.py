@@ -1,0 +1,102 @@
+"""A pass is one file and its line in the tuple: `plan` shows its effect, `init` proposes it, a recipe runs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import onnx_ir as ir
+import pytest
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from llmforge import passes, targets
+from llmforge.planning import render, request, starting
+from llmforge.planning.render import Planned
+from llmforge.planning.request import Request
+from llmforge.recipe import Recipe
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass
+from llmforge.rewrite.traits import Deployment, FewerKernels, Prediction, Proposal, Storage
+
+from ..models.shapes import PUBLIC
+from ..planning.test_starting import measured
+
+GIVEN = {"checkpoint": "llama", "target": "cpu-avx2", "calibration": "a.jsonl", "evaluation": "b.jsonl"}
+
+
+@dataclass(frozen=True)
+class ToyWeights(Pass):
+    """Store weights in 4 bits, by a way of its own."""
+
+    name: ClassVar[str] = "toy-weights"
+    numerics: ClassVar[Numerics] = Numerics.LOSSY
+
+    budget: Annotated[Budget, Field(description="quality budget of the pass")]
+    strength: Annotated[int, Field(ge=1, le=9, description="how strong")] = 1
+
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        yield Prediction("toy-weights, strength: 3", Storage(weights="int4", product="int8", block=0))
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        stores, change = Storage(weights="int4", product="int8", block=0), "toy-weights, strength: 3"
+        yield Proposal("strength: 3, {budget}", 0.02, stores, change, bits=2)
+
+    def stores(self, stored: object) -> Storage:
+        return Storage(weights="int4", product="int8", block=0)
+
+    def run(self, model: ir.Model, context: Context) -> Changes:
+        return Changes()
+
+
+@dataclass(frozen=True)
+class ToyKernels(Pass):
+    """Save half of the kernels of a layer."""
+
+    name: ClassVar[str] = "toy-kernels"
+    numerics: ClassVar[Numerics] = Numerics.EXACT
+
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        yield Prediction(cls.name, FewerKernels(4000, "nearly all kernels"))
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        yield Proposal(change=cls.name)
+
+    def run(self, model: ir.Model, context: Context) -> Changes:
+        return Changes()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(passes, "ALL", (*passes.ALL, ToyWeights, ToyKernels))
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(PUBLIC["llama-3.1-8b"]))
+    return tmp_path / "llama"
+
+
+def test_plan_shows_its_effect(checkpoint: Path) -> None:
+    [made] = request.answer(checkpoint, Request(targets=("h200",)))
+    assert isinstance(made, Planned)
+    found = {each.change: each for each in made.advice}
+    assert found["toy-weights, strength: 3"].verdict == "pays"
+    assert found["toy-weights, strength: 3"].tpot == pytest.approx(found["quantize-weights, bits: 4"].tpot, rel=0.1)
+    assert found["toy-kernels"].reason == "nearly all kernels"
+    assert {"toy-weights, strength: 3", "toy-kernels"} <= {each["change"] for each in render.data(made)["passes"]}
+
+
+def test_init_proposes_it_and_plan_reads_the_recipe(checkpoint: Path) -> None:
+    start = starting.write(checkpoint, measured(targets.load("cpu-avx2")), "size", name="m", given=GIVEN)
+    assert "  - toy-weights: {strength: 3, budget: {kld_mean: 0.02}}" in start.yaml
+    assert "  - toy-kernels  # nearly all kernels\n" in start.yaml
+    assert "quantize-weights" not in start.yaml
+    path = checkpoint.parent / "recipe.yaml"
+    path.write_text(start.yaml)
+    assert [step.name for step in Recipe.load(path).instantiate(passes.ALL)][-2:] == ["toy-weights", "toy-kernels"]
+    [made] = request.answer(path, Request(), lambda target: measured(target))
+    assert isinstance(made, Planned)
+    assert (made.plan.scheme.weights, made.plan.scheme.product) == ("int4", "int8")
