@@ -358,6 +358,7 @@ def serve() -> None:
     from llmforge.serving.engine import Engine
     from llmforge.serving.runner import Runner
     from llmforge.serving.scheduler import Scheduler
+    from llmforge.serving.scheduler.run_ahead import RunAhead
 
     told = json.loads(os.environ[_WORK])
     rows = told["rows"]
@@ -376,13 +377,13 @@ def serve() -> None:
         assert isinstance(device, Guessing)
         return {"begins": device.runs, "ends": device.ends, "bytes": sum(device.copies), "judged": judged}
 
-    judged, judge = [0, 0], Scheduler._judge
+    judged, judge = [0, 0], RunAhead.note_guess
 
-    def counted(scheduler: Scheduler[Any], sequence: Any, right: bool) -> None:
+    def counted(scheduler: RunAhead[Any], sequence: Any, right: bool) -> None:
         judged[right] += 1
         judge(scheduler, sequence, right)
 
-    Scheduler._judge = counted  # type: ignore[method-assign]
+    RunAhead.note_guess = counted  # type: ignore[method-assign]
 
     def timed(scheduler: Scheduler[Any]) -> bool:
         device = session.device

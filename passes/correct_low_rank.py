@@ -40,7 +40,8 @@ from llmforge.quantization.initializers import LazyMatrix
 from llmforge.quantization.low_rank import Dtype, LowRankCorrection
 from llmforge.quantization.statistics import Demand, LowRankDemand
 from llmforge.rewrite import cpu_linear
-from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass
+from llmforge.rewrite.patterns import rewrite_each, skip_if
 
 _Layer = contrib.MatMulNBits | cpu.CpuLinear
 _BEHIND = "low_rank"  # suffix of what a correction adds to a graph
@@ -78,16 +79,17 @@ class CorrectLowRank(Pass):
         rewriting = _Correction(self, model, context)
         layers: list[_Layer] = [*contrib.MatMulNBits.all(model)]
         layers += [layer for layer in cpu.CpuLinear.all(model) if cpu_linear.plain(layer)]
-        for layer in layers:
+
+        def correct(layer: _Layer) -> str | None:
             names = cpu_linear.parameters(layer)
             if not names:
-                continue
-            if reason := _reason(layer, names, found):
-                rewriting.changes.skipped.append(Skipped(layer.name, reason))
-                continue
-            rewriting.correct(layer, [found[name] for name in names])
-        rewriting.changes.notes += rewriting.notes()
-        return rewriting.changes
+                return None
+            skip_if(_reason(layer, names, found))
+            return rewriting.correct(layer, [found[name] for name in names])
+
+        changes = rewrite_each(layers, correct, Changes())
+        changes.notes += rewriting.notes()
+        return changes
 
 
 def _reason(layer: _Layer, names: Sequence[str], found: Mapping[str, LowRankCorrection]) -> str | None:
@@ -108,13 +110,12 @@ class _Correction:
     step: CorrectLowRank
     model: ir.Model
     context: Context
-    changes: Changes = field(default_factory=Changes)
     products: dict[tuple[ir.Value, str], ir.Value] = field(default_factory=dict)  # x·A, by x and the group
     gains: dict[str, LowRankCorrection] = field(default_factory=dict)  # by the group
     numbers: dict[str, tuple[int, int]] = field(default_factory=dict)  # of weights, and of factors
 
-    def correct(self, layer: _Layer, parts: Sequence[LowRankCorrection]) -> None:
-        """Add to `layer` what corrects its parts, which are side by side."""
+    def correct(self, layer: _Layer, parts: Sequence[LowRankCorrection]) -> str:
+        """Add to `layer` what corrects its parts, which are side by side; say what that leaves."""
         x = layer.a if isinstance(layer, contrib.MatMulNBits) else layer.x
         group, name, y, rank = parts[0].group, layer.name, layer.output, parts[0].rank
         prefix = group.removesuffix(".weight")
@@ -133,8 +134,7 @@ class _Correction:
         weights, factors = self.numbers.get(group, (0, parts[0].a.size))
         self.numbers[group] = weights + layer.N * layer.K, factors + b.size
         left = parts[0].after / max(parts[0].before, 1e-30)
-        what = f"rank {rank}, {self.step.dtype}: {left:.0%} of the output error of the codes is left"
-        self.changes.rewritten.append(Rewritten(name, what))
+        return f"rank {rank}, {self.step.dtype}: {left:.0%} of the output error of the codes is left"
 
     def _product(self, before: ir.Node, x: ir.Value, factor: Float32, name: str, node: str) -> ir.Value:
         """Multiply `x` by a factor [K, N]."""

@@ -40,7 +40,8 @@ from pydantic.dataclasses import dataclass
 from llmforge.ir import graph, interface
 from llmforge.ir.operators import canonical, contrib
 from llmforge.ir.operators.standard import RotaryEmbedding, Split
-from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Skipped
+from llmforge.rewrite.patterns import rewrite_each, skip_if
 from llmforge.rewrite.traits import Deployment, FewerKernels, Prediction, Proposal
 
 _HEAD_MULTIPLE = 8
@@ -92,17 +93,15 @@ class FlashAttention(Pass):
         changes = Changes()
         for latent in canonical.LatentAttention.all(model):
             changes.skipped.append(Skipped(latent.name, _LATENTS))
-        for attention in canonical.Attention.all(model):
-            reason = _reason(attention)
-            if reason is not None:
-                changes.skipped.append(Skipped(attention.name, reason))
-                continue
+
+        def lower(attention: canonical.Attention) -> str:
+            skip_if(_reason(attention))
             operands = _unsplit(_fold_rotary(attention, changes))
-            packed = ", packed query, key and value" * (operands.key is None)
-            inside = ", rotary embedding inside" * (operands.cos is not None)
-            changes.rewritten.append(Rewritten(attention.name, f"GroupQueryAttention{packed}{inside}"))
             _lower(model, attention, operands)
-        if changes:
+            packed = ", packed query, key and value" * (operands.key is None)
+            return f"GroupQueryAttention{packed}" + ", rotary embedding inside" * (operands.cos is not None)
+
+        if rewrite_each(canonical.Attention.all(model), lower, changes):
             graph.drop_unused(model)
         return changes
 

@@ -30,11 +30,8 @@ from pydantic.dataclasses import dataclass
 from llmforge.ir import graph
 from llmforge.ir.operators import canonical
 from llmforge.rewrite import moe_kernels
-from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
-
-
-class _Skip(Exception):
-    """Why a layer is left alone."""
+from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass
+from llmforge.rewrite.patterns import NotApplicable, rewrite_each
 
 
 @dataclass(frozen=True)
@@ -51,18 +48,15 @@ class FuseExperts(Pass):
             UnsupportedError: the target has no ONNX Runtime, whose operator this is.
         """
         context.require_onnxruntime(self.name, "MoE is an operator of ONNX Runtime")
-        changes = Changes()
-        for layer in canonical.MoE.all(model):
-            try:
-                with moe_kernels.gathered(model, layer):
-                    if (reason := moe_kernels.reason(layer)) is not None:
-                        raise _Skip(reason)
-                    experts = moe_kernels.of(layer)
-                    moe_kernels.fuse(model, experts)
-            except _Skip as reason:
-                changes.skipped.append(Skipped(layer.name, f"{reason}; experts stay a Loop"))
-                continue
-            changes.rewritten.append(Rewritten(layer.name, f"{experts.count} experts fused into com.microsoft::MoE"))
-        if changes:
+
+        def fuse(layer: canonical.MoE) -> str:
+            with moe_kernels.gathered(model, layer):
+                if (reason := moe_kernels.reason(layer)) is not None:
+                    raise NotApplicable(f"{reason}; experts stay a Loop")
+                experts = moe_kernels.of(layer)
+                moe_kernels.fuse(model, experts)
+            return f"{experts.count} experts fused into com.microsoft::MoE"
+
+        if changes := rewrite_each(canonical.MoE.all(model), fuse, Changes()):
             graph.drop_unused(model)
         return changes

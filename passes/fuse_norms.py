@@ -39,7 +39,8 @@ from pydantic.dataclasses import dataclass
 from llmforge.ir import graph, operators
 from llmforge.ir.operators.contrib import SkipLayerNormalization, SkipSimplifiedLayerNormalization
 from llmforge.ir.operators.standard import Add, LayerNormalization, RMSNormalization
-from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass
+from llmforge.rewrite.patterns import NotApplicable, rewrite_each
 from llmforge.rewrite.traits import Deployment, FewerKernels, Prediction, Proposal
 
 _Norm = RMSNormalization | LayerNormalization
@@ -71,53 +72,51 @@ class FuseNorms(Pass):
             UnsupportedError: the target has no ONNX Runtime, whose operator this is.
         """
         context.require_onnxruntime(self.name, "SkipLayerNormalization is an operator of ONNX Runtime")
-        changes = Changes()
-        for node in list(model.graph):
+
+        def merge(node: ir.Node) -> str | None:
             norm = RMSNormalization.of(node) or LayerNormalization.of(node)
-            if norm is None:
-                continue
-            add = _residual(norm)
-            if isinstance(add, str):
-                changes.skipped.append(Skipped(norm.name, add))
-                continue
-            changes.rewritten.append(Rewritten(norm.name, f"merged with {add.name}"))
-            _fuse(model.graph, norm, add)
-        return changes
+            return None if norm is None else _fuse(model.graph, norm, _residual(norm))
+
+        return rewrite_each(list(model.graph), merge, Changes())
 
 
-def _residual(norm: _Norm) -> Add | str:
-    """Return the Add that `norm` can be fused with, or say why there is none."""
+def _residual(norm: _Norm) -> Add:
+    """Return the Add that `norm` can be fused with.
+
+    Raises:
+        NotApplicable: there is none.
+    """
     total = norm.x
     maker, add = total.producer(), Add.made(total)
     if maker is None:
-        return "it normalizes a graph input"
+        raise NotApplicable("it normalizes a graph input")
     if add is None:
         taken = operators.is_a(maker, SkipSimplifiedLayerNormalization, SkipLayerNormalization)
         if taken and total is not maker.outputs[0]:
-            return f"its sum is already merged into {maker.name}"
-        return f"it normalizes the output of {maker.op_type} {maker.name}, not a sum"
+            raise NotApplicable(f"its sum is already merged into {maker.name}")
+        raise NotApplicable(f"it normalizes the output of {maker.op_type} {maker.name}, not a sum")
     if add.a.is_initializer() or add.b.is_initializer():
-        return f"{add.name} adds an initializer, not a residual"
+        raise NotApplicable(f"{add.name} adds an initializer, not a residual")
     left, right, out = graph.dims(add.a), graph.dims(add.b), graph.dims(total)
     if left is None or None in left or left != right or left != out or len(left) != 3:
-        return f"the inputs of {add.name} are {left} and {right}; expected the same known shape of rank 3"
+        raise NotApplicable(f"the inputs of {add.name} are {left} and {right}; expected the same known shape of rank 3")
     if norm.axis not in (-1, 2):
-        return f"it normalizes from axis {norm.axis} on; expected the last"
+        raise NotApplicable(f"it normalizes from axis {norm.axis} on; expected the last")
     if graph.dims(norm.scale) != left[-1:]:
-        return f"its weight is {graph.dims(norm.scale)}; expected {left[-1:]}"
+        raise NotApplicable(f"its weight is {graph.dims(norm.scale)}; expected {left[-1:]}")
     shift = norm.bias if isinstance(norm, LayerNormalization) else None
     if shift is not None and graph.dims(shift) != left[-1:]:
-        return f"its shift is {graph.dims(shift)}; expected {left[-1:]}"
+        raise NotApplicable(f"its shift is {graph.dims(shift)}; expected {left[-1:]}")
     weight_maker = norm.scale.producer()
     if weight_maker is not None and any(v is None or not v.is_initializer() for v in weight_maker.inputs):
-        return f"its weight is computed by {weight_maker.name} from more than initializers"
+        raise NotApplicable(f"its weight is computed by {weight_maker.name} from more than initializers")
     if norm.stash_type != ir.DataType.FLOAT or total.dtype != ir.DataType.FLOAT:
-        return f"it works in {total.dtype}, with stash_type {norm.stash_type}; expected fp32"
+        raise NotApplicable(f"it works in {total.dtype}, with stash_type {norm.stash_type}; expected fp32")
     return add
 
 
-def _fuse(owner: ir.Graph, norm: _Norm, add: Add) -> None:
-    """Replace `add` and the normalization `norm` of its sum by one node."""
+def _fuse(owner: ir.Graph, norm: _Norm, add: Add) -> str:
+    """Replace `add` and the normalization `norm` of its sum by one node; say so."""
     total = add.output
     shared = len(total.uses()) > 1 or total.is_graph_output()
     maker = norm.scale.producer()
@@ -141,6 +140,7 @@ def _fuse(owner: ir.Graph, norm: _Norm, add: Add) -> None:
     for term in terms:
         if term not in (residual, branch) and (biased := term.producer()) is not None:
             owner.remove(biased, safe=True)
+    return f"merged with {add.name}"
 
 
 def _take_bias(add: Add) -> tuple[ir.Value, ir.Value, ir.Value | None]:

@@ -24,7 +24,8 @@ from pydantic.dataclasses import dataclass
 from llmforge.ir.operators.record import Operator
 from llmforge.ir.operators.standard import Gelu, Mul, Relu, Sigmoid, Softplus, Tanh
 from llmforge.rewrite import linear
-from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten
+from llmforge.rewrite.patterns import NotApplicable, rewrite_each, skip_if
 from llmforge.rewrite.traits import Deployment, FewerKernels, Prediction, Proposal
 
 ACTIVATIONS: tuple[type[Operator], ...] = (Gelu, Relu, Sigmoid, Softplus, Tanh)
@@ -50,22 +51,20 @@ class PackGateUp(Pass):
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every gated MLP of `model`."""
-        changes = Changes()
-        for product in Mul.all(model):
-            sides = _gated(product)
-            if sides is None:
-                continue
-            gate, up = linear.of(sides[0]), linear.of(sides[1])
-            if gate is None or up is None:
-                missing = sides[0] if gate is None else sides[1]
-                changes.skipped.append(Skipped(product.name, f"{missing.name} does not come from a linear layer"))
-                continue
-            name = linear.common_name([gate, up], "gate_up_proj")
-            if reason := linear.stack([gate, up], name):
-                changes.skipped.append(Skipped(product.name, reason))
-                continue
-            changes.rewritten.append(Rewritten(str(gate.matmul.name), f"gate and up projections packed into {name}"))
-        return changes
+        return rewrite_each(Mul.all(model), _pack, Changes())
+
+
+def _pack(product: Mul) -> Rewritten | None:
+    """Pack the two layers that a product gates; None where it gates nothing."""
+    sides = _gated(product)
+    if sides is None:
+        return None
+    gate, up = linear.of(sides[0]), linear.of(sides[1])
+    if gate is None or up is None:
+        raise NotApplicable(f"{sides[gate is not None].name} does not come from a linear layer")
+    name = linear.common_name([gate, up], "gate_up_proj")
+    skip_if(linear.stack([gate, up], name))
+    return Rewritten(str(gate.matmul.name), f"gate and up projections packed into {name}")
 
 
 def _gated(product: Mul) -> tuple[ir.Value, ir.Value] | None:

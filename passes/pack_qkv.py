@@ -26,7 +26,8 @@ from pydantic.dataclasses import dataclass
 from llmforge.ir.operators import canonical, contrib
 from llmforge.ir.operators.standard import Reshape, RMSNormalization, RotaryEmbedding, Split, Transpose
 from llmforge.rewrite import linear
-from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten
+from llmforge.rewrite.patterns import NotApplicable, rewrite_each, skip_if
 from llmforge.rewrite.traits import Deployment, FewerKernels, Prediction, Proposal
 
 
@@ -50,22 +51,18 @@ class PackQkv(Pass):
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every attention of `model`."""
-        changes = Changes()
-        for attention in list(model.graph):
-            operands = _operands(attention)
-            if operands is None:
-                continue
-            layers = _projections(operands)
-            if isinstance(layers, str):
-                changes.skipped.append(Skipped(str(attention.name), layers))
-                continue
-            name = linear.common_name(layers, "qkv_proj")
-            if reason := linear.stack(layers, name):
-                changes.skipped.append(Skipped(str(attention.name), reason))
-                continue
-            what = f"q, k and v projections of {attention.name} packed into {name}"
-            changes.rewritten.append(Rewritten(str(layers[0].matmul.name), what))
-        return changes
+        return rewrite_each(list(model.graph), _pack, Changes())
+
+
+def _pack(attention: ir.Node) -> Rewritten | None:
+    """Pack the projections of an attention; None where it is something else."""
+    operands = _operands(attention)
+    if operands is None:
+        return None
+    layers = _projections(operands)
+    name = linear.common_name(layers, "qkv_proj")
+    skip_if(linear.stack(layers, name))
+    return Rewritten(str(layers[0].matmul.name), f"q, k and v projections of {attention.name} packed into {name}")
 
 
 def _operands(node: ir.Node) -> Mapping[str, ir.Value | None] | None:
@@ -77,20 +74,24 @@ def _operands(node: ir.Node) -> Mapping[str, ir.Value | None] | None:
     return None
 
 
-def _projections(operands: Mapping[str, ir.Value | None]) -> list[linear.LinearLayer] | str:
-    """Find the linear layers behind query, key and value, or say which is missing."""
+def _projections(operands: Mapping[str, ir.Value | None]) -> list[linear.LinearLayer]:
+    """Find the linear layers that make query, key and value.
+
+    Raises:
+        NotApplicable: one of them is made by something else.
+    """
     layers = []
     for role, value in operands.items():
         if value is None:
-            return f"{role} is part of a packed query"
+            raise NotApplicable(f"{role} is part of a packed query")
         origin = _origin(value)
         if Split.made(origin) is not None:
-            return f"{role} is already packed (comes from a Split)"
+            raise NotApplicable(f"{role} is already packed (comes from a Split)")
         layer = linear.of(origin)
         if layer is None:
             producer = origin.producer()
             made_by = "a graph input" if producer is None else f"{producer.op_type} {producer.name}"
-            return f"{role} comes from {made_by}, not from a MatMul with an initializer"
+            raise NotApplicable(f"{role} comes from {made_by}, not from a MatMul with an initializer")
         layers.append(layer)
     return layers
 

@@ -45,9 +45,7 @@ activations, where it does not multiply faster in it than in 16 bits; and where 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass as record
+from collections.abc import Iterable, Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
@@ -55,14 +53,13 @@ import onnx_ir as ir
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from llmforge.base.errors import DataError
 from llmforge.ir import graph, logits_rows, routing
 from llmforge.ir.derived import Derived, stored_in, swapped
-from llmforge.ir.operators.standard import MatMul, Transpose
+from llmforge.ir.operators.standard import MatMul
 from llmforge.quantization import channels, methods
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Grid
-from llmforge.quantization.statistics import Demand, InputRange, InputRangeDemand, Smoothed, Smoothing
+from llmforge.quantization.statistics import Demand, InputRangeDemand, Smoothing
 from llmforge.quantization.stored import (
     QuantizedSource,
     SkippedCodes,
@@ -71,12 +68,12 @@ from llmforge.quantization.stored import (
     require,
     stack_channels,
 )
-from llmforge.rewrite import smoothing
-from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass
+from llmforge.rewrite.patterns import NotApplicable, rewrite_each, skip_if
+from llmforge.rewrite.rounded_inputs import HowRounded, InputRounding, weight_of
 from llmforge.rewrite.traits import Codes, Deployment, Prediction, Proposal, Storage
 
 _JUDGED: tuple[Literal["int8", "fp8"], ...] = ("int8", "fp8")  # by `plan`
-_LEAST = 2.0**-24  # scale of a token: the smallest number of fp16, so that a token of zeros has a scale
 
 
 @dataclass(frozen=True)
@@ -173,32 +170,35 @@ class QuantizeChannels(Pass):
             context.require_faster(self.name, self.dtype, "set `activations: none`")
         left_alone = {} if self.routers or self.takes_stored else routing.routers(model)
         heads = logits_rows.readers(model)
-        changes, chosen = Changes(), list[MatMul]()
+        chosen = list[MatMul]()
         codes = _Codes(self, require(context.stored, self.name)) if self.takes_stored else None
-        for product in MatMul.all(model):
-            node, weight = product.node, _weight(product)
+
+        def choose(product: MatMul) -> None:
+            node, weight = product.node, weight_of(product)
             if weight is None:
-                continue
-            parameters = graph.sources(weight) or [str(weight.name)]
-            reason = _reason(weight, weight is not product.w) or exclusion(parameters, self.exclude)
+                return
             if node in left_alone:
-                reason = f"router of {left_alone[node].name}; `routers: true` quantizes it"
-            elif node in heads and not self.head:
-                reason = "output head, and `head` is false"
-            elif reason is None and codes is not None:
-                reason = codes.find(product, weight)
-            if reason is not None:
-                changes.skipped.append(Skipped(str(node.name), reason))
-            else:
-                chosen.append(product)
-        inputs = {} if context.statistics is None else context.statistics.inputs
-        found = {} if codes is None else codes.found
-        rounding = _InputRounding(self, model, chosen, inputs, found)
-        for product in chosen:
+                raise NotApplicable(f"router of {left_alone[node].name}; `routers: true` quantizes it")
+            if node in heads and not self.head:
+                raise NotApplicable("output head, and `head` is false")
+            skip_if(_reason(weight, weight is not product.w))
+            skip_if(exclusion(graph.sources(weight) or [str(weight.name)], self.exclude))
+            if codes is not None:
+                codes.find(product, weight)
+            chosen.append(product)
+
+        def quantize(product: MatMul) -> str:
             done = rounding.round(product)
             self._store(model, product, rounding.sources[product.node], found.get(product.node))
             what = f"{self.dtype}{', stored' if found else ''}, one scale per output feature"
-            changes.rewritten.append(Rewritten(str(product.node.name), what + (f", {done}" if done else "")))
+            return what + (f", {done}" if done else "")
+
+        changes = rewrite_each(MatMul.all(model), choose, Changes())
+        inputs = {} if context.statistics is None else context.statistics.inputs
+        found = {} if codes is None else codes.found
+        how = HowRounded(self.name, self.dtype, self.activations, self.smooth and not self.takes_stored)
+        rounding = InputRounding(how, model, chosen, inputs, found)
+        rewrite_each(chosen, quantize, changes)
         if codes is not None:
             changes.notes += codes.notes()
         if changes:
@@ -207,7 +207,7 @@ class QuantizeChannels(Pass):
 
     def _store(self, model: ir.Model, product: MatMul, sources: Sequence[str], stored: StoredChannels | None) -> None:
         """Let `product` multiply by dequantized codes of its weight, [K, N], or [N, K] where that is transposed."""
-        weight = _weight(product)
+        weight = weight_of(product)
         assert weight is not None
         transposed = weight is not product.w
         dtype, tensor = channels.DTYPES[self.dtype], graph.tensor(weight)
@@ -250,22 +250,27 @@ class _Codes:
     def __init__(self, step: QuantizeChannels, source: QuantizedSource) -> None:
         self._step, self._source = step, source
         self.found: dict[ir.Node, StoredChannels] = {}
-        self.untaken = SkippedCodes(step.name)
+        self.skipped = SkippedCodes(step.name)
 
-    def find(self, product: MatMul, weight: ir.Value) -> str | None:
-        """Look for the codes of `weight`; say why there are none, None where there are."""
+    def find(self, product: MatMul, weight: ir.Value) -> None:
+        """Look for the codes of `weight`.
+
+        Raises:
+            NotApplicable: there are none.
+        """
         tensors = stored_in(graph.tensor(weight), transposed=weight is product.w)
         if not tensors:
-            return "its numbers are not those of the checkpoint any more; put quantize-channels further in front"
+            changed = "its numbers are not those of the checkpoint any more"
+            raise NotApplicable(f"{changed}; put quantize-channels further in front")
         try:
             codes = stack_channels([self._source.channels(name) for name in tensors])
             if codes.dtype != self._step.dtype:
                 raise UnrepresentableCodes(f"are {codes.dtype}; `dtype` is {self._step.dtype}")
         except UnrepresentableCodes as reason:
-            self.untaken.add(tensors, reason)
-            return f"its codes {reason}" + ("" if reason.is_plain else "; it stays dequantized")
+            self.skipped.add(tensors, reason)
+            stays = "" if reason.is_plain else "; it stays dequantized"
+            raise NotApplicable(f"its codes {reason}{stays}") from reason
         self.found[product.node] = codes
-        return None
 
     def notes(self) -> list[str]:
         """Say what of the checkpoint was not taken.
@@ -274,8 +279,8 @@ class _Codes:
             UnsupportedError: no codes were, and there are some.
         """
         if not self.found:
-            self.untaken.refuse()
-        name, notes, count = self._step.name, self.untaken.notes(), len(self.found)
+            self.skipped.refuse()
+        name, notes, count = self._step.name, self.skipped.notes(), len(self.found)
         scaled = sum(codes.input_scale is not None for codes in self.found.values())
         if self._step.activations == "static" and scaled < count:
             what = (
@@ -286,152 +291,6 @@ class _Codes:
             what = f"static scales of what {scaled} layers read are dropped; `activations: static` takes them"
             notes.append(f"{name}: {what}")
         return notes
-
-
-@record(eq=False)
-class _Input:
-    """What layers read, rounded: `values` in the units of `scale`, one for each token; None: in those of the layers."""
-
-    values: ir.Value
-    scale: ir.Value | None
-    done: str
-
-
-class _InputRounding:
-    """Rounds what layers `chosen` read, smoothed where that is possible; `sources` are the parameters of each."""
-
-    def __init__(
-        self,
-        step: QuantizeChannels,
-        model: ir.Model,
-        chosen: Sequence[MatMul],
-        inputs: Mapping[str, InputRange],
-        stored: Mapping[ir.Node, StoredChannels],
-    ) -> None:
-        self.step, self.model, self._stored = step, model, stored
-        self.sources = {product.node: _sources(product) for product in chosen}
-        self._ranges: dict[ir.Value, list[InputRange]] = {}
-        self._made: dict[tuple[ir.Value, float | None], _Input] = {}
-        for product in chosen:
-            known = [inputs[name] for name in self.sources[product.node] if name in inputs]
-            self._ranges.setdefault(product.x, []).extend(known)
-        self._smoothed: dict[ir.Value, Smoothed] = {}
-        self._reasons: dict[ir.Value, str] = {}
-        if step.activations != "none" and step.smooth and not step.takes_stored:
-            for x in self._ranges:
-                self._smooth(x)
-
-    def round(self, product: MatMul) -> str:
-        """Let `product` read its input rounded to the dtype; say what was done, "" where it was left alone."""
-        x, static = product.x, self.step.activations == "static"
-        own = self._stored[product.node].input_scale if static and product.node in self._stored else None
-        if self.step.activations == "none" or (static and own is None and not self._ranges[x]):
-            return ""
-        if (x, own) not in self._made:
-            self._made[x, own] = self._static(product, own) if static else self._per_token(product)
-        made = self._made[x, own]
-        product.x = made.values
-        if made.scale is not None:
-            y = product.output
-            scaled = ir.node("Mul", [y, made.scale], name=f"{product.name}/scaled")
-            scaled.outputs[0].type = y.type
-            graph.insert_behind(y, [scaled], "in_steps")
-        return made.done
-
-    def _smooth(self, x: ir.Value) -> None:
-        """Divide features of `x` by factors, where calibration found some that help and the graph can take them."""
-        found = [each.smoothed for each in self._ranges[x]]
-        if not found or found[0] is None:
-            return
-        first = found[0]
-        if any(each is None or not np.array_equal(each.exponents, first.exponents) for each in found):
-            self._reasons[x] = "its readers were measured apart"
-        elif first.alpha is None:
-            self._reasons[x] = f"no factors help, output error {first.loss:.2g}"
-        elif reason := smoothing.smooth(self.model, x, first.exponents):
-            self._reasons[x] = reason
-        else:
-            self._smoothed[x] = first
-
-    def _done(self, x: ir.Value) -> str:
-        if (smoothed := self._smoothed.get(x)) is not None:
-            error = f"output error {smoothed.loss_before:.2g}, smoothed {smoothed.loss:.2g}"
-            return f"inputs {self.step.activations}, smoothed by alpha {smoothed.alpha:g}: {error}"
-        reason = self._reasons.get(x)
-        return f"inputs {self.step.activations}" + (f", not smoothed: {reason}" if reason else "")
-
-    def _static(self, product: MatMul, own: float | None) -> _Input:
-        """Round by the largest magnitude on the calibration text, or by a step of the checkpoint's `own`."""
-        x, node, name = product.x, product.node, f"{product.x.name}.{self.step.dtype}"
-        if own is not None:
-            others = sum(1 for value, _ in self._made if value is x)
-            name = f"{name}.{others}" if others else name
-            scale = graph.initializer(self.model, f"{name}.scale", np.float32(own))
-            return _Input(self._through_codes(node, x, scale, name), None, "inputs static, by the checkpoint")
-        factors = self._smoothed[x].factors if x in self._smoothed else np.float32(1)
-        peak = float(np.max([(each.peaks / factors).max() for each in self._ranges[x]]))
-        if not 0 < peak < math.inf:
-            raise DataError(
-                f"{self.step.name}: what {node.name} reads ranges to {peak:g} on the calibration text, so that it has "
-                "no scale",
-                hint="use more calibration text, or set `activations: none`",
-            )
-        step = np.float32(peak / channels.LARGEST[channels.DTYPES[self.step.dtype]])
-        scale = graph.initializer(self.model, f"{name}.scale", step)
-        return _Input(self._through_codes(node, x, scale, name), None, self._done(x))
-
-    def _per_token(self, product: MatMul) -> _Input:
-        """Round each token by its own largest magnitude: what is read is in steps of the token."""
-        x, node, name = product.x, product.node, f"{product.x.name}.{self.step.dtype}"
-        largest = channels.LARGEST[channels.DTYPES[self.step.dtype]]
-        one = graph.initializer(self.model, f"{self.step.name}.one", np.float32(1))
-        last = graph.initializer(self.model, f"{self.step.name}.last_axis", np.array([-1]))
-        share = graph.initializer(self.model, f"{self.step.name}.of_largest_{self.step.dtype}", np.float32(1 / largest))
-        least = graph.initializer(self.model, f"{self.step.name}.least", np.float32(_LEAST))
-        size = self._add("Abs", node, [x], f"{name}.size", x)
-        top = self._add("ReduceMax", node, [size, last], f"{name}.top", x, per_token=True, keepdims=1)
-        step = self._add("Mul", node, [top, share], f"{name}.step", x, per_token=True)
-        scale = self._add("Max", node, [step, least], f"{name}.scale", x, per_token=True)
-        steps = self._add("Div", node, [x, scale], f"{name}.steps", x)
-        return _Input(self._through_codes(node, steps, one, name), scale, self._done(x))
-
-    def _through_codes(self, node: ir.Node, x: ir.Value, scale: ir.Value, name: str) -> ir.Value:
-        """Round `x` to multiples of `scale` in front of `node`."""
-        dtype = channels.DTYPES[self.step.dtype]
-        zero = graph.initializer(self.model, f"{self.step.name}.zero_{self.step.dtype}", np.zeros((), dtype.numpy()))
-        codes = self._add("QuantizeLinear", node, [x, scale, zero], f"{name}.codes", x)
-        codes.type = ir.TensorType(dtype)
-        return self._add("DequantizeLinear", node, [codes, scale], name, x)
-
-    def _add(
-        self,
-        op_type: str,
-        node: ir.Node,
-        inputs: list[ir.Value],
-        name: str,
-        like: ir.Value,
-        *,
-        per_token: bool = False,
-        **attributes: int,
-    ) -> ir.Value:
-        """Insert a node in front of `node` that makes what `like` is, or one number for each of its tokens."""
-        [made] = graph.insert(node, op_type, inputs, attributes, name=f"{name}/{op_type}")
-        made.name, made.type, made.shape = name, like.type, like.shape
-        if per_token and like.shape is not None:
-            made.shape = ir.Shape([*like.shape[:-1], 1])
-        return made
-
-
-def _sources(product: MatMul) -> list[str]:
-    weight = _weight(product)
-    return [] if weight is None else graph.sources(weight)
-
-
-def _weight(product: MatMul) -> ir.Value | None:
-    """Return the matrix of `product`, an initializer or the transpose of one; None where it is neither."""
-    turned = Transpose.made(product.w)
-    weight = product.w if turned is None else turned.x
-    return weight if weight.is_initializer() and len(graph.dims(weight) or ()) == 2 else None
 
 
 def _reason(weight: ir.Value, transposed: bool) -> str | None:

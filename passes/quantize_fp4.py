@@ -22,7 +22,7 @@ where the checkpoint stores no codes that `method: stored` takes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -40,7 +40,7 @@ from llmforge.ir.operators.standard import MatMul
 from llmforge.quantization import methods, nvfp4
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Grid
-from llmforge.quantization.statistics import Demand, InputRangeDemand
+from llmforge.quantization.statistics import Demand, InputRange, InputRangeDemand
 from llmforge.quantization.stored import (
     QuantizedSource,
     SkippedCodes,
@@ -49,7 +49,8 @@ from llmforge.quantization.stored import (
     require,
     stack_fp4,
 )
-from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass
+from llmforge.rewrite.patterns import NotApplicable, rewrite_each, skip_if
 from llmforge.rewrite.traits import Codes, Deployment, Prediction, Storage
 
 _FP4, _FP8, _FP32 = ir.DataType.FLOAT4E2M1, ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT
@@ -103,45 +104,49 @@ class QuantizeFp4(Pass):
         routers, heads = routing.routers(model), logits_rows.readers(model)
         ranges = {} if context.statistics is None else context.statistics.inputs
         source = require(context.stored, self.name) if self.takes_stored else None
-        changes, untaken = Changes(), SkippedCodes(self.name)
-        for product in MatMul.all(model):
+        skipped = SkippedCodes(self.name)
+
+        def quantize(product: MatMul) -> str | None:
             if not product.w.is_initializer() or len(graph.dims(product.w) or ()) != 2:
-                continue
+                return None
             names = graph.sources(product.w) or [str(product.w.name)]
             measured = [ranges[name] for name in names if name in ranges]
-            reason = _reason(product) or exclusion(names, self.exclude)
-            if product.node in routers or product.node in heads:
-                reason = "output head" if product.node in heads else f"router of {routers[product.node].name}"
-            elif reason is None and not measured and not self.takes_stored:
-                reason = "calibration did not see what it reads"
-            if reason is None and source is not None:
+            if product.node in heads:
+                raise NotApplicable("output head")
+            if (experts := routers.get(product.node)) is not None:
+                raise NotApplicable(f"router of {experts.name}")
+            skip_if(_reason(product) or exclusion(names, self.exclude))
+            if source is not None:
                 try:
                     stored = _stored(source, product)
                 except UnrepresentableCodes as why:
-                    reason = f"its codes {why}"
-                    untaken.add(names, why)
-                else:
-                    _rewrite(model, product, stored)
-                    changes.rewritten.append(Rewritten(product.name, "NVFP4, stored, blocks of 16, inputs too"))
-                    continue
-            if reason is not None:
-                changes.skipped.append(Skipped(product.name, reason))
-                continue
-            peak = float(np.max([each.peaks.max() for each in measured]))
-            if not 0 < peak < math.inf:
-                raise DataError(
-                    f"{self.name}: what {product.name} reads ranges to {peak:g} on the calibration text, so that it "
-                    "has no scale",
-                    hint=f"use more calibration text, or exclude {names[0]}",
-                )
-            _rewrite(model, product, peak)
-            changes.rewritten.append(Rewritten(product.name, "NVFP4, blocks of 16, inputs too"))
+                    skipped.add(names, why)
+                    raise NotApplicable(f"its codes {why}") from why
+                _rewrite(model, product, stored)
+                return "NVFP4, stored, blocks of 16, inputs too"
+            if not measured:
+                raise NotApplicable("calibration did not see what it reads")
+            _rewrite(model, product, self._peak(product, measured, names[0]))
+            return "NVFP4, blocks of 16, inputs too"
+
+        changes = rewrite_each(MatMul.all(model), quantize, Changes())
         if not changes:
-            untaken.refuse()
-        changes.notes += untaken.notes()
+            skipped.refuse()
+        changes.notes += skipped.notes()
         if changes:
             graph.drop_unused(model)
         return changes
+
+    def _peak(self, product: MatMul, measured: Sequence[InputRange], name: str) -> float:
+        """Return the largest magnitude of what `product`, by the parameter `name`, reads."""
+        peak = float(np.max([each.peaks.max() for each in measured]))
+        if not 0 < peak < math.inf:
+            raise DataError(
+                f"{self.name}: what {product.name} reads ranges to {peak:g} on the calibration text, so that it has no "
+                "scale",
+                hint=f"use more calibration text, or exclude {name}",
+            )
+        return peak
 
 
 def _stored(source: QuantizedSource, product: MatMul) -> StoredFp4:

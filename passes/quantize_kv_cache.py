@@ -42,10 +42,9 @@ from llmforge.quantization.formats import INT8_KV, KvFormat, SlotFormat
 from llmforge.quantization.grids import Grid
 from llmforge.quantization.statistics import Demand, KvRange, KvRangeDemand
 from llmforge.rewrite import cpu_attention
-from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass
+from llmforge.rewrite.patterns import NotApplicable, rewrite_each, skip_if
 from llmforge.rewrite.traits import Deployment, Prediction, Proposal, Storage
-
-_LATENTS = "it caches latents, which no kernel reads in int8"
 
 
 @dataclass(frozen=True)
@@ -131,26 +130,22 @@ class QuantizeKvCache(Pass):
             context.require_cpu(f"{self.name} with {form.name}")
             native.require()
         ranges = {} if context.statistics is None else context.statistics.kv
-        changes = Changes()
-        for node in list(model.graph):
+
+        def quantize(node: ir.Node) -> str | None:
             if canonical.Attention.matches(node):
-                changes.skipped.append(Skipped(str(node.name), "not lowered to GroupQueryAttention"))
-            elif operators.is_a(node, canonical.LatentAttention, cpu.CpuLatentAttention):
-                changes.skipped.append(Skipped(str(node.name), _LATENTS))
+                raise NotApplicable("not lowered to GroupQueryAttention")
+            if operators.is_a(node, canonical.LatentAttention, cpu.CpuLatentAttention):
+                raise NotApplicable("it caches latents, which no kernel reads in int8")
             if (attention := GroupQueryAttention.of(node)) is None:
-                continue
-            layer, name = _layer(attention), attention.name
-            reason = _reason(attention, layer, self.exclude_layers)
-            if reason is None and self.demands() and layer not in ranges:
-                reason = f"calibration has no ranges for cache {attention.past_key.name}"
-            if reason is None and not form.portable:
-                reason = _slots_reason(attention, form)
-            if reason is not None or layer is None:
-                changes.skipped.append(Skipped(name, str(reason)))
-                continue
+                return None
+            layer = _layer(attention, self.exclude_layers)
+            if self.demands() and layer not in ranges:
+                raise NotApplicable(f"calibration has no ranges for cache {attention.past_key.name}")
+            skip_if(None if form.portable else _slots_reason(attention, form))
             self._rewrite(model, attention, layer, ranges.get(layer))
-            changes.rewritten.append(Rewritten(name, self._what(attention)))
-        return changes
+            return self._what(attention)
+
+        return rewrite_each(list(model.graph), quantize, Changes())
 
     def _what(self, attention: GroupQueryAttention) -> str:
         if self.format.portable:
@@ -191,27 +186,27 @@ class QuantizeKvCache(Pass):
         return (scales / np.float32(INT8_KV.largest)).astype(np.float32)
 
 
-def _layer(attention: GroupQueryAttention) -> int | None:
-    """Read from the name of its cache which layer `attention` is of; None: from no such name."""
-    found = interface.PAST.fullmatch(str(attention.past_key.name))
-    return int(found[1]) if found and found[2] == "key" else None
+def _layer(attention: GroupQueryAttention, excluded: tuple[int, ...]) -> int:
+    """Read from the name of its cache which layer `attention` is of.
 
-
-def _reason(attention: GroupQueryAttention, layer: int | None, excluded: tuple[int, ...]) -> str | None:
-    """Say why the caches of `attention` stay as they are; None where they can be quantized."""
+    Raises:
+        NotApplicable: its caches are not those of a layer in fp32, or the layer is `excluded`.
+    """
     key, value = attention.past_key, attention.past_value
     for cache in (key, value):
         if cache.dtype != ir.DataType.FLOAT:
-            return f"cache {cache.name} is {cache.dtype}, not fp32"
+            raise NotApplicable(f"cache {cache.name} is {cache.dtype}, not fp32")
         if not cache.is_graph_input() or len(cache.uses()) > 1:
-            return f"cache {cache.name} is not an input of the graph that nothing else reads"
-    if layer is None:
-        return f"cache {key.name} is of no layer"
+            raise NotApplicable(f"cache {cache.name} is not an input of the graph that nothing else reads")
+    found = interface.PAST.fullmatch(str(key.name))
+    if found is None or found[2] != "key":
+        raise NotApplicable(f"cache {key.name} is of no layer")
+    layer = int(found[1])
     if value.name != interface.past_part(layer, "value"):
-        return f"caches {key.name} and {value.name} are not of one layer"
+        raise NotApplicable(f"caches {key.name} and {value.name} are not of one layer")
     if layer in excluded:
-        return f"layer {layer} is excluded"
-    return None
+        raise NotApplicable(f"layer {layer} is excluded")
+    return layer
 
 
 def _slots_reason(attention: GroupQueryAttention, form: KvFormat) -> str | None:

@@ -53,49 +53,49 @@ Numerics: lossy, within the budget of the recipe.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass as record
 from dataclasses import field, replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from llmforge import native
 from llmforge.backends.record import Dtype
 from llmforge.base.plugins import Plugin
 from llmforge.ir import graph, interface, logits_rows, operators, routing
-from llmforge.ir.derived import OfExperts, stored_in
-from llmforge.ir.operators import canonical, contrib, cpu
+from llmforge.ir.operators import canonical, contrib
 from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
-from llmforge.ir.operators.standard import Add, Gather, MatMul, Transpose
-from llmforge.quantization import initializers, methods
+from llmforge.ir.operators.standard import Gather, MatMul
+from llmforge.quantization import methods
 from llmforge.quantization.exclusion import exclusion
-from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, Scale, rows, stack
-from llmforge.quantization.initializers import LazyMatrix, PackedInitializers
+from llmforge.quantization.grids import Grid, Scale
 from llmforge.quantization.methods.base import Method
 from llmforge.quantization.statistics import Demand, WeightDemand
-from llmforge.quantization.stored import (
-    SkippedCodes,
-    StoredCodes,
-    UnrepresentableCodes,
-    common,
-    on_grid,
-    require,
-    stack_codes,
+from llmforge.quantization.stored import require
+from llmforge.rewrite import moe_kernels, weight_proposals
+from llmforge.rewrite.block_codes import (
+    BlockWriter,
+    described,
+    layer_of,
+    parameters,
+    reads_transposed_initializer,
+    require_own,
+    shape_of,
+    summary,
+    tied_head,
 )
-from llmforge.rewrite import cpu_linear, linear, moe_kernels, weight_proposals
-from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.chosen_blocks import KEPT_BITS, ChosenBlocks
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten
+from llmforge.rewrite.patterns import NotApplicable, rewrite_each, skip_if
+from llmforge.rewrite.stored_blocks import StoredBlocks
 from llmforge.rewrite.traits import Codes, Deployment, FinerCodes, Prediction, Proposal, Storage
 
-_KEEP = 16  # embedding_bits that leave embedding and head alone
 _FINER = 8  # bits of weights that a recipe of mixed precision keeps
 _SHARED = ("budget", "block_size", "symmetric", "embedding_bits", "routers")  # options that say nothing of the method
-_PLAIN = methods.PLAIN()  # of an embedding or head that was not calibrated
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class QuantizeWeights(Pass):
             raise ValueError(f"method: {methods.AUTO} goes with weight_bits or weight_bytes: one of both, and no other")
         if self.codes == "trellis" and (self.bits != 4 or not self.symmetric):
             raise ValueError("codes: trellis has bits: 4 and symmetric: true")
-        native = not (self.grid.portable and self.embedding_bits in (4, 8, _KEEP))
+        native = not (self.grid.portable and self.embedding_bits in (4, 8, KEPT_BITS))
         if native and self.accuracy_level != INT8_ACTIVATIONS:
             raise ValueError(f"this format needs llmforge's CPU kernels, which have accuracy_level: {INT8_ACTIVATIONS}")
         if self.takes_stored:
@@ -207,7 +207,7 @@ class QuantizeWeights(Pass):
     @property
     def tables(self) -> Grid | None:
         """The grid of embedding and head, with the largest block that divides their width; None: they stay."""
-        if self.embedding_bits == _KEEP:
+        if self.embedding_bits == KEPT_BITS:
             return None
         return Grid(self.embedding_bits, self.embedding_block_size or self.block_size, True, self.scales)
 
@@ -243,7 +243,7 @@ class QuantizeWeights(Pass):
         if self.bits >= _FINER or self.accuracy_level != INT8_ACTIVATIONS:
             return None
         shared = {name: deepcopy(written[name]) for name in _SHARED if name in written}  # YAML marks what is one object
-        return FinerCodes(_FINER, {**shared, "bits": _FINER, "method": _PLAIN.name})
+        return FinerCodes(_FINER, {**shared, "bits": _FINER, "method": methods.PLAIN.name})
 
     def demands(self) -> tuple[Demand, ...]:
         """Ask calibration for quantized linear layers and experts, where the method needs its text."""
@@ -260,42 +260,38 @@ class QuantizeWeights(Pass):
                 checkpoint has no codes.
         """
         context.require_onnxruntime(self.name, "MatMulNBits is an operator of ONNX Runtime")
-        if self.takes_stored:
-            require(context.stored, self.name)
+        stored = StoredBlocks(self.name, require(context.stored, self.name), self.scales) if self.takes_stored else None
         routers = {} if self.routers else routing.routers(model)
-        rewriting = _WeightQuantizer(self, model, context, logits_rows.readers(model), routers)
-        changes = rewriting.changes
+        quantizer = _WeightQuantizer(self, model, context, stored, logits_rows.readers(model), routers)
+        changes = Changes()
         for tables in (True, False):  # the embedding first, with which a tied head goes
-            for node in [node for node in model.graph if Gather.matches(node) is tables]:
-                try:
-                    rewriting.rewrite(node)
-                except _Skip as reason:
-                    changes.skipped.append(Skipped(str(node.name), str(reason)))
+            nodes = [node for node in model.graph if Gather.matches(node) is tables]
+            rewrite_each(nodes, quantizer.rewrite, changes)
         if changes:
             graph.drop_unused(model)
-        changes.notes += [*rewriting.untaken.notes(), *rewriting.notes()]
+        changes.notes += [*(() if stored is None else stored.skipped.notes()), *quantizer.notes()]
         return changes
-
-
-class _Skip(Exception):
-    """Why a place is left alone."""
 
 
 @record(eq=False)
 class _WeightQuantizer:
-    """One run of the pass over one graph; what it leaves alone raises a _Skip before anything is changed."""
+    """One run of the pass over one graph; what it leaves alone raises NotApplicable before anything is changed."""
 
     step: QuantizeWeights
     model: ir.Model
     context: Context
+    stored: StoredBlocks | None  # codes of the checkpoint, where the method takes them
     on_rows: set[ir.Node]  # what works on the rows that get logits
     routers: Mapping[ir.Node, ir.Node]  # nodes of routers that stay, and the experts that they choose
-    changes: Changes = field(default_factory=Changes)
-    reordered: dict[tuple[ir.Value, bytes], ir.Value] = field(default_factory=dict)  # inputs, by the order of columns
-
-    untaken: SkippedCodes = field(default_factory=lambda: SkippedCodes(QuantizeWeights.name))  # codes of the checkpoint
-
     left: dict[str, list[canonical.MoE]] = field(default_factory=dict)  # layers whose experts stay, by the reason
+
+    @cached_property
+    def chosen(self) -> ChosenBlocks:
+        return ChosenBlocks(self.step.chosen, self.step.grid, self.step.tables, self.context.statistics)
+
+    @cached_property
+    def writer(self) -> BlockWriter:
+        return BlockWriter(self.step.name, self.model, self.context, self.step.accuracy_level)
 
     def notes(self) -> list[str]:
         """Say how much of the experts was not quantized."""
@@ -307,387 +303,92 @@ class _WeightQuantizer:
             notes.append(f"{self.step.name}: experts of {which} are not quantized, {size}: {reason}")
         return notes
 
-    def rewrite(self, node: ir.Node) -> None:
+    def rewrite(self, node: ir.Node) -> str | list[Rewritten] | None:
         """Rewrite what `node` stands for."""
         match operators.view(node):
             case Gather() as lookup:
-                self.embedding(lookup)
+                return self.embedding(lookup)
             case MatMul():
-                self.product(node)
+                return self.product(node)
             case canonical.MoE() as layer:
                 try:
                     with moe_kernels.gathered(self.model, layer):
-                        self.experts(layer)
-                except _Skip as reason:
+                        return self.experts(layer)
+                except NotApplicable as reason:
                     self.left.setdefault(str(reason), []).append(layer)
                     raise
             case canonical.LatentAttention():
-                raise _Skip("what makes keys and values of its latents stays fp32; cpu-kernels stores it in int8")
+                raise NotApplicable(
+                    "what makes keys and values of its latents stays fp32; cpu-kernels stores it in int8"
+                )
             case contrib.ContribMoE():
-                raise _Skip("already fused in fp32; put quantize-weights before fuse-experts")
+                raise NotApplicable("already fused in fp32; put quantize-weights before fuse-experts")
+        return None
 
-    def product(self, node: ir.Node) -> None:
+    def product(self, node: ir.Node) -> str | None:
         """Rewrite a linear layer, or a head that has its own weight (a tied one goes with its embedding)."""
-        head, layer = node in self.on_rows, _layer(node)
+        head, layer = node in self.on_rows, layer_of(node)
         if layer is None:
-            if head and _reads_transposed_initializer(node):
-                raise _Skip("tied to the embedding, which is not quantized")
-            return
-        k, n = _shape(layer.weight)
-        _require_own(layer.weight)
-        self._refuse_excluded(_names(layer.weight))
+            if head and reads_transposed_initializer(node):
+                raise NotApplicable("tied to the embedding, which is not quantized")
+            return None
+        k, n = shape_of(layer.weight)
+        require_own(layer.weight)
+        skip_if(exclusion(parameters(layer.weight), self.step.exclude))
         method, columns = self.step.method, None
-        if node in self.routers and not head and not self.step.takes_stored:
-            raise _Skip(f"router of {self.routers[node].name}; `routers: true` quantizes it")
-        if self.step.takes_stored and (not head or self._is_codes(layer.weight)):
-            matrix, columns = self._stored(layer.weight, n, k)
+        if node in self.routers and not head and self.stored is None:
+            raise NotApplicable(f"router of {self.routers[node].name}; `routers: true` quantizes it")
+        if self.stored is not None and (not head or self.stored.are_codes(layer.weight)):
+            matrix, columns = self.stored.matrix(layer.weight, n, k)
         elif head:
-            matrix, method = self._table(layer.weight, n, k)
+            matrix, method = self.chosen.table(layer.weight, n, k)
         else:
-            matrix = self._matrix(layer.weight, n, k)
-        parts = self._store(layer.weight, matrix)
+            matrix = self.chosen.matrix(layer.weight, n, k)
+        parts = self.writer.store(layer.weight, matrix)
         if columns is not None:
-            self._reorder(layer, columns)
-        self._multiply(layer, matrix, parts)
-        self._note(node, f"{'head, ' if head else ''}{method}, {_summary(matrix)}")
+            self.writer.reorder(layer, columns)
+        self.writer.multiply(layer, matrix, parts)
+        return f"{'head, ' if head else ''}{method}, {summary(matrix)}"
 
-    def embedding(self, lookup: Gather) -> None:
+    def embedding(self, lookup: Gather) -> list[Rewritten] | None:
         """Rewrite the embedding, and the head that is tied to it."""
         table = lookup.data
         if lookup.indices.name != interface.INPUT_IDS or not table.is_initializer():
-            return
-        v, k = _shape(table)
-        self._refuse_excluded(_names(table))
-        if self.step.takes_stored and self._is_codes(table, transposed=False):
-            matrix, columns = self._stored(table, v, k, transposed=False)
+            return None
+        v, k = shape_of(table)
+        skip_if(exclusion(parameters(table), self.step.exclude))
+        if self.stored is not None and self.stored.are_codes(table, transposed=False):
+            matrix, columns = self.stored.matrix(table, v, k, transposed=False)
             method = self.step.method
             if columns is not None or not matrix.grid.symmetric:
-                raise _Skip(
+                raise NotApplicable(
                     "its codes have zero points, or another order; GatherBlockQuantized is written with neither"
                 )
         else:
-            matrix, method = self._table(table, v, k, transposed=False)
-        tied = _tied_head(table, lookup.node, self.on_rows)
-        parts = self._store(table, matrix, flat=tied is None)
-        self._gather(lookup, matrix, parts, tied is not None)
-        self._note(lookup.node, f"embedding, {method}, {_summary(matrix)}")
+            matrix, method = self.chosen.table(table, v, k, transposed=False)
+        tied = tied_head(table, lookup.node, self.on_rows)
+        parts = self.writer.store(table, matrix, flat=tied is None)
+        self.writer.gather(lookup, matrix, parts, tied is not None)
+        done = [Rewritten(lookup.name, f"embedding, {method}, {summary(matrix)}")]
         if tied is not None:
-            self._multiply(tied, matrix, parts)
-            self._note(tied.matmul, "head, reads the codes of the embedding")
+            self.writer.multiply(tied, matrix, parts)
+            done.append(Rewritten(str(tied.matmul.name), "head, reads the codes of the embedding"))
+        return done
 
-    def experts(self, layer: canonical.MoE) -> None:
+    def experts(self, layer: canonical.MoE) -> str:
         """Rewrite the experts of a layer."""
-        if reason := moe_kernels.reason(layer):
-            raise _Skip(f"{reason}; its matrices stay fp32")
+        if (reason := moe_kernels.reason(layer)) is not None:
+            raise NotApplicable(f"{reason}; its matrices stay fp32")
         experts = moe_kernels.of(layer)
-        if self.step.takes_stored:
-            self._stored_experts(experts)
-            return
-        grid = self.step.grid.fitting(experts.hidden, experts.inner)
-        if grid is None and self.step.bits not in (4, 8):
-            raise _Skip(f"QMoE has 4 and 8 bits, not {self.step.bits}; its matrices stay fp32")
-        if grid is None:
-            widths = f"{experts.hidden} and {experts.inner}"
-            raise _Skip(f"its widths, {widths}, are not divisible into blocks of {SMALLEST_BLOCK} or more")
-        self._refuse_excluded(_names(layer.up) + _names(layer.down))
-        up, down = (
-            self._register(weight, self._of_experts(weight, order, grid), experts=experts.count)
-            for weight, order in ((layer.up, experts.order), (layer.down, np.arange(experts.hidden)))
-        )
-        moe_kernels.fuse_quantized(self.model, experts, up, down, self.step.accuracy_level)
-        shape = f"{experts.count} experts, top {experts.top_k}, [{len(experts.order)}, {experts.hidden}] each"
-        self._note(layer.node, f"{self.step.method}, {_grid(grid)}, {shape}")
-
-    def _store(self, weight: ir.Value, matrix: LazyMatrix, *, flat: bool = False) -> PackedInitializers | ir.Value:
-        """Register a matrix as ONNX Runtime reads it, or as the CPU kernels do, where they alone can."""
-        if matrix.grid.portable:
-            return self._register(weight, matrix, flat=flat)
-        self.context.require_cpu(f"{self.step.name} with {_grid(matrix.grid)}")
-        native.require()
-        if reason := cpu_linear.reason_against_grid(matrix.k, matrix.grid.block_size):
-            raise _Skip(reason)
-        return initializers.register_groups(self.model, weight, matrix, self.context.scratch)
-
-    def _register(
-        self, weight: ir.Value, matrix: LazyMatrix, *, flat: bool = False, experts: int = 0
-    ) -> PackedInitializers:
-        """Register the parts of a matrix, which is computed when the first of them is read."""
-        scratch = self.context.scratch
-        return initializers.register(self.model, weight, matrix, flat=flat, experts=experts, scratch=scratch)
-
-    def _of_experts(self, weight: ir.Value, order: NDArray[np.intp], grid: Grid) -> LazyMatrix:
-        """Quantize [E, K, N] as one matrix [E·N, K], the output features of each expert in `order`."""
-        if not self.step.chosen.demands:
-            return initializers.quantized_experts(weight, order, self.step.chosen, grid)
-        count, k, n = graph.static(weight)
-        calibrated = self._calibrated(_names(weight))
-        stacked = (n * np.arange(count)[:, None] + order).reshape(-1)
-        return LazyMatrix(lambda: rows(calibrated(), stacked), count * n, k, grid)
-
-    def _matrix(self, weight: ir.Value, n: int, k: int) -> LazyMatrix:
-        """Quantize the weight [K, N] of a linear layer."""
-        if not self.step.chosen.demands:
-            return initializers.quantized(weight, self.step.chosen, self.step.grid)
-        names = _names(weight)
-        calculate, grids = self._calibrated(names), self._grids(names)
-        if len(grids) > 1:
-            raise _Skip(f"{', '.join(names)} are one matrix, and have {len(grids)} formats")
-        return LazyMatrix(calculate, n, k, grids.pop())
-
-    def _is_codes(self, weight: ir.Value, *, transposed: bool = True) -> bool:
-        """Say whether the checkpoint stores all of a weight as codes, which a format here may hold or not."""
-        tensors = stored_in(graph.tensor(weight), transposed=transposed)
-        assert self.context.stored is not None
-        try:
-            for tensor in tensors:
-                self.context.stored.codes(tensor)
-        except UnrepresentableCodes as reason:
-            return not reason.is_plain
-        return bool(tensors)
-
-    def _stored(
-        self, weight: ir.Value, n: int, k: int, *, transposed: bool = True
-    ) -> tuple[LazyMatrix, NDArray[np.intp] | None]:
-        """Take the codes of a weight [K, N] from the checkpoint, with the input feature of each of their columns."""
-        tensors = stored_in(graph.tensor(weight), transposed=transposed)
-        if not tensors:
-            raise _Skip("its numbers are not those of the checkpoint any more; put quantize-weights further in front")
-        try:
-            found = self._together(tensors)
-        except UnrepresentableCodes as reason:
-            self.untaken.add(tensors, reason)
-            raise _Skip(f"its codes {reason}" + ("" if reason.is_plain else "; it stays dequantized")) from reason
-        return LazyMatrix(found.read, n, k, found.grid), found.columns
-
-    def _together(self, tensors: Sequence[str]) -> StoredCodes:
-        """Put the codes of tensors on top of each other, with fp32 scales unless fp16 is wanted and holds them.
-
-        Raises:
-            UnrepresentableCodes: no format here holds them.
-        """
-        assert self.context.stored is not None
-        found = stack_codes([self.context.stored.codes(tensor) for tensor in tensors])
-        if found.grid.scale == self.step.scales:
-            return found
-        grid = replace(found.grid, scale="fp32")
-        return StoredCodes(grid, found.columns, lambda: on_grid(found.read(), grid))
-
-    def _stored_experts(self, experts: moe_kernels.FusableExperts) -> None:
-        """Take the codes of experts from the checkpoint, on one grid that QMoE reads."""
-        layer = experts.layer
-        self._refuse_excluded(_names(layer.up) + _names(layer.down))
-        try:
-            up, down = (self._codes_of_experts(weight) for weight in (layer.up, layer.down))
-            grid = common(up.grid, down.grid).fitting(experts.hidden, experts.inner)
-            if grid is None:
-                raise UnrepresentableCodes("have bits, or blocks, that QMoE does not read")
-        except UnrepresentableCodes as reason:
-            self.untaken.add(_names(layer.up) + _names(layer.down), reason)
-            raise _Skip(f"its codes {reason}; its matrices stay dequantized") from reason
-        orders = experts.order, np.arange(experts.hidden)
+        if self.stored is not None:
+            skip_if(exclusion(experts.parameters, self.step.exclude))
+            up, down = self.stored.of_experts(experts)
+        else:
+            up, down = self.chosen.of_experts(experts, self.step.exclude)
         first, second = (
-            self._register(weight, _ordered(weight, found, grid, order), experts=experts.count)
-            for weight, found, order in zip((layer.up, layer.down), (up, down), orders, strict=True)
+            self.writer.register(weight, matrix, experts=experts.count)
+            for weight, matrix in ((layer.up, up), (layer.down, down))
         )
         moe_kernels.fuse_quantized(self.model, experts, first, second, self.step.accuracy_level)
         shape = f"{experts.count} experts, top {experts.top_k}, [{len(experts.order)}, {experts.hidden}] each"
-        self._note(layer.node, f"{self.step.method}, {_grid(grid)}, {shape}")
-
-    def _codes_of_experts(self, weight: ir.Value) -> StoredCodes:
-        """Return the codes of an initializer [E, K, N] as one matrix [E·N, K].
-
-        Raises:
-            UnrepresentableCodes: they are not put together here.
-        """
-        tensor = graph.tensor(weight)
-        if not isinstance(tensor, OfExperts) or not tensor.matrices or not tensor.transposed:
-            raise UnrepresentableCodes("are not put together of matrices of experts")
-        found = self._together([name for names in tensor.matrices for name in names])
-        if found.columns is not None:
-            raise UnrepresentableCodes("have input features in another order, which QMoE does not read")
-        return found
-
-    def _reorder(self, layer: linear.LinearLayer, columns: NDArray[np.intp]) -> None:
-        """Let a layer read the features of its input in the order of its columns; one that reads the same shares it."""
-        key = layer.input, columns.tobytes()
-        if key not in self.reordered:
-            indices = graph.initializer(self.model, f"{layer.weight.name}.columns", columns.astype(np.int64))
-            inputs, name = [layer.input, indices], f"{layer.matmul.name}/columns"
-            [made] = graph.insert(layer.matmul, "Gather", inputs, {"axis": -1}, name=name)
-            made.type, made.shape, made.name = layer.input.type, layer.input.shape, name
-            self.reordered[key] = made
-        layer.matmul.replace_input_with(0, self.reordered[key])
-
-    def _table(self, weight: ir.Value, v: int, k: int, *, transposed: bool = True) -> tuple[LazyMatrix, str]:
-        """Quantize an embedding [V, K], or a head, `transposed`; returns the name of the method, too.
-
-        One that calibration has not seen is rounded to nearest.
-        """
-        if self.step.tables is None:
-            raise _Skip(f"embedding_bits is {_KEEP}")
-        grid, names = self.step.tables.dividing(k), _names(weight)
-        if grid is None:
-            raise _Skip(f"its {k} features are not a multiple of {SMALLEST_BLOCK}, the smallest block")
-        statistics = self.context.statistics
-        if self.step.chosen.demands and statistics is not None and len(names) == 1 and names[0] in statistics.linears:
-            return LazyMatrix(self._calibrated(names), v, k, statistics.grid(names[0])), self.step.method
-        matrix = initializers.quantized(weight, _PLAIN, grid, transposed=transposed)
-        return matrix, _PLAIN.name
-
-    def _grids(self, names: list[str]) -> set[Grid]:
-        """Return the grids that calibration has given to `names`, which it knows."""
-        statistics = self.context.statistics
-        assert statistics is not None
-        return {statistics.grid(name) for name in names}
-
-    def _calibrated(self, names: list[str]) -> Callable[[], QuantizedMatrix]:
-        """Return what puts the matrix together from the calibrated ones of `names`."""
-        statistics = self.context.statistics
-        matrices = {} if statistics is None else statistics.linears
-        if missing := [name for name in names if name not in matrices]:
-            raise _Skip(f"calibration has no result for {', '.join(missing)}")
-        return lambda: stack([matrices[name] for name in names])
-
-    def _refuse_excluded(self, names: list[str]) -> None:
-        if reason := exclusion(names, self.step.exclude):
-            raise _Skip(reason)
-
-    def _multiply(self, layer: linear.LinearLayer, matrix: LazyMatrix, parts: PackedInitializers | ir.Value) -> None:
-        """Put MatMulNBits, or Linear, in the place of a linear layer."""
-        if isinstance(parts, ir.Value):
-            attributes = {
-                **cpu_linear.grid_attributes(matrix.n, matrix.k, matrix.grid),
-                "terms": 1,
-                "activation": cpu_linear.NO_ACTIVATION,
-                "epsilon": 0.0,
-            }
-            operands = {"x": layer.input, "weights": parts, "bias": layer.bias}
-            kernel = cpu.CpuLinear.insert(layer.matmul, operands, attributes, name=layer.matmul.name)
-            self._replace(layer, kernel.output)
-            return
-        attributes = {
-            "N": matrix.n,
-            "K": matrix.k,
-            "bits": matrix.grid.bits,
-            "block_size": matrix.grid.block_size,
-            "accuracy_level": self.step.accuracy_level,
-        }
-        inputs = {
-            "a": layer.input,
-            "b": parts.codes,
-            "scales": self._in_fp32(layer.matmul, parts.scales),
-            "zero_points": parts.zero_points,
-            "bias": layer.bias,
-        }
-        product = contrib.MatMulNBits.insert(layer.matmul, inputs, attributes, name=layer.matmul.name)
-        self._replace(layer, product.output)
-
-    def _in_fp32(self, reader: ir.Node, scales: ir.Value) -> ir.Value:
-        """Cast scales that are stored as fp16 in front of `reader`; ONNX Runtime does so once, when it loads."""
-        if scales.dtype == ir.DataType.FLOAT:
-            return scales
-        [cast] = graph.insert(reader, "Cast", [scales], {"to": ir.DataType.FLOAT}, name=f"{reader.name}/scales_fp32")
-        cast.type, cast.shape = ir.TensorType(ir.DataType.FLOAT), scales.shape
-        return cast
-
-    def _replace(self, layer: linear.LinearLayer, output: ir.Value) -> None:
-        graph.replace_value(layer.output, output)
-        self.model.graph.remove([node for node in (layer.add, layer.matmul) if node is not None], safe=True)
-
-    def _gather(self, lookup: Gather, matrix: LazyMatrix, parts: PackedInitializers | ir.Value, tied: bool) -> None:
-        """Put GatherBlockQuantized, or Embedding, in the place of the embedding."""
-        if isinstance(parts, ir.Value):
-            operands = {"ids": lookup.indices, "weights": parts}
-            attributes = cpu_linear.grid_attributes(matrix.n, matrix.k, matrix.grid)
-            found = cpu.Embedding.insert(lookup.node, operands, attributes, name=lookup.name)
-            graph.replace_value(lookup.output, found.y)
-            self.model.graph.remove(lookup.node, safe=True)
-            return
-        v, k, grid = matrix.n, matrix.k, matrix.grid
-        attributes = {"gather_axis": 0, "quantize_axis": 1, "block_size": grid.block_size, "bits": grid.bits}
-        node, name = lookup.node, lookup.name
-        scales = self._in_fp32(node, parts.scales)
-        if tied:
-            attributes["quantize_axis"] = 2
-            shape = graph.initializer(self.model, f"{parts.scales.name}.shape", np.array([v, grid.blocks(k), 1]))
-            [scales] = graph.insert(node, "Reshape", [scales, shape], name=f"{name}/scales")
-            scales.name = f"{name}/scales"
-        inputs = {"data": parts.codes, "indices": lookup.indices, "scales": scales}
-        rows = contrib.GatherBlockQuantized.insert(node, inputs, attributes, name=name).output
-        if tied:
-            rows.name = f"{name}/blocks"
-            shape = graph.initializer(self.model, f"{parts.codes.name}.row_shape", np.array([0, 0, k]))  # 0: as it is
-            [rows] = graph.insert(node, "Reshape", [rows, shape], name=f"{name}/rows")
-        graph.replace_value(lookup.output, rows)
-        self.model.graph.remove(node, safe=True)
-
-    def _note(self, node: ir.Node, what: str) -> None:
-        self.changes.rewritten.append(Rewritten(str(node.name), what))
-
-
-def _ordered(weight: ir.Value, found: StoredCodes, grid: Grid, order: NDArray[np.intp]) -> LazyMatrix:
-    """Make a matrix [E·N, K] on `grid` of the codes of experts [E, K, N], the output features of each in `order`."""
-    count, k, n = graph.static(weight)
-    stacked = (n * np.arange(count)[:, None] + order).reshape(-1)
-    return LazyMatrix(lambda: rows(on_grid(found.read(), grid), stacked), count * n, k, grid)
-
-
-def _names(weight: ir.Value) -> list[str]:
-    """Name the parameters that `weight` comes from, or itself where it comes from none."""
-    return graph.sources(weight) or [str(weight.name)]
-
-
-def _summary(matrix: LazyMatrix) -> str:
-    return f"{_grid(matrix.grid)}, [{matrix.n}, {matrix.k}]"
-
-
-def _grid(grid: Grid) -> str:
-    kind = "trellis" if grid.trellis else "symmetric" if grid.symmetric else "asymmetric"
-    scales = "" if grid.scale == "fp32" else f", scales {grid.scale}"
-    return f"{grid.bits} bits, blocks of {grid.block_size}, {kind}{scales}"
-
-
-def _layer(matmul: ir.Node) -> linear.LinearLayer | None:
-    """Recognize the linear layer of `matmul`, with the bias that is added next; None where it has no weight."""
-    adding = [node for node in matmul.outputs[0].consumers() if Add.matches(node)]
-    layer = linear.of(adding[0].outputs[0]) if len(adding) == 1 else None
-    return layer if layer is not None and layer.matmul is matmul else linear.of(matmul.outputs[0])
-
-
-def _shape(weight: ir.Value) -> tuple[int, int]:
-    """Return the shape of an fp32 matrix."""
-    dims = graph.dims(weight)
-    if weight.dtype != ir.DataType.FLOAT or dims is None or len(dims) != 2:
-        raise _Skip(f"{weight.name} is {weight.dtype} {dims}; expected an fp32 matrix")
-    rows, columns = graph.static(weight)
-    return rows, columns
-
-
-def _require_own(weight: ir.Value) -> None:
-    if len(weight.uses()) > 1 or weight.is_graph_input() or weight.is_graph_output():
-        raise _Skip(f"{weight.name} has other readers")
-
-
-def _reads_transposed_initializer(matmul: ir.Node) -> bool:
-    turned = Transpose.made(MatMul(matmul).w)
-    return turned is not None and turned.x.is_initializer()
-
-
-def _tied_head(table: ir.Value, gather: ir.Node, on_rows: set[ir.Node]) -> linear.LinearLayer | None:
-    """Return the head that multiplies by the transpose of `table`, which only `gather` reads besides; None: no head."""
-    others = [node for node in table.consumers() if node is not gather]
-    if table.is_graph_input() or table.is_graph_output():
-        raise _Skip(f"{table.name} has other readers")
-    if not others:
-        return None
-    heads = others[0].outputs[0].consumers()
-    if len(others) > 1 or not Transpose.matches(others[0]) or len(heads) != 1 or heads[0] not in on_rows:
-        raise _Skip(
-            f"{table.name} is read by {', '.join(str(other.name) for other in others)}; only the embedding and a tied "
-            "head may"
-        )
-    [matmul] = heads
-    product = MatMul.of(matmul)
-    if product is None or product.w is not others[0].outputs[0]:
-        raise _Skip(f"{table.name} is also read by {matmul.op_type} {matmul.name}, which is not the output head")
-    return linear.LinearLayer(matmul, table)
+        return f"{self.step.method}, {described(up.grid)}, {shape}"

@@ -26,7 +26,8 @@ from llmforge.ir.operators.standard import MatMul
 from llmforge.quantization import sparsity
 from llmforge.quantization.sparsity import SparseMatrix
 from llmforge.quantization.statistics import Demand, SparsityDemand
-from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass
+from llmforge.rewrite.patterns import rewrite_each, skip_if
 
 
 @dataclass(frozen=True)
@@ -54,22 +55,21 @@ class Sparsify(Pass):
         """
         context.require_sparse(self.name)
         pruned = {} if context.statistics is None else context.statistics.sparse
-        changes = Changes()
-        for product in MatMul.all(model):
+
+        def sparsify(product: MatMul) -> str | None:
             weight = product.w
             if not graph.is_constant(weight) or len(graph.dims(weight) or ()) != 2:
-                continue
+                return None
             names = graph.sources(weight)
-            if reason := _reason(weight, names, pruned):
-                changes.skipped.append(Skipped(product.name, reason))
-                continue
+            skip_if(_reason(weight, names, pruned))
             tensor, name = graph.tensor(weight), f"{weight.name}.2to4"
             read = _reader(pruned, tuple(names), name)
             lazy = ir.LazyTensor(read, ir.DataType.FLOAT, ir.Shape(tensor.shape.numpy()), name=name)
             product.w = graph.initializer(model, name, lazy, names)
             lost = pruned[names[0]].lost
-            error = "" if lost is None else f", output error {lost:.2g}"
-            changes.rewritten.append(Rewritten(product.name, f"2:4, by sparsegpt{error}"))
+            return "2:4, by sparsegpt" + ("" if lost is None else f", output error {lost:.2g}")
+
+        changes = rewrite_each(MatMul.all(model), sparsify, Changes())
         if changes:
             model.metadata_props[graph.SPARSITY] = "2:4"
             graph.drop_unused(model)

@@ -55,7 +55,7 @@ class Evidence:
 
     quality: Quality | None
     latency: Latency | None
-    baseline: str | None  # what it was held against, in words
+    baseline: str | None  # what it was held against, as text
     unmeasured: str | None = None  # why the engine could not be run; None: it could
     notes: tuple[str, ...] = ()  # what else was not measured, and why
     runtimes: tuple[RuntimeRun, ...] = ()  # others that ran it
@@ -238,10 +238,10 @@ def measure(asked: Measurement, progress: Progress) -> Evidence:
     results: tuple[TaskResult, ...] = ()
     if asked.spec.tasks is not None:
         engine = TaskEngine(runner, engine_description(runner, asked.threads), asked.threads)
-        results, left_out = tasks.run(
+        results, skipped = tasks.run(
             TaskRequest(tuple(asked.spec.tasks)), engine, asked.checkpoint, progress, cache=asked.answers
         )
-        notes += left_out
+        notes += skipped
     chosen: tuple[AdapterQuality, ...] = ()
     if asked.spec.quality is not None and asked.spec.quality.adapter_tokens and asked.adapters:
         chosen = _adapters(asked, asked.spec.quality, runner, progress)

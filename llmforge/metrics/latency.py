@@ -77,7 +77,7 @@ class Timing(FiguresRecord):
 
     @model_serializer(mode="wrap")
     def _long_ones_last(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Write what is long behind the figures."""
+        """Write what is long after the figures."""
         fields: dict[str, Any] = write(self)
         fields["generations_ms"] = fields.pop("generations_ms")
         return fields
@@ -120,7 +120,7 @@ class Bandwidth(ReportRecord):
     dram_bytes_per_second: float  # a working set that no cache holds
     working_set_bytes: int  # what one decode step reads at the smallest load
     working_set_bytes_per_second: float  # the same probe on that much; far above DRAM where a cache holds it
-    probe: str = "loads of host memory"  # in words
+    probe: str = "loads of host memory"  # as text
 
 
 class Compute(ReportRecord):
@@ -128,7 +128,7 @@ class Compute(ReportRecord):
 
     dtype: str  # of the engine's products, as far as it is known: what MFU is relative to
     operations_per_second: dict[str, float]  # by dtype; a multiplication and an addition are two
-    probe: str  # in words
+    probe: str  # as text
 
     @property
     def rate(self) -> float | None:
@@ -188,7 +188,7 @@ class Latency(Conditions):
     output_tokens: int
     threads: int
     seed: int
-    artifact: str  # what ran, in words
+    artifact: str  # what ran, as text
     baseline: str | None
     artifact_load_ms: float
     baseline_load_ms: float | None

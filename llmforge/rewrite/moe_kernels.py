@@ -51,6 +51,13 @@ class FusableExperts:
     top_k: int
 
     @property
+    def parameters(self) -> list[str]:
+        """The parameters that its matrices come from, or themselves where they come from none."""
+        return [
+            name for value in (self.layer.up, self.layer.down) for name in graph.sources(value) or [str(value.name)]
+        ]
+
+    @property
     def order(self) -> NDArray[np.intp]:
         """The columns of `up` in the order in which the kernels want them: int [2·I or I]."""
         if not self.layer.gated or self.layer.interleaved:

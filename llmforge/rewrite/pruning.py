@@ -18,10 +18,18 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir import graph, interface
+from llmforge.ir import graph, interface, operators
 from llmforge.ir.derived import Derived
 from llmforge.ir.operators.canonical import Attention, MoE
-from llmforge.ir.operators.standard import Add, Gather, MatMul, Reshape, RMSNormalization, RotaryEmbedding
+from llmforge.ir.operators.standard import (
+    Add,
+    Gather,
+    LayerNormalization,
+    MatMul,
+    Reshape,
+    RMSNormalization,
+    RotaryEmbedding,
+)
 from llmforge.quantization.statistics import Demand, PruningDemand
 from llmforge.quantization.structure import (
     Float32,
@@ -34,16 +42,7 @@ from llmforge.quantization.structure import (
 )
 from llmforge.rewrite import linear
 from llmforge.rewrite.linear import LinearLayer
-
-# Operators that work on each channel by itself, between the matrices of an MLP.
-_BY_CHANNEL = frozenset(
-    {"Add", "Sub", "Mul", "Div", "Pow", "Sqrt", "Sigmoid", "Tanh", "Erf", "Relu", "Gelu", "Clip", "Max", "Min", "Neg"}
-    | {"Softplus", "HardSigmoid", "LeakyRelu", "Elu", "Exp", "Abs", "Swish"}
-)
-
-
-class _No(Exception):
-    """Why something cannot be taken out."""
+from llmforge.rewrite.patterns import NotApplicable
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,18 +76,18 @@ def find(model: ir.Model) -> Structure:
         heads = channels = None
         try:
             output = _output(attention)
-        except _No as reason:
+        except NotApplicable as reason:
             blocks.append(PrunableLayer(attention.layer, f"{attention.name}.", 0, None, None, (str(reason),)))
             continue
         [name] = graph.sources(output.weight)
         prefix = _prefix(name, attention.layer)
         try:
             heads = _heads(attention, _attention(attention))
-        except _No as reason:
+        except NotApplicable as reason:
             reasons.append(f"heads: {reason}")
         try:
             channels = _channels(_mlp(model, prefix))
-        except _No as reason:
+        except NotApplicable as reason:
             reasons.append(f"channels: {reason}")
         own = {id(value): value for name, value in sizes.items() if name.startswith(prefix)}
         parameters = sum(int(np.prod(graph.static(value))) for value in own.values())
@@ -97,7 +96,7 @@ def find(model: ir.Model) -> Structure:
     try:
         _streams(model, blocks)
         fixed = ""
-    except _No as reason:
+    except NotApplicable as reason:
         fixed = str(reason)
     return Structure(tuple(blocks), fixed)
 
@@ -110,7 +109,7 @@ def _prefix(name: str, layer: int) -> str:
     """Return what the names of all parameters of a layer begin with."""
     found = re.match(rf"(.*?\.{layer}\.)", name)
     if found is None:
-        raise _No(f"{name} does not say that it is of layer {layer}")
+        raise NotApplicable(f"{name} does not say that it is of layer {layer}")
     return found[1]
 
 
@@ -118,12 +117,12 @@ def _linear(value: ir.Value, what: str) -> LinearLayer:
     layer = linear.of(value)
     if layer is None:
         made = value.producer()
-        raise _No(f"{what} comes from {made.op_type if made else 'an input'}, not from a linear layer")
+        raise NotApplicable(f"{what} comes from {made.op_type if made else 'an input'}, not from a linear layer")
     if len(graph.sources(layer.weight)) != 1:
-        raise _No(f"{what} comes from {layer.weight.name}, which is packed; put prune-structure in front")
+        raise NotApplicable(f"{what} comes from {layer.weight.name}, which is packed; put prune-structure in front")
     for own in (layer.weight, layer.bias):
         if own is not None and (len(own.uses()) > 1 or own.is_graph_output()):
-            raise _No(f"{own.name} has other readers")
+            raise NotApplicable(f"{own.name} has other readers")
     return layer
 
 
@@ -131,17 +130,17 @@ def _output(attention: Attention) -> LinearLayer:
     """Find the linear layer that alone reads what attention makes."""
     product = MatMul.only_reader(attention.y)
     if product is None or not graph.is_constant(product.w) or len(graph.sources(product.w)) != 1:
-        raise _No(f"no linear layer alone reads what {attention.name} makes")
+        raise NotApplicable(f"no linear layer alone reads what {attention.name} makes")
     return LinearLayer(product.node, product.w)
 
 
 def _attention(attention: Attention) -> _PrunableAttention:
     for past in (attention.past_key, attention.past_value):
         if not past.is_graph_input() or len(past.uses()) > 1:
-            raise _No(f"{past.name} is read by others, too")
+            raise NotApplicable(f"{past.name} is read by others, too")
     for present in attention.node.outputs[1:]:
         if present.uses():
-            raise _No(f"other layers read {present.name}")
+            raise NotApplicable(f"other layers read {present.name}")
     paths = {
         role: _path(value, role) for role, value in zip(("query", "key", "value"), attention.projections, strict=True)
     }
@@ -152,13 +151,13 @@ def _path(value: ir.Value, role: str) -> _Path:
     between: list[ir.Node] = []
     while True:
         if len(value.uses()) != 1:
-            raise _No(f"its {role} has other readers")
+            raise NotApplicable(f"its {role} has other readers")
         if (rotary := RotaryEmbedding.made(value)) is not None:
             between.append(rotary.node)
             value = rotary.x
         elif (norm := RMSNormalization.made(value)) is not None:
             if len(graph.dims(value) or ()) != 4:
-                raise _No(f"all heads of its {role} are normalized together")
+                raise NotApplicable(f"all heads of its {role} are normalized together")
             between.append(norm.node)
             value = norm.x
         elif (shaped := Reshape.made(value)) is not None and graph.is_constant(shaped.shape):
@@ -172,7 +171,7 @@ def _heads(attention: Attention, found: _PrunableAttention) -> PrunableHeads:
     layers = {role: path.layer for role, path in found.paths.items()}
     count, kv_count = attention.num_heads, attention.kv_num_heads
     if kv_count < 2:
-        raise _No("it has one KV head")
+        raise NotApplicable("it has one KV head")
     names = {role: graph.sources(layer.weight)[0] for role, layer in layers.items()}
     matrices = [*(layer.weight for layer in layers.values()), found.output.weight]
     whole = sum(int(np.prod(graph.static(value))) for value in matrices)
@@ -197,11 +196,11 @@ def _mlp(model: ir.Model, prefix: str) -> _Mlp:
         if len(names) != 1 or not names[0].startswith(prefix) or product.x.producer() is None:
             continue
         node = graph.producer(product.x)
-        if node.op_type not in _BY_CHANNEL or node.domain:
+        if not operators.view(node).pointwise:
             continue
         try:
             found.append(_cone(product))
-        except _No as reason:
+        except NotApplicable as reason:
             reasons.append(str(reason))
     if len(found) != 1:
         experts = any(
@@ -213,7 +212,7 @@ def _mlp(model: ir.Model, prefix: str) -> _Mlp:
         why = (
             "it has experts, which are not pruned" if experts else "; ".join(reasons) or f"{len(found)} MLPs are found"
         )
-        raise _No(why)
+        raise NotApplicable(why)
     return found[0]
 
 
@@ -228,7 +227,7 @@ def _cone(product: MatMul) -> _Mlp:
         value = waiting.pop()
         if graph.is_constant(value):
             if graph.static(value) not in ((), (1,)):
-                raise _No(f"{value.name} belongs to its channels")
+                raise NotApplicable(f"{value.name} belongs to its channels")
             continue
         layer = linear.of(value)
         if layer is not None:
@@ -236,19 +235,21 @@ def _cone(product: MatMul) -> _Mlp:
                 inner[layer.matmul] = _linear(value, "a channel")
             continue
         node = value.producer()
-        if node is None or node.domain or node.op_type not in _BY_CHANNEL:
-            raise _No(f"{value.name} is made of all channels together, by {node.op_type if node else 'an input'}")
+        if node is None or not operators.view(node).pointwise:
+            raise NotApplicable(
+                f"{value.name} is made of all channels together, by {node.op_type if node else 'an input'}"
+            )
         between[node] = None
         waiting.extend(each for each in node.inputs if each is not None)
     inside |= {*between, *inner, *(layer.add for layer in inner.values() if layer.add is not None)}
     made = [*(layer.output for layer in inner.values()), *(out for node in between for out in node.outputs)]
     for value in made:
         if value.is_graph_output() or any(reader not in inside for reader, _ in value.uses()):
-            raise _No(f"{value.name} has other readers")
+            raise NotApplicable(f"{value.name} has other readers")
         if graph.width(value) != width:
-            raise _No(f"{value.name} is {graph.width(value)} wide, {product.name} reads {width} channels")
+            raise NotApplicable(f"{value.name} is {graph.width(value)} wide, {product.name} reads {width} channels")
     if len({layer.input for layer in inner.values()}) != 1:
-        raise _No("its matrices read different tensors")
+        raise NotApplicable("its matrices read different tensors")
     return _Mlp(tuple(inner.values()), tuple(between), LinearLayer(product.node, product.w))
 
 
@@ -271,31 +272,24 @@ def _streams(model: ir.Model, blocks: Sequence[PrunableLayer]) -> list[tuple[ir.
         value = by_layer[block.index].y
         while (add := Add.only_reader(value)) is None or _is_constant_sum(add):
             reader = graph.only_reader(value)
-            if (
-                reader is None
-                or len(reader.outputs) != 1
-                or reader.op_type not in ("MatMul", "RMSNormalization", "Add")
-            ):
-                raise _No(f"what attention of layer {block.index} makes is not added to hidden states")
+            if reader is None or not operators.is_a(reader, MatMul, RMSNormalization, Add):
+                raise NotApplicable(f"what attention of layer {block.index} makes is not added to hidden states")
             value = reader.outputs[0]
         before = next(other for own, other in add.either_way if own is value)
         total = add.output
         sums = [node for node, _ in total.uses() if Add.matches(node)]
         if len(sums) != 1 or len(total.uses()) != 2:
-            raise _No(f"layer {block.index} does not add its MLP to what attention has added to")
+            raise NotApplicable(f"layer {block.index} does not add its MLP to what attention has added to")
         if found and found[-1][1] is not before:
-            raise _No(f"layer {block.index} does not read what layer {blocks[len(found) - 1].index} makes")
+            raise NotApplicable(f"layer {block.index} does not read what layer {blocks[len(found) - 1].index} makes")
         found.append((before, sums[0].outputs[0]))
     if len({block.index for block in blocks}) != len(blocks) or [b.index for b in blocks] != [*range(len(blocks))]:
-        raise _No("there are layers without attention")
+        raise NotApplicable("there are layers without attention")
     for before, after in found:
-        readers = {reader.op_type for reader, _ in after.uses()}
-        if (
-            before.is_graph_output()
-            or after.is_graph_output()
-            or not readers <= {"RMSNormalization", "LayerNormalization", "Add"}
-        ):
-            raise _No(f"{after.name} is read by {', '.join(sorted(readers))}")
+        readers = [reader for reader, _ in after.uses()]
+        others = [node for node in readers if not operators.is_a(node, RMSNormalization, LayerNormalization, Add)]
+        if before.is_graph_output() or after.is_graph_output() or others:
+            raise NotApplicable(f"{after.name} is read by {', '.join(sorted({node.op_type for node in readers}))}")
     return found
 
 
@@ -333,7 +327,7 @@ class Surgery:
                 done.append((str(attentions[index].name), f"layer {index} dropped"))
                 before, after = streams[index]
                 graph.replace_uses(after, before)
-        except _No as reason:
+        except NotApplicable as reason:
             raise UnsupportedError(
                 f"prune-structure: the graph is not the one that was calibrated: {reason}",
                 hint="put prune-structure in front of all other passes",
@@ -366,12 +360,10 @@ class Surgery:
             self._select(path.layer, columns(which.tolist(), width))
             for node in path.between:
                 self._fewer(node, was, len(which), width)
-        for name in ("sinks", "alibi_slopes"):
-            if (value := getattr(attention, name)) is not None:
-                own = self._derived(value, queries, 0)
-                attention.node.replace_input_with(list(attention.node.inputs).index(value), own)
-        attention.node.attributes["num_heads"] = ir.AttrInt64("num_heads", many * shared)
-        attention.node.attributes["kv_num_heads"] = ir.AttrInt64("kv_num_heads", many)
+        for field in Attention.inputs:
+            if field.heads == 0 and (value := attention.operand(field)) is not None:
+                attention.node.replace_input_with(field.index, self._derived(value, queries, 0))
+        attention.num_heads, attention.kv_num_heads = many * shared, many
         for held in (attention.past_key, attention.past_value, *attention.node.outputs[1:]):
             assert held.shape is not None
             held.shape = ir.Shape([held.shape[0], many, *held.shape[2:]])
@@ -381,8 +373,8 @@ class Surgery:
 
     def _fewer(self, node: ir.Node, was: int, now: int, width: int) -> None:
         """Let a node between a projection and attention have fewer heads."""
-        if RotaryEmbedding.matches(node) and "num_heads" in node.attributes and node.attributes["num_heads"].value:
-            node.attributes["num_heads"] = ir.AttrInt64("num_heads", now)
+        if (rotary := RotaryEmbedding.of(node)) is not None and rotary.num_heads:
+            rotary.num_heads = now
         if Reshape.matches(node):
             shape = Reshape(node).shape
             sizes = graph.tensor(shape).numpy().tolist()

@@ -15,11 +15,10 @@ from llmforge.base.errors import ForgeError, InputError, Unavailable, Unsupporte
 from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.serving.interface import Serving
 from llmforge.serving.options import EngineOptions
-from llmforge.serving.paged_scheduler import scheduler_of
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.request import Chunk, Receiver, Request
 from llmforge.serving.runner import Runner, load
-from llmforge.serving.scheduler import Scheduler
+from llmforge.serving.scheduler import Scheduler, scheduler_of
 from llmforge.serving.sequence import Sequence, Ticket
 from llmforge.serving.speculation import DraftModel, PromptLookup, Proposer, Speculation
 from llmforge.serving.stats import EngineStats

@@ -25,10 +25,9 @@ from llmforge.runtime.sampling.options import GREEDY, Sampling
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving.chat import ChatTemplate
 from llmforge.serving.options import EngineOptions
-from llmforge.serving.paged_scheduler import scheduler_of
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.request import Chunk, Request, adapter_number, check_tokens
-from llmforge.serving.scheduler import Scheduler
+from llmforge.serving.scheduler import Scheduler, scheduler_of
 
 
 @dataclass(frozen=True)

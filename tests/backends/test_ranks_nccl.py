@@ -46,7 +46,7 @@ from llmforge.runtime.device.cuda import HostDevice
 from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.prefill_shapes import SHAPES
 from llmforge.serving import EngineOptions, Request, Sampling
-from llmforge.serving.scheduler import Scheduler
+from llmforge.serving.scheduler import SlotScheduler
 
 from ..models import graphs
 from ..models.small_engines import VOCABULARY, Received, prompt, small_runner
@@ -189,7 +189,7 @@ def test_a_scheduler_serves_the_texts_of_one_session(meetings: Path, tmp_path: P
     )
     found = []
     for each in (alone, session):
-        scheduler = Scheduler(
+        scheduler = SlotScheduler(
             each, each.allocate(4, CAPACITY), runner.samplers, EngineOptions(prefix_cache_bytes=1 << 20)
         )
         answers = [Received() for _ in range(6)]

@@ -78,8 +78,8 @@ class FakePipeline:
         cache: Callable[[], Cache] | None,
         *,
         pythons: Any,
-        frontend: Any,
-        ahead: Any,
+        checked: Any,
+        overlap: Any,
     ) -> BuildResult:
         assert pythons == {}
         self.called_with = (recipe, out)

@@ -23,7 +23,7 @@ from llmforge.base.errors import EnvironmentLacks, PluginError, UsageError, Veri
 from llmforge.cache import Cache, Code, distributions
 from llmforge.calibration import driver
 from llmforge.compile import finishing, lock, pipeline, reuse
-from llmforge.compile.publishing import BuildResult
+from llmforge.compile.state import BuildResult
 from llmforge.diagnosis import comparison, reproducing
 from llmforge.gates import records, verdict
 from llmforge.gates.decision import Verdict
@@ -214,10 +214,10 @@ def keys(place: Place) -> Keys:
     steps = recipe.instantiate(passes.ALL)
     demands = [demand for step in steps for demand in step.demands()]
     assert demands == []  # the method needs no text
-    found = {step.name: code.digest(*reuse._modules(step)) for step in steps}
+    found = {step.name: code.digest(*reuse.modules_of(step)) for step in steps}
     found["engine"] = code.digest("llmforge_sample.builder", "llmforge_sample.session")
     found["trace"] = code.digest(*reuse._TRACE_CODE)
-    found["proof"] = code.digest(reuse._PROOF_CODE)
+    found["proof"] = code.digest(reuse.PROOF_CODE)
     found["fuse-norms"] = code.digest("llmforge.passes.fuse_norms")
     found["calibration"] = repr(driver._code(["llmforge.quantization.methods.gptq"]))
     return found

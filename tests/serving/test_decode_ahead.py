@@ -20,7 +20,7 @@ from llmforge.runtime.config import SessionConfig
 from llmforge.runtime.device.cuda import BlockCopy, Buffer, HostDevice
 from llmforge.runtime.interface import DecodeRun, StepInputs
 from llmforge.serving import EngineOptions, Request, Runner, Sampling
-from llmforge.serving.scheduler import Scheduler
+from llmforge.serving.scheduler import Scheduler, SlotScheduler
 
 from ..models.decoder_graph import decoder
 from ..models.small_engines import VOCABULARY, Received, prompt, small_runner
@@ -76,7 +76,7 @@ def ahead() -> DeviceSession:
 
 
 def scheduler(session: Any, runner: Runner, slots: int = 4) -> Scheduler[Any]:
-    return Scheduler(session, session.allocate(slots, 96), runner.samplers, EngineOptions(prefix_cache_bytes=0))
+    return SlotScheduler(session, session.allocate(slots, 96), runner.samplers, EngineOptions(prefix_cache_bytes=0))
 
 
 def served(scheduled: Scheduler[Any]) -> list[Received]:

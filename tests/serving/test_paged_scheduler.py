@@ -25,7 +25,7 @@ from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving import Chunk, EngineOptions, Request, Runner, Sampling
 from llmforge.serving.engine import Engine
-from llmforge.serving.paged_scheduler import PagedScheduler
+from llmforge.serving.scheduler import PagedScheduler
 from llmforge.serving.sequence import Sequence
 
 from ..models.decoder_graph import decoder
@@ -127,7 +127,7 @@ def test_two_hundred_requests_over_far_too_few_blocks_get_the_text_that_each_get
         before = scheduler.stats()
         scheduler.step()
         step += 1
-        ahead += scheduler._ahead is not None
+        ahead += scheduler._ahead.step is not None
         stats = scheduler.stats()
         assert stats.kv_tokens_used <= stats.kv_tokens_capacity == BLOCKS * BLOCK
         most_used = max(most_used, stats.kv_tokens_used)

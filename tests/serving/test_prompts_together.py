@@ -20,8 +20,8 @@ from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.prefill_shapes import together
 from llmforge.serving import EngineOptions, Request, Runner, Sampling
 from llmforge.serving.prefix_cache import BLOCK
-from llmforge.serving.prompt_batching import PromptChunk, PromptWindow, find
-from llmforge.serving.scheduler import Scheduler
+from llmforge.serving.scheduler import Scheduler, SlotScheduler
+from llmforge.serving.scheduler.prompt_batching import PromptChunk, PromptWindow, find
 
 from ..models.decoder_graph import decoder
 from ..models.small_engines import VOCABULARY, Received, prompt, small_runner
@@ -73,7 +73,7 @@ def session(opened: Watched) -> Iterator[Watched]:
 def scheduler(session: Any, runner: Runner, **options: Any) -> Scheduler[Any]:
     cache = session.allocate(SLOTS, CAPACITY)
     given = {"prefix_cache_bytes": 0, "step_tokens": 64, **options}
-    made = Scheduler(session, cache, runner.samplers, EngineOptions(**given), chunk=64)
+    made = SlotScheduler(session, cache, runner.samplers, EngineOptions(**given), chunk=64)
     if isinstance(session, Watched):
         session.steps.clear()
     return made

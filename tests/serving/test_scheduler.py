@@ -21,7 +21,7 @@ from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving import EngineOptions, Request, Runner, Sampling
 from llmforge.serving.prefix_cache import BLOCK
-from llmforge.serving.scheduler import Scheduler
+from llmforge.serving.scheduler import Scheduler, SlotScheduler
 from llmforge.serving.speculation import PromptLookup, Speculation
 from llmforge.trace import trace
 from llmforge.verification import probe
@@ -90,7 +90,7 @@ def scheduler(runner: Runner, backend: Any = None, *, slots: int = 3, **options:
     backend = backend or runner.session
     own = {name: options.pop(name) for name in ("chunk", "clock") if name in options}
     served = EngineOptions(**{"max_queue": 10, "step_tokens": CHUNK, "prefix_cache_bytes": 0, **options})
-    return Scheduler(backend, backend.allocate(slots, CAPACITY), runner.samplers, served, **{"chunk": CHUNK, **own})
+    return SlotScheduler(backend, backend.allocate(slots, CAPACITY), runner.samplers, served, **{"chunk": CHUNK, **own})
 
 
 def run(scheduled: Scheduler[HostCache]) -> None:
@@ -494,7 +494,7 @@ def test_layers_with_states_are_batched_and_go_without_reuse(tmp_path, answers):
     def scheduled(slots: int, chunk: int) -> Scheduler[HostCache]:
         speculation = Speculation(PromptLookup(), AlwaysPays())
         cache, options = session.allocate(slots, CAPACITY), EngineOptions(9, chunk, PLENTY)
-        return Scheduler(session, cache, samplers, options, speculation=speculation, chunk=chunk)
+        return SlotScheduler(session, cache, samplers, options, speculation=speculation, chunk=chunk)
 
     random = np.random.default_rng(1)
     requests = [

@@ -162,7 +162,7 @@ def test_what_is_left_out_of_an_import_is_not_missed() -> None:
     code = """
 import sys
 from llmforge.trace.hooks import imports
-with imports.unused_left_out():
+with imports.without_unused_imports():
     from llmforge.trace.export import strategy
 import transformers
 print("scipy.optimize" in sys.modules, transformers.utils.is_scipy_available())

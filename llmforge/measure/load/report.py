@@ -1,4 +1,4 @@
-"""What `llmforge bench` writes: a record that is complete, and a table to read."""
+"""The report of `llmforge bench`: a record that is complete, and a table to read."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class BenchReport(ReportRecord):
 
     schema_version: Literal[1] = 1
     llmforge: str
-    subject: str  # what answered, in words
+    subject: str  # what answered, as text
     machine: Machine  # that sent the load; and answered it, where the engine ran in this process
     engine: BenchEngine | None  # None where it is behind an address
-    workload: str  # prompts, in words
+    workload: str  # prompts, as text
     warmup: int
     seed: int
     objective: str | None

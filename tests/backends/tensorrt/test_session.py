@@ -47,7 +47,7 @@ from llmforge.runtime.config import (
 from llmforge.runtime.device.cuda import CudaDevice
 from llmforge.runtime.interface import StepInputs
 from llmforge.serving import EngineOptions, Request, Sampling
-from llmforge.serving.scheduler import Scheduler
+from llmforge.serving.scheduler import SlotScheduler
 from llmforge.trace import trace
 
 from ...fakes.fake_cuda import FakeCuda, fake_cuda
@@ -211,7 +211,7 @@ def test_several_prompts_run_in_a_profile_of_their_own(bench, rtx, tmp_path_fact
 
     def texts(backend) -> list[list[int]]:
         options = EngineOptions(prefix_cache_bytes=0)
-        scheduled = Scheduler(backend, backend.allocate(ROWS, 128), runner.samplers, options, chunk=64)
+        scheduled = SlotScheduler(backend, backend.allocate(ROWS, 128), runner.samplers, options, chunk=64)
         before = [context.enqueued for context in contexts]
         if rtx and backend is session:
             assert [context.compiled for context in contexts] == [1, 3, 2]  # at load
@@ -265,7 +265,7 @@ def test_a_plan_with_heads_serves_the_texts_of_whole_rows(bench, tmp_path_factor
     ]
 
     def texts(backend) -> list[list[int]]:
-        scheduled = Scheduler(
+        scheduled = SlotScheduler(
             backend, backend.allocate(ROWS, 128), runner.samplers, EngineOptions(prefix_cache_bytes=0)
         )
         answers = [Received() for _ in samplings]

@@ -1,0 +1,107 @@
+"""Codes of blocks that a method chooses for the weights of a graph, or has chosen while the model was calibrated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+from llmforge.ir import graph
+from llmforge.quantization import initializers, methods
+from llmforge.quantization.exclusion import exclusion
+from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, rows, stack
+from llmforge.quantization.initializers import LazyMatrix
+from llmforge.quantization.methods.base import Method
+from llmforge.quantization.statistics import Statistics
+from llmforge.rewrite.block_codes import parameters
+from llmforge.rewrite.moe_kernels import FusableExperts
+from llmforge.rewrite.patterns import NotApplicable, skip_if
+
+KEPT_BITS = 16  # of embedding and head that are left alone
+_PLAIN = methods.PLAIN()  # of an embedding or head that was not calibrated
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenBlocks:
+    """Quantizes weights by `method` to `grid`, and embedding and head to `tables` (None: they stay)."""
+
+    method: Method
+    grid: Grid
+    tables: Grid | None
+    statistics: Statistics | None
+
+    def of_experts(self, experts: FusableExperts, excluded: Sequence[str]) -> tuple[LazyMatrix, LazyMatrix]:
+        """Quantize `up` and `down` on the grid that QMoE reads.
+
+        Raises:
+            NotApplicable: QMoE reads no such grid, or they are `excluded`.
+        """
+        grid = self.grid.fitting(experts.hidden, experts.inner)
+        if grid is None and self.grid.bits not in (4, 8):
+            raise NotApplicable(f"QMoE has 4 and 8 bits, not {self.grid.bits}; its matrices stay fp32")
+        if grid is None:
+            widths = f"{experts.hidden} and {experts.inner}"
+            raise NotApplicable(f"its widths, {widths}, are not divisible into blocks of {SMALLEST_BLOCK} or more")
+        skip_if(exclusion(experts.parameters, excluded))
+        up, down = experts.layer.up, experts.layer.down
+        order = np.arange(experts.hidden)
+        return self._of_experts(up, experts.order, grid), self._of_experts(down, order, grid)
+
+    def _of_experts(self, weight: ir.Value, order: NDArray[np.intp], grid: Grid) -> LazyMatrix:
+        """Quantize [E, K, N] as one matrix [E·N, K], the output features of each expert in `order`."""
+        if not self.method.demands:
+            return initializers.quantized_experts(weight, order, self.method, grid)
+        count, k, n = graph.static(weight)
+        calibrated = self._calibrated(parameters(weight))
+        stacked = (n * np.arange(count)[:, None] + order).reshape(-1)
+        return LazyMatrix(lambda: rows(calibrated(), stacked), count * n, k, grid)
+
+    def matrix(self, weight: ir.Value, n: int, k: int) -> LazyMatrix:
+        """Quantize the weight [K, N] of a linear layer.
+
+        Raises:
+            NotApplicable: calibration has no result for it, or several formats.
+        """
+        if not self.method.demands:
+            return initializers.quantized(weight, self.method, self.grid)
+        names = parameters(weight)
+        calculate, grids = self._calibrated(names), self._grids(names)
+        if len(grids) > 1:
+            raise NotApplicable(f"{', '.join(names)} are one matrix, and have {len(grids)} formats")
+        return LazyMatrix(calculate, n, k, grids.pop())
+
+    def table(self, weight: ir.Value, v: int, k: int, *, transposed: bool = True) -> tuple[LazyMatrix, str]:
+        """Quantize an embedding [V, K], or a head, `transposed`; returns the name of the method, too.
+
+        One that calibration has not seen is rounded to nearest.
+
+        Raises:
+            NotApplicable: they stay, or no block divides K.
+        """
+        if self.tables is None:
+            raise NotApplicable(f"embedding_bits is {KEPT_BITS}")
+        grid, names = self.tables.dividing(k), parameters(weight)
+        if grid is None:
+            raise NotApplicable(f"its {k} features are not a multiple of {SMALLEST_BLOCK}, the smallest block")
+        statistics = self.statistics
+        if self.method.demands and statistics is not None and len(names) == 1 and names[0] in statistics.linears:
+            return LazyMatrix(self._calibrated(names), v, k, statistics.grid(names[0])), self.method.name
+        matrix = initializers.quantized(weight, _PLAIN, grid, transposed=transposed)
+        return matrix, _PLAIN.name
+
+    def _grids(self, names: list[str]) -> set[Grid]:
+        """Return the grids that calibration has given to `names`, which it knows."""
+        statistics = self.statistics
+        assert statistics is not None
+        return {statistics.grid(name) for name in names}
+
+    def _calibrated(self, names: list[str]) -> Callable[[], QuantizedMatrix]:
+        """Return what puts the matrix together from the calibrated ones of `names`."""
+        statistics = self.statistics
+        matrices = {} if statistics is None else statistics.linears
+        if missing := [name for name in names if name not in matrices]:
+            raise NotApplicable(f"calibration has no result for {', '.join(missing)}")
+        return lambda: stack([matrices[name] for name in names])
