@@ -175,7 +175,7 @@ def attention(run: Run, name: str) -> Result:
         print(f"\n== {said}", flush=True)
         session.step(StepInputs(ids[:, past : past + count], np.array([past], np.int32)), cache.rows(0, 1))
     sys.stdout.flush()
-    described = cuda_attention.AttentionShape(
+    described = cuda_attention.KernelCase(
         "", heads, kv_heads, head_dim, False, False, bool(window), False, paged=kv_cache == "paged"
     )
     sm = place.device(run.scale).sm

@@ -65,7 +65,7 @@ class BuiltEngine:
     config: RuntimeConfig
     nodes: int
     size_bytes: int  # all files together
-    facts: Mapping[str, str] = field(default_factory=dict)  # what else is known of it, in words
+    facts: Mapping[str, str] = field(default_factory=dict)  # what else is known of it, for a reader
     graph: ir.Model | None = None  # what was written, where the folder holds no graph
     notes: tuple[str, ...] = ()  # what a reader should know of this build
 
@@ -207,7 +207,7 @@ def devices(target: Target, spec: EngineSpec) -> int:
 
 
 def require_device(target: Target, spec: EngineSpec) -> None:
-    """Return if the GPU of `target` is at hand, or the backend of `spec` builds without.
+    """Return if the GPU of `target` is here, or the backend of `spec` builds without.
 
     Raises:
         EnvironmentLacks: it is not; the hint of an engine that was deferred says where it is finished.

@@ -1,4 +1,4 @@
-"""What llmforge's own runtime says to an artifact that servers of others load."""
+"""The answer of llmforge's own runtime to an artifact that servers of others load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What passes made of the parameters of a checkpoint: for engines that are files of parameters, by their names.
+"""The parameters of a checkpoint as passes left them: for engines that are files of parameters, by their names.
 
 A graph says how a model computes; a file for servers of others says that by the name of an architecture, and holds
 nothing but parameters. So every parameter is found again in the graph: as it was traced, or as codes that stand for it.

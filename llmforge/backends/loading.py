@@ -86,9 +86,9 @@ def require_devices(ranks: int, first: int = 0, provider: str = "cuda") -> None:
     """
     seen = devices.count(provider)  # extras are named like providers
     if first + ranks > seen:
-        behind = f" from device {first} on" if first else ""
+        beginning = f" from device {first} on" if first else ""
         raise EnvironmentLacks(
-            f"the engine has {ranks} ranks, which take one GPU each{behind}; this process sees {seen}",
+            f"the engine has {ranks} ranks, which take one GPU each{beginning}; this process sees {seen}",
             hint=f"build with `engine: {{tensor_parallel: {max(1, seen)}}}`, or check CUDA_VISIBLE_DEVICES"
             if seen
             else how_to_install(provider),

@@ -97,7 +97,7 @@ class Provider:
     session: str  # module whose `open_engine` loads what was built
     dtypes: Mapping[Dtype, Use]
     never: Mapping[Dtype, str] = field(default_factory=dict)  # why dtypes are refused on every device
-    capabilities: tuple[str, ...] | None = None  # that it has code for; None: those of the GPU at hand
+    capabilities: tuple[str, ...] | None = None  # that it has code for; None: those of the GPU that is here
     uncovered: str = ""  # why it runs on no other; `{sm}` is the capability
     needs_device: str | None = None  # why an engine is built on the GPU that runs it; None: it is built anywhere
     index: str = ""  # where pip gets `package`, if not from PyPI

@@ -1,4 +1,4 @@
-"""What a runtime must know of a lowered graph, read off its inputs and outputs: no session is needed for it."""
+"""The facts that a runtime needs of a lowered graph, read off its inputs and outputs: no session is needed for it."""
 
 from __future__ import annotations
 

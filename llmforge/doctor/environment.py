@@ -1,4 +1,4 @@
-"""Packages and devices at hand, and what they allow: a checklist, each line with what to do about it."""
+"""Packages and devices of this machine, and what they allow: a checklist, each line with what to do about it."""
 
 from __future__ import annotations
 

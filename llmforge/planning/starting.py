@@ -59,7 +59,7 @@ def write(
     """Write the recipe called `name` for `checkpoint` on `target`, whose figures are known, as far as there are any.
 
     `given` are the paths that stand in it: checkpoint, target, calibration, evaluation. `has_device`: the GPU of the
-    target is at hand, so that engines which only it builds need not be deferred. `sample_text`: both texts are those
+    target is here, so that engines which only it builds need not be deferred. `sample_text`: both texts are those
     that ship with llmforge.
 
     Raises:
@@ -82,16 +82,10 @@ def write(
             f"{checkpoint} is quantized already, and {chosen} takes its codes of an unquantized checkpoint",
             hint="give the original checkpoint, or choose another --engine",
         )
-    there = Deployment(
-        target,
-        BACKENDS[chosen],
-        before.plan.scheme.compute,
-        goal,
-        caches_latents=any(each.latent is not None for _, each in shape.attentions()),
-        is_quantized=is_stored,
-        stored=source.grid_of(settings, folder) if is_stored else None,
-    )
-    proposed = _choose(before, there)
+    latents = any(each.latent is not None for _, each in shape.attentions())
+    grid = source.grid_of(settings, folder) if is_stored else None
+    compute = before.plan.scheme.compute
+    proposed = _choose(before, Deployment(target, BACKENDS[chosen], compute, goal, latents, is_stored, grid))
     stores = reduce(Storage.or_else, (each.stores for _, each in proposed), Storage())
     if stores.weights is None and others is not None:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""What a scheduler needs of a decoder and of its cache, and what every decoder does with a step before its graph runs.
+"""The decoder and the cache that a scheduler drives, and what every decoder does with a step before its graph runs.
 
 Each folder of `llmforge.backends` whose engines run here has a `session`, the decoder for it.
 """
@@ -177,7 +177,7 @@ class DecodeRun(ABC):
 
         Args:
             rows: [n], as of `logits`.
-            blocks: [n], numbers of `interface.mass_blocks`, which says their size; -inf stands behind a row's end.
+            blocks: [n], numbers of `interface.mass_blocks`, which says their size; -inf stands after a row's end.
         """
 
     def next_ids(self) -> NDArray[np.int64]:

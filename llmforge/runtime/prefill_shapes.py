@@ -1,7 +1,7 @@
-"""Which numbers of tokens reach a device at once: a few, so that kernels that are made for each are made at load.
+"""The numbers of tokens that reach a device at once: a few, so that kernels that are made for each are made at load.
 
 From SM 90 on cuDNN's attention builds, and keeps, a plan for each exact length: 55 to 400 ms, in the middle of an
-answer, and for as many lengths as prompts have. So a piece of a prompt is padded to the next shape. What stands behind
+answer, and for as many lengths as prompts have. So a piece of a prompt is padded to the next shape. What stands after
 its end is causal attention's future: no token sees it, and the next one's keys overwrite it.
 
 Pieces of several prompts run in one step, as rows of one shape. A GPU reads all weights for any step, and takes no

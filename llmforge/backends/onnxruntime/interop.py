@@ -1,4 +1,4 @@
-"""What runtimes of others want beside `model.onnx`, so that they load an engine folder as it is.
+"""Files that runtimes of others want beside `model.onnx`, so that they load an engine folder unchanged.
 
 - A graph of the pass genai-interface: `genai_config.json` and the tokenizer, for `onnxruntime_genai.Model(folder)`;
   and what optimum-onnx wants, where it would read the model right.
@@ -51,7 +51,7 @@ def write(model: ir.Model, engine: BuiltEngine, checkpoint: Checkpoint) -> tuple
     """Write what the runtimes that `model`, lowered, has the interface of want in the folder of `engine`.
 
     Returns:
-        Who loads the folder, and who does not and why, in words; () where the graph has llmforge's own interface.
+        Who loads the folder, and who does not, with a reason; () where the graph has llmforge's own interface.
 
     Raises:
         UnsupportedError: no runtime of others would read the model right.

@@ -265,7 +265,7 @@ def grown(buffers: Mapping[str, NDArray[Any]], past_lengths: NDArray[np.int32]) 
 
 
 def store_grown(buffer: NDArray[Any], present: NDArray[Any], past_lengths: NDArray[np.int32]) -> None:
-    """Copy the slots that a step added at the end of `present` behind what each row of `buffer` holds."""
+    """Copy the slots that a step added at the end of `present` after what each row of `buffer` holds."""
     longest = int(past_lengths.max())
     added = present.shape[2] - longest
     for b, length in enumerate(past_lengths.tolist()):

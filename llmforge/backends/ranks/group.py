@@ -79,7 +79,7 @@ class SharedMemory:
 class RankGroup:
     """Ranks that meet in shared memory; the driver's view of it, or a rank's.
 
-    Commands, pickled, lie behind what the collectives need: one at a time, of at most `room` bytes.
+    Commands, pickled, lie after what the collectives need: one at a time, of at most `room` bytes.
 
     Raises:
         EnvironmentLacks: the kernels are not compiled, or the system is no Linux.
@@ -139,7 +139,7 @@ class RankGroup:
         return pickle.loads(self._memory.map[start : start + length])
 
     def wait(self, seen: int, wait_s: float) -> int:
-        """Wait for a command behind number `seen`."""
+        """Wait for a command after number `seen`."""
         return int(self._library.llmforge_group_await(self._address, seen, int(wait_s * 1000)))
 
     def answer(self, rank: int, number: int) -> None:

@@ -1,4 +1,4 @@
-"""What a driver and a rank tell each other while the rank starts, and what a driver has them do (`RankGroup.command`).
+"""Messages of a driver and a rank while the rank starts, and what a driver has them do (`RankGroup.command`).
 
 A command is a list of calls, done in order: copies of cached tokens wait for the next step, and cost no round of their
 own.

@@ -117,7 +117,7 @@ class RankSession(Decoder[RankCache]):
         own_kernels: the graphs have kernels of llmforge's own, besides collectives.
         most_ids: most tokens of a step, all rows together.
         limit_s: how long a rank may take from one collective to the next; on a GPU, for a step.
-        gpu: the engine on GPUs, and the device of the first rank; others have those behind it. None: the CPU.
+        gpu: the engine on GPUs, and the device of the first rank; others have those after it. None: the CPU.
 
     Raises:
         EnvironmentLacks: no process can be started, one ended while it loaded, or the system has no such memory.
@@ -507,7 +507,7 @@ def limit_s() -> float:
 def open_engine(folder: Path, config: RuntimeConfig, threads: int | None, device: int = 0) -> RankSession:
     """Open the ranks in `folder`; `threads` are those of all together, at least one for each.
 
-    On GPUs, `device` is that of the first rank, and the others have those behind it.
+    On GPUs, `device` is that of the first rank, and the others have those after it.
     """
     session = config.session.resolve(threads)
     return RankSession(

@@ -1,4 +1,4 @@
-"""Build a plan from an ONNX file, with either module: TensorRT-RTX ahead of time, TensorRT on the GPU at hand."""
+"""Build a plan from an ONNX file, with either module: TensorRT-RTX ahead of time, TensorRT on the GPU that is here."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Library:
 
     @property
     def ahead_of_time(self) -> bool:
-        """Whether it builds for a compute capability that is named, with no GPU at hand."""
+        """Whether it builds for a compute capability that is named, without a GPU."""
         return self.provider.needs_device is None
 
     def require(self) -> None:

@@ -1,4 +1,4 @@
-"""What a plan says of itself, held against what the artifact says of it, before anything of it runs."""
+"""The facts of a plan, held against what the artifact says of it, before anything of it runs."""
 
 from __future__ import annotations
 

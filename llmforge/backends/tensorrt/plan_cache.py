@@ -1,4 +1,4 @@
-"""What earlier builds left for later ones, in the user's cache folder: plans by their key, and kernel timings.
+"""The store of earlier builds for later ones, in the user's cache folder: plans by their key, and kernel timings.
 
 A plan is reused where everything that decides it is equal, and its hash is what was recorded. The oldest go when all
 together take more than `LIMIT_BYTES`.

@@ -1,4 +1,4 @@
-"""What TensorRT does not build, by feature of the graph and compute capability: data, asked before a weight is read.
+"""Refusals of TensorRT, by feature of the graph and compute capability: data, asked before a weight is read.
 
 Each rule was seen with TensorRT-RTX 1.7.1.116, which builds ahead of time, on SM75, 80, 86, 89 and 120; a test holds
 every cell of the table against that builder. For TensorRT itself, and for SM90 and SM100, the rules are taken over and

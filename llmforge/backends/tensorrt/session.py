@@ -13,7 +13,7 @@ number of rows, and verified like any other (`cuda_graph_capture`). TensorRT-RTX
 sends a step to the stream, after its inputs, and one wait brings them. Rows that must be whole are fetched by
 themselves. A plan that was built without top logits gives whole rows.
 
-What is verified without a GPU is all that is decided here, against stand-ins for the library and for CUDA; the
+What is verified without a GPU is all that is decided here, against fakes of the library and of CUDA; the
 library's names are checked against the installed bindings.
 """
 
@@ -206,7 +206,7 @@ class PlanSession(DeviceDecoder[DeviceCache]):
         return _PlanDecode(self._top_logits, self._logits, cache.batch)
 
     def _launch_prefill(self, inputs: StepInputs, cache: DeviceCache, shape: tuple[int, ...]) -> None:
-        """Send a step of several tokens to the stream, behind its inputs; `shape`: of its logits."""
+        """Send a step of several tokens to the stream, after its inputs; `shape`: of its logits."""
         size = math.prod(shape) * LOGIT_BYTES
         if size > self._logits.size:
             self._logits = self.device.allocate(size)
@@ -215,7 +215,7 @@ class PlanSession(DeviceDecoder[DeviceCache]):
         self._enqueue(context)
 
     def _launch_decode(self, inputs: StepInputs, cache: DeviceCache) -> None:
-        """Send a step of one token a row to the stream, behind its inputs."""
+        """Send a step of one token a row to the stream, after its inputs."""
         bound = self._decode_inputs.upload(inputs.feeds(self.signature))
         captured = self._graphs.get(cache.memory, {}).get(cache.batch) if cache.start == 0 else None
         if captured is None:
@@ -253,7 +253,7 @@ class PlanSession(DeviceDecoder[DeviceCache]):
                 raise RuntimeError(f"{self._plan.title}: {name} {given}; expected {expected}")
 
     def _enqueue(self, context: Any) -> None:
-        """Send a step to the stream, behind the copy of its inputs."""
+        """Send a step to the stream, after the copy of its inputs."""
         self._expect(context.execute_async_v3(self.device.stream), "a step")
 
     def _expect(self, done: bool, what: str) -> None:

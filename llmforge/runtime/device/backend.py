@@ -1,4 +1,4 @@
-"""What decoders over a device's memory have in common: buckets, logits in page-locked memory, verified CUDA graphs."""
+"""The base of decoders over a device's memory: buckets, logits in page-locked memory, verified CUDA graphs."""
 
 from __future__ import annotations
 

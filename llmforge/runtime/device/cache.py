@@ -15,7 +15,7 @@ from llmforge.runtime.signature import ELEMENTS, Signature
 class CacheTensor:
     """The memory of one cache [batch, kv_heads, capacity, head_dim] or state [batch, …].
 
-    `dims` are those behind the batch. A row is `heads` heads, each of `capacity` tokens of `token_bytes`; a state is
+    `dims` are those after the batch. A row is `heads` heads, each of `capacity` tokens of `token_bytes`; a state is
     one head of one token.
     """
 

@@ -30,9 +30,9 @@ class FetchedTopLogits:
 class TopLogitsBuffers:
     """Room for the top logits of `most_rows` rows, one on the device, and two on the host, which are filled in turn.
 
-    Those of n rows lie behind each other, so that one copy brings them all: logits [n, H], ids [n, H], masses
+    Those of n rows lie after each other, so that one copy brings them all: logits [n, H], ids [n, H], masses
     [n, blocks], each at an address that TensorRT takes. Where a graph guesses ids, they lie before them, at one address
-    for any number of rows: there a step leaves its `next_ids`, and the one behind it finds its `chosen_ids`.
+    for any number of rows: there a step leaves its `next_ids`, and the next one finds its `chosen_ids`.
     """
 
     def __init__(self, device: Device, most_rows: int, vocabulary: int, *, guesses: bool = False) -> None:
@@ -107,7 +107,7 @@ class TopLogitsBuffers:
         return self._row
 
     def read_blocks(self, logits: Buffer, rows: Sequence[int], blocks: Sequence[int]) -> NDArray[np.float32]:
-        """Copy one block (`interface.mass_blocks`) out of each of `rows`, -inf behind a row's end.
+        """Copy one block (`interface.mass_blocks`) out of each of `rows`, -inf after a row's end.
 
         They hold until the next call.
         """

@@ -14,8 +14,8 @@ from llmforge.backends.onnxruntime.cuda.attention import (
     EFFICIENT,
     FLASH,
     XQA,
-    AttentionShape,
     ChosenKernel,
+    KernelCase,
 )
 from llmforge.base.errors import VerificationError
 from llmforge.passes import FlashAttention
@@ -23,7 +23,7 @@ from llmforge.rewrite.pass_base import Context
 
 from ...models import graphs
 
-PLAIN = AttentionShape("a", heads=32, kv_heads=8, head_dim=128, int8=False, softcap=False, window=False, sinks=False)
+PLAIN = KernelCase("a", heads=32, kv_heads=8, head_dim=128, int8=False, softcap=False, window=False, sinks=False)
 # As the wheel prints it, of an engine with two layers on a device that claimed SM 80, then 90, then 75.
 LOG = (
     "\x1b[36mAttentionKernelOptions: FLASH_ATTENTION=1 EFFICIENT_ATTENTION=1 TRT_FUSED_ATTENTION=1 "

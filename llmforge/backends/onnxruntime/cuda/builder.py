@@ -54,7 +54,7 @@ PROVED_TOKENS = tuple(sorted({*(1 << i for i in range(10)), *(3 << i for i in ra
 
 
 def require_host(target: Target, spec: EngineSpec) -> None:
-    """Return if the GPU of `target` is at hand: an engine is loaded and its steps are captured as it is built.
+    """Return if the GPU of `target` is here: an engine is loaded and its steps are captured as it is built.
 
     Raises:
         EnvironmentLacks: it is not.

@@ -116,7 +116,7 @@ class DecodeRuns:
     def begin(self, launch: Callable[[], None], rows: int, logits: Buffer | None = None) -> Running:
         """Begin a step of so many rows that `launch`, which waits for nothing, sends to the device.
 
-        `logits`: where it puts them; None: where decode steps do. Another place is one that no step behind writes to.
+        `logits`: where it puts them; None: where decode steps do. Another place is one that no later step writes to.
         """
         logits = self._logits if logits is None else logits
         before = self._begun[-1] if self._begun and logits is self._logits else None

@@ -1,4 +1,4 @@
-"""Which decode steps of a lowered graph the CUDA provider captures as CUDA graphs, and what keeps it from that.
+"""The plan of CUDA graphs: which decode steps the CUDA provider captures, and what keeps it from that.
 
 ONNX Runtime captures a run whose option `gpu_graph_id` names a graph that it has not captured yet, and replays it in
 every later run with that id: the same kernels with the same arguments on the same addresses. So a plan holds one graph

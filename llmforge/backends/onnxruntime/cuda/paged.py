@@ -1,6 +1,6 @@
 """A decoder in ONNX Runtime whose caches are blocks of one pool: texts of any length share a device's memory.
 
-A step runs the tokens of several texts one behind the other, prompts and decoding together, none of them padding, and
+A step runs the tokens of several texts one after the other, prompts and decoding together, none of them padding, and
 each reads and writes its own blocks by a table (`contrib.PagedAttention`). Decode steps may be CUDA graphs, as in
 `llmforge.backends.onnxruntime.cuda.session`, with a table of fixed size and rows of padding, whose blocks are number 0.
 `attention_metadata` is what the host says of lengths: exact in other steps, the class of lengths in a captured one.
@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.backends.onnxruntime.cuda.decode_runs import DecodeRuns
 from llmforge.backends.onnxruntime.cuda.session import (
     DECODE_BYTES,
     EAGER,
@@ -39,7 +38,6 @@ from llmforge.runtime.device.cache import CacheMemory, CacheTensor, DeviceCache
 from llmforge.runtime.device.cuda import Buffer, Device
 from llmforge.runtime.device.graph_capture import ONE, CaptureProbe, probe_inputs
 from llmforge.runtime.device.inputs import InputBuffers, StagedInputs
-from llmforge.runtime.device.top_logits import TopLogitsBuffers
 from llmforge.runtime.interface import DecodeRun, RowCopy, Rows, StepInputs
 from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.runtime.signature import ELEMENTS, Signature
@@ -61,7 +59,7 @@ class PagedCache(Rows):
     """A pool of blocks in a device's memory, and rows of texts of at most `capacity` tokens, which take what they hold.
 
     A scheduler plans `pool` itself and has no use for rows; a row is what runs texts one by one (`Backend.step`). It
-    begins anew with a step behind no past.
+    begins anew with a step after no past.
     """
 
     store: DeviceCache = field(repr=False)  # a row is a block; its first one is nobody's
@@ -186,19 +184,8 @@ class PagedSession(CapturedSession[PagedCache]):
         if self.signature.block_size is None or self.signature.gives_all_rows:
             raise InputError(f"{where}: its caches are no blocks of a pool")
         self.block_size = self.signature.block_size
-        fixed = {*self.signature.cache_types, interface.CHOSEN_IDS}
-        self._input_names = tuple(name for name in self.signature.inputs if name not in fixed)
-        self._host_inputs = self._find_host_inputs(self._input_names, interface.ATTENTION_METADATA, where)
-        self._most_rows = most = max((1, *self.buckets, *(capture.batch for capture in self._captures)))
+        self._prepare_buffers(interface.ATTENTION_METADATA, where)
         self._decode_inputs: InputBuffers | None = None  # sized by the table of the first cache
-        self._inputs = InputBuffers(device, self._input_names, self._host_inputs, INPUT_BYTES)  # of other steps; grows
-        self._decode_logits = device.allocate(most * self.vocabulary * LOGIT_BYTES)
-        self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)
-        self._top_logits: TopLogitsBuffers | None = None
-        self._runs: DecodeRuns | None = None
-        if self.signature.gives_top_logits:
-            self._top_logits = TopLogitsBuffers(device, most, self.vocabulary, guesses=self.signature.gives_next_ids)
-            self._runs = DecodeRuns(device, self._thread, self._top_logits, self._decode_logits)
         self._bindings: weakref.WeakKeyDictionary[CacheMemory, Binding] = weakref.WeakKeyDictionary()
         self._fewer: tuple[str, ...] = ()  # what `allocate` has to say of its pool
 
@@ -284,16 +271,6 @@ class PagedSession(CapturedSession[PagedCache]):
             raise ValueError(f"out is {out.dtype} {out.shape}; the logits are fp32 {shape}, C-contiguous")
         self._guessed_rows = 0
         self._on_thread(lambda: self._execute(cache, self._prepare(pieces, cache), out))
-
-    @property
-    def guesses_tokens(self) -> bool:
-        """Whether the graph guesses tokens, too."""
-        return self.signature.gives_next_ids
-
-    @property
-    def decodes_ahead(self) -> bool:
-        """Whether the graph gives top logits."""
-        return self._top_logits is not None
 
     def begin(
         self,
@@ -385,7 +362,7 @@ class PagedSession(CapturedSession[PagedCache]):
         feeds = self._feeds(pieces, cache, rows, len(pieces), longest, temperatures, draws)
         most, count = max(value.nbytes for value in feeds.values()), max(1, count)
         if most > self._inputs.each_bytes:
-            self._inputs = InputBuffers(self.device, self._input_names, self._host_inputs, most)
+            self._inputs = self._input_buffers(most)
         if count * self.vocabulary * LOGIT_BYTES > self._logits.size:
             self._logits = self.device.allocate(count * self.vocabulary * LOGIT_BYTES)
         return _Step(self._inputs, self._inputs.stage(feeds), self._logits, count, EAGER)
@@ -400,7 +377,7 @@ class PagedSession(CapturedSession[PagedCache]):
         temperatures: NDArray[np.float32] | None = None,
         draws: NDArray[np.float32] | None = None,
     ) -> dict[str, NDArray[Any]]:
-        """Make the inputs of a step of `batch` rows; those behind `pieces` run one token, in block 0."""
+        """Make the inputs of a step of `batch` rows; those after `pieces` run one token, in block 0."""
         padding = batch - len(pieces)
         lengths = np.array([*(len(piece.tokens) for piece in pieces), *[1] * padding], np.int32)
         ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -449,7 +426,7 @@ class PagedSession(CapturedSession[PagedCache]):
         table_bytes = self._most_rows * cache.blocks_of_a_row * 4
         if buffers is None or buffers.each_bytes < table_bytes:
             most = max(table_bytes, (self._most_rows + 1) * INPUT_BYTES, self._most_rows * DECODE_BYTES)
-            buffers = InputBuffers(self.device, self._input_names, self._host_inputs, most, sets=2)
+            buffers = self._input_buffers(most, sets=2)
             self._decode_inputs = buffers
             self._graphs.clear()  # they read the inputs elsewhere
             graph_id = EAGER
@@ -463,7 +440,7 @@ class PagedSession(CapturedSession[PagedCache]):
         return self._bindings[memory]
 
     def _launch(self, binding: Binding, step: _Step) -> None:
-        """Send the graph to the device, behind its inputs."""
+        """Send the graph to the device, after its inputs."""
         step.buffers.send(step.inputs)
         binding.bind_inputs(step.inputs.bound)
         binding.bind_logits(step.logits, (1, step.rows, self.vocabulary))
@@ -501,7 +478,7 @@ class PagedSession(CapturedSession[PagedCache]):
             if moved:
                 step.buffers.send(step.inputs)
                 most = step.buffers.each_bytes
-                other = InputBuffers(self.device, self._input_names, self._host_inputs, most)
+                other = self._input_buffers(most)
                 binding = Binding(self._session, self.device, cache.store)
                 step = step._replace(buffers=other, inputs=other.stage(feeds(token)))
             self._execute(cache, step, out, binding)

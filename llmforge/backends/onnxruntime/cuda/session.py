@@ -76,6 +76,8 @@ class CapturedSession(DeviceDecoder[C], Generic[C]):
     def __init__(self, device: Device, buckets: Sequence[int], graphs: GraphPlan | None) -> None:
         self.device = device
         self.buckets = tuple(buckets)
+        self._top_logits: TopLogitsBuffers | None = None
+        self._runs: DecodeRuns | None = None
         self._captures = () if graphs is None or graphs.mode == "off" else graphs.captures
         self._graphs_required = graphs is not None and graphs.mode == "require"
         # One thread makes all runs, for CUDA graphs belong to the thread that captured them.
@@ -84,6 +86,33 @@ class CapturedSession(DeviceDecoder[C], Generic[C]):
         self._graphs = weakref.WeakKeyDictionary()  # batch → (length, id), ascending
         self._guessed_rows = 0  # of the step begun last, whose guesses the next one may take
         self._last_id = 0  # none is used twice: a graph outlives the cache that it was captured over
+
+    def _prepare_buffers(self, read_on_hosts: str, where: str) -> None:
+        """Make room for inputs and logits of steps, as the signature says; `read_on_hosts` is so on any device."""
+        signature = self.signature
+        fixed = {*signature.cache_types, interface.CHOSEN_IDS}
+        self._input_names = tuple(name for name in signature.inputs if name not in fixed)
+        self._host_inputs = self._find_host_inputs(self._input_names, read_on_hosts, where)
+        self._most_rows = most = max((1, *self.buckets, *(capture.batch for capture in self._captures)))
+        self._inputs = self._input_buffers(INPUT_BYTES)  # of steps that do not decode; grows
+        self._decode_logits = self.device.allocate(most * self.vocabulary * LOGIT_BYTES)
+        self._logits = self.device.allocate(self.vocabulary * LOGIT_BYTES)  # of others; grows
+        if signature.gives_top_logits:
+            self._top_logits = TopLogitsBuffers(self.device, most, self.vocabulary, guesses=signature.gives_next_ids)
+            self._runs = DecodeRuns(self.device, self._thread, self._top_logits, self._decode_logits)
+
+    def _input_buffers(self, each_bytes: int, sets: int = 1) -> InputBuffers:
+        return InputBuffers(self.device, self._input_names, self._host_inputs, each_bytes, sets=sets)
+
+    @property
+    def decodes_ahead(self) -> bool:
+        """Whether the graph gives top logits."""
+        return self._top_logits is not None
+
+    @property
+    def guesses_tokens(self) -> bool:
+        """Whether the graph guesses tokens, too."""
+        return self.signature.gives_next_ids
 
     def _on_thread(self, work: Callable[[], T]) -> T:
         return self._thread.submit(work).result()
@@ -174,21 +203,10 @@ class DeviceSession(CapturedSession[DeviceCache]):
             raise UnsupportedError(f"{where}: its caches grow in every step, and only the CPU's session copies them")
         if self._captures and interface.ATTENTION_MASK in signature.inputs:
             raise UnsupportedError(f"{where}: {interface.ATTENTION_MASK} grows with the text, so no step is recorded")
-        fixed = {*signature.cache_types, interface.CHOSEN_IDS}
-        self._input_names = tuple(name for name in signature.inputs if name not in fixed)
-        self._host_inputs = self._find_host_inputs(self._input_names, interface.TOTAL_SEQUENCE_LENGTH, where)
-        self._most_rows = most = max((1, *self.buckets, *(capture.batch for capture in self._captures)))
+        self._prepare_buffers(interface.TOTAL_SEQUENCE_LENGTH, where)
         if self._pads and signature.chooses_by_row:
-            self.prompt_shapes = tuple(shape for shape in together(shapes) if shape[0] <= most)
-        self._decode_inputs = InputBuffers(device, self._input_names, self._host_inputs, most * DECODE_BYTES, sets=2)
-        self._inputs = InputBuffers(device, self._input_names, self._host_inputs, INPUT_BYTES)  # of other steps; grows
-        self._decode_logits = device.allocate(most * self.vocabulary * LOGIT_BYTES)
-        self._top_logits: TopLogitsBuffers | None = None
-        self._runs: DecodeRuns | None = None
-        if signature.gives_top_logits:
-            self._top_logits = TopLogitsBuffers(device, most, self.vocabulary, guesses=signature.gives_next_ids)
-            self._runs = DecodeRuns(device, self._thread, self._top_logits, self._decode_logits)
-        self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)
+            self.prompt_shapes = tuple(shape for shape in together(shapes) if shape[0] <= self._most_rows)
+        self._decode_inputs = self._input_buffers(self._most_rows * DECODE_BYTES, sets=2)
         self._bindings: weakref.WeakKeyDictionary[CacheMemory, dict[tuple[int, int], Binding]]
         self._bindings = weakref.WeakKeyDictionary()
 
@@ -258,16 +276,6 @@ class DeviceSession(CapturedSession[DeviceCache]):
             self._decode(inputs, cache, out, length, graph_id)
         else:
             self._run_long(self._feeds(inputs), cache, out)
-
-    @property
-    def decodes_ahead(self) -> bool:
-        """Whether the graph gives top logits."""
-        return self._top_logits is not None
-
-    @property
-    def guesses_tokens(self) -> bool:
-        """Whether the graph guesses tokens, too."""
-        return self.signature.gives_next_ids
 
     def begin_decode(self, inputs: StepInputs, cache: DeviceCache) -> DecodeRun:
         """Begin a step of one token a row, as `step` runs it; arrays are read before this returns."""
@@ -363,7 +371,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
         """Bring inputs of a step of several tokens to their addresses."""
         most = max(value.nbytes for value in feeds.values())
         if most > self._inputs.each_bytes:
-            self._inputs = InputBuffers(self.device, self._input_names, self._host_inputs, most)
+            self._inputs = self._input_buffers(most)
         return self._inputs.upload(feeds)
 
     def _reserve_logits(self, shape: tuple[int, ...]) -> None:
@@ -408,7 +416,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
         shape: tuple[int, ...],
         graph_id: int,
     ) -> bool:
-        """Send the graph to the device, behind its inputs; say whether its logits of `shape` will be in `logits`."""
+        """Send the graph to the device, after its inputs; say whether its logits of `shape` will be in `logits`."""
         in_place = self.signature.declared_rows in (None, shape[1])
         binding.bind_inputs(inputs)
         binding.bind_logits(logits if in_place else None, shape)
@@ -436,7 +444,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
                 self._decode(inputs, cache, out, capture.length, which)
                 return out.copy()
             self._upload_decode(probe_inputs(ONE, capture), None)
-            other = InputBuffers(self.device, self._input_names, self._host_inputs, self._decode_inputs.each_bytes)
+            other = self._input_buffers(self._decode_inputs.each_bytes)
             bound = other.upload(self._feeds(inputs))
             self._execute(self._new_binding(cache), bound, self._decode_logits, out, which)
             return out.copy()
