@@ -189,7 +189,7 @@ class QuantizeWeights(Pass):
         """Name the method."""
         return (type(self.chosen),)
 
-    def brought(self) -> tuple[Plugin, ...]:
+    def plugins_used(self) -> tuple[Plugin, ...]:
         """Name who brings the method."""
         plugin = methods.plugin_of(type(self.chosen).name)
         return () if plugin is None else (plugin,)

@@ -162,7 +162,7 @@ class Target(BaseModel):
         return self
 
     @property
-    def known_as(self) -> str:
+    def catalog_name(self) -> str:
         """The name of a target in this folder, by which artifacts know it everywhere."""
         return self.like or self.name
 

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmforge.artifact import sealed
+from llmforge.artifact.sealed import MANIFEST, SIGNATURE, EvidenceRecord
 from llmforge.artifact.store import Artifact
-from llmforge.base import sealed, small_file
+from llmforge.base import small_file
 from llmforge.base.errors import InputError, UsageError
-from llmforge.base.sealed import MANIFEST, SIGNATURE, Record
 
 KEY_BYTES = 1 << 20
 _CURVES = "an elliptic curve key (P-256, P-384 or P-521) in PEM"
@@ -81,7 +82,7 @@ def sign(opened: Artifact, signer: Signer) -> Path:
     return final
 
 
-def verify(opened: Artifact, trust: Trust, source: str | None = None) -> tuple[Record, ...]:
+def verify(opened: Artifact, trust: Trust, source: str | None = None) -> tuple[EvidenceRecord, ...]:
     """Check every byte of an artifact, and that someone trusted signed it; return the records that were signed.
 
     Messages call it `source`, else by its path.

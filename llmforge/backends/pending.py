@@ -60,7 +60,7 @@ def write(
     pending = Pending(
         format=FORMAT,
         backend=request.spec.backend,
-        target=request.target.known_as,
+        target=request.target.catalog_name,
         sm=request.target.require_gpu().sm,
         engine=request.spec.model_dump_json(),
         eos_token_ids=tuple(request.eos_token_ids),

@@ -24,7 +24,7 @@ def home() -> Path:
 
 
 @dataclass(frozen=True)
-class Memory:
+class RememberedTexts:
     """The last `most` texts that were added to `file`."""
 
     file: str

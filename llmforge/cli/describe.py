@@ -172,7 +172,7 @@ def artifact_lines(artifact: Artifact, tools: Mapping[str, str]) -> list[str]:
         f"{record.created:%Y-%m-%d %H:%M %Z}  {record.verdict:<12}  {record.home}report/report.html"
         for record in artifact.evidence
     ]
-    brought = manifest.recipe.get("plugins") or {}
+    plugins_of = manifest.recipe.get("plugins") or {}
     rows = [
         ("gates", artifact.verdict),
         *zip(("evidence", *[""] * len(evidence)), evidence, strict=False),
@@ -181,7 +181,7 @@ def artifact_lines(artifact: Artifact, tools: Mapping[str, str]) -> list[str]:
         ("checkpoint", manifest.checkpoint),
         *([("engine", "not built yet; run `llmforge build --finish`")] if _PENDING in manifest.files else ()),
         ("requires", ", ".join(f"{package} {version}" for package, version in manifest.requires.items()) or "nothing"),
-        *([("plug-ins", ", ".join(f"{name} {version}" for name, version in brought.items()))] if brought else ()),
+        *([("plug-ins", ", ".join(f"{name} {version}" for name, version in plugins_of.items()))] if plugins_of else ()),
         ("built with", ", ".join(f"{tool} {version}" for tool, version in tools.items())),
     ]
     lines = [f"{manifest.name} {manifest.version}", *(f"  {title:<12}{value}" for title, value in rows)]

@@ -79,7 +79,7 @@ def build_matrix(path: Path, options: MatrixOptions, arguments: Sequence[str]) -
         build.load()  # a matrix that is wrong says so before anything runs
     file = options.page or options.out / f"{read.name}.html"
     output.check_file(file, ".html", makes_folders=options.page is None)
-    settings = running.Settings(options.out.absolute(), options.store, options.jobs, tuple(arguments))
+    settings = running.FarmSettings(options.out.absolute(), options.store, options.jobs, tuple(arguments))
     address, began = options.address, time.monotonic()
     rows: list[Row] = []
     with _said_how_to_go_on(rows):

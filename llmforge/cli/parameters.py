@@ -59,7 +59,7 @@ class ArtifactPath(click.ParamType[Path]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Find the folder."""
-        from llmforge.artifact import resolve
+        from llmforge.artifact.references import resolve
 
         if (why := small_file.why_no_path(str(value))) is not None:
             self.fail(f"{shown(str(value))}: {why}", param, ctx)

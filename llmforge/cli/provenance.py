@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llmforge.base import admission, extras, process, small_file
-from llmforge.base.admission import ALLOWED, LOADED
+from llmforge.artifact import admission
+from llmforge.artifact.admission import ALLOWED, LOADED
+from llmforge.base import extras, process, small_file
 from llmforge.base.errors import UsageError, VerificationError
 from llmforge.cli import output
 from llmforge.cli.parameters import ARTIFACT, PATH, keep_quiet
 from llmforge.cli.recorded import Inputs, inputs_options
 
 if TYPE_CHECKING:
-    from llmforge.artifact import Artifact, Record
+    from llmforge.artifact import Artifact, EvidenceRecord
     from llmforge.artifact.transfer import Check
 
 _REPRODUCE = """\b
@@ -138,7 +139,7 @@ def verify(artifact: Path, key: Path | None, authority: tuple[Path, ...], as_jso
 
 def verified(opened: Artifact, key: Path | None = None, authority: tuple[Path, ...] = ()) -> list[str]:
     """Check an artifact, its verdicts, and its signature where `key` or `authority` is given; say what holds."""
-    from llmforge.base.sealed import SIGNATURE, effective
+    from llmforge.artifact.sealed import SIGNATURE, effective
     from llmforge.gates import verdict
 
     signed = None if key is None and not authority else verify_signature(opened, key, authority)
@@ -161,7 +162,7 @@ def verified(opened: Artifact, key: Path | None = None, authority: tuple[Path, .
 
 def verify_signature(
     opened: Artifact, key: Path | None, authority: tuple[Path, ...], source: str | None = None
-) -> tuple[Record, ...]:
+) -> tuple[EvidenceRecord, ...]:
     """Check an artifact, which messages call `source`, and its signature; return the records that it covers."""
     from llmforge.artifact import signing
 
@@ -215,7 +216,7 @@ def signature_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def required(opened: Artifact, require_signature: bool, key: Path | None) -> tuple[Record, ...] | None:
+def required(opened: Artifact, require_signature: bool, key: Path | None) -> tuple[EvidenceRecord, ...] | None:
     """Refuse an artifact that is not signed by `key`, where a signature is required; return the signed records."""
     _check_pair(require_signature, key)
     return verify_signature(opened, key, ()) if require_signature else None

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmforge.artifact.admission import LOADED
 from llmforge.backends import of_provider
 from llmforge.base import extras, process
-from llmforge.base.admission import LOADED
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import (

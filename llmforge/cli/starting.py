@@ -154,8 +154,8 @@ def migrate(recipe: Path, in_place: bool) -> None:
 
     Comments and layout stay. Artifacts are not migrated: build them again.
     """
+    from llmforge.artifact.sealed import MANIFEST
     from llmforge.base import located_yaml
-    from llmforge.base.sealed import MANIFEST
     from llmforge.cli import console
     from llmforge.recipe import migration
 
@@ -264,7 +264,7 @@ def write(
         UnsupportedError, CheckpointError: there is nothing to write.
     """
     from llmforge import recipes, targets
-    from llmforge.base.sealed import is_name
+    from llmforge.artifact.sealed import is_name
     from llmforge.checkpoint import read_settings
     from llmforge.measure import gpus, machine
     from llmforge.planning import starting, typical

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from llmforge import artifact
+from llmforge.artifact.sealed import MANIFEST
 from llmforge.base import extras
-from llmforge.base.sealed import MANIFEST
 from llmforge.compile.lock import FILE, Lock
 from llmforge.gates.records import Report
 from llmforge.report import card

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from llmforge import artifact, passes, targets
 from llmforge.artifact import Artifact
+from llmforge.artifact.sealed import is_content
 from llmforge.backends import engines
 from llmforge.backends.engines import BuiltEngine
 from llmforge.base.errors import DataError, EnginePending, UnsupportedError, UsageError
 from llmforge.base.progress import Progress, Silent
-from llmforge.base.sealed import is_content
 from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.checkpoint.text import TokenWindow

@@ -18,7 +18,7 @@ WIDTH, HEIGHT = 420.0, 300.0
 
 
 @dataclass(frozen=True)
-class Point:
+class ParetoPoint:
     """A build or a trial: what it is called, its group, and what was measured."""
 
     label: str  # short, in the dot
@@ -73,7 +73,7 @@ def losses(figures: Mapping[str, Figure], names: Sequence[str]) -> tuple[float, 
     return tuple(sign * each.value for sign, each in zip(signs, found, strict=True) if each is not None)
 
 
-def plot(points: Sequence[Point], x: str, y: str) -> Plot | None:
+def plot(points: Sequence[ParetoPoint], x: str, y: str) -> Plot | None:
     """Draw `y` against `x`; None where fewer than two points have both."""
     measured = [(point, found) for point in points if (found := losses(point.figures, (x, y))) is not None]
     if len(measured) < 2:

@@ -1,6 +1,6 @@
 """The record of a build: everything that a reader needs to trust the artifact, or not to. Written once, never edited.
 
-It is a record of evidence in the artifact, `evidence/<SHA-256>.json`, whose head llmforge.base.sealed reads. Its
+It is a record of evidence in the artifact, `evidence/<SHA-256>.json`, whose head llmforge.artifact.sealed reads. Its
 timings, date and machine differ from build to build; it lies outside the content and names its digest.
 """
 
@@ -17,9 +17,8 @@ from pydantic import (
     model_serializer,
 )
 
-from llmforge.artifact import Artifact, FileRecord, version_of
-from llmforge.artifact import Record as Head
-from llmforge.base import sealed
+from llmforge.artifact import Artifact, FileRecord, sealed, version_of
+from llmforge.artifact import EvidenceRecord as Head
 from llmforge.base.errors import InputError
 from llmforge.base.wording import quoted
 from llmforge.gates.decision import GateResult, Verdict

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import ConfigDict, Field
 
 from llmforge.artifact import Artifact
-from llmforge.artifact import Record as Head
+from llmforge.artifact import EvidenceRecord as Head
 from llmforge.base.errors import UsageError
 from llmforge.gates import decision as gates
 from llmforge.gates import records

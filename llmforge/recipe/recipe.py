@@ -235,7 +235,7 @@ class Recipe(Section):
             PluginError: one clashes with another, or is written for another interface.
         """
         found = [pass_base.of_plugin(step) for step in passes]
-        found += [plugin for step in passes for plugin in step.brought()]
+        found += [plugin for step in passes for plugin in step.plugins_used()]
         if not targets.is_file(self.target):
             found.append(targets.plugin_of(targets.meant(self.target)))
         found.append(backends.plugin_of(self.engine.backend))
@@ -368,6 +368,6 @@ def _of_target_file(path: Path) -> Iterator[Contradiction]:
     except UsageError as error:
         yield Contradiction(("target",), error.message, error.hint)
         return
-    if target.known_as not in targets.names():
+    if target.catalog_name not in targets.names():
         hint = "add `like: NAME`, with a name of `llmforge targets`"
         yield Contradiction(("target",), f"{path.name} has no `like`", hint)

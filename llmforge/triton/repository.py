@@ -34,9 +34,9 @@ import numpy as np
 
 from llmforge import targets
 from llmforge.artifact import Artifact
+from llmforge.artifact.sealed import MANIFEST
 from llmforge.backends import PROVIDERS, of_provider
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
-from llmforge.base.sealed import MANIFEST
 from llmforge.recipe import ServingSpec
 from llmforge.runtime.config import FILE, RuntimeConfig
 from llmforge.triton import sources

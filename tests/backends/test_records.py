@@ -33,14 +33,14 @@ def test_a_provider_names_what_builds_and_what_loads(provider: Provider) -> None
 @pytest.mark.parametrize("provider", PROVIDERS.values(), ids=lambda provider: provider.name)
 def test_an_extra_of_its_name_brings_a_provider(provider: Provider) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    brought = project["optional-dependencies"][provider.name]
+    extra = project["optional-dependencies"][provider.name]
     assert any(
-        each.startswith((f"{provider.package}[", f"{provider.package}=", f"{provider.package}>")) for each in brought
+        each.startswith((f"{provider.package}[", f"{provider.package}=", f"{provider.package}>")) for each in extra
     )
     if provider.requirements == ():  # servers of others load what it writes
         return
     needed = [each for each in provider.requirements if "{version}" not in each and each != "onnxruntime"]
-    assert set(needed) <= set(brought)
+    assert set(needed) <= set(extra)
 
 
 def test_the_wheel_has_code_for_the_capabilities_of_its_record() -> None:

@@ -350,7 +350,7 @@ def test_what_was_measured_is_a_target_that_plans_take(tmp_path: Path) -> None:
     machine.write(machine.of_cpu("here", HERE, MEASURED, "2026-11-21"), path)
     target = targets.find(str(path))
     assert target.name == "here"
-    assert (target.kind, target.isa, target.cores, target.known_as) == (
+    assert (target.kind, target.isa, target.cores, target.catalog_name) == (
         "cpu", targets.local().isa, 2, targets.local().name,
     )  # fmt: skip
     assert target.bandwidth_gbs is not None
@@ -377,7 +377,7 @@ def test_what_was_measured_is_a_target_that_plans_take(tmp_path: Path) -> None:
 def test_a_gpu_keeps_what_was_not_measured() -> None:
     target = machine.of_gpu("here", H200, 4.3e12, {"fp16": 788e12, "bf16": 788e12}, "2026-11-21")
     known = targets.load("h200")
-    assert target.known_as == "h200"
+    assert target.catalog_name == "h200"
     assert target.rates["bf16"].value == 788
     assert target.rates["fp8"] == known.rates["fp8"]
     assert target.memory_gb is not None
@@ -436,7 +436,7 @@ def test_a_gpu_is_measured_and_written(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "gpu.yaml"
     assert invoke("--measure", "--device", "cuda:0", "--write", path).exit_code == 0
     target = targets.read(path)
-    assert target.known_as == "h200"
+    assert target.catalog_name == "h200"
     assert target.bandwidth_gbs is not None
     assert target.bandwidth_gbs.value == 4300
 
@@ -457,7 +457,7 @@ def test_a_recipe_takes_the_file_of_a_machine(tmp_path: Path) -> None:
     machine.write(machine.of_cpu("here", HERE, MEASURED, "2026-11-21"), tmp_path / "here.yaml")
     loaded = Recipe.load(recipe(tmp_path, "here.yaml"))
     assert loaded.target == str(tmp_path / "here.yaml")
-    assert targets.find(loaded.target).known_as == targets.local().name
+    assert targets.find(loaded.target).catalog_name == targets.local().name
     resolved = loaded.resolved()["target"]
     assert resolved["name"] == "here.yaml"
     assert len(resolved["sha256"]) == 64

@@ -30,7 +30,7 @@ def publish(state: CompileState) -> BuildResult:
         staging,
         recipe=state.facts.recipe,
         checkpoint=state.facts.checkpoint.digest,
-        target=state.target.known_as,
+        target=state.target.catalog_name,
         requires=engine.config.requires if engine is not None else {},
         hash_of=state.hashing.sha256,
     )

@@ -26,7 +26,7 @@ def record_facts(state: CompileState) -> None:
         recipe=resolved,
         plugins=state.plugins,
     )
-    state.lock = lock.gather(recipe, resolved, state.checkpoint, target.known_as, state.digests, state.plugins)
+    state.lock = lock.gather(recipe, resolved, state.checkpoint, target.catalog_name, state.digests, state.plugins)
     state.reused = state.reuse.record(passes)
     state.clock.beside.append(state.overlap.frontend.peak_bytes)
 

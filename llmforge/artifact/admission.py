@@ -1,4 +1,4 @@
-"""What is asked of an artifact before anything of it is loaded: that it is whole, and that its gates did not fail.
+"""Admission of an artifact, before anything of it is loaded: it is whole, and its gates did not fail.
 
 Manifest, evidence, the set of files and their sizes are checked each time; the hashes of files once, as long as the
 file does not change (llmforge.base.hashed_files). The verdict is the one that the evidence gives; whether it follows
@@ -12,9 +12,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmforge.base import hashed_files, sealed
+from llmforge.artifact import sealed
+from llmforge.artifact.sealed import Manifest, Verdict
+from llmforge.base import hashed_files
 from llmforge.base.errors import GateFailed, InputError
-from llmforge.base.sealed import Manifest, Verdict
 
 LOADED = ("engine/", "tokenizer/")  # what the runtime reads
 ALLOWED: tuple[Verdict, ...] = ("fail", "inconclusive")  # verdicts that can be allowed
