@@ -314,8 +314,8 @@ def triton(artifact: Path, server_options: tuple[str, ...], as_json: bool, launc
     admit(opened, options.allow, options.rehash, besides=[f"{repository.FOLDER}/"])
     chosen = check_name(options.name) if options.name is not None else None
     model = repository.of_artifact(opened, name=chosen, overrides=options.overrides, allow=options.allow)
-    elsewhere = of_provider(model.runtime.provider).elsewhere is not None
-    export = vllm.export if elsewhere else repository.export
+    for_others = of_provider(model.runtime.provider).export_format is not None
+    export = vllm.export if for_others else repository.export
     written = str(export(opened, model, options.models, version=options.version, copy=options.copy))
     if as_json:
         output.write_json({"model": written})
@@ -327,7 +327,7 @@ def triton(artifact: Path, server_options: tuple[str, ...], as_json: bool, launc
         console.say(f"next: {written}/README.md says what the server needs and how to start it")
     if found is not None:
         models = options.models
-        if elsewhere:  # vLLM reads paths from where the server starts
+        if for_others:  # vLLM reads paths from where the server starts
             os.chdir(models)
             models = Path()
         line = starting.command(found, models, record(starting.Ports, given), server_options)

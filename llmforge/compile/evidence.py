@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.backends import BACKENDS, engines, of_provider
-from llmforge.backends.engines import Engine
+from llmforge.backends.engines import BuiltEngine
 from llmforge.base import spans
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.base.progress import Progress
@@ -62,7 +62,7 @@ class Evidence:
     tasks: tuple[TaskResult, ...] = ()
     adapters: tuple[AdapterQuality, ...] = ()  # those that requests choose
 
-    def engine_record(self, backend: str, folder: Path, engine: Engine | None) -> records.EngineRecord:
+    def engine_record(self, backend: str, folder: Path, engine: BuiltEngine | None) -> records.EngineRecord:
         """Write down what is in the engine's `folder`; `engine` None: what it is built of, later."""
         graphs = [onnx_file.load(file) for file in sorted(folder.glob(f"*{onnx_file.SUFFIX}"))]
         if engine is not None and engine.graph is not None:
@@ -167,7 +167,7 @@ def interpreters(
             f"--runtime {extra[0]}: `validation.runtimes` of {recipe.path} does not name it",
             hint=f"add `validation: {{runtimes: [{extra[0]}]}}`, or measure it later with `llmforge validate`",
         )
-    if wanted and target.kind != "cpu" and BACKENDS[recipe.engine.backend].elsewhere is None:
+    if wanted and target.kind != "cpu" and BACKENDS[recipe.engine.backend].export_format is None:
         raise UnsupportedError(
             f"{', '.join(wanted)}: other runtimes run engines for CPUs alone, and {target.name} is none",
             hint="remove `validation.runtimes` from the recipe, or choose another target",
@@ -188,7 +188,7 @@ class Measurement:
     """
 
     artifact: Path  # folder
-    engine: Engine | None
+    engine: BuiltEngine | None
     read: BytesRead  # by a decode step
     spec: ValidationSpec
     target: Target

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llmforge.backends import PREFILL_CHUNK
 from llmforge.base.errors import InputError, Unavailable, UnsupportedError, UsageError
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.serving.interface import Serving
 from llmforge.serving.options import EngineOptions
 from llmforge.serving.prompts import PromptEncoder

@@ -18,7 +18,7 @@ from typing import Generic, Protocol
 
 import numpy as np
 
-from llmforge.runtime.interface import Backend, C, StepInputs
+from llmforge.runtime.interface import C, Decoder, StepInputs
 
 # More pay only where nearly all are right, and each costs about a row of a prefill. With the token before them they are
 # 8, the most for which our own attention adds as it does for one (FEW_QUERIES, native/impl.inc).
@@ -89,7 +89,7 @@ class DraftModel(Generic[C]):
         chunk: tokens of a text that it reads at once.
     """
 
-    def __init__(self, backend: Backend[C], vocabulary: int, rows: int, capacity: int, chunk: int) -> None:
+    def __init__(self, backend: Decoder[C], vocabulary: int, rows: int, capacity: int, chunk: int) -> None:
         if (reason := backend.signature.no_reuse_reason) is not None:
             raise ValueError(f"this model cannot discard draft tokens: {reason}")
         self._backend = backend

@@ -163,7 +163,7 @@ def of_artifact(
     """
     manifest = artifact.manifest
     runtime = RuntimeConfig.read(artifact.path / "engine" / FILE)
-    ours = of_provider(runtime.provider).elsewhere is None
+    ours = of_provider(runtime.provider).export_format is None
     if ours and not (artifact.path / FOLDER / manifest.name).is_dir():
         raise InputError(
             f"{artifact.path}: the artifact has no {FOLDER}/{manifest.name}", hint="build it again with this llmforge"

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from llmforge.backends import BACKENDS, Backend, BackendName, Provider
+from llmforge.backends import BACKENDS, BackendName
+from llmforge.backends.record import BackendRecord, Provider
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 
 
@@ -16,7 +17,7 @@ from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 class Library:
     """One of the modules: that of `backend`, of which `provider` is all."""
 
-    backend: Backend
+    backend: BackendRecord
     provider: Provider
 
     @property

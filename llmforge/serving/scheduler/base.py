@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic
 
-from llmforge.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError
-from llmforge.runtime.interface import Backend, C
+from llmforge.runtime.interface import C, Decoder
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving.options import EngineOptions
 from llmforge.serving.scheduler.admission import RequestQueue
@@ -35,7 +35,7 @@ class Scheduler(RequestQueue, ABC, Generic[C]):
 
     def __init__(
         self,
-        backend: Backend[C],
+        backend: Decoder[C],
         cache: C,
         samplers: Samplers,
         options: EngineOptions,

@@ -9,7 +9,7 @@ from typing import Generic
 import numpy as np
 
 from llmforge.ir.interface import GREEDY
-from llmforge.runtime.interface import Backend, C, StepInputs
+from llmforge.runtime.interface import C, Decoder, StepInputs
 from llmforge.runtime.sampling.sampler import guesses
 from llmforge.serving.scheduler.delivery import Delivery, StepFigures
 from llmforge.serving.scheduler.run_ahead import Decoding, RunAhead, temperatures
@@ -22,7 +22,7 @@ from llmforge.serving.speculation import Speculation
 class SlotDecode(Generic[C]):
     """Decodes in `slots`, one step ahead where the device guesses tokens, and verifies what `speculation` drafts."""
 
-    backend: Backend[C]
+    backend: Decoder[C]
     slots: Slots[C]
     ahead: RunAhead[Decoding]
     delivery: Delivery
@@ -159,7 +159,7 @@ class SlotDecode(Generic[C]):
         if ahead.step is None:
             step.run.launched()  # the thread that does so needs the interpreter, which delivering would keep
         self.delivery.hand_over_all()
-        heads, live = step.run.heads(), ahead.live(step)
+        heads, live = step.run.top_logits(), ahead.live(step)
         for slot, sequence in live:
             sequence.computed_tokens += 1
             self.slots.store_blocks(sequence, slot)

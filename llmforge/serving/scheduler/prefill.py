@@ -9,7 +9,7 @@ from typing import Any, Generic
 
 import numpy as np
 
-from llmforge.runtime.interface import Backend, C, StepInputs
+from llmforge.runtime.interface import C, Decoder, StepInputs
 from llmforge.serving.prefix_cache import BLOCK
 from llmforge.serving.scheduler import prompt_batching
 from llmforge.serving.scheduler.delivery import Delivery, StepFigures
@@ -22,7 +22,7 @@ from llmforge.serving.sequence import Sequence
 class SlotPrefill(Generic[C]):
     """Reads the prompts of `sequences` that have a slot: at least a `chunk` a step, more within `step_tokens`."""
 
-    backend: Backend[C]
+    backend: Decoder[C]
     slots: Slots[C]
     ahead: RunAhead[Any]
     delivery: Delivery
@@ -138,7 +138,7 @@ class SlotPrefill(Generic[C]):
             run = self.backend.begin_prompts(inputs, view)
         else:
             self.backend.step(inputs, view, out=logits)
-        heads = None if run is None else run.heads()
+        heads = None if run is None else run.top_logits()
         ended = []
         for row, (slot, sequence) in enumerate(members):
             self._end_chunk(sequence, slot, sequence.computed_tokens + int(lengths[row]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmforge.runtime.interface import Backend, C
+from llmforge.runtime.interface import C, Decoder
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving.options import EngineOptions
 from llmforge.serving.scheduler.base import Scheduler
@@ -27,7 +27,7 @@ class SlotScheduler(Scheduler[C]):
 
     def __init__(
         self,
-        backend: Backend[C],
+        backend: Decoder[C],
         cache: C,
         samplers: Samplers,
         options: EngineOptions,
