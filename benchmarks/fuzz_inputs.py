@@ -53,9 +53,8 @@ from click.testing import CliRunner
 from safetensors.numpy import save
 
 from llmforge import passes, targets
-from llmforge.artifact import Artifact, staging
+from llmforge.artifact import Artifact, admission, sealed, staging
 from llmforge.backends.onnxruntime.session import Session
-from llmforge.base import admission, sealed
 from llmforge.base.errors import ForgeError
 from llmforge.checkpoint import documents, load_config, read_settings
 from llmforge.checkpoint.adapters import AdapterSource, Merge

@@ -49,7 +49,7 @@ from llmforge.ir import interface  # noqa: E402
 from llmforge.ir.interface import HEAD  # noqa: E402
 from llmforge.runtime.config import SessionConfig  # noqa: E402
 from llmforge.runtime.device.cuda import BlockCopy, Buffer, HostDevice  # noqa: E402
-from llmforge.runtime.device.top_logits import HeadBuffers  # noqa: E402
+from llmforge.runtime.device.top_logits import TopLogitsBuffers  # noqa: E402
 from llmforge.runtime.signature import Argument  # noqa: E402
 from llmforge.serving import EngineOptions, Request, Sampling  # noqa: E402
 
@@ -316,7 +316,7 @@ class StandInPagedSession(PagedSession):
         _watch(device, self._heads)
 
 
-def _watch(device: StandIn, buffers: HeadBuffers | None) -> None:
+def _watch(device: StandIn, buffers: TopLogitsBuffers | None) -> None:
     """Note when heads of a run that is done are asked for, and when the next one is begun."""
     heads, begin = Running.heads, DecodeRuns.begin
 
@@ -358,6 +358,7 @@ def serve() -> None:
     from llmforge.serving.engine import Engine
     from llmforge.serving.runner import Runner
     from llmforge.serving.scheduler import Scheduler
+    from llmforge.serving.scheduler.run_ahead import RunAhead
 
     told = json.loads(os.environ[_WORK])
     rows = told["rows"]
@@ -376,13 +377,13 @@ def serve() -> None:
         assert isinstance(device, Guessing)
         return {"begins": device.runs, "ends": device.ends, "bytes": sum(device.copies), "judged": judged}
 
-    judged, judge = [0, 0], Scheduler._judge
+    judged, judge = [0, 0], RunAhead.note_guess
 
-    def counted(scheduler: Scheduler[Any], sequence: Any, right: bool) -> None:
+    def counted(scheduler: RunAhead[Any], sequence: Any, right: bool) -> None:
         judged[right] += 1
         judge(scheduler, sequence, right)
 
-    Scheduler._judge = counted  # type: ignore[method-assign]
+    RunAhead.note_guess = counted  # type: ignore[method-assign]
 
     def timed(scheduler: Scheduler[Any]) -> bool:
         device = session.device

@@ -64,7 +64,7 @@ import onnx_ir as ir
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from llmforge.backends import Dtype
+from llmforge.backends.record import Dtype
 from llmforge.base.plugins import Plugin
 from llmforge.ir import graph, interface, logits_rows, operators, routing
 from llmforge.ir.operators import canonical, contrib
@@ -189,7 +189,7 @@ class QuantizeWeights(Pass):
         """Name the method."""
         return (type(self.chosen),)
 
-    def brought(self) -> tuple[Plugin, ...]:
+    def plugins_used(self) -> tuple[Plugin, ...]:
         """Name who brings the method."""
         plugin = methods.plugin_of(type(self.chosen).name)
         return () if plugin is None else (plugin,)

@@ -9,7 +9,8 @@ import re
 import tomllib
 from pathlib import Path
 
-from llmforge.base import sealed, versions
+from llmforge.artifact import sealed
+from llmforge.checkpoint import versions
 from llmforge.recipe import migration
 from release import wheels
 

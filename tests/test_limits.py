@@ -14,7 +14,7 @@ LIMITS = {
     "llmforge.base.located_yaml": {"MOST_BYTES": "64 KiB", "_MOST_NODES": "4,000 values", "_DEEPEST": "32 levels"},
     "llmforge.base.small_file": {"SETTINGS_BYTES": "16 MiB", "DEEPEST": "100 levels"},
     "llmforge.base.wording": {"LONGEST_LINE": "5,000"},
-    "llmforge.base.sealed": {
+    "llmforge.artifact.sealed": {
         "LARGEST_MANIFEST": "16 MiB", "LARGEST_SIGNATURE": "16 MiB", "LARGEST_RECORD": "16 MiB",
         "MOST_VALUES": "400,000 values",
     },

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmforge.artifact import Artifact, resolve
+from llmforge.artifact import Artifact
+from llmforge.artifact.references import resolve
 from llmforge.base import extras, folders
 from llmforge.base.errors import UsageError
 from llmforge.base.progress import Progress

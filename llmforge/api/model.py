@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.artifact import Artifact, resolve
-from llmforge.base import admission, folders
+from llmforge.artifact import Artifact, admission
+from llmforge.artifact.references import resolve
+from llmforge.base import folders
 from llmforge.base.errors import UsageError
 
 if TYPE_CHECKING:

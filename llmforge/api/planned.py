@@ -8,7 +8,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from llmforge.backends import Dtype
+from llmforge.backends.record import Dtype
 from llmforge.checkpoint import hub
 from llmforge.doctor import kept
 from llmforge.measure import machine

@@ -2,9 +2,17 @@
 
 from llmforge.artifact.hashing import Hashing
 from llmforge.artifact.manifest import records, seal, tool_versions
-from llmforge.artifact.references import resolve
+from llmforge.artifact.sealed import (
+    CARD,
+    PROVENANCE,
+    REPORT,
+    SIGNATURE,
+    EvidenceRecord,
+    FileRecord,
+    Manifest,
+    version_of,
+)
 from llmforge.artifact.store import Artifact, check_name, publish, staging
-from llmforge.base.sealed import CARD, PROVENANCE, REPORT, SIGNATURE, FileRecord, Manifest, Record, version_of
 
 __all__ = [
     "CARD",
@@ -12,14 +20,13 @@ __all__ = [
     "REPORT",
     "SIGNATURE",
     "Artifact",
+    "EvidenceRecord",
     "FileRecord",
     "Hashing",
     "Manifest",
-    "Record",
     "check_name",
     "publish",
     "records",
-    "resolve",
     "seal",
     "staging",
     "tool_versions",

@@ -21,11 +21,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, NoReturn
 
-from llmforge.artifact import transfer
+from llmforge.artifact import sealed, transfer
+from llmforge.artifact.sealed import EVIDENCE, LARGEST_MANIFEST, MANIFEST, SIGNATURE, FileRecord, Manifest
 from llmforge.artifact.store import Artifact, staging
-from llmforge.base import sealed, small_file
+from llmforge.base import small_file
 from llmforge.base.errors import InputError
-from llmforge.base.sealed import EVIDENCE, LARGEST_MANIFEST, MANIFEST, SIGNATURE, FileRecord, Manifest
 
 BLOCK = 512  # bytes; of tar
 END = b"\0" * (2 * BLOCK)
@@ -100,7 +100,7 @@ def load(
         UsageError: the version is there with other content or evidence.
         EnvironmentLacks: the disk has no room, or `out` cannot be written.
     """
-    reader = _Reader(stream, source)
+    reader = _ArchiveReader(stream, source)
     raw, root = reader.manifest()
     manifest = sealed.parse_manifest(raw, f"{source}: {MANIFEST}")
     if root != f"{manifest.name}/{manifest.version}":
@@ -124,7 +124,7 @@ def load(
         return transfer.publish(folder, manifest, source, check)
 
 
-class _Reader:
+class _ArchiveReader:
     """Reads an archive from its beginning to its end, once."""
 
     def __init__(self, stream: IO[bytes], source: str) -> None:
@@ -248,7 +248,7 @@ class _Reader:
         return f"{_KINDS.get(block[156:157], 'a file')} named {name[:80]!r}"
 
 
-def _check_headers(stock: transfer.Inventory, reader: _Reader) -> None:
+def _check_headers(stock: transfer.Inventory, reader: _ArchiveReader) -> None:
     """Refuse paths and sizes that no header can say."""
     for path, file in stock.listed.items():
         try:

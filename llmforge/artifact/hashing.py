@@ -12,7 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from llmforge.base import hashed_files, sealed
+from llmforge.artifact import sealed
+from llmforge.base import hashed_files
 from llmforge.base.errors import VerificationError
 
 _Status = tuple[int, int, int, int]

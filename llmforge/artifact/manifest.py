@@ -1,4 +1,4 @@
-"""Manifests as a build writes them: what stands in the folder of an artifact is llmforge.base.sealed's to say."""
+"""Manifests as a build writes them: what stands in the folder of an artifact is llmforge.artifact.sealed's to say."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from llmforge import __version__
+from llmforge.artifact.sealed import SCHEMA, FileRecord, Manifest, is_content, walk
 from llmforge.backends import PROVIDERS
 from llmforge.base.hashed_files import sha256
-from llmforge.base.sealed import SCHEMA, FileRecord, Manifest, is_content, walk
 
 TOOLS = (
     "jinja2", "ml-dtypes", "numpy", "onnx", "onnx-ir", "onnxscript", *(each.package for each in PROVIDERS.values()),

@@ -22,14 +22,13 @@ from datetime import UTC
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from llmforge.artifact import oci, transfer
-from llmforge.artifact.oci import MANIFEST_TYPE, Reference, Repository
+from llmforge.artifact import oci, sealed, transfer
+from llmforge.artifact.oci import MANIFEST_TYPE, OciReference, Repository
+from llmforge.artifact.sealed import MANIFEST, SIGNATURE
 from llmforge.artifact.store import Artifact, staging
 from llmforge.artifact.transfer import Inventory
-from llmforge.base import sealed
 from llmforge.base.errors import InputError, UnsupportedError
 from llmforge.base.progress import Progress
-from llmforge.base.sealed import MANIFEST, SIGNATURE
 
 _MODEL = "application/vnd.cncf.model."
 ARTIFACT_TYPE = f"{_MODEL}manifest.v1+json"
@@ -72,7 +71,7 @@ class _Layer:
         }
 
 
-def push(opened: Artifact, reference: Reference, progress: Progress, *, insecure: bool = False) -> Pushed:
+def push(opened: Artifact, reference: OciReference, progress: Progress, *, insecure: bool = False) -> Pushed:
     """Upload an artifact, and give its manifest the tag of `reference`.
 
     Raises:
@@ -112,7 +111,7 @@ def push(opened: Artifact, reference: Reference, progress: Progress, *, insecure
 
 
 def pull(
-    reference: Reference,
+    reference: OciReference,
     out: Path,
     progress: Progress,
     *,
@@ -221,7 +220,7 @@ def _json(value: dict[str, Any]) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def _read(raw: bytes, media_type: str, reference: Reference, refuse: Callable[[str], NoReturn]) -> list[_Layer]:
+def _read(raw: bytes, media_type: str, reference: OciReference, refuse: Callable[[str], NoReturn]) -> list[_Layer]:
     """Read the layers of an OCI manifest, of which nothing is believed yet."""
     try:
         data = json.loads(raw)

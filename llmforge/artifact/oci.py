@@ -50,7 +50,7 @@ Advance = Callable[[int], None]  # takes bytes
 
 
 @dataclass(frozen=True)
-class Reference:
+class OciReference:
     """What a tag or digest of a repository is called."""
 
     host: str  # with its port
@@ -59,7 +59,7 @@ class Reference:
     digest: str | None = None
 
     @classmethod
-    def parse(cls, text: str, *, digests: bool = True) -> Reference:
+    def parse(cls, text: str, *, digests: bool = True) -> OciReference:
         """Read `REGISTRY/REPOSITORY:TAG`, or `…@sha256:DIGEST` where digests are allowed.
 
         Raises:
@@ -96,7 +96,7 @@ class Repository:
         InputError: what was asked for is not there, or the registry answers what it must not.
     """
 
-    def __init__(self, reference: Reference, *, insecure: bool = False) -> None:
+    def __init__(self, reference: OciReference, *, insecure: bool = False) -> None:
         import dxf
 
         self.reference = reference
@@ -117,7 +117,7 @@ class Repository:
 
     def upload(self, digest: str, source: IO[bytes], size_bytes: int, advance: Advance) -> bool:
         """Upload a blob unless it is there; say if it was uploaded. `source` is read from where it is."""
-        body = _Body(source, size_bytes, advance)
+        body = _BlobBody(source, size_bytes, advance)
         with self._asking(f"blob {digest}"):
             self._dxf.push_blob(data=body if size_bytes else b"", digest=f"sha256:{digest}")
         if not body.was_read:
@@ -267,7 +267,7 @@ class Repository:
         return InputError(f"{self.reference}: {why}", hint="pull it from elsewhere, or push it again")
 
 
-class _Body:
+class _BlobBody:
     """A file as requests sends it: of known length, read in pieces, and again from its beginning after its end."""
 
     def __init__(self, source: IO[bytes], size_bytes: int, advance: Advance) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmforge.artifact import tags, versions
+from llmforge.artifact.sealed import MANIFEST, is_name
 from llmforge.base.errors import InputError, UsageError
-from llmforge.base.sealed import MANIFEST, is_name
 
 LATEST = "latest"  # in place of a tag: the newest version
 SHORTEST = 4  # characters of a version that stand for it without its name

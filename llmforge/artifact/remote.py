@@ -8,7 +8,6 @@ export leaves behind is cut off, and `import` refuses it.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,18 +16,11 @@ from typing import Any
 
 from llmforge.artifact import archive, transfer
 from llmforge.artifact.store import Artifact
+from llmforge.base import remote_files
 from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, UsageError
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _WEB = ("http", "https")
-_LOGIN = re.compile(r"(?<=://)[^/@]*@")
-# What the packages below fsspec raise that is no OSError: looked up where they are loaded, imported nowhere here.
-_FOREIGN = {
-    "aiohttp": ("ClientError",),
-    "azure.core.exceptions": ("AzureError",),
-    "botocore.exceptions": ("BotoCoreError", "ClientError"),
-    "google.auth.exceptions": ("GoogleAuthError",),
-}
 
 
 @dataclass(frozen=True)
@@ -39,7 +31,7 @@ class Url:
 
     def __str__(self) -> str:
         """Write it without a password."""
-        return _LOGIN.sub("", self.text)
+        return remote_files.without_login(self.text)
 
 
 def is_url(text: str) -> bool:
@@ -133,25 +125,17 @@ def _local(system: Any, path: str) -> Path | None:
 @contextmanager
 def _asking(url: Url, *, writes: bool) -> Iterator[None]:
     """Turn what goes wrong on the other side into an error of ours."""
-    foreign = tuple(
-        getattr(sys.modules[module], name) for module, names in _FOREIGN.items() if module in sys.modules
-        for name in names
-    )  # fmt: skip
     try:
         yield
     except ForgeError:
         raise
-    except (OSError, NotImplementedError, ValueError, *foreign) as error:
+    except remote_files.errors() as error:
         said = error.__cause__ or error  # fsspec says of every failure over HTTP that there is no such file
-        why = " ".join(str(said).split())[:300] or type(said).__name__
+        why = remote_files.reason(said)
         if isinstance(said, FileNotFoundError):
             why = "no such file or bucket"
         elif isinstance(error, NotImplementedError):
             why = "its protocol cannot do that"
-        if writes:
-            raise UsageError(
-                f"{url}: cannot be written: {why}", hint="check the address, its credentials and what they allow"
-            ) from error
-        raise InputError(
-            f"{url}: cannot be read: {why}", hint="check the address, its credentials and what they allow"
-        ) from error
+        kind, done = (UsageError, "written") if writes else (InputError, "read")
+        hint = "check the address, its credentials and what they allow"
+        raise kind(f"{url}: cannot be {done}: {why}", hint=hint) from error

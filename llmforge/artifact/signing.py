@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmforge.artifact import sealed
+from llmforge.artifact.sealed import MANIFEST, SIGNATURE, EvidenceRecord
 from llmforge.artifact.store import Artifact
-from llmforge.base import sealed, small_file
+from llmforge.base import small_file
 from llmforge.base.errors import InputError, UsageError
-from llmforge.base.sealed import MANIFEST, SIGNATURE, Record
 
 KEY_BYTES = 1 << 20
 _CURVES = "an elliptic curve key (P-256, P-384 or P-521) in PEM"
@@ -81,7 +82,7 @@ def sign(opened: Artifact, signer: Signer) -> Path:
     return final
 
 
-def verify(opened: Artifact, trust: Trust, source: str | None = None) -> tuple[Record, ...]:
+def verify(opened: Artifact, trust: Trust, source: str | None = None) -> tuple[EvidenceRecord, ...]:
     """Check every byte of an artifact, and that someone trusted signed it; return the records that were signed.
 
     Messages call it `source`, else by its path.
@@ -132,9 +133,9 @@ def verify(opened: Artifact, trust: Trust, source: str | None = None) -> tuple[R
     if not records:
         raise InputError(f"{name}: the signature covers no evidence", hint="sign the whole artifact")
     of_records = {path for record in records for path in record.placed_files}
-    if left_out := sorted({MANIFEST, *opened.manifest.files, *of_records} - signed):
+    if ignored := sorted({MANIFEST, *opened.manifest.files, *of_records} - signed):
         raise InputError(
-            f"{name}: the signature leaves files out: {', '.join(left_out[:5])}", hint="sign the whole artifact"
+            f"{name}: the signature leaves files out: {', '.join(ignored[:5])}", hint="sign the whole artifact"
         )
     return records
 

@@ -26,11 +26,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from llmforge.artifact import admission, sealed
 from llmforge.artifact import manifest as manifests
-from llmforge.base import admission, folders, resources, sealed, signals
+from llmforge.artifact.sealed import (
+    EVIDENCE,
+    MANIFEST,
+    SIGNATURE,
+    EvidenceRecord,
+    FileRecord,
+    Manifest,
+    Verdict,
+    is_name,
+    walk,
+)
+from llmforge.base import folders, resources, signals
 from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, UsageError
 from llmforge.base.hashed_files import sha256
-from llmforge.base.sealed import EVIDENCE, MANIFEST, SIGNATURE, FileRecord, Manifest, Record, Verdict, is_name, walk
 
 BUILDING = ".building-"
 REPLACED = ".replaced-"
@@ -60,7 +71,7 @@ class Artifact:
     manifest: Manifest
 
     @cached_property
-    def evidence(self) -> tuple[Record, ...]:
+    def evidence(self) -> tuple[EvidenceRecord, ...]:
         """What is known of it, oldest first.
 
         Raises:

@@ -17,10 +17,10 @@ from typing import Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
+from llmforge.artifact.sealed import MANIFEST
 from llmforge.artifact.store import check_name, names_locked, open_version
 from llmforge.base import small_file
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
-from llmforge.base.sealed import MANIFEST
 
 FOLDER = ".tags"
 

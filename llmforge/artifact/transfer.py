@@ -1,4 +1,4 @@
-"""What export, import, push and pull have in common: what may leave an artifact, and what may come in.
+"""Transfer of artifacts, as export, import, push and pull share it: what may leave one, and what may come in.
 
 Manifest, records of evidence and signature go first, in this order: they say what all other files are. An artifact from
 elsewhere is written into the hidden folder of `store.staging`. It is published when all of it is there and matches.
@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NoReturn
 
-from llmforge.artifact.store import Artifact, adopt
-from llmforge.base import sealed
-from llmforge.base.errors import EnvironmentLacks, InputError
-from llmforge.base.sealed import (
+from llmforge.artifact import sealed
+from llmforge.artifact.sealed import (
     EVIDENCE,
     LARGEST_MANIFEST,
     LARGEST_RECORD,
@@ -29,6 +27,8 @@ from llmforge.base.sealed import (
     FileRecord,
     Manifest,
 )
+from llmforge.artifact.store import Artifact, adopt
+from llmforge.base.errors import EnvironmentLacks, InputError
 
 LARGEST_EVIDENCE = 16 * LARGEST_RECORD  # bytes; of all records together
 MOST_FILES = 100_000

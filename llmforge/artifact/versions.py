@@ -1,4 +1,4 @@
-"""What versions there are under a folder of artifacts, and how they are removed."""
+"""Versions of artifacts below a folder: their list, and their removal."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from datetime import datetime
 from pathlib import Path
 
 from llmforge.artifact import tags
+from llmforge.artifact.sealed import MANIFEST, is_name
 from llmforge.artifact.store import Artifact, names_locked, open_version, remove_stale, take_away
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
-from llmforge.base.sealed import MANIFEST, is_name
 
 
 @dataclass(frozen=True)

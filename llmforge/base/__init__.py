@@ -1,1 +1,1 @@
-"""What every room stands on: errors, progress, versions, YAML that knows its places. It knows nothing of models."""
+"""The floor of all rooms: errors, progress, extras, plug-ins, YAML with places. It knows no models and artifacts."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from llmforge.base.remembered import Memory
+from llmforge.base.remembered import RememberedTexts
 
 FILE = "hashed-files.json"
 MOST = 20_000  # files that are remembered, the last ones; 3 MB
@@ -43,7 +43,7 @@ def all_sha256(files: Iterable[Path], *, again: bool = False) -> tuple[dict[Path
     Raises:
         OSError: a file cannot be read.
     """
-    memory = Memory(FILE, MOST)
+    memory = RememberedTexts(FILE, MOST)
     known = {} if again else memory.read()
     digests: dict[Path, str] = {}
     waiting: list[Path] = []

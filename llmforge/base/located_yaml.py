@@ -89,7 +89,7 @@ def parse(text: str, path: Path) -> Source:
         node = yaml.compose(text)
         if node is None:
             raise RecipeError(f"{path}: is empty", hint="expected a YAML file; a recipe begins with `schema: 1`")
-        reader = _Reader(yaml, Source(path))
+        reader = _LocatedReader(yaml, Source(path))
         reader.source.data = reader.plain(node, ())
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -124,7 +124,9 @@ class _BoundedComposer(Composer):
         """Compose one value with all that is in it."""
         self._nodes += 1
         self._depth += 1
-        if self._nodes > 2 * _MOST_NODES or self._depth > 2 * _DEEPEST:  # keys count here, and `_Reader` names places
+        if (
+            self._nodes > 2 * _MOST_NODES or self._depth > 2 * _DEEPEST
+        ):  # keys count here, and `_LocatedReader` names places
             mark = self.parser.peek_event().start_mark
             raise MarkedYAMLError(problem=_TOO_LARGE, problem_mark=mark)
         node = super().compose_node(parent, index)
@@ -136,7 +138,7 @@ _TOO_LARGE = f"too large: more than {_MOST_NODES} values or {_DEEPEST} levels"
 
 
 @dataclass
-class _Reader:
+class _LocatedReader:
     yaml: YAML
     source: Source
     nodes: int = 0

@@ -1,4 +1,4 @@
-"""What packages from outside bring: passes, quantization methods, metrics, targets and backends, by entry points.
+"""Plug-ins: passes, quantization methods, metrics, targets and backends of other packages, by entry points.
 
 A package declares them in its metadata, in the groups `llmforge.v2.passes`, `llmforge.v2.methods`, … (`KINDS`), under
 the names that recipes use. The number is the version of the interface that it is written for (`INTERFACE`), so that

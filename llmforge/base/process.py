@@ -7,12 +7,9 @@ import ctypes
 import gc
 import importlib
 import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 CORE = "Haswell"  # OpenBLAS's kernels for AVX2 and FMA
 _NEEDED = {"avx2", "fma"}
@@ -97,48 +94,8 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@contextmanager
-def deferred(module: str) -> Iterator[None]:
-    """Let what is imported inside have `module`, a package that it calls in few of its functions, when it first does.
-
-    onnx-ir imports sympy for symbolic arithmetic on dimensions: a quarter of a second, for a build that does none.
-    Nothing is changed where `module` was imported before.
-    """
-    if module in sys.modules:
-        yield
-        return
-    sys.modules[module] = stand_in = _Deferred(module)
-    try:
-        yield
-    finally:
-        if sys.modules.get(module) is stand_in:
-            del sys.modules[module]
-        stand_in.importable = True
-
-
-class _Deferred(ModuleType):
-    """Stands for a module that is not imported yet."""
-
-    importable = False  # False: while that is imported which has it
-
-    def __getattr__(self, name: str) -> Any:
-        if self.importable:
-            return getattr(importlib.import_module(self.__name__), name)
-        if name.startswith("__"):  # what the import system asks
-            raise AttributeError(name)
-        return self._later(name)
-
-    def _later(self, name: str) -> Callable[..., Any]:
-        """Return a function that calls the module's."""
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return getattr(importlib.import_module(self.__name__), name)(*args, **kwargs)
-
-        return call
-
-
 def import_whole(module: str) -> None:
-    """Import a module that puts another in its place while it is imported, as transformers does, beside other threads.
+    """Import a module that puts another in its place meanwhile, as transformers does, while other threads run.
 
     `from transformers import …` in a second thread waits for the import in the first, and then takes the names from the
     module that it found before, which lacks them. importlib looks again when it has waited.

@@ -1,4 +1,4 @@
-"""What commands remember for the next one: texts by keys, in a file of the user's cache folder."""
+"""Texts that commands remember for the next one, by keys, in files of the user's cache folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def home() -> Path:
 
 
 @dataclass(frozen=True)
-class Memory:
+class RememberedTexts:
     """The last `most` texts that were added to `file`."""
 
     file: str

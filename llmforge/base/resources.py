@@ -1,4 +1,4 @@
-"""What a machine runs out of: disk, memory, rights to write. One place knows it by its many names."""
+"""Resources that a machine runs out of: disk, memory, rights to write. One place knows it by its many names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in messages: values that come from strangers are quoted and shortened, and no message exceeds 1 kB."""
+"""Values in messages: those of strangers are quoted and shortened, and no message exceeds 1 kB."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What builds have computed already: stages and passes by the content that they depend on, on disk."""
+"""Cache of what builds compute: stages and passes, by the content that they depend on, on disk."""
 
 from llmforge.cache import installed
 from llmforge.cache.code import Code

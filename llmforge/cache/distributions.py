@@ -1,4 +1,4 @@
-"""What distributions with plug-ins consist of: their top-level packages, the files of those, and what they require."""
+"""Distributions with plug-ins: their top-level packages, the files of those, and what they require."""
 
 from __future__ import annotations
 

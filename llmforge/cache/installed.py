@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from llmforge.base.hashed_files import sha256
-from llmforge.base.remembered import Memory
+from llmforge.base.remembered import RememberedTexts
 
 FILE = "installed-code.json"
 # What traces, proves, calibrates and runs the baseline: sympy decides shapes, safetensors reads weights.
@@ -42,7 +42,7 @@ def digest(packages: Sequence[str] = PACKAGES) -> str:
     with ThreadPoolExecutor(_THREADS) as pool:
         listed = list(pool.map(_files, packages))
         identities = list(map(_identity, listed))
-        memory = Memory(FILE, _MOST)
+        memory = RememberedTexts(FILE, _MOST)
         known = memory.read()
         new = {
             identity: _contents(files, _recorded(package), pool)

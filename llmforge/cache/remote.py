@@ -19,7 +19,6 @@ import hashlib
 import json
 import queue
 import re
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from llmforge.base import extras, small_file
+from llmforge.base import extras, remote_files, small_file
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cache.entry import FORMAT, LOCAL_KINDS, RECORD, Key, RemoteRefused
 
@@ -37,15 +36,7 @@ _RECORD_BYTES = 4 << 20  # the most that a record is read of; large ones have 10
 _KEY_BYTES = 1 << 20
 _CHUNK_BYTES = 8 << 20
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # names of files in an entry
-_LOGIN = re.compile(r"(?<=://)[^/@]*@")
 _MAKE = "openssl ecparam -name prime256v1 -genkey -noout -out KEY.pem; openssl ec -in KEY.pem -pubout -out PUB.pem"
-# What the packages below fsspec raise that is no OSError: looked up where they are loaded, imported nowhere here.
-_FOREIGN = {
-    "aiohttp": ("ClientError",),
-    "azure.core.exceptions": ("AzureError",),
-    "botocore.exceptions": ("BotoCoreError", "ClientError"),
-    "google.auth.exceptions": ("GoogleAuthError",),
-}
 
 Answer = TypeVar("Answer")
 Files = Mapping[str, Mapping[str, Any]]  # of an entry, by name: "sha256" and "size_bytes"
@@ -126,7 +117,7 @@ class Remote:
 
     def __str__(self) -> str:
         """Name it, without a password."""
-        return f"remote cache {_LOGIN.sub('', self.url)}"
+        return f"remote cache {remote_files.without_login(self.url)}"
 
     def _record(self, digest: str) -> str:
         return f"{self.path}/records/{digest}.json"
@@ -204,15 +195,13 @@ class Remote:
                     raise self._lost(f"no answer within {self.seconds:g} s") from None
         if error is None:
             return cast(Answer, answer)
-        if isinstance(error, OSError | NotImplementedError | ValueError | _foreign()) and not isinstance(
-            error, FileNotFoundError
-        ):
-            raise self._lost(" ".join(str(error).split())[:300] or type(error).__name__) from error
+        if isinstance(error, remote_files.errors()) and not isinstance(error, FileNotFoundError):
+            raise self._lost(remote_files.reason(error)) from error
         raise error
 
     def _lost(self, why: str) -> RemoteRefused:
         self.unreachable = True
-        return RemoteRefused(f"{self}: cannot be used from here on: {_LOGIN.sub('', why)}")
+        return RemoteRefused(f"{self}: cannot be used from here on: {remote_files.without_login(why)}")
 
 
 def connect(url: str, *, trusted: Path | None, signer: Path | None) -> Remote:
@@ -227,7 +216,7 @@ def connect(url: str, *, trusted: Path | None, signer: Path | None) -> Remote:
             raise lack
     from fsspec.core import url_to_fs
 
-    shown = _LOGIN.sub("", url)
+    shown = remote_files.without_login(url)
     if "://" not in url:
         raise UsageError(f"remote cache {shown!r}: not a URL", hint="such as s3://bucket/folder or file:///srv/cache")
     try:
@@ -242,45 +231,28 @@ def connect(url: str, *, trusted: Path | None, signer: Path | None) -> Remote:
         url,
         system,
         str(path).rstrip("/"),
-        trusted=None if trusted is None else _public_key(trusted),
-        signer=None if signer is None else _private_key(signer),
+        trusted=None if trusted is None else _key(trusted, private=False),
+        signer=None if signer is None else _key(signer, private=True),
     )
 
 
-def _public_key(file: Path) -> Any:
+def _key(file: Path, *, private: bool) -> Any:
     from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+    from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
 
+    kinds = ed25519.Ed25519PublicKey | ec.EllipticCurvePublicKey
+    if private:
+        kinds = ed25519.Ed25519PrivateKey | ec.EllipticCurvePrivateKey
+    raw = small_file.read(file, _KEY_BYTES, error=UsageError, hint=_MAKE)
     try:
-        key = load_pem_public_key(_read(file))
-    except (ValueError, UnsupportedAlgorithm):
-        key = None
-    if not isinstance(key, Ed25519PublicKey | EllipticCurvePublicKey):
-        raise UsageError(f"{file}: not a public key; expected Ed25519 or an elliptic curve, in PEM", hint=_MAKE)
-    return key
-
-
-def _private_key(file: Path) -> Any:
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
-    try:
-        key = load_pem_private_key(_read(file), password=None)
+        key = load_pem_private_key(raw, password=None) if private else load_pem_public_key(raw)
     except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it is encrypted
         key = None
-    if not isinstance(key, Ed25519PrivateKey | EllipticCurvePrivateKey):
-        raise UsageError(
-            f"{file}: not a private key without a password; expected Ed25519 or an elliptic curve, in PEM", hint=_MAKE
-        )
+    if not isinstance(key, kinds):
+        what = "private key without a password" if private else "public key"
+        raise UsageError(f"{file}: not a {what}; expected Ed25519 or an elliptic curve, in PEM", hint=_MAKE)
     return key
-
-
-def _read(file: Path) -> bytes:
-    return small_file.read(file, _KEY_BYTES, error=UsageError, hint=_MAKE)
 
 
 def _authenticated(payload: bytes) -> bytes:
@@ -304,12 +276,3 @@ def _verify(key: Any, signature: bytes, data: bytes) -> None:
         key.verify(signature, data, ECDSA(SHA256()))
     else:
         key.verify(signature, data)
-
-
-def _foreign() -> Any:
-    """Name the errors of what is loaded below fsspec, as a union."""
-    found: Any = OSError
-    for module, names in _FOREIGN.items():
-        for name in names if module in sys.modules else ():
-            found |= getattr(sys.modules[module], name)
-    return found

@@ -41,7 +41,7 @@ _NOTHING = LayerResult({}, None)  # of embedding and head, where they are left a
 
 
 @dataclass(frozen=True, eq=False)
-class _Run:
+class _Calibration:
     """A calibration: a checkpoint, the text and what is demanded; how it is computed, and where results are kept."""
 
     checkpoint: Checkpoint
@@ -97,7 +97,7 @@ def calibrate(
     if not windows:
         raise DataError("the calibration data has no text")
     store = store or Store()
-    run = _Run(checkpoint, windows, demands, _measured(caches), threads, store, progress or Silent())
+    run = _Calibration(checkpoint, windows, demands, _measured(caches), threads, store, progress or Silent())
     run, pruned = _with_structure(run)
     run, formats = _with_formats(run)
     done = _layers(run, key(checkpoint, windows, run.demands, caches, threads, store.tools))
@@ -118,7 +118,7 @@ def calibrate(
     )
 
 
-def _layers(run: _Run, own: str) -> list[LayerResult]:
+def _layers(run: _Calibration, own: str) -> list[LayerResult]:
     """Find or make the results of embedding and head, and of each layer, of the calibration `own`."""
     store, layers, weights = run.store, run.checkpoint.geometry.layers, run.asked.weights
     found = [store.load(own, index) for index in range(layers)]
@@ -134,7 +134,7 @@ def _layers(run: _Run, own: str) -> list[LayerResult]:
     return [tables, *(result for result in found if result is not None)]
 
 
-def _with_structure(run: _Run) -> tuple[_Run, tuple[str, ...]]:
+def _with_structure(run: _Calibration) -> tuple[_Calibration, tuple[str, ...]]:
     """Choose what is left of the decoder where a demand prunes it: a run that says it, and notes for the report."""
     demand = run.asked.pruning
     if demand is None or demand.kept is not None:
@@ -154,7 +154,7 @@ def _with_structure(run: _Run) -> tuple[_Run, tuple[str, ...]]:
     return replace(run, demands=[chosen if each == demand else each for each in run.demands]), (found["note"],)
 
 
-def _with_formats(run: _Run) -> tuple[_Run, tuple[str, ...]]:
+def _with_formats(run: _Calibration) -> tuple[_Calibration, tuple[str, ...]]:
     """Choose formats where a demand limits bytes: a run that says which, and notes for the report."""
     weights = run.asked.weights
     if weights is None or not weights.is_limited:
@@ -188,7 +188,7 @@ def _with_formats(run: _Run) -> tuple[_Run, tuple[str, ...]]:
 
 
 def _walk(
-    run: _Run,
+    run: _Calibration,
     found: Sequence[LayerResult | None],
     tables: LayerResult | None,
     own: str,
@@ -341,7 +341,7 @@ def _measured(caches: Mapping[int, Collection[str]] | None) -> set[int] | None:
 
 
 def _run_layer(
-    run: _Run,
+    run: _Calibration,
     layer: DecoderLayer,
     index: int,
     original: list[torch.Tensor],

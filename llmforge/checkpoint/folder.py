@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from llmforge.base import process, versions
+from llmforge.base import process
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.base.wording import cut, shown
-from llmforge.checkpoint import gguf, hub, lengths, quantized
+from llmforge.checkpoint import gguf, hub, lengths, quantized, versions
 from llmforge.checkpoint.adapters import AdapterSource, Merge
 from llmforge.checkpoint.adapters.merging import unmergeable
 from llmforge.checkpoint.quantized import Grouped, QuantizedLayout, QuantizedTensor, same_content

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,13 +26,17 @@ from llmforge.cli.parameters import (
     goes_on,
     is_json_log,
     keep_quiet,
+    options_record,
     out_option,
+    record,
     refuse_given,
     require_given,
     runtime_option,
 )
 
 if TYPE_CHECKING:
+    from llmforge.cache.remote import Remote
+    from llmforge.compile.state import BuildResult
     from llmforge.gates.records import EngineRecord
     from llmforge.metrics.agreement import RuntimeName
 
@@ -57,9 +62,9 @@ def _next_steps(artifact: Path, engine: EngineRecord) -> Iterator[str]:
     if engine.pending:
         yield f"next, on the target: llmforge build --finish {name} RECIPE"
         return
-    elsewhere = backends.elsewhere(engine.backend)
-    if elsewhere is not None:
-        yield f"next: {elsewhere.serve.format(engine=shlex.quote(output.here(artifact / 'engine')))}"
+    foreign = backends.export_format(engine.backend)
+    if foreign is not None:
+        yield f"next: {foreign.serve.format(engine=shlex.quote(output.here(artifact / 'engine')))}"
     else:
         yield f'next: llmforge run {name} "PROMPT"'
     yield f"      llmforge gate {name}"
@@ -93,24 +98,61 @@ Examples:
 """
 
 
-def _passed_on(
-    no_cache: bool, cache_size: int | None, remote: str | None, key: Path | None, signer: Path | None
-) -> list[str]:
-    """Write the options of the cache for the builds of a matrix; paths are those of this machine."""
-    if no_cache:
-        refuse_given("--no-cache", "cache_size", *_REMOTE)
-        return ["--no-cache"]
-    connect(remote, key, signer)  # refuses now what every build would refuse
-    given = {
-        "--cache-size": cache_size,
-        "--remote-cache": remote,
-        "--cache-key": None if key is None else key.absolute(),
-        "--remote-cache-write": None if signer is None else signer.absolute(),
-    }
-    return [word for name, value in given.items() if value is not None for word in (name, str(value))]
-
-
 _REMOTE = "remote_cache", "cache_key", "remote_cache_write"
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """Options of the build cache."""
+
+    no_cache: bool
+    cache_size: int | None  # bytes
+    remote_cache: str | None
+    cache_key: Path | None
+    remote_cache_write: Path | None
+
+    def check(self) -> None:
+        """Refuse options of a cache that is not used."""
+        if self.no_cache:
+            refuse_given("--no-cache", "cache_size", *_REMOTE)
+
+    def connected(self) -> Remote | None:
+        """Connect to the remote cache, where one is named."""
+        return connect(self.remote_cache, self.cache_key, self.remote_cache_write)
+
+    def arguments(self) -> list[str]:
+        """Write them for the builds of a matrix; paths are those of this machine."""
+        self.check()
+        if self.no_cache:
+            return ["--no-cache"]
+        self.connected()  # refuses now what every build would refuse
+        given = {
+            "--cache-size": self.cache_size,
+            "--remote-cache": self.remote_cache,
+            "--cache-key": self.cache_key and self.cache_key.absolute(),
+            "--remote-cache-write": self.remote_cache_write and self.remote_cache_write.absolute(),
+        }
+        return [word for name, value in given.items() if value is not None for word in (name, str(value))]
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """Options of `build`."""
+
+    out: Path
+    defer: bool
+    pending: Path | None  # the artifact whose engine is to be built
+    matrix: Path | None
+    address: str | None
+    jobs: int | None
+    store: str | None
+    page: Path | None
+    overrides: tuple[str, ...]
+    runtimes: tuple[tuple[RuntimeName, Path], ...]
+    as_json: bool
+    quiet: bool
+    trace: Path | None
+    cache: CacheOptions
 
 
 @click.command(epilog=_EXAMPLES)
@@ -156,124 +198,117 @@ _REMOTE = "remote_cache", "cache_key", "remote_cache_write"
     "--trace", "trace", type=PATH, metavar="FILE.json",
     help="Write when each stage and pass ran to FILE.json, for a trace viewer such as Perfetto.",
 )  # fmt: skip
-def build(
-    recipe: Path | None,
-    out: Path,
-    defer: bool,
-    pending: Path | None,
-    matrix: Path | None,
-    address: str | None,
-    jobs: int | None,
-    store: str | None,
-    page: Path | None,
-    overrides: tuple[str, ...],
-    no_cache: bool,
-    cache_size: int | None,
-    remote_cache: str | None,
-    cache_key: Path | None,
-    remote_cache_write: Path | None,
-    runtimes: tuple[tuple[RuntimeName, Path], ...],
-    as_json: bool,
-    quiet: bool,
-    trace: Path | None,
-) -> None:
+@options_record(CacheOptions, "cache")
+@options_record(BuildOptions)
+def build(recipe: Path | None, options: BuildOptions) -> None:
     """Build, validate and publish the artifact of RECIPE.
 
     The last line of standard output is the path of the artifact. The exit code tells how its gates ended.
     """
-    if matrix is not None:
+    if options.matrix is not None:
         if recipe is not None:
             raise UsageError("RECIPE cannot be used with --matrix", hint="name it in the matrix: `recipe: FILE.yaml`")
         refuse_given("--matrix", "defer", "pending", "trace", "runtimes")
-        passed = _passed_on(no_cache, cache_size, remote_cache, cache_key, remote_cache_write)
-        options = farming.MatrixOptions(out, overrides, address, jobs, store, page, as_json)
-        farming.build_matrix(matrix, options, passed)
+        of_matrix = record(farming.MatrixOptions, vars(options))
+        farming.build_matrix(options.matrix, of_matrix, options.cache.arguments())
         return
     require_given("--matrix", "address", "jobs", "store", "page")
     process.prepare()
     process.keep_freed_memory()
     process.collect_rarely()
-    if recipe is not None:  # an engine that was deferred is finished without torch
-        extras.require("build")
+    if options.pending is not None:  # it goes to where its artifact is, and is not deferred again
+        refuse_given("--finish", "out", "defer", "no_cache", "cache_size", "runtimes", *_REMOTE)
+    options.cache.check()
+    if options.trace is not None:
+        output.check_file(options.trace, ".json")
+    if options.pending is not None:
+        result = _finished(options.pending, recipe, options)
+    elif recipe is not None:
+        result = _built(recipe, options)
+    else:
+        raise UsageError("no recipe given", hint="llmforge build RECIPE")
+    _show(result, options)
+
+
+def _built(path: Path, options: BuildOptions) -> BuildResult:
+    """Check the recipe at `path`, which needs no torch, and build it."""
+    extras.require("build")
     with process.unwatched():
         from llmforge import cache
-        from llmforge.compile.frontend import Frontend
-
-    resource, folder = click.get_current_context().with_resource, cache.default_folder()
-    frontend, nothing = resource(Frontend()), no_cache or cache.is_empty(folder)
-    if recipe is not None and recipe.is_file() and pending is None and nothing:
-        frontend.start()  # nothing is there to be reused: it imports torch while this process imports the rest
-    with process.unwatched():
-        with process.deferred("sympy"):
-            import onnx_ir  # noqa: F401
-        from llmforge.cli import console
-        from llmforge.compile.read_ahead import ReadAhead
+        from llmforge.compile.overlap import Overlap
         from llmforge.recipe import Recipe
 
-    ahead = resource(ReadAhead())
-    if pending is not None:  # it goes beside its artifact, and is not deferred again
-        refuse_given("--finish", "out", "defer", "no_cache", "cache_size", "runtimes", *_REMOTE)
-    if no_cache:
-        refuse_given("--no-cache", "cache_size", *_REMOTE)
-    cached = pending is None and not no_cache
-    remote = connect(remote_cache, cache_key, remote_cache_write) if cached else None
-    size = cache.default_size() if cache_size is None else cache_size
-    kept = None if no_cache else partial(cache.Cache, folder, size, remote=remote)
-    chosen = (*overrides, "engine.deferred=true") if defer else overrides
-    loaded = None if recipe is None else Recipe.load(recipe, chosen)
-    if loaded is not None:
-        if not Frontend.serves(loaded):  # this process will import torch itself
-            frontend.end()
-        # Else the other process would have to wait for a core; nothing is downloaded before the recipe is checked.
-        if pending is None and not nothing and loaded.snapshot is None:
-            ahead.begin(loaded.checkpoint, loaded.merged)
-        with process.unwatched():
-            from llmforge import passes
+    chosen = (*options.overrides, "engine.deferred=true") if options.defer else options.overrides
+    folder, overlap = cache.default_folder(), click.get_current_context().with_resource(Overlap())
+    recipe = Recipe.load(path, chosen)
+    if options.cache.no_cache or cache.is_empty(folder):
+        overlap.start(recipe)
+    with process.unwatched():
+        from llmforge.cli import console
+        from llmforge.compile.stages.recipe import check_recipe
 
-        steps = loaded.instantiate(passes.ALL)  # a recipe that is wrong says so before torch is imported
-        if pending is None:
-            with process.unwatched():
-                from llmforge.compile import preflight
-
-            for renamed in loaded.migrated:
-                console.say(f"note: {renamed}; `llmforge migrate {loaded.path}` rewrites the recipe")
-            if loaded.snapshot is not None:
-                console.say(f"fetching {loaded.snapshot.repository} at {loaded.snapshot.commit[:12]}")
-            preflight.check(loaded)
-            preflight.check_source(loaded, steps)
-            for tight in (*preflight.check_room(loaded, out), *preflight.check_revision(loaded, out)):
-                console.say(f"note: {tight}")
-
-    if pending is None and loaded is None:
-        raise UsageError("no recipe given", hint="llmforge build RECIPE")
-    if trace is not None:
-        output.check_file(trace, ".json")
+    kept: Callable[[], cache.Cache] | None = None
+    if not options.cache.no_cache:
+        given = options.cache.cache_size
+        size = cache.default_size() if given is None else given
+        kept = partial(cache.Cache, folder, size, remote=options.cache.connected())
+    for renamed in recipe.migrated:
+        console.say(f"note: {renamed}; `llmforge migrate {recipe.path}` rewrites the recipe")
+    if recipe.snapshot is not None:
+        console.say(f"fetching {recipe.snapshot.repository} at {recipe.snapshot.commit[:12]}")
+    checked = check_recipe(recipe, options.out)
+    for note in checked.notes:
+        console.say(f"note: {note}")
     with (
-        console.traced("build", quiet=quiet, trace=trace) as progress,
-        _resumable(kept=pending is None and not no_cache),
+        console.traced("build", quiet=options.quiet, trace=options.trace) as progress,
+        _resumable(kept=kept is not None),
     ):
         progress.stage("Load llmforge")
-        if pending is not None:
-            from llmforge.compile import finishing
+        with process.unwatched():
+            from llmforge.compile import pipeline
 
-            result = finishing.finish(pending, loaded, progress)
-        elif loaded is not None:
-            with process.unwatched():
-                from llmforge.compile import pipeline
+        runtimes = dict(options.runtimes)
+        return pipeline.build(recipe, options.out, progress, kept, pythons=runtimes, checked=checked, overlap=overlap)
 
-            result = pipeline.build(loaded, out, progress, kept, pythons=dict(runtimes), frontend=frontend, ahead=ahead)
+
+def _finished(pending: Path, path: Path | None, options: BuildOptions) -> BuildResult:
+    """Build the engine that was deferred, without torch unless the recipe at `path` asks for measurements."""
+    if path is not None:
+        extras.require("build")
+    from llmforge import passes
+    from llmforge.cli import console
+    from llmforge.recipe import Recipe
+
+    recipe = None
+    if path is not None:
+        recipe = Recipe.load(path, options.overrides)
+        recipe.instantiate(passes.ALL)  # a recipe that is wrong says so before anything else is read
+    with (
+        console.traced("build", quiet=options.quiet, trace=options.trace) as progress,
+        _resumable(kept=False),
+    ):
+        progress.stage("Load llmforge")
+        from llmforge.compile import finishing
+
+        return finishing.finish(pending, recipe, progress)
+
+
+def _show(result: BuildResult, options: BuildOptions) -> None:
+    """Print the artifact's report and path, and end with the exit code of its gates."""
+    from llmforge.cli import console
+
     if is_json_log():
         for note in result.report.notes:
             console.say(note)
     with _said(result.path):
-        if as_json:
+        if options.as_json:
             output.write_json({"artifact": str(result.path), "report": json.loads(result.report.to_json())})
         else:
             output.write_summary(result.report, result.previous)
             output.write_lines(str(result.path))
     found = f"`llmforge inspect {result.path}` says where its report is"
-    if pending is None:
+    if options.pending is None:
         found = f"its report is {output.here(result.path / 'report' / 'report.html')}"
     verdicts.end_of(result.report, result.path, f"the artifact was published with this verdict; {found}")
-    if not as_json and not goes_on():
+    if not options.as_json and not goes_on():
         console.say("\n".join([found, *_next_steps(result.path, result.report.engine)]))

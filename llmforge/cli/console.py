@@ -1,4 +1,4 @@
-"""What people see on standard error: progress, hints and errors. Standard output is for data alone."""
+"""Standard error for people: progress, hints and errors. Standard output is for data alone."""
 
 from __future__ import annotations
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from llmforge import targets
 from llmforge.artifact import Artifact
-from llmforge.backends import PENDING_FILE, Support, dotted
+from llmforge.backends.record import Support, dotted
 from llmforge.base import plugins
 from llmforge.base.errors import PluginError
 from llmforge.quantization import methods
 from llmforge.rewrite import options, pass_base
 from llmforge.rewrite.pass_base import Pass
-from llmforge.targets import Figure, Target
+from llmforge.runtime.config import PENDING_FILE
+from llmforge.targets import SourcedFigure, Target
 
 if TYPE_CHECKING:
     from llmforge.ir.summary import GraphFacts
@@ -171,7 +172,7 @@ def artifact_lines(artifact: Artifact, tools: Mapping[str, str]) -> list[str]:
         f"{record.created:%Y-%m-%d %H:%M %Z}  {record.verdict:<12}  {record.home}report/report.html"
         for record in artifact.evidence
     ]
-    brought = manifest.recipe.get("plugins") or {}
+    plugins_of = manifest.recipe.get("plugins") or {}
     rows = [
         ("gates", artifact.verdict),
         *zip(("evidence", *[""] * len(evidence)), evidence, strict=False),
@@ -180,7 +181,7 @@ def artifact_lines(artifact: Artifact, tools: Mapping[str, str]) -> list[str]:
         ("checkpoint", manifest.checkpoint),
         *([("engine", "not built yet; run `llmforge build --finish`")] if _PENDING in manifest.files else ()),
         ("requires", ", ".join(f"{package} {version}" for package, version in manifest.requires.items()) or "nothing"),
-        *([("plug-ins", ", ".join(f"{name} {version}" for name, version in brought.items()))] if brought else ()),
+        *([("plug-ins", ", ".join(f"{name} {version}" for name, version in plugins_of.items()))] if plugins_of else ()),
         ("built with", ", ".join(f"{tool} {version}" for tool, version in tools.items())),
     ]
     lines = [f"{manifest.name} {manifest.version}", *(f"  {title:<12}{value}" for title, value in rows)]
@@ -232,7 +233,7 @@ def _plain(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _figures(target: Target) -> Iterator[tuple[str, str, Figure | None]]:
+def _figures(target: Target) -> Iterator[tuple[str, str, SourcedFigure | None]]:
     """Name the figures of a target, with their units."""
     yield "memory", "GB", target.memory_gb
     yield "bandwidth", "GB/s", target.bandwidth_gbs

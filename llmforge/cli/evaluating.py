@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,6 +20,7 @@ from llmforge.cli.parameters import (
     POSITIVE,
     api_key_option,
     keep_quiet,
+    options_record,
     require_given,
     server_of,
 )
@@ -36,6 +37,24 @@ Examples:
   llmforge eval NAME/VERSION --tasks arc_easy,hellaswag --limit 200 --checkpoint CHECKPOINT
   llmforge eval NAME/VERSION --tasks task.yaml --checkpoint CHECKPOINT --url http://127.0.0.1:8000
 """
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """What the command `eval` is given."""
+
+    artifact: Path
+    wanted: str
+    recipe: Path | None
+    checkpoint: Path | None
+    limit: int | None
+    few_shot: int | None
+    url: str | None
+    api_key: str | None
+    model: str | None
+    no_cache: bool
+    as_json: bool
+    quiet: bool
 
 
 @click.command("eval", epilog=_EXAMPLES)
@@ -58,14 +77,14 @@ Examples:
 @click.option("--no-cache", is_flag=True, help="Reuse no answers of earlier runs, and keep none.")
 @click.option("--json", "as_json", is_flag=True, help="Print the results as JSON, item by item.")
 @click.option("-q", "--quiet", is_flag=True, callback=keep_quiet, help="Hide progress and notes.")
-def evaluate(**given: Any) -> None:
+@options_record(EvalOptions)
+def evaluate(options: EvalOptions) -> None:
     """Run tasks on ARTIFACT and on its checkpoint, and record the scores.
 
     The scores are evidence of ARTIFACT. Both answer the same requests; items are kept, and differences are taken item
     by item. Nothing is downloaded. The recipe's gates are decided again; those on scores of these tasks give the exit
     code.
     """
-    options = EvalOptions(**given)
     process.prepare()
     extras.require("build")
     extras.require("eval")
@@ -83,24 +102,6 @@ def evaluate(**given: Any) -> None:
         output.write_lines(str(result.path))
     _note_others(result.report.gates, decided)
     verdicts.end_of(result.report, result.path, gates=decided)
-
-
-@dataclass(frozen=True)
-class EvalOptions:
-    """What the command `eval` is given."""
-
-    artifact: Path
-    wanted: str
-    recipe: Path | None
-    checkpoint: Path | None
-    limit: int | None
-    few_shot: int | None
-    url: str | None
-    api_key: str | None
-    model: str | None
-    no_cache: bool
-    as_json: bool
-    quiet: bool
 
 
 def _evaluated(options: EvalOptions) -> Evaluated:
@@ -131,12 +132,12 @@ def _show(found: Evaluated, decided: Sequence[GateResult], *, as_json: bool) -> 
     from llmforge.report import view
 
     if as_json:
-        facts = {"tasks": [task.model_dump(mode="json") for task in found.tasks], "notes": found.left_out}
+        facts = {"tasks": [task.model_dump(mode="json") for task in found.tasks], "notes": found.skipped}
         verdict = None if found.result is None else decision.overall(decided).value
         output.write_json({**facts, "verdict": verdict, "gates": [gate.model_dump(mode="json") for gate in decided]})
         return
     output.write_columns(view.task_rows(found.tasks))
-    for note in found.left_out:
+    for note in found.skipped:
         console.say(f"note: {note}")
 
 

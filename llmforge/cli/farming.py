@@ -14,7 +14,7 @@ import click
 from llmforge.base import errors, extras
 from llmforge.base.errors import ForgeError
 from llmforge.cli import output
-from llmforge.cli.parameters import POSITIVE, Command, is_json_log, is_quiet
+from llmforge.cli.parameters import POSITIVE, grouped, is_json_log, is_quiet
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,27 +25,22 @@ _COLORS = {"pass": "green", "fail": "red", "error": "red", "inconclusive": "yell
 _EVERY_S = 0.25  # between two drawings of the table
 
 
-def ray_options(command: Command) -> Command:
-    """Add the options that say where builds run."""
-    options = (
-        click.option(
-            "--address", metavar="ADDRESS", envvar="LLMFORGE_RAY_ADDRESS", show_envvar=True,
-            help="Ray cluster to build on, such as 10.0.0.1:6379 or `auto`. Default: Ray on this machine, for this "
-            "command alone.",
-        ),
-        click.option(
-            "--jobs", type=POSITIVE, metavar="N",
-            help="Builds that may share a node. Default: 1 if latency is measured, otherwise one per two CPUs.",
-        ),
-        click.option(
-            "--store", metavar="URL",
-            help="Write artifacts to URL/NAME/VERSION.tar as well, such as s3://bucket/artifacts, for nodes that do "
-            "not share --out.",
-        ),
-    )  # fmt: skip
-    for option in reversed(options):
-        command = option(command)
-    return command
+ray_options = grouped(  # where builds run
+    click.option(
+        "--address", metavar="ADDRESS", envvar="LLMFORGE_RAY_ADDRESS", show_envvar=True,
+        help="Ray cluster to build on, such as 10.0.0.1:6379 or `auto`. Default: Ray on this machine, for this "
+        "command alone.",
+    ),
+    click.option(
+        "--jobs", type=POSITIVE, metavar="N",
+        help="Builds that may share a node. Default: 1 if latency is measured, otherwise one per two CPUs.",
+    ),
+    click.option(
+        "--store", metavar="URL",
+        help="Write artifacts to URL/NAME/VERSION.tar as well, such as s3://bucket/artifacts, for nodes that do "
+        "not share --out.",
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ def build_matrix(path: Path, options: MatrixOptions, arguments: Sequence[str]) -
         build.load()  # a matrix that is wrong says so before anything runs
     file = options.page or options.out / f"{read.name}.html"
     output.check_file(file, ".html", makes_folders=options.page is None)
-    settings = running.Settings(options.out.absolute(), options.store, options.jobs, tuple(arguments))
+    settings = running.FarmSettings(options.out.absolute(), options.store, options.jobs, tuple(arguments))
     address, began = options.address, time.monotonic()
     rows: list[Row] = []
     with _said_how_to_go_on(rows):

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llmforge.cli import console
-
 if TYPE_CHECKING:
     from llmforge.checkpoint.hub import HubSnapshot
 
@@ -25,6 +23,7 @@ def on_hub(given: Path, revision: str | None) -> HubSnapshot | None:
         CheckpointError, EnvironmentLacks: as `hub.find`.
     """
     from llmforge.checkpoint import hub
+    from llmforge.cli import console
 
     found = hub.find(given, revision)
     if found is None and hub.is_name(str(given)) and hub.is_folder(given):

@@ -67,7 +67,7 @@ def inspect(artifact: Path, as_json: bool, verify: bool, revision: str | None) -
 
 def _is_no_artifact(path: Path) -> bool:
     """Say whether `path` is there and is neither an artifact nor the folder of one's versions."""
-    from llmforge.base.sealed import MANIFEST
+    from llmforge.artifact.sealed import MANIFEST
 
     try:
         if not path.is_dir() or path.name.startswith("."):  # the latter of unfinished builds
@@ -199,8 +199,8 @@ def passes(name: str | None, as_json: bool) -> None:
             output.write_columns(describe.with_packages(rows))
         return
     known = {cls.name: cls for cls in registry.ALL}
-    if (brought := pass_base.SEAM.find(name, known)) is not None:
-        known[name] = brought
+    if (loaded := pass_base.SEAM.find(name, known)) is not None:
+        known[name] = loaded
     if name not in known:
         from llmforge.recipe.errors import meant
 

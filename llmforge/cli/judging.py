@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from llmforge.base import extras, process
 from llmforge.base.errors import UsageError
 from llmforge.cli import output, verdicts
-from llmforge.cli.parameters import ARTIFACT, PATH, POSITIVE, keep_quiet, out_option, runtime_option
+from llmforge.cli.parameters import ARTIFACT, PATH, POSITIVE, keep_quiet, options_record, out_option, runtime_option
 
 if TYPE_CHECKING:
     from llmforge.gates.decision import Figure
@@ -28,58 +28,6 @@ Examples:
   llmforge gate NAME/VERSION --against latest-passed --gates release.yaml --junit gates.xml
   llmforge gate NAME/VERSION --against NAME:prod --until-decided --recipe RECIPE --text more.jsonl
 """
-
-
-@click.command(epilog=_GATE)
-@click.argument("artifact", type=ARTIFACT)
-@click.option(
-    "--against", metavar="ARTIFACT",
-    help="Compare with this artifact; `latest-passed`: the newest earlier version whose gates passed; `none`: "
-    "leave out limits that need one, as for a first release.",
-)  # fmt: skip
-@click.option("--gates", "file", type=PATH, metavar="FILE.yaml", help="Limits in place of those of the recipe.")
-@click.option("--until-decided", is_flag=True, help="Measure further documents until the gates are decided.")
-@click.option("--recipe", type=PATH, help="With --until-decided: the recipe that ARTIFACT was built by.")
-@click.option(
-    "--text", "texts", type=PATH, multiple=True, metavar="FILE.jsonl",
-    help="With --until-decided: more documents, of {id, text}; repeatable.",
-)  # fmt: skip
-@click.option("--max-documents", type=POSITIVE, metavar="N", help="With --until-decided: stop at N documents.")
-@click.option(
-    "--repetitions", type=POSITIVE, metavar="N",
-    help="Where a limit is on the change of a duration, time both artifacts N times; default: as many as such limits "
-    "need, 30 or more.",
-)  # fmt: skip
-@click.option("--junit", type=PATH, metavar="FILE.xml", help="Write JUnit XML.")
-@click.option("--markdown", type=PATH, metavar="FILE.md", help="Write Markdown, for a pull request.")
-@out_option("Folder of the artifacts.")
-@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
-def gate(**given: Any) -> None:
-    """Decide the gates of ARTIFACT, alone or against an earlier artifact.
-
-    They are decided on its evidence. Nothing is built or measured again, unless a limit on latency against an earlier
-    artifact is to be decided, or with --until-decided. The exit code tells the verdict.
-    """
-    from llmforge.artifact import Artifact
-    from llmforge.gates import release
-    from llmforge.report import release_text
-
-    options = GateOptions(**given)
-    options.check()
-    opened = Artifact.open(options.artifact)
-    asked = _question(release.MeasuredArtifact.checked(opened), options)
-    judged = _decided(asked, options) if options.until_decided else release.judge(asked)
-    if options.junit is not None:
-        with output.writing(options.junit):
-            options.junit.write_text(release_text.junit(judged), encoding="utf-8")
-    if options.markdown is not None:
-        with output.writing(options.markdown):
-            options.markdown.write_text(release_text.markdown(judged), encoding="utf-8")
-    if options.as_json:
-        output.write_data(judged.to_json())
-    else:
-        output.write_lines(*release_text.text(judged))
-    _end(judged, opened.path)
 
 
 @dataclass(frozen=True)
@@ -108,6 +56,58 @@ class GateOptions:
             raise UsageError("--until-decided requires --recipe", hint="give the recipe that ARTIFACT was built by")
         for path in filter(None, (self.junit, self.markdown)):
             output.check_file(path)
+
+
+@click.command(epilog=_GATE)
+@click.argument("artifact", type=ARTIFACT)
+@click.option(
+    "--against", metavar="ARTIFACT",
+    help="Compare with this artifact; `latest-passed`: the newest earlier version whose gates passed; `none`: "
+    "leave out limits that need one, as for a first release.",
+)  # fmt: skip
+@click.option("--gates", "file", type=PATH, metavar="FILE.yaml", help="Limits in place of those of the recipe.")
+@click.option("--until-decided", is_flag=True, help="Measure further documents until the gates are decided.")
+@click.option("--recipe", type=PATH, help="With --until-decided: the recipe that ARTIFACT was built by.")
+@click.option(
+    "--text", "texts", type=PATH, multiple=True, metavar="FILE.jsonl",
+    help="With --until-decided: more documents, of {id, text}; repeatable.",
+)  # fmt: skip
+@click.option("--max-documents", type=POSITIVE, metavar="N", help="With --until-decided: stop at N documents.")
+@click.option(
+    "--repetitions", type=POSITIVE, metavar="N",
+    help="Where a limit is on the change of a duration, time both artifacts N times; default: as many as such limits "
+    "need, 30 or more.",
+)  # fmt: skip
+@click.option("--junit", type=PATH, metavar="FILE.xml", help="Write JUnit XML.")
+@click.option("--markdown", type=PATH, metavar="FILE.md", help="Write Markdown, for a pull request.")
+@out_option("Folder of the artifacts.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON.")
+@options_record(GateOptions)
+def gate(options: GateOptions) -> None:
+    """Decide the gates of ARTIFACT, alone or against an earlier artifact.
+
+    They are decided on its evidence. Nothing is built or measured again, unless a limit on latency against an earlier
+    artifact is to be decided, or with --until-decided. The exit code tells the verdict.
+    """
+    from llmforge.artifact import Artifact
+    from llmforge.gates import release
+    from llmforge.report import release_text
+
+    options.check()
+    opened = Artifact.open(options.artifact)
+    asked = _question(release.MeasuredArtifact.checked(opened), options)
+    judged = _decided(asked, options) if options.until_decided else release.judge(asked)
+    if options.junit is not None:
+        with output.writing(options.junit):
+            options.junit.write_text(release_text.junit(judged), encoding="utf-8")
+    if options.markdown is not None:
+        with output.writing(options.markdown):
+            options.markdown.write_text(release_text.markdown(judged), encoding="utf-8")
+    if options.as_json:
+        output.write_data(judged.to_json())
+    else:
+        output.write_lines(*release_text.text(judged))
+    _end(judged, opened.path)
 
 
 def _question(subject: MeasuredArtifact, options: GateOptions) -> ReleaseQuestion:

@@ -1,4 +1,4 @@
-"""What commands write to standard output: data. All of it goes through here.
+"""Standard output of all commands: data. All of it goes through here.
 
 Much of it is in the words of an artifact, a checkpoint or a recipe, which may come from anyone: a terminal is not to
 obey them.

@@ -59,7 +59,7 @@ class ArtifactPath(click.ParamType[Path]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         """Find the folder."""
-        from llmforge.artifact import resolve
+        from llmforge.artifact.references import resolve
 
         if (why := small_file.why_no_path(str(value))) is not None:
             self.fail(f"{shown(str(value))}: {why}", param, ctx)
@@ -318,6 +318,17 @@ class Numbers(click.ParamType[Any]):
 def record(kind: type[Record], options: Mapping[str, Any], **more: Any) -> Record:
     """Make the dataclass `kind` of those `options` that are called as its fields are, and of `more`."""
     return kind(**{name: value for name, value in options.items() if name in _fields(kind)}, **more)
+
+
+def grouped(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Add several options to a command, in this order."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 def options_record(kind: type[Any], name: str = "options") -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from llmforge.base import admission, extras, process, small_file
-from llmforge.base.admission import ALLOWED, LOADED
+from llmforge.base import extras, process, small_file
 from llmforge.base.errors import UsageError, VerificationError
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, PATH, keep_quiet
+from llmforge.cli.parameters import ARTIFACT, PATH, grouped, keep_quiet
 from llmforge.cli.recorded import Inputs, inputs_options
 
 if TYPE_CHECKING:
-    from llmforge.artifact import Artifact, Record
+    from llmforge.artifact import Artifact, EvidenceRecord
     from llmforge.artifact.transfer import Check
 
 _REPRODUCE = """\b
@@ -138,7 +137,7 @@ def verify(artifact: Path, key: Path | None, authority: tuple[Path, ...], as_jso
 
 def verified(opened: Artifact, key: Path | None = None, authority: tuple[Path, ...] = ()) -> list[str]:
     """Check an artifact, its verdicts, and its signature where `key` or `authority` is given; say what holds."""
-    from llmforge.base.sealed import SIGNATURE, effective
+    from llmforge.artifact.sealed import SIGNATURE, effective
     from llmforge.gates import verdict
 
     signed = None if key is None and not authority else verify_signature(opened, key, authority)
@@ -161,7 +160,7 @@ def verified(opened: Artifact, key: Path | None = None, authority: tuple[Path, .
 
 def verify_signature(
     opened: Artifact, key: Path | None, authority: tuple[Path, ...], source: str | None = None
-) -> tuple[Record, ...]:
+) -> tuple[EvidenceRecord, ...]:
     """Check an artifact, which messages call `source`, and its signature; return the records that it covers."""
     from llmforge.artifact import signing
 
@@ -170,18 +169,13 @@ def verify_signature(
     return signing.verify(opened, signing.Trust(key, authority), source)
 
 
-def loading_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of a command that loads an artifact."""
-    options = (
-        click.option(
-            "--allow", type=click.Choice(ALLOWED), metavar="VERDICT",
-            help="Load ARTIFACT even if its gates ended with this verdict: fail or inconclusive.",
-        ),
-        click.option("--verify", "rehash", is_flag=True, help="Hash every file, even if it was hashed before."),
-    )  # fmt: skip
-    for option in reversed(options):
-        command = option(command)
-    return command
+loading_options = grouped(  # of a command that loads an artifact
+    click.option(
+        "--allow", type=click.Choice(["fail", "inconclusive"]), metavar="VERDICT",
+        help="Load ARTIFACT even if its gates ended with this verdict: fail or inconclusive.",
+    ),
+    click.option("--verify", "rehash", is_flag=True, help="Hash every file, even if it was hashed before."),
+)  # fmt: skip
 
 
 def admit(
@@ -189,33 +183,33 @@ def admit(
     allow: str | None,
     rehash: bool,
     *,
-    parts: Collection[str] = LOADED,
+    besides: Collection[str] = (),
     require_signature: bool = False,
     key: Path | None = None,
 ) -> None:
-    """Refuse what is damaged, forged, not signed where it must be, or failed its gates; warn where none decided."""
+    """Refuse what is damaged, forged, not signed where it must be, or failed its gates; warn where none decided.
+
+    Of its files those are hashed that the runtime reads, and those whose paths begin with one of `besides`.
+    """
+    from llmforge.artifact import admission
     from llmforge.cli import console
     from llmforge.gates import confirmed
 
     confirmed.confirm(opened)
     signed = required(opened, require_signature, key)
+    parts = (*admission.LOADED, *besides)
     counting = None if signed is None else [record.digest for record in signed]
     for note in admission.admit(opened.path, allow=allow, rehash=rehash, parts=parts, signed=counting).notes:
         console.say(f"warning: {note}", always=True)
 
 
-def signature_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of a command that runs only what is signed."""
-    options = (
-        click.option("--require-signature", is_flag=True, help="Refuse an artifact that --key did not sign."),
-        click.option("--key", type=PATH, help="With --require-signature: the public key, PEM."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+signature_options = grouped(  # of a command that runs only what is signed
+    click.option("--require-signature", is_flag=True, help="Refuse an artifact that --key did not sign."),
+    click.option("--key", type=PATH, help="With --require-signature: the public key, PEM."),
+)
 
 
-def required(opened: Artifact, require_signature: bool, key: Path | None) -> tuple[Record, ...] | None:
+def required(opened: Artifact, require_signature: bool, key: Path | None) -> tuple[EvidenceRecord, ...] | None:
     """Refuse an artifact that is not signed by `key`, where a signature is required; return the signed records."""
     _check_pair(require_signature, key)
     return verify_signature(opened, key, ()) if require_signature else None

@@ -1,31 +1,18 @@
-"""What an artifact was built from, as the commands are told that build from it again: a recipe, or what it recorded."""
+"""Inputs of an artifact, as the commands are told that build it again: a recipe, or what it recorded."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from llmforge.base.errors import UsageError
-from llmforge.cli.parameters import PATH
+from llmforge.cli.parameters import PATH, grouped, options_record
 
 if TYPE_CHECKING:
     from llmforge.recipe import Recipe
-
-_OPTIONS = (
-    click.option("--recipe", type=PATH, help="The recipe that the artifact was built from."),
-    click.option(
-        "--set", "overrides", multiple=True, metavar="PATH=VALUE", help="With --recipe: as for the build. Repeatable."
-    ),
-    click.option("--checkpoint", type=PATH, help="Without --recipe: the checkpoint's folder."),
-    click.option(
-        "--text", "texts", type=PATH, multiple=True, help="Without --recipe: a text of the recipe. Repeatable."
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -61,16 +48,14 @@ class Inputs:
         return reproducing.recorded(artifact, self.checkpoint, self.texts, scratch)
 
 
-def inputs_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that make `inputs`, an `Inputs` that nothing has checked, of `command`."""
-
-    @functools.wraps(command)
-    def run(
-        recipe: Path | None, overrides: tuple[str, ...], checkpoint: Path | None, texts: tuple[Path, ...], **others: Any
-    ) -> None:
-        command(inputs=Inputs(recipe, overrides, checkpoint, texts), **others)
-
-    made: Callable[..., None] = run
-    for option in reversed(_OPTIONS):
-        made = option(made)
-    return made
+inputs_options = grouped(  # which make `inputs`, an `Inputs` that nothing has checked
+    click.option("--recipe", type=PATH, help="The recipe that the artifact was built from."),
+    click.option(
+        "--set", "overrides", multiple=True, metavar="PATH=VALUE", help="With --recipe: as for the build. Repeatable."
+    ),
+    click.option("--checkpoint", type=PATH, help="Without --recipe: the checkpoint's folder."),
+    click.option(
+        "--text", "texts", type=PATH, multiple=True, help="Without --recipe: a text of the recipe. Repeatable."
+    ),
+    options_record(Inputs, "inputs"),
+)

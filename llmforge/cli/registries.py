@@ -37,12 +37,12 @@ def push(artifact: Path, reference: str, insecure: bool, as_json: bool, quiet: b
     if (lack := extras.trouble("dxf")) is not None:
         raise lack
     from llmforge.artifact import modelpack
-    from llmforge.artifact.oci import Reference
+    from llmforge.artifact.oci import OciReference
     from llmforge.cli import console
     from llmforge.gates import confirmed
     from llmforge.metrics.units import size
 
-    to = Reference.parse(reference, digests=False)
+    to = OciReference.parse(reference, digests=False)
     opened = confirmed.open_artifact(artifact)
     with console.progress(quiet=quiet) as progress:
         pushed = modelpack.push(opened, to, progress, insecure=insecure)
@@ -79,10 +79,10 @@ def pull(
     if (lack := extras.trouble("dxf")) is not None:
         raise lack
     from llmforge.artifact import modelpack
-    from llmforge.artifact.oci import Reference
+    from llmforge.artifact.oci import OciReference
     from llmforge.cli import console
 
-    at = Reference.parse(reference)
+    at = OciReference.parse(reference)
     check = arrival_check(require_signature, key)
     with console.progress(quiet=quiet) as progress:
         made, digest = modelpack.pull(at, out, progress, insecure=insecure, check=check)

@@ -255,7 +255,7 @@ def main() -> None:
 
     With --log-format json the traceback is a field of an event.
     """
-    streams.stand_in()
+    streams.replace_closed()
     signals.install()
     try:
         cli(prog_name="llmforge")  # also where it is run as a module

@@ -147,8 +147,8 @@ def migrate(recipe: Path, in_place: bool) -> None:
 
     Comments and layout stay. Artifacts are not migrated: build them again.
     """
+    from llmforge.artifact.sealed import MANIFEST
     from llmforge.base import located_yaml
-    from llmforge.base.sealed import MANIFEST
     from llmforge.cli import console
     from llmforge.recipe import migration
 
@@ -242,7 +242,7 @@ def write(checkpoint: Path, asked: StartOptions) -> Path:
         UnsupportedError, CheckpointError: there is nothing to write.
     """
     from llmforge import recipes
-    from llmforge.base.sealed import is_name
+    from llmforge.artifact.sealed import is_name
     from llmforge.checkpoint import read_settings
     from llmforge.recipe import Recipe
 

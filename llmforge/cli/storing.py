@@ -176,7 +176,8 @@ def promote(name: str, version: str | None, tag: str, rollback: bool, out: Path,
 
     Does what `llmforge verify` does first: every file is hashed, and the gates are judged again.
     """
-    from llmforge.artifact import Artifact, check_name, resolve, tags
+    from llmforge.artifact import Artifact, check_name, tags
+    from llmforge.artifact.references import resolve
 
     parent = out / check_name(name)
     if rollback == (version is not None):

@@ -12,7 +12,7 @@ class OutputClosed(OSError):
     """Standard output is closed."""
 
 
-def stand_in() -> None:
+def replace_closed() -> None:
     """Put something in the place of each standard stream that is closed; call it before any file is opened.
 
     Else the next file that is opened would get its number, and with it what is meant for the stream. Standard input

@@ -17,7 +17,7 @@ from llmforge.cli import farming, output
 from llmforge.cli.parameters import PATH, POSITIVE, options_record
 
 if TYPE_CHECKING:
-    from llmforge.farm.searching import Search, Trial
+    from llmforge.farm.searching import Search, SearchTrial
 
 _EXAMPLES = """\b
 Examples:
@@ -79,12 +79,12 @@ def tune(recipe: Path, options: TuneOptions) -> None:
     extras.require("build", "farm", *(("remote",) if options.store else ()))
     from llmforge.cli import console
     from llmforge.farm import cluster, searching
-    from llmforge.farm.running import Settings
+    from llmforge.farm.running import FarmSettings
     from llmforge.recipe import Recipe
 
     folder = options.folder or Path("tune") / Recipe.load(recipe, options.overrides).name
     search = _search(recipe, folder, options)
-    settings = Settings(search.folder / "artifacts", options.store, options.jobs)
+    settings = FarmSettings(search.folder / "artifacts", options.store, options.jobs)
     console.say(f"searching {len(search.space)} options: {', '.join(search.space)}")
     began = time.monotonic()
     try:
@@ -128,7 +128,7 @@ def _search(recipe: Path, folder: Path, options: TuneOptions) -> Search:
     return search
 
 
-def _tell(search: Search, trial: Trial) -> None:
+def _tell(search: Search, trial: SearchTrial) -> None:
     from llmforge.cli import console
     from llmforge.farm import tuned
 
@@ -136,7 +136,7 @@ def _tell(search: Search, trial: Trial) -> None:
     console.say(f"trial {trial.number}: {trial.state}: {figures or trial.why} ({tuned.options(search, trial)})")
 
 
-def _write(search: Search, ended: Sequence[Trial], folder: Path, options: TuneOptions, *, seconds: float) -> None:
+def _write(search: Search, ended: Sequence[SearchTrial], folder: Path, options: TuneOptions, *, seconds: float) -> None:
     """Write the page and the recipe of the best trial, and print what was found.
 
     Raises:

@@ -72,7 +72,7 @@ def measure(
     threads: int,
     vocabulary: int,
 ) -> Attribution:
-    """Run the traced graph and the one behind each lossy pass on `windows`, one of each document.
+    """Run the traced graph and the one after each lossy pass on `windows`, one of each document.
 
     `context` is what a cache holds in the decode step whose time is predicted from `memory`; None: none is.
 

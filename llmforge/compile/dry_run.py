@@ -1,6 +1,6 @@
 """Run a recipe dry on a graph whose weights nobody has read: what cannot become an engine is refused at once.
 
-The passes run on a copy of the traced graph, with a stand-in for what calibration would measure, and the result is
+The passes run on a copy of the traced graph, with made-up results of what calibration would measure, and the result is
 lowered. Nothing is proven here: passes are, when they run on the graph itself.
 """
 
@@ -50,7 +50,7 @@ def run(
 ) -> None:
     """Run `steps` over a copy of `model`, lower it, and return if an engine can be made of it.
 
-    `calibrated` has the grids of what calibration will quantize, by the parameter; `adapters` are those kept apart.
+    `calibrated` has the grids of what calibration will quantize, by the parameter; requests choose from `adapters`.
 
     Raises:
         UnsupportedError: a pass, the engine or the runtime that the interface is for refuses the graph; a lossy pass
@@ -59,7 +59,9 @@ def run(
     """
     copy = model.clone()
     demands = [demand for step in steps for demand in step.demands()]
-    context = Context(target, _stand_in(model, calibrated, demands), stored=stored_codes(checkpoint), adapters=adapters)
+    context = Context(
+        target, _fake_statistics(model, calibrated, demands), stored=stored_codes(checkpoint), adapters=adapters
+    )
     facts: set[str] = set()
     idle: dict[str, str] = {}  # fact → why it does not hold
     for step in steps:
@@ -102,7 +104,7 @@ def _reason(changes: Changes) -> str:
     return f"{first.node}: {first.reason}"
 
 
-def _stand_in(model: ir.Model, calibrated: Mapping[str, Grid], demands: Sequence[Demand]) -> Statistics:
+def _fake_statistics(model: ir.Model, calibrated: Mapping[str, Grid], demands: Sequence[Demand]) -> Statistics:
     """Make up the results of a calibration: the passes ask what there is, and read no matrix before it is written."""
     read = {name: _READ for value in model.graph.initializers.values() for name in graph.sources(value)}
     unread = {

@@ -1,6 +1,6 @@
-"""Artifacts for servers of others: what of a checkpoint is written, and what stands in for them to be measured.
+"""Artifacts for servers of others: what of a checkpoint is written, and the proxy that is measured.
 
-Their servers load parameters under the name of an architecture, and no graph. Where none of them is at hand, quality
+Their servers load parameters under the name of an architecture, and no graph. Where none of them is available, quality
 is measured on llmforge's own engine of the same graph, on the CPU here: what was written are the codes of the graph.
 """
 
@@ -57,12 +57,12 @@ def check(
     Raises:
         UnsupportedError: it cannot.
     """
-    if BACKENDS[spec.backend].elsewhere is not None:
+    if BACKENDS[spec.backend].export_format is not None:
         exported_parameters.check_passes(spec.backend, [type(step) for step in steps], passes.ALL)
         engines.exporter(spec.backend, target).check(exported(model, traced, checkpoint), spec)
 
 
-def stand_in(model: ir.Model, spec: EngineSpec, checkpoint: Checkpoint, folder: Path, progress: Progress) -> None:
+def build(model: ir.Model, spec: EngineSpec, checkpoint: Checkpoint, folder: Path, progress: Progress) -> None:
     """Build llmforge's own engine of `model` for this machine's CPU in `folder`, which may then be loaded."""
     target = targets.local()
     lowered, _ = onnxruntime.lower(_without_fp8_products(model), target)
@@ -93,7 +93,7 @@ def _without_fp8_products(model: ir.Model) -> ir.Model:
 
 def note(backend: BackendName, config: RuntimeConfig, runtime: str | None) -> str:
     """Say what quality is of; `runtime` has run what was written."""
-    record = BACKENDS[backend].elsewhere
+    record = BACKENDS[backend].export_format
     assert record is not None
     if runtime is not None:
         return f"quality: of the files in engine/, as {runtime} runs them on a CPU; {record.servers} did not run here"

@@ -1,6 +1,6 @@
 """Finish an artifact whose engine is pending: build the engine on the host that can, and publish both as a new version.
 
-What needs the checkpoint, quality and latency beside it, is measured where the recipe is given again: an artifact names
+Quality, and latency against the checkpoint, are measured where the recipe is given again: an artifact names
 checkpoint and texts, and does not hold them.
 """
 
@@ -12,14 +12,16 @@ from pathlib import Path
 from llmforge import artifact, passes, targets
 from llmforge.artifact import Artifact, Hashing
 from llmforge.backends import engines, pending
-from llmforge.backends.engines import Engine
+from llmforge.backends.engines import BuiltEngine
 from llmforge.backends.pending import Pending
 from llmforge.base.errors import UsageError
 from llmforge.base.progress import Progress, Silent
 from llmforge.checkpoint import Checkpoint
-from llmforge.compile import evidence, lock, publishing, texts
+from llmforge.compile import evidence, lock, texts
 from llmforge.compile.evidence import Clock, Evidence, Measurement
-from llmforge.compile.publishing import BuildResult
+from llmforge.compile.stages.artifact import publish
+from llmforge.compile.stages.gates import judge_gates
+from llmforge.compile.state import BuildResult, CompileState, ReportFacts
 from llmforge.gates import confirmed, records
 from llmforge.measure import machine
 from llmforge.measure.footprint import BytesRead
@@ -30,7 +32,7 @@ from llmforge.triton import repository
 
 
 def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None = None) -> BuildResult:
-    """Build the engine that is pending in the artifact at `path`, and publish it as a version beside that one.
+    """Build the engine that is pending in the artifact at `path`, and publish it as another version.
 
     `recipe` is the one that the artifact was built by; its checkpoint and texts are read for what is measured.
 
@@ -50,7 +52,7 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
     if recipe is not None:
         check_recipe(recipe, opened)
     opened.verify()
-    parent = opened.path.parent  # one that was moved out of `<name>` gets its new version beside it
+    parent = opened.path.parent  # one that was moved out of `<name>` gets its new version in the same folder
     out = parent.parent if parent.name == manifest.name else parent
     with artifact.staging(out, manifest.name) as staging, Hashing(staging) as hashing:
         progress.stage("Build engine")
@@ -64,25 +66,16 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         found = measure(waiting, staging, engine, target, recipe, progress)
         before = records.read(opened)
         built_from = f"engine built from version {manifest.version}, which was written on {before.machine.cpu}"
-        facts = {
-            **dict(before),
-            "notes": (*before.notes, built_from, *engine.notes, *found.notes),
-        }  # passes and calibration stay
         locked = lock.read(opened)
         here = {"machine": machine.describe(), "packages": lock.packages(), "code": lock.code()}
         stages = tuple(stage for stage in locked.stages if stage.name != lock.ENGINE)
-        locked = locked.model_copy(update={**here, "stages": stages})
-        return publishing.publish(
-            staging,
-            facts,
-            engine,
-            found,
-            target=target,
-            lock=locked,
-            hashing=hashing,
-            clock=clock,
-            progress=progress,
-        )
+        state = CompileState(staging, target, clock, hashing)
+        # Passes and calibration stay.
+        state.facts = ReportFacts.of(before, (built_from, *engine.notes, *found.notes))
+        state.engine, state.evidence = engine, found
+        state.lock = locked.model_copy(update={**here, "stages": stages})
+        judge_gates(state)
+        return publish(state)
 
 
 def check_recipe(recipe: Recipe, opened: Artifact) -> None:
@@ -101,9 +94,9 @@ def check_recipe(recipe: Recipe, opened: Artifact) -> None:
 
 
 def measure(
-    waiting: Pending, staging: Path, engine: Engine, target: Target, recipe: Recipe | None, progress: Progress
+    waiting: Pending, staging: Path, engine: BuiltEngine, target: Target, recipe: Recipe | None, progress: Progress
 ) -> Evidence:
-    """Measure the engine as it ships, where this machine runs it and the recipe says beside what."""
+    """Measure the engine as it ships, where this machine runs it and the recipe says against what."""
     if recipe is None:
         missing = "no recipe was given to measure it with"
         return Evidence(None, None, None, engines.why_not_run(target) or missing)

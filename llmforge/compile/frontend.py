@@ -1,13 +1,14 @@
-"""What a build asks of transformers and torch: what a configuration says, a trace, and the proof of it.
+"""A process that imports transformers and torch for a build: it reads a configuration, traces, and proves the trace.
 
 To import both and to trace takes seconds of one interpreter, in which no other thread of it runs. A build that needs
-torch for nothing else lets a process of its own do that, and goes on beside it. Graphs cross as the cache keeps them
+torch for nothing else lets a process of its own do that, and goes on meanwhile. Graphs cross as the cache keeps them
 (`llmforge.trace.export.kept_graph`), and what the other process proves is what this one has read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pickle
 import signal
@@ -31,9 +32,12 @@ if TYPE_CHECKING:  # the process is started before this one imports anything els
     from llmforge.checkpoint.adapters import AdapterSource
     from llmforge.recipe import Recipe
     from llmforge.rewrite.pass_base import Pass
+    from llmforge.verification.reference_runs import ReferenceRuns
 
     Origin = tuple[Path, tuple[AdapterSource, ...]]  # `Checkpoint.opened_from`
 
+_ANSWERED = object()  # in place of an answer: another process has given it
+_PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
 _START = "import sys; sys.path[:] = {path!r}; from llmforge.compile.frontend import serve; serve()"
 
 
@@ -47,18 +51,12 @@ class Frontend:
         self.peak_bytes = 0  # of its resident memory; once it has ended
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = threading.Lock()
-        self._asked = False
-        self._grown_bytes = 0  # of the process that proves, beyond what it has in common with this one
+        self._copy_bytes = 0  # by which its copy that traced grew
 
     @staticmethod
     def is_loaded() -> bool:
         """Whether this process has imported what another would have to import first."""
         return "torch" in sys.modules
-
-    @property
-    def is_starting(self) -> bool:
-        """Whether it was started and is asked for nothing yet."""
-        return self._process is not None and not self._asked
 
     @staticmethod
     def serves(recipe: Recipe, steps: Sequence[Pass] = (), *, measure: bool = True) -> bool:
@@ -84,7 +82,7 @@ class Frontend:
         if self._process is not None:
             from llmforge.measure import machine
 
-            self.peak_bytes = machine.peak_resident_bytes(self._process.pid) + self._grown_bytes
+            self.peak_bytes = machine.peak_resident_bytes(self._process.pid) + self._copy_bytes
             self._process.kill()
             self._process.communicate()
             self._process = None
@@ -115,13 +113,12 @@ class Frontend:
         Raises:
             UnsupportedError, VerificationError: as `llmforge.verification.trace_verifier.verify_trace`.
         """
-        note, self._grown_bytes = self._ask("prove", (folder, tuple(adapters)), dict(files), threads)
+        note, self._copy_bytes = self._ask("prove", (folder, tuple(adapters)), dict(files), threads)
         return str(note)
 
     def _ask(self, name: str, *given: object) -> Any:
         with self._turn:
             self.start()
-            self._asked = True
             assert self._process is not None
             assert self._process.stdin is not None
             assert self._process.stdout is not None
@@ -130,21 +127,21 @@ class Frontend:
                 self._process.stdin.flush()
                 answer, error = pickle.load(self._process.stdout)
             except (EOFError, BrokenPipeError, pickle.UnpicklingError) as ended:
-                raise _ended(self._process.wait(), "traces the model") from ended
+                raise _ended(self._process.wait()) from ended
         if error is not None:
             raise error
         return answer
 
 
-def _ended(code: int, does: str) -> Exception:
-    """Say how the process that `does` something came to its end."""
+def _ended(code: int) -> Exception:
+    """Say how the process came to its end."""
     if code < 0:
         name = signal.Signals(-code).name
         return EnvironmentLacks(
-            f"the process that {does} was ended by {name}",
+            f"the process that traces the model was ended by {name}",
             hint="out of memory? `llmforge plan RECIPE` says how much a build needs" if name == "SIGKILL" else None,
         )
-    return RuntimeError(f"the process that {does} ended with exit code {code}; standard error says why")
+    return RuntimeError(f"the process that traces the model ended with exit code {code}; standard error says why")
 
 
 def serve() -> None:
@@ -160,97 +157,78 @@ def serve() -> None:
     with process.unwatched():
         from llmforge.trace.hooks import imports
 
-    with process.unwatched(), imports.unused_left_out():
+    with process.unwatched(), imports.without_unused_imports():
         from llmforge.trace.export import strategy  # noqa: F401  what tracing imports, and transformers
-    provers: list[_Prover] = []  # one at most: whoever has run threads is not to be copied
-
-    def trace(origin: Origin) -> dict[str, bytes]:
-        if not provers:
-            provers.append(_Prover(origin))
-        return _trace(origin)
-
-    def prove(origin: Origin, files: Mapping[str, bytes], threads: int) -> tuple[str, int]:
-        if provers and provers[0].origin == origin:
-            return provers[0].prove(files, threads)
-        return _prove(origin, files, threads), 0
-
-    functions: dict[str, Callable[..., Any]] = {"configuration": _configuration, "trace": trace, "prove": prove}
+    server = _Server(answers)
+    functions: dict[str, Callable[..., Any]] = {
+        "configuration": _configuration, "trace": server.trace, "prove": server.prove,
+    }  # fmt: skip
     while True:
         name, given = asked.get()
+        server.answer(functions[name], *given)
+
+
+class _Server:
+    """Answers to questions. While a copy of this process traces, this one runs what the graph will be held to."""
+
+    def __init__(self, answers: BinaryIO) -> None:
+        self._answers = answers
+        self._copied = False  # who has run threads of torch is not to be copied
+        self._copy_bytes = 0
+        self._computed: tuple[Origin, ReferenceRuns] | None = None
+
+    def answer(self, function: Callable[..., Any], *given: object) -> None:
+        """Write what `function` returns or raises; nothing where it leaves that to a copy of this process."""
         try:
-            answer, error = functions[name](*given), None
+            made, error = function(*given), None
         except Exception as raised:  # noqa: BLE001  the process that asked raises it
-            answer, error = None, _portable(raised)
+            made, error = None, _portable(raised)
+        if made is _ANSWERED:
+            return
         with contextlib.suppress(BrokenPipeError):
-            pickle.dump((answer, error), answers)
-            answers.flush()
+            pickle.dump((made, error), self._answers)
+            self._answers.flush()
 
+    def trace(self, origin: Origin) -> object:
+        """Let a copy of this process trace and answer; meanwhile run the model in transformers."""
+        if self._copied:
+            return _trace(origin)
+        self._copied = True
+        from llmforge.measure import machine
+        from llmforge.verification.trace_verifier import precompute_reference
 
-class _Prover:
-    """A copy of the process that traces: it runs what the graph will be held against, and then holds the graph to it.
-
-    It is made before torch has threads, which no copy would have, and ends with the process that it was made by.
-    """
-
-    def __init__(self, origin: Origin) -> None:
-        self.origin = origin
-        (asked, self._ask), (self._answered, answer) = os.pipe(), os.pipe()
-        self._process = os.fork()
-        if self._process == 0:
-            os.close(self._ask)
-            os.close(self._answered)
+        before, copy = machine.peak_resident_bytes(), os.fork()
+        if copy == 0:
             try:
-                _be_prover(origin, os.fdopen(asked, "rb"), os.fdopen(answer, "wb"))
+                _end_with_parent()
+                self.answer(_trace, origin)
             finally:
-                os._exit(1)
-        os.close(asked)
-        os.close(answer)
-        self._questions, self._answers = os.fdopen(self._ask, "wb"), os.fdopen(self._answered, "rb")
+                os._exit(0)
+        with contextlib.suppress(Exception):  # the proof does it again, and raises it where it can be answered
+            self._computed = origin, precompute_reference(_checkpoint(origin))
+        _, status, usage = os.wait4(copy, 0)
+        if os.WIFSIGNALED(status):  # it has not answered: whoever waits is told how this process ended
+            os.kill(os.getpid(), os.WTERMSIG(status))
+        self._copy_bytes = max(0, usage.ru_maxrss * 1024 - before)
+        return _ANSWERED
 
-    def prove(self, files: Mapping[str, bytes], threads: int) -> tuple[str, int]:
-        """Hold a kept graph to transformers; return the note of it, and by how much the copy grew, bytes.
+    def prove(self, origin: Origin, files: Mapping[str, bytes], threads: int) -> tuple[str, int]:
+        """Hold a kept graph to transformers; return a note of it, and by how many bytes the copy that traced grew."""
+        from llmforge.trace.export import kept_graph
+        from llmforge.verification.trace_verifier import verify_trace
 
-        Raises:
-            UnsupportedError, VerificationError: as `verify_trace`.
-        """
-        try:
-            pickle.dump((files, threads), self._questions)
-            self._questions.flush()
-            answer, error = pickle.load(self._answers)
-        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as ended:
-            code = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
-            raise _ended(code, "proves the trace") from ended
-        if error is not None:
-            raise error
-        note, grown_bytes = answer
-        return note, grown_bytes
+        computed, self._computed = self._computed, None
+        runs = computed[1] if computed is not None and computed[0] == origin else None
+        model = kept_graph.load(files, _checkpoint(origin))
+        assert model is not None, "a graph of other ties"
+        return verify_trace(_checkpoint(origin), model, threads=threads, computed=runs).note(), self._copy_bytes
 
 
-def _be_prover(origin: Origin, questions: BinaryIO, answers: BinaryIO) -> None:
-    """Be the copy: compute what can be foreseen, and answer what comes, until nobody is there to ask."""
-    asked: SimpleQueue[Any] = SimpleQueue()
-    threading.Thread(target=_listen, args=(questions, asked), daemon=True).start()
-    from llmforge.measure import machine
-    from llmforge.trace.export import kept_graph
-    from llmforge.verification.trace_verifier import foresee, verify_trace
-
-    checkpoint, before = _checkpoint(origin), machine.peak_resident_bytes()
-    try:
-        foreseen = foresee(checkpoint)
-    except Exception:  # noqa: BLE001  the proof does it again, and raises it where it can be answered
-        foreseen = None
-    while True:
-        files, threads = asked.get()
-        try:
-            model = kept_graph.load(files, checkpoint)
-            assert model is not None, "a graph of other ties"
-            given, foreseen = foreseen, None
-            note = verify_trace(checkpoint, model, threads=threads, foreseen=given).note()
-            answer, error = (note, max(0, machine.peak_resident_bytes() - before)), None
-        except Exception as raised:  # noqa: BLE001  the process that asked raises it
-            answer, error = None, _portable(raised)
-        pickle.dump((answer, error), answers)
-        answers.flush()
+def _end_with_parent() -> None:
+    """Let the system end this process when its parent ends, where it can."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _listen(questions: BinaryIO, asked: SimpleQueue[tuple[str, tuple[Any, ...]]]) -> None:
@@ -291,12 +269,3 @@ def _trace(origin: Origin) -> dict[str, bytes]:
 
     with process.unwatched():
         return kept_graph.dump(trace.trace(_checkpoint(origin)))
-
-
-def _prove(origin: Origin, files: Mapping[str, bytes], threads: int) -> str:
-    from llmforge.trace.export import kept_graph
-    from llmforge.verification.trace_verifier import verify_trace
-
-    model = kept_graph.load(files, _checkpoint(origin))
-    assert model is not None, "a graph of other ties"
-    return verify_trace(_checkpoint(origin), model, threads=threads).note()

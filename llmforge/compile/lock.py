@@ -31,9 +31,14 @@ from llmforge.quantization.statistics import Statistics
 from llmforge.recipe import Recipe
 
 FILE = "lock.json"  # in the folder `artifact.PROVENANCE`
-TRACE, CALIBRATION, ENGINE = "trace", "calibration", "engine"  # stages besides the passes
+TRACE, CALIBRATION, ENGINE = "trace", "calibration", "engine"  # stages other than passes
 _CODE = ("*.py", "*.yaml", "*.jinja", "*.json")
-_ROOMS = ("llmforge", "llmforge.passes", "llmforge.recipes", "llmforge.targets")  # those that may lie apart
+_ROOMS = (
+    "llmforge",
+    "llmforge.passes",
+    "llmforge.recipes",
+    "llmforge.targets",
+)  # which may be installed in folders of their own
 _DOCS = "llmforge/docs/"  # which no build reads
 _REVISION = re.compile(r"[0-9a-f]{40}")
 
@@ -91,7 +96,7 @@ class Lock(ReportRecord):
     texts: tuple[TextLock, ...]
     seeds: dict[str, int]
     code: CodeLock
-    packages: dict[str, str]  # all that the extras and plug-ins brought, installed versions
+    packages: dict[str, str]  # all that extras and plug-ins require, installed versions
     plugins: tuple[PluginRecord, ...] = ()
     threads: ThreadsLock
     target: str
@@ -112,8 +117,8 @@ class Lock(ReportRecord):
 
 
 @dataclass(frozen=True)
-class Stages:
-    """Collects the digests of stages as a build goes on."""
+class StageDigests:
+    """The digests of stages, as a build goes on."""
 
     done: list[StageLock] = field(default_factory=list)
 
@@ -142,7 +147,7 @@ def gather(
     resolved: Mapping[str, Any],
     checkpoint: Checkpoint,
     target: str,
-    stages: Stages,
+    stages: StageDigests,
     others: Sequence[PluginRecord] = (),
 ) -> Lock:
     """Write down what a build read, and what it ran on; `others` are the plug-ins that took part."""

@@ -1,7 +1,7 @@
-"""The parts of a lossy pass, and what the pass costs with some of them kept or renewed.
+"""The parts of a lossy pass, and what the pass costs with some of them kept or requantized.
 
-A part is *kept* where it is as it was before the pass, and *renewed* where it is rounded to nearest in the very format
-that the pass chose, straight from what was there before: what a part costs above that is no cost of its format.
+A part is *kept* where it is as it was before the pass, and *requantized* where it is rounded to nearest in the very
+format that the pass chose, straight from what was there before: what a part costs above that is no cost of its format.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from llmforge.verification.divergence import Divergence
 from llmforge.verification.probe import AfterStep, ProbeCall
 
 _NAMED = 3  # parameters that the name of a part gives: queries, keys and values
-_PARTS = ("codes", "scales", "zero_points", "groups")  # initializers of a quantized matrix, behind its name
+_PARTS = ("codes", "scales", "zero_points", "groups")  # initializers of a quantized matrix, after its name
 _LAYER = re.compile(r"\.(\d+)\.")
 
 Leaf = tuple[str, int, int]  # an initializer and an expert or -1; a cache, a head and a channel
@@ -61,7 +61,7 @@ class LossyPart:
 
 @dataclass(frozen=True, eq=False)
 class LossyStep:
-    """A lossy pass of a build, and the graphs before and behind it."""
+    """A lossy pass of a build, and the graphs before and after it."""
 
     number: int  # of the pass in its recipe, from 0
     step: Pass
@@ -83,7 +83,7 @@ class PartLoss(ABC):
         return None
 
     def share(self, model: ir.Model, kept: Sequence[LossyPart] = ()) -> None:
-        """Let `model`, made by the pass with other options, have the tensors of the graph behind it, but of `kept`."""
+        """Let `model`, made by the pass with other options, have the tensors of the graph after it, but of `kept`."""
         after, before = self.lossy.after.graph.initializers, self.lossy.before.graph.initializers
         own = {f"{name}.{part}" for each in kept for name, *_ in each.leaves for part in _PARTS}
         for name, value in model.graph.initializers.items():
@@ -103,8 +103,8 @@ class PartLoss(ABC):
         """
 
     @abstractmethod
-    def renewed(self, leaves: frozenset[Leaf], *, inside: LossyPart | None = None) -> Floats | None:
-        """Measure it with `leaves` renewed; None where they are as if renewed."""
+    def requantized(self, leaves: frozenset[Leaf], *, inside: LossyPart | None = None) -> Floats | None:
+        """Measure it with `leaves` requantized; None where they are as if requantized."""
 
 
 def of_pass(lossy: LossyStep, divergence: Divergence) -> PartLoss | None:
@@ -152,7 +152,7 @@ class _Matrix:
         )
         return unpack(packed, self.grid, self.k)
 
-    def renewed(self) -> dict[str, ir.TensorProtocol]:
+    def requantized(self) -> dict[str, ir.TensorProtocol]:
         """Pack it, rounded to nearest, in the shapes of what the pass wrote."""
         if "groups" in self.parts:
             return {"groups": ir.Tensor(arrange(self.fresh), name=self.parts["groups"].name)}
@@ -177,15 +177,15 @@ class _Matrix:
             pairs.append((found.zero_points, fresh.zero_points))
         return any(not np.array_equal(a[own], b[own]) for a, b in pairs)
 
-    def experts(self, kept: frozenset[int], renewed: frozenset[int]) -> NDArray[np.float32]:
-        """Return the experts [E, K, N] as they were quantized, but those `kept` and `renewed`."""
+    def experts(self, kept: frozenset[int], requantized: frozenset[int]) -> NDArray[np.float32]:
+        """Return the experts [E, K, N] as they were quantized, but those `kept` and `requantized`."""
         assert self.order is not None
         original: NDArray[np.float32] = self.tensor.numpy()
         count, k, n = original.shape
         found, fresh = (dequantize(m).reshape(count, n, k) for m in (self.found, self.fresh))
         result = np.empty_like(original)
         for expert in range(count):
-            rows = fresh[expert] if expert in renewed else found[expert]
+            rows = fresh[expert] if expert in requantized else found[expert]
             result[expert][:, self.order] = rows.T
             if expert in kept:
                 result[expert] = original[expert]
@@ -223,14 +223,14 @@ class WeightLoss(PartLoss):
     @cached_property
     def parts(self) -> tuple[LossyPart, ...]:
         """Layers and what is in none; in a layer what is kept together, and in experts each."""
-        together: dict[str, list[str]] = {}  # by the node that reads them
+        by_reader: dict[str, list[str]] = {}  # by the node that reads them
         initializers = self.lossy.before.graph.initializers
         for name in self.matrices:
             reader = initializers[name].consumers()[0]
             key = str(reader.name) if canonical.MoE.matches(reader) else name
-            together.setdefault(key, []).append(name)
+            by_reader.setdefault(key, []).append(name)
         layers: dict[int | None, list[LossyPart]] = {}
-        for names in together.values():
+        for names in by_reader.values():
             part = self._part(names)
             number = _LAYER.search(part.parameters[0])
             layers.setdefault(None if number is None else int(number[1]), []).append(part)
@@ -270,8 +270,8 @@ class WeightLoss(PartLoss):
             return self._current
         return self.divergence.of(self._graph(kept, frozenset(), opened))
 
-    def renewed(self, leaves: frozenset[Leaf], *, inside: LossyPart | None = None) -> Floats | None:
-        """Measure it with `leaves` renewed; see `PartLoss`."""
+    def requantized(self, leaves: frozenset[Leaf], *, inside: LossyPart | None = None) -> Floats | None:
+        """Measure it with `leaves` requantized; see `PartLoss`."""
         for leaf in leaves - self._differs.keys():
             name, expert, _ = leaf
             self._differs[leaf] = self.matrices[name].differs(expert)
@@ -283,10 +283,10 @@ class WeightLoss(PartLoss):
     def _experts_of(self, part: LossyPart) -> frozenset[str]:
         """Name the matrices of experts that are told apart in `part`."""
         of_experts = bool(part.parts) and all(expert >= 0 for _, expert, _ in part.leaves)
-        apart = of_experts and not any(inner.parts for inner in part.parts)
-        return frozenset(name for name, _, _ in part.leaves) if apart else frozenset()
+        told_apart = of_experts and not any(inner.parts for inner in part.parts)
+        return frozenset(name for name, _, _ in part.leaves) if told_apart else frozenset()
 
-    def _graph(self, kept: frozenset[Leaf], renewed: frozenset[Leaf], opened: frozenset[str]) -> ir.Model:
+    def _graph(self, kept: frozenset[Leaf], requantized: frozenset[Leaf], opened: frozenset[str]) -> ir.Model:
         """Make the graph; matrices `opened` are multiplied in fp32, so that experts can differ."""
         lossy, model = self.lossy, self.lossy.before.clone()
         by_name = {name: {e for n, e, _ in kept if n == name} for name, *_ in kept}
@@ -296,13 +296,13 @@ class WeightLoss(PartLoss):
         excluded = [parameter for group in names for parameter in group]
         for name in opened:
             chosen = frozenset(by_name.get(name, ()))
-            again = frozenset(e for n, e, _ in renewed if n == name)
+            again = frozenset(e for n, e, _ in requantized if n == name)
             array = self.matrices[name].experts(chosen, again)
             model.graph.initializers[name].const_value = ir.Tensor(array, name=name)
         excluding(lossy.step, excluded).run(model, lossy.context)
         self.share(model)
-        for name in {name for name, _, _ in renewed} - opened:
-            for part, tensor in self.matrices[name].renewed().items():
+        for name in {name for name, _, _ in requantized} - opened:
+            for part, tensor in self.matrices[name].requantized().items():
                 model.graph.initializers[f"{name}.{part}"].const_value = tensor
         return model
 
@@ -336,7 +336,7 @@ def _grid(node: ir.Node, initializers: Mapping[str, ir.Value], name: str) -> Gri
 class CacheLoss(PartLoss):
     """Layers, keys and values of each head, and their channels.
 
-    The cache is rounded behind each step of the graph before the pass, so that any channel can be kept.
+    The cache is rounded after each step of the graph before the pass, so that any channel can be kept.
     """
 
     _peaks: dict[str, NDArray[np.float32]] = field(default_factory=dict)  # by cache, [heads, channels]
@@ -390,7 +390,7 @@ class CacheLoss(PartLoss):
 
     @property
     def watch(self) -> AfterStep:
-        """Note the largest magnitude of each channel, of which renewed scales are made."""
+        """Note the largest magnitude of each channel, of which requantized scales are made."""
         return self._peak
 
     def _peak(self, caches: Mapping[str, NDArray[Any]], step: ProbeCall) -> None:
@@ -403,14 +403,14 @@ class CacheLoss(PartLoss):
         """Measure the divergence with the leaves `kept`; see `PartLoss`."""
         return self._measure(kept, frozenset())
 
-    def renewed(self, leaves: frozenset[Leaf], *, inside: LossyPart | None = None) -> Floats | None:
-        """Measure it with `leaves` renewed; see `PartLoss`."""
+    def requantized(self, leaves: frozenset[Leaf], *, inside: LossyPart | None = None) -> Floats | None:
+        """Measure it with `leaves` requantized; see `PartLoss`."""
         static = frozenset(leaf for leaf in leaves if leaf[0] not in self.slots)
         return self._measure(frozenset(), static) if static else None
 
-    def _measure(self, kept: frozenset[Leaf], renewed: frozenset[Leaf]) -> Floats:
+    def _measure(self, kept: frozenset[Leaf], requantized: frozenset[Leaf]) -> Floats:
         scales = {name: array.copy() for name, array in self.scales.items()}
-        for name, head, channel in renewed:
+        for name, head, channel in requantized:
             scales[name][head, channel] = max(self._peaks[name][head, channel] / INT8_KV.largest, np.float32(1e-30))
         exact = {name: np.zeros(array.shape, bool) for name, array in scales.items()}
         for name, head, channel in kept:

@@ -1,9 +1,10 @@
-"""What can be known to be wrong before torch is imported, a model traced, or a weight read."""
+"""Checks of a recipe before torch is imported, a model traced, or a weight read."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,23 @@ from llmforge.compile import reference, texts
 from llmforge.planning import request, source
 from llmforge.recipe import Recipe
 from llmforge.rewrite.pass_base import Pass
+from llmforge.targets import Target
 
 _ROTARY = ("rope_theta", "rope_scaling", "rope_parameters")  # fields of a configuration, of which one is set
 # A rotary model may say here that it uses none: Falcon's `alibi`, Granite's and others' kind of position embedding.
 _OTHER_KIND = "position_embedding_type"
 _ROTARY_KINDS = (None, "rope", "rotary", "rotary_1d")
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedRecipe:
+    """A recipe that was held against its target, its data and this machine, before anything is computed."""
+
+    recipe: Recipe
+    steps: Sequence[Pass]
+    target: Target
+    out: Path  # the folder of artifacts
+    notes: tuple[str, ...] = ()  # what is tight, or has changed since the artifact before
 
 
 def check(recipe: Recipe) -> None:

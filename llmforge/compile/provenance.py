@@ -1,4 +1,4 @@
-"""What an artifact tells of its origin, beside its content: lock, SLSA statement, bill of materials, model card."""
+"""The origin of an artifact, which is no part of its content: lock, SLSA statement, bill of materials, model card."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from llmforge import artifact
+from llmforge.artifact.sealed import MANIFEST
 from llmforge.base import extras
-from llmforge.base.sealed import MANIFEST
 from llmforge.compile.lock import FILE, Lock
 from llmforge.gates.records import Report
 from llmforge.report import card
 
-STATEMENT, BOM = "statement.json", "bom.cdx.json"  # in the folder `artifact.PROVENANCE`, beside the lock
+STATEMENT, BOM = "statement.json", "bom.cdx.json"  # in the folder `artifact.PROVENANCE`, with the lock
 EXTRA = "provenance"
 # Of https://in-toto.io/Statement/v1 and https://slsa.dev/spec/v1.0/provenance.
 _STATEMENT, _PREDICATE = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"
@@ -25,7 +25,7 @@ _LOCK = "every input: checkpoint, texts, recipe, seeds, code, packages, threads,
 
 
 def write(staging: Path, report: Report, lock: Lock, manifest: artifact.Manifest) -> None:
-    """Write the folder `provenance` and the card beside content that `manifest` lists.
+    """Write the folder `provenance` and the card of content that `manifest` lists.
 
     The bill of materials needs the extra `provenance`; without it there is none, and the card says so.
     """

@@ -18,7 +18,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache as once
 from functools import partial
@@ -33,35 +33,28 @@ from llmforge import artifact, trace
 from llmforge.base import process
 from llmforge.base.errors import CheckpointError
 from llmforge.base.progress import Progress
-from llmforge.cache import Cache, CacheEntry, Code, Key, installed, processor
+from llmforge.cache import Cache, Code, Key, installed, processor
 from llmforge.checkpoint import Checkpoint, Configuration, Geometry
-from llmforge.checkpoint.adapters import Adapter
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile.frontend import Frontend
-from llmforge.compile.proofs import Proof, Proofs
+from llmforge.compile.overlap import PendingProof, ProofPool
 from llmforge.gates import records
 from llmforge.ir import graph
-from llmforge.ir.scratch import Scratch
 from llmforge.measure.baseline import Baseline, baseline_on
 from llmforge.measure.quality import Logits
 from llmforge.measure.streamed_baseline import States, StreamedBaseline
-from llmforge.rewrite import options
-from llmforge.rewrite.pass_base import Changes, Pass
+from llmforge.rewrite.pass_base import Pass
 from llmforge.trace.export import kept_graph
 from llmforge.triton import sources
-from llmforge.verification.promises import Promises
-from llmforge.verification.verifier import PassVerification
 
 PROOF, TENSORS, INDEX, CONFIGURATION = "proof.json", "tensors", "index.json", "configuration.json"
 IMPORTS = "imports.json"
 _CONFIGURATION_CODE = "llmforge.checkpoint.folder"
 _TRACE_CODE = ("llmforge.trace", "llmforge.trace.export.kept_graph")
 _TRACE_PROOF_CODE = "llmforge.verification.trace_verifier"
-_PROOF_CODE = "llmforge.verification.verifier"
+PROOF_CODE = "llmforge.verification.verifier"
 _ENGINE_CODE = ("llmforge.backends.onnxruntime.builder", "llmforge.verification.engine_parts")
-_SOURCE_CODE = "llmforge.checkpoint.quantized"
 _BASELINE_CODE = "llmforge.measure.baseline"
-_ALIGNMENT_BYTES = 64
 BASELINE_SHARE = 1 / 8  # of the cache that the logits of one text may take: 2.5 GB of 20, or 16,000 tokens of 150,000
 
 
@@ -93,8 +86,8 @@ class Reuse:
 
     def read_code(self, steps: Sequence[Pass]) -> None:
         """Read the code that the keys of a build with `steps` depend on, which `key` would do when it is asked."""
-        modules = {module for step in steps for module in _modules(step)}
-        self.code.digest(*filter(self.code.has, modules), *_TRACE_CODE, *_ENGINE_CODE, _TRACE_PROOF_CODE, _PROOF_CODE)
+        modules = {module for step in steps for module in modules_of(step)}
+        self.code.digest(*filter(self.code.has, modules), *_TRACE_CODE, *_ENGINE_CODE, _TRACE_PROOF_CODE, PROOF_CODE)
 
     def configure(self, checkpoint: Checkpoint, progress: Progress) -> None:
         """Let transformers read the configuration of `checkpoint`, or take what it read of the same settings before.
@@ -102,7 +95,7 @@ class Reuse:
         Raises:
             CheckpointError, UnsupportedError: see `Checkpoint.open`.
         """
-        key = self.key("configuration", [_CONFIGURATION_CODE], settings=_hash(checkpoint.settings))
+        key = self.key("configuration", [_CONFIGURATION_CODE], settings=hash_of(checkpoint.settings))
         with self.cache.computing(key) as entry:
             if entry is not None:
                 checkpoint.configuration = _configuration(entry.json(CONFIGURATION))
@@ -115,7 +108,7 @@ class Reuse:
                     with process.unwatched():
                         from llmforge.trace.export import strategy  # noqa: F401  what tracing imports, and transformers
                     made = asdict(checkpoint.configuration)
-                self.cache.put(key, partial(_write_json, CONFIGURATION, made))
+                self.cache.put(key, partial(write_json, CONFIGURATION, made))
         checkpoint.check_tokens()
 
     def trace(self, checkpoint: Checkpoint, progress: Progress) -> ir.Model:
@@ -127,7 +120,7 @@ class Reuse:
             CheckpointError, UnsupportedError: see `llmforge.trace.trace`.
         """
         shapes = [(e.name, e.dtype.name, e.shape) for e in sorted(checkpoint.tensors.values(), key=lambda e: e.name)]
-        key = self.key("trace", _TRACE_CODE, configuration=_hash(checkpoint.settings), tensors=_hash(shapes))
+        key = self.key("trace", _TRACE_CODE, configuration=hash_of(checkpoint.settings), tensors=hash_of(shapes))
         with self.cache.computing(key) as entry:
             found = None if entry is None else kept_graph.read(entry.path, checkpoint)
             progress.stage("Trace" if found is None else "Trace: reused")
@@ -155,8 +148,8 @@ class Reuse:
             return read
 
     def trace_proof(
-        self, checkpoint: Checkpoint, model: ir.Model, progress: Progress, proofs: Proofs, prove: Callable[[], str]
-    ) -> Proof[str]:
+        self, checkpoint: Checkpoint, model: ir.Model, progress: Progress, proofs: ProofPool, prove: Callable[[], str]
+    ) -> PendingProof[str]:
         """Begin the proof of a trace, or take that of an earlier build; it finds a note, which is what `prove` says."""
         parts = {"checkpoint": checkpoint.digest, "graph": graph.fingerprint(model)}
         key = self.key("trace-proof", [_TRACE_PROOF_CODE], **parts)
@@ -165,11 +158,11 @@ class Reuse:
             progress.stage("Verify trace" if entry is None else "Verify trace: reused")
             if entry is not None:
                 self.stages.append("trace-proof")
-                return Proof(str(entry.json(PROOF)))
+                return PendingProof(str(entry.json(PROOF)))
 
             def run() -> str:
                 note = prove()
-                self.cache.put(key, partial(_write_json, PROOF, note))
+                self.cache.put(key, partial(write_json, PROOF, note))
                 return note
 
             return proofs.begin(held.pop_all(), run)
@@ -181,13 +174,13 @@ class Reuse:
 
         `modules` are those of a plug-in that build and load it.
         """
-        key = self.key("engine-proof", (*_ENGINE_CODE, *modules), files=_hash(dict(files)), **facts)
+        key = self.key("engine-proof", (*_ENGINE_CODE, *modules), files=hash_of(dict(files)), **facts)
         with self.cache.computing(key) as entry:
             if entry is not None:
                 self.stages.append("engine")
                 return
             prove()
-            self.cache.put(key, partial(_write_json, PROOF, "it was loaded, and its logits were finite"))
+            self.cache.put(key, partial(write_json, PROOF, "it was loaded, and its logits were finite"))
 
     def baseline(
         self,
@@ -199,7 +192,7 @@ class Reuse:
     ) -> Logits:
         """Keep what the logits of the baseline, on so many threads, are on `windows`, and return them from there.
 
-        Of one that runs layer by layer, the hidden states behind its last layer are kept, which are smaller. Nothing is
+        Of one that runs layer by layer, the hidden states after its last layer are kept, which are smaller. Nothing is
         kept where the cache is this build's alone, or it would take more than `BASELINE_SHARE` of it.
         """
         texts = [window.ids for window in windows if len(window.ids) > 1]
@@ -208,7 +201,7 @@ class Reuse:
         size_bytes = sum(map(len, texts)) * width * np.dtype(np.float32).itemsize
         if self.cache.limit_bytes is None or size_bytes > self.cache.limit_bytes * BASELINE_SHARE:
             return baseline_on(texts, baseline, progress)
-        parts = {"checkpoint": checkpoint.digest, "texts": _hash_of_texts(texts), "threads": str(threads)}
+        parts = {"checkpoint": checkpoint.digest, "texts": hash_of_texts(texts), "threads": str(threads)}
         key = self.key("baseline-states" if streamed else "baseline", [_BASELINE_CODE], **parts)
         with self.cache.computing(key) as entry:
             progress.stage("Run baseline" if entry is None else "Run baseline: reused")
@@ -222,33 +215,14 @@ class Reuse:
         if entry is None:  # the disk is full
             return baseline_on(texts, baseline, progress)
         if isinstance(baseline, StreamedBaseline):
-            return baseline.behind(States((entry.path / TENSORS).open("rb"), entry.json(INDEX)))
+            return baseline.logits_of(States((entry.path / TENSORS).open("rb"), entry.json(INDEX)))
         places, file = entry.json(INDEX), entry.path / TENSORS
 
         def kept(ids: NDArray[np.int64]) -> NDArray[np.float32]:
-            offset, shape = places[_hash_of_texts([ids])]
+            offset, shape = places[hash_of_texts([ids])]
             return np.fromfile(file, np.float32, math.prod(shape), offset=offset).reshape(shape)
 
         return kept
-
-    def chain(
-        self,
-        checkpoint: Checkpoint,
-        calibration: str,
-        promises: Promises,
-        texts: Sequence[NDArray[np.int64]],
-        adapters: Sequence[Adapter] = (),
-    ) -> Chain:
-        """Begin the chain of passes, which are held to `promises`; `texts` are those that budgets are measured on.
-
-        `adapters` are those that are kept apart.
-        """
-        of_weights = checkpoint.digest
-        if checkpoint.layout is not None:  # they are what the code makes of them that reads its layout
-            of_weights = self.key("source", [_SOURCE_CODE], checkpoint=of_weights).digest
-        if adapters:
-            of_weights = _hash([of_weights, *((each.name, each.digest, each.source.weight) for each in adapters)])
-        return Chain(self, of_weights, calibration, _hash(asdict(promises)), _hash_of_texts(texts))
 
 
 @contextmanager
@@ -257,9 +231,9 @@ def opened(
 ) -> Iterator[Reuse]:
     """Open the cache of a build; None: one in `staging` that is deleted at the end, so that nothing is reused."""
     private = staging / ".cache"
-    with ThreadPoolExecutor(1, "installed") as beside, Cache(private) if cache is None else cache() as used:
+    with ThreadPoolExecutor(1, "installed") as pool, Cache(private) if cache is None else cache() as used:
         # Of a cache that is deleted nothing is reused: it needs not tell one state of the packages from another.
-        packages = beside.submit(installed.digest if cache is not None else str)
+        packages = pool.submit(installed.digest if cache is not None else str)
         used.waiting = lambda: progress.stage("Wait for a build that computes the same")
         code = Code()
         key = Key("imports", {"package": code.texts(), "python": platform.python_version()})
@@ -269,7 +243,7 @@ def opened(
             sources.know(parsed["shipped"])
         yield Reuse(used, code, installed=packages.result, frontend=frontend)
         if entry is None and cache is not None:
-            used.put(key, partial(_write_json, IMPORTS, {"code": code.parsed, "shipped": sources.parsed()}))
+            used.put(key, partial(write_json, IMPORTS, {"code": code.parsed, "shipped": sources.parsed()}))
         if used.remote is not None and used.remote.signer is not None:
             progress.stage("Write to the remote cache")
             used.upload()
@@ -277,117 +251,7 @@ def opened(
         shutil.rmtree(private)
 
 
-@dataclass(eq=False)
-class Chain:
-    """The passes of one build, one after the other: `before` is the digest of all that the graph now depends on."""
-
-    reuse: Reuse
-    before: str
-    calibration: str
-    promises: str
-    texts: str
-
-    def step(self, step: Pass, model: ir.Model) -> Step:
-        """Make the keys of `step`, which is to run on `model`, and go on behind it.
-
-        A pass that is defined outside of the package has keys that no other build has: its code is not known.
-        """
-        modules = _modules(step)
-        outside = [module for module in modules if not self.reuse.code.has(module)]
-        known = not outside
-        given = options.values(step)
-        parts = {
-            "after": self.before,
-            "graph": graph.fingerprint(model),
-            "pass": step.name,
-            "options": json.dumps({name: value for name, value in given.items() if name != "budget"}, sort_keys=True),
-            "calibration": self.calibration if step.demands() else "",
-            "outside": "" if known else f"{', '.join(outside)}, in build {self.reuse.build}",
-        }
-        modules = modules if known else []
-        tensors = self.reuse.key("tensors", modules, **parts)
-        more = {"budget": json.dumps(given.get("budget")), "promises": self.promises, "texts": self.texts}
-        proof = self.reuse.key("proof", [*modules, _PROOF_CODE], **parts, **more)
-        self.before = tensors.digest
-        return Step(self.reuse.cache, tensors, proof if known else None)
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """A pass of a build, between the graph before and the one after it."""
-
-    cache: Cache
-    tensors: Key
-    proof: Key | None  # None: it cannot be reused
-
-    @contextmanager
-    def computing(self) -> Iterator[CacheEntry | None]:
-        """Be the only build that proves this pass on this graph; gives the proof where there is one."""
-        if self.proof is None:
-            yield None
-            return
-        with self.cache.computing(self.proof) as entry:
-            yield entry
-
-    def keep_tensors(
-        self, model: ir.Model, before: Mapping[str, ir.TensorProtocol | None], scratch: Scratch | None = None
-    ) -> None:
-        """Compute the tensors that the pass made, once for all that read them, or take those of an earlier build.
-
-        Of the initializers of `model` that were not there `before`, that is all but what is in memory and what can be
-        seen to be made of others (`llmforge.ir.derived`): those stay references. The `scratch` of the pass is for where
-        they cannot be kept.
-        """
-        there = {id(tensor) for tensor in before.values()}
-        made = {
-            name: value
-            for name, value in model.graph.initializers.items()
-            if type(value.const_value) is ir.LazyTensor and id(value.const_value) not in there
-        }
-        if not made:
-            return
-        entry = None if self.proof is None else self.cache.find(self.tensors)
-        if entry is not None and set(entry.json(INDEX)) != set(made):
-            self.cache.notes.append(
-                f"cache: the tensors of pass {self.tensors.parts['pass']} are others than were kept"
-            )
-            return
-        if entry is None:
-            tensors = {name: graph.tensor(value) for name, value in made.items()}
-            with nullcontext() if scratch is None else scratch.idle():
-                entry = self.cache.put(self.tensors, partial(_write_tensors, tensors))
-        if entry is None:  # the disk is full: they are computed whenever they are read
-            return
-        for name, (offset, size_bytes) in entry.json(INDEX).items():
-            tensor = graph.tensor(made[name])
-            read = partial(_mapped, entry.path / TENSORS, offset, size_bytes, tensor.dtype, tensor.shape.numpy(), name)
-            made[name].const_value = ir.LazyTensor(read, tensor.dtype, ir.Shape(tensor.shape.numpy()), name=name)
-
-    def reused(self, entry: CacheEntry | None, model: ir.Model, changes: Changes) -> records.VerificationRecord | None:
-        """Return what the kept proof `entry` found, where the pass did on `model` what it did when that was made."""
-        if entry is None:
-            return None
-        kept = entry.json(PROOF)
-        if kept["graph"] != graph.fingerprint(model) or kept["changes"] != _plain(changes):
-            self.cache.notes.append(
-                f"cache: pass {self.tensors.parts['pass']} made another graph than when it was proven; proven again"
-            )
-            return None
-        return records.VerificationRecord.model_validate({**kept["found"], "seconds": 0.0}, strict=False)
-
-    def keep_proof(self, found: PassVerification, model: ir.Model, changes: Changes) -> None:
-        """Keep what the proof of the pass found."""
-        if self.proof is not None and self.cache.find(self.proof) is None:
-            record = records.VerificationRecord.model_validate(found, from_attributes=True)
-            kept = {
-                "graph": graph.fingerprint(model),
-                "changes": _plain(changes),
-                "found": record.model_dump(mode="json"),
-            }
-            self.cache.put(self.proof, partial(_write_json, PROOF, kept))
-
-
-def _modules(step: Pass) -> list[str]:
+def modules_of(step: Pass) -> list[str]:
     """Name the modules that compute a pass: its own, and those of the methods that it computes by."""
     return list(dict.fromkeys([type(step).__module__, *(method.__module__ for method in step.uses())]))
 
@@ -400,15 +264,13 @@ def _configuration(read: Mapping[str, Any]) -> Configuration:
     return Configuration(geometry=geometry, lengths=lengths, **facts)
 
 
-def _plain(changes: Changes) -> dict[str, Any]:
-    return asdict(changes)
-
-
-def _hash(facts: Any) -> str:
+def hash_of(facts: Any) -> str:
+    """Hash plain data."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _hash_of_texts(texts: Sequence[NDArray[np.int64]]) -> str:
+def hash_of_texts(texts: Sequence[NDArray[np.int64]]) -> str:
+    """Hash the tokens of texts, and where each ends."""
     digest = hashlib.sha256()
     for ids in texts:
         digest.update(np.int64(len(ids)).tobytes() + np.asarray(ids, np.int64).tobytes())
@@ -422,39 +284,20 @@ def _write_logits(texts: Sequence[NDArray[np.int64]], logits: Logits, progress: 
         for done, ids in enumerate(texts):
             progress.advance(done, len(texts))
             made = np.ascontiguousarray(logits(ids), np.float32)
-            places[_hash_of_texts([ids])] = stream.tell(), made.shape
+            places[hash_of_texts([ids])] = stream.tell(), made.shape
             stream.write(made.tobytes())
-    _write_json(INDEX, places, folder)
+    write_json(INDEX, places, folder)
 
 
 def _write_states(
     texts: Sequence[NDArray[np.int64]], baseline: StreamedBaseline, progress: Progress, folder: Path
 ) -> None:
-    """Write the hidden states of each text behind the last layer, and what they are."""
+    """Write the hidden states of each text after the last layer, and what they are."""
     with (folder / TENSORS).open("w+b") as stream:
         states = baseline.walk(texts, progress.advance, stream)
-        _write_json(INDEX, states.index, folder)
+        write_json(INDEX, states.index, folder)
 
 
-def _write_json(name: str, facts: Any, folder: Path) -> None:
+def write_json(name: str, facts: Any, folder: Path) -> None:
+    """Write a file of an entry."""
     (folder / name).write_text(json.dumps(facts), encoding="utf-8")
-
-
-def _write_tensors(tensors: Mapping[str, ir.TensorProtocol], folder: Path) -> None:
-    """Write `tensors` one after the other, and where each begins; the largest is in memory, not all."""
-    places = {}
-    with (folder / TENSORS).open("wb") as stream:
-        for name, tensor in tensors.items():
-            stream.seek(math.ceil(stream.tell() / _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
-            places[name] = stream.tell(), tensor.nbytes
-            if tensor.dtype.bitwidth < 8:  # packed where it is stored, and nowhere else
-                stream.write(tensor.tobytes())
-            else:  # without a copy
-                stream.write(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data)
-    _write_json(INDEX, places, folder)
-
-
-def _mapped(
-    file: Path, offset: int, size_bytes: int, dtype: ir.DataType, shape: Sequence[int], name: str
-) -> ir.TensorProtocol:
-    return ir.ExternalTensor(str(file), offset, size_bytes, dtype, shape=ir.Shape(shape), name=name)

@@ -33,7 +33,7 @@ def note(checkpoint: Checkpoint, model: ir.Model) -> str | None:
         return None
     named = [f"{module} ({_size(size)})" for module, size in sizes.most_common(_NAMED)]
     more = f", and {len(sizes) - _NAMED} more" if len(sizes) > _NAMED else ""
-    towers = "only the language model is compiled; " if any(map(_is_beside, sizes)) else ""
+    towers = "only the language model is compiled; " if any(map(_is_outside_layers, sizes)) else ""
     return f"{towers}{len(rest)} tensors not used for text are left out: {', '.join(named)}{more}"
 
 
@@ -50,8 +50,8 @@ def _modules(name: str) -> Iterator[str]:
     return (".".join(parts[:count]) for count in range(1, len(parts)))
 
 
-def _is_beside(module: str) -> bool:
-    """Say whether a module stands beside the layers, not in one of them."""
+def _is_outside_layers(module: str) -> bool:
+    """Say whether a module is no part of a layer."""
     return "*" not in module
 
 

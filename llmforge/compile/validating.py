@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 
 from llmforge import artifact, passes, targets
 from llmforge.artifact import Artifact
+from llmforge.artifact.sealed import is_content
 from llmforge.backends import engines
-from llmforge.backends.engines import Engine
+from llmforge.backends.engines import BuiltEngine
 from llmforge.base.errors import DataError, EnginePending, UnsupportedError, UsageError
 from llmforge.base.progress import Progress, Silent
-from llmforge.base.sealed import is_content
 from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile import evidence, finishing, reference, texts
 from llmforge.compile.evidence import Clock, Measurement
-from llmforge.compile.publishing import BuildResult
 from llmforge.compile.reuse import opened as opened_cache
+from llmforge.compile.state import BuildResult
 from llmforge.compile.tasks import BuildCacheAnswers
 from llmforge.gates import comparison, confirmed, decision, records, release, verdict
 from llmforge.gates.decision import GateResult, Verdict
@@ -58,7 +58,7 @@ class Evaluated:
     """What tasks gave, and the evidence that it became."""
 
     tasks: tuple[TaskResult, ...]
-    left_out: tuple[str, ...]
+    skipped: tuple[str, ...]
     result: BuildResult | None  # None: it became none
 
 
@@ -141,7 +141,7 @@ def _measurement(
     size_bytes = MeasuredArtifact.of(opened).report.engine.size_bytes
     return Measurement(
         opened.path,
-        Engine(folder, RuntimeConfig.read(folder / FILE), 0, size_bytes),
+        BuiltEngine(folder, RuntimeConfig.read(folder / FILE), 0, size_bytes),
         read,
         spec=recipe.validation,
         target=target,
@@ -230,18 +230,18 @@ def evaluate(
     engine = TaskEngine(runner, described, threads, opened.manifest.content_digest)
     with tempfile.TemporaryDirectory() as scratch, opened_cache(cache, Path(scratch), progress) as reuse:
         answers = BuildCacheAnswers(reuse)
-        found, left_out = run_tasks(wanted, engine, checkpoint, progress, cache=answers, server=server)
+        found, skipped = run_tasks(wanted, engine, checkpoint, progress, cache=answers, server=server)
     if server is not None:
-        return Evaluated(found, left_out, None)
+        return Evaluated(found, skipped, None)
     subject = MeasuredArtifact.of(opened)
     before = subject.report
     every = tasks.merge(before.tasks, found)
     measured = before.model_copy(update={"tasks": every}).measured
     judged = verdict.judge(subject.sealed_limits, measured, before.engine.unmeasured)
-    notes = tuple(dict.fromkeys((*before.notes, *left_out)))
+    notes = tuple(dict.fromkeys((*before.notes, *skipped)))
     progress.stage("Publish")
     report = before.model_copy(update={**_judged(judged), "tasks": every, "notes": notes})
-    return Evaluated(found, left_out, _add(opened, report))
+    return Evaluated(found, skipped, _add(opened, report))
 
 
 def decide(

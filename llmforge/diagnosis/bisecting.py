@@ -116,7 +116,7 @@ class PartSearch:
             part, inside, depth = waiting.pop(0)
             self.progress.advance(seen, seen + 1 + len(waiting))
             seen += 1
-            fresh = self.loss.renewed(part.leaves, inside=inside)
+            fresh = self.loss.requantized(part.leaves, inside=inside)
             if fresh is None:
                 continue
             now = self.loss.of(inside=inside)

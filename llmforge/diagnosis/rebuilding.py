@@ -16,9 +16,11 @@ from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import Adapter
 from llmforge.checkpoint.text import TokenWindow
-from llmforge.compile import dry_run, finishing, lock, pipeline, preflight, reuse, texts
-from llmforge.compile.lock import Stages
+from llmforge.compile import dry_run, finishing, lock, preflight, reuse, texts
+from llmforge.compile.cached_passes import PassChain
+from llmforge.compile.lock import StageDigests
 from llmforge.compile.lossy_parts import LossyStep
+from llmforge.compile.stages.passes import calibrate
 from llmforge.ir.scratch import Scratch
 from llmforge.recipe import Recipe
 from llmforge.rewrite import pass_base
@@ -33,7 +35,7 @@ class Rebuilt:
     checkpoint: Checkpoint
     lossy: Sequence[LossyStep]
     windows: Sequence[TokenWindow]
-    stages: Stages
+    stages: StageDigests
 
 
 @contextmanager
@@ -51,19 +53,19 @@ def rebuilt(recipe: Recipe, cache: Callable[[], Cache] | None, progress: Progres
         checkpoint = Checkpoint.located(recipe.fetched(), recipe.merged)
         kept.configure(checkpoint, progress)
         model = kept.trace(checkpoint, progress)
-        stages, lossy = Stages(), []
+        stages, lossy = StageDigests(), []
         stages.graph(lock.TRACE, model)
         demands = [demand for step in steps for demand in step.demands()]
-        statistics, _, key = pipeline.calibrate(recipe, checkpoint, model, demands, kept, progress)
-        stages.statistics(statistics)
+        calibration = calibrate(recipe, checkpoint, model, demands, kept, progress)
+        stages.statistics(calibration.statistics)
         windows = texts.evaluation_windows(recipe, checkpoint)
         chosen = [window.ids for window in texts.budget_windows(windows, recipe, checkpoint)]
         promised = Promises.of(checkpoint, recipe.engine.max_context, recipe.engine.max_batch)
         apart = tuple(map(Adapter.open, recipe.apart))
-        chain, scratch = kept.chain(checkpoint, key, promised, chosen, apart), Scratch(Path(folder))
+        chain, scratch = PassChain.of(kept, checkpoint, calibration.key, promised, chosen, apart), Scratch(Path(folder))
         for number, step in enumerate(steps):
             progress.stage(f"Pass {step.name}")
-            wanted = statistics if step.demands() else None
+            wanted = calibration.statistics if step.demands() else None
             context = Context(target, wanted, scratch, stored=dry_run.stored_codes(checkpoint), adapters=apart)
             before = model.clone()
             there = {name: value.const_value for name, value in model.graph.initializers.items()}
@@ -88,7 +90,7 @@ def check_recipe(opened: Artifact, recipe: Recipe) -> None:
     finishing.check_recipe(recipe, opened)
 
 
-def check_stages(opened: Artifact, found: Stages) -> None:
+def check_stages(opened: Artifact, found: StageDigests) -> None:
     """Refuse graphs that are not those that the artifact was built of.
 
     Raises:

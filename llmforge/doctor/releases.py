@@ -4,7 +4,7 @@
 2. A tiny checkpoint with random weights of each type of `TYPES`, which between them have every mechanism that a model
    can bring, is traced, and its graph held against transformers as a build does (docs/verification.md).
 
-What passed is written down (`llmforge.base.versions.record_of`), and holds for these versions and this code.
+What passed is written down (`llmforge.checkpoint.versions.record_of`), and holds for these versions and this code.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmforge.base import versions, whole_file
+from llmforge.base import whole_file
 from llmforge.base.errors import ForgeError, VerificationError
 from llmforge.base.progress import Progress
+from llmforge.checkpoint import versions
 
 _BASE: Mapping[str, Any] = {
     "hidden_size": 64,
@@ -86,7 +87,7 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Proof:
+class ReleaseProof:
     """What was found of the installed release."""
 
     version: str
@@ -97,7 +98,7 @@ class Proof:
     record: Path  # written
 
 
-def prove(progress: Progress, types: Mapping[str, Mapping[str, Any]] = TYPES) -> Proof:
+def prove(progress: Progress, types: Mapping[str, Mapping[str, Any]] = TYPES) -> ReleaseProof:
     """Prove the installed release, and write that down.
 
     Raises:
@@ -131,7 +132,7 @@ def prove(progress: Progress, types: Mapping[str, Mapping[str, Any]] = TYPES) ->
     content = {"proof": versions.proof_of(version), "hooks": digests, "changed": changed, "types": found}
     text = json.dumps(content, indent=1, sort_keys=True) + "\n"
     whole_file.write(record, lambda file: file.write_text(text, encoding="utf-8"))
-    return Proof(version, version in versions.PROVEN, len(table.HOOKS), changed, found, record)
+    return ReleaseProof(version, version in versions.PROVEN, len(table.HOOKS), changed, found, record)
 
 
 def _prove_type(name: str, entries: Mapping[str, Any], folder: Path) -> str:

@@ -21,8 +21,8 @@ from typing import Any, Literal
 from llmforge.base import extras, process, signals
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.farm import placing, worker
-from llmforge.farm.placing import Place, Resources
-from llmforge.farm.worker import Job, Outcome
+from llmforge.farm.placing import NodePlacement, Resources
+from llmforge.farm.worker import BuildOutcome, Job
 
 _STORE_BYTES = 100_000_000  # Ray takes no less than 75 MB
 _PASSED_ON = "LLMFORGE_CACHE", "LLMFORGE_CACHE_BYTES"  # folders of one machine are those of all
@@ -38,7 +38,7 @@ class Lost:
 
 
 @dataclass
-class Task:
+class RayTask:
     """A job that was handed to Ray."""
 
     name: str
@@ -52,14 +52,14 @@ class Farm:
     ray: Any
     board: Any
     address: str | None
-    _tasks: dict[Any, Task] = field(default_factory=dict)
+    _tasks: dict[Any, RayTask] = field(default_factory=dict)
     _news: Any = None  # the answer of the board that is awaited
 
     def nodes(self) -> list[Resources]:
         """List the resources of the nodes that are alive."""
         return [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
 
-    def submit(self, name: str, job: Job, place: Place) -> None:
+    def submit(self, name: str, job: Job, place: NodePlacement) -> None:
         """Hand a job in; what it tells goes by `name`."""
         run = self.ray.remote(_run).options(
             name=name,
@@ -70,14 +70,14 @@ class Farm:
             max_retries=0,
         )
         reference = run.remote(name, job, self.board)
-        self._tasks[reference] = Task(name, reference)
+        self._tasks[reference] = RayTask(name, reference)
 
     @property
     def busy(self) -> bool:
         """Whether tasks have not ended."""
         return bool(self._tasks)
 
-    def wait(self, seconds: float) -> tuple[list[tuple[str, dict[str, Any]]], list[tuple[str, Outcome | Lost]]]:
+    def wait(self, seconds: float) -> tuple[list[tuple[str, dict[str, Any]]], list[tuple[str, BuildOutcome | Lost]]]:
         """Wait until something happens, but not for long; return what tasks told, and which ended and how."""
         if self._news is None:
             self._news = self.board.take.remote()
@@ -94,10 +94,10 @@ class Farm:
             self.ray.cancel(reference, force=True)
         self._tasks.clear()
 
-    def _result(self, reference: Any) -> Outcome | Lost:
+    def _result(self, reference: Any) -> BuildOutcome | Lost:
         errors = self.ray.exceptions
         try:
-            outcome: Outcome = self.ray.get(reference)
+            outcome: BuildOutcome = self.ray.get(reference)
         except errors.OutOfMemoryError as error:
             return Lost("memory", _first_line(error))
         except errors.RayTaskError as error:
@@ -111,7 +111,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__
 
 
-def _run(name: str, job: Job, board: Any) -> Outcome:
+def _run(name: str, job: Job, board: Any) -> BuildOutcome:
     """Run on a worker of Ray."""
     return worker.run(job, lambda event: board.tell.remote(name, event))
 

@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, ValidationError
 
 from llmforge import passes
+from llmforge.artifact.sealed import is_name
 from llmforge.base import folders
 from llmforge.base.errors import RecipeError, UsageError
 from llmforge.base.located_yaml import read
-from llmforge.base.sealed import is_name
 from llmforge.recipe import Recipe
 from llmforge.recipe.errors import NAME, collect, describe
 from llmforge.recipe.section import RecipePath, Section

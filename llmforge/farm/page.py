@@ -12,7 +12,7 @@ import jinja2
 
 from llmforge.base import wording
 from llmforge.farm import pareto, running
-from llmforge.farm.pareto import Plot, Point
+from llmforge.farm.pareto import ParetoPoint, Plot
 from llmforge.farm.running import Row
 from llmforge.metrics import catalog, units
 from llmforge.report.render import environment_of
@@ -25,7 +25,7 @@ CLASSES = {"pending": "inconclusive", "error": "fail"}
 
 
 @dataclass(frozen=True)
-class Group:
+class BuildGroup:
     """The builds of one target."""
 
     name: str
@@ -46,7 +46,7 @@ def of_matrix(name: str, rows: Sequence[Row], *, seconds: float, jobs: int | Non
     numbered = list(enumerate(rows, 1))
     names = list(dict.fromkeys(row.build.target for row in rows))
     groups = [
-        Group(each, number, verdict(of), [pair for pair in numbered if pair[1].build.target == each])
+        BuildGroup(each, number, verdict(of), [pair for pair in numbered if pair[1].build.target == each])
         for number, each in enumerate(names)
         for of in [[row for row in rows if row.build.target == each]]
     ]
@@ -103,7 +103,7 @@ def _figures(row: Row) -> Mapping[str, Any]:
 
 def _plots(rows: Sequence[tuple[int, Row]], targets: Sequence[str]) -> list[Plot]:
     points = [
-        Point(str(number), f"{number}: {row.build.title}", targets.index(row.build.target), _figures(row))
+        ParetoPoint(str(number), f"{number}: {row.build.title}", targets.index(row.build.target), _figures(row))
         for number, row in rows
     ]
     made = (pareto.plot(points, x, pareto.QUALITY) for x in pareto.AGAINST)

@@ -1,4 +1,4 @@
-"""What no other point beats in every figure, and where points stand in a drawing."""
+"""Pareto front of builds or trials, which no other beats in every figure, and its drawing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH, HEIGHT = 420.0, 300.0
 
 
 @dataclass(frozen=True)
-class Point:
+class ParetoPoint:
     """A build or a trial: what it is called, its group, and what was measured."""
 
     label: str  # short, in the dot
@@ -73,7 +73,7 @@ def losses(figures: Mapping[str, Figure], names: Sequence[str]) -> tuple[float, 
     return tuple(sign * each.value for sign, each in zip(signs, found, strict=True) if each is not None)
 
 
-def plot(points: Sequence[Point], x: str, y: str) -> Plot | None:
+def plot(points: Sequence[ParetoPoint], x: str, y: str) -> Plot | None:
     """Draw `y` against `x`; None where fewer than two points have both."""
     measured = [(point, found) for point in points if (found := losses(point.figures, (x, y))) is not None]
     if len(measured) < 2:

@@ -1,4 +1,4 @@
-"""What a build asks of a cluster: CPUs, memory, and the node that has its device.
+"""Placement of builds on a cluster: CPUs, memory, and the node that has the device.
 
 A node has a device if it has one of two resources: `llmforge:TARGET`, which whoever starts the node gives it, or
 `accelerator_type:NAME`, which Ray finds, where the target's YAML has that name as its `accelerator`. Nodes for CPU
@@ -23,7 +23,7 @@ Resources = Mapping[str, float]  # of a node, by name: "CPU", "GPU", "memory" in
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePlacement:
     """What a task asks for."""
 
     cpus: float
@@ -31,7 +31,7 @@ class Place:
     gpus: int = 0
     marks: Mapping[str, float] = field(default_factory=dict)
 
-    def grown(self, nodes: Sequence[Resources]) -> Place | None:
+    def grown(self, nodes: Sequence[Resources]) -> NodePlacement | None:
         """Ask for twice the memory, at most for all of the largest node that suits; None: it had that already."""
         most = int(max((node.get("memory", 0) for node in nodes if self.suits(node)), default=0))
         return replace(self, memory_bytes=min(2 * self.memory_bytes, most)) if self.memory_bytes < most else None
@@ -49,7 +49,7 @@ def here(isa: Isa, gpus: Sequence[str]) -> dict[str, float]:
 
 def mark(target: Target, nodes: Sequence[Resources]) -> dict[str, float] | None:
     """Give the resource by which nodes with the device of `target` are found; None: no node has it."""
-    own, found = f"{PREFIX}{target.known_as}", f"{_ACCELERATOR}{target.accelerator}"
+    own, found = f"{PREFIX}{target.catalog_name}", f"{_ACCELERATOR}{target.accelerator}"
     for name in (own, found):
         if any(name in node for node in nodes):
             return {name: _SHARE}
@@ -65,7 +65,7 @@ def place(
     jobs: int | None = None,
     memory_bytes: int | None = None,
     on_device: bool = True,
-) -> Place:
+) -> NodePlacement:
     """Say what a build of `recipe` asks for, or with `on_device` false what it does where any node will do.
 
     `jobs` builds share a node; by default a build that measures latency has one to itself, and others take two CPUs.
@@ -80,14 +80,14 @@ def place(
         if found is None:
             raise EnvironmentLacks(
                 f"no node has the device of target {target.name}",
-                hint=f"""start its node with `ray start … --resources '{{"{PREFIX}{target.known_as}": 1}}'`""",
+                hint=f"""start its node with `ray start … --resources '{{"{PREFIX}{target.catalog_name}": 1}}'`""",
             )
         marks = found
         if target.kind == "gpu":
             gpus = recipe.engine.tensor_parallel
             if not any(node.get("GPU", 0) >= gpus for node in nodes if all(name in node for name in marks)):
                 gpus = 0  # a node that names its device and hides it from Ray
-    wanted = Place(1, 0, gpus, marks)
+    wanted = NodePlacement(1, 0, gpus, marks)
     suitable = [node for node in nodes if wanted.suits(node) and node.get("CPU", 0) >= 1]
     if not suitable:
         raise EnvironmentLacks(f"no node has {', '.join(marks) or 'a CPU'} and a CPU to build with")

@@ -13,8 +13,8 @@ from llmforge.base.errors import EnvironmentLacks, ForgeError
 from llmforge.farm import placing, worker
 from llmforge.farm.cluster import Farm, Lost
 from llmforge.farm.matrix import Build
-from llmforge.farm.placing import Place, Resources
-from llmforge.farm.worker import Job, Outcome
+from llmforge.farm.placing import NodePlacement, Resources
+from llmforge.farm.worker import BuildOutcome, Job
 from llmforge.planning import request
 from llmforge.recipe import Recipe
 from llmforge.targets import Target
@@ -33,7 +33,7 @@ Told = Callable[["Row"], None]
 
 
 @dataclass(frozen=True)
-class Settings:
+class FarmSettings:
     """What all builds of a matrix have in common."""
 
     out: Path
@@ -54,13 +54,13 @@ class Row:
     attempts: int = 0  # of the current step
     began: float | None = None  # time.monotonic(), when it was first on a node
     seconds: float = 0.0
-    outcome: Outcome | None = None
+    outcome: BuildOutcome | None = None
     notes: list[str] = field(default_factory=list)  # lost workers, deferred engines
     reused: tuple[str, ...] = ()  # stages and passes that the build took from the cache
     computed: tuple[str, ...] = ()  # passes that it did not
     deferred: bool = False
     job: Job | None = None
-    place: Place | None = None
+    place: NodePlacement | None = None
 
     @property
     def exit_code(self) -> int:
@@ -85,11 +85,11 @@ def worst(codes: Iterable[int]) -> int:
 
 
 @dataclass
-class Runner:
+class BuildRunner:
     """Follows builds on a farm; `tell` is called with a row when something of it has changed."""
 
     farm: Farm
-    settings: Settings
+    settings: FarmSettings
     tell: Told = lambda row: None
     _rows: dict[str, Row] = field(default_factory=dict)  # by title, those that have not ended
     _code: str = field(default_factory=worker.code)
@@ -100,7 +100,7 @@ class Runner:
         try:
             _begin(row, self.farm, self.settings, self._code)
         except ForgeError as error:
-            _fail(row, Outcome(error.exit_code, "", 0.0, message=error.message, hint=error.hint))
+            _fail(row, BuildOutcome(error.exit_code, "", 0.0, message=error.message, hint=error.hint))
         self.tell(row)
         return row
 
@@ -125,19 +125,19 @@ class Runner:
         return [self._rows.pop(name) for name in over]
 
 
-def run(builds: Sequence[Build], farm: Farm, settings: Settings, tell: Told = lambda row: None) -> list[Row]:
+def run(builds: Sequence[Build], farm: Farm, settings: FarmSettings, tell: Told = lambda row: None) -> list[Row]:
     """Run all builds, and return their rows in the same order.
 
     A build that cannot be made is a row; the others go on.
     """
-    runner = Runner(farm, settings, tell)
+    runner = BuildRunner(farm, settings, tell)
     rows = [runner.add(build) for build in builds]
     while runner.running:
         runner.turn()
     return rows
 
 
-def _begin(row: Row, farm: Farm, settings: Settings, code: str) -> None:
+def _begin(row: Row, farm: Farm, settings: FarmSettings, code: str) -> None:
     """Hand a build in: on its device, or, where its engine is deferred, anywhere."""
     recipe = row.build.load()
     target, nodes = targets.find(recipe.target), farm.nodes()
@@ -158,13 +158,15 @@ def _begin(row: Row, farm: Farm, settings: Settings, code: str) -> None:
     _submit(row, farm)
 
 
-def _place(recipe: Recipe, target: Target, nodes: Sequence[Resources], settings: Settings, on_device: bool) -> Place:
+def _place(
+    recipe: Recipe, target: Target, nodes: Sequence[Resources], settings: FarmSettings, on_device: bool
+) -> NodePlacement:
     predicted = request.build_of(recipe)
     memory = None if predicted is None else predicted.memory_bytes
     return placing.place(recipe, target, nodes, jobs=settings.jobs, memory_bytes=memory, on_device=on_device)
 
 
-def _arguments(build: Build, overrides: Sequence[str], settings: Settings) -> list[str]:
+def _arguments(build: Build, overrides: Sequence[str], settings: FarmSettings) -> list[str]:
     return [str(build.recipe), *(word for override in overrides for word in ("--set", override))]
 
 
@@ -183,14 +185,14 @@ def _hear(row: Row, event: Mapping[str, object]) -> None:
     row.done, row.total = (int(str(event.get(name, 0))) for name in ("done", "total"))
 
 
-def _end(row: Row, result: Outcome | Lost, farm: Farm, settings: Settings) -> None:
+def _end(row: Row, result: BuildOutcome | Lost, farm: Farm, settings: FarmSettings) -> None:
     """Take what a task returned: try again, go on to the engine, or close the row."""
     if isinstance(result, Lost):
         if result.kind != "bug" and _again(row, farm, result.why, more_memory=result.kind == "memory"):
             return
         code = _BUG if result.kind == "bug" else EnvironmentLacks.exit_code
         kept = row.outcome  # of a step before, which published something
-        _fail(row, Outcome(code, "", 0.0, kept.artifact if kept else None, message=result.why))
+        _fail(row, BuildOutcome(code, "", 0.0, kept.artifact if kept else None, message=result.why))
         return
     row.seconds += result.seconds
     if result.out_of_memory and _again(row, farm, "out of memory", more_memory=True):
@@ -223,7 +225,7 @@ def _again(row: Row, farm: Farm, why: str, *, more_memory: bool) -> bool:
     return True
 
 
-def _finish(row: Row, farm: Farm, settings: Settings) -> None:
+def _finish(row: Row, farm: Farm, settings: FarmSettings) -> None:
     """Let the node that has the device build the engine; without one the row stays as it is, pending."""
     assert row.job is not None
     assert row.outcome is not None
@@ -243,6 +245,6 @@ def _finish(row: Row, farm: Farm, settings: Settings) -> None:
     _submit(row, farm)
 
 
-def _fail(row: Row, outcome: Outcome) -> None:
+def _fail(row: Row, outcome: BuildOutcome) -> None:
     row.outcome, row.state = outcome, "failed"
     row.stage, row.done, row.total = "", 0, 0

@@ -23,7 +23,7 @@ from llmforge.base.errors import CheckpointError, ForgeError, UnsupportedError, 
 from llmforge.farm import pareto, space
 from llmforge.farm.cluster import Farm
 from llmforge.farm.matrix import Build
-from llmforge.farm.running import Row, Runner, Settings
+from llmforge.farm.running import BuildRunner, FarmSettings, Row
 from llmforge.farm.space import Choice, Limit, Space
 from llmforge.farm.worker import Figure
 from llmforge.metrics import catalog
@@ -76,7 +76,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Trial:
+class SearchTrial:
     """A trial that has ended, as the journal has it."""
 
     number: int
@@ -103,13 +103,13 @@ def check(search: Search) -> None:
 def run(
     search: Search,
     farm: Farm,
-    settings: Settings,
+    settings: FarmSettings,
     *,
     trials: int,
     slots: int,
     tell: Callable[[Row], None] = lambda row: None,
-    ended: Callable[[Trial], None] = lambda trial: None,
-) -> list[Trial]:
+    ended: Callable[[SearchTrial], None] = lambda trial: None,
+) -> list[SearchTrial]:
     """Search until so many trials count, and return all of them; those of earlier runs count.
 
     What was impossible (`invalid`) does not count.
@@ -120,13 +120,13 @@ def run(
     return _Driver(search, farm, settings, tell, ended).run(trials, slots)
 
 
-def read(search: Search) -> list[Trial]:
+def read(search: Search) -> list[SearchTrial]:
     """Read the trials that the journal of a search has."""
     study = _open(search)
     return [_trial(search, frozen) for frozen in study.get_trials(deepcopy=False) if frozen.state.name != "WAITING"]
 
 
-def best(search: Search, trials: Sequence[Trial]) -> list[Trial]:
+def best(search: Search, trials: Sequence[SearchTrial]) -> list[SearchTrial]:
     """Give the front: trials that keep all limits and that no other beats in every objective, the best first."""
     found = [
         (losses, trial)
@@ -185,7 +185,7 @@ def _sampler(search: Search, drawn: int) -> Any:
 
 
 @dataclass
-class _Running:
+class _RunningTrial:
     """A trial with its lease."""
 
     trial: Any  # optuna.trial.Trial
@@ -198,19 +198,19 @@ class _Running:
 class _Driver:
     search: Search
     farm: Farm
-    settings: Settings
+    settings: FarmSettings
     tell: Callable[[Row], None]
-    ended: Callable[[Trial], None]
+    ended: Callable[[SearchTrial], None]
 
     def __post_init__(self) -> None:
         self.study = _open(self.search)
         self.owner = f"{platform.node()}:{os.getpid()}:{psutil.Process().create_time():.0f}"
-        self.runner = Runner(self.farm, self.settings, self.tell)
-        self.running: dict[str, _Running] = {}
-        self.renewed = 0.0
+        self.runner = BuildRunner(self.farm, self.settings, self.tell)
+        self.running: dict[str, _RunningTrial] = {}
+        self.extended = 0.0
         self.combined = False
 
-    def run(self, trials: int, slots: int) -> list[Trial]:
+    def run(self, trials: int, slots: int) -> list[SearchTrial]:
         self._requeue()
         if not self.study.get_trials(deepcopy=False):
             self._enqueue(self.search.written, "the recipe as it is")
@@ -273,7 +273,7 @@ class _Driver:
             self._told(self.study.tell(trial, state=TrialState.PRUNED))
             return True
         judged = any(catalog.named(limit.metric).section == "quality" for limit in self.search.limits)
-        self._build(_Running(trial, choice, "few" if judged else "all", predicted))
+        self._build(_RunningTrial(trial, choice, "few" if judged else "all", predicted))
         return True
 
     def _drop(self, trial: Any, attribute: str, why: str) -> bool:
@@ -290,12 +290,12 @@ class _Driver:
             for frozen in self.study.get_trials(deepcopy=False)
         )  # fmt: skip
 
-    def _build(self, running: _Running) -> None:
+    def _build(self, running: _RunningTrial) -> None:
         """Hand in a trial's next build: of all that is measured, or of its quality on few documents."""
         overrides = [*self.search.overrides, *space.words(running.choice), *_UNASKED]
         sections = {catalog.named(name).section for name in self.search.metrics}
-        left_out = [each for each in _SECTIONS if running.step == "few" or each not in sections]
-        overrides += [f"validation.{each}={_SECTIONS[each]}" for each in left_out]
+        unmeasured = [each for each in _SECTIONS if running.step == "few" or each not in sections]
+        overrides += [f"validation.{each}={_SECTIONS[each]}" for each in unmeasured]
         if running.step == "few":
             overrides += _FEW
         overrides.append("name=trial")
@@ -303,7 +303,7 @@ class _Driver:
         self.running[build.title] = running
         self.runner.add(build)
 
-    def _end(self, running: _Running, row: Row) -> None:
+    def _end(self, running: _RunningTrial, row: Row) -> None:
         from optuna.trial import TrialState
 
         outcome = row.outcome
@@ -374,7 +374,7 @@ class _Driver:
                 return f"predicted to be worse than trial {trial.number} in every objective"
         return None
 
-    def _predicted_of(self, trial: Trial) -> Mapping[str, float]:
+    def _predicted_of(self, trial: SearchTrial) -> Mapping[str, float]:
         found: Mapping[str, float] = self.study.get_trials(deepcopy=False)[trial.number].user_attrs.get("predicted", {})
         return found
 
@@ -409,8 +409,8 @@ class _Driver:
         trial.set_user_attr("lease", {"owner": self.owner, "until": time.time() + _LEASE_S})
 
     def _renew(self) -> None:
-        if time.monotonic() - self.renewed > _RENEW_S:
-            self.renewed = time.monotonic()
+        if time.monotonic() - self.extended > _RENEW_S:
+            self.extended = time.monotonic()
             for running in self.running.values():
                 self._lease(running.trial)
 
@@ -441,7 +441,7 @@ def _is_dead(owner: str) -> bool:
         return True
 
 
-def _gain(base: Trial, other: Trial, metrics: Sequence[str]) -> float | None:
+def _gain(base: SearchTrial, other: SearchTrial, metrics: Sequence[str]) -> float | None:
     """Give the share by which the figures of a trial are better in all; None where one is worse."""
     before, after = pareto.losses(base.figures, metrics), pareto.losses(other.figures, metrics)
     if before is None or after is None:
@@ -450,7 +450,7 @@ def _gain(base: Trial, other: Trial, metrics: Sequence[str]) -> float | None:
     return None if min(shares) < -_NEAR else sum(shares)
 
 
-def _trial(search: Search, frozen: Any) -> Trial:
+def _trial(search: Search, frozen: Any) -> SearchTrial:
     attributes = frozen.user_attrs
     states = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running"}
     figures = {name: Figure(*values) for name, values in attributes.get("figures", {}).items()}
@@ -458,7 +458,7 @@ def _trial(search: Search, frozen: Any) -> Trial:
     why = next((str(attributes[name]) for name in ("invalid", "lost", "pruned", "failed") if name in attributes), "")
     state: Any = "invalid" if {"invalid", "lost"} & attributes.keys() else states[frozen.state.name]
     choice = {key: str(value) for key, value in frozen.params.items()}
-    return Trial(frozen.number, choice, state, figures, state == "complete" and kept, why)
+    return SearchTrial(frozen.number, choice, state, figures, state == "complete" and kept, why)
 
 
 def _remove(path: Path) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 from llmforge import passes
 from llmforge.diagnosis import mixed_precision_recipe
 from llmforge.farm import page, pareto, space
-from llmforge.farm.pareto import Plot, Point
-from llmforge.farm.searching import Search, Trial, best
+from llmforge.farm.pareto import ParetoPoint, Plot
+from llmforge.farm.searching import Search, SearchTrial, best
 from llmforge.metrics import catalog
 from llmforge.recipe import Recipe
 
 
-def data(search: Search, trials: Sequence[Trial]) -> dict[str, Any]:
+def data(search: Search, trials: Sequence[SearchTrial]) -> dict[str, Any]:
     """Write a search as plain data."""
     return {
         "objectives": list(search.objectives),
@@ -29,7 +29,7 @@ def data(search: Search, trials: Sequence[Trial]) -> dict[str, Any]:
     }
 
 
-def _data(search: Search, trial: Trial) -> dict[str, Any]:
+def _data(search: Search, trial: SearchTrial) -> dict[str, Any]:
     return {
         "number": trial.number,
         "state": trial.state,
@@ -43,7 +43,7 @@ def _data(search: Search, trial: Trial) -> dict[str, Any]:
     }
 
 
-def changed(search: Search, trial: Trial) -> dict[str, Any]:
+def changed(search: Search, trial: SearchTrial) -> dict[str, Any]:
     """Give the options that a trial has otherwise than the recipe, without the passes' prefix."""
     return {
         key.removeprefix("passes."): json.loads(value)
@@ -52,19 +52,19 @@ def changed(search: Search, trial: Trial) -> dict[str, Any]:
     }
 
 
-def options(search: Search, trial: Trial) -> str:
+def options(search: Search, trial: SearchTrial) -> str:
     """Write what a trial changes for people."""
     found = changed(search, trial)
     return ", ".join(f"{key}: {value}" for key, value in found.items()) or "as the recipe"
 
 
-def figure(trial: Trial, name: str) -> str:
+def figure(trial: SearchTrial, name: str) -> str:
     """Write a figure of a trial, or a dash."""
     found = trial.figures.get(name)
     return "–" if found is None else catalog.named(name).unit.write(found.value)
 
 
-def html(search: Search, trials: Sequence[Trial]) -> str:
+def html(search: Search, trials: Sequence[SearchTrial]) -> str:
     """Write the page of a search."""
     front = {each.number for each in best(search, trials)}
     shown = [each for each in trials if each.state != "invalid"]
@@ -81,9 +81,9 @@ def html(search: Search, trials: Sequence[Trial]) -> str:
     )
 
 
-def _plots(search: Search, trials: Sequence[Trial]) -> list[Plot]:
+def _plots(search: Search, trials: Sequence[SearchTrial]) -> list[Plot]:
     points = [
-        Point(
+        ParetoPoint(
             str(each.number), f"trial {each.number}: {options(search, each)}", 0 if each.feasible else 5, each.figures
         )
         for each in trials
@@ -94,7 +94,7 @@ def _plots(search: Search, trials: Sequence[Trial]) -> list[Plot]:
     return [each for each in found if each is not None]
 
 
-def write_recipe(search: Search, trials: Sequence[Trial], path: Path) -> Trial | None:
+def write_recipe(search: Search, trials: Sequence[SearchTrial], path: Path) -> SearchTrial | None:
     """Write the recipe of the first trial of the front to `path`, with the figures and the others of the front.
 
     Return the trial; None where no trial keeps all limits, and nothing is written.
@@ -111,7 +111,7 @@ def write_recipe(search: Search, trials: Sequence[Trial], path: Path) -> Trial |
     return chosen
 
 
-def _comments(search: Search, front: Sequence[Trial], complete: int) -> list[str]:
+def _comments(search: Search, front: Sequence[SearchTrial], complete: int) -> list[str]:
     chosen, *others = front
     aims = ", ".join(catalog.named(name).title for name in search.objectives)
     kept = f", with {', '.join(map(str, search.limits))}" if search.limits else ""
@@ -123,6 +123,6 @@ def _comments(search: Search, front: Sequence[Trial], complete: int) -> list[str
     return lines
 
 
-def _figures(search: Search, trial: Trial) -> str:
+def _figures(search: Search, trial: SearchTrial) -> str:
     titles: Mapping[str, str] = {name: catalog.named(name).title for name in search.metrics}
     return ", ".join(f"{title} {figure(trial, name)}" for name, title in titles.items())

@@ -1,4 +1,4 @@
-"""What runs on a node: one `llmforge build` in a process of its own, which dies with the worker that started it.
+"""A build on a node: one `llmforge build` in a process of its own, which dies with the worker that started it.
 
 The same command as everywhere: its bytes do not depend on who starts it, and its memory is given back when it ends.
 """
@@ -50,7 +50,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BuildOutcome:
     """How a build ended. What has an artifact has been published, whatever its gates say."""
 
     exit_code: int
@@ -79,7 +79,7 @@ def code() -> str:
     return Code().texts()
 
 
-def run(job: Job, tell: Tell) -> Outcome:
+def run(job: Job, tell: Tell) -> BuildOutcome:
     """Build on this machine, and `tell` how far it is: events of the JSON log."""
     began = time.monotonic()
     node = platform.node()
@@ -152,18 +152,18 @@ def _follow(lines: Iterable[str], tell: Tell) -> dict[str, Any]:
     return said or ({"message": "\n".join(rest)} if rest else {})
 
 
-def _outcome(ended: Mapping[str, Any], node: str, seconds: float) -> Outcome:
+def _outcome(ended: Mapping[str, Any], node: str, seconds: float) -> BuildOutcome:
     from llmforge.gates.records import Report
     from llmforge.metrics import catalog
 
     exit_code = ended["exit_code"]
     if "report" not in ended:
         message = ended.get("message") or f"the build was killed: exit code {exit_code}"
-        return Outcome(exit_code, node, seconds, message=message, hint=ended.get("hint"))
+        return BuildOutcome(exit_code, node, seconds, message=message, hint=ended.get("hint"))
     report = Report.model_validate_json(json.dumps(ended["report"]))
     found = catalog.estimates(report.measured)
     reused = report.build.reused
-    return Outcome(
+    return BuildOutcome(
         exit_code,
         node,
         seconds,

@@ -179,8 +179,7 @@ def _change(name: str, a: Estimate | None, b: Estimate | None, difference: Figur
         alone = "measured of one alone" if (a is None) != (b is None) else difference
         return Change(metric=name, a=a, b=b, difference=None, why_not=alone)
     if isinstance(difference, Studentized):
-        low, high = difference.interval(ALPHA) if difference.decides else (None, None)
-        difference = Estimate(value=difference.value, low=low, high=high, samples=difference.documents)
+        difference = difference.estimate(ALPHA)
     better, low, high = catalog.named(name).better, difference.low, difference.high
     worse = (better == "lower" and low is not None and low > 0) or (
         better == "higher" and high is not None and high < 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from llmforge.artifact import Artifact
 from llmforge.artifact.versions import Version
 from llmforge.base.errors import InputError
-from llmforge.base.remembered import Memory
+from llmforge.base.remembered import RememberedTexts
 from llmforge.cache import installed
 
 FILE = "confirmed-verdicts.json"
@@ -38,7 +38,7 @@ def confirm(opened: Artifact, source: str | None = None) -> None:
         ForgedVerdict: a record says something else than what was measured.
         InputError: a record is damaged, or no report of this version.
     """
-    record, memory = opened.evidence[-1].digest, Memory(FILE, _MOST)
+    record, memory = opened.evidence[-1].digest, RememberedTexts(FILE, _MOST)
     if memory.read().get(record) == _code():
         return
     from llmforge.gates import verdict  # takes longer to import than what remembers

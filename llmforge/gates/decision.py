@@ -190,20 +190,11 @@ class _LimitTest:
     def p_beyond(self) -> float | None:
         """How likely the figure would seem so bad if it were at the edge; None: chance has no part in it."""
         found = self.found
-        if found is None or isinstance(found, str) or not _has_bounds(found) or not math.isfinite(found.value):
+        if found is None or isinstance(found, str) or found.is_exact or not found.decides:
             return None
-        if isinstance(found, Studentized):
-            return found.p_above(self.edge) if self.upper else found.p_below(self.edge)
-        return None if found.is_exact else _tail(found, self.edge, above=self.upper)
-
-    @property
-    def p_within(self) -> float:
-        """How likely the figure would seem so good if it were at the edge."""
-        assert self.found is not None
-        assert not isinstance(self.found, str)
-        if isinstance(self.found, Studentized):
-            return self.found.p_below(self.edge) if self.upper else self.found.p_above(self.edge)
-        return _tail(self.found, self.edge, above=not self.upper)
+        if not math.isfinite(found.value):
+            return None
+        return found.p_above(self.edge) if self.upper else found.p_below(self.edge)
 
     def result(self, fails: bool) -> GateResult:
         """Decide it; `fails` says if it fails beside the other gates."""
@@ -216,27 +207,29 @@ class _LimitTest:
             return self._result(Verdict.FAIL, None, f"not measured, limit: {self._wanted}")
         if not math.isfinite(found.value):
             return self._result(Verdict.FAIL, None, f"{found.value} is not finite, limit: {self._wanted}")
-        if isinstance(found, Estimate) and found.is_exact:
+        if found.is_exact:
             passed = found.value <= self.edge if self.upper else found.value >= self.edge
             verdict = Verdict.PASS if passed else Verdict.FAIL
-            return self._result(verdict, None, f"{self._value} (exact), limit: {self._wanted}")
-        if not _has_bounds(found):
+            return self._result(verdict, None, f"{self._value(found)} (exact), limit: {self._wanted}")
+        if not found.decides:
             needed = self._documents_needed(found)
             metric = catalog.named(self.metric)
-            fewest = metric.fewest(_count(found))
+            fewest = metric.fewest(found.samples)
             what = f"an interval needs {fewest or 'more'}"
             if fewest is not None and (needed or 0) > fewest:
                 what += f", and about {needed} would decide"
             advice = f": {metric.more}" if metric.more else ""
             enough = None if fewest is None else max(fewest, needed or 0)
-            said = f"{self._value} from only {self._samples}; {what}{advice}"
+            said = f"{self._value(found)} from only {_samples(found)}; {what}{advice}"
             return self._result(Verdict.INCONCLUSIVE, enough, said, underpowered=True)
         return self._decided(found, fails)
 
     def _decided(self, found: Figure, fails: bool) -> GateResult:
-        low, high = _bounds(found, self.alpha)
-        interval = f"{self._value} ({100 * (1 - 2 * self.alpha):.3g}% interval {_number(low)} to {_number(high)})"
-        detectable = self._detectable(found)
+        low, high = found.interval(self.alpha)
+        interval = (
+            f"{self._value(found)} ({100 * (1 - 2 * self.alpha):.3g}% interval {_number(low)} to {_number(high)})"
+        )
+        detectable = found.detectable(self.alpha, POWER, upper=self.upper)
         power = None
         if isinstance(found, Studentized) and self.against:
             power = found.power(self.limit, self.alpha, upper=self.upper)
@@ -246,15 +239,16 @@ class _LimitTest:
             needed = self._documents_needed(found)
             enough = "" if needed is None else f", about {needed} would decide"
             side = "upper" if self.upper else "lower"
-            said = f"{interval}: no {side} bound, for {self._samples} are too few or too uneven{enough}"
+            said = f"{interval}: no {side} bound, for {_samples(found)} are too few or too uneven{enough}"
             return self._result(Verdict.INCONCLUSIVE, needed, said, underpowered=True, **facts)
         if self.room <= detectable:
             return self._result(
                 Verdict.INCONCLUSIVE, None,
                 f"{interval}: underpowered, for a figure so bad that it fails cannot be told from the limit, "
-                f"{self._wanted}, by {self._samples}", underpowered=True, **facts,
+                f"{self._wanted}, by {_samples(found)}", underpowered=True, **facts,
             )  # fmt: skip
-        if inside and self.p_within <= self.alpha * (1 + 1e-9):
+        p_within = found.p_below(self.edge) if self.upper else found.p_above(self.edge)
+        if inside and p_within <= self.alpha * (1 + 1e-9):
             return self._result(Verdict.PASS, None, f"{interval} is {self._wanted}", **facts)
         if outside and fails:
             if self.against is not None:
@@ -265,7 +259,7 @@ class _LimitTest:
         advice = (
             "too close to the limit to estimate how much data would decide"
             if needed is None
-            else f"about {needed} {_of(found)} needed to decide (now {_count(found)})"
+            else f"about {needed} {found.of} needed to decide (now {found.samples})"
         )
         relation = "is beyond" if outside else "includes"
         chance = ", but of so many gates one may be by chance" if outside else ""
@@ -283,13 +277,6 @@ class _LimitTest:
         spread = found if isinstance(found, Studentized) else self.spread
         return None if spread is None else spread.documents_needed(self.edge, self.alpha, POWER)
 
-    def _detectable(self, found: Figure) -> float:
-        if isinstance(found, Studentized):
-            return found.detectable(self.alpha, POWER, upper=self.upper)
-        low, high = _bounds(found, self.alpha)
-        half = found.value - low if self.upper else high - found.value
-        return half * (1 + NormalDist().inv_cdf(POWER) / -NormalDist().inv_cdf(self.alpha))
-
     def _result(
         self,
         verdict: Verdict,
@@ -302,8 +289,7 @@ class _LimitTest:
     ) -> GateResult:
         found = None if isinstance(self.found, str) else self.found
         if isinstance(found, Studentized):
-            low, high = _bounds(found, self.alpha) if found.decides else (None, None)
-            found = Estimate(value=found.value, low=low, high=high, samples=found.documents)
+            found = found.estimate(self.alpha)
         return GateResult(
             metric=self.metric,
             bound=self.bound,
@@ -323,17 +309,12 @@ class _LimitTest:
             return f"at {'most' if self.upper else 'least'} {_number(self.limit)}"
         return f"a {'rise' if self.upper else 'drop'} of at most {_number(self.limit)} against {self.against}"
 
-    @property
-    def _value(self) -> str:
-        assert self.found is not None
-        assert not isinstance(self.found, str)
-        return _number(self.found.value) if self.against is None else f"change {_signed(self.found.value)}"
+    def _value(self, found: Figure) -> str:
+        return _number(found.value) if self.against is None else f"change {_signed(found.value)}"
 
-    @property
-    def _samples(self) -> str:
-        assert self.found is not None
-        assert not isinstance(self.found, str)
-        return f"{_count(self.found)} {_of(self.found)}"
+
+def _samples(found: Figure) -> str:
+    return f"{found.samples} {found.of}"
 
 
 def _holm(p_values: Sequence[float | None], alpha: float) -> list[bool]:
@@ -345,42 +326,6 @@ def _holm(p_values: Sequence[float | None], alpha: float) -> list[bool]:
             break
         rejected[i] = True
     return rejected
-
-
-def _tail(found: Estimate, edge: float, *, above: bool) -> float:
-    """Probability of a figure so far above (or below) `edge`, by half of its interval, which is 1.96 errors long."""
-    assert found.low is not None
-    assert found.high is not None
-    half = found.value - found.low if above else found.high - found.value
-    moved = found.value - edge if above else edge - found.value
-    if half <= 0:
-        return 0.0 if moved > 0 else 1.0
-    normal = NormalDist()
-    return normal.cdf(normal.inv_cdf(ALPHA) * moved / half)
-
-
-def _bounds(found: Figure, alpha: float) -> tuple[float, float]:
-    """Bounds of a figure that is beyond each of them with probability `alpha`."""
-    if isinstance(found, Studentized):
-        return found.interval(alpha)
-    assert found.low is not None
-    assert found.high is not None
-    wider = NormalDist().inv_cdf(alpha) / NormalDist().inv_cdf(ALPHA) if alpha != ALPHA else 1.0
-    return found.value - wider * (found.value - found.low), found.value + wider * (found.high - found.value)
-
-
-def _has_bounds(found: Figure) -> bool:
-    if isinstance(found, Studentized):
-        return found.decides
-    return found.low is not None and found.high is not None
-
-
-def _count(found: Figure) -> int:
-    return found.documents if isinstance(found, Studentized) else found.samples
-
-
-def _of(found: Figure) -> str:
-    return "documents" if isinstance(found, Studentized) else found.of
 
 
 def samples_needed(samples: int, value: float, low: float, high: float, limit: float) -> int | None:

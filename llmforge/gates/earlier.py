@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from llmforge.artifact import Artifact, resolve, versions
+from llmforge.artifact import Artifact, versions
+from llmforge.artifact.references import resolve
 from llmforge.base.errors import UsageError
 from llmforge.gates import release
 from llmforge.gates.release import MeasuredArtifact

@@ -1,6 +1,6 @@
 """The record of a build: everything that a reader needs to trust the artifact, or not to. Written once, never edited.
 
-It is a record of evidence in the artifact, `evidence/<SHA-256>.json`, whose head llmforge.base.sealed reads. Its
+It is a record of evidence in the artifact, `evidence/<SHA-256>.json`, whose head llmforge.artifact.sealed reads. Its
 timings, date and machine differ from build to build; it lies outside the content and names its digest.
 """
 
@@ -17,9 +17,8 @@ from pydantic import (
     model_serializer,
 )
 
-from llmforge.artifact import Artifact, FileRecord, version_of
-from llmforge.artifact import Record as Head
-from llmforge.base import sealed
+from llmforge.artifact import Artifact, FileRecord, sealed, version_of
+from llmforge.artifact import EvidenceRecord as Head
 from llmforge.base.errors import InputError
 from llmforge.base.wording import quoted
 from llmforge.gates.decision import GateResult, Verdict
@@ -144,8 +143,8 @@ class EngineRecord(ReportRecord):
     weights: tuple[WeightGroup, ...] = Field(
         default=(), max_length=65_536
     )  # the largest first; none: not an ONNX graph
-    session: dict[str, Any]  # the options that the runtime sets, as they stand in its configuration
-    facts: dict[str, str] = Field(default_factory=dict)  # what else its builder knows of it, in words
+    session: dict[str, Any]  # the options that the runtime sets, as its configuration has them
+    facts: dict[str, str] = Field(default_factory=dict)  # what else its builder knows of it, as text
     pending: bool = False  # the files are what it is built of, later and elsewhere
     unmeasured: str | None = None  # why it was not run: all that takes its device is unverified; None: it was
 
@@ -205,7 +204,7 @@ class Report(ReportRecord):
     name: Name  # of the recipe and the artifact
     gates: tuple[GateResult, ...]
     quality: Quality | None
-    quality_baseline: str | None  # what the quality is held against, in words
+    quality_baseline: str | None  # what the quality is held against, as text
     latency: Latency | None
     attribution: Attribution | None = None
     runtimes: tuple[RuntimeRun, ...] = Field(default=(), max_length=len(RUNTIMES))  # others that ran the artifact

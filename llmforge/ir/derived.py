@@ -1,13 +1,13 @@
-"""Tensors that are computed from other tensors by a function that is named, so that two can be seen to be made alike.
+"""The two lazy tensors: what a checkpoint stores (`Stored`), and what is computed from other tensors (`Derived`).
 
-A plain lazy tensor hides how it comes about: only reading it tells what it holds. Of a derived one, its function and
-its operands say it: where two layers derive their weights by one function from the corresponding tensors, what was
-proven of one holds for the other (`llmforge.verification.changed_subgraphs`).
+A plain lazy tensor hides how it comes about: only reading it tells what it holds. Of a derived one, its function, which
+has a name, and its operands say it: where two layers derive their weights by one function from the corresponding
+tensors, what was proven of one holds for the other (`llmforge.verification.changed_subgraphs`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -55,49 +55,60 @@ class Derived(ir.LazyTensor):
 
 
 class Stored(ir.LazyTensor):
-    """A matrix that is a cast, and perhaps the transpose, of one that is stored.
+    """A parameter that is a cast, and perhaps the transpose along its last two axes, of what a checkpoint stores.
 
-    What wants it as it is stored, row by row, need not pay for a whole copy in another layout: `stored` gives that, and
-    all that this tensor holds follows from it. `source` names the tensor of the checkpoint that is stored; None: it is
-    not one as a whole, or its numbers were changed.
+    `pieces` reads that, one after the other along the first axis: mostly one, of experts that lie apart one each, of
+    which one is in memory at a time. What wants a matrix as it is stored, row by row, need not pay for a whole copy in
+    another layout: `stored` gives that. `sources` names, of a matrix and of each of several, the checkpoint's tensors
+    that lie on top of each other in it; (): they are made otherwise, or their numbers were changed.
     """
 
     def __init__(
         self,
-        stored: Callable[[], NDArray[Any]],
+        pieces: Callable[[], Iterable[NDArray[Any]]],
         dtype: ir.DataType,
         shape: ir.Shape,
         name: str,
         *,
-        transposed: bool,
-        source: str | None = None,
+        transposed: bool = False,
+        sources: tuple[tuple[str, ...], ...] = (),
     ) -> None:
         super().__init__(self._read, dtype, shape, name=name)
-        self.stored = stored
-        self.transposed = transposed
-        self.source = source
+        self.pieces, self.transposed, self.sources = pieces, transposed, sources
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it has two axes."""
+        return len(self.shape) == 2
+
+    def stored(self) -> NDArray[Any]:
+        """Read it as it is stored."""
+        pieces = [*self.pieces()]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def first(self) -> NDArray[Any]:
+        """Read the first piece, as this tensor holds it, in the dtype in which it is stored."""
+        piece = next(iter(self.pieces()))
+        return piece.swapaxes(-1, -2) if self.transposed else piece
 
     def _read(self) -> ir.TensorProtocol:
         result = np.empty(self.shape.numpy(), self.dtype.numpy())  # what is written to it is cast on the way: no copy
-        (result.T if self.transposed else result)[...] = self.stored()
+        as_stored = result.swapaxes(-1, -2) if self.transposed else result
+        filled = 0
+        for part in self.pieces():
+            if not part.ndim:
+                return ir.Tensor(part.astype(result.dtype), dtype=self.dtype, name=self.name)
+            as_stored[filled : filled + len(part)] = part
+            filled += len(part)
+        assert filled == len(as_stored)
         return ir.Tensor(result, dtype=self.dtype, name=self.name)
-
-
-class OfExperts(ir.LazyTensor):
-    """Matrices of experts, [E, N, K] or `transposed`: each is made of some of the checkpoint's, on top of each other.
-
-    `matrices` names those of each expert; (): they are made otherwise.
-    """
-
-    matrices: tuple[tuple[str, ...], ...] = ()
-    transposed: bool = False
 
 
 def is_stored(tensor: ir.TensorProtocol) -> bool:
     """Say whether `tensor` [K, N] is stored as [N, K], whole or as several that are side by side."""
     if isinstance(tensor, Derived):
         return tensor.function in (side_by_side, to_fp32) and all(map(is_stored, tensor.operands))
-    return isinstance(tensor, Stored) and tensor.transposed
+    return isinstance(tensor, Stored) and tensor.is_matrix and tensor.transposed
 
 
 def by_output(tensor: ir.TensorProtocol, *, transposed: bool) -> NDArray[Any]:
@@ -108,7 +119,7 @@ def by_output(tensor: ir.TensorProtocol, *, transposed: bool) -> NDArray[Any]:
     """
     if isinstance(tensor, Derived) and tensor.function is to_fp32:
         return by_output(tensor.operands[0], transposed=transposed)
-    if isinstance(tensor, Stored) and tensor.transposed == transposed:
+    if isinstance(tensor, Stored) and tensor.is_matrix and tensor.transposed == transposed:
         return tensor.stored()
     if isinstance(tensor, Derived) and transposed and is_stored(tensor):
         return np.concatenate([by_output(each, transposed=True) for each in tensor.operands])
@@ -117,8 +128,8 @@ def by_output(tensor: ir.TensorProtocol, *, transposed: bool) -> NDArray[Any]:
 
 def stored_in(tensor: ir.TensorProtocol, *, transposed: bool) -> tuple[str, ...]:
     """Name the tensors of the checkpoint that `by_output` puts on top of each other, () where it does otherwise."""
-    if isinstance(tensor, Stored) and tensor.transposed == transposed:
-        return () if tensor.source is None else (tensor.source,)
+    if isinstance(tensor, Stored) and tensor.is_matrix and tensor.transposed == transposed:
+        return tensor.sources[0] if tensor.sources else ()
     if isinstance(tensor, Derived) and tensor.function is to_fp32:
         return stored_in(tensor.operands[0], transposed=transposed)
     if isinstance(tensor, Derived) and transposed and is_stored(tensor):
@@ -214,7 +225,7 @@ def cast(tensor: ir.TensorProtocol, dtype: ir.DataType, name: str) -> ir.TensorP
     if isinstance(tensor, Derived) and tensor.function is side_by_side:
         operands = [cast(each, dtype, str(each.name)) for each in tensor.operands]
         return Derived(side_by_side, operands, dtype, tensor.shape, name)
-    if isinstance(tensor, Stored):
+    if isinstance(tensor, Stored) and tensor.is_matrix:
         return _cast_stored(tensor, dtype, name)
     if not isinstance(tensor, ir.LazyTensor | ir.ExternalTensor):
         return ir.Tensor(_cast_named(tensor.numpy(), dtype, name), dtype=dtype, name=name)
@@ -229,7 +240,7 @@ def _cast_named(array: NDArray[Any], dtype: ir.DataType, name: str) -> NDArray[A
 
 
 def _cast_stored(tensor: Stored, dtype: ir.DataType, name: str) -> Stored:
-    def stored() -> NDArray[Any]:
-        return _cast_named(tensor.stored(), dtype, name)
+    def pieces() -> Iterable[NDArray[Any]]:
+        return (_cast_named(piece, dtype, name) for piece in tensor.pieces())
 
-    return Stored(stored, dtype, ir.Shape(tensor.shape.numpy()), name, transposed=tensor.transposed)
+    return Stored(pieces, dtype, ir.Shape(tensor.shape.numpy()), name, transposed=tensor.transposed)

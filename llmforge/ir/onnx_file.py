@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO, Protocol, runtime_checkable
 
 import onnx_ir as ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx_ir.serde import SerdeError
 
 from llmforge.base import folders
-from llmforge.base.errors import InputError, UsageError
+from llmforge.base.errors import InputError, UsageError, VerificationError
+from llmforge.base.progress import Progress, Silent
 from llmforge.ir import graph as g
 
 SUFFIX = ".onnx"
-INLINE_BELOW_BYTES = 1024  # constants: shape inference of other tools reads them in the graph itself
-IN_FLIGHT_BYTES = 2**28  # of weights between reading and writing
-ALIGNMENT_BYTES = 4096  # a page, so that a runtime can map a weight where it lies
+INLINE_BELOW_BYTES = 1024  # scales, row defaults, shapes, which shape inference must see as constants in the graph
+# Offsets in the data file. 64: a cache line, so that no kernel meets an unaligned float in a mapped file.
+# 4096: a page, so that a large tensor shares none with its neighbours when the file is mapped.
+ALIGNMENT_BYTES = 64
+PAGE_BYTES = 4096
+PAGE_ALIGNED_FROM_BYTES = 1 << 20
 _HINT = "`llmforge trace -o GRAPH.onnx` writes one, and every artifact has engine/model.onnx"
+
+
+@runtime_checkable
+class _Writable(Protocol):
+    """What tensors of onnx_ir do besides their protocol."""
+
+    def tofile(self, file: BinaryIO) -> None: ...
 
 
 def save(model: ir.Model, path: Path, *, weights: bool = True) -> tuple[Path, ...]:
     """Write `model` to `path` (.onnx) and its larger initializers, one after the other, to `path` + ".data".
 
-    Memory grows with the largest tensor, not with the model. Without `weights` the graph alone is written, and refers
-    to a file of weights that is not there: enough to look at it and to compare it. Returns the files written.
+    Without `weights` the graph alone is written, and refers to a file of weights that is not there: enough to look at
+    it and to compare it. Returns the files written.
 
     Raises:
         UsageError: `path` does not end in .onnx.
@@ -31,23 +44,101 @@ def save(model: ir.Model, path: Path, *, weights: bool = True) -> tuple[Path, ..
     if path.suffix != SUFFIX:
         raise UsageError(f"{path}: the file name must end in {SUFFIX}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = f"{path.name}.data"
+    data, clone = path.with_name(f"{path.name}.data"), model.clone()
     if weights:
-        ir.save(
-            model,
-            path,
-            external_data=data,
-            size_threshold_bytes=INLINE_BELOW_BYTES,
-            max_workers=1,
-            max_in_flight_bytes=IN_FLIGHT_BYTES,
-            alignment=ALIGNMENT_BYTES,
-        )
-        written = path.parent / data
-        return (path, written) if written.exists() else (path,)
-    clone = model.clone()
-    g.detach(clone, data, INLINE_BELOW_BYTES)
-    path.write_bytes(ir.to_proto(clone).SerializeToString(deterministic=True))
+        write([clone], [path], [data])
+        if data.stat().st_size:
+            return path, data
+        data.unlink()
+    else:
+        g.detach(clone, data.name, INLINE_BELOW_BYTES)
+        path.write_bytes(_serialized(clone))
     return (path,)
+
+
+def write(
+    models: Sequence[ir.Model],
+    paths: Sequence[Path],
+    data: Sequence[Path],
+    shared: Path | None = None,
+    *,
+    progress: Progress | None = None,
+) -> None:
+    """Write graphs, and the larger initializers of each, in the order of their names, to its file in `data`.
+
+    What is one tensor in all graphs, under one name, goes to the file `shared`, where there is one. `models` refer to
+    the files afterwards. Weights stream one tensor at a time, so that memory grows with the largest tensor and not with
+    the model. The same graphs give the same bytes.
+
+    Raises:
+        VerificationError: a tensor is not as large as it says.
+    """
+    progress = progress or Silent()
+    large = [_inlined(each) for each in models]
+    common = set[str]()
+    if shared is not None and len(large) > 1:
+        common = {name for name, tensor in large[0].items() if all(each.get(name) is tensor for each in large)}
+    own = [{name: tensor for name, tensor in each.items() if name not in common} for each in large]
+    together = {name: tensor for name, tensor in large[0].items() if name in common}
+    total, count = sum(tensor.nbytes for each in (together, *own) for tensor in each.values()), 0
+
+    def advance(size: int) -> None:
+        nonlocal count
+        count += size
+        progress.advance(count, total)
+
+    placed = {} if shared is None else _append(together, shared, advance)
+    for model, tensors, file, path in zip(models, own, data, paths, strict=True):
+        for name, tensor in {**placed, **_append(tensors, file, advance)}.items():
+            model.graph.initializers[name].const_value = tensor
+        path.write_bytes(_serialized(model))
+
+
+def _serialized(model: ir.Model) -> bytes:
+    return bytes(ir.to_proto(model).SerializeToString(deterministic=True))
+
+
+def _inlined(model: ir.Model) -> dict[str, ir.TensorProtocol]:
+    """Read the small initializers of `model` into it, and return the larger ones in the order of names."""
+    initializers = model.graph.initializers
+    tensors = {name: g.tensor(initializers[name]) for name in sorted(initializers)}
+    large = {name: tensor for name, tensor in tensors.items() if tensor.nbytes >= INLINE_BELOW_BYTES}
+    for name in tensors.keys() - large.keys():  # inlined: what is in the checkpoint's file would be a path of this host
+        tensor = tensors[name]
+        initializers[name].const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=name)
+    return large
+
+
+def _append(
+    tensors: Mapping[str, ir.TensorProtocol], path: Path, advance: Callable[[int], None]
+) -> dict[str, ir.ExternalTensor]:
+    """Stream tensors to a file and say where each lies."""
+    placed = {}
+    with path.open("wb") as file:
+        for name, tensor in tensors.items():
+            alignment = PAGE_BYTES if tensor.nbytes >= PAGE_ALIGNED_FROM_BYTES else ALIGNMENT_BYTES
+            offset = -(-file.tell() // alignment) * alignment
+            file.write(bytes(offset - file.tell()))
+            if isinstance(tensor, _Writable):
+                tensor.tofile(file)  # a file is copied piecewise, an array without a second copy
+            else:
+                file.write(tensor.tobytes())
+            if file.tell() - offset != tensor.nbytes:
+                raise VerificationError(
+                    f"initializer {name} declares {tensor.dtype.name} {tensor.shape} and wrote {file.tell() - offset} "
+                    f"bytes instead of {tensor.nbytes}"
+                )
+            placed[name] = ir.ExternalTensor(
+                path.name,
+                offset,
+                tensor.nbytes,
+                tensor.dtype,
+                shape=ir.Shape(tensor.shape.numpy()),
+                name=name,
+                base_dir=path.parent,
+            )
+            advance(tensor.nbytes)
+    return placed
 
 
 def load(path: Path) -> ir.Model:

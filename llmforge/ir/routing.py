@@ -7,7 +7,7 @@ from fractions import Fraction
 import onnx_ir as ir
 
 from llmforge.ir import graph, operators
-from llmforge.ir.operators.record import RoutedExperts, Sign
+from llmforge.ir.operators.record import ChosenExperts, Sign
 from llmforge.ir.operators.standard import Clip, Mul, Where
 from llmforge.ir.subgraph import behind
 
@@ -77,6 +77,6 @@ def _share(value: ir.Value, node: ir.Node, index: int) -> Fraction:
     view, (count, *_) = operators.view(node), graph.static(value) or (0,)
     if count and index < len(view.inputs) and view.inputs[index].of == "adapters":
         return Fraction(1, count)
-    if not isinstance(view, RoutedExperts) or view.inputs[index].of != "experts" or not count or view.chosen is None:
+    if not isinstance(view, ChosenExperts) or view.inputs[index].of != "experts" or not count or view.chosen is None:
         return Fraction(1)
     return min(Fraction(1), Fraction(view.chosen, count))

@@ -24,7 +24,7 @@ def compare(
     *,
     artifact: Generate,
     baseline: Callable[[Texts], Logits],
-    go_on: Callable[[Texts, Sequence[int]], Sequence[Sequence[int]]],
+    continued: Callable[[Texts, Sequence[int]], Sequence[Sequence[int]]],
     ends: Sequence[int],
     decode: Callable[[Sequence[int]], str],
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -33,8 +33,8 @@ def compare(
 
     Up to its first difference a greedy answer of the baseline has the artifact's tokens before it. So one run of
     `baseline` over prompt and answer tells where it would have chosen another token, and the baseline itself generates
-    (`go_on`) only what is shown, from there on: at most so many tokens of each text. All texts are given to either at
-    once. An answer ends behind the first of `ends`. `decode` makes text of ids.
+    (`continued`) only what is shown, from there on: at most so many tokens of each text. All texts are given to either
+    at once. An answer ends after the first of `ends`. `decode` makes text of ids.
 
     Raises:
         DataError: no document has a token to begin with.
@@ -59,7 +59,7 @@ def compare(
     theirs = [ours[:until] for ours, until in zip(said, same, strict=True)]
     differing = [place for place, until in enumerate(same[:SHOWN]) if until is not None]
     shared = [_joined(prompts[place], theirs[place]) for place in differing]
-    more = go_on(shared, [ANSWER_TOKENS - len(theirs[place]) for place in differing])
+    more = continued(shared, [ANSWER_TOKENS - len(theirs[place]) for place in differing])
     for place, tokens in zip(differing, more, strict=True):
         theirs[place] = ended([*theirs[place], *tokens], ends)
     samples = tuple(
@@ -86,7 +86,7 @@ def beginnings(windows: Sequence[TokenWindow], count: int) -> list[TokenWindow]:
 
 
 def ended(ids: Iterable[int], ends: Sequence[int]) -> list[int]:
-    """Cut an answer behind its end."""
+    """Cut an answer after its end."""
     found: list[int] = []
     for token in ids:
         found.append(int(token))

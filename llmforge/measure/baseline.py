@@ -60,7 +60,7 @@ def baseline_on(
     if isinstance(baseline, Baseline):
         return baseline.logits
     progress.stage("Run baseline")
-    return baseline.behind(baseline.walk(texts, progress.advance))
+    return baseline.logits_of(baseline.walk(texts, progress.advance))
 
 
 class Baseline:
@@ -108,7 +108,7 @@ class Baseline:
         return logits
 
     def following(self, context: tuple[int, ...], texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """Compute the logits [S, V] that each token of `texts`, ids [S], is judged by behind the same `context`.
+        """Compute the logits [S, V] that each token of `texts`, ids [S], is judged by after the same `context`.
 
         The context is read once for all of them, and they are read together, filled up on the right, where keys and
         values are all that the model keeps of what it read, and these do not depend on the length of the text. Other
@@ -122,8 +122,8 @@ class Baseline:
 
         config = self._model.config
         cache = DynamicCache(config=config)
-        apart = {type(layer) for layer in cache.layers} - {DynamicLayer, DynamicSlidingWindowLayer}
-        if len(texts) == 1 or apart or _RESCALED & set(_strings(config.to_dict())):
+        stateful = {type(layer) for layer in cache.layers} - {DynamicLayer, DynamicSlidingWindowLayer}
+        if len(texts) == 1 or stateful or _RESCALED & set(_strings(config.to_dict())):
             return [self.logits(np.array([*context, *text[:-1]]))[len(context) - 1 :][: len(text)] for text in texts]
         longest = max(1, *map(len, texts)) - 1
         with torch.inference_mode(), internals.torch_threads(self._threads):

@@ -1,4 +1,4 @@
-"""What one decode step reads, counted on the graph that the passes leave."""
+"""The footprint of a decode step: bytes that it reads, counted on the graph that the passes leave."""
 
 from __future__ import annotations
 

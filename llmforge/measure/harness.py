@@ -89,14 +89,14 @@ def measure(
     if baseline is not None:
         stage("Run tasks on the checkpoint")
         theirs = _run(asked, _Model(baseline[0], baseline[1], tokens, advance))
-    results, left_out = [], list[str]()
+    results, skipped = [], list[str]()
     for name, ran in ours.items():
         other = theirs.get(name)
         if other is not None and other.digest != ran.digest:
             raise DataError(f"task {name}: asks something else each time it is loaded, so that nothing can be paired")
-        scores = dict(_scores(name, ran, other, left_out))
+        scores = dict(_scores(name, ran, other, skipped))
         if not scores:
-            raise UnsupportedError(f"task {name}: none of its scores can be paired: {'; '.join(left_out)}")
+            raise UnsupportedError(f"task {name}: none of its scores can be paired: {'; '.join(skipped)}")
         results.append(
             TaskResult(
                 name=name,
@@ -110,7 +110,7 @@ def measure(
                 baseline=None if baseline is None else baseline[0].description,
             )
         )
-    return tuple(results), tuple(left_out)
+    return tuple(results), tuple(skipped)
 
 
 @dataclass(frozen=True)
@@ -254,10 +254,10 @@ def _form(aggregation: Any, higher: bool, values: Sequence[Any]) -> Form | str:
     return "mean" if higher else "less of it is better"
 
 
-def _scores(name: str, ours: _Ran, theirs: _Ran | None, left_out: list[str]) -> Iterator[tuple[str, Score]]:
+def _scores(name: str, ours: _Ran, theirs: _Ran | None, skipped: list[str]) -> Iterator[tuple[str, Score]]:
     for score, form in ours.forms.items():
         if form not in ("mean", "perplexity", "bits"):
-            left_out.append(f"task {name}: {score} is left out: {form}")
+            skipped.append(f"task {name}: {score} is left out: {form}")
             continue
         values, weights = _columns(ours.values[score])
         other = None if theirs is None else _columns(theirs.values[score])[0]

@@ -38,7 +38,7 @@ class Machine(ReportRecord):
 
 
 def describe() -> Machine:
-    """Describe the machine at hand; host names and addresses are left out."""
+    """Describe this machine; host names and addresses are left out."""
     info = _cpuinfo()
     flags = set((info.get("flags") or info.get("Features") or "").split())
     return Machine(

@@ -49,7 +49,7 @@ class RecipeQuality:
             self.spec.samples,
             artifact=self._greedy,
             baseline=lambda texts: baseline.of(texts, self.progress.advance),
-            go_on=baseline.greedy,
+            continued=baseline.greedy,
             ends=self.runner.config.eos_token_ids,
             decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
             progress=self.progress.advance,

@@ -1,4 +1,4 @@
-"""What answers the requests of a task: an engine, or its checkpoint. Token ids in; likelihoods and text out."""
+"""Sides that answer the requests of a task: an engine, or its checkpoint. Token ids in; likelihoods and text out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TaskSide(Protocol):
 
     @property
     def description(self) -> str:
-        """What it is, in words."""
+        """Its description."""
         ...
 
     @property

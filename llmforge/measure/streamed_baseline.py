@@ -71,13 +71,13 @@ class StreamedBaseline:
 
         def logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:
             if not held:
-                held.append(self.behind(self.walk(texts, progress)))
+                held.append(self.logits_of(self.walk(texts, progress)))
             return held[0](ids)
 
         return logits
 
-    def behind(self, states: States) -> Logits:
-        """Return what gives the logits of each text whose `states` behind the last layer are there."""
+    def logits_of(self, states: States) -> Logits:
+        """Return what gives the logits of each text whose `states` after the last layer are there."""
 
         def logits(ids: NDArray[np.int64]) -> NDArray[np.float32]:
             with self._computing():
@@ -91,9 +91,9 @@ class StreamedBaseline:
         going = [np.asarray(ids, np.int64) for ids in texts]
         found: list[list[int]] = [[] for _ in texts]
         for step in range(min(max(counts, default=0), GENERATED)):
-            ahead = [place for place, count in enumerate(counts) if step < count]
-            logits = self.of([going[place] for place in ahead])
-            for place in ahead:
+            unfinished = [place for place, count in enumerate(counts) if step < count]
+            logits = self.of([going[place] for place in unfinished])
+            for place in unfinished:
                 token = int(logits(going[place])[-1].argmax())
                 found[place].append(token)
                 going[place] = np.append(going[place], token)

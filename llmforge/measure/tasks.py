@@ -88,7 +88,7 @@ def run(
     alone, code = why_not_whole(checkpoint), ""
     if config.plugin is not None and cache is not None:
         code = cache.code_of(Package(config.plugin.package, config.plugin.version))
-    results, left_out = harness.measure(
+    results, skipped = harness.measure(
         asked,
         harness.TaskTokens(encode, prefix),
         (ours, kept(content and f"{content} {engine.threads} {code}")),
@@ -96,4 +96,4 @@ def run(
         stage=progress.stage,
         advance=progress.advance,
     )
-    return results, left_out if alone is None else (*left_out, f"tasks: the checkpoint does not run: {alone}")
+    return results, skipped if alone is None else (*skipped, f"tasks: the checkpoint does not run: {alone}")

@@ -1,1 +1,1 @@
-"""What is measured: one record a metric, its arithmetic and its interval. No torch, no files, no graph."""
+"""Metrics: one record a metric, its arithmetic and its interval. No torch, no files, no graph."""

@@ -24,7 +24,7 @@ class RuntimeMetric(Metric):
 
     @property
     def more(self) -> str:
-        """What gives more samples, in words."""
+        """What gives more samples."""
         return "measure on more documents"
 
     def estimate(self, measured: Measured) -> Estimate | None:

@@ -19,7 +19,7 @@ from llmforge.metrics.record import ReportRecord
 from llmforge.metrics.studentized import bounds, studentized
 from llmforge.metrics.tokens import Floats
 
-MOST_STEPS = 257  # the traced graph, and behind it the passes that a recipe may have
+MOST_STEPS = 257  # the traced graph, and after it the passes that a recipe may have
 MOST_LAYERS = 65_536
 MEASURED = "the read bandwidth measured in the same run"
 _AT_ONCE = 256  # columns of sums
@@ -34,7 +34,7 @@ class LayerCost(ReportRecord):
 
 
 class ReadWeights(ReportRecord):
-    """Tensors of the graph behind a pass that have one name but for the numbers in it."""
+    """Tensors of the graph after a pass that have one name but for the numbers in it."""
 
     name: str  # "model.layers.*.mlp.down_proj.weight"
     dtype: str
@@ -44,7 +44,7 @@ class ReadWeights(ReportRecord):
 
 
 class ReadCaches(ReportRecord):
-    """Caches of the graph behind a pass that have one name but for the numbers in it."""
+    """Caches of the graph after a pass that have one name but for the numbers in it."""
 
     name: str  # "past_key_values.*.key"
     dtype: str
@@ -55,7 +55,7 @@ class ReadCaches(ReportRecord):
 class StepBandwidth(ReportRecord):
     """What a predicted time is made of."""
 
-    source: str  # whose bandwidth, in words; `MEASURED`: that of the timings beside it
+    source: str  # whose bandwidth, as text; `MEASURED`: that of the timings beside it
     bytes_per_second: float = Field(gt=0)  # by the data sheet, or as measured
     share: float = Field(gt=0)  # of it that a decode step reaches
     fixed_us: float = Field(ge=0)  # of a step, in all its layers
@@ -66,7 +66,7 @@ class StepBandwidth(ReportRecord):
 
 
 class AttributedStep(ReportRecord):
-    """The graph behind a lossy pass; the first one is the graph as it was traced, before any."""
+    """The graph after a lossy pass; the first one is the graph as it was traced, before any."""
 
     name: str
     kld_mean: Estimate  # from the traced graph, nats a token
@@ -78,7 +78,7 @@ class AttributedStep(ReportRecord):
     caches: tuple[ReadCaches, ...] = Field(max_length=MOST_LAYERS)
     reached: tuple[float, ...] = Field(max_length=MOST_DOCUMENTS)  # KLD, summed over each document
     layers: tuple[LayerCost, ...] = Field(default=(), max_length=MOST_LAYERS)  # of a pass that has them
-    no_layers: str | None = None  # why there are none, in words
+    no_layers: str | None = None  # why there are none, as text
 
 
 class Attribution(ReportRecord):

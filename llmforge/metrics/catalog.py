@@ -46,7 +46,7 @@ ALL: tuple[Metric, ...] = (*QUALITY, *LATENCY, *ARTIFACT)
 def of_quality(measured: Collection[str]) -> tuple[QualityMetric, ...]:
     """List the metrics of quality, in the order of the catalog, and those of plug-ins that were `measured`.
 
-    What a plug-in brought that is not installed here is left out.
+    Those of a plug-in that is not installed here are left out.
     """
     known = {metric.name for metric in ALL}
     others = (SEAM.find(name, known) for name in sorted(set(measured) - known) if name in SEAM.names())
@@ -101,7 +101,7 @@ def _known(name: str) -> str:
     return name
 
 
-def _brought(name: str) -> str:
+def _of_a_plugin(name: str) -> str:
     """Allow the metrics of plug-ins."""
     if SEAM.find(name, {metric.name for metric in ALL}) is None:
         known = ", ".join(SEAM.names()) or "none is installed"
@@ -109,7 +109,7 @@ def _brought(name: str) -> str:
     return name
 
 
-PluginMetricName = Annotated[str, AfterValidator(_brought)]
+PluginMetricName = Annotated[str, AfterValidator(_of_a_plugin)]
 MetricName = Annotated[str, AfterValidator(_known)]  # of one that a gate can decide on
 
 

@@ -94,6 +94,43 @@ class Estimate(ReportRecord):
         """Whether the figure is known without error."""
         return self.samples == 0
 
+    @property
+    def decides(self) -> bool:
+        """Whether there are samples enough for a decision."""
+        return self.low is not None and self.high is not None
+
+    def interval(self, alpha: float) -> tuple[float, float]:
+        """Bounds, each of which the true figure is beyond with probability `alpha`."""
+        assert self.low is not None
+        assert self.high is not None
+        wider = _Z(alpha) / _Z(TAIL) if alpha != TAIL else 1.0
+        return self.value - wider * (self.value - self.low), self.value + wider * (self.high - self.value)
+
+    def p_below(self, limit: float) -> float:
+        """Probability of a figure as low as this one, if the true one were at `limit`: small where it is below."""
+        assert self.high is not None
+        return _p_beyond(limit - self.value, self.high - self.value)
+
+    def p_above(self, limit: float) -> float:
+        """Probability of a figure as high as this one, if the true one were at `limit`: small where it is above."""
+        assert self.low is not None
+        return _p_beyond(self.value - limit, self.value - self.low)
+
+    def detectable(self, alpha: float, power: float, *, upper: bool) -> float:
+        """Smallest margin above (or below) that a figure which did not change is shown to keep, with that `power`."""
+        low, high = self.interval(alpha)
+        return (self.value - low if upper else high - self.value) * (1 - _Z(power) / _Z(alpha))
+
+
+_Z = NormalDist().inv_cdf
+
+
+def _p_beyond(moved: float, half: float) -> float:
+    """Probability of a figure so far from a limit, by half of its interval, which is 1.96 errors long."""
+    if half <= 0:
+        return 0.0 if moved > 0 else 1.0
+    return NormalDist().cdf(_Z(TAIL) * moved / half)
+
 
 def share_interval(found: int, samples: int) -> tuple[float, float]:
     """Bound the share of which `found` of `samples` independent samples are: Clopper and Pearson (1934), exact.

@@ -62,7 +62,7 @@ class SlowestMetric(Metric):
 
     @property
     def more(self) -> str:
-        """What gives more samples, in words."""
+        """What gives more samples."""
         return "raise validation.latency.repetitions"
 
     def estimate(self, measured: Measured) -> Estimate | None:
@@ -89,7 +89,7 @@ class BestMetric(Metric):
 
     @property
     def more(self) -> str:
-        """What gives more samples, in words."""
+        """What gives more samples."""
         return "raise validation.latency.repetitions, or the runs of the workload"
 
     def estimate(self, measured: Measured) -> Estimate | None:
@@ -120,7 +120,7 @@ class RunMetric(Metric):
 
     @property
     def more(self) -> str:
-        """What gives more samples, in words."""
+        """What gives more samples."""
         return "raise validation.latency.starts" if self.needs == "starts" else "measure for longer"
 
     def estimate(self, measured: Measured) -> Estimate | None:

@@ -61,5 +61,5 @@ class Metric:
 
     @property
     def more(self) -> str:
-        """What gives more samples, in words."""
+        """What gives more samples."""
         return ""

@@ -184,7 +184,7 @@ class Quality(FiguresRecord):
 
     @model_serializer(mode="wrap")
     def _long_ones_last(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Write what is long behind the figures."""
+        """Write what is long after the figures."""
         fields: dict[str, Any] = write(self)
         for name in ("samples", "answers", "per_document", "per_document_decoded", "per_token"):
             fields[name] = fields.pop(name)

@@ -58,7 +58,7 @@ class QualityMetric(Metric):
 
     @property
     def more(self) -> str:
-        """What gives more samples, in words."""
+        """What gives more samples."""
         return "raise validation.quality.samples" if self.source == "samples" else "measure on more documents"
 
     @property
@@ -88,7 +88,7 @@ class AdapterMetric(Metric):
 
     @property
     def more(self) -> str:
-        """What gives more samples, in words."""
+        """What gives more samples."""
         return "raise validation.quality.adapter_tokens"
 
     def estimate(self, measured: Measured) -> Estimate | None:

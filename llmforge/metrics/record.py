@@ -1,4 +1,4 @@
-"""What reports are made of: immutable records, and records of figures under the names of their metrics."""
+"""Immutable records, of which reports are made, and records of figures under the names of their metrics."""
 
 from __future__ import annotations
 

@@ -10,11 +10,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import ClassVar
 
 import numpy as np
 
 from llmforge.metrics import skewed_t
-from llmforge.metrics.intervals import SMALLEST_SAMPLE, TAIL
+from llmforge.metrics.intervals import SMALLEST_SAMPLE, TAIL, Estimate
 from llmforge.metrics.tokens import Floats
 
 _MOST_NEEDED = 10**9  # documents; more are not named
@@ -29,6 +30,19 @@ class Studentized:
     documents: int
     effective: float  # of equally long documents that tell as much: (Σ tokens)² / Σ tokens² (Kish 1965)
     skewness: float  # L-skewness of how documents move the figure; NaN: none moves it
+
+    of: ClassVar[str] = "documents"
+    is_exact: ClassVar[bool] = False
+
+    @property
+    def samples(self) -> int:
+        """How many documents it rests on."""
+        return self.documents
+
+    def estimate(self, alpha: float) -> Estimate:
+        """Give it as reports have it, with the bounds that it lies between at this `alpha`."""
+        low, high = self.interval(alpha) if self.decides else (None, None)
+        return Estimate(value=self.value, low=low, high=high, samples=self.documents)
 
     @property
     def decides(self) -> bool:
@@ -125,9 +139,9 @@ def means(sums: Floats, counts: Floats) -> list[Studentized]:
     return found
 
 
-def influences(left_out: Floats, values: Floats) -> Floats:
+def influences(jackknife: Floats, values: Floats) -> Floats:
     """Say how each document moves figures, from those without it [D, K]: of mean 0, on the scale of a mean's values."""
-    influence: Floats = (len(left_out) - 1) * (left_out.mean(0) - left_out)
+    influence: Floats = (len(jackknife) - 1) * (jackknife.mean(0) - jackknife)
     # Documents that are equal differ by rounding.
     equal = np.abs(influence).max(0) <= 1e-12 * np.maximum(1.0, np.abs(values))
     influence[:, equal] = 0.0

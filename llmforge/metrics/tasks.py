@@ -73,8 +73,8 @@ class TaskResult(ReportRecord):
     documents: tuple[int, ...] = Field(max_length=MOST_ITEMS)  # 0 … D-1, that each item is of
     scores: dict[str, Score]  # by name
     created: str  # UTC, ISO 8601
-    engine: str  # what ran the artifact, in words
-    baseline: str | None  # what it was held against, in words
+    engine: str  # what ran the artifact, as text
+    baseline: str | None  # what it was held against, as text
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:

@@ -36,7 +36,7 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 
 
 class DocumentTokens(FiguresRecord):
-    """Values of the predicted tokens of one document, by name, window behind window.
+    """Values of the predicted tokens of one document, by name, window after window.
 
     Floats are stored in fp32, little-endian, and booleans as bits, the first the highest of its byte; all in base64.
     """

@@ -74,7 +74,7 @@ class MeasuredWorkload(ReportRecord):
     """One load, sent once or several times, and its figures."""
 
     name: str  # in the recipe
-    description: str  # in words
+    description: str  # as text
     prefix_hit_share: float | None = None  # of prompt tokens that were looked up in the prefix cache
     figures: LoadFigures
     runs: tuple[tuple[RequestTimes, ...], ...] = Field(max_length=MOST_RUNS)

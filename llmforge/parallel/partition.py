@@ -98,7 +98,7 @@ def shard(tensor: ir.TensorProtocol, axis: int, ranges: Ranges, name: str) -> ir
 
     if not isinstance(tensor, ir.LazyTensor | ir.ExternalTensor):
         return read()
-    if isinstance(tensor, Stored):
+    if isinstance(tensor, Stored) and tensor.is_matrix:
         return _of_stored(tensor, axis, ranges, shape, name)
     if isinstance(tensor, Derived) and tensor.function in CASTS.values():
         operands = [shard(each, axis, ranges, name) for each in tensor.operands]
@@ -112,10 +112,10 @@ def _of_stored(tensor: Stored, axis: int, ranges: Ranges, shape: ir.Shape, name:
     """Take ranges of a matrix where it is stored: along the other axis where it is stored transposed."""
     place = 1 - axis if tensor.transposed else axis
 
-    def stored() -> NDArray[Any]:
-        return take(tensor.stored(), place, ranges)
+    def pieces() -> list[NDArray[Any]]:
+        return [take(tensor.stored(), place, ranges)]
 
-    return Stored(stored, tensor.dtype, shape, name, transposed=tensor.transposed)
+    return Stored(pieces, tensor.dtype, shape, name, transposed=tensor.transposed)
 
 
 def _of_side_by_side(tensors: Sequence[ir.TensorProtocol], axis: int, ranges: Ranges) -> list[ir.TensorProtocol]:

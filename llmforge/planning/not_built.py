@@ -17,12 +17,12 @@ The notes of a plan say it; a recipe has no keys for them (`llmforge.recipe.erro
 
 from __future__ import annotations
 
-from llmforge.backends import PREFILL_CHUNK
 from llmforge.metrics.units import significant, step_time
 from llmforge.planning import roofline
 from llmforge.planning.memory import DeviceMemory
 from llmforge.planning.roofline import Placement, Workload
 from llmforge.planning.scheme import BITS
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 
 STAGES = 2  # of a pipeline
 

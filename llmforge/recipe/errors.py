@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, in the words of somebody who writes recipes."""
+"""Errors of recipes, in the words of somebody who writes recipes."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ class Recipe(Section):
             PluginError: one clashes with another, or is written for another interface.
         """
         found = [pass_base.of_plugin(step) for step in passes]
-        found += [plugin for step in passes for plugin in step.brought()]
+        found += [plugin for step in passes for plugin in step.plugins_used()]
         if not targets.is_file(self.target):
             found.append(targets.plugin_of(targets.meant(self.target)))
         found.append(backends.plugin_of(self.engine.backend))
@@ -248,12 +248,12 @@ class Recipe(Section):
         named = {spec.name for spec in self.passes}
         passes = [cls for cls in self._with_plugins(registry) if cls.name in named]
         hint = "see recipes/portable.yaml and recipes/genai.yaml"
-        record = BACKENDS[self.engine.backend].elsewhere
+        record = BACKENDS[self.engine.backend].export_format
         if record is not None and runtime == record.runtime:
             return None
         if record is not None:
             return f"{runtime} cannot load a {self.engine.backend} artifact", f"its runtime is {record.runtime}"
-        others = {each.elsewhere.runtime for each in BACKENDS.values() if each.elsewhere is not None}
+        others = {each.export_format.runtime for each in BACKENDS.values() if each.export_format is not None}
         if runtime in others or self.engine.backend != "onnxruntime":
             return f"{runtime} cannot load engines of the backend {self.engine.backend}", hint
         if own := [cls.name for cls in passes if cls.own_operators]:
@@ -368,6 +368,6 @@ def _of_target_file(path: Path) -> Iterator[Contradiction]:
     except UsageError as error:
         yield Contradiction(("target",), error.message, error.hint)
         return
-    if target.known_as not in targets.names():
+    if target.catalog_name not in targets.names():
         hint = "add `like: NAME`, with a name of `llmforge targets`"
         yield Contradiction(("target",), f"{path.name} has no `like`", hint)

@@ -1,4 +1,4 @@
-"""What the sections of a recipe have in common: how they validate, how they are written, and their kinds of paths."""
+"""The base of all sections of a recipe: how they validate, how they are written, and their kinds of paths."""
 
 from __future__ import annotations
 
@@ -77,5 +77,5 @@ class Contradiction(NamedTuple):
 
 
 def content(path: Path) -> dict[str, str]:
-    """Write a file of data as it stands in a recipe that is the same on every machine."""
+    """Name a file of data, and its SHA-256, for a recipe that is the same on every machine."""
     return {"name": path.name, "sha256": documents.digest(path)}

@@ -1,4 +1,4 @@
-"""What a pass did, told once for all layers in which it did the same."""
+"""The nodes that a pass changed, told once for all layers in which it did the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from llmforge.metrics import units
 from llmforge.rewrite.pass_base import Rewritten, Skipped
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=[./])|(?<=\.)\d+$")  # a part of a dotted name: a layer, behind it an expert
+_NUMBER = re.compile(r"(?<=\.)\d+(?=[./])|(?<=\.)\d+$")  # a part of a dotted name: a layer, after it an expert
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The model card: what the Hub shows of an artifact, Markdown behind a front matter in YAML."""
+"""The model card: what the Hub shows of an artifact, Markdown after a front matter in YAML."""
 
 from __future__ import annotations
 

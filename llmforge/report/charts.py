@@ -18,7 +18,7 @@ from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.quality import ByPosition, Histogram, Quality, Segment
 from llmforge.metrics.quality_metrics import QualityMetric
 from llmforge.report import view
-from llmforge.report.drawing import Kind, Mark, Placed, Plot, Scale, apart, bounds
+from llmforge.report.drawing import FigurePlot, Kind, Mark, Placed, Scale, bounds, flags
 
 _MARGIN = 0.2  # of a span, left free on both sides
 
@@ -53,7 +53,7 @@ def gate(result: GateResult) -> GatePlot | None:
     )
 
 
-def histograms(quality: Quality) -> list[Plot]:
+def histograms(quality: Quality) -> list[FigurePlot]:
     """Lay out every distribution of the catalog that holds a token."""
     return [
         _histogram(metric, metric.form, quality)
@@ -66,7 +66,7 @@ def _measured(quality: Quality) -> list[QualityMetric]:
     return [metric for metric in catalog.of_quality(quality.figures) if metric.name in quality.figures]
 
 
-def _histogram(metric: QualityMetric, form: Histogram, quality: Quality) -> Plot:
+def _histogram(metric: QualityMetric, form: Histogram, quality: Quality) -> FigurePlot:
     """Lay out how a value is distributed over tokens, by its decade, with the figures that are marked on it."""
     counts: tuple[int, ...] = quality.figures[metric.name]
     each, (first, last) = form.bins_per_decade, form.decades
@@ -93,7 +93,7 @@ def _histogram(metric: QualityMetric, form: Histogram, quality: Quality) -> Plot
         for label, figure in figures.items()
         if not math.isnan(figure)
     ]
-    return Plot(
+    return FigurePlot(
         title=metric.title,
         description=f"{metric.meaning}: {', '.join(labels.values())}",
         placed=columns,
@@ -101,16 +101,16 @@ def _histogram(metric: QualityMetric, form: Histogram, quality: Quality) -> Plot
             Mark(scale.percent(decade), f"1e{decade}" if decade < -2 else f"{10.0**decade:g}")
             for decade in range(low, min(high, last) + 1)
         ),
-        flags=apart(marks),
+        flags=flags(marks),
     )
 
 
-def by_position(quality: Quality) -> list[Plot]:
+def by_position(quality: Quality) -> list[FigurePlot]:
     """Lay out every figure of the catalog that goes by position."""
     return [_curve(m, quality.figures[m.name]) for m in _measured(quality) if isinstance(m.form, ByPosition)]
 
 
-def _curve(metric: QualityMetric, segments: Sequence[Segment]) -> Plot:
+def _curve(metric: QualityMetric, segments: Sequence[Segment]) -> FigurePlot:
     """Lay out a figure by tokens of context; stretches are of equal width, so that the axis is about logarithmic."""
     # What is better when lower is drawn from 0, so that heights are true to scale; a share would be flat there.
     scale = Scale.over([segment.figure for segment in segments], *([0.0] if metric.better == "lower" else []))
@@ -129,7 +129,7 @@ def _curve(metric: QualityMetric, segments: Sequence[Segment]) -> Plot:
     )
     every = math.ceil(len(segments) / 7)  # as many labels as a narrow window has room for
     first, last = segments[0], segments[-1]
-    return Plot(
+    return FigurePlot(
         title=f"{metric.title}, {metric.meaning}",
         description=f"{metric.title}: {write(first.figure.value)} at {first.first} to {first.last} tokens of context, "
         f"{write(last.figure.value)} at {last.first} to {last.last}",
@@ -193,12 +193,12 @@ def waterfall(attribution: Attribution) -> list[Fall]:
 _LAYER = re.compile(r"layer (\d+)")
 
 
-def by_layer(attribution: Attribution) -> list[Plot]:
+def by_layer(attribution: Attribution) -> list[FigurePlot]:
     """Lay out what keeping each layer as it was before a pass would gain, for every pass of which that is known."""
     return [_layers(step) for step in attribution.steps if step.layers]
 
 
-def _layers(step: AttributedStep) -> Plot:
+def _layers(step: AttributedStep) -> FigurePlot:
     scale = Scale.over([layer.gain for layer in step.layers], 0.0)
     width, write = 100 / len(step.layers), quality_metrics.KLD_MEAN.unit.write
     columns = tuple(
@@ -217,7 +217,7 @@ def _layers(step: AttributedStep) -> Plot:
     named = [layer.name for layer in step.layers if layer.name not in numbers]
     letters = dict(zip(named, ascii_lowercase, strict=False))
     every = math.ceil(len(columns) / 12)
-    return Plot(
+    return FigurePlot(
         title=step.name,
         description=f"Mean KLD that keeping each layer as it was before {step.name} would gain; most: {most.name}, "
         f"{write(most.gain.value)} nats per token",
@@ -258,7 +258,7 @@ def _kind(found: Change) -> Kind:
     return "worse" if found.worse else "better" if found.better else "same"
 
 
-def courses(entries: Sequence[HistoryEntry]) -> list[Plot]:
+def courses(entries: Sequence[HistoryEntry]) -> list[FigurePlot]:
     """Lay out every metric that a version has, over all versions."""
     by_metric = zip(*(entry.metrics for entry in entries), strict=True)
     return [_course(entries, of) for of in by_metric if any(_finite(change.b) is not None for change in of)]
@@ -268,7 +268,7 @@ def _finite(estimate: Estimate | None) -> Estimate | None:
     return None if estimate is None or not math.isfinite(estimate.value) else estimate
 
 
-def _course(entries: Sequence[HistoryEntry], of: Sequence[Change]) -> Plot:
+def _course(entries: Sequence[HistoryEntry], of: Sequence[Change]) -> FigurePlot:
     metric = catalog.named(of[0].metric)
     write, known = metric.unit.write, [each for change in of if (each := _finite(change.b)) is not None]
     scale = Scale.over(known)
@@ -290,7 +290,7 @@ def _course(entries: Sequence[HistoryEntry], of: Sequence[Change]) -> Plot:
     shown = range(len(entries) - 1, -1, -every)
     regressions = [entry.side.version for entry, change in zip(entries, of, strict=True) if change.worse]
     said = f"regressions in {', '.join(regressions)}" if regressions else "no regression"
-    return Plot(
+    return FigurePlot(
         title=metric.name,
         description=f"{metric.title} by version: {write(known[0].value)} to {write(known[-1].value)}; {said}",
         placed=tuple(placed),

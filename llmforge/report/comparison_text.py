@@ -20,7 +20,7 @@ def text(found: ArtifactComparison, *, every: bool = False) -> list[str]:
     if found.checkpoints[0] != found.checkpoints[1]:
         lines.append(f"checkpoint: {found.checkpoints[0]} → {found.checkpoints[1]}")
     lines += [f"note: {note}" for note in found.notes]
-    apart: dict[str, list[str]] = {}  # metrics that are not compared, by why not
+    incomparable: dict[str, list[str]] = {}  # metrics that are not compared, by why not
     for change in found.metrics:
         write = catalog.named(change.metric).unit.write
         if change.a is None and change.b is None:
@@ -28,8 +28,8 @@ def text(found: ArtifactComparison, *, every: bool = False) -> list[str]:
         sides = " → ".join("–" if side is None else write(side.value) for side in (change.a, change.b))
         lines.append(f"{change.metric}: {sides}{_difference(change)}")
         if change.why_not is not None:
-            apart.setdefault(change.why_not, []).append(change.metric)
-    lines += [f"not compared: {', '.join(names)}: {why}" for why, names in apart.items()]
+            incomparable.setdefault(change.why_not, []).append(change.metric)
+    lines += [f"not compared: {', '.join(names)}: {why}" for why, names in incomparable.items()]
     lines.append(f"documents measured of both: {found.paired_documents}")
     a, b = found.size_bytes
     share = f" ({100 * (b - a) / a:+.1f} %)" if a else ""

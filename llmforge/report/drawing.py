@@ -84,7 +84,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Plot:
+class FigurePlot:
     """Figures side by side over an axis."""
 
     title: str
@@ -105,7 +105,7 @@ def bounds(figure: Estimate) -> tuple[float, float]:
     return -math.inf if math.isnan(low) else low, math.inf if math.isnan(high) else high
 
 
-def apart(marks: Sequence[Mark]) -> tuple[Flag, ...]:
+def flags(marks: Sequence[Mark]) -> tuple[Flag, ...]:
     """Give the label of each mark a row of its own, so that neither another label nor another line runs through it.
 
     A line begins at the row of its label. Labels go to the right, the leftmost in the top row; where the last one has

@@ -57,7 +57,7 @@ def to_html(report: Report, previous: Previous | None = None) -> str:
     report, previous = view.plain_page(report), view.plain_page(previous)
     facts = {
         "previous": previous,
-        "in_words": top.in_words(report),
+        "reasons": top.reasons(report),
         "panels": top.panels(report, previous),
         "warnings": top.warnings(report),
     }
@@ -242,7 +242,7 @@ def _moved(difference: float, unit: units.Unit) -> str:
 
 
 def _breakable(name: str) -> Markup:
-    """Let a long name break behind what separates its words, and nowhere else."""
+    """Let a long name break after what separates its words, and nowhere else."""
     return Markup(_SEPARATOR.sub(r"\1<wbr>", str(escape(name))))
 
 

@@ -1,4 +1,4 @@
-"""The first screen of the page: the verdict in words, and the figures that count beside those of the version before."""
+"""The first screen of the page: verdict, reasons, and the figures that count beside those of the version before."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class KeyTile:
 
     @property
     def moved(self) -> tuple[str, str]:
-        """Say in words how it moved since, as far as that is shown, and in which color a terminal says so."""
+        """Say how it moved since, as far as that is shown, and in which color a terminal says so."""
         if self.change is not None and self.change.worse:
             return "▼ worse than", "red"
         if self.change is not None and self.change.better:
@@ -43,7 +43,7 @@ class Panel:
     tiles: list[KeyTile]
 
 
-def in_words(report: Report) -> list[str]:
+def reasons(report: Report) -> list[str]:
     """Say why the verdict is what it is: what stands against it, or else what was gained and what it cost."""
     if report.verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE):
         reasons = [explained(gate) for gate in report.gates if gate.verdict is report.verdict]

@@ -1,4 +1,4 @@
-"""What a person looks for first in a report, the same in every form: how the gates ended, size, quality, speed."""
+"""Figures of a report as written, the same in every form: how the gates ended, size, quality, speed."""
 
 from __future__ import annotations
 

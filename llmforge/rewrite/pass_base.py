@@ -207,7 +207,7 @@ class Pass(ABC):
         """Name the methods that it computes by: their code is part of its keys in the cache."""
         return ()
 
-    def brought(self) -> tuple[Plugin, ...]:
+    def plugins_used(self) -> tuple[Plugin, ...]:
         """List the plug-ins of those methods.
 
         Raises:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.ir import graph
-from llmforge.ir.derived import OfExperts, stored_in
+from llmforge.ir.derived import Stored, stored_in
 from llmforge.quantization.grids import Grid, Scale, rows
 from llmforge.quantization.initializers import LazyMatrix
 from llmforge.quantization.stored import (
@@ -109,9 +109,9 @@ class StoredBlocks:
             UnrepresentableCodes: they are not put together here.
         """
         tensor = graph.tensor(weight)
-        if not isinstance(tensor, OfExperts) or not tensor.matrices or not tensor.transposed:
+        if not isinstance(tensor, Stored) or tensor.is_matrix or not tensor.sources or not tensor.transposed:
             raise UnrepresentableCodes("are not put together of matrices of experts")
-        found = self._stacked([name for names in tensor.matrices for name in names])
+        found = self._stacked([name for names in tensor.sources for name in names])
         if found.columns is not None:
             raise UnrepresentableCodes("have input features in another order, which QMoE does not read")
         return found

@@ -18,7 +18,6 @@ from llmforge.base.errors import CheckpointError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
 from llmforge.ir.derived import Stored
-from llmforge.trace.export import weights
 from llmforge.trace.export.parameters import Parameters
 from llmforge.trace.export.reference import ReferenceModel
 
@@ -93,7 +92,9 @@ def _compare(name: str, tensor: ir.TensorProtocol, expected: Parameters, rng: np
     count = shape[0] if shape else 1
     whole = tensor.nbytes <= WHOLE_BYTES or len(shape) < 2
     rows = np.arange(count) if whole else np.unique([0, count - 1, *rng.integers(0, count, ROWS - 2)])
-    if isinstance(tensor, weights.Stacked):  # of experts that lie apart, the first of those that are read together
+    if (
+        isinstance(tensor, Stored) and not tensor.is_matrix and shape
+    ):  # of experts that lie apart, the first of those that are read together
         rows = rows[rows < tensor.first().shape[0]]
     wanted = expected.rows(name, rows)
     ways = [got for got in _rows(tensor, rows, stored, shape) if got.shape == wanted.shape]
@@ -109,10 +110,10 @@ def _rows(
     tensor: ir.TensorProtocol, rows: NDArray[np.int64], stored: tuple[int, ...], shape: tuple[int, ...]
 ) -> Iterator[NDArray[np.float32]]:
     """Read `rows` of the parameter of `shape` that `tensor` holds, as it is or transposed: a square one either way."""
-    if isinstance(tensor, Stored):
+    if isinstance(tensor, Stored) and tensor.is_matrix:
         yield tensor.stored()[rows].astype(np.float32)
         return
-    array = tensor.first() if isinstance(tensor, weights.Stacked) else tensor.numpy()
+    array = tensor.first() if isinstance(tensor, Stored) and len(shape) > 2 else tensor.numpy()
     if stored == shape:
         yield np.asarray(array[rows] if shape else array).astype(np.float32)
     if len(shape) >= 2 and stored == (*shape[:-2], shape[-1], shape[-2]):

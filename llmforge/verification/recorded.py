@@ -65,6 +65,6 @@ def _looked_up(index: Index, ids: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         tensor = lookup.data.const_value
         if lookup.indices.name != INPUT_IDS or lookup.axis != 0 or not is_constant(lookup.data):
             continue
-        if isinstance(tensor, Stored) and not tensor.transposed:
+        if isinstance(tensor, Stored) and tensor.is_matrix and not tensor.transposed:
             found[str(lookup.output.name)] = tensor.stored()[ids].astype(np.float32)
     return found

@@ -177,7 +177,7 @@ def _origin(tensor: ir.TensorProtocol) -> object:
     if isinstance(tensor, Derived):
         return *head, tensor.function, tensor._func, [_origin(each) for each in tensor.operands]
     if isinstance(tensor, Stored):
-        return *head, tensor.stored, tensor._func, tensor.transposed
+        return *head, tensor.pieces, tensor._func, tensor.transposed
     if isinstance(tensor, ir.LazyTensor):
         return *head, tensor._func
     if isinstance(tensor, ir.ExternalTensor):

@@ -221,7 +221,9 @@ def _large_table(block: ir.Model, threads: int) -> _LargeTable | None:
     else:
         return None
     tensor = weight.const_value
-    if not is_constant(weight) or not isinstance(tensor, Stored) or tensor.transposed != transposed:
+    if not is_constant(weight) or not isinstance(tensor, Stored):
+        return None
+    if not tensor.is_matrix or tensor.transposed != transposed:
         return None
     name, dtype = str(block.graph[-1].outputs[0].name), last.outputs[0].dtype or ir.DataType.FLOAT
     return _LargeTable(name, tensor.stored(), None if reads is None else str(reads.name), dtype, threads)

@@ -106,7 +106,7 @@ def test_a_recipe_that_is_loaded_has_its_overrides() -> None:
         llmforge.build(Recipe.load(RECIPE, LESS), overrides=LESS)
 
 
-@pytest.mark.parametrize("first", ["import llmforge.compile.publishing", "pass"])
+@pytest.mark.parametrize("first", ["import llmforge.compile.overlap", "pass"])
 def test_build_is_a_function_whatever_was_imported_first(first: str) -> None:
     code = f"import llmforge\n{first}\n" + (
         "try: llmforge.build('absent.yaml')\nexcept llmforge.ForgeError as error: print(error.exit_code)"

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from llmforge.artifact import Artifact, check_name, publish, seal, staging, tool_versions
+from llmforge.artifact.sealed import walk
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
-from llmforge.base.sealed import walk
 
 ROOT = Path(__file__).parents[2]
 RECIPE = {"schema": 1, "name": "tiny", "passes": [{"fuse-norms": {}}]}

@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from llmforge.artifact import Artifact, docker_config, modelpack, signing, versions
-from llmforge.artifact.oci import Reference
+from llmforge.artifact.oci import OciReference
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 from llmforge.base.progress import Silent
 from llmforge.cli import cli
@@ -59,7 +59,7 @@ def invoke(*words: str | Path) -> Result:
 
 
 def pushed(made: Artifact, registry: Registry, tag: str = "1") -> modelpack.Pushed:
-    return modelpack.push(made, Reference.parse(f"{registry.host}/models/tiny:{tag}"), Silent())
+    return modelpack.push(made, OciReference.parse(f"{registry.host}/models/tiny:{tag}"), Silent())
 
 
 def refused(registry: Registry, out: Path, *words: str | Path, code: int = 5, tag: str = ":1") -> str:
@@ -133,11 +133,11 @@ def test_the_same_artifact_gives_the_same_manifest_and_uploads_nothing(
     made: Artifact, registry: Registry, tmp_path: Path
 ) -> None:
     first = pushed(made, registry)
-    elsewhere = tmp_path / "elsewhere"
-    shutil.copytree(made.path, elsewhere)
-    for path in elsewhere.rglob("*"):
+    export_format = tmp_path / "elsewhere"
+    shutil.copytree(made.path, export_format)
+    for path in export_format.rglob("*"):
         path.chmod(0o700)
-    again = pushed(Artifact.open(elsewhere), registry, "2")
+    again = pushed(Artifact.open(export_format), registry, "2")
     assert again.digest == first.digest
     assert registry.manifests["1"] == registry.manifests["2"]
     assert (again.uploaded, again.uploaded_bytes) == (0, 0)
@@ -190,7 +190,7 @@ def test_a_download_goes_on_where_it_broke_off(
     pushed(made, registry)
     registry.cuts, registry.ranges = [1 << 20, 2_000_000, 1 << 20, 1 << 20, 1 << 20], ranges
     registry.cuts = [100, 10_000_000, *registry.cuts] if ranges else [100]
-    modelpack.pull(Reference.parse(f"{registry.host}/models/tiny:1"), tmp_path / "there", Silent())[0].verify()
+    modelpack.pull(OciReference.parse(f"{registry.host}/models/tiny:1"), tmp_path / "there", Silent())[0].verify()
     assert registry.asked["GET blobs"] > len(made.manifest.files)
 
 
@@ -253,7 +253,7 @@ def test_credentials_of_docker(made: Artifact, registry: Registry, tmp_path: Pat
     assert "access denied" in refused(registry, tmp_path / "there", code=8)
     log_in(registry)
     pushed(made, registry)
-    modelpack.pull(Reference.parse(f"{registry.host}/models/tiny:1"), tmp_path / "there", Silent())[0].verify()
+    modelpack.pull(OciReference.parse(f"{registry.host}/models/tiny:1"), tmp_path / "there", Silent())[0].verify()
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_credentials_go_over_tls_or_nowhere(registry: Registry, monkeypatch: pyt
     """To a registry that is not on this machine, as far as its name says."""
     registry.login = "user:word"
     log_in(registry, "user:word")
-    monkeypatch.setattr(Reference, "is_local", False)
+    monkeypatch.setattr(OciReference, "is_local", False)
     done = invoke("pull", f"{registry.host}/models/tiny:1", "--insecure")
     assert done.exit_code == 8
     assert "asks for credentials, and they are not sent over plain HTTP" in done.stderr
@@ -455,7 +455,7 @@ def test_fuzzed_manifests(registry: Registry, tmp_path: Path) -> None:
     raw, chance, reference = (
         registry.manifests["1"],
         random.Random(0),
-        Reference.parse(f"{registry.host}/models/tiny:1"),
+        OciReference.parse(f"{registry.host}/models/tiny:1"),
     )
     ends = {"pulled": 0, "refused": 0}
     for _ in range(80):
@@ -480,7 +480,7 @@ def test_killed_at_random_moments(made: Artifact, registry: Registry, tmp_path: 
     code = (
         "import pathlib; from llmforge.artifact import modelpack, oci, versions\n"
         "from llmforge.base.progress import Silent\n"
-        f"reference = oci.Reference.parse('{registry.host}/models/tiny:1')\n"
+        f"reference = oci.OciReference.parse('{registry.host}/models/tiny:1')\n"
         "import dxf; print('ready', flush=True)\n"
         "while True:\n"
         "    versions.remove([modelpack.pull(reference, pathlib.Path('there'), Silent())[0].path])"
@@ -497,7 +497,7 @@ def test_killed_at_random_moments(made: Artifact, registry: Registry, tmp_path: 
             process.kill()
         for version in versions.listed(tmp_path / "there"):
             Artifact.open(version.path).verify()
-    modelpack.pull(Reference.parse(f"{registry.host}/models/tiny:1"), tmp_path / "there", Silent())[0].verify()
+    modelpack.pull(OciReference.parse(f"{registry.host}/models/tiny:1"), tmp_path / "there", Silent())[0].verify()
     assert [path.name for path in (tmp_path / "there" / "tiny").glob(".*")] == [".lock"]
 
 
@@ -505,7 +505,7 @@ def test_killed_at_random_moments(made: Artifact, registry: Registry, tmp_path: 
 
 
 def test_references() -> None:
-    parse = Reference.parse
+    parse = OciReference.parse
     assert str(parse("localhost/tiny:1")) == "localhost/tiny:1"
     assert parse("localhost:5000/a/b-c__d.e:v1_2.3-x").repository == "a/b-c__d.e"
     assert parse(f"r.example.com/a@sha256:{'a' * 64}").digest == f"sha256:{'a' * 64}"
@@ -552,10 +552,10 @@ def real(tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.skipif(BINARY is None, reason="there is no registry: apt-get install docker-registry")
 def test_a_real_registry(real: str, made: Artifact, tmp_path: Path) -> None:
-    reference = Reference.parse(f"{real}/models/tiny:1")
+    reference = OciReference.parse(f"{real}/models/tiny:1")
     first = modelpack.push(made, reference, Silent())
     assert first.uploaded_bytes > len(FILES["engine/big"])
-    again = modelpack.push(made, Reference.parse(f"{real}/models/tiny:2"), Silent())
+    again = modelpack.push(made, OciReference.parse(f"{real}/models/tiny:2"), Silent())
     assert (again.digest, again.uploaded) == (first.digest, 0)
     pulled, pulled_digest = modelpack.pull(reference, tmp_path / "there", Silent())
     assert pulled_digest == first.digest
@@ -570,4 +570,4 @@ def test_a_real_registry(real: str, made: Artifact, tmp_path: Path) -> None:
         with urllib.request.urlopen(f"http://{real}/v2/models/tiny/blobs/{each['digest']}", timeout=10) as answer:
             assert answer.read() == (made.path / each["annotations"]["org.cncf.model.filepath"]).read_bytes()
     with pytest.raises(InputError, match="there is no such tag or repository"):
-        modelpack.pull(Reference.parse(f"{real}/models/other:1"), tmp_path / "there", Silent())
+        modelpack.pull(OciReference.parse(f"{real}/models/other:1"), tmp_path / "there", Silent())

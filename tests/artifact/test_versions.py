@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from llmforge.artifact import Artifact, resolve, staging, tags, versions
+from llmforge.artifact import Artifact, staging, tags, versions
+from llmforge.artifact.references import resolve
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 
 from ..samples.stored import put, several

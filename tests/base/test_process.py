@@ -1,4 +1,4 @@
-"""Settings of a process: modules that are imported when they are used, and memory that is used again."""
+"""Settings of a process: memory that is used again."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from llmforge.base import process
-
 
 def run(code: str, **environment: str) -> str:
     done = subprocess.run(
@@ -19,38 +17,6 @@ def run(code: str, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-def test_a_deferred_module_is_imported_when_it_is_used() -> None:
-    said = run(
-        "import sys\n"
-        "from llmforge.base import process\n"
-        "with process.deferred('sympy'):\n"
-        "    import onnx_ir as ir\n"
-        "print('sympy' in sys.modules)\n"
-        "print((ir.SymbolicDim('max(batch, 2) * 3') + 1).evaluate({'batch': 5}))\n"
-        "print('sympy' in sys.modules)\n"
-        "import sympy\n"
-        "print(ir.SymbolicDim(sympy.Symbol('n') + 1).value, sympy.__file__ is not None)\n"
-    )
-    assert said.split("\n") == ["False", "16", "True", "n + 1 True"]
-
-
-def test_a_module_that_is_there_stays_as_it_is() -> None:
-    before = sys.modules["json"]
-    with process.deferred("json"):
-        import json
-
-        assert json is before
-    assert sys.modules["json"] is before
-
-
-def test_a_build_imports_no_sympy() -> None:
-    code = "import sys\nfrom llmforge.cli import main\ntry:\n    main()\nfinally:\n    print('sympy' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "build", "nowhere.yaml"], capture_output=True, text=True, check=False
-    )
-    assert done.stdout.strip() == "False", done.stderr
 
 
 FAULTS = """

@@ -23,7 +23,8 @@ from rich.console import Console
 import llmforge.compile
 from llmforge import __version__, artifact, passes, targets
 from llmforge import serving as runtime
-from llmforge.base import admission, errors
+from llmforge.artifact import admission
+from llmforge.base import errors
 from llmforge.cache import Cache, Key
 from llmforge.cli import cli, console, describe
 from llmforge.gates import confirmed
@@ -78,8 +79,8 @@ class FakePipeline:
         cache: Callable[[], Cache] | None,
         *,
         pythons: Any,
-        frontend: Any,
-        ahead: Any,
+        checked: Any,
+        overlap: Any,
     ) -> BuildResult:
         assert pythons == {}
         self.called_with = (recipe, out)
@@ -94,9 +95,9 @@ class FakePipeline:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakePipeline:
-    stand_in = FakePipeline()
-    monkeypatch.setattr(llmforge.compile, "pipeline", stand_in, raising=False)
-    return stand_in
+    fake = FakePipeline()
+    monkeypatch.setattr(llmforge.compile, "pipeline", fake, raising=False)
+    return fake
 
 
 def test_build_uses_the_cache_that_is_asked_for(
@@ -288,13 +289,13 @@ class FakeRunner:
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
-    stand_in = FakeRunner()
-    monkeypatch.setattr(runtime, "load", lambda path: stand_in)
+    fake = FakeRunner()
+    monkeypatch.setattr(runtime, "load", lambda path: fake)
     monkeypatch.setattr(artifact.Artifact, "open", lambda path: SimpleNamespace(path=path))
-    admitted = admission.Admission(None, "pass", ())  # type: ignore[arg-type]
+    admitted = admission.AdmittedArtifact(None, "pass", ())  # type: ignore[arg-type]
     monkeypatch.setattr(admission, "admit", lambda path, **options: admitted)
     monkeypatch.setattr(confirmed, "confirm", lambda opened: None)
-    return stand_in
+    return fake
 
 
 def test_run_streams_text(runner: FakeRunner) -> None:

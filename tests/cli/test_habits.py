@@ -193,7 +193,7 @@ def test_files_do_not_get_the_numbers_of_closed_streams() -> None:
     code = (
         "import os\n"
         "from llmforge.cli import streams\n"
-        "streams.stand_in()\n"
+        "streams.replace_closed()\n"
         "raise SystemExit(os.open(os.devnull, os.O_RDONLY))"
     )
     command = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code]

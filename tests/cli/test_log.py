@@ -39,9 +39,9 @@ class Pipeline:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Pipeline:
-    stand_in = Pipeline()
-    monkeypatch.setattr(llmforge.compile, "pipeline", stand_in, raising=False)
-    return stand_in
+    fake = Pipeline()
+    monkeypatch.setattr(llmforge.compile, "pipeline", fake, raising=False)
+    return fake
 
 
 def invoke(*args: str | Path, **env: str) -> Result:

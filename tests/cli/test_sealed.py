@@ -17,11 +17,11 @@ from click.testing import CliRunner, Result
 
 import llmforge
 from llmforge.artifact import Artifact, archive, modelpack
-from llmforge.artifact.oci import Reference
+from llmforge.artifact.oci import OciReference
+from llmforge.artifact.sealed import walk
 from llmforge.base import hashed_files
 from llmforge.base.errors import ForgedVerdict
 from llmforge.base.progress import Silent
-from llmforge.base.sealed import walk
 from llmforge.checkpoint import Checkpoint
 from llmforge.cli import cli
 from llmforge.gates import confirmed, verdict
@@ -344,7 +344,7 @@ class TestForgedVerdicts:
                 archive.save_file(Artifact.open(forged), tmp_path / "old.tar")
             if command == "pull":
                 given["REFERENCE"] = f"{stack.enter_context(oci_registry.running()).host}/models/tiny:1"
-                modelpack.push(Artifact.open(forged), Reference.parse(str(given["REFERENCE"])), Silent())
+                modelpack.push(Artifact.open(forged), OciReference.parse(str(given["REFERENCE"])), Silent())
             done = call(command, *(given.get(word, word) for word in REFUSE[command]))
         assert done.exit_code == 5, done.output
         assert done.stdout == ""

@@ -113,7 +113,7 @@ def test_the_same_checkpoint_gives_the_same_recipe_and_nothing_is_measured(
 
 @pytest.mark.parametrize("folder", ["Meta-Llama_3.1 (8B)", "模型", "x" * 300, "..."])
 def test_names_of_folders_become_names(folder: str) -> None:
-    from llmforge.base.sealed import is_name
+    from llmforge.artifact.sealed import is_name
 
     assert is_name(starting.name_of(Path("a") / folder))
 

@@ -19,9 +19,8 @@ from llmforge.base.errors import RecipeError, UnsupportedError
 from llmforge.base.progress import Silent
 from llmforge.checkpoint import Checkpoint
 from llmforge.cli import cli
-from llmforge.compile import dry_run, pipeline
-from llmforge.compile import export_proxy as elsewhere
-from llmforge.compile.publishing import BuildResult
+from llmforge.compile import dry_run, export_proxy, pipeline
+from llmforge.compile.state import BuildResult
 from llmforge.gates.decision import Verdict
 from llmforge.ir import dialect
 from llmforge.passes import QuantizeChannels, QuantizeWeights
@@ -218,8 +217,8 @@ def test_a_stand_in_runs_products_of_rounded_activations(
     step = QuantizeChannels(budget=Budget(kld_mean=1.0), dtype=dtype, activations="per_token", head=False, smooth=False)
     assert step.run(model, Context(targets.load("l4"), Statistics(0, 0, {}, {}, {})))
     spec = EngineSpec(backend="compressed-tensors", max_context=32)
-    elsewhere.stand_in(model, spec, checkpoint, tmp_path, Silent())
-    elsewhere.stand_in(traced, spec, checkpoint, tmp_path / "plain", Silent())
+    export_proxy.build(model, spec, checkpoint, tmp_path, Silent())
+    export_proxy.build(traced, spec, checkpoint, tmp_path / "plain", Silent())
     rounded, plain = (load(folder).logits(list(range(3, 20))) for folder in (tmp_path, tmp_path / "plain"))
     assert 0 < np.abs(rounded - plain).mean() < 0.1 * plain.std()
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -93,30 +94,21 @@ def test_it_ends_with_the_block_and_with_the_process_that_started_it() -> None:
 
 
 @pytest.mark.thorough
-def test_a_copy_of_it_proves_what_was_traced_and_ends_with_it(tiny_checkpoint: Path) -> None:
+def test_a_copy_of_it_traces_and_that_it_was_killed_is_said(tiny_checkpoint: Path) -> None:
     with Frontend() as frontend:
         files = frontend.trace(tiny_checkpoint)
-        assert frontend._process is not None
-        [copy] = _children(frontend._process.pid)
         assert frontend.prove(tiny_checkpoint, files, 1).startswith("trace: logits match transformers within")
-        assert frontend._grown_bytes > 0
-        frontend.trace(tiny_checkpoint)
-        assert _children(frontend._process.pid) == [copy]
-    waited = time.monotonic() + 60
-    while _runs(copy) and time.monotonic() < waited:
-        time.sleep(0.1)
-    assert not _runs(copy)
-
-
-@pytest.mark.thorough
-def test_that_the_copy_was_killed_is_said(tiny_checkpoint: Path) -> None:
-    with Frontend() as frontend:
-        files = frontend.trace(tiny_checkpoint)
+        assert frontend._copy_bytes > 0
+    with Frontend() as frontend, ThreadPoolExecutor(1) as pool:
+        frontend.configuration(tiny_checkpoint)
         assert frontend._process is not None
-        [copy] = _children(frontend._process.pid)
-        os.kill(copy, signal.SIGKILL)
-        with pytest.raises(EnvironmentLacks, match="the process that proves the trace was ended by SIGKILL"):
-            frontend.prove(tiny_checkpoint, files, 1)
+        asked = pool.submit(frontend.trace, tiny_checkpoint)
+        waited = time.monotonic() + 60
+        while not (copies := _children(frontend._process.pid)) and time.monotonic() < waited:
+            time.sleep(0.001)
+        os.kill(copies[0], signal.SIGKILL)
+        with pytest.raises(EnvironmentLacks, match="the process that traces the model was ended by SIGKILL"):
+            asked.result()
 
 
 def _children(number: int) -> list[int]:

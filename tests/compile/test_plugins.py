@@ -23,7 +23,7 @@ from llmforge.base.errors import EnvironmentLacks, PluginError, UsageError, Veri
 from llmforge.cache import Cache, Code, distributions
 from llmforge.calibration import driver
 from llmforge.compile import finishing, lock, pipeline, reuse
-from llmforge.compile.publishing import BuildResult
+from llmforge.compile.state import BuildResult
 from llmforge.diagnosis import comparison, reproducing
 from llmforge.gates import records, verdict
 from llmforge.gates.decision import Verdict
@@ -130,9 +130,9 @@ def test_every_record_names_the_package_and_its_code(built: Built) -> None:
         "metric rank_moved",
     )  # fmt: skip
     report, opened = built.result.report, Artifact.open(built.result.path)
-    [brought] = report.plugins
-    assert (brought.package, brought.version, brought.parts) == ("llmforge-sample", "0.1.0", parts)
-    assert brought.sha256 == Code().digest_of(plugins.Package("llmforge-sample", "0.1.0"))
+    [used] = report.plugins
+    assert (used.package, used.version, used.parts) == ("llmforge-sample", "0.1.0", parts)
+    assert used.sha256 == Code().digest_of(plugins.Package("llmforge-sample", "0.1.0"))
     assert f"plug-in llmforge-sample 0.1.0 took part: {', '.join(parts)}" in report.notes
     locked = lock.read(opened)
     assert locked.plugins == report.plugins
@@ -144,7 +144,7 @@ def test_every_record_names_the_package_and_its_code(built: Built) -> None:
     dependencies = statement["predicate"]["buildDefinition"]["resolvedDependencies"]
     named = next(each for each in dependencies if "plug-in" in each.get("name", ""))
     assert named["name"] == "plug-in llmforge-sample 0.1.0"
-    assert named["digest"] == {"llmforgePackage": brought.sha256}
+    assert named["digest"] == {"llmforgePackage": used.sha256}
     shown = (built.result.path / report_folder(built) / "report.md").read_text()
     assert "llmforge-sample 0.1.0" in shown
     assert "Rank moved" in shown
@@ -214,10 +214,10 @@ def keys(place: Place) -> Keys:
     steps = recipe.instantiate(passes.ALL)
     demands = [demand for step in steps for demand in step.demands()]
     assert demands == []  # the method needs no text
-    found = {step.name: code.digest(*reuse._modules(step)) for step in steps}
+    found = {step.name: code.digest(*reuse.modules_of(step)) for step in steps}
     found["engine"] = code.digest("llmforge_sample.builder", "llmforge_sample.session")
     found["trace"] = code.digest(*reuse._TRACE_CODE)
-    found["proof"] = code.digest(reuse._PROOF_CODE)
+    found["proof"] = code.digest(reuse.PROOF_CODE)
     found["fuse-norms"] = code.digest("llmforge.passes.fuse_norms")
     found["calibration"] = repr(driver._code(["llmforge.quantization.methods.gptq"]))
     return found

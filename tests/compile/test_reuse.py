@@ -31,6 +31,7 @@ from llmforge.cache.remote import Remote
 from llmforge.checkpoint import Checkpoint
 from llmforge.compile import evidence, pipeline, reuse
 from llmforge.compile.reuse import Reuse
+from llmforge.compile.stages import trace as trace_stage
 from llmforge.gates import records
 from llmforge.ir import graph
 from llmforge.measure.baseline import Baseline, open_baseline
@@ -160,7 +161,7 @@ def test_a_second_build_proves_nothing_again_and_has_the_same_bytes(
     for name in ("_prove", "check"):
         monkeypatch.setattr(Verifier, name, None)  # who proves, fails
     monkeypatch.setattr("llmforge.trace.trace", None)
-    monkeypatch.setattr(pipeline, "verify_trace", None)
+    monkeypatch.setattr(trace_stage, "verify_trace", None)
     monkeypatch.setattr("llmforge.backends.onnxruntime.builder.prove", None)
     recorded = Recorded()
     warm, again = build(recipe(), tmp_path, progress=recorded)
@@ -508,7 +509,7 @@ def test_targets_of_a_recipe_share_all_in_front_of_the_engine(
         monkeypatch.setattr(Verifier, name, None)  # who proves, fails
     monkeypatch.setattr("llmforge.trace.trace", None)
     monkeypatch.setattr("llmforge.calibration.driver._walk", None)
-    monkeypatch.setattr(pipeline, "verify_trace", None)
+    monkeypatch.setattr(trace_stage, "verify_trace", None)
     written: list[str] = []
     monkeypatch.setattr(Cache, "put", lambda cache, key, write: written.append(key.kind))
     for other in others:

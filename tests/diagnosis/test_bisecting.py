@@ -218,10 +218,10 @@ class Drawn(PartLoss):
         assert found is not None
         return found[self.picked]
 
-    def renewed(self, leaves: frozenset[Leaf], *, inside: LossyPart | None = None) -> NDArray[np.float64] | None:
-        at = ("renewed", leaves, None if inside is None else inside.name)
+    def requantized(self, leaves: frozenset[Leaf], *, inside: LossyPart | None = None) -> NDArray[np.float64] | None:
+        at = ("requantized", leaves, None if inside is None else inside.name)
         if at not in self.known:
-            self.known[at] = self.measured.renewed(leaves, inside=inside)
+            self.known[at] = self.measured.requantized(leaves, inside=inside)
         found = self.known[at]
         return None if found is None else found[self.picked]
 
@@ -293,7 +293,7 @@ def test_the_cache_of_a_model_that_is_streamed_is_measured_as_that_of_one_that_r
         loss = of_pass(lossy, divergence)
         assert isinstance(loss, CacheLoss)
         divergence.hold_against(fused, loss.watch)
-        sides.append((loss, loss.of(), loss.of(loss.parts[1].leaves), loss.renewed(loss.parts[1].leaves)))
+        sides.append((loss, loss.of(), loss.of(loss.parts[1].leaves), loss.requantized(loss.parts[1].leaves)))
     (whole, *expected), (streamed, *found) = sides
     assert whole._peaks.keys() == streamed._peaks.keys()
     assert len(whole._peaks) == 12
@@ -322,13 +322,13 @@ def test_a_cache_of_slots_loses_what_its_kernel_loses(
     assert 0.02 * measured < simulated < measured  # what a step itself writes is rounded behind it
     values = frozenset(leaf for part in loss.parts for leaf in part.leaves if ".value" in leaf[0])
     assert loss.of(values).sum() < 0.5 * simulated
-    assert loss.renewed(values) is None  # scales of tokens are always new
+    assert loss.requantized(values) is None  # scales of tokens are always new
 
 
 def test_a_renewed_matrix_is_what_the_pass_writes(fused: ir.Model, tmp_path: Path) -> None:
     loss = WeightLoss(weights(fused), Divergence([], tmp_path, 1))
     for matrix in loss.matrices.values():
-        for part, tensor in matrix.renewed().items():
+        for part, tensor in matrix.requantized().items():
             np.testing.assert_array_equal(tensor.numpy(), matrix.parts[part].numpy())
     leaves = frozenset(leaf for part in loss.parts for leaf in part.leaves)
-    assert loss.renewed(leaves) is None
+    assert loss.requantized(leaves) is None

@@ -12,10 +12,9 @@ import transformers
 from click.testing import CliRunner
 
 from llmforge import trace
-from llmforge.base import versions
 from llmforge.base.errors import VerificationError
 from llmforge.base.progress import Silent
-from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint import Checkpoint, versions
 from llmforge.cli import cli
 from llmforge.doctor import releases
 from llmforge.trace.hooks import table

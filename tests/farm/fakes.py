@@ -8,31 +8,31 @@ from pathlib import Path
 from typing import Any, cast
 
 from llmforge.farm.cluster import Farm, Lost
-from llmforge.farm.placing import Place, Resources
-from llmforge.farm.worker import Figure, Job, Outcome
+from llmforge.farm.placing import NodePlacement, Resources
+from llmforge.farm.worker import BuildOutcome, Figure, Job
 
 NODE: Resources = {"CPU": 8.0, "memory": 32e9}
 
 
-def built(path: Path | str = "artifacts/a/0", **figures: float) -> Outcome:
+def built(path: Path | str = "artifacts/a/0", **figures: float) -> BuildOutcome:
     """A build that ended well."""
     measured = {name: Figure(value, 0.9 * value, 1.1 * value) for name, value in figures.items()}
-    return Outcome(0, "node", 1.0, Path(path), figures=measured)
+    return BuildOutcome(0, "node", 1.0, Path(path), figures=measured)
 
 
 @dataclass
 class FakeFarm:
     """Answers each job by `answer`, one a turn."""
 
-    answer: Callable[[str, Job, Place], Outcome | Lost]
+    answer: Callable[[str, Job, NodePlacement], BuildOutcome | Lost]
     resources: Sequence[Resources] = (NODE,)
-    submitted: list[tuple[str, Job, Place]] = field(default_factory=list)
-    waiting: list[tuple[str, Job, Place]] = field(default_factory=list)
+    submitted: list[tuple[str, Job, NodePlacement]] = field(default_factory=list)
+    waiting: list[tuple[str, Job, NodePlacement]] = field(default_factory=list)
 
     def nodes(self) -> list[Resources]:
         return list(self.resources)
 
-    def submit(self, name: str, job: Job, place: Place) -> None:
+    def submit(self, name: str, job: Job, place: NodePlacement) -> None:
         self.submitted.append((name, job, place))
         self.waiting.append((name, job, place))
 
@@ -40,7 +40,7 @@ class FakeFarm:
     def busy(self) -> bool:
         return bool(self.waiting)
 
-    def wait(self, seconds: float) -> tuple[list[tuple[str, dict[str, Any]]], list[tuple[str, Outcome | Lost]]]:
+    def wait(self, seconds: float) -> tuple[list[tuple[str, dict[str, Any]]], list[tuple[str, BuildOutcome | Lost]]]:
         name, job, place = self.waiting.pop(0)
         told = [
             (name, {"event": "stage", "name": "Trace"}),

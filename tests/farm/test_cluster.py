@@ -20,7 +20,7 @@ from llmforge.artifact import Artifact
 from llmforge.base import extras
 from llmforge.farm import cluster, page, placing, running
 from llmforge.farm.matrix import Build, Matrix, expand
-from llmforge.farm.running import Row, Settings
+from llmforge.farm.running import FarmSettings, Row
 
 from ..models import zoo
 from ..samples import pages
@@ -162,7 +162,7 @@ def test_a_killed_worker_costs_what_was_running(place: Path, tmp_path: Path, far
         killed.append(worker)
         os.kill(worker, signal.SIGKILL)
 
-    [row] = running.run(chosen(place, "llama/local/one"), farm, Settings(tmp_path / "artifacts", jobs=1), kill)
+    [row] = running.run(chosen(place, "llama/local/one"), farm, FarmSettings(tmp_path / "artifacts", jobs=1), kill)
     assert killed
     assert row.verdict == "none", row.outcome
     assert row.attempts == 2
@@ -182,7 +182,7 @@ def test_the_node_with_the_device_finishes_engines(place: Path, tmp_path: Path, 
     [row] = running.run(
         chosen(place, "llama/rtx-4090/one"),
         farm,
-        Settings(tmp_path / "artifacts"),
+        FarmSettings(tmp_path / "artifacts"),
         lambda row: said.append(f"{row.state} {row.stage}"),
     )
     assert row.outcome is not None
@@ -199,7 +199,7 @@ def test_what_cannot_be_built_is_a_row(place: Path, tmp_path: Path, farm: cluste
     wrong = Build("none", "local", "one", build.recipe, (*build.overrides, "checkpoint=nowhere"))
     early = Build("none", "amx", "one", build.recipe, (*build.overrides, "target=h200", "engine.backend=tensorrt",
                                                       "engine.max_context=100000"))  # fmt: skip
-    rows = running.run([wrong, early, build], farm, Settings(tmp_path / "artifacts", jobs=2))
+    rows = running.run([wrong, early, build], farm, FarmSettings(tmp_path / "artifacts", jobs=2))
     assert [row.verdict for row in rows] == ["error", "error", "none"]
     assert rows[0].outcome is not None
     assert "nowhere" in str(rows[0].outcome.message)

@@ -151,7 +151,7 @@ def test_what_measures_latency_has_a_node_to_itself(tmp_path: Path) -> None:
 
 
 def test_memory_grows_up_to_the_largest_node() -> None:
-    place = placing.Place(1, 40 * 10**9)
+    place = placing.NodePlacement(1, 40 * 10**9)
     more = place.grown([NODE])
     assert more is not None
     assert more.memory_bytes == 64e9

@@ -13,10 +13,10 @@ from llmforge.base.errors import ForgeError
 from llmforge.farm import page, pareto, running, worker
 from llmforge.farm.cluster import Lost
 from llmforge.farm.matrix import Build
-from llmforge.farm.pareto import Point
-from llmforge.farm.placing import Place
-from llmforge.farm.running import Row, Settings
-from llmforge.farm.worker import Figure, Job, Outcome
+from llmforge.farm.pareto import ParetoPoint
+from llmforge.farm.placing import NodePlacement
+from llmforge.farm.running import FarmSettings, Row
+from llmforge.farm.worker import BuildOutcome, Figure, Job
 
 from ..samples import pages
 from .fakes import NODE, FakeFarm, built
@@ -43,17 +43,17 @@ def one(recipe: Path, *overrides: str) -> list[Build]:
 
 
 def run(farm: FakeFarm, builds: list[Build], tmp_path: Path) -> list[Row]:
-    return running.run(builds, farm.as_farm, Settings(tmp_path / "out", arguments=("--no-cache",)))
+    return running.run(builds, farm.as_farm, FarmSettings(tmp_path / "out", arguments=("--no-cache",)))
 
 
-def answers(*results: Outcome | Lost) -> Iterator[Outcome | Lost]:
+def answers(*results: BuildOutcome | Lost) -> Iterator[BuildOutcome | Lost]:
     yield from results
 
 
 def test_a_build_gets_its_arguments_and_tells_how_far_it_is(recipe: Path, tmp_path: Path) -> None:
     said: list[tuple[str, str, int]] = []
     farm = FakeFarm(lambda name, job, place: built(size_bytes=1e6))
-    settings = Settings(tmp_path / "out", "file:///store", 2, ("--no-cache",))
+    settings = FarmSettings(tmp_path / "out", "file:///store", 2, ("--no-cache",))
     [row] = running.run(
         one(recipe, "engine.max_batch=4"), farm.as_farm, settings,
         lambda row: said.append((row.state, row.stage, row.done)),
@@ -82,11 +82,11 @@ def test_a_lost_worker_is_replaced_and_not_for_ever(recipe: Path, tmp_path: Path
     "lack",
     [
         Lost("memory", "killed by the memory monitor"),
-        Outcome(8, "node", 1.0, message="out of memory"),
-        Outcome(-9, "node", 1.0, message="the build was killed: exit code -9"),
+        BuildOutcome(8, "node", 1.0, message="out of memory"),
+        BuildOutcome(-9, "node", 1.0, message="the build was killed: exit code -9"),
     ],
 )
-def test_memory_grows_after_it_ran_out(recipe: Path, tmp_path: Path, lack: Outcome | Lost) -> None:
+def test_memory_grows_after_it_ran_out(recipe: Path, tmp_path: Path, lack: BuildOutcome | Lost) -> None:
     results = answers(lack, lack, built())
     farm = FakeFarm(lambda *job: next(results))
     [row] = run(farm, one(recipe), tmp_path)
@@ -96,7 +96,7 @@ def test_memory_grows_after_it_ran_out(recipe: Path, tmp_path: Path, lack: Outco
 
 
 def test_memory_grows_no_further_than_the_largest_node(recipe: Path, tmp_path: Path) -> None:
-    farm = FakeFarm(lambda *job: Outcome(8, "node", 1.0, message="out of memory"), [{**NODE, "memory": 1e9}])
+    farm = FakeFarm(lambda *job: BuildOutcome(8, "node", 1.0, message="out of memory"), [{**NODE, "memory": 1e9}])
     [row] = run(farm, one(recipe), tmp_path)
     assert farm.submitted[-1][2].memory_bytes == 1e9
     assert (row.verdict, row.exit_code) == ("error", 8)
@@ -112,7 +112,7 @@ TENSORRT = "target=l4", "engine.backend=tensorrt", "passes=[]"
 
 
 def test_an_engine_without_its_device_is_deferred(recipe: Path, tmp_path: Path) -> None:
-    waiting = Outcome(0, "node", 1.0, tmp_path / "out" / "a" / "0", pending=True)
+    waiting = BuildOutcome(0, "node", 1.0, tmp_path / "out" / "a" / "0", pending=True)
     farm = FakeFarm(lambda *job: waiting)
     [row] = run(farm, one(recipe, *TENSORRT), tmp_path)
     [(_, job, place)] = farm.submitted
@@ -125,7 +125,7 @@ def test_an_engine_without_its_device_is_deferred(recipe: Path, tmp_path: Path) 
 
 def test_the_node_with_the_device_finishes(recipe: Path, tmp_path: Path) -> None:
     path = tmp_path / "out" / "a" / "0"
-    results = answers(Outcome(0, "cpu", 1.0, path, pending=True, reused=("trace",)), built(path.with_name("1")))
+    results = answers(BuildOutcome(0, "cpu", 1.0, path, pending=True, reused=("trace",)), built(path.with_name("1")))
     farm = FakeFarm(
         lambda *job: next(results), [NODE, {"CPU": 4.0, "memory": 8e9, "GPU": 1.0, "accelerator_type:L4": 1}]
     )
@@ -214,9 +214,9 @@ def figures(**values: float) -> dict[str, Figure]:
 
 def test_more_is_better_where_the_metric_says_so() -> None:
     points = [
-        Point("1", "a", 0, figures(top1_agreement=0.9, size_bytes=10)),
-        Point("2", "b", 0, figures(top1_agreement=0.8, size_bytes=20)),
-        Point("3", "c", 0, figures(size_bytes=5)),
+        ParetoPoint("1", "a", 0, figures(top1_agreement=0.9, size_bytes=10)),
+        ParetoPoint("2", "b", 0, figures(top1_agreement=0.8, size_bytes=20)),
+        ParetoPoint("3", "c", 0, figures(size_bytes=5)),
     ]
     drawn = pareto.plot(points, "size_bytes", "top1_agreement")
     assert drawn is not None
@@ -232,7 +232,7 @@ def rows() -> list[Row]:
                             size_bytes=1e6 * (number + 1))  # fmt: skip
         made.append(row)
     extra = Row(Build("a", "t4", "int4", Path("r.yaml"), ()), "failed", notes=["the node died; again"])
-    extra.outcome = Outcome(6, "n", 1.0, message="no int4 <here>", hint="another")
+    extra.outcome = BuildOutcome(6, "n", 1.0, message="no int4 <here>", hint="another")
     return [*made, extra]
 
 
@@ -255,4 +255,4 @@ def test_a_page_without_figures() -> None:
 
 
 def test_places_are_compared() -> None:
-    assert Place(1, 10).suits(NODE)
+    assert NodePlacement(1, 10).suits(NODE)

@@ -19,10 +19,10 @@ from llmforge import passes
 from llmforge.base import extras
 from llmforge.base.errors import UsageError
 from llmforge.farm import searching, space, tuned
-from llmforge.farm.placing import Place
-from llmforge.farm.running import Settings
-from llmforge.farm.searching import Search, Trial
-from llmforge.farm.worker import Figure, Job, Outcome
+from llmforge.farm.placing import NodePlacement
+from llmforge.farm.running import FarmSettings
+from llmforge.farm.searching import Search, SearchTrial
+from llmforge.farm.worker import BuildOutcome, Figure, Job
 from llmforge.recipe import Recipe
 
 from ..samples import pages
@@ -65,12 +65,12 @@ def measured(job: Job) -> dict[str, float]:
     }
 
 
-def answer(name: str, job: Job, place: Place) -> Outcome:
+def answer(name: str, job: Job, place: NodePlacement) -> BuildOutcome:
     return built("nowhere", **measured(job))
 
 
-def run(of: Search, farm: FakeFarm, trials: int, slots: int = 1) -> list[Trial]:
-    return searching.run(of, farm.as_farm, Settings(of.folder / "artifacts"), trials=trials, slots=slots)
+def run(of: Search, farm: FakeFarm, trials: int, slots: int = 1) -> list[SearchTrial]:
+    return searching.run(of, farm.as_farm, FarmSettings(of.folder / "artifacts"), trials=trials, slots=slots)
 
 
 def test_the_space_is_what_the_recipe_can_have() -> None:
@@ -163,7 +163,7 @@ def test_a_search_finds_the_front_and_writes_its_recipe(tmp_path: Path) -> None:
 
 @needs_optuna
 def test_what_costs_nothing_alone_is_tried_together(tmp_path: Path) -> None:
-    def free(name: str, job: Job, place: Place) -> Outcome:
+    def free(name: str, job: Job, place: NodePlacement) -> BuildOutcome:
         figures = measured(job)
         return built("nowhere", size_bytes=figures["size_bytes"], kld_mean=0.01)
 
@@ -201,9 +201,9 @@ def test_the_plan_drops_what_breaks_a_limit(tmp_path: Path) -> None:
 
 @needs_optuna
 def test_failed_builds_and_budgets(tmp_path: Path) -> None:
-    def fails(name: str, job: Job, place: Place) -> Outcome:
+    def fails(name: str, job: Job, place: NodePlacement) -> BuildOutcome:
         four = "passes.quantize-weights.embedding_bits=4" in job.arguments
-        return Outcome(7, "node", 1.0, message="mean KLD is 1, its budget 0.03" if four else "it does not run")
+        return BuildOutcome(7, "node", 1.0, message="mean KLD is 1, its budget 0.03" if four else "it does not run")
 
     trials = run(search(tmp_path), FakeFarm(fails), 6)
     for each in trials:
@@ -224,7 +224,7 @@ def _killed(folder: Path, after: int) -> None:
     """Search, and die when so many trials have ended."""
     ended = 0
 
-    def dies(name: str, job: Job, place: Place) -> Outcome:
+    def dies(name: str, job: Job, place: NodePlacement) -> BuildOutcome:
         nonlocal ended
         ended += 1
         if ended > after:
@@ -284,6 +284,6 @@ def test_a_trial_of_a_search_that_lives_is_left_alone(tmp_path: Path) -> None:
 
 def test_figures_that_are_missing_are_dashes() -> None:
     figures: Mapping[str, Figure] = {"kld_mean": Figure(0.5, None, None)}
-    trial = Trial(0, {}, "complete", figures, True)
+    trial = SearchTrial(0, {}, "complete", figures, True)
     assert (tuned.figure(trial, "kld_mean"), tuned.figure(trial, "size_bytes")) == ("0.500", "–")
     assert re.fullmatch(r"0\.\d+", tuned.figure(trial, "kld_mean"))

@@ -16,7 +16,7 @@ K = 320
 
 def stored(rows: int, name: str) -> Stored:
     array = np.ones((rows, K), ml_dtypes.bfloat16)
-    return Stored(lambda: array, ir.DataType.FLOAT, ir.Shape((K, rows)), name, transposed=True, source=name)
+    return Stored(lambda: [array], ir.DataType.FLOAT, ir.Shape((K, rows)), name, transposed=True, sources=((name,),))
 
 
 def never() -> NDArray[Any]:

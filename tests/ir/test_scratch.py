@@ -132,7 +132,7 @@ def test_a_stored_weight_is_widened_by_output(dtype: type) -> None:
     rng = np.random.default_rng(3)
     stored = [rng.standard_normal((n, 8)).astype(dtype) for n in (4, 2, 6)]
     halves = [
-        Stored(lambda array=array: array, ir.DataType.FLOAT, ir.Shape((8, len(array))), "w", transposed=True)
+        Stored(lambda array=array: [array], ir.DataType.FLOAT, ir.Shape((8, len(array))), "w", transposed=True)
         for array in stored
     ]
     side = Derived(side_by_side, halves, ir.DataType.FLOAT, ir.Shape((8, 12)), "side")

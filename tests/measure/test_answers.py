@@ -52,7 +52,7 @@ def compare(cut: list[TokenWindow], count: int, noise: float, ends: tuple[int, .
         count,
         artifact=generator(artifact),
         baseline=lambda texts: baseline,
-        go_on=lambda texts, counts: [
+        continued=lambda texts, counts: [
             list(generator(baseline)(ids, count)) for ids, count in zip(texts, counts, strict=True)
         ],
         ends=ends,

@@ -69,5 +69,5 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EnvironmentLacks, match="pynvml") as caught:
         energy.counter(0)
     assert caught.value.hint == "pip install 'llmforge[energy]'"
-    (brought,) = [each for each in extras.requirements() if each.module == "pynvml"]
-    assert (brought.extra, brought.distribution) == ("energy", "nvidia-ml-py")
+    (bringing,) = [each for each in extras.requirements() if each.module == "pynvml"]
+    assert (bringing.extra, bringing.distribution) == ("energy", "nvidia-ml-py")

@@ -33,7 +33,7 @@ def stored(array: np.ndarray, *, transposed: bool) -> Stored:
         def _read(self) -> ir.TensorProtocol:
             raise AssertionError("the whole matrix was read")
 
-    return Part(lambda: kept, ir.DataType.FLOAT, ir.Shape(array.shape), "stored", transposed=transposed)
+    return Part(lambda: [kept], ir.DataType.FLOAT, ir.Shape(array.shape), "stored", transposed=transposed)
 
 
 @given(size=st.integers(1, 64), degree=st.integers(1, 9))

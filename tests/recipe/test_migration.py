@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from llmforge import passes
-from llmforge.base import sealed
+from llmforge.artifact import sealed
 from llmforge.base.errors import InputError, RecipeError
 from llmforge.cli import cli
 from llmforge.recipe import Recipe, migration

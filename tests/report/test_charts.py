@@ -22,7 +22,7 @@ from llmforge.metrics.quality import Segment
 from llmforge.metrics.quality_metrics import QualityMetric
 from llmforge.recipe import GateSpec
 from llmforge.report import charts, load_charts, render
-from llmforge.report.drawing import Plot
+from llmforge.report.drawing import FigurePlot
 
 from ..samples import pages, reports
 from ..samples.pages import Page
@@ -175,7 +175,7 @@ def test_a_change_against_an_earlier_artifact_has_its_sign_and_says_against_what
     assert "| -1.0 % | -2.0 % – 0.0 % |" in falls
 
 
-def histogram(counts: tuple[int, ...], **figures: object) -> list[Plot]:
+def histogram(counts: tuple[int, ...], **figures: object) -> list[FigurePlot]:
     return charts.histograms(reports.QUALITY.model_copy(update={"kld_histogram": counts, **figures}))
 
 
@@ -216,7 +216,7 @@ def test_marks_that_are_no_numbers_are_named_and_not_drawn() -> None:
     assert plot.flags == ()
 
 
-def curve(*values: Estimate, metric: str = "kld_by_position") -> Plot:
+def curve(*values: Estimate, metric: str = "kld_by_position") -> FigurePlot:
     """Lay out one curve alone, with a stretch of 9 tokens for each figure."""
     segments = tuple(Segment(first=1 + 9 * i, last=9 + 9 * i, tokens=9, figure=each) for i, each in enumerate(values))
     (plot,) = charts.by_position(reports.QUALITY.model_copy(update={"kld_by_position": segments}))

@@ -230,7 +230,7 @@ def test_histogram_shows_all_tokens_at_their_place() -> None:
 
 @pytest.mark.parametrize("places", [(10, 12, 40), (50, 51, 52), (60, 90, 99), (0, 1, 2)])
 def test_no_label_of_a_mark_is_crossed(places: tuple[float, ...]) -> None:
-    flags = drawing.apart(
+    flags = drawing.flags(
         [drawing.Mark(at, f"{label} 0.0123") for at, label in zip(places, ("a", "b", "c"), strict=True)]
     )
     assert sorted(flag.row for flag in flags) == [0, 1, 2]
@@ -328,18 +328,18 @@ def test_what_speaks_against_figures_is_a_warning() -> None:
 
 
 def test_the_verdict_is_said_in_words() -> None:
-    assert top.in_words(reports.make()) == [
+    assert top.reasons(reports.make()) == [
         "TPOT, median is 0.611 ms (95 % interval 0.599 ms – 0.629 ms); the limit is max 0.500 ms."
     ]
     passed = reports.make(verdict=Verdict.PASS)
-    (gains,) = top.in_words(passed)
+    (gains,) = top.reasons(passed)
     assert gains == (
         "37.3 % of the checkpoint's size, 9.8× the speed of the baseline in decoding, perplexity ratio 1.0108, "
         "top-1 agreement 89.9 %."
     )
     limits = {name: GateSpec(max=0) for name in ("kld_mean", "kld_p99", "kld_p95", "kld_p90")}
     failed = reports.make(gates=judge(limits, catalog.estimates(reports.MEASURED)))
-    assert top.in_words(failed)[-1] == "And 1 more, below."
+    assert top.reasons(failed)[-1] == "And 1 more, below."
 
 
 def test_parts_of_the_size_add_up() -> None:

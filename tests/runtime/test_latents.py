@@ -22,7 +22,7 @@ from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.runtime.interface import StepInputs
 from llmforge.serving import EngineOptions, Request, Runner, Sampling, load
 from llmforge.serving.prefix_cache import BLOCK
-from llmforge.serving.scheduler import Scheduler
+from llmforge.serving.scheduler import SlotScheduler
 from llmforge.trace import trace
 from llmforge.verification.trace_verifier import verify_trace
 
@@ -175,7 +175,7 @@ def test_served_texts_behind_shared_prefixes(
     cache = runner.session.allocate(4, CONTEXT)
     for buffer in cache.buffers.values():
         buffer[...] = 5.0
-    scheduler = Scheduler(runner.session, cache, runner.samplers, options, chunk=CHUNK)
+    scheduler = SlotScheduler(runner.session, cache, runner.samplers, options, chunk=CHUNK)
     answers = [Received() for _ in prompts]
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         scheduler.add(Request(prompt, Sampling(max_tokens=12, ignore_eos=True)), answer.receive)

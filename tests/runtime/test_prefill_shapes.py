@@ -21,7 +21,7 @@ from llmforge.runtime.prefill_shapes import SHAPES, pieces, together
 from llmforge.runtime.sampling.sampler import TokenSampler
 from llmforge.runtime.signature import Argument
 from llmforge.serving import EngineOptions, Request, Sampling
-from llmforge.serving.scheduler import Scheduler
+from llmforge.serving.scheduler import Scheduler, SlotScheduler
 
 from ..models.decoder_graph import decoder
 
@@ -85,7 +85,7 @@ def test_prompts_of_random_lengths_reach_the_session_in_the_stated_shapes(
     session, capacity = DeviceSession(model, ONE_THREAD, HostDevice(), shapes=SHAPES, buckets=(8,)), 1100
     samplers = types.SimpleNamespace(start=lambda sampling, prompt: _sampler(), tokenizer=None, notes=())
     options = EngineOptions(max_queue=16, prefix_cache_bytes=0, step_tokens=4096 if model == b"" else 512)
-    scheduler: Scheduler[Any] = Scheduler(session, session.allocate(8, capacity), samplers, options)  # type: ignore[arg-type]
+    scheduler: Scheduler[Any] = SlotScheduler(session, session.allocate(8, capacity), samplers, options)  # type: ignore[arg-type]
     [graph] = opened
     assert set(graph.shapes) == {*((1, shape) for shape in SHAPES), *session.prompt_shapes}  # all run at load
     assert session.prompt_shapes == (() if model == b"" else together())
@@ -96,7 +96,7 @@ def test_prompts_of_random_lengths_reach_the_session_in_the_stated_shapes(
         length = int(random.integers(1, capacity if i % 50 < 20 else 80))
         scheduler.add(Request((1,) * length, Sampling(max_tokens=1), detokenize=False), lambda item: None)
         asked += length
-        while (scheduler.busy and random.random() < 0.1) or len(scheduler._sequences) > 14:
+        while (scheduler.busy and random.random() < 0.1) or len(scheduler.sequences) > 14:
             before = len(graph.shapes)
             scheduler.step()
             ran = [rows * tokens for rows, tokens in graph.shapes[before:]]

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from llmforge import artifact
-from llmforge.artifact import Artifact
-from llmforge.base import hashed_files, sealed
+from llmforge.artifact import Artifact, sealed
+from llmforge.base import hashed_files
 from llmforge.gates import records, verdict
 from llmforge.gates.decision import overall
 from llmforge.gates.records import EngineFile, EngineRecord, Report

@@ -28,7 +28,7 @@ from llmforge.serving.options import EngineOptions
 from llmforge.serving.prefix_cache import BLOCK
 from llmforge.serving.request import Request
 from llmforge.serving.runner import Runner
-from llmforge.serving.scheduler import Scheduler
+from llmforge.serving.scheduler import Scheduler, SlotScheduler
 from llmforge.serving.speculation import PromptLookup, Speculation
 from llmforge.trace import trace
 from llmforge.verification import adapter_proof
@@ -84,7 +84,7 @@ def scheduler(runner: Runner, *, slots: int = SLOTS, prefixes: int = 64 << 20, *
     served = EngineOptions(max_queue=100, step_tokens=64, prefix_cache_bytes=prefixes)
     cache = runner.session.allocate(slots, CONTEXT)
     adapters = runner.config.adapters
-    return Scheduler(runner.session, cache, runner.samplers, served, chunk=64, adapters=adapters, **options)
+    return SlotScheduler(runner.session, cache, runner.samplers, served, chunk=64, adapters=adapters, **options)
 
 
 def answer(runner: Runner, request: Request) -> list[int]:

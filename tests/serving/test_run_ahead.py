@@ -18,16 +18,16 @@ from llmforge.backends.onnxruntime.cuda.session import DeviceSession
 from llmforge.base.errors import RunFailed
 from llmforge.ir.interface import HEAD
 from llmforge.rewrite.next_ids import feed_back
-from llmforge.rewrite.topk_outputs import give_heads
+from llmforge.rewrite.topk_outputs import add_topk_outputs
 from llmforge.runtime.config import SessionConfig
 from llmforge.runtime.device.cuda import HostDevice
-from llmforge.runtime.device.top_logits import FetchedHeads, HeadBuffers
+from llmforge.runtime.device.top_logits import FetchedTopLogits, TopLogitsBuffers
 from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.sampling import distribution, distribution_numpy
-from llmforge.runtime.sampling.sampler import TokenSampler, guesses, sample_heads
+from llmforge.runtime.sampling.sampler import TokenSampler, guesses, sample_top_logits
 from llmforge.serving import Engine, EngineOptions, Request, Runner, Sampling
-from llmforge.serving import scheduler as scheduler_module
-from llmforge.serving.scheduler import Scheduler
+from llmforge.serving.scheduler import Scheduler, SlotScheduler, run_ahead
+from llmforge.serving.scheduler.run_ahead import RunAhead
 
 from ..models.decoder_graph import decoder
 from ..models.small_engines import VOCABULARY, Received, prompt, small_runner
@@ -46,7 +46,7 @@ EXACT = [  # what the device guesses as the host decides
 
 def session_of(vocabulary: int, buckets: tuple[int, ...]) -> DeviceSession:
     model = decoder(vocabulary)
-    give_heads(model)
+    add_topk_outputs(model)
     feed_back(model)
     return DeviceSession(
         ir.to_proto(model).SerializeToString(), SessionConfig(threads=1), HostDevice(), buckets=buckets
@@ -75,8 +75,8 @@ def test_the_device_guesses_what_the_host_decides(vocabulary: int, sampling: Sam
         draws = guesses(samplers, [0] * rows)
         ids = random.integers(0, vocabulary, (rows, 1))
         run = session.begin_decode(StepInputs(ids, past, temperatures=temperatures, draws=draws), cache)
-        heads = run.heads()
-        found = sample_heads(samplers, heads, run.blocks)
+        heads = run.top_logits()
+        found = sample_top_logits(samplers, heads, run.blocks)
         tokens = [
             (each.sample(run.logits(row)) if sampled is None else sampled).token
             for row, (each, sampled) in enumerate(zip(samplers, found, strict=True))
@@ -96,11 +96,11 @@ def test_a_negative_id_takes_the_guess_of_the_step_before(session: DeviceSession
     cache = session.allocate(2, 16)
     before = session.begin_decode(StepInputs(ids, past, temperatures=ones), cache)
     behind = session.begin_decode(StepInputs(np.array([[-2], [7]]), past + 1, temperatures=ones), cache)
-    heads = before.heads()
+    heads = before.top_logits()
     guess = before.next_ids().tolist()
     assert guess == heads.ids[:, 0].tolist()
     kept = [before.logits(row).copy() for row in range(2)]  # which the step behind has written over
-    got = behind.heads().logits.copy()
+    got = behind.top_logits().logits.copy()
     once = session.allocate(2, 16)
     for row, logits in enumerate(session.step(StepInputs(ids, past), once)[:, 0]):
         np.testing.assert_array_equal(kept[row], logits)
@@ -110,7 +110,7 @@ def test_a_negative_id_takes_the_guess_of_the_step_before(session: DeviceSession
 
 def test_a_guess_that_no_step_made_is_refused(session: DeviceSession) -> None:
     cache, ones, past = session.allocate(2, 16), np.ones(2, np.float32), np.zeros(2, np.int32)
-    session.begin_decode(StepInputs(np.array([[3]]), past[:1], temperatures=ones[:1]), cache.rows(0, 1)).heads()
+    session.begin_decode(StepInputs(np.array([[3]]), past[:1], temperatures=ones[:1]), cache.rows(0, 1)).top_logits()
     with pytest.raises(ValueError, match="the guess of row 1, of a step before of 1"):
         session.begin_decode(StepInputs(np.array([[-1], [-2]]), past, temperatures=ones), cache)
     session.step(StepInputs(np.array([[3], [4]]), past), cache)
@@ -123,9 +123,9 @@ class Guesses:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
         self.right = self.wrong = 0
-        random, fetch, judge = np.random.default_rng(0), HeadBuffers.fetch, Scheduler._judge
+        random, fetch, judge = np.random.default_rng(0), TopLogitsBuffers.fetch, RunAhead.note_guess
 
-        def fetch_wrong(buffers: HeadBuffers, rows: int) -> FetchedHeads:
+        def fetch_wrong(buffers: TopLogitsBuffers, rows: int) -> FetchedTopLogits:
             ids = np.empty(rows, np.int64)
             buffers._device.read(buffers._buffer, 0, ids)
             changed = random.random(rows) < wrong
@@ -133,14 +133,14 @@ class Guesses:
             buffers._device.write(buffers._buffer, 0, ids)
             return fetch(buffers, rows)
 
-        def count(scheduled: Scheduler[Any], sequence: Any, right: bool) -> None:
+        def count(scheduled: RunAhead[Any], sequence: Any, right: bool) -> None:
             self.right, self.wrong = self.right + right, self.wrong + (not right)
             judge(scheduled, sequence, right)
 
-        monkeypatch.setattr(HeadBuffers, "fetch", fetch_wrong)
-        monkeypatch.setattr(Scheduler, "_judge", count)
-        monkeypatch.setattr(scheduler_module, "_RIGHT", 0.0)  # goes ahead all the same
-        monkeypatch.setattr(scheduler_module, "_RIGHT_OF_ONE", 0.0)
+        monkeypatch.setattr(TopLogitsBuffers, "fetch", fetch_wrong)
+        monkeypatch.setattr(RunAhead, "note_guess", count)
+        monkeypatch.setattr(run_ahead, "RIGHT", 0.0)  # goes ahead all the same
+        monkeypatch.setattr(run_ahead, "RIGHT_OF_ONE", 0.0)
 
 
 def requests() -> Iterator[Request]:
@@ -173,7 +173,7 @@ def test_texts_are_those_of_each_alone_whatever_the_device_guesses(
     """Requests join, leave, stop, are cancelled and run out of time, in slots that others leave, behind prefixes."""
     device, random, clock = Guesses(monkeypatch, wrong), np.random.default_rng(1), itertools.count()
     options, cache = EngineOptions(prefix_cache_bytes=1 << 20), session.allocate(SLOTS, 96)
-    scheduled: Scheduler[Any] = Scheduler(
+    scheduled: Scheduler[Any] = SlotScheduler(
         session, cache, runner.samplers, options, clock=lambda: float(next(clock)), chunk=32
     )
     answers, waiting, tickets = [Received() for _ in alone], list(enumerate(requests())), []
@@ -190,8 +190,8 @@ def test_texts_are_those_of_each_alone_whatever_the_device_guesses(
         for at, ticket in tickets:
             ticket.cancelled |= at <= steps
         scheduled.step()
-        steps, ahead = steps + 1, ahead + (scheduled._ahead is not None)
-    assert scheduled._ahead is None
+        steps, ahead = steps + 1, ahead + (scheduled._ahead.step is not None)
+    assert scheduled._ahead.step is None
     assert ahead > steps / 3
     assert device.right > 0 or wrong == 1
     assert device.wrong > device.right * wrong / 2
@@ -212,12 +212,12 @@ def test_a_row_whose_guesses_are_wrong_is_waited_for(
     session: DeviceSession, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Guesses(monkeypatch, 1.0)
-    monkeypatch.setattr(scheduler_module, "_RIGHT", 15 / 16)
+    monkeypatch.setattr(run_ahead, "RIGHT", 15 / 16)
     scheduled, received = scheduler(session, runner), Received()
     scheduled.add(Request(prompt(5), Sampling(max_tokens=40, ignore_eos=True)), received.receive)
     ran = 0
     while scheduled.step():
-        ran += scheduled._ahead is not None
+        ran += scheduled._ahead.step is not None
     assert len(received.tokens) == 40
     assert ran <= 2
     assert device.wrong == 39
@@ -256,4 +256,4 @@ def test_an_engine_that_closes_leaves_no_step_under_way(session: DeviceSession, 
         pass
     engine.close(drain=False)
     assert received.wait().reason == "cancelled"
-    assert engine._scheduler._ahead is None
+    assert engine._scheduler._ahead.step is None

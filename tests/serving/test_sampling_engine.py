@@ -10,7 +10,7 @@ import pytest
 from llmforge.base.errors import UsageError
 from llmforge.runtime.sampling.constraints import Constraint
 from llmforge.serving import Engine, EngineOptions, Request, Runner, Sampling
-from llmforge.serving.scheduler import Scheduler
+from llmforge.serving.scheduler import SlotScheduler
 from llmforge.serving.speculation import PromptLookup, Speculation
 
 from ..models.small_engines import AlwaysPays, Received, sample_runner
@@ -45,7 +45,7 @@ def prompt(runner) -> tuple[int, ...]:
 
 def answers(runner: Runner, prompt: tuple[int, ...], *, speculate: bool) -> dict[str, Received]:
     """Answer `prompt` under each of the samplings, all together."""
-    scheduler = Scheduler(
+    scheduler = SlotScheduler(
         runner.session,
         runner.session.allocate(8, runner.config.max_context),
         runner.samplers,

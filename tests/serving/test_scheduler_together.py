@@ -16,7 +16,7 @@ from llmforge.runtime.config import Capture, GraphPlan
 from llmforge.runtime.device.cuda import HostDevice
 from llmforge.serving import Constraint, EngineOptions, Request, Runner, Sampling
 from llmforge.serving.prefix_cache import BLOCK
-from llmforge.serving.scheduler import Scheduler
+from llmforge.serving.scheduler import Scheduler, SlotScheduler
 from llmforge.serving.sequence import Sequence as Generated
 from llmforge.serving.speculation import PromptLookup, Speculation
 from llmforge.serving.stats import EngineStats
@@ -100,7 +100,7 @@ def serve(everybody: Sequence[Client], runner: Runner, backend: Any, speculation
     block_bytes = backend.allocate(1, BLOCK).size_bytes
     cache = backend.allocate(8, runner.config.max_context)
     options = EngineOptions(REQUESTS, step_tokens=2 * CHUNK, prefix_cache_bytes=CACHE_BLOCKS * block_bytes)
-    scheduler = Scheduler(backend, cache, runner.samplers, options, speculation=speculation, chunk=CHUNK)
+    scheduler = SlotScheduler(backend, cache, runner.samplers, options, speculation=speculation, chunk=CHUNK)
     step = 0
     while scheduler.busy or any(client.ticket is None for client in everybody):
         for client in everybody:

@@ -19,7 +19,7 @@ from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.serving import EngineOptions, Request, Runner, Sampling, load
 from llmforge.serving.prefix_cache import BLOCK
-from llmforge.serving.scheduler import Scheduler
+from llmforge.serving.scheduler import SlotScheduler
 from llmforge.serving.speculation import PromptLookup, Speculation
 from llmforge.trace import trace
 
@@ -64,7 +64,7 @@ def test_requests_that_share_slots_get_the_text_that_each_gets_alone(runner: Run
     cache = runner.session.allocate(4, runner.config.max_context)
     options = EngineOptions(REQUESTS, step_tokens=2 * CHUNK, prefix_cache_bytes=30 * block_bytes)
     speculation = Speculation(PromptLookup(), AlwaysPays())
-    scheduler = Scheduler(runner.session, cache, runner.samplers, options, speculation=speculation, chunk=CHUNK)
+    scheduler = SlotScheduler(runner.session, cache, runner.samplers, options, speculation=speculation, chunk=CHUNK)
     waiting, left, step = list(made), [], 0
     while scheduler.busy or waiting:
         for request, received in waiting[: int(random.integers(0, 3))]:

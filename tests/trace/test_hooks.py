@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.onnx._internal.exporter import _registration
 
 import llmforge
-from llmforge.base import versions
+from llmforge.checkpoint import versions
 from llmforge.trace.hooks import internals, table
 from llmforge.trace.hooks.table import HOOKS, Hook
 
@@ -162,7 +162,7 @@ def test_what_is_left_out_of_an_import_is_not_missed() -> None:
     code = """
 import sys
 from llmforge.trace.hooks import imports
-with imports.unused_left_out():
+with imports.without_unused_imports():
     from llmforge.trace.export import strategy
 import transformers
 print("scipy.optimize" in sys.modules, transformers.utils.is_scipy_available())

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from llmforge.base import versions
+from llmforge.checkpoint import versions
 from llmforge.trace.hooks import table
 
 from ..sweep import render

@@ -160,7 +160,7 @@ def test_tables_are_read_in_blocks_and_weights_as_they_are_stored(tied: bool) ->
                 return super()._read()
 
         value.const_value = Watched(
-            lambda stored=stored: stored,
+            lambda stored=stored: [stored],
             tensor.dtype,
             ir.Shape(tensor.shape.numpy()),
             name,

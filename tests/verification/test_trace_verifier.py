@@ -15,8 +15,8 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
 from llmforge.trace import trace
 from llmforge.trace.export.reference import ReferenceModel
-from llmforge.verification import magnified, probe, trace_verifier
-from llmforge.verification.trace_verifier import foresee, verify_trace
+from llmforge.verification import magnified, probe, trace_comparison, trace_runs, trace_verifier
+from llmforge.verification.trace_verifier import precompute_reference, verify_trace
 
 from ..models import zoo
 
@@ -179,17 +179,17 @@ def test_what_rounding_decides_is_said_to_be_undecided() -> None:
     expected = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
     got = expected.copy()
     got[1] += 0.05
-    nothing = trace_verifier.NOTHING
-    compared = trace_verifier._Comparison(run, 0, 0, nothing, nothing, [(got, expected)])
+    nothing = trace_comparison.NOTHING
+    compared = trace_comparison.StepComparison(run, 0, 0, nothing, nothing, [(got, expected)])
     assert compared.diverges(1.0, 1e-3)
-    steady = trace_verifier._Noise(hidden=(np.array([0, 1e-3, 0], np.float32),))
+    steady = trace_comparison.RoundingNoise(hidden=(np.array([0, 1e-3, 0], np.float32),))
     with pytest.raises(
         VerificationError, match=r"hidden states of token 1 differ by 0\.05.* \(allowed: 0\.00\d+ of it\)"
     ):
         compared.require(1.0, 1e-3, ["layer 0"], steady, may_be_chaotic=True)
-    enough = trace_verifier._Noise(hidden=(np.array([0, 8e-3, 0], np.float32),))
+    enough = trace_comparison.RoundingNoise(hidden=(np.array([0, 8e-3, 0], np.float32),))
     assert compared.require(1.0, 1e-3, ["layer 0"], enough, may_be_chaotic=False) == 0
-    chaotic = trace_verifier._Noise(hidden=(np.array([0, 0.1, 0], np.float32),))
+    chaotic = trace_comparison.RoundingNoise(hidden=(np.array([0, 0.1, 0], np.float32),))
     assert compared.require(1.0, 1e-3, ["layer 0"], chaotic, may_be_chaotic=True) == 1
     with pytest.raises(
         VerificationError, match="cannot be held against the model: hidden states of layer 0 move by more"
@@ -204,38 +204,38 @@ def test_of_several_streams_each_is_held_to_its_own_deviation() -> None:
     expected[:, 0] *= 1e4
     got = expected.copy()
     got[1, 1] += 0.05
-    nothing = trace_verifier.NOTHING
-    compared = trace_verifier._Comparison(run, 0, 0, nothing, nothing, [(got, expected)])
+    nothing = trace_comparison.NOTHING
+    compared = trace_comparison.StepComparison(run, 0, 0, nothing, nothing, [(got, expected)])
     assert compared.diverges(1.0, 1e-3)
-    steady = trace_verifier._Noise(hidden=(np.full((3, 2), 1e-5, np.float32),))
+    steady = trace_comparison.RoundingNoise(hidden=(np.full((3, 2), 1e-5, np.float32),))
     with pytest.raises(VerificationError, match=r"hidden states of token 1 differ by 0\.05"):
         compared.require(1.0, 1e-3, ["layer 0"], steady, may_be_chaotic=True)
-    chaotic = trace_verifier._Noise(hidden=(np.array([[0, 0], [0, 0.1], [0, 0]], np.float32),))
+    chaotic = trace_comparison.RoundingNoise(hidden=(np.array([[0, 0], [0, 0.1], [0, 0]], np.float32),))
     assert compared.require(1.0, 1e-3, ["layer 0"], chaotic, may_be_chaotic=True) == 1
 
 
 def test_runs_stay_within_a_context_however_short() -> None:
     for context in range(1, 24):
-        runs = trace_verifier._runs(96, [7], context)
+        runs = trace_runs.make_runs(96, [7], context)
         assert max(run.capacity for run in runs) >= min(context, 20)
         runs.append(magnified.run(96, context))
         assert all(run.capacity <= context for run in runs)
-        assert all(len(row) > 0 for run in runs for row in trace_verifier._rows(run))
-    one, ragged = trace_verifier._runs(96, [], None)
+        assert all(len(row) > 0 for run in runs for row in trace_runs.rows_of(run))
+    one, ragged = trace_runs.make_runs(96, [], None)
     assert [step.lengths.tolist() for step in one.steps] == [[12], [1], [1], [1], [5]]
     assert [step.lengths.tolist() for step in ragged.steps] == [[9, 12], [1, 1], [1, 1]]
 
 
 @pytest.mark.parametrize("whole_bytes", [1, 1 << 30])
-def test_what_was_foreseen_is_not_computed_again_and_proves_the_same(
+def test_what_was_computed_before_is_not_computed_again_and_proves_the_same(
     whole_bytes: int, checkpoint: Checkpoint, canonical: ir.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = verify_trace(checkpoint, canonical, whole_bytes=whole_bytes)
     wrong = canonical.clone()
     _no_residual(wrong)
     with pytest.raises(VerificationError, match=r"first diverging layer: model\.layers\.2"):
-        verify_trace(checkpoint, wrong, foreseen=foresee(checkpoint, 1 << 30))
-    foreseen = foresee(checkpoint, whole_bytes)
+        verify_trace(checkpoint, wrong, computed=precompute_reference(checkpoint, 1 << 30))
+    computed = precompute_reference(checkpoint, whole_bytes)
     ran: list[int] = []
     run = ReferenceModel.run_batch
 
@@ -244,10 +244,10 @@ def test_what_was_foreseen_is_not_computed_again_and_proves_the_same(
         return run(self, ids, *given, **named)
 
     monkeypatch.setattr(ReferenceModel, "run_batch", counted)
-    proof = verify_trace(checkpoint, canonical, whole_bytes=whole_bytes, foreseen=foreseen)
+    proof = verify_trace(checkpoint, canonical, whole_bytes=whole_bytes, computed=computed)
     assert replace(proof, seconds=0.0) == replace(plain, seconds=0.0)
     assert len(ran) <= 1, "but for the prompt beyond the windows, whose length the graph tells"
-    other = foresee(checkpoint, 1 << 30 if whole_bytes == 1 else 1)
-    again = verify_trace(checkpoint, canonical, whole_bytes=whole_bytes, foreseen=other)
+    other = precompute_reference(checkpoint, 1 << 30 if whole_bytes == 1 else 1)
+    again = verify_trace(checkpoint, canonical, whole_bytes=whole_bytes, computed=other)
     assert replace(again, seconds=0.0) == replace(plain, seconds=0.0)
-    assert not hasattr(other, "reference")  # its weights are freed
+    assert not hasattr(other, "reference")  # its weights are released

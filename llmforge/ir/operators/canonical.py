@@ -18,12 +18,12 @@ from llmforge.ir.operators.record import (
     INT32,
     INT64,
     CachedAttention,
+    ChosenExperts,
     Input,
     Operator,
     OptionalInput,
     Output,
     Precision,
-    RoutedExperts,
     Stage,
     integer,
     integers,
@@ -194,7 +194,7 @@ class CausalMask(Operator, domain=CANONICAL):
     stage = Stage.LOWERED
 
 
-class MoE(RoutedExperts, domain=CANONICAL):
+class MoE(ChosenExperts, domain=CANONICAL):
     """Experts: x [..., H], expert_ids and expert_weights [..., top_k], up [E, H, 2·I or I], down [E, I, H]."""
 
     x = Input()

@@ -19,12 +19,12 @@ from llmforge.ir.operators.record import (
     MICROSOFT,
     UINT8,
     CachedAttention,
+    ChosenExperts,
     Input,
     Operator,
     OptionalInput,
     Output,
     Precision,
-    RoutedExperts,
     Stage,
     integer,
     optional_real,
@@ -186,7 +186,7 @@ class GatherBlockQuantized(Operator, domain=MICROSOFT):
     lookup = True
 
 
-class _Experts(RoutedExperts, domain=MICROSOFT):
+class _Experts(ChosenExperts, domain=MICROSOFT):
     input = Input()
     router_probs = Input(FLOATS, 2, chooses=True)
     k = integer()

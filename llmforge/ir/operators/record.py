@@ -449,7 +449,7 @@ class CachedAttention(Operator):
         raise NotImplementedError
 
 
-class RoutedExperts(Operator):
+class ChosenExperts(Operator):
     """Experts, of which each token chooses some; not an operator itself."""
 
     precision = Precision.HALF

@@ -93,7 +93,7 @@ def closed_loop(
 def conversations(
     subject: Responder, sessions: Sequence[Sequence[LoadRequest]], concurrency: int
 ) -> list[RequestOutcome]:
-    """Hold `concurrency` conversations at once; return the outcomes of all turns, one conversation behind another.
+    """Hold `concurrency` conversations at once; return the outcomes of all turns, one conversation after another.
 
     The prompt of a turn is that of the turn before, its answer, and what the turn adds. A turn that fails ends its
     conversation: those that would follow are failures, too, with no time of their own.

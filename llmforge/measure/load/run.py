@@ -56,7 +56,7 @@ class LoadSpec:
         return [Setting(prompt, output, *load) for prompt, output, load in sweep]
 
     def describe(self, prefix_tokens: int) -> str:
-        """Say in words where prompts are from."""
+        """Say where prompts are from."""
         source = "random tokens" if self.data is None else f"text of {self.data.name}"
         if self.trace is not None:
             return f"arrivals of {self.trace.name}; prompts without a text: {source}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.safetensors_file import TensorEntry
 from llmforge.ir import graph as g
-from llmforge.ir.derived import OfExperts, Stored
+from llmforge.ir.derived import Stored
 from llmforge.ir.operators import standard
 
 if TYPE_CHECKING:  # a graph that was kept is bound to a checkpoint without torch, which takes seconds to import
@@ -37,41 +37,6 @@ class ParameterSource:
     tensors: tuple[str, ...]
     converted: Callable[[], Iterator[torch.Tensor]] | None = None  # slices of the first axis, in order: often only one
     matrices: tuple[tuple[str, ...], ...] = ()  # tensors on top of each other in each slice, where it is made so
-
-
-class Stacked(OfExperts):
-    """Weights of three axes that are read piece by piece along the first, each cast and perhaps transposed.
-
-    Nothing outlives a result; of experts that lie apart, one is read at a time.
-    """
-
-    def __init__(
-        self,
-        pieces: Callable[[], Iterator[NDArray[Any]]],
-        dtype: ir.DataType,
-        shape: ir.Shape,
-        name: str,
-        *,
-        transposed: bool,
-        matrices: tuple[tuple[str, ...], ...] = (),
-    ) -> None:
-        super().__init__(self._read, dtype, shape, name=name)
-        self._pieces, self.transposed, self.matrices = pieces, transposed, matrices
-
-    def first(self) -> NDArray[Any]:
-        """Read the first piece, as this tensor holds it, in the dtype in which it is stored."""
-        piece = next(self._pieces())
-        return piece.swapaxes(-1, -2) if self.transposed else piece
-
-    def _read(self) -> ir.TensorProtocol:
-        result = np.empty(self.shape.numpy(), self.dtype.numpy())  # what is written to it is cast on the way: no copy
-        as_stored = result.swapaxes(-1, -2) if self.transposed else result
-        filled = 0
-        for part in self._pieces():
-            as_stored[filled : filled + len(part)] = part
-            filled += len(part)
-        assert filled == len(as_stored)
-        return ir.Tensor(result, dtype=self.dtype, name=self.name)
 
 
 @dataclass(frozen=True)
@@ -207,26 +172,17 @@ def tensor_of(
         tensor: ir.TensorProtocol = checkpoint.tensor(source.tensors[0])
         tensor.name = name
         return tensor
-    if source.converted is not None or len(shape) > 2:
-        made = _pieces(checkpoint, source)
-        return Stacked(made, dtype, shape, name, transposed=transposed, matrices=source.matrices)
-    [single] = source.tensors
-
-    def stored() -> NDArray[Any]:
-        return checkpoint.tensor(single).numpy()
-
-    if len(shape) == 2:
-        return Stored(stored, dtype, shape, name, transposed=transposed, source=single)
-    return ir.LazyTensor(
-        lambda: ir.Tensor(stored().astype(dtype.numpy()), dtype=dtype, name=name), dtype=dtype, shape=shape, name=name
-    )
+    sources = source.matrices if len(shape) > 2 else ()
+    if source.converted is None and len(shape) == 2:
+        sources = (source.tensors,)
+    return Stored(_pieces(checkpoint, source), dtype, shape, name, transposed=transposed, sources=sources)
 
 
-def _pieces(checkpoint: Checkpoint, source: ParameterSource) -> Callable[[], Iterator[NDArray[Any]]]:
+def _pieces(checkpoint: Checkpoint, source: ParameterSource) -> Callable[[], Iterable[NDArray[Any]]]:
     """Make the function that reads a parameter piece by piece, in its stored dtype and the layout of transformers."""
     converted = source.converted
     if converted is None:
-        return lambda: iter([checkpoint.tensor(source.tensors[0]).numpy()])
+        return lambda: [checkpoint.tensor(source.tensors[0]).numpy()]
     return lambda: map(_numpy, converted())
 
 

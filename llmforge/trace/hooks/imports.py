@@ -11,7 +11,7 @@ from typing import Any
 
 
 @contextmanager
-def unused_left_out() -> Iterator[None]:
+def without_unused_imports() -> Iterator[None]:
     """Import transformers without what it imports for others, in a process that does nothing but trace.
 
     That is scipy, of which it wants a function for losses of object detection: 0.2 s. Nor does it read its folder of

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from llmforge.base.errors import UnsupportedError
 from llmforge.trace.hooks import internals, miniature
 from llmforge.trace.hooks.attention import AttentionHook
-from llmforge.trace.hooks.linear_attention import Recurrence, emit_linear_attention
+from llmforge.trace.hooks.linear_attention import LinearAttentionInputs, emit_linear_attention
 
 CACHES = ("get_linear_cache", "set_linear_cache")  # what such a module asks its cache for
 PARTS = ("qkv_proj", "act_fn", "norm", "output_gate", "out_proj")
@@ -63,7 +63,7 @@ def _emitter(module: nn.Module, attention: AttentionHook) -> Callable[..., Any]:
 
         def attend(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
             y, state = emit_linear_attention(
-                attention, Recurrence(q, k, v, decay, None, heads, (heads, width, width)), past
+                attention, LinearAttentionInputs(q, k, v, decay, None, heads, (heads, width, width)), past
             )
             layer.update_recurrent_state(state)
             return y

@@ -72,7 +72,7 @@ def owner(attention: AttentionHook, owns: Callable[[CacheLayer], bool]) -> Cache
 
 
 @dataclass(frozen=True, eq=False)
-class Recurrence:
+class LinearAttentionInputs:
     """Inputs of `llmforge::LinearAttention`: gated where there is no `beta`, else by the gated delta rule."""
 
     q: Tensor  # [B, S, num_heads·D]
@@ -85,7 +85,9 @@ class Recurrence:
     scale: float = 1.0
 
 
-def emit_linear_attention(attention: AttentionHook, step: Recurrence, past: Tensor | None) -> tuple[Tensor, Tensor]:
+def emit_linear_attention(
+    attention: AttentionHook, step: LinearAttentionInputs, past: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Emit `llmforge::LinearAttention` → y [B, S, H·Dv], state.
 
     Which layer it is tells `past`, what its cache handed out; a model that hands over none updates the state of the

@@ -18,7 +18,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.ir.operators import canonical
 from llmforge.trace.hooks import internals, state_spaces
 from llmforge.trace.hooks.attention import AttentionHook
-from llmforge.trace.hooks.linear_attention import Recurrence, bind, emit_linear_attention, owner
+from llmforge.trace.hooks.linear_attention import LinearAttentionInputs, bind, emit_linear_attention, owner
 from llmforge.trace.hooks.norms import rms_norm
 from llmforge.trace.hooks.symbolic import emit
 
@@ -101,7 +101,7 @@ def _delta_rule(original: Callable[..., Any], attention: AttentionHook) -> Calla
             q, k = _normalize(q), _normalize(k)
         y, state = emit_linear_attention(
             attention,
-            Recurrence(
+            LinearAttentionInputs(
                 q.reshape(batch, sequence, num_heads * width),
                 k.reshape(batch, sequence, num_heads * width),
                 v.reshape(batch, sequence, heads * value_width),

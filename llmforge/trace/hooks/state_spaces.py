@@ -19,7 +19,7 @@ from torch.nn import functional
 from llmforge.base.errors import UnsupportedError
 from llmforge.trace.hooks import internals
 from llmforge.trace.hooks.attention import AttentionHook
-from llmforge.trace.hooks.linear_attention import Recurrence, bind, emit_linear_attention
+from llmforge.trace.hooks.linear_attention import LinearAttentionInputs, bind, emit_linear_attention
 
 TOLERANCE = 1e-4  # fp32, on values of order one
 PROBED = 5  # tokens on which a function is probed
@@ -68,7 +68,7 @@ def chunk_scan(original: Callable[..., Any], attention: AttentionHook) -> Callab
         dt = time_steps(dt.to(x.dtype), bias, softplus=softplus, limit=limit)
         y, state = emit_linear_attention(
             attention,
-            Recurrence(
+            LinearAttentionInputs(
                 c.reshape(batch, sequence, groups * width),
                 b.reshape(batch, sequence, groups * width),
                 (x * dt.view(batch, sequence, heads, 1)).reshape(batch, sequence, heads * value_width),
@@ -114,7 +114,7 @@ def selective_scan(original: Callable[..., Any], attention: AttentionHook) -> Ca
         decay = dt.reshape(batch, sequence, channels, 1) * rates  # [B, S, C, N]
         y, state = emit_linear_attention(
             attention,
-            Recurrence(
+            LinearAttentionInputs(
                 c,
                 b,
                 x * dt,

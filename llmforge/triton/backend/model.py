@@ -20,8 +20,9 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
 
+from llmforge.artifact import admission
 from llmforge.backends import PROVIDERS
-from llmforge.base import admission, process
+from llmforge.base import process
 from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable
 from llmforge.runtime.config import FILE, RuntimeConfig
 from llmforge.serving.engine_process import EngineProcess

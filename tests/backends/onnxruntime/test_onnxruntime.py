@@ -13,12 +13,12 @@ import onnxruntime
 import pytest
 
 from llmforge import targets
-from llmforge.backends import onnx_file
 from llmforge.backends.engines import BuildRequest
 from llmforge.backends.onnxruntime import builder as engine
 from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
+from llmforge.ir import onnx_file
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.config import SessionConfig
 from llmforge.runtime.interface import StepInputs

@@ -21,7 +21,7 @@ from llmforge.backends.onnxruntime.cuda import operators as cuda_operators
 from llmforge.backends.onnxruntime.cuda.paged import PagedSession, Piece
 from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import InputError, UnsupportedError
-from llmforge.compile import pipeline
+from llmforge.compile.stages import engine as engine_stage
 from llmforge.ir import dialect, graph, interface, paged
 from llmforge.ir.operators import contrib
 from llmforge.passes import QuantizeKvCache
@@ -133,7 +133,7 @@ def test_blocks_are_of_a_size_that_attention_reads_in_place(head_dim: int, token
     model = decoder(int8_cache=int8_cache)
     for layer in contrib.GroupQueryAttention.all(model):
         layer.past_key.shape = ir.Shape(["batch", 2, "capacity", head_dim])
-    assert paged_attention.block_size(model) == tokens
+    assert cuda.block_size(model) == tokens
 
 
 def test_graphs_that_cannot_read_blocks_are_refused_with_the_reason() -> None:
@@ -200,12 +200,12 @@ def test_a_recipe_that_drafts_has_slots(tmp_path: Path) -> None:
         }  # fmt: skip
         return Recipe.model_validate_json(json.dumps(said), context=tmp_path)
 
-    spec, notes = pipeline.placed(recipe(), H100)
+    spec, notes = engine_stage.placed(recipe(), H100)
     assert spec.kv_cache == "slots"
     why = "serving.speculation is prompt-lookup, and drafts are not verified over blocks"
     assert notes == [f"lowering: KV cache in slots, not in blocks: {why}"]
-    assert pipeline.placed(recipe(), targets.load("cpu-avx2"))[1] == []
-    assert pipeline.placed(recipe(kv_cache="slots"), H100)[1] == []
+    assert engine_stage.placed(recipe(), targets.load("cpu-avx2"))[1] == []
+    assert engine_stage.placed(recipe(kv_cache="slots"), H100)[1] == []
     with pytest.raises(ValueError, match=f"engine.kv_cache is paged; expected slots: {why}"):
         recipe(kv_cache="paged")
 

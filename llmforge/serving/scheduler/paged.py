@@ -1,21 +1,21 @@
 """Continuous batching over blocks of one pool: a sequence holds what its text fills, and not a slot of full length.
 
-As `scheduler`, but for where tokens lie and what one step runs:
+As over slots, but for where tokens lie and what one step runs:
 
 1. those that wait longest are taken up while there is a row for them and the pool has blocks for all their tokens, and
    one more for each sequence that runs and has a quarter of its last block left, or less. A text begins with the blocks
-   that earlier ones published, which no copy is made of; of the block behind them, the part in common is copied;
+   that earlier ones published, which no copy is made of; of the block after them, the part in common is copied;
 2. each sequence that decodes gets room for its next token. Where the pool is empty, the sequence that was taken up
    last is preempted: its blocks are freed, and it goes back to the head of the queue with all its tokens and the state
    of its random numbers, to be read again like a prompt and to go on with the token that it would have had;
 3. one run of the decoder reads the last token of every sequence that decodes and, up to `step_tokens` in all, pieces
    of what is not read yet, oldest first; at least a `chunk` of the oldest.
 
-Where the decoder gives heads of rows (`interface.Heads`), tokens are sampled from them, and delivered while the next
-step runs, whatever it runs.
+Where the decoder gives top logits of rows (`interface.TopLogits`), tokens are sampled from them, and delivered while
+the next step runs, whatever it runs.
 
 While all sequences decode, the next step begins on the device's guesses of this one's tokens, if the pool has a place
-for each (`Scheduler`).
+for each (`run_ahead`).
 
 So the oldest sequence always goes on (the pool holds a text of full length), and a step runs at most `step_tokens`
 tokens, or a chunk besides those that decode.
@@ -25,30 +25,30 @@ tokens, or a chunk besides those that decode.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from llmforge.backends import PREFILL_CHUNK
 from llmforge.backends.onnxruntime.cuda.paged import PagedCache, PagedSession, Piece
 from llmforge.runtime.block_pool import BlockTable, NoBlocks
-from llmforge.runtime.interface import Backend, C
+from llmforge.runtime.interface import C, Decoder
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.runtime.sampling.sampler import Samplers, guesses
 from llmforge.serving.options import EngineOptions
-from llmforge.serving.scheduler import Decoding, Scheduler, temperatures
+from llmforge.serving.scheduler.base import Scheduler
+from llmforge.serving.scheduler.run_ahead import Decoding, temperatures
+from llmforge.serving.scheduler.slot_scheduler import SlotScheduler
 from llmforge.serving.sequence import Sequence
 from llmforge.serving.speculation import Speculation
-from llmforge.serving.stats import EngineStats
 
 # Tokens in common that are worth a copy: a copy for each layer costs about what a few tokens of a prompt cost.
 LEAST_BORROWED = 8
 
 
 @dataclass(eq=False)
-class _Pieces(Decoding):
+class PagedStep(Decoding):
     """A step of pieces of texts: `planned`, of which those that are wanted have a row."""
 
     planned: list[tuple[Sequence, Piece]] = field(default_factory=list)
@@ -71,47 +71,47 @@ class PagedScheduler(Scheduler[PagedCache]):
         speculation: Speculation | None = None,
         **others: Any,
     ) -> None:
-        without_slots = dataclasses.replace(options, prefix_cache_bytes=0)
-        super().__init__(backend, cache, samplers, without_slots, **others)
+        super().__init__(backend, cache, samplers, options, **others)
         self._paged = backend
         self._pool = cache.pool
         self._shares = options.prefix_cache_bytes > 0
         if speculation is not None:
             self._notes += ("no speculation: drafts are not verified over a paged KV cache",)
-        self._ahead: _Pieces | None = None
+        self._totals = self._figures.totals
         self._tables: dict[Sequence, BlockTable] = {}  # of those that run, in the order in which they were taken up
+        # Where a device gives heads, rows are fetched one at a time.
+        self._logits = backend.logits_array((0 if backend.decodes_ahead else cache.batch, 1, backend.vocabulary))
 
-    def stats(self) -> EngineStats:
-        """Sum up what was done and what is going on; tokens that texts have in common count once."""
+    def _occupancy(self) -> dict[str, int]:
+        """Tokens that texts have in common count once."""
         size, pool = self._pool.block_size, self._pool
-        return dataclasses.replace(
-            super().stats(),
-            running=len(self._tables),
-            kv_tokens_used=pool.used * size,
-            kv_tokens_capacity=pool.blocks * size,
-            prefix_tokens_used=pool.cached * size,
-            prefix_tokens_capacity=pool.blocks * size if self._shares else 0,
-        )
+        return {
+            "running": len(self._tables),
+            "kv_tokens_used": pool.used * size,
+            "kv_tokens_capacity": pool.blocks * size,
+            "prefix_tokens_used": pool.cached * size,
+            "prefix_tokens_capacity": pool.blocks * size if self._shares else 0,
+        }
 
     def _run(self) -> int:
-        self._drop_ahead()
         self._admit()
-        if self._ahead is None:
+        step = self._ahead.step
+        if step is None:
             self._make_room()
             planned = list(self._plan())
             if planned:
                 self._run_pieces(planned)
         else:
-            planned = self._ahead.planned
-            self._run_ahead(self._ahead)
+            planned = step.planned
+            self._run_ahead(step)
         return sum(len(piece.tokens) for _, piece in planned)
 
     def _admit(self) -> None:
-        while self._waiting and len(self._tables) < self._cache.batch:
-            table = self._open(self._waiting[0])
+        while self.waiting and len(self._tables) < self._cache.batch:
+            table = self._open(self.waiting[0])
             if table is None:
                 return
-            sequence = self._waiting.popleft()
+            sequence = self.waiting.popleft()
             self._tables[sequence] = table
             if sequence.started is None:
                 sequence.started = self._clock()
@@ -130,8 +130,8 @@ class PagedScheduler(Scheduler[PagedCache]):
         spare = pool.available - wanted - sum(map(self._ends_soon, self._tables))
         if spare < 0 and self._tables:
             return None
-        if self._ahead is not None:
-            self._ahead.run.launched()  # it may write to blocks that a sequence has left
+        if self._ahead.step is not None:
+            self._ahead.step.run.launched()  # it may write to blocks that a sequence has left
         table = pool.open(tokens, shared, sequence.adapter)
         computed = shared * pool.block_size
         if self._shares and spare > 0:
@@ -158,13 +158,13 @@ class PagedScheduler(Scheduler[PagedCache]):
 
     def _preempt(self, sequence: Sequence) -> None:
         self._pool.close(self._tables.pop(sequence))
-        self._waiting.appendleft(sequence)
+        self.waiting.appendleft(sequence)
         self._totals["preemptions"] += 1
 
     def _plan(self) -> Iterator[tuple[Sequence, Piece]]:
         """Choose what the next step runs: one token of those that decode, then pieces of what is not read."""
         unread = []
-        room = self._options.step_tokens
+        room = self._step_tokens
         for sequence, table in self._tables.items():
             past = sequence.computed_tokens
             if len(sequence.tokens) - past == 1:
@@ -189,43 +189,45 @@ class PagedScheduler(Scheduler[PagedCache]):
             return
         start = self._clock()
         wanted = [sequence for sequence, piece in planned if piece.wanted]
-        logits = self._logits[-1][: len(wanted), 0]
+        logits = self._logits[: len(wanted), 0]
         self._paged.run([piece for _, piece in planned], self._cache, logits)
         self._advance(planned)
         for row, sequence in enumerate(wanted):
-            self._sample(sequence, logits[row])
+            self._delivery.sample(sequence, logits[row])
         self._count(planned, start)
 
-    def _begin_pieces(self, planned: list[tuple[Sequence, Piece]], guessed: list[bool]) -> _Pieces:
+    def _begin_pieces(self, planned: list[tuple[Sequence, Piece]], guessed: list[bool]) -> PagedStep:
         """Begin a step, of whose tokens some are `guessed` by the step before."""
         wanted = [(sequence, ahead) for (sequence, piece), ahead in zip(planned, guessed, strict=True) if piece.wanted]
         own = [sequence for sequence, _ in wanted]
         of_rows = np.array(temperatures(own), np.float32)
-        draws = guesses([each.sampler for each in own], [ahead for _, ahead in wanted]) if self._guesses else None
+        draws = guesses([each.sampler for each in own], [ahead for _, ahead in wanted]) if self._ahead.guesses else None
         run = self._paged.begin([piece for _, piece in planned], self._cache, of_rows, draws)
-        return _Pieces(run, list(enumerate(own)), len(own), planned=planned)
+        return PagedStep(run, list(enumerate(own)), len(own), planned=planned)
 
-    def _run_ahead(self, step: _Pieces) -> None:
+    def _run_ahead(self, step: PagedStep) -> None:
         """Sample the tokens of a step that runs, and deliver those before it meanwhile.
 
-        If possible, the next step begins first: see `Scheduler._decode_ahead`.
+        If possible, the next step begins first: see `SlotDecode`.
         """
         start = self._clock()
-        self._ahead = self._begin_behind(step)
-        if self._ahead is None:
+        ahead = self._ahead
+        ahead.step = self._begin_next(step)
+        if ahead.step is None:
             step.run.launched()
-        self._deliver_tokens()
-        heads = step.run.heads()
+        self._delivery.hand_over_all()
+        heads = step.run.top_logits()
         self._advance([each for each in step.planned if each[0] not in step.wrong])
-        self._sample_heads(self._live(step), step.run, heads, step.run.next_ids() if self._guesses else None)
+        ahead.sample(ahead.live(step), step.run, heads)
         self._count(step.planned, start)
 
-    def _begin_behind(self, step: _Pieces) -> _Pieces | None:
-        """Begin the step behind `step` on what that guesses; None: its tokens had better be known, or no block is free.
+    def _begin_next(self, step: PagedStep) -> PagedStep | None:
+        """Begin the step after `step` on what that guesses; None: its tokens had better be known, or no block is free.
 
         All sequences that run must have a row in it: what is still to be read goes with known tokens.
         """
-        if not self._tables.keys() <= {each for _, each in step.rows} or not (rows := self._go_on(step)):
+        rows = self._ahead.continuing_rows(step)
+        if not rows or not self._tables.keys() <= {each for _, each in step.rows}:
             return None
         planned = []
         for row, sequence in rows:
@@ -247,15 +249,15 @@ class PagedScheduler(Scheduler[PagedCache]):
         read = sum(len(piece.tokens) for _, piece in planned) - decoded
         self._totals["prefill_tokens"] += read
         if not read:
-            self._steps[decoded] += 1
+            self._figures.steps[decoded] += 1
             self._totals["decode_tokens"] += decoded
-            self._decode_s += self._clock() - start
+            self._figures.decode_s += self._clock() - start
 
     def _advance(self, planned: list[tuple[Sequence, Piece]]) -> None:
         """Count what a step has computed, of those that have not ended since."""
         size = self._pool.block_size
         for sequence, piece in planned:
-            if sequence in self._sequences:
+            if sequence in self.sequences:
                 before = sequence.computed_tokens
                 sequence.computed_tokens = after = before + len(piece.tokens)
                 if self._shares and before // size < after // size:
@@ -264,7 +266,7 @@ class PagedScheduler(Scheduler[PagedCache]):
     def _release(self, sequence: Sequence) -> None:
         table = self._tables.pop(sequence, None)
         if table is None:
-            self._waiting.remove(sequence)
+            self.waiting.remove(sequence)
         else:
             self._pool.close(table)
 
@@ -273,7 +275,7 @@ class PagedScheduler(Scheduler[PagedCache]):
 
 
 def scheduler_of(
-    backend: Backend[C],
+    backend: Decoder[C],
     cache: C,
     samplers: Samplers,
     options: EngineOptions,
@@ -286,4 +288,4 @@ def scheduler_of(
     more: dict[str, Any] = {"speculation": speculation, "chunk": chunk, "adapters": adapters}
     if isinstance(backend, PagedSession) and isinstance(cache, PagedCache):
         return PagedScheduler(backend, cache, samplers, options, **more)
-    return Scheduler(backend, cache, samplers, options, **more)
+    return SlotScheduler(backend, cache, samplers, options, **more)

@@ -1,4 +1,4 @@
-"""Proofs beside a build: what they hold is let go, and the first that fails, in their order, is what is raised."""
+"""What runs concurrently with a build: the first proof that fails, in their order, is raised; weights are read once."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import errno
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import pytest
 
-from llmforge.base.errors import VerificationError
-from llmforge.compile.proofs import Proofs
+from llmforge.base.errors import CheckpointError, VerificationError
+from llmforge.base.progress import Silent
+from llmforge.checkpoint import Checkpoint, safetensors_file
+from llmforge.compile.overlap import ProofPool, WeightReader
+
+from ..models.checkpoints import write_checkpoint
 
 
 def test_the_failure_of_the_earlier_one_is_raised() -> None:
@@ -24,7 +29,7 @@ def test_the_failure_of_the_earlier_one_is_raised() -> None:
         later.set()
         raise VerificationError("a pass")
 
-    with Proofs() as proofs:
+    with ProofPool() as proofs:
         proofs.begin(nullcontext(), first)
         failed = proofs.begin(nullcontext(), second)
         with pytest.raises(VerificationError, match="a pass"):
@@ -41,7 +46,7 @@ def test_what_stumbles_over_a_graph_that_is_refused_is_not_blamed() -> None:
         raise VerificationError("a pass")
 
     def build(error: Exception) -> None:
-        with Proofs() as proofs:
+        with ProofPool() as proofs:
             proofs.begin(nullcontext(), refuse)
             with proofs.blamed():
                 stumbled.set()
@@ -55,7 +60,7 @@ def test_what_stumbles_over_a_graph_that_is_refused_is_not_blamed() -> None:
 
 def test_what_fails_without_a_refusal_is_raised() -> None:
     def build() -> None:
-        with Proofs() as proofs, proofs.blamed():
+        with ProofPool() as proofs, proofs.blamed():
             proofs.begin(nullcontext(), lambda: None)
             raise KeyError("no such value")
 
@@ -77,7 +82,7 @@ def test_what_did_not_run_is_dropped_and_lets_go() -> None:
         begun.release()
         go.wait(10)
 
-    with Proofs() as proofs:
+    with ProofPool() as proofs:
         for name in ("one", "two"):
             proofs.begin(held(name), busy, in_turn=name == "two")
             begun.acquire()
@@ -88,7 +93,7 @@ def test_what_did_not_run_is_dropped_and_lets_go() -> None:
 
 
 def test_a_proof_may_wait_for_those_before_it() -> None:
-    with Proofs() as proofs:
+    with ProofPool() as proofs:
         first = proofs.begin(nullcontext(), lambda: 20)
         second = proofs.begin(nullcontext(), lambda: first.result() + 1)
         proofs.finish()
@@ -99,28 +104,72 @@ def test_those_in_turn_follow_one_another_and_leave_room_for_others() -> None:
     go, order = threading.Event(), list[str]()
 
     def slow() -> None:
-        assert go.wait(10), "the one beside did not run"
+        assert go.wait(10), "the other one did not run"
         order.append("first")
 
-    with Proofs() as proofs:
+    with ProofPool() as proofs:
         for name in ("second", "third", "fourth", "fifth"):
             if name == "second":
                 proofs.begin(nullcontext(), slow, in_turn=True)
             proofs.begin(nullcontext(), lambda name=name: order.append(name), in_turn=True)  # type: ignore[misc]
-        proofs.beside(go.set)
+        proofs.prepare(go.set)
         proofs.finish()
     assert order == ["first", "second", "third", "fourth", "fifth"]
 
 
-def test_what_was_computed_beside_fails_nothing() -> None:
+def test_what_was_prepared_fails_nothing() -> None:
     ran = threading.Event()
 
     def refuse() -> None:
         ran.set()
         raise VerificationError("a graph that does not run: its proof will say so")
 
-    with Proofs() as proofs:
-        proofs.beside(refuse)
+    with ProofPool() as proofs:
+        proofs.prepare(refuse)
         proof = proofs.begin(nullcontext(), lambda: ran.wait(10))
         proofs.finish()
         assert proof.result()
+
+
+def test_the_digest_is_that_of_a_walk_in_the_foreground(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    with WeightReader() as reader:
+        checkpoint = reader.begin(tmp_path)
+        reader.finish(Silent())
+        assert checkpoint.digest == Checkpoint.open(tmp_path).verify()
+
+
+def test_what_is_wrong_is_said_when_it_is_waited_for(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    file = tmp_path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-4:] = b"\x00\x00\xc0\x7f"
+    file.write_bytes(content)
+    with WeightReader() as reader:
+        reader.begin(tmp_path)
+        with pytest.raises(CheckpointError, match="NaN"):
+            reader.finish(Silent())
+
+
+def test_it_ends_with_a_build_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path)
+    reading, go_on, chunks = threading.Event(), threading.Event(), []
+    walk = safetensors_file._chunks
+
+    def slowly(*arguments: object) -> object:
+        if threading.current_thread() is threading.main_thread():  # reads headers
+            yield from walk(*arguments)  # type: ignore[arg-type]
+            return
+        for chunk in walk(*arguments):  # type: ignore[arg-type]
+            reading.set()
+            go_on.wait(20)
+            chunks.append(len(chunk))
+            yield chunk
+
+    monkeypatch.setattr(safetensors_file, "_chunks", slowly)
+    with WeightReader() as reader:
+        reader.begin(tmp_path)
+        assert reading.wait(20)
+        threading.Timer(0.2, go_on.set).start()
+    assert len(chunks) == 1  # the file has many more
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-weights")]

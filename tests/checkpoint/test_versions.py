@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from llmforge.base import extras, versions
+from llmforge.base import extras
 from llmforge.base.errors import EnvironmentLacks, VersionMismatch
-from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint import Checkpoint, versions
 from llmforge.cli import cli
 
 ASKED = metadata.version

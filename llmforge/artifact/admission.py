@@ -1,4 +1,4 @@
-"""What is asked of an artifact before anything of it is loaded: that it is whole, and that its gates did not fail.
+"""Checks of an artifact before anything of it is loaded: that it is whole, and that its gates did not fail.
 
 Manifest, evidence, the set of files and their sizes are checked each time; the hashes of files once, as long as the
 file does not change (llmforge.base.hashed_files). The verdict is the one that the evidence gives; whether it follows
@@ -12,18 +12,18 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmforge.base import hashed_files, sealed
+from llmforge.artifact import sealed
+from llmforge.artifact.sealed import Manifest, Verdict
+from llmforge.base import hashed_files
 from llmforge.base.errors import GateFailed, InputError
-from llmforge.base.sealed import Manifest, Verdict
 
 LOADED = ("engine/", "tokenizer/")  # what the runtime reads
-ALLOWED: tuple[Verdict, ...] = ("fail", "inconclusive")  # verdicts that can be allowed
 _HINT = "run `llmforge verify ARTIFACT`; fetch or build the artifact again"
 _LISTED = 5  # files that a message names
 
 
 @dataclass(frozen=True)
-class Admission:
+class AdmittedArtifact:
     """An artifact that may be loaded."""
 
     manifest: Manifest
@@ -39,7 +39,7 @@ def admit(
     parts: Collection[str] = LOADED,
     signed: Collection[str] | None = None,
     how_to_allow: str = "--allow fail",
-) -> Admission:
+) -> AdmittedArtifact:
     """Check the artifact in `folder`, of which `parts` (paths' beginnings) are going to be used.
 
     `allow` names a verdict to be taken as it is. `rehash`: believe no hash that was computed before. `signed` are the
@@ -66,7 +66,7 @@ def admit(
         notes.append(f"the gates of {called} are inconclusive: nothing shows that it is as good as it has to be")
     if forgotten is not None:
         notes.append(f"hashes of files cannot be remembered, and are computed at each start: {forgotten}")
-    return Admission(manifest, verdict, tuple(notes))
+    return AdmittedArtifact(manifest, verdict, tuple(notes))
 
 
 def _check_files(folder: Path, manifest: Manifest, parts: tuple[str, ...], rehash: bool) -> str | None:

@@ -1,4 +1,4 @@
-"""What an artifact says of itself, in plain JSON: a manifest of its content, and records of evidence about it.
+"""The seal of an artifact, in plain JSON: a manifest of its content, and records of evidence about it.
 
 `manifest.json` has one form only: keys sorted, one space of indent, a final newline. So the SHA-256 of its bytes is the
 digest of the content, of which the version is the beginning. Nothing in it changes from build to build: no time, no
@@ -86,7 +86,7 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class Record:
+class EvidenceRecord:
     """The head of a record of evidence, whatever else it says (llmforge.gates.records)."""
 
     digest: str  # SHA-256 of its bytes; its name
@@ -180,7 +180,7 @@ def parse_manifest(raw: bytes, source: str) -> Manifest:
     return manifest
 
 
-def parse_record(raw: bytes, source: str) -> Record:
+def parse_record(raw: bytes, source: str) -> EvidenceRecord:
     """Read the head of a record of evidence.
 
     Raises:
@@ -199,7 +199,7 @@ def parse_record(raw: bytes, source: str) -> Record:
         files = {path: strict_json.read(FileRecord, file, f"{source}: files") for path, file in data["files"].items()}
         previous, created = data["previous"], datetime.fromisoformat(data["created"])
         moment = created.astimezone(UTC)  # which the years 1 and 9999 need not have
-        head = Record(
+        head = EvidenceRecord(
             hashlib.sha256(raw).hexdigest(), len(raw), data["content"], previous, moment, data["verdict"], files
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -219,7 +219,7 @@ def open_manifest(folder: Path) -> Manifest:
     return parse_manifest(read_file(folder / MANIFEST, LARGEST_MANIFEST), str(folder / MANIFEST))
 
 
-def open_evidence(folder: Path, content: str) -> tuple[Record, ...]:
+def open_evidence(folder: Path, content: str) -> tuple[EvidenceRecord, ...]:
     """Read the records about `content` in the artifact in `folder`, oldest first.
 
     Raises:
@@ -234,7 +234,7 @@ def open_evidence(folder: Path, content: str) -> tuple[Record, ...]:
     return in_line(found, content, str(folder))
 
 
-def in_line(records: Collection[Record], content: str, source: str) -> tuple[Record, ...]:
+def in_line(records: Collection[EvidenceRecord], content: str, source: str) -> tuple[EvidenceRecord, ...]:
     """Put the records about `content` in their order, oldest first.
 
     Raises:
@@ -249,7 +249,7 @@ def in_line(records: Collection[Record], content: str, source: str) -> tuple[Rec
                 hint=_HINT,
             )
     after = {record.previous: record for record in records}
-    ordered: list[Record] = []
+    ordered: list[EvidenceRecord] = []
     while (following := after.get(ordered[-1].digest if ordered else None)) is not None:
         ordered.append(following)
     if len(ordered) != len(records):
@@ -261,7 +261,7 @@ def in_line(records: Collection[Record], content: str, source: str) -> tuple[Rec
     return tuple(ordered)
 
 
-def effective(records: Sequence[Record]) -> Verdict:
+def effective(records: Sequence[EvidenceRecord]) -> Verdict:
     """Give the one verdict of some content: that of the newest record which decided its gates.
 
     A later FAIL stands against an earlier PASS, and a later PASS, which needs a measurement of its own, against an

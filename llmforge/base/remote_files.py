@@ -1,0 +1,32 @@
+"""Files at URLs, through fsspec: errors of the file systems below it, and URLs without their passwords."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+_LOGIN = re.compile(r"(?<=://)[^/@]*@")
+# What the packages below fsspec raise that is no OSError: looked up where they are loaded, imported nowhere here.
+_FOREIGN = {
+    "aiohttp": ("ClientError",),
+    "azure.core.exceptions": ("AzureError",),
+    "botocore.exceptions": ("BotoCoreError", "ClientError"),
+    "google.auth.exceptions": ("GoogleAuthError",),
+}
+
+
+def without_login(text: str) -> str:
+    """Take users and passwords out of the URLs in a text."""
+    return _LOGIN.sub("", text)
+
+
+def errors() -> tuple[type[Exception], ...]:
+    """List what a file system raises where it cannot read or write."""
+    loaded = [(sys.modules[module], names) for module, names in _FOREIGN.items() if module in sys.modules]
+    foreign = tuple(getattr(module, name) for module, names in loaded for name in names)
+    return (OSError, NotImplementedError, ValueError, *foreign)
+
+
+def reason(error: BaseException) -> str:
+    """Say in one line why a file system could not."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

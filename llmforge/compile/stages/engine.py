@@ -1,0 +1,159 @@
+"""The stage of the engine: the graph is lowered, and the engine lies there with all that serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+
+from llmforge.backends import BACKENDS, engines, pending, plugin_of
+from llmforge.backends.engines import BuildRequest, BuiltEngine
+from llmforge.backends.onnxruntime import interop
+from llmforge.backends.onnxruntime.builder import write_tokenizer
+from llmforge.base import plugins
+from llmforge.compile import export_proxy
+from llmforge.compile.state import CompileState
+from llmforge.measure import footprint
+from llmforge.parallel.split import split
+from llmforge.recipe import EngineSpec, Recipe
+from llmforge.report import view
+from llmforge.rewrite.pass_base import Changes
+from llmforge.targets import Target
+from llmforge.triton import repository, vllm
+from llmforge.verification import engine_parts
+
+
+def build_engine(state: CompileState) -> None:
+    """Lower the graph and write the engine, the tokenizer and the model repository; all content is there at the end.
+
+    Of an engine that is deferred, what a decode step reads is written down for the build that ends it.
+    """
+    recipe, backend = state.recipe, state.recipe.engine.backend
+    with state.overlap.proofs.blamed():
+        state.read = replace(footprint.count(state.model), multiply_adds=state.multiply_adds)
+        state.clock.stage("Build engine")
+        lowered = _lower(state)
+        state.notes += lowered.notes
+        write_tokenizer(state.checkpoint, state.staging / "tokenizer")
+        request = _request(state, lowered)
+        if recipe.engine.deferred:
+            read = state.read
+            pending.write(
+                request,
+                weight_bytes_per_token=read.weights,
+                kv_bytes_per_token=read.kv,
+                multiply_adds_per_token=read.multiply_adds,
+            )
+        else:
+            builder, plugin = engines.for_target(backend, state.target), plugin_of(backend)
+            with nullcontext() if plugin is None else plugins.blamed(plugin):
+                engine = builder.build(request)
+            if plugin is not None:
+                engines.check_foreign(engine, plugin, state.target)
+            notes = interop.write(lowered.graphs[0], engine, state.checkpoint)
+            state.notes += [*engine.notes, *(f"interface: {note}" for note in notes)]
+            _write_repository(state, engine)
+            state.engine = engine
+        state.hashing.begin_content()
+
+
+def placed(recipe: Recipe, target: Target) -> tuple[EngineSpec, list[str]]:
+    """Return the engine's section, with slots where it might have blocks and serving needs slots; and a note of it."""
+    spec, reason = recipe.engine, recipe.slots_reason
+    provider = target.require_engine(spec.backend)
+    if spec.kv_cache or reason is None or provider.slots_reason(target.sm, spec.tensor_parallel):
+        return spec, []
+    return spec.model_copy(update={"kv_cache": "slots"}), [f"lowering: KV cache in slots, not in blocks: {reason}"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Lowered:
+    """The graph of each rank, as the engine takes it, and what is to be said of them."""
+
+    graphs: Sequence[ir.Model]
+    spec: EngineSpec
+    notes: Sequence[str]
+
+
+def _lower(state: CompileState) -> _Lowered:
+    """Divide the graph among the ranks of the engine, and lower each part."""
+    backend, ranks = state.recipe.engine.backend, state.recipe.engine.tensor_parallel
+    builder, plugin = engines.for_target(backend, state.target), plugin_of(backend)
+    spec, notes = placed(state.recipe, state.target)
+    whole: Mapping[str, str] = {}
+    graphs: Sequence[ir.Model] = (state.model,)
+    if ranks > 1:
+        divided = split(state.model, ranks)
+        graphs, whole = divided.ranks, divided.whole
+    with nullcontext() if plugin is None else plugins.blamed(plugin):
+        lowerings = [builder.lower(each, state.target, spec) for each in graphs]
+    notes += _lowering_notes(lowerings[0][1])  # the graphs of other ranks differ in shapes alone
+    if len(graphs) > 1:
+        notes.append(f"split: {len(graphs)} ranks, each with a graph and its part of the weights")
+    if whole:
+        name, reason = next(iter(whole.items()))
+        notes.append(f"split: whole on every rank: {_named(list(whole))}; {name}: {reason}")
+    return _Lowered([each for each, _ in lowerings], spec, notes)
+
+
+def _lowering_notes(changes: Changes) -> list[str]:
+    grouped = *view.grouped(changes.rewritten).items(), *view.grouped(changes.skipped).items()
+    return [
+        *(f"lowering: {_named(nodes)}: {what}" for what, nodes in grouped),
+        *(f"lowering: {note}" for note in changes.notes),
+    ]
+
+
+def _request(state: CompileState, lowered: _Lowered) -> BuildRequest:
+    """Say what the engine is built of; its proof runs concurrently with the rest of the build, where its files lie."""
+    checkpoint, first = state.checkpoint, lowered.graphs[0]
+    foreign = BACKENDS[state.recipe.engine.backend].export_format
+    return BuildRequest(
+        first,
+        state.staging / "engine",
+        lowered.spec,
+        state.target,
+        checkpoint.eos_token_ids,
+        checkpoint.bos_token_id,
+        state.clock,
+        None if foreign is None else export_proxy.exported(first, state.traced, checkpoint),
+        engine_parts.run,
+        _begin_proof(state),
+        tuple(lowered.graphs) if len(lowered.graphs) > 1 else (),
+    )
+
+
+def _begin_proof(state: CompileState) -> Callable[[Callable[[], None], Mapping[str, str]], None]:
+    """Return what begins to load and run the engine, once all its files are there."""
+    outside = engines.outside(state.recipe.engine.backend, state.target)
+
+    def begin(run: Callable[[], None], facts: Mapping[str, str]) -> None:
+        files = sorted((state.staging / "engine").iterdir())
+        for file in files:
+            state.hashing.begin(file)
+
+        def prove() -> None:
+            hashes = {file.name: state.hashing.sha256(file) for file in files}
+            state.reuse.engine_proof(hashes, facts, run, outside)
+
+        state.overlap.proofs.begin(nullcontext(), prove)
+
+    return begin
+
+
+def _write_repository(state: CompileState, engine: BuiltEngine) -> None:
+    """Write the files from which a server loads the engine."""
+    recipe, checkpoint = state.recipe, state.checkpoint
+    made_of = {"checkpoint": f"{checkpoint.name} {checkpoint.digest}"}
+    served = repository.TritonModel(recipe.name, state.target.kind, recipe.serving, engine.config, made_of)
+    if BACKENDS[recipe.engine.backend].export_format is None:
+        repository.write(served, state.staging / repository.FOLDER / recipe.name)
+    else:
+        vllm.write(served, state.staging)
+
+
+def _named(nodes: Sequence[str]) -> str:
+    """Name the first of several nodes and count the others."""
+    return nodes[0] if len(nodes) == 1 else f"{nodes[0]} and {len(nodes) - 1} more"

@@ -1,0 +1,181 @@
+"""The stage of the passes: calibration, then each pass over the graph, with its record and its proof."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from functools import partial
+
+import onnx_ir as ir
+
+from llmforge import calibration
+from llmforge.base import spans
+from llmforge.base.progress import Progress
+from llmforge.checkpoint import Checkpoint, documents
+from llmforge.compile import dry_run, lock, texts
+from llmforge.compile.cached_passes import PassChain
+from llmforge.compile.lossy_parts import LossyStep
+from llmforge.compile.overlap import PendingProof
+from llmforge.compile.pass_prover import PassProver
+from llmforge.compile.reuse import Reuse
+from llmforge.compile.state import CalibrationResult, CompileState, PassRun
+from llmforge.gates import records
+from llmforge.ir import dialect, graph, interface
+from llmforge.ir.scratch import Scratch
+from llmforge.quantization.statistics import Demand
+from llmforge.recipe import Recipe
+from llmforge.rewrite import options, pass_base
+from llmforge.rewrite.pass_base import Context, Numerics, Pass
+from llmforge.runtime.config import physical_cores
+from llmforge.trace.export.limits import WHOLE_BYTES
+from llmforge.verification import adapter_proof
+from llmforge.verification.promises import Promises
+from llmforge.verification.reports import GraphSnapshot
+
+
+def run_passes(state: CompileState) -> None:
+    """Collect what the passes demand, and run them one after the other over `state.model`; their proofs have begun."""
+    recipe, checkpoint, proofs = state.recipe, state.checkpoint, state.overlap.proofs
+    if state.demands:  # torch computes in one thread at a time
+        proofs.finish(state.clock)
+    state.calibration = calibrate(recipe, checkpoint, state.model, state.demands, state.reuse, state.clock)
+    statistics = state.calibration.statistics
+    state.digests.statistics(statistics)
+    state.notes += statistics.notes if statistics is not None else ()
+    state.windows = texts.evaluation_windows(recipe, checkpoint)
+    lossy = any(step.numerics is Numerics.LOSSY for step in state.steps)
+    chosen = [window.ids for window in texts.budget_windows(state.windows, recipe, checkpoint)] if lossy else []
+    promised = Promises.of(checkpoint, recipe.engine.max_context, recipe.engine.max_batch)
+    threads = recipe.engine.threads or physical_cores()
+    prover = PassProver(state.checked.out / recipe.name / ".failed", promised, chosen, threads, proofs)
+    chain = PassChain.of(state.reuse, checkpoint, state.calibration.key, promised, chosen, state.adapters)
+    state.notes += _coverage(state.model)
+    scratch = Scratch(state.staging.parent)
+    with proofs.blamed():
+        for step in state.steps:
+            # A pass sees what it demands: what others measure is not part of its key.
+            wanted = statistics if step.demands() else None
+            context = Context(state.target, wanted, scratch, dry_run.stored_codes(checkpoint), state.adapters)
+            _run_pass(state, step, context, chain, prover)
+    state.plugins = lock.of_plugins(recipe.plugins(state.steps), state.reuse.code)
+    state.notes += [
+        f"plug-in {each.package} {each.version} took part: {', '.join(each.parts)}" for each in state.plugins
+    ]
+
+
+def _run_pass(state: CompileState, step: Pass, context: Context, chain: PassChain, prover: PassProver) -> None:
+    """Run one pass, and keep what is needed of the graph before it."""
+    attributes, model = state.recipe.validation.attribution, state.model
+    before = model.clone() if attributes or state.adapters else model
+    run, notes = transform(step, model, context, chain, prover, state.clock)
+    if _takes_adapters(model) and not _takes_adapters(before):
+        state.adapter_proofs.append(_begin_adapter_proof(state, before, model.clone()))
+    state.digests.graph(step.name, model)
+    state.notes += notes
+    if attributes and run.record.keywords["rewritten"] and step.numerics is Numerics.LOSSY:
+        state.lossy_steps.append(LossyStep(len(state.runs), step, before, model.clone(), context))
+    state.runs.append(run)
+
+
+def transform(
+    step: Pass, model: ir.Model, context: Context, chain: PassChain, prover: PassProver, progress: Progress
+) -> tuple[PassRun, list[str]]:
+    """Run one pass over `model`, and begin to hold it to what it declares; return what must not be missed, too.
+
+    The proof is reused where an earlier build made it, for a pass that does the same to the same graph.
+    """
+    kept = chain.step(step, model)
+    with ExitStack() as held:
+        entry = held.enter_context(kept.computing())
+        # For the verifier; of a pass with a kept proof, should it do something else than it did.
+        before = prover.before(step, model) if entry is None else model.clone()
+        progress.stage(f"Pass {step.name}" if entry is None else f"Pass {step.name}: reused")
+        there = {name: value.const_value for name, value in model.graph.initializers.items()}
+        nodes, weight_bytes, began = graph.nodes(model), graph.weight_bytes(model), time.perf_counter()
+        with spans.span("rewrite"):
+            changes = pass_base.run(step, model, context)
+        seconds = time.perf_counter() - began
+        found = kept.reused(entry, model, changes)
+        kept.keep_tensors(model, there, context.scratch)
+        if found is not None:
+            prover.skip()
+            proof = PendingProof(found)
+        else:
+            if not isinstance(before, GraphSnapshot):
+                prover.skip()
+                before = prover.before(step, before)
+                progress.stage(f"Pass {step.name}")
+            proof = prover.begin(step, before, model, changes, kept, held.pop_all())
+    record = partial(
+        records.PassRecord,
+        name=step.name,
+        options=options.values(step),
+        numerics=step.numerics,
+        rewritten=tuple(changes.rewritten),
+        skipped=tuple(changes.skipped),
+        nodes_before=nodes,
+        nodes_after=graph.nodes(model),
+        weight_bytes_before=weight_bytes,
+        weight_bytes_after=graph.weight_bytes(model),
+        seconds=seconds,
+        reused=found is not None,
+    )
+    return PassRun(record, proof), changes.notes
+
+
+def calibrate(
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    model: ir.Model,
+    demands: Sequence[Demand],
+    kept: Reuse,
+    progress: Progress,
+) -> CalibrationResult:
+    """Collect what the passes demand; layers that were kept are done already."""
+    spec = recipe.calibration
+    if not demands or spec is None:  # `Recipe.instantiate` refuses demands without calibration
+        return CalibrationResult()
+    progress.stage("Calibrate")
+    read, caches = documents.read_documents(spec.data), dialect.caches(model)
+    windows = texts.calibration_windows(spec, read, checkpoint)
+    store = calibration.Store(kept.cache, kept.layers, kept.installed())
+    statistics = calibration.calibrate(
+        checkpoint,
+        windows,
+        demands,
+        threads=spec.threads,
+        caches=caches,
+        store=store,
+        progress=progress,
+    )
+    record = records.CalibrationRecord(
+        data=spec.data.name,
+        digest=documents.digest(spec.data),
+        documents=len(read),
+        samples=statistics.samples,
+        tokens=statistics.tokens,
+    )
+    key = calibration.key(checkpoint, windows, demands, caches, spec.threads, store.tools)
+    return CalibrationResult(statistics, record, key)
+
+
+def _coverage(model: ir.Model) -> list[str]:
+    """Note what the proofs of a model that is too large to run whole rest on."""
+    if graph.weight_bytes(model) <= WHOLE_BYTES:
+        return []
+    return [
+        f"passes: the model is too large to run whole ({graph.weight_bytes(model) / 1e9:.1f} GB of fp32 weights): "
+        "budgets of lossy passes are measured layer by layer, on few tokens"
+    ]
+
+
+def _takes_adapters(model: ir.Model) -> bool:
+    return any(value.name == interface.ADAPTER_IDS for value in model.graph.inputs)
+
+
+def _begin_adapter_proof(state: CompileState, before: ir.Model, after: ir.Model) -> PendingProof[str]:
+    """Begin to hold the graph `after`, of which requests choose adapters, to the one `before`."""
+    vocabulary, threads = state.checkpoint.geometry.vocabulary, state.recipe.engine.threads or physical_cores()
+    prove = partial(adapter_proof.prove, before, after, state.adapters, vocabulary=vocabulary, threads=threads)
+    return state.overlap.proofs.begin(nullcontext(), prove, in_turn=True)

@@ -1,0 +1,93 @@
+"""The stage of the trace: the canonical graph of the model, which passes will fit, and whose proof has begun."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import onnx_ir as ir
+
+from llmforge import calibration
+from llmforge.base.errors import UnsupportedError
+from llmforge.checkpoint import Checkpoint
+from llmforge.compile import dry_run, lock, unused_modules
+from llmforge.compile.frontend import Frontend
+from llmforge.compile.stages.engine import placed
+from llmforge.compile.state import CompileState
+from llmforge.ir import dialect, interface, longest_text
+from llmforge.measure import footprint
+from llmforge.planning import source
+from llmforge.rewrite import pruning
+from llmforge.runtime.config import physical_cores
+from llmforge.trace.export import kept_graph
+from llmforge.verification.trace_verifier import verify_trace
+
+
+def trace_model(state: CompileState) -> None:
+    """Trace the model, run the recipe dry on its graph, and begin to hold the graph to transformers.
+
+    The weights of the checkpoint have been read at the end.
+    """
+    checkpoint, progress = state.checkpoint, state.clock
+    model = state.reuse.trace(checkpoint, progress)
+    state.digests.graph(lock.TRACE, model)
+    progress.stage("Check passes")
+    state.demands = [pruning.bound(demand, model) for step in state.steps for demand in step.demands()]
+    dry_run.run(
+        model,
+        state.steps,
+        target=state.target,
+        spec=placed(state.recipe, state.target)[0],
+        checkpoint=checkpoint,
+        calibrated=calibration.plan(checkpoint, state.demands, dialect.caches(model)) if state.demands else {},
+        adapters=state.adapters,
+    )
+    state.notes += _notes(state, model)
+    progress.stage("Read checkpoint")
+    state.overlap.weights.finish(progress)
+    traced = model.clone()
+    traced.meta.update(model.meta)
+    state.model, state.traced, state.multiply_adds = model, traced, footprint.multiply_adds(model)
+    threads = state.recipe.engine.threads or physical_cores()
+    prove = partial(_prove, checkpoint, traced, threads, state.reuse.frontend)
+    state.trace_proof = state.reuse.trace_proof(checkpoint, traced, progress, state.overlap.proofs, prove)
+
+
+def _prove(checkpoint: Checkpoint, traced: ir.Model, threads: int, frontend: Frontend | None) -> str:
+    """Hold the graph `traced` to transformers, in the process that has it, and return a note of what was found."""
+    if frontend is None:
+        return verify_trace(checkpoint, traced, threads=threads).note()
+    folder, adapters = checkpoint.opened_from
+    return frontend.prove(folder, kept_graph.dump(traced), threads, adapters)
+
+
+def _notes(state: CompileState, model: ir.Model) -> list[str]:
+    """Say what is not compiled of the checkpoint, and what becomes of one that comes quantized."""
+    checkpoint = state.checkpoint
+    unused = unused_modules.note(checkpoint, model)
+    quantized = source.note(checkpoint.settings, checkpoint.path, state.steps)
+    return [
+        *_check_context(state.recipe.engine.max_context, checkpoint, model),
+        *([] if unused is None else [unused]),
+        *([] if quantized is None else [quantized]),
+        *checkpoint.notes,
+    ]
+
+
+def _check_context(wanted: int, checkpoint: Checkpoint, model: ir.Model) -> list[str]:
+    """Refuse a longer context than a model is made for whose own attention was traced, and note that it was.
+
+    Nobody knows what its own code does there. Note, too, that a graph is right for texts of the context alone.
+    """
+    limit = longest_text.recorded(model)
+    notes = [] if limit is None else [f"texts of up to {limit.tokens} tokens are compiled: {limit.reason}"]
+    reason = model.metadata_props.get(interface.FALLBACK)
+    if reason is None:
+        return notes
+    made_for = checkpoint.geometry.context
+    if made_for is not None and wanted > made_for:
+        raise UnsupportedError(
+            f"engine.max_context is {wanted}; the model is made for {made_for} tokens, and its own attention was "
+            f"traced, because: {reason}",
+            hint=f"set engine.max_context to at most {made_for}",
+        )
+    return [*notes, f"attention was traced from the model's own code and is left unchanged by passes: {reason}"]
