@@ -39,12 +39,12 @@ def take(capture: Any, probe: Any, *_: Any) -> CaptureResult:
     """Take the steps of a proof, whose results are zeros."""
     probe(ONE, graph=False)
     probe(ONE, graph=True)
-    probe(OTHER, graph=True, elsewhere=True)
+    probe(OTHER, graph=True, export_format=True)
     probe(OTHER, graph=True)
     return CaptureResult(capture, None, 0.0, 0.0, 0)
 
 
-class Rank(worker._Rank):
+class Rank(worker._RankProcess):
     def do(self, call: Call) -> None:
         super().do(call)
         session, device = self._session._session, ctypes.CDLL("libcudart.so.13")
@@ -62,5 +62,5 @@ class Rank(worker._Rank):
 
 if __name__ == "__main__":
     ort.preload_dlls = lambda *_, **__: None  # the stand-ins are loaded already
-    loading.reach, device_backend.verify_capture, worker._Rank = reach, take, Rank
+    loading.reach, device_backend.verify_capture, worker._RankProcess = reach, take, Rank
     worker.main()

@@ -83,7 +83,7 @@ def rehearse(folder: Path, counts: Path) -> dict[str, Any]:
             np.zeros((rows, 1), np.int64), np.full(rows, 40, np.int32), temperatures=np.ones(rows, np.float32)
         )
         run = session.begin_decode(inputs, cache.rows(0, rows))
-        found[f"heads_{rows}"] = [len(run.heads().ids), len(run.logits(rows - 1))]
+        found[f"heads_{rows}"] = [len(run.top_logits().ids), len(run.logits(rows - 1))]
     found["decode"] = calls(counts)
     found["ranks"] = [json.loads((counts / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
     session.close()

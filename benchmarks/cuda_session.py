@@ -163,7 +163,7 @@ def rehearse(folder: Path) -> dict[str, Any]:
         mixed = [Piece([0], 40, tables[0], True), Piece([0], 7, tables[1], True)]
         mixed += [Piece([0] * 40, 0, tables[2], True), Piece([0] * 13, 0, tables[3], False)]
         run = session.begin(mixed, cache, np.ones(3, np.float32))
-        found["heads"]["mixed"] = [run.heads().masses.shape, run.logits(2).shape]
+        found["heads"]["mixed"] = [run.top_logits().masses.shape, run.logits(2).shape]
     else:
         session.step(StepInputs(np.zeros((1, 40), np.int64), np.array([0], np.int32)), cache.rows(2, 3))
         session.step(StepInputs(np.zeros((1, 4), np.int64), np.array([40], np.int32), np.arange(4)), cache.rows(2, 3))
@@ -176,7 +176,7 @@ def rehearse(folder: Path) -> dict[str, Any]:
         else:
             inputs = StepInputs(np.zeros((rows, 1), np.int64), np.full(rows, 40, np.int32), temperatures=ones[:rows])
             run = session.begin_decode(inputs, cache.rows(0, rows))
-        found["heads"][rows] = [run.heads().masses.shape, run.logits(rows - 1).shape]
+        found["heads"][rows] = [run.top_logits().masses.shape, run.logits(rows - 1).shape]
         found["decode"][rows] = counted(before)
     if session.guesses_tokens:
         rows = config.max_batch
@@ -194,13 +194,13 @@ def rehearse(folder: Path) -> dict[str, Any]:
             )
 
         first, second = begin(0), begin(1)
-        first.heads()
+        first.top_logits()
         stand_in.stand_in_calls()
         third = begin(2)
-        second.heads()
+        second.top_logits()
         third.launched()
         found["calls"] = [each.split() for each in stand_in.stand_in_calls().decode().splitlines()]
-        third.heads()
+        third.top_logits()
     return {**found, "forbidden": stand_in.stand_in_forbidden()}
 
 

@@ -49,7 +49,7 @@ from llmforge.ir import interface  # noqa: E402
 from llmforge.ir.interface import HEAD  # noqa: E402
 from llmforge.runtime.config import SessionConfig  # noqa: E402
 from llmforge.runtime.device.cuda import BlockCopy, Buffer, HostDevice  # noqa: E402
-from llmforge.runtime.device.top_logits import HeadBuffers  # noqa: E402
+from llmforge.runtime.device.top_logits import TopLogitsBuffers  # noqa: E402
 from llmforge.runtime.signature import Argument  # noqa: E402
 from llmforge.serving import EngineOptions, Request, Sampling  # noqa: E402
 
@@ -316,7 +316,7 @@ class StandInPagedSession(PagedSession):
         _watch(device, self._heads)
 
 
-def _watch(device: StandIn, buffers: HeadBuffers | None) -> None:
+def _watch(device: StandIn, buffers: TopLogitsBuffers | None) -> None:
     """Note when heads of a run that is done are asked for, and when the next one is begun."""
     heads, begin = Running.heads, DecodeRuns.begin
 

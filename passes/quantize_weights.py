@@ -64,7 +64,7 @@ import onnx_ir as ir
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from llmforge.backends import Dtype
+from llmforge.backends.record import Dtype
 from llmforge.base.plugins import Plugin
 from llmforge.ir import graph, interface, logits_rows, operators, routing
 from llmforge.ir.operators import canonical, contrib

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from llmforge.backends import BACKENDS, BUILT_IN, BackendName, Kind, Provider, Support
+from llmforge.backends import BACKENDS, BUILT_IN, BackendName
+from llmforge.backends.record import Kind, Provider, Support
 from llmforge.base import extras, located_yaml
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError
 from llmforge.base.plugins import Plugin, Seam
@@ -57,7 +58,7 @@ _FLAGS: dict[Isa, frozenset[str]] = {
 }
 
 
-class Figure(BaseModel):
+class SourcedFigure(BaseModel):
     """A number about a device and where it comes from."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,8 +73,8 @@ class QuantizedLayers(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rate: Figure  # of a prompt's rows, TOP/s
-    read_gbs: Figure  # 10**9 bytes of weights a second, where a step has one row
+    rate: SourcedFigure  # of a prompt's rows, TOP/s
+    read_gbs: SourcedFigure  # 10**9 bytes of weights a second, where a step has one row
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Speedup:
         return self.words
 
 
-class Price(Figure):
+class DevicePrice(SourcedFigure):
     """What an hour of one device costs; prices move, so the day of the source stands beside it."""
 
     date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}(-\d{2})?$")]
@@ -99,7 +100,7 @@ class Interconnect(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["nvlink", "pcie"]
-    gbs: Figure  # 10**9 bytes a second of one device, in one direction
+    gbs: SourcedFigure  # 10**9 bytes a second of one device, in one direction
     domain: Annotated[int, Field(ge=1)]  # devices that reach each other so
 
 
@@ -108,8 +109,8 @@ class GpuFacts:
     """What every GPU target has."""
 
     sm: str  # compute capability without the dot, "89"
-    memory_gb: Figure
-    bandwidth_gbs: Figure
+    memory_gb: SourcedFigure
+    bandwidth_gbs: SourcedFigure
 
 
 class Target(BaseModel):
@@ -129,21 +130,21 @@ class Target(BaseModel):
     kind: Kind
     isa: Isa | None = None
     sm: Annotated[str, Field(pattern=r"^\d{2,3}$")] | None = None  # compute capability without the dot, "89"
-    memory_gb: Figure | None = None  # 10**9 bytes
-    bandwidth_gbs: Figure | None = None  # 10**9 bytes a second
-    rates: dict[Rate, Figure] = Field(default_factory=dict)
+    memory_gb: SourcedFigure | None = None  # 10**9 bytes
+    bandwidth_gbs: SourcedFigure | None = None  # 10**9 bytes a second
+    rates: dict[Rate, SourcedFigure] = Field(default_factory=dict)
     kernels: dict[Library, dict[BlockDtype, QuantizedLayers]] = Field(
         default_factory=dict
     )  # of a CPU that was measured
     cores: Annotated[int, Field(ge=1)] | None = None  # physical, of a CPU
     interconnect: Interconnect | None = None
-    host_gbs: Figure | None = (
+    host_gbs: SourcedFigure | None = (
         None  # as `gbs` of interconnect, between a device and its host's memory; None: that, if PCIe
     )
     accelerator: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")] | None = None  # what Ray calls such a GPU
-    tdp_w: Figure | None = None
-    usd_per_hour: Price | None = None
-    achieved: dict[Share, Figure] = Field(default_factory=dict)
+    tdp_w: SourcedFigure | None = None
+    usd_per_hour: DevicePrice | None = None
+    achieved: dict[Share, SourcedFigure] = Field(default_factory=dict)
     engines: tuple[BackendName, ...] = Field(min_length=1)
     notes: tuple[str, ...] = ()
 
@@ -204,7 +205,7 @@ class Target(BaseModel):
         if int(self.sm or 0) < SPARSE_SINCE_SM:
             words = f"2:4 takes 1.00 of the time of dense products: SM{self.sm} has {rate.value:g} TFLOP/s for both"
             return Speedup(1.0, f"{words}; sparse tensor cores begin with SM{SPARSE_SINCE_SM}")
-        if not {"tensorrt", "tensorrt-rtx"} & set(self.engines):
+        if not any(BACKENDS[engine].sparse for engine in self.engines):
             return Speedup(1.0, f"2:4 takes 1.00 of the time of dense products: {', '.join(self.engines)} knows none")
         return Speedup(2.0, f"2:4 takes 0.50 of the time of dense products at best: {2 * rate.value:g} TFLOP/s")
 
@@ -216,7 +217,7 @@ class Target(BaseModel):
         """
         record = BACKENDS[backend]
         provider = record.on(self.kind)
-        listed = backend in self.engines or record.elsewhere is not None
+        listed = backend in self.engines or record.export_format is not None
         if backend not in BUILT_IN:  # no file here can list it: its record says what it runs on
             listed = record.unsupported(self.sm) is None
         if provider is None or not listed:

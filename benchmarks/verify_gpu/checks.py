@@ -27,7 +27,7 @@ from llmforge.base.errors import EnvironmentLacks, Unavailable, VerificationErro
 from llmforge.native import nccl
 from llmforge.runtime.config import FILE, RuntimeConfig
 from llmforge.runtime.device import cuda as devices
-from llmforge.runtime.device.cuda import Block, BlockCopy
+from llmforge.runtime.device.cuda import BlockCopy, MemoryBlock
 from llmforge.runtime.interface import StepInputs
 
 PACKAGES = (
@@ -144,7 +144,7 @@ def _copy_bandwidth(device: Any, size: int) -> float:
     for _ in range(11):
         device.synchronize()
         start = time.perf_counter()
-        device.copy([BlockCopy(Block(target, 0, size), Block(source, 0, size), size, 1)])
+        device.copy([BlockCopy(MemoryBlock(target, 0, size), MemoryBlock(source, 0, size), size, 1)])
         device.synchronize()
         times.append(time.perf_counter() - start)
     return 2 * size / statistics.median(times[1:]) / 1e9
@@ -175,7 +175,7 @@ def attention(run: Run, name: str) -> Result:
         print(f"\n== {said}", flush=True)
         session.step(StepInputs(ids[:, past : past + count], np.array([past], np.int32)), cache.rows(0, 1))
     sys.stdout.flush()
-    described = cuda_attention.Attention(
+    described = cuda_attention.KernelCase(
         "", heads, kv_heads, head_dim, False, False, bool(window), False, paged=kv_cache == "paged"
     )
     sm = place.device(run.scale).sm

@@ -1,4 +1,4 @@
-"""Admission of an artifact, before anything of it is loaded: it is whole, and its gates did not fail.
+"""Checks of an artifact before anything of it is loaded: that it is whole, and that its gates did not fail.
 
 Manifest, evidence, the set of files and their sizes are checked each time; the hashes of files once, as long as the
 file does not change (llmforge.base.hashed_files). The verdict is the one that the evidence gives; whether it follows

@@ -1,6 +1,6 @@
 """Engine builders: what a backend loads, written from a lowered graph.
 
-`for_target` chooses the one for a backend and a target; each has the functions of `Builder`.
+`for_target` chooses the one for a backend and a target; each has the functions of `EngineBuilder`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from llmforge.backends import BACKENDS, BackendName, dotted, loading, plugin_of, slots_reason
+from llmforge.backends import BACKENDS, BackendName, loading, plugin_of
+from llmforge.backends.record import dotted
 from llmforge.base.errors import EnvironmentLacks, InputError, UnsupportedError
 from llmforge.base.plugins import Plugin, blamed, refusal
 from llmforge.base.progress import Progress, Silent
@@ -50,21 +51,21 @@ class BuildRequest:
     eos_token_ids: Sequence[int]
     bos_token_id: int | None
     progress: Progress = field(default_factory=Silent)
-    exported: Exported | None = None  # where the backend writes a file of parameters (`Backend.elsewhere`)
+    exported: Exported | None = None  # where the backend writes a file of parameters (`Backend.export_format`)
     run_in_parts: RunInParts | None = None  # what proves an engine of more than `WHOLE_BYTES`; None: it is loaded
     prove: Prove = at_once
     ranks: Sequence[ir.Model] = ()  # the lowered graph of each, where several share the model; `model` is the first
 
 
 @dataclass(frozen=True)
-class Engine:
+class BuiltEngine:
     """What was built, for the report."""
 
     folder: Path
     config: RuntimeConfig
     nodes: int
     size_bytes: int  # all files together
-    facts: Mapping[str, str] = field(default_factory=dict)  # what else is known of it, in words
+    facts: Mapping[str, str] = field(default_factory=dict)  # what else is known of it, for a reader
     graph: ir.Model | None = None  # what was written, where the folder holds no graph
     notes: tuple[str, ...] = ()  # what a reader should know of this build
 
@@ -77,13 +78,13 @@ class Engine:
         notes: Sequence[str] = (),
         *,
         graph_: ir.Model | None = None,
-    ) -> Engine:
+    ) -> BuiltEngine:
         """Describe what lies in the folder of `request`, once it is all there; `graph_`: where no graph does."""
         size_bytes = sum(file.stat().st_size for file in request.folder.iterdir())
         return cls(request.folder, config, graph.nodes(request.model), size_bytes, facts or {}, graph_, tuple(notes))
 
 
-class Builder(Protocol):
+class EngineBuilder(Protocol):
     """What a module that builds engines offers."""
 
     def require_host(self, target: Target, spec: EngineSpec, /) -> None:
@@ -95,11 +96,11 @@ class Builder(Protocol):
         No weight is read. Raises UnsupportedError where the engine or the target cannot run it.
         """
 
-    def build(self, request: BuildRequest, /) -> Engine:
+    def build(self, request: BuildRequest, /) -> BuiltEngine:
         """Write the engine, and prove it as far as this machine can."""
 
 
-class Exporter(Builder, Protocol):
+class Exporter(EngineBuilder, Protocol):
     """What a module that writes for servers of others offers besides."""
 
     def check(self, exported: Exported, spec: EngineSpec, /) -> None:
@@ -109,7 +110,7 @@ class Exporter(Builder, Protocol):
         """
 
 
-def for_target(backend: BackendName, target: Target) -> Builder:
+def for_target(backend: BackendName, target: Target) -> EngineBuilder:
     """Import what builds engines of `backend` for `target`; whether this machine can is not asked.
 
     Raises:
@@ -118,12 +119,12 @@ def for_target(backend: BackendName, target: Target) -> Builder:
     """
     provider, plugin = target.require_engine(backend), plugin_of(backend)
     if plugin is None:
-        return cast(Builder, importlib.import_module(provider.builder))
+        return cast(EngineBuilder, importlib.import_module(provider.builder))
     with blamed(plugin):
         module = importlib.import_module(provider.builder)
     if missing := [name for name in ("require_host", "lower", "build") if not callable(getattr(module, name, None))]:
         raise refusal(plugin, f"its builder {provider.builder} has no {', '.join(missing)}")
-    return cast(Builder, module)
+    return cast(EngineBuilder, module)
 
 
 def outside(backend: BackendName, target: Target) -> tuple[str, ...]:
@@ -134,13 +135,13 @@ def outside(backend: BackendName, target: Target) -> tuple[str, ...]:
     return provider.builder, provider.session
 
 
-def check_foreign(engine: Engine, plugin: Plugin, target: Target) -> None:
+def check_foreign(engine: BuiltEngine, plugin: Plugin, target: Target) -> None:
     """Return if what a plug-in built says so, where a host that serves it looks.
 
     Raises:
         PluginError: it does not.
     """
-    if not isinstance(engine, Engine):
+    if not isinstance(engine, BuiltEngine):
         raise refusal(plugin, f"its builder returned a {type(engine).__name__}, not an Engine")
     provider = target.require_engine(plugin.name).name
     facts = PluginFacts(plugin.package.name, plugin.package.version)
@@ -191,9 +192,9 @@ def refuse_paged(spec: EngineSpec, target: Target) -> None:
         UnsupportedError: only ONNX Runtime's CUDA provider has attention over blocks, and no ranks share a model there.
     """
     provider = target.require_engine(spec.backend)
-    if spec.kv_cache != "paged" or (provider.name == "cuda" and spec.tensor_parallel == 1):
+    if spec.kv_cache != "paged" or (provider.paged is not None and spec.tensor_parallel == 1):
         return
-    reason = slots_reason(provider.name, target.sm, spec.tensor_parallel)
+    reason = provider.slots_reason(target.sm, spec.tensor_parallel)
     raise UnsupportedError(
         f"engine.kv_cache is paged; {spec.backend} on {target.name} does not support it: {reason}",
         hint="set `engine: {kv_cache: slots}`, or choose one GPU and `backend: onnxruntime`",
@@ -206,7 +207,7 @@ def devices(target: Target, spec: EngineSpec) -> int:
 
 
 def require_device(target: Target, spec: EngineSpec) -> None:
-    """Return if the GPU of `target` is at hand, or the backend of `spec` builds without.
+    """Return if the GPU of `target` is here, or the backend of `spec` builds without.
 
     Raises:
         EnvironmentLacks: it is not; the hint of an engine that was deferred says where it is finished.

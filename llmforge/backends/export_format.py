@@ -1,4 +1,4 @@
-"""What llmforge's own runtime says to an artifact that servers of others load."""
+"""The answer of llmforge's own runtime to an artifact that servers of others load."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def open_engine(file: Path, config: RuntimeConfig, threads: int | None, gpu: Any
         UnsupportedError: always; names who loads it.
     """
     backend = of_provider(config.provider)
-    assert backend.elsewhere is not None
+    assert backend.export_format is not None
     raise UnsupportedError(
-        f"{file.parent}: a {backend.title} is loaded by {backend.elsewhere.servers}, not by llmforge",
-        hint=f"run `{backend.elsewhere.serve.format(engine=file.parent)}`",
+        f"{file.parent}: a {backend.title} is loaded by {backend.export_format.servers}, not by llmforge",
+        hint=f"run `{backend.export_format.serve.format(engine=file.parent)}`",
     )

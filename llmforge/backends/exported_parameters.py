@@ -1,4 +1,4 @@
-"""What passes made of the parameters of a checkpoint: for engines that are files of parameters, by their names.
+"""The parameters of a checkpoint as passes left them: for engines that are files of parameters, by their names.
 
 A graph says how a model computes; a file for servers of others says that by the name of an architecture, and holds
 nothing but parameters. So every parameter is found again in the graph: as it was traced, or as codes that stand for it.
@@ -15,7 +15,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge.backends import BACKENDS, BackendName, Elsewhere
+from llmforge.backends import BACKENDS, BackendName
+from llmforge.backends.record import ExportFormat
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
@@ -64,7 +65,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, eq=False)
-class Channels:
+class ChannelMatrix:
     """A matrix [n, k] of codes with one scale for each of its n output features."""
 
     parameter: str
@@ -82,7 +83,7 @@ class Channels:
         return np.ascontiguousarray(graph.tensor(self.codes).numpy().T)
 
 
-Quantized = Blocks | Channels
+Quantized = Blocks | ChannelMatrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +101,7 @@ def check_passes(backend: BackendName, steps: Sequence[type[Pass]], registry: Se
     Raises:
         UnsupportedError: it cannot; names the first that it cannot.
     """
-    record = BACKENDS[backend].elsewhere
+    record = BACKENDS[backend].export_format
     if record is None:
         return
     for step in steps:
@@ -113,7 +114,7 @@ def check_passes(backend: BackendName, steps: Sequence[type[Pass]], registry: Se
             )
 
 
-def _holds(record: Elsewhere, step: type[Pass]) -> bool:
+def _holds(record: ExportFormat, step: type[Pass]) -> bool:
     """Say whether a file can say what `step` does: nothing to parameters, or codes that it has a form for."""
     return step.keeps_parameters or step.writes_codes in record.codes
 
@@ -137,7 +138,7 @@ def found_in(model: ir.Model, traced: ir.Model) -> tuple[dict[str, Quantized], d
         if made is None:
             continue
         before = found.get(made.parameter)
-        if before is not None and not isinstance(before, Channels):  # a tied head reads the codes of the embedding
+        if before is not None and not isinstance(before, ChannelMatrix):  # a tied head reads the codes of the embedding
             made = before if before.table else made
         found[made.parameter] = made
     there = model.graph.initializers
@@ -256,8 +257,8 @@ def _of_channels(node: ir.Node) -> Quantized | None:
     dtype = {ir.DataType.INT8: "int8", ir.DataType.FLOAT8E4M3FN: "fp8"}[graph.dtype(wide.codes)]
     read = DequantizeLinear.made(product.x)
     if read is None:
-        return Channels(parameter, n, k, dtype, wide.codes, wide.scales, "none", None)
+        return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "none", None)
     rounded = QuantizeLinear.made(read.codes)
     if rounded is not None and Div.made(rounded.x) is not None:  # by the scale of each token
-        return Channels(parameter, n, k, dtype, wide.codes, wide.scales, "per_token", None)
-    return Channels(parameter, n, k, dtype, wide.codes, wide.scales, "static", read.scales)
+        return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "per_token", None)
+    return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "static", read.scales)

@@ -16,17 +16,16 @@ from llmforge.native import nccl
 from llmforge.runtime.config import DAMAGED, DATA_FILE, FILE, MODEL_FILE, DeviceFacts, RuntimeConfig
 from llmforge.runtime.device import cuda as devices
 from llmforge.runtime.device.cuda import CudaDevice, how_to_install
-from llmforge.runtime.interface import Backend
+from llmforge.runtime.interface import Decoder
 from llmforge.runtime.signature import ELEMENTS
 
-_PAGED = "llmforge.backends.onnxruntime.cuda.paged"
 GRAPH_BYTES = 128 << 20  # of model.onnx: its weights lie beside it; of the deepest models it has some 10 MB
 CONTEXT_STEP = 128  # tokens, in which a smaller context is proposed
 
 logger = logging.getLogger(__name__)
 
 
-def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None, device: int = 0) -> Backend[Any]:
+def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None, device: int = 0) -> Decoder[Any]:
     """Open the engine in `folder`, which `config` describes; `device` counts the GPUs, where it runs on one.
 
     Raises:
@@ -42,7 +41,7 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
     config.check_versions()
     graphs = config.rank_files if not alone else () if config.plan is not None else (MODEL_FILE,)
     wanted = (*graphs, *_data_files(config)) if config.plan is None else graphs or (config.plan.file,)
-    if of_provider(config.provider).elsewhere is not None or (config.plugin and config.onnxruntime is None):
+    if of_provider(config.provider).export_format is not None or (config.plugin and config.onnxruntime is None):
         wanted = (FILE,)  # the files of others are theirs to read
     for name in wanted:
         file = folder / name
@@ -54,7 +53,7 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
             raise InputError(f"{file}: {file.stat().st_size} bytes; a graph has at most {GRAPH_BYTES}", hint=DAMAGED)
     if gpu is not None:
         _require_memory([folder / name for name in wanted], config, gpu)
-    opened: Backend[Any]
+    opened: Decoder[Any]
     name = of_provider(config.provider).name
     plugin = None if config.plugin is None else plugin_of(name)
     if config.ranks > 1:
@@ -73,7 +72,9 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
 
 def module_of(config: RuntimeConfig) -> Any:
     """Import the module that opens an engine: the one of its provider, or the one for blocks of a pool."""
-    return importlib.import_module(PROVIDERS[config.provider].session if config.kv_blocks is None else _PAGED)
+    provider = PROVIDERS[config.provider]
+    paged = None if config.kv_blocks is None else provider.paged
+    return importlib.import_module(provider.session if paged is None else paged.session)
 
 
 def require_devices(ranks: int, first: int = 0, provider: str = "cuda") -> None:
@@ -84,9 +85,9 @@ def require_devices(ranks: int, first: int = 0, provider: str = "cuda") -> None:
     """
     seen = devices.count(provider)  # extras are named like providers
     if first + ranks > seen:
-        behind = f" from device {first} on" if first else ""
+        beginning = f" from device {first} on" if first else ""
         raise EnvironmentLacks(
-            f"the engine has {ranks} ranks, which take one GPU each{behind}; this process sees {seen}",
+            f"the engine has {ranks} ranks, which take one GPU each{beginning}; this process sees {seen}",
             hint=f"build with `engine: {{tensor_parallel: {max(1, seen)}}}`, or check CUDA_VISIBLE_DEVICES"
             if seen
             else how_to_install(provider),

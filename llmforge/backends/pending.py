@@ -10,14 +10,14 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmforge.backends import PENDING_FILE, BackendName, onnx_file
+from llmforge.backends import BackendName, onnx_file
 from llmforge.backends.engines import BuildRequest
 from llmforge.base import small_file, strict_json
 from llmforge.base.errors import InputError
 from llmforge.base.progress import Progress
 from llmforge.ir.onnx_file import load as load_graph
 from llmforge.recipe import EngineSpec
-from llmforge.runtime.config import MODEL_FILE, rank_file
+from llmforge.runtime.config import MODEL_FILE, PENDING_FILE, rank_file
 from llmforge.targets import Target
 
 FORMAT = 2

@@ -1,4 +1,4 @@
-"""What a runtime must know of a lowered graph, read off its inputs and outputs: no session is needed for it."""
+"""The facts that a runtime needs of a lowered graph, read off its inputs and outputs: no session is needed for it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def config(request: BuildRequest, session: SessionOptions) -> RuntimeConfig:
     )
 
 
-def elsewhere(request: BuildRequest, provider: ProviderName) -> RuntimeConfig:
+def export_format(request: BuildRequest, provider: ProviderName) -> RuntimeConfig:
     """Say of an engine that servers of others load what is told for all of them alike."""
     return replace(config(request, SessionOptions(None, optimize=True, entries={})), provider=provider)
 

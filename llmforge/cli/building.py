@@ -62,7 +62,7 @@ def _next_steps(artifact: Path, engine: EngineRecord) -> Iterator[str]:
     if engine.pending:
         yield f"next, on the target: llmforge build --finish {name} RECIPE"
         return
-    foreign = backends.elsewhere(engine.backend)
+    foreign = backends.export_format(engine.backend)
     if foreign is not None:
         yield f"next: {foreign.serve.format(engine=shlex.quote(output.here(artifact / 'engine')))}"
     else:

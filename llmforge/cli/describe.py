@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from llmforge import targets
 from llmforge.artifact import Artifact
-from llmforge.backends import PENDING_FILE, Support, dotted
+from llmforge.backends.record import Support, dotted
 from llmforge.base import plugins
 from llmforge.base.errors import PluginError
 from llmforge.quantization import methods
 from llmforge.rewrite import options, pass_base
 from llmforge.rewrite.pass_base import Pass
-from llmforge.targets import Figure, Target
+from llmforge.runtime.config import PENDING_FILE
+from llmforge.targets import SourcedFigure, Target
 
 if TYPE_CHECKING:
     from llmforge.ir.summary import GraphFacts
@@ -232,7 +233,7 @@ def _plain(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _figures(target: Target) -> Iterator[tuple[str, str, Figure | None]]:
+def _figures(target: Target) -> Iterator[tuple[str, str, SourcedFigure | None]]:
     """Name the figures of a target, with their units."""
     yield "memory", "GB", target.memory_gb
     yield "bandwidth", "GB/s", target.bandwidth_gbs

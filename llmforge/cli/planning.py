@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 import llmforge
-from llmforge.backends import Dtype
+from llmforge.backends.record import Dtype
 from llmforge.base import extras
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output

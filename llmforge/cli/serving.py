@@ -76,26 +76,17 @@ Example:
 @click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Cancel requests that take longer.")
 @_engine_options
 @click.option(
-    "--api-key-file",
-    "key_file",
-    type=PATH,
-    metavar="FILE",
+    "--api-key-file", "key_file", type=PATH, metavar="FILE",
     help="API keys, one per line, of which requests must have one. Also from LLMFORGE_API_KEYS, separated by commas.",
-)
+)  # fmt: skip
 @click.option(
-    "--allow-host",
-    "hosts",
-    metavar="NAME",
-    multiple=True,
+    "--allow-host", "hosts", metavar="NAME", multiple=True,
     help="A name that clients reach this server by, as in their Host header. On loopback others are refused.",
-)
+)  # fmt: skip
 @click.option(
-    "--cors-origin",
-    "origins",
-    metavar="ORIGIN",
-    multiple=True,
+    "--cors-origin", "origins", metavar="ORIGIN", multiple=True,
     help="Web pages that may send requests, such as https://example.org; '*' allows all.",
-)
+)  # fmt: skip
 @click.option("--tls-cert", "certificate", type=PATH, metavar="FILE", help="Certificate chain (PEM), for HTTPS.")
 @click.option("--tls-key", "private_key", type=PATH, metavar="FILE", help="Private key of --tls-cert (PEM).")
 @click.option("--access-log", is_flag=True, help="Log every request on standard error.")
@@ -264,7 +255,9 @@ def bench(artifact: Path, slo: str | None, path: Path | None, as_json: bool, qui
     if as_json:
         output.write_data(report.to_json())
     else:
-        output.write(measuring.table(report))
+        from llmforge.report import bench_table
+
+        output.write(bench_table.table(report))
 
 
 _TRITON = """\b
@@ -321,8 +314,8 @@ def triton(artifact: Path, server_options: tuple[str, ...], as_json: bool, launc
     admit(opened, options.allow, options.rehash, besides=[f"{repository.FOLDER}/"])
     chosen = check_name(options.name) if options.name is not None else None
     model = repository.of_artifact(opened, name=chosen, overrides=options.overrides, allow=options.allow)
-    elsewhere = of_provider(model.runtime.provider).elsewhere is not None
-    export = vllm.export if elsewhere else repository.export
+    for_others = of_provider(model.runtime.provider).export_format is not None
+    export = vllm.export if for_others else repository.export
     written = str(export(opened, model, options.models, version=options.version, copy=options.copy))
     if as_json:
         output.write_json({"model": written})
@@ -334,7 +327,7 @@ def triton(artifact: Path, server_options: tuple[str, ...], as_json: bool, launc
         console.say(f"next: {written}/README.md says what the server needs and how to start it")
     if found is not None:
         models = options.models
-        if elsewhere:  # vLLM reads paths from where the server starts
+        if for_others:  # vLLM reads paths from where the server starts
             os.chdir(models)
             models = Path()
         line = starting.command(found, models, record(starting.Ports, given), server_options)

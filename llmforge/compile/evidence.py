@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.backends import BACKENDS, engines, of_provider
-from llmforge.backends.engines import Engine
+from llmforge.backends.engines import BuiltEngine
 from llmforge.base import spans
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.base.progress import Progress
@@ -62,7 +62,7 @@ class Evidence:
     tasks: tuple[TaskResult, ...] = ()
     adapters: tuple[AdapterQuality, ...] = ()  # those that requests choose
 
-    def engine_record(self, backend: str, folder: Path, engine: Engine | None) -> records.EngineRecord:
+    def engine_record(self, backend: str, folder: Path, engine: BuiltEngine | None) -> records.EngineRecord:
         """Write down what is in the engine's `folder`; `engine` None: what it is built of, later."""
         graphs = [onnx_file.load(file) for file in sorted(folder.glob(f"*{onnx_file.SUFFIX}"))]
         if engine is not None and engine.graph is not None:
@@ -167,7 +167,7 @@ def interpreters(
             f"--runtime {extra[0]}: `validation.runtimes` of {recipe.path} does not name it",
             hint=f"add `validation: {{runtimes: [{extra[0]}]}}`, or measure it later with `llmforge validate`",
         )
-    if wanted and target.kind != "cpu" and BACKENDS[recipe.engine.backend].elsewhere is None:
+    if wanted and target.kind != "cpu" and BACKENDS[recipe.engine.backend].export_format is None:
         raise UnsupportedError(
             f"{', '.join(wanted)}: other runtimes run engines for CPUs alone, and {target.name} is none",
             hint="remove `validation.runtimes` from the recipe, or choose another target",
@@ -188,7 +188,7 @@ class Measurement:
     """
 
     artifact: Path  # folder
-    engine: Engine | None
+    engine: BuiltEngine | None
     read: BytesRead  # by a decode step
     spec: ValidationSpec
     target: Target
@@ -217,47 +217,21 @@ def measure(asked: Measurement, progress: Progress) -> Evidence:
         return Evidence(None, None, None, why_not)
     notes: list[str] = []
     progress.stage("Load engine and baseline")
-    reference_run = None if asked.spec.quality is None else _open_reference(asked, asked.spec.quality, notes, progress)
+    held_against = None if asked.spec.quality is None else _reference(asked, asked.spec.quality, progress, notes)
     began = time.perf_counter()
     runner = load_runner(asked.proxy or asked.artifact, threads=asked.threads)
-    load_seconds = time.perf_counter() - began
-    moved = timed = None
-    if reference_run is not None:
-        moved = _quality(asked, runner, reference_run, notes, progress)
-    held_against = None if reference_run is None else reference_run.baseline.description
-    if asked.spec.latency is not None:
-        baseline = _whole_baseline(asked, reference_run, notes, progress)
-        held_against = held_against or (None if baseline is None else baseline.description)
-        progress.stage("Measure latency")
-        timed = _latency(asked, asked.spec.latency, runner, load_seconds, baseline, notes, progress)
-    ran: tuple[RuntimeRun, ...] = ()
-    if asked.interpreters:
-        progress.stage("Run in other runtimes")
-        ran = runtimes.run(asked.artifact, runner, asked.windows, asked.interpreters, progress=progress.advance)
-        notes += [f"{run.title} failed: {run.failure}" for run in ran if run.failure is not None]
-    results: tuple[TaskResult, ...] = ()
-    if asked.spec.tasks is not None:
-        engine = TaskEngine(runner, engine_description(runner, asked.threads), asked.threads)
-        results, skipped = tasks.run(
-            TaskRequest(tuple(asked.spec.tasks)), engine, asked.checkpoint, progress, cache=asked.answers
-        )
-        notes += skipped
-    chosen: tuple[AdapterQuality, ...] = ()
-    if asked.spec.quality is not None and asked.spec.quality.adapter_tokens and asked.adapters:
-        chosen = _adapters(asked, asked.spec.quality, runner, progress)
-    return Evidence(moved, timed, held_against, notes=tuple(notes), runtimes=ran, tasks=results, adapters=chosen)
+    return _Measuring(asked, progress, notes, runner, time.perf_counter() - began).evidence(held_against)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Reference:
-    """What quality is measured against: its baseline, and its logits on the text once they are there."""
+    """What quality is measured against, and what gives its logits on the text."""
 
     baseline: Baseline | StreamedBaseline
-    logits: Callable[[], Logits]  # computes them, or takes them from where they were kept
-    expected: Logits | None = None
+    logits: Callable[[], Logits]
 
 
-def _open_reference(asked: Measurement, spec: QualitySpec, notes: list[str], progress: Progress) -> _Reference:
+def _reference(asked: Measurement, spec: QualitySpec, progress: Progress, notes: list[str]) -> _Reference:
     """Load what quality is measured against; a baseline that is streamed is run before the engine is there."""
     original = reference.of(spec, asked.checkpoint)
     baseline = open_baseline(original, threads=asked.threads)
@@ -270,79 +244,110 @@ def _open_reference(asked: Measurement, spec: QualitySpec, notes: list[str], pro
             return asked.keep(original, baseline)
         return baseline_on([window.ids for window in asked.windows if len(window.ids) > 1], baseline, progress)
 
-    found = _Reference(baseline, logits)
-    if isinstance(baseline, StreamedBaseline):
-        found.expected = logits()
-        progress.stage("Load engine")
-    return found
+    if not isinstance(baseline, StreamedBaseline):
+        return _Reference(baseline, logits)
+    found = logits()
+    progress.stage("Load engine")
+    return _Reference(baseline, lambda: found)
 
 
-def _quality(
-    asked: Measurement, runner: Runner, held_against: _Reference, notes: list[str], progress: Progress
-) -> Quality:
-    """Compare the artifact with its reference; one for servers of others in another runtime, where there is one."""
-    assert asked.spec.quality is not None
-    assert asked.engine is not None
-    recipe_quality = RecipeQuality(asked.spec.quality, runner, asked.windows, progress)
-    compared = recipe_quality.answers(held_against.baseline)
-    if compared[1] and isinstance(held_against.baseline, StreamedBaseline):
-        notes.append(
-            "answers: the baseline runs layer by layer: behind the first difference it is shown for "
-            f"{streamed_baseline.GENERATED} tokens at most"
-        )
-    expected = held_against.expected or held_against.logits()
-    with contextlib.ExitStack() as held:
-        logits: Callable[..., NDArray[np.float32]] = runner.logits
-        if asked.proxy is not None:
-            title = None
-            if asked.interpreters:
-                vocabulary = runner.config.vocabulary
-                other = held.enter_context(runtimes.opened(asked.artifact, vocabulary, asked.interpreters[0]))
-                logits, title = other.logits, other.title
-            notes.append(export_proxy.note(of_provider(asked.engine.config.provider).name, runner.config, title))
-        return recipe_quality.compare(logits, expected, compared)
+@dataclass(frozen=True)
+class _Measuring:
+    """A measurement whose engine is loaded."""
 
+    asked: Measurement
+    progress: Progress
+    notes: list[str]
+    runner: Runner
+    load_seconds: float
 
-def _whole_baseline(
-    asked: Measurement, held_against: _Reference | None, notes: list[str], progress: Progress
-) -> Baseline | None:
-    """Take the baseline that takes turns with the artifact; None, with a note: it does not fit into memory."""
-    if held_against is not None and not isinstance(held_against.baseline, StreamedBaseline):
-        return held_against.baseline
-    if (why := why_not_whole(asked.checkpoint)) is not None:
-        notes.append(f"latency: the checkpoint is not timed beside the artifact: {why}")
-        return None
-    progress.stage("Load baseline")
-    return Baseline(asked.checkpoint, threads=asked.threads)
+    def evidence(self, held_against: _Reference | None) -> Evidence:
+        """Measure all that is asked for, one after the other."""
+        asked, spec = self.asked, self.asked.spec
+        moved = timed = described = None
+        if held_against is not None:
+            moved, described = self._quality(held_against), held_against.baseline.description
+        if spec.latency is not None:
+            whole = self._whole(None if held_against is None else held_against.baseline)
+            described = described or (None if whole is None else whole.description)
+            timed = self._latency(spec.latency, whole)
+        ran: tuple[RuntimeRun, ...] = ()
+        if asked.interpreters:
+            self.progress.stage("Run in other runtimes")
+            ran = runtimes.run(
+                asked.artifact, self.runner, asked.windows, asked.interpreters, progress=self.progress.advance
+            )
+            self.notes.extend(f"{run.title} failed: {run.failure}" for run in ran if run.failure is not None)
+        results = () if spec.tasks is None else self._tasks(spec.tasks)
+        chosen = self._adapters() if spec.quality is not None and spec.quality.adapter_tokens else ()
+        return Evidence(moved, timed, described, None, tuple(self.notes), ran, results, chosen)
 
+    @property
+    def _recipe_quality(self) -> RecipeQuality:
+        assert self.asked.spec.quality is not None
+        return RecipeQuality(self.asked.spec.quality, self.runner, self.asked.windows, self.progress)
 
-def _latency(
-    asked: Measurement,
-    spec: LatencySpec,
-    runner: Runner,
-    load_seconds: float,
-    baseline: Baseline | None,
-    notes: list[str],
-    progress: Progress,
-) -> Latency:
-    """Time the artifact, and its baseline where there is one."""
-    assert asked.engine is not None
-    theirs = None
-    if baseline is not None:
-        theirs = TimedModel(baseline.description, baseline.generate, baseline.load_seconds)
-    description = engine_description(runner, asked.threads)
-    ours = TimedModel.of_runner(runner, description=description, load_seconds=load_seconds)
-    measuring = RecipeLatency(asked.artifact, runner, spec, asked.target, asked.read, asked.threads, asked.ranks)
-    timed = measuring.run(ours, theirs, asked.engine.size_bytes, progress.advance)
-    notes += measuring.notes
-    return timed
+    def _quality(self, held_against: _Reference) -> Quality:
+        """Compare the artifact with its reference; one for servers of others in another runtime, where there is one."""
+        asked = self.asked
+        assert asked.engine is not None
+        compared = self._recipe_quality.answers(held_against.baseline)
+        if compared[1] and isinstance(held_against.baseline, StreamedBaseline):
+            self.notes.append(
+                "answers: the baseline runs layer by layer: behind the first difference it is shown for "
+                f"{streamed_baseline.GENERATED} tokens at most"
+            )
+        expected = held_against.logits()
+        with contextlib.ExitStack() as held:
+            logits: Callable[..., NDArray[np.float32]] = self.runner.logits
+            if asked.proxy is not None:
+                title = None
+                if asked.interpreters:
+                    vocabulary = self.runner.config.vocabulary
+                    other = held.enter_context(runtimes.opened(asked.artifact, vocabulary, asked.interpreters[0]))
+                    logits, title = other.logits, other.title
+                provider = of_provider(asked.engine.config.provider).name
+                self.notes.append(export_proxy.note(provider, self.runner.config, title))
+            return self._recipe_quality.compare(logits, expected, compared)
 
+    def _whole(self, baseline: Baseline | StreamedBaseline | None) -> Baseline | None:
+        """Take the baseline that takes turns with the artifact; None, with a note: it does not fit into memory."""
+        if baseline is not None and not isinstance(baseline, StreamedBaseline):
+            return baseline
+        if (why := why_not_whole(self.asked.checkpoint)) is not None:
+            self.notes.append(f"latency: the checkpoint is not timed beside the artifact: {why}")
+            return None
+        self.progress.stage("Load baseline")
+        return Baseline(self.asked.checkpoint, threads=self.asked.threads)
 
-def _adapters(asked: Measurement, spec: QualitySpec, runner: Runner, progress: Progress) -> tuple[AdapterQuality, ...]:
-    """Compare the artifact with each adapter chosen with the checkpoint that has it merged; one of these at a time."""
-    recipe_quality, found = RecipeQuality(spec, runner, asked.windows, progress), []
-    for adapter in asked.adapters:
-        progress.stage(f"Measure adapter {adapter.name}")
-        merged = reference.with_adapter(spec, asked.checkpoint, adapter)
-        found.append(recipe_quality.of_adapter(adapter.name, open_baseline(merged, threads=asked.threads)))
-    return tuple(found)
+    def _latency(self, spec: LatencySpec, baseline: Baseline | None) -> Latency:
+        """Time the artifact, and its baseline where there is one."""
+        asked, theirs = self.asked, None
+        assert asked.engine is not None
+        self.progress.stage("Measure latency")
+        if baseline is not None:
+            theirs = TimedModel(baseline.description, baseline.generate, baseline.load_seconds)
+        described = engine_description(self.runner, asked.threads)
+        ours = TimedModel.of_runner(self.runner, description=described, load_seconds=self.load_seconds)
+        runs = RecipeLatency(asked.artifact, self.runner, spec, asked.target, asked.read, asked.threads, asked.ranks)
+        timed = runs.run(ours, theirs, asked.engine.size_bytes, self.progress.advance)
+        self.notes.extend(runs.notes)
+        return timed
+
+    def _tasks(self, names: Sequence[str]) -> tuple[TaskResult, ...]:
+        asked = self.asked
+        engine = TaskEngine(self.runner, engine_description(self.runner, asked.threads), asked.threads)
+        request = TaskRequest(tuple(names))
+        results, skipped = tasks.run(request, engine, asked.checkpoint, self.progress, cache=asked.answers)
+        self.notes.extend(skipped)
+        return results
+
+    def _adapters(self) -> tuple[AdapterQuality, ...]:
+        """Compare the artifact with each adapter chosen with the checkpoint that has it merged, one at a time."""
+        asked, found = self.asked, []
+        assert asked.spec.quality is not None
+        for adapter in asked.adapters:
+            self.progress.stage(f"Measure adapter {adapter.name}")
+            merged = reference.with_adapter(asked.spec.quality, asked.checkpoint, adapter)
+            found.append(self._recipe_quality.of_adapter(adapter.name, open_baseline(merged, threads=asked.threads)))
+        return tuple(found)

@@ -57,7 +57,7 @@ def check(
     Raises:
         UnsupportedError: it cannot.
     """
-    if BACKENDS[spec.backend].elsewhere is not None:
+    if BACKENDS[spec.backend].export_format is not None:
         exported_parameters.check_passes(spec.backend, [type(step) for step in steps], passes.ALL)
         engines.exporter(spec.backend, target).check(exported(model, traced, checkpoint), spec)
 
@@ -93,7 +93,7 @@ def _without_fp8_products(model: ir.Model) -> ir.Model:
 
 def note(backend: BackendName, config: RuntimeConfig, runtime: str | None) -> str:
     """Say what quality is of; `runtime` has run what was written."""
-    record = BACKENDS[backend].elsewhere
+    record = BACKENDS[backend].export_format
     assert record is not None
     if runtime is not None:
         return f"quality: of the files in engine/, as {runtime} runs them on a CPU; {record.servers} did not run here"

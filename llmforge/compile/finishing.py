@@ -12,7 +12,7 @@ from pathlib import Path
 from llmforge import artifact, passes, targets
 from llmforge.artifact import Artifact, Hashing
 from llmforge.backends import engines, pending
-from llmforge.backends.engines import Engine
+from llmforge.backends.engines import BuiltEngine
 from llmforge.backends.pending import Pending
 from llmforge.base.errors import UsageError
 from llmforge.base.progress import Progress, Silent
@@ -94,7 +94,7 @@ def check_recipe(recipe: Recipe, opened: Artifact) -> None:
 
 
 def measure(
-    waiting: Pending, staging: Path, engine: Engine, target: Target, recipe: Recipe | None, progress: Progress
+    waiting: Pending, staging: Path, engine: BuiltEngine, target: Target, recipe: Recipe | None, progress: Progress
 ) -> Evidence:
     """Measure the engine as it ships, where this machine runs it and the recipe says against what."""
     if recipe is None:

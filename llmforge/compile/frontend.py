@@ -51,18 +51,12 @@ class Frontend:
         self.peak_bytes = 0  # of its resident memory; once it has ended
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = threading.Lock()
-        self._asked = False
         self._copy_bytes = 0  # by which its copy that traced grew
 
     @staticmethod
     def is_loaded() -> bool:
         """Whether this process has imported what another would have to import first."""
         return "torch" in sys.modules
-
-    @property
-    def is_starting(self) -> bool:
-        """Whether it was started and is asked for nothing yet."""
-        return self._process is not None and not self._asked
 
     @staticmethod
     def serves(recipe: Recipe, steps: Sequence[Pass] = (), *, measure: bool = True) -> bool:
@@ -125,7 +119,6 @@ class Frontend:
     def _ask(self, name: str, *given: object) -> Any:
         with self._turn:
             self.start()
-            self._asked = True
             assert self._process is not None
             assert self._process.stdin is not None
             assert self._process.stdout is not None
@@ -206,8 +199,8 @@ class _Server:
 
         before, copy = machine.peak_resident_bytes(), os.fork()
         if copy == 0:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             try:
+                _end_with_parent()
                 self.answer(_trace, origin)
             finally:
                 os._exit(0)
@@ -229,6 +222,13 @@ class _Server:
         model = kept_graph.load(files, _checkpoint(origin))
         assert model is not None, "a graph of other ties"
         return verify_trace(_checkpoint(origin), model, threads=threads, computed=runs).note(), self._copy_bytes
+
+
+def _end_with_parent() -> None:
+    """Let the system end this process when its parent ends, where it can."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _listen(questions: BinaryIO, asked: SimpleQueue[tuple[str, tuple[Any, ...]]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from llmforge.artifact import Hashing
-from llmforge.backends.engines import Engine
+from llmforge.backends.engines import BuiltEngine
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import Adapter
 from llmforge.checkpoint.text import TokenWindow
@@ -111,7 +111,7 @@ class CompileState:
     plugins: tuple[records.PluginRecord, ...] = ()  # that took part
     # engine
     read: BytesRead = field(init=False)  # by a decode step
-    engine: Engine | None = None  # None: it is built later
+    engine: BuiltEngine | None = None  # None: it is built later
     # validation
     evidence: Evidence = field(init=False)
     attribution: Attribution | None = None

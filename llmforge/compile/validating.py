@@ -18,7 +18,7 @@ from llmforge import artifact, passes, targets
 from llmforge.artifact import Artifact
 from llmforge.artifact.sealed import is_content
 from llmforge.backends import engines
-from llmforge.backends.engines import Engine
+from llmforge.backends.engines import BuiltEngine
 from llmforge.base.errors import DataError, EnginePending, UnsupportedError, UsageError
 from llmforge.base.progress import Progress, Silent
 from llmforge.cache import Cache
@@ -141,7 +141,7 @@ def _measurement(
     size_bytes = MeasuredArtifact.of(opened).report.engine.size_bytes
     return Measurement(
         opened.path,
-        Engine(folder, RuntimeConfig.read(folder / FILE), 0, size_bytes),
+        BuiltEngine(folder, RuntimeConfig.read(folder / FILE), 0, size_bytes),
         read,
         spec=recipe.validation,
         target=target,

@@ -1,4 +1,4 @@
-"""Packages and devices at hand, and what they allow: a checklist, each line with what to do about it."""
+"""Packages and devices of this machine, and what they allow: a checklist, each line with what to do about it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from llmforge import native, targets
-from llmforge.backends import BACKENDS, ONNXRUNTIME, PROVIDERS, dotted
+from llmforge.backends import BACKENDS, PROVIDERS
+from llmforge.backends.record import dotted
 from llmforge.base import extras
 from llmforge.base.errors import EnvironmentLacks
 from llmforge.checkpoint import versions
@@ -116,7 +117,7 @@ def _runtimes(gpus: Sequence[Gpu]) -> Iterator[Check]:
         yield Check("run on CUDA", "no", "this onnxruntime has no CUDA provider", hint)
     else:
         for gpu in gpus:
-            if ONNXRUNTIME.unsupported(gpu.sm) is None:
+            if BACKENDS["onnxruntime"].unsupported(gpu.sm) is None:
                 yield Check("run on CUDA", "yes", f"{gpu.title}: onnxruntime {onnxruntime.__version__}")
             else:
                 yield Check("run on CUDA", "no", f"{gpu.title}: the wheel has no code for SM {gpu.sm}", "use TensorRT")

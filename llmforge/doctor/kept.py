@@ -1,4 +1,4 @@
-"""What this machine reaches, kept once it was measured: a target file in the user's cache folder, which plans read."""
+"""Measured figures of this machine: a target file in the user's cache folder, which plans read."""
 
 from __future__ import annotations
 

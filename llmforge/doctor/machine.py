@@ -14,7 +14,7 @@ from llmforge import targets
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.measure.gpus import Gpu
 from llmforge.measure.machine import Machine
-from llmforge.targets import Figure, QuantizedLayers, Rate, Target
+from llmforge.targets import QuantizedLayers, Rate, SourcedFigure, Target
 from llmforge.targets.achieved import Share
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def of_gpu(name: str, gpu: Gpu, bandwidth: float, rates: Mapping[str, float], da
             hint="write a target file by hand, starting from one of the same generation",
         )
     known, by = targets.load(gpu.target), f"measured by llmforge doctor on {day}"
-    measured: dict[Rate, Figure] = {
+    measured: dict[Rate, SourcedFigure] = {
         cast(Rate, dtype): _figure(rate / 1e12, f"{by}, a large product") for dtype, rate in rates.items()
     }
     reached = {
@@ -83,7 +83,7 @@ def of_gpu(name: str, gpu: Gpu, bandwidth: float, rates: Mapping[str, float], da
     }
     # The default shares are of data sheets' figures; a decoder reaches more of what was measured.
     peak = known.require_gpu().bandwidth_gbs.value * 1e9
-    shares: dict[Share, Figure] = {"bandwidth": _rebased(known, "bandwidth", peak, bandwidth)}
+    shares: dict[Share, SourcedFigure] = {"bandwidth": _rebased(known, "bandwidth", peak, bandwidth)}
     if "fp16" in rates:
         shares["matrix_16"] = _rebased(known, "matrix_16", known.rates["fp16"].value * 1e12, rates["fp16"])
     return known.model_copy(update={"name": name, "title": gpu.title, **reached, "achieved": shares})
@@ -109,11 +109,11 @@ def write(target: Target, path: Path) -> None:
         raise UsageError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def _figure(value: float, source: str, *, verified: bool = True) -> Figure:
-    return Figure(value=float(f"{value:.{_DIGITS}g}"), source=source, verified=verified)
+def _figure(value: float, source: str, *, verified: bool = True) -> SourcedFigure:
+    return SourcedFigure(value=float(f"{value:.{_DIGITS}g}"), source=source, verified=verified)
 
 
-def _rebased(known: Target, share: Share, peak: float, measured: float) -> Figure:
+def _rebased(known: Target, share: Share, peak: float, measured: float) -> SourcedFigure:
     """Turn a share of the data sheet's `peak` into one of what was `measured`; at most all of it."""
     taken = known.share(share)
     return _figure(min(1.0, taken.value * peak / measured), f"{taken.source}, of what was measured", verified=False)

@@ -87,7 +87,7 @@ TYPES: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Proof:
+class ReleaseProof:
     """What was found of the installed release."""
 
     version: str
@@ -98,7 +98,7 @@ class Proof:
     record: Path  # written
 
 
-def prove(progress: Progress, types: Mapping[str, Mapping[str, Any]] = TYPES) -> Proof:
+def prove(progress: Progress, types: Mapping[str, Mapping[str, Any]] = TYPES) -> ReleaseProof:
     """Prove the installed release, and write that down.
 
     Raises:
@@ -132,7 +132,7 @@ def prove(progress: Progress, types: Mapping[str, Mapping[str, Any]] = TYPES) ->
     content = {"proof": versions.proof_of(version), "hooks": digests, "changed": changed, "types": found}
     text = json.dumps(content, indent=1, sort_keys=True) + "\n"
     whole_file.write(record, lambda file: file.write_text(text, encoding="utf-8"))
-    return Proof(version, version in versions.PROVEN, len(table.HOOKS), changed, found, record)
+    return ReleaseProof(version, version in versions.PROVEN, len(table.HOOKS), changed, found, record)
 
 
 def _prove_type(name: str, entries: Mapping[str, Any], folder: Path) -> str:

@@ -6,11 +6,10 @@ Nothing is measured here. Figures that two artifacts have of the same documents 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 from pydantic import ConfigDict, Field
 
 from llmforge.artifact import Artifact
@@ -21,7 +20,7 @@ from llmforge.gates import records
 from llmforge.gates import verdict as verdicts
 from llmforge.gates.decision import ALPHA, RELATIVE, Earlier, Figure, GateResult, Verdict
 from llmforge.gates.records import Report
-from llmforge.metrics import catalog, document_figures, document_quantiles, tasks
+from llmforge.metrics import catalog, document_figures, tasks
 from llmforge.metrics.artifact_metrics import RuntimeMetric, SizeMetric, TaskMetric
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency_metrics import SlowestMetric
@@ -244,6 +243,7 @@ def compare(
 ) -> Earlier:
     """Take differences of `metrics`, ours less theirs; `left` and `right` are of the same documents."""
     here, there = catalog.estimates(release.measured), catalog.estimates(against.measured)
+    qualities = release.report.quality, against.report.quality
     found: dict[str, Figure | str] = {}
     quantiles: dict[str, Quantile] = {}
     for name in metrics:
@@ -263,7 +263,7 @@ def compare(
         elif release.report.checkpoint.digest != against.report.checkpoint.digest:
             found[name] = OTHER_CHECKPOINT
         elif isinstance(metric.form, OfSums):
-            both = (left, right) if metric.form.source == "text" else _decoded(release, against, left)
+            both = (left, right) if metric.form.source == "text" else document_figures.decoded(*qualities, left)
             found[name] = _paired(metric.form, here[name], there[name], *both)
         elif isinstance(metric.form, Quantile):
             quantiles[name] = metric.form
@@ -271,7 +271,9 @@ def compare(
             found[name] = NO_PAIRS
         else:
             found[name] = here[name].less(there[name])
-    found |= _paired_quantiles(quantiles, release, against, {each.document for each in left})
+    if quantiles:
+        moved = document_figures.quantile_differences(quantiles, *qualities, {each.document for each in left})
+        found |= {name: moved.get(name, NO_PAIRS) for name in quantiles}
     values = {name: figure.value for name, figure in there.items()}
     return Earlier(against.side.reference, found, values)
 
@@ -285,48 +287,6 @@ def _paired(
     if not math.isfinite(ours.value) or not math.isfinite(theirs.value):
         return Estimate(value=math.nan, low=None, high=None, samples=len(left))
     return document_figures.difference(form, left, right)
-
-
-def _paired_quantiles(
-    forms: Mapping[str, Quantile], release: Reported, against: Reported, documents: Set[str]
-) -> dict[str, Figure | str]:
-    """Bound differences of quantiles over the tokens that both kept of `documents`, which were measured of both."""
-    ours, theirs = release.report.quality, against.report.quality
-    if not forms or ours is None or theirs is None:
-        return {}
-    known = {each.document: each for each in theirs.per_token if each.document in documents}
-    pairs = [(each, known[each.document]) for each in ours.per_token if each.document in known]
-    pairs = [(left, right) for left, right in pairs if left.windows == right.windows]
-    if not pairs:
-        return dict.fromkeys(forms, NO_PAIRS)
-    owners = np.repeat(np.arange(len(pairs)), [left.tokens for left, _ in pairs])
-    found: dict[str, Figure | str] = {}
-    for value in {form.value.name for form in forms.values()}:
-        mine = {name: form for name, form in forms.items() if form.value.name == value}
-        left, right = (np.concatenate([pair[side].values(value) for pair in pairs]) for side in (0, 1))
-        if not (np.isfinite(left).all() and np.isfinite(right).all()):
-            nothing = Estimate(value=math.nan, low=None, high=None, samples=len(pairs))
-            found |= dict.fromkeys(mine, nothing)
-            continue
-        shares = [form.share for form in mine.values()]
-        moved = np.quantile(left, shares) - np.quantile(right, shares)
-        found_bounds = document_quantiles.difference_bounds(left, right, owners, shares)
-        bounds: Sequence[tuple[float, float] | None] = found_bounds or (None,) * len(mine)
-        for name, difference, bound in zip(mine, moved.tolist(), bounds, strict=True):
-            low, high = (None, None) if bound is None else (min(bound[0], difference), max(bound[1], difference))
-            found[name] = Estimate(value=difference, low=low, high=high, samples=len(pairs))
-    return found
-
-
-def _decoded(release: Reported, against: Reported, measured: Sequence[DocumentSums]) -> Pairs:
-    """Find those of the documents `measured` of both that both also read as many tokens of through decode steps."""
-    ours, theirs = release.report.quality, against.report.quality
-    if ours is None or theirs is None:
-        return [], []
-    known, same = {each.document: each for each in theirs.per_document_decoded}, {each.document for each in measured}
-    found = [(each, known.get(each.document)) for each in ours.per_document_decoded if each.document in same]
-    pairs = [(left, right) for left, right in found if right is not None and left.tokens == right.tokens]
-    return [left for left, _ in pairs], [right for _, right in pairs]
 
 
 def growing(specs: Mapping[str, GateSpec]) -> dict[str, OfSums]:

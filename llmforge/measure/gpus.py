@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from llmforge import targets
-from llmforge.backends import Dtype, has_arithmetic
+from llmforge.backends.record import Dtype, has_arithmetic
 from llmforge.base.errors import EnvironmentLacks
 
 _QUERY = "name,compute_cap,memory.total"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import numpy as np
 
-from llmforge.metrics import catalog
-from llmforge.metrics.quality import DocumentSums, OfSums, Quality
+from llmforge.metrics import catalog, document_quantiles
+from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.quality import DocumentSums, OfSums, Quality, Quantile
 from llmforge.metrics.studentized import Studentized, studentized
 from llmforge.metrics.tokens import REFERENCE_NLL, Floats
 
@@ -54,6 +55,49 @@ def paired(
     known = {each.document: each for each in theirs}
     pairs = [(each, known[each.document]) for each in ours if _same(each, known.get(each.document))]
     return [ours for ours, _ in pairs], [theirs for _, theirs in pairs]
+
+
+def decoded(
+    ours: Quality | None, theirs: Quality | None, measured: Sequence[DocumentSums]
+) -> tuple[list[DocumentSums], list[DocumentSums]]:
+    """Keep those of the documents `measured` of both that both also read as many tokens of through decode steps."""
+    if ours is None or theirs is None:
+        return [], []
+    known, same = {each.document: each for each in theirs.per_document_decoded}, {each.document for each in measured}
+    found = [(each, known.get(each.document)) for each in ours.per_document_decoded if each.document in same]
+    pairs = [(left, right) for left, right in found if right is not None and left.tokens == right.tokens]
+    return [left for left, _ in pairs], [right for _, right in pairs]
+
+
+def quantile_differences(
+    forms: Mapping[str, Quantile], ours: Quality | None, theirs: Quality | None, documents: Set[str]
+) -> dict[str, Estimate]:
+    """Bound ours - theirs of quantiles over the tokens that both kept of `documents`; {}: of none in the same windows.
+
+    `documents` were measured of both.
+    """
+    if ours is None or theirs is None:
+        return {}
+    known = {each.document: each for each in theirs.per_token if each.document in documents}
+    pairs = [(each, known[each.document]) for each in ours.per_token if each.document in known]
+    pairs = [(left, right) for left, right in pairs if left.windows == right.windows]
+    if not pairs:
+        return {}
+    owners = np.repeat(np.arange(len(pairs)), [left.tokens for left, _ in pairs])
+    found: dict[str, Estimate] = {}
+    for value in {form.value.name for form in forms.values()}:
+        mine = {name: form for name, form in forms.items() if form.value.name == value}
+        left, right = (np.concatenate([pair[side].values(value) for pair in pairs]) for side in (0, 1))
+        shares = [form.share for form in mine.values()]
+        moved: list[float] = [math.nan] * len(mine)
+        within: Sequence[tuple[float, float] | None] | None = None
+        if np.isfinite(left).all() and np.isfinite(right).all():
+            moved = (np.quantile(left, shares) - np.quantile(right, shares)).tolist()
+            within = document_quantiles.difference_bounds(left, right, owners, shares)
+        for name, difference, bound in zip(mine, moved, within or (None,) * len(mine), strict=True):
+            low, high = (None, None) if bound is None else (min(bound[0], difference), max(bound[1], difference))
+            found[name] = Estimate(value=difference, low=low, high=high, samples=len(pairs))
+    return found
 
 
 def _same(ours: DocumentSums, theirs: DocumentSums | None) -> bool:

@@ -54,6 +54,12 @@ class LoadTrial:
         footprint = self.conditions.footprint
         return footprint.weight_bytes_per_token + self.artifact.batch * context * footprint.kv_bytes_per_token
 
+    @property
+    def operations(self) -> int | None:
+        """Operations of the weights for the prompts, a multiplication and an addition being two; None: not counted."""
+        each = self.conditions.footprint.multiply_adds_per_token
+        return None if each is None else 2 * each * self.artifact.batch * self.prompt_tokens
+
 
 class Spread(ReportRecord):
     """Percentiles of a duration, in milliseconds; bounds where there are enough repetitions."""
@@ -267,45 +273,37 @@ def bandwidth_utilization(trial: LoadTrial) -> float | None:
     None: it was not measured.
     """
     bandwidth = trial.conditions.bandwidth
-    return None if bandwidth is None else _read_per_second(trial) / bandwidth.working_set_bytes_per_second
+    rate = None if bandwidth is None else bandwidth.working_set_bytes_per_second
+    return _share_of_rate(trial.bytes_read, later_token_ms, trial, rate)
 
 
 def data_sheet_bandwidth_utilization(trial: LoadTrial) -> float | None:
     """The same share of what the data sheet says; None: it says nothing."""
     sheet = trial.conditions.data_sheet
-    if sheet is None or sheet.bytes_per_second is None:
-        return None
-    return _read_per_second(trial) / sheet.bytes_per_second
-
-
-def _read_per_second(trial: LoadTrial) -> float:
-    return trial.bytes_read / (_median_ms(later_token_ms, trial) / 1e3)
+    return _share_of_rate(trial.bytes_read, later_token_ms, trial, None if sheet is None else sheet.bytes_per_second)
 
 
 def compute_utilization(trial: LoadTrial) -> float | None:
     """Share of the measured rate that prompts use (MFU): 2 · multiply-adds · tokens / median TTFT / rate."""
     compute = trial.conditions.compute
-    return None if compute is None else _share_of_rate(trial, compute.rate)
+    return _share_of_rate(trial.operations, first_token_ms, trial, None if compute is None else compute.rate)
 
 
 def data_sheet_compute_utilization(trial: LoadTrial) -> float | None:
     """The same share of what the data sheet says; None: it says nothing of the dtype."""
     compute, sheet = trial.conditions.compute, trial.conditions.data_sheet
-    if compute is None or sheet is None:
+    rate = None if compute is None or sheet is None else sheet.operations_per_second.get(compute.dtype)
+    return _share_of_rate(trial.operations, first_token_ms, trial, rate)
+
+
+def _share_of_rate(
+    amount: float | None, duration: Callable[[Floats], float], trial: LoadTrial, rate: float | None
+) -> float | None:
+    """Share of a `rate` at which an `amount` is read, or computed, in the median of a duration."""
+    if amount is None or rate is None:
         return None
-    return _share_of_rate(trial, sheet.operations_per_second.get(compute.dtype))
-
-
-def _share_of_rate(trial: LoadTrial, rate: float | None) -> float | None:
-    each = trial.conditions.footprint.multiply_adds_per_token
-    if each is None or rate is None:
-        return None
-    operations = 2 * each * trial.artifact.batch * trial.prompt_tokens
-    return operations / (_median_ms(first_token_ms, trial) / 1e3) / rate
-
-
-def _median_ms(duration: Callable[[Floats], float], trial: LoadTrial) -> float:
-    return float(np.median([duration(durations) for durations in trial.artifact.generations]))
+    median_ms = float(np.median([duration(durations) for durations in trial.artifact.generations]))
+    return amount / (median_ms / 1e3) / rate
 
 
 def usd_per_million_tokens(trial: LoadTrial) -> Estimate | None:

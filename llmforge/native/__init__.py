@@ -1,6 +1,6 @@
 """Compiled CPU kernels: custom operators of ONNX Runtime in the domain `llmforge.cpu` (docs/cpu-kernels.md).
 
-The library is built from the C sources beside this file when llmforge is installed with a C compiler at hand. It holds
+The library is built from the C sources beside this file when llmforge is installed with a C compiler. It holds
 the kernels for several instruction sets and picks those of the processor that it runs on.
 """
 

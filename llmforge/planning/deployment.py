@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from llmforge.backends import (
-    BACKENDS,
-    INT8_SLOTS,
-    PAGED_HEAD_DIM,
-    BackendName,
-    paged_block_tokens,
-    slots_reason,
-)
+from llmforge.backends import BACKENDS, BackendName
+from llmforge.backends.record import NO_BLOCKS, Provider
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.planning import memory, not_built, roofline
 from llmforge.planning.memory import DeviceMemory
@@ -202,13 +196,14 @@ def _cost(placed: Placement, workload: Workload, given: float | None) -> Cost | 
 
 def _kv_cache(placed: Placement, backend: BackendName, workload: Workload, slots: str | None) -> list[str]:
     """Say for a GPU how many blocks of a pool its memory holds, or why sequences have slots (docs/paged.md)."""
-    reason = slots or _slots_reason(placed, backend)
     if placed.target.kind != "gpu" or backend not in placed.target.engines:
         return []
-    if reason is not None:
+    provider = BACKENDS[backend].on(placed.target.kind)
+    paged = None if provider is None else provider.paged
+    if (reason := slots or _slots_reason(placed, provider)) is not None or paged is None:
         return [f"KV cache in slots of max_context tokens: {reason}"]
     found = memory.of(placed, workload)
-    tokens = paged_block_tokens(next(each.key_dim for _, each in placed.shape.attentions()))
+    tokens = paged.block_tokens(next(each.key_dim for _, each in placed.shape.attentions()))
     block_bytes = tokens * found.kv_per_token
     blocks = max(0, found.capacity - found.needed + found.cache) // block_bytes
     return [
@@ -217,24 +212,24 @@ def _kv_cache(placed: Placement, backend: BackendName, workload: Workload, slots
     ]
 
 
-def _slots_reason(placed: Placement, backend: BackendName) -> str | None:
-    """Say why an engine of `backend` has slots, as far as the shape tells; None: it has blocks."""
+def _slots_reason(placed: Placement, provider: Provider | None) -> str | None:
+    """Say why an engine of `provider` has slots, as far as the shape tells; None: it has blocks."""
     shape, scheme, target = placed.shape, placed.scheme, placed.target
     attentions = [each for _, each in shape.attentions()]
     dims = {dim for each in attentions for dim in (each.key_dim, each.value_dim)}
-    provider = BACKENDS[backend].on(target.kind)
-    if reason := slots_reason("" if provider is None else provider.name, target.sm, placed.ranks):
+    if provider is None or provider.paged is None:
+        return NO_BLOCKS
+    if reason := provider.slots_reason(target.sm, placed.ranks):
         return reason
     if any(each.latent is not None for each in attentions):
         return "latents are cached, not keys and values"
     if shape.state_elements():
         return "layers keep a state"
-    if len(dims) != 1 or max(dims) > PAGED_HEAD_DIM:
-        return (
-            f"heads have {', '.join(map(str, sorted(dims)))} channels; blocks are of one width up to {PAGED_HEAD_DIM}"
-        )
+    if len(dims) != 1 or max(dims) > provider.paged.most_channels:
+        widths = ", ".join(map(str, sorted(dims)))
+        return f"heads have {widths} channels; blocks are of one width up to {provider.paged.most_channels}"
     if scheme.kv == "int8":
-        return INT8_SLOTS
+        return provider.paged.int8_slots
     return f"blocks of {scheme.kv} are not written" if BITS[scheme.kv] <= 8 else None
 
 

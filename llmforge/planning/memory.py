@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from llmforge.backends import PREFILL_CHUNK
 from llmforge.base.errors import UsageError
 from llmforge.planning.roofline import Placement, Workload
 from llmforge.planning.scheme import BITS, DtypeScheme
 from llmforge.planning.shape import Shape
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 
 # What neither weights nor caches take: CUDA context, kernels, libraries and their workspaces lie between the 0.55 and
 # the 3.5 GB that NVIDIA AIConfigurator has assumed in turn; a CPU artifact of 321 MB took 419 (docs/performance.md).

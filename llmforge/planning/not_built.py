@@ -19,12 +19,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmforge.backends import PREFILL_CHUNK
 from llmforge.metrics.units import significant, step_time
 from llmforge.planning import roofline
 from llmforge.planning.memory import DeviceMemory
 from llmforge.planning.roofline import Placement, Workload
 from llmforge.planning.scheme import BITS
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 
 STAGES = 2  # of a pipeline, where nobody says how many
 NAMES = {  # by the keys of a recipe's `engine`

@@ -28,7 +28,7 @@ def note(steps: Sequence[Pass], shape: Shape, target: Target, backend: BackendNa
     if not found:
         return None
     [(name, demand), *_] = found
-    if any(step.loads_in for step in steps) or BACKENDS[backend].elsewhere is not None:
+    if any(step.loads_in for step in steps) or BACKENDS[backend].export_format is not None:
         from llmforge import passes  # which brings onnx-ir
 
         interfaces = ", ".join(sorted(step.name for step in passes.ALL if step.loads_in))

@@ -140,7 +140,7 @@ def _with_adapters(build: BuildCost, adapters: Adapters, chosen: DtypeScheme) ->
 
 def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, intent: Request) -> Planned:
     wanted = intent.backend or target.engines[0]
-    anywhere = wanted in target.engines or BACKENDS[wanted].elsewhere is not None
+    anywhere = wanted in target.engines or BACKENDS[wanted].export_format is not None
     backend = asked.backend or (wanted if anywhere else target.engines[0])
     said = intent.wanted if asked.wanted.kv is None else replace(intent.wanted, cache=None)
     chosen = scheme.choose(target, backend, shape.dtype, asked.wanted.or_else(said))

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmforge.backends import BackendName, Dtype, Role
+from llmforge.backends import BackendName
+from llmforge.backends.record import Dtype, Role
 from llmforge.base.errors import UnsupportedError
 from llmforge.planning.shape import AttentionShape, Shape
 from llmforge.quantization import formats

@@ -38,7 +38,7 @@ _BATCH: Mapping[Goal, Mapping[str, int]] = {
 
 
 @dataclass(frozen=True)
-class Start:
+class StartingRecipe:
     """A recipe, and what was planned with it."""
 
     yaml: str
@@ -55,11 +55,11 @@ def write(
     backend: BackendName | None = None,
     has_device: bool = False,
     sample_text: bool = True,
-) -> Start:
+) -> StartingRecipe:
     """Write the recipe called `name` for `checkpoint` on `target`, whose figures are known, as far as there are any.
 
     `given` are the paths that stand in it: checkpoint, target, calibration, evaluation. `has_device`: the GPU of the
-    target is at hand, so that engines which only it builds need not be deferred. `sample_text`: both texts are those
+    target is here, so that engines which only it builds need not be deferred. `sample_text`: both texts are those
     that ship with llmforge.
 
     Raises:
@@ -72,7 +72,7 @@ def write(
             f"--engine {chosen} is of a plug-in, whose passes and formats init does not know",
             hint=f"write the recipe without --engine, and set `engine: {{backend: {chosen}}}` in it",
         )
-    others = BACKENDS[chosen].elsewhere
+    others = BACKENDS[chosen].export_format
     before = _plan(shape, target, chosen, Storage(), goal)
     folder = (checkpoint.parent if checkpoint.name == CONFIG else checkpoint).absolute()
     settings = read_settings(folder)
@@ -82,16 +82,10 @@ def write(
             f"{checkpoint} is quantized already, and {chosen} takes its codes of an unquantized checkpoint",
             hint="give the original checkpoint, or choose another --engine",
         )
-    there = Deployment(
-        target,
-        BACKENDS[chosen],
-        before.plan.scheme.compute,
-        goal,
-        caches_latents=any(each.latent is not None for _, each in shape.attentions()),
-        is_quantized=is_stored,
-        stored=source.grid_of(settings, folder) if is_stored else None,
-    )
-    proposed = _choose(before, there)
+    latents = any(each.latent is not None for _, each in shape.attentions())
+    grid = source.grid_of(settings, folder) if is_stored else None
+    compute = before.plan.scheme.compute
+    proposed = _choose(before, Deployment(target, BACKENDS[chosen], compute, goal, latents, is_stored, grid))
     stores = reduce(Storage.or_else, (each.stores for _, each in proposed), Storage())
     if stores.weights is None and others is not None:
         raise UnsupportedError(
@@ -107,7 +101,7 @@ def write(
         )
     steps = [_step(before, step, proposal) for step, proposal in proposed]
     text = "\n".join(_recipe(planned, goal, steps, proposed, name, given, has_device, sample_text)) + "\n"
-    return Start(text, planned)
+    return StartingRecipe(text, planned)
 
 
 def _plan(shape: Shape, target: Target, backend: BackendName, wanted: Storage, goal: Goal) -> Planned:
@@ -171,7 +165,7 @@ def _step(planned: Planned, name: str, proposal: Proposal) -> tuple[str, str]:
 
 def _is_ours(plan: DeploymentPlan) -> bool:
     """Say if llmforge runs the engine: passes that change more than codes, and figures of latency, are for no other."""
-    return BACKENDS[plan.backend].elsewhere is None
+    return BACKENDS[plan.backend].export_format is None
 
 
 def _recipe(
@@ -190,7 +184,8 @@ def _recipe(
     cached = any(each.stores.kv is not None for _, each in proposed)
     kld = sum(of_weights or [0.001]) + 0.01 * (cached or plan.target.kind == "gpu")
     ours = _is_ours(plan)
-    deferred = ours and plan.target.kind == "gpu" and plan.backend != "tensorrt-rtx" and not has_device
+    provider = plan.target.require_engine(plan.backend)
+    deferred = ours and plan.target.kind == "gpu" and provider.needs_device is not None and not has_device
     engine = f"backend: {plan.backend}, max_context: {context}, max_batch: {plan.workload.batch}"
     billions = plan.shape.parameters / 1e9
     shown = f"{significant(billions)} billion" if billions >= 1 else f"{significant(billions * 1e3)} million"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from llmforge.measure.machine import Machine
-from llmforge.targets import Figure, Isa, Target
+from llmforge.targets import Isa, SourcedFigure, Target
 
 BANDWIDTH_GBS = 51.2  # two channels of DDR4-3200 (JEDEC JESD79-4): 2 · 8 bytes · 3.2 GT/s
 GHZ = 3.0
@@ -39,7 +39,7 @@ def of_cpu(target: Target, here: Machine) -> Target:
     return target.model_copy(update=found)
 
 
-def _figure(value: float) -> Figure:
-    return Figure(
+def _figure(value: float) -> SourcedFigure:
+    return SourcedFigure(
         value=value, source="typical of such a CPU, by arithmetic (llmforge/planning/typical.py)", verified=False
     )

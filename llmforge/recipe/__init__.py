@@ -4,7 +4,7 @@ from llmforge.recipe.calibration import CalibrationSpec
 from llmforge.recipe.engine import EngineSpec
 from llmforge.recipe.gates import Gates, GatesFile, GateSpec, misdirected
 from llmforge.recipe.json_schema import json_schema
-from llmforge.recipe.latency import LatencySpec, WorkloadsSpec
+from llmforge.recipe.latency import LatencySpec, WorkloadSpec, WorkloadsSpec
 from llmforge.recipe.quality import QualitySpec
 from llmforge.recipe.recipe import Recipe
 from llmforge.recipe.section import TASK_FILES
@@ -23,6 +23,7 @@ __all__ = [
     "Recipe",
     "ServingSpec",
     "ValidationSpec",
+    "WorkloadSpec",
     "WorkloadsSpec",
     "json_schema",
     "misdirected",

@@ -248,12 +248,12 @@ class Recipe(Section):
         named = {spec.name for spec in self.passes}
         passes = [cls for cls in self._with_plugins(registry) if cls.name in named]
         hint = "see recipes/portable.yaml and recipes/genai.yaml"
-        record = BACKENDS[self.engine.backend].elsewhere
+        record = BACKENDS[self.engine.backend].export_format
         if record is not None and runtime == record.runtime:
             return None
         if record is not None:
             return f"{runtime} cannot load a {self.engine.backend} artifact", f"its runtime is {record.runtime}"
-        others = {each.elsewhere.runtime for each in BACKENDS.values() if each.elsewhere is not None}
+        others = {each.export_format.runtime for each in BACKENDS.values() if each.export_format is not None}
         if runtime in others or self.engine.backend != "onnxruntime":
             return f"{runtime} cannot load engines of the backend {self.engine.backend}", hint
         if own := [cls.name for cls in passes if cls.own_operators]:

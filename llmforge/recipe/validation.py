@@ -63,7 +63,7 @@ class ValidationSpec(Section):
         if self.runtimes and longest < PROMPT_AND_ANSWER:
             what = f"prompts and answers of {PROMPT_AND_ANSWER} tokens exceed engine.max_context, {longest}"
             yield Contradiction(("runtimes",), what)
-        if (record := BACKENDS[engine.backend].elsewhere) is not None:
+        if (record := BACKENDS[engine.backend].export_format) is not None:
             hint = f"serve the artifact, `{record.serve.format(engine='ARTIFACT/engine')}`, and measure it there"
             for key in ("latency", "tasks"):
                 if getattr(self, key) is not None:

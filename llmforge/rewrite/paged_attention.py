@@ -9,15 +9,14 @@ changes: a graph with an input or a cache that another operator reads is left al
 
 PagedAttention of ONNX Runtime 1.31 (its schema; contrib_ops/cuda/bert/paged_attention.cc): a window of n tokens has
 the token itself in it, as in GroupQueryAttention; blocks are of a power of two of tokens, 16 or more; FlashAttention
-reads blocks of a multiple of `paged_block_tokens`, and others are gathered into a dense buffer first. Over int8 blocks
-a step of one token a row reads them in place (XQA), and a longer one gathers all texts of the step in 16 bits first.
+reads blocks of a multiple of `PagedBlocks.block_tokens`; others are gathered into a dense buffer first. Over int8
+blocks a step of one token a row reads them in place (XQA), and a longer one gathers all its texts in 16 bits first.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from llmforge.backends import paged_block_tokens
 from llmforge.ir import graph, interface
 from llmforge.ir.operators import contrib
 from llmforge.rewrite.pass_base import Rewritten
@@ -25,14 +24,6 @@ from llmforge.rewrite.pass_base import Rewritten
 _INPUTS = {interface.INPUT_IDS, interface.POSITION_IDS, interface.LOGITS_ROWS}
 _LENGTHS = {interface.SEQLENS_K, interface.TOTAL_SEQUENCE_LENGTH}
 TOKENS, BLOCKS, ROWS, ROW_ENDS, ROW_BLOCKS = "tokens", "blocks", "batch", "batch_plus_1", "blocks_of_a_row"
-
-
-def block_size(model: ir.Model) -> int:
-    """Choose the tokens of a block, so that attention reads the blocks of every layer of `model` in place."""
-    return max(
-        paged_block_tokens(graph.static(layer.past_key)[3], int8=layer.past_key.dtype == ir.DataType.INT8)
-        for layer in contrib.GroupQueryAttention.all(model)
-    )
 
 
 def reason_against(model: ir.Model) -> str | None:

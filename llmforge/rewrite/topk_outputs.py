@@ -1,4 +1,4 @@
-"""Lets a graph give heads of its rows of logits, so that a step need not copy them (`interface.TopLogits`).
+"""Outputs for the largest logits of each row, so that a step need not copy all of them (`interface.TopLogits`).
 
     last = Gather(logits, -1)                                        # [batch, rows, V] → [batch, V]
     top_logits, ids = TopK(last, HEAD)                               # [batch, HEAD], descending; all fp32
@@ -6,14 +6,16 @@
     others = Where(Greater(last, top_logits[:, -1:]), 0, weights)    # NaN is among them
     masses = ReduceSum(Reshape(others, [batch, blocks, -1]), -1)     # padded with 0 where blocks do not divide V
 
-Over blocks, where a step has rows of several texts, all of them get heads: Squeeze(logits), [1, rows, V] → [rows, V].
+Over blocks, a step has rows of several texts, which all get their own: Squeeze(logits), [1, rows, V] → [rows, V].
 
-64 rows of 128,256 logits are 32.8 MB; their heads are 0.15 MB. Sums are of weights relative to the largest logit: they
-neither overflow nor lose digits where logits are large, as a logarithm would. And they are of what the host does not
-have: so a rounding error of theirs is small beside the mass behind the head, and not only beside the whole.
+64 rows of 128,256 logits are 32.8 MB; their largest are 0.15 MB. Sums are of weights relative to the largest logit:
+they neither overflow nor lose digits where logits are large, as a logarithm would. And they are of what the host does
+not have: so a rounding error of theirs is small beside the mass of the other tokens, and not only beside the whole.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -22,16 +24,17 @@ from llmforge.ir import graph, interface
 from llmforge.rewrite.pass_base import Rewritten
 
 _OUTPUTS = frozenset({interface.TOP_LOGITS, interface.TOP_IDS, interface.MASSES})
+_Dims = list[int | str | None]
 _FLOAT, _INT32, _INT64, _BOOL = ir.DataType.FLOAT, ir.DataType.INT32, ir.DataType.INT64, ir.DataType.BOOL
 
 
-def gives_heads(model: ir.Model) -> bool:
-    """Say whether `give_heads` was here."""
+def gives_top_logits(model: ir.Model) -> bool:
+    """Say whether `add_topk_outputs` was here."""
     return any(value.name == interface.TOP_LOGITS for value in model.graph.outputs)
 
 
-def without_heads(model: ir.Model) -> ir.Model:
-    """Write a clone of `model` without what `give_heads` added."""
+def without_topk_outputs(model: ir.Model) -> ir.Model:
+    """Write a clone of `model` without what `add_topk_outputs` added."""
     plain = model.clone()
     outputs = plain.graph.outputs
     for value in [value for value in outputs if str(value.name) in _OUTPUTS]:
@@ -40,68 +43,80 @@ def without_heads(model: ir.Model) -> ir.Model:
     return plain
 
 
-def give_heads(model: ir.Model) -> Rewritten:
+def add_topk_outputs(model: ir.Model) -> Rewritten:
     """Add the input `temperatures`, and the outputs `top_logits`, `top_ids` and `masses`, in place."""
     main = model.graph
     logits = graph.output_named(model, interface.LOGITS)
     over_blocks = any(value.name == interface.BLOCK_TABLE for value in main.inputs)
     batch = (graph.dims(logits) or ("batch", "rows"))[1 if over_blocks else 0]
     vocabulary = graph.width(logits)
-    head = min(interface.HEAD, vocabulary)
+    top = min(interface.HEAD, vocabulary)
     temperatures = ir.Value(name=interface.TEMPERATURES, type=ir.TensorType(_FLOAT), shape=ir.Shape([batch]))
     main.inputs.append(temperatures)
-
-    def constant(name: str, value: int | list[int]) -> ir.Value:
-        return graph.initializer(model, f"heads.constant.{name}", np.array(value, np.int64))
-
-    def node(
-        op: str,
-        inputs: list[ir.Value],
-        outputs: list[tuple[str, ir.DataType, list[int | str | None]]],
-        **attributes: graph.Attribute,
-    ) -> list[ir.Value]:
-        made = [ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(dims)) for name, dtype, dims in outputs]
-        main.append(
-            ir.Node(
-                "",
-                op,
-                inputs,
-                ir.convenience.convert_attributes(attributes),
-                outputs=made,
-                name=f"heads/{outputs[0][0]}",
-            )
-        )
-        return made
-
-    row, top = [batch, vocabulary], [batch, head]
-    last_row = [("heads.last", _FLOAT, row)]
+    build = _Appending(model)
     if over_blocks:
-        [last] = node("Squeeze", [logits, constant("axis_0", [0])], last_row)
+        last = build.node("Squeeze", [logits, build.constant("axis_0", [0])], "last", [batch, vocabulary])
     else:
-        [last] = node("Gather", [logits, constant("last", -1)], last_row, axis=1)
-    largest, ids = node(
+        last = build.node("Gather", [logits, build.constant("last", -1)], "last", [batch, vocabulary], axis=1)
+    largest, ids = build.nodes(
         "TopK",
-        [last, constant("size", [head])],
-        [(interface.TOP_LOGITS, _FLOAT, top), ("heads.ids", _INT64, top)],
+        [last, build.constant("size", [top])],
+        [(interface.TOP_LOGITS, _FLOAT, [batch, top]), ("heads.ids", _INT64, [batch, top])],
         axis=-1,
     )
-    [narrow] = node("Cast", [ids], [(interface.TOP_IDS, _INT32, top)], to=int(_INT32))
-    [best] = node("Gather", [largest, constant("first", [0])], [("heads.best", _FLOAT, [batch, 1])], axis=1)
-    [column] = node("Unsqueeze", [temperatures, constant("axis", [1])], [("heads.column", _FLOAT, [batch, 1])])
-    [below] = node("Sub", [last, best], [("heads.below", _FLOAT, row)])
-    [scaled] = node("Div", [below, column], [("heads.scaled", _FLOAT, row)])
-    [weights] = node("Exp", [scaled], [("heads.weights", _FLOAT, row)])
-    [least] = node("Gather", [largest, constant("end", [head - 1])], [("heads.least", _FLOAT, [batch, 1])], axis=1)
-    [above] = node("Greater", [last, least], [("heads.above", _BOOL, row)])
-    nothing = graph.initializer(model, "heads.constant.nothing", np.zeros((), np.float32))
-    [others] = node("Where", [above, nothing, weights], [("heads.others", _FLOAT, row)])
-    blocks, size = interface.mass_blocks(vocabulary)
-    if short := blocks * size - vocabulary:
-        pads = constant("pads", [0, 0, 0, short])
-        [others] = node("Pad", [others, pads], [("heads.padded", _FLOAT, [batch, blocks * size])])
-    shape = constant("blocks", [0, blocks, size])  # 0: as it is
-    [blocked] = node("Reshape", [others, shape], [("heads.blocked", _FLOAT, [batch, blocks, size])])
-    sums = [(interface.MASSES, _FLOAT, [batch, blocks])]
-    [masses] = node("ReduceSum", [blocked, constant("within", [2])], sums, keepdims=0)
+    [narrow] = build.nodes("Cast", [ids], [(interface.TOP_IDS, _INT32, [batch, top])], to=int(_INT32))
+    masses = _masses(build, last, largest, temperatures)
     main.outputs.extend([largest, narrow, masses])
-    return Rewritten(interface.LOGITS, f"with the {head} largest of a row, and sums of the others in {blocks} blocks")
+    blocks, _ = interface.mass_blocks(vocabulary)
+    return Rewritten(interface.LOGITS, f"with the {top} largest of a row, and sums of the others in {blocks} blocks")
+
+
+def _masses(build: _Appending, last: ir.Value, largest: ir.Value, temperatures: ir.Value) -> ir.Value:
+    """Sum the weights of the logits `last` [batch, V] that are below the `largest` [batch, top], in blocks."""
+    batch, vocabulary = graph.dims(last) or ()
+    row, top, one = [batch, vocabulary], graph.width(largest), [batch, 1]
+    best = build.node("Gather", [largest, build.constant("first", [0])], "best", one, axis=1)
+    column = build.node("Unsqueeze", [temperatures, build.constant("axis", [1])], "column", one)
+    below = build.node("Sub", [last, best], "below", row)
+    weights = build.node("Exp", [build.node("Div", [below, column], "scaled", row)], "weights", row)
+    least = build.node("Gather", [largest, build.constant("end", [top - 1])], "least", one, axis=1)
+    [above] = build.nodes("Greater", [last, least], [("heads.above", _BOOL, row)])
+    nothing = graph.initializer(build.model, "heads.constant.nothing", np.zeros((), np.float32))
+    others = build.node("Where", [above, nothing, weights], "others", row)
+    blocks, size = interface.mass_blocks(graph.width(last))
+    if short := blocks * size - graph.width(last):
+        pads = build.constant("pads", [0, 0, 0, short])
+        others = build.node("Pad", [others, pads], "padded", [batch, blocks * size])
+    shape = build.constant("blocks", [0, blocks, size])  # 0: as it is
+    blocked = build.node("Reshape", [others, shape], "blocked", [batch, blocks, size])
+    sums = [(interface.MASSES, _FLOAT, [batch, blocks])]
+    [masses] = build.nodes("ReduceSum", [blocked, build.constant("within", [2])], sums, keepdims=0)
+    return masses
+
+
+@dataclass(frozen=True)
+class _Appending:
+    """Appends nodes to the graph of `model`; stored names begin with "heads"."""
+
+    model: ir.Model
+
+    def constant(self, name: str, value: int | list[int]) -> ir.Value:
+        """Add an int64 initializer."""
+        return graph.initializer(self.model, f"heads.constant.{name}", np.array(value, np.int64))
+
+    def node(self, op: str, inputs: list[ir.Value], name: str, dims: _Dims, **attributes: graph.Attribute) -> ir.Value:
+        """Append a node with one fp32 output."""
+        return self.nodes(op, inputs, [(f"heads.{name}", _FLOAT, dims)], **attributes)[0]
+
+    def nodes(
+        self,
+        op: str,
+        inputs: list[ir.Value],
+        outputs: list[tuple[str, ir.DataType, _Dims]],
+        **attributes: graph.Attribute,
+    ) -> list[ir.Value]:
+        """Append a node, and return its outputs of these names, dtypes and shapes."""
+        made = [ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(dims)) for name, dtype, dims in outputs]
+        given = ir.convenience.convert_attributes(attributes)
+        self.model.graph.append(ir.Node("", op, inputs, given, outputs=made, name=f"heads/{outputs[0][0]}"))
+        return made

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from llmforge.backends import Backend, Dtype
+from llmforge.backends.record import BackendRecord, Dtype
 from llmforge.quantization.formats import KvFormat
 from llmforge.quantization.grids import Grid
 from llmforge.targets import Target
@@ -45,7 +45,7 @@ class Deployment:
     """What a prediction or a proposal depends on: where an engine runs, what for, and what the checkpoint is like."""
 
     target: Target
-    backend: Backend
+    backend: BackendRecord
     compute: Dtype
     goal: Goal = "latency"
     caches_latents: bool = False
@@ -65,7 +65,7 @@ class Deployment:
     @property
     def exported(self) -> bool:
         """Whether servers of others load the engine: passes change no more of the model than its codes."""
-        return self.backend.elsewhere is not None
+        return self.backend.export_format is not None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
-from llmforge.backends import Dtype
+from llmforge.backends.record import Dtype
 from llmforge.rewrite.traits import Deployment, Proposal, Storage
 
 FOUR_KLD, EIGHT_KLD, STORED_KLD = 0.05, 0.005, 0.01  # nats a token that budgets allow
@@ -13,7 +13,7 @@ FOUR_KLD, EIGHT_KLD, STORED_KLD = 0.05, 0.005, 0.01  # nats a token that budgets
 
 def of_weights(name: str, there: Deployment) -> Iterator[Proposal]:
     """Propose 4 and 8 bits of the pass `name`, in the blocks and with the scales that the engine reads best."""
-    other, columns = there.backend.elsewhere, there.backend.scales == "channels"
+    other, columns = there.backend.export_format, there.backend.scales == "channels"
     if other is not None:  # servers of others have the scales of symmetric codes in fp16
         more = f"symmetric: true, scales: fp16, {'' if other.tables else 'embedding_bits: 16, '}"
         yield _four(name, other.block, more)

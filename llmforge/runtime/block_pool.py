@@ -1,4 +1,4 @@
-"""Which text holds which blocks of a paged cache: a free list, reference counts, and blocks that texts have in common.
+"""The blocks of a paged cache and the texts that hold them: a free list, reference counts, shared blocks.
 
 Pure bookkeeping, without memory: a block is a number from 1 on, room for `block_size` tokens in every layer. Number 0
 is nobody's: rows of padding write there.

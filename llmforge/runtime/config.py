@@ -13,7 +13,7 @@ from typing import Literal
 import onnxruntime
 
 from llmforge import backends, native
-from llmforge.backends import PENDING_FILE, PROVIDERS, PlanModule, ProviderName
+from llmforge.backends import PROVIDERS, PlanModule, ProviderName
 from llmforge.base import plugins, small_file, strict_json
 from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
 from llmforge.base.plugins import Package
@@ -22,6 +22,7 @@ from llmforge.runtime.signature import CacheInput
 
 FORMAT = 3
 FILE = "runtime.json"
+PENDING_FILE = "pending.json"  # stands in an engine's folder until the engine is built (llmforge.backends.pending)
 DAMAGED = "run `llmforge verify ARTIFACT` to list changed files; fetch or build the artifact again"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"  # the larger initializers of the model; of ranks, those that all of them have
@@ -206,7 +207,7 @@ class RuntimeConfig:
     def _check_parts(self, where: str) -> None:
         """Refuse parts that `provider` does not have, and missing ones that it has."""
         backend, kind = backends.of_provider(self.provider), PROVIDERS[self.provider].kind
-        ours = backend.elsewhere is None
+        ours = backend.export_format is None
         parts = {"onnxruntime": ours and not backend.compiled, "plan": backend.compiled, "device": kind == "gpu"}
         if self.provider not in backends.BUILT_IN_PROVIDERS:  # its session module knows whether it runs ONNX Runtime
             if self.plugin is None:
@@ -216,7 +217,7 @@ class RuntimeConfig:
             if (getattr(self, name) is not None) != wanted:
                 state = "is missing" if wanted else "makes no sense"
                 raise InputError(f"{where}: {name} {state} where provider is {self.provider}")
-        if self.kv_blocks is not None and self.provider != "cuda":
+        if self.kv_blocks is not None and PROVIDERS[self.provider].paged is None:
             raise InputError(f"{where}: kv_blocks makes no sense where provider is {self.provider}")
         if list(self.buckets) != sorted(set(self.buckets)) or min(self.buckets, default=1) < 1:
             raise InputError(f"{where}: buckets is {list(self.buckets)}; expected numbers of rows, ascending")

@@ -1,4 +1,4 @@
-"""What a scheduler needs of a decoder and of its cache, and what every decoder does with a step before its graph runs.
+"""The decoder and the cache that a scheduler drives, and what every decoder does with a step before its graph runs.
 
 Each folder of `llmforge.backends` whose engines run here has a `session`, the decoder for it.
 """
@@ -164,8 +164,8 @@ class DecodeRun(ABC):
     """A decode step that a device runs: one token of every row."""
 
     @abstractmethod
-    def heads(self) -> TopLogits:
-        """Wait for the step, and give the heads of its rows; they hold until the next step begins."""
+    def top_logits(self) -> TopLogits:
+        """Wait for the step, and give the top logits of its rows; they hold until the next step begins."""
 
     @abstractmethod
     def logits(self, row: int) -> NDArray[np.float32]:
@@ -177,22 +177,22 @@ class DecodeRun(ABC):
 
         Args:
             rows: [n], as of `logits`.
-            blocks: [n], numbers of `interface.mass_blocks`, which says their size; -inf stands behind a row's end.
+            blocks: [n], numbers of `interface.mass_blocks`, which says their size; -inf stands after a row's end.
         """
 
     def next_ids(self) -> NDArray[np.int64]:
-        """Give the token that the device guesses to follow in each row, int64 [B], once `heads` has given its heads.
+        """Give the token that the device guesses to follow in each row, int64 [B], once `top_logits` has returned.
 
         They hold as long as those.
         """
         raise NotImplementedError
 
     def launched(self) -> None:
-        """Wait until all that is asked of the device from now on comes behind the step."""
-        self.heads()
+        """Wait until all that is asked of the device from now on comes after the step."""
+        self.top_logits()
 
 
-class Backend(ABC, Generic[C]):
+class Decoder(ABC, Generic[C]):
     """A decoder that is driven step by step over caches of type `C`.
 
     A subclass sets `signature`, allocates caches, and runs its graph once. `rows_alone`: a row of several tokens runs
@@ -251,7 +251,7 @@ class Backend(ABC, Generic[C]):
 
     @property
     def decodes_ahead(self) -> bool:
-        """Whether decode steps run beside the host and give heads: `begin_decode` serves them."""
+        """Whether decode steps run concurrently with the host and give top logits: `begin_decode` serves them."""
         return False
 
     @property
@@ -262,7 +262,7 @@ class Backend(ABC, Generic[C]):
     def begin_decode(self, inputs: StepInputs, cache: C) -> DecodeRun:
         """Begin a step of one token a row, as `step` runs it; arrays are read before this returns.
 
-        Where `guesses_tokens`, it may begin while the one before it runs, whose heads are asked for next; an id of
+        Where `guesses_tokens`, it may begin while the one before it runs, whose top logits are asked for next; an id of
         -1 - n is then the token that the step begun right before this one guesses for its row n.
         """
         raise NotImplementedError
@@ -328,7 +328,7 @@ class Backend(ABC, Generic[C]):
         self._check(inputs, cache)
         ids, rows = inputs.ids.shape, None if inputs.rows is None else inputs.rows.shape
         if not self.decodes_ahead or ids not in self.prompt_shapes or rows != (ids[0], 1):
-            raise ValueError(f"a step of {ids}, rows {rows}; heads of one token a row of {self.prompt_shapes}")
+            raise ValueError(f"a step of {ids}, rows {rows}; top logits of one token a row of {self.prompt_shapes}")
 
     def _run_together(self, inputs: StepInputs, cache: C, out: NDArray[np.float32]) -> None:
         """Run the graph on rows that may run together."""

@@ -1,4 +1,4 @@
-"""What a decoder graph takes and returns (docs/dialect.md), read from what an engine says of its inputs and outputs."""
+"""Inputs and outputs of a decoder graph (docs/dialect.md), read from what an engine says of its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -155,8 +155,8 @@ class Signature:
         return interface.ADAPTER_IDS in self.inputs
 
     @property
-    def gives_heads(self) -> bool:
-        """Whether a step gives the head of its last row of logits (`interface.TopLogits`)."""
+    def gives_top_logits(self) -> bool:
+        """Whether a step gives the largest logits of its last row (`interface.TopLogits`)."""
         return interface.MASSES in self.outputs
 
     @property
@@ -171,7 +171,7 @@ class Signature:
 
     @property
     def one_row_continuations(self) -> bool:
-        """Whether several tokens behind a past must run a row at a time.
+        """Whether several tokens after a past must run a row at a time.
 
         GroupQueryAttention of ONNX Runtime, which alone reads that input: "batch_size must be 1 when sequence_length >
         1 and past context is given".

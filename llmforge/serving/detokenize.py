@@ -13,7 +13,7 @@ class Detokenizer:
     """Turns token ids into text, one at a time; what `push` and `flush` return adds up to the decoded whole.
 
     A token may hold a part of a character, and decoders treat the first token of a text in their own way (Metaspace
-    drops its leading space). So a token is decoded behind the tokens of the chunk before it, and only what is longer
+    drops its leading space). So a token is decoded after the tokens of the chunk before it, and only what is longer
     than that chunk's own text is new. Text that ends with U+FFFD is held back: the next byte may complete it.
 
     Bytes that never become UTF-8 appear as U+FFFD. With SentencePiece's byte fallback their number may differ from
@@ -62,7 +62,7 @@ class StopStrings:
     The first is the one that is complete first, of several the longest: so it does not depend on how the text is cut
     into pieces. Time and memory of a piece grow with its own length and that of the strings, not with the text's.
 
-    With `include`, the text ends behind the string that was found, else before it.
+    With `include`, the text ends after the string that was found, else before it.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import queue
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmforge.backends import PREFILL_CHUNK
-from llmforge.base.errors import ForgeError, InputError, Unavailable, UnsupportedError, UsageError
+from llmforge.base.errors import InputError, Unavailable, UnsupportedError, UsageError
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.serving.interface import Serving
 from llmforge.serving.options import EngineOptions
 from llmforge.serving.prompts import PromptEncoder
-from llmforge.serving.request import Chunk, Receiver, Request
+from llmforge.serving.request import Receiver, Request
 from llmforge.serving.runner import Runner, load
 from llmforge.serving.scheduler import Scheduler, scheduler_of
 from llmforge.serving.sequence import Sequence, Ticket
@@ -26,7 +24,7 @@ from llmforge.serving.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(Serving):
     """Runs up to `runner.config.max_batch` requests at once, in slots of its own. Any thread may call any method.
 
     Receivers are called by the engine's thread, which holds no lock then: they may call back, and must not wait.
@@ -104,14 +102,6 @@ class Engine:
         """Let a sequence end with "cancelled" and its slot be free at the next step; one that has ended stays so."""
         ticket.cancelled = True  # the thread looks at it in every step
 
-    def stream(self, request: Request) -> Stream:
-        """Run a request, chunk by chunk; it is submitted by this call, and closing the iterator cancels it.
-
-        Raises:
-            UsageError, Unavailable: as `submit` does, now. Errors of the sequence are raised by the iterator.
-        """
-        return Stream(self, request)
-
     def stats(self) -> EngineStats:
         """Give the figures after the last step, with what has arrived since among those that wait."""
         with self._wake:
@@ -147,12 +137,6 @@ class Engine:
             with self._wake:
                 self._abandoned = True
             self._thread.join()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close(drain=False)
 
     def _loop(self) -> None:
         try:
@@ -195,35 +179,6 @@ class Engine:
         self._scheduler.fail(failure)
         with self._wake:
             self._stats = self._scheduler.stats()
-
-
-class Stream(Iterator[Chunk]):
-    """The chunks of one sequence, as they come. It is cancelled when this is closed, or nobody holds this any more."""
-
-    def __init__(self, engine: Serving, request: Request) -> None:
-        self._engine = engine
-        self._chunks: queue.SimpleQueue[Chunk | ForgeError] = queue.SimpleQueue()
-        self._ended = False
-        self.ticket = engine.submit(request, self._chunks.put)
-
-    def __next__(self) -> Chunk:
-        if self._ended:
-            raise StopIteration
-        item = self._chunks.get()
-        if isinstance(item, ForgeError):
-            self._ended = True
-            raise item
-        self._ended = item.finish_reason is not None
-        return item
-
-    def close(self) -> None:
-        """Cancel the sequence, if it has not ended; nothing more comes."""
-        self._ended = True
-        self._engine.cancel(self.ticket)
-
-    def __del__(self) -> None:
-        if hasattr(self, "ticket"):  # else it was refused
-            self.close()
 
 
 def _proposer(runner: Runner, options: EngineOptions, draft: Runner | None) -> Proposer | None:

@@ -14,7 +14,7 @@ from llmforge.base import interpreter
 from llmforge.base.child_process import END_S, ChildProcess
 from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable
 from llmforge.serving import wire
-from llmforge.serving.engine import Stream
+from llmforge.serving.interface import Serving
 from llmforge.serving.options import EngineOptions
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.request import Receiver, Request
@@ -36,7 +36,7 @@ class _Pending(Ticket):
     refusal: ForgeError | None = None
 
 
-class EngineProcess:
+class EngineProcess(Serving):
     """Serves an artifact as `Engine` does, from a process that this one starts. Any thread may call any method.
 
     Receivers are called by a thread of this process: they may call back, and must not wait.
@@ -117,10 +117,6 @@ class EngineProcess:
         if known:
             self._pipe.send(wire.Cancel(ticket.number))
 
-    def stream(self, request: Request) -> Stream:
-        """Run a request, chunk by chunk, as `Engine.stream` does."""
-        return Stream(self, request)
-
     def stats(self) -> EngineStats:
         """Give the latest figures that the process has sent, which takes some hundredths of a second."""
         return self._stats
@@ -141,12 +137,6 @@ class EngineProcess:
             logger.error("the engine's process did not end and is killed")
         self._process.kill()
         self._receiving.join()
-
-    def __enter__(self) -> EngineProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close(drain=False)
 
     def _begin(self, request: Request, receive: Receiver) -> _Pending:
         pending = _Pending(next(self._numbers), receive)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from llmforge.backends import PREFILL_CHUNK
 from llmforge.base.errors import UsageError
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 
 
 @dataclass(frozen=True)

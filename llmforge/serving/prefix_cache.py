@@ -20,7 +20,7 @@ from typing import Generic
 import numpy as np
 
 from llmforge.base.errors import UsageError
-from llmforge.runtime.interface import Backend, C, RowCopy
+from llmforge.runtime.interface import C, Decoder, RowCopy
 
 # Short enough that little is read again (half a block on average), long enough that copying and looking up cost little.
 BLOCK = 32
@@ -43,7 +43,7 @@ class PrefixCache(Generic[C]):
         UsageError: `size_bytes` has no room for one block.
     """
 
-    def __init__(self, backend: Backend[C], size_bytes: int) -> None:
+    def __init__(self, backend: Decoder[C], size_bytes: int) -> None:
         self.block_bytes = backend.allocate(1, BLOCK).size_bytes
         self.capacity = size_bytes // self.block_bytes  # blocks
         if self.capacity < 1:

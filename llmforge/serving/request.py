@@ -1,4 +1,4 @@
-"""What a caller asks of an engine, and what comes back while tokens are generated."""
+"""Requests to an engine, and the chunks that come back while tokens are generated."""
 
 from __future__ import annotations
 

@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from llmforge.backends import PREFILL_CHUNK
 from llmforge.backends.loading import open_engine
 from llmforge.backends.onnxruntime.cuda.paged import PagedCache
 from llmforge.base.errors import ForgeError, UsageError
 from llmforge.runtime.config import RuntimeConfig
-from llmforge.runtime.interface import LOGITS_CHUNK, Backend, Rows, StepInputs
+from llmforge.runtime.interface import LOGITS_CHUNK, Decoder, Rows, StepInputs
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.runtime.sampling.options import GREEDY, Sampling
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving.chat import ChatTemplate
@@ -45,7 +45,7 @@ class Runner(PromptEncoder):
     """An engine with its tokenizer. Up to `config.max_batch` sequences may run at once."""
 
     def __init__(
-        self, session: Backend[Any], config: RuntimeConfig, tokenizer: Tokenizer, template: ChatTemplate | None
+        self, session: Decoder[Any], config: RuntimeConfig, tokenizer: Tokenizer, template: ChatTemplate | None
     ) -> None:
         super().__init__(config, tokenizer, template)
         self.session = session
@@ -212,7 +212,7 @@ def load(artifact: Path, threads: int | None = None, device: int = 0) -> Runner:
 
 
 def _next_token(items: deque[Chunk | ForgeError]) -> tuple[int | None, str | None]:
-    """Take the next token that a row received, and the reason that comes behind it if it is the last; None: nothing."""
+    """Take the next token that a row received, and the reason that follows it if it is the last; None: nothing."""
     token = reason = None
     while items and (token is None or (isinstance(items[0], Chunk) and items[0].token_id is None)):
         chunk = _chunk(items.popleft())

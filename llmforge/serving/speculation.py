@@ -18,7 +18,7 @@ from typing import Generic, Protocol
 
 import numpy as np
 
-from llmforge.runtime.interface import Backend, C, StepInputs
+from llmforge.runtime.interface import C, Decoder, StepInputs
 
 # More pay only where nearly all are right, and each costs about a row of a prefill. With the token before them they are
 # 8, the most for which our own attention adds as it does for one (FEW_QUERIES, native/impl.inc).
@@ -71,7 +71,7 @@ class PromptLookup:
 
 @dataclass
 class _DraftText:
-    """A text in the cache of a draft model: its first tokens, and behind them drafted ones that may be wrong."""
+    """A text in the cache of a draft model: its first tokens, and after them drafted ones that may be wrong."""
 
     row: int
     computed_tokens: int = 0
@@ -89,7 +89,7 @@ class DraftModel(Generic[C]):
         chunk: tokens of a text that it reads at once.
     """
 
-    def __init__(self, backend: Backend[C], vocabulary: int, rows: int, capacity: int, chunk: int) -> None:
+    def __init__(self, backend: Decoder[C], vocabulary: int, rows: int, capacity: int, chunk: int) -> None:
         if (reason := backend.signature.no_reuse_reason) is not None:
             raise ValueError(f"this model cannot discard draft tokens: {reason}")
         self._backend = backend
@@ -125,7 +125,7 @@ class DraftModel(Generic[C]):
             self._free.append(text.row)
 
     def _run(self, row: int, tokens: Sequence[int], past: int) -> int:
-        """Run `tokens` behind the `past` ones that `row` holds; return the most probable next token."""
+        """Run `tokens` after the `past` ones that `row` holds; return the most probable next token."""
         ids, view = np.array([tokens], np.int64), self._cache.rows(row, row + 1)
         return int(
             self._backend.step(StepInputs(ids, np.array([past], np.int32)), view)[0, 0, : self._vocabulary].argmax()
@@ -169,12 +169,12 @@ class Payoff:
             return False
         if not self._verify_s:
             return True
-        together = statistics.median(self._decode_s[rows])
+        all_rows_s = statistics.median(self._decode_s[rows])
         verify = statistics.median(self._verify_s[min(self._verify_s, key=lambda known: abs(known - drafted))])
         others = 0.0 if rows == 1 else statistics.median(self._decode_s[rows - 1] or self._decode_s[rows])
         own = self._gained.get(key, self._gained_by_all)
         gained = min(statistics.fmean(own), 1 + drafted) if own else 1.0
-        return (rows - 1 + gained) / (others + verify) > rows / together
+        return (rows - 1 + gained) / (others + verify) > rows / all_rows_s
 
     def decoded(self, rows: int, seconds: float) -> None:
         """Take note of a step that decoded `rows` sequences."""

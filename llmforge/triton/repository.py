@@ -125,13 +125,13 @@ def config(model: TritonModel, artifact: str) -> str:
 
 
 def _gpus(model: TritonModel) -> Sequence[int]:
-    """Name the GPUs that instances are made on; one of several ranks has those behind its own, too."""
+    """Name the GPUs that instances are made on; one of several ranks has those after its own, too."""
     gpus, ranks = model.serving.triton.gpus, model.runtime.ranks
     if model.runtime.device is None or ranks == 1:
         return gpus
     if any(after - before < ranks for before, after in itertools.pairwise(sorted(gpus))):
         raise UsageError(
-            f"serving.triton.gpus is {list(gpus)}: an instance has {ranks} ranks, on the GPU named and those behind it",
+            f"serving.triton.gpus is {list(gpus)}: an instance has {ranks} ranks, on the GPU named and those after it",
             hint=f"name GPUs that are {ranks} apart: [0, {ranks}]",
         )
     return gpus or (0,)
@@ -163,7 +163,7 @@ def of_artifact(
     """
     manifest = artifact.manifest
     runtime = RuntimeConfig.read(artifact.path / "engine" / FILE)
-    ours = of_provider(runtime.provider).elsewhere is None
+    ours = of_provider(runtime.provider).export_format is None
     if ours and not (artifact.path / FOLDER / manifest.name).is_dir():
         raise InputError(
             f"{artifact.path}: the artifact has no {FOLDER}/{manifest.name}", hint="build it again with this llmforge"
@@ -202,7 +202,7 @@ def export(artifact: Artifact, model: TritonModel, repository: Path, *, version:
 
 @contextmanager
 def published(repository: Path, name: str, version: int) -> Iterator[Path]:
-    """Give a folder that does not exist yet, to write a model with one version in; it gets its name behind.
+    """Give a folder that does not exist yet, to write a model with one version in; it gets its name afterwards.
 
     Raises:
         UsageError: the model has that version already.

@@ -19,7 +19,7 @@ ROOTS = (
     "llmforge.triton.backend.checks",
     "llmforge.serving.engine_worker",  # which `engine_process` starts
     "llmforge.backends.ranks.worker",  # which `ranks.session` starts
-    *(each.session for backend in BACKENDS.values() if backend.elsewhere is None for each in backend.providers),
+    *(each.session for backend in BACKENDS.values() if backend.export_format is None for each in backend.providers),
 )
 _FOLDER = Path(llmforge.__file__).parent
 _PARSED: dict[str, tuple[str, ...]] = {}

@@ -70,8 +70,8 @@ def export(artifact: Artifact, model: TritonModel, models: Path, *, version: int
         raise UnsupportedError(
             f"{artifact.path}: Triton has no backend for a {backend.title}",
             hint=None
-            if backend.elsewhere is None
-            else f"run `{backend.elsewhere.serve.format(engine='ARTIFACT/engine')}`",
+            if backend.export_format is None
+            else f"run `{backend.export_format.serve.format(engine='ARTIFACT/engine')}`",
         )
     with repository.published(models, model.name, version) as partial:
         engine = f"{model.name}/{version}/engine"

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge.backends.onnxruntime.session import Cache, Session
+from llmforge.backends.onnxruntime.session import HostCache, Session
 from llmforge.ir import dialect, graph, interface
 from llmforge.rewrite import emulation
 from llmforge.runtime.config import SessionConfig
@@ -277,7 +277,7 @@ def observe(session: Session, run: Run, index: int, names: Sequence[str]) -> dic
     )
 
 
-def _step(session: Session, step: ProbeCall, cache: Cache) -> NDArray[np.float32]:
+def _step(session: Session, step: ProbeCall, cache: HostCache) -> NDArray[np.float32]:
     return session.step(
         StepInputs(
             step.ids,

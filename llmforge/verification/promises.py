@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.backends import PREFILL_CHUNK
 from llmforge.checkpoint import Checkpoint
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.verification.probe import ProbeCall
 
 _SEED = 20_240_301  # any fixed number: steps must be the same in every build

@@ -41,11 +41,11 @@ def made(tmp_path: Path) -> Artifact:
 
 def test_same_artifact_same_bytes(made: Artifact, tmp_path: Path) -> None:
     data = packed(made)
-    elsewhere = tmp_path / "elsewhere"
-    shutil.copytree(made.path, elsewhere)
-    for path in elsewhere.rglob("*"):
+    export_format = tmp_path / "elsewhere"
+    shutil.copytree(made.path, export_format)
+    for path in export_format.rglob("*"):
         path.chmod(0o700)
-    assert packed(Artifact.open(elsewhere)) == data
+    assert packed(Artifact.open(export_format)) == data
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         members = tar.getmembers()
     names = [member.name.removeprefix(f"tiny/{made.path.name}/") for member in members]

@@ -133,11 +133,11 @@ def test_the_same_artifact_gives_the_same_manifest_and_uploads_nothing(
     made: Artifact, registry: Registry, tmp_path: Path
 ) -> None:
     first = pushed(made, registry)
-    elsewhere = tmp_path / "elsewhere"
-    shutil.copytree(made.path, elsewhere)
-    for path in elsewhere.rglob("*"):
+    export_format = tmp_path / "elsewhere"
+    shutil.copytree(made.path, export_format)
+    for path in export_format.rglob("*"):
         path.chmod(0o700)
-    again = pushed(Artifact.open(elsewhere), registry, "2")
+    again = pushed(Artifact.open(export_format), registry, "2")
     assert again.digest == first.digest
     assert registry.manifests["1"] == registry.manifests["2"]
     assert (again.uploaded, again.uploaded_bytes) == (0, 0)

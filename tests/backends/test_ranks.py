@@ -19,7 +19,7 @@ import pytest
 
 from llmforge import targets
 from llmforge.backends import loading, onnx_file
-from llmforge.backends.engines import BuildRequest, Engine
+from llmforge.backends.engines import BuildRequest, BuiltEngine
 from llmforge.backends.onnxruntime import builder as onnxruntime
 from llmforge.backends.ranks import group
 from llmforge.backends.ranks.session import LIMIT_VARIABLE, RankCache, RankSession
@@ -29,7 +29,7 @@ from llmforge.parallel.split import split
 from llmforge.passes import FlashAttention, FuseNorms, PackGateUp, PackQkv
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.config import FILE, RuntimeConfig
-from llmforge.runtime.interface import Backend, StepInputs
+from llmforge.runtime.interface import Decoder, StepInputs
 
 from ..models import graphs
 
@@ -38,7 +38,7 @@ CAPACITY = 64
 SOON_S = 5.0  # a loaded machine counted in
 
 
-def build(folder: Path, degree: int, spec: graphs.Llama = WIDE) -> Engine:
+def build(folder: Path, degree: int, spec: graphs.Llama = WIDE) -> BuiltEngine:
     """Build the engine of a small model, of `degree` ranks."""
     model, target = graphs.llama(spec), targets.load("cpu-generic")
     for step in (FuseNorms(), PackQkv(), PackGateUp(), FlashAttention()):
@@ -86,7 +86,7 @@ def segments() -> list[str]:
     return sorted(os.listdir("/dev/shm"))  # noqa: PTH208
 
 
-def steps(session: Backend) -> list[np.ndarray]:
+def steps(session: Decoder) -> list[np.ndarray]:
     """Run prefills, decode steps, a ragged continuation over copied tokens, and rows of every token."""
     random = np.random.default_rng(0)
     ids, past = random.integers(0, 96, (4, 9)), np.array([0, 0, 0, 0], np.int32)

@@ -100,7 +100,7 @@ def write(folder: Path, degree: int, spec: graphs.Llama = WIDE, graph_plan: Grap
         meeting = each.clone()
         cuda_collectives.write(meeting)
         made, _ = standard.expand(meeting)
-        topk_outputs.give_heads(made)
+        topk_outputs.add_topk_outputs(made)
         lowered.append(made)
     wanted = EngineSpec(max_context=CAPACITY, max_batch=4, threads=1, tensor_parallel=degree)
     folder.mkdir()
@@ -161,7 +161,7 @@ def test_ranks_give_the_logits_and_heads_of_one_session(two: RankSession, meetin
         each.begin_decode(StepInputs(ids, past, temperatures=np.ones(4, np.float32)), each.allocate(4, CAPACITY))
         for each in (alone, two)
     ]
-    one, both = (run.heads() for run in runs)
+    one, both = (run.top_logits() for run in runs)
     assert np.array_equal(one.ids[:, 0], both.ids[:, 0])
     assert np.abs(one.logits - both.logits).max() < 1e-5 * unit
     for row in (3, 0):
@@ -226,7 +226,7 @@ def test_a_killed_rank_ends_all(two: RankSession, rank: int) -> None:
     with pytest.raises(Unavailable, match=rf"rank {rank} of 2 ended: its process was killed") as caught:
         two.begin_decode(
             StepInputs(np.zeros((1, 1), np.int64), np.zeros(1, np.int32), temperatures=np.ones(1, np.float32)), cache
-        ).heads()
+        ).top_logits()
     assert caught.value.exit_code == 9
     assert not alive(two.processes)
 
@@ -240,7 +240,7 @@ def test_a_rank_that_stops_is_named(folder: Path, meetings: Path, monkeypatch: p
         StepInputs(np.zeros((1, 1), np.int64), np.zeros(1, np.int32), temperatures=np.ones(1, np.float32)), cache
     )
     with pytest.raises(Unavailable, match=r"rank 1 of 2 does not respond: no progress for 1\.5 s"):
-        run.heads()
+        run.top_logits()
     assert not alive(session.processes)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import get_args
@@ -11,8 +14,9 @@ from typing import get_args
 import pytest
 
 from llmforge import backends, passes, targets
-from llmforge.backends import BACKENDS, PROVIDERS, Backend, BackendName, PlanModule, Provider, ProviderName, Use
+from llmforge.backends import BACKENDS, PROVIDERS, BackendName, PlanModule, ProviderName
 from llmforge.backends.onnxruntime import kernels
+from llmforge.backends.record import BackendRecord, Provider, Use
 from llmforge.metrics.agreement import RUNTIMES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,12 +58,50 @@ def test_annotations_list_what_the_records_hold() -> None:
     assert tuple(PROVIDERS) == ("cpu", "cuda", "tensorrt", "tensorrt-rtx", *ELSEWHERE)
     assert get_args(PlanModule) == ("tensorrt", "tensorrt_rtx")
     assert {backends.of_provider(name).name for name in PROVIDERS} == set(BACKENDS)
-    assert backends.of_module("tensorrt_rtx") is backends.TENSORRT_RTX
+    assert backends.of_module("tensorrt_rtx") is BACKENDS["tensorrt-rtx"]
+
+
+FOLDERS = [
+    file.parent for file in (ROOT / "llmforge" / "backends").glob("*/__init__.py") if "BACKEND" in file.read_text()
+]
+SESSIONS = sorted(
+    {each.session for each in PROVIDERS.values()} | {each.paged.session for each in PROVIDERS.values() if each.paged}
+)
+BUILD_TOOLS = ("click", "ml_dtypes", "onnx", "onnx_ir", "onnxscript", "psutil", "pydantic", "safetensors", "torch")
+BUILD_ROOMS = ("checkpoint", "compile", "quantization", "recipe", "rewrite", "targets", "trace")
+
+
+def imported(file: Path) -> set[str]:
+    """Name the modules that a file imports, anywhere."""
+    nodes = [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    whole = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return whole | {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+def test_the_table_has_every_folder() -> None:
+    assert {folder.name for folder in FOLDERS} == {name.replace("-", "_") for name in BACKENDS}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_record_is_data(folder: Path) -> None:
+    known = {"__future__", "dataclasses", "llmforge.backends", "llmforge.backends.record"}
+    assert imported(folder / "__init__.py") <= known
+    types = imported(ROOT / "llmforge" / "backends" / "record.py")
+    assert types <= {"__future__", "collections.abc", "dataclasses", "typing"}
+
+
+@pytest.mark.parametrize("session", SESSIONS)
+def test_a_session_imports_nothing_that_building_needs(session: str) -> None:
+    program = f"import sys, importlib; importlib.import_module({session!r}); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    loaded = set(done.stdout.split())
+    assert session in loaded
+    assert not loaded & {*BUILD_TOOLS, *(f"llmforge.{room}" for room in BUILD_ROOMS)}
 
 
 def test_a_backend_of_cpus_alone_says_so() -> None:
     own = Provider("toy", "cpu", "toy", (), "toy.builder", "toy.session", {"fp32": Use(("compute", "weights", "kv"))})
-    toy = Backend("toy", "Toy", "toy", (own,), compiled=False, scales="blocks", alone="it is a toy")
+    toy = BackendRecord("toy", "Toy", "toy", (own,), compiled=False, scales="blocks", alone="it is a toy")
     assert toy.unsupported(None) is None
     assert toy.unsupported("89") == "it builds engines for CPUs only"
     assert own.support(None).kv == {"fp32"}
@@ -67,13 +109,13 @@ def test_a_backend_of_cpus_alone_says_so() -> None:
 
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_what_servers_of_others_load_is_written_for_any_target(name: str) -> None:
-    record = BACKENDS[name].elsewhere
+    record = BACKENDS[name].export_format
     assert record is not None
     assert record.runtime in RUNTIMES
     assert {each.writes_codes for each in passes.ALL} >= record.codes
     for target in ("cpu-generic", "t4", "b200"):
         assert targets.load(target).require_engine(name).name == name
-    assert all(BACKENDS[other].elsewhere is None for other in BACKENDS if other not in ELSEWHERE)
+    assert all(BACKENDS[other].export_format is None for other in BACKENDS if other not in ELSEWHERE)
 
 
 def test_why_a_dtype_is_missing_on_a_device() -> None:

@@ -34,8 +34,12 @@ def absent(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
 def test_every_requirement_is_known_by_the_module_that_it_brings() -> None:
     known = {each.module for each in extras.requirements() if each.extra not in (extras.DEVELOPMENT, "docs")}
     assert {"torch", "onnx_ir", "ruamel.yaml", "cuda.bindings", "onnxruntime", "prometheus_client"} <= known
-    elsewhere = {"tensorrt", "compressed_tensors", "gguf"}  # of NVIDIA's index, and what the extra `dev` does not bring
-    for module in known - elsewhere:
+    export_format = {
+        "tensorrt",
+        "compressed_tensors",
+        "gguf",
+    }  # of NVIDIA's index, and what the extra `dev` does not bring
+    for module in known - export_format:
         assert importlib.util.find_spec(module) is not None, module
 
 

@@ -74,12 +74,12 @@ def test_rm(out: Path, tmp_path: Path) -> None:
     done = invoke("rm", f"tiny/{one}", str(out / "tiny" / two))
     assert done.stdout == f"removed tiny/{one}\nremoved tiny/{two}\n"
     assert [path.name for path in (out / "tiny").glob("[!.]*")] == [three]
-    elsewhere = put(tmp_path / "elsewhere").path
-    for what in (str(elsewhere), str(out), str(out / "tiny"), str(out / "tiny" / three / "engine"), "/"):
+    other = put(tmp_path / "elsewhere").path
+    for what in (str(other), str(out), str(out / "tiny"), str(out / "tiny" / three / "engine"), "/"):
         done = invoke("rm", f"tiny/{three}", what)
         assert done.exit_code == 2
         assert "not a version of an artifact in" in done.stderr
-    assert elsewhere.is_dir()
+    assert other.is_dir()
     assert [path.name for path in (out / "tiny").glob("[!.]*")] == [three]
 
 

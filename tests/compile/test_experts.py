@@ -14,7 +14,7 @@ import torch
 
 from llmforge import passes, targets
 from llmforge.backends import pending
-from llmforge.backends.engines import Engine
+from llmforge.backends.engines import BuiltEngine
 from llmforge.base.progress import Silent
 from llmforge.checkpoint import Checkpoint
 from llmforge.compile import evidence, finishing, pipeline
@@ -140,7 +140,7 @@ def test_an_engine_that_is_finished_elsewhere_reads_what_one_built_in_one_go_rea
     """Of the experts those that a token chooses: the lowered graph, which is all that lies there, cannot say it."""
     reads: list[BytesRead] = []
 
-    def measure(artifact: Path, engine: Engine | None, read: BytesRead, **_: object) -> Evidence:
+    def measure(artifact: Path, engine: BuiltEngine | None, read: BytesRead, **_: object) -> Evidence:
         reads.append(read)
         return Evidence(None, None, None, "nothing is measured here")
 

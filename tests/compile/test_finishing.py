@@ -306,12 +306,12 @@ def test_mbu_of_an_engine_that_another_process_finished_follows_from_the_files(r
         calibration={"data": "evaluation.jsonl", "samples": 4, "length": 16},  # text for the pass's budget
     )
     waiting, _ = built(build(file))
-    elsewhere = Path(shutil.copytree(waiting.path, tmp_path / "elsewhere" / "tiny" / waiting.path.name))
-    words = ("build", "--finish", str(elsewhere), str(file), "--quiet")
+    export_format = Path(shutil.copytree(waiting.path, tmp_path / "elsewhere" / "tiny" / waiting.path.name))
+    words = ("build", "--finish", str(export_format), str(file), "--quiet")
     done = subprocess.run([sys.executable, "-c", ELSEWHERE, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     finished = Path(done.stdout.splitlines()[-1])
-    assert finished.parent == elsewhere.parent
+    assert finished.parent == export_format.parent
     weights, kv = read_by_hand(waiting.path / "engine")
     assert weights > 10 * kv > 0
     (record,) = (finished / "evidence").iterdir()

@@ -45,7 +45,7 @@ TTFT_S, TPOT_S = 0.004, 0.002
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Latency:
+def export_format(tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Latency:
     """Finish a pending engine on a machine with a GPU that is made up, whose clock only the engine moves."""
     clock = [0.0]
 
@@ -85,14 +85,14 @@ def elsewhere(tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyP
     return found.latency
 
 
-def test_mbu_of_an_engine_that_is_finished_elsewhere_equals_the_figure_by_hand(elsewhere: Latency) -> None:
+def test_mbu_of_an_engine_that_is_finished_elsewhere_equals_the_figure_by_hand(export_format: Latency) -> None:
     """(weights + KV touched) / TPOT / bandwidth, of the device that it runs on and not of its host's memory."""
     by_hand = {
         (1, 8, 5): WEIGHTS + KV * (8 + 2),
         (1, 16, 5): WEIGHTS + KV * (16 + 2),
         (4, 16, 9): WEIGHTS + 4 * KV * (16 + 4),
     }
-    points = {(point.batch, point.prompt_tokens, point.output_tokens): point for point in elsewhere.points}
+    points = {(point.batch, point.prompt_tokens, point.output_tokens): point for point in export_format.points}
     assert points.keys() == by_hand.keys()
     sheet = targets.load("h200").require_gpu().bandwidth_gbs.value * 1e9
     for at, size in by_hand.items():
@@ -100,12 +100,12 @@ def test_mbu_of_an_engine_that_is_finished_elsewhere_equals_the_figure_by_hand(e
         assert figures["bytes_read_per_token"] == size
         assert figures["bandwidth_utilization"] == pytest.approx(size / TPOT_S / COPY)
         assert figures["data_sheet_bandwidth_utilization"] == pytest.approx(size / TPOT_S / sheet)
-    assert elsewhere.bandwidth is not None
-    assert elsewhere.bandwidth.probe == "a copy on the device, bytes read and written"
+    assert export_format.bandwidth is not None
+    assert export_format.bandwidth.probe == "a copy on the device, bytes read and written"
 
 
-def test_mfu_cost_and_energy_follow_from_what_was_timed(elsewhere: Latency) -> None:
-    point = next(point for point in elsewhere.points if point.batch == 4)
+def test_mfu_cost_and_energy_follow_from_what_was_timed(export_format: Latency) -> None:
+    point = next(point for point in export_format.points if point.batch == 4)
     target = targets.load("h200")
     operations = 2 * MULTIPLY_ADDS * 4 * 16
     assert point.figures["compute_utilization"] == pytest.approx(operations / TTFT_S / FP16)

@@ -93,7 +93,7 @@ def answers(runner: Runner) -> list[list[int]]:
     return made
 
 
-def elsewhere(python: Path, script: str, artifact: Path) -> dict[str, Any]:
+def export_format(python: Path, script: str, artifact: Path) -> dict[str, Any]:
     """Run the prompts through tests/runtimes/`script` in the environment of `python`."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(artifact), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     finished = subprocess.run(
@@ -167,11 +167,11 @@ def test_validation_runs_the_artifact_in_both(genai: Path, optimum: Path, data: 
 
 
 def test_the_portable_artifact_gives_the_same_text_in_onnxruntime_genai(portable: Path, genai: Path) -> None:
-    compare(elsewhere(genai, "answer_with_genai.py", portable), portable)
+    compare(export_format(genai, "answer_with_genai.py", portable), portable)
 
 
 def test_the_portable_artifact_gives_the_same_text_in_optimum(portable: Path, optimum: Path) -> None:
-    compare(elsewhere(optimum, "answer_with_optimum.py", portable), portable)
+    compare(export_format(optimum, "answer_with_optimum.py", portable), portable)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_onnxruntime_genai_gives_the_same_text(
 ) -> None:
     passes = [*FUSED, "flash-attention", *quantized, {"genai-interface": {"logits": logits}}]
     artifact = build(tmp_path / "build", data, passes)
-    compare(elsewhere(genai, "answer_with_genai.py", artifact), artifact)
+    compare(export_format(genai, "answer_with_genai.py", artifact), artifact)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_optimum_gives_the_same_text(
     quantized: list[Any], logits: str, optimum: Path, data: Path, tmp_path: Path
 ) -> None:
     artifact = build(tmp_path / "build", data, [*FUSED, *quantized, {"optimum-interface": {"logits": logits}}])
-    theirs = elsewhere(optimum, "answer_with_optimum.py", artifact)
+    theirs = export_format(optimum, "answer_with_optimum.py", artifact)
     # A row that is padded attends over other slots, in another order of sums; under int4 activations are rounded again,
     # and after some tens of tokens of a text that repeats itself two candidates come to within that.
     compare(theirs, artifact, batched=32)

@@ -4,14 +4,12 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
@@ -26,9 +24,7 @@ from llmforge.measure import ceilings, gpus
 from llmforge.measure.ceilings import CpuCeilings, KernelRates
 from llmforge.measure.gpus import Gpu
 from llmforge.measure.machine import Machine, OthersMeter
-from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.recipe import Recipe
-from llmforge.rewrite.pass_base import Budget, Context
 
 ROOT = Path(__file__).parents[2]
 HERE = Machine(
@@ -169,177 +165,6 @@ def test_without_a_runtime_it_is_said_once_for_each_device_at_hand(monkeypatch: 
 
 
 # GPUs
-
-
-def test_the_driver_is_read() -> None:
-    found = gpus.parse(
-        "NVIDIA H200, 9.0, 143771\nNVIDIA GeForce RTX 4090, 8.9, 24564\n[Unknown Error], [N/A], [N/A]\n\n"
-    )
-    assert found == [H200, Gpu(1, "NVIDIA GeForce RTX 4090", "89", 24564 << 20)]
-    assert gpus.parse("No devices were found\n") == []
-
-
-@pytest.mark.parametrize(
-    ("title", "sm", "mib", "target"),
-    [
-        ("NVIDIA H200", "90", 143771, "h200"),
-        ("NVIDIA H100 80GB HBM3", "90", 81559, "h100-sxm"),
-        ("NVIDIA H100 PCIe", "90", 81559, "h100-pcie"),
-        ("NVIDIA A100-SXM4-80GB", "80", 81920, "a100-80"),
-        ("NVIDIA A100-SXM4-40GB", "80", 40960, "a100-40"),
-        ("NVIDIA A10G", "86", 23028, "a10g"),
-        ("Tesla T4", "75", 15360, "t4"),
-        ("NVIDIA L4", "89", 23034, "l4"),
-        ("NVIDIA L40S", "89", 46068, "l40s"),
-        ("NVIDIA GeForce RTX 4090", "89", 24564, "rtx-4090"),
-        ("NVIDIA GeForce RTX 5090", "120", 32607, "rtx-5090"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "120", 97887, "rtx-pro-6000"),
-        ("NVIDIA B200", "100", 183359, "b200"),
-        ("NVIDIA GB200", "100", 189471, "gb200"),
-        ("NVIDIA GeForce RTX 3090", "86", 24576, None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "89", 16376, None),
-    ],
-)
-def test_a_device_is_known_by_its_name_and_memory(title: str, sm: str, mib: int, target: str | None) -> None:
-    assert Gpu(0, title, sm, mib << 20).target == target
-
-
-def test_a_driver_that_fails_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "nvidia-smi"
-    script.write_text("#!/bin/sh\necho 'Failed to initialize NVML'\nexit 9\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(gpus.shutil, "which", lambda name: str(script))
-    assert gpus.find() == []
-    script.write_text("#!/bin/sh\necho 'NVIDIA L4, 8.9, 23034'\n")
-    assert [gpu.target for gpu in gpus.find()] == ["l4"]
-
-
-class FakeRuntime:
-    """The CUDA runtime as cuda.bindings gives it: an error code, then results; a copy takes a millisecond."""
-
-    cudaMemcpyKind = SimpleNamespace(cudaMemcpyDeviceToDevice=3)  # noqa: N815
-
-    def __init__(self, failing: str = "") -> None:
-        self.failing = failing
-        self.copied: list[int] = []
-        self.freed: list[int] = []
-
-    def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
-        def call(*arguments: Any) -> tuple[Any, ...]:
-            if name == self.failing:
-                return (2,)
-            if name == "cudaMemcpyAsync":
-                self.copied.append(arguments[2])
-            if name == "cudaFree":
-                self.freed.append(arguments[0])
-            properties = SimpleNamespace(major=9, minor=0, name=b"NVIDIA H200", totalGlobalMem=143771 << 20)
-            results = {
-                "cudaMalloc": (4096,),
-                "cudaEventCreate": ("event",),
-                "cudaEventElapsedTime": (20.0,),
-                "cudaGetDeviceCount": (1,),
-                "cudaGetDeviceProperties": (properties,),
-            }
-            return (0, *results.get(name, ()))
-
-        return call
-
-
-def test_a_copy_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = FakeRuntime()
-    monkeypatch.setattr(gpus, "_runtime", lambda: runtime)
-    assert gpus.copy_bandwidth(H200) == pytest.approx(2 * 20 * (1 << 30) / 0.02)
-    assert len(runtime.copied) == 21  # one warms up
-    assert len(runtime.freed) == 2
-
-
-def test_memory_is_freed_where_cuda_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = FakeRuntime(failing="cudaMemcpyAsync")
-    monkeypatch.setattr(gpus, "_runtime", lambda: runtime)
-    with pytest.raises(EnvironmentLacks, match="CUDA call cudaMemcpyAsync failed on NVIDIA H200: error 2"):
-        gpus.copy_bandwidth(H200)
-    assert len(runtime.freed) == 2
-
-
-def test_the_runtime_finds_devices_where_there_is_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus.shutil, "which", lambda name: None)
-    monkeypatch.setattr(gpus.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(gpus, "_runtime", FakeRuntime)
-    assert gpus.find() == [H200]
-    monkeypatch.setattr(gpus, "_runtime", lambda: FakeRuntime(failing="cudaGetDeviceCount"))
-    assert gpus.find() == []
-
-
-def test_no_bindings_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
-    with pytest.raises(EnvironmentLacks) as caught:
-        gpus.copy_bandwidth(H200)
-    assert caught.value.hint == "pip install 'llmforge[cuda]'"
-
-
-def test_products_on_a_gpu_need_the_provider(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EnvironmentLacks, match="no CUDA execution provider"):
-        gpus.matrix_rates(H200, lambda dtype, options: 1.0)
-    monkeypatch.setattr(targets, "onnxruntime_providers", lambda extra: ["CUDAExecutionProvider"])
-    assert gpus.matrix_rates(H200, lambda dtype, options: 0.001) == {
-        "fp16": 2 * 8192**3 / 0.001,
-        "bf16": 2 * 8192**3 / 0.001,
-    }
-    turing = Gpu(1, "Tesla T4", "75", 16 << 30)
-    assert list(gpus.matrix_rates(turing, lambda dtype, options: 1.0)) == ["fp16"]
-
-
-# measuring a CPU
-
-
-def test_ceilings_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small and few, so that it takes a fraction of a second; that the kernels run is what counts."""
-    monkeypatch.setattr(ceilings, "ROWS", 64)
-    monkeypatch.setattr(ceilings, "INNER", 256)
-    monkeypatch.setattr(ceilings, "COLUMNS", 128)
-    monkeypatch.setattr(ceilings, "WORKING_SET_BYTES", 1 << 20)
-    monkeypatch.setattr(ceilings, "LAYER_BYTES", 1 << 18)
-    told: list[str] = []
-    found = ceilings.measure(2, told.append)
-    assert list(found.bandwidth) == [1, 2]
-    assert all(rate > 1e8 for rate in found.bandwidth.values())
-    assert set(found.rates) == {"fp32", "int8"}
-    assert all(1e8 < rate < 1e14 for rate in found.rates.values())
-    assert told[0] == "Memory bandwidth, 1 thread"
-    assert ("llmforge" in told[-1]) is (native.library() is not None)
-    assert set(found.quantized) == {"onnxruntime", *(["llmforge"] if native.library() is not None else [])}
-    assert found.rates["int8"] == max(each["int8"].rate for each in found.quantized.values())
-    assert all(set(each) == {"int8", "int4"} for each in found.quantized.values())
-    assert all(1e8 < layers.read < 1e13 for each in found.quantized.values() for layers in each.values())
-
-
-def test_products_of_a_cpu_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "ROWS", 64)
-    monkeypatch.setattr(ceilings, "INNER", 256)
-    monkeypatch.setattr(ceilings, "COLUMNS", 128)
-    rates, whose = ceilings.products(2)
-    assert set(rates) == {"fp32", "int8"}
-    assert all(1e8 < rate < 1e14 for rate in rates.values())
-    assert whose.startswith("fp32: ONNX Runtime's MatMul; int8: ")
-
-
-@pytest.mark.skipif(native.library() is None, reason="the kernels are not compiled here")
-@pytest.mark.parametrize("bits", [4, 8])
-def test_our_kernels_compute_the_product_that_is_timed(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ceilings, "ROWS", 3)
-    monkeypatch.setattr(ceilings, "INNER", 256)
-    monkeypatch.setattr(ceilings, "COLUMNS", 64)
-    x = np.random.default_rng(2).standard_normal((1, 3, 256), np.float32)
-    results = []
-    model = ceilings._quantized(3, 64, bits)
-    for operator in ("MatMulNBits", "Linear"):
-        assert [node.op_type for node in model.graph] == [operator]
-        session = ceilings._session(model, 1, ["CPUExecutionProvider"])
-        results.append(session.run(None, {"x": x})[0])
-        if operator == "MatMulNBits":
-            CpuKernels(budget=Budget(kld_mean=1.0)).run(model, Context(targets.local(), None))
-    assert results[0].std() > 0.5
-    np.testing.assert_allclose(results[1], results[0], atol=0.02 * results[0].std())
 
 
 # target files

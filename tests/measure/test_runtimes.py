@@ -52,7 +52,7 @@ class Case:
     windows: Sequence[TokenWindow]
     folder: Path
 
-    def stand_in(self, does: str = "pass", *, at: int = 0, first: str = VERSIONS) -> Interpreter:
+    def fake_runtime(self, does: str = "pass", *, at: int = 0, first: str = VERSIONS) -> Interpreter:
         """Write one that `does` something, a line of Python, at its request number `at`."""
         file = self.folder / "python"
         replies = str(self.folder / "replies")
@@ -85,7 +85,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) 
 
 
 def test_one_that_agrees(prepared: Case) -> None:
-    found = prepared.run(prepared.stand_in(), documents=DOCUMENTS)
+    found = prepared.run(prepared.fake_runtime(), documents=DOCUMENTS)
     assert found.failure is None
     assert found.title == "onnxruntime-genai 9.9"
     assert found.figures is not None
@@ -104,7 +104,7 @@ def test_one_that_does_not(prepared: Case) -> None:
         "import struct; answer[5:] = [7]; f = open(asked['logits'], 'r+b'); f.seek(4 * (5 * 8192 + 7)); "
         "f.write(struct.pack('<f', 50.0)); f.close()"
     )
-    found = prepared.run(prepared.stand_in(does, at=1))
+    found = prepared.run(prepared.fake_runtime(does, at=1))
     assert found.failure is None
     assert found.figures is not None
     changed = found.prompts[1]
@@ -153,7 +153,7 @@ FAILURES = {
 @pytest.mark.parametrize("does", FAILURES)
 def test_one_that_fails_ends_in_words(prepared: Case, does: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtimes, "_GRACE_S", 0.5)
-    found = prepared.run(prepared.stand_in(does, at=1))
+    found = prepared.run(prepared.fake_runtime(does, at=1))
     assert found.failure is not None
     assert re.search(FAILURES[does], found.failure), found.failure
     assert found.failure.endswith("after 1 of 3 prompts")
@@ -166,7 +166,7 @@ def test_one_that_hangs_is_ended_with_all_it_started(prepared: Case) -> None:
     pid = prepared.folder / "pid"
     does = f"child = os.fork(); open({str(pid)!r}, 'w').write(str(os.getpid())) if child else None; time.sleep(600)"
     began = time.monotonic()
-    found = prepared.run(prepared.stand_in(does), timeout_s=1.0)
+    found = prepared.run(prepared.fake_runtime(does), timeout_s=1.0)
     assert time.monotonic() - began < 30
     assert found.failure == "did not reply within 1 s, after 0 of 3 prompts"
     assert not psutil.pid_exists(int(pid.read_text()))
@@ -185,7 +185,7 @@ def test_one_that_is_gone_when_it_is_to_run(prepared: Case) -> None:
 
 
 def test_what_is_found_tells_its_versions(prepared: Case) -> None:
-    python = prepared.stand_in().python
+    python = prepared.fake_runtime().python
     (found,) = runtimes.find(["onnxruntime-genai"], {"onnxruntime-genai": python})
     assert found == Interpreter("onnxruntime-genai", python, {"onnxruntime-genai": "9.9", "python": "3.99"})
 
@@ -206,7 +206,7 @@ def test_a_python_that_is_none_is_refused(tmp_path: Path, prepared: Case) -> Non
         runtimes.find(["optimum"], {"optimum": tmp_path / "nowhere"})
     with pytest.raises(EnvironmentLacks, match="cannot be run: Permission denied"):
         runtimes.find(["optimum"], {"optimum": tmp_path})
-    broken = prepared.stand_in(first="Python 2.7")
+    broken = prepared.fake_runtime(first="Python 2.7")
     with pytest.raises(EnvironmentLacks, match=r'replied with "Python 2\.7", which is no JSON object'):
         runtimes.find(["optimum"], {"optimum": broken.python})
 

@@ -423,8 +423,8 @@ def ratios(plan: DeploymentPlan, change: str) -> tuple[float, float]:
 def cpu(**reached: tuple[float, float]) -> Target:
     """Make a CPU of 40 GB/s; `reached` gives rate (TOP/s) and reading (GB/s) of each library's quantized layers."""
 
-    def figure(value: float) -> targets.Figure:
-        return targets.Figure(value=value, source="measured here", verified=True)
+    def figure(value: float) -> targets.SourcedFigure:
+        return targets.SourcedFigure(value=value, source="measured here", verified=True)
 
     rate = max((rate for rate, _ in reached.values()), default=0.8)
     return targets.load("cpu-avx2").model_copy(

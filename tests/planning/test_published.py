@@ -9,7 +9,7 @@ from llmforge.planning import families, memory
 from llmforge.planning.roofline import Placement, Workload
 from llmforge.planning.scheme import DtypeScheme
 from llmforge.planning.shape import Shape
-from llmforge.targets import Figure, Target
+from llmforge.targets import SourcedFigure, Target
 
 from ..models.shapes import PUBLIC
 
@@ -202,9 +202,9 @@ def zen4() -> Target:
         kind="cpu",
         isa=targets.Isa.AVX512_VNNI,
         cores=2,
-        memory_gb=Figure(value=16, **by),
-        bandwidth_gbs=Figure(value=32.4, **by),
-        rates={"fp32": Figure(value=0.39, **by), "int8": Figure(value=0.719, **by)},
+        memory_gb=SourcedFigure(value=16, **by),
+        bandwidth_gbs=SourcedFigure(value=32.4, **by),
+        rates={"fp32": SourcedFigure(value=0.39, **by), "int8": SourcedFigure(value=0.719, **by)},
         engines=("onnxruntime",),
     )
 

@@ -12,7 +12,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.planning import scheme, starting
 from llmforge.recipe import Recipe
 from llmforge.rewrite.traits import Goal
-from llmforge.targets import Figure, Target
+from llmforge.targets import SourcedFigure, Target
 
 from ..models.shapes import PUBLIC
 
@@ -24,7 +24,7 @@ def measured(target: Target, factor: float = 1.0) -> Target:
     """Give a CPU figures, `factor` times those of a machine."""
     if target.bandwidth_gbs is not None:
         return target
-    figures = {name: Figure(value=factor * value, source="made up", verified=False) for name, value in
+    figures = {name: SourcedFigure(value=factor * value, source="made up", verified=False) for name, value in
                {"bandwidth": 40.0, "fp32": 0.3, "int8": 0.9, "memory": 64.0}.items()}  # fmt: skip
     return target.model_copy(
         update={
@@ -69,7 +69,7 @@ def test_every_target_has_a_recipe_for_every_goal(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("backend", backends.BUILT_IN)
 def test_every_target_and_backend_give_a_recipe_or_a_reason(backend: str, tmp_path: Path) -> None:
     """Every backend that can be had on a target; of the others the message names those that can."""
-    everywhere = backends.BUILT_IN[backend].elsewhere is not None
+    everywhere = backends.BUILT_IN[backend].export_format is not None
     for name in targets.names():
         if everywhere or backend in targets.load(name).engines:
             assert start(tmp_path, name, "latency", "llama-2-7b", backend=backend).engine.backend == backend

@@ -273,7 +273,7 @@ def test_without_the_library_a_constraint_says_what_is_missing(monkeypatch):
     Samplers(sample(), 8192, (EOS,)).start(Sampling(), [1])
 
 
-def behind(
+def after_trigger(
     tokenizer: Tokenizer, constraint: Constraint, said: list[int], seed: int, tokens: int = 40, eos: int = EOS
 ) -> str:
     """Say `said`, then what random logits give under the constraint, up to a number of tokens or the end."""
@@ -305,10 +305,10 @@ FOUND = re.compile(r'\{\s*"day"\s*:\s*"(Mon|Tue)"\s*\}')
 @pytest.mark.parametrize("name", ["sample", "byte_level", "sentencepiece"])
 def test_text_is_free_up_to_what_a_constraint_stands_behind_and_after_it(name: str) -> None:
     tokenizer = {"sample": sample, "byte_level": byte_level, "sentencepiece": sentencepiece}[name]()
-    constraint = Constraint("grammar", 'start: "mon" | "tue"', behind=r"at\s{0,3}the")
+    constraint = Constraint("grammar", 'start: "mon" | "tue"', trigger=r"at\s{0,3}the")
     for seed in range(5):
         said = tokenizer.encode("é, at  the", add_special_tokens=False).ids
-        text = behind(tokenizer, constraint, said, seed, tokens=30)
+        text = after_trigger(tokenizer, constraint, said, seed, tokens=30)
         tail = text.partition("at  the")[2]
         assert tail.startswith(("mon", "tue")), text
         assert len(tail) > 10, "text ends with what was wanted"  # random tokens, few of which are the end
@@ -316,32 +316,34 @@ def test_text_is_free_up_to_what_a_constraint_stands_behind_and_after_it(name: s
 
 def test_a_token_that_completes_the_beginning_may_go_on_behind_it() -> None:
     tokenizer = sample()
-    constraint = Constraint("json_schema", json.dumps(DAY), behind="call ")
+    constraint = Constraint("json_schema", json.dumps(DAY), trigger="call ")
     call = tokenizer.encode("call", add_special_tokens=False).ids
     brace, other = (tokenizer.token_to_id(token) for token in ('Ġ{"', 'Ġ["'))
     for seed in range(5):
-        text = behind(tokenizer, constraint, [*call, brace], seed)
+        text = after_trigger(tokenizer, constraint, [*call, brace], seed)
         assert FOUND.match(text.removeprefix("call ")), text
-        assert not FOUND.search(behind(tokenizer, constraint, [*call, other], seed))  # which begins no such object
+        assert not FOUND.search(
+            after_trigger(tokenizer, constraint, [*call, other], seed)
+        )  # which begins no such object
         twice = [*call, other, *call, brace]
-        assert FOUND.search(behind(tokenizer, constraint, twice, seed))
+        assert FOUND.search(after_trigger(tokenizer, constraint, twice, seed))
 
 
 def test_what_stands_behind_the_beginning_of_an_answer_holds_there_alone() -> None:
     tokenizer = sample()
-    constraint = Constraint("grammar", 'start: "mon" | "tue"', behind=r"\A\s{0,9}call:")
+    constraint = Constraint("grammar", 'start: "mon" | "tue"', trigger=r"\A\s{0,9}call:")
     call = tokenizer.encode("call:", add_special_tokens=False).ids
     word = tokenizer.encode("so " * 300, add_special_tokens=False).ids
-    assert behind(tokenizer, constraint, call, 1).startswith(("call:mon", "call:tue"))
+    assert after_trigger(tokenizer, constraint, call, 1).startswith(("call:mon", "call:tue"))
     for before in (word[:1], word):
-        text = behind(tokenizer, constraint, [*before, *call], 1)
+        text = after_trigger(tokenizer, constraint, [*before, *call], 1)
         assert "call:mon" not in text
         assert "call:tue" not in text
 
 
 def test_a_constraint_holds_each_time_and_an_answer_may_end_between() -> None:
     tokenizer = sample()
-    constraint = Constraint("grammar", 'start: "mon" | "tue"', behind="call:")
+    constraint = Constraint("grammar", 'start: "mon" | "tue"', trigger="call:")
     call = tokenizer.encode("call:", add_special_tokens=False).ids
     vocabulary = tokenizer.get_vocab_size()
     sampler = Samplers(tokenizer, vocabulary, [EOS]).start(Sampling(constraint=constraint), [1])

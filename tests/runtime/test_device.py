@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llmforge.base.errors import EnvironmentLacks, RunFailed
-from llmforge.runtime.device.cuda import Block, BlockCopy, CudaDevice, HostDevice
+from llmforge.runtime.device.cuda import BlockCopy, CudaDevice, HostDevice, MemoryBlock
 
 from ..fakes.fake_cuda import FREE, fake_cuda
 
@@ -39,7 +39,7 @@ def test_what_is_written_is_read_and_nothing_else_changes():
 def test_pieces_are_copied_from_one_pitch_to_another():
     source, target = DEVICE.allocate(6 * 4), DEVICE.allocate(5 * 3)
     DEVICE.write(source, 0, np.arange(24, dtype=np.uint8))
-    DEVICE.copy([BlockCopy(Block(target, 1, 5), Block(source, 2, 6), width=2, height=3)])
+    DEVICE.copy([BlockCopy(MemoryBlock(target, 1, 5), MemoryBlock(source, 2, 6), width=2, height=3)])
     got = np.empty((3, 5), np.uint8)
     DEVICE.read(target, 0, got)
     assert got.tolist() == [[0, 2, 3, 0, 0], [0, 8, 9, 0, 0], [0, 14, 15, 0, 0]]
@@ -48,7 +48,7 @@ def test_pieces_are_copied_from_one_pitch_to_another():
 def test_pieces_of_one_buffer_may_be_copied_within_it():
     buffer = DEVICE.allocate(8)
     DEVICE.write(buffer, 0, np.arange(8, dtype=np.uint8))
-    DEVICE.copy([BlockCopy(Block(buffer, 2, 8), Block(buffer, 0, 8), width=4, height=1)])
+    DEVICE.copy([BlockCopy(MemoryBlock(buffer, 2, 8), MemoryBlock(buffer, 0, 8), width=4, height=1)])
     got = np.empty(8, np.uint8)
     DEVICE.read(buffer, 0, got)
     assert got.tolist() == [0, 1, 0, 1, 2, 3, 6, 7]
@@ -59,8 +59,12 @@ def test_pieces_of_one_buffer_may_be_copied_within_it():
     [
         lambda buffer: DEVICE.write(buffer, 9, np.zeros(1, np.int64)),
         lambda buffer: DEVICE.read(buffer, -1, np.zeros(1, np.uint8)),
-        lambda buffer: DEVICE.copy([BlockCopy(Block(buffer, 0, 8), Block(buffer, 0, 4), width=5, height=3)]),
-        lambda buffer: DEVICE.copy([BlockCopy(Block(buffer, 0, 4), Block(buffer, 0, 8), width=5, height=3)]),
+        lambda buffer: DEVICE.copy(
+            [BlockCopy(MemoryBlock(buffer, 0, 8), MemoryBlock(buffer, 0, 4), width=5, height=3)]
+        ),
+        lambda buffer: DEVICE.copy(
+            [BlockCopy(MemoryBlock(buffer, 0, 4), MemoryBlock(buffer, 0, 8), width=5, height=3)]
+        ),
     ],
 )
 def test_what_reaches_beyond_a_buffer_is_refused(beyond):
@@ -132,7 +136,7 @@ def test_a_cuda_device_writes_reads_and_copies(monkeypatch):
     values = device.host((24,), "uint8")
     values[:] = np.arange(24)
     device.write(source, 0, values)
-    device.copy([BlockCopy(Block(target, 1, 5), Block(source, 2, 6), width=2, height=3)])
+    device.copy([BlockCopy(MemoryBlock(target, 1, 5), MemoryBlock(source, 2, 6), width=2, height=3)])
     device.copy([])
     assert cuda.batches == 1
     got = device.host((3, 5), "uint8")

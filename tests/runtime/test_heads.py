@@ -9,7 +9,7 @@ import pytest
 
 from llmforge.ir.interface import HEAD, TopLogits, mass_blocks
 from llmforge.runtime.sampling.distribution_numpy import MARGIN
-from llmforge.runtime.sampling.sampler import TokenSampler, sample_heads
+from llmforge.runtime.sampling.sampler import TokenSampler, sample_top_logits
 from llmforge.serving import Sampling
 
 V = 1500
@@ -86,7 +86,7 @@ def sampled(samplings: list[Sampling], logits: np.ndarray, random: np.random.Gen
     temperature = np.array([s.temperature or 1 for s in starts[0]], np.float32)
     heads, fetch, whole = heads_of(logits, temperature, random), Fetched(logits), 0
     for _ in range(2):  # the second token tells that as many random numbers were taken
-        for i, (one, other, got) in enumerate(zip(*starts, sample_heads(starts[0], heads, fetch), strict=True)):
+        for i, (one, other, got) in enumerate(zip(*starts, sample_top_logits(starts[0], heads, fetch), strict=True)):
             whole += got is None
             assert (one.sample(logits[i], (heads, i)) if got is None else got) == other.sample(logits[i])
     return 2 * len(logits), fetch.blocks, whole
@@ -120,7 +120,7 @@ def test_a_sum_that_is_off_by_less_than_the_margin_changes_no_token() -> None:
     exact = heads_of(logits, np.ones(400, np.float32), random)
     for off, agrees in ((0.9 * MARGIN, True), (-0.9 * MARGIN, True), (0.2, False)):
         heads = TopLogits(exact.logits, exact.ids, exact.masses * np.float32(1 + off), V)
-        got = sample_heads([TokenSampler(s, (), ()) for s in samplings], heads, Fetched(logits))
+        got = sample_top_logits([TokenSampler(s, (), ()) for s in samplings], heads, Fetched(logits))
         decided = [(one, other) for one, other in zip(got, wanted, strict=True) if one is not None]
         assert len(decided) > 150
         assert all(one == other for one, other in decided) is agrees
@@ -134,7 +134,7 @@ def test_a_row_with_a_number_that_is_none_is_asked_for(bad: float) -> None:
     for sampling in (Sampling(), Sampling(temperature=1.0)):
         heads = heads_of(logits, np.ones(2, np.float32), random)
         samplers = [TokenSampler(sampling, (), ()) for _ in range(2)]
-        assert sample_heads(samplers, heads, Fetched(logits))[1] is None
+        assert sample_top_logits(samplers, heads, Fetched(logits))[1] is None
 
 
 def test_what_changes_logits_asks_for_whole_rows() -> None:
@@ -148,5 +148,5 @@ def test_what_changes_logits_asks_for_whole_rows() -> None:
         Sampling(temperature=0.5, logprobs=2),
     ]
     heads = heads_of(logits, np.ones(5, np.float32), random)
-    got = sample_heads([TokenSampler(s, (), ()) for s in samplings], heads, Fetched(logits))
+    got = sample_top_logits([TokenSampler(s, (), ()) for s in samplings], heads, Fetched(logits))
     assert [each is None for each in got] == [False, True, True, True, True]

@@ -15,7 +15,7 @@ from llmforge.backends.onnxruntime.session import Session
 from llmforge.ir import interface
 from llmforge.ir.interface import HEAD, TopLogits
 from llmforge.rewrite.next_ids import feed_back
-from llmforge.rewrite.topk_outputs import give_heads
+from llmforge.rewrite.topk_outputs import add_topk_outputs
 from llmforge.runtime.config import SessionConfig
 from llmforge.runtime.device.cuda import BlockCopy, Buffer, HostDevice
 from llmforge.runtime.interface import DecodeRun, StepInputs
@@ -70,7 +70,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) ->
 @pytest.fixture(scope="module")
 def ahead() -> DeviceSession:
     model = decoder(VOCABULARY)
-    give_heads(model)
+    add_topk_outputs(model)
     feed_back(model)
     return DeviceSession(ir.to_proto(model).SerializeToString(), ONE_THREAD, CountingDevice(), buckets=(1, 2, 4, 8))
 
@@ -97,7 +97,7 @@ def test_heads_are_those_of_the_logits(ahead: DeviceSession) -> None:
     ids = np.array([[3], [5], [9], [11]], np.int64)
     logits = ahead.step(StepInputs(ids, past), cache)[:, 0]
     run = ahead.begin_decode(StepInputs(ids, past, temperatures=temperatures), cache)
-    heads = run.heads()
+    heads = run.top_logits()
     order = np.argsort(-logits, axis=1, kind="stable")[:, :HEAD]
     assert not heads.whole
     np.testing.assert_array_equal(heads.ids, order)
@@ -148,9 +148,9 @@ class Slow(DecodeRun):
     def __init__(self, run: DecodeRun, events: list[str]) -> None:
         self._run, self._events = run, events
 
-    def heads(self) -> TopLogits:
+    def top_logits(self) -> TopLogits:
         self._events.append("wait")
-        return self._run.heads()
+        return self._run.top_logits()
 
     def next_ids(self) -> np.ndarray:
         return self._run.next_ids()
@@ -221,10 +221,10 @@ def test_a_cancelled_request_gets_the_token_that_was_sampled(ahead: DeviceSessio
 def test_a_graph_with_heads_computes_what_it_did(vocabulary: int) -> None:
     model = decoder(vocabulary)
     plain = Session(ir.to_proto(model).SerializeToString(), ONE_THREAD)
-    give_heads(model)
+    add_topk_outputs(model)
     headed = Session(ir.to_proto(model).SerializeToString(), ONE_THREAD)
-    assert headed.signature.gives_heads
-    assert not plain.signature.gives_heads
+    assert headed.signature.gives_top_logits
+    assert not plain.signature.gives_top_logits
     ids, past = np.array([[1, 2, 3]]), np.zeros(1, np.int32)
     one, other = (each.step(StepInputs(ids, past), each.allocate(1, 8)) for each in (plain, headed))
     np.testing.assert_array_equal(one, other)

@@ -18,7 +18,7 @@ import pytest
 from llmforge.artifact import Artifact
 from llmforge.base.errors import ForgeError, InputError, Unavailable, UsageError
 from llmforge.serving import Chunk, Constraint, EngineOptions, EngineProcess, Request, Runner, Sampling, load
-from llmforge.serving.engine import Stream
+from llmforge.serving.interface import Stream
 
 from ..models.small_engines import prompt
 from ..samples.small_artifact import publish_small

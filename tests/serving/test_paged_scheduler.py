@@ -18,7 +18,7 @@ from llmforge.ir import interface, paged
 from llmforge.ir.interface import HEAD
 from llmforge.rewrite import paged_attention
 from llmforge.rewrite.next_ids import feed_back
-from llmforge.rewrite.topk_outputs import give_heads
+from llmforge.rewrite.topk_outputs import add_topk_outputs
 from llmforge.runtime.block_pool import BlockPool
 from llmforge.runtime.config import RuntimeConfig, SessionConfig
 from llmforge.runtime.interface import StepInputs
@@ -60,7 +60,7 @@ def opened(*, heads: bool, guesses: bool = False) -> PagedSession:
     assert paged_attention.reason_against(model) is None
     assert len(paged_attention.lower(model, BLOCK)) == 2
     if heads:
-        give_heads(model)
+        add_topk_outputs(model)
     if guesses:
         feed_back(model)
     serialized = ir.to_proto(paged.expand(model)).SerializeToString()
@@ -183,13 +183,16 @@ def test_a_step_of_prompts_and_decoding_gives_heads_of_the_rows_that_are_wanted(
     for table in tables:
         cache.pool.grow(table, 0, 20)
     first = [Piece(prompt(9, seed), 0, table, wanted=False) for seed, table in enumerate(tables[:2])]
-    assert session.begin(first, cache, np.empty(0, np.float32)).heads().logits.shape == (1, HEAD)  # which nobody wants
+    assert session.begin(first, cache, np.empty(0, np.float32)).top_logits().logits.shape == (
+        1,
+        HEAD,
+    )  # which nobody wants
     mixed = [Piece([7], 9, tables[0], True), Piece(prompt(5, 3), 9, tables[1], False)]
     mixed += [Piece(prompt(12, 4), 0, tables[2], True), Piece([8, 9], 0, tables[3], True)]
     logits = np.empty((3, VOCABULARY), np.float32)
     session.run(mixed, cache, logits)
     run = session.begin(mixed, cache, np.array([1, 0.5, 2], np.float32))
-    heads = run.heads()
+    heads = run.top_logits()
     order = np.argsort(-logits, axis=1, kind="stable")[:, :HEAD]
     np.testing.assert_array_equal(heads.ids, order)
     np.testing.assert_array_equal(heads.logits, np.take_along_axis(logits, order, 1))
@@ -198,7 +201,7 @@ def test_a_step_of_prompts_and_decoding_gives_heads_of_the_rows_that_are_wanted(
     blocks, size = interface.mass_blocks(VOCABULARY)
     np.testing.assert_allclose(heads.masses, mass.reshape(3, blocks, size).sum(2), rtol=1e-5)
     np.testing.assert_array_equal(run.logits(1), logits[1])
-    with pytest.raises(ValueError, match="heads of 3 rows, of 8 at most"):
+    with pytest.raises(ValueError, match="top logits of 3 rows, of 8 at most"):
         session.begin(mixed, cache, np.ones(2, np.float32))
 
 
@@ -207,7 +210,7 @@ def test_rows_of_a_cache_may_be_decoded_beside_the_host(session):
     ids = np.array([[3], [5], [9]])
     logits = session.step(StepInputs(ids, past), cache)[:, 0]
     run = session.begin_decode(StepInputs(ids, past, temperatures=np.ones(3, np.float32)), cache)
-    np.testing.assert_array_equal(run.heads().ids[:3, 0], logits.argmax(1))
+    np.testing.assert_array_equal(run.top_logits().ids[:3, 0], logits.argmax(1))
 
 
 def test_a_step_copies_heads_and_what_rows_must_be_whole(slots, session):

@@ -7,7 +7,7 @@ import onnx_ir as ir
 import pytest
 
 from llmforge.backends.onnxruntime.cuda.session import DeviceSession
-from llmforge.backends.onnxruntime.session import Cache, Session
+from llmforge.backends.onnxruntime.session import HostCache, Session
 from llmforge.base.errors import UsageError
 from llmforge.runtime.config import SessionConfig
 from llmforge.runtime.device.cuda import HostDevice
@@ -24,7 +24,7 @@ def session() -> Session:
     return Session(ir.to_proto(decoder()).SerializeToString(), SessionConfig(threads=1))
 
 
-def filled(session: Session, seed: int) -> Cache:
+def filled(session: Session, seed: int) -> HostCache:
     """A cache of one row with random keys and values."""
     cache, random = session.allocate(1, CAPACITY), np.random.default_rng(seed)
     for buffer in cache.buffers.values():
@@ -37,14 +37,14 @@ def text(seed: int, blocks: int, begins: list[int] | None = None) -> list[int]:
     return begins + np.random.default_rng(seed).integers(0, 97, blocks * BLOCK - len(begins)).tolist()
 
 
-def loaded(kept: PrefixCache[Cache], tokens: list[int], target: Cache, row: int = 0) -> int:
+def loaded(kept: PrefixCache[HostCache], tokens: list[int], target: HostCache, row: int = 0) -> int:
     """Load what is kept of `tokens` into `row`; return its length."""
     found = kept.find(tokens)
     kept.load(tokens[:found], target, row)
     return found
 
 
-def prefixes(session: Session, blocks: int) -> PrefixCache[Cache]:
+def prefixes(session: Session, blocks: int) -> PrefixCache[HostCache]:
     return PrefixCache(session, blocks * session.allocate(1, BLOCK).size_bytes)
 
 

@@ -13,7 +13,7 @@ import pytest
 from llmforge.backends.onnxruntime.cuda.session import DeviceSession
 from llmforge.backends.onnxruntime.session import Session
 from llmforge.ir import logits_rows
-from llmforge.rewrite.topk_outputs import give_heads
+from llmforge.rewrite.topk_outputs import add_topk_outputs
 from llmforge.runtime.config import SessionConfig
 from llmforge.runtime.device.cuda import HostDevice
 from llmforge.runtime.interface import StepInputs
@@ -58,7 +58,7 @@ def opened(request: pytest.FixtureRequest) -> Watched:
     model = decoder(VOCABULARY)
     logits_rows.choose_by_row(model)
     if request.param:
-        give_heads(model)
+        add_topk_outputs(model)
     Watched.steps = []
     return Watched(ir.to_proto(model).SerializeToString(), ONE_THREAD, HostDevice(), buckets=(1, 2, 4), shapes=SHAPES)
 
@@ -185,18 +185,18 @@ def test_heads_of_prompts_are_those_of_the_tokens_that_each_row_chose(session: W
     cache, past, rows = session.allocate(4, CAPACITY).rows(1, 3), np.zeros(2, np.int32), (lengths - 1)[:, None]
     logits = session.step(StepInputs(ids, past, rows), cache)[:, 0]
     if not session.decodes_ahead:
-        with pytest.raises(ValueError, match="heads of one token"):
+        with pytest.raises(ValueError, match="top logits of one token"):
             session.begin_prompts(StepInputs(ids, past, rows, temperatures=np.ones(2, np.float32)), cache)
         return
     run = session.begin_prompts(
         StepInputs(ids, past, rows, lengths=lengths, temperatures=np.ones(2, np.float32)), cache
     )
-    heads = run.heads()
+    heads = run.top_logits()
     np.testing.assert_array_equal(heads.logits, -np.sort(-logits, axis=1)[:, : heads.logits.shape[1]])
     np.testing.assert_array_equal(run.logits(1), logits[1])
     for wrong in ({"ids": ids[:, :15]}, {"rows": np.arange(2)}):
         given = {"ids": ids, "rows": rows, **wrong}
-        with pytest.raises(ValueError, match="heads of one token"):
+        with pytest.raises(ValueError, match="top logits of one token"):
             session.begin_prompts(
                 StepInputs(given["ids"], past, given["rows"], temperatures=np.ones(2, np.float32)), cache
             )

@@ -18,13 +18,13 @@ from llmforge.backends.onnxruntime.cuda.session import DeviceSession
 from llmforge.base.errors import RunFailed
 from llmforge.ir.interface import HEAD
 from llmforge.rewrite.next_ids import feed_back
-from llmforge.rewrite.topk_outputs import give_heads
+from llmforge.rewrite.topk_outputs import add_topk_outputs
 from llmforge.runtime.config import SessionConfig
 from llmforge.runtime.device.cuda import HostDevice
-from llmforge.runtime.device.top_logits import FetchedHeads, HeadBuffers
+from llmforge.runtime.device.top_logits import FetchedTopLogits, TopLogitsBuffers
 from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.sampling import distribution, distribution_numpy
-from llmforge.runtime.sampling.sampler import TokenSampler, guesses, sample_heads
+from llmforge.runtime.sampling.sampler import TokenSampler, guesses, sample_top_logits
 from llmforge.serving import Engine, EngineOptions, Request, Runner, Sampling
 from llmforge.serving.scheduler import Scheduler, SlotScheduler, run_ahead
 from llmforge.serving.scheduler.run_ahead import RunAhead
@@ -46,7 +46,7 @@ EXACT = [  # what the device guesses as the host decides
 
 def session_of(vocabulary: int, buckets: tuple[int, ...]) -> DeviceSession:
     model = decoder(vocabulary)
-    give_heads(model)
+    add_topk_outputs(model)
     feed_back(model)
     return DeviceSession(
         ir.to_proto(model).SerializeToString(), SessionConfig(threads=1), HostDevice(), buckets=buckets
@@ -75,8 +75,8 @@ def test_the_device_guesses_what_the_host_decides(vocabulary: int, sampling: Sam
         draws = guesses(samplers, [0] * rows)
         ids = random.integers(0, vocabulary, (rows, 1))
         run = session.begin_decode(StepInputs(ids, past, temperatures=temperatures, draws=draws), cache)
-        heads = run.heads()
-        found = sample_heads(samplers, heads, run.blocks)
+        heads = run.top_logits()
+        found = sample_top_logits(samplers, heads, run.blocks)
         tokens = [
             (each.sample(run.logits(row)) if sampled is None else sampled).token
             for row, (each, sampled) in enumerate(zip(samplers, found, strict=True))
@@ -96,11 +96,11 @@ def test_a_negative_id_takes_the_guess_of_the_step_before(session: DeviceSession
     cache = session.allocate(2, 16)
     before = session.begin_decode(StepInputs(ids, past, temperatures=ones), cache)
     behind = session.begin_decode(StepInputs(np.array([[-2], [7]]), past + 1, temperatures=ones), cache)
-    heads = before.heads()
+    heads = before.top_logits()
     guess = before.next_ids().tolist()
     assert guess == heads.ids[:, 0].tolist()
     kept = [before.logits(row).copy() for row in range(2)]  # which the step behind has written over
-    got = behind.heads().logits.copy()
+    got = behind.top_logits().logits.copy()
     once = session.allocate(2, 16)
     for row, logits in enumerate(session.step(StepInputs(ids, past), once)[:, 0]):
         np.testing.assert_array_equal(kept[row], logits)
@@ -110,7 +110,7 @@ def test_a_negative_id_takes_the_guess_of_the_step_before(session: DeviceSession
 
 def test_a_guess_that_no_step_made_is_refused(session: DeviceSession) -> None:
     cache, ones, past = session.allocate(2, 16), np.ones(2, np.float32), np.zeros(2, np.int32)
-    session.begin_decode(StepInputs(np.array([[3]]), past[:1], temperatures=ones[:1]), cache.rows(0, 1)).heads()
+    session.begin_decode(StepInputs(np.array([[3]]), past[:1], temperatures=ones[:1]), cache.rows(0, 1)).top_logits()
     with pytest.raises(ValueError, match="the guess of row 1, of a step before of 1"):
         session.begin_decode(StepInputs(np.array([[-1], [-2]]), past, temperatures=ones), cache)
     session.step(StepInputs(np.array([[3], [4]]), past), cache)
@@ -123,9 +123,9 @@ class Guesses:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, wrong: float) -> None:
         self.right = self.wrong = 0
-        random, fetch, judge = np.random.default_rng(0), HeadBuffers.fetch, RunAhead.note_guess
+        random, fetch, judge = np.random.default_rng(0), TopLogitsBuffers.fetch, RunAhead.note_guess
 
-        def fetch_wrong(buffers: HeadBuffers, rows: int) -> FetchedHeads:
+        def fetch_wrong(buffers: TopLogitsBuffers, rows: int) -> FetchedTopLogits:
             ids = np.empty(rows, np.int64)
             buffers._device.read(buffers._buffer, 0, ids)
             changed = random.random(rows) < wrong
@@ -137,7 +137,7 @@ class Guesses:
             self.right, self.wrong = self.right + right, self.wrong + (not right)
             judge(scheduled, sequence, right)
 
-        monkeypatch.setattr(HeadBuffers, "fetch", fetch_wrong)
+        monkeypatch.setattr(TopLogitsBuffers, "fetch", fetch_wrong)
         monkeypatch.setattr(RunAhead, "note_guess", count)
         monkeypatch.setattr(run_ahead, "RIGHT", 0.0)  # goes ahead all the same
         monkeypatch.setattr(run_ahead, "RIGHT_OF_ONE", 0.0)

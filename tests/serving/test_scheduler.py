@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 
 from llmforge import targets
 from llmforge.backends.onnxruntime import builder as engine
-from llmforge.backends.onnxruntime.session import Cache
+from llmforge.backends.onnxruntime.session import HostCache
 from llmforge.base.errors import InputError, Unavailable, UsageError
 from llmforge.checkpoint import Checkpoint
 from llmforge.runtime.interface import StepInputs
@@ -53,7 +53,7 @@ class Watched:
         self.steps: list[tuple[list[int], int]] = []
         self.broken_token: int | None = None
 
-    def step(self, inputs: StepInputs, cache: Cache, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    def step(self, inputs: StepInputs, cache: HostCache, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
         self.steps.append((inputs.past_lengths.tolist(), inputs.ids.shape[1]))
         logits = self._session.step(inputs, cache, out)
         if self.broken_token is not None:
@@ -86,14 +86,14 @@ def watched(runner) -> Watched:
     return Watched(runner)
 
 
-def scheduler(runner: Runner, backend: Any = None, *, slots: int = 3, **options: Any) -> Scheduler[Cache]:
+def scheduler(runner: Runner, backend: Any = None, *, slots: int = 3, **options: Any) -> Scheduler[HostCache]:
     backend = backend or runner.session
     own = {name: options.pop(name) for name in ("chunk", "clock") if name in options}
     served = EngineOptions(**{"max_queue": 10, "step_tokens": CHUNK, "prefix_cache_bytes": 0, **options})
     return SlotScheduler(backend, backend.allocate(slots, CAPACITY), runner.samplers, served, **{"chunk": CHUNK, **own})
 
 
-def run(scheduled: Scheduler[Cache]) -> None:
+def run(scheduled: Scheduler[HostCache]) -> None:
     while scheduled.step():
         pass
 
@@ -226,7 +226,7 @@ def test_decode_steps_are_padded_to_buckets_where_the_backend_has_them(runner, a
 def test_a_prefix_cache_takes_what_a_device_has_left(runner, monkeypatch):
     block = runner.session.allocate(1, BLOCK).size_bytes
 
-    def made(left: int | None) -> Scheduler[Cache]:
+    def made(left: int | None) -> Scheduler[HostCache]:
         monkeypatch.setattr(type(runner.session), "spare_bytes", property(lambda _: left))
         return scheduler(runner, prefix_cache_bytes=8 * block)
 
@@ -491,7 +491,7 @@ def test_layers_with_states_are_batched_and_go_without_reuse(tmp_path, answers):
     vocabulary = session.vocabulary
     samplers = Samplers(Tokenizer(WordLevel({"a": 0}, "a")), vocabulary, ())
 
-    def scheduled(slots: int, chunk: int) -> Scheduler[Cache]:
+    def scheduled(slots: int, chunk: int) -> Scheduler[HostCache]:
         speculation = Speculation(PromptLookup(), AlwaysPays())
         cache, options = session.allocate(slots, CAPACITY), EngineOptions(9, chunk, PLENTY)
         return SlotScheduler(session, cache, samplers, options, speculation=speculation, chunk=chunk)

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from llmforge.backends.onnxruntime.session import Cache, Session
+from llmforge.backends.onnxruntime.session import HostCache, Session
 from llmforge.runtime.config import SessionConfig
 from llmforge.runtime.interface import StepInputs
 from llmforge.serving import Constraint, EngineOptions, Request, Runner, Sampling
@@ -32,7 +32,7 @@ def answered(
     runner: Runner, requests: Sequence[Request], speculation: Speculation | None
 ) -> tuple[list[Received], EngineStats]:
     cache = runner.session.allocate(3, CAPACITY)
-    scheduler: Scheduler[Cache] = SlotScheduler(
+    scheduler: Scheduler[HostCache] = SlotScheduler(
         runner.session,
         cache,
         runner.samplers,
@@ -254,7 +254,7 @@ def test_a_scheduler_measures_and_decides(runner, monkeypatch, verify_s, pays):
     (plain,), _ = answered(runner, [request], None)
     monkeypatch.setattr(runner.session, "step", timed)
     proposer: Proposer = Oracle({request.prompt: plain.tokens}, 4)  # three of four are right
-    scheduler: Scheduler[Cache] = SlotScheduler(
+    scheduler: Scheduler[HostCache] = SlotScheduler(
         runner.session,
         runner.session.allocate(1, CAPACITY),
         runner.samplers,

@@ -117,7 +117,7 @@ def test_an_engine_that_does_not_run_says_why(name: str, backend: BackendName, r
 def test_engines_are_all_that_run(name: str) -> None:
     target = targets.load(name)
     assert set(target.engines) == {
-        each.name for each in BACKENDS.values() if each.elsewhere is None and each.unsupported(target.sm) is None
+        each.name for each in BACKENDS.values() if each.export_format is None and each.unsupported(target.sm) is None
     }
     for backend in target.engines:
         taken = target.support(backend)
@@ -138,7 +138,7 @@ def test_shares_are_defaults_with_a_source_until_a_file_says_otherwise() -> None
     assert 0 < target.share("bandwidth").value <= 1
     assert targets.matrix_share_of("int8") == "matrix_8"
     assert targets.matrix_share_of("bf16") == "matrix_16"
-    own = targets.Figure(value=0.5, source="measured", verified=True)
+    own = targets.SourcedFigure(value=0.5, source="measured", verified=True)
     assert target.model_copy(update={"achieved": {"bandwidth": own}}).share("bandwidth").value == 0.5
     for sm in (None, "75", "120"):
         for name in get_args(achieved.Share):

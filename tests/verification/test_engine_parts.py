@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from llmforge import targets
-from llmforge.backends.engines import BuildRequest, Engine
+from llmforge.backends.engines import BuildRequest, BuiltEngine
 from llmforge.backends.onnxruntime import builder as engine
 from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import VerificationError
@@ -41,7 +41,7 @@ def lowered(folder: Path, *steps: Pass) -> ir.Model:
     return engine.lower(model, target)[0]
 
 
-def build(model: ir.Model, folder: Path, spec: EngineSpec = SPEC) -> Engine:
+def build(model: ir.Model, folder: Path, spec: EngineSpec = SPEC) -> BuiltEngine:
     return engine.build(BuildRequest(model, folder, spec, targets.local(), (3,), 0, run_in_parts=engine_parts.run))
 
 

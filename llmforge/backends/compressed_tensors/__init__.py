@@ -1,1 +1,38 @@
-"""Checkpoints in the format of compressed-tensors, which vLLM and SGLang load."""
+"""The record of checkpoints that vLLM and others load, in the format compressed-tensors."""
+
+from __future__ import annotations
+
+from llmforge.backends.record import ANY, BackendRecord, ExportFormat, Provider, Use
+
+BACKEND = BackendRecord(
+    name="compressed-tensors",
+    title="compressed-tensors checkpoint",
+    module="compressed_tensors",
+    compiled=False,
+    scales="blocks",
+    alone="the servers that load the checkpoint divide it themselves",
+    export_format=ExportFormat(
+        servers="vLLM or SGLang",  # TensorRT-LLM loads one of the formats (docs/other-runtimes.md)
+        serve="vllm serve {engine}",
+        runtime="transformers",
+        codes=frozenset({"blocks", "channels"}),
+        block=128,
+        tables=False,
+    ),
+    providers=(
+        Provider(
+            name="compressed-tensors",
+            kind=None,
+            package="compressed-tensors",
+            requirements=(),
+            builder="llmforge.backends.compressed_tensors.builder",
+            session="llmforge.backends.export_format",
+            dtypes={
+                **dict.fromkeys(("fp32", "fp16", "bf16"), Use(ANY)),
+                "int8": Use(("weights",)),
+                "int4": Use(("weights",)),
+                "fp8": Use(("weights",)),
+            },
+        ),
+    ),
+)

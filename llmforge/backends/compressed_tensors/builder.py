@@ -36,8 +36,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.backends import signatures
-from llmforge.backends.engines import BuildRequest, Engine
-from llmforge.backends.exported_parameters import Blocks, Channels, Exported, Quantized
+from llmforge.backends.engines import BuildRequest, BuiltEngine
+from llmforge.backends.exported_parameters import Blocks, ChannelMatrix, Exported, Quantized
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import CONFIG, Checkpoint
 from llmforge.checkpoint.folder import GENERATION_CONFIG
@@ -72,7 +72,7 @@ ITEM_BYTES: Mapping[str, int] = {name: math.ceil(dtype.itemsize) for dtype, name
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredTensor:
     """A tensor of a file, by the name that safetensors has for its dtype."""
 
     name: str
@@ -86,7 +86,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Scheme:
+class LayerScheme:
     """How a layer is stored: one group of `quantization_config`."""
 
     format: str
@@ -134,7 +134,7 @@ def check(exported: Exported, spec: EngineSpec) -> None:
     if not exported.quantized:
         raise UnsupportedError("nothing is quantized: the checkpoint itself is what the servers load")
     schemes = {tensor: scheme_of(tensor, matrix) for tensor, matrix in exported.quantized.items()}
-    layers: dict[tuple[str, frozenset[str]], dict[str, Scheme | None]] = {}
+    layers: dict[tuple[str, frozenset[str]], dict[str, LayerScheme | None]] = {}
     for tensor in exported.checkpoint.tensors:
         parent, _, layer = tensor.removesuffix(".weight").rpartition(".")
         for together in TOGETHER:
@@ -148,7 +148,7 @@ def check(exported: Exported, spec: EngineSpec) -> None:
             )
 
 
-def scheme_of(tensor: str, matrix: Quantized) -> Scheme:
+def scheme_of(tensor: str, matrix: Quantized) -> LayerScheme:
     """Say how a matrix is stored.
 
     Raises:
@@ -179,20 +179,20 @@ def scheme_of(tensor: str, matrix: Quantized) -> Scheme:
                 "points hold",
                 hint=f"exclude it: `exclude: [{matrix.parameter}]`",
             )
-        return Scheme("pack-quantized", matrix.bits, "int", matrix.block_size, matrix.symmetric)
+        return LayerScheme("pack-quantized", matrix.bits, "int", matrix.block_size, matrix.symmetric)
     if tensor == f"{_HEAD}.weight":
         raise UnsupportedError(f"{tensor}: the servers read the head as it is", hint="set `head: false`")
     if matrix.dtype == "fp8":
-        return Scheme("float-quantized", 8, "float", None, True, matrix.inputs)
+        return LayerScheme("float-quantized", 8, "float", None, True, matrix.inputs)
     if matrix.inputs == "none":
         raise UnsupportedError(
             f"{tensor}: the servers multiply int8 weights with one scale per output feature by int8 activations alone",
             hint="set `activations: static` or `per_token`, or use quantize-weights with `bits: 8`",
         )
-    return Scheme("int-quantized", 8, "int", None, True, matrix.inputs)
+    return LayerScheme("int-quantized", 8, "int", None, True, matrix.inputs)
 
 
-def build(request: BuildRequest) -> Engine:
+def build(request: BuildRequest) -> BuiltEngine:
     """Write the checkpoint, and read its codes back.
 
     Raises:
@@ -214,12 +214,12 @@ def build(request: BuildRequest) -> Engine:
     settings["quantization_config"] = quantization_config(schemes, exported.checkpoint)
     _write_json(folder / CONFIG, settings)
     copy_settings(exported.checkpoint, folder)
-    written = signatures.elsewhere(request, METHOD)
+    written = signatures.export_format(request, METHOD)
     (folder / FILE).write_text(written.to_json(), encoding="utf-8")
     formats = ", ".join(sorted({scheme.format for scheme in schemes.values()}))
     facts = {"format": f"{METHOD} {VERSION}: {formats}", "codes": "read back, and equal to those of the graph"}
     notes = ["engine: config.json says dtype float16, in which scales are exact"] if packed else []
-    return Engine.built(request, written, facts, notes, graph_=request.model)
+    return BuiltEngine.built(request, written, facts, notes, graph_=request.model)
 
 
 def _in_fp16(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,12 +227,12 @@ def _in_fp16(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in settings.items() if key != "torch_dtype"}, "dtype": "float16"}
 
 
-def quantization_config(schemes: Mapping[str, Scheme], checkpoint: Checkpoint) -> dict[str, Any]:
+def quantization_config(schemes: Mapping[str, LayerScheme], checkpoint: Checkpoint) -> dict[str, Any]:
     """Describe the formats: `Linear` where all quantized layers have one, else layers by their names.
 
     `ignore` names every other layer that might be linear.
     """
-    groups: dict[Scheme, list[str]] = {}
+    groups: dict[LayerScheme, list[str]] = {}
     for tensor, scheme in schemes.items():
         groups.setdefault(scheme, []).append(tensor.removesuffix(".weight"))
     plain = {
@@ -267,34 +267,36 @@ def _words(codes: NDArray[np.uint8], bits: int) -> NDArray[np.int32]:
     return np.ascontiguousarray(pack_bits(np.ascontiguousarray(codes), bits)).view("<i4")
 
 
-def layout(tensor: str, matrix: Quantized) -> list[Part]:
+def layout(tensor: str, matrix: Quantized) -> list[StoredTensor]:
     """Name what stands in place of a weight."""
     layer = tensor.removesuffix(".weight")
-    if isinstance(matrix, Channels):
+    if isinstance(matrix, ChannelMatrix):
         parts = [
-            Part(tensor, _CODES[matrix.dtype], (matrix.n, matrix.k)),
-            Part(f"{layer}.weight_scale", "F32", (matrix.n, 1)),
+            StoredTensor(tensor, _CODES[matrix.dtype], (matrix.n, matrix.k)),
+            StoredTensor(f"{layer}.weight_scale", "F32", (matrix.n, 1)),
         ]
-        return parts if matrix.input_scale is None else [*parts, Part(f"{layer}.input_scale", "F32", (1,))]
+        return parts if matrix.input_scale is None else [*parts, StoredTensor(f"{layer}.input_scale", "F32", (1,))]
     blocks, a_word = matrix.k // matrix.block_size, WORD_BITS // matrix.bits
     parts = [
-        Part(f"{layer}.weight_packed", "I32", (matrix.n, matrix.k // a_word)),
-        Part(f"{layer}.weight_scale", "F16", (matrix.n, blocks)),
-        Part(f"{layer}.weight_shape", "I64", (2,)),
+        StoredTensor(f"{layer}.weight_packed", "I32", (matrix.n, matrix.k // a_word)),
+        StoredTensor(f"{layer}.weight_scale", "F16", (matrix.n, blocks)),
+        StoredTensor(f"{layer}.weight_shape", "I64", (2,)),
     ]
     return (
-        parts if matrix.symmetric else [*parts, Part(f"{layer}.weight_zero_point", "I32", (matrix.n // a_word, blocks))]
+        parts
+        if matrix.symmetric
+        else [*parts, StoredTensor(f"{layer}.weight_zero_point", "I32", (matrix.n // a_word, blocks))]
     )
 
 
 def _write_weights(request: BuildRequest, exported: Exported, packed: bool) -> None:
     """Write one file, or shards of about `SHARD_BYTES` in the order of names."""
     checkpoint, folder = exported.checkpoint, request.folder
-    shards: list[dict[str, list[Part]]] = [{}]
+    shards: list[dict[str, list[StoredTensor]]] = [{}]
     held = 0
     for name, entry in checkpoint.tensors.items():
         matrix = exported.quantized.get(name)
-        own = [Part(name, NAMES[entry.dtype], entry.shape)] if matrix is None else layout(name, matrix)
+        own = [StoredTensor(name, NAMES[entry.dtype], entry.shape)] if matrix is None else layout(name, matrix)
         size = sum(part.size_bytes for part in own)
         if shards[-1] and held + size > SHARD_BYTES:
             shards.append({})
@@ -324,7 +326,7 @@ def _write_weights(request: BuildRequest, exported: Exported, packed: bool) -> N
         )
 
 
-def _write_header(stream: BinaryIO, parts: Sequence[Part]) -> dict[str, int]:
+def _write_header(stream: BinaryIO, parts: Sequence[StoredTensor]) -> dict[str, int]:
     """Write the header of a safetensors file, make room for the tensors, and return where each begins."""
     ordered = sorted(parts, key=lambda part: (-ITEM_BYTES[part.dtype], part.name))  # so that each is aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -387,7 +389,7 @@ def _write(stream: BinaryIO, places: Mapping[str, int], tensor: str, matrix: Qua
         stream.seek(places[name])
         return np.frombuffer(stream.read(parts[name].size_bytes), dtype).reshape(parts[name].shape)
 
-    if isinstance(matrix, Channels):
+    if isinstance(matrix, ChannelMatrix):
         codes, scales = matrix.by_output, graph.tensor(matrix.scales).numpy()
         put(tensor, codes)
         put(f"{layer}.weight_scale", scales[:, None])

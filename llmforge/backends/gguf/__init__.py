@@ -1,1 +1,38 @@
-"""GGUF files, which llama.cpp loads."""
+"""The record of GGUF files, which llama.cpp loads."""
+
+from __future__ import annotations
+
+from llmforge.backends.record import ANY, BackendRecord, ExportFormat, Provider, Use
+
+BACKEND = BackendRecord(
+    name="gguf",
+    title="GGUF file",
+    module="gguf",
+    compiled=False,
+    scales="blocks",
+    alone="llama.cpp divides the file itself",
+    export_format=ExportFormat(
+        servers="llama.cpp",
+        serve="llama-server -m {engine}/model.gguf",
+        runtime="llama-cpp",
+        codes=frozenset({"blocks"}),
+        block=32,
+        tables=True,
+    ),
+    providers=(
+        Provider(
+            name="gguf",
+            kind=None,
+            package="gguf",
+            requirements=(),
+            builder="llmforge.backends.gguf.builder",
+            session="llmforge.backends.export_format",
+            dtypes={
+                **dict.fromkeys(("fp32", "fp16", "bf16"), Use(ANY)),
+                "int8": Use(("weights", "kv")),
+                "int4": Use(("weights", "kv")),
+            },
+            never={"fp8": "GGUF has no fp8 weights", "fp4": "the formats that hold our codes have no fp4"},
+        ),
+    ),
+)

@@ -31,7 +31,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.backends import signatures
-from llmforge.backends.engines import BuildRequest, Engine
+from llmforge.backends.engines import BuildRequest, BuiltEngine
 from llmforge.backends.exported_parameters import Blocks, Exported, Quantized
 from llmforge.base import extras
 from llmforge.base.errors import UnsupportedError, VerificationError
@@ -60,7 +60,7 @@ _SPLITS = {_LLAMA3: "llama-bpe", _LLAMA3.replace("{1,3}", ""): "qwen2"}
 
 
 @dataclass(frozen=True)
-class Architecture:
+class LlamaCppModel:
     """A model type of transformers that llama.cpp has by the same arithmetic."""
 
     name: str  # llama.cpp's
@@ -68,11 +68,11 @@ class Architecture:
 
 
 # llama.cpp has no windows for these.
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", paired=True),
-    "mistral": Architecture("llama", paired=True),
-    "qwen2": Architecture("qwen2", paired=False),
-    "qwen3": Architecture("qwen3", paired=False),
+ARCHITECTURES: Mapping[str, LlamaCppModel] = {
+    "llama": LlamaCppModel("llama", paired=True),
+    "mistral": LlamaCppModel("llama", paired=True),
+    "qwen2": LlamaCppModel("qwen2", paired=False),
+    "qwen3": LlamaCppModel("qwen3", paired=False),
 }
 
 
@@ -105,7 +105,7 @@ def check(exported: Exported, spec: EngineSpec) -> None:
         _check_matrix(tensor, matrix)
 
 
-def architecture_of(checkpoint: Checkpoint) -> Architecture:
+def architecture_of(checkpoint: Checkpoint) -> LlamaCppModel:
     """Find llama.cpp's name of a model type.
 
     Raises:
@@ -181,7 +181,7 @@ def _check_matrix(tensor: str, matrix: Quantized) -> None:
         )
 
 
-def build(request: BuildRequest) -> Engine:
+def build(request: BuildRequest) -> BuiltEngine:
     """Write the file, and read it by the gguf package.
 
     Raises:
@@ -225,7 +225,7 @@ def build(request: BuildRequest) -> Engine:
     finally:
         writer.close()
     _prove(gguf, file, digests)
-    written = signatures.elsewhere(request, BACKEND)
+    written = signatures.export_format(request, BACKEND)
     (folder / FILE).write_text(written.to_json(), encoding="utf-8")
     used = ", ".join(sorted({kind for kind, _ in kinds.values()}))
     facts = {
@@ -233,7 +233,7 @@ def build(request: BuildRequest) -> Engine:
         "codes": "read back, and equal to those of the graph",
         "gguf": metadata.version("gguf"),
     }
-    return Engine.built(request, written, facts, graph_=request.model)
+    return BuiltEngine.built(request, written, facts, graph_=request.model)
 
 
 def _as_bytes(kind: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -345,7 +345,7 @@ def _tensors(checkpoint: Checkpoint) -> Iterator[str]:
             yield name
 
 
-def _names(gguf: ModuleType, checkpoint: Checkpoint, architecture: Architecture) -> dict[str, str]:
+def _names(gguf: ModuleType, checkpoint: Checkpoint, architecture: LlamaCppModel) -> dict[str, str]:
     """Name each tensor as llama.cpp does.
 
     Raises:
@@ -373,7 +373,7 @@ def _kind(checkpoint: Checkpoint, exported: Exported, name: str) -> tuple[str, t
 
 
 def _data(
-    gguf: ModuleType, checkpoint: Checkpoint, exported: Exported, architecture: Architecture, name: str, kind: str
+    gguf: ModuleType, checkpoint: Checkpoint, exported: Exported, architecture: LlamaCppModel, name: str, kind: str
 ) -> NDArray[Any]:
     """Make the bytes of a tensor; codes are read by the gguf package, and compared.
 
@@ -411,7 +411,7 @@ def pack(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
     return np.concatenate([heads, stored], axis=-1).reshape(n, -1)
 
 
-def _rows(checkpoint: Checkpoint, architecture: Architecture, name: str) -> NDArray[np.intp] | None:
+def _rows(checkpoint: Checkpoint, architecture: LlamaCppModel, name: str) -> NDArray[np.intp] | None:
     """Return the order of the output features of queries and keys; None: as they are."""
     layer = name.rsplit(".", 2)[-2]
     if not architecture.paired or layer not in ("q_proj", "k_proj"):

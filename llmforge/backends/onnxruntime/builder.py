@@ -16,7 +16,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as registry
 
 from llmforge import native
 from llmforge.backends import onnx_file, signatures
-from llmforge.backends.engines import WHOLE_BYTES, BuildRequest, Engine
+from llmforge.backends.engines import WHOLE_BYTES, BuildRequest, BuiltEngine
 from llmforge.backends.onnxruntime import integer_products, kernels
 from llmforge.backends.onnxruntime.kernels import Kernel
 from llmforge.backends.onnxruntime.session import PROVIDER, Session
@@ -33,7 +33,7 @@ from llmforge.ir.recurrence import Recurrence
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Changes, Rewritten
 from llmforge.runtime.config import FILE, MODEL_FILE, SessionOptions
-from llmforge.runtime.interface import Backend, C, StepInputs
+from llmforge.runtime.interface import C, Decoder, StepInputs
 from llmforge.runtime.tokenizer_files import TEMPLATE_FILE, TOKENIZER_FILES
 from llmforge.targets import Isa, Target
 
@@ -164,7 +164,7 @@ def _decomposes(node: ir.Node, opset: int) -> bool:
     return known and bool(onnx.defs.get_schema(node.op_type, max_inclusive_version=opset).has_function)
 
 
-def build(request: BuildRequest) -> Engine:
+def build(request: BuildRequest) -> BuiltEngine:
     """Write `model.onnx`, its data and `runtime.json`, load them once, and run two steps.
 
     The target changes nothing, but for graphs that round activations to int8 (`session_options`).
@@ -209,10 +209,10 @@ def build(request: BuildRequest) -> Engine:
     own_kernels = native.VERSION if native.DOMAIN in model.opset_imports else None
     config = replace(signatures.config(request, options), onnxruntime=onnxruntime.__version__, kernels=own_kernels)
     (folder / FILE).write_text(config.to_json(), encoding="utf-8")
-    return Engine.built(request, config, notes=notes)
+    return BuiltEngine.built(request, config, notes=notes)
 
 
-def _build_ranks(request: BuildRequest) -> Engine:
+def _build_ranks(request: BuildRequest) -> BuiltEngine:
     """Write the graphs of all ranks, their data and `runtime.json`, start the ranks once, and run two steps."""
     folder, spec = request.folder, request.spec
     for model in request.ranks:
@@ -237,10 +237,10 @@ def _build_ranks(request: BuildRequest) -> Engine:
 
     request.prove(run, {"session": repr(options), "context": str(spec.max_context), "ranks": str(config.ranks)})
     (folder / FILE).write_text(config.to_json(), encoding="utf-8")
-    return Engine.built(request, config, {"ranks": f"{config.ranks} processes"})
+    return BuiltEngine.built(request, config, {"ranks": f"{config.ranks} processes"})
 
 
-def prove(session: Backend[C], cache: C) -> None:
+def prove(session: Decoder[C], cache: C) -> None:
     """Read two tokens and generate on from them, so that a kernel that refuses at run time does so in the build.
 
     Raises:

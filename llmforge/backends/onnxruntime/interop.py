@@ -1,4 +1,4 @@
-"""What runtimes of others want beside `model.onnx`, so that they load an engine folder as it is.
+"""Files that runtimes of others want beside `model.onnx`, so that they load an engine folder unchanged.
 
 - A graph of the pass genai-interface: `genai_config.json` and the tokenizer, for `onnxruntime_genai.Model(folder)`;
   and what optimum-onnx wants, where it would read the model right.
@@ -17,7 +17,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from llmforge.backends.engines import Engine
+from llmforge.backends.engines import BuiltEngine
 from llmforge.backends.onnxruntime.builder import write_tokenizer
 from llmforge.base import small_file
 from llmforge.base.errors import CheckpointError, UnsupportedError
@@ -47,11 +47,11 @@ _OPTIMUM_KV_HEADS = frozenset(
 _OPTIMUM_OTHER = frozenset({"deepseek_v3", "falcon", "gemma3", "gpt_bigcode"})
 
 
-def write(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> tuple[str, ...]:
+def write(model: ir.Model, engine: BuiltEngine, checkpoint: Checkpoint) -> tuple[str, ...]:
     """Write what the runtimes that `model`, lowered, has the interface of want in the folder of `engine`.
 
     Returns:
-        Who loads the folder, and who does not and why, in words; () where the graph has llmforge's own interface.
+        Who loads the folder, and who does not, with a reason; () where the graph has llmforge's own interface.
 
     Raises:
         UnsupportedError: no runtime of others would read the model right.
@@ -75,7 +75,7 @@ def write(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> tuple[str,
     return tuple(notes)
 
 
-def genai_config(model: ir.Model, engine: Engine, checkpoint: Checkpoint) -> dict[str, Any]:
+def genai_config(model: ir.Model, engine: BuiltEngine, checkpoint: Checkpoint) -> dict[str, Any]:
     """Describe an engine as onnxruntime-genai 0.18 reads it (its src/config.h).
 
     The type is "decoder", its word for a language model with no ways of its own. Every length, size and number is

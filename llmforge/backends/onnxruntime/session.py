@@ -26,7 +26,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from llmforge import native
 from llmforge.base.errors import EnvironmentLacks, InputError, RunFailed, UnsupportedError
 from llmforge.ir import interface
-from llmforge.runtime.interface import Backend, Rows, StepInputs
+from llmforge.runtime.interface import Decoder, Rows, StepInputs
 from llmforge.runtime.signature import CACHE_TYPES, ELEMENTS, Signature
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ _LACKS = (
 
 
 @dataclass(frozen=True, eq=False)
-class Cache(Rows):
+class HostCache(Rows):
     """Keys and values of `batch` sequences of at most `capacity` tokens; a row is one sequence.
 
     `buffers` holds one array [batch, kv_heads, capacity, head_dim] for every cache input of the graph, and one
@@ -66,11 +66,11 @@ class Cache(Rows):
 
     buffers: Mapping[str, NDArray[Any]] = field(repr=False)
 
-    def _view(self, start: int, stop: int) -> Cache:
+    def _view(self, start: int, stop: int) -> HostCache:
         buffers = {name: buffer[start:stop] for name, buffer in self.buffers.items()}
-        return Cache(stop - start, self.capacity, buffers)
+        return HostCache(stop - start, self.capacity, buffers)
 
-    def copy(self, row: int, start: int, source: Cache, source_row: int, source_start: int, tokens: int) -> None:
+    def copy(self, row: int, start: int, source: HostCache, source_row: int, source_start: int, tokens: int) -> None:
         """Copy `tokens` tokens, and states as a whole, from token `source_start` of a row of `source` to `start`."""
         for name, buffer in self.buffers.items():
             if interface.is_state(name):
@@ -85,7 +85,7 @@ class Cache(Rows):
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
 
-class Session(Backend[Cache]):
+class Session(Decoder[HostCache]):
     """A decoder graph (docs/dialect.md) in ONNX Runtime on the CPU.
 
     Args:
@@ -122,29 +122,29 @@ class Session(Backend[Cache]):
         for name, dtype in signature.cache_types.items():
             if not ELEMENTS[dtype].on_hosts:
                 raise UnsupportedError(f"{where}: {name} is {dtype}, which no CPU kernel supports")
-        self._bindings: weakref.WeakKeyDictionary[Cache, _Binding] = weakref.WeakKeyDictionary()
+        self._bindings: weakref.WeakKeyDictionary[HostCache, _Binding] = weakref.WeakKeyDictionary()
 
-    def allocate(self, batch: int, capacity: int) -> Cache:
+    def allocate(self, batch: int, capacity: int) -> HostCache:
         """Reserve caches for `batch` sequences of at most `capacity` tokens; pages are taken as tokens reach them."""
         if batch < 1 or capacity < 1:
             raise ValueError(f"a cache of {batch} rows of {capacity} tokens")
         caches, states = self.signature.caches, self.signature.states
         buffers = {c.name: _reserve((batch, c.kv_heads, capacity, c.head_dim), c.dtype) for c in caches}
         buffers |= {state.name: np.zeros((batch, *state.dims), state.dtype) for state in states}
-        return Cache(batch, capacity, buffers)
+        return HostCache(batch, capacity, buffers)
 
     def end_profile(self) -> Path:
         """Close the trace that `SessionConfig.profile` asked for, and say where it is: JSON, in Chrome's format."""
         return Path(self._session.end_profiling())
 
-    def read(self, names: Sequence[str], inputs: StepInputs, cache: Cache) -> dict[str, NDArray[Any]]:
+    def read(self, names: Sequence[str], inputs: StepInputs, cache: HostCache) -> dict[str, NDArray[Any]]:
         """Run one step as `step` does, leave `cache` as it is, and return the outputs `names`. For diagnosis: slow."""
         feeds = inputs.feeds(self.signature)
         past = grown(cache.buffers, inputs.past_lengths) if self.signature.growing else cache.buffers
         values = run(self._session, list(names), {**feeds, **past})
         return dict(zip(names, values, strict=True))
 
-    def _run(self, inputs: StepInputs, cache: Cache, out: NDArray[np.float32]) -> None:
+    def _run(self, inputs: StepInputs, cache: HostCache, out: NDArray[np.float32]) -> None:
         if self.signature.growing:
             self._grow(inputs, cache, out)
             return
@@ -154,7 +154,7 @@ class Session(Backend[Cache]):
         in_place = self.signature.declared_rows in (None, out.shape[1])
         binding.run(inputs.feeds(self.signature), out, in_place=in_place)
 
-    def _grow(self, inputs: StepInputs, cache: Cache, out: NDArray[np.float32]) -> None:
+    def _grow(self, inputs: StepInputs, cache: HostCache, out: NDArray[np.float32]) -> None:
         """Run one step over a past that is cut out of `cache`, and copy the tokens that it adds into `cache`."""
         names = [interface.LOGITS, *(interface.present_of(name) for name in cache.buffers)]
         past = grown(cache.buffers, inputs.past_lengths)
@@ -265,7 +265,7 @@ def grown(buffers: Mapping[str, NDArray[Any]], past_lengths: NDArray[np.int32]) 
 
 
 def store_grown(buffer: NDArray[Any], present: NDArray[Any], past_lengths: NDArray[np.int32]) -> None:
-    """Copy the slots that a step added at the end of `present` behind what each row of `buffer` holds."""
+    """Copy the slots that a step added at the end of `present` after what each row of `buffer` holds."""
     longest = int(past_lengths.max())
     added = present.shape[2] - longest
     for b, length in enumerate(past_lengths.tolist()):
@@ -275,7 +275,7 @@ def store_grown(buffer: NDArray[Any], present: NDArray[Any], past_lengths: NDArr
 class _Binding:
     """Inputs and outputs of a session bound to one cache and to arrays that are written in place."""
 
-    def __init__(self, session: ort.InferenceSession, cache: Cache) -> None:
+    def __init__(self, session: ort.InferenceSession, cache: HostCache) -> None:
         self._session = session
         self._binding = session.io_binding()
         for name, buffer in cache.buffers.items():

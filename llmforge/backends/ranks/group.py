@@ -57,11 +57,11 @@ def _library() -> ctypes.CDLL:
 
 
 def require() -> None:
-    """Return if ranks can run here; raises what `Group` does."""
+    """Return if ranks can run here; raises what `RankGroup` does."""
     _library()
 
 
-class Memory:
+class SharedMemory:
     """Anonymous memory that other processes map by its descriptor."""
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -69,17 +69,17 @@ class Memory:
         self.map = mmap.mmap(descriptor, size)
 
     @classmethod
-    def new(cls, name: str, size: int) -> Memory:
+    def new(cls, name: str, size: int) -> SharedMemory:
         """Make some; pages are taken as they are written. `name` is for /proc alone."""
         descriptor = os.memfd_create(name)
         os.ftruncate(descriptor, size)
         return cls(descriptor, size)
 
 
-class Group:
+class RankGroup:
     """Ranks that meet in shared memory; the driver's view of it, or a rank's.
 
-    Commands, pickled, lie behind what the collectives need: one at a time, of at most `room` bytes.
+    Commands, pickled, lie after what the collectives need: one at a time, of at most `room` bytes.
 
     Raises:
         EnvironmentLacks: the kernels are not compiled, or the system is no Linux.
@@ -91,7 +91,9 @@ class Group:
         self._at = self._library.llmforge_group_bytes(ranks)
         size = self._at + _LENGTH.size + room
         fresh = descriptor is None
-        self._memory = Memory.new("llmforge-ranks", size) if descriptor is None else Memory(descriptor, size)
+        self._memory = (
+            SharedMemory.new("llmforge-ranks", size) if descriptor is None else SharedMemory(descriptor, size)
+        )
         self._first = ctypes.c_char.from_buffer(self._memory.map)  # keeps the mapping where it is
         self._address = ctypes.addressof(self._first)
         if fresh:
@@ -137,7 +139,7 @@ class Group:
         return pickle.loads(self._memory.map[start : start + length])
 
     def wait(self, seen: int, wait_s: float) -> int:
-        """Wait for a command behind number `seen`."""
+        """Wait for a command after number `seen`."""
         return int(self._library.llmforge_group_await(self._address, seen, int(wait_s * 1000)))
 
     def answer(self, rank: int, number: int) -> None:
@@ -163,13 +165,13 @@ class Reply:
     Pages are taken as they are written.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
 
     @classmethod
     def new(cls, room: int) -> Reply:
         """Make it."""
-        return cls(Memory.new("llmforge-reply", _LENGTH.size + room))
+        return cls(SharedMemory.new("llmforge-reply", _LENGTH.size + room))
 
     @property
     def descriptor(self) -> int:
@@ -191,14 +193,14 @@ class Reply:
 class Logits:
     """Where the first rank writes logits and the driver reads them. It grows with the largest step."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         self._arrays: dict[tuple[int, ...], NDArray[np.float32]] = {}
 
     @classmethod
     def new(cls) -> Logits:
         """Make it, a page large."""
-        return cls(Memory.new("llmforge-logits", mmap.PAGESIZE))
+        return cls(SharedMemory.new("llmforge-logits", mmap.PAGESIZE))
 
     @property
     def descriptor(self) -> int:
@@ -211,7 +213,7 @@ class Logits:
         if size > self._memory.size:
             if grow:
                 os.ftruncate(self._memory.descriptor, size)
-            self._memory = Memory(self._memory.descriptor, size)
+            self._memory = SharedMemory(self._memory.descriptor, size)
             self._arrays.clear()
         if shape not in self._arrays:
             self._arrays[shape] = np.frombuffer(self._memory.map, np.float32, size // 4).reshape(shape)

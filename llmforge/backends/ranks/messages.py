@@ -1,4 +1,4 @@
-"""What a driver and a rank tell each other while the rank starts, and what a driver has its ranks do (`Group.command`).
+"""Messages of a driver and a rank while the rank starts, and what a driver has them do (`RankGroup.command`).
 
 A command is a list of calls, done in order: copies of cached tokens wait for the next step, and cost no round of their
 own.
@@ -27,7 +27,7 @@ class OnGpu:
 
 
 @dataclass(frozen=True)
-class Begin:
+class StartRank:
     """What a rank is, and what it loads."""
 
     rank: int
@@ -53,8 +53,8 @@ class Invitation:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A rank has loaded its engine, which says of itself what a scheduler asks (`interface.Backend`)."""
+class RankReady:
+    """A rank has loaded its engine, which says of itself what a scheduler asks (`interface.Decoder`)."""
 
     signature: Signature
     rows_alone: bool
@@ -72,14 +72,14 @@ class Allocated:
 
 
 @dataclass(frozen=True)
-class Failed:
+class RankFailed:
     """A rank ends with an error."""
 
     error: ForgeError
 
 
 @dataclass(frozen=True)
-class Place:
+class CacheRows:
     """Rows of a cache that every rank has, by its number."""
 
     cache: int
@@ -104,33 +104,33 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class Copy:
+class CopyTokens:
     """Copy tokens from row to row (`Rows.copy`)."""
 
-    to: Place
+    to: CacheRows
     row: int
     start: int
-    source: Place
+    source: CacheRows
     source_row: int
     source_start: int
     tokens: int
 
 
 @dataclass(frozen=True)
-class Step:
+class RunStep:
     """Run the graph once; the first rank writes the logits, of this shape, where the driver reads them."""
 
     inputs: StepInputs
-    rows: Place
+    rows: CacheRows
     shape: tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Decode:
-    """Run one token a row by `Backend.begin_decode`; the first rank replies with the heads."""
+class RunDecode:
+    """Run one token a row by `Backend.begin_decode`; the first rank replies with their top logits."""
 
     inputs: StepInputs
-    rows: Place
+    rows: CacheRows
 
 
 @dataclass(frozen=True)
@@ -141,4 +141,4 @@ class Ask:
     arguments: tuple[Any, ...]
 
 
-Call = Allocate | Drop | Copy | Step | Decode | Ask
+Call = Allocate | Drop | CopyTokens | RunStep | RunDecode | Ask

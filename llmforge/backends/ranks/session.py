@@ -2,7 +2,7 @@
 
 Every rank is a process with its part of the weights and of the caches, on the CPU or on a GPU of its own. A step is
 broadcast through shared memory: ids, positions and places in the cache, some hundred bytes; each rank runs its graph,
-they meet in its collectives, and the first one leaves the logits, or the heads of a decode step. Nothing else knows
+they meet in its collectives, and the first one leaves the logits, or the top ones of a decode step. Nothing else knows
 that there are several.
 
 A rank that ends, and one that does not move on for `limit_s`, end the session: the others stop waiting at once, all are
@@ -32,29 +32,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.backends.ranks import group as groups
-from llmforge.backends.ranks.group import Group, Logits, Reply
+from llmforge.backends.ranks.group import Logits, RankGroup, Reply
 from llmforge.backends.ranks.messages import (
     LEFT,
     Allocate,
     Allocated,
     Ask,
-    Begin,
+    CacheRows,
     Call,
-    Copy,
-    Decode,
+    CopyTokens,
     Drop,
-    Failed,
     Invitation,
     OnGpu,
-    Place,
-    Ready,
-    Step,
+    RankFailed,
+    RankReady,
+    RunDecode,
+    RunStep,
+    StartRank,
 )
 from llmforge.base import interpreter
 from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, Unavailable, UsageError
 from llmforge.ir.interface import TopLogits
 from llmforge.runtime.config import SessionConfig, physical_cores
-from llmforge.runtime.interface import Backend, DecodeRun, Rows, StepInputs
+from llmforge.runtime.interface import Decoder, DecodeRun, Rows, StepInputs
 from llmforge.runtime.signature import ELEMENTS
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ _WORKER = "llmforge.backends.ranks.worker"
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldCache:
     """A cache that every rank has; when nobody has this any more, they drop it."""
 
     number: int
@@ -84,20 +84,20 @@ class RankCache(Rows):
     """Rows of a cache that lies in the ranks, each with its part of the heads."""
 
     session: RankSession = field(repr=False)
-    held: _Held
+    held: _HeldCache
     start: int = 0
 
     @property
-    def place(self) -> Place:
+    def place(self) -> CacheRows:
         """Which rows of which cache."""
-        return Place(self.held.number, self.start, self.start + self.batch)
+        return CacheRows(self.held.number, self.start, self.start + self.batch)
 
     def _view(self, start: int, stop: int) -> RankCache:
         return RankCache(stop - start, self.capacity, self.session, self.held, self.start + start)
 
     def copy(self, row: int, start: int, source: RankCache, source_row: int, source_start: int, tokens: int) -> None:
         """Copy `tokens` tokens, and states as a whole, on every rank, before the next step."""
-        self.session.later(Copy(self.place, row, start, source.place, source_row, source_start, tokens))
+        self.session.later(CopyTokens(self.place, row, start, source.place, source_row, source_start, tokens))
 
     @property
     def size_bytes(self) -> int:
@@ -108,7 +108,7 @@ class RankCache(Rows):
         return self.session.ranks * self.batch * (self.capacity * token + state)
 
 
-class RankSession(Backend[RankCache]):
+class RankSession(Decoder[RankCache]):
     """A decoder (docs/dialect.md) in as many processes as it has graphs, on the CPU or on a GPU each.
 
     Args:
@@ -117,7 +117,7 @@ class RankSession(Backend[RankCache]):
         own_kernels: the graphs have kernels of llmforge's own, besides collectives.
         most_ids: most tokens of a step, all rows together.
         limit_s: how long a rank may take from one collective to the next; on a GPU, for a step.
-        gpu: the engine on GPUs, and the device of the first rank; others have those behind it. None: the CPU.
+        gpu: the engine on GPUs, and the device of the first rank; others have those after it. None: the CPU.
 
     Raises:
         EnvironmentLacks: no process can be started, one ended while it loaded, or the system has no such memory.
@@ -139,7 +139,7 @@ class RankSession(Backend[RankCache]):
         self._later: list[Call] = []
         self._caches = 0
         self._failure: ForgeError | None = None
-        self._group = Group(self.ranks, ROOM_BYTES + 16 * most_ids)
+        self._group = RankGroup(self.ranks, ROOM_BYTES + 16 * most_ids)
         self._logits = Logits.new()
         rows, vocabulary = (1, 1) if gpu is None else (gpu.config.max_batch, gpu.config.vocabulary)
         self._reply = Reply.new(ROOM_BYTES + REPLY_BYTES * (rows + vocabulary // 1024))
@@ -151,7 +151,7 @@ class RankSession(Backend[RankCache]):
         crowded = gpu is None and self.ranks * max(config.threads, 1) > physical_cores()
         if crowded:  # a thread that spins takes the core of one that works
             config = replace(config, entries={**config.entries, _SPINNING: "0"})
-        begin = Begin(
+        begin = StartRank(
             rank=0,
             ranks=self.ranks,
             driver=os.getpid(),
@@ -195,7 +195,7 @@ class RankSession(Backend[RankCache]):
             raise ValueError(f"a cache of {batch} rows of {capacity} tokens")
         with self._lock:
             self._caches += 1
-            held = _Held(self._caches)
+            held = _HeldCache(self._caches)
             self._call(Allocate(held.number, batch, capacity), ALLOCATE_S if self._on_gpu else self._limit_s)
             if self._on_gpu:
                 self._told_by_ranks = tuple(self._receive(rank) for rank in range(self.ranks))
@@ -228,18 +228,18 @@ class RankSession(Backend[RankCache]):
 
     @property
     def decodes_ahead(self) -> bool:
-        """Whether the ranks give heads."""
+        """Whether the ranks give top logits."""
         return self._decodes_ahead
 
     def begin_decode(self, inputs: StepInputs, cache: RankCache) -> DecodeRun:
         """Begin a step of one token a row on all ranks; arrays are read before this returns."""
         self._check(inputs, cache)
         with self._lock:
-            self._give(Decode(inputs, cache.place))
-        return _Running(self)
+            self._give(RunDecode(inputs, cache.place))
+        return _RankDecode(self)
 
-    def heads(self) -> TopLogits:
-        """Wait for the decode step that was begun last, and give the heads of its rows."""
+    def top_logits(self) -> TopLogits:
+        """Wait for the decode step that was begun last, and give the top logits of its rows."""
         with self._lock:
             self._check_alive()
             self._settle(self._limit_s)
@@ -267,7 +267,7 @@ class RankSession(Backend[RankCache]):
         with self._lock:
             self._check_alive()
             logits = self._logits.array((batch, rows, vocabulary), grow=True)
-            self._call(Step(inputs, cache.place, (batch, rows, vocabulary)))
+            self._call(RunStep(inputs, cache.place, (batch, rows, vocabulary)))
             out[...] = logits
 
     # ---- commands
@@ -334,7 +334,7 @@ class RankSession(Backend[RankCache]):
 
     # ---- start and end
 
-    def _start(self, begin: Begin) -> None:
+    def _start(self, begin: StartRank) -> None:
         ours, others = socket.socketpair()
         with others:
             try:
@@ -354,9 +354,9 @@ class RankSession(Backend[RankCache]):
         with contextlib.suppress(OSError):  # it has ended: `_loaded` says how
             connection.send(begin)
 
-    def _loaded(self) -> list[Ready]:
+    def _loaded(self) -> list[RankReady]:
         """Wait until all ranks have loaded; the first that fails ends it."""
-        found: dict[int, Ready] = {}
+        found: dict[int, RankReady] = {}
         began, end = time.monotonic(), math.inf
         while len(found) < self.ranks:
             left = {self._connections[rank]: rank for rank in range(self.ranks) if rank not in found}
@@ -376,14 +376,14 @@ class RankSession(Backend[RankCache]):
                     raise EnvironmentLacks(
                         f"rank {rank} of {self.ranks} did not load: its process {self._how_ended(rank)}"
                     ) from None
-                if isinstance(message, Failed):
+                if isinstance(message, RankFailed):
                     raise _of_rank(message.error, rank, self.ranks)
                 if isinstance(message, Invitation):
                     for other in self._connections[1:]:
                         with contextlib.suppress(OSError):
                             other.send(message)
                     continue
-                assert isinstance(message, Ready)
+                assert isinstance(message, RankReady)
                 found[rank] = message
             if found and end == math.inf:
                 now = time.monotonic()
@@ -396,7 +396,7 @@ class RankSession(Backend[RankCache]):
         while time.monotonic() < end:
             for rank, connection in enumerate(self._connections):
                 with contextlib.suppress(EOFError, OSError):
-                    if connection.poll(0) and isinstance(message := connection.recv(), Failed):
+                    if connection.poll(0) and isinstance(message := connection.recv(), RankFailed):
                         return _of_rank(message.error, rank, self.ranks)
             for rank, process in enumerate(self._processes):
                 if process.poll() not in (None, LEFT):
@@ -418,14 +418,14 @@ class RankSession(Backend[RankCache]):
 
 
 @dataclass(frozen=True)
-class _Running(DecodeRun):
+class _RankDecode(DecodeRun):
     """A decode step that all ranks run; the first one has what is asked of it."""
 
     _session: RankSession
 
-    def heads(self) -> TopLogits:
-        """Wait for the step, and give the heads of its rows."""
-        return self._session.heads()
+    def top_logits(self) -> TopLogits:
+        """Wait for the step, and give the top logits of its rows."""
+        return self._session.top_logits()
 
     def launched(self) -> None:
         """Return: the ranks were told, and take what they are told in order."""
@@ -452,7 +452,7 @@ def _drop(session: weakref.ref[RankSession], number: int) -> None:
         found.later(Drop(number))
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]], group: Group, logits: Logits, reply: Reply) -> None:
+def _end(processes: Sequence[subprocess.Popen[bytes]], group: RankGroup, logits: Logits, reply: Reply) -> None:
     """Kill the ranks and wait for them, and give the memory back: descriptors are closed here, mappings when unused."""
     group.break_up()
     for process in processes:
@@ -465,7 +465,9 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], group: Group, logits: Log
 
 
 def _watch(
-    processes: Sequence[subprocess.Popen[bytes]], group: Group, told: Sequence[weakref.WeakMethod[Callable[[], None]]]
+    processes: Sequence[subprocess.Popen[bytes]],
+    group: RankGroup,
+    told: Sequence[weakref.WeakMethod[Callable[[], None]]],
 ) -> None:
     """Wait for the end of any rank, let nobody wait for it, and tell those who want to know."""
     watched, handles = select.poll(), []
@@ -505,7 +507,7 @@ def limit_s() -> float:
 def open_engine(folder: Path, config: RuntimeConfig, threads: int | None, device: int = 0) -> RankSession:
     """Open the ranks in `folder`; `threads` are those of all together, at least one for each.
 
-    On GPUs, `device` is that of the first rank, and the others have those behind it.
+    On GPUs, `device` is that of the first rank, and the others have those after it.
     """
     session = config.session.resolve(threads)
     return RankSession(

@@ -16,38 +16,38 @@ from llmforge.backends import loading
 from llmforge.backends.onnxruntime.cuda.session import PROVIDERS
 from llmforge.backends.onnxruntime.session import Session
 from llmforge.backends.ranks import group as groups
-from llmforge.backends.ranks.group import Group, Logits, Memory, Reply
+from llmforge.backends.ranks.group import Logits, RankGroup, Reply, SharedMemory
 from llmforge.backends.ranks.messages import (
     LEFT,
     Allocate,
     Allocated,
     Ask,
-    Begin,
+    CacheRows,
     Call,
-    Copy,
-    Decode,
+    CopyTokens,
     Drop,
-    Failed,
     Invitation,
-    Place,
-    Ready,
-    Step,
+    RankFailed,
+    RankReady,
+    RunDecode,
+    RunStep,
+    StartRank,
 )
 from llmforge.base import process
 from llmforge.base.errors import ForgeError, Unavailable, VerificationError
 from llmforge.native import nccl
 from llmforge.runtime.config import GraphPlan, RuntimeConfig
-from llmforge.runtime.interface import Backend, DecodeRun
+from llmforge.runtime.interface import Decoder, DecodeRun
 
 LOOK_S = 5.0  # between two looks at a group that has nothing to do
 
 logger = logging.getLogger(__name__)
 
 
-class _Rank:
+class _RankProcess:
     """Does what the driver asks of a rank."""
 
-    def __init__(self, begin: Begin, session: Backend[Any], logits: Logits, reply: Reply) -> None:
+    def __init__(self, begin: StartRank, session: Decoder[Any], logits: Logits, reply: Reply) -> None:
         self._rank, self._session, self._logits, self._reply = begin.rank, session, logits, reply
         self._caches: dict[int, Any] = {}
         self._decoding: DecodeRun | None = None
@@ -58,16 +58,16 @@ class _Rank:
                 self._caches[cache] = self._allocate(batch, capacity)
             case Drop(cache):
                 del self._caches[cache]
-            case Copy():
+            case CopyTokens():
                 to, source = self._rows(call.to), self._rows(call.source)
                 to.copy(call.row, call.start, source, call.source_row, call.source_start, call.tokens)
-            case Step(inputs, rows, shape):
+            case RunStep(inputs, rows, shape):
                 first = self._rank == 0  # logits are whole on every rank
                 out = self._logits.array(shape, grow=False) if first else np.empty(shape, np.float32)
                 self._session._run(inputs, self._rows(rows), out)  # split by the driver where rows run alone
-            case Decode(inputs, rows):
+            case RunDecode(inputs, rows):
                 self._decoding = self._session.begin_decode(inputs, self._rows(rows))
-                self._answer(self._decoding.heads())  # which waits for the step, on every rank
+                self._answer(self._decoding.top_logits())  # which waits for the step, on every rank
             case Ask(method, arguments) if self._rank == 0:
                 self._answer(getattr(self._decoding, method)(*arguments))
 
@@ -86,7 +86,7 @@ class _Rank:
         if self._rank == 0:
             self._reply.write(found)
 
-    def _rows(self, place: Place) -> Any:
+    def _rows(self, place: CacheRows) -> Any:
         return self._caches[place.cache].rows(place.start, place.stop)
 
 
@@ -103,7 +103,7 @@ def _end_with(driver: int) -> None:
     os._exit(LEFT)
 
 
-def _open(begin: Begin, connection: Connection, group: Group) -> Backend[Any]:
+def _open(begin: StartRank, connection: Connection, group: RankGroup) -> Decoder[Any]:
     """Open the engine of a rank: on the CPU, or on its GPU, where it joins the others first."""
     if begin.gpu is None:
         return Session(begin.file, begin.session, own_kernels=begin.own_kernels)
@@ -122,7 +122,7 @@ def _open(begin: Begin, connection: Connection, group: Group) -> Backend[Any]:
     nccl.join(unique_id, begin.rank, begin.ranks, PROVIDERS[device.kind])
     late.cancel()
     config = replace(config, graphs=_graphs(config))
-    opened: Backend[Any] = loading.module_of(config).open_engine(begin.file, config, None, device)
+    opened: Decoder[Any] = loading.module_of(config).open_engine(begin.file, config, None, device)
     return opened
 
 
@@ -142,11 +142,11 @@ def _invited(connection: Connection) -> bytes:
     return invitation.unique_id
 
 
-def _fail(connection: Connection, group: Group, rank: int, error: ForgeError) -> NoReturn:
+def _fail(connection: Connection, group: RankGroup, rank: int, error: ForgeError) -> NoReturn:
     """Tell the driver why this rank ends; one that ends because another did says nothing."""
     if group.broken_by not in (None, rank):
         os._exit(LEFT)
-    connection.send(Failed(error))
+    connection.send(RankFailed(error))
     group.break_up(rank)
     os._exit(error.exit_code)
 
@@ -157,17 +157,17 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     connection = Connection(os.dup(0))
     begin = connection.recv()
-    assert isinstance(begin, Begin)
+    assert isinstance(begin, StartRank)
     threading.Thread(target=_end_with, args=[begin.driver], name="llmforge-watch", daemon=True).start()
-    group = Group(begin.ranks, begin.room, begin.group)
+    group = RankGroup(begin.ranks, begin.room, begin.group)
     group.join(begin.rank, begin.spins, begin.limit_s)
     try:
         session = _open(begin, connection, group)
-        logits = Logits(Memory(begin.logits, os.fstat(begin.logits).st_size))
-        reply = Reply(Memory(begin.reply, os.fstat(begin.reply).st_size))
-        rank = _Rank(begin, session, logits, reply)
+        logits = Logits(SharedMemory(begin.logits, os.fstat(begin.logits).st_size))
+        reply = Reply(SharedMemory(begin.reply, os.fstat(begin.reply).st_size))
+        rank = _RankProcess(begin, session, logits, reply)
         facts = session.rows_alone, session.longest_step, session.buckets, session.decodes_ahead
-        connection.send(Ready(session.signature, *facts))
+        connection.send(RankReady(session.signature, *facts))
         seen = 0
         while (status := group.wait(seen, LOOK_S)) != groups.BROKEN:
             if status == groups.TIMEOUT:

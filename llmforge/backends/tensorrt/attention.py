@@ -26,7 +26,7 @@ from functools import cached_property
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.backends import TENSORRT_HEAD_DIMS
+from llmforge.backends.tensorrt import HEAD_DIMS
 from llmforge.ir import graph, interface
 from llmforge.ir.builder import GraphBuilder
 from llmforge.ir.operators import canonical
@@ -48,8 +48,8 @@ def written_out(attention: canonical.Attention) -> str | None:
     key, value = graph.width(attention.past_key), graph.width(attention.past_value)
     if key != value:
         return f"its keys are {key} wide and its values {value}; IAttention needs the same width"
-    if key not in TENSORRT_HEAD_DIMS:
-        kernels = f"{TENSORRT_HEAD_DIMS.start} to {TENSORRT_HEAD_DIMS[-1]}, in steps of {TENSORRT_HEAD_DIMS.step}"
+    if key not in HEAD_DIMS:
+        kernels = f"{HEAD_DIMS.start} to {HEAD_DIMS[-1]}, in steps of {HEAD_DIMS.step}"
         return f"its heads are {key} wide; kernels are for {kernels}"
     return None
 

@@ -1,4 +1,4 @@
-"""What TensorRT's parser and builder say while they work: collected, sorted into refusals, notes and noise."""
+"""Messages of TensorRT's parser and builder: collected, sorted into refusals, notes and noise."""
 
 from __future__ import annotations
 

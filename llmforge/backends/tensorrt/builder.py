@@ -15,12 +15,12 @@ import onnx_ir as ir
 
 from llmforge import native
 from llmforge.backends import onnx_file, signatures
-from llmforge.backends.engines import BuildRequest, Engine, require_device
+from llmforge.backends.engines import BuildRequest, BuiltEngine, require_device
 from llmforge.backends.tensorrt import compile_plan, kv_lengths, library, plan_file, profiles, refusals
 from llmforge.backends.tensorrt import lower as lowering
 from llmforge.backends.tensorrt.library import Library
 from llmforge.backends.tensorrt.plan_cache import PlanCache, default_folder
-from llmforge.backends.tensorrt.plan_file import PlanRecord, Source
+from llmforge.backends.tensorrt.plan_file import PlanRecord, PlanSource
 from llmforge.backends.tensorrt.profiles import Profile
 from llmforge.base.errors import UnsupportedError
 from llmforge.recipe import EngineSpec
@@ -67,7 +67,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     return lowered, changes
 
 
-def build(request: BuildRequest) -> Engine:
+def build(request: BuildRequest) -> BuiltEngine:
     """Build the plan of a lowered model, or that of each rank, or take it from an earlier build of the same.
 
     The ONNX file that the builder reads lies beside the engine's folder while it does. Where the builder refuses the
@@ -90,9 +90,9 @@ def build(request: BuildRequest) -> Engine:
     try:
         made = _write_plans(chosen, request, models, sm)
     except UnsupportedError as error:
-        if not topk_outputs.gives_heads(models[0]):
+        if not topk_outputs.gives_top_logits(models[0]):
             raise
-        made = _write_plans(chosen, request, [topk_outputs.without_heads(model) for model in models], sm)
+        made = _write_plans(chosen, request, [topk_outputs.without_topk_outputs(model) for model in models], sm)
         notes.append(f"steps give whole rows of logits and no heads of them: {error.message}")
     records, ranges = [record for record, _, _ in made], made[0][2]
     common = signatures.config(request, SessionOptions(threads=None, optimize=False, entries={}))
@@ -110,7 +110,7 @@ def build(request: BuildRequest) -> Engine:
     facts = _facts(chosen, records[0], plan, device)
     if request.ranks:
         facts |= {"ranks": f"{len(models)} processes, one GPU each; all else is said of the plan of the first"}
-    return Engine.built(request, config, facts, tuple(dict.fromkeys(notes)))
+    return BuiltEngine.built(request, config, facts, tuple(dict.fromkeys(notes)))
 
 
 _Written = tuple[PlanRecord, bool, Sequence[Profile]]
@@ -133,7 +133,7 @@ def _plan(
     chosen: Library, model: ir.Model, onnx: Path, plan: Path, sm: str, ranges: Sequence[Profile]
 ) -> tuple[PlanRecord, bool]:
     """Build the plan of the ONNX file in the folder `onnx`, or reuse one; say which."""
-    source = Source(
+    source = PlanSource(
         module=chosen.backend.module,
         version=chosen.version,
         sm=sm,

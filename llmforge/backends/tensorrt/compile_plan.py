@@ -1,4 +1,4 @@
-"""Build a plan from an ONNX file, with either module: TensorRT-RTX ahead of time, TensorRT on the GPU at hand."""
+"""Build a plan from an ONNX file, with either module: TensorRT-RTX ahead of time, TensorRT on the GPU that is here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OPERATION = re.compile(r"operation '([^']+)'")
 
 
 @dataclass(frozen=True)
-class Built:
+class CompiledPlan:
     """What a build found out."""
 
     layers: dict[str, int]  # by type, and products of codes by dtype
@@ -44,7 +44,7 @@ def build(
     sm: str,
     profiles: Sequence[Profile],
     timings: bytes | None = None,
-) -> Built:
+) -> CompiledPlan:
     """Build the graph of `onnx_file`, which is `model` on disk, for compute capability `sm`, and write it to `plan`.
 
     Weights are mapped from the data file and the plan is streamed to disk, so that neither is held in memory twice.
@@ -80,7 +80,7 @@ def build(
         warnings += _of_sparsity(library, log)
     if products is not None:
         counted, warnings = counted | products.layers, warnings + products.warnings
-    return Built(counted, warnings, None if cache is None else bytes(cache.serialize()))
+    return CompiledPlan(counted, warnings, None if cache is None else bytes(cache.serialize()))
 
 
 def added_flags(model: ir.Model) -> tuple[str, ...]:

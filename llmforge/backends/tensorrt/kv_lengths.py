@@ -1,8 +1,8 @@
-"""How far attention reads: a tensor of lengths at each IAttention, which no ONNX operator carries to the builder.
+"""Lengths that attention reads up to: a tensor at each IAttention, which no ONNX operator carries to the builder.
 
-An IAttention over a cache of `capacity` slots reads all of them, and the mask drops what lies behind the text. With
+An IAttention over a cache of `capacity` slots reads all of them, and the mask drops what lies after the text. With
 `key_value_lengths`, int32 [batch], past_lengths + sequence, a kernel may stop where the text ends. The mask stays, for
-windows and causality: slots behind the text are masked either way, so lengths change what is read and never a result.
+windows and causality: slots after the text are masked either way, so lengths change what is read and never a result.
 The parser drops Attention-24's `nonpad_kv_seqlen`, so lengths are set in the network.
 """
 

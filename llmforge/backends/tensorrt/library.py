@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from llmforge.backends import BACKENDS, Backend, BackendName, Provider
+from llmforge.backends import BACKENDS, BackendName
+from llmforge.backends.record import BackendRecord, Provider
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 
 
@@ -16,7 +17,7 @@ from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 class Library:
     """One of the modules: that of `backend`, of which `provider` is all."""
 
-    backend: Backend
+    backend: BackendRecord
     provider: Provider
 
     @property
@@ -26,7 +27,7 @@ class Library:
 
     @property
     def ahead_of_time(self) -> bool:
-        """Whether it builds for a compute capability that is named, with no GPU at hand."""
+        """Whether it builds for a compute capability that is named, without a GPU."""
         return self.provider.needs_device is None
 
     def require(self) -> None:

@@ -55,7 +55,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
         listed = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         raise UnsupportedError(f"TensorRT for target {target.name} does not support {listed}", hint=found[0].hint)
     lowered, changes = rewrite(model, spec.max_context)
-    changes.rewritten.append(topk_outputs.give_heads(lowered))
+    changes.rewritten.append(topk_outputs.add_topk_outputs(lowered))
     support.check(lowered)
     return lowered, changes
 
@@ -125,7 +125,7 @@ def rewrite(model: ir.Model, capacity: int) -> tuple[ir.Model, Changes]:
     """Write a clone of `model`, with nothing unsupported in it, as standard ONNX whose caches have `capacity` slots."""
     lowered = model.clone()
     dtype_inference.complete(lowered)
-    writing = _Rewriting(lowered, capacity)
+    writing = _Lowering(lowered, capacity)
     changes = Changes()
     for node in list(lowered.graph):
         if (what := writing.node(node)) is not None:
@@ -139,16 +139,16 @@ def rewrite(model: ir.Model, capacity: int) -> tuple[ir.Model, Changes]:
 
 
 @dataclass
-class _Rewriting(GraphBuilder):
+class _Lowering(GraphBuilder):
     """One rewriting of one graph."""
 
     capacity: int
     _attentions: Attentions = field(init=False)
-    _weights: weights.Weights = field(init=False)
+    _weights: weights.QuantizedWeights = field(init=False)
     _adapters: low_rank.LowRankExpansion = field(init=False)
 
     def __post_init__(self) -> None:
-        self._attentions, self._weights = Attentions(self.model, self.capacity), weights.Weights(self.model)
+        self._attentions, self._weights = Attentions(self.model, self.capacity), weights.QuantizedWeights(self.model)
         self._adapters = low_rank.LowRankExpansion(self.model)
 
     def node(self, node: ir.Node) -> str | None:

@@ -1,4 +1,4 @@
-"""What a plan says of itself, held against what the artifact says of it, before anything of it runs."""
+"""The facts of a plan, held against what the artifact says of it, before anything of it runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REPEATED = 4  # messages of the library that an error repeats
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadedPlan:
     """A deserialized plan: the library's module, its engine and what it says; `runtime` lives as long as the engine."""
 
     api: Any
@@ -78,7 +78,7 @@ def require(facts: PlanFacts) -> Any:
     return api
 
 
-def open_plan(path: Path, facts: PlanFacts) -> Plan:
+def open_plan(path: Path, facts: PlanFacts) -> LoadedPlan:
     """Deserialize a plan. There must be a device: without one, the library may crash instead of refusing.
 
     Raises:
@@ -90,7 +90,7 @@ def open_plan(path: Path, facts: PlanFacts) -> Plan:
     runtime = api.Runtime(_logger(api, said))
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         engine = runtime.deserialize_cuda_engine(content)
-    plan = Plan(api, engine, runtime, said, str(path), facts)
+    plan = LoadedPlan(api, engine, runtime, said, str(path), facts)
     if engine is None:
         raise VersionMismatch(
             f"{path}: {plan.title} {facts.version} cannot load it on this device: {plan.complaint}",
@@ -113,7 +113,7 @@ def _logger(api: Any, said: deque[str]) -> Any:
     return Logger()
 
 
-def read_tensors(plan: Plan) -> tuple[list[Argument], list[Argument]]:
+def read_tensors(plan: LoadedPlan) -> tuple[list[Argument], list[Argument]]:
     """List the inputs and the outputs of a plan; None stands for an open dimension.
 
     Raises:
@@ -132,7 +132,7 @@ def read_tensors(plan: Plan) -> tuple[list[Argument], list[Argument]]:
     return inputs, outputs
 
 
-def check_profiles(plan: Plan, config: RuntimeConfig) -> dict[str, int]:
+def check_profiles(plan: LoadedPlan, config: RuntimeConfig) -> dict[str, int]:
     """Give the places of the profiles among the plan's, by name: prefill, decode and, if it has one, prompts.
 
     Raises:
@@ -173,7 +173,7 @@ def prompt_shapes(facts: PlanFacts) -> tuple[tuple[int, int], ...]:
     )
 
 
-def check_caches(plan: Plan, inputs: Sequence[Argument], capacity: int) -> None:
+def check_caches(plan: LoadedPlan, inputs: Sequence[Argument], capacity: int) -> None:
     """Return if every cache has `capacity` slots and is written in place.
 
     Raises:

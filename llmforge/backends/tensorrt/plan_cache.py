@@ -1,4 +1,4 @@
-"""What earlier builds left for later ones, in the user's cache folder: plans by their key, and kernel timings.
+"""The store of earlier builds for later ones, in the user's cache folder: plans by their key, and kernel timings.
 
 A plan is reused where everything that decides it is equal, and its hash is what was recorded. The oldest go when all
 together take more than `LIMIT_BYTES`.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmforge.backends.tensorrt import plan_file
-from llmforge.backends.tensorrt.plan_file import PlanRecord, Source
+from llmforge.backends.tensorrt.plan_file import PlanRecord, PlanSource
 from llmforge.base import whole_file
 from llmforge.base.errors import InputError
 
@@ -58,12 +58,12 @@ class PlanCache:
         whole_file.write(file, lambda partial: partial.write_text(record.to_json(), encoding="utf-8"))
         self._drop_oldest()
 
-    def timings(self, source: Source) -> bytes:
+    def timings(self, source: PlanSource) -> bytes:
         """Read what was timed with this version on this device; b"" where nothing was."""
         file = self._timings(source)
         return file.read_bytes() if file.is_file() else b""
 
-    def keep_timings(self, source: Source, timings: bytes) -> None:
+    def keep_timings(self, source: PlanSource, timings: bytes) -> None:
         """Keep what was timed."""
         file = self._timings(source)
         whole_file.write(file, lambda partial: partial.write_bytes(timings))
@@ -83,7 +83,7 @@ class PlanCache:
         """Name the record of a plan; the plan lies beside it."""
         return self.folder / "plans" / f"{key}.json"
 
-    def _timings(self, source: Source) -> Path:
+    def _timings(self, source: PlanSource) -> Path:
         device = re.sub(r"[^A-Za-z0-9]+", "-", source.device).strip("-").lower()
         return self.folder / "timings" / f"{source.version}-sm{source.sm}-{device}.cache"
 

@@ -18,7 +18,7 @@ FORMAT = 2
 
 
 @dataclass(frozen=True)
-class Source:
+class PlanSource:
     """All that decides what a builder makes: equal sources give interchangeable plans."""
 
     module: PlanModule
@@ -44,7 +44,7 @@ class PlanRecord:
 
     format: int
     key: str  # of the source
-    source: Source
+    source: PlanSource
     layers: Mapping[str, int]  # of TensorRT's network, by type, and products (`layers`, `precisions`)
     warnings: tuple[str, ...]
     sha256: str  # of the plan

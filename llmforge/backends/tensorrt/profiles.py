@@ -8,13 +8,12 @@ from typing import Literal
 
 import onnx_ir as ir
 
-from llmforge.backends import PREFILL_CHUNK
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.config import ProfileFacts
 from llmforge.runtime.interface import LOGITS_CHUNK
-from llmforge.runtime.prefill_shapes import together
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK, together
 
 # Of the rows of a decode step. A matrix product of one row alone, fixed, made TensorRT-RTX 1.7 dequantize int8 and fp8
 # weights into memory in every step (their size in 16 bits as activation memory); from 1 to 2 rows it does not.

@@ -1,4 +1,4 @@
-"""What TensorRT does not build, by feature of the graph and compute capability: data, asked before a weight is read.
+"""Refusals of TensorRT, by feature of the graph and compute capability: data, asked before a weight is read.
 
 Each rule was seen with TensorRT-RTX 1.7.1.116, which builds ahead of time, on SM75, 80, 86, 89 and 120; a test holds
 every cell of the table against that builder. For TensorRT itself, and for SM90 and SM100, the rules are taken over and
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from llmforge.backends import ARITHMETIC, INT4_TENSORRT, TENSORRT_HEAD_DIMS
+from llmforge.backends.record import ARITHMETIC
+from llmforge.backends.tensorrt import HEAD_DIMS, INT4_SM
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, operators
 from llmforge.ir.operators import standard
@@ -45,7 +46,7 @@ class Feature(enum.Enum):
         "int4 weights",
         "TensorRT has no int4 weights for Turing",
         "store weights with `quantize-channels: {dtype: int8}`, or in fp16",
-        INT4_TENSORRT,
+        INT4_SM,
     )
     FP8 = Rule("fp8", "the device has no fp8 arithmetic", "quantize weights to int4 or int8", ARITHMETIC["fp8"])
     FP4 = Rule("fp4", "the device has no fp4 arithmetic", "quantize weights to int4 or fp8", ARITHMETIC["fp4"])
@@ -143,7 +144,7 @@ def _of_attention(attention: standard.OnnxAttention) -> Iterator[Feature]:
     if attention.q.dtype is ir.DataType.FLOAT:
         yield Feature.FP32_ATTENTION
     query, key, value = ((graph.dims(each) or (None,))[-1] for each in (attention.q, attention.k, attention.v))
-    if isinstance(query, int) and query not in TENSORRT_HEAD_DIMS:
+    if isinstance(query, int) and query not in HEAD_DIMS:
         yield Feature.HEAD_DIM
     if key != value:
         yield Feature.HEAD_DIMS_DIFFER

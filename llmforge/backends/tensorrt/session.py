@@ -9,11 +9,11 @@ be dropped without a word, so bounds are checked before a step.
 **CUDA graphs.** TensorRT's work for a decode step is captured from the stream, with a context of its own for every
 number of rows, and verified like any other (`cuda_graph_capture`). TensorRT-RTX captures by itself.
 
-**Heads.** A plan whose steps give heads of rows (`interface.TopLogits`) decodes beside the host: `begin_decode` sends a
-step to the stream, behind its inputs, and one wait brings the heads. Rows that must be whole are fetched by themselves.
-A plan that was built without heads gives whole rows.
+**Top logits.** A plan whose steps give them (`interface.TopLogits`) decodes concurrently with the host: `begin_decode`
+sends a step to the stream, after its inputs, and one wait brings them. Rows that must be whole are fetched by
+themselves. A plan that was built without top logits gives whole rows.
 
-What is verified without a GPU is all that is decided here, against stand-ins for the library and for CUDA; the
+What is verified without a GPU is all that is decided here, against fakes of the library and of CUDA; the
 library's names are checked against the installed bindings.
 """
 
@@ -31,19 +31,19 @@ from numpy.typing import NDArray
 
 from llmforge.backends.tensorrt import plan as tensorrt_plan
 from llmforge.backends.tensorrt.kernel_cache import KernelCache
-from llmforge.backends.tensorrt.plan import Plan
+from llmforge.backends.tensorrt.plan import LoadedPlan
 from llmforge.base.errors import EnvironmentLacks, RunFailed, UnsupportedError
 from llmforge.ir import interface
 from llmforge.ir.interface import TopLogits
 from llmforge.native import nccl
 from llmforge.runtime.config import Capture, RuntimeConfig
 from llmforge.runtime.device import cache as device_cache
-from llmforge.runtime.device.backend import INPUT_BYTES, LOGIT_BYTES, DeviceBackend
+from llmforge.runtime.device.backend import INPUT_BYTES, LOGIT_BYTES, DeviceDecoder
 from llmforge.runtime.device.cache import CacheMemory, DeviceCache
 from llmforge.runtime.device.cuda import Buffer, CudaDevice, CudaGraph
-from llmforge.runtime.device.graph_capture import ONE, ProbeStep, probe_inputs
+from llmforge.runtime.device.graph_capture import ONE, CaptureProbe, probe_inputs
 from llmforge.runtime.device.inputs import ALIGNMENT_BYTES, BoundInput, InputBuffers
-from llmforge.runtime.device.top_logits import HeadBuffers
+from llmforge.runtime.device.top_logits import TopLogitsBuffers
 from llmforge.runtime.interface import DecodeRun, StepInputs
 from llmforge.runtime.signature import Signature
 
@@ -51,8 +51,8 @@ from llmforge.runtime.signature import Signature
 _CapturedStep = tuple[CudaGraph, Any]
 
 
-class PlanSession(DeviceBackend[DeviceCache]):
-    """A decoder in a deserialized plan (`llmforge.runtime.interface.Backend`).
+class PlanSession(DeviceDecoder[DeviceCache]):
+    """A decoder in a deserialized plan (`llmforge.runtime.interface.Decoder`).
 
     Args:
         plan: the plan.
@@ -68,7 +68,7 @@ class PlanSession(DeviceBackend[DeviceCache]):
     device: CudaDevice
     longest_step: int  # tokens of the prefill profile
 
-    def __init__(self, plan: Plan, config: RuntimeConfig, device: CudaDevice) -> None:
+    def __init__(self, plan: LoadedPlan, config: RuntimeConfig, device: CudaDevice) -> None:
         self.device, self._plan = device, plan
         inputs, outputs = tensorrt_plan.read_tensors(plan)
         self.signature = signature = Signature.of(inputs, outputs, plan.where)
@@ -103,7 +103,7 @@ class PlanSession(DeviceBackend[DeviceCache]):
         self._inputs = InputBuffers(device, self._input_names, self._host_inputs, most_tokens * INPUT_BYTES)
         self._decode_logits = device.allocate(most_rows * self.vocabulary * LOGIT_BYTES)
         self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)  # grows
-        self._heads = HeadBuffers(device, most_rows, self.vocabulary) if signature.gives_heads else None
+        self._top_logits = TopLogitsBuffers(device, most_rows, self.vocabulary) if signature.gives_top_logits else None
         self._graphs: weakref.WeakKeyDictionary[CacheMemory, dict[int, _CapturedStep]] = weakref.WeakKeyDictionary()
 
     def allocate(self, batch: int, capacity: int) -> DeviceCache:
@@ -187,26 +187,26 @@ class PlanSession(DeviceBackend[DeviceCache]):
 
     @property
     def decodes_ahead(self) -> bool:
-        """Whether the plan gives heads."""
-        return self._heads is not None
+        """Whether the plan gives top logits."""
+        return self._top_logits is not None
 
     def begin_decode(self, inputs: StepInputs, cache: DeviceCache) -> DecodeRun:
         """Begin a step of one token a row, as `step` runs it; arrays are read before this returns."""
         self._check(inputs, cache)
-        if self._heads is None or inputs.ids.shape[1] != 1:
-            raise ValueError(f"a step of {inputs.ids.shape}; heads of one token a row")
+        if self._top_logits is None or inputs.ids.shape[1] != 1:
+            raise ValueError(f"a step of {inputs.ids.shape}; top logits of one token a row")
         self._launch_decode(inputs, cache)
-        return _Running(self._heads, self._decode_logits, cache.batch)
+        return _PlanDecode(self._top_logits, self._decode_logits, cache.batch)
 
     def begin_prompts(self, inputs: StepInputs, cache: DeviceCache) -> DecodeRun:
         """Begin a step of pieces of several prompts, of one of `prompt_shapes`; arrays are read before this returns."""
         self._check_prompts(inputs, cache)
-        assert self._heads is not None
+        assert self._top_logits is not None
         self._launch_prefill(inputs, cache, (cache.batch, 1, self.vocabulary))
-        return _Running(self._heads, self._logits, cache.batch)
+        return _PlanDecode(self._top_logits, self._logits, cache.batch)
 
     def _launch_prefill(self, inputs: StepInputs, cache: DeviceCache, shape: tuple[int, ...]) -> None:
-        """Send a step of several tokens to the stream, behind its inputs; `shape`: of its logits."""
+        """Send a step of several tokens to the stream, after its inputs; `shape`: of its logits."""
         size = math.prod(shape) * LOGIT_BYTES
         if size > self._logits.size:
             self._logits = self.device.allocate(size)
@@ -215,7 +215,7 @@ class PlanSession(DeviceBackend[DeviceCache]):
         self._enqueue(context)
 
     def _launch_decode(self, inputs: StepInputs, cache: DeviceCache) -> None:
-        """Send a step of one token a row to the stream, behind its inputs."""
+        """Send a step of one token a row to the stream, after its inputs."""
         bound = self._decode_inputs.upload(inputs.feeds(self.signature))
         captured = self._graphs.get(cache.memory, {}).get(cache.batch) if cache.start == 0 else None
         if captured is None:
@@ -240,20 +240,20 @@ class PlanSession(DeviceBackend[DeviceCache]):
             self._expect(context.set_input_shape(name, cache.shape(name)), f"{name} {cache.shape(name)}")
             for either in (name, interface.present_of(name)):
                 self._expect(context.set_tensor_address(either, cache.address(name)), either)
-        heads = () if self._heads is None else self._heads.outputs(cache.batch)
+        top = () if self._top_logits is None else self._top_logits.outputs(cache.batch)
         outputs = {interface.LOGITS: logits.at(0, math.prod(shape) * LOGIT_BYTES)}
-        outputs |= {name: address for name, _, _, address in heads}
+        outputs |= {name: address for name, _, _, address in top}
         for name, address in outputs.items():
             self._expect(context.set_tensor_address(name, address), name)
         if unknown := context.infer_shapes():
             raise RuntimeError(f"{self._plan.title}: nothing says how large {', '.join(unknown)} are")
-        for name, expected in [(interface.LOGITS, shape), *((name, expected) for name, _, expected, _ in heads)]:
+        for name, expected in [(interface.LOGITS, shape), *((name, expected) for name, _, expected, _ in top)]:
             given = tuple(context.get_tensor_shape(name))
             if given != expected:
                 raise RuntimeError(f"{self._plan.title}: {name} {given}; expected {expected}")
 
     def _enqueue(self, context: Any) -> None:
-        """Send a step to the stream, behind the copy of its inputs."""
+        """Send a step to the stream, after the copy of its inputs."""
         self._expect(context.execute_async_v3(self.device.stream), "a step")
 
     def _expect(self, done: bool, what: str) -> None:
@@ -270,7 +270,7 @@ class PlanSession(DeviceBackend[DeviceCache]):
                 graphs.pop(batch, None)
         self._graphs[cache.memory] = graphs
 
-    def _probe(self, capture: Capture, cache: DeviceCache, graphs: dict[int, _CapturedStep]) -> ProbeStep:
+    def _probe(self, capture: Capture, cache: DeviceCache, graphs: dict[int, _CapturedStep]) -> CaptureProbe:
         """Make what runs a probe's step over `cache`, and captures it into `graphs`."""
         batch = capture.batch
         out = np.empty((batch, 1, self.vocabulary), np.float32)
@@ -278,7 +278,7 @@ class PlanSession(DeviceBackend[DeviceCache]):
         def upload(token: int) -> dict[str, BoundInput]:
             return self._decode_inputs.upload(probe_inputs(token, capture).feeds(self.signature))
 
-        def probe(token: int, *, graph: bool, elsewhere: bool = False) -> NDArray[np.float32]:
+        def probe(token: int, *, graph: bool, moved: bool = False) -> NDArray[np.float32]:
             inputs = upload(token)
             if not graph:
                 self._bind(self._decode, inputs, cache, self._decode_logits, out.shape)
@@ -286,7 +286,7 @@ class PlanSession(DeviceBackend[DeviceCache]):
             else:
                 if batch not in graphs:
                     graphs[batch] = self._capture_step(inputs, cache)
-                if elsewhere:  # the captured address holds another token than the one that was asked for
+                if moved:  # the captured address holds another token than the one that was asked for
                     upload(ONE)
                 self.device.replay(graphs[batch][0])
             self.device.read(self._decode_logits, 0, out)
@@ -303,27 +303,27 @@ class PlanSession(DeviceBackend[DeviceCache]):
 
 
 @dataclass(frozen=True, eq=False)
-class _Running(DecodeRun):
+class _PlanDecode(DecodeRun):
     """A step in the stream."""
 
-    _heads: HeadBuffers
+    _top_logits: TopLogitsBuffers
     _logits: Buffer
     _rows: int
 
-    def heads(self) -> TopLogits:
-        """Wait for the step, and for the copy of the heads of its rows behind it."""
-        return self._heads.read(self._rows)
+    def top_logits(self) -> TopLogits:
+        """Wait for the step, and for the copy of the top logits of its rows."""
+        return self._top_logits.read(self._rows)
 
     def launched(self) -> None:
         """Return: it is in the stream."""
 
     def logits(self, row: int) -> NDArray[np.float32]:
         """Fetch all logits of a row."""
-        return self._heads.read_row(self._logits, row)
+        return self._top_logits.read_row(self._logits, row)
 
     def blocks(self, rows: Sequence[int], blocks: Sequence[int]) -> NDArray[np.float32]:
         """Fetch one block of the logits of each of some rows."""
-        return self._heads.read_blocks(self._logits, rows, blocks)
+        return self._top_logits.read_blocks(self._logits, rows, blocks)
 
 
 def open_engine(file: Path, config: RuntimeConfig, threads: int | None, gpu: CudaDevice) -> PlanSession:

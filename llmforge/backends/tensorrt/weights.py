@@ -60,7 +60,7 @@ def reason_against(view: MatMulNBits | GatherBlockQuantized) -> str | None:
 
 
 @dataclass
-class Weights(GraphBuilder):
+class QuantizedWeights(GraphBuilder):
     """Rewrites quantized weights of `model`."""
 
     def multiply(self, product: MatMulNBits) -> str:

@@ -77,17 +77,22 @@ class GroupScheme:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedTensor(Integers):
+class _ScaledIntegers(Integers):
+    def scales(self) -> NDArray[Any]:
+        """Return the scales; that of a tensor is the one of each output feature."""
+        return self._spread_groups(self.read("weight_scale"))
+
+    def _spread_groups(self, stored: NDArray[Any]) -> NDArray[Any]:
+        return np.broadcast_to(stored.reshape(-1, self.groups), (self.shape[0], self.groups))
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTensor(_ScaledIntegers):
     """A weight [N, K] of pack-quantized."""
 
     def unpacked(self, rows: slice) -> NDArray[np.uint8]:
         """Return the codes of some output features."""
         return along_rows(self.read("weight_packed")[rows], self.bits, self.shape[1])
-
-    def scales(self) -> NDArray[Any]:
-        """Return the scales."""
-        stored = self.read("weight_scale")
-        return np.broadcast_to(stored.reshape(-1, self.groups), (self.shape[0], self.groups))
 
     def zero_points(self) -> NDArray[np.uint8] | None:
         """Return the zero points, which are signed where they are not packed."""
@@ -107,33 +112,22 @@ class PackedTensor(Integers):
         if "g_idx" not in self.parts:
             return super().group_of()
         groups = self.read("g_idx").astype(np.intp)
-        if (groups == -1).all():
-            return super().group_of()
-        wrong = np.flatnonzero((groups < 0) | (groups >= self.groups))
-        if wrong.size:
-            raise self.damaged("g_idx", f"names group {groups[wrong[0]]} at {wrong[0]}; there are {self.groups}")
-        return groups
+        return super().group_of() if (groups == -1).all() else self._named_groups(groups)
 
 
 @dataclass(frozen=True, eq=False)
-class ByteTensor(Integers):
+class ByteTensor(_ScaledIntegers):
     """A weight [N, K] of int-quantized: signed codes, a byte each."""
 
     def unpacked(self, rows: slice) -> NDArray[np.uint8]:
         """Return the codes of some output features."""
         return _unsigned(self, "weight", self.read("weight")[rows], self.bits)
 
-    def scales(self) -> NDArray[Any]:
-        """Return the scales; that of a tensor is the one of each output feature."""
-        stored = self.read("weight_scale")
-        return np.broadcast_to(stored.reshape(-1, self.groups), (self.shape[0], self.groups))
-
     def zero_points(self) -> NDArray[np.uint8] | None:
         """Return the zero points."""
         if "weight_zero_point" not in self.parts:
             return None
-        stored = _unsigned(self, "weight_zero_point", self.read("weight_zero_point"), self.bits)
-        return np.broadcast_to(stored.reshape(-1, self.groups), (self.shape[0], self.groups))
+        return self._spread_groups(_unsigned(self, "weight_zero_point", self.read("weight_zero_point"), self.bits))
 
 
 @dataclass(frozen=True, eq=False)

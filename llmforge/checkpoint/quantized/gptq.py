@@ -84,11 +84,7 @@ class GptqTensor(Integers):
         """
         if "g_idx" not in self.parts:
             return super().group_of()
-        groups = self.read("g_idx").astype(np.intp)
-        wrong = np.flatnonzero((groups < 0) | (groups >= self.groups))
-        if wrong.size:
-            raise self.damaged("g_idx", f"names group {groups[wrong[0]]} at {wrong[0]}; there are {self.groups}")
-        return groups
+        return self._named_groups(self.read("g_idx").astype(np.intp))
 
 
 class GptqLayout(QuantizedLayout):

@@ -54,6 +54,13 @@ class Integers(QuantizedTensor):
         k = self.shape[1]
         return np.arange(k) // self.group_size
 
+    def _named_groups(self, groups: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Return what stands in g_idx, if all of that are groups."""
+        wrong = np.flatnonzero((groups < 0) | (groups >= self.groups))
+        if wrong.size:
+            raise self.damaged("g_idx", f"names group {groups[wrong[0]]} at {wrong[0]}; there are {self.groups}")
+        return groups
+
     @property
     def group_size(self) -> int:
         """The input features of a group, as many as the groups take where nothing else is said."""

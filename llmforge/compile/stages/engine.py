@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
-from llmforge.backends import BACKENDS, engines, pending, plugin_of, slots_reason
-from llmforge.backends.engines import BuildRequest, Engine
+from llmforge.backends import BACKENDS, engines, pending, plugin_of
+from llmforge.backends.engines import BuildRequest, BuiltEngine
 from llmforge.backends.onnxruntime import interop
 from llmforge.backends.onnxruntime.builder import write_tokenizer
 from llmforge.base import plugins
@@ -62,8 +62,8 @@ def build_engine(state: CompileState) -> None:
 def placed(recipe: Recipe, target: Target) -> tuple[EngineSpec, list[str]]:
     """Return the engine's section, with slots where it might have blocks and serving needs slots; and a note of it."""
     spec, reason = recipe.engine, recipe.slots_reason
-    provider = target.require_engine(spec.backend).name
-    if spec.kv_cache or reason is None or slots_reason(provider, target.sm, spec.tensor_parallel):
+    provider = target.require_engine(spec.backend)
+    if spec.kv_cache or reason is None or provider.slots_reason(target.sm, spec.tensor_parallel):
         return spec, []
     return spec.model_copy(update={"kv_cache": "slots"}), [f"lowering: KV cache in slots, not in blocks: {reason}"]
 
@@ -109,7 +109,7 @@ def _lowering_notes(changes: Changes) -> list[str]:
 def _request(state: CompileState, lowered: _Lowered) -> BuildRequest:
     """Say what the engine is built of; its proof runs concurrently with the rest of the build, where its files lie."""
     checkpoint, first = state.checkpoint, lowered.graphs[0]
-    foreign = BACKENDS[state.recipe.engine.backend].elsewhere
+    foreign = BACKENDS[state.recipe.engine.backend].export_format
     return BuildRequest(
         first,
         state.staging / "engine",
@@ -143,12 +143,12 @@ def _begin_proof(state: CompileState) -> Callable[[Callable[[], None], Mapping[s
     return begin
 
 
-def _write_repository(state: CompileState, engine: Engine) -> None:
+def _write_repository(state: CompileState, engine: BuiltEngine) -> None:
     """Write the files from which a server loads the engine."""
     recipe, checkpoint = state.recipe, state.checkpoint
     made_of = {"checkpoint": f"{checkpoint.name} {checkpoint.digest}"}
     served = repository.TritonModel(recipe.name, state.target.kind, recipe.serving, engine.config, made_of)
-    if BACKENDS[recipe.engine.backend].elsewhere is None:
+    if BACKENDS[recipe.engine.backend].export_format is None:
         repository.write(served, state.staging / repository.FOLDER / recipe.name)
     else:
         vllm.write(served, state.staging)

@@ -42,7 +42,7 @@ def check_host(recipe: Recipe, target: Target) -> None:
     if not recipe.engine.deferred:
         with plugins.blamed(plugin):
             builder.require_host(target, recipe.engine)
-    elif target.kind == "cpu" or BACKENDS[recipe.engine.backend].elsewhere is not None:
+    elif target.kind == "cpu" or BACKENDS[recipe.engine.backend].export_format is not None:
         raise UnsupportedError(
             f"{recipe.engine.backend}: the engine is written here; it cannot be deferred"
             if target.kind != "cpu"

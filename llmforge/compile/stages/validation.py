@@ -58,7 +58,7 @@ def _measure(state: CompileState) -> Evidence:
 def _proxy(state: CompileState) -> Iterator[Path | None]:
     """Build an engine of llmforge's own for quality to be measured on, where the artifact is for servers of others."""
     engine = state.recipe.engine
-    if state.recipe.validation.quality is None or BACKENDS[engine.backend].elsewhere is None:
+    if state.recipe.validation.quality is None or BACKENDS[engine.backend].export_format is None:
         yield None
         return
     folder = state.staging / "stand-in"

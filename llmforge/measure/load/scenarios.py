@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from llmforge.measure.load.drive import Responder, closed_loop, conversations, open_loop
 from llmforge.measure.load.workload import LoadRequest, Prompts, make_load
 from llmforge.metrics.serving import RequestOutcome
 from llmforge.metrics.workload import MeasuredWorkload, RequestTimes, Slo
-from llmforge.recipe import WorkloadsSpec
+from llmforge.recipe import WorkloadSpec, WorkloadsSpec
 
 Send = Callable[[Responder], list[RequestOutcome]]
 
@@ -37,49 +38,38 @@ def plan(
     """Make the loads that `spec` asks for; no two runs share a prompt. `trace` is what its file says."""
     found: list[Scenario] = []
 
-    def load(number: int, run: int, count: int, prompt: int, output: int, **options: float) -> list[LoadRequest]:
-        rate, prefix = options.get("rate"), int(options.get("prefix", 0))
-        return make_load(
-            prompts, count, prompt_tokens=prompt, output_tokens=output, prefix_tokens=prefix, rate=rate,
-            seed=(seed, number, run),
-        )  # fmt: skip
+    def loads(number: int, spec: WorkloadSpec, count: int, **options: Any) -> list[list[LoadRequest]]:
+        lengths = {"prompt_tokens": spec.prompt_tokens, "output_tokens": spec.output_tokens, **options}
+        return [make_load(prompts, count, **lengths, seed=(seed, number, run)) for run in range(spec.runs)]
 
     if (chat := spec.chat) is not None:
-        loads = [
-            load(0, run, chat.requests, chat.prompt_tokens, chat.output_tokens, rate=chat.rate)
-            for run in range(chat.runs)
-        ]
         told = (
             f"{chat.requests} requests of {chat.prompt_tokens} → {chat.output_tokens} tokens, {chat.rate:g} a second "
             "(Poisson)"
         )
-        found.append(Scenario("chat", told, tuple(_open(each) for each in loads)))
+        each = loads(0, chat, chat.requests, rate=chat.rate)
+        found.append(Scenario("chat", told, tuple(map(_open, each))))
     if (sessions := spec.sessions) is not None:
         told = (
             f"{sessions.requests} sessions of {sessions.turns} turns, each adds {sessions.prompt_tokens} and gets "
             f"{sessions.output_tokens} tokens, {sessions.concurrency} at once"
         )
-        count = sessions.requests * sessions.turns
-        turns = [load(1, run, count, sessions.prompt_tokens, sessions.output_tokens) for run in range(sessions.runs)]
-        cut = [[each[at : at + sessions.turns] for at in range(0, count, sessions.turns)] for each in turns]
-        found.append(Scenario("sessions", told, tuple(_talk(each, sessions.concurrency) for each in cut)))
+        count, turns = sessions.requests * sessions.turns, sessions.turns
+        each = loads(1, sessions, count)
+        cut = [[load[at : at + turns] for at in range(0, count, turns)] for load in each]
+        found.append(Scenario("sessions", told, tuple(_talk(load, sessions.concurrency) for load in cut)))
     if (shared := spec.shared_prefix) is not None:
         told = (
             f"{shared.requests} requests of {shared.prefix_tokens} shared and {shared.prompt_tokens} own → "
             f"{shared.output_tokens} tokens, {shared.concurrency} at once"
         )
         whole = shared.prefix_tokens + shared.prompt_tokens
-        loads = [
-            load(2, run, shared.requests, whole, shared.output_tokens, prefix=shared.prefix_tokens)
-            for run in range(shared.runs)
-        ]
-        found.append(Scenario("shared_prefix", told, tuple(_closed(each, shared.concurrency) for each in loads)))
+        each = loads(2, shared, shared.requests, prompt_tokens=whole, prefix_tokens=shared.prefix_tokens)
+        found.append(Scenario("shared_prefix", told, tuple(_closed(load, shared.concurrency) for load in each)))
     if (offline := spec.offline) is not None:
         told = f"{offline.requests} requests of {offline.prompt_tokens} → {offline.output_tokens} tokens, all at once"
-        loads = [
-            load(3, run, offline.requests, offline.prompt_tokens, offline.output_tokens) for run in range(offline.runs)
-        ]
-        found.append(Scenario("offline", told, tuple(_closed(each, offline.requests) for each in loads)))
+        each = loads(3, offline, offline.requests)
+        found.append(Scenario("offline", told, tuple(_closed(load, offline.requests) for load in each)))
     if spec.trace is not None and trace is not None:
         told = f"{len(trace)} requests at the times of {spec.trace.data.name}"
         found.append(Scenario("trace", told, (_open(trace),)))

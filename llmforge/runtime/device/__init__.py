@@ -1,1 +1,1 @@
-"""What sessions on a GPU share: memory, caches, inputs, captured graphs."""
+"""Parts that sessions on a GPU share: memory, caches, inputs, captured graphs."""

@@ -1,4 +1,4 @@
-"""What decoders over a device's memory have in common: buckets, logits in page-locked memory, verified CUDA graphs."""
+"""The base of decoders over a device's memory: buckets, logits in page-locked memory, verified CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from llmforge.base.errors import VerificationError
 from llmforge.runtime.config import Capture
 from llmforge.runtime.device.cuda import Device
-from llmforge.runtime.device.graph_capture import CaptureResult, ProbeStep, verify_capture
-from llmforge.runtime.interface import Backend, C
+from llmforge.runtime.device.graph_capture import CaptureProbe, CaptureResult, verify_capture
+from llmforge.runtime.interface import C, Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ LOGIT_BYTES = 4  # fp32
 RESERVE = 0.05  # of a device's memory: workspaces of kernels, and logits of many rows
 
 
-class DeviceBackend(Backend[C], Generic[C]):
+class DeviceDecoder(Decoder[C], Generic[C]):
     """A decoder over the memory of `device`, whose decode steps may be CUDA graphs.
 
     `capture_results` tell which steps were captured over the cache that was allocated last. A subclass says whether it
@@ -48,7 +48,7 @@ class DeviceBackend(Backend[C], Generic[C]):
         array: NDArray[np.float32] = self.device.host(shape, "float32")
         return array
 
-    def _verify_capture(self, capture: Capture, probe: ProbeStep) -> CaptureResult:
+    def _verify_capture(self, capture: Capture, probe: CaptureProbe) -> CaptureResult:
         """Capture a step by running `probe`, verify its replays, and keep the result in `capture_results`.
 
         Raises:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llmforge.runtime.device.cuda import Block, BlockCopy, Buffer, Device
+from llmforge.runtime.device.cuda import BlockCopy, Buffer, Device, MemoryBlock
 from llmforge.runtime.interface import RowCopy, Rows
 from llmforge.runtime.signature import ELEMENTS, Signature
 
@@ -15,7 +15,7 @@ from llmforge.runtime.signature import ELEMENTS, Signature
 class CacheTensor:
     """The memory of one cache [batch, kv_heads, capacity, head_dim] or state [batch, …].
 
-    `dims` are those behind the batch. A row is `heads` heads, each of `capacity` tokens of `token_bytes`; a state is
+    `dims` are those after the batch. A row is `heads` heads, each of `capacity` tokens of `token_bytes`; a state is
     one head of one token.
     """
 
@@ -101,10 +101,10 @@ class DeviceCache(Rows):
                 f"{self.capacity} tokens"
             )
 
-    def _block(self, tensor: CacheTensor, row: int, token: int) -> Block:
+    def _block(self, tensor: CacheTensor, row: int, token: int) -> MemoryBlock:
         """Give where token `token` of every head of a row lies."""
         offset = (self.start + row) * tensor.row_bytes + token * tensor.token_bytes
-        return Block(tensor.buffer, offset, tensor.tokens * tensor.token_bytes)
+        return MemoryBlock(tensor.buffer, offset, tensor.tokens * tensor.token_bytes)
 
 
 def allocate(device: Device, signature: Signature, batch: int, capacity: int) -> DeviceCache:

@@ -45,7 +45,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Block:
+class MemoryBlock:
     """`height` pieces of `width` bytes; each begins `pitch` bytes after the one before, the first at `offset`."""
 
     buffer: Buffer
@@ -56,8 +56,8 @@ class Block:
 class BlockCopy(NamedTuple):
     """`height` pieces of `width` bytes, from one block to another."""
 
-    target: Block
-    source: Block
+    target: MemoryBlock
+    source: MemoryBlock
     width: int
     height: int
 
@@ -411,7 +411,7 @@ def _bytes(buffer: Buffer, offset: int, size: int) -> NDArray[np.uint8]:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(buffer.at(offset, size)))
 
 
-def _pieces(block: Block, width: int, height: int) -> NDArray[np.uint8]:
+def _pieces(block: MemoryBlock, width: int, height: int) -> NDArray[np.uint8]:
     """Give the pieces of a block [height, width], as a view."""
     whole = _bytes(block.buffer, block.offset, block.pitch * (height - 1) + width)
     return np.lib.stride_tricks.as_strided(whole, (height, width), (block.pitch, 1))

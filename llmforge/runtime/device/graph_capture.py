@@ -32,13 +32,13 @@ def probe_inputs(token: int, capture: Capture) -> StepInputs:
     return StepInputs(ids, past)
 
 
-class ProbeStep(Protocol):
+class CaptureProbe(Protocol):
     """Runs a step of one token in every row (`probe_inputs`); returns logits [B, 1, V]."""
 
-    def __call__(self, token: int, *, graph: bool, elsewhere: bool = False) -> NDArray[np.float32]:
+    def __call__(self, token: int, *, graph: bool, moved: bool = False) -> NDArray[np.float32]:
         """Run it through the CUDA graph, or eagerly.
 
-        `elsewhere`: with `token` at another address than the captured one, which holds `ONE`.
+        `moved`: with `token` at another address than the captured one, which holds `ONE`.
         """
 
 
@@ -62,7 +62,7 @@ class CaptureResult:
         return f"decode steps with {rows} rows of up to {length} tokens run without CUDA graph: {self.reason}"
 
 
-def verify_capture(capture: Capture, probe: ProbeStep, free_bytes: Callable[[], int]) -> CaptureResult:
+def verify_capture(capture: Capture, probe: CaptureProbe, free_bytes: Callable[[], int]) -> CaptureResult:
     """Capture one step by its first run, and hold its replays against eager steps.
 
     A replay reads the address that inputs had when it was captured, an eager step what is bound to it. So one call is
@@ -89,19 +89,19 @@ def verify_capture(capture: Capture, probe: ProbeStep, free_bytes: Callable[[], 
         return result("two tokens have the same logits, so that a replay cannot be told from another step")
     try:
         first = probe(ONE, graph=True)
-        elsewhere = probe(OTHER, graph=True, elsewhere=True)
+        moved = probe(OTHER, graph=True, moved=True)
         replay = probe(OTHER, graph=True)
     except RunFailed as error:
         return result(error.message)
-    if near(elsewhere, other):
+    if near(moved, other):
         return result("the step ran again instead of being replayed")
-    for logits, wanted in ((first, one), (elsewhere, one), (replay, other)):
+    for logits, wanted in ((first, one), (moved, one), (replay, other)):
         if not near(logits, wanted):
             return result("a recorded step gives other logits than an unrecorded one")
     return result(None, _timed(probe, graph=True))
 
 
-def _timed(probe: ProbeStep, *, graph: bool) -> float:
+def _timed(probe: CaptureProbe, *, graph: bool) -> float:
     """Give the median time of a step, in ms."""
     times = []
     for _ in range(TIMED):

@@ -1,4 +1,4 @@
-"""Where heads of rows lie (`interface.TopLogits`): on the device, at addresses that never change, and on the host."""
+"""Memory of the top logits of rows (`interface.TopLogits`): on the device, at fixed addresses, and on the host."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _ID_BYTES = 8  # of an id: int64
 
 
 @dataclass(eq=False)
-class FetchedHeads:
-    """Heads of a step of `rows` rows on their way to `values`, where they are after `event`."""
+class FetchedTopLogits:
+    """Top logits of a step of `rows` rows on their way to `values`, where they are after `event`."""
 
     values: NDArray[np.uint8]
     event: Any
     rows: int = 0
 
 
-class HeadBuffers:
-    """Room for the heads of up to `most_rows` rows, one on the device, and two on the host, which are filled in turn.
+class TopLogitsBuffers:
+    """Room for the top logits of `most_rows` rows, one on the device, and two on the host, which are filled in turn.
 
-    Those of n rows lie behind each other, so that one copy brings them all: logits [n, H], ids [n, H], masses
+    Those of n rows lie after each other, so that one copy brings them all: logits [n, H], ids [n, H], masses
     [n, blocks], each at an address that TensorRT takes. Where a graph guesses ids, they lie before them, at one address
-    for any number of rows: there a step leaves its `next_ids`, and the one behind it finds its `chosen_ids`.
+    for any number of rows: there a step leaves its `next_ids`, and the next one finds its `chosen_ids`.
     """
 
     def __init__(self, device: Device, most_rows: int, vocabulary: int, *, guesses: bool = False) -> None:
@@ -43,16 +43,16 @@ class HeadBuffers:
         self._blocks, self._block_size = interface.mass_blocks(vocabulary)
         self._start = _aligned(most_rows * _ID_BYTES) if guesses else 0
         self._buffer = device.allocate(self.size_bytes(most_rows))
-        self._sets = [FetchedHeads(device.host((self._buffer.size,), "uint8"), device.event()) for _ in range(2)]
+        self._sets = [FetchedTopLogits(device.host((self._buffer.size,), "uint8"), device.event()) for _ in range(2)]
         self._row: NDArray[np.float32] = device.host((vocabulary,), "float32")
         self._fetched: NDArray[np.float32] = device.host((most_rows, self._block_size), "float32")
 
     def size_bytes(self, rows: int) -> int:
-        """Count the bytes of the heads of so many rows, with what lies before them."""
+        """Count the bytes of the top logits of so many rows, with what lies before them."""
         return self._start + 2 * self._each_bytes(rows) + rows * self._blocks * _BYTES
 
     def _each_bytes(self, rows: int) -> int:
-        """Count the bytes of the logits, or ids, of so many heads, rounded up to the alignment."""
+        """Count the bytes of the logits, or ids, of so many rows, rounded up to the alignment."""
         return _aligned(rows * self._width * _BYTES)
 
     def outputs(self, rows: int) -> list[tuple[str, int, tuple[int, ...], int]]:
@@ -71,8 +71,8 @@ class HeadBuffers:
         given = BoundInput(self._buffer.address, ONNX_TYPES["int64"], (self.most_rows,), on_host=False)
         return {interface.CHOSEN_IDS: given} if self.guesses else {}
 
-    def fetch(self, rows: int) -> FetchedHeads:
-        """Begin to copy the heads of the last step, of so many rows, which hold until the second call from now."""
+    def fetch(self, rows: int) -> FetchedTopLogits:
+        """Begin to copy the top logits of the last step, of so many rows, which hold until the second call from now."""
         fetched = self._sets.pop(0)
         self._sets.append(fetched)
         self._device.fetch(self._buffer, 0, fetched.values[: self.size_bytes(rows)])
@@ -80,11 +80,11 @@ class HeadBuffers:
         self._device.record(fetched.event)
         return fetched
 
-    def next_ids(self, fetched: FetchedHeads) -> NDArray[np.int64]:
-        """Give what the step guessed, whose heads were waited for, int64 [rows]."""
+    def next_ids(self, fetched: FetchedTopLogits) -> NDArray[np.int64]:
+        """Give what the step guessed, whose top logits were waited for, int64 [rows]."""
         return fetched.values[: fetched.rows * _ID_BYTES].view(np.int64)
 
-    def heads(self, fetched: FetchedHeads) -> TopLogits:
+    def wait(self, fetched: FetchedTopLogits) -> TopLogits:
         """Wait for what is on its way to the host."""
         self._device.wait(fetched.event)
         rows, each = fetched.rows, self._each_bytes(fetched.rows)
@@ -98,8 +98,8 @@ class HeadBuffers:
         )
 
     def read(self, rows: int) -> TopLogits:
-        """Copy the heads of the last step, of so many rows, and wait for them."""
-        return self.heads(self.fetch(rows))
+        """Copy the top logits of the last step, of so many rows, and wait for them."""
+        return self.wait(self.fetch(rows))
 
     def read_row(self, logits: Buffer, row: int) -> NDArray[np.float32]:
         """Copy one row out of `logits` [n, V]; it holds until the next call."""
@@ -107,7 +107,7 @@ class HeadBuffers:
         return self._row
 
     def read_blocks(self, logits: Buffer, rows: Sequence[int], blocks: Sequence[int]) -> NDArray[np.float32]:
-        """Copy one block (`interface.mass_blocks`) out of each of `rows`, -inf behind a row's end.
+        """Copy one block (`interface.mass_blocks`) out of each of `rows`, -inf after a row's end.
 
         They hold until the next call.
         """

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 WHITE_SPACE = r"(\x20|\x0A[\x20\x09]{0,32})"
 _MOST_COMPILED, _MOST_COMPILED_CHARACTERS = 64, 256 << 10  # of constraints that are kept; compiled they are larger
 MOST_BYTES = 64 << 10  # of a constraint: the worst that were found compile in half a second
-_MOST_BEHIND = 512  # characters that `Constraint.behind` may match
+_LONGEST_TRIGGER = 512  # characters that `Constraint.trigger` may match
 _SHOWN = 300  # characters of the library's messages
 
 Kind = Literal["json_schema", "regex", "grammar", "tools"]
@@ -41,8 +41,8 @@ Kind = Literal["json_schema", "regex", "grammar", "tools"]
 class Constraint:
     r"""What text must match: `text` is a JSON Schema, a regular expression for the whole, or a grammar (Lark).
 
-    "tools" is a grammar, too: that of calls, as errors about it say. With `behind`, a regular expression of Python's
-    for at most 512 characters, text is free until a match of it, and what follows matches `text`; behind that it is
+    "tools" is a grammar, too: that of calls, as errors about it say. With `trigger`, a regular expression of Python's
+    for at most 512 characters, text is free until a match of it, and what follows matches `text`; after that it is
     free again, up to the next match. `\A` in it is the beginning of the answer.
 
     What each may hold is llguidance's: see its documents on JSON Schema and on syntax. Regular expressions are those of
@@ -51,7 +51,7 @@ class Constraint:
 
     kind: Kind
     text: str
-    behind: str | None = None
+    trigger: str | None = None
 
     def __post_init__(self) -> None:
         if (size := len(self.text.encode("utf-8", "surrogatepass"))) > MOST_BYTES:
@@ -130,10 +130,10 @@ class ConstraintState:
 
 
 class TriggeredState:
-    """Where one sequence stands in a constraint that begins `behind` something; see `Constraint`."""
+    """Where one sequence stands in a constraint that begins after a `trigger`; see `Constraint`."""
 
-    def __init__(self, behind: str, start: Callable[[], ConstraintState], tokens: LLTokenizer) -> None:
-        self._behind = re.compile(behind)
+    def __init__(self, trigger: str, start: Callable[[], ConstraintState], tokens: LLTokenizer) -> None:
+        self._trigger = re.compile(trigger)
         self._start = start
         self._tokens = tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -153,16 +153,16 @@ class TriggeredState:
                 self._held = None
             return
         self._text += self._decoder.decode(self._tokens.decode_bytes([token]))
-        found = self._behind.search(self._text)
-        if found is not None and not (self._cut and self._behind.pattern.startswith(r"\A")):
-            # The token that completed the match may go on behind it.
+        found = self._trigger.search(self._text)
+        if found is not None and not (self._cut and self._trigger.pattern.startswith(r"\A")):
+            # The token that completed the match may go on after it.
             self._text, self._cut = self._text[found.end() :], True
             held = self._start()
             if held.follows(self._tokens.tokenize_bytes(self._text.encode() + self._decoder.getstate()[0])):
                 self._held, self._text = held, ""
                 self._decoder.reset()
-        elif len(self._text) > _MOST_BEHIND:
-            self._text, self._cut = self._text[-_MOST_BEHIND:], True
+        elif len(self._text) > _LONGEST_TRIGGER:
+            self._text, self._cut = self._text[-_LONGEST_TRIGGER:], True
 
 
 class ConstraintCompiler:
@@ -213,10 +213,10 @@ class ConstraintCompiler:
         def state() -> ConstraintState:
             return ConstraintState(matcher.deep_copy(), self._vocabulary)
 
-        if constraint.behind is None:
+        if constraint.trigger is None:
             return state()
         assert self._token_trie is not None
-        return TriggeredState(constraint.behind, state, self._token_trie)
+        return TriggeredState(constraint.trigger, state, self._token_trie)
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits, regex_to_lark

@@ -2,12 +2,12 @@
 
 **The order of a draw.** A token is drawn by inversion: tokens stand in a row, each as wide as its probability, and a
 random number points at one. First stand the `HEAD` most probable, by rank, then the others in blocks of neighbours
-(`interface.mass_blocks`), by id; what equals the last of the head stands with the others. Behind the head a second
+(`interface.mass_blocks`), by id; what equals the last of the head stands with the others. Beyond the head a second
 number, made of the first, draws within the block. So most draws are decided by the head and the sums of blocks, which
-is all that a device need give back, and others by one block (`draw_of_heads`, `draw_of_block`); a row that is there as
-a whole gives the same token (`draw`).
+is all that a device need give back (`draw_from_top_logits`), and others by one block (`draw_from_block`); a row that is
+there as a whole gives the same token (`draw`).
 
-Where top-p cuts behind the head, a token of the others that is beyond the cut is drawn again, which gives the same
+Where top-p cuts beyond the head, a token of the others that is beyond the cut is drawn again, which gives the same
 distribution and needs no cut: one token's rank is found in a fraction of the time of the cut's.
 
 A token takes one random number of its sequence's, whatever is drawn: those after it are made of it. So the number that
@@ -58,7 +58,7 @@ def record(sampling: Sampling, uniform: float = 0.0) -> tuple[float, float, int,
     return uniform, sampling.top_p, min(sampling.top_k, 2**62), temperature, sampling.min_p
 
 
-def draw_of_heads(heads: TopLogits, how: Records) -> Draws:
+def draw_from_top_logits(heads: TopLogits, how: Records) -> Draws:
     """Choose a token, or a block, for each row of `heads`, as `how` [B] says; its random numbers are in [0, 1).
 
     A token is the one that `draw` gives, or the first of the largest logits where the temperature is 0.
@@ -67,10 +67,10 @@ def draw_of_heads(heads: TopLogits, how: Records) -> Draws:
     return Draws(*of(heads.logits, heads.ids, heads.masses, heads.vocabulary, how))
 
 
-def draw_of_block(heads: TopLogits, row: int, logits: Floats, how: Records) -> int:
+def draw_from_block(heads: TopLogits, row: int, logits: Floats, how: Records) -> int:
     """Draw a token of a block, as its number among the `logits` [n]: one that does not stand in a row of `heads`.
 
-    `how`: [1], as of `draw_of_heads`. -1: one of them is NaN.
+    `how`: [1], as of `draw_from_top_logits`. -1: one of them is NaN.
     """
     of = kernels.draw_block if kernels.available() else distribution_numpy.draw_block
     return of(logits, float(heads.logits[row, 0]), float(heads.logits[row, -1]), how)

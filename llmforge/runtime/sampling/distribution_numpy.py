@@ -1,4 +1,4 @@
-"""What `llmforge.runtime.sampling.distribution` says, in numpy, for installations without compiled kernels.
+"""Draws of tokens (`llmforge.runtime.sampling.distribution`) in numpy, for installations without compiled kernels.
 
 Written for vocabularies of 150,000 tokens: nothing here sorts or selects over all of them, since numpy takes 1 ms to
 partition as many numbers and 4 ms to sort them, but 0.01 ms to compare or to take maxima (one core, AVX-512).
@@ -18,7 +18,7 @@ Sums = NDArray[np.float64]
 Indices = NDArray[np.int64]
 Records = NDArray[np.void]  # of `llmforge.native.sampling.DRAW`
 
-# How far a device's sum of what lies behind a head may be from the host's, of itself. Each is off by some 1e-6: fp32
+# How far a device's sum of what lies beyond a head may be from the host's, of itself. Each is off by some 1e-6: fp32
 # sums in blocks, exponents of up to some 20, whose last bit is 2e-6, and exp itself, which is wrong in its last bits.
 MARGIN = 1e-5
 _COLUMN = 128  # numbers of which one is the largest
@@ -48,8 +48,8 @@ def _draw_head(
     logits: Floats, ids: NDArray[np.int32], masses: Floats, all_of_it: bool, how: np.void
 ) -> tuple[int, int]:
     """Draw from a row: its token, or -1 and its block, or -1 in both."""
-    behind = float(masses.sum(dtype=np.float64))
-    if not np.isfinite(behind) or not np.isfinite(logits[0]):
+    beyond = float(masses.sum(dtype=np.float64))
+    if not np.isfinite(beyond) or not np.isfinite(logits[0]):
         return -1, -1
     if how["temperature"] == 0:
         return _token_of_rank(logits, ids, all_of_it, 0), -1
@@ -63,8 +63,8 @@ def _draw_head(
     if how["top_k"] > 0 or how["min_p"] > 0:  # they change a sum that nobody took
         return -1, -1
     above = int(np.count_nonzero(logits > logits[-1]))
-    ahead, off = float(sums[above - 1]) if above else 0.0, MARGIN * behind
-    whole = ahead + behind
+    ahead, off = float(sums[above - 1]) if above else 0.0, MARGIN * beyond
+    whole = ahead + beyond
     if top_p < 1 and most >= top_p * (whole - off):
         ranks = {_rank_within(sums, uniform, top_p * (whole + sign * off)) for sign in (-1, 1)}
         certain = most >= top_p * (whole + off) and len(ranks) == 1
@@ -81,7 +81,7 @@ def _draw_head(
 
 
 def _token_of_rank(logits: Floats, ids: NDArray[np.int32], all_of_it: bool, rank: int) -> int:
-    """Give the token of a rank; -1: it is one of those that equal the least, and others may lie behind."""
+    """Give the token of a rank; -1: it is one of those that equal the least, and others may follow."""
     if not all_of_it and logits[rank] == logits[-1]:
         return -1
     equals = np.flatnonzero(logits == logits[rank])

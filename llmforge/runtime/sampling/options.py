@@ -39,7 +39,7 @@ class Sampling:
     10. `top_p` keeps the fewest of the most probable whose share of what is left reaches it (Holtzman et al. 2020),
     11. and one token is drawn from the rest with a random number of the sequence's own, which `seed` starts.
 
-    Equal seeds give equal outputs, whatever runs beside them. A sequence ends at an end-of-sequence token (unless
+    Equal seeds give equal outputs, whatever else runs. A sequence ends at an end-of-sequence token (unless
     `ignore_eos`), at one of `stop_token_ids`, before one of the `stop` strings (after it with `include_stop`; strings
     that are complete within the first `min_tokens` tokens do not count), or at `max_tokens` (None: where the context
     ends).

@@ -71,7 +71,7 @@ def _set(fields: dict[str, Any], names: dict[str, str], field: str, value: Any, 
 
 
 def _logprobs(given: Mapping[str, Any]) -> int | None:
-    """Read `logprobs`, a number (completions) or a switch with `top_logprobs` beside it (chat)."""
+    """Read `logprobs`, a number (completions) or a switch that goes with `top_logprobs` (chat)."""
     value = given.get("logprobs", False)
     switch = value if isinstance(value, bool) else _SWITCHES.get(value.lower()) if isinstance(value, str) else None
     top = _integer("top_logprobs", given["top_logprobs"]) if "top_logprobs" in given else 0

@@ -19,8 +19,8 @@ from llmforge.native.sampling import DRAW
 from llmforge.runtime.sampling.constraints import ConstraintCompiler, ConstraintState, TriggeredState
 from llmforge.runtime.sampling.distribution import (
     draw,
-    draw_of_block,
-    draw_of_heads,
+    draw_from_block,
+    draw_from_top_logits,
     held,
     largest,
     log_probabilities,
@@ -112,7 +112,7 @@ class TokenSampler:
             raise InputError("the engine returned -inf for every allowed token")
         if sampling.temperature > 0:
             return self._draw(processed, logits, None)
-        return self._go_on(token, logits)
+        return self._sampled(token, logits)
 
     def _draw(
         self, processed: NDArray[np.float32], logits: NDArray[np.float32], head: tuple[TopLogits, int] | None
@@ -120,9 +120,9 @@ class TokenSampler:
         """Draw from what has become of `logits`, with a random number."""
         token = draw(processed, self.sampling, self.next_uniform(), head)
         self._uniforms.popleft()
-        return self._go_on(token, logits)
+        return self._sampled(token, logits)
 
-    def _go_on(self, token: int, logits: NDArray[np.float32]) -> SampledToken:
+    def _sampled(self, token: int, logits: NDArray[np.float32]) -> SampledToken:
         self._advance(token)
         wanted = self.sampling.logprobs
         return SampledToken(token, None if wanted is None else _logprob(logits, token, wanted))
@@ -162,19 +162,21 @@ class TokenSampler:
             self._constraint.advance(token)
 
 
-def sample_heads(samplers: Sequence[TokenSampler], heads: TopLogits, fetch: FetchBlocks) -> list[SampledToken | None]:
+def sample_top_logits(
+    samplers: Sequence[TokenSampler], heads: TopLogits, fetch: FetchBlocks
+) -> list[SampledToken | None]:
     """Sample the next token of each sequence from its row of `heads`, and what `fetch` fetches, all at once.
 
     None: `TokenSampler.sample` must have the whole row; then it gives the token that it would give without this.
     """
     how = np.frombuffer(bytearray().join([sampler.record for sampler in samplers]), DRAW)
     how["uniform"] = [s.next_uniform() if s.temperature and s.head_only else 0.0 for s in samplers]
-    tokens, blocks = draw_of_heads(heads, how)
-    behind = [row for row in np.flatnonzero(blocks >= 0).tolist() if samplers[row].head_only]
-    if behind:
-        chosen, size = blocks[behind].tolist(), mass_blocks(heads.vocabulary)[1]
-        for row, block, logits in zip(behind, chosen, fetch(behind, chosen), strict=True):
-            token = draw_of_block(heads, row, logits, how[row : row + 1])
+    tokens, blocks = draw_from_top_logits(heads, how)
+    beyond = [row for row in np.flatnonzero(blocks >= 0).tolist() if samplers[row].head_only]
+    if beyond:
+        chosen, size = blocks[beyond].tolist(), mass_blocks(heads.vocabulary)[1]
+        for row, block, logits in zip(beyond, chosen, fetch(beyond, chosen), strict=True):
+            token = draw_from_block(heads, row, logits, how[row : row + 1])
             tokens[row] = block * size + token if token >= 0 else -1
     return [
         sampler.take(token) if token >= 0 and sampler.head_only else None
@@ -185,15 +187,15 @@ def sample_heads(samplers: Sequence[TokenSampler], heads: TopLogits, fetch: Fetc
 def guesses(samplers: Sequence[TokenSampler], ahead: Sequence[int]) -> NDArray[np.float32]:
     """Give what a device guesses a token of each sequence with (`interface.Draw`), fp32 [B, fields].
 
-    `ahead` [B]: 0 for its next token, 1 for the one behind that.
+    `ahead` [B]: 0 for its next token, 1 for the one after that.
     """
     how = np.frombuffer(bytearray().join([sampler.record for sampler in samplers]), DRAW)
     uniforms = np.array([s.next_uniform(n) if s.temperature else 0.0 for s, n in zip(samplers, ahead, strict=True)])
     made = np.tile(np.array(GREEDY, np.float32), (len(samplers), 1))
     drawn = how["temperature"] > 0
     kept = np.where((how["top_k"] > 0) & (how["top_k"] < HEAD), how["top_k"], HEAD)
-    behind = (how["top_k"] == 0) & (how["min_p"] == 0)
-    columns = (uniforms, second_numbers(uniforms), how["top_p"], kept, how["min_p"], behind)
+    beyond = (how["top_k"] == 0) & (how["min_p"] == 0)
+    columns = (uniforms, second_numbers(uniforms), how["top_p"], kept, how["min_p"], beyond)
     made[drawn] = np.stack([each.astype(np.float32) for each in columns], axis=1)[drawn]
     return made
 

@@ -1,4 +1,4 @@
-"""Who may come in: API keys, names that this server is reached by, and web pages that may ask.
+"""Access to the server: API keys, names that this server is reached by, and web pages that may ask.
 
 A page of any site can send requests to a server on loopback, and can make a name of its own mean 127.0.0.1 (DNS
 rebinding): https://fetch.spec.whatwg.org/#cors-protocol, RFC 9110, sections 7.2 and 11.6.1.
@@ -93,11 +93,11 @@ class ServerState:
 
 
 class AuthMiddleware:
-    """Lets in who may come, gives each request an id (`X-Request-Id`), and tells of those that are done.
+    """Refuses who may not ask, gives each request an id (`X-Request-Id`), and tells of those that are done.
 
     Args:
         app: what answers.
-        policy: who may come in.
+        policy: who may ask.
         state: counts what is being answered.
         log: gets a request's id, client, method, path, status and duration in s, when its answer is sent.
         telemetry: makes a span of each request.
@@ -166,7 +166,7 @@ class AuthMiddleware:
                 self._log(AccessRecord(request_id, client, scope["method"], scope["path"], status, took_s, trace_id))
 
     def _refusal(self, scope: Scope, headers: Headers) -> JSONResponse | None:
-        """Give the answer to who may not come in; None: they may."""
+        """Give the answer to who may not ask; None: they may."""
         host, hosts = headers.get("host", ""), self._policy.hosts
         if hosts is not None and _without_port(host) not in hosts:
             message = f"this server is not {host!r}; it is reached as {', '.join(sorted(hosts))} (--allow-host)"

@@ -1,4 +1,4 @@
-"""What the server takes and gives, as an OpenAPI document (https://spec.openapis.org/oas/v3.1.1).
+"""Requests and answers of the server as an OpenAPI document (https://spec.openapis.org/oas/v3.1.1).
 
 The fields of requests come from the tables that requests are read by, and the paths from the application's routes.
 """

@@ -25,8 +25,8 @@ class Markup:
     Args:
         name: of a family of models that writes it.
         heads: begin a call.
-        tails: end one, behind its arguments; the first that matches, longer ones before shorter ones.
-        further: begin one more, right behind the arguments of another.
+        tails: end one, after its arguments; the first that matches, longer ones before shorter ones.
+        further: begin one more, right after the arguments of another.
         dropped: are no text, wherever they stand.
         leads: calls stand at the beginning of an answer, or nowhere: nothing but JSON marks them.
     """
@@ -166,7 +166,7 @@ class CallParser:
     """Finds calls in an answer that arrives in pieces; however it is cut, what comes out adds up to the same.
 
     A call is one where all that begins it stands there, with one of `names`; everything else is text. White space
-    beside calls belongs to neither. With `parallel` false nothing behind the first call is read.
+    around calls belongs to neither. With `parallel` false nothing after the first call is read.
     """
 
     def __init__(self, markup: Markup, names: Collection[str], *, parallel: bool = True) -> None:
@@ -176,8 +176,8 @@ class CallParser:
         self._starts = re.compile("|".join(re.escape(p[0]) for p in sorted({*markup.heads, *markup.dropped})))
         self._state: Callable[[list[Piece], bool], bool] = self._in_text
         self._pending = ""  # not looked at, or not decided
-        self._space: list[str] = []  # behind the text that came out
-        self._said = self._said_behind = False  # any text; and behind the latest call
+        self._space: list[str] = []  # after the text that came out
+        self._said = self._said_since_call = False  # any text; and after the latest call
         self._depth, self._quoted, self._escaped = 0, False, False
         self.calls = 0  # that have begun
 
@@ -230,10 +230,10 @@ class CallParser:
         self._pending = self._pending[end:]
         if self._depth:
             return False
-        self._state = self._behind_arguments if self._parallel else self._at_end
+        self._state = self._after_arguments if self._parallel else self._at_end
         return True
 
-    def _behind_arguments(self, pieces: list[Piece], final: bool) -> bool:
+    def _after_arguments(self, pieces: list[Piece], final: bool) -> bool:
         text = self._pending
         for pattern in self._markup.further:
             found = match(pattern, text, 0)
@@ -246,7 +246,7 @@ class CallParser:
             found = match(pattern, text, 0)
             if found == "more":  # in the end: end of sequence stands for the rest
                 self._pending = "" if final else text
-                self._state = self._in_text if final else self._behind_arguments
+                self._state = self._in_text if final else self._after_arguments
                 return False
             if isinstance(found, Match):
                 self._pending = text[found.end :]
@@ -268,8 +268,8 @@ class CallParser:
         said = text.rstrip()
         if said:
             whole = "".join((*self._space, said))
-            pieces.append(whole.lstrip() if self.calls and not self._said_behind else whole)
-            self._said = self._said_behind = True
+            pieces.append(whole.lstrip() if self.calls and not self._said_since_call else whole)
+            self._said = self._said_since_call = True
             self._space.clear()
         if len(said) < len(text):
             self._space.append(text[len(said) :])
@@ -279,7 +279,7 @@ class CallParser:
         self.calls += 1
         self._pending = self._pending[head.end - 1 :]
         self._space.clear()
-        self._said_behind = False
+        self._said_since_call = False
         self._depth, self._quoted, self._escaped = 0, False, False
         self._state = self._in_arguments
         return True

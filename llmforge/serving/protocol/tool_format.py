@@ -46,7 +46,7 @@ class ToolFormat:
         begin: what it writes before the name of the first call,
         between: between a name and its arguments,
         join: between arguments and the name of a further call (None: there is none),
-        tail: behind the last arguments.
+        tail: after the last arguments.
     """
 
     markup: Markup
@@ -171,7 +171,7 @@ class ToolFormat:
                 rules.append(f"a{i}: %json {json.dumps(spaced, ensure_ascii=False)}")
             except RecursionError as error:
                 raise UsageError("tools: a schema is nested too deeply") from error
-        return Constraint("tools", "\n".join(rules) + "\n", behind=None if required else self._opening())
+        return Constraint("tools", "\n".join(rules) + "\n", trigger=None if required else self._opening())
 
     def _opening(self) -> str:
         """Give the regular expression of what stands before the name of a first call, in any white space."""

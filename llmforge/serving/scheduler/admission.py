@@ -12,7 +12,7 @@ from llmforge.serving.request import Receiver, Request, adapter_number, check_to
 from llmforge.serving.sequence import NoText, OutputText, Sequence
 
 
-class Admission:
+class RequestQueue:
     """Takes on requests: `sequences` are those that wait or run, in order of arrival, and `waiting` those that wait.
 
     Args:

@@ -7,19 +7,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic
 
-from llmforge.backends import PREFILL_CHUNK
 from llmforge.base.errors import ForgeError
-from llmforge.runtime.interface import Backend, C
+from llmforge.runtime.interface import C, Decoder
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving.options import EngineOptions
-from llmforge.serving.scheduler.admission import Admission
+from llmforge.serving.scheduler.admission import RequestQueue
 from llmforge.serving.scheduler.delivery import Delivery, StepFigures
 from llmforge.serving.scheduler.run_ahead import RunAhead
 from llmforge.serving.sequence import Sequence
 from llmforge.serving.stats import EngineStats
 
 
-class Scheduler(Admission, ABC, Generic[C]):
+class Scheduler(RequestQueue, ABC, Generic[C]):
     """Runs sequences over one cache. One thread may call it at a time; nothing runs between calls.
 
     Args:
@@ -35,7 +35,7 @@ class Scheduler(Admission, ABC, Generic[C]):
 
     def __init__(
         self,
-        backend: Backend[C],
+        backend: Decoder[C],
         cache: C,
         samplers: Samplers,
         options: EngineOptions,

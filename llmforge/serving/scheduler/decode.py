@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import dataclass
 from typing import Generic
 
 import numpy as np
 
 from llmforge.ir.interface import GREEDY
-from llmforge.runtime.interface import Backend, C, StepInputs
+from llmforge.runtime.interface import C, Decoder, StepInputs
 from llmforge.runtime.sampling.sampler import guesses
 from llmforge.serving.scheduler.delivery import Delivery, StepFigures
 from llmforge.serving.scheduler.run_ahead import Decoding, RunAhead, temperatures
@@ -17,26 +18,20 @@ from llmforge.serving.sequence import Sequence
 from llmforge.serving.speculation import Speculation
 
 
-class Decode(Generic[C]):
+@dataclass(eq=False)
+class SlotDecode(Generic[C]):
     """Decodes in `slots`, one step ahead where the device guesses tokens, and verifies what `speculation` drafts."""
 
-    def __init__(
-        self,
-        backend: Backend[C],
-        slots: Slots[C],
-        ahead: RunAhead[Decoding],
-        delivery: Delivery,
-        figures: StepFigures,
-        speculation: Speculation | None,
-    ) -> None:
-        self._backend = backend
-        self._slots = slots
-        self._ahead = ahead
-        self._delivery = delivery
-        self._figures = figures
-        self._speculation = speculation
-        self._clock = delivery.clock
-        batch = slots.cache.batch
+    backend: Decoder[C]
+    slots: Slots[C]
+    ahead: RunAhead[Decoding]
+    delivery: Delivery
+    figures: StepFigures
+    speculation: Speculation | None
+
+    def __post_init__(self) -> None:
+        backend, speculation = self.backend, self.speculation
+        batch = self.slots.cache.batch
         self._input_ids = np.zeros((batch, 1), np.int64)
         self._past_lengths = np.zeros(batch, np.int32)
         self._adapter_ids = np.zeros(batch, np.int64)
@@ -53,19 +48,19 @@ class Decode(Generic[C]):
     @property
     def is_next(self) -> bool:
         """Whether nothing but a decode step of all that run comes next, during which tokens can be delivered."""
-        running = [each for each in self._slots.taken if each is not None]
-        return bool(running) and self._speculation is None and all(each.decoding for each in running)
+        running = [each for each in self.slots.taken if each is not None]
+        return bool(running) and self.speculation is None and all(each.decoding for each in running)
 
     def run(self) -> int:
         """Give every slot whose prompt is read its next token, or several; return how many tokens ran for that."""
-        decoding = [(slot, each) for slot, each in enumerate(self._slots.taken) if each is not None and each.decoding]
-        speculation = self._speculation
+        decoding = [(slot, each) for slot, each in enumerate(self.slots.taken) if each is not None and each.decoding]
+        speculation = self.speculation
         if speculation is None:
             batch, ran = decoding, 0
         else:
             batch, ran = [], 0
             for slot, sequence in decoding:
-                start = self._clock()
+                start = self.delivery.clock()
                 draft = speculation.propose(sequence, sequence.tokens, sequence.remaining_tokens - 1, len(decoding))
                 if draft:
                     self._verify(slot, sequence, draft, start, speculation)
@@ -78,13 +73,13 @@ class Decode(Generic[C]):
 
     def _run_batch(self, batch: list[tuple[int, Sequence]]) -> None:
         """Run one token of each sequence of `batch`, which are in the order of their slots."""
-        start = self._clock()
-        if self._backend.decodes_ahead:
+        start = self.delivery.clock()
+        if self.backend.decodes_ahead:
             n, ran = self._run_ahead(batch)
         else:
             n, ran = self._fill(batch), len(batch)
-            logits, view = self._logits[n - 1], self._slots.cache.rows(0, n)
-            self._backend.step(
+            logits, view = self._logits[n - 1], self.slots.cache.rows(0, n)
+            self.backend.step(
                 StepInputs(
                     self._input_ids[:n],
                     self._past_lengths[:n],
@@ -96,15 +91,15 @@ class Decode(Generic[C]):
             )
             for slot, sequence in batch:
                 sequence.computed_tokens += 1
-                self._slots.store_blocks(sequence, slot)
-                self._delivery.sample(sequence, logits[slot, 0])
-        seconds = self._clock() - start
-        figures = self._figures
+                self.slots.store_blocks(sequence, slot)
+                self.delivery.sample(sequence, logits[slot, 0])
+        seconds = self.delivery.clock() - start
+        figures = self.figures
         figures.steps[n] += 1
         figures.totals["decode_tokens"] += ran
         figures.decode_s += seconds
-        if self._speculation is not None:
-            self._speculation.payoff.decoded(ran, seconds)
+        if self.speculation is not None:
+            self.speculation.payoff.decoded(ran, seconds)
 
     def _fill(self, batch: list[tuple[int, Sequence]], running: Set[Sequence] = frozenset()) -> int:
         """Fill the inputs of a step of `batch`, after one that is `running` some of them; return how many rows it has.
@@ -113,11 +108,11 @@ class Decode(Generic[C]):
         it holds, where its next token will overwrite it.
         """
         rows = 1 + batch[-1][0]
-        n = min((size for size in self._backend.buckets if rows <= size <= len(self._lengths)), default=rows)
-        slots = self._slots.taken[:n]
+        n = min((size for size in self.backend.buckets if rows <= size <= len(self._lengths)), default=rows)
+        slots = self.slots.taken[:n]
         self._past_lengths[:n] = [0 if each is None else each.computed_tokens + (each in running) for each in slots]
         self._adapter_ids[:n] = [0 if each is None else each.adapter for each in slots]
-        self._slots.idle_rows += slots.count(None)
+        self.slots.idle_rows += slots.count(None)
         self._lengths[:n] = self._input_ids[:n] = 0
         decoding = [slot for slot, _ in batch]
         self._lengths[decoding] = 1
@@ -130,10 +125,10 @@ class Decode(Generic[C]):
         n, slots = self._fill(batch, running), [slot for slot, _ in batch]
         self._temperatures[:n] = 1
         self._temperatures[slots] = temperatures(each for _, each in batch)
-        if self._ahead.guesses:
+        if self.ahead.guesses:
             self._draws[:n] = GREEDY
             self._draws[slots] = guesses([each.sampler for _, each in batch], [each in running for _, each in batch])
-        run = self._backend.begin_decode(
+        run = self.backend.begin_decode(
             StepInputs(
                 self._input_ids[:n],
                 self._past_lengths[:n],
@@ -142,13 +137,13 @@ class Decode(Generic[C]):
                 temperatures=self._temperatures[:n],
                 draws=self._draws[:n],
             ),
-            self._slots.cache.rows(0, n),
+            self.slots.cache.rows(0, n),
         )
         return Decoding(run, batch, n)
 
     def _next_rows(self, step: Decoding) -> list[tuple[int, Sequence]]:
         """Give what to run after `step` before its tokens are known; nothing where they had better be."""
-        return self._ahead.continuing_rows(step) if self.is_next and not self._slots.is_due else []
+        return self.ahead.continuing_rows(step) if self.is_next and not self.slots.is_due else []
 
     def _run_ahead(self, batch: list[tuple[int, Sequence]]) -> tuple[int, int]:
         """Run one token of each sequence of `batch` while the host delivers the tokens of the step before.
@@ -157,17 +152,17 @@ class Decode(Generic[C]):
         guess that was wrong has run for nothing, and so has a sequence that has ended meanwhile: that row's token is
         dropped, and the right one runs in the next step. Return rows of the step, and how many were not in vain.
         """
-        ahead = self._ahead
+        ahead = self.ahead
         step = ahead.step or self._begin(batch)
         rows = self._next_rows(step)
         ahead.step = self._begin(rows, step) if rows else None
         if ahead.step is None:
             step.run.launched()  # the thread that does so needs the interpreter, which delivering would keep
-        self._delivery.hand_over_all()
-        heads, live = step.run.heads(), ahead.live(step)
+        self.delivery.hand_over_all()
+        heads, live = step.run.top_logits(), ahead.live(step)
         for slot, sequence in live:
             sequence.computed_tokens += 1
-            self._slots.store_blocks(sequence, slot)
+            self.slots.store_blocks(sequence, slot)
         ahead.sample(live, step.run, heads)
         return step.size, len(live)
 
@@ -178,10 +173,10 @@ class Decode(Generic[C]):
         it can be used. So the tokens are those that would come without one, under any sampling: a drafted token stands
         with the probability that the model gives it, as in speculative sampling from a draft that is certain.
         """
-        k, figures = len(draft), self._figures
+        k, figures = len(draft), self.figures
         ids = np.array([[sequence.tokens[-1], *draft]], np.int64)
-        past_lengths, view = np.array([sequence.computed_tokens], np.int32), self._slots.cache.rows(slot, slot + 1)
-        (logits,) = self._backend.step(
+        past_lengths, view = np.array([sequence.computed_tokens], np.int32), self.slots.cache.rows(slot, slot + 1)
+        (logits,) = self.backend.step(
             StepInputs(ids, past_lengths, np.arange(k + 1), adapters=np.array([sequence.adapter])),
             view,
             out=self._verify_logits[k],
@@ -191,14 +186,14 @@ class Decode(Generic[C]):
         tokens = 0
         for row, drafted in zip(logits, [*draft, None], strict=True):
             sequence.computed_tokens += 1
-            accepted = self._delivery.sample(sequence, row, drafted)
+            accepted = self.delivery.sample(sequence, row, drafted)
             tokens += 1
             if not accepted:
                 break
-        self._slots.store_blocks(sequence, slot)
-        seconds = self._clock() - start
+        self.slots.store_blocks(sequence, slot)
+        seconds = self.delivery.clock() - start
         figures.totals["verified_tokens"] += tokens
         figures.verify_s += seconds
         speculation.payoff.verified(sequence, k, tokens, seconds)
-        if self._slots.taken[slot] is not sequence:  # it has ended
+        if self.slots.taken[slot] is not sequence:  # it has ended
             speculation.forget(sequence)

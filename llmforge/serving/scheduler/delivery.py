@@ -30,6 +30,7 @@ class StepFigures:
     verify_s: float = 0.0
 
 
+@dataclass(eq=False)
 class Delivery:
     """Samples tokens of `sequences`, hands them over, and ends those whose last token that was.
 
@@ -41,20 +42,12 @@ class Delivery:
         forget: lets no other text begin with what was computed for a sequence.
     """
 
-    def __init__(
-        self,
-        sequences: dict[Sequence, None],
-        figures: StepFigures,
-        clock: Callable[[], float],
-        release: Callable[[Sequence], None],
-        forget: Callable[[Sequence], None],
-    ) -> None:
-        self._sequences = sequences
-        self._figures = figures
-        self.clock = clock
-        self._release = release
-        self._forget = forget
-        self.undelivered: list[tuple[Sequence, SampledToken]] = []  # of the last decode step, in order
+    sequences: dict[Sequence, None]
+    figures: StepFigures
+    clock: Callable[[], float]
+    release: Callable[[Sequence], None]
+    forget: Callable[[Sequence], None]
+    undelivered: list[tuple[Sequence, SampledToken]] = field(default_factory=list)  # of the last decode step, in order
 
     def sample(self, sequence: Sequence, logits: NDArray[float32], drafted: int | None = None) -> bool:
         """Sample the next token of `sequence` from `logits` [V] and deliver it; the last one ends the sequence.
@@ -67,7 +60,7 @@ class Delivery:
         self.take(sequence, sampled, self.clock())
         if sampled.token == drafted:
             sequence.accepted_tokens += 1
-            self._figures.totals["accepted_tokens"] += 1
+            self.figures.totals["accepted_tokens"] += 1
         return self.hand_over(sequence, sampled) and sampled.token == drafted
 
     def choose(
@@ -78,7 +71,7 @@ class Delivery:
             return sequence.sampler.sample(logits, head)
         except ForgeError as error:
             sequence.failed = True
-            self._forget(sequence)  # whatever was wrong with this text, it must not spread to others
+            self.forget(sequence)  # whatever was wrong with this text, it must not spread to others
             self._remove(sequence, "error")
             self._deliver(sequence, error)
             return None
@@ -87,7 +80,7 @@ class Delivery:
         """Go on from a token."""
         sequence.tokens.append(sampled.token)
         sequence.token_times.append(now)
-        self._figures.totals["output_tokens"] += 1
+        self.figures.totals["output_tokens"] += 1
 
     def hand_over(self, sequence: Sequence, sampled: SampledToken) -> bool:
         """Deliver a token that was taken; the last one ends the sequence. Return whether more may follow."""
@@ -110,7 +103,7 @@ class Delivery:
         """Deliver the tokens of the last decode step, and end what they end."""
         undelivered, self.undelivered = self.undelivered, []
         for sequence, sampled in undelivered:
-            if sequence in self._sequences:
+            if sequence in self.sequences:
                 self.hand_over(sequence, sampled)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
@@ -124,7 +117,7 @@ class Delivery:
     def fail(self, error: ForgeError) -> None:
         """Hand `error` to every request that runs or waits, and forget them."""
         self.undelivered.clear()
-        for sequence in list(self._sequences):
+        for sequence in list(self.sequences):
             self._remove(sequence, "error")
             self._deliver(sequence, error)
 
@@ -138,6 +131,6 @@ class Delivery:
         return True
 
     def _remove(self, sequence: Sequence, reason: str) -> None:
-        del self._sequences[sequence]
-        self._figures.finished[reason] += 1
-        self._release(sequence)
+        del self.sequences[sequence]
+        self.figures.finished[reason] += 1
+        self.release(sequence)

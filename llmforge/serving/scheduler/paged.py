@@ -11,8 +11,8 @@ As over slots, but for where tokens lie and what one step runs:
 3. one run of the decoder reads the last token of every sequence that decodes and, up to `step_tokens` in all, pieces
    of what is not read yet, oldest first; at least a `chunk` of the oldest.
 
-Where the decoder gives heads of rows (`interface.Heads`), tokens are sampled from them, and delivered while the next
-step runs, whatever it runs.
+Where the decoder gives top logits of rows (`interface.TopLogits`), tokens are sampled from them, and delivered while
+the next step runs, whatever it runs.
 
 While all sequences decode, the next step begins on the device's guesses of this one's tokens, if the pool has a place
 for each (`run_ahead`).
@@ -31,10 +31,10 @@ from typing import Any
 
 import numpy as np
 
-from llmforge.backends import PREFILL_CHUNK
 from llmforge.backends.onnxruntime.cuda.paged import PagedCache, PagedSession, Piece
 from llmforge.runtime.block_pool import BlockTable, NoBlocks
-from llmforge.runtime.interface import Backend, C
+from llmforge.runtime.interface import C, Decoder
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.runtime.sampling.sampler import Samplers, guesses
 from llmforge.serving.options import EngineOptions
 from llmforge.serving.scheduler.base import Scheduler
@@ -208,7 +208,7 @@ class PagedScheduler(Scheduler[PagedCache]):
     def _run_ahead(self, step: PagedStep) -> None:
         """Sample the tokens of a step that runs, and deliver those before it meanwhile.
 
-        If possible, the next step begins first: see `Decode`.
+        If possible, the next step begins first: see `SlotDecode`.
         """
         start = self._clock()
         ahead = self._ahead
@@ -216,7 +216,7 @@ class PagedScheduler(Scheduler[PagedCache]):
         if ahead.step is None:
             step.run.launched()
         self._delivery.hand_over_all()
-        heads = step.run.heads()
+        heads = step.run.top_logits()
         self._advance([each for each in step.planned if each[0] not in step.wrong])
         ahead.sample(ahead.live(step), step.run, heads)
         self._count(step.planned, start)
@@ -275,7 +275,7 @@ class PagedScheduler(Scheduler[PagedCache]):
 
 
 def scheduler_of(
-    backend: Backend[C],
+    backend: Decoder[C],
     cache: C,
     samplers: Samplers,
     options: EngineOptions,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any, Generic
 
 import numpy as np
 
-from llmforge.runtime.interface import Backend, C, StepInputs
+from llmforge.runtime.interface import C, Decoder, StepInputs
 from llmforge.serving.prefix_cache import BLOCK
 from llmforge.serving.scheduler import prompt_batching
 from llmforge.serving.scheduler.delivery import Delivery, StepFigures
@@ -17,28 +18,21 @@ from llmforge.serving.scheduler.slots import Slots
 from llmforge.serving.sequence import Sequence
 
 
-class Prefill(Generic[C]):
+@dataclass(eq=False)
+class SlotPrefill(Generic[C]):
     """Reads the prompts of `sequences` that have a slot: at least a `chunk` a step, more within `step_tokens`."""
 
-    def __init__(
-        self,
-        backend: Backend[C],
-        slots: Slots[C],
-        ahead: RunAhead[Any],
-        delivery: Delivery,
-        figures: StepFigures,
-        sequences: Collection[Sequence],
-        chunk: int,
-        step_tokens: int,
-    ) -> None:
-        self._backend = backend
-        self._slots = slots
-        self._ahead = ahead
-        self._delivery = delivery
-        self._totals = figures.totals
-        self._sequences = sequences
-        self._chunk = chunk
-        self._step_tokens = step_tokens
+    backend: Decoder[C]
+    slots: Slots[C]
+    ahead: RunAhead[Any]
+    delivery: Delivery
+    figures: StepFigures
+    sequences: Collection[Sequence]
+    chunk: int
+    step_tokens: int
+
+    def __post_init__(self) -> None:
+        backend = self.backend
         shapes = () if backend.decodes_ahead else backend.prompt_shapes
         self._logits = backend.logits_array((max((rows for rows, _ in shapes), default=1), 1, backend.vocabulary))
         self._one_row = self._logits[:1]
@@ -46,16 +40,16 @@ class Prefill(Generic[C]):
     def run(self, spent: int) -> int:
         """Read chunks of prompts until the step's token budget is gone, `spent` included; return how many tokens."""
         read = 0
-        unread = [(each.slot, each) for each in self._sequences if each.slot is not None and not each.decoding]
+        unread = [(each.slot, each) for each in self.sequences if each.slot is not None and not each.decoding]
         for slot, sequence in unread:
-            while not sequence.decoding and sequence in self._sequences:  # it may have been read with an older one
+            while not sequence.decoding and sequence in self.sequences:  # it may have been read with an older one
                 if sequence.started is None:
                     self._start(sequence, slot)
                 end = self._chunk_end(sequence, sequence.computed_tokens)
                 tokens = end - sequence.computed_tokens
-                if read and spent + read + tokens > self._step_tokens:
+                if read and spent + read + tokens > self.step_tokens:
                     return read
-                window = self._find_window(slot, self._step_tokens - (spent + read if read else 0))
+                window = self._find_window(slot, self.step_tokens - (spent + read if read else 0))
                 if window is None:
                     read += tokens
                     self._read(sequence, slot, end)
@@ -66,23 +60,23 @@ class Prefill(Generic[C]):
 
     def _chunk_end(self, sequence: Sequence, start: int) -> int:
         """Say where the chunk of a prompt ends that begins at token `start`."""
-        return min(sequence.prompt_tokens, (start // self._chunk + 1) * self._chunk)
+        return min(sequence.prompt_tokens, (start // self.chunk + 1) * self.chunk)
 
     def _find_window(self, slot: int, most: int) -> prompt_batching.PromptWindow | None:
         """Find a step of at most `most` tokens that reads `slot` and its neighbours; None: it is read alone."""
-        shapes = self._backend.prompt_shapes
+        shapes = self.backend.prompt_shapes
         if not shapes:
             return None
-        chunk_of, cache = functools.cache(self._next_chunk), self._slots.cache
+        chunk_of, cache = functools.cache(self._next_chunk), self.slots.cache
         return prompt_batching.find(slot, chunk_of, shapes, slots=cache.batch, capacity=cache.capacity, most=most)
 
     def _next_chunk(self, slot: int) -> prompt_batching.PromptChunk | None:
         """Give the next chunk of the prompt in `slot`, if it may be read together with others."""
-        sequence, slots = self._slots.taken[slot], self._slots
+        sequence, slots = self.slots.taken[slot], self.slots
         if sequence is None or sequence.decoding:
             return None
         start = slots.cached_tokens(sequence) if sequence.started is None else sequence.computed_tokens
-        if start and self._backend.signature.one_row_continuations:
+        if start and self.backend.signature.one_row_continuations:
             return None
         block = start + BLOCK
         shared = slots.prefix_cache is not None and sequence.prompt_tokens > block
@@ -92,34 +86,34 @@ class Prefill(Generic[C]):
     def _start(self, sequence: Sequence, slot: int) -> None:
         """Take up the prompt of `sequence`, after what the prefix cache has of it."""
         tokens = sequence.prompt_tokens
-        sequence.started = self._delivery.clock()
-        self._totals["prompt_tokens"] += tokens
-        if self._slots.prefix_cache is not None:
-            self._slots.load_prefix(sequence, slot)
-            self._totals["prefix_query_tokens"] += tokens
-            self._totals["prefix_hit_tokens"] += sequence.cached_tokens
+        sequence.started = self.delivery.clock()
+        self.figures.totals["prompt_tokens"] += tokens
+        if self.slots.prefix_cache is not None:
+            self.slots.load_prefix(sequence, slot)
+            self.figures.totals["prefix_query_tokens"] += tokens
+            self.figures.totals["prefix_hit_tokens"] += sequence.cached_tokens
 
     def _read(self, sequence: Sequence, slot: int, end: int) -> None:
         """Read a prompt up to token `end`."""
         start = sequence.computed_tokens
-        self._backend.step(
+        self.backend.step(
             StepInputs(
                 np.array([sequence.tokens[start:end]], np.int64),
                 np.array([start], np.int32),
                 text_lengths=np.array([sequence.prompt_tokens]),
                 adapters=np.array([sequence.adapter]),
             ),
-            self._slots.cache.rows(slot, slot + 1),
+            self.slots.cache.rows(slot, slot + 1),
             out=self._one_row,
         )
         self._end_chunk(sequence, slot, end)
         if end == sequence.prompt_tokens:
-            self._delivery.sample(sequence, self._one_row[0, 0])
+            self.delivery.sample(sequence, self._one_row[0, 0])
 
     def _read_window(self, window: prompt_batching.PromptWindow) -> None:
         """Read the next chunks of the prompts in `window` as one step."""
         first, rows, tokens = window
-        taken = enumerate(self._slots.taken[first : first + rows], first)
+        taken = enumerate(self.slots.taken[first : first + rows], first)
         members = [(slot, each) for slot, each in taken if each is not None]
         ids, lengths = np.zeros((rows, tokens), np.int64), np.zeros(rows, np.int32)
         for row, (slot, sequence) in enumerate(members):
@@ -138,26 +132,26 @@ class Prefill(Generic[C]):
             np.array([sequence.adapter for _, sequence in members]),
             np.array(temperatures(each for _, each in members), np.float32),
         )
-        view, logits = self._slots.cache.rows(first, first + rows), self._logits[:rows]
+        view, logits = self.slots.cache.rows(first, first + rows), self._logits[:rows]
         run = None
-        if self._backend.decodes_ahead:
-            run = self._backend.begin_prompts(inputs, view)
+        if self.backend.decodes_ahead:
+            run = self.backend.begin_prompts(inputs, view)
         else:
-            self._backend.step(inputs, view, out=logits)
-        heads = None if run is None else run.heads()
+            self.backend.step(inputs, view, out=logits)
+        heads = None if run is None else run.top_logits()
         ended = []
         for row, (slot, sequence) in enumerate(members):
             self._end_chunk(sequence, slot, sequence.computed_tokens + int(lengths[row]))
             if sequence.computed_tokens == sequence.prompt_tokens:
                 ended.append((row, sequence))
         if run is not None and heads is not None:
-            self._ahead.sample(ended, run, heads, ahead=False)
+            self.ahead.sample(ended, run, heads, ahead=False)
         else:
             for row, sequence in ended:
-                self._delivery.sample(sequence, logits[row, 0])
+                self.delivery.sample(sequence, logits[row, 0])
 
     def _end_chunk(self, sequence: Sequence, slot: int, end: int) -> None:
         """Go on after a chunk that was read up to token `end`."""
-        self._totals["prefill_tokens"] += end - sequence.computed_tokens
+        self.figures.totals["prefill_tokens"] += end - sequence.computed_tokens
         sequence.computed_tokens = end
-        self._slots.store_blocks(sequence, slot)
+        self.slots.store_blocks(sequence, slot)

@@ -1,4 +1,4 @@
-"""Which prompts are read in one step: neighbours in the cache whose next chunks fit into one of a few shapes."""
+"""Prompts that are read in one step: neighbours in the cache whose next chunks fit into one of a few shapes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class PromptChunk(NamedTuple):
-    """The next chunk of a prompt that may be read beside others."""
+    """The next chunk of a prompt that may be read together with others."""
 
     start: int  # its first token's place in the text
     tokens: int
@@ -37,7 +37,7 @@ def find(
 
     Args:
         slot: of the prompt whose turn it is.
-        chunk_of: the chunk of each slot; None: it has none to read, or none that is read beside others.
+        chunk_of: the chunk of each slot; None: it has none to read, or none that is read with others.
         shapes: rows and tokens of each.
         slots: of the cache.
         capacity: of a slot, in tokens; padding must have room.

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.ir.interface import TopLogits
-from llmforge.runtime.interface import Backend, DecodeRun
-from llmforge.runtime.sampling.sampler import sample_heads
+from llmforge.runtime.interface import Decoder, DecodeRun
+from llmforge.runtime.sampling.sampler import sample_top_logits
 from llmforge.serving.scheduler.delivery import Delivery
 from llmforge.serving.sequence import Sequence
 
@@ -43,7 +43,7 @@ class RunAhead(Generic[D]):
     would change.
     """
 
-    def __init__(self, backend: Backend[Any], sequences: Collection[Sequence], delivery: Delivery) -> None:
+    def __init__(self, backend: Decoder[Any], sequences: Collection[Sequence], delivery: Delivery) -> None:
         self._sequences = sequences
         self._delivery = delivery
         self.guesses = backend.decodes_ahead and backend.guesses_tokens and not backend.signature.states
@@ -58,7 +58,7 @@ class RunAhead(Generic[D]):
     def end_unwanted(self) -> None:
         """Wait for a step that was begun ahead if there is no sequence any more: nothing runs when nobody waits."""
         if self.step is not None and not self._sequences:
-            self.step.run.heads()
+            self.step.run.top_logits()
             self.step = None
 
     def live(self, step: Decoding) -> list[tuple[int, Sequence]]:
@@ -92,7 +92,7 @@ class RunAhead(Generic[D]):
             return run.blocks([own[row] for row in rows], blocks)
 
         delivery = self._delivery
-        found = sample_heads([sequence.sampler for _, sequence in live], heads, fetch)
+        found = sample_top_logits([sequence.sampler for _, sequence in live], heads, fetch)
         now = delivery.clock()
         for place, ((row, sequence), sampled) in enumerate(zip(live, found, strict=True)):
             if sampled is None:

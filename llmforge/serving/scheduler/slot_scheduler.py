@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmforge.runtime.interface import Backend, C
+from llmforge.runtime.interface import C, Decoder
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving.options import EngineOptions
 from llmforge.serving.scheduler.base import Scheduler
-from llmforge.serving.scheduler.decode import Decode
-from llmforge.serving.scheduler.prefill import Prefill
+from llmforge.serving.scheduler.decode import SlotDecode
+from llmforge.serving.scheduler.prefill import SlotPrefill
 from llmforge.serving.scheduler.slots import Slots
 from llmforge.serving.sequence import Sequence
 from llmforge.serving.speculation import Speculation
@@ -27,7 +27,7 @@ class SlotScheduler(Scheduler[C]):
 
     def __init__(
         self,
-        backend: Backend[C],
+        backend: Decoder[C],
         cache: C,
         samplers: Samplers,
         options: EngineOptions,
@@ -43,8 +43,8 @@ class SlotScheduler(Scheduler[C]):
         self._slots = Slots(backend, cache, self._chunk, 0 if reason else options.prefix_cache_bytes)
         self._notes += self._slots.notes
         parts = backend, self._slots, self._ahead, self._delivery, self._figures
-        self._decode = Decode(*parts, self._speculation)
-        self._prefill = Prefill(*parts, self.sequences, self._chunk, self._step_tokens)
+        self._decode = SlotDecode(*parts, self._speculation)
+        self._prefill = SlotPrefill(*parts, self.sequences, self._chunk, self._step_tokens)
 
     def _run(self) -> int:
         self._slots.admit(self.waiting)

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Generic
 
 from llmforge.base.errors import UsageError
-from llmforge.runtime.interface import Backend, C
+from llmforge.runtime.interface import C, Decoder
 from llmforge.serving.prefix_cache import BLOCK, PrefixCache
 from llmforge.serving.sequence import Sequence
 
@@ -28,7 +28,7 @@ class Slots(Generic[C]):
         UsageError: `prefix_cache_bytes` has no room for one block.
     """
 
-    def __init__(self, backend: Backend[C], cache: C, chunk: int, prefix_cache_bytes: int) -> None:
+    def __init__(self, backend: Decoder[C], cache: C, chunk: int, prefix_cache_bytes: int) -> None:
         self.cache = cache
         self.taken: list[Sequence | None] = [None] * cache.batch
         self.idle_rows = 0  # that decode steps ran since a sequence was moved
@@ -37,7 +37,7 @@ class Slots(Generic[C]):
         self._steady_from = backend.signature.steady_from
         self.prefix_cache = self._make_prefix_cache(backend, prefix_cache_bytes) if prefix_cache_bytes else None
 
-    def _make_prefix_cache(self, backend: Backend[C], wanted: int) -> PrefixCache[C] | None:
+    def _make_prefix_cache(self, backend: Decoder[C], wanted: int) -> PrefixCache[C] | None:
         """Make the prefix cache of `wanted` bytes, or of what the device has left, which is then noted."""
         spare = backend.spare_bytes
         if spare is None or spare >= wanted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -212,20 +212,38 @@ class ReferenceModel:
             if vectors and _runs_alone(module):
                 yield OwnNorm(name, module)
 
-    @contextmanager
-    def magnified(self, weights: Collection[str], added: float, scales: Sequence[float]) -> Iterator[None]:
+    def magnified(
+        self, weights: Collection[str], added: float, scales: Sequence[float]
+    ) -> AbstractContextManager[None]:
         """Compute with `weights` of norms larger by `added`, and embeddings of each row multiplied, for a while."""
-        embedding: nn.Module = self.model.get_input_embeddings()
         parameters = [self.model.get_parameter(name) for name in weights]
+        rows = torch.tensor(scales).reshape(-1, 1, 1)
+        return self._changed(parameters, lambda numbers: numbers + added, lambda output: output * rows)
+
+    def nudged(self, by: float, seed: int) -> AbstractContextManager[None]:
+        """Compute with embeddings, and vectors of every layer, that are off by the share `by` of themselves."""
+        drawn = torch.Generator().manual_seed(seed)
+        vectors = [each for each in self.model.parameters() if each.dim() == 1 and each.device.type == "cpu"]
+
+        def moved(numbers: Tensor) -> Tensor:
+            return numbers * (1 + by * (2.0 * torch.randint(0, 2, numbers.shape, generator=drawn) - 1))
+
+        return self._changed(vectors, moved, moved)
+
+    @contextmanager
+    def _changed(
+        self,
+        parameters: Sequence[nn.Parameter],
+        change: Callable[[Tensor], Tensor],
+        of_embeddings: Callable[[Tensor], Tensor],
+    ) -> Iterator[None]:
+        """Change numbers of `parameters`, and the embeddings that a run looks up, for a while."""
+        embedding: nn.Module = self.model.get_input_embeddings()
         held = [parameter.data for parameter in parameters]
-
-        def multiply(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-            return output * torch.tensor(scales).reshape(-1, 1, 1)
-
-        hook = embedding.register_forward_hook(multiply)
+        hook = embedding.register_forward_hook(lambda module, args, output: of_embeddings(output))
         try:
             for parameter, numbers in zip(parameters, held, strict=True):
-                parameter.data = numbers + added
+                parameter.data = change(numbers)
             yield
         finally:
             hook.remove()
@@ -237,27 +255,6 @@ class ReferenceModel:
         """Name the parameter whose rows are embeddings of tokens; None: no module of the model holds it."""
         found: nn.Module = self.model.get_input_embeddings()
         return next((f"{name}.weight" for name, module in self.model.named_modules() if module is found), None)
-
-    @contextmanager
-    def nudged(self, by: float, seed: int) -> Iterator[None]:
-        """Compute with embeddings, and vectors of every layer, that are off by the share `by` of themselves."""
-        drawn = torch.Generator().manual_seed(seed)
-        embedding: nn.Module = self.model.get_input_embeddings()
-        vectors = [each for each in self.model.parameters() if each.dim() == 1 and each.device.type == "cpu"]
-        held = [vector.data for vector in vectors]
-
-        def moved(numbers: Tensor) -> Tensor:
-            return numbers * (1 + by * (2.0 * torch.randint(0, 2, numbers.shape, generator=drawn) - 1))
-
-        hook = embedding.register_forward_hook(lambda module, args, output: moved(output))
-        try:
-            for vector, numbers in zip(vectors, held, strict=True):
-                vector.data = moved(numbers)
-            yield
-        finally:
-            hook.remove()
-            for vector, numbers in zip(vectors, held, strict=True):
-                vector.data = numbers
 
     @contextmanager
     def watched(self) -> Iterator[list[Given]]:

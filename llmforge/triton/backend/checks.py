@@ -1,4 +1,4 @@
-"""Whether an environment can serve, told in plain words before anything is imported that it may lack.
+"""Checks that an environment can serve, before anything is imported that it may lack.
 
 This module imports the standard library and `llmforge.base.errors` alone, for it runs first.
 """

@@ -1,4 +1,4 @@
-"""What a client's tensors and parameters ask for."""
+"""Requests of clients of Triton, read from tensors and parameters."""
 
 from __future__ import annotations
 

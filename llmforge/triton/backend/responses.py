@@ -1,6 +1,6 @@
 """Responses on their way to clients: the engine's thread hands over, a thread of its own sends.
 
-So the engine never waits for the server, and where sending falls behind, chunks of one sequence go out together.
+So the engine never waits for the server, and where sending is late, chunks of one sequence go out together.
 """
 
 from __future__ import annotations

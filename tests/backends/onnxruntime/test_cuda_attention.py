@@ -8,14 +8,22 @@ import pytest
 
 from llmforge import targets
 from llmforge.backends.onnxruntime.cuda import attention as cuda_attention
-from llmforge.backends.onnxruntime.cuda.attention import CUDNN, DECODER, EFFICIENT, FLASH, XQA, Attention, Choice
+from llmforge.backends.onnxruntime.cuda.attention import (
+    CUDNN,
+    DECODER,
+    EFFICIENT,
+    FLASH,
+    XQA,
+    ChosenKernel,
+    KernelCase,
+)
 from llmforge.base.errors import VerificationError
 from llmforge.passes import FlashAttention
 from llmforge.rewrite.pass_base import Context
 
 from ...models import graphs
 
-PLAIN = Attention("a", heads=32, kv_heads=8, head_dim=128, int8=False, softcap=False, window=False, sinks=False)
+PLAIN = KernelCase("a", heads=32, kv_heads=8, head_dim=128, int8=False, softcap=False, window=False, sinks=False)
 # As the wheel prints it, of an engine with two layers on a device that claimed SM 80, then 90, then 75.
 LOG = (
     "\x1b[36mAttentionKernelOptions: FLASH_ATTENTION=1 EFFICIENT_ATTENTION=1 TRT_FUSED_ATTENTION=1 "
@@ -31,9 +39,9 @@ LOG = (
 
 def test_choices_are_read_off_the_log() -> None:
     assert cuda_attention.parse(LOG) == [
-        Choice("GroupQueryAttention", "model.layers.0.self_attn/Attention", "fp16", FLASH),
-        Choice("GroupQueryAttention", "model.layers.1.self_attn/Attention", "bf16", XQA),
-        Choice("GroupQueryAttention", "", "fp16", EFFICIENT),
+        ChosenKernel("GroupQueryAttention", "model.layers.0.self_attn/Attention", "fp16", FLASH),
+        ChosenKernel("GroupQueryAttention", "model.layers.1.self_attn/Attention", "bf16", XQA),
+        ChosenKernel("GroupQueryAttention", "", "fp16", EFFICIENT),
     ]
     assert cuda_attention.parse("SdpaKernel=\n") == []
 

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import pytest
 
 from llmforge import native
-from llmforge.backends.engines import BuildRequest, Engine
+from llmforge.backends.engines import BuildRequest, BuiltEngine
 from llmforge.backends.onnxruntime import builder as engines
 from llmforge.backends.onnxruntime import interop
 from llmforge.base.errors import UnsupportedError
@@ -37,7 +37,7 @@ class Built:
 
     checkpoint: Checkpoint
     model: ir.Model
-    engine: Engine
+    engine: BuiltEngine
     notes: tuple[str, ...]
 
     @property

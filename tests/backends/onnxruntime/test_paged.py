@@ -133,7 +133,7 @@ def test_blocks_are_of_a_size_that_attention_reads_in_place(head_dim: int, token
     model = decoder(int8_cache=int8_cache)
     for layer in contrib.GroupQueryAttention.all(model):
         layer.past_key.shape = ir.Shape(["batch", 2, "capacity", head_dim])
-    assert paged_attention.block_size(model) == tokens
+    assert cuda.block_size(model) == tokens
 
 
 def test_graphs_that_cannot_read_blocks_are_refused_with_the_reason() -> None:

@@ -17,7 +17,7 @@ from llmforge.backends import onnx_file
 from llmforge.backends.tensorrt import compile_plan, kv_lengths, layers, library, plan_cache, plan_file, profiles
 from llmforge.backends.tensorrt.build_log import BuildLog
 from llmforge.backends.tensorrt.plan_cache import PlanCache
-from llmforge.backends.tensorrt.plan_file import PlanRecord, Source
+from llmforge.backends.tensorrt.plan_file import PlanRecord, PlanSource
 from llmforge.base.errors import InputError, UnsupportedError, VerificationError
 from llmforge.base.progress import Silent
 from llmforge.ir import interface
@@ -36,7 +36,7 @@ def written(model: ir.Model, folder: Path) -> Path:
     return folder / MODEL_FILE
 
 
-def build(model: ir.Model, folder: Path, sm: str = "89", name: str = "a.plan") -> compile_plan.Built:
+def build(model: ir.Model, folder: Path, sm: str = "89", name: str = "a.plan") -> compile_plan.CompiledPlan:
     return compile_plan.build(RTX, written(model, folder), model, folder / name, sm=sm, profiles=())
 
 
@@ -226,7 +226,7 @@ def test_a_dimension_of_unknown_size_is_refused() -> None:
 def record(folder: Path, *, sm: str = "89", content: bytes = b"plan") -> tuple[PlanRecord, Path]:
     plan = folder / f"{sm}.plan"
     plan.write_bytes(content)
-    source = Source(
+    source = PlanSource(
         "tensorrt_rtx", "1.7.1", sm, "NVIDIA L4", ("-TF32",), {"decode": {"x": ((1,), (2,), (2,))}}, "ab" * 32
     )
     made = PlanRecord(
@@ -241,7 +241,7 @@ def record(folder: Path, *, sm: str = "89", content: bytes = b"plan") -> tuple[P
     return made, plan
 
 
-def variants(source: Source) -> Iterator[Source]:
+def variants(source: PlanSource) -> Iterator[PlanSource]:
     """Change one thing at a time."""
     yield dataclasses.replace(source, module="tensorrt")
     yield dataclasses.replace(source, version="1.7.2")

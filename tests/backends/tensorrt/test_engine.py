@@ -82,7 +82,7 @@ def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LLMFORGE_CACHE", str(tmp_path / "cache"))
 
 
-def build(model: ir.Model, target: Target, folder: Path) -> engines.Engine:
+def build(model: ir.Model, target: Target, folder: Path) -> engines.BuiltEngine:
     return engine.build(engines.BuildRequest(model, folder, SPEC, target, [0], None))
 
 
@@ -168,7 +168,7 @@ def test_a_plan_is_built_without_heads_where_the_builder_refuses_them(
 
     def refuse(
         library: object, onnx_file: Path, model: ir.Model, *rest: object, **options: object
-    ) -> compile_plan.Built:
+    ) -> compile_plan.CompiledPlan:
         if any(node.op_type == refused for node in model.graph):
             raise UnsupportedError("no TopK today")
         return build_plan(library, onnx_file, model, *rest, **options)  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ from llmforge.ir import logits_rows
 from llmforge.ir.interface import HEAD, mass_blocks
 from llmforge.native import nccl
 from llmforge.recipe import EngineSpec
-from llmforge.rewrite.topk_outputs import give_heads
+from llmforge.rewrite.topk_outputs import add_topk_outputs
 from llmforge.runtime.config import (
     DeviceFacts,
     GraphPlan,
@@ -149,7 +149,7 @@ def with_heads(vocabulary: int = VOCABULARY, *, by_row: bool = False) -> bytes:
     model = decoder(vocabulary)
     if by_row:
         logits_rows.choose_by_row(model)
-    give_heads(model)
+    add_topk_outputs(model)
     return ir.to_proto(model).SerializeToString()
 
 
@@ -168,7 +168,7 @@ def test_a_decode_step_copies_heads_and_waits_once(bench, rtx):
         cuda.fetched.clear()
         run = session.begin_decode(StepInputs(ids, past, temperatures=temperatures[:rows]), view)
         assert (cuda.copies, cuda.waits) == (1, 0)  # all inputs in one; the step runs beside the host
-        heads = run.heads()
+        heads = run.top_logits()
         assert (cuda.copies, cuda.waits, cuda.fetched) == (2, 1, [rows * head])
         assert cuda.launches - launches == (rows == 4 and not rtx)
         np.testing.assert_array_equal(heads.ids, np.argsort(-logits, axis=1, kind="stable")[:, :HEAD])
@@ -176,7 +176,7 @@ def test_a_decode_step_copies_heads_and_waits_once(bench, rtx):
         np.testing.assert_array_equal(run.logits(1), logits[1])
         np.testing.assert_array_equal(run.blocks([1, 0], [3, 4])[0], logits[1, 3 * size : 4 * size])
         assert cuda.fetched[1:] == [4 * VOCABULARY, 4 * size, 4 * size]
-    with pytest.raises(ValueError, match="heads of one token a row"):
+    with pytest.raises(ValueError, match="top logits of one token a row"):
         session.begin_decode(StepInputs(tokens(2), lengths(0), temperatures=temperatures[:1]), cache.rows(0, 1))
 
 
@@ -186,7 +186,7 @@ def test_heads_of_a_small_vocabulary_lie_where_tensorrt_takes_them(bench):
     view = session.allocate(ROWS, CAPACITY).rows(0, 3)  # whose address is checked by the stand-in
     ids, past = tokens(1, 1, 3), lengths(0, 1, 2)
     logits = session.step(StepInputs(ids, past), view)[:, 0]
-    heads = session.begin_decode(StepInputs(ids, past, temperatures=np.ones(3, np.float32)), view).heads()
+    heads = session.begin_decode(StepInputs(ids, past, temperatures=np.ones(3, np.float32)), view).top_logits()
     assert heads.whole
     np.testing.assert_array_equal(heads.logits, -np.sort(-logits, axis=1))
 

@@ -1,8 +1,8 @@
 """The record of a backend: data, and modules by their names, for a serving environment reads it, too."""
 
-from llmforge.backends import Backend, Provider, Use
+from llmforge.backends.record import BackendRecord, Provider, Use
 
-PLAIN = Backend(
+PLAIN = BackendRecord(
     name="sample-plain",
     title="ONNX Runtime without its optimizations",
     module="onnxruntime",

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from llmforge.backends.engines import BuildRequest, Engine
+from llmforge.backends.engines import BuildRequest, BuiltEngine
 from llmforge.backends.onnxruntime import builder
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Changes
@@ -24,7 +24,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     return builder.lower(model, target, spec)
 
 
-def build(request: BuildRequest) -> Engine:
+def build(request: BuildRequest) -> BuiltEngine:
     """Write the engine, and prove that it runs."""
     built = builder.build(request)
     config = replace(built.config, session=replace(built.config.session, optimize=False))

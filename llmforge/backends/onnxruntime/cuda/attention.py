@@ -1,4 +1,4 @@
-"""Which kernel ONNX Runtime's CUDA provider computes an attention with, and what it says it did.
+"""The kernel that ONNX Runtime's CUDA provider computes an attention with, and what it says it did.
 
 Of a PagedAttention, FLASH_ATTENTION from SM 80 on, and cuDNN for decode steps where it takes the shape, from SM 90 on;
 below EFFICIENT_ATTENTION, or DECODER_ATTENTION for decode steps, as over int8 blocks that XQA does not take. Of a
@@ -49,7 +49,7 @@ _LINE = re.compile(
 
 
 @dataclass(frozen=True)
-class Attention:
+class KernelCase:
     """What the choice of a kernel depends on, of one GroupQueryAttention or PagedAttention."""
 
     node: str
@@ -70,7 +70,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenKernel:
     """One line of ONNX Runtime's debug output."""
 
     operator: str
@@ -79,7 +79,7 @@ class Choice:
     kernel: str
 
 
-def of(model: ir.Model) -> Iterator[tuple[ir.Node, Attention]]:
+def of(model: ir.Model) -> Iterator[tuple[ir.Node, KernelCase]]:
     """Yield every GroupQueryAttention and PagedAttention of `model`."""
     found: list[GroupQueryAttention | PagedAttention] = [*GroupQueryAttention.all(model), *PagedAttention.all(model)]
     for attention in found:
@@ -87,7 +87,7 @@ def of(model: ir.Model) -> Iterator[tuple[ir.Node, Attention]]:
         cache = attention.key_cache if isinstance(attention, PagedAttention) else attention.past_key
         yield (
             attention.node,
-            Attention(
+            KernelCase(
                 attention.name,
                 attention.num_heads,
                 attention.kv_num_heads,
@@ -102,7 +102,7 @@ def of(model: ir.Model) -> Iterator[tuple[ir.Node, Attention]]:
         )
 
 
-def reason_against(attention: Attention, sm: int) -> str | None:
+def reason_against(attention: KernelCase, sm: int) -> str | None:
     """Say why the provider has no kernel for `attention` on a device of `sm`; None where it has."""
     if not attention.int8 or attention.paged:  # blocks of int8 are gathered, or read by the decoder's own kernel
         return None
@@ -124,7 +124,7 @@ def blocks_reason(layer: PagedAttention, sm: int) -> str | None:
     return None
 
 
-def expected(attention: Attention, sm: int, *, decode: bool) -> frozenset[str]:
+def expected(attention: KernelCase, sm: int, *, decode: bool) -> frozenset[str]:
     """Return the kernels that a step may be computed with; two where cuDNN decides."""
     asks_cudnn = sm >= _HOPPER and not (attention.int8 or attention.softcap or attention.window or attention.sinks)
     if attention.paged:
@@ -138,7 +138,7 @@ def expected(attention: Attention, sm: int, *, decode: bool) -> frozenset[str]:
     return frozenset({plain, CUDNN} if asks_cudnn else {plain})
 
 
-def _over_blocks(attention: Attention, sm: int, *, decode: bool, asks_cudnn: bool) -> frozenset[str]:
+def _over_blocks(attention: KernelCase, sm: int, *, decode: bool, asks_cudnn: bool) -> frozenset[str]:
     """As `expected`; XQA reads int8 blocks where the device says that its kernel has the shared memory it wants."""
     if decode and attention.int8:
         fits = attention.head_dim in _XQA_HEADS and attention.group in _XQA_GROUPS_BLOCKS and not attention.softcap
@@ -148,10 +148,11 @@ def _over_blocks(attention: Attention, sm: int, *, decode: bool, asks_cudnn: boo
     return frozenset({FLASH, CUDNN} if decode and asks_cudnn else {FLASH})
 
 
-def parse(log: str) -> list[Choice]:
+def parse(log: str) -> list[ChosenKernel]:
     """Read the choices off what ONNX Runtime printed, in their order."""
     return [
-        Choice(found["operator"], found["node"] or "", found["dtype"], found["kernel"]) for found in _LINE.finditer(log)
+        ChosenKernel(found["operator"], found["node"] or "", found["dtype"], found["kernel"])
+        for found in _LINE.finditer(log)
     ]
 
 

@@ -15,11 +15,11 @@ import numpy as np
 import onnx_ir as ir
 
 from llmforge import native
-from llmforge.backends import INT8_SLOTS, PAGED_HEAD_DIM, PREFILL_CHUNK, onnx_file, signatures, slots_reason
-from llmforge.backends.engines import BuildRequest, Engine, require_device
+from llmforge.backends import onnx_file, signatures
+from llmforge.backends.engines import BuildRequest, BuiltEngine, require_device
 from llmforge.backends.loading import module_of
+from llmforge.backends.onnxruntime import PAGED, kernels
 from llmforge.backends.onnxruntime import builder as standard
-from llmforge.backends.onnxruntime import kernels
 from llmforge.backends.onnxruntime.cuda import attention as cuda_attention
 from llmforge.backends.onnxruntime.cuda import collectives as cuda_collectives
 from llmforge.backends.onnxruntime.cuda import graphs as cuda_graphs
@@ -35,8 +35,8 @@ from llmforge.rewrite import next_ids, paged_attention, topk_outputs
 from llmforge.rewrite.pass_base import Changes, Rewritten, Skipped
 from llmforge.runtime.config import FILE, MODEL_FILE, DeviceFacts, GraphPlan, RuntimeConfig, SessionOptions
 from llmforge.runtime.device.cuda import CudaDevice
-from llmforge.runtime.interface import Backend, StepInputs
-from llmforge.runtime.prefill_shapes import SHAPES
+from llmforge.runtime.interface import Decoder, StepInputs
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK, SHAPES
 from llmforge.targets import Target
 
 VERSION = kernels.cuda().wheel.rpartition("=")[2]
@@ -54,7 +54,7 @@ PROVED_TOKENS = tuple(sorted({*(1 << i for i in range(10)), *(3 << i for i in ra
 
 
 def require_host(target: Target, spec: EngineSpec) -> None:
-    """Return if the GPU of `target` is at hand: an engine is loaded and its steps are captured as it is built.
+    """Return if the GPU of `target` is here: an engine is loaded and its steps are captured as it is built.
 
     Raises:
         EnvironmentLacks: it is not.
@@ -89,7 +89,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     changes.rewritten += inside
     changes.skipped += outside
     if blocked:
-        changes.rewritten += paged_attention.lower(lowered, paged_attention.block_size(lowered))
+        changes.rewritten += paged_attention.lower(lowered, block_size(lowered))
     elif spec.kv_cache is None:
         changes.notes.append(f"KV cache in slots, not in blocks: {reason}")
     changes.rewritten += cuda_operators.split_biases(lowered)
@@ -98,7 +98,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     changes.rewritten += cuda_operators.widen(lowered)
     if reason is not None:
         changes.rewritten += _choose_rows(lowered)
-    changes.rewritten.append(topk_outputs.give_heads(lowered))
+    changes.rewritten.append(topk_outputs.add_topk_outputs(lowered))
     if all(value.name != interface.INPUTS_EMBEDS for value in lowered.graph.inputs):
         changes.rewritten.append(next_ids.feed_back(lowered))  # else a negative id stands for an embedding
     changes.skipped += [Skipped(str(node.name), reason) for node, reason in cuda_operators.slower(lowered)]
@@ -107,6 +107,14 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     cuda_graphs.require(lowered, spec)
     require_memory(lowered, target, spec)
     return lowered, changes
+
+
+def block_size(model: ir.Model) -> int:
+    """Choose the tokens of a block, so that attention reads the blocks of every layer of `model` in place."""
+    return max(
+        PAGED.block_tokens(graph.static(layer.past_key)[3], int8=layer.past_key.dtype == ir.DataType.INT8)
+        for layer in contrib.GroupQueryAttention.all(model)
+    )
 
 
 def _choose_rows(lowered: ir.Model) -> list[Rewritten]:
@@ -128,12 +136,12 @@ def _slots_reason(lowered: ir.Model, target: Target, spec: EngineSpec) -> str | 
     reason = paged_attention.reason_against(lowered)
     if spec.kv_cache is None:
         widest = max((attention.head_dim for _, attention in cuda_attention.of(lowered)), default=0)
-        if widest > PAGED_HEAD_DIM:
+        if widest > PAGED.most_channels:
             reason = f"heads have {widest} channels, and FlashAttention, which reads blocks in place, up to "
-            reason += str(PAGED_HEAD_DIM)
+            reason += str(PAGED.most_channels)
         if any(attention.int8 for _, attention in cuda_attention.of(lowered)):
-            reason = reason or INT8_SLOTS
-        return slots_reason("cuda", target.sm, spec.tensor_parallel) or reason
+            reason = reason or PAGED.int8_slots
+        return target.require_engine(spec.backend).slots_reason(target.sm, spec.tensor_parallel) or reason
     if reason is not None:
         raise UnsupportedError(
             f"engine.kv_cache is paged, and the graph cannot read blocks: {reason}",
@@ -209,7 +217,7 @@ def _refuse(model: ir.Model, sm: int) -> None:
             raise UnsupportedError(f"{node.op_type} {node.name} on CUDA: {reason}", hint=hint)
 
 
-def build(request: BuildRequest) -> Engine:
+def build(request: BuildRequest) -> BuiltEngine:
     """Write a lowered model, load it on the target's GPU, run it and capture its steps.
 
     Raises:
@@ -225,19 +233,19 @@ def build(request: BuildRequest) -> Engine:
     config = write(request)
     config, notes = open_and_prove(request.folder, config, lambda chosen: _opened(request.folder, chosen))
     facts = {"ranks": f"{config.ranks} processes, one GPU each"} if request.ranks else {}
-    return Engine.built(request, config, facts, notes)
+    return BuiltEngine.built(request, config, facts, notes)
 
 
-def _opened(folder: Path, config: RuntimeConfig) -> Backend[Any]:
+def _opened(folder: Path, config: RuntimeConfig) -> Decoder[Any]:
     """Open what was written on the GPU of this machine, or on the first of them."""
     if config.ranks > 1:
         return rank_session.open_engine(folder, config, None)
-    session: Backend[Any] = module_of(config).open_engine(folder / MODEL_FILE, config, None, CudaDevice())
+    session: Decoder[Any] = module_of(config).open_engine(folder / MODEL_FILE, config, None, CudaDevice())
     return session
 
 
 def open_and_prove(
-    folder: Path, config: RuntimeConfig, open_session: Callable[[RuntimeConfig], Backend[Any]]
+    folder: Path, config: RuntimeConfig, open_session: Callable[[RuntimeConfig], Decoder[Any]]
 ) -> tuple[RuntimeConfig, tuple[str, ...]]:
     """Open an engine and prove it; where its fast products do not run, without them, which `runtime.json` then says.
 
@@ -262,7 +270,7 @@ def open_and_prove(
     return slower, (f"{FAST_ENTRY} is off, and products of codes are slower: with it, {reason}", *notes)
 
 
-def _proven(session: Backend[Any], config: RuntimeConfig) -> tuple[str, ...]:
+def _proven(session: Decoder[Any], config: RuntimeConfig) -> tuple[str, ...]:
     """Prove an engine (`prove`), and end the processes of its ranks."""
     try:
         return prove(session, config)
@@ -283,7 +291,7 @@ def write(request: BuildRequest) -> RuntimeConfig:
     return config
 
 
-def prove(session: Backend[Any], config: RuntimeConfig) -> tuple[str, ...]:
+def prove(session: Decoder[Any], config: RuntimeConfig) -> tuple[str, ...]:
     """Capture the planned steps, run two (`onnxruntime.prove`) and one of each of `PROVED_TOKENS`; return notes.
 
     They are on what is not captured.

@@ -1,4 +1,4 @@
-"""Which decode steps of a lowered graph the CUDA provider captures as CUDA graphs, and what keeps it from that.
+"""The plan of CUDA graphs: which decode steps the CUDA provider captures, and what keeps it from that.
 
 ONNX Runtime captures a run whose option `gpu_graph_id` names a graph that it has not captured yet, and replays it in
 every later run with that id: the same kernels with the same arguments on the same addresses. So a plan holds one graph
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from llmforge.backends import PREFILL_CHUNK
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface, operators
 from llmforge.ir.operators import contrib, standard
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.config import Capture, GraphPlan
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 
 # Lengths that a graph serves: up to these, then all. Between two of them attention's scratch memory and splits are four
 # times too large at most; what it reads of the cache follows the rows' own lengths.
@@ -47,7 +47,7 @@ _SUBGRAPHS = {ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS}
 
 
 @dataclass(frozen=True)
-class Memory:
+class EngineMemory:
     """Device memory that an engine wants, in bytes; all but weights and caches are estimates."""
 
     weights: int
@@ -121,7 +121,7 @@ def reasons(model: ir.Model) -> Iterator[tuple[ir.Node, str]]:
             yield node, "the host reads its group indices"
 
 
-def memory(model: ir.Model, spec: EngineSpec, graphs: GraphPlan, blocks: int = 0) -> Memory:
+def memory(model: ir.Model, spec: EngineSpec, graphs: GraphPlan, blocks: int = 0) -> EngineMemory:
     """Estimate the device memory of the lowered `model`, with a pool of `blocks` if it reads blocks.
 
     Activations: three tensors of the widest layer for every token of a prefill step, fp32 logits of `max_batch` rows,
@@ -131,7 +131,7 @@ def memory(model: ir.Model, spec: EngineSpec, graphs: GraphPlan, blocks: int = 0
     widest = max((max(tensor.shape.numpy(), default=0) for tensor in tensors if len(tensor.shape) > 1), default=0)
     logits = 2 * 4 * spec.max_batch * graph.width(graph.output_named(model, interface.LOGITS))
     launches = LAUNCHES_A_NODE * graph.nodes(model)
-    return Memory(
+    return EngineMemory(
         weights=sum(tensor.nbytes for tensor in tensors),
         caches=(blocks + 1) * block_bytes(model)
         if contrib.PagedAttention.all(model)

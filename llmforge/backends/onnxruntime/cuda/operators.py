@@ -1,4 +1,4 @@
-"""What operators must look like for ONNX Runtime's CUDA provider, where it is other than for the CPU.
+"""Forms of operators that ONNX Runtime's CUDA provider takes, where they are other than for the CPU.
 
 - The fast product of weights in 4 and 8 bits ("fpA_intB") computes a MatMulNBits of a certain layout, without a bias.
   So a bias leaves it, `y = Add(MatMulNBits(x, codes, scales), b)`, where all else fits. What it does not compute runs

@@ -1,6 +1,6 @@
 """A decoder in ONNX Runtime whose caches are blocks of one pool: texts of any length share a device's memory.
 
-A step runs the tokens of several texts one behind the other, prompts and decoding together, none of them padding, and
+A step runs the tokens of several texts one after the other, prompts and decoding together, none of them padding, and
 each reads and writes its own blocks by a table (`contrib.PagedAttention`). Decode steps may be CUDA graphs, as in
 `llmforge.backends.onnxruntime.cuda.session`, with a table of fixed size and rows of padding, whose blocks are number 0.
 `attention_metadata` is what the host says of lengths: exact in other steps, the class of lengths in a captured one.
@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.backends import PREFILL_CHUNK
-from llmforge.backends.onnxruntime.cuda.decode_runs import DecodeRuns
 from llmforge.backends.onnxruntime.cuda.session import (
     DECODE_BYTES,
     EAGER,
@@ -38,10 +36,10 @@ from llmforge.runtime.config import Capture, GraphPlan, RuntimeConfig, SessionCo
 from llmforge.runtime.device.backend import INPUT_BYTES, LOGIT_BYTES
 from llmforge.runtime.device.cache import CacheMemory, CacheTensor, DeviceCache
 from llmforge.runtime.device.cuda import Buffer, Device
-from llmforge.runtime.device.graph_capture import ONE, ProbeStep, probe_inputs
+from llmforge.runtime.device.graph_capture import ONE, CaptureProbe, probe_inputs
 from llmforge.runtime.device.inputs import InputBuffers, StagedInputs
-from llmforge.runtime.device.top_logits import HeadBuffers
 from llmforge.runtime.interface import DecodeRun, RowCopy, Rows, StepInputs
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.runtime.signature import ELEMENTS, Signature
 
 FREE_PART = 0.9  # of a device's free memory that a pool takes at most: scratch memory of kernels needs the rest
@@ -61,7 +59,7 @@ class PagedCache(Rows):
     """A pool of blocks in a device's memory, and rows of texts of at most `capacity` tokens, which take what they hold.
 
     A scheduler plans `pool` itself and has no use for rows; a row is what runs texts one by one (`Backend.step`). It
-    begins anew with a step behind no past.
+    begins anew with a step after no past.
     """
 
     store: DeviceCache = field(repr=False)  # a row is a block; its first one is nobody's
@@ -186,19 +184,8 @@ class PagedSession(CapturedSession[PagedCache]):
         if self.signature.block_size is None or self.signature.gives_all_rows:
             raise InputError(f"{where}: its caches are no blocks of a pool")
         self.block_size = self.signature.block_size
-        elsewhere = {*self.signature.cache_types, interface.CHOSEN_IDS}
-        self._input_names = tuple(name for name in self.signature.inputs if name not in elsewhere)
-        self._host_inputs = self._find_host_inputs(self._input_names, interface.ATTENTION_METADATA, where)
-        self._most_rows = most = max((1, *self.buckets, *(capture.batch for capture in self._captures)))
+        self._prepare_buffers(interface.ATTENTION_METADATA, where)
         self._decode_inputs: InputBuffers | None = None  # sized by the table of the first cache
-        self._inputs = InputBuffers(device, self._input_names, self._host_inputs, INPUT_BYTES)  # of other steps; grows
-        self._decode_logits = device.allocate(most * self.vocabulary * LOGIT_BYTES)
-        self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)
-        self._heads: HeadBuffers | None = None
-        self._runs: DecodeRuns | None = None
-        if self.signature.gives_heads:
-            self._heads = HeadBuffers(device, most, self.vocabulary, guesses=self.signature.gives_next_ids)
-            self._runs = DecodeRuns(device, self._thread, self._heads, self._decode_logits)
         self._bindings: weakref.WeakKeyDictionary[CacheMemory, Binding] = weakref.WeakKeyDictionary()
         self._fewer: tuple[str, ...] = ()  # what `allocate` has to say of its pool
 
@@ -285,16 +272,6 @@ class PagedSession(CapturedSession[PagedCache]):
         self._guessed_rows = 0
         self._on_thread(lambda: self._execute(cache, self._prepare(pieces, cache), out))
 
-    @property
-    def guesses_tokens(self) -> bool:
-        """Whether the graph guesses tokens, too."""
-        return self.signature.gives_next_ids
-
-    @property
-    def decodes_ahead(self) -> bool:
-        """Whether the graph gives heads."""
-        return self._heads is not None
-
     def begin(
         self,
         pieces: Sequence[Piece],
@@ -306,16 +283,23 @@ class PagedSession(CapturedSession[PagedCache]):
 
         Its rows are those `wanted`, in order, at whose `temperatures`, fp32 [wanted], their masses are summed, and
         whose next tokens are guessed with `draws`, as of `begin_decode`; rows of padding follow. Where tokens are
-        guessed, a step of one token of each piece may begin while another step runs, whose heads are asked for next; it
-        may have tokens of -1 - n, which are those that the step before guesses for its row n.
+        guessed, a step of one token of each piece may begin while another step runs, whose top logits are asked for
+        next; it may have tokens of -1 - n, which are those that the step before guesses for its row n.
 
         Raises:
             UsageError: a text has no room for its tokens.
         """
         self._check_room(pieces, cache)
         wanted = sum(piece.wanted for piece in pieces)
-        if self._heads is None or self._runs is None or temperatures.shape != (wanted,) or wanted > self._most_rows:
-            raise ValueError(f"temperatures {temperatures.shape}; heads of {wanted} rows, of {self._most_rows} at most")
+        if (
+            self._top_logits is None
+            or self._runs is None
+            or temperatures.shape != (wanted,)
+            or wanted > self._most_rows
+        ):
+            raise ValueError(
+                f"temperatures {temperatures.shape}; top logits of {wanted} rows, of {self._most_rows} at most"
+            )
         self._require_guesses(np.array([min(piece.tokens) for piece in pieces]))
         self._runs.make_room()
         step = self._prepare(pieces, cache, temperatures=temperatures, draws=draws)
@@ -378,7 +362,7 @@ class PagedSession(CapturedSession[PagedCache]):
         feeds = self._feeds(pieces, cache, rows, len(pieces), longest, temperatures, draws)
         most, count = max(value.nbytes for value in feeds.values()), max(1, count)
         if most > self._inputs.each_bytes:
-            self._inputs = InputBuffers(self.device, self._input_names, self._host_inputs, most)
+            self._inputs = self._input_buffers(most)
         if count * self.vocabulary * LOGIT_BYTES > self._logits.size:
             self._logits = self.device.allocate(count * self.vocabulary * LOGIT_BYTES)
         return _Step(self._inputs, self._inputs.stage(feeds), self._logits, count, EAGER)
@@ -393,7 +377,7 @@ class PagedSession(CapturedSession[PagedCache]):
         temperatures: NDArray[np.float32] | None = None,
         draws: NDArray[np.float32] | None = None,
     ) -> dict[str, NDArray[Any]]:
-        """Make the inputs of a step of `batch` rows; those behind `pieces` run one token, in block 0."""
+        """Make the inputs of a step of `batch` rows; those after `pieces` run one token, in block 0."""
         padding = batch - len(pieces)
         lengths = np.array([*(len(piece.tokens) for piece in pieces), *[1] * padding], np.int32)
         ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -442,7 +426,7 @@ class PagedSession(CapturedSession[PagedCache]):
         table_bytes = self._most_rows * cache.blocks_of_a_row * 4
         if buffers is None or buffers.each_bytes < table_bytes:
             most = max(table_bytes, (self._most_rows + 1) * INPUT_BYTES, self._most_rows * DECODE_BYTES)
-            buffers = InputBuffers(self.device, self._input_names, self._host_inputs, most, sets=2)
+            buffers = self._input_buffers(most, sets=2)
             self._decode_inputs = buffers
             self._graphs.clear()  # they read the inputs elsewhere
             graph_id = EAGER
@@ -456,12 +440,12 @@ class PagedSession(CapturedSession[PagedCache]):
         return self._bindings[memory]
 
     def _launch(self, binding: Binding, step: _Step) -> None:
-        """Send the graph to the device, behind its inputs."""
+        """Send the graph to the device, after its inputs."""
         step.buffers.send(step.inputs)
         binding.bind_inputs(step.inputs.bound)
         binding.bind_logits(step.logits, (1, step.rows, self.vocabulary))
-        if self._heads is not None:
-            binding.bind_heads(self._heads, step.rows)
+        if self._top_logits is not None:
+            binding.bind_top_logits(self._top_logits, step.rows)
         run_bound(self._session, binding.binding, run_options(step.graph_id, waits=self.device.stream is None))
 
     def _execute(
@@ -479,7 +463,7 @@ class PagedSession(CapturedSession[PagedCache]):
         self._capture_all(cache.store.memory, lambda capture, graph_id: self._probe(capture, graph_id, cache, table))
         cache.pool.close(table)
 
-    def _probe(self, capture: Capture, graph_id: int, cache: PagedCache, table: BlockTable) -> ProbeStep:
+    def _probe(self, capture: Capture, graph_id: int, cache: PagedCache, table: BlockTable) -> CaptureProbe:
         """Make what runs a probe's step: all rows are the same text, and write the same."""
         out = np.empty((1, capture.batch, self.vocabulary), np.float32)
 
@@ -488,13 +472,13 @@ class PagedSession(CapturedSession[PagedCache]):
             pieces = [Piece((token,), int(past), table, wanted=True) for past in inputs.past_lengths]
             return self._feeds(pieces, cache, None, capture.batch, capture.length)
 
-        def probe(token: int, *, graph: bool, elsewhere: bool = False) -> NDArray[np.float32]:
+        def probe(token: int, *, graph: bool, moved: bool = False) -> NDArray[np.float32]:
             which = graph_id if graph else EAGER
-            step, binding = self._prepare_decode(feeds(ONE if elsewhere else token), cache, which), None
-            if elsewhere:
+            step, binding = self._prepare_decode(feeds(ONE if moved else token), cache, which), None
+            if moved:
                 step.buffers.send(step.inputs)
                 most = step.buffers.each_bytes
-                other = InputBuffers(self.device, self._input_names, self._host_inputs, most)
+                other = self._input_buffers(most)
                 binding = Binding(self._session, self.device, cache.store)
                 step = step._replace(buffers=other, inputs=other.stage(feeds(token)))
             self._execute(cache, step, out, binding)

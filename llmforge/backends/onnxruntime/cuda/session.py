@@ -42,12 +42,12 @@ from llmforge.ir.interface import Draw
 from llmforge.native import nccl
 from llmforge.runtime.config import Capture, GraphPlan, RuntimeConfig, SessionConfig
 from llmforge.runtime.device import cache as device_cache
-from llmforge.runtime.device.backend import INPUT_BYTES, LOGIT_BYTES, DeviceBackend
+from llmforge.runtime.device.backend import INPUT_BYTES, LOGIT_BYTES, DeviceDecoder
 from llmforge.runtime.device.cache import CacheMemory, DeviceCache
 from llmforge.runtime.device.cuda import Buffer, Device, how_to_install
-from llmforge.runtime.device.graph_capture import ONE, ProbeStep, probe_inputs
+from llmforge.runtime.device.graph_capture import ONE, CaptureProbe, probe_inputs
 from llmforge.runtime.device.inputs import BoundInput, InputBuffers
-from llmforge.runtime.device.top_logits import HeadBuffers
+from llmforge.runtime.device.top_logits import TopLogitsBuffers
 from llmforge.runtime.interface import C, DecodeRun, StepInputs
 from llmforge.runtime.prefill_shapes import SHAPES, pieces, together
 from llmforge.runtime.signature import Signature
@@ -65,7 +65,7 @@ DECODE_BYTES = 4 * len(Draw._fields)
 EAGER = -1  # the `gpu_graph_id` of steps that are no CUDA graph
 
 
-class CapturedSession(DeviceBackend[C], Generic[C]):
+class CapturedSession(DeviceDecoder[C], Generic[C]):
     """A decoder in ONNX Runtime whose decode steps may be captured: one thread makes all runs, and finds their graphs.
 
     A subclass opens `_session`.
@@ -76,6 +76,8 @@ class CapturedSession(DeviceBackend[C], Generic[C]):
     def __init__(self, device: Device, buckets: Sequence[int], graphs: GraphPlan | None) -> None:
         self.device = device
         self.buckets = tuple(buckets)
+        self._top_logits: TopLogitsBuffers | None = None
+        self._runs: DecodeRuns | None = None
         self._captures = () if graphs is None or graphs.mode == "off" else graphs.captures
         self._graphs_required = graphs is not None and graphs.mode == "require"
         # One thread makes all runs, for CUDA graphs belong to the thread that captured them.
@@ -84,6 +86,33 @@ class CapturedSession(DeviceBackend[C], Generic[C]):
         self._graphs = weakref.WeakKeyDictionary()  # batch → (length, id), ascending
         self._guessed_rows = 0  # of the step begun last, whose guesses the next one may take
         self._last_id = 0  # none is used twice: a graph outlives the cache that it was captured over
+
+    def _prepare_buffers(self, read_on_hosts: str, where: str) -> None:
+        """Make room for inputs and logits of steps, as the signature says; `read_on_hosts` is so on any device."""
+        signature = self.signature
+        fixed = {*signature.cache_types, interface.CHOSEN_IDS}
+        self._input_names = tuple(name for name in signature.inputs if name not in fixed)
+        self._host_inputs = self._find_host_inputs(self._input_names, read_on_hosts, where)
+        self._most_rows = most = max((1, *self.buckets, *(capture.batch for capture in self._captures)))
+        self._inputs = self._input_buffers(INPUT_BYTES)  # of steps that do not decode; grows
+        self._decode_logits = self.device.allocate(most * self.vocabulary * LOGIT_BYTES)
+        self._logits = self.device.allocate(self.vocabulary * LOGIT_BYTES)  # of others; grows
+        if signature.gives_top_logits:
+            self._top_logits = TopLogitsBuffers(self.device, most, self.vocabulary, guesses=signature.gives_next_ids)
+            self._runs = DecodeRuns(self.device, self._thread, self._top_logits, self._decode_logits)
+
+    def _input_buffers(self, each_bytes: int, sets: int = 1) -> InputBuffers:
+        return InputBuffers(self.device, self._input_names, self._host_inputs, each_bytes, sets=sets)
+
+    @property
+    def decodes_ahead(self) -> bool:
+        """Whether the graph gives top logits."""
+        return self._top_logits is not None
+
+    @property
+    def guesses_tokens(self) -> bool:
+        """Whether the graph guesses tokens, too."""
+        return self.signature.gives_next_ids
 
     def _on_thread(self, work: Callable[[], T]) -> T:
         return self._thread.submit(work).result()
@@ -115,7 +144,7 @@ class CapturedSession(DeviceBackend[C], Generic[C]):
                 return length, graph_id
         return None, EAGER
 
-    def _capture_all(self, memory: CacheMemory, probe_of: Callable[[Capture, int], ProbeStep]) -> None:
+    def _capture_all(self, memory: CacheMemory, probe_of: Callable[[Capture, int], CaptureProbe]) -> None:
         """Capture the planned steps over `memory`, in the order of the plan, and verify each by its probe."""
         graphs: dict[int, list[tuple[int, int]]] = {}
         self.capture_results = ()
@@ -174,21 +203,10 @@ class DeviceSession(CapturedSession[DeviceCache]):
             raise UnsupportedError(f"{where}: its caches grow in every step, and only the CPU's session copies them")
         if self._captures and interface.ATTENTION_MASK in signature.inputs:
             raise UnsupportedError(f"{where}: {interface.ATTENTION_MASK} grows with the text, so no step is recorded")
-        elsewhere = {*signature.cache_types, interface.CHOSEN_IDS}
-        self._input_names = tuple(name for name in signature.inputs if name not in elsewhere)
-        self._host_inputs = self._find_host_inputs(self._input_names, interface.TOTAL_SEQUENCE_LENGTH, where)
-        self._most_rows = most = max((1, *self.buckets, *(capture.batch for capture in self._captures)))
+        self._prepare_buffers(interface.TOTAL_SEQUENCE_LENGTH, where)
         if self._pads and signature.chooses_by_row:
-            self.prompt_shapes = tuple(shape for shape in together(shapes) if shape[0] <= most)
-        self._decode_inputs = InputBuffers(device, self._input_names, self._host_inputs, most * DECODE_BYTES, sets=2)
-        self._inputs = InputBuffers(device, self._input_names, self._host_inputs, INPUT_BYTES)  # of other steps; grows
-        self._decode_logits = device.allocate(most * self.vocabulary * LOGIT_BYTES)
-        self._heads: HeadBuffers | None = None
-        self._runs: DecodeRuns | None = None
-        if signature.gives_heads:
-            self._heads = HeadBuffers(device, most, self.vocabulary, guesses=signature.gives_next_ids)
-            self._runs = DecodeRuns(device, self._thread, self._heads, self._decode_logits)
-        self._logits = device.allocate(self.vocabulary * LOGIT_BYTES)
+            self.prompt_shapes = tuple(shape for shape in together(shapes) if shape[0] <= self._most_rows)
+        self._decode_inputs = self._input_buffers(self._most_rows * DECODE_BYTES, sets=2)
         self._bindings: weakref.WeakKeyDictionary[CacheMemory, dict[tuple[int, int], Binding]]
         self._bindings = weakref.WeakKeyDictionary()
 
@@ -259,21 +277,11 @@ class DeviceSession(CapturedSession[DeviceCache]):
         else:
             self._run_long(self._feeds(inputs), cache, out)
 
-    @property
-    def decodes_ahead(self) -> bool:
-        """Whether the graph gives heads."""
-        return self._heads is not None
-
-    @property
-    def guesses_tokens(self) -> bool:
-        """Whether the graph guesses tokens, too."""
-        return self.signature.gives_next_ids
-
     def begin_decode(self, inputs: StepInputs, cache: DeviceCache) -> DecodeRun:
         """Begin a step of one token a row, as `step` runs it; arrays are read before this returns."""
         self._check(inputs, cache)
         if self._runs is None or inputs.ids.shape[1] != 1 or cache.batch > self._most_rows:
-            raise ValueError(f"a step of {inputs.ids.shape}; heads of one token for up to {self._most_rows} rows")
+            raise ValueError(f"a step of {inputs.ids.shape}; top logits of one token for up to {self._most_rows} rows")
         self._require_guesses(inputs.ids)
         found = self._find_graph(cache, int(inputs.past_lengths.max()) + 1)
         self._runs.make_room()
@@ -363,7 +371,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
         """Bring inputs of a step of several tokens to their addresses."""
         most = max(value.nbytes for value in feeds.values())
         if most > self._inputs.each_bytes:
-            self._inputs = InputBuffers(self.device, self._input_names, self._host_inputs, most)
+            self._inputs = self._input_buffers(most)
         return self._inputs.upload(feeds)
 
     def _reserve_logits(self, shape: tuple[int, ...]) -> None:
@@ -381,8 +389,8 @@ class DeviceSession(CapturedSession[DeviceCache]):
 
     def _new_binding(self, cache: DeviceCache) -> Binding:
         binding = Binding(self._session, self.device, cache)
-        if self._heads is not None:
-            binding.bind_heads(self._heads, cache.batch)
+        if self._top_logits is not None:
+            binding.bind_top_logits(self._top_logits, cache.batch)
         return binding
 
     def _execute(
@@ -408,7 +416,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
         shape: tuple[int, ...],
         graph_id: int,
     ) -> bool:
-        """Send the graph to the device, behind its inputs; say whether its logits of `shape` will be in `logits`."""
+        """Send the graph to the device, after its inputs; say whether its logits of `shape` will be in `logits`."""
         in_place = self.signature.declared_rows in (None, shape[1])
         binding.bind_inputs(inputs)
         binding.bind_logits(logits if in_place else None, shape)
@@ -426,17 +434,17 @@ class DeviceSession(CapturedSession[DeviceCache]):
             cache.memory, lambda capture, graph_id: self._probe(capture, graph_id, cache.rows(0, capture.batch))
         )
 
-    def _probe(self, capture: Capture, graph_id: int, cache: DeviceCache) -> ProbeStep:
+    def _probe(self, capture: Capture, graph_id: int, cache: DeviceCache) -> CaptureProbe:
         """Make what runs a probe's step over `cache`."""
         out = np.empty((capture.batch, 1, self.vocabulary), np.float32)
 
-        def probe(token: int, *, graph: bool, elsewhere: bool = False) -> NDArray[np.float32]:
+        def probe(token: int, *, graph: bool, moved: bool = False) -> NDArray[np.float32]:
             which, inputs = graph_id if graph else EAGER, probe_inputs(token, capture)
-            if not elsewhere:
+            if not moved:
                 self._decode(inputs, cache, out, capture.length, which)
                 return out.copy()
             self._upload_decode(probe_inputs(ONE, capture), None)
-            other = InputBuffers(self.device, self._input_names, self._host_inputs, self._decode_inputs.each_bytes)
+            other = self._input_buffers(self._decode_inputs.each_bytes)
             bound = other.upload(self._feeds(inputs))
             self._execute(self._new_binding(cache), bound, self._decode_logits, out, which)
             return out.copy()
@@ -498,7 +506,7 @@ class Binding:
         self._device = device
         self._inputs: dict[str, BoundInput] = {}
         self._logits: tuple[Buffer | None, tuple[int, ...]] | None = None
-        self._head_rows = 0
+        self._top_rows = 0
         for name, tensor in cache.memory.tensors.items():
             where = (device.kind, device.index, tensor.onnx, cache.shape(name), cache.address(name))
             self.binding.bind_input(name, *where)
@@ -525,16 +533,16 @@ class Binding:
             self.binding.bind_output(interface.LOGITS, kind, index, FLOAT, shape, buffer.address)
         self._logits = wanted
 
-    def bind_heads(self, heads: HeadBuffers, rows: int) -> None:
-        """Let heads of so many rows go to `heads`; where it has no room for them, to memory of ONNX Runtime's own."""
-        if rows == self._head_rows:
+    def bind_top_logits(self, buffers: TopLogitsBuffers, rows: int) -> None:
+        """Let top logits of so many rows go to `buffers`; where they have no room, to memory of ONNX Runtime's own."""
+        if rows == self._top_rows:
             return
         kind, index = self._device.kind, self._device.index
-        for name, onnx, shape, address in heads.outputs(rows):
-            where = (onnx, shape, address) if rows <= heads.most_rows else ()
+        for name, onnx, shape, address in buffers.outputs(rows):
+            where = (onnx, shape, address) if rows <= buffers.most_rows else ()
             self.binding.bind_output(name, kind, index, *where)
-        self.bind_inputs(heads.chosen_ids())
-        self._head_rows = rows
+        self.bind_inputs(buffers.chosen_ids())
+        self._top_rows = rows
 
 
 @functools.cache
