@@ -201,7 +201,7 @@ def up(
 ) -> None:
     """Write a recipe for CHECKPOINT, build it, and serve the artifact.
 
-    `init`, `plan`, `build` and `serve` in one go. A recipe that `init` has written before is used as it stands. Does
+    `init`, `plan`, `build` and `serve` in one go. A recipe that `init` has written before is used unchanged. Does
     not serve an artifact whose gates failed.
     """
     extras.require("build", "serve")
