@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from llmforge.backends.record import BackendRecord, Dtype
 from llmforge.quantization.formats import KvFormat
-from llmforge.quantization.grids import Grid
 from llmforge.targets import Target
+
+if TYPE_CHECKING:
+    from llmforge.quantization.grids import Grid
 
 Goal = Literal["latency", "throughput", "size", "quality"]
 Codes = Literal["blocks", "channels", "fp4"]  # by what shares a scale: a block of inputs, an output feature, 16 in fp8
