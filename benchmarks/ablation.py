@@ -205,7 +205,7 @@ def _damped(share: float) -> Iterator[None]:
 
 
 @contextmanager
-def _columns_as_they_stand() -> Iterator[None]:
+def _columns_in_order() -> Iterator[None]:
     """Round columns from the first to the last, not by falling diagonal of H."""
 
     class Numpy:
@@ -276,7 +276,7 @@ INGREDIENTS: Mapping[str, Change] = {
     "sweeps without refit of scales and zero points": partial(_of_loops, *NO_REFIT),
     "sweeps without refit of zero points": partial(_of_loops, ZERO_POINTS_STAY),
     "sweeps without descent": partial(_of_loops, NO_DESCENT),
-    "columns as they stand, not by diagonal": _columns_as_they_stand,
+    "columns in their order, not by diagonal": _columns_in_order,
     "damping .001 in place of .01": partial(_damped, 0.001),
     "damping .1 in place of .01": partial(_damped, 0.1),
     "H of the checkpoint's inputs, no targets": _inputs_of_the_checkpoint,

@@ -124,14 +124,14 @@ def rehearse(folder: Path) -> dict[str, Any]:
     from llmforge.runtime.device.graph_capture import ONE, OTHER, CaptureResult
 
     ort.preload_dlls = lambda *_, **__: None  # the stand-ins are loaded already
-    stand_in = ctypes.CDLL("libcudart.so.13")
+    fake = ctypes.CDLL("libcudart.so.13")
     config = RuntimeConfig.read(folder / FILE)
     found: dict[str, Any] = {"captures": [], "decode": {}, "heads": {}}
 
-    device_module._bindings = lambda install: Runtime(stand_in)
+    device_module._bindings = lambda install: Runtime(fake)
 
     def counted(before: tuple[int, int]) -> tuple[int, int]:
-        return stand_in.stand_in_captures() - before[0], stand_in.stand_in_replays() - before[1]
+        return fake.stand_in_captures() - before[0], fake.stand_in_replays() - before[1]
 
     def watch(capture: Any, probe: Any, *_: Any) -> CaptureResult:
         before = counted((0, 0))
@@ -195,13 +195,13 @@ def rehearse(folder: Path) -> dict[str, Any]:
 
         first, second = begin(0), begin(1)
         first.top_logits()
-        stand_in.stand_in_calls()
+        fake.stand_in_calls()
         third = begin(2)
         second.top_logits()
         third.launched()
-        found["calls"] = [each.split() for each in stand_in.stand_in_calls().decode().splitlines()]
+        found["calls"] = [each.split() for each in fake.stand_in_calls().decode().splitlines()]
         third.top_logits()
-    return {**found, "forbidden": stand_in.stand_in_forbidden()}
+    return {**found, "forbidden": fake.stand_in_forbidden()}
 
 
 def main() -> None:

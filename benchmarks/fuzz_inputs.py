@@ -179,7 +179,7 @@ def kinds(place: Path) -> list[Kind]:
         load_config(file.parent, read_settings(file.parent))
 
     def planned(file: Path, data: bytes) -> None:
-        request.answer(file.parent, request.Request(targets=("h200",)))
+        request.answer(file.parent, request.PlanRequest(targets=("h200",)))
 
     def session(file: Path, data: bytes) -> None:
         onnx_file.load(file)

@@ -27,7 +27,7 @@ from llmforge.diagnosis import comparison
 ROOT = Path(__file__).resolve().parent.parent
 RUN = "from llmforge.cli import main; main()"
 BUILT = (0, 3, 4)  # exit codes of a build that published: gates passed, failed, undecided
-# What the libraries that compute codes read at their start: to take a processor without AVX-512 for the one at hand.
+# What the libraries that compute codes read at their start: to take a processor without AVX-512 for the one here.
 WITHOUT_AVX512 = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "DNNL_MAX_CPU_ISA": "AVX2",

@@ -47,7 +47,7 @@ def page() -> str:
             for line in extras[extra]
             if re.match(rf"{re.escape(name)}(?![\w-])", line)
         ]
-        seen = tested.get(name, "not run: no GPU at hand")
+        seen = tested.get(name, "not run: no GPU available")
         if name == "transformers":
             seen = ", ".join(versions.PROVEN)
         if name == "tensorrt-rtx":

@@ -24,7 +24,7 @@ FENCE = re.compile(r"^( *)(`{3,})(\w*)[^\n]*\n(.*?)^\1\2 *$", re.MULTILINE | re.
 # A block that no test can run says so in front of it: <!-- needs a GPU -->, <!-- illustrative -->.
 MARK = re.compile(r"<!-- (needs a GPU|illustrative) -->\s*$")
 
-# Pages whose commands a test runs as they stand.
+# Pages whose commands a test runs unchanged.
 AS_SHOWN = {
     "docs/tutorial.md": "tests/test_tutorial.py",
     "docs/planning.md": "tests/cli/test_planning.py",
@@ -208,7 +208,7 @@ def sources() -> str:
 
 
 def test_every_command_shown_is_run_by_a_test() -> None:
-    """Each as it stands, or each of its options in some test; else its block says why none can."""
+    """Each unchanged, or each of its options in some test; else its block says why none can."""
     assert all((ROOT / test).exists() for test in (*AS_SHOWN.values(), *BELOW.values()))
     lacking = set()
     for shown in ALL:

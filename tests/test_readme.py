@@ -1,4 +1,4 @@
-"""The README shows what is there: the recipe as it stands, commands and files that exist."""
+"""The README shows what is there: the recipe unchanged, commands and files that exist."""
 
 from __future__ import annotations
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
+from llmforge.backends.record import Dtype
 from llmforge.checkpoint import hub
 from llmforge.doctor import kept
 from llmforge.measure import machine
@@ -54,37 +55,46 @@ class Plans:
         return console
 
 
+class Asked(TypedDict, total=False):
+    """What a plan may be asked for; what is left out is the recipe's, or a default."""
+
+    batch: int | None
+    prompt: int | None  # tokens
+    output: int | None  # tokens
+    context: int | None  # tokens of both
+    price: float | None  # of a device, in US dollars an hour
+    ranks: int | None
+    compute: Dtype | None
+    weights: Dtype | None
+    kv: Dtype | None
+    product: Dtype | None
+
+
 def plan(
     what: str | Path,
     target: str | Sequence[str] | None = None,
     *,
-    batch: int | None = None,
-    prompt: int | None = None,
-    output: int | None = None,
-    context: int | None = None,
-    price: float | None = None,
-    ranks: int | None = None,
     revision: str | None = None,
-    **dtypes: Any,
+    **asked: Unpack[Asked],
 ) -> Plans:
     """Plan a recipe or a checkpoint for one or several targets, as `llmforge plan` does; no weights are read.
 
-    A checkpoint is a folder, or ORG/NAME on the Hub at `revision`: a branch, tag or commit, by default main. `dtypes`:
-    compute, weights, kv, product. Without a target it is the recipe's, or of a checkpoint `local`. Figures of this
-    machine's CPU are those that `llmforge plan` or `llmforge doctor --measure` kept; a CPU without figures is refused.
-    `price` is in US dollars an hour.
+    A checkpoint is a folder, or ORG/NAME on the Hub at `revision`: a branch, tag or commit, by default main. Without a
+    target it is the recipe's, or of a checkpoint `local`. `asked`: batch, prompt, output, context, ranks; `price`, in
+    US dollars an hour; the dtypes compute, weights, kv, product. Figures of this machine's CPU are those that
+    `llmforge plan` or `llmforge doctor --measure` kept; a CPU without figures is refused.
 
     Raises:
         UsageError, CheckpointError, UnsupportedError: nothing can be planned.
         EnvironmentLacks: the Hub cannot be reached.
     """
     names = () if target is None else (target,) if isinstance(target, str) else tuple(target)
-    asked = request.Request(
-        targets=names, batch=batch, prompt=prompt, output=output, context=context, ranks=ranks, usd_per_hour=price,
-        wanted=Storage(**dtypes),
-    )  # fmt: skip
+    given: dict[str, Any] = {**asked}
+    price = given.pop("price", None)
+    workload = {name: given.pop(name, None) for name in ("batch", "prompt", "output", "context", "ranks")}
+    wanted = request.PlanRequest(targets=names, usd_per_hour=price, wanted=Storage(**given), **workload)
     found = hub.find(Path(what), revision)
-    return Plans(tuple(request.answer(Path(what) if found is None else found.folder, asked, _kept)))
+    return Plans(tuple(request.answer(Path(what) if found is None else found.folder, wanted, _kept)))
 
 
 def _kept(target: Target) -> Target | None:

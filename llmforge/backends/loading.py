@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
     if config.ranks > 1:
         opened = rank_session.open_engine(folder, config, threads, device)
     else:
-        with nullcontext() if plugin is None else plugins.blamed(plugin):
+        with plugins.blamed(plugin):
             opened = module_of(config).open_engine(folder / wanted[0], config, threads, gpu)
     if (opened.vocabulary, set(opened.signature.caches)) != (config.vocabulary, set(config.caches)):
         raise InputError(f"{folder}: {FILE} does not match {wanted[0]}: vocabulary or caches differ")

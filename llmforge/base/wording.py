@@ -41,7 +41,7 @@ def quoted(value: object, length: int = SHOWN) -> str:
 
 
 def cut(text: str, length: int = SHOWN) -> str:
-    """Shorten a text, as it stands, to `length` characters."""
+    """Shorten a text, otherwise unchanged, to `length` characters."""
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
@@ -64,7 +64,7 @@ def plain_json(written: str) -> str:
 
 
 def plain_text(text: str) -> str:
-    """Write out what a terminal would obey in a text of several lines, as it stands otherwise."""
+    """Write out what a terminal would obey in a text of several lines; the rest is unchanged."""
     if text.isprintable():
         return text
     return "".join(c if c in "\n\t" or not _obeyed(c) else _escaped(c) for c in text)

@@ -64,8 +64,7 @@ def bisect(
 
     from llmforge import cache
     from llmforge.cli import console
-    from llmforge.diagnosis import bisecting, rebuilding
-    from llmforge.diagnosis import mixed_precision_recipe as keeping
+    from llmforge.diagnosis import bisecting, mixed_precision_recipe, rebuilding
     from llmforge.gates import confirmed
     from llmforge.runtime.config import physical_cores
 
@@ -89,7 +88,7 @@ def bisect(
         kept = {each.number: each.kept.entries for each in found.passes if each.kept is not None}
         if written is not None and kept:
             with output.writing(written):
-                keeping.write(loaded, kept, written)
+                mixed_precision_recipe.write(loaded, kept, written)
     if as_json:
         output.write_json(found.model_dump(mode="json"))
     else:

@@ -112,7 +112,7 @@ def plan(what: Path, revision: str | None, plot: Path | None, as_json: bool, **a
     snapshot = on_hub(what, revision)
     what = what if snapshot is None else snapshot.folder
     wanted = record(Storage, asked)
-    planned = request.answer(what, record(request.Request, asked, wanted=wanted), measured_here)
+    planned = request.answer(what, record(request.PlanRequest, asked, wanted=wanted), measured_here)
     if plot is not None:
         plots.write([each.plan for each in planned if isinstance(each, Planned)], plot)
     if as_json:
@@ -130,7 +130,7 @@ def show(recipe: Path) -> None:
     from llmforge.planning import render, request
     from llmforge.planning.render import Planned
 
-    for planned in request.answer(recipe, request.Request(), measured_here):
+    for planned in request.answer(recipe, request.PlanRequest(), measured_here):
         if isinstance(planned, Planned):
             output.write(render.details(planned))
 

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from llmforge.base.errors import UsageError
 from llmforge.base.wording import shown
 from llmforge.cli import building, output, serving
 from llmforge.cli.hub import REVISION, on_hub
-from llmforge.cli.parameters import BACKEND, PATH, TARGET, go_on, out_option, refuse_given
+from llmforge.cli.parameters import BACKEND, PATH, TARGET, go_on, options_record, out_option, refuse_given
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -35,6 +36,22 @@ Examples:
   llmforge init ORG/NAME --revision v1.0    # a checkpoint of the Hub
   llmforge init CHECKPOINT --like chat-h100-fp8    # one of the recipes that ship with llmforge
 """
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """Options of `init`: what a recipe is for, and which text and name it has."""
+
+    target: str  # "": that of the recipe it is `like`
+    goal: Any
+    backend: Any = None
+    path: Path | None = None  # None: as it is called
+    name: str | None = None  # None: that of the checkpoint's folder
+    calibration: Path | None = None  # None, and no evaluation: the text that ships with llmforge
+    evaluation: Path | None = None
+    revision: str | None = None
+    like: str | None = None  # a recipe that ships with llmforge
+    force: bool = False
 
 
 def _recipe_options(command: Any) -> Any:
@@ -93,20 +110,8 @@ class ShippedRecipe(click.ParamType[str]):
 @click.option("--like", type=ShippedRecipe(), metavar="NAME", help="Copy a recipe that ships with llmforge instead.")
 @click.option("--force", is_flag=True, help="Replace the recipe if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print the path of the recipe as JSON.")
-def init(
-    checkpoint: Path,
-    target: str,
-    goal: Any,
-    revision: str | None,
-    backend: Any,
-    path: Path | None,
-    name: str | None,
-    calibration: Path | None,
-    evaluation: Path | None,
-    like: str | None,
-    force: bool,
-    as_json: bool,
-) -> None:
+@options_record(StartOptions, "asked")
+def init(checkpoint: Path, as_json: bool, asked: StartOptions) -> None:
     """Write a commented recipe for CHECKPOINT that builds.
 
     Chooses the passes that pay on the target, and a context and a batch that fit its memory. Nothing is measured: the
@@ -114,23 +119,11 @@ def init(
     """
     from llmforge.cli import console
 
-    if like is not None:
+    if asked.like is not None:
         refuse_given("--like", "goal", "backend")
         given = click.get_current_context().get_parameter_source("target") is ParameterSource.COMMANDLINE
-        target = target if given else ""
-    path = write(
-        checkpoint,
-        target,
-        goal,
-        backend,
-        path,
-        name,
-        calibration,
-        evaluation,
-        revision=revision,
-        like=like,
-        force=force,
-    )
+        asked = asked if given else replace(asked, target="")
+    path = write(checkpoint, asked)
     if as_json:
         output.write_json({"recipe": str(path)})
     else:
@@ -208,7 +201,7 @@ def up(
 ) -> None:
     """Write a recipe for CHECKPOINT, build it, and serve the artifact.
 
-    `init`, `plan`, `build` and `serve` in one go. A recipe that `init` has written before is used as it stands. Does
+    `init`, `plan`, `build` and `serve` in one go. A recipe that `init` has written before is used unchanged. Does
     not serve an artifact whose gates failed.
     """
     extras.require("build", "serve")
@@ -220,7 +213,7 @@ def up(
     if path.exists():
         console.say(f"using the existing recipe {path}")
     else:
-        path = write(checkpoint, target, goal, None, path, None, None, None, revision=revision)
+        path = write(checkpoint, StartOptions(target, goal, path=path, revision=revision))
         console.say(f"wrote {path}")
     planning.show(path)
     go_on()
@@ -241,83 +234,87 @@ def name_of(checkpoint: Path) -> str:
     return name or "model"
 
 
-def write(
-    checkpoint: Path,
-    target: str,
-    goal: Any,
-    backend: Any,
-    path: Path | None,
-    name: str | None,
-    calibration: Path | None,
-    evaluation: Path | None,
-    *,
-    revision: str | None = None,
-    like: str | None = None,
-    force: bool = False,
-) -> Path:
+def write(checkpoint: Path, asked: StartOptions) -> Path:
     """Write a recipe, and beside it the text that ships with llmforge where no other is given; return its path.
-
-    `like` is a recipe that ships with llmforge; without a `target` its own stays.
 
     Raises:
         UsageError: the recipe is there, or other text where that which ships would be.
         UnsupportedError, CheckpointError: there is nothing to write.
     """
-    from llmforge import recipes, targets
+    from llmforge import recipes
     from llmforge.artifact.sealed import is_name
     from llmforge.checkpoint import read_settings
-    from llmforge.measure import gpus, machine
-    from llmforge.planning import starting, typical
     from llmforge.recipe import Recipe
 
-    if name is not None and not is_name(name):
-        raise UsageError(f"--name {name!r}: a name has a–z, 0–9, '.', '_' and '-'")
-    name = name or name_of(checkpoint)
-    path = path or Path(f"{name}.yaml")
+    if asked.name is not None and not is_name(asked.name):
+        raise UsageError(f"--name {asked.name!r}: a name has a–z, 0–9, '.', '_' and '-'")
+    name = asked.name or name_of(checkpoint)
+    path = asked.path or Path(f"{name}.yaml")
     output.check_file(path, ".yaml", ".yml")
-    if path.exists() and not force:
+    if path.exists() and not asked.force:
         raise UsageError(f"{path} already exists", hint="use --force to replace it, or -o for another name")
-    if (calibration is None) != (evaluation is None):
+    if (asked.calibration is None) != (asked.evaluation is None):
         raise UsageError("--calibration and --evaluation require each other", hint="they must not overlap")
-    snapshot = on_hub(checkpoint, revision)
-    texts = dict(zip(("calibration", "evaluation"), (calibration, evaluation), strict=True))
-    if calibration is None:
-        texts = {Path(file).stem: path.parent / "text" / file for file in _TEXTS}
-    written = _beside(checkpoint, path)
+    snapshot = on_hub(checkpoint, asked.revision)
+    given = {"checkpoint": _beside(checkpoint, path), **_texts(asked, path)}
     if snapshot is not None:
-        checkpoint = snapshot.folder
-        written = snapshot.repository if revision is None else f"{snapshot.repository}\nrevision: '{revision}'"
-    given = {
-        "checkpoint": written,
-        **{what: _beside(file, path) for what, file in texts.items() if file},
-    }
-    if target:
-        given["target"] = _beside(Path(target), path) if targets.is_file(target) else target.lower()
-        found = targets.find(target)
+        checkpoint, pinned = snapshot.folder, "" if asked.revision is None else f"\nrevision: '{asked.revision}'"
+        given["checkpoint"] = f"{snapshot.repository}{pinned}"
+    if asked.target:
+        given["target"] = _target(asked.target, path)
     read_settings(checkpoint.absolute())  # refused before anything is written
-    if like is not None:
-        shipped = (recipes.FOLDER / f"{like}.yaml").read_text(encoding="utf-8")
-        text = _adapted(shipped.replace(f"recipes/{like}.yaml", path.name), {"name": name, **given})
+    if asked.like is not None:
+        shipped = (recipes.FOLDER / f"{asked.like}.yaml").read_text(encoding="utf-8")
+        text = _adapted(shipped.replace(f"recipes/{asked.like}.yaml", path.name), {"name": name, **given})
     else:
-        here = [] if found.kind == "cpu" else gpus.find()
-        if found.kind == "cpu" and found.isa is targets.detect():
-            found = typical.of_cpu(found, machine.describe())
-        text = starting.write(
-            checkpoint,
-            found,
-            goal,
-            name=name,
-            given=given,
-            backend=backend,
-            has_device=any(gpu.target == found.name for gpu in here),
-            sample_text=calibration is None,
-        ).yaml
+        text = _chosen(checkpoint, asked, name, given)
     with output.writing(path):
-        if calibration is None:
+        if asked.calibration is None:
             _copy_texts(recipes.TEXT, path.parent / "text")
         path.write_text(text, encoding="utf-8")
     Recipe.load(path)
     return path
+
+
+def _texts(asked: StartOptions, path: Path) -> dict[str, str]:
+    """Name the two texts as a recipe at `path` has them."""
+    if asked.calibration is None or asked.evaluation is None:
+        return {Path(file).stem: _beside(path.parent / "text" / file, path) for file in _TEXTS}
+    return {"calibration": _beside(asked.calibration, path), "evaluation": _beside(asked.evaluation, path)}
+
+
+def _target(target: str, path: Path) -> str:
+    """Name a target as a recipe at `path` has it.
+
+    Raises:
+        UsageError: there is no such target.
+    """
+    from llmforge import targets
+
+    targets.find(target)
+    return _beside(Path(target), path) if targets.is_file(target) else target.lower()
+
+
+def _chosen(checkpoint: Path, asked: StartOptions, name: str, given: Mapping[str, str]) -> str:
+    """Choose passes and write them as a recipe; a CPU has the figures of its kind, so that it stays the same."""
+    from llmforge import targets
+    from llmforge.measure import gpus, machine
+    from llmforge.planning import starting, typical
+
+    found = targets.find(asked.target)
+    here = [] if found.kind == "cpu" else gpus.find()
+    if found.kind == "cpu" and found.isa is targets.detect():
+        found = typical.of_cpu(found, machine.describe())
+    return starting.write(
+        checkpoint,
+        found,
+        asked.goal,
+        name=name,
+        given=given,
+        backend=asked.backend,
+        has_device=any(gpu.target == found.name for gpu in here),
+        sample_text=asked.calibration is None,
+    ).yaml
 
 
 def _adapted(recipe: str, given: Mapping[str, str]) -> str:

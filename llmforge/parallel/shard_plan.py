@@ -195,7 +195,7 @@ class _Planner:
         own = even(heads, self.degree, 2)
         try:
             divide(own)
-            self._behind(layer.output, own.scaled(value))
+            self._after(layer.output, own.scaled(value))
             self._resolve()
             self._check_readers(self.partitions)
         except Undivided as reason:
@@ -315,7 +315,7 @@ class _Planner:
             raise Undivided(f"{node.name} would be divided along another axis than its features")
         self.columns[node] = self.partitions[y].on(1)
 
-    def _behind(self, value: ir.Value, partition: Partition) -> None:
+    def _after(self, value: ir.Value, partition: Partition) -> None:
         """Walk down from what attention made to the linear layer that reads it."""
         self.partitions[value] = partition
         for reader, _ in value.uses():
@@ -331,7 +331,7 @@ class _Planner:
             passed = self._output(view, partition)
             if view.output in self.partitions:
                 continue
-            self._behind(view.output, passed)
+            self._after(view.output, passed)
             for other, wanted in self._inputs(view):
                 self._demand(other, wanted) if other not in self.partitions else None
 

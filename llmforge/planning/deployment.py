@@ -126,7 +126,7 @@ def make(
         notes=(
             *_notes(placed, backend),
             *_kv_cache(placed, backend, workload, slots),
-            *(each.note for each in not_built.all_of(placed, workload, degrees[ranks].memory)),
+            *not_built.notes(placed, workload, degrees[ranks].memory),
         ),
     )
 

@@ -33,11 +33,11 @@ class Traits:
     wide_heads: bool = False  # head_dim is not hidden / heads unless it is said
     sinks: bool = False  # attention has one learned logit a head
     windows: Callable[[Config, int], int | None] | None = None  # window of a layer by its index
-    experts: Callable[[Config, int], RoutedExperts | None] | None = None  # experts of a layer by its index
+    experts: Callable[[Config, int], ExpertsShape | None] | None = None  # experts of a layer by its index
 
 
 @dataclass(frozen=True)
-class RoutedExperts:
+class ExpertsShape:
     """Routed experts of one layer, and what every token passes besides."""
 
     count: int
@@ -210,17 +210,17 @@ def _gemma3_windows(config: Config, index: int) -> int | None:
     return config.size("sliding_window") if (index + 1) % config.size("sliding_window_pattern") else None
 
 
-def _mixtral(config: Config, index: int) -> RoutedExperts:
-    return RoutedExperts(
+def _mixtral(config: Config, index: int) -> ExpertsShape:
+    return ExpertsShape(
         config.size("num_local_experts"), config.size("num_experts_per_tok"), config.size("intermediate_size")
     )
 
 
-def _gpt_oss(config: Config, index: int) -> RoutedExperts:
+def _gpt_oss(config: Config, index: int) -> ExpertsShape:
     return replace(_mixtral(config, index), bias=True)
 
 
-def _qwen_moe(config: Config, index: int) -> RoutedExperts | None:
+def _qwen_moe(config: Config, index: int) -> ExpertsShape | None:
     """Experts in every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name."""
     dense = config.data.get("mlp_only_layers")
     if not isinstance(dense, list):
@@ -228,7 +228,7 @@ def _qwen_moe(config: Config, index: int) -> RoutedExperts | None:
     if index in dense or (index + 1) % config.size("decoder_sparse_step"):
         return None
     shared = config.data["model_type"] == "qwen2_moe"
-    return RoutedExperts(
+    return ExpertsShape(
         config.size("num_experts" if "num_experts" in config.data else "num_local_experts"),
         config.size("num_experts_per_tok"),
         config.size("moe_intermediate_size"),
@@ -237,7 +237,7 @@ def _qwen_moe(config: Config, index: int) -> RoutedExperts | None:
     )
 
 
-def _deepseek(config: Config, index: int) -> RoutedExperts | None:
+def _deepseek(config: Config, index: int) -> ExpertsShape | None:
     """Dense layers first, then experts and shared ones, which are one wider MLP."""
     first = config.data.get("first_k_dense_replace")
     if type(first) is not int:
@@ -245,7 +245,7 @@ def _deepseek(config: Config, index: int) -> RoutedExperts | None:
     if index < first:
         return None
     width = config.size("moe_intermediate_size")
-    return RoutedExperts(
+    return ExpertsShape(
         config.size("n_routed_experts"),
         config.size("num_experts_per_tok"),
         width,

@@ -17,8 +17,6 @@ The notes of a plan say it; a recipe has no keys for them (`llmforge.recipe.erro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from llmforge.metrics.units import significant, step_time
 from llmforge.planning import roofline
 from llmforge.planning.memory import DeviceMemory
@@ -26,61 +24,39 @@ from llmforge.planning.roofline import Placement, Workload
 from llmforge.planning.scheme import BITS
 from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 
-STAGES = 2  # of a pipeline, where nobody says how many
-NAMES = {  # by the keys of a recipe's `engine`
-    "pipeline_parallel": "pipeline parallelism",
-    "kv_offload": "offload of idle caches to host memory",
-    "disaggregated_prefill": "disaggregated prefill",
-}
+STAGES = 2  # of a pipeline
 
 
-@dataclass(frozen=True)
-class NotBuilt:
-    """A way of serving that is not built: the key of `engine` that asks for it, and what it would bring."""
-
-    key: str
-    brings: str
-    hint: str  # what a recipe that asks for it does instead
-
-    @property
-    def note(self) -> str:
-        """A sentence for a plan."""
-        return f"{NAMES[self.key]} is not supported; {self.brings}"
-
-
-def all_of(placed: Placement, workload: Workload, memory: DeviceMemory, stages: int = STAGES) -> tuple[NotBuilt, ...]:
+def notes(placed: Placement, workload: Workload, memory: DeviceMemory) -> tuple[str, ...]:
     """Say what each would bring to `workload`, of which `memory` is what one device holds; nothing without a link."""
     if placed.target.interconnect is None:
         return ()
-    return (
-        _pipeline(placed, workload, memory, stages),
-        _offload(placed, workload),
-        _disaggregated(placed, workload),
-    )
+    brings = {
+        "pipeline parallelism": _pipeline(placed, workload, memory),
+        "offload of idle caches to host memory": _offload(placed, workload),
+        "disaggregated prefill": _disaggregated(placed, workload),
+    }
+    return tuple(f"{name} is not supported; {what}" for name, what in brings.items())
 
 
-def _pipeline(placed: Placement, workload: Workload, memory: DeviceMemory, stages: int) -> NotBuilt:
+def _pipeline(placed: Placement, workload: Workload, memory: DeviceMemory) -> str:
     ceilings, batch, ranks = placed.ceilings, workload.batch, placed.ranks
+    stages, other = STAGES, ""
     group = -(-batch // stages)
     states = group * placed.shape.hidden * BITS[placed.scheme.compute] / 8
     one = placed.decode(batch, workload.mean_context).seconds
     each = placed.decode(group, workload.mean_context).seconds
     each += stages * (states / ceilings.link + ceilings.collective_s)
     gained = significant(one / each)
-    split = f"tensor_parallel: {stages * ranks}"
-    degrees = roofline.degrees(placed.shape, placed.target)
-    if stages * ranks in degrees:
+    if stages * ranks in roofline.degrees(placed.shape, placed.target):
         divided = Placement(placed.shape, placed.target, placed.scheme, stages * ranks)
         tpot = step_time(divided.decode(batch, workload.mean_context).seconds)
-        other, hint = f" ({split}: {tpot})", f"set `engine: {{{split}}}`, which the model allows"
-    else:
-        other, hint = "", "remove it"
-    brings = (
+        other = f" (tensor_parallel: {stages * ranks}: {tpot})"
+    return (
         f"{stages * ranks} devices would decode {gained} times the tokens per second of {ranks}, with a TPOT of "
         f"{step_time(each)} instead of {step_time(one)}{other}, and hold {_sequences(memory, batch, stages)} sequences "
         f"of {workload.context} tokens instead of {_sequences(memory, batch, 1)}"
     )
-    return NotBuilt("pipeline_parallel", brings, hint)
 
 
 def _sequences(memory: DeviceMemory, batch: int, stages: int) -> int:
@@ -89,32 +65,28 @@ def _sequences(memory: DeviceMemory, batch: int, stages: int) -> int:
     return max(0, int(room * batch / memory.cache)) if memory.cache else 0
 
 
-def _offload(placed: Placement, workload: Workload) -> NotBuilt:
+def _offload(placed: Placement, workload: Workload) -> str:
     target = placed.target
     link = target.host_gbs or (target.interconnect.gbs if target.interconnect else None)
     assert link is not None
     reached = link.value * 1e9 * target.share("link").value
     cache = workload.prompt * placed.scheme.kv_bytes_per_token(placed.shape, placed.ranks)
     again = placed.prefill(workload.prompt).seconds
-    brings = (
+    return (
         f"{workload.prompt} tokens, {cache / 1e6:.1f} MB, would come back in {step_time(cache / reached)}, at "
         f"{significant(reached / 1e9)} GB/s, and are read again in {step_time(again)}"
     )
-    hint = "remove it; `serving: {prefix_cache_bytes: …}` keeps caches of common prefixes on the device"
-    return NotBuilt("kv_offload", brings, hint)
 
 
-def _disaggregated(placed: Placement, workload: Workload) -> NotBuilt:
+def _disaggregated(placed: Placement, workload: Workload) -> str:
     reading, writing = placed.request_seconds(workload)
     cache = workload.prompt * placed.scheme.kv_bytes_per_token(placed.shape, placed.ranks)
     piece = min(workload.prompt, PREFILL_CHUNK)
     gained = significant((reading + writing) / max(reading, writing) / 2)
     ratio = significant(max(reading, writing) / min(reading, writing))
     many, few = ("generate", "reads prompts") if writing > reading else ("read prompts", "generates")
-    brings = (
+    return (
         f"two devices would serve {gained} times the tokens of two that do both, and as many where {ratio} {many} for "
         f"each that {few}; decode would not wait {step_time(placed.prefill(piece).seconds)} for a piece of {piece} "
         f"tokens of a prompt, and a cache would pass in {step_time(cache / placed.ceilings.link)}"
     )
-    hint = "remove it; `serving: {step_tokens: …}` bounds how long decode waits for prompts"
-    return NotBuilt("disaggregated_prefill", brings, hint)

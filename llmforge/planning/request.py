@@ -38,7 +38,7 @@ PAGEABLE = "gqa"  # the fact of a graph whose caches can lie in blocks
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What a person asks, or a recipe says; what is None is the recipe's, else a default."""
 
     targets: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class Request:
 
 
 def answer(
-    what: Path, asked: Request, measured: Callable[[Target], Target | None] = lambda target: None
+    what: Path, asked: PlanRequest, measured: Callable[[Target], Target | None] = lambda target: None
 ) -> list[Planned | Refused]:
     """Plan the recipe or the checkpoint at `what` on every target that is asked for, or that of the recipe, or here.
 
@@ -70,7 +70,7 @@ def answer(
         CheckpointError: the configuration is not usable.
         UnsupportedError: an engine does not run on a target, or does not take a dtype there.
     """
-    intent, folder = Request(), what
+    intent, folder = PlanRequest(), what
     if targets.is_file(what.name):
         recipe = Recipe.load(what)
         intent, folder = _intent(recipe), recipe.checkpoint
@@ -94,13 +94,13 @@ def answer(
     return answers
 
 
-def of_target(shape: Shape, target: Target, asked: Request) -> Planned:
+def of_target(shape: Shape, target: Target, asked: PlanRequest) -> Planned:
     """Plan `shape` on one target, by what is `asked` alone.
 
     Raises:
         UsageError, UnsupportedError: as `answer`.
     """
-    said = Request(calibration_tokens=asked.calibration_tokens)
+    said = PlanRequest(calibration_tokens=asked.calibration_tokens)
     return _planned(shape, target, _workload(shape, asked, said), asked, said)
 
 
@@ -112,7 +112,9 @@ def of_recipe(recipe: Recipe) -> Planned | None:
     """
     intent, shape = _intent(recipe), config.read(recipe.checkpoint)
     try:
-        return _planned(shape, targets.find(recipe.target), _workload(shape, Request(), intent), Request(), intent)
+        return _planned(
+            shape, targets.find(recipe.target), _workload(shape, PlanRequest(), intent), PlanRequest(), intent
+        )
     except (UnsupportedError, UsageError):  # the build itself says better what is wrong
         return None
 
@@ -138,7 +140,7 @@ def _with_adapters(build: BuildCost, adapters: Adapters, chosen: DtypeScheme) ->
     return replace(build, disk_bytes=build.disk_bytes + adapters.bytes_apart(chosen))
 
 
-def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, intent: Request) -> Planned:
+def _planned(shape: Shape, target: Target, workload: Workload, asked: PlanRequest, intent: PlanRequest) -> Planned:
     wanted = intent.backend or target.engines[0]
     anywhere = wanted in target.engines or BACKENDS[wanted].export_format is not None
     backend = asked.backend or (wanted if anywhere else target.engines[0])
@@ -156,7 +158,7 @@ def _planned(shape: Shape, target: Target, workload: Workload, asked: Request, i
     return Planned(made, _with_adapters(build, intent.adapters, chosen), told)
 
 
-def _workload(shape: Shape, asked: Request, intent: Request) -> Workload:
+def _workload(shape: Shape, asked: PlanRequest, intent: PlanRequest) -> Workload:
     """Fill in prompt and answer: the asked context, the recipe's, the default; at most the model's."""
     if asked.context is not None and asked.prompt is not None and asked.output is not None:
         raise UsageError("--context is the sum of --prompt and --output; give at most two of them")
@@ -175,7 +177,7 @@ def _workload(shape: Shape, asked: Request, intent: Request) -> Workload:
     return Workload(prompt, output, asked.batch or intent.batch or DEFAULT.batch)
 
 
-def _intent(recipe: Recipe) -> Request:
+def _intent(recipe: Recipe) -> PlanRequest:
     """Read the dtypes that a recipe's passes will leave; options that it does not name have the passes' defaults."""
     from llmforge import passes  # which brings onnx-ir
 
@@ -187,7 +189,7 @@ def _intent(recipe: Recipe) -> Request:
     for step in steps:
         wanted = wanted.or_else(step.stores(grid))  # what is left for a later pass are the weights of few layers
     chosen = any(isinstance(demand, WeightDemand) for step in steps for demand in step.demands())
-    return Request(
+    return PlanRequest(
         targets=(recipe.target,),
         backend=spec.backend,
         batch=spec.max_batch,

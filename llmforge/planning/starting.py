@@ -14,7 +14,7 @@ from llmforge.metrics.units import count, duration, significant, size
 from llmforge.planning import config, memory, request, scheme, source
 from llmforge.planning.deployment import DeploymentPlan
 from llmforge.planning.render import Planned
-from llmforge.planning.request import Request
+from llmforge.planning.request import PlanRequest
 from llmforge.planning.roofline import Placement
 from llmforge.planning.shape import Shape
 from llmforge.rewrite.traits import Deployment, Goal, Proposal, Storage
@@ -111,7 +111,7 @@ def _plan(shape: Shape, target: Target, backend: BackendName, wanted: Storage, g
     while batch > 1 and memory.largest_batch(placed, _context(shape)) < batch:
         batch //= 2
     calibrated = wanted.weights in ("int4", "fp8")
-    asked = Request(backend=backend, batch=batch, wanted=wanted, calibration_tokens=8192 if calibrated else 0)
+    asked = PlanRequest(backend=backend, batch=batch, wanted=wanted, calibration_tokens=8192 if calibrated else 0)
     return request.of_target(shape, target, asked)
 
 

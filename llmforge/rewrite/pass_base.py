@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import MISSING, InitVar, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -258,7 +257,7 @@ class Pass(ABC):
 def run(step: Pass, model: ir.Model, context: Context) -> Changes:
     """Run `step`; an error that is none of ours leaves with the name of the pass, or of the plug-in that brings it."""
     plugin = of_plugin(step)
-    with nullcontext() if plugin is None else plugins.blamed(plugin):
+    with plugins.blamed(plugin):
         try:
             changes = step.run(model, context)
         except ForgeError:

@@ -18,7 +18,7 @@ def skip_if(reason: str | None) -> None:
         raise NotApplicable(reason)
 
 
-class Place(Protocol):
+class NamedNode(Protocol):
     """A node, or a view of one."""
 
     @property
@@ -26,7 +26,7 @@ class Place(Protocol):
         """The name of the node."""
 
 
-P = TypeVar("P", bound=Place)
+P = TypeVar("P", bound=NamedNode)
 
 
 def rewrite_each(

@@ -119,7 +119,7 @@ def test_a_refused_target_is_a_row_beside_others(llama: Path) -> None:
 
 @pytest.mark.parametrize("targets_", [["h200"], ["h200", "t4", "b200", "rtx-4090"]])
 def test_80_columns_cut_nothing_off(llama: Path, targets_: list[str]) -> None:
-    planned = request.answer(llama, request.Request(targets=tuple(targets_), backend=None, batch=16))
+    planned = request.answer(llama, request.PlanRequest(targets=tuple(targets_), backend=None, batch=16))
     first = planned[0]
     assert isinstance(first, render.Planned)
     shown = render.details(first) if len(planned) == 1 else render.comparison(planned)

@@ -1,4 +1,4 @@
-"""The recipes that ship, built as they stand: those whose engine needs no GPU (minutes: slow)."""
+"""The recipes that ship, built unchanged: those whose engine needs no GPU (minutes: slow)."""
 
 from pathlib import Path
 

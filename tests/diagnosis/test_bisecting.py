@@ -17,8 +17,7 @@ from llmforge import native, passes, targets
 from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile.lossy_parts import CacheLoss, Leaf, LossyPart, LossyStep, PartLoss, WeightLoss, of_pass
-from llmforge.diagnosis import bisecting
-from llmforge.diagnosis import mixed_precision_recipe as keeping
+from llmforge.diagnosis import bisecting, mixed_precision_recipe
 from llmforge.diagnosis.bisecting import Findings, PartSearch
 from llmforge.ir import graph
 from llmforge.quantization.statistics import KvRange, Statistics
@@ -113,7 +112,7 @@ def test_one_matrix_in_two_bits_is_found(fused: ir.Model, windows: list[TokenWin
     assert found.kept.how == "in 8 bits"
     assert found.kept.gain.value == pytest.approx(part.lost.value, rel=0.2)
     # the recipe that keeps it loads, and has the passes that the gain was measured with
-    keeping.write(written, {0: found.kept.entries}, tmp_path / "better.yaml")
+    mixed_precision_recipe.write(written, {0: found.kept.entries}, tmp_path / "better.yaml")
     better = Recipe.load(tmp_path / "better.yaml")
     assert [spec.options.get("bits", 4) for spec in better.passes] == [4, 8]
     assert better.passes[0].options["exclude"] == [O_PROJ]
@@ -162,8 +161,8 @@ def cached(fused: ir.Model, windows: list[TokenWindow], tmp_path_factory: pytest
     ones = {name: np.ones((4, 32), np.float32) for name in caches}
     kv = {layer: KvRange(*(ones[f"past_key_values.{layer}.{p}"] for p in ("key", "value"))) for layer in range(6)}
     step = KNOWN["quantize-kv-cache"](budget=LOOSE)  # type: ignore[call-arg]
-    stand_in = quantized(fused, step, Statistics(0, 0, {}, kv))
-    loss = CacheLoss(stand_in, Divergence(texts, tmp_path_factory.mktemp("peaks"), 2))
+    proxy = quantized(fused, step, Statistics(0, 0, {}, kv))
+    loss = CacheLoss(proxy, Divergence(texts, tmp_path_factory.mktemp("peaks"), 2))
     loss.divergence.hold_against(fused, loss.watch)
     peaks = loss._peaks
     kv = {layer: KvRange(*(peaks[f"past_key_values.{layer}.{p}"] for p in ("key", "value"))) for layer in range(6)}
@@ -236,7 +235,7 @@ def found_in_draws(lossy: LossyStep, windows: Sequence[TokenWindow], folder: Pat
     for _ in range(runs):
         drawn = Drawn(lossy, loss.divergence, loss, known, rng.integers(0, len(texts), len(texts)))
         search = PartSearch(drawn, drawn.of(), loss.divergence.tokens[drawn.picked], progress())
-        found.append([part.name for part, *_ in search.standouts()[0]])
+        found.append([part.name for part, *_ in search.outliers()[0]])
     return found
 
 

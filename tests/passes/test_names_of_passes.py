@@ -16,7 +16,7 @@ CLASSES = {step.__name__ for step in passes.ALL}
 # A name by itself, an entry of a recipe, or a change of a plan; hints for people may name a pass inside of a sentence.
 CHOOSES = re.compile(rf"({NAMES})(: ?\{{.*|, .*)?", re.DOTALL)
 TABLES = {"recipe/migration.py"}  # of names that recipes once had
-RUNS = {"doctor/ceilings.py"}  # times the kernels that a pass writes, and so runs it
+RUNS = {"measure/ceilings.py"}  # times the kernels that a pass writes, and so runs it
 
 
 def docstrings(tree: ast.Module) -> set[int]:

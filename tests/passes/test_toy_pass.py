@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 from llmforge import passes, targets
 from llmforge.planning import render, request, starting
 from llmforge.planning.render import Planned
-from llmforge.planning.request import Request
+from llmforge.planning.request import PlanRequest
 from llmforge.recipe import Recipe
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass
 from llmforge.rewrite.traits import Deployment, FewerKernels, Prediction, Proposal, Storage
@@ -80,7 +80,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_plan_shows_its_effect(checkpoint: Path) -> None:
-    [made] = request.answer(checkpoint, Request(targets=("h200",)))
+    [made] = request.answer(checkpoint, PlanRequest(targets=("h200",)))
     assert isinstance(made, Planned)
     found = {each.change: each for each in made.advice}
     assert found["toy-weights, strength: 3"].verdict == "pays"
@@ -97,6 +97,6 @@ def test_init_proposes_it_and_plan_reads_the_recipe(checkpoint: Path) -> None:
     path = checkpoint.parent / "recipe.yaml"
     path.write_text(start.yaml)
     assert [step.name for step in Recipe.load(path).instantiate(passes.ALL)][-2:] == ["toy-weights", "toy-kernels"]
-    [made] = request.answer(path, Request(), lambda target: measured(target))
+    [made] = request.answer(path, PlanRequest(), lambda target: measured(target))
     assert isinstance(made, Planned)
     assert (made.plan.scheme.weights, made.plan.scheme.product) == ("int4", "int8")

@@ -37,14 +37,14 @@ def recipe(folder: Path, mode: str) -> Path:
 
 def test_a_plan_says_the_bytes_of_adapters(tmp_path: Path) -> None:
     path = recipe(tmp_path, "apart")
-    [planned] = request.answer(path, request.Request())
+    [planned] = request.answer(path, request.PlanRequest())
     assert isinstance(planned, request.Planned)
     attention = 2 * (64 + 64) + 2 * (64 + 32)  # features that products of q, o and k, v read and make
     elements = LAYERS * (8 * attention + 4 * (3 * (64 + 128)))
     said = next(note for note in planned.plan.notes if note.startswith("adapters kept apart (one, two)"))
     assert f"{units.size(3 * 2 * elements)} in the engine, in bf16" in said
     assert f"reads {units.size(2 * elements)} more" in said
-    [merged] = request.answer(recipe(tmp_path, "merged"), request.Request())
+    [merged] = request.answer(recipe(tmp_path, "merged"), request.PlanRequest())
     assert isinstance(merged, request.Planned)
     assert planned.build.disk_bytes - merged.build.disk_bytes == 3 * 2 * elements
     recipe(tmp_path, "apart")
@@ -54,6 +54,6 @@ def test_a_plan_says_the_bytes_of_adapters(tmp_path: Path) -> None:
 
 
 def test_merged_adapters_cost_nothing(tmp_path: Path) -> None:
-    [planned] = request.answer(recipe(tmp_path, "merged"), request.Request())
+    [planned] = request.answer(recipe(tmp_path, "merged"), request.PlanRequest())
     assert isinstance(planned, request.Planned)
     assert "adapters merged (one, two): no bytes and no time of the engine" in planned.plan.notes

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels, for every instruction set at hand, against plain arithmetic and ONNX Runtime's own."""
+"""The compiled CPU kernels, for every instruction set of this machine, against plain arithmetic and ONNX Runtime's own."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def build_engine(state: CompileState) -> None:
             )
         else:
             builder, plugin = engines.for_target(backend, state.target), plugin_of(backend)
-            with nullcontext() if plugin is None else plugins.blamed(plugin):
+            with plugins.blamed(plugin):
                 engine = builder.build(request)
             if plugin is not None:
                 engines.check_foreign(engine, plugin, state.target)
@@ -87,7 +87,7 @@ def _lower(state: CompileState) -> _Lowered:
     if ranks > 1:
         divided = split(state.model, ranks)
         graphs, whole = divided.ranks, divided.whole
-    with nullcontext() if plugin is None else plugins.blamed(plugin):
+    with plugins.blamed(plugin):
         lowerings = [builder.lower(each, state.target, spec) for each in graphs]
     notes += _lowering_notes(lowerings[0][1])  # the graphs of other ranks differ in shapes alone
     if len(graphs) > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 
 from llmforge import passes, targets
@@ -41,7 +40,7 @@ def check_host(recipe: Recipe, target: Target) -> None:
             hint="remove `deferred` from the recipe, and --defer",
         )
     if not recipe.engine.deferred:
-        with nullcontext() if plugin is None else plugins.blamed(plugin):
+        with plugins.blamed(plugin):
             builder.require_host(target, recipe.engine)
     elif target.kind == "cpu" or BACKENDS[recipe.engine.backend].export_format is not None:
         raise UnsupportedError(

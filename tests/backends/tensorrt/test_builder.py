@@ -97,7 +97,7 @@ def test_a_device_that_the_library_has_no_code_for_is_refused(tmp_path: Path) ->
 
 @pytest.mark.filterwarnings("ignore:Use Deprecated in TensorRT-RTX")
 def test_a_library_that_times_kernels_is_given_its_timings(tmp_path: Path) -> None:
-    """TensorRT itself is not at hand: TensorRT-RTX, whose timing cache does nothing, takes its place."""
+    """TensorRT itself is not available: TensorRT-RTX, whose timing cache does nothing, takes its place."""
     timing = dataclasses.replace(RTX, provider=dataclasses.replace(RTX.provider, needs_device="it times kernels"))
     model = tensorrt_graphs.product(tensorrt_graphs.F16)
     first = compile_plan.build(

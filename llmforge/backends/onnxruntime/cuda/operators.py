@@ -108,7 +108,7 @@ def split_biases(model: ir.Model) -> list[Rewritten]:
         if bias is None or slow_reason(product, without_bias=True) is not None:
             continue
         product.bias = None
-        _behind(product.output, "Add", [bias], {}, f"{product.name}/bias")
+        _insert_after(product.output, "Add", [bias], {}, f"{product.name}/bias")
         rewritten.append(Rewritten(product.name, "bias moved to a separate Add: the fast kernel has none"))
     return rewritten
 
@@ -173,14 +173,14 @@ def widen(model: ir.Model) -> list[Rewritten]:
                 node.replace_input_with(index, cast)
         for output in node.outputs:
             if dtypes[output] == dtype:
-                made = _behind(output, "Cast", [], {"to": int(dtype)}, f"{node.name}/{output.name}.narrow")
+                made = _insert_after(output, "Cast", [], {"to": int(dtype)}, f"{node.name}/{output.name}.narrow")
                 made.type, output.type = ir.TensorType(dtype), ir.TensorType(wide)
         what = f"{node.op_type} in {wide.name.lower()}: no kernel for {dtype.name.lower()}"
         rewritten.append(Rewritten(str(node.name), what))
     return rewritten
 
 
-def _behind(
+def _insert_after(
     output: ir.Value, op_type: str, more: list[ir.Value], attributes: dict[str, graph.Attribute], name: str
 ) -> ir.Value:
     """Put a node that reads `output` and `more` behind what makes `output`, and let its result stand for it."""
