@@ -236,15 +236,17 @@ def _built(path: Path, options: BuildOptions) -> BuildResult:
     with process.unwatched():
         from llmforge import cache
         from llmforge.compile.overlap import Overlap
-        from llmforge.recipe import Recipe
 
-    chosen = (*options.overrides, "engine.deferred=true") if options.defer else options.overrides
     folder, overlap = cache.default_folder(), click.get_current_context().with_resource(Overlap())
-    recipe = Recipe.load(path, chosen)
-    if options.cache.no_cache or cache.is_empty(folder):
-        overlap.start(recipe)
+    if path.is_file() and (options.cache.no_cache or cache.is_empty(folder)):
+        overlap.start()  # it imports torch while this process imports the rest
     with process.unwatched():
         from llmforge.cli import console
+        from llmforge.recipe import Recipe
+
+    recipe = Recipe.load(path, (*options.overrides, "engine.deferred=true") if options.defer else options.overrides)
+    overlap.chosen_frontend(recipe)
+    with process.unwatched():
         from llmforge.compile.stages.recipe import check_recipe
 
     kept: Callable[[], cache.Cache] | None = None

@@ -182,12 +182,11 @@ class Overlap:
     ) -> None:
         self._entered.close()
 
-    def start(self, recipe: Recipe) -> None:
-        """Start the frontend for a build of `recipe` that finds nothing in a cache, before the build begins."""
-        if Frontend.serves(recipe):
-            self.frontend.start()
+    def start(self) -> None:
+        """Start the frontend for a build that finds nothing in a cache, before its recipe is read."""
+        self.frontend.start()
 
-    def chosen_frontend(self, recipe: Recipe, steps: Sequence[Pass], *, measure: bool) -> Frontend | None:
+    def chosen_frontend(self, recipe: Recipe, steps: Sequence[Pass] = (), *, measure: bool = True) -> Frontend | None:
         """Return the process that traces; None, and it is ended: this one imports torch anyway."""
         if not Frontend.is_loaded() and Frontend.serves(recipe, steps, measure=measure):
             return self.frontend
