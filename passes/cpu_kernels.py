@@ -32,7 +32,6 @@ neighbour.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, ClassVar, Literal
 
 import onnx_ir as ir
@@ -44,17 +43,16 @@ from llmforge.ir import graph
 from llmforge.ir.operators import canonical, contrib, cpu
 from llmforge.quantization.exclusion import exclusion
 from llmforge.rewrite import cpu_adapters, cpu_attention, cpu_linear
+from llmforge.rewrite.declared import CpuKernelsTraits
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
-from llmforge.rewrite.traits import Deployment, OwnKernels, Prediction, Proposal
 
 FALLBACK = "cpu-kernels: using ONNX Runtime's slower kernels: llmforge was installed without a C compiler"
 
 
 @dataclass(frozen=True)
-class CpuKernels(Pass):
+class CpuKernels(CpuKernelsTraits, Pass):
     """Run quantized layers and attention with llmforge's CPU kernels."""
 
-    name: ClassVar[str] = "cpu-kernels"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
     own_operators: ClassVar[bool] = True
 
@@ -79,18 +77,6 @@ class CpuKernels(Pass):
         Literal["int8", "fp32"],
         Field(description="what makes keys and values of latents: int8 in blocks of 64 columns, or fp32 as it is"),
     ] = "int8"
-
-    @classmethod
-    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
-        """Judge it by what both libraries' layers reach on a CPU."""
-        if there.on_cpu:
-            yield Prediction(cls.name, OwnKernels("faster kernels for quantized layers than ONNX Runtime's"))
-
-    @classmethod
-    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
-        """Propose it for engines of llmforge's on CPUs."""
-        if there.on_cpu and not there.exported:
-            yield Proposal("{budget}, fallback: onnxruntime", 0.005, reason="llmforge's own kernels")
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every layer and every attention of `model` that the kernels compute.

@@ -31,7 +31,6 @@ Numerics: the same sums in another order (the kernel works through the cache blo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import ClassVar, NamedTuple
 
 import onnx_ir as ir
@@ -40,9 +39,9 @@ from pydantic.dataclasses import dataclass
 from llmforge.ir import graph, interface
 from llmforge.ir.operators import canonical, contrib
 from llmforge.ir.operators.standard import RotaryEmbedding, Split
+from llmforge.rewrite.declared import FlashAttentionTraits
 from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Skipped
 from llmforge.rewrite.patterns import rewrite_each, skip_if
-from llmforge.rewrite.traits import Deployment, FewerKernels, Prediction, Proposal
 
 _HEAD_MULTIPLE = 8
 _HEAD_MULTIPLE_WITH_ROTARY = 16
@@ -64,24 +63,12 @@ class _Operands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FlashAttention(Pass):
+class FlashAttention(FlashAttentionTraits, Pass):
     """Lower attention to ONNX Runtime's GroupQueryAttention over a shared KV buffer."""
 
-    name: ClassVar[str] = "flash-attention"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
     keeps_parameters: ClassVar[bool] = True
     provides: ClassVar[frozenset[str]] = frozenset({"gqa"})
-
-    @classmethod
-    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
-        """Judge it by kernels, and by the scores of a prompt."""
-        yield Prediction(cls.name, FewerKernels(3, "avoids writing {scores_gb:.2g} GB of prompt scores", scores=True))
-
-    @classmethod
-    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
-        """Propose it where ONNX Runtime runs the graph."""
-        if there.in_onnxruntime:
-            yield Proposal(change=cls.name)
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every attention of `model`.

@@ -30,7 +30,6 @@ Numerics: the sum is bit-equal, but where a bias comes along; the fused kernel a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import ClassVar
 
 import onnx_ir as ir
@@ -39,31 +38,19 @@ from pydantic.dataclasses import dataclass
 from llmforge.ir import graph, operators
 from llmforge.ir.operators.contrib import SkipLayerNormalization, SkipSimplifiedLayerNormalization
 from llmforge.ir.operators.standard import Add, LayerNormalization, RMSNormalization
+from llmforge.rewrite.declared import FuseNormsTraits
 from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass
 from llmforge.rewrite.patterns import NotApplicable, rewrite_each
-from llmforge.rewrite.traits import Deployment, FewerKernels, Prediction, Proposal
 
 _Norm = RMSNormalization | LayerNormalization
 
 
 @dataclass(frozen=True)
-class FuseNorms(Pass):
+class FuseNorms(FuseNormsTraits, Pass):
     """Merge a residual Add into the normalization that reads its sum."""
 
-    name: ClassVar[str] = "fuse-norms"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
     keeps_parameters: ClassVar[bool] = True
-
-    @classmethod
-    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
-        """Judge it by the kernels of an Add and a norm, twice a layer."""
-        yield Prediction(cls.name, FewerKernels(2, "one kernel for an Add and a norm, twice per layer"))
-
-    @classmethod
-    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
-        """Propose it where ONNX Runtime runs the graph."""
-        if there.in_onnxruntime:
-            yield Proposal(change=cls.name)
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every normalized residual sum of `model`.

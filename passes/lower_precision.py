@@ -25,7 +25,7 @@ Numerics: lossy, within the budget of the recipe, measured in an fp32 twin that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass as record
 from dataclasses import field
 from typing import Annotated, ClassVar, Literal
@@ -40,18 +40,18 @@ from llmforge.ir.operators import canonical
 from llmforge.ir.operators.record import Precision
 from llmforge.quantization.grids import Grid
 from llmforge.rewrite import precision
+from llmforge.rewrite.declared import LowerPrecisionTraits
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
-from llmforge.rewrite.traits import Deployment, Proposal, Storage
+from llmforge.rewrite.traits import Storage
 
 FLOAT = ir.DataType.FLOAT
 _DTYPES: Mapping[str, ir.DataType] = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
 
 
 @dataclass(frozen=True)
-class LowerPrecision(Pass):
+class LowerPrecision(LowerPrecisionTraits, Pass):
     """Convert computation, weights and caches to fp16 or bf16."""
 
-    name: ClassVar[str] = "lower-precision"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
     provides: ClassVar[frozenset[str]] = frozenset({"precision"})
 
@@ -65,12 +65,6 @@ class LowerPrecision(Pass):
     def stores(self, stored: Grid | None) -> Storage:
         """Say the dtype of activations."""
         return Storage(compute=self.dtype)
-
-    @classmethod
-    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
-        """Propose the dtype in which a GPU computes."""
-        if not there.on_cpu and not there.exported and there.compute in ("fp16", "bf16"):
-            yield Proposal(f"dtype: {there.compute}, {{budget}}", 0.005, reason="as the GPU computes")
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite all of `model`.

@@ -15,7 +15,6 @@ Numerics: as of `pack-qkv`: the same sums, whose order a matrix library may choo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import ClassVar
 
 import onnx_ir as ir
@@ -24,30 +23,18 @@ from pydantic.dataclasses import dataclass
 from llmforge.ir.operators.record import Operator
 from llmforge.ir.operators.standard import Gelu, Mul, Relu, Sigmoid, Softplus, Tanh
 from llmforge.rewrite import linear
+from llmforge.rewrite.declared import PackGateUpTraits
 from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten
 from llmforge.rewrite.patterns import NotApplicable, rewrite_each, skip_if
-from llmforge.rewrite.traits import Deployment, FewerKernels, Prediction, Proposal
 
 ACTIVATIONS: tuple[type[Operator], ...] = (Gelu, Relu, Sigmoid, Softplus, Tanh)
 
 
 @dataclass(frozen=True)
-class PackGateUp(Pass):
+class PackGateUp(PackGateUpTraits, Pass):
     """Pack the gate and up projections of an MLP into one MatMul."""
 
-    name: ClassVar[str] = "pack-gate-up"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
-
-    @classmethod
-    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
-        """Judge it by the kernels that it saves."""
-        yield Prediction(cls.name, FewerKernels(1, "one matmul instead of two"))
-
-    @classmethod
-    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
-        """Propose it for every engine of llmforge's."""
-        if not there.exported:
-            yield Proposal(change=cls.name)
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every gated MLP of `model`."""

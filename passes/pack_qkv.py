@@ -17,7 +17,7 @@ and promises no order of summation. (ONNX Runtime 1.31 gave equal bits on AVX-51
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 import onnx_ir as ir
@@ -26,28 +26,16 @@ from pydantic.dataclasses import dataclass
 from llmforge.ir.operators import canonical, contrib
 from llmforge.ir.operators.standard import Reshape, RMSNormalization, RotaryEmbedding, Split, Transpose
 from llmforge.rewrite import linear
+from llmforge.rewrite.declared import PackQkvTraits
 from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten
 from llmforge.rewrite.patterns import NotApplicable, rewrite_each, skip_if
-from llmforge.rewrite.traits import Deployment, FewerKernels, Prediction, Proposal
 
 
 @dataclass(frozen=True)
-class PackQkv(Pass):
+class PackQkv(PackQkvTraits, Pass):
     """Pack the query, key and value projections into one MatMul."""
 
-    name: ClassVar[str] = "pack-qkv"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
-
-    @classmethod
-    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
-        """Judge it by the kernels that it saves."""
-        yield Prediction(cls.name, FewerKernels(2, "one matmul instead of three"))
-
-    @classmethod
-    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
-        """Propose it for every engine of llmforge's."""
-        if not there.exported:
-            yield Proposal(change=cls.name)
 
     def run(self, model: ir.Model, context: Context) -> Changes:
         """Rewrite every attention of `model`."""

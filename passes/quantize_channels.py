@@ -45,7 +45,7 @@ activations, where it does not multiply faster in it than in 16 bits; and where 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
@@ -68,21 +68,18 @@ from llmforge.quantization.stored import (
     require,
     stack_channels,
 )
+from llmforge.rewrite.declared import QuantizeChannelsTraits
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass
 from llmforge.rewrite.patterns import NotApplicable, rewrite_each, skip_if
 from llmforge.rewrite.rounded_inputs import HowRounded, InputRounding, weight_of
-from llmforge.rewrite.traits import Codes, Deployment, Prediction, Proposal, Storage
-
-_JUDGED: tuple[Literal["int8", "fp8"], ...] = ("int8", "fp8")  # by `plan`
+from llmforge.rewrite.traits import Storage
 
 
 @dataclass(frozen=True)
-class QuantizeChannels(Pass):
+class QuantizeChannels(QuantizeChannelsTraits, Pass):
     """Quantize the weights of linear layers and output head to int8 or fp8, with one scale per output feature."""
 
-    name: ClassVar[str] = "quantize-channels"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
-    writes_codes: ClassVar[Codes | None] = "channels"
 
     budget: Annotated[Budget, Field(description="quality budget of the pass")]
     dtype: Annotated[Literal["int8", "fp8"], Field(description="int8, or fp8 (e4m3)")]
@@ -120,30 +117,6 @@ class QuantizeChannels(Pass):
     def takes_stored(self) -> bool:
         """Whether codes are those of the checkpoint."""
         return self.method == methods.STORED
-
-    @classmethod
-    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
-        """Judge each dtype, of weights alone and of what they multiply, where such weights are read as they are."""
-        if there.backend.scales == "channels":
-            for dtype in _JUDGED:
-                yield Prediction(f"{cls.name}, dtype: {dtype}", Storage(weights=dtype, block=0))
-                both = Storage(weights=dtype, product=dtype, block=0)
-                yield Prediction(f"{cls.name}, dtype: {dtype}, activations: static", both)
-
-    @classmethod
-    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
-        """Propose fp8 where it is judged."""
-        if there.backend.scales == "channels" and not there.is_quantized:
-            change, weights = f"{cls.name}, dtype: fp8", Storage(weights="fp8", block=0)
-            yield Proposal("dtype: fp8, {budget}", 0.02, weights, change, near_lossless=True, bits=8)
-            yield Proposal(
-                "dtype: fp8, activations: static, {budget}",
-                0.03,
-                Storage(weights="fp8", product="fp8", block=0),
-                f"{change}, activations: static",
-                calibrated=True,
-                bits=8,
-            )
 
     def stores(self, stored: Grid | None) -> Storage:
         """Say the dtype of weights and head, and of products where activations are rounded, too."""

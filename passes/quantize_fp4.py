@@ -22,7 +22,7 @@ where the checkpoint stores no codes that `method: stored` takes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -49,20 +49,19 @@ from llmforge.quantization.stored import (
     require,
     stack_fp4,
 )
+from llmforge.rewrite.declared import QuantizeFp4Traits
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass
 from llmforge.rewrite.patterns import NotApplicable, rewrite_each, skip_if
-from llmforge.rewrite.traits import Codes, Deployment, Prediction, Storage
+from llmforge.rewrite.traits import Storage
 
 _FP4, _FP8, _FP32 = ir.DataType.FLOAT4E2M1, ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT
 
 
 @dataclass(frozen=True)
-class QuantizeFp4(Pass):
+class QuantizeFp4(QuantizeFp4Traits, Pass):
     """Multiply linear layers in NVFP4: weights and activations of 4 bits in blocks of 16."""
 
-    name: ClassVar[str] = "quantize-fp4"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
-    writes_codes: ClassVar[Codes | None] = "fp4"
 
     budget: Annotated[Budget, Field(description="quality budget of the pass")]
     method: Annotated[
@@ -75,12 +74,6 @@ class QuantizeFp4(Pass):
     def takes_stored(self) -> bool:
         """Whether codes are those of the checkpoint."""
         return self.method == methods.STORED
-
-    @classmethod
-    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
-        """Judge it where weights in 8 bits have scales of channels: an engine for GPUs."""
-        if there.backend.scales == "channels":
-            yield Prediction(cls.name, Storage(weights="fp4", product="fp4"))
 
     def stores(self, stored: Grid | None) -> Storage:
         """Say the dtype of weights and products."""

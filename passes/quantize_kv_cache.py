@@ -24,7 +24,6 @@ Numerics: lossy, within the budget of the recipe.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, ClassVar, Literal, Self
 
 import numpy as np
@@ -42,16 +41,16 @@ from llmforge.quantization.formats import INT8_KV, KvFormat, SlotFormat
 from llmforge.quantization.grids import Grid
 from llmforge.quantization.statistics import Demand, KvRange, KvRangeDemand
 from llmforge.rewrite import cpu_attention
+from llmforge.rewrite.declared import QuantizeKvCacheTraits
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass
 from llmforge.rewrite.patterns import NotApplicable, rewrite_each, skip_if
-from llmforge.rewrite.traits import Deployment, Prediction, Proposal, Storage
+from llmforge.rewrite.traits import Storage
 
 
 @dataclass(frozen=True)
-class QuantizeKvCache(Pass):
+class QuantizeKvCache(QuantizeKvCacheTraits, Pass):
     """Store the KV cache in 8 or 4 bits."""
 
-    name: ClassVar[str] = "quantize-kv-cache"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
     requires: ClassVar[frozenset[str]] = frozenset({"gqa"})
 
@@ -92,18 +91,6 @@ class QuantizeKvCache(Pass):
     def _slots(self, bits: int) -> SlotFormat:
         scale = "token" if bits == 4 else self.granularity.removeprefix("per_")
         return SlotFormat(f"int{bits}", scale, scale == "token" and self.rotation == "hadamard")
-
-    @classmethod
-    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
-        """Judge it by the bytes of the cache."""
-        yield Prediction(f"{cls.name}, bits: 8", Storage(kv="int8"))
-
-    @classmethod
-    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
-        """Propose 8 bits on CPUs, where some quality may go; latents stay as they are."""
-        if there.on_cpu and not there.exported and not there.caches_latents and there.goal != "quality":
-            stores, reason = Storage(kv="int8"), "a quarter of the cache's memory"
-            yield Proposal("bits: 8, {budget}", 0.005, stores, reason=reason, calibrated=True)
 
     def stores(self, stored: Grid | None) -> Storage:
         """Say how keys and values are stored."""

@@ -53,7 +53,7 @@ Numerics: lossy, within the budget of the recipe.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass as record
 from dataclasses import field, replace
@@ -76,7 +76,7 @@ from llmforge.quantization.grids import Grid, Scale
 from llmforge.quantization.methods.base import Method
 from llmforge.quantization.statistics import Demand, WeightDemand
 from llmforge.quantization.stored import require
-from llmforge.rewrite import moe_kernels, weight_proposals
+from llmforge.rewrite import moe_kernels
 from llmforge.rewrite.block_codes import (
     BlockWriter,
     described,
@@ -89,10 +89,11 @@ from llmforge.rewrite.block_codes import (
     tied_head,
 )
 from llmforge.rewrite.chosen_blocks import KEPT_BITS, ChosenBlocks
+from llmforge.rewrite.declared import QuantizeWeightsTraits
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten
 from llmforge.rewrite.patterns import NotApplicable, rewrite_each, skip_if
 from llmforge.rewrite.stored_blocks import StoredBlocks
-from llmforge.rewrite.traits import Codes, Deployment, FinerCodes, Prediction, Proposal, Storage
+from llmforge.rewrite.traits import FinerCodes, Storage
 
 _FINER = 8  # bits of weights that a recipe of mixed precision keeps
 _SHARED = ("budget", "block_size", "symmetric", "embedding_bits", "routers")  # options that say nothing of the method
@@ -100,12 +101,10 @@ _SHARED = ("budget", "block_size", "symmetric", "embedding_bits", "routers")  # 
 
 @dataclass(frozen=True)
 @methods.with_options(before="routers")
-class QuantizeWeights(Pass):
+class QuantizeWeights(QuantizeWeightsTraits, Pass):
     """Quantize the weights of linear layers, experts, embedding and output head to 4 or 8 bits."""
 
-    name: ClassVar[str] = "quantize-weights"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
-    writes_codes: ClassVar[Codes | None] = "blocks"
 
     budget: Annotated[Budget, Field(description="quality budget of the pass")]
     bits: Annotated[
@@ -215,19 +214,6 @@ class QuantizeWeights(Pass):
     def chosen(self) -> Method:
         """The method of the decoder's linear layers, with its options."""
         return methods.make(self.method, self)
-
-    @classmethod
-    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
-        """Judge 4 bits, and 8 where blocks of 8 bits are multiplied as they are."""
-        if there.backend.scales == "blocks":
-            yield Prediction(f"{cls.name}, bits: 8", Storage(weights="int8"))
-        yield Prediction(f"{cls.name}, bits: 4", Storage(weights="int4"))
-
-    @classmethod
-    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
-        """Propose the formats that the engine runs best, or the codes of the checkpoint."""
-        propose = weight_proposals.of_stored if there.is_quantized else weight_proposals.of_weights
-        return propose(cls.name, there)
 
     def stores(self, stored: Grid | None) -> Storage:
         """Say the dtypes of embedding and head, and of weights; codes of the checkpoint are on the grid `stored`."""

@@ -14,6 +14,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.planning.deployment import DeploymentPlan, degree
 from llmforge.planning.roofline import Placement, StepCost
 from llmforge.planning.scheme import BITS, DtypeScheme, choose
+from llmforge.rewrite import declared
 from llmforge.rewrite.traits import Deployment, FewerKernels, OwnKernels, Prediction, Storage
 from llmforge.targets import WORTH, QuantizedLayers
 from llmforge.targets.achieved import Assumption
@@ -44,10 +45,8 @@ class Advice:
 
 def advise(plan: DeploymentPlan) -> tuple[Advice, ...]:
     """Judge each pass on this plan: shape, target, engine and workload; of dtypes the larger ones first."""
-    from llmforge import passes  # which brings onnx-ir
-
     there = Deployment(plan.target, BACKENDS[plan.backend], plan.scheme.compute)
-    found = [each for step in passes.ALL for each in step.predicts(there)]
+    found = [each for step in declared.DECLARED for each in step.predicts(there)]
     dtypes = [each for each in found if isinstance(each.effect, Storage)]
     dtypes.sort(key=_bits, reverse=True)
     return tuple(_judge(plan, each) for each in (*dtypes, *(each for each in found if each not in dtypes)))

@@ -11,6 +11,7 @@ from llmforge.quantization import methods
 from llmforge.quantization.grids import Grid
 from llmforge.recipe import Recipe
 from llmforge.recipe.errors import collect
+from llmforge.rewrite import declared
 from llmforge.rewrite.pass_base import Pass
 
 
@@ -78,7 +79,5 @@ def refuse_requantizing(recipe: Recipe, steps: Sequence[Pass], settings: Mapping
 
 def _keeping() -> str:
     """Name the passes that keep codes."""
-    from llmforge import passes  # which brings onnx-ir
-
-    first, *others = (step.name for step in passes.ALL if step.writes_codes is not None)
+    first, *others = (step.name for step in declared.DECLARED if step.writes_codes is not None)
     return f"`{first}: {{method: {methods.STORED}}}` ({' and '.join(others)} have it, too)"

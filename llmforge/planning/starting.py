@@ -17,6 +17,7 @@ from llmforge.planning.render import Planned
 from llmforge.planning.request import PlanRequest
 from llmforge.planning.roofline import Placement
 from llmforge.planning.shape import Shape
+from llmforge.rewrite import declared
 from llmforge.rewrite.traits import Deployment, Goal, Proposal, Storage
 from llmforge.targets import Target
 
@@ -121,9 +122,7 @@ def _context(shape: Shape) -> int:
 
 def _choose(planned: Planned, there: Deployment) -> list[tuple[str, Proposal]]:
     """Choose among what passes propose, by their names: one way to store weights, and of all others each."""
-    from llmforge import passes  # which brings onnx-ir
-
-    proposed = [(step.name, proposal) for step in passes.ALL for proposal in step.proposes(there)]
+    proposed = [(step.name, proposal) for step in declared.DECLARED for proposal in step.proposes(there)]
     weights = [each for _, each in proposed if each.stores.weights is not None]
     chosen = next(iter(weights), None) if there.is_quantized else _weights(planned, weights, there)
     return [(name, each) for name, each in proposed if each.stores.weights is None or each is chosen]

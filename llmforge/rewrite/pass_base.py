@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, InitVar, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -15,7 +15,7 @@ from llmforge.base.errors import ForgeError, UnsupportedError
 from llmforge.base.plugins import Plugin, Seam
 from llmforge.ir.scratch import Scratch
 from llmforge.quantization.statistics import Demand, Statistics
-from llmforge.rewrite.traits import NOTHING_SAID, Codes, Deployment, FinerCodes, Prediction, Proposal, Storage
+from llmforge.rewrite.traits import NOTHING_SAID, FinerCodes, Storage, Traits
 from llmforge.targets import WORTH, Rate, Target
 
 if TYPE_CHECKING:
@@ -179,14 +179,13 @@ class Context:
         )
 
 
-class Pass(ABC):
+class Pass(Traits, ABC):
     """A named graph transformation.
 
     Subclasses are `pydantic.dataclasses.dataclass(frozen=True)`: each field is an option, typed, bounded and
     described with `Annotated[..., Field(...)]`. A lossy pass has a required field `budget: Budget`.
     """
 
-    name: ClassVar[str]  # verb-noun, kebab-case
     numerics: ClassVar[Numerics]
     requires: ClassVar[frozenset[str]] = frozenset()  # facts that earlier passes of the recipe must provide
     provides: ClassVar[frozenset[str]] = frozenset()
@@ -195,7 +194,6 @@ class Pass(ABC):
     drops_caches: ClassVar[bool] = False  # it may take layers out, and with them their caches
     own_operators: ClassVar[bool] = False  # it writes operators that only llmforge has kernels for
     keeps_parameters: ClassVar[bool] = False  # it changes how a graph runs, and not what a file of parameters holds
-    writes_codes: ClassVar[Codes | None] = None  # of weights, which it chooses or takes from the checkpoint
 
     @classmethod
     def taking(cls, options: Mapping[str, object]) -> type[Pass]:
@@ -216,16 +214,6 @@ class Pass(ABC):
 
     def demands(self) -> tuple[Demand, ...]:
         """Name the calibration statistics that `run` will read from its context."""
-        return ()
-
-    @classmethod
-    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
-        """List the ways to use it that a plan judges."""
-        return ()
-
-    @classmethod
-    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
-        """List the ways to use it that `init` chooses from."""
         return ()
 
     def stores(self, stored: Grid | None) -> Storage:

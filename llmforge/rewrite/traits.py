@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from llmforge.backends.record import BackendRecord, Dtype
 from llmforge.quantization.formats import KvFormat
@@ -125,3 +125,20 @@ class FinerCodes:
 
     bits: int
     options: Mapping[str, Any]
+
+
+class Traits:
+    """What a pass declares for `plan` and `init`; a pass that shipped does so in `llmforge.rewrite.declared`."""
+
+    name: ClassVar[str]  # verb-noun, kebab-case
+    writes_codes: ClassVar[Codes | None] = None  # of weights, which it chooses or takes from the checkpoint
+
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """List the ways to use it that a plan judges."""
+        return ()
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """List the ways to use it that `init` chooses from."""
+        return ()

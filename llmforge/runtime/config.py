@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import onnxruntime
-
 from llmforge import backends, native
 from llmforge.backends import PROVIDERS, PlanModule, ProviderName
 from llmforge.base import plugins, small_file, strict_json
@@ -281,6 +279,8 @@ class RuntimeConfig:
             native.require()
         if self.onnxruntime is None:
             return
+        import onnxruntime
+
         wanted, installed = self.onnxruntime.split(".")[:2], onnxruntime.__version__.split(".")[:2]
         if wanted != installed:
             raise VersionMismatch(

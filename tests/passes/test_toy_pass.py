@@ -17,6 +17,7 @@ from llmforge.planning import render, request, starting
 from llmforge.planning.render import Planned
 from llmforge.planning.request import PlanRequest
 from llmforge.recipe import Recipe
+from llmforge.rewrite import declared
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass
 from llmforge.rewrite.traits import Deployment, FewerKernels, Prediction, Proposal, Storage
 
@@ -74,6 +75,7 @@ class ToyKernels(Pass):
 @pytest.fixture
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(passes, "ALL", (*passes.ALL, ToyWeights, ToyKernels))
+    monkeypatch.setattr(declared, "DECLARED", (*declared.DECLARED, ToyWeights, ToyKernels))
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text(json.dumps(PUBLIC["llama-3.1-8b"]))
     return tmp_path / "llama"

@@ -26,7 +26,7 @@ BACKEND = BackendRecord(
             package="compressed-tensors",
             requirements=(),
             builder="llmforge.backends.compressed_tensors.builder",
-            session="llmforge.backends.export_format",
+            session="llmforge.backends.exported_session",
             dtypes={
                 **dict.fromkeys(("fp32", "fp16", "bf16"), Use(ANY)),
                 "int8": Use(("weights",)),

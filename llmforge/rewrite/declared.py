@@ -1,0 +1,209 @@
+"""What shipped passes declare for `plan` and `init`, apart from the passes: read without build tools.
+
+Each pass inherits its class here. In the order of `llmforge.passes.ALL`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from llmforge.backends.record import Dtype
+from llmforge.rewrite import weight_proposals
+from llmforge.rewrite.traits import Codes, Deployment, FewerKernels, OwnKernels, Prediction, Proposal, Storage, Traits
+
+JUDGED: tuple[Dtype, ...] = ("int8", "fp8")  # dtypes of channels
+
+
+class FuseNormsTraits(Traits):
+    """Traits of `fuse-norms`."""
+
+    name: ClassVar[str] = "fuse-norms"
+
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """Judge it by the kernels of an Add and a norm, twice a layer."""
+        yield Prediction(cls.name, FewerKernels(2, "one kernel for an Add and a norm, twice per layer"))
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose it where ONNX Runtime runs the graph."""
+        if there.in_onnxruntime:
+            yield Proposal(change=cls.name)
+
+
+class PackQkvTraits(Traits):
+    """Traits of `pack-qkv`."""
+
+    name: ClassVar[str] = "pack-qkv"
+
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """Judge it by the kernels that it saves."""
+        yield Prediction(cls.name, FewerKernels(2, "one matmul instead of three"))
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose it for every engine of llmforge's."""
+        if not there.exported:
+            yield Proposal(change=cls.name)
+
+
+class PackGateUpTraits(Traits):
+    """Traits of `pack-gate-up`."""
+
+    name: ClassVar[str] = "pack-gate-up"
+
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """Judge it by the kernels that it saves."""
+        yield Prediction(cls.name, FewerKernels(1, "one matmul instead of two"))
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose it for every engine of llmforge's."""
+        if not there.exported:
+            yield Proposal(change=cls.name)
+
+
+class FlashAttentionTraits(Traits):
+    """Traits of `flash-attention`."""
+
+    name: ClassVar[str] = "flash-attention"
+
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """Judge it by kernels, and by the scores of a prompt."""
+        yield Prediction(cls.name, FewerKernels(3, "avoids writing {scores_gb:.2g} GB of prompt scores", scores=True))
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose it where ONNX Runtime runs the graph."""
+        if there.in_onnxruntime:
+            yield Proposal(change=cls.name)
+
+
+class QuantizeWeightsTraits(Traits):
+    """Traits of `quantize-weights`."""
+
+    name: ClassVar[str] = "quantize-weights"
+    writes_codes: ClassVar[Codes | None] = "blocks"
+
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """Judge 4 bits, and 8 where blocks of 8 bits are multiplied as they are."""
+        if there.backend.scales == "blocks":
+            yield Prediction(f"{cls.name}, bits: 8", Storage(weights="int8"))
+        yield Prediction(f"{cls.name}, bits: 4", Storage(weights="int4"))
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose the formats that the engine runs best, or the codes of the checkpoint."""
+        propose = weight_proposals.of_stored if there.is_quantized else weight_proposals.of_weights
+        return propose(cls.name, there)
+
+
+class QuantizeChannelsTraits(Traits):
+    """Traits of `quantize-channels`."""
+
+    name: ClassVar[str] = "quantize-channels"
+    writes_codes: ClassVar[Codes | None] = "channels"
+
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """Judge each dtype, of weights alone and of what they multiply, where such weights are read as they are."""
+        if there.backend.scales == "channels":
+            for dtype in JUDGED:
+                yield Prediction(f"{cls.name}, dtype: {dtype}", Storage(weights=dtype, block=0))
+                both = Storage(weights=dtype, product=dtype, block=0)
+                yield Prediction(f"{cls.name}, dtype: {dtype}, activations: static", both)
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose fp8 where it is judged."""
+        if there.backend.scales == "channels" and not there.is_quantized:
+            change, weights = f"{cls.name}, dtype: fp8", Storage(weights="fp8", block=0)
+            yield Proposal("dtype: fp8, {budget}", 0.02, weights, change, near_lossless=True, bits=8)
+            yield Proposal(
+                "dtype: fp8, activations: static, {budget}",
+                0.03,
+                Storage(weights="fp8", product="fp8", block=0),
+                f"{change}, activations: static",
+                calibrated=True,
+                bits=8,
+            )
+
+
+class QuantizeFp4Traits(Traits):
+    """Traits of `quantize-fp4`."""
+
+    name: ClassVar[str] = "quantize-fp4"
+    writes_codes: ClassVar[Codes | None] = "fp4"
+
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """Judge it where weights in 8 bits have scales of channels: an engine for GPUs."""
+        if there.backend.scales == "channels":
+            yield Prediction(cls.name, Storage(weights="fp4", product="fp4"))
+
+
+class QuantizeKvCacheTraits(Traits):
+    """Traits of `quantize-kv-cache`."""
+
+    name: ClassVar[str] = "quantize-kv-cache"
+
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """Judge it by the bytes of the cache."""
+        yield Prediction(f"{cls.name}, bits: 8", Storage(kv="int8"))
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose 8 bits on CPUs, where some quality may go; latents stay as they are."""
+        if there.on_cpu and not there.exported and not there.caches_latents and there.goal != "quality":
+            stores, reason = Storage(kv="int8"), "a quarter of the cache's memory"
+            yield Proposal("bits: 8, {budget}", 0.005, stores, reason=reason, calibrated=True)
+
+
+class LowerPrecisionTraits(Traits):
+    """Traits of `lower-precision`."""
+
+    name: ClassVar[str] = "lower-precision"
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose the dtype in which a GPU computes."""
+        if not there.on_cpu and not there.exported and there.compute in ("fp16", "bf16"):
+            yield Proposal(f"dtype: {there.compute}, {{budget}}", 0.005, reason="as the GPU computes")
+
+
+class CpuKernelsTraits(Traits):
+    """Traits of `cpu-kernels`."""
+
+    name: ClassVar[str] = "cpu-kernels"
+
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """Judge it by what both libraries' layers reach on a CPU."""
+        if there.on_cpu:
+            yield Prediction(cls.name, OwnKernels("faster kernels for quantized layers than ONNX Runtime's"))
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose it for engines of llmforge's on CPUs."""
+        if there.on_cpu and not there.exported:
+            yield Proposal("{budget}, fallback: onnxruntime", 0.005, reason="llmforge's own kernels")
+
+
+DECLARED: tuple[type[Traits], ...] = (
+    FuseNormsTraits,
+    PackQkvTraits,
+    PackGateUpTraits,
+    FlashAttentionTraits,
+    QuantizeWeightsTraits,
+    QuantizeChannelsTraits,
+    QuantizeFp4Traits,
+    QuantizeKvCacheTraits,
+    LowerPrecisionTraits,
+    CpuKernelsTraits,
+)
