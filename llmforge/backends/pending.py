@@ -17,7 +17,8 @@ from llmforge.base.errors import InputError
 from llmforge.base.progress import Progress
 from llmforge.ir.onnx_file import load as load_graph
 from llmforge.recipe import EngineSpec
-from llmforge.runtime.config import MODEL_FILE, PENDING_FILE, rank_file
+from llmforge.runtime.artifact_files import PENDING_FILE
+from llmforge.runtime.config import MODEL_FILE, rank_file
 from llmforge.targets import Target
 
 FORMAT = 2

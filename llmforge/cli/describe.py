@@ -15,7 +15,7 @@ from llmforge.base.errors import PluginError
 from llmforge.quantization import methods
 from llmforge.rewrite import options, pass_base
 from llmforge.rewrite.pass_base import Pass
-from llmforge.runtime.config import PENDING_FILE
+from llmforge.runtime.artifact_files import PENDING_FILE
 from llmforge.targets import SourcedFigure, Target
 
 if TYPE_CHECKING:

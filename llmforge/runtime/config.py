@@ -10,17 +10,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import onnxruntime
+
 from llmforge import backends, native
 from llmforge.backends import PROVIDERS, PlanModule, ProviderName
 from llmforge.base import plugins, small_file, strict_json
 from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
 from llmforge.base.plugins import Package
 from llmforge.base.wording import cut, quoted, shown
+from llmforge.runtime.artifact_files import PENDING_FILE
 from llmforge.runtime.signature import CacheInput
 
 FORMAT = 3
 FILE = "runtime.json"
-PENDING_FILE = "pending.json"  # stands in an engine's folder until the engine is built (llmforge.backends.pending)
 DAMAGED = "run `llmforge verify ARTIFACT` to list changed files; fetch or build the artifact again"
 MODEL_FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"  # the larger initializers of the model; of ranks, those that all of them have
@@ -279,8 +281,6 @@ class RuntimeConfig:
             native.require()
         if self.onnxruntime is None:
             return
-        import onnxruntime
-
         wanted, installed = self.onnxruntime.split(".")[:2], onnxruntime.__version__.split(".")[:2]
         if wanted != installed:
             raise VersionMismatch(

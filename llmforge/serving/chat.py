@@ -15,7 +15,7 @@ import jinja2
 from llmforge.base import interpreter, small_file
 from llmforge.base.child_process import ChildEnded, ChildProcess
 from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError
-from llmforge.runtime.tokenizer_files import SPECIAL_TOKEN_FILES, TEMPLATE_FILE
+from llmforge.runtime.artifact_files import SPECIAL_TOKEN_FILES, TEMPLATE_FILE
 from llmforge.serving import template_worker
 
 MOST_BYTES = 256 << 10  # of a template: the largest that are known have 30 kB

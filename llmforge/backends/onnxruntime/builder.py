@@ -32,9 +32,9 @@ from llmforge.ir.operators.standard import Constant, MatMul, QuantizeLinear, Tra
 from llmforge.ir.recurrence import Recurrence
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Changes, Rewritten
+from llmforge.runtime.artifact_files import TEMPLATE_FILE, TOKENIZER_FILES
 from llmforge.runtime.config import FILE, MODEL_FILE, SessionOptions
 from llmforge.runtime.interface import C, Decoder, StepInputs
-from llmforge.runtime.tokenizer_files import TEMPLATE_FILE, TOKENIZER_FILES
 from llmforge.targets import Isa, Target
 
 _AS_STORED = {"session.disable_prepacking": "1"}
