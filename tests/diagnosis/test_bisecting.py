@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from llmforge import native, passes, targets
 from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.checkpoint.text import TokenWindow
+from llmforge.compile.attribution import choose_texts
 from llmforge.compile.lossy_parts import CacheLoss, Leaf, LossyPart, LossyStep, PartLoss, WeightLoss, of_pass
 from llmforge.diagnosis import bisecting, mixed_precision_recipe
 from llmforge.diagnosis.bisecting import Findings, PartSearch
@@ -227,7 +228,7 @@ class Drawn(PartLoss):
 
 def found_in_draws(lossy: LossyStep, windows: Sequence[TokenWindow], folder: Path, runs: int = 200) -> list[list[str]]:
     """Search again and again, on other documents each time: names of what stands out in each run."""
-    texts = bisecting.choose(windows, 0, 64, 56, TOKENS, 1)
+    texts = choose_texts(windows, 0, 64, 56, TOKENS, 1)
     loss = of_pass(lossy, Divergence(texts, folder, 2))
     assert loss is not None
     loss.divergence.hold_against(lossy.before, loss.watch)

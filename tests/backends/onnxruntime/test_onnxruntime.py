@@ -13,7 +13,7 @@ import onnxruntime
 import pytest
 
 from llmforge import targets
-from llmforge.backends.engines import BuildRequest
+from llmforge.backends.engines import BuildRequest, BuiltEngine
 from llmforge.backends.onnxruntime import builder as engine
 from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import UnsupportedError, VerificationError
@@ -29,7 +29,7 @@ CPU = targets.local()
 SPEC = EngineSpec(max_context=64, max_batch=3, threads=1)
 
 
-def build(model: ir.Model, folder: Path, spec: EngineSpec = SPEC, **options) -> engine.Engine:
+def build(model: ir.Model, folder: Path, spec: EngineSpec = SPEC, **options) -> BuiltEngine:
     return engine.build(BuildRequest(model, folder, spec, CPU, (3, 5), 1, **options))
 
 
