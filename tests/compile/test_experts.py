@@ -14,11 +14,10 @@ import torch
 
 from llmforge import passes, targets
 from llmforge.backends import pending
-from llmforge.backends.engines import BuiltEngine
-from llmforge.base.progress import Silent
+from llmforge.base.progress import Progress, Silent
 from llmforge.checkpoint import Checkpoint
 from llmforge.compile import evidence, finishing, pipeline
-from llmforge.compile.evidence import Evidence
+from llmforge.compile.evidence import Evidence, Measurement
 from llmforge.measure import footprint
 from llmforge.measure.footprint import BytesRead
 from llmforge.recipe import Recipe
@@ -140,8 +139,8 @@ def test_an_engine_that_is_finished_elsewhere_reads_what_one_built_in_one_go_rea
     """Of the experts those that a token chooses: the lowered graph, which is all that lies there, cannot say it."""
     reads: list[BytesRead] = []
 
-    def measure(artifact: Path, engine: BuiltEngine | None, read: BytesRead, **_: object) -> Evidence:
-        reads.append(read)
+    def measure(asked: Measurement, progress: Progress) -> Evidence:
+        reads.append(asked.read)
         return Evidence(None, None, None, "nothing is measured here")
 
     monkeypatch.setattr(evidence, "measure", measure)
