@@ -102,3 +102,14 @@ def test_init_proposes_it_and_plan_reads_the_recipe(checkpoint: Path) -> None:
     [made] = request.answer(path, PlanRequest(), lambda target: measured(target))
     assert isinstance(made, Planned)
     assert (made.plan.scheme.weights, made.plan.scheme.product) == ("int4", "int8")
+
+
+def test_what_a_shipped_pass_declares_is_read_by_plan_and_init() -> None:
+    told = ("predicts", "proposes", "writes_codes")
+    declaring = [step for step in passes.ALL if any(name in base.__dict__ for name in told for base in _own(step))]
+    assert [step.name for step in declaring] == [each.name for each in declared.DECLARED]
+    assert all(issubclass(step, each) for step, each in zip(declaring, declared.DECLARED, strict=True))
+
+
+def _own(step: type[Pass]) -> list[type]:
+    return [base for base in step.__mro__ if base not in Pass.__mro__]
