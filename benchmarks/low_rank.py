@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks.calibration import drawn
 from llmforge.calibration import calibrate
-from llmforge.calibration.low_rank_correction import corrected
+from llmforge.calibration.quantize import corrected
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow

@@ -42,7 +42,7 @@ from llmforge import native
 from llmforge.ir import graph
 from llmforge.ir.operators import canonical, contrib, cpu
 from llmforge.quantization.exclusion import exclusion
-from llmforge.rewrite import cpu_adapters, cpu_attention, cpu_linear
+from llmforge.rewrite import cpu_attention, cpu_linear
 from llmforge.rewrite.declared import CpuKernelsTraits
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
 
@@ -102,7 +102,7 @@ class CpuKernels(CpuKernelsTraits, Pass):
         adapters = [each for each in canonical.LowRankAdapter.all(model) if each.base.dtype == ir.DataType.FLOAT]
         for adapter in adapters:
             if adapter.base.producer() in ready:
-                cpu_adapters.add_first(adapter)
+                cpu_linear.add_before_adapter(adapter)
         for attention in contrib.GroupQueryAttention.all(model):
             reason = cpu_attention.reason_against(attention)
             _record(changes, attention.node, reason or cpu_attention.lower(attention), skipped=reason is not None)
@@ -115,7 +115,7 @@ class CpuKernels(CpuKernelsTraits, Pass):
             done = None if reason else rewriting.linear(layer, self._terms(layer))
             _record(changes, layer.node, done or reason or "it has nothing to take over", skipped=done is None)
         for adapter in adapters:
-            _record(changes, adapter.node, cpu_adapters.lower(adapter), skipped=False)
+            _record(changes, adapter.node, cpu_linear.lower_adapter(adapter), skipped=False)
         for table in contrib.GatherBlockQuantized.all(model):
             done = rewriting.embedding(table)
             what = done or "its table has blocks that the kernel cannot read"

@@ -68,11 +68,7 @@ class FuseNorms(FuseNormsTraits, Pass):
 
 
 def _residual(norm: _Norm) -> Add:
-    """Return the Add that `norm` can be fused with.
-
-    Raises:
-        NotApplicable: there is none.
-    """
+    """Return the Add that `norm` can be fused with (NotApplicable: there is none)."""
     total = norm.x
     maker, add = total.producer(), Add.made(total)
     if maker is None:

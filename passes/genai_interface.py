@@ -28,7 +28,7 @@ Numerics: exact, the same kernels get the same numbers.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NoReturn
 
 import numpy as np
 import onnx_ir as ir
@@ -85,38 +85,33 @@ class GenaiInterface(Pass):
 
     def _check(self, model: ir.Model) -> None:
         """Refuse what onnxruntime-genai cannot drive."""
+
+        def refuse(what: str, hint: str = f"leave {self.name} out of the recipe") -> NoReturn:
+            raise UnsupportedError(f"{self.name}: {what}", hint=hint)
+
         for node in model.graph:
+            where = f"node {node.name}, {node.op_type},"
             if operators.view(node).state:
-                raise UnsupportedError(
-                    f"{self.name}: node {node.name}, {node.op_type}, keeps a state of fixed size; decoders of "
-                    "onnxruntime-genai cache keys and values",
-                    hint=f"leave {self.name} out of the recipe",
-                )
+                refuse(f"{where} keeps a state of fixed size; decoders of onnxruntime-genai cache keys and values")
             if canonical.LatentAttention.matches(node):
-                raise UnsupportedError(
-                    f"{self.name}: node {node.name}, {node.op_type}, caches latents; decoders of onnxruntime-genai "
-                    "cache keys and values",
-                    hint=f"leave {self.name} out of the recipe",
-                )
+                refuse(f"{where} caches latents; decoders of onnxruntime-genai cache keys and values")
             if operators.is_a(node, canonical.Attention, canonical.GrowingAttention):
-                raise UnsupportedError(
-                    f"{self.name}: node {node.name}, {node.op_type}, was not lowered to GroupQueryAttention; "
-                    "onnxruntime-genai gives the lengths of shared caches to no other attention",
-                    hint=f"the report of flash-attention says why; leave {self.name} out of the recipe",
+                refuse(
+                    f"{where} was not lowered to GroupQueryAttention; onnxruntime-genai gives the lengths of shared "
+                    "caches to no other attention",
+                    f"the report of flash-attention says why; leave {self.name} out of the recipe",
                 )
         names = [str(value.name) for value in model.graph.inputs]
         if not set(_LENGTHS) <= set(names):
-            raise UnsupportedError(
-                f"{self.name}: the graph has no GroupQueryAttention; onnxruntime-genai shares its caches only "
-                "with that",
-                hint="put flash-attention before it, and remove optimum-interface",
+            refuse(
+                "the graph has no GroupQueryAttention; onnxruntime-genai shares its caches only with that",
+                "put flash-attention before it, and remove optimum-interface",
             )
         for name in names:
             if name not in (*_KEPT, *_LENGTHS) and interface.present_of(name) == name:
-                raise UnsupportedError(
-                    f"{self.name}: the graph has the input {name}; onnxruntime-genai feeds input_ids, position_ids, "
-                    "attention_mask and caches of keys and values",
-                    hint=f"leave {self.name} out of the recipe",
+                refuse(
+                    f"the graph has the input {name}; onnxruntime-genai feeds input_ids, position_ids, attention_mask "
+                    "and caches of keys and values"
                 )
 
 

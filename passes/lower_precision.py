@@ -35,7 +35,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir import derived, dtype_inference, graph, interface, operators
+from llmforge.ir import derived, graph, interface, operators
 from llmforge.ir.operators import canonical
 from llmforge.ir.operators.record import Precision
 from llmforge.quantization.grids import Grid
@@ -79,7 +79,7 @@ class LowerPrecision(LowerPrecisionTraits, Pass):
                 hint=f"leave {self.name} out of the recipe: a CPU computes in fp32 fastest",
             )
         dtype = _DTYPES[self.dtype]
-        dtype_inference.complete(model)
+        operators.complete_dtypes(model)
         if (held := _half_of(model)) is not None:
             if held != dtype:
                 raise UnsupportedError(f"{self.name}: the graph computes in {held.name} already, not in {self.dtype}")

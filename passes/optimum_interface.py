@@ -82,24 +82,23 @@ class OptimumInterface(Pass):
             if known or value in served:
                 continue
             others = [use.node for use in value.uses() if not Attention.matches(use.node)]
-            if others and interface.is_state(name):
-                raise UnsupportedError(
-                    f"{self.name}: node {others[0].name}, {others[0].op_type}, keeps a state of fixed size; "
-                    "ORTModelForCausalLM feeds caches of keys and values",
-                    hint="leave this pass out of the recipe",
+            if not others:
+                continue
+            where, hint = (
+                f"{self.name}: node {others[0].name}, {others[0].op_type},",
+                "leave this pass out of the recipe",
+            )
+            if interface.is_state(name):
+                what = "keeps a state of fixed size; ORTModelForCausalLM feeds caches of keys and values"
+            elif LatentAttention.matches(others[0]):
+                what = "caches latents; ORTModelForCausalLM feeds caches of keys and values"
+            else:
+                what = (
+                    f"reads {name}; ORTModelForCausalLM feeds input_ids, attention_mask, position_ids and caches of "
+                    "llmforge::Attention"
                 )
-            if others and LatentAttention.matches(others[0]):
-                raise UnsupportedError(
-                    f"{self.name}: node {others[0].name}, {others[0].op_type}, caches latents; ORTModelForCausalLM "
-                    "feeds caches of keys and values",
-                    hint="leave this pass out of the recipe",
-                )
-            if others:
-                raise UnsupportedError(
-                    f"{self.name}: node {others[0].name}, {others[0].op_type}, reads {name}; ORTModelForCausalLM "
-                    "feeds input_ids, attention_mask, position_ids and caches of llmforge::Attention",
-                    hint="leave flash-attention out of the recipe, or this pass",
-                )
+                hint = "leave flash-attention out of the recipe, or this pass"
+            raise UnsupportedError(f"{where} {what}", hint=hint)
 
 
 def _attention_mask(model: ir.Model) -> ir.Value:

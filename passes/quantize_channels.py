@@ -226,11 +226,7 @@ class _Codes:
         self.skipped = SkippedCodes(step.name)
 
     def find(self, product: MatMul, weight: ir.Value) -> None:
-        """Look for the codes of `weight`.
-
-        Raises:
-            NotApplicable: there are none.
-        """
+        """Look for the codes of `weight` (NotApplicable: there are none)."""
         tensors = stored_in(graph.tensor(weight), transposed=weight is product.w)
         if not tensors:
             changed = "its numbers are not those of the checkpoint any more"

@@ -88,11 +88,10 @@ from llmforge.rewrite.block_codes import (
     summary,
     tied_head,
 )
-from llmforge.rewrite.chosen_blocks import KEPT_BITS, ChosenBlocks
+from llmforge.rewrite.chosen_blocks import KEPT_BITS, ChosenBlocks, StoredBlocks
 from llmforge.rewrite.declared import QuantizeWeightsTraits
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten
 from llmforge.rewrite.patterns import NotApplicable, rewrite_each, skip_if
-from llmforge.rewrite.stored_blocks import StoredBlocks
 from llmforge.rewrite.traits import FinerCodes, Storage
 
 _FINER = 8  # bits of weights that a recipe of mixed precision keeps

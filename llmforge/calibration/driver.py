@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,24 +18,112 @@ import torch
 from llmforge.base.errors import DataError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.cache import Code, processor
-from llmforge.calibration import activations, mixed, prune
-from llmforge.calibration.demands import DemandsByKind
+from llmforge.calibration import mixed, prune
 from llmforge.calibration.gradients import Gradients, take
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.losses import Losses
-from llmforge.calibration.low_rank_correction import corrected
-from llmforge.calibration.quantize import WeightQuantization, quantize_layer
+from llmforge.calibration.quantize import WeightQuantization, corrected, quantize_layer, quantize_tables, sparsify_layer
 from llmforge.calibration.skeleton import Skeleton
-from llmforge.calibration.sparsify import sparsify_layer
 from llmforge.calibration.store import LayerResult, Store, StoredArrays, StoredLowRank, StoredMatrices, StoredSparse
-from llmforge.calibration.tables import quantize_tables
 from llmforge.calibration.threads import fixed
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
+from llmforge.quantization import smoothing
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix, dequantize
-from llmforge.quantization.statistics import Demand, KvRange, Statistics, WeightDemand
+from llmforge.quantization.methods.base import InputStatistic
+from llmforge.quantization.statistics import (
+    Demand,
+    InputRange,
+    InputRangeDemand,
+    KvRange,
+    KvRangeDemand,
+    LowRankDemand,
+    PruningDemand,
+    Smoothed,
+    Smoothing,
+    SparsityDemand,
+    Statistics,
+    WeightDemand,
+)
 from llmforge.quantization.structure import PrunedStructure
+
+_D = TypeVar("_D")
+
+
+@dataclass(frozen=True)
+class DemandsByKind:
+    """What is demanded of weights, of what linears read, and of keys and values; None where nothing is."""
+
+    weights: WeightDemand | None
+    inputs: InputRangeDemand | None
+    sparsity: SparsityDemand | None
+    correction: LowRankDemand | None
+    pruning: PruningDemand | None
+    kv: bool
+
+    @classmethod
+    def of(cls, demands: Sequence[Demand]) -> DemandsByKind:
+        """Sort `demands` (UnsupportedError: two contradict each other)."""
+        weights = _one(
+            demands,
+            WeightDemand,
+            "{count} passes quantize the same linear layers with different calibration options: ",
+            "keep one of them",
+        )
+        return cls(
+            weights,
+            _one(
+                demands,
+                InputRangeDemand,
+                "{count} passes round what linear layers read in different ways: ",
+                "keep one of them, or give them the same `activations`, `smooth` and `alpha`",
+            ),
+            _sparsity(demands, weights),
+            _correction(demands, weights),
+            _pruning(demands, weights),
+            KvRangeDemand() in demands,
+        )
+
+
+def _one(demands: Sequence[Demand], kind: type[_D], problem: str, hint: str) -> _D | None:
+    """Return the one demand of a `kind`; None where there is none."""
+    found = list(dict.fromkeys(demand for demand in demands if isinstance(demand, kind)))
+    if len(found) > 1:
+        raise UnsupportedError(problem.format(count=len(found)) + "; ".join(map(str, found)), hint=hint)
+    return found[0] if found else None
+
+
+def _sparsity(demands: Sequence[Demand], weights: WeightDemand | None) -> SparsityDemand | None:
+    found = list(dict.fromkeys(demand for demand in demands if isinstance(demand, SparsityDemand)))
+    if len(found) > 1 or (found and weights is not None):
+        raise UnsupportedError(
+            "two passes choose the weights of the same linear layers by calibration: "
+            + "; ".join(str(demand) for demand in demands if isinstance(demand, SparsityDemand | WeightDemand)),
+            hint="keep one of them; behind sparsify-weights, quantize-channels rounds weights and keeps their zeros",
+        )
+    return found[0] if found else None
+
+
+def _correction(demands: Sequence[Demand], weights: WeightDemand | None) -> LowRankDemand | None:
+    found = _one(demands, LowRankDemand, "two passes correct the same linear layers: ", "keep one of them")
+    if found and (weights is None or InputStatistic.MOMENTS not in weights.method.demands):
+        raise UnsupportedError(
+            "correct-low-rank corrects what quantize-weights chose by calibration text, and no pass does that",
+            hint="put quantize-weights with method: gptq in front of it, or leave it out",
+        )
+    return found
+
+
+def _pruning(demands: Sequence[Demand], weights: WeightDemand | None) -> PruningDemand | None:
+    found = _one(demands, PruningDemand, "two passes prune the same layers: ", "keep one of them")
+    if found and weights is not None and weights.is_limited:
+        raise UnsupportedError(
+            "prune-structure goes with one format of all weights: method: auto measures those of the whole model",
+            hint="choose another method, or leave prune-structure out: auto takes bytes where they cost least",
+        )
+    return found
+
 
 _NOTHING = LayerResult({}, None)  # of embedding and head, where they are left alone
 
@@ -357,7 +445,7 @@ def _run_layer(
     if found is not None:
         _repeat_layer(layer, original if how is not None else None, current, found)
     else:
-        inputs = {} if asked.inputs is None else activations.measure(layer, original, asked.inputs)
+        inputs = {} if asked.inputs is None else measure_inputs(layer, original, asked.inputs)
         wants_ranges = asked.kv and (run.measured is None or index in run.measured)
         layer = layer.recording() if wants_ranges else layer
         if asked.sparsity is not None:
@@ -409,3 +497,41 @@ def _ranges(layer: DecoderLayer, windows: int) -> KvRange:
                 hint="use more calibration text, or leave quantize-kv-cache out",
             )
     return KvRange(key.numpy(), value.numpy())
+
+
+def measure_inputs(
+    layer: DecoderLayer, states: Sequence[torch.Tensor], demand: InputRangeDemand
+) -> dict[str, InputRange]:
+    """Return the ranges of what each linear of `layer` reads, by parameter; `states` stay in front of it.
+
+    Linears that read one tensor have one range, and one choice of factors.
+    """
+    experts = layer.experts()
+    groups = [[name for name in group if name not in experts] for group in layer.groups(states[0])]
+    groups = [group for group in groups if group]
+    first = [group[0] for group in groups]
+    peaks: dict[str, torch.Tensor] = {}
+    some: dict[str, list[torch.Tensor]] = {name: [] for name in first}
+    stride = -(-sum(state.shape[1] for state in states) // smoothing.TOKENS)
+    seen = 0
+    for window, state in enumerate(states):
+        for name, x in layer.run_with_inputs(first, window, state)[1].items():
+            highest = x.abs().amax(0)
+            peaks[name] = torch.maximum(peaks[name], highest) if name in peaks else highest
+            if demand.smoothing is not None:
+                some[name].append(x[-seen % stride :: stride].clone())  # every stride-th token of all windows
+        seen += state.shape[1]
+    found: dict[str, InputRange] = {}
+    for group in groups:
+        largest: Float32 = peaks[group[0]].numpy()
+        smoothed = None
+        if demand.smoothing is not None:
+            weights, tokens = [layer.weight(name) for name in group], torch.cat(some[group[0]]).numpy()
+            smoothed = _smoothed(tokens, largest, weights, demand.smoothing)
+        found |= dict.fromkeys(group, InputRange(largest, smoothed))
+    return found
+
+
+def _smoothed(x: Float32, peaks: Float32, weights: Sequence[Float32], wanted: Smoothing) -> Smoothed | None:
+    """Choose factors; None where numbers are not finite, which the pass that rounds them says."""
+    return smoothing.choose(x, peaks, weights, wanted) if np.isfinite(peaks).all() else None

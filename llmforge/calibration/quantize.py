@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,16 +15,19 @@ from llmforge.calibration import experts
 from llmforge.calibration.gradients import Gradients
 from llmforge.calibration.layer import Additions, DecoderLayer
 from llmforge.calibration.losses import Losses
-from llmforge.calibration.low_rank_correction import correct_linears, corrected
 from llmforge.calibration.resuming import Runs
+from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.store import LayerResult
 from llmforge.calibration.sums import InputSums
+from llmforge.quantization import low_rank, sparsity
 from llmforge.quantization.exclusion import exclusion
-from llmforge.quantization.grids import Float32, QuantizedMatrix, rows
+from llmforge.quantization.grids import Float32, QuantizedMatrix, dequantize, rows
 from llmforge.quantization.low_rank import LowRankCorrection
 from llmforge.quantization.methods import PLAIN
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs, Method
-from llmforge.quantization.statistics import LowRankDemand, WeightDemand
+from llmforge.quantization.methods.gptq import Curvature, target
+from llmforge.quantization.sparsity import SparseMatrix
+from llmforge.quantization.statistics import LowRankDemand, SparsityDemand, WeightDemand
 
 HELD_OUT = 8  # of so many windows, one is held out of what the others are measured by
 
@@ -192,3 +195,125 @@ def _refusals(name: str, method: Method) -> Iterator[None]:
             f"{name}: its inputs over the calibration text do not allow method {method.name}: {error}",
             hint=", ".join(filter(None, remedies)),
         ) from error
+
+
+def correct_linears(
+    layer: DecoderLayer, matrices: Mapping[str, QuantizedMatrix], seen: LayerInputs, demand: LowRankDemand
+) -> dict[str, LowRankCorrection]:
+    """Return corrections for `matrices`, linears of `layer` that read the same; {} where the bits allow no rank.
+
+    What they are corrected towards makes up for what the layers before have lost, as in GPTQ.
+
+    Raises:
+        DataError: what they read over the calibration text does not allow it.
+    """
+    names = list(matrices)
+    whole = np.concatenate([layer.weight(name) for name in names])
+    rank = low_rank.rank_within(demand.bits, whole.shape[1], whole.shape[0], demand.dtype)
+    if not rank:
+        return {}
+    moments = seen.sums[InputStatistic.MOMENTS]
+    try:
+        curvature = Curvature.of(moments, demand.damping)
+        damped = moments + curvature.damping * moments.diagonal().mean() * np.eye(len(moments), dtype=np.float32)
+        codes = np.concatenate([dequantize(matrices[name]) for name in names])
+        wanted = target(whole, curvature, seen)
+        made = low_rank.compute_correction(wanted, codes, damped, rank, demand.dtype, matrices[names[0]].grid)
+    except (ValueError, np.linalg.LinAlgError) as error:
+        raise DataError(
+            f"{names[0]}: its inputs over the calibration text do not allow a correction: {error}",
+            hint="give more, or other, calibration text, or more `damping`",
+        ) from error
+    bounds = pairwise(np.cumsum([0, *(matrices[name].shape[0] for name in names)]))
+    own = {name: np.ascontiguousarray(made.b[:, slice(*bound)]) for name, bound in zip(names, bounds, strict=True)}
+    return {name: replace(made, b=b, group=names[0]) for name, b in own.items()}
+
+
+def corrected(matrix: QuantizedMatrix, correction: LowRankCorrection | None) -> Float32:
+    """Return the weight [N, K] that codes and their correction stand for."""
+    weight = dequantize(matrix)
+    return weight if correction is None else weight + correction.product()
+
+
+def quantize_tables(
+    skeleton: Skeleton,
+    gradients: Gradients | None,
+    demand: WeightDemand,
+    threads: int,
+    notes: list[str],
+    losses: Losses | None = None,
+) -> dict[str, QuantizedMatrix]:
+    """Quantize embedding and head, by parameter.
+
+    A table of which no gradients are known is rounded to nearest, and `notes` say so; one whose width no block divides
+    is left alone. What each format of `losses` would lose is put there.
+    """
+    embedding, head = skeleton.tables()
+    if demand.tables is None:
+        return {}
+    moments: dict[str, list[Float32 | None]] = {}
+    for name, moment in ((embedding, gradients and gradients.embedding), (head, gradients and gradients.head)):
+        if name and not exclusion([name], demand.exclude):
+            moments.setdefault(name, []).append(moment if isinstance(moment, np.ndarray) else None)
+    matrices = {}
+    for name, parts in moments.items():
+        table = skeleton.table(name)
+        grid = demand.tables.dividing(table.shape[1])
+        if grid is None:
+            continue
+        known = [part for part in parts if part is not None]
+        if gradients is None or len(known) < len(parts):
+            matrices[name] = PLAIN().quantize(table, grid)
+            notes.append(f"{name}: rounded to nearest: it has no gradients for method {demand.method.name}")
+            continue
+        hessian: Float32 = np.stack(known).sum(0)
+        seen = LayerInputs(gradients.tokens, False, {InputStatistic.MOMENTS: hessian}, threads=threads)
+        whole = table.astype(np.float32)
+        matrices[name] = demand.method.quantize(whole, grid, seen)
+        if losses is not None:
+            losses.measure_table(name, whole, demand.method, seen)
+    return matrices
+
+
+def sparsify_layer(layer: DecoderLayer, states: list[torch.Tensor], demand: SparsityDemand) -> LayerResult:
+    """Prune the linears of `layer` in place, in the order in which they run; `states` end after the layer.
+
+    Raises:
+        DataError: what a linear reads over the calibration text does not allow it.
+    """
+    groups = layer.groups(states[0])
+    routers, experts = layer.routers(groups, states[0]), layer.experts()
+    runs = Runs.of(layer, states)
+    pruned: dict[str, SparseMatrix] = {}
+    notes: list[str] = []
+    for group in groups:
+        names = [
+            name
+            for name in group
+            if name not in experts and name not in routers and not exclusion([name], demand.exclude)
+            if layer.weight(name).shape[1] % sparsity.GROUP == 0
+        ]
+        if not names:
+            continue
+        sums = InputSums.start({InputStatistic.MOMENTS}, layer.weight(names[0]).shape[1])
+        for window in range(len(states)):
+            x, *_ = runs.arguments(names[0], window)
+            sums.add(x, x)
+        moments = sums.seen(routed=False).sums[InputStatistic.MOMENTS]
+        weights = [layer.weight(name) for name in names]
+        whole = np.concatenate(weights)
+        try:
+            matrix, damping = sparsity.sparsegpt(whole, moments, demand.damping)
+        except (ValueError, np.linalg.LinAlgError) as error:
+            raise DataError(
+                f"{names[0]}: its inputs over the calibration text do not allow pruning: {error}",
+                hint="give more, or other, calibration text, or more `damping`",
+            ) from error
+        if damping > demand.damping:
+            notes.append(f"{names[0]}: damping rose to {damping:g}: its moments could not be factored")
+        lost = sparsity.output_error(whole, matrix.dense(), moments)
+        for name, (first, last) in zip(names, pairwise(np.cumsum([0, *map(len, weights)])), strict=True):
+            pruned[name] = SparseMatrix(matrix.values[first:last], matrix.places[first:last], lost)
+            layer.set_weight(name, pruned[name].dense())
+    runs.end()
+    return LayerResult({}, None, notes=tuple(notes), sparse=pruned)

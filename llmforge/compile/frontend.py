@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # the process is started before this one imports anything els
     from llmforge.checkpoint.adapters import AdapterSource
     from llmforge.recipe import Recipe
     from llmforge.rewrite.pass_base import Pass
-    from llmforge.verification.reference_runs import ReferenceRuns
+    from llmforge.verification.magnified import ReferenceRuns
 
     Origin = tuple[Path, tuple[AdapterSource, ...]]  # `Checkpoint.opened_from`
 

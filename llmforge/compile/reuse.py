@@ -53,7 +53,7 @@ _CONFIGURATION_CODE = "llmforge.checkpoint.folder"
 _TRACE_CODE = ("llmforge.trace", "llmforge.trace.export.kept_graph")
 _TRACE_PROOF_CODE = "llmforge.verification.trace_verifier"
 PROOF_CODE = "llmforge.verification.verifier"
-_ENGINE_CODE = ("llmforge.backends.onnxruntime.builder", "llmforge.verification.engine_parts")
+_ENGINE_CODE = ("llmforge.backends.onnxruntime.builder", "llmforge.verification.streamed_execution")
 _BASELINE_CODE = "llmforge.measure.baseline"
 BASELINE_SHARE = 1 / 8  # of the cache that the logits of one text may take: 2.5 GB of 20, or 16,000 tokens of 150,000
 

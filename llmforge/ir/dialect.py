@@ -22,7 +22,7 @@ from llmforge.ir.expansion import expand
 from llmforge.ir.operators.contrib import CACHE
 from llmforge.ir.operators.record import FLOATS, FP32, I32, I64, OPSETS, Dtypes, Operator, Stage, listed, shown
 
-__all__ = ["AttentionForm", "attention", "caches", "check", "expand", "latent_attention"]
+__all__ = ["AttentionForm", "attention", "caches", "check", "expand"]
 
 # Graph inputs and outputs: dtypes and rank by name; {layer} is the index of a cache.
 INPUTS: Mapping[str, tuple[Dtypes, int]] = {
@@ -257,48 +257,3 @@ def attention(
                 total = weights.sum() + (np.exp(sinks[h] - top) if sinks is not None else 0)
                 y[b, s, h] = (weights / total) @ present_value[b, kv, seen]
     return y.reshape(batch, sequence, -1), present_key, present_value
-
-
-def latent_attention(
-    q: NDArray[np.float32],
-    latent: NDArray[np.float32],
-    up: NDArray[np.float32],
-    past: NDArray[np.float32],
-    past_lengths: NDArray[np.int32],
-    sinks: NDArray[np.float32] | None = None,
-    *,
-    form: AttentionForm,
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Compute `llmforge::LatentAttention` as docs/dialect.md defines it, with keys and values of every head made.
-
-    In `form` there are as many KV heads as heads.
-
-    q [B, S, num_heads·(N+R)], latent [B, S, L+R], up [num_heads·(N+Dv), L], past [B, 1, C, L+R], past_lengths int32
-    [B], sinks [num_heads] → y [B, S, num_heads·Dv], present.
-    """
-    (batch, sequence, width), rank, num_heads = q.shape, up.shape[1], form.num_heads
-    rotary = latent.shape[2] - rank
-    plain = width // num_heads - rotary
-
-    def by_head(latents: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """[B, T, L+R] → keys [B, T, H, N+R] and values [B, T, H, Dv]."""
-        made = (latents[..., :rank].astype(np.float64) @ up.T.astype(np.float64)).astype(np.float32)
-        made = made.reshape(*latents.shape[:2], num_heads, -1)
-        turned = np.broadcast_to(latents[:, :, None, rank:], (*made.shape[:3], rotary))
-        return np.concatenate([made[..., :plain], turned], -1), made[..., plain:]
-
-    (keys, values), (past_keys, past_values) = by_head(latent), by_head(past[:, 0])
-    y, _, _ = attention(
-        q,
-        keys.reshape(batch, sequence, -1),
-        values.reshape(batch, sequence, -1),
-        past_keys.transpose(0, 2, 1, 3),
-        past_values.transpose(0, 2, 1, 3),
-        past_lengths,
-        sinks,
-        form=form,
-    )
-    present = past.copy()
-    for b in range(batch):
-        present[b, 0, past_lengths[b] : past_lengths[b] + sequence] = latent[b]
-    return y, present

@@ -10,8 +10,8 @@ appendix C).
 `llmforge::MoE` becomes a Loop over the experts that a step chooses (`moe`); how layers with a recurrent state are
 written stands in `llmforge.ir.recurrence`.
 `llmforge::GrowingAttention` becomes two Concat, of past and new, and the same Attention under a mask that the graph's
-`attention_mask` narrows. What reads that mask in place of lengths stands in `llmforge.ir.masked_step`, and
-`llmforge::LowRankAdapter` in `llmforge.ir.low_rank`.
+`attention_mask` narrows. What reads that mask in place of lengths stands in `MaskedStep`, and
+`llmforge::LowRankAdapter` in `LowRankExpansion`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.ir import graph, interface, low_rank, moe, operators
+from llmforge.ir import graph, interface, moe, operators
 from llmforge.ir.builder import GraphBuilder, shared
 from llmforge.ir.fp4 import Fp4Expansion
-from llmforge.ir.masked_step import MaskedStep
 from llmforge.ir.operators import canonical
+from llmforge.ir.operators.canonical import CacheLengths, RowPlaces, TokenOrder
 from llmforge.ir.operators.record import CANONICAL, HALVES, Operator
 from llmforge.ir.recurrence import Recurrence
 
@@ -55,7 +55,7 @@ def expand(model: ir.Model) -> ir.Model:
         canonical.RowPlaces: masked.row_places,
         canonical.CausalConv: recurrence.causal_conv,
         canonical.LinearAttention: recurrence.linear_attention,
-        canonical.LowRankAdapter: low_rank.LowRankExpansion(clone).adapter,
+        canonical.LowRankAdapter: LowRankExpansion(clone).adapter,
     }
     for view in list(map(operators.view, clone.graph)):
         if type(view) in rules:
@@ -266,3 +266,77 @@ class _AttentionExpansion(GraphBuilder):
         shape = self._add(node, "Shape", [like])
         sink = self._add(node, "Expand", [column, shape])
         return grow(keys), grow(values), self._add(node, "Concat", [by_head, sink], {"axis": 3})
+
+
+@dataclass
+class MaskedStep(GraphBuilder):
+    """The expansion of `CacheLengths`, `TokenOrder` and `RowPlaces`; sizes and sums are shared.
+
+    Comments give shapes: B, S, T = batch, tokens of the step, slots that the mask covers; R rows.
+    """
+
+    def cache_lengths(self, lengths: CacheLengths) -> None:
+        """Replace `CacheLengths`: int64 [B, T] → int32 [B], the ones of each row less 1; int32 scalar T."""
+        node, mask = lengths.node, lengths.attention_mask
+        last = self._add(node, "Sub", [self._count(mask), self._constant("one", 1)])  # [B, 1]
+        last = self._add(node, "Squeeze", [last, self._constant("axis_1", [1])])
+        made = (self._add(node, "Cast", [new], {"to": int(ir.DataType.INT32)}) for new in (last, self._tokens(mask)))
+        graph.replace_outputs(node, made)
+
+    def token_order(self, order: TokenOrder) -> None:
+        """Replace `TokenOrder`: (mask [B, T], ids [B, S]) → int64 [B, S], and its inverse where something reads it."""
+        node, mask, ids = order.node, order.attention_mask, order.input_ids
+        size, zero = self._size(ids), self._constant("zero", 0)
+        first = self._add(node, "ArgMax", [mask], {"axis": 1, "keepdims": 1})  # [B, 1]
+        alone = self._add(node, "Equal", [size, self._size(mask)])  # the mask covers this step and no past
+        padding = self._add(node, "Where", [alone, first, zero])  # [B, 1]
+        steps = self._add(node, "Range", [zero, self._tokens(ids), self._constant("one", 1)])  # [S]
+        for old, turn in zip(node.outputs, ("Add", "Sub"), strict=False):
+            if old.uses():
+                moved = self._add(node, turn, [steps, padding])
+                graph.replace_value(old, self._add(node, "Mod", [moved, size]))
+
+    def row_places(self, places: RowPlaces) -> None:
+        """Replace `RowPlaces`: (rows [R], mask [B, T], ids [B, S]) → int64 [B, R]."""
+        node, mask = places.node, places.attention_mask
+        # [B, 1]; at least 1, for a row of padding alone: its remainder would be a division by 0.
+        tokens = self._add(node, "Clip", [self._count(mask), self._constant("one", 1), self._tokens(places.input_ids)])
+        graph.replace_value(places.output, self._add(node, "Mod", [places.logits_rows, tokens]))
+
+    @shared
+    def _count(self, mask: ir.Value) -> ir.Value:
+        """Sum the ones of each row: [B, T] → [B, 1]."""
+        return self._first("ReduceSum", [mask, self._constant("axis_1", [1])], {"keepdims": 1})
+
+    @shared
+    def _size(self, x: ir.Value) -> ir.Value:
+        """Read the size of axis 1: [1]."""
+        return self._first("Shape", [x], {"start": 1, "end": 2})
+
+    @shared
+    def _tokens(self, x: ir.Value) -> ir.Value:
+        """Read the size of axis 1 as a scalar."""
+        return self._first("Squeeze", [self._size(x)])
+
+
+@dataclass
+class LowRankExpansion(GraphBuilder):
+    """The expansion of all adapters of one graph."""
+
+    def adapter(self, layer: canonical.LowRankAdapter) -> None:
+        """Replace one `llmforge::LowRankAdapter`."""
+        node, ids, widths = layer.node, layer.adapter_ids, list(layer.widths)
+        hidden = self._add(node, "MatMul", [layer.x, self._add(node, "Gather", [layer.a, ids], {"axis": 0})])
+        second = self._add(node, "Gather", [layer.b, ids], {"axis": 0})  # [B, R, N]
+        if len(widths) == 1:
+            delta = self._add(node, "MatMul", [hidden, second])
+        else:
+            ranks = self._split(node, hidden, [layer.rank] * len(widths))
+            columns = self._split(node, second, widths)
+            products = [self._add(node, "MatMul", [h, b]) for h, b in zip(ranks, columns, strict=True)]
+            delta = self._add(node, "Concat", products, {"axis": -1})
+        graph.replace_outputs(node, [self._add(node, "Add", [layer.base, delta])])
+
+    def _split(self, node: ir.Node, value: ir.Value, sizes: list[int]) -> list[ir.Value]:
+        lengths = self._constant(f"parts_{'_'.join(map(str, sizes))}", sizes)
+        return graph.insert(node, "Split", [value, lengths], {"axis": -1}, outputs=len(sizes))

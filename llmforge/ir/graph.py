@@ -73,64 +73,40 @@ def width(value: ir.Value) -> int:
 
 
 def owner(node: ir.Node) -> ir.Graph:
-    """Return the graph that `node` is in.
-
-    Raises:
-        ValueError: it is in none.
-    """
+    """Return the graph that `node` is in (ValueError: it is in none)."""
     if node.graph is None:
         raise ValueError(f"node {node.name!r} belongs to no graph")
     return node.graph
 
 
 def producer(value: ir.Value) -> ir.Node:
-    """Return the node that makes `value`.
-
-    Raises:
-        ValueError: none does.
-    """
+    """Return the node that makes `value` (ValueError: none does)."""
     if (node := value.producer()) is None:
         raise ValueError(f"no node makes {value.name!r}")
     return node
 
 
 def tensor(value: ir.Value) -> ir.TensorProtocol:
-    """Return what the initializer `value` holds.
-
-    Raises:
-        ValueError: it has no tensor.
-    """
+    """Return what the initializer `value` holds (ValueError: it has no tensor)."""
     if value.const_value is None:
         raise ValueError(f"{value.name!r} is no initializer with a tensor")
     return value.const_value
 
 
 def dtype(value: ir.Value) -> ir.DataType:
-    """Return the dtype of `value`.
-
-    Raises:
-        ValueError: it is not known.
-    """
+    """Return the dtype of `value` (ValueError: it is not known)."""
     if value.dtype is None:
         raise ValueError(f"{value.name!r} has no dtype")
     return value.dtype
 
 
 def input_named(model: ir.Model, name: str) -> ir.Value:
-    """Find the graph input `name`.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Find the graph input `name` (ValueError: there is none)."""
     return _named(model.graph.inputs, name, "input")
 
 
 def output_named(model: ir.Model, name: str) -> ir.Value:
-    """Find the graph output `name`.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Find the graph output `name` (ValueError: there is none)."""
     return _named(model.graph.outputs, name, "output")
 
 

@@ -23,7 +23,7 @@ from functools import reduce
 import onnx_ir as ir
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir import dtype_inference, graph, interface, operators
+from llmforge.ir import graph, interface, operators
 from llmforge.ir.operators import canonical, standard
 from llmforge.ir.operators.contrib import ContribMoE, GroupQueryAttention, MatMulNBits, QMoE
 from llmforge.ir.operators.record import CachedAttention, Operator
@@ -424,7 +424,7 @@ def _tied_table(head: ir.Node) -> ir.Value | None:
 
 def _complete_shapes(model: ir.Model) -> None:
     """Give what linear layers and pointwise operators make its shape, where that is not recorded, and its dtype."""
-    dtype_inference.complete(model)
+    operators.complete_dtypes(model)
     for node in model.graph:
         value, first = node.outputs[0], next(iter(node.inputs), None)
         if value.shape is not None or first is None or first.shape is None:

@@ -320,11 +320,7 @@ def unpack_bits(packed: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.
 
 
 def require_finite(matrix: NDArray[Any]) -> None:
-    """Refuse what is not a matrix of finite numbers.
-
-    Raises:
-        ValueError: it is not.
-    """
+    """Refuse what is not a matrix of finite numbers (ValueError: it is not)."""
     if matrix.ndim != 2:
         raise ValueError(f"a matrix is needed, this has shape {matrix.shape}")
     if not np.isfinite(matrix).all():

@@ -152,11 +152,7 @@ def layer_of(matmul: ir.Node) -> linear.LinearLayer | None:
 
 
 def shape_of(weight: ir.Value) -> tuple[int, int]:
-    """Return the shape of an fp32 matrix.
-
-    Raises:
-        NotApplicable: `weight` is none.
-    """
+    """Return the shape of an fp32 matrix (NotApplicable: `weight` is none)."""
     dims = graph.dims(weight)
     if weight.dtype != ir.DataType.FLOAT or dims is None or len(dims) != 2:
         raise NotApplicable(f"{weight.name} is {weight.dtype} {dims}; expected an fp32 matrix")
@@ -165,11 +161,7 @@ def shape_of(weight: ir.Value) -> tuple[int, int]:
 
 
 def require_own(weight: ir.Value) -> None:
-    """Return if one node alone reads `weight`.
-
-    Raises:
-        NotApplicable: others read it, too.
-    """
+    """Return if one node alone reads `weight` (NotApplicable: others read it, too)."""
     if len(weight.uses()) > 1 or weight.is_graph_input() or weight.is_graph_output():
         raise NotApplicable(f"{weight.name} has other readers")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.ir import dtype_inference, graph, operators
+from llmforge.ir import graph, operators
 from llmforge.ir.derived import Derived, to_fp32
 from llmforge.ir.operators.standard import Cast
 
@@ -34,7 +34,7 @@ def emulate(model: ir.Model) -> ir.Model:
     if not is_half(model):
         return model
     twin = model.clone()
-    dtype_inference.complete(twin)
+    operators.complete_dtypes(twin)
     for name, value in twin.graph.initializers.items():
         if value.dtype in HALVES and value.const_value is not None:
             value.const_value = widened(value.const_value, name)

@@ -78,7 +78,8 @@ class Context:
     """What a pass may look at besides the graph.
 
     A pass may refuse the target, and cannot read it: what passes write, and their proofs, are reused for every target.
-    What is to differ between targets is an option of the pass, or left to the lowering of the engine.
+    What is to differ between targets is an option of the pass, or left to the lowering of the engine. Methods return
+    where the target allows what they are called after, and raise UnsupportedError, with the figure, where not.
     """
 
     target: InitVar[Target]
@@ -92,11 +93,7 @@ class Context:
         object.__setattr__(self, "_target", target)
 
     def require_onnxruntime(self, step: str, why: str) -> None:
-        """Return if the target has ONNX Runtime, which the pass `step` wants; `why` says for what, as a sentence.
-
-        Raises:
-            UnsupportedError: it has not.
-        """
+        """Return if the target has ONNX Runtime, which the pass `step` wants; `why` says for what, as a sentence."""
         if "onnxruntime" not in self._target.engines:
             raise UnsupportedError(
                 f"{step}: target {self._target.name} runs {', '.join(self._target.engines)}; {why}",
@@ -104,11 +101,7 @@ class Context:
             )
 
     def require_cpu(self, step: str) -> None:
-        """Return if the target is a CPU with ONNX Runtime, for which the kernels of the pass `step` are.
-
-        Raises:
-            UnsupportedError: it is not.
-        """
+        """Return if the target is a CPU with ONNX Runtime, for which the kernels of the pass `step` are."""
         if "onnxruntime" not in self._target.engines or self._target.kind != "cpu":
             raise UnsupportedError(
                 f"{step}: target {self._target.name} runs no ONNX Runtime on a CPU, which the kernels are for",
@@ -116,20 +109,12 @@ class Context:
             )
 
     def refuse_cpu(self, why: str, hint: str) -> None:
-        """Return if the target is no CPU; `why` says what a CPU does not run, with the name of the pass.
-
-        Raises:
-            UnsupportedError: it is one.
-        """
+        """Return if the target is no CPU; `why` says what a CPU does not run, with the name of the pass."""
         if self._target.kind == "cpu":
             raise UnsupportedError(f"{why} (target {self._target.name})", hint=hint)
 
     def require_dtype(self, step: str, dtype: str, otherwise: str = "") -> None:
-        """Return if the target, where it is a GPU, computes in `dtype`; `otherwise` ends the hint of the refusal.
-
-        Raises:
-            UnsupportedError: it does not.
-        """
+        """Return if the target, where it is a GPU, computes in `dtype`; `otherwise` ends the hint of the refusal."""
         if self._target.kind == "gpu" and dtype not in self._target.rates:
             raise UnsupportedError(
                 f"{step}: target {self._target.name} ({self._target.title}) does not compute in {dtype}; supported: "
@@ -138,11 +123,7 @@ class Context:
             )
 
     def require_sparse(self, step: str) -> None:
-        """Return if the target multiplies matrices of 2:4 sparsity faster than dense ones, with an engine that does.
-
-        Raises:
-            UnsupportedError: it does not, with the figure.
-        """
+        """Return if the target multiplies matrices of 2:4 sparsity faster than dense ones, with an engine that does."""
         known = self._target.sparse_speedup()
         if known.times > 1 + WORTH:
             return
@@ -152,11 +133,7 @@ class Context:
         )
 
     def require_fewer_bytes(self, step: str, before: int, after: int) -> None:
-        """Return if a decode step that reads `after` of `before` parameters is worth what the pass `step` costs.
-
-        Raises:
-            UnsupportedError: it is not, with the figure.
-        """
+        """Return if a decode step that reads `after` of `before` parameters is worth what the pass `step` costs."""
         if (times := before / after) > 1 + WORTH:
             return
         raise UnsupportedError(
@@ -166,11 +143,7 @@ class Context:
         )
 
     def require_faster(self, step: str, dtype: Rate, otherwise: str) -> None:
-        """Return unless the target is known not to multiply faster in `dtype` than without; `otherwise` is the hint.
-
-        Raises:
-            UnsupportedError: it is, with both figures.
-        """
+        """Return unless the target is known not to multiply faster in `dtype` than without; `otherwise` is the hint."""
         if (known := self._target.speedup(dtype)) is None or known.times > 1 + WORTH:
             return
         raise UnsupportedError(

@@ -32,7 +32,7 @@ class Assignment:
 
 
 def is_float(value: ir.Value | None) -> bool:
-    """Say whether `value` holds floating-point numbers; every value has a dtype (`dtype_inference.complete`)."""
+    """Say whether `value` holds floating-point numbers; every value has a dtype (`operators.complete_dtypes`)."""
     return value is not None and value.dtype in FLOATS
 
 

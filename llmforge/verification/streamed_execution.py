@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,9 @@ from llmforge.ir.graph import is_constant
 from llmforge.ir.operators.record import MICROSOFT
 from llmforge.ir.operators.standard import Cast, Gather, MatMul, Transpose
 from llmforge.ir.subgraph import Index, behind, extract
+from llmforge.metrics.tokens import require_finite
 from llmforge.runtime.config import SessionConfig
-from llmforge.verification import probe
+from llmforge.verification import probe, streamed_execution
 from llmforge.verification.subgraph_session import Arrays, SubgraphSession, multiply_as_stored
 
 BLOCK_BYTES = 1 << 26  # of weights, as the graph declares them: about a layer of a small model
@@ -270,3 +273,39 @@ def _new_bytes(node: ir.Node, index: Index, seen: set[int]) -> int:
                 size += tensor.nbytes
                 seen.add(id(tensor))
     return size
+
+
+STEPS = (2, 1)  # tokens of each: a prompt, and a token behind it
+
+
+def run_engine(file: Path, context: int, threads: int) -> None:
+    """Run the steps of `STEPS` that `context` has room for through the engine in `file`, `model.onnx`.
+
+    Raises:
+        UnsupportedError: ONNX Runtime refuses a block.
+        VerificationError: a logit is NaN or infinite.
+    """
+    model = ir.load(file)
+    for initializer in model.graph.initializers.values():
+        if isinstance(tensor := initializer.const_value, ir.ExternalTensor):
+            initializer.const_value = _unmapped(tensor)
+    lengths = [(tokens,) for tokens in STEPS][: context - 1]
+    steps = probe.schedule("engine", [np.zeros(sum(tokens for (tokens,) in lengths), np.int64)], lengths)
+    [made] = streamed_execution.drive(model, [steps], threads=threads, optimize=True)
+    for number, logits in enumerate(made):
+        require_finite("engine", logits[0], steps.where(number))
+
+
+def _unmapped(tensor: ir.ExternalTensor) -> ir.LazyTensor:
+    """Map the same bytes anew for each reader: an external tensor keeps the pages that it has read."""
+    again = partial(
+        ir.ExternalTensor,
+        tensor.location,
+        tensor.offset,
+        tensor.length,
+        tensor.dtype,
+        shape=tensor.shape,
+        name=str(tensor.name),
+        base_dir=tensor.base_dir,
+    )
+    return ir.LazyTensor(again, tensor.dtype, tensor.shape, name=tensor.name)

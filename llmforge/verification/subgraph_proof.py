@@ -17,8 +17,8 @@ its kind, is made larger. Where two sides make finite numbers that differ, they 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -27,14 +27,18 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.ir import graph, interface, operators
+from llmforge.ir.derived import Stored
+from llmforge.ir.graph import is_constant
+from llmforge.ir.interface import INPUT_IDS
 from llmforge.ir.operators import contrib, cpu
-from llmforge.ir.subgraph import Index
+from llmforge.ir.operators.standard import Gather
+from llmforge.ir.subgraph import Index, extract
 from llmforge.quantization import kv_cache
 from llmforge.rewrite import cpu_attention, emulation, pruning
-from llmforge.verification import changed_subgraphs, comparison, probe, promises, recorded
+from llmforge.verification import changed_subgraphs, comparison, probe, promises
 from llmforge.verification.changed_subgraphs import ChangedSubgraph
+from llmforge.verification.probe import ProbeCall
 from llmforge.verification.promises import Promises, SyntheticStep
-from llmforge.verification.recorded import Recorded
 from llmforge.verification.subgraph_session import Arrays, SubgraphSession, multiply_as_stored
 
 WIDENED = 8  # how often a subgraph is made larger
@@ -239,7 +243,7 @@ def prove_all(
     """Hold the subgraphs `found` to `tolerance`, as `prove` does; `index` is of the graph before."""
     kinds = by_kind(found)
     names = {name for alike in kinds for name in alike[0].inputs}
-    known = recorded.record(index, names, _tokens(promised) if text is None else text, threads)
+    known = record(index, names, _tokens(promised) if text is None else text, threads)
     largest, proven, steps, reach = 0.0, 0, 0, None
     pending: list[tuple[list[ChangedSubgraph], int]] = [(alike, 0) for alike in kinds]
     while pending:
@@ -271,7 +275,7 @@ def _tokens_to_choose(changed: ChangedSubgraph) -> int:
 
 
 def _tokens(promised: Promises) -> NDArray[np.int64]:
-    count = min(recorded.TOKENS, promised.context)
+    count = min(TOKENS, promised.context)
     return np.random.default_rng(_SEED).integers(0, promised.vocabulary, count, np.int64)
 
 
@@ -453,3 +457,53 @@ def _nudge(array: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
     signs = rng.integers(0, 2, min(array.size, _PERIOD), np.int8) * 2 - 1
     moved: NDArray[Any] = (array * (1 + np.resize(signs, array.shape) * np.float32(_NUDGE))).astype(array.dtype)
     return moved
+
+
+TOKENS = 24  # of the text that is read
+SHALLOW_BYTES = 1 << 28  # of weights that are read for it: of a large model, its first layers
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """Values by name, as they were in a prefill: the step `place`."""
+
+    place: SyntheticStep
+    values: Mapping[str, NDArray[Any]] = field(repr=False)
+
+    def covers(self, names: Collection[str]) -> bool:
+        """Say whether each of `names` was recorded, and there are any."""
+        return bool(names) and all(name in self.values for name in names)
+
+
+def record(index: Index, names: Collection[str], text: NDArray[np.int64], threads: int) -> Recorded:
+    """Run the graph on the first tokens of `text`, as far as its weights are few, and keep the values `names`.
+
+    Raises:
+        UnsupportedError: ONNX Runtime refuses the graph.
+    """
+    ids = text[None, :TOKENS]
+    place = SyntheticStep("text", ProbeCall(ids, np.array([ids.shape[1]]), np.zeros(1, np.int32)))
+    found = _looked_up(index, ids)
+    values = {name: found[name] for name in names if name in found}
+    wanted = sorted(set(names) - values.keys(), key=lambda name: index.position[graph.producer(index.values[name])])
+    while wanted:
+        model = extract(index, wanted, found.keys())
+        if graph.weight_bytes(model) <= SHALLOW_BYTES:
+            session = SubgraphSession(model, probe.InitializerArrays(), threads)
+            made = session.run(place.step, found, session.allocate(1, place.capacity))
+            values |= {name: made[name] for name in wanted}
+            break
+        wanted = wanted[: len(wanted) // 2]
+    return Recorded(place, values)
+
+
+def _looked_up(index: Index, ids: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    """Look `ids` up in stored embeddings, of which the rest is not read."""
+    found = {}
+    for lookup in Gather.all(index.model):
+        tensor = lookup.data.const_value
+        if lookup.indices.name != INPUT_IDS or lookup.axis != 0 or not is_constant(lookup.data):
+            continue
+        if isinstance(tensor, Stored) and tensor.is_matrix and not tensor.transposed:
+            found[str(lookup.output.name)] = tensor.stored()[ids].astype(np.float32)
+    return found

@@ -25,13 +25,21 @@ from llmforge.trace.export import pattern, replicate_layers
 from llmforge.trace.export.limits import LONGEST, TAIL, WHOLE_BYTES
 from llmforge.trace.export.pattern import Irregular, Pattern
 from llmforge.verification import probe, streamed_execution
-from llmforge.verification.trace_comparison import HINT, NUDGES, RoundingNoise, StepComparison, compare, deviation
-from llmforge.verification.trace_runs import count_kept, make_runs, selected
+from llmforge.verification.trace_comparison import (
+    HINT,
+    NUDGES,
+    RoundingNoise,
+    StepComparison,
+    compare,
+    count_kept,
+    deviation,
+    make_runs,
+    selected,
+)
 
 if TYPE_CHECKING:  # these import torch
     from llmforge.trace.export.reference import Given, Observation, ReferenceModel
-    from llmforge.verification.magnified import Magnified
-    from llmforge.verification.reference_runs import ReferenceRuns
+    from llmforge.verification.magnified import Magnified, ReferenceRuns
 
 # Largest |difference| of a logit, in standard deviations of all logits. 23 two-layer architectures differed by at most
 # 7e-6 at a deviation of 0.6, and trained models have outliers; a wrong constant costs far more than this.
@@ -84,7 +92,7 @@ def precompute_reference(checkpoint: Checkpoint, whole_bytes: int = WHOLE_BYTES)
         UnsupportedError: transformers cannot run the model.
     """
     from llmforge.verification import magnified
-    from llmforge.verification.reference_runs import ReferenceRuns
+    from llmforge.verification.magnified import ReferenceRuns
 
     computed = ReferenceRuns(checkpoint, part=4 * checkpoint.parameters > whole_bytes)
     geometry, reference = checkpoint.geometry, computed.reference
@@ -142,7 +150,7 @@ def _verify(
 ) -> TraceProof:
     process.import_whole("transformers")  # another thread may be at it
     from llmforge.verification import bindings, norms
-    from llmforge.verification.reference_runs import ReferenceRuns  # here, because it imports torch
+    from llmforge.verification.magnified import ReferenceRuns
 
     began = time.perf_counter()
     part = _is_shown_in_part(model, whole_bytes)
@@ -291,11 +299,7 @@ class _TraceTrial:
         return set(unknown)
 
     def outputs(self, threads: int) -> list[list[dict[str, NDArray[Any]]]]:
-        """Run the graph.
-
-        Raises:
-            VerificationError: it does not run.
-        """
+        """Run the graph (VerificationError: it does not run)."""
         model = self.large.model
         values = {value.name: value for node in model.graph for value in node.outputs}
         model.graph.outputs.extend(values[name] for name in self.states)
@@ -350,7 +354,7 @@ class _TraceTrial:
         self, run: probe.Run, steps: Sequence[Mapping[str, NDArray[Any]]], here: Sequence[StepComparison]
     ) -> list[RoundingNoise]:
         """Compute what is expected of `run` anew, of numbers that errors of rounding moved."""
-        from llmforge.verification.reference_runs import ReferenceRuns
+        from llmforge.verification.magnified import ReferenceRuns
 
         others = []
         for seed in range(DRAWN):

@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from llmforge.backends.onnxruntime import builder as onnxruntime
 from llmforge.base.errors import UnsupportedError, VerificationError
-from llmforge.ir import dialect, dtype_inference, graph, operators
+from llmforge.ir import dialect, graph, operators
 from llmforge.ir.operators.record import CANONICAL, FLOATS, I64, Input, Operator, Output, real
 from llmforge.ir.operators.standard import Gather
 from llmforge.measure import footprint
@@ -115,13 +115,13 @@ def test_its_dtype_is_inferred() -> None:
     model = _scaled()
     [rows] = ScaledRows.all(model)
     rows.y.type = None
-    dtype_inference.complete(model)
+    operators.complete_dtypes(model)
     assert rows.y.dtype == ir.DataType.FLOAT
 
 
 def test_it_is_looked_up_in_half_precision() -> None:
     model = _scaled()
-    dtype_inference.complete(model)
+    operators.complete_dtypes(model)
     [rows] = ScaledRows.all(model)
     assert rows.node in precision.assign(model, head_in_fp32=False).half
 

@@ -10,7 +10,7 @@ import pytest
 
 from llmforge import targets
 from llmforge.base.errors import DataError, UnsupportedError, VerificationError
-from llmforge.ir import dtype_inference, graph
+from llmforge.ir import graph, operators
 from llmforge.ir.operators.canonical import Fp4Linear
 from llmforge.passes import LowerPrecision, QuantizeFp4
 from llmforge.quantization.statistics import InputRange, InputRangeDemand, Statistics
@@ -78,7 +78,7 @@ def test_half_precision_keeps_scales_in_fp32(tmp_path: Path) -> None:
     verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=[TEXT], threads=1)
     step = LowerPrecision(budget=Budget(kld_mean=0.05), dtype="fp16")
     verifier.check(step, model, step.run(model, context({})))
-    dtype_inference.complete(model)
+    operators.complete_dtypes(model)
     for layer in Fp4Linear.all(model):
         assert layer.x.dtype == layer.output.dtype == ir.DataType.FLOAT16
         assert layer.weight_scale.dtype == layer.input_scale.dtype == ir.DataType.FLOAT

@@ -15,7 +15,7 @@ from llmforge.backends.onnxruntime.session import open_graph, run, session_optio
 from llmforge.base.errors import RunFailed, UsageError
 from llmforge.ir import dialect, graph
 from llmforge.ir.operators import canonical, cpu
-from llmforge.rewrite import cpu_adapters
+from llmforge.rewrite import cpu_linear
 from llmforge.runtime.config import SessionConfig
 
 from ..models import graphs
@@ -56,7 +56,7 @@ def opened(model: ir.Model, threads: int = 1) -> Any:
 
 def lowered(model: ir.Model) -> ir.Model:
     [adapter] = canonical.LowRankAdapter.all(model)
-    cpu_adapters.lower(adapter)
+    cpu_linear.lower_adapter(adapter)
     graph.drop_unused(model)
     assert cpu.CpuLowRankAdapter.all(model)
     return model
@@ -136,7 +136,7 @@ def test_what_is_added_behind_goes_in_front() -> None:
     add = ir.Node("", "Add", [adapter.output, x], name="residual")
     graph.insert_behind(adapter.output, [add], "before")
     before = opened(dialect.expand(model))
-    cpu_adapters.add_first(canonical.LowRankAdapter.all(model)[0])
+    cpu_linear.add_before_adapter(canonical.LowRankAdapter.all(model)[0])
     assert graphs.lines(model, ["Add", "LowRankAdapter"]) == [
         "made.sum = Add(x, made)",
         "y = LowRankAdapter(made.sum, x, adapter_ids, a, b)",

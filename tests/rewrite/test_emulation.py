@@ -8,7 +8,7 @@ import onnx_ir as ir
 import pytest
 
 from llmforge import targets
-from llmforge.ir import dtype_inference
+from llmforge.ir import operators
 from llmforge.passes.lower_precision import LowerPrecision
 from llmforge.rewrite import emulation
 from llmforge.rewrite.pass_base import Budget, Context
@@ -35,7 +35,7 @@ def test_fp32_is_left_alone() -> None:
 def test_every_value_is_one_of_the_dtype(dtype: str, numpy: type) -> None:
     model = halved(dtype)
     twin = emulation.emulate(model)
-    dtype_inference.complete(twin)
+    operators.complete_dtypes(twin)
     held = [*twin.graph.inputs, *twin.graph.initializers.values(), *twin.graph.outputs]
     assert not {value.dtype for value in held} & emulation.HALVES
     names = [

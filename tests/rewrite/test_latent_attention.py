@@ -18,6 +18,7 @@ from llmforge.ir import graph as g
 from llmforge.ir.operators import canonical, cpu
 from llmforge.ir.operators.record import OPSETS
 from llmforge.quantization import row_blocks
+from tests.samples import references
 
 Floats = NDArray[np.float32]
 
@@ -82,7 +83,7 @@ def attributes(shape: Shape) -> dict[str, Any]:
 
 def reference(shape: Shape, given: dict[str, NDArray[Any]]) -> tuple[Floats, Floats]:
     operands = {name.replace("past_key_values.0.latent", "past"): array for name, array in given.items()}
-    return dialect.latent_attention(
+    return references.latent_attention(
         **operands, form=dialect.AttentionForm(kv_num_heads=shape.heads, **attributes(shape))
     )
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.ir import dialect
+
 _Floats = NDArray[np.float32]
 _Lengths = NDArray[np.int32]
 
@@ -130,3 +132,48 @@ def _activate(x: NDArray[np.float64], activation: str, alpha: float) -> NDArray[
         "relu2": positive * positive,
     }
     return known[activation]
+
+
+def latent_attention(
+    q: NDArray[np.float32],
+    latent: NDArray[np.float32],
+    up: NDArray[np.float32],
+    past: NDArray[np.float32],
+    past_lengths: NDArray[np.int32],
+    sinks: NDArray[np.float32] | None = None,
+    *,
+    form: dialect.AttentionForm,
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Compute `llmforge::LatentAttention` as docs/dialect.md defines it, with keys and values of every head made.
+
+    In `form` there are as many KV heads as heads.
+
+    q [B, S, num_heads·(N+R)], latent [B, S, L+R], up [num_heads·(N+Dv), L], past [B, 1, C, L+R], past_lengths int32
+    [B], sinks [num_heads] → y [B, S, num_heads·Dv], present.
+    """
+    (batch, sequence, width), rank, num_heads = q.shape, up.shape[1], form.num_heads
+    rotary = latent.shape[2] - rank
+    plain = width // num_heads - rotary
+
+    def by_head(latents: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """[B, T, L+R] → keys [B, T, H, N+R] and values [B, T, H, Dv]."""
+        made = (latents[..., :rank].astype(np.float64) @ up.T.astype(np.float64)).astype(np.float32)
+        made = made.reshape(*latents.shape[:2], num_heads, -1)
+        turned = np.broadcast_to(latents[:, :, None, rank:], (*made.shape[:3], rotary))
+        return np.concatenate([made[..., :plain], turned], -1), made[..., plain:]
+
+    (keys, values), (past_keys, past_values) = by_head(latent), by_head(past[:, 0])
+    y, _, _ = dialect.attention(
+        q,
+        keys.reshape(batch, sequence, -1),
+        values.reshape(batch, sequence, -1),
+        past_keys.transpose(0, 2, 1, 3),
+        past_values.transpose(0, 2, 1, 3),
+        past_lengths,
+        sinks,
+        form=form,
+    )
+    present = past.copy()
+    for b in range(batch):
+        present[b, 0, past_lengths[b] : past_lengths[b] + sequence] = latent[b]
+    return y, present

@@ -19,7 +19,7 @@ from llmforge.runtime.config import RuntimeConfig, SessionOptions
 from llmforge.serving import runner
 from llmforge.serving.prompts import read_tokenizer
 from llmforge.trace import trace
-from llmforge.trace.hooks import longrope, modules
+from llmforge.trace.hooks import modules, rotary
 from llmforge.verification import probe
 
 from ..models import zoo, zoo_classic
@@ -170,7 +170,7 @@ def test_dynamic_angles_are_refused() -> None:
         return angles.cos(), angles.sin()
 
     with pytest.raises(UnsupportedError, match="more than once"):
-        longrope.switch("Rotary", forward, 100)
+        rotary.switch("Rotary", forward, 100)
 
 
 class Gelu(torch.nn.Module):

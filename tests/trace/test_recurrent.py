@@ -30,7 +30,7 @@ from llmforge.runtime.config import SessionConfig
 from llmforge.runtime.interface import StepInputs
 from llmforge.trace import trace
 from llmforge.trace.canonicalize import tokenwise
-from llmforge.trace.export import concatenations, reference, untranslated
+from llmforge.trace.export import capture, reference
 from llmforge.trace.hooks import gated_norms, indexers, linear_attention, norms, recurrent, rotary, state_spaces
 from llmforge.trace.hooks.attention import AttentionHook, CacheLayer
 from llmforge.verification import probe
@@ -435,9 +435,9 @@ def test_a_quantile_of_a_constant_is_a_constant() -> None:
     inputs = (torch.randn(3, 4), torch.rand(3, 4) / 2)
     module = Cut()
     program = torch.export.export(module, inputs)
-    count = sum(node.target in untranslated.LACKING for node in program.graph.nodes)
-    untranslated.fold(program)
-    left = sum(node.target in untranslated.LACKING for node in program.graph.nodes)
+    count = sum(node.target in capture.LACKING for node in program.graph.nodes)
+    capture.fold(program)
+    left = sum(node.target in capture.LACKING for node in program.graph.nodes)
     assert (count, left) == (2, 1)  # that of an input stays
     torch.testing.assert_close(program.module()(*inputs), module(*inputs))
 
@@ -488,7 +488,7 @@ def test_an_empty_tensor_that_is_filled_piece_by_piece_is_a_concatenation(module
     program = torch.export.export(
         module, inputs, dynamic_shapes=({0: torch.export.Dim("n")}, {0: torch.export.Dim("n")})
     )
-    concatenations.concatenate(program)
+    capture.concatenate(program)
     targets_of_nodes = [node.target for node in program.graph.nodes]
     assert (torch.ops.aten.copy_.default not in targets_of_nodes) == replaced
     assert (torch.ops.aten.cat.default in targets_of_nodes) == replaced

@@ -23,7 +23,7 @@ from llmforge.rewrite.pass_base import Budget, Context, Pass
 from llmforge.runtime.config import RuntimeConfig
 from llmforge.runtime.interface import StepInputs
 from llmforge.trace import trace
-from llmforge.verification import engine_parts, streamed_execution
+from llmforge.verification import streamed_execution
 from llmforge.verification.subgraph_session import SubgraphSession
 
 from ..models import zoo
@@ -42,7 +42,9 @@ def lowered(folder: Path, *steps: Pass) -> ir.Model:
 
 
 def build(model: ir.Model, folder: Path, spec: EngineSpec = SPEC) -> BuiltEngine:
-    return engine.build(BuildRequest(model, folder, spec, targets.local(), (3,), 0, run_in_parts=engine_parts.run))
+    return engine.build(
+        BuildRequest(model, folder, spec, targets.local(), (3,), 0, run_in_parts=streamed_execution.run_engine)
+    )
 
 
 @pytest.fixture
@@ -89,7 +91,7 @@ def test_parts_make_the_logits_of_the_engine(
     tmp_path: Path, in_parts: list[SubgraphSession], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[np.ndarray] = []
-    monkeypatch.setattr(engine_parts, "require_finite", lambda side, logits, where: seen.append(logits[None]))
+    monkeypatch.setattr(streamed_execution, "require_finite", lambda side, logits, where: seen.append(logits[None]))
     build(lowered(tmp_path / "checkpoint", FlashAttention(), INT4), tmp_path / "engine")
     config = RuntimeConfig.read(tmp_path / "engine" / "runtime.json")
     session = Session(tmp_path / "engine" / "model.onnx", config.session.resolve())
@@ -119,6 +121,6 @@ def test_pages_that_were_read_are_given_back(tmp_path: Path) -> None:
         "data", 8, 16, ir.DataType.FLOAT, shape=ir.Shape([4]), name="w", base_dir=tmp_path
     )  # fmt: skip
     np.arange(6, dtype=np.float32).tofile(tmp_path / "data")
-    again = engine_parts._unmapped(tensor)
+    again = streamed_execution._unmapped(tensor)
     np.testing.assert_array_equal(again.numpy(), [2, 3, 4, 5])
     assert not np.shares_memory(again.numpy(), again.numpy())  # each reader maps the file for itself

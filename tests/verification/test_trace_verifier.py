@@ -15,7 +15,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
 from llmforge.trace import trace
 from llmforge.trace.export.reference import ReferenceModel
-from llmforge.verification import magnified, probe, trace_comparison, trace_runs, trace_verifier
+from llmforge.verification import magnified, probe, trace_comparison, trace_verifier
 from llmforge.verification.trace_verifier import precompute_reference, verify_trace
 
 from ..models import zoo
@@ -216,12 +216,12 @@ def test_of_several_streams_each_is_held_to_its_own_deviation() -> None:
 
 def test_runs_stay_within_a_context_however_short() -> None:
     for context in range(1, 24):
-        runs = trace_runs.make_runs(96, [7], context)
+        runs = trace_comparison.make_runs(96, [7], context)
         assert max(run.capacity for run in runs) >= min(context, 20)
         runs.append(magnified.run(96, context))
         assert all(run.capacity <= context for run in runs)
-        assert all(len(row) > 0 for run in runs for row in trace_runs.rows_of(run))
-    one, ragged = trace_runs.make_runs(96, [], None)
+        assert all(len(row) > 0 for run in runs for row in trace_comparison.rows_of(run))
+    one, ragged = trace_comparison.make_runs(96, [], None)
     assert [step.lengths.tolist() for step in one.steps] == [[12], [1], [1], [1], [5]]
     assert [step.lengths.tolist() for step in ragged.steps] == [[9, 12], [1, 1], [1, 1]]
 

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from llmforge.backends.tensorrt import collectives, experts, support, weights
 from llmforge.backends.tensorrt.attention import Attentions
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir import dtype_inference, graph, interface, logits_rows, low_rank, operators
+from llmforge.ir import expansion, graph, interface, logits_rows, operators
 from llmforge.ir.builder import GraphBuilder
 from llmforge.ir.operators import canonical, contrib, standard
 from llmforge.ir.operators.record import Operator, identity
@@ -124,7 +124,7 @@ def _reason(view: Operator) -> tuple[str | None, str]:
 def rewrite(model: ir.Model, capacity: int) -> tuple[ir.Model, Changes]:
     """Write a clone of `model`, with nothing unsupported in it, as standard ONNX whose caches have `capacity` slots."""
     lowered = model.clone()
-    dtype_inference.complete(lowered)
+    operators.complete_dtypes(lowered)
     writing = _Lowering(lowered, capacity)
     changes = Changes()
     for node in list(lowered.graph):
@@ -134,7 +134,7 @@ def rewrite(model: ir.Model, capacity: int) -> tuple[ir.Model, Changes]:
         changes.rewritten.append(Rewritten(*logits_rows.choose_by_row(lowered)))
     _fix_capacity(lowered, capacity)
     graph.drop_unused(lowered)
-    dtype_inference.complete(lowered)
+    operators.complete_dtypes(lowered)
     return lowered, changes
 
 
@@ -145,11 +145,11 @@ class _Lowering(GraphBuilder):
     capacity: int
     _attentions: Attentions = field(init=False)
     _weights: weights.QuantizedWeights = field(init=False)
-    _adapters: low_rank.LowRankExpansion = field(init=False)
+    _adapters: expansion.LowRankExpansion = field(init=False)
 
     def __post_init__(self) -> None:
         self._attentions, self._weights = Attentions(self.model, self.capacity), weights.QuantizedWeights(self.model)
-        self._adapters = low_rank.LowRankExpansion(self.model)
+        self._adapters = expansion.LowRankExpansion(self.model)
 
     def node(self, node: ir.Node) -> str | None:
         """Replace `node` where the parser does not take it; say what it became."""

@@ -22,7 +22,7 @@ from llmforge.report import view
 from llmforge.rewrite.pass_base import Changes
 from llmforge.targets import Target
 from llmforge.triton import repository, vllm
-from llmforge.verification import engine_parts
+from llmforge.verification import streamed_execution
 
 
 def build_engine(state: CompileState) -> None:
@@ -119,7 +119,7 @@ def _request(state: CompileState, lowered: _Lowered) -> BuildRequest:
         checkpoint.bos_token_id,
         state.clock,
         None if foreign is None else export_proxy.exported(first, state.traced, checkpoint),
-        engine_parts.run,
+        streamed_execution.run_engine,
         _begin_proof(state),
         tuple(lowered.graphs) if len(lowered.graphs) > 1 else (),
     )

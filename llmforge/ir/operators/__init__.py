@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from llmforge.ir import operators
 from llmforge.ir.operators import canonical, contrib, cpu, cuda, standard
 from llmforge.ir.operators.record import Operand, Operator, identity, qualified
 
@@ -57,3 +58,16 @@ def operand(node: ir.Node, index: int) -> Operand | None:
     """Look up what input `index` of `node` is; None where the table does not say."""
     known = view(node).inputs
     return known[index] if index < len(known) else None
+
+
+def complete_dtypes(model: ir.Model) -> None:
+    """Give every value of `model` that has no dtype the one that its operator makes, where that is known.
+
+    Shapes are left alone. Graphs inside of nodes are not looked at.
+    """
+    for node in model.graph:
+        view = operators.view(node)
+        for index, value in enumerate(node.outputs):
+            untyped = value.dtype is None and value.name != ""
+            if untyped and (dtype := view.output_dtype(index)) is not None:
+                value.type = ir.TensorType(dtype)

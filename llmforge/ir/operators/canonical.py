@@ -408,11 +408,7 @@ class _Collective(Operator, domain=CANONICAL):
     ranks = integer()
 
     def expand(self, model: ir.Model) -> None:
-        """Refuse it.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Refuse it (UnsupportedError: always)."""
         raise UnsupportedError(
             f"{self.op_type} {self.name} puts the results of several ranks together; standard ONNX has no operator "
             "that does",

@@ -383,22 +383,14 @@ class Operator:
         return graph.operand(self.node, field.index)
 
     def required(self, field: Operand) -> ir.Value:
-        """Return the value of an input that must be there.
-
-        Raises:
-            VerificationError: it is left out.
-        """
+        """Return the value of an input that must be there (VerificationError: it is left out)."""
         value = self.operand(field)
         if value is None:
             raise self.malformed(f"input {field.name!r} is missing")
         return value
 
     def check(self) -> None:
-        """Check what the table cannot say.
-
-        Raises:
-            VerificationError: the node is malformed.
-        """
+        """Check what the table cannot say (VerificationError: the node is malformed)."""
 
     def output_dtype(self, index: int) -> ir.DataType | None:
         """Infer the dtype of output `index` from those of the inputs; None where that is unknown."""

@@ -5,6 +5,8 @@ Shapes that torch.export recorded on every value decide; no value of a weight is
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -16,10 +18,12 @@ from onnx_ir.passes.common import (
     LiftConstantsToInitializersPass,
 )
 
-from llmforge.ir import graph, operators
+from llmforge.ir import graph, interface, operators
 from llmforge.ir.operators import standard
-from llmforge.ir.operators.record import Operator
-from llmforge.trace.canonicalize import hoisting, indexing_rules, layout_rules, naming, row_axes, token_axes
+from llmforge.ir.operators.record import STANDARD, Operator
+from llmforge.ir.subgraph import behind
+from llmforge.trace.canonicalize import indexing_rules, layout_rules, naming, token_axes
+from llmforge.trace.canonicalize.rewriting import Dims, set_target, target
 
 Rule = Callable[[ir.Model, Any], bool]  # takes a node that it is listed for; says whether it rewrote something
 
@@ -69,7 +73,7 @@ def canonicalize(model: ir.Model, *, weights: Collection[str] | None = None) -> 
         model, input_size_limit=layout_rules.FOLDED, output_size_limit=layout_rules.FOLDED, should_fold=_reads_no_weight
     )
     simplify(model)
-    row_axes.restore(model)
+    restore(model)
     simplify(model)
     if weights is None:
         token_axes.restore(model)
@@ -77,7 +81,7 @@ def canonicalize(model: ir.Model, *, weights: Collection[str] | None = None) -> 
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     if weights is not None:
         naming.name_constants(model)  # once, so that layers read the same ones
-        hoisting.hoist(model, weights, naming.SCOPES)
+        hoist(model, weights, naming.SCOPES)
     CommonSubexpressionEliminationPass()(model)
     IdentityEliminationPass()(model)
     graph.drop_unused(model)
@@ -106,3 +110,110 @@ def _reads_no_weight(node: ir.Node) -> bool | None:
     """
     read = [value for value in node.inputs if value is not None and value.is_initializer()]
     return None if all(value.dtype is not None and value.dtype.is_integer() for value in read) else False
+
+
+def hoist(model: ir.Model, weights: Collection[str], scope: str) -> None:
+    """Move to the front, in order, every node of `model` that no weight, token or state of a layer has a part in.
+
+    Tables that each layer keeps for itself, all of one content, become one.
+
+    `weights` names what has no numbers yet. What moves loses the module that it comes from: `scope`, a key of the
+    nodes' metadata, names none.
+    """
+    _merge(model, weights)
+    free = {value for value in model.graph.inputs if _is_free(value)}
+    free |= {value for value in model.graph.initializers.values() if value.name not in weights}
+    moved: list[ir.Node] = []
+    for node in model.graph:
+        shape = standard.OnnxShape.of(node)
+        sized = shape is not None and shape.x in model.graph.inputs
+        if node.domain == STANDARD and (sized or all(value is None or value in free for value in node.inputs)):
+            free.update(node.outputs)
+            moved.append(node)
+    if not moved:
+        return
+    for node in moved:
+        node.metadata_props[scope] = "['', '']"
+    model.graph.remove(moved)
+    model.graph.insert_before(model.graph[0], moved)
+
+
+def _merge(model: ir.Model, weights: Collection[str]) -> None:
+    """Keep one of the initializers that hold the same numbers, under a name that is of no layer."""
+    alike: dict[tuple[object, ...], list[ir.Value]] = {}
+    for name, value in model.graph.initializers.items():
+        if name not in weights and value.const_value is not None:
+            digest = hashlib.sha256(value.const_value.tobytes()).digest()
+            alike.setdefault((value.dtype, graph.dims(value), digest), []).append(value)
+    for index, (first, *others) in enumerate(values for values in alike.values() if len(values) > 1):
+        for value in (first, *others):
+            model.graph.initializers.pop(str(value.name))
+        for value in others:
+            value.replace_all_uses_with(first)
+        first.name = f"shared_{index}"
+        model.graph.register_initializer(first)
+
+
+def _is_free(value: ir.Value) -> bool:
+    name = value.name or ""
+    return name != interface.INPUT_IDS and interface.present_of(name) == name
+
+
+def restore(model: ir.Model) -> None:
+    """Keep batch and sequence apart between a reshape to flat rows and the reshape back.
+
+    Fires for a reshape [n, D] → [batch, sequence, …] of computed target where only operators that treat each row by
+    itself lie between it and reshapes from [batch, sequence, …], and nothing else reads what they compute.
+    """
+    for reshape in standard.Reshape.all(model):
+        if ir.convenience.get_const_tensor(reshape.shape) is None:
+            _restore(model, reshape)
+
+
+def _restore(model: ir.Model, back: standard.Reshape) -> None:
+    flat, after = graph.dims(back.x) or (), graph.dims(back.output) or ()
+    if len(flat) != 2 or len(after) < 3:
+        return
+    (_, width), (batch, sequence, *_) = flat, after
+    if not isinstance(width, int):
+        return
+    region, entries = _region(back.x, (batch, sequence))
+    if not entries:
+        return
+    inside = {value for node in region for value in node.outputs} | {entry.output for entry in entries}
+    readers = {node for value in inside for node, _ in value.uses()}
+    if not readers <= {*region, back.node} or any(value.is_graph_output() for value in inside):
+        return
+    wanted, rows = target(model, [0, 0, -1, width]), _rows_of_token(entries[0])
+    for entry in entries:
+        set_target(entry, wanted)
+    for value in inside:
+        if value.shape is not None:
+            value.shape = ir.Shape([batch, sequence, rows, width])
+
+
+def _rows_of_token(entry: standard.Reshape) -> int | None:
+    """Count the rows that one token has: those of the input of `entry` [batch, sequence, …]."""
+    _, _, *dims = graph.dims(entry.x) or (None, None, None)
+    *_, width = graph.dims(entry.output) or (None,)
+    sizes = [dim for dim in dims if isinstance(dim, int)]
+    if len(sizes) != len(dims) or not isinstance(width, int):
+        return None
+    return math.prod(sizes) // width
+
+
+def _region(last: ir.Value, leading: Dims) -> tuple[set[ir.Node], list[standard.Reshape]]:
+    """Collect what computes `last` on flat rows, and the reshapes that feed it; nothing where something else does."""
+
+    def broadcasts(value: ir.Value) -> bool:  # a vector or a scalar, with an axis more as before
+        return (dims := graph.dims(value)) is not None and len(dims) < 2
+
+    def is_edge(value: ir.Value) -> bool:
+        node = value.producer()
+        by_row = node is not None and (operators.view(node).pointwise or standard.RMSNormalization.matches(node))
+        return broadcasts(value) or not by_row
+
+    region, edge = behind([last], is_edge)
+    entries = [standard.Reshape.made(value) for value in edge if not broadcasts(value)]
+    from_tokens = [x for x in entries if x and (graph.dims(x.x) or ())[:2] == leading and _rows_of_token(x) is not None]
+    return (set(region), from_tokens) if len(from_tokens) == len(entries) else (set(), [])

@@ -6,17 +6,18 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import onnx_ir as ir
 import torch
 from onnxscript import opset18
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import interface
-from llmforge.trace.export import concatenations, depth, untranslated
+from llmforge.trace.export import depth
 from llmforge.trace.export.pattern import Irregular, Pattern
 from llmforge.trace.hooks import gated_norms, internals, lightning, looped_experts, modules, norms, recurrent, rotary
 from llmforge.trace.hooks.attention import AttentionHook, CacheLayer
@@ -224,8 +225,8 @@ def _export(traced: Traced, shapes: Shapes, longest: int | None) -> torch.export
     program = torch.export.export(
         traced, inputs, dynamic_shapes=dims, strict=False, prefer_deferred_runtime_asserts_over_guards=True
     )
-    concatenations.concatenate(program)
-    untranslated.fold(program)
+    concatenate(program)
+    fold(program)
     return program
 
 
@@ -264,3 +265,121 @@ def _translate(program: torch.export.ExportedProgram, shapes: Sequence[Mapping[s
     translated = cast(torch.onnx.ONNXProgram, translated)  # None without `dynamo` alone
     translated.model.ir_version = IR_VERSION
     return translated.model
+
+
+LACKING = (torch.ops.aten.erfinv.default,)  # the quantile of a normal distribution, of a sparsity (Gemma 3n)
+
+
+def fold(program: torch.export.ExportedProgram) -> None:
+    """Replace each scalar that an operator of `LACKING` makes of constants by its value; others are left."""
+    graph = program.graph_module.graph
+    for node in [node for node in graph.nodes if node.target in LACKING]:
+        value = _constant_value(program, node)
+        if not isinstance(value, Tensor) or value.dim():
+            continue
+        with graph.inserting_before(node):
+            made = graph.call_function(
+                torch.ops.aten.full.default, ([], value.item()), {"dtype": value.dtype, "device": value.device}
+            )
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+    program.graph_module.recompile()
+
+
+def _constant_value(program: torch.export.ExportedProgram, node: fx.Node) -> Any:
+    """Compute what `node` makes; None where it depends on something else than constants of the program."""
+    if node.op == "placeholder":
+        name = program.graph_signature.inputs_to_lifted_tensor_constants.get(node.name)
+        constant = None if name is None else program.constants.get(name)
+        return None if internals.is_fake(constant) else constant
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    known = {source: _constant_value(program, source) for source in node.all_input_nodes}
+    if any(value is None for value in known.values()):
+        return None
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), known.__getitem__)
+    with internals.real_tensors():
+        return node.target(*args, **kwargs)
+
+
+_aten = torch.ops.aten
+_EMPTY = (_aten.empty.memory_format, _aten.new_empty.default)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """`source`, written to [start, stop) of dimension `dim`."""
+
+    dim: int
+    start: int
+    stop: int
+    source: fx.Node
+    write: fx.Node
+
+
+def concatenate(program: torch.export.ExportedProgram) -> None:
+    """Replace every empty tensor of `program` that is then filled completely, along one dimension, by a `cat`.
+
+    Fires where the empty tensor is sliced along one dimension only, each slice is written once and as a whole, the
+    slices cover it without gap or overlap, and everything else reads it after the last write. Others stay.
+    """
+    graph = program.graph_module.graph
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    changed = False
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in _EMPTY:
+            continue
+        slices = [user for user in node.users if user.target is _aten.slice.Tensor]
+        readers = [user for user in node.users if user not in slices]
+        pieces = sorted(filter(None, map(_piece, slices)), key=lambda piece: piece.start)
+        if len(pieces) != len(slices) or not _cover(node, pieces):
+            continue
+        last = max((piece.write for piece in pieces), key=order.__getitem__)
+        if any(order[reader] < order[last] for reader in readers):
+            continue
+        with graph.inserting_after(last):
+            whole = graph.call_function(_aten.cat.default, ([piece.source for piece in pieces], pieces[0].dim))
+        whole.meta = {**last.meta, "val": node.meta["val"]}
+        for reader in readers:
+            reader.replace_input_with(node, whole)
+        for unused in (*(piece.write for piece in pieces), *slices, node):
+            graph.erase_node(unused)
+        changed = True
+    if changed:
+        program.graph_module.recompile()
+
+
+def _piece(view: fx.Node) -> _Piece | None:
+    """Read a slice that one `copy_` fills with a tensor of its own shape; None for anything else."""
+    (write,) = view.users if len(view.users) == 1 else (None,)
+    if write is None or write.target is not _aten.copy_.default or write.users or write.args[0] is not view:
+        return None
+    source = write.args[1]
+    whole = view.args[0]
+    if not isinstance(source, fx.Node) or not isinstance(whole, fx.Node):
+        return None
+    target: Any = view.meta["val"]
+    given: Any = source.meta["val"]
+    if given.shape != target.shape or given.dtype != target.dtype:
+        return None
+    given_or_default: list[Any] = [*view.args, *(whole, 0, None, None, 1)[len(view.args) :]]
+    dim, start, stop, step = given_or_default[1:]
+    size = whole.meta["val"].shape[dim] if isinstance(dim, int) else None
+    if not (isinstance(dim, int) and isinstance(size, int) and isinstance(start, int | None) and step == 1):
+        return None
+    start = start or 0
+    end = size if stop is None or not isinstance(stop, int) or stop > size else stop
+    return _Piece(
+        dim % target.dim(), start % size if start < 0 else start, end % size if end < 0 else end, source, write
+    )
+
+
+def _cover(node: fx.Node, pieces: list[_Piece]) -> bool:
+    """Say whether `pieces`, in order, cover `node` along one dimension."""
+    if not pieces or len({piece.dim for piece in pieces}) != 1:
+        return False
+    borders = [0, *(piece.stop for piece in pieces)]
+    size = node.meta["val"].shape[pieces[0].dim]
+    return [piece.start for piece in pieces] == borders[:-1] and borders[-1] == size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir.operators import standard
-from llmforge.trace.hooks import internals, longrope
+from llmforge.trace.hooks import internals
 from llmforge.trace.hooks.symbolic import emit
 
 CHUNK = 8192  # positions computed at a time: bounds the memory of long contexts
@@ -40,7 +40,7 @@ class Tables(nn.Module):
         self.step = TraceInputs()
         self.computed: list[tuple[Tensor, Tensor]] = []  # cos and sin, which become buffers as they are applied
         self.applied: dict[int, int] = {}  # index of a table → its number among the buffers
-        self.samples: list[tuple[Tensor, Tensor]] = []  # [1, longrope.PROBED, width], as the model's module has them
+        self.samples: list[tuple[Tensor, Tensor]] = []  # [1, PROBED, width], as the model's module has them
         self.as_complex: list[bool] = []  # whether the model's module gives cos + i·sin as one tensor
         self.switches: list[int] = []  # positions from which the long half of a table counts; 0: there is one half
 
@@ -51,21 +51,21 @@ class Tables(nn.Module):
 
         Raises:
             UnsupportedError: what it computes for a position depends on how long the sequence is, in another way
-                than by one switch (`longrope`).
+                than by one switch (`find_switch`).
         """
 
         def forward(ids: Tensor) -> tuple[Tensor, Tensor]:
             angles = original(ids)
             return (angles.real, angles.imag) if isinstance(angles, Tensor) else angles
 
-        probed = torch.arange(min(longrope.PROBED, self.positions))[None]
+        probed = torch.arange(min(PROBED, self.positions))[None]
         far = torch.tensor([[self.positions - 1]])
         samples = forward(probed)
         beside_far = forward(torch.cat([probed, far], 1))
         switch = 0
         if any(not torch.equal(a, b[:, : a.shape[1]]) for a, b in zip(samples, beside_far, strict=True)):
-            switch = longrope.switch(type(module).__name__, forward, self.positions)
-        chunks = longrope.rows(forward, self.positions, switch, CHUNK)
+            switch = find_switch(type(module).__name__, forward, self.positions)
+        chunks = table_rows(forward, self.positions, switch, CHUNK)
         index = len(self.samples)
         self.samples.append(samples)
         self.as_complex.append(isinstance(original(probed), Tensor))
@@ -146,7 +146,7 @@ def _angles(module: nn.Module, original: Callable[..., Any], tables: Tables) -> 
                 )
         places = position_ids
         if switch := tables.switches[known[key]]:
-            places = longrope.places(position_ids, tables.step.text_lengths, switch)
+            places = switched(position_ids, tables.step.text_lengths, switch)
         if tables.as_complex[known[key]]:
             return Angles(known[key], 2, places)
         return Angles(known[key], 0, places), Angles(known[key], 1, places)
@@ -280,3 +280,55 @@ def _half(full: Tensor) -> Tensor:
 
 def _buffer(index: int, part: int) -> str:
     return ("cos", "sin")[part] + (f"_{index}" if index else "")
+
+
+PROBED = 8  # positions at which angles are compared
+Forward = Callable[[Tensor], tuple[Tensor, Tensor]]  # position ids [1, n] → cos, sin [1, n, width]
+
+
+def find_switch(name: str, forward: Forward, positions: int) -> int:
+    """Find the length T: texts of up to T tokens have one set of angles, longer ones another.
+
+    Raises:
+        UnsupportedError: the angles change more than once (dynamic scaling).
+    """
+    short, long = _beside(forward, PROBED - 1), _beside(forward, positions - 1)
+    low, high = PROBED - 1, positions - 1  # last positions: `low` is short, `high` is long
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _same(_beside(forward, middle), short):
+            low = middle
+        else:
+            high = middle
+    for last in {(PROBED - 1 + low) // 2, low, high, (high + positions - 1) // 2, positions - 2}:
+        if last >= PROBED - 1 and not _same(_beside(forward, last), short if last <= low else long):
+            raise UnsupportedError(
+                f"{name}: the angles of a position change with the length of the sequence more than once "
+                "(dynamic rope scaling), which a table cannot hold"
+            )
+    return high
+
+
+def table_rows(forward: Forward, positions: int, length: int, chunk: int) -> Sequence[tuple[Tensor, Tensor]]:
+    """Compute a table by chunks: positions up to `length` of a short text, if it is not 0, then all of a long one."""
+    short = [forward(ids[None]) for ids in torch.split(torch.arange(length), chunk)] if length else []
+    if not length:
+        return [forward(ids[None]) for ids in torch.split(torch.arange(positions), chunk)]
+    last = torch.tensor([positions - 1])
+    long = [forward(torch.cat([ids, last])[None]) for ids in torch.split(torch.arange(positions), chunk)]
+    return [*short, *((cos[:, :-1], sin[:, :-1]) for cos, sin in long)]
+
+
+def switched(position_ids: Tensor, text_lengths: Tensor, length: int) -> Tensor:
+    """Return the rows of the table for positions int64 [B, S] of texts of `text_lengths` tokens, int64 [B]."""
+    return position_ids + ((text_lengths - length).clamp(0, 1) * length)[:, None]
+
+
+def _beside(forward: Forward, last: int) -> tuple[Tensor, ...]:
+    """Compute the angles of the first positions in a text whose last position is `last`."""
+    cos, sin = forward(torch.cat([torch.arange(PROBED), torch.tensor([last])])[None])
+    return cos[:, :PROBED], sin[:, :PROBED]
+
+
+def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -140,24 +140,9 @@ def _writes(func: Callable[..., Any]) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
 
 
-_IN_PLACE = frozenset(
-    f"__i{name}__"
-    for name in [
-        "add",
-        "and",
-        "div",
-        "floordiv",
-        "lshift",
-        "mod",
-        "mul",
-        "or",
-        "pow",
-        "rshift",
-        "sub",
-        "truediv",
-        "xor",
-    ]
-)
+_IN_PLACE = frozenset(f"__i{name}__" for name in [
+    "add", "and", "div", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor",
+])  # fmt: skip
 
 
 def _memory(x: Tensor) -> int:

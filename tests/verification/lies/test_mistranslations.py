@@ -21,7 +21,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.trace import trace
 from llmforge.trace.export import weights
 from llmforge.trace.export.limits import WHOLE_BYTES
-from llmforge.trace.hooks import attention, experts, longrope, masks, norms, rotary
+from llmforge.trace.hooks import attention, experts, masks, norms, rotary
 from llmforge.verification.trace_verifier import verify_trace
 
 from . import mistranslations
@@ -99,7 +99,7 @@ def _wrong_epsilon(patch: pytest.MonkeyPatch) -> None:
 
 def _wrong_tables(patch: pytest.MonkeyPatch) -> None:
     """Rotary tables repeat themselves from position 24 on."""
-    right = longrope.rows
+    right = rotary.rows
 
     def rows(*given: object) -> object:
         chunks = right(*given)  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def _wrong_tables(patch: pytest.MonkeyPatch) -> None:
 
 def _wrong_switch(patch: pytest.MonkeyPatch) -> None:
     """A long text begins twice as late."""
-    right = longrope.switch
+    right = rotary.switch
     patch.setattr(rotary.longrope, "switch", lambda *given: 2 * right(*given))
 
 
