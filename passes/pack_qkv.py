@@ -63,11 +63,7 @@ def _operands(node: ir.Node) -> Mapping[str, ir.Value | None] | None:
 
 
 def _projections(operands: Mapping[str, ir.Value | None]) -> list[linear.LinearLayer]:
-    """Find the linear layers that make query, key and value.
-
-    Raises:
-        NotApplicable: one of them is made by something else.
-    """
+    """Find the linear layers that make query, key and value."""
     layers = []
     for role, value in operands.items():
         if value is None:

@@ -54,7 +54,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from llmforge.ir import graph, logits_rows, routing
-from llmforge.ir.derived import Derived, stored_in, swapped
+from llmforge.ir.derived import Derived, computed, stored_in, swapped
 from llmforge.ir.operators.standard import MatMul
 from llmforge.quantization import channels, methods
 from llmforge.quantization.exclusion import exclusion
@@ -207,14 +207,8 @@ def _lazy(
 ) -> tuple[ir.LazyTensor, ir.LazyTensor]:
     """Return codes [K, N] and scales [N] of a checkpoint, which are read when they are written."""
 
-    def codes() -> ir.TensorProtocol:
-        return ir.Tensor(np.ascontiguousarray(stored.codes().T), dtype=dtype, name=name)
-
-    def scales() -> ir.TensorProtocol:
-        return ir.Tensor(stored.scales(), name=f"{name}.scales")
-
-    steps = ir.LazyTensor(scales, ir.DataType.FLOAT, ir.Shape(shape[1:]), name=f"{name}.scales")
-    return ir.LazyTensor(codes, dtype, shape, name=name), steps
+    steps = computed(stored.scales, ir.DataType.FLOAT, shape.numpy()[1:], f"{name}.scales")
+    return computed(lambda: np.ascontiguousarray(stored.codes().T), dtype, shape.numpy(), name), steps
 
 
 class _Codes:

@@ -33,7 +33,7 @@ from pydantic.dataclasses import dataclass
 
 from llmforge.base.errors import DataError
 from llmforge.ir import graph, logits_rows, routing
-from llmforge.ir.derived import Derived, stored_in
+from llmforge.ir.derived import Derived, computed, stored_in
 from llmforge.ir.fp4 import BLOCK
 from llmforge.ir.operators.canonical import Fp4Linear
 from llmforge.ir.operators.standard import MatMul
@@ -143,11 +143,7 @@ class QuantizeFp4(QuantizeFp4Traits, Pass):
 
 
 def _stored(source: QuantizedSource, product: MatMul) -> StoredFp4:
-    """Return the codes of the weight of `product`, with the range of what it reads.
-
-    Raises:
-        UnrepresentableCodes: the checkpoint has no such codes, or no range.
-    """
+    """Return the codes of the weight of `product`, with the range of what it reads."""
     tensors = stored_in(graph.tensor(product.w), transposed=True)
     if not tensors:
         raise UnrepresentableCodes(
@@ -203,12 +199,11 @@ def _rounded(tensor: ir.TensorProtocol, k: int, n: int, name: str) -> dict[str, 
 def _lazy(stored: StoredFp4, k: int, n: int, name: str) -> dict[str, ir.TensorProtocol]:
     """Return what a checkpoint stores, turned as it is written, and read then."""
 
-    def turned(read: Callable[[], NDArray[Any]], dtype: ir.DataType, name: str) -> Callable[[], ir.TensorProtocol]:
-        return lambda: ir.Tensor(np.ascontiguousarray(read().T), dtype=dtype, name=name)
+    def turned(read: Callable[[], NDArray[Any]], dtype: ir.DataType, rows: int, name: str) -> ir.TensorProtocol:
+        return computed(lambda: np.ascontiguousarray(read().T), dtype, (rows, n), name)
 
-    scales = f"{name}.scales"
     return {
-        "codes": ir.LazyTensor(turned(stored.codes, _FP4, name), _FP4, ir.Shape([k, n]), name=name),
-        "scales": ir.LazyTensor(turned(stored.scales, _FP8, scales), _FP8, ir.Shape([k // BLOCK, n]), name=scales),
+        "codes": turned(stored.codes, _FP4, k, name),
+        "scales": turned(stored.scales, _FP8, k // BLOCK, f"{name}.scales"),
         "weight_scale": ir.Tensor(np.asarray(stored.scale), name=f"{name}.scale"),
     }

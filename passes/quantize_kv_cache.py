@@ -174,11 +174,7 @@ class QuantizeKvCache(QuantizeKvCacheTraits, Pass):
 
 
 def _layer(attention: GroupQueryAttention, excluded: tuple[int, ...]) -> int:
-    """Read from the name of its cache which layer `attention` is of.
-
-    Raises:
-        NotApplicable: its caches are not those of a layer in fp32, or the layer is `excluded`.
-    """
+    """Read from the name of its cache which layer `attention` is of."""
     key, value = attention.past_key, attention.past_value
     for cache in (key, value):
         if cache.dtype != ir.DataType.FLOAT:

@@ -14,7 +14,8 @@ Numerics: lossy, within the budget of the recipe. Refused on devices that multip
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, ClassVar
 
 import onnx_ir as ir
@@ -22,8 +23,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llmforge.ir import graph
+from llmforge.ir.derived import computed
 from llmforge.ir.operators.standard import MatMul
 from llmforge.quantization import sparsity
+from llmforge.quantization.grids import Float32
 from llmforge.quantization.sparsity import SparseMatrix
 from llmforge.quantization.statistics import Demand, SparsityDemand
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass
@@ -63,8 +66,8 @@ class Sparsify(Pass):
             names = graph.sources(weight)
             skip_if(_reason(weight, names, pruned))
             tensor, name = graph.tensor(weight), f"{weight.name}.2to4"
-            read = _reader(pruned, tuple(names), name)
-            lazy = ir.LazyTensor(read, ir.DataType.FLOAT, ir.Shape(tensor.shape.numpy()), name=name)
+            read = partial(_stacked, pruned, names)
+            lazy = computed(read, ir.DataType.FLOAT, tensor.shape.numpy(), name)
             product.w = graph.initializer(model, name, lazy, names)
             lost = pruned[names[0]].lost
             return "2:4, by sparsegpt" + ("" if lost is None else f", output error {lost:.2g}")
@@ -90,8 +93,5 @@ def _reason(weight: ir.Value, names: Sequence[str], pruned: Mapping[str, SparseM
     return None
 
 
-def _reader(pruned: Mapping[str, SparseMatrix], names: tuple[str, ...], name: str) -> Callable[[], ir.TensorProtocol]:
-    def read() -> ir.TensorProtocol:
-        return ir.Tensor(sparsity.stacked([pruned[each] for each in names]), name=name)
-
-    return read
+def _stacked(pruned: Mapping[str, SparseMatrix], names: Sequence[str]) -> Float32:
+    return sparsity.stacked([pruned[each] for each in names])

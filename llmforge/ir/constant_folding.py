@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from llmforge.ir import graph, operators
+from llmforge.ir.derived import computed
 from llmforge.ir.operators import standard
 from llmforge.ir.operators.record import Operator
 
@@ -36,8 +38,7 @@ def fold(model: ir.Model) -> list[str]:
             continue
         name = str(old.name)
         old.name = f"{name}.computed"
-        read = functools.partial(_computed, operation, tensors, name)
-        lazy = ir.LazyTensor(read, dtype=ir.DataType.FLOAT, shape=ir.Shape(shape), name=name)
+        lazy = computed(functools.partial(_result, operation, tensors), ir.DataType.FLOAT, shape, name)
         graph.replace_uses(old, graph.initializer(model, name, lazy))
         model.graph.remove(view.node, safe=True)
         folded.append(view.name)
@@ -53,5 +54,5 @@ def _constants(node: ir.Node) -> list[ir.TensorProtocol] | None:
     return held if len(held) == len(node.inputs) else None
 
 
-def _computed(operation: np.ufunc, tensors: Sequence[ir.TensorProtocol], name: str) -> ir.TensorProtocol:
-    return ir.Tensor(np.asarray(operation(*(tensor.numpy() for tensor in tensors)), np.float32), name=name)
+def _result(operation: np.ufunc, tensors: Sequence[ir.TensorProtocol]) -> NDArray[np.float32]:
+    return np.asarray(operation(*(tensor.numpy() for tensor in tensors)), np.float32)

@@ -21,6 +21,11 @@ from llmforge.ir.scratch import Scratch
 Function = Callable[[Sequence[NDArray[Any]]], NDArray[Any]]
 
 
+def computed(read: Callable[[], NDArray[Any]], dtype: ir.DataType, shape: Sequence[int], name: str) -> ir.LazyTensor:
+    """Make a tensor of what `read` returns, in `dtype` and `shape`, whenever it is read."""
+    return ir.LazyTensor(lambda: ir.Tensor(read(), dtype=dtype, name=name), dtype, ir.Shape(shape), name=name)
+
+
 class Derived(ir.LazyTensor):
     """`function` of the values of `operands`, computed whenever it is read, or once where there is a `scratch`.
 

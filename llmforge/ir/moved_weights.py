@@ -14,6 +14,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.ir import graph, operators
+from llmforge.ir.derived import computed
 from llmforge.ir.operators import standard
 
 _Read = Callable[[], NDArray[Any]]
@@ -31,12 +32,12 @@ def held(value: ir.Value) -> tuple[ir.LazyTensor, list[str]] | None:
         return None
     name, dtype = f"{value.name}.moved", value.dtype
 
-    def tensor() -> ir.TensorProtocol:
-        made = read()
-        assert made.shape == shape, f"{name} is {made.shape}, its graph says {shape}"
-        return ir.Tensor(np.ascontiguousarray(made), dtype=dtype, name=name)
+    def made() -> NDArray[Any]:
+        array = read()
+        assert array.shape == shape, f"{name} is {array.shape}, its graph says {shape}"
+        return np.ascontiguousarray(array)
 
-    return ir.LazyTensor(tensor, dtype, ir.Shape(shape), name=name), list(dict.fromkeys(_sources(value)))
+    return computed(made, dtype, shape, name), list(dict.fromkeys(_sources(value)))
 
 
 def _reader(value: ir.Value) -> _Read | None:

@@ -23,11 +23,7 @@ LARGEST: Mapping[ir.DataType, float] = {INT8: INT8_CHANNEL.largest, FP8: FP8_CHA
 
 
 def _scales(dtype: ir.DataType, parts: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
-    """Divide the largest magnitude of each column of one matrix [K, N] by the largest code; 1 for a column of zeros.
-
-    Raises:
-        ValueError: it is not a matrix of finite numbers.
-    """
+    """Divide the largest magnitude of each column of one matrix [K, N] by the largest code; 1 for a column of zeros."""
     [weight] = parts
     if weight.ndim != 2 or not np.isfinite(weight).all():
         raise ValueError(f"a matrix of finite numbers is needed; this has shape {weight.shape}, or NaN or infinity")

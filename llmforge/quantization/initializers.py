@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError
 from llmforge.ir import graph
-from llmforge.ir.derived import by_output
+from llmforge.ir.derived import by_output, computed
 from llmforge.ir.scratch import Scratch
 from llmforge.quantization import cpu_layout
 from llmforge.quantization.grids import Grid, QuantizedMatrix, pack, stack
@@ -167,7 +167,4 @@ def _lazy(
 
 
 def _tensor(matrix: LazyMatrix, part: str, dtype: ir.DataType, shape: tuple[int, ...], name: str) -> ir.LazyTensor:
-    def read() -> ir.TensorProtocol:
-        return ir.Tensor(matrix.take(part).reshape(shape), name=name)
-
-    return ir.LazyTensor(read, dtype, ir.Shape(shape), name=name)
+    return computed(lambda: matrix.take(part).reshape(shape), dtype, shape, name)

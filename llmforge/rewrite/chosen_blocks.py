@@ -162,11 +162,7 @@ class StoredBlocks:
         return LazyMatrix(found.read, n, k, found.grid), found.columns
 
     def _stacked(self, tensors: Sequence[str]) -> StoredCodes:
-        """Put the codes of tensors on top of each other, with fp32 scales unless fp16 is wanted and holds them.
-
-        Raises:
-            UnrepresentableCodes: no format here holds them.
-        """
+        """Put the codes of tensors on top of each other, with fp32 scales unless fp16 is wanted and holds them."""
         found = stack_codes([self.source.codes(tensor) for tensor in tensors])
         if found.grid.scale == self.scale:
             return found
@@ -194,11 +190,7 @@ class StoredBlocks:
         )
 
     def _codes_of_experts(self, weight: ir.Value) -> StoredCodes:
-        """Return the codes of an initializer [E, K, N] as one matrix [E·N, K].
-
-        Raises:
-            UnrepresentableCodes: they are not put together here.
-        """
+        """Return the codes of an initializer [E, K, N] as one matrix [E·N, K]."""
         tensor = graph.tensor(weight)
         if not isinstance(tensor, Stored) or tensor.is_matrix or not tensor.sources or not tensor.transposed:
             raise UnrepresentableCodes("are not put together of matrices of experts")

@@ -30,6 +30,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.ir import graph, moved_weights
+from llmforge.ir.derived import computed
 from llmforge.ir.operators import contrib
 from llmforge.ir.operators.canonical import MoE
 from llmforge.ir.operators.record import Operator
@@ -213,11 +214,7 @@ class _KernelWriter:
     ) -> ir.Value:
         """Register what `change` makes of an initializer when it is written."""
         tensor, name = graph.tensor(value), f"{value.name}.rows"
-
-        def read() -> ir.TensorProtocol:
-            return ir.Tensor(change(tensor.numpy()), name=name)
-
-        lazy = ir.LazyTensor(read, tensor.dtype, ir.Shape(shape), name=name)
+        lazy = computed(lambda: change(tensor.numpy()), tensor.dtype, shape, name)
         return graph.initializer(self.model, name, lazy, graph.sources(value))
 
     def constant(self, name: str, value: list[int] | np.generic) -> ir.Value:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface, operators
-from llmforge.ir.derived import Derived
+from llmforge.ir.derived import Derived, computed
 from llmforge.ir.operators.canonical import Attention, MoE
 from llmforge.ir.operators.standard import (
     Add,
@@ -426,13 +426,8 @@ class Surgery:
         """Put the matrix that makes up for what is gone in the place of a layer's weight."""
         [parameter] = graph.sources(layer.weight)
         outputs, name = self.outputs, f"{layer.weight.name}.pruned"
-        made = outputs[parameter]
-        n, k = made.shape
-
-        def read() -> ir.TensorProtocol:
-            return ir.Tensor(np.ascontiguousarray(outputs[parameter].T), name=name)
-
-        lazy = ir.LazyTensor(read, ir.DataType.FLOAT, ir.Shape([k, n]), name=name)
+        shape = outputs[parameter].shape[::-1]
+        lazy = computed(lambda: np.ascontiguousarray(outputs[parameter].T), ir.DataType.FLOAT, shape, name)
         layer.matmul.replace_input_with(1, graph.initializer(self.model, name, lazy, [parameter]))
 
 

@@ -62,11 +62,7 @@ def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
 
 
 def _fallen_back(checkpoint: Checkpoint, irregular: Irregular | None, reason: ForgeError) -> ir.Model:
-    """Trace the model's own attention, because of `reason`; all layers, where they are `irregular`.
-
-    Raises:
-        UnsupportedError: `reason`, where this way fails too, and why it does.
-    """
+    """Trace the model's own attention, because of `reason`; all layers, where they are `irregular`."""
     from llmforge.trace.export import fallback, strategy
 
     try:

@@ -18,6 +18,7 @@ from llmforge.base.errors import VerificationError
 from llmforge.checkpoint.adapters import Adapter, LowRankUpdate
 from llmforge.checkpoint.adapters.merging import read
 from llmforge.ir import graph, interface
+from llmforge.ir.derived import computed
 from llmforge.ir.operators.standard import MatMul
 from llmforge.rewrite import linear
 from llmforge.verification import comparison, probe, streamed_execution
@@ -82,7 +83,7 @@ def merged(model: ir.Model, adapter: Adapter) -> ir.Model:
 def _merged(
     tensor: ir.TensorProtocol, parts: Sequence[LowRankUpdate | None], widths: Sequence[int], weight: float
 ) -> ir.LazyTensor:
-    def compute() -> ir.TensorProtocol:
+    def compute() -> NDArray[np.float32]:
         result = np.array(tensor.numpy(), np.float32)  # [K, N]
         at = 0
         for part, width in zip(parts, widths, strict=True):
@@ -90,9 +91,9 @@ def _merged(
                 a, b = read(part.a).astype(np.float32), read(part.b).astype(np.float32)
                 result[:, at : at + width] += np.float32(part.scale * weight) * (b @ a).T
             at += width
-        return ir.Tensor(result, name=tensor.name)
+        return result
 
-    return ir.LazyTensor(compute, ir.DataType.FLOAT, ir.Shape(tensor.shape.numpy()), name=tensor.name)
+    return computed(compute, ir.DataType.FLOAT, tensor.shape.numpy(), str(tensor.name))
 
 
 def _given(number: int, run: probe.Run) -> dict[str, NDArray[Any]]:

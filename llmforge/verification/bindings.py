@@ -67,9 +67,6 @@ def _refuse_cleared_rows(
 
     Some of its models (Youtu, Emu3) initialize the row of the padding token through a view of the table, which their
     loader does not know to be loaded: it writes zeros over what the checkpoint holds.
-
-    Raises:
-        CheckpointError: they are.
     """
     for got in ways:
         differ = np.array([not np.array_equal(a, b) for a, b in zip(got, wanted, strict=True)])

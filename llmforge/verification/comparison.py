@@ -54,12 +54,8 @@ def _in_rows(b: NDArray[Any], a: NDArray[Any], exact: bool) -> NDArray[np.float6
     with np.errstate(invalid="ignore"):
         moved = np.nan_to_num(np.abs(a - b).max(axis=1), nan=np.inf, posinf=np.inf)
         size = np.sqrt(np.square(b).mean(axis=1))
-    if exact:
-        units = np.full(len(b), np.inf)
-    elif integers:
-        units = np.where(moved > 1, np.inf, 0.0)
-    else:
-        units = np.where(moved > 0, np.inf, 0.0)
+    units = np.where(exact | (moved > integers), np.inf, 0.0)
+    if not exact and not integers:
         with np.errstate(invalid="ignore"):  # of a row that is infinite before
             np.divide(moved, size, out=units, where=size > 0)
     found[other] = np.where(usable, units, 0.0)

@@ -268,24 +268,12 @@ def observe(session: Session, run: Run, index: int, names: Sequence[str]) -> dic
     for step in run.steps[:index]:
         _step(session, step, cache)
     step = run.steps[index]
-    return session.read(
-        names,
-        StepInputs(
-            step.ids, step.past, step.rows, lengths=step.lengths, text_lengths=step.text_lengths, adapters=step.adapters
-        ),
-        cache,
-    )
+    return session.read(names, _inputs(step, step.rows), cache)
 
 
 def _step(session: Session, step: ProbeCall, cache: HostCache) -> NDArray[np.float32]:
-    return session.step(
-        StepInputs(
-            step.ids,
-            step.past,
-            step.asked,
-            lengths=step.lengths,
-            text_lengths=step.text_lengths,
-            adapters=step.adapters,
-        ),
-        cache,
-    )
+    return session.step(_inputs(step, step.asked), cache)
+
+
+def _inputs(step: ProbeCall, rows: NDArray[np.int64]) -> StepInputs:
+    return StepInputs(step.ids, step.past, rows, step.lengths, step.text_lengths, step.adapters)

@@ -20,8 +20,7 @@ class GraphSnapshot:
     model: ir.Model
     fingerprint: str
     tensors: Mapping[str, ir.TensorProtocol | None]
-    contents: Mapping[str, object]  # hashes of the tensors in memory
-    origins: Mapping[str, object]  # how the lazy ones come about
+    held: Mapping[str, object]  # hashes of the tensors in memory, and how the lazy ones come about
     attributes: Mapping[str, object]  # of the nodes; clones share them
 
     @classmethod
@@ -29,15 +28,12 @@ class GraphSnapshot:
         """Record `model`, which may change afterwards."""
         tensors = _tensors(model)
         clone = model.clone()
-        return cls(
-            clone, graph.fingerprint(model), tensors, _contents(tensors), _origins(tensors), _attributes_of(clone)
-        )
+        return cls(clone, graph.fingerprint(model), tensors, _held(tensors), _attributes_of(clone))
 
     def overwritten(self) -> str | None:
         """Say what was changed in place, so that this snapshot is none any more: a tensor's numbers, an attribute."""
-        now = _contents(self.tensors), _origins(self.tensors)
-        pairs = zip((self.contents, self.origins), now, strict=True)
-        name = next((name for then, found in pairs for name in then if found[name] != then[name]), None)
+        now = _held(self.tensors)
+        name = next((name for name, then in self.held.items() if now[name] != then), None)
         if name is not None:
             return f"the numbers of initializer {name}"
         attributes = _attributes_of(self.model)
@@ -154,21 +150,12 @@ def _attributes_of(model: ir.Model) -> dict[str, object]:
     }
 
 
-def _contents(tensors: Mapping[str, ir.TensorProtocol | None]) -> dict[str, object]:
-    """Hash the tensors in memory, by name."""
+def _held(tensors: Mapping[str, ir.TensorProtocol | None]) -> dict[str, object]:
+    """Hash each tensor that is in memory, and say of the others how they come about, by name."""
     return {
-        name: graph.identity(tensor)
+        name: _origin(tensor) if isinstance(tensor, ir.LazyTensor | ir.ExternalTensor) else graph.identity(tensor)
         for name, tensor in tensors.items()
-        if tensor is not None and not isinstance(tensor, ir.LazyTensor | ir.ExternalTensor)
-    }
-
-
-def _origins(tensors: Mapping[str, ir.TensorProtocol | None]) -> dict[str, object]:
-    """Say how each tensor that is not in memory comes about, by name."""
-    return {
-        name: _origin(tensor)
-        for name, tensor in tensors.items()
-        if isinstance(tensor, ir.LazyTensor | ir.ExternalTensor)
+        if tensor is not None
     }
 
 

@@ -25,7 +25,7 @@ from llmforge.backends.onnxruntime.session import (
     store_grown,
 )
 from llmforge.ir import graph, interface, operators
-from llmforge.ir.derived import by_output_fp32, is_stored
+from llmforge.ir.derived import by_output_fp32, computed, is_stored
 from llmforge.ir.graph import is_constant
 from llmforge.ir.operators.contrib import FusedMatMul
 from llmforge.ir.operators.standard import MatMul
@@ -227,8 +227,4 @@ def multiply_as_stored(model: ir.Model) -> None:
 def _as_stored(tensor: ir.TensorProtocol) -> ir.LazyTensor:
     """Make a lazy fp32 [N, K] of a weight [K, N]."""
     k, n = tensor.shape.numpy()
-
-    def read() -> ir.TensorProtocol:
-        return ir.Tensor(by_output_fp32(tensor), name=tensor.name)
-
-    return ir.LazyTensor(read, ir.DataType.FLOAT, ir.Shape((n, k)), name=tensor.name)
+    return computed(lambda: by_output_fp32(tensor), ir.DataType.FLOAT, (n, k), str(tensor.name))

@@ -183,11 +183,7 @@ def _verify(
 
 
 def _is_shown_in_part(model: ir.Model, whole_bytes: int) -> bool:
-    """Say whether some layers of `model` stand for all of them.
-
-    Raises:
-        UnsupportedError: it can only be proved by running all of it, which is too large.
-    """
+    """Say whether some layers of `model` stand for all of them."""
     size = graph.weight_bytes(model)
     if size <= whole_bytes:
         return False
@@ -399,11 +395,7 @@ def _hidden_states(model: ir.Model, stack: str, depth: int, kept: Sequence[int])
 
 
 def _layers_of(model: ir.Model, stack: str, depth: int) -> dict[int, list[ir.Node]]:
-    """Divide what attention and rotary embedding a graph has among its layers.
-
-    Raises:
-        VerificationError: a node is of no layer.
-    """
+    """Divide what attention and rotary embedding a graph has among its layers."""
     layers: dict[int, list[ir.Node]] = {index: [] for index in range(depth if stack else 0)}
     named = re.compile(rf"{re.escape(stack)}\.(\d+)[./]")
     for node in model.graph if stack else ():

@@ -13,7 +13,6 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import UnsupportedError, UsageError, VerificationError
 from llmforge.ir import dialect, graph, interface
 from llmforge.rewrite import pruning
@@ -22,9 +21,8 @@ from llmforge.trace.export.limits import WHOLE_BYTES
 from llmforge.verification import comparison, lossy_places, probe, reports, subgraph_proof
 from llmforge.verification.promises import Promises
 from llmforge.verification.reports import GraphSnapshot
-from llmforge.verification.streamed_verifier import StreamedLoss
 from llmforge.verification.subgraph_proof import Difference
-from llmforge.verification.text_loss import TextCost, TextLoss
+from llmforge.verification.text_loss import StreamedLoss, TextLoss
 
 # Largest |difference| that ROUNDING allows, in standard deviations of what is compared: all logits of the probes, or
 # one cache. Only dtypes that were measured stand here.
@@ -52,20 +50,6 @@ class PassVerification:
     budget: float | None  # largest kld_mean that the recipe allows
     probes: tuple[str, ...]  # names of the runs; () where the graph is unchanged
     seconds: float
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """What is not as declared, and the step that shows it."""
-
-    what: str
-    run: probe.Run
-    step: int
-    bound: float  # a tensor diverges from here on, in standard deviations; 0: when a bit differs
-
-    @property
-    def where(self) -> str:
-        return self.run.where(self.step)
 
 
 class Verifier:
@@ -209,47 +193,40 @@ class Verifier:
 
     def _measure_whole(self, step: Pass, model: ir.Model) -> PassVerification:
         budget = _budget(step).kld_mean
-        session = probe.open_session(model, self._weights, self._threads)
-        cost, failure = self._over_budget(session, budget)
-        if failure is not None:
-            overflow = _end_of_range(model) if np.isinf(failure.bound) else ""
-            origin = self._origin(model, failure)
-            found = Difference(failure.what, f"{failure.where}; {origin}{overflow}")
-            raise _not_as_declared(step, found)
-        return PassVerification(step.numerics, cost.largest, None, cost.kld_mean, budget, cost.names, 0.0)
-
-    def _over_budget(self, after: Session, budget: float) -> tuple[TextCost, _Failure | None]:
-        """Measure KL(before || after) on text: what it costs, and a failure where that exceeds `budget`."""
+        after = probe.open_session(model, self._weights, self._threads)
         cost = self._text.measure(
             lambda: probe.open_session(self._before.model, self._weights, self._threads), after, budget
         )
-        if not cost.finite:
-            return cost, _Failure("logits are NaN or infinite", *cost.where, np.inf)
-        if cost.kld_mean <= budget:
-            return cost, None
-        what = (
-            f"mean KLD is {cost.kld_mean:.3g} nats over {cost.tokens} tokens, its budget {budget:.3g}; "
-            f"highest, {cost.worst:.3g},"
-        )
-        return cost, _Failure(what, *cost.where, np.nan)
+        if cost.finite and cost.kld_mean <= budget:
+            return PassVerification(step.numerics, cost.largest, None, cost.kld_mean, budget, cost.names, 0.0)
+        what, bound, overflow = "logits are NaN or infinite", np.inf, _end_of_range(model)
+        if cost.finite:
+            what = (
+                f"mean KLD is {cost.kld_mean:.3g} nats over {cost.tokens} tokens, its budget {budget:.3g}; "
+                f"highest, {cost.worst:.3g},"
+            )
+            bound, overflow = np.nan, ""
+        run, index = cost.where
+        where = f"{run.where(index)}; {self._origin(model, run, index, bound)}{overflow}"
+        raise _not_as_declared(step, Difference(what, where))
 
-    def _origin(self, model: ir.Model, failure: _Failure) -> str:
-        """Name the first tensor that has one name in both graphs and differs in the step of `failure`."""
+    def _origin(self, model: ir.Model, run: probe.Run, index: int, bound: float) -> str:
+        """Name the first tensor that has one name in both graphs and differs by more than `bound` in step `index`."""
         before, after = probe.executable(self._before.model), probe.executable(model)
         there = {value.name for node in after.graph for value in node.outputs}
         made = (value.name for node in before.graph for value in node.outputs)
         names = [name for name in made if name and name in there]
         b, a = (
-            probe.observe(probe.open_session(m, self._weights, self._threads, names), failure.run, failure.step, names)
+            probe.observe(probe.open_session(m, self._weights, self._threads, names), run, index, names)
             for m in (self._before.model, model)
         )
         caches = {str(value.name) for value in before.graph.outputs} - {interface.LOGITS}
-        step = failure.run.steps[failure.step]
+        step = run.steps[index]
 
         def valid(arrays: Mapping[str, _Array], name: str) -> _Array | None:
             return comparison.valid(arrays[name], step, name if name in caches else None)
 
-        return _first_divergence({name: (valid(b, name), valid(a, name)) for name in names}, failure.bound)
+        return _first_divergence({name: (valid(b, name), valid(a, name)) for name in names}, bound)
 
     def _save(self, name: str, model: ir.Model) -> str:
         """Write the graphs before and after the pass `name`; return the two paths."""

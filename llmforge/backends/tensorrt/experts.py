@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from llmforge.ir import graph, moe
+from llmforge.ir import expansion, graph
 from llmforge.ir.operators import canonical
 
 MOST_READ = 4  # a Mixtral has 8 experts, of which a token chooses 2
@@ -41,10 +41,10 @@ def lower(model: ir.Model, layer: canonical.MoE) -> str:
 
 
 @dataclass
-class _Dense(moe.MoEExpansion):
+class _Dense(expansion.MoEExpansion):
     """The products of one layer; comments give shapes."""
 
-    _inner = moe.MoEExpansion._outer  # no loop, so nothing inside of one
+    _inner = expansion.MoEExpansion._outer  # no loop, so nothing inside of one
 
     def result(self) -> ir.Value:
         layer = self.experts

@@ -543,7 +543,7 @@ class _WithBody(Operator):
 
 
 class Loop(_WithBody):
-    """A body that is run for each expert that a step chooses (`llmforge.ir.moe`)."""
+    """A body that is run for each expert that a step chooses (`llmforge.ir.expansion`)."""
 
     trip_count = OptionalInput(I64)
     condition = OptionalInput(BOOLS)

@@ -99,11 +99,7 @@ def require_alike(model: ir.Model, pattern: Pattern, twins: Sequence[int]) -> No
 
 
 def _same_numbers(first: _GraphLayer, second: _GraphLayer) -> None:
-    """Hold the numbers against each other that two layers read and no checkpoint has.
-
-    Raises:
-        Irregular: they differ.
-    """
+    """Hold the numbers against each other that two layers read and no checkpoint has."""
     for a, b in zip(first.nodes, second.nodes, strict=True):
         for x, y in zip(a.inputs, b.inputs, strict=True):
             if x is None or y is None or x is y or not x.is_initializer() or g.sources(x):
@@ -131,11 +127,7 @@ def hidden_states(model: ir.Model, pattern: Pattern, kept: Sequence[int]) -> lis
 
 
 def _layers(model: ir.Model, pattern: Pattern, numbers: Sequence[int]) -> list[_GraphLayer]:
-    """Find the layers of `model`, which are called `numbers`.
-
-    Raises:
-        Irregular: their nodes are mixed, or they exchange more than hidden states.
-    """
+    """Find the layers of `model`, which are called `numbers`."""
     named = re.compile(rf"{re.escape(pattern.stack)}\.(\d+)[./]")
     count = len(numbers)
     places = {number: place for place, number in enumerate(numbers)}
@@ -169,11 +161,7 @@ def _layers(model: ir.Model, pattern: Pattern, numbers: Sequence[int]) -> list[_
 
 
 def _same(first: _GraphLayer, second: _GraphLayer, pattern: Pattern) -> int:
-    """Prove that two layers are the same but for numbers; return by how much their caches are apart (0: none).
-
-    Raises:
-        Irregular: they differ.
-    """
+    """Prove that two layers are the same but for numbers; return by how much their caches are apart (0: none)."""
     where = f"layers {first.index} and {second.index}"
     if len(first.nodes) != len(second.nodes):
         raise Irregular(f"{where} have {len(first.nodes)} and {len(second.nodes)} nodes")

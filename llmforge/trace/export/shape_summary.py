@@ -85,9 +85,6 @@ def _stack(model: nn.Module, layers: int) -> nn.ModuleList:
     """Find the modules that are the layers of `model`, each one or, in LongCat, two with caches of their own.
 
     Parameters of a module are counted with the first of its layers.
-
-    Raises:
-        Irregular: there is none, or more than one.
     """
     from llmforge.trace.export import depth
     from llmforge.trace.export.pattern import Irregular

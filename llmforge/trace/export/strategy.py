@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import interface, longest_text
-from llmforge.trace.canonicalize import attention_recognition, naming, simplification, tokenwise
+from llmforge.trace.canonicalize import attention_recognition, simplification, tokenwise
 from llmforge.trace.canonicalize.attention_recognition import OpenAttention
 from llmforge.trace.export import capture, fallback, pattern, replicate_layers, skeleton, weights
 from llmforge.trace.export.pattern import Irregular, Pattern
@@ -55,7 +55,7 @@ def substituted(config: PretrainedConfig, context: int | None) -> Strategy:
     attention = OpenAttention(positions) if open_code else AttentionHook(positions)
 
     def canonicalize(graph: ir.Model, weightless: set[str]) -> None:
-        naming.name_dims(graph)
+        simplification.name_dims(graph)
         if open_code:
             attention_recognition.recognize(graph, weightless, positions)
         if context is None and any(name.startswith("rotary.") for name in graph.graph.initializers):

@@ -155,11 +155,7 @@ def _angles(module: nn.Module, original: Callable[..., Any], tables: Tables) -> 
 
 
 def _one_axis(module: nn.Module, position_ids: Tensor, given: Tensor) -> Tensor:
-    """Take positions [axes, B, S] (time, height, width) for the text's own [B, S] where all axes are views of it.
-
-    Raises:
-        UnsupportedError: they are something else.
-    """
+    """Take positions [axes, B, S] (time, height, width) for the text's own [B, S] where all axes are views of it."""
     if position_ids.dim() == 3 and _place(position_ids) == (*_place(given)[:2], (0, *given.stride())):
         return given
     raise UnsupportedError(f"{type(module).__name__} takes positions of more than one axis")
