@@ -44,7 +44,8 @@ from llmforge.ir.operators import canonical, contrib, cpu
 from llmforge.quantization.exclusion import exclusion
 from llmforge.rewrite import cpu_attention, cpu_linear
 from llmforge.rewrite.declared import CpuKernelsTraits
-from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Skipped
+from llmforge.rewrite.patterns import rewrite_each, skip_if
 
 FALLBACK = "cpu-kernels: using ONNX Runtime's slower kernels: llmforge was installed without a C compiler"
 
@@ -103,23 +104,27 @@ class CpuKernels(CpuKernelsTraits, Pass):
         for adapter in adapters:
             if adapter.base.producer() in ready:
                 cpu_linear.add_before_adapter(adapter)
-        for attention in contrib.GroupQueryAttention.all(model):
-            reason = cpu_attention.reason_against(attention)
-            _record(changes, attention.node, reason or cpu_attention.lower(attention), skipped=reason is not None)
-        for latent in canonical.LatentAttention.all(model):
-            reason = cpu_attention.reason_against_latents(latent)
-            int8 = self.latents == "int8"
-            done = None if reason else cpu_attention.lower_latents(model, latent, context.scratch, int8=int8)
-            _record(changes, latent.node, done or str(reason), skipped=done is None)
-        for layer, reason in layers.items():
-            done = None if reason else rewriting.linear(layer, self._terms(layer))
-            _record(changes, layer.node, done or reason or "it has nothing to take over", skipped=done is None)
-        for adapter in adapters:
-            _record(changes, adapter.node, cpu_linear.lower_adapter(adapter), skipped=False)
-        for table in contrib.GatherBlockQuantized.all(model):
-            done = rewriting.embedding(table)
-            what = done or "its table has blocks that the kernel cannot read"
-            _record(changes, table.node, what, skipped=done is None)
+
+        def attend(attention: contrib.GroupQueryAttention) -> str:
+            skip_if(cpu_attention.reason_against(attention))
+            return cpu_attention.lower(attention)
+
+        def attend_latents(latent: canonical.LatentAttention) -> str:
+            skip_if(cpu_attention.reason_against_latents(latent))
+            return cpu_attention.lower_latents(model, latent, context.scratch, int8=self.latents == "int8")
+
+        def multiply(layer: contrib.MatMulNBits | cpu.CpuLinear) -> str:
+            skip_if(layers[layer])
+            return _done(rewriting.linear(layer, self._terms(layer)), "it has nothing to take over")
+
+        def look_up(table: contrib.GatherBlockQuantized) -> str:
+            return _done(rewriting.embedding(table), "its table has blocks that the kernel cannot read")
+
+        rewrite_each(contrib.GroupQueryAttention.all(model), attend, changes)
+        rewrite_each(canonical.LatentAttention.all(model), attend_latents, changes)
+        rewrite_each(layers, multiply, changes)
+        rewrite_each(adapters, cpu_linear.lower_adapter, changes)
+        rewrite_each(contrib.GatherBlockQuantized.all(model), look_up, changes)
         if changes:
             graph.drop_unused(model)
         return changes
@@ -130,9 +135,7 @@ class CpuKernels(CpuKernelsTraits, Pass):
         return 2 if sensitive or self.activations == "int8x2" else 1
 
 
-def _record(changes: Changes, node: ir.Node, what: str, *, skipped: bool) -> None:
-    name = str(node.name).removesuffix(".replaced")
-    if skipped:
-        changes.skipped.append(Skipped(name, what))
-    else:
-        changes.rewritten.append(Rewritten(name, what))
+def _done(what: str | None, otherwise: str) -> str:
+    """Return what was done; NotApplicable, with the reason `otherwise`, where nothing was."""
+    skip_if(otherwise if what is None else None)
+    return str(what)

@@ -71,58 +71,44 @@ class DemandsByKind:
             "{count} passes quantize the same linear layers with different calibration options: ",
             "keep one of them",
         )
-        return cls(
-            weights,
-            _one(
-                demands,
-                InputRangeDemand,
-                "{count} passes round what linear layers read in different ways: ",
-                "keep one of them, or give them the same `activations`, `smooth` and `alpha`",
-            ),
-            _sparsity(demands, weights),
-            _correction(demands, weights),
-            _pruning(demands, weights),
-            KvRangeDemand() in demands,
+        inputs = _one(
+            demands,
+            InputRangeDemand,
+            "{count} passes round what linear layers read in different ways: ",
+            "keep one of them, or give them the same `activations`, `smooth` and `alpha`",
         )
+        chosen = dict.fromkeys(each for each in demands if isinstance(each, SparsityDemand | WeightDemand))
+        sparsity = next((each for each in chosen if isinstance(each, SparsityDemand)), None)
+        _refuse(
+            sparsity is not None and len(chosen) > 1,
+            f"two passes choose the weights of the same linear layers by calibration: {'; '.join(map(str, chosen))}",
+            "keep one of them; behind sparsify-weights, quantize-channels rounds weights and keeps their zeros",
+        )
+        correction = _one(demands, LowRankDemand, "two passes correct the same linear layers: ", "keep one of them")
+        _refuse(
+            correction is not None and (weights is None or InputStatistic.MOMENTS not in weights.method.demands),
+            "correct-low-rank corrects what quantize-weights chose by calibration text, and no pass does that",
+            "put quantize-weights with method: gptq in front of it, or leave it out",
+        )
+        pruning = _one(demands, PruningDemand, "two passes prune the same layers: ", "keep one of them")
+        _refuse(
+            pruning is not None and weights is not None and weights.is_limited,
+            "prune-structure goes with one format of all weights: method: auto measures those of the whole model",
+            "choose another method, or leave prune-structure out: auto takes bytes where they cost least",
+        )
+        return cls(weights, inputs, sparsity, correction, pruning, KvRangeDemand() in demands)
+
+
+def _refuse(wrong: bool, problem: str, hint: str) -> None:
+    if wrong:
+        raise UnsupportedError(problem, hint=hint)
 
 
 def _one(demands: Sequence[Demand], kind: type[_D], problem: str, hint: str) -> _D | None:
     """Return the one demand of a `kind`; None where there is none."""
     found = list(dict.fromkeys(demand for demand in demands if isinstance(demand, kind)))
-    if len(found) > 1:
-        raise UnsupportedError(problem.format(count=len(found)) + "; ".join(map(str, found)), hint=hint)
+    _refuse(len(found) > 1, problem.format(count=len(found)) + "; ".join(map(str, found)), hint)
     return found[0] if found else None
-
-
-def _sparsity(demands: Sequence[Demand], weights: WeightDemand | None) -> SparsityDemand | None:
-    found = list(dict.fromkeys(demand for demand in demands if isinstance(demand, SparsityDemand)))
-    if len(found) > 1 or (found and weights is not None):
-        raise UnsupportedError(
-            "two passes choose the weights of the same linear layers by calibration: "
-            + "; ".join(str(demand) for demand in demands if isinstance(demand, SparsityDemand | WeightDemand)),
-            hint="keep one of them; behind sparsify-weights, quantize-channels rounds weights and keeps their zeros",
-        )
-    return found[0] if found else None
-
-
-def _correction(demands: Sequence[Demand], weights: WeightDemand | None) -> LowRankDemand | None:
-    found = _one(demands, LowRankDemand, "two passes correct the same linear layers: ", "keep one of them")
-    if found and (weights is None or InputStatistic.MOMENTS not in weights.method.demands):
-        raise UnsupportedError(
-            "correct-low-rank corrects what quantize-weights chose by calibration text, and no pass does that",
-            hint="put quantize-weights with method: gptq in front of it, or leave it out",
-        )
-    return found
-
-
-def _pruning(demands: Sequence[Demand], weights: WeightDemand | None) -> PruningDemand | None:
-    found = _one(demands, PruningDemand, "two passes prune the same layers: ", "keep one of them")
-    if found and weights is not None and weights.is_limited:
-        raise UnsupportedError(
-            "prune-structure goes with one format of all weights: method: auto measures those of the whole model",
-            hint="choose another method, or leave prune-structure out: auto takes bytes where they cost least",
-        )
-    return found
 
 
 _NOTHING = LayerResult({}, None)  # of embedding and head, where they are left alone

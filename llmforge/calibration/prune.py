@@ -22,7 +22,7 @@ from llmforge.calibration.gradients import Gradients, take
 from llmforge.calibration.layer import DecoderLayer, LayerCall, Selected
 from llmforge.calibration.resuming import Runs
 from llmforge.calibration.skeleton import Skeleton
-from llmforge.calibration.sums import InputSums
+from llmforge.calibration.sums import MORE_DAMPING, InputSums, refusals
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization import structure
@@ -168,13 +168,8 @@ def _stride(block: PrunableLayer, kind: str, demand: PruningDemand) -> dict[str,
 
 
 def _damped(name: str, moments: Float32 | structure.Float64, demand: PruningDemand) -> structure.Float64:
-    try:
+    with refusals(name, "pruning", MORE_DAMPING):
         return structure.damped(moments, demand.damping)
-    except (ValueError, np.linalg.LinAlgError) as error:
-        raise DataError(
-            f"{name}: its inputs over the calibration text do not allow pruning: {error}",
-            hint="give more, or other, calibration text, or more `damping`",
-        ) from error
 
 
 def _candidate(demand: PruningDemand, measured: _Measured, count: int) -> tuple[PrunedStructure, float, int] | str:
@@ -283,11 +278,7 @@ def prune_layer(
         if found is not None:
             made[name] = found[name]
         else:
-            sums = InputSums.start({InputStatistic.MOMENTS}, layer.weight(name).shape[1])
-            for window in range(len(states)):
-                x, *_ = runs.arguments(name, window)
-                sums.add(x, x)
-            seen = sums.seen(routed=False)
+            seen = runs.seen(name, layer.weight(name).shape[1])
             hessian = _damped(name, seen.sums[InputStatistic.MOMENTS] / seen.tokens, demand)
             made[name] = structure.compensate(layer.weight(name), hessian, which)
         pruned.set_weight(name, made[name])

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import torch
 
-from llmforge.base.errors import DataError
 from llmforge.calibration import experts
 from llmforge.calibration.gradients import Gradients
 from llmforge.calibration.layer import Additions, DecoderLayer
@@ -18,7 +16,7 @@ from llmforge.calibration.losses import Losses
 from llmforge.calibration.resuming import Runs
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.store import LayerResult
-from llmforge.calibration.sums import InputSums
+from llmforge.calibration.sums import MORE_DAMPING, InputSums, refusals
 from llmforge.quantization import low_rank, sparsity
 from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Float32, QuantizedMatrix, dequantize, rows
@@ -152,7 +150,7 @@ def _quantize_linears(
         lost = None if rows_added is None or original.residual is None else original.residual - now
         (held if window % HELD_OUT == HELD_OUT - 1 else sums).add(x, original.read - x, lost)
     weights = [layer.weight(name) for name in names]
-    with _refusals(name, demand.method):
+    with refusals(name, *_remedies(demand.method)):
         seen = sums.seen(routed=False, held=held, outputs=outputs, threads=how.threads)
         matrix = demand.method.quantize(np.concatenate(weights), demand.grid_of(names), seen)
         if how.losses is not None:
@@ -177,24 +175,16 @@ def _quantize_experts(
     called = [runs.arguments(name, window) for window in range(len(runs.states))]
     tokens, ids, mixing = (torch.cat(parts) for parts in zip(*called, strict=True))
     read = experts.RoutedInputs(tokens, ids, mixing, torch.cat(list(originals)))
-    with _refusals(name, demand.method):
+    with refusals(name, *_remedies(demand.method)):
         matrices = experts.quantize(module, read, grid, demand.method)
     if said := experts.scarcity(module, read):
         notes.append(f"{name}: {said}")
     return dict(zip(_matrices(layer, name), matrices, strict=True))
 
 
-@contextmanager
-def _refusals(name: str, method: Method) -> Iterator[None]:
-    """Say of which layer, and what to do, where a method refuses its inputs."""
-    try:
-        yield
-    except (ValueError, np.linalg.LinAlgError) as error:
-        remedies = ["give more, or other, calibration text", method.remedy, f"or use method: {PLAIN.name}"]
-        raise DataError(
-            f"{name}: its inputs over the calibration text do not allow method {method.name}: {error}",
-            hint=", ".join(filter(None, remedies)),
-        ) from error
+def _remedies(method: Method) -> list[str]:
+    """Say what a method is, and what else may help where it refuses its inputs."""
+    return [f"method {method.name}", *filter(None, [method.remedy]), f"or use method: {PLAIN.name}"]
 
 
 def correct_linears(
@@ -213,17 +203,12 @@ def correct_linears(
     if not rank:
         return {}
     moments = seen.sums[InputStatistic.MOMENTS]
-    try:
+    with refusals(names[0], "a correction", MORE_DAMPING):
         curvature = Curvature.of(moments, demand.damping)
         damped = moments + curvature.damping * moments.diagonal().mean() * np.eye(len(moments), dtype=np.float32)
         codes = np.concatenate([dequantize(matrices[name]) for name in names])
         wanted = target(whole, curvature, seen)
         made = low_rank.compute_correction(wanted, codes, damped, rank, demand.dtype, matrices[names[0]].grid)
-    except (ValueError, np.linalg.LinAlgError) as error:
-        raise DataError(
-            f"{names[0]}: its inputs over the calibration text do not allow a correction: {error}",
-            hint="give more, or other, calibration text, or more `damping`",
-        ) from error
     bounds = pairwise(np.cumsum([0, *(matrices[name].shape[0] for name in names)]))
     own = {name: np.ascontiguousarray(made.b[:, slice(*bound)]) for name, bound in zip(names, bounds, strict=True)}
     return {name: replace(made, b=b, group=names[0]) for name, b in own.items()}
@@ -295,20 +280,11 @@ def sparsify_layer(layer: DecoderLayer, states: list[torch.Tensor], demand: Spar
         ]
         if not names:
             continue
-        sums = InputSums.start({InputStatistic.MOMENTS}, layer.weight(names[0]).shape[1])
-        for window in range(len(states)):
-            x, *_ = runs.arguments(names[0], window)
-            sums.add(x, x)
-        moments = sums.seen(routed=False).sums[InputStatistic.MOMENTS]
+        moments = runs.seen(names[0], layer.weight(names[0]).shape[1]).sums[InputStatistic.MOMENTS]
         weights = [layer.weight(name) for name in names]
         whole = np.concatenate(weights)
-        try:
+        with refusals(names[0], "pruning", MORE_DAMPING):
             matrix, damping = sparsity.sparsegpt(whole, moments, demand.damping)
-        except (ValueError, np.linalg.LinAlgError) as error:
-            raise DataError(
-                f"{names[0]}: its inputs over the calibration text do not allow pruning: {error}",
-                hint="give more, or other, calibration text, or more `damping`",
-            ) from error
         if damping > demand.damping:
             notes.append(f"{names[0]}: damping rose to {damping:g}: its moments could not be factored")
         lost = sparsity.output_error(whole, matrix.dense(), moments)

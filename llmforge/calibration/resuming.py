@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import torch
 
 from llmforge.calibration.layer import Arguments, DecoderLayer
+from llmforge.calibration.sums import InputSums
+from llmforge.quantization.methods.base import InputStatistic, LayerInputs
 
 _Found = TypeVar("_Found")
 
@@ -41,6 +43,14 @@ class Runs:
     def arguments(self, name: str, window: int) -> Arguments:
         """Return what linear or experts `name` is called with; see `DecoderLayer.arguments_of`."""
         return self._run(window, partial(self.layer.arguments_of, name))
+
+    def seen(self, name: str, width: int) -> LayerInputs:
+        """Sum x xᵀ of what linear `name` reads, [tokens, width], over all windows."""
+        sums = InputSums.start({InputStatistic.MOMENTS}, width)
+        for window in range(len(self.states)):
+            x, *_ = self.arguments(name, window)
+            sums.add(x, x)
+        return sums.seen(routed=False)
 
     def without(self, name: str, window: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what linear `name` reads, [tokens, K], and the hidden states after the layer were its output 0."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from llmforge.base.errors import DataError
 from llmforge.quantization.grids import Float32
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs
 
 PANELS = 8  # of Σ x xᵀ, of which those above the diagonal are not computed: 9/16 of it are
+MORE_DAMPING = "or more `damping`"  # what helps where moments cannot be factored
 SMALLEST_PANEL = 128  # columns: narrower products are slow
 
 
@@ -61,6 +65,18 @@ class InputSums:
         for key, total in self.totals.items():
             total.add_(held.totals[key])
         return LayerInputs(self.tokens + held.tokens, routed, totals, apart, outputs, threads)
+
+
+@contextmanager
+def refusals(name: str, what: str, *remedies: str) -> Iterator[None]:
+    """Say of which linear `name`, and what to do, where its inputs do not allow `what`, which then raises."""
+    try:
+        yield
+    except (ValueError, np.linalg.LinAlgError) as error:
+        raise DataError(
+            f"{name}: its inputs over the calibration text do not allow {what}: {error}",
+            hint=", ".join(("give more, or other, calibration text", *remedies)),
+        ) from error
 
 
 def add_moments(total: Tensor, x: Tensor) -> None:
