@@ -41,7 +41,7 @@ from pydantic.dataclasses import dataclass
 from llmforge import native
 from llmforge.ir import graph
 from llmforge.ir.operators import canonical, contrib, cpu
-from llmforge.quantization.exclusion import exclusion
+from llmforge.quantization.statistics import exclusion
 from llmforge.rewrite import cpu_attention, cpu_linear
 from llmforge.rewrite.declared import CpuKernelsTraits
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Skipped

@@ -38,9 +38,8 @@ from llmforge.ir.fp4 import BLOCK
 from llmforge.ir.operators.canonical import Fp4Linear
 from llmforge.ir.operators.standard import MatMul
 from llmforge.quantization import methods, nvfp4
-from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Grid
-from llmforge.quantization.statistics import Demand, InputRange, InputRangeDemand
+from llmforge.quantization.statistics import Demand, InputRange, InputRangeDemand, exclusion
 from llmforge.quantization.stored import (
     QuantizedSource,
     SkippedCodes,

@@ -71,10 +71,9 @@ from llmforge.ir.operators import canonical, contrib
 from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
 from llmforge.ir.operators.standard import Gather, MatMul
 from llmforge.quantization import methods
-from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Grid, Scale
 from llmforge.quantization.methods.base import Method
-from llmforge.quantization.statistics import Demand, WeightDemand
+from llmforge.quantization.statistics import Demand, WeightDemand, exclusion
 from llmforge.quantization.stored import require
 from llmforge.rewrite import moe_kernels
 from llmforge.rewrite.block_codes import (

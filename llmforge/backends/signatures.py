@@ -11,7 +11,7 @@ import onnx_ir as ir
 from llmforge.backends import ProviderName, plugin_of
 from llmforge.backends.engines import BuildRequest
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir import graph, interface, longest_text, operators
+from llmforge.ir import graph, interface, operators
 from llmforge.ir.operators import contrib
 from llmforge.runtime.config import FORMAT, PluginFacts, RuntimeConfig, SessionOptions
 from llmforge.runtime.signature import CacheInput
@@ -78,7 +78,7 @@ def check_context(model: ir.Model, max_context: int) -> None:
     Raises:
         UnsupportedError: names the table, or what is computed otherwise in longer texts.
     """
-    if (limit := longest_text.recorded(model)) is not None and limit.tokens < max_context:
+    if (limit := interface.recorded_limit(model)) is not None and limit.tokens < max_context:
         raise UnsupportedError(
             f"engine.max_context is {max_context}; the graph is right for texts of up to {limit.tokens} tokens: "
             f"{limit.reason}",

@@ -21,7 +21,7 @@ from llmforge.cache import Code, processor
 from llmforge.calibration import mixed, prune
 from llmforge.calibration.gradients import Gradients, take
 from llmforge.calibration.layer import DecoderLayer
-from llmforge.calibration.losses import Losses
+from llmforge.calibration.mixed import Losses
 from llmforge.calibration.quantize import WeightQuantization, corrected, quantize_layer, quantize_tables, sparsify_layer
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.store import LayerResult, Store, StoredArrays, StoredLowRank, StoredMatrices, StoredSparse
@@ -29,7 +29,6 @@ from llmforge.calibration.threads import fixed
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization import smoothing
-from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix, dequantize
 from llmforge.quantization.methods.base import InputStatistic
 from llmforge.quantization.statistics import (
@@ -45,6 +44,7 @@ from llmforge.quantization.statistics import (
     SparsityDemand,
     Statistics,
     WeightDemand,
+    exclusion,
 )
 from llmforge.quantization.structure import PrunedStructure
 

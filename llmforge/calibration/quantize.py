@@ -12,20 +12,19 @@ import torch
 from llmforge.calibration import experts
 from llmforge.calibration.gradients import Gradients
 from llmforge.calibration.layer import Additions, DecoderLayer
-from llmforge.calibration.losses import Losses
+from llmforge.calibration.mixed import Losses
 from llmforge.calibration.resuming import Runs
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.store import LayerResult
 from llmforge.calibration.sums import MORE_DAMPING, InputSums, refusals
 from llmforge.quantization import low_rank, sparsity
-from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Float32, QuantizedMatrix, dequantize, rows
 from llmforge.quantization.low_rank import LowRankCorrection
 from llmforge.quantization.methods import PLAIN
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs, Method
 from llmforge.quantization.methods.gptq import Curvature, target
 from llmforge.quantization.sparsity import SparseMatrix
-from llmforge.quantization.statistics import LowRankDemand, SparsityDemand, WeightDemand
+from llmforge.quantization.statistics import LowRankDemand, SparsityDemand, WeightDemand, exclusion
 
 HELD_OUT = 8  # of so many windows, one is held out of what the others are measured by
 

@@ -24,11 +24,18 @@ from llmforge.ir import graph, interface
 from llmforge.ir.operators.standard import MatMul
 from llmforge.parallel.split import split
 from llmforge.quantization import low_rank
-from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import Grid, QuantizedMatrix
 from llmforge.quantization.low_rank import LowRankCorrection
 from llmforge.quantization.sparsity import SparseMatrix
-from llmforge.quantization.statistics import Demand, InputRange, KvRange, LowRankDemand, PruningDemand, Statistics
+from llmforge.quantization.statistics import (
+    Demand,
+    InputRange,
+    KvRange,
+    LowRankDemand,
+    PruningDemand,
+    Statistics,
+    exclusion,
+)
 from llmforge.quantization.stored import QuantizedSource
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite import pass_base, pruning

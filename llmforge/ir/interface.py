@@ -10,12 +10,14 @@ The interface passes put `attention_mask` in their place, which is what runtimes
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
+import onnx_ir as ir
 from numpy.typing import NDArray
 
 INPUT_IDS = "input_ids"  # int64 [batch, sequence]
@@ -159,3 +161,24 @@ def past_of(present: str) -> str:
 def grows(past: Sequence[object], present: Sequence[object]) -> bool:
     """Say whether a cache [batch, kv_heads, slots, head_dim] grows: its present has other slots than its past."""
     return past[2] != present[2]
+
+
+LONGEST_TEXT = "llmforge.longest_text"  # metadata_props key of a model: JSON of a `TextLimit`
+
+
+class TextLimit(NamedTuple):
+    """The longest text in tokens, and why a longer one would be computed otherwise."""
+
+    tokens: int
+    reason: str
+
+
+def record_limit(model: ir.Model, limit: TextLimit) -> None:
+    """Write `limit` into `model`."""
+    model.metadata_props[LONGEST_TEXT] = json.dumps(limit._asdict())
+
+
+def recorded_limit(model: ir.Model) -> TextLimit | None:
+    """Read the limit of `model`; None: there is none but the model's own."""
+    facts = model.metadata_props.get(LONGEST_TEXT)
+    return None if facts is None else TextLimit(**json.loads(facts))

@@ -47,3 +47,36 @@ def codes(numbers: NDArray[np.float32], scales: NDArray[np.float32], dtype: ir.D
 
 CODES: Mapping[ir.DataType, Function] = {dtype: partial(_codes, dtype) for dtype in LARGEST}
 SCALES: Mapping[ir.DataType, Function] = {dtype: partial(_scales, dtype) for dtype in LARGEST}
+
+
+BLOCK_LARGEST = 127
+_BLOCKS = (64, 32, 16)
+
+
+def block_of(k: int) -> int | None:
+    """Choose the columns that share a scale, of `k`; None: no block divides them."""
+    return next((block for block in _BLOCKS if k % block == 0), None)
+
+
+def block_scales(parts: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
+    """Divide the largest magnitude of each block by the largest code; 1 for a block of zeros.
+
+    The operands are the matrix [N, K] and the size of a block.
+
+    Raises:
+        ValueError: the matrix has NaN or infinity.
+    """
+    weight, block = parts
+    if not np.isfinite(weight).all():
+        raise ValueError("a matrix of finite numbers is needed; this has NaN or infinity")
+    peaks = np.abs(weight).reshape(len(weight), -1, int(block)).max(2).astype(np.float32)
+    return np.where(peaks == 0, np.float32(1), peaks / np.float32(BLOCK_LARGEST))
+
+
+def block_codes(parts: Sequence[NDArray[Any]]) -> NDArray[np.int8]:
+    """Round to block_codes, as `block_scales` has them; ties go to the even one."""
+    weight, block = parts
+    blocks = weight.astype(np.float32).reshape(len(weight), -1, int(block))
+    rounded = np.rint(blocks / block_scales(parts)[:, :, None])
+    result: NDArray[np.int8] = np.clip(rounded, -BLOCK_LARGEST, BLOCK_LARGEST).astype(np.int8).reshape(weight.shape)
+    return result

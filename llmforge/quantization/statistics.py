@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -194,3 +195,12 @@ class Statistics:
     def grid(self, name: str) -> Grid:
         """Return the grid of a linear."""
         return self.grids[name] if name in self.grids else self.linears[name].grid
+
+
+def exclusion(names: Iterable[str], globs: Sequence[str]) -> str | None:
+    """Say which of the parameters `names` is excluded by which of `globs`; None where none is.
+
+    Upper and lower case differ, as in the checkpoint.
+    """
+    found = ((name, glob) for name in names for glob in globs if fnmatch.fnmatchcase(name, glob))
+    return next((f"{name} is excluded by {glob!r}" for name, glob in found), None)

@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from llmforge.ir import graph
 from llmforge.ir.derived import Stored, stored_in
 from llmforge.quantization import initializers, methods
-from llmforge.quantization.exclusion import exclusion
 from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, Scale, rows, stack
 from llmforge.quantization.initializers import LazyMatrix
 from llmforge.quantization.methods.base import Method
-from llmforge.quantization.statistics import Statistics
+from llmforge.quantization.statistics import Statistics, exclusion
 from llmforge.quantization.stored import (
     QuantizedSource,
     SkippedCodes,

@@ -15,7 +15,7 @@ from llmforge.ir.operators import canonical, contrib, cpu
 from llmforge.ir.operators.standard import Split
 from llmforge.ir.query_key_norms import Normed
 from llmforge.ir.scratch import Scratch
-from llmforge.quantization import row_blocks
+from llmforge.quantization import channels
 from llmforge.quantization.formats import KvFormat, SlotFormat
 
 HEAD_MULTIPLE = 16
@@ -83,15 +83,15 @@ def lower_latents(model: ir.Model, attention: canonical.LatentAttention, scratch
 
     `int8`: what makes keys and values of latents is rounded to 8 bits, in blocks of each row.
     """
-    up, scales, block = attention.up, None, row_blocks.block_of(attention.rank)
+    up, scales, block = attention.up, None, channels.block_of(attention.rank)
     kernel = cpu.LatentAttentionInt8 if int8 else cpu.CpuLatentAttention
     if int8:
         assert block is not None
         tensor, name, shape = graph.tensor(up), f"{up.name}.int8", graph.static(up)
         operands = [tensor, ir.tensor(np.array(block, np.int64))]
-        codes = Derived(row_blocks.codes, operands, ir.DataType.INT8, ir.Shape(shape), name, scratch=scratch)
+        codes = Derived(channels.block_codes, operands, ir.DataType.INT8, ir.Shape(shape), name, scratch=scratch)
         steps = ir.Shape((shape[0], shape[1] // block))
-        scale = Derived(row_blocks.scales, operands, ir.DataType.FLOAT, steps, f"{name}.scales", scratch=scratch)
+        scale = Derived(channels.block_scales, operands, ir.DataType.FLOAT, steps, f"{name}.scales", scratch=scratch)
         scales = graph.initializer(model, f"{name}.scales", scale)
         up = graph.initializer(model, name, codes, graph.sources(up))
     inputs = {

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from llmforge.base import process
 from llmforge.base.errors import NotADecoder, RunFailed, UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
-from llmforge.ir import graph, interface, longest_text, operators, summary
+from llmforge.ir import graph, interface, operators, summary
 from llmforge.ir.operators import canonical, standard
 from llmforge.trace.export import pattern, replicate_layers
 from llmforge.trace.export.limits import LONGEST, TAIL, WHOLE_BYTES
@@ -149,7 +149,7 @@ def _verify(
     checkpoint: Checkpoint, model: ir.Model, threads: int, whole_bytes: int, computed: ReferenceRuns | None
 ) -> TraceProof:
     process.import_whole("transformers")  # another thread may be at it
-    from llmforge.verification import bindings, norms
+    from llmforge.verification import bindings
     from llmforge.verification.magnified import ReferenceRuns
 
     began = time.perf_counter()
@@ -161,7 +161,7 @@ def _verify(
     reference = computed.reference
     parameters = bindings.require_bound(checkpoint, model, reference, _idle_parameters(model, reference))
     shown = _some_layers(checkpoint, model, reference) if part else model
-    norms.require_right(shown, reference)
+    bindings.require_right(shown, reference)
     trial = _TraceTrial.of(checkpoint, model, shown, reference, part=part)
     expected, unknown = trial.expected(computed)
     del reference, computed.reference  # its weights make room for those of the graph
@@ -202,7 +202,7 @@ def _idle_parameters(model: ir.Model, reference: ReferenceModel) -> set[str]:
     from llmforge.trace.hooks import indexers, lightning
 
     idle = lightning.following(reference.model)
-    return idle if longest_text.recorded(model) is None else idle | indexers.parameters(reference.model)
+    return idle if interface.recorded_limit(model) is None else idle | indexers.parameters(reference.model)
 
 
 def _some_layers(checkpoint: Checkpoint, model: ir.Model, reference: ReferenceModel) -> ir.Model:
@@ -248,7 +248,7 @@ class _TraceTrial:
         from llmforge.verification import magnified
 
         vocabulary, context = checkpoint.geometry.vocabulary, checkpoint.geometry.context
-        if (limit := longest_text.recorded(model)) is not None:
+        if (limit := interface.recorded_limit(model)) is not None:
             context = limit.tokens if context is None else min(context, limit.tokens)
         if interface.FALLBACK in model.metadata_props:
             windows = [LONGEST - TAIL]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from llmforge.base.errors import DataError, UsageError
 from llmforge.cache import Cache
 from llmforge.calibration import Store, calibrate, mixed
-from llmforge.calibration.losses import Losses
+from llmforge.calibration.mixed import Losses
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow

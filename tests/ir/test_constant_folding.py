@@ -9,7 +9,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 
-from llmforge.ir import constant_folding
+from llmforge.ir import moved_weights
 
 from ..models import graphs
 
@@ -37,12 +37,12 @@ def test_a_weight_that_is_computed_becomes_an_initializer(operator: str) -> None
     built = model(f'["made"] s = {operator} (w, one)', '["use"] y = Mul (x, s)', one=np.float32(1.1))
     x = np.random.default_rng(1).standard_normal((3, 8)).astype(np.float32)
     before = run(built, x)
-    assert constant_folding.fold(built) == ["made"]
+    assert moved_weights.fold_constants(built) == ["made"]
     assert graphs.lines(built, ["Add", "Sub", "Mul"]) == ["y = Mul(x, s)"]
     assert set(built.graph.initializers) == {"s"}
     assert isinstance(built.graph.initializers["s"].const_value, ir.LazyTensor)
     assert run(built, x).tobytes() == before.tobytes()
-    assert constant_folding.fold(built) == []
+    assert moved_weights.fold_constants(built) == []
 
 
 def test_a_chain_is_folded_whole() -> None:
@@ -53,15 +53,15 @@ def test_a_chain_is_folded_whole() -> None:
         one=np.float32(1),
         two=np.float32(2),
     )
-    assert constant_folding.fold(built) == ["first", "second"]
+    assert moved_weights.fold_constants(built) == ["first", "second"]
     tensor = built.graph.initializers["b"].const_value
     assert tensor is not None
     np.testing.assert_array_equal(tensor.numpy(), np.float32(1) + WEIGHT * np.float32(2))
 
 
 def test_what_is_fed_or_is_no_float_or_is_large_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert constant_folding.fold(model('["fed"] s = Add (x, w)', '["use"] y = Mul (x, s)')) == []
+    assert moved_weights.fold_constants(model('["fed"] s = Add (x, w)', '["use"] y = Mul (x, s)')) == []
     shapes = model('["ints"] s = Add (n, n)', '["use"] y = Reshape (x, s)', n=np.array([0, 4], np.int64))
-    assert constant_folding.fold(shapes) == []
-    monkeypatch.setattr(constant_folding, "LARGEST", 7)
-    assert constant_folding.fold(model('["made"] s = Add (w, w)', '["use"] y = Mul (x, s)')) == []
+    assert moved_weights.fold_constants(shapes) == []
+    monkeypatch.setattr(moved_weights, "LARGEST", 7)
+    assert moved_weights.fold_constants(model('["made"] s = Add (w, w)', '["use"] y = Mul (x, s)')) == []

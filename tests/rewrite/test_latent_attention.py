@@ -17,7 +17,7 @@ from llmforge.ir import dialect
 from llmforge.ir import graph as g
 from llmforge.ir.operators import canonical, cpu
 from llmforge.ir.operators.record import OPSETS
-from llmforge.quantization import row_blocks
+from llmforge.quantization import channels
 from tests.samples import references
 
 Floats = NDArray[np.float32]
@@ -149,9 +149,9 @@ def test_kernel(step: str, threads: int) -> None:
 @pytest.mark.parametrize("step", STEPS)
 def test_kernel_with_int8_up_projection(step: str) -> None:
     shape, given = STEPS[step], feeds(STEPS[step])
-    block = row_blocks.block_of(shape.rank)
+    block = channels.block_of(shape.rank)
     operands = [given["up"], np.array(block)]
-    codes, scales = row_blocks.codes(operands), row_blocks.scales(operands)
+    codes, scales = channels.block_codes(operands), channels.block_scales(operands)
     assert block is not None
     dequantized = codes * scales.repeat(block, 1)
     assert np.abs(dequantized - given["up"]).max() <= scales.max() / 2 * 1.001

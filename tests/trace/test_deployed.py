@@ -23,7 +23,7 @@ from llmforge.backends import signatures
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.compile import unused_modules
-from llmforge.ir import dialect, longest_text
+from llmforge.ir import dialect, interface
 from llmforge.ir.operators.canonical import MoE
 from llmforge.ir.routing import never_negative
 from llmforge.passes import FlashAttention, OptimumInterface
@@ -102,7 +102,7 @@ def test_an_indexer_is_noted_even_if_it_chooses_every_token_of_the_context(
     model, shortest = nn.ModuleList([Indexer(chosen)]), indexers.Shortest()
     indexers.substitute(model, rotary.Tables(64), shortest)
     assert model[0](torch.zeros(2, 3, 6), past_key_values=indexers._Keys(0, None)) == indexers.AllTokens("Indexer")  # type: ignore[arg-type]
-    assert shortest.limit == longest_text.TextLimit(tokens, reason)
+    assert shortest.limit == interface.TextLimit(tokens, reason)
 
 
 @pytest.mark.thorough
@@ -125,7 +125,7 @@ def test_a_model_with_indexers_is_proven_up_to_the_tokens_that_they_choose(
     indexer = [name for name in checkpoint.tensors if ".indexer." in name]
     assert any(name.endswith("k_norm.bias") for name in indexer)
     model = trace(checkpoint)
-    limit = longest_text.recorded(model)
+    limit = interface.recorded_limit(model)
     assert limit is not None
     assert limit.tokens == tokens
     verify_trace(checkpoint, model)
@@ -144,7 +144,7 @@ def test_a_graph_says_up_to_which_length_its_indexers_choose_every_token(tmp_pat
     shrink.write("deepseek_v32", tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     model = trace(checkpoint)
-    assert longest_text.recorded(model) == (
+    assert interface.recorded_limit(model) == (
         shrink.INDEXED,
         f"DeepseekV32Indexer chooses {shrink.INDEXED} of the tokens that a query reads, and in a longer text not all",
     )

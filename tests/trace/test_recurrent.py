@@ -31,7 +31,7 @@ from llmforge.runtime.interface import StepInputs
 from llmforge.trace import trace
 from llmforge.trace.canonicalize import tokenwise
 from llmforge.trace.export import capture, reference
-from llmforge.trace.hooks import gated_norms, indexers, linear_attention, norms, recurrent, rotary, state_spaces
+from llmforge.trace.hooks import indexers, linear_attention, norms, recurrent, rotary, state_spaces
 from llmforge.trace.hooks.attention import AttentionHook, CacheLayer
 from llmforge.verification import probe
 
@@ -226,8 +226,8 @@ class Gated(nn.Module):
     ],
 )
 def test_a_gated_norm_is_recognized_by_what_it_computes(norm: Gated, expected: Any) -> None:
-    found = gated_norms.probe(norm, (16,), [1e-5])
-    assert found == (None if expected is None else gated_norms.GatedNorm(0.0, 1e-5, *expected))
+    found = norms.probe_gated(norm, (16,), [1e-5])
+    assert found == (None if expected is None else norms.GatedNorm(0.0, 1e-5, *expected))
 
 
 def test_a_norm_whose_gate_may_be_left_out_keeps_its_gate() -> None:
@@ -235,7 +235,7 @@ def test_a_norm_whose_gate_may_be_left_out_keeps_its_gate() -> None:
     x, gate = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
     expected = norm(x, gate)
     norms.substitute(norm)
-    gated_norms.substitute(norm)
+    norms.substitute_gated(norm)
     assert torch.equal(norm(x, gate), expected)
 
 

@@ -24,7 +24,7 @@ from llmforge.backends.ranks import group
 from llmforge.backends.ranks import session as rank_session
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
-from llmforge.ir import constant_folding, dialect, graph, operators
+from llmforge.ir import dialect, graph, moved_weights, operators
 from llmforge.ir.operators import canonical, cpu
 from llmforge.ir.operators.contrib import FusedMatMul
 from llmforge.ir.operators.record import CANONICAL
@@ -98,7 +98,7 @@ def expand(model: ir.Model) -> tuple[ir.Model, list[Rewritten]]:
         recurrence.call_kernel(layer)
     lowered = dialect.expand(lowered) if own else lowered
     rewritten += fuse_transposed_weights(lowered)
-    if folded := constant_folding.fold(lowered):
+    if folded := moved_weights.fold_constants(lowered):
         rewritten.append(Rewritten(folded[0], f"{len(folded)} constant nodes folded"))
     return lowered, rewritten
 

@@ -13,7 +13,7 @@ from llmforge.compile import dry_run, lock, unused_modules
 from llmforge.compile.frontend import Frontend
 from llmforge.compile.stages.engine import placed
 from llmforge.compile.state import CompileState
-from llmforge.ir import dialect, interface, longest_text
+from llmforge.ir import dialect, interface
 from llmforge.measure import footprint
 from llmforge.planning import source
 from llmforge.rewrite import pruning
@@ -78,7 +78,7 @@ def _check_context(wanted: int, checkpoint: Checkpoint, model: ir.Model) -> list
 
     Nobody knows what its own code does there. Note, too, that a graph is right for texts of the context alone.
     """
-    limit = longest_text.recorded(model)
+    limit = interface.recorded_limit(model)
     notes = [] if limit is None else [f"texts of up to {limit.tokens} tokens are compiled: {limit.reason}"]
     reason = model.metadata_props.get(interface.FALLBACK)
     if reason is None:

@@ -19,7 +19,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.ir import interface
 from llmforge.trace.export import depth
 from llmforge.trace.export.pattern import Irregular, Pattern
-from llmforge.trace.hooks import gated_norms, internals, lightning, looped_experts, modules, norms, recurrent, rotary
+from llmforge.trace.hooks import internals, lightning, looped_experts, modules, norms, recurrent, rotary
 from llmforge.trace.hooks.attention import AttentionHook, CacheLayer
 
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]  # of the cache's parts, layer by layer, without batch and capacity
@@ -136,7 +136,7 @@ def capture(
 def prepared(model: PreTrainedModel, attention: AttentionHook) -> Iterator[Traced]:
     """Substitute what `model` computes by what the dialect says, and give it the dialect's inputs."""
     norms.substitute(model)
-    gated_norms.substitute(model)
+    norms.substitute_gated(model)
     modules.substitute(model)
     looped_experts.substitute(model)
     with attention.tables(model) as tables, recurrent.substituted(model, attention):

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
-from llmforge.ir import interface, longest_text
+from llmforge.ir import interface
 from llmforge.trace.canonicalize import attention_recognition, simplification, tokenwise
 from llmforge.trace.canonicalize.attention_recognition import OpenAttention
 from llmforge.trace.export import capture, fallback, pattern, replicate_layers, skeleton, weights
@@ -100,5 +100,5 @@ def export(checkpoint: Checkpoint, choose: Callable[[], Strategy], irregular: Ir
     weights.attach(graph, capture.MODEL, model, checkpoint, sources)
     pattern.record(graph, irregular or repetition)
     if (limit := strategy.attention.limit.limit) is not None:
-        longest_text.record(graph, limit)
+        interface.record_limit(graph, limit)
     return graph

@@ -2,7 +2,7 @@
 
 An indexer that chooses k tokens chooses all of them in texts of up to k: there attention reads every token, as
 `llmforge::Attention` does, and neither the indexer nor its cache is needed. That this is so, and what k is, is found by
-running the module on random numbers. Graphs made so say how long a text they are right for (`ir.longest_text`), also
+running the module on random numbers. Graphs made so say how long a text they are right for (`ir.interface`), also
 where that is the whole context.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir.longest_text import TextLimit
+from llmforge.ir.interface import TextLimit
 from llmforge.trace.hooks import internals, masks, miniature, rotary
 
 CACHES = ("update_indexer", "indexer_position_ids")  # what an indexer asks transformers' cache for
