@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib
 import json
@@ -26,7 +25,7 @@ from click.testing import CliRunner, Result
 import llmforge
 from llmforge.artifact import Artifact, admission
 from llmforge.base.errors import EnvironmentLacks, InputError, RecipeError, Unavailable, UsageError, VersionMismatch
-from llmforge.cache.code import at_runtime
+from llmforge.cache.code import imports_of
 from llmforge.cli import cli
 from llmforge.recipe import Recipe, ServingSpec
 from llmforge.runtime.config import FILE, DeviceFacts, PlanFacts, RuntimeConfig
@@ -209,10 +208,10 @@ class TestSources:
     def test_every_import_of_llmforge_is_shipped(self) -> None:
         shipped = sources.shipped()
         for path, file in shipped.items():
-            for node in (each for part in ast.parse(file.read_text()).body for each in at_runtime(part)):
-                if isinstance(node, ast.ImportFrom) and str(node.module).startswith("llmforge"):
-                    module = str(node.module).replace(".", "/")
-                    assert {f"{module}.py", f"{module}/__init__.py"} & shipped.keys(), f"{path}: {node.module}"
+            for module, taken in imports_of(file.read_bytes()):
+                if taken and module.startswith("llmforge"):
+                    below = module.replace(".", "/")
+                    assert {f"{below}.py", f"{below}/__init__.py"} & shipped.keys(), f"{path}: {module}"
 
     def test_the_compiled_operators_are_shipped_where_an_engine_needs_them(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
