@@ -14,11 +14,13 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 INPUT_IDS = "input_ids"  # int64 [batch, sequence]
 INPUTS_EMBEDS = "inputs_embeds"  # fp32 [batch, sequence, hidden]: in the place of tokens whose id is negative
