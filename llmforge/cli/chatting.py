@@ -12,8 +12,6 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-import click
-
 from llmforge.base.errors import ForgeError, InputError, UsageError
 from llmforge.base.signals import Interrupted
 from llmforge.cli import console, output
@@ -77,14 +75,14 @@ class _Terminal:
             try:
                 if sys.stdout.isatty():
                     return input(_PROMPT)
-                click.echo(_PROMPT, nl=False, err=True)
+                console.prompt(_PROMPT)
                 return input()
             except EOFError:
-                click.echo(err=True)
+                output.write_lines("", err=True)
                 return None
             except KeyboardInterrupt as error:
                 _must_be_ctrl_c(error)
-                click.echo("\n(Ctrl-D or /exit ends the conversation)", err=True)
+                output.write_lines("", "(Ctrl-D or /exit ends the conversation)", err=True)
 
 
 class _Pipe:
