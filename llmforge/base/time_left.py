@@ -9,6 +9,7 @@ Stages = Sequence[tuple[str, float]]  # titles and seconds, in their order
 REUSED = ": reused"  # how the title of a stage ends whose result is known already
 _LEAST_S = 1.0  # predicted; what is shorter tells nothing of how fast a machine is
 _SLOWEST, _FASTEST = 8.0, 0.5  # how far what has passed may change what was predicted
+_TRUSTED_S = 20.0  # what predictions weigh against it: modules that come from a cold disk are no measure of a machine
 
 
 class TimeLeft:
@@ -26,7 +27,8 @@ class TimeLeft:
         self._began = self._predicted_began = self._clock()
         self._predicted = False  # whether the stage that goes on is
         self._reused = False
-        self._share: float | None = None  # of the stage that is done, 0 to 1
+        self._first: tuple[float, float] | None = None  # when the stage first told what share of it is done, and which
+        self._estimate: tuple[float, float] | None = None  # when it told last, and the seconds that it took from then
         self._took = self._foreseen = 0.0  # of predicted stages that ended
 
     def stage(self, title: str) -> None:
@@ -34,30 +36,32 @@ class TimeLeft:
         now, found = self._clock(), self._find(title)
         if self._predicted and found != self._at:
             self._learn(now)
-        self._began, self._share, self._predicted = now, None, found is not None
+        self._began, self._first, self._estimate = now, None, None
+        self._predicted = found is not None
         self._reused = title.endswith(REUSED)
         if found is not None and found != self._at:
             self._at, self._predicted_began = found, now
 
     def advance(self, done: int, total: int) -> None:
         """Take how much of the stage is done, in its own units."""
-        self._share = min(done / total, 1.0) if total > 0 else None
+        if total <= 0:
+            return
+        now, share = self._clock(), min(done / total, 1.0)
+        self._first = self._first or (now, share)
+        left = self._foreseen_after(now, share)
+        self._estimate = None if left is None else (now, left)
 
     def of_stage(self) -> float | None:
-        """Give the seconds that the stage still takes; None where nothing tells, or it has taken longer than it was to.
-
-        Of a predicted stage that tells how much of it is done, prediction and pace count by that share.
-        """
-        passed, share = self._clock() - self._began, self._share
+        """Give the seconds that the stage still takes; None where nothing tells, or it takes longer than it was to."""
         if self._reused:
             return None
+        if self._estimate is not None:
+            at, seconds = self._estimate
+            return max(seconds - (self._clock() - at), 0.0) or None
         if not self._predicted:
-            return passed * (1 - share) / share if share else None
+            return None
         whole = self._expected[self._at][1] * self._pace
-        if share is None:
-            left = whole - (self._clock() - self._predicted_began)
-            return left if left > 0 else None
-        return (1 - share) * ((1 - share) * whole + passed)
+        return max(whole - (self._clock() - self._predicted_began), 0.0) or None
 
     def of_all(self) -> float | None:
         """Give the seconds that this stage and all that follow still take; None where nothing is predicted."""
@@ -66,12 +70,25 @@ class TimeLeft:
         after = sum(seconds for _, seconds in self._expected[self._at + 1 :]) * self._pace
         return (self.of_stage() or 0.0) + after
 
+    def _foreseen_after(self, now: float, share: float) -> float | None:
+        """Estimate what the stage takes once `share` of it is done: from its prediction, and from its pace since.
+
+        Pace counts by the share that is done, the prediction by that which is not.
+        """
+        assert self._first is not None
+        began, before = self._first
+        pace = (now - began) / (share - before) if share > before else None
+        if not self._predicted:
+            return None if pace is None else (1 - share) * pace
+        whole = self._expected[self._at][1] * self._pace
+        predicted = max(whole - (began - self._began), whole / 2)  # less what came before there was anything to tell
+        return (1 - share) * (predicted if pace is None else (1 - share) * predicted + share * pace)
+
     @property
     def _pace(self) -> float:
         """How much longer than predicted stages take."""
-        if self._foreseen == 0.0:
-            return 1.0
-        return min(max(self._took / self._foreseen, _FASTEST), _SLOWEST)
+        ratio = (self._took + _TRUSTED_S) / (self._foreseen + _TRUSTED_S)
+        return min(max(ratio, _FASTEST), _SLOWEST)
 
     def _find(self, title: str) -> int | None:
         """Find the predicted stage of this title: the one that goes on, or the first after it."""

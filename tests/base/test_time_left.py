@@ -26,13 +26,17 @@ def test_without_a_prediction_the_pace_tells(clock: Clock) -> None:
     left = TimeLeft(clock=clock)
     assert (left.of_stage(), left.of_all()) == (None, None)
     left.stage("Send requests")
-    clock.now += 10
+    clock.now += 5
+    left.advance(0, 4)
     assert left.of_stage() is None
+    clock.now += 10
     left.advance(1, 4)
     assert left.of_stage() == pytest.approx(30)
+    clock.now += 4
+    assert left.of_stage() == pytest.approx(26)
     assert left.of_all() is None
     left.advance(4, 4)
-    assert left.of_stage() == 0
+    assert left.of_stage() is None
 
 
 def test_a_prediction_counts_the_less_the_more_is_done(clock: Clock) -> None:
@@ -45,24 +49,41 @@ def test_a_prediction_counts_the_less_the_more_is_done(clock: Clock) -> None:
     assert (left.of_stage(), left.of_all()) == (None, pytest.approx(113))
     left = TimeLeft(PREDICTED, clock)
     left.stage("Calibrate")
+    clock.now += 20  # of what comes before the layers
+    assert left.of_stage() == pytest.approx(80)
     left.advance(0, 10)
-    assert left.of_stage() == pytest.approx(100)
-    clock.now += 40
-    left.advance(2, 10)  # its pace says 160
-    assert left.of_stage() == pytest.approx(0.8 * (0.8 * 100 + 40))
-    clock.now += 140
-    left.advance(9, 10)  # its pace says 20
-    assert left.of_stage() == pytest.approx(20, rel=0.1)
+    assert left.of_stage() == pytest.approx(80)
+    clock.now += 32
+    assert left.of_stage() == pytest.approx(48)
+    left.advance(2, 10)  # whose pace says 128
+    assert left.of_stage() == pytest.approx(0.8 * (0.8 * 80 + 0.2 * 160))
+    clock.now += 112
+    left.advance(9, 10)  # whose pace says 16
+    assert left.of_stage() == pytest.approx(0.1 * (0.1 * 80 + 0.9 * 160))
+    clock.now += 14
+    assert left.of_stage() == pytest.approx(1.2)
+    clock.now += 2
+    assert (left.of_stage(), left.of_all()) == (None, pytest.approx(11))
+
+
+def test_layers_that_were_kept_are_no_measure_of_pace(clock: Clock) -> None:
+    left = TimeLeft(PREDICTED, clock)
+    left.stage("Calibrate: 5/10 layers reused")
+    left.advance(5, 10)
+    assert left.of_stage() == pytest.approx(50)
+    clock.now += 10
+    left.advance(6, 10)  # ten seconds a layer
+    assert left.of_stage() == pytest.approx(0.4 * (0.4 * 100 + 0.6 * 100))
 
 
 def test_what_took_longer_before_is_taken_to_hold(clock: Clock) -> None:
     left = TimeLeft(PREDICTED, clock)
     left.stage("Trace")
-    clock.now += 8
+    clock.now += 28
     left.stage("Check passes")  # not predicted
     clock.now += 1
     left.stage("Finish proofs")
-    assert left.of_stage() == pytest.approx(4)
+    assert left.of_stage() == pytest.approx(2 * 2)  # 28 + 20 of 4 + 20
     assert left.of_all() == pytest.approx(2 * 113)
     left = TimeLeft(PREDICTED, clock)
     left.stage("Trace")

@@ -557,7 +557,7 @@ def test_what_is_predicted_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     expected = (("Trace", 2.0), ("Calibrate", 100.0), ("Write", 60.0))
     with console.PlainProgress(log, expected) as progress:
-        for seconds, step in ((0.0, "Trace"), (2.0, "Calibrate"), (42.0, 2), (92.0, 9), (102.0, "Write")):
+        for seconds, step in ((0.0, "Trace"), (2.0, "Calibrate"), (2.0, 0), (42.0, 2), (92.0, 9), (102.0, "Write")):
             now[0] = seconds
             if isinstance(step, str):
                 progress.stage(step)
@@ -585,6 +585,7 @@ def test_a_terminal_shows_the_time_left(monkeypatch: pytest.MonkeyPatch, width: 
         progress.stage("Trace")
         now[0] = 2.0
         progress.stage("Calibrate")
+        progress.advance(0, 10)
         now[0] = 42.0
         progress.advance(2, 10)
         progress._bars.refresh()
@@ -613,7 +614,7 @@ def test_progress_without_a_terminal_tells_long_stages(monkeypatch: pytest.Monke
     assert log.getvalue().splitlines() == [
         "Trace",
         "Calibrate",
-        "Calibrate: 2/6, about 21.0 s left",
+        "Calibrate: 2/6, about 28.0 s left",
         "Calibrate: took 12.0 s",
         "Write",
         "Write: failed after 7.5 s",
