@@ -204,7 +204,7 @@ def test_lines_get_the_tokens_that_llama_cpp_gives_them(
 ) -> None:
     scratch = tmp_path_factory.mktemp("environments")
     python, lines = environment("llama_cpp", scratch), many(2000)
-    write_all(read(smollm2.gguf_file(scratch)).metadata, tmp_path)
+    write_all(read(smollm2.gguf()).metadata, tmp_path)
     wanted, found = theirs(python, tmp_path, lines), ours(tmp_path, lines)
     assert set(found) == set(wanted) == set(SPLITS)
     differ = {
