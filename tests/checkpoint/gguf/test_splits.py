@@ -197,6 +197,13 @@ def test_what_cannot_be_expressed_is_refused(name: str, keys: dict[str, Any], tm
     assert f'tokenizer.ggml.pre is "{name}": {INEXPRESSIBLE[name]}' in caught.value.message
 
 
+def test_the_documentation_has_all_names() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    assert ", ".join(f"`{name}`" for name in sorted(SPLITS)) in page
+    assert ", ".join(f"`{name}`" for name in APPROXIMATED) in page
+    assert all(f"`{name}`" in page for name in INEXPRESSIBLE)
+
+
 @pytest.mark.slow  # two minutes of llama.cpp on 2,000 lines under 86 names, and its compilation where none is kept
 @pytest.mark.timeout(3600)
 def test_lines_get_the_tokens_that_llama_cpp_gives_them(
