@@ -14,12 +14,10 @@ from llmforge.base import interpreter
 from llmforge.base.child_process import END_S, ChildProcess
 from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable
 from llmforge.serving import wire
-from llmforge.serving.interface import Serving
-from llmforge.serving.options import EngineOptions
+from llmforge.serving.interface import EngineOptions, EngineStats, Serving
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.request import Receiver, Request
 from llmforge.serving.sequence import Ticket
-from llmforge.serving.stats import EngineStats
 
 _WORKER = "llmforge.serving.engine_worker"
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmforge.base.errors import ForgeError
-from llmforge.serving.options import EngineOptions
+from llmforge.serving.interface import EngineOptions, EngineStats
 from llmforge.serving.request import Chunk, Request
-from llmforge.serving.stats import EngineStats
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from llmforge.runtime.prefill_shapes import together
 from llmforge.serving import EngineOptions, Request, Runner, Sampling
 from llmforge.serving.prefix_cache import BLOCK
 from llmforge.serving.scheduler import Scheduler, SlotScheduler
-from llmforge.serving.scheduler.prompt_batching import PromptChunk, PromptWindow, find
+from llmforge.serving.scheduler.prefill import PromptChunk, PromptWindow, find
 
 from ..models.decoder_graph import decoder
 from ..models.small_engines import VOCABULARY, Received, prompt, small_runner

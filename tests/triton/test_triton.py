@@ -32,11 +32,10 @@ from llmforge.recipe import Recipe, ServingSpec
 from llmforge.runtime.config import FILE, DeviceFacts, PlanFacts, RuntimeConfig
 from llmforge.serving import Runner, load
 from llmforge.serving.chat import ChatTemplate
-from llmforge.serving.options import EngineOptions
+from llmforge.serving.interface import EngineOptions, EngineStats
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.protocol.client_json import JsonLimits
 from llmforge.serving.request import Chunk, Usage
-from llmforge.serving.stats import EngineStats
 from llmforge.triton import repository, sources
 from llmforge.triton.backend import checks, inputs, settings, signature, worker_pool
 from llmforge.triton.launch import PYTRITON, Ports, TritonServer, command, find

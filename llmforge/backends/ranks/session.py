@@ -140,9 +140,9 @@ class RankSession(Decoder[RankCache]):
         self._caches = 0
         self._failure: ForgeError | None = None
         self._group = RankGroup(self.ranks, ROOM_BYTES + 16 * most_ids)
-        self._logits = Logits.new()
+        self._logits = Logits()
         rows, vocabulary = (1, 1) if gpu is None else (gpu.config.max_batch, gpu.config.vocabulary)
-        self._reply = Reply.new(ROOM_BYTES + REPLY_BYTES * (rows + vocabulary // 1024))
+        self._reply = Reply(ROOM_BYTES + REPLY_BYTES * (rows + vocabulary // 1024))
         self._pending: int | None = None  # the command that nobody has waited for yet
         self._told_by_ranks: tuple[Allocated, ...] = ()
         self._processes: list[subprocess.Popen[bytes]] = []

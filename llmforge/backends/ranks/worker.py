@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import threading
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -16,7 +15,7 @@ from llmforge.backends import loading
 from llmforge.backends.onnxruntime.cuda.session import PROVIDERS
 from llmforge.backends.onnxruntime.session import Session
 from llmforge.backends.ranks import group as groups
-from llmforge.backends.ranks.group import Logits, RankGroup, Reply, SharedMemory
+from llmforge.backends.ranks.group import Logits, RankGroup, Reply
 from llmforge.backends.ranks.messages import (
     LEFT,
     Allocate,
@@ -34,6 +33,7 @@ from llmforge.backends.ranks.messages import (
     StartRank,
 )
 from llmforge.base import process
+from llmforge.base.child_process import end_with
 from llmforge.base.errors import ForgeError, Unavailable, VerificationError
 from llmforge.native import nccl
 from llmforge.runtime.config import GraphPlan, RuntimeConfig
@@ -84,23 +84,10 @@ class _RankProcess:
 
     def _answer(self, found: Any) -> None:
         if self._rank == 0:
-            self._reply.write(found)
+            self._reply.answer(found)
 
     def _rows(self, place: CacheRows) -> Any:
         return self._caches[place.cache].rows(place.start, place.stop)
-
-
-def _end_with(driver: int) -> None:
-    """Wait for the end of the driver, and end with it: no rank outlives it, whatever it is doing."""
-    try:
-        handle = os.pidfd_open(driver)
-    except ProcessLookupError:
-        os._exit(LEFT)
-    if os.getppid() == driver:
-        watched = select.poll()
-        watched.register(handle, select.POLLIN)
-        watched.poll()
-    os._exit(LEFT)
 
 
 def _open(begin: StartRank, connection: Connection, group: RankGroup) -> Decoder[Any]:
@@ -158,13 +145,15 @@ def main() -> None:
     connection = Connection(os.dup(0))
     begin = connection.recv()
     assert isinstance(begin, StartRank)
-    threading.Thread(target=_end_with, args=[begin.driver], name="llmforge-watch", daemon=True).start()
+    if os.getppid() != begin.driver:  # it has ended
+        os._exit(LEFT)
+    threading.Thread(target=end_with, args=[[begin.driver]], name="llmforge-watch", daemon=True).start()
     group = RankGroup(begin.ranks, begin.room, begin.group)
     group.join(begin.rank, begin.spins, begin.limit_s)
     try:
         session = _open(begin, connection, group)
-        logits = Logits(SharedMemory(begin.logits, os.fstat(begin.logits).st_size))
-        reply = Reply(SharedMemory(begin.reply, os.fstat(begin.reply).st_size))
+        logits = Logits(os.fstat(begin.logits).st_size, begin.logits)
+        reply = Reply(os.fstat(begin.reply).st_size, begin.reply)
         rank = _RankProcess(begin, session, logits, reply)
         facts = session.rows_alone, session.longest_step, session.buckets, session.decodes_ahead
         connection.send(RankReady(session.signature, *facts))

@@ -21,8 +21,8 @@ from llmforge.backends.loading import module_of
 from llmforge.backends.onnxruntime import PAGED, kernels
 from llmforge.backends.onnxruntime import builder as standard
 from llmforge.backends.onnxruntime.cuda import attention as cuda_attention
-from llmforge.backends.onnxruntime.cuda import collectives as cuda_collectives
 from llmforge.backends.onnxruntime.cuda import graphs as cuda_graphs
+from llmforge.backends.onnxruntime.cuda import operators as cuda_collectives
 from llmforge.backends.onnxruntime.cuda import operators as cuda_operators
 from llmforge.backends.ranks import session as rank_session
 from llmforge.backends.ranks.session import RankSession
@@ -81,7 +81,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
             hint="choose `engine: {backend: tensorrt-rtx}` or `tensorrt`, or leave sparsify-weights out of the recipe",
         )
     changes, meeting = Changes(), model.clone()
-    met = cuda_collectives.write(meeting)
+    met = cuda_collectives.write_collectives(meeting)
     lowered, changes.rewritten = standard.expand(meeting)
     changes.rewritten += met
     blocked = (reason := _slots_reason(lowered, target, spec)) is None

@@ -18,10 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import onnx_ir as ir
 
 from llmforge.backends.onnxruntime import kernels
-from llmforge.ir import graph, query_key_norms
+from llmforge.base.errors import UnsupportedError
+from llmforge.ir import graph, operators, query_key_norms
+from llmforge.ir.operators import canonical, cuda
 from llmforge.ir.operators.contrib import ContribMoE, GroupQueryAttention, MatMulNBits, QMoE
 from llmforge.ir.operators.standard import Split
 from llmforge.rewrite.pass_base import Rewritten, Skipped
@@ -186,3 +189,41 @@ def _insert_after(
     """Put a node that reads `output` and `more` behind what makes `output`, and let its result stand for it."""
     node = ir.Node("", op_type, [output, *more], ir.convenience.convert_attributes(attributes), name=name)
     return graph.insert_behind(output, [node], "replaced")
+
+
+def write_collectives(model: ir.Model) -> list[Rewritten]:
+    """Replace the collectives of `model` in place; list what changed.
+
+    Raises:
+        UnsupportedError: one gathers another axis than the last.
+    """
+    rewritten = []
+    for node in list(model.graph):
+        view = operators.view(node)
+        if isinstance(view, canonical.AllReduce):
+            made = cuda.CudaAllReduce.insert(node, {"x": view.x}, {"ranks": view.ranks}, name=view.name)
+            graph.replace_value(view.output, made.output)
+        elif isinstance(view, canonical.AllGather):
+            graph.replace_value(view.output, _gather(model, view))
+        else:
+            continue
+        rewritten.append(Rewritten(view.name, f"{view.op_type} of {view.ranks} ranks through NCCL"))
+    if rewritten:
+        graph.drop_unused(model)
+    return rewritten
+
+
+def _gather(model: ir.Model, view: canonical.AllGather) -> ir.Value:
+    """Gather along the last axis."""
+    dims = graph.dims(view.x)
+    if dims is None or view.axis not in (-1, len(dims) - 1):
+        raise UnsupportedError(f"{view.op_type} {view.name}: only the last axis of a tensor of known rank is gathered")
+    last, name, node = len(dims) - 1, view.name, view.node
+    gathered = cuda.CudaAllGather.insert(node, {"x": view.x}, {"ranks": view.ranks}, name=name).output
+    gathered.type, gathered.shape = view.x.type, ir.Shape([view.ranks, *dims])
+    turn = [*range(1, last + 1), 0, last + 1]
+    [turned] = graph.insert(node, "Transpose", [gathered], {"perm": turn}, name=f"{name}/turn")
+    turned.type, turned.shape = view.x.type, ir.Shape([*dims[:-1], view.ranks, dims[-1]])
+    shape = graph.initializer(model, f"{name}.shape", np.array([*[0] * last, -1], np.int64))
+    [whole] = graph.insert(node, "Reshape", [turned, shape], {}, name=f"{name}/whole")
+    return whole
