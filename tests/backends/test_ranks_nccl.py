@@ -42,12 +42,12 @@ from llmforge.recipe import EngineSpec
 from llmforge.rewrite import topk_outputs
 from llmforge.runtime.config import FILE, Capture, DeviceFacts, GraphPlan, RuntimeConfig
 from llmforge.runtime.device import cuda as devices
-from llmforge.runtime.device.cuda import HostDevice
 from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.prefill_shapes import SHAPES
 from llmforge.serving import EngineOptions, Request, Sampling
 from llmforge.serving.scheduler import SlotScheduler
 
+from ..fakes.host_device import HostDevice
 from ..models import graphs
 from ..models.small_engines import VOCABULARY, Received, prompt, small_runner
 from .test_ranks import SOON_S, WIDE, alive, steps

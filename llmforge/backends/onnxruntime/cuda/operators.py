@@ -25,7 +25,7 @@ from llmforge.backends.onnxruntime import kernels
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, operators, query_key_norms
 from llmforge.ir.operators import canonical, cuda
-from llmforge.ir.operators.contrib import ContribMoE, GroupQueryAttention, MatMulNBits, QMoE
+from llmforge.ir.operators.contrib import ContribMoE, GroupQueryAttention, MatMulNBits, PagedAttention, QMoE
 from llmforge.ir.operators.standard import Split
 from llmforge.rewrite.pass_base import Rewritten, Skipped
 
@@ -42,6 +42,8 @@ FAST_ROWS = 64
 
 # What the kernel of QMoE refuses when it runs (onnxruntime 1.31, moe_quantization.cc; seen to refuse).
 EXPERT_WIDTH, SMALLEST_EXPERT_BLOCK = 64, 32
+# FlashAttention's (benchmarks/cuda_attention.py asks the wheel).
+AMPERE, FLASH_LARGEST_HEAD = 80, 256
 EXPERTS_SINCE_SM = 80  # below, of MoE too: "Arch unsupported for MoE GEMM"
 
 
@@ -100,6 +102,26 @@ def experts_reason(experts: ContribMoE | QMoE, sm: int) -> str | None:
             return f"the {name} width of its experts is {size}, not a multiple of {EXPERT_WIDTH}"
     if experts.fc1_zero_points is not None and experts.block_size < SMALLEST_EXPERT_BLOCK:
         return f"zero points need blocks of {SMALLEST_EXPERT_BLOCK} or more, not {experts.block_size}"
+    return None
+
+
+def int8_reason(head_dim: int, sm: int) -> str | None:
+    """Say why no GroupQueryAttention reads an int8 cache of `head_dim` channels a head on a device of `sm`."""
+    if sm < AMPERE:
+        return f"int8 caches need SM {AMPERE} or above, not SM {sm}"
+    if head_dim > FLASH_LARGEST_HEAD:
+        return f"int8 caches need heads of up to {FLASH_LARGEST_HEAD} channels, not {head_dim}"
+    return None
+
+
+def blocks_reason(layer: PagedAttention, sm: int) -> str | None:
+    """Say why the provider has no kernel for attention over blocks on a device of `sm`; None where it has."""
+    head_dim = graph.width(layer.key_cache)
+    if layer.head_sink is not None and (sm < AMPERE or head_dim > FLASH_LARGEST_HEAD):
+        return (
+            f"sinks over blocks need SM {AMPERE} or above and heads of up to {FLASH_LARGEST_HEAD} channels, not SM "
+            f"{sm} and {head_dim}"
+        )
     return None
 
 
