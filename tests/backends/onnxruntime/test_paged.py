@@ -28,7 +28,6 @@ from llmforge.recipe import EngineSpec, Recipe
 from llmforge.rewrite import paged_attention
 from llmforge.rewrite.pass_base import Pass
 from llmforge.runtime.config import Capture, GraphPlan, RuntimeConfig, SessionConfig
-from llmforge.runtime.device import cuda as device
 from llmforge.runtime.interface import StepInputs
 
 from ...fakes.host_device import HostDevice
