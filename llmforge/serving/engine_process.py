@@ -79,11 +79,11 @@ class EngineProcess(Serving):
             first = self._pipe.receive()
         except EOFError:
             raise EnvironmentLacks(f"the engine did not load: {self._process.why_ended()}") from None
-        if isinstance(first, wire.EngineFailed):
+        if isinstance(first, ForgeError):
             self._process.kill()
-            raise first.error
-        assert isinstance(first, wire.EngineReady)
-        self._stats = first.stats
+            raise first
+        assert isinstance(first, EngineStats)
+        self._stats = first
         receiving = threading.Thread(target=self._receive, name="llmforge-receive", daemon=True)
         receiving.start()
         self._receiving = receiving
@@ -153,8 +153,8 @@ class EngineProcess(Serving):
         with contextlib.suppress(EOFError):
             while failure is None:
                 message = self._pipe.receive()
-                if isinstance(message, wire.EngineFailed):
-                    failure = message.error
+                if isinstance(message, ForgeError):
+                    failure = message
                 else:
                     assert isinstance(message, wire.Items)
                     self._stats = message.stats

@@ -1,4 +1,8 @@
-"""Messages between an engine's process and the one that serves from it (`base.child_process.MessagePipe`)."""
+"""Messages between an engine's process and the one that serves from it (`base.child_process.MessagePipe`).
+
+The engine's first one are its figures (`EngineStats`), once it is loaded. A `ForgeError` says that it did not load, or
+failed: nothing follows.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +29,6 @@ class StartEngine:
     device: int
     server: int | None
     files: tuple[Path, ...]
-
-
-@dataclass(frozen=True)
-class EngineReady:
-    """The engine is loaded."""
-
-    stats: EngineStats
 
 
 @dataclass(frozen=True)
@@ -82,10 +79,3 @@ class Items:
 
     items: tuple[tuple[int, Item], ...]
     stats: EngineStats
-
-
-@dataclass(frozen=True)
-class EngineFailed:
-    """The engine did not load, or failed; nothing follows."""
-
-    error: ForgeError

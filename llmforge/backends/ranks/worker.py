@@ -25,8 +25,6 @@ from llmforge.backends.ranks.messages import (
     Call,
     CopyTokens,
     Drop,
-    Invitation,
-    RankFailed,
     RankReady,
     RunDecode,
     RunStep,
@@ -96,9 +94,9 @@ def _open(begin: StartRank, connection: Connection, group: RankGroup) -> Decoder
         return Session(begin.file, begin.session, own_kernels=begin.own_kernels)
     config = begin.gpu.config
     device = loading.reach(config, begin.gpu.device, begin.file)
-    unique_id = nccl.make_id() if begin.rank == 0 else _invited(connection)
+    unique_id: bytes = nccl.make_id() if begin.rank == 0 else connection.recv()
     if begin.rank == 0:
-        connection.send(Invitation(unique_id))
+        connection.send(unique_id)
     missing = Unavailable(
         f"NCCL found not all {begin.ranks} ranks within {begin.limit_s:g} s",
         hint="set NCCL_DEBUG=INFO to see how it looks for them; NCCL_SOCKET_IFNAME names a network interface",
@@ -123,17 +121,11 @@ def _graphs(config: RuntimeConfig) -> GraphPlan:
     return replace(config.graphs, mode="require")
 
 
-def _invited(connection: Connection) -> bytes:
-    invitation = connection.recv()
-    assert isinstance(invitation, Invitation)
-    return invitation.unique_id
-
-
 def _fail(connection: Connection, group: RankGroup, rank: int, error: ForgeError) -> NoReturn:
     """Tell the driver why this rank ends; one that ends because another did says nothing."""
     if group.broken_by not in (None, rank):
         os._exit(LEFT)
-    connection.send(RankFailed(error))
+    connection.send(error)
     group.break_up(rank)
     os._exit(error.exit_code)
 

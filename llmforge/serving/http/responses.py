@@ -82,6 +82,10 @@ STATUSES = {
 }
 
 
+# Errors of requests; the last ones: what this server cannot do, whoever asks again.
+_REFUSED = {TooLarge: 413, NotJson: 415, TooSlow: 408, UsageError: 400, UnsupportedError: 400, EnvironmentLacks: 400}
+
+
 class RequestTimeout(ForgeError):
     """A request was not complete by its deadline."""
 
@@ -108,22 +112,14 @@ def _parameter(error: ForgeError) -> str | None:
 
 def _kind(error: ForgeError) -> tuple[int, str, str | None]:
     """Give the HTTP status of an error, and what OpenAI calls its type and code."""
-    match error:
-        case UnknownModel():
-            return 404, "invalid_request_error", "model_not_found"
-        case TooLarge():
-            return 413, "invalid_request_error", None
-        case NotJson():
-            return 415, "invalid_request_error", None
-        case TooSlow():
-            return 408, "invalid_request_error", None
-        case UsageError() | UnsupportedError() | EnvironmentLacks():  # what this server cannot do, whoever asks again
-            return 400, "invalid_request_error", None
-        case Unavailable():
-            return 503, "server_overloaded", "unavailable"
-        case RequestTimeout():
-            return 504, "timeout", "timeout"
-    return 500, "server_error", None
+    if isinstance(error, UnknownModel):
+        return 404, "invalid_request_error", "model_not_found"
+    if isinstance(error, Unavailable):
+        return 503, "server_overloaded", "unavailable"
+    if isinstance(error, RequestTimeout):
+        return 504, "timeout", "timeout"
+    found = next((code for kind, code in _REFUSED.items() if isinstance(error, kind)), None)
+    return (500, "server_error", None) if found is None else (found, "invalid_request_error", None)
 
 
 class ResponseWriter:
