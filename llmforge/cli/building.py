@@ -33,6 +33,7 @@ from llmforge.cli.parameters import (
     require_given,
     runtime_option,
 )
+from llmforge.runtime.artifact_files import TEMPLATE_FILE
 
 if TYPE_CHECKING:
     from llmforge.cache.remote import Remote
@@ -66,7 +67,8 @@ def _next_steps(artifact: Path, engine: EngineRecord) -> Iterator[str]:
     if foreign is not None:
         yield f"next: {foreign.serve.format(engine=shlex.quote(output.here(artifact / 'engine')))}"
     else:
-        yield f'next: llmforge run {name} "PROMPT"'
+        chats = (artifact / "tokenizer" / TEMPLATE_FILE).exists()
+        yield f"next: llmforge run {name} " + ("--chat" if chats else '"PROMPT"')
     yield f"      llmforge gate {name}"
     yield f"      llmforge triton {name} -o models"
 
@@ -283,12 +285,15 @@ def _finished(pending: Path, path: Path | None, options: BuildOptions) -> BuildR
     from llmforge.cli import console
     from llmforge.recipe import Recipe
 
-    recipe = None
+    recipe, expected = None, []
     if path is not None:
+        from llmforge.planning import request
+
         recipe = Recipe.load(path, options.overrides)
         recipe.instantiate(passes.ALL)  # a recipe that is wrong says so before anything else is read
+        expected = request.expected_stages(recipe)
     with (
-        console.traced("build", quiet=options.quiet, trace=options.trace) as progress,
+        console.traced("build", quiet=options.quiet, trace=options.trace, expected=expected) as progress,
         _resumable(kept=False),
     ):
         progress.stage("Load llmforge")
