@@ -155,3 +155,17 @@ def test_a_record_cannot_widen_its_own_budget(recipe_file: Path, tmp_path: Path)
         "budget of pass quantize-weights",
         "budget of pass quantize-kv-cache",
     ]
+
+
+def test_bisecting_takes_the_recipe_of_a_build_that_failed(recipe_file: Path, tmp_path: Path) -> None:
+    """All it computes of the graphs the failed build has left in the cache."""
+    assert build(recipe_file, "--out", tmp_path / "out", "--quiet").exit_code == 7
+    done = CliRunner().invoke(cli, ["bisect", str(recipe_file), "--documents", "8", "--tokens", "8", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)["passes"]
+    assert [each["name"] for each in found] == ["quantize-weights", "quantize-kv-cache"]
+    assert all(each["kld_mean"]["value"] > 0 for each in found)
+    assert "Calibrate: all layers reused" in done.stderr
+    refused = CliRunner().invoke(cli, ["bisect", str(recipe_file), "--recipe", str(recipe_file)])
+    assert refused.exit_code == 2
+    assert "--recipe cannot be used with RECIPE" in refused.stderr
