@@ -81,8 +81,9 @@ class FakePipeline:
         pythons: Any,
         checked: Any,
         overlap: Any,
+        publish_failed: bool,
     ) -> BuildResult:
-        assert pythons == {}
+        assert (pythons, publish_failed) == ({}, False)
         self.called_with = (recipe, out)
         self.cache = cache
         progress.stage("Trace the checkpoint")
