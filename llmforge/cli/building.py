@@ -252,6 +252,7 @@ def _built(path: Path, options: BuildOptions) -> BuildResult:
     overlap.chosen_frontend(recipe)
     with process.unwatched():
         from llmforge.compile.stages.recipe import check_recipe
+        from llmforge.planning import request
 
     kept: Callable[[], cache.Cache] | None = None
     if not options.cache.no_cache:
@@ -265,8 +266,9 @@ def _built(path: Path, options: BuildOptions) -> BuildResult:
     checked = replace(check_recipe(recipe, options.out), publish_failed=options.publish_failed)
     for note in checked.notes:
         console.say(f"note: {note}")
+    expected = request.expected_stages(recipe)
     with (
-        console.traced("build", quiet=options.quiet, trace=options.trace) as progress,
+        console.traced("build", quiet=options.quiet, trace=options.trace, expected=expected) as progress,
         _resumable(kept=kept is not None),
     ):
         progress.stage("Load llmforge")
