@@ -13,7 +13,7 @@ import psutil
 from llmforge.artifact import versions
 from llmforge.base import extras, resources
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
-from llmforge.checkpoint import CONFIG, CONTEXTS, folder_of, read_settings
+from llmforge.checkpoint import CONFIG, CONTEXTS, chat_template, folder_of, read_settings
 from llmforge.checkpoint.shards import read_headers, weight_files
 from llmforge.compile import reference, texts
 from llmforge.planning import request, source
@@ -57,6 +57,7 @@ def check(recipe: Recipe) -> None:
     reference.check(recipe)
     recipe.fetched()  # the last check needs the weights, which may have to be downloaded
     read_headers(folder, weight_files(folder))
+    texts.check_template(recipe, chat_template(folder))
 
 
 def check_source(recipe: Recipe, steps: Sequence[Pass]) -> None:

@@ -33,7 +33,7 @@ def recorded(path: Path, checkpoint: Path, texts: Sequence[Path], folder: Path) 
     try:
         named_ones = plain.get("calibration"), (plain.get("validation") or {}).get("quality")
         sections: list[dict[str, Any]] = [section for section in named_ones if section is not None]
-        wanted_texts = [(section["data"]["sha256"], section["data"]["name"]) for section in sections]
+        wanted = [[(file["sha256"], file["name"]) for file in _listed(section["data"])] for section in sections]
         target = plain["target"]
         named = target["name"] if isinstance(target, dict) else target
     except (AttributeError, KeyError, TypeError) as error:
@@ -55,14 +55,15 @@ def recorded(path: Path, checkpoint: Path, texts: Sequence[Path], folder: Path) 
     if "revision" not in plain:  # else it is named as on the Hub, at that commit
         plain["checkpoint"] = str(folders.followed(checkpoint))
     here = {documents.digest(text): text for text in texts}
-    for section, (digest, name) in zip(sections, wanted_texts, strict=True):
-        if digest not in here:
-            raise UsageError(
-                f"{path}: was built with the text {name} ({digest[:12]}…), which is none of "
-                f"those given: {', '.join(map(str, texts)) or 'none'}",
-                hint="give it with --text FILE",
-            )
-        section["data"] = str(folders.followed(here[digest]))
+    for section, files in zip(sections, wanted, strict=True):
+        for digest, name in files:
+            if digest not in here:
+                raise UsageError(
+                    f"{path}: was built with the text {name} ({digest[:12]}…), which is none of "
+                    f"those given: {', '.join(map(str, texts)) or 'none'}",
+                    hint="give it with --text FILE",
+                )
+        section["data"] = [str(folders.followed(here[digest])) for digest, _ in files]
     validation = plain.get("validation") or {}
     for number, task in enumerate(validation.get("tasks") or []):
         if isinstance(task, dict):
@@ -76,6 +77,11 @@ def recorded(path: Path, checkpoint: Path, texts: Sequence[Path], folder: Path) 
     file = folder / "recipe.yaml"
     file.write_text(json.dumps(plain), encoding="utf-8")  # JSON is YAML
     return Recipe.load(file)
+
+
+def _listed(data: Any) -> list[Any]:
+    """Give the files of a text, which stand alone where there is one."""
+    return data if isinstance(data, list) else [data]
 
 
 def reproduce(path: Path, recipe: Recipe, out: Path | None = None, progress: Progress | None = None) -> BuildComparison:
