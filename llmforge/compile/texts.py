@@ -14,7 +14,9 @@ from llmforge.base.progress import Progress
 from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.checkpoint.documents import Document
 from llmforge.checkpoint.text import TokenizedDocument, TokenWindow
+from llmforge.metrics import catalog
 from llmforge.metrics.quality import MOST_DOCUMENTS
+from llmforge.metrics.quality_metrics import QualityMetric
 from llmforge.quantization.statistics import Demand
 from llmforge.recipe import QualitySpec, Recipe
 from llmforge.serving.chat import ChatTemplate, special_tokens
@@ -36,8 +38,20 @@ def check(recipe: Recipe) -> None:
             f"{MOST_DOCUMENTS}",
             hint=f"set validation.quality.max_documents: {MOST_DOCUMENTS}",
         )
+    _check_gates(recipe, any(document.is_chat for document in measured))
     seen = itertools.chain.from_iterable(documents.read_all(calibration.data) if calibration else [])
     documents.refuse_overlap([*seen], measured)
+
+
+def _check_gates(recipe: Recipe, has_chats: bool) -> None:
+    """Refuse a gate on answers of chats where the evaluation text has none."""
+    named = {name: catalog.named(name) for name in recipe.gates}
+    of_answers = [n for n, m in named.items() if isinstance(m, QualityMetric) and m.source == "answer_tokens"]
+    if of_answers and not has_chats:
+        raise DataError(
+            f"gates.{of_answers[0]}: the evaluation text has no chats, so that it is not measured",
+            hint="add a file of {messages} to validation.quality.data, or remove the gate",
+        )
 
 
 def check_template(recipe: Recipe, template: str | None) -> None:

@@ -49,8 +49,8 @@ def _anchor_task(task: str, info: ValidationInfo) -> str:
 
 
 def _several(given: Any) -> Any:
-    """Take one path as a list of one."""
-    return given if isinstance(given, list | tuple) else (given,)
+    """Take one path as several."""
+    return tuple(given) if isinstance(given, list | tuple) else (given,)
 
 
 def _plain(paths: tuple[Path, ...]) -> Any:
