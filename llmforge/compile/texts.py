@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,8 +20,9 @@ from llmforge.metrics.quality import MOST_DOCUMENTS
 from llmforge.metrics.quality_metrics import QualityMetric
 from llmforge.quantization.statistics import Demand
 from llmforge.recipe import QualitySpec, Recipe
-from llmforge.serving.chat import ChatTemplate, special_tokens
-from llmforge.serving.prompts import TextEncoder
+
+if TYPE_CHECKING:
+    from llmforge.serving.prompts import TextEncoder
 
 BUDGET_WINDOWS = 24  # windows of text, spread over all documents, that the budget of a lossy pass is measured on
 
@@ -69,6 +71,9 @@ def check_template(recipe: Recipe, template: str | None) -> None:
 
 def encoder_of(checkpoint: Checkpoint) -> TextEncoder:
     """Make what turns texts and chats into tokens, as serving will."""
+    from llmforge.serving.chat import ChatTemplate, special_tokens  # which loads engines
+    from llmforge.serving.prompts import TextEncoder
+
     if checkpoint.chat_template is None:
         return TextEncoder(checkpoint.tokenizer, None)
     template = ChatTemplate(checkpoint.chat_template, special_tokens(checkpoint.path), str(checkpoint.path))

@@ -69,7 +69,7 @@ def test_text_of_ones_own(home: Path) -> None:
     assert result.exit_code == 0, result.stderr
     recipe = Recipe.load(home / "sub" / "r.yaml")
     assert recipe.calibration is not None
-    assert recipe.calibration.data.resolve() == home / "a b.jsonl"
+    assert [path.resolve() for path in recipe.calibration.data] == [home / "a b.jsonl"]
     assert not (home / "sub" / "text").exists()
     assert "ships with llmforge" not in (home / "sub" / "r.yaml").read_text()
 
@@ -143,7 +143,7 @@ def test_a_recipe_that_ships_is_copied(home: Path) -> None:
     recipe = Recipe.load(home / "chat.yaml")
     assert (recipe.name, recipe.checkpoint, recipe.target) == ("chat", SAMPLE, "h200")
     assert recipe.calibration is not None
-    assert recipe.calibration.data == home / "text" / "calibration.jsonl"
+    assert recipe.calibration.data == (home / "text" / "calibration.jsonl",)
     text = (home / "chat.yaml").read_text()
     assert "fp8 weights and activations" in text
     assert "recipes/" not in text.partition("schema:")[0]
@@ -154,7 +154,8 @@ def test_a_copy_of_each_recipe_loads(home: Path, name: str) -> None:
     assert invoke("init", SAMPLE, "--like", name).exit_code == 0
     recipe = Recipe.load(home / "docs-llama-7m.yaml")
     files = [recipe.checkpoint, *(Path(task) for task in recipe.validation.tasks or () if task.endswith(".yaml"))]
-    files += [each.data for each in (recipe.calibration, recipe.validation.quality) if each is not None]
+    sections = recipe.calibration, recipe.validation.quality
+    files += [path for each in sections if each is not None for path in each.data]
     assert [file for file in files if not file.exists()] == []
     assert recipe.target == Recipe.load(recipes.FOLDER / f"{name}.yaml").target
 

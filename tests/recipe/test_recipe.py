@@ -90,7 +90,7 @@ def test_paths_are_relative_to_the_recipe(tmp_path: Path, monkeypatch: pytest.Mo
     loaded = Recipe.load(Path("recipes/r.yaml"))
     assert loaded.checkpoint == tmp_path / "model"
     assert loaded.calibration is not None
-    assert loaded.calibration.data == folder / "calibration.jsonl"
+    assert loaded.calibration.data == (folder / "calibration.jsonl",)
     absolute = load(folder, replaced("../model", "/models/m"))
     assert absolute.checkpoint == Path("/models/m")
 
