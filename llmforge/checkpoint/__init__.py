@@ -7,7 +7,7 @@ from llmforge.checkpoint.folder import (
     Checkpoint,
     Configuration,
     Geometry,
-    chat_template,
+    find_chat_template,
     load_config,
     read_settings,
 )
@@ -20,7 +20,7 @@ __all__ = [
     "Checkpoint",
     "Configuration",
     "Geometry",
-    "chat_template",
+    "find_chat_template",
     "folder_of",
     "load_config",
     "read_settings",

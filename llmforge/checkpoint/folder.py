@@ -538,7 +538,7 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def chat_template(folder: Path) -> str | None:
+def find_chat_template(folder: Path) -> str | None:
     """Find the chat template of the checkpoint in `folder`; None: it has none.
 
     Raises:

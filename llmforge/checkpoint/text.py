@@ -16,8 +16,8 @@ from llmforge.checkpoint.answer_spans import ChatRenderer
 from llmforge.checkpoint.documents import Document
 
 NO_TEMPLATE = (
-    "write its documents as {text: …}, or put the template that the model was trained with into the folder of the "
-    "checkpoint, as chat_template.jinja"
+    "write its documents as {text: …}, or give the template that the model was trained with: `chat_template: FILE` in "
+    "the recipe"
 )
 
 

@@ -12,7 +12,7 @@ import click
 from llmforge.base import small_file
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, PATH, POSITIVE, record
+from llmforge.cli.parameters import ARTIFACT, PATH, POSITIVE, chat_template_option, record, require_given
 from llmforge.cli.provenance import admit, loading_options, signature_options
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ Examples:
 @click.option("--regex", metavar="PATTERN", help="Constrain the answer to a regular expression.")
 @click.option("--adapter", metavar="NAME", default="", help="Use an adapter that the artifact keeps apart.")
 @click.option("--chat", is_flag=True, help="Apply the checkpoint's chat template, with PROMPT as the user message.")
+@chat_template_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming.")
 @loading_options
 @signature_options
@@ -69,7 +70,10 @@ def run(artifact: Path, prompt: str, adapter: str, chat: bool, as_json: bool, **
     """
     from llmforge import serving
     from llmforge.artifact import Artifact
+    from llmforge.serving.protocol.tool_prompt import chosen
 
+    if not chat:
+        require_given("--chat", "chat_template")
     if options["logprobs"] is not None and not as_json:
         raise UsageError("--logprobs requires --json")
     constraint = _constraint(options["json_schema"], options["regex"])
@@ -78,7 +82,8 @@ def run(artifact: Path, prompt: str, adapter: str, chat: bool, as_json: bool, **
     opened = Artifact.open(artifact)  # tells more than the runtime what is wrong with a folder
     signature = {name: options[name] for name in ("require_signature", "key")}
     admit(opened, options["allow"], options["rehash"], **signature)
-    runner = serving.load(opened.path)
+    template = chosen(opened.path / "tokenizer", options["chat_template"], tool_prompt=False)
+    runner = serving.load(opened.path, template=template)
     chunks = []
     prompted = runner.encode_chat([{"role": "user", "content": text}]) if chat else text
     for chunk in runner.generate(prompted, sampling, adapter):

@@ -17,7 +17,7 @@ from llmforge.backends.pending import Pending
 from llmforge.base.errors import UsageError
 from llmforge.base.progress import Progress, Silent
 from llmforge.checkpoint import Checkpoint
-from llmforge.compile import evidence, lock
+from llmforge.compile import chat_template, evidence, lock
 from llmforge.compile.answered import answering
 from llmforge.compile.evidence import Clock, Evidence, Measurement
 from llmforge.compile.stages.artifact import publish
@@ -103,6 +103,7 @@ def measure(
         missing = "no recipe was given to measure it with"
         return Evidence(None, None, None, engines.why_not_run(target) or missing)
     checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
+    chat_template.choose(recipe, checkpoint)
     asked = Measurement(
         staging,
         engine,

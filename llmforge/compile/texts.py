@@ -56,8 +56,8 @@ def _check_gates(recipe: Recipe, has_chats: bool) -> None:
         )
 
 
-def check_template(recipe: Recipe, template: str | None) -> None:
-    """Refuse chats where the checkpoint has no chat `template`.
+def check_template(recipe: Recipe, template: object) -> None:
+    """Refuse chats where there is no chat `template`, neither the checkpoint's nor the recipe's.
 
     Raises:
         DataError: the message names the first.

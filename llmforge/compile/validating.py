@@ -24,7 +24,7 @@ from llmforge.base.progress import Progress, Silent
 from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint, documents
 from llmforge.checkpoint.text import TokenWindow
-from llmforge.compile import evidence, finishing, reference
+from llmforge.compile import chat_template, evidence, finishing, reference
 from llmforge.compile.answered import answering
 from llmforge.compile.evidence import Clock, Measurement
 from llmforge.compile.reuse import opened as opened_cache
@@ -144,6 +144,7 @@ def _measurement(
 ) -> Measurement:
     """Ask for what the recipe of a published artifact asks for."""
     checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
+    chat_template.choose(recipe, checkpoint)
     folder = opened.path / "engine"
     size_bytes = MeasuredArtifact.of(opened).report.engine.size_bytes
     return Measurement(
@@ -281,6 +282,7 @@ def decide(
         runners.append(load_runner(side.opened.path, threads=threads))
     ours, theirs = _recorded(asked.release, asked.against)
     checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
+    chat_template.choose(recipe, checkpoint)
     known = {each.document for side in sides for each in _documents(side)}
     pool = [group for group in _further(recipe, checkpoint, more, progress) if group[0].document not in known]
     total = min(len(ours) + len(pool), most or len(ours) + len(pool))

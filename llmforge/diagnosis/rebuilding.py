@@ -16,7 +16,7 @@ from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import Adapter
 from llmforge.checkpoint.text import TokenWindow
-from llmforge.compile import dry_run, finishing, lock, preflight, reuse
+from llmforge.compile import chat_template, dry_run, finishing, lock, preflight, reuse
 from llmforge.compile.answered import answering
 from llmforge.compile.cached_passes import PassChain
 from llmforge.compile.lock import StageDigests
@@ -53,6 +53,7 @@ def rebuilt(recipe: Recipe, cache: Callable[[], Cache] | None, progress: Progres
     preflight.check_source(recipe, steps)
     with TemporaryDirectory() as folder, reuse.opened(cache, Path(folder), progress) as kept:
         checkpoint = Checkpoint.located(recipe.fetched(), recipe.merged)
+        chat_template.choose(recipe, checkpoint)
         kept.configure(checkpoint, progress)
         model = kept.trace(checkpoint, progress)
         stages, lossy = StageDigests(), []

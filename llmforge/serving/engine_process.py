@@ -14,6 +14,7 @@ from llmforge.base import interpreter
 from llmforge.base.child_process import END_S, ChildProcess
 from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable
 from llmforge.serving import wire
+from llmforge.serving.chat import ChatTemplate
 from llmforge.serving.interface import Serving
 from llmforge.serving.options import EngineOptions
 from llmforge.serving.prompts import PromptEncoder
@@ -49,6 +50,7 @@ class EngineProcess(Serving):
         device: which GPU an engine for one gets.
         server: the id of the process that this one works for: when it ends, so does this one, by a signal.
         files: what `server` removes when it ends; should it be killed, they are removed all the same.
+        template: for chats, in place of the artifact's own.
 
     Raises:
         EnvironmentLacks: no process can be started, or it ended while it loaded.
@@ -64,9 +66,10 @@ class EngineProcess(Serving):
         device: int = 0,
         server: int | None = None,
         files: tuple[Path, ...] = (),
+        template: ChatTemplate | None = None,
     ) -> None:
         self.options = options or EngineOptions()
-        self._encoder = PromptEncoder.read(artifact)
+        self._encoder = PromptEncoder.read(artifact, template)
         command = interpreter.command(_WORKER, "running the engine")
         self._process = ChildProcess(command, "the engine's process cannot be started")
         self._pipe = self._process.pipe()

@@ -82,7 +82,9 @@ class TextEncoder:
     @property
     def _template(self) -> ChatTemplate:
         if self.template is None:
-            raise UsageError("the artifact has no chat template", hint="use a plain prompt")
+            raise UsageError(
+                "the artifact has no chat template", hint="use a plain prompt, or give one: --chat-template FILE"
+            )
         return self.template
 
     def _as_written(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -117,15 +119,15 @@ class PromptEncoder(TextEncoder):
         return max(LEAST_PROMPT_BYTES, self.config.max_context * longest)
 
     @classmethod
-    def read(cls, artifact: Path) -> PromptEncoder:
-        """Read them from an artifact's folder.
+    def read(cls, artifact: Path, template: ChatTemplate | None = None) -> PromptEncoder:
+        """Read them from an artifact's folder; a `template` that is given stands in place of the artifact's.
 
         Raises:
             InputError: the folder is not an artifact, or a file is damaged.
         """
         folder = artifact / "tokenizer"
         config = RuntimeConfig.read(artifact / "engine" / FILE)
-        return cls(config, read_tokenizer(folder / "tokenizer.json"), ChatTemplate.read(folder))
+        return cls(config, read_tokenizer(folder / "tokenizer.json"), template or ChatTemplate.read(folder))
 
     def render(
         self,

@@ -290,7 +290,7 @@ class FakeRunner:
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
     fake = FakeRunner()
-    monkeypatch.setattr(runtime, "load", lambda path: fake)
+    monkeypatch.setattr(runtime, "load", lambda path, template: fake)
     monkeypatch.setattr(artifact.Artifact, "open", lambda path: SimpleNamespace(path=path))
     admitted = admission.AdmittedArtifact(None, "pass", ())  # type: ignore[arg-type]
     monkeypatch.setattr(admission, "admit", lambda path, **options: admitted)

@@ -145,7 +145,7 @@ def test_chats_need_a_template(tmp_path: Path) -> None:
         DataError, match=r"evaluation-0\.jsonl:1: a chat, and the checkpoint has no chat template"
     ) as no:
         _ = read(made, opened).evaluation
-    assert "chat_template.jinja" in str(no.value.hint)
+    assert "`chat_template: FILE`" in str(no.value.hint)
     with pytest.raises(DataError, match="has no chat template"):
         texts.check_template(made, None)
     texts.check_template(made, CHATML)
