@@ -9,7 +9,7 @@ from llmforge.measure import baseline
 from llmforge.measure.baseline import Baseline
 from llmforge.metrics import units
 
-MOST_TOKENS = 64  # of an answer: what is said first is what a chat is like
+MOST_TOKENS = 48  # of an answer: what is said first is what a chat is like
 MOST_BYTES = 8 << 30  # of fp32 weights: two billion parameters answer a hundred prompts in some ten minutes of CPU time
 BATCH = 64  # prompts that are answered at once
 
