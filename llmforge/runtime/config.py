@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +13,14 @@ import onnxruntime
 
 from llmforge import backends, native
 from llmforge.backends import PROVIDERS, PlanModule, ProviderName
-from llmforge.base import plugins, small_file, strict_json
+from llmforge.base import cores, plugins, small_file, strict_json
 from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
 from llmforge.base.plugins import Package
 from llmforge.base.wording import cut, quoted, shown
 from llmforge.runtime.artifact_files import PENDING_FILE
 from llmforge.runtime.signature import CacheInput
+
+physical_cores = cores.physical_cores
 
 FORMAT = 3
 FILE = "runtime.json"
@@ -313,23 +314,3 @@ def _require_plugin(data: Mapping[str, object], where: str) -> None:
             f"{where}: the engine was built with {wanted}, and {installed} is installed",
             hint=f"pip install '{wanted.name}=={wanted.version}', or build the artifact again",
         )
-
-
-def physical_cores() -> int:
-    """Count the physical cores that this process may use: hyper-threads share one, a container's quota limits them."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)  # macOS
-    siblings = {_siblings(cpu) for cpu in allowed}
-    return max(1, min(len(siblings), _quota(Path("/sys/fs/cgroup/cpu.max"), len(allowed))))
-
-
-def _siblings(cpu: int) -> str:
-    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-    return topology.read_text() if topology.exists() else str(cpu)
-
-
-def _quota(cpu_max: Path, unlimited: int) -> int:
-    """Read the CPUs that a control group grants: `cpu.max` holds "quota period" in µs, or "max period"."""
-    if not cpu_max.exists():
-        return unlimited
-    quota, period = cpu_max.read_text().split()
-    return unlimited if quota == "max" else max(1, int(quota) // int(period))
