@@ -102,6 +102,34 @@ def test_choices_are_paired_item_by_item_and_clustered_by_document(tmp_path: Pat
     assert worse.read[0] == ("What is 0 and 0?", " no")
 
 
+def test_a_chat_template_asks_in_turns_and_adds_its_own_special_tokens(tmp_path: Path) -> None:
+    from llmforge.measure import harness
+
+    asked: list[bool] = []
+
+    def encode(text: str, special: bool) -> list[int]:
+        asked.append(special)
+        return [ord(letter) for letter in text]
+
+    def render(messages: Sequence[Any]) -> str:
+        return "".join(f"<{message['role'][0]}>{message['content']}" for message in messages) + "<a>"
+
+    side = Knows(right)
+    tokens = harness.TaskTokens(encode, 0, render)
+    harness.measure(harness.TaskRequest((write(tmp_path),), limit=3, few_shot=1), tokens, (side, Keep()), None)
+    context, follows = side.read[0]
+    assert context.endswith("<u>What is 0 and 0?<a>")
+    assert context.count("<u>") == 2, "the example is an earlier turn"
+    assert context.count("<a>") == 2
+    assert follows == "no"
+    assert asked
+    assert not any(asked)
+    begun = Knows(right)
+    task = write(tmp_path, gen_prefix="Answer:")
+    harness.measure(harness.TaskRequest((task,), limit=1), tokens, (begun, Keep()), None)
+    assert begun.read[0][0] == "<u>What is 0 and 0?<a>Answer:"
+
+
 def test_a_limit_and_examples_before_an_item(tmp_path: Path) -> None:
     side = Knows(right)
     (found,) = measure(write(tmp_path), side, limit=3, few_shot=2)
