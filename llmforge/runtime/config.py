@@ -35,6 +35,10 @@ MOST_RANKS = 64  # llmforge/native/collectives.inc
 PLAN_FILE = "model.plan"  # what TensorRT deserializes
 
 
+# What most engines have nothing of, and their files no entry.
+_RARE = {"adapters": (), "plugin": None, "ranks": 1, "kv_blocks": None}
+
+
 def rank_file(rank: int) -> str:
     """Name the graph of a rank, of an engine that has several; the initializers that it alone has are in `….data`."""
     return f"model.rank{rank}.onnx"
@@ -167,14 +171,7 @@ class RuntimeConfig:
     def to_json(self) -> str:
         """Write the file's text: sorted keys, one trailing newline; of what is rare, what there is."""
         plain = dataclasses.asdict(self)
-        if self.kv_blocks is None:
-            del plain["kv_blocks"]
-        if not self.adapters:
-            del plain["adapters"]
-        if self.plugin is None:
-            del plain["plugin"]
-        if self.ranks == 1:
-            del plain["ranks"]
+        plain = {name: value for name, value in plain.items() if name not in _RARE or value != _RARE[name]}
         return json.dumps(plain, indent=2, sort_keys=True) + "\n"
 
     @classmethod
@@ -199,7 +196,7 @@ class RuntimeConfig:
                 hint="build the artifact again, or run it with the llmforge that built it",
             )
         if isinstance(data, dict):
-            data = {"adapters": [], "plugin": None, "ranks": 1, "kv_blocks": None, **data}
+            data = {**_RARE, "adapters": [], **data}
             _require_plugin(data, str(path))
         config = strict_json.read(cls, data, str(path))
         config._check_parts(str(path))
