@@ -69,7 +69,7 @@ class GateOptions:
 @click.option("--recipe", type=PATH, help="With --until-decided: the recipe of ARTIFACT. Default: its own.")
 @click.option(
     "--text", "texts", type=PATH, multiple=True, metavar="FILE.jsonl",
-    help="With --until-decided: more documents, of {id, text}; repeatable.",
+    help="With --until-decided: more documents, {text} or {messages} a line; repeatable.",
 )  # fmt: skip
 @click.option("--max-documents", type=POSITIVE, metavar="N", help="With --until-decided: stop at N documents.")
 @click.option(

@@ -13,7 +13,7 @@ from functools import partial
 
 from llmforge.base import folders
 from llmforge.base.errors import BudgetExceeded
-from llmforge.compile import attribution, texts
+from llmforge.compile import attribution
 from llmforge.compile.state import CompileState, Excess
 from llmforge.gates import relaxed
 from llmforge.gates.decision import Verdict
@@ -32,13 +32,12 @@ def attributed(state: CompileState, excess: Excess) -> Excess:
     lossy = next((each for each in state.lossy_steps if each.number == excess.number), None)
     if lossy is None:
         return excess
-    recipe, checkpoint = state.recipe, state.checkpoint
     state.clock.stage(f"Attribute the excess of {excess.done.name}")
     shares = attribution.layer_shares(
         lossy,
-        texts.of_documents(recipe, checkpoint, state.windows),
+        state.texts.of_documents(),
         state.clock,
-        threads=recipe.engine.threads or physical_cores(),
+        threads=state.recipe.engine.threads or physical_cores(),
     )
     return replace(excess, layers=shares)
 

@@ -22,6 +22,7 @@ from llmforge.compile.lossy_parts import LossyStep
 from llmforge.compile.overlap import Overlap, PendingProof
 from llmforge.compile.preflight import CheckedRecipe
 from llmforge.compile.reuse import Reuse
+from llmforge.compile.texts import BuildTexts
 from llmforge.gates import records, relaxed
 from llmforge.gates.comparison import Previous
 from llmforge.gates.decision import GateResult
@@ -126,6 +127,7 @@ class CompileState:
     digests: StageDigests = field(default_factory=lambda: StageDigests())
     # passes
     calibration: CalibrationResult = field(init=False)
+    texts: BuildTexts = field(init=False)
     windows: Sequence[TokenWindow] = field(init=False)  # of evaluation text
     runs: list[PassRun] = field(default_factory=list)
     adapter_proofs: list[PendingProof[str]] = field(default_factory=list)

@@ -265,7 +265,8 @@ def compare(
         elif release.report.checkpoint.digest != against.report.checkpoint.digest:
             found[name] = OTHER_CHECKPOINT
         elif isinstance(metric.form, OfSums):
-            both = (left, right) if metric.form.source == "text" else document_figures.decoded(*qualities, left)
+            source = metric.form.source
+            both = (left, right) if source == "text" else document_figures.of_source(source, *qualities, left)
             found[name] = _paired(metric.form, here[name], there[name], *both)
         elif isinstance(metric.form, Quantile):
             quantiles[name] = metric.form

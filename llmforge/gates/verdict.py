@@ -205,6 +205,10 @@ def _sums(quality: Quality) -> Iterator[str]:
     kept_once = len({document.document for document in quality.per_token}) == len(quality.per_token)
     if not kept_once or (quality.kept_tokens < quality.tokens <= KEPT_TOKENS):
         yield "quality: tokens of some documents"
+    for chat in quality.per_chat:
+        whole = sums.get(chat.document)
+        if whole is None or not 0 < chat.tokens <= whole.tokens:
+            yield f"quality: answers of {cut(chat.document)}"
     for document in quality.per_token:
         of_document = sums.get(document.document)
         if of_document is None or document.tokens > of_document.tokens:

@@ -35,7 +35,7 @@ from llmforge.recipe.errors import NAME, Problem, collect, describe, meant
 from llmforge.recipe.gates import Gates
 from llmforge.recipe.overrides import apply
 from llmforge.recipe.passes import MOST_PASSES, PassSpec
-from llmforge.recipe.section import TASK_FILES, Contradiction, RecipePath, Section, TargetName, content
+from llmforge.recipe.section import TASK_FILES, Contradiction, RecipePath, Section, TargetName, content, contents
 from llmforge.recipe.serving import ServingSpec
 from llmforge.recipe.validation import ValidationSpec
 from llmforge.rewrite import options, pass_base
@@ -297,9 +297,9 @@ class Recipe(Section):
         if targets.is_file(self.target):
             plain["target"] = content(Path(self.target))
         if self.calibration is not None:
-            plain["calibration"]["data"] = content(self.calibration.data)
+            plain["calibration"]["data"] = contents(self.calibration.data)
         if self.validation.quality is not None:
-            plain["validation"]["quality"]["data"] = content(self.validation.quality.data)
+            plain["validation"]["quality"]["data"] = contents(self.validation.quality.data)
             if (reference := self.validation.quality.reference) is not None:
                 plain["validation"]["quality"]["reference"] = reference.name
         if (latency := self.validation.latency) is not None and latency.trace is not None:

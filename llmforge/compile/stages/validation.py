@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llmforge.backends import BACKENDS, engines
-from llmforge.compile import attribution, budgets, evidence, export_proxy, texts
+from llmforge.compile import attribution, budgets, evidence, export_proxy
 from llmforge.compile.evidence import Evidence, Measurement
 from llmforge.compile.state import CompileState
 from llmforge.compile.tasks import BuildCacheAnswers
@@ -83,7 +83,7 @@ def _attribute(state: CompileState) -> Attribution | None:
     return attribution.measure(
         state.traced,
         state.lossy_steps,
-        texts.of_documents(recipe, checkpoint, state.windows),
+        state.texts.of_documents(),
         state.clock,
         memory=attribution.memory_of(
             state.target,
