@@ -43,7 +43,9 @@ def _expected(parts: list[str], made: Mapping[str, Any]) -> Iterator[tuple[str, 
     shapes = _of_layer(made)
     if "num_experts" in made:
         parts = [*parts, "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"]
-    biases = _WITH_BIASES if made["model_type"] == "qwen2" else _ATTENTION if made.get("attention_bias") else ()
+    biases: tuple[str, ...] = (
+        _WITH_BIASES if made["model_type"] == "qwen2" else _ATTENTION if made.get("attention_bias") else ()
+    )
     biases += _MLP if made.get("mlp_bias") else ()
     yield "token_embd.weight", (made["vocab_size"], made["hidden_size"])
     yield "output_norm.weight", (made["hidden_size"],)
