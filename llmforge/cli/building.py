@@ -141,6 +141,7 @@ class BuildOptions:
 
     out: Path
     defer: bool
+    publish_failed: bool
     pending: Path | None  # the artifact whose engine is to be built
     matrix: Path | None
     address: str | None
@@ -177,6 +178,11 @@ class BuildOptions:
     help="Override a recipe value, such as engine.max_context=512; repeatable. Values are YAML; paths are relative to "
     "the recipe.",
 )  # fmt: skip
+@click.option(
+    "--publish-failed", is_flag=True,
+    help="Publish the artifact even if passes exceed their budgets, with verdict FAIL: `run` and `serve` refuse it "
+    "without --allow fail. Not after any other failed proof.",
+)  # fmt: skip
 @click.option("--no-cache", is_flag=True, help="Reuse nothing of earlier builds, and keep nothing for later ones.")
 @click.option(
     "--cache-size", type=NATURAL, metavar="BYTES",
@@ -208,7 +214,7 @@ def build(recipe: Path | None, options: BuildOptions) -> None:
     if options.matrix is not None:
         if recipe is not None:
             raise UsageError("RECIPE cannot be used with --matrix", hint="name it in the matrix: `recipe: FILE.yaml`")
-        refuse_given("--matrix", "defer", "pending", "trace", "runtimes")
+        refuse_given("--matrix", "defer", "publish_failed", "pending", "trace", "runtimes")
         of_matrix = record(farming.MatrixOptions, vars(options))
         farming.build_matrix(options.matrix, of_matrix, options.cache.arguments())
         return
@@ -217,7 +223,7 @@ def build(recipe: Path | None, options: BuildOptions) -> None:
     process.keep_freed_memory()
     process.collect_rarely()
     if options.pending is not None:  # it goes to where its artifact is, and is not deferred again
-        refuse_given("--finish", "out", "defer", "no_cache", "cache_size", "runtimes", *_REMOTE)
+        refuse_given("--finish", "out", "defer", "publish_failed", "no_cache", "cache_size", "runtimes", *_REMOTE)
     options.cache.check()
     if options.trace is not None:
         output.check_file(options.trace, ".json")
@@ -272,7 +278,16 @@ def _built(path: Path, options: BuildOptions) -> BuildResult:
             from llmforge.compile import pipeline
 
         runtimes = dict(options.runtimes)
-        return pipeline.build(recipe, options.out, progress, kept, pythons=runtimes, checked=checked, overlap=overlap)
+        return pipeline.build(
+            recipe,
+            options.out,
+            progress,
+            kept,
+            pythons=runtimes,
+            checked=checked,
+            overlap=overlap,
+            publish_failed=options.publish_failed,
+        )
 
 
 def _finished(pending: Path, path: Path | None, options: BuildOptions) -> BuildResult:

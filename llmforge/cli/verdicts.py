@@ -49,9 +49,12 @@ def end_of(
     from llmforge.gates.decision import Verdict, overall
 
     verdict = report.verdict if gates is None else overall(gates)
+    excesses = report.excesses if gates is None else ()
     pending = report.engine.pending
     ended = "the engine is not built yet" if pending else "a gate is inconclusive"
     if verdict is Verdict.FAIL:
-        ended = "a gate failed"
-    of_verdict = [gate.explanation for gate in (report.gates if gates is None else gates) if gate.verdict is verdict]
+        ended = "a pass exceeds its budget" if excesses else "a gate failed"
+    of_verdict = [*excesses] + [
+        gate.explanation for gate in (report.gates if gates is None else gates) if gate.verdict is verdict
+    ]
     end(verdict, [ended, *of_verdict], artifact=artifact, pending=pending, failed=hint, undecided=hint)
