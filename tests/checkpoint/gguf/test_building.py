@@ -22,7 +22,7 @@ from llmforge.quantization.grids import Grid, dequantize, round_to_nearest
 
 from ...models import smollm2, zoo
 from ...models.checkpoints import write_checkpoint
-from ...models.gguf_files import F16, F32, Q4_0, Q4_1, Q8_0, write
+from ...models.gguf_files import F16, F32, Q4_0, Q4_1, Q8_0, Tensor, write
 
 
 def test_a_traced_file_computes_what_its_checkpoint_does(tmp_path: Path) -> None:
@@ -93,6 +93,25 @@ def test_only_blocks_count_as_codes(tmp_path: Path) -> None:
         write(tmp_path / "hf", file, kind=kind)
         settings = read_settings(file)
         assert (source.described(settings, file), source.grid_of(settings, file)) == (said, grid)
+
+
+def test_levels_of_iq4_are_kept_as_codes_of_8_bits(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "hf")
+    drawn = np.random.default_rng(0).integers(0, 256, (64 * 2, 18), np.uint8)
+    drawn[:, :2] = np.array([0.03125], np.float16).view(np.uint8)
+    drawn[3, :2] = 0  # a block of zeros
+
+    def as_iq4(tensor: Tensor) -> Tensor:
+        name, shape, _, _ = tensor
+        return (name, shape, 20, drawn.tobytes()) if name == "blk.0.attn_output.weight" else tensor
+
+    write(tmp_path / "hf", tmp_path / "m.gguf", change=lambda tensors: [as_iq4(each) for each in tensors])
+    tensor = Checkpoint.open(tmp_path / "m.gguf").tensors["model.layers.0.self_attn.o_proj.weight"]
+    assert isinstance(tensor, GgufTensor)
+    held = tensor.codes()
+    assert held.grid == Grid(8, 32, True, "fp16")
+    assert len(np.unique(held.codes)) == 17  # 16 levels, and that of 0
+    assert (dequantize(held) == tensor.dequantize()).all()
 
 
 def built(folder: Path, checkpoint: str, backend: str, options: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
