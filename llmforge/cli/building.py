@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llmforge import backends
-from llmforge.base import extras, folders, process
+from llmforge.base import extras, process
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import farming, output, verdicts
 from llmforge.cli.caching import connect, remote_option
@@ -33,6 +33,7 @@ from llmforge.cli.parameters import (
     require_given,
     runtime_option,
 )
+from llmforge.runtime.artifact_files import TEMPLATE_FILE
 
 if TYPE_CHECKING:
     from llmforge.cache.remote import Remote
@@ -56,9 +57,7 @@ def _resumable(*, kept: bool) -> Iterator[None]:
 
 def _next_steps(artifact: Path, engine: EngineRecord) -> Iterator[str]:
     """Say what one does with an artifact whose gates passed."""
-    name = shlex.quote(output.here(artifact))
-    if artifact.parent.parent == folders.artifacts().absolute():
-        name = f"{artifact.parent.name}/{artifact.name}"
+    name = output.called(artifact)
     if engine.pending:
         yield f"next, on the target: llmforge build --finish {name} RECIPE"
         return
@@ -66,7 +65,8 @@ def _next_steps(artifact: Path, engine: EngineRecord) -> Iterator[str]:
     if foreign is not None:
         yield f"next: {foreign.serve.format(engine=shlex.quote(output.here(artifact / 'engine')))}"
     else:
-        yield f'next: llmforge run {name} "PROMPT"'
+        chats = (artifact / "tokenizer" / TEMPLATE_FILE).exists()
+        yield f"next: llmforge run {name} " + ("--chat" if chats else '"PROMPT"')
     yield f"      llmforge gate {name}"
     yield f"      llmforge triton {name} -o models"
 
@@ -265,7 +265,7 @@ def _built(path: Path, options: BuildOptions) -> BuildResult:
         console.say(f"note: {renamed}; `llmforge migrate {recipe.path}` rewrites the recipe")
     if recipe.snapshot is not None:
         console.say(f"fetching {recipe.snapshot.repository} at {recipe.snapshot.commit[:12]}")
-    checked = check_recipe(recipe, options.out)
+    checked = replace(check_recipe(recipe, options.out), publish_failed=options.publish_failed)
     for note in checked.notes:
         console.say(f"note: {note}")
     expected = request.expected_stages(recipe)
@@ -286,7 +286,6 @@ def _built(path: Path, options: BuildOptions) -> BuildResult:
             pythons=runtimes,
             checked=checked,
             overlap=overlap,
-            publish_failed=options.publish_failed,
         )
 
 
@@ -298,12 +297,15 @@ def _finished(pending: Path, path: Path | None, options: BuildOptions) -> BuildR
     from llmforge.cli import console
     from llmforge.recipe import Recipe
 
-    recipe = None
+    recipe, expected = None, []
     if path is not None:
+        from llmforge.planning import request
+
         recipe = Recipe.load(path, options.overrides)
         recipe.instantiate(passes.ALL)  # a recipe that is wrong says so before anything else is read
+        expected = request.expected_stages(recipe)
     with (
-        console.traced("build", quiet=options.quiet, trace=options.trace) as progress,
+        console.traced("build", quiet=options.quiet, trace=options.trace, expected=expected) as progress,
         _resumable(kept=False),
     ):
         progress.stage("Load llmforge")

@@ -151,9 +151,10 @@ def _end(judged: Judgement, artifact: Path) -> None:
     if "repetitions" in samples:
         ways.append("time both more often: llmforge gate --repetitions N")
     if "documents" in samples or not samples:
-        ways.append("measure more documents: llmforge gate --until-decided")
+        ways.append("measure more documents: llmforge gate --until-decided --text MORE.jsonl")
+    failed = "other limits: llmforge gate --gates FILE.yaml; what it lost, and where: llmforge bisect ARTIFACT"
     verdicts.end(
-        judged.verdict, [release_text.headline(judged)], artifact=artifact, pending=judged.pending, failed=None,
+        judged.verdict, [release_text.headline(judged)], artifact=artifact, pending=judged.pending, failed=failed,
         undecided="; ".join(ways) or None,
     )  # fmt: skip
 

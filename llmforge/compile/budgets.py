@@ -49,7 +49,8 @@ def settle(state: CompileState) -> None:
     Raises:
         BudgetExceeded: it is not to be published so.
     """
-    if state.excesses and not state.publish_failed:
+    if state.excesses and not state.checked.publish_failed:
+        state.clock.stage("Check budgets")
         raise BudgetExceeded(_said(state), settings=_settings(state), hint=_hint(state))
 
 

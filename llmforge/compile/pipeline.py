@@ -42,15 +42,14 @@ def build(
     pythons: Mapping[RuntimeName, Path] | None = None,
     checked: CheckedRecipe | None = None,
     overlap: Overlap | None = None,
-    publish_failed: bool = False,
 ) -> BuildResult:
     """Build what `recipe` describes and publish it as `out/<name>/<version>`; without `measure` nothing is measured.
 
     What an earlier build, or one that was killed, left in the `cache` is not computed again; None: nothing is reused.
     Other runtimes that the recipe names are imported by the Pythons of `pythons`, else by this one. `checked` is the
     recipe where it was checked already, and `overlap` has what was started for this build before; it is ended.
-    A failed gate does not stop publication: the artifact says so itself, and so does `gates.verdict`. Nor do, with
-    `publish_failed`, passes that exceed their budgets.
+    A failed gate does not stop publication: the artifact says so itself, and so does `gates.verdict`. Nor do passes
+    that exceed their budgets, where `checked` says so.
 
     Raises:
         ForgeError: anything that keeps the artifact from being built; nothing that looks finished is left behind.
@@ -63,7 +62,7 @@ def build(
     overlap = overlap or Overlap()
     frontend = overlap.chosen_frontend(recipe, checked.steps, measure=measure)
     with artifact.staging(out, recipe.name) as staging, overlap, Hashing(staging) as hashing:
-        state = CompileState(staging, checked.target, clock, hashing, publish_failed)
+        state = CompileState(staging, checked.target, clock, hashing)
         state.checked, state.interpreters, state.overlap = checked, others, overlap
         with reuse.opened(cache, staging, clock, frontend) as state.reuse, overlap.proofs:
             open_checkpoint(state)

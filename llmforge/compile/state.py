@@ -107,7 +107,6 @@ class CompileState:
     target: Target
     clock: Clock  # counts stages, and shows them
     hashing: Hashing
-    publish_failed: bool = False  # with verdict FAIL, where nothing but budgets was exceeded
     notes: list[str] = field(default_factory=list)  # for the report
 
     # recipe

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
+from llmforge.gates import verdict
 from llmforge.gates.decision import GateResult, Verdict
+from llmforge.gates.records import Report
 from llmforge.metrics import catalog
 from llmforge.recipe import GateSpec
 
@@ -45,6 +48,28 @@ def settings(specs: Mapping[str, GateSpec], moved: Mapping[str, GateSpec]) -> tu
         for name, limit in spec.limits.items()
         if specs[metric].limits.get(name) != limit
     )
+
+
+def ways(report: Report, artifact: str) -> tuple[str, ...]:
+    """Say what changes the verdict of an artifact whose gates failed or are undecided, a way in each line."""
+    specs: dict[str, GateSpec] = {}
+    for gate in report.gates:
+        limits = specs[gate.metric].limits if gate.metric in specs else {}
+        specs[gate.metric] = GateSpec.model_validate({**limits, gate.bound: gate.limit})
+    moved = gates(
+        specs, report.gates, partial(verdict.judge, measured=report.measured, unmeasured=report.engine.unmeasured)
+    )
+    found = []
+    undecided = [each for each in report.gates if each.verdict is Verdict.INCONCLUSIVE and each.measured is not None]
+    if any(each.measured.of == "documents" for each in undecided if each.measured is not None):
+        found.append(f"measure more documents: llmforge gate {artifact} --until-decided --text MORE.jsonl")
+    counts = [each.samples_needed or 0 for each in undecided if each.measured and each.measured.of == "repetitions"]
+    if any(counts):
+        found.append(f"time more often: --set validation.latency.repetitions={max(counts)}")
+    if moved:
+        accepted = " ".join(f"--set {setting}" for setting in settings(specs, moved))
+        found.append(f"accept what was measured: build with {accepted}")
+    return tuple(found)
 
 
 def _limit(result: GateResult) -> float | None:

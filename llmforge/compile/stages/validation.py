@@ -37,7 +37,9 @@ def validate(state: CompileState, *, measure: bool) -> None:
 def _measure(state: CompileState) -> Evidence:
     recipe, windows, threads = state.recipe, state.windows, state.recipe.engine.threads or physical_cores()
     spec, interpreters = recipe.validation, state.interpreters
-    if state.excesses and not state.publish_failed:  # the message has quality beside the budgets; nothing else ships
+    if (
+        state.excesses and not state.checked.publish_failed
+    ):  # the message has quality beside the budgets; nothing else ships
         spec, interpreters = spec.model_copy(update={"latency": None, "tasks": None}), ()
     with _proxy(state) as proxy:
         asked = Measurement(
