@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _BLOCKS = "blocks"  # the one part of a parameter
 # Types whose scales are stored in fp16; of others they are products, which fp16 does not hold.
-_FP16_SCALES = ("Q4_0", "Q5_0", "Q8_0")
+_FP16_SCALES = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL")
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class GgufTensor(QuantizedTensor):
         return values - values.dtype.type(1) if self.minus_one else values
 
     def grid(self) -> Grid:
-        """Return the grid of types that have no minima: Q4_0, Q5_0, Q8_0, Q3_K, Q6_K."""
+        """Return the grid of types that have no minima; of IQ4_NL and IQ4_XS the 8 bits that hold their levels."""
         from llmforge.quantization.grids import Grid
 
         found = blocks.CODES.get(self.kind.name)
@@ -87,8 +87,6 @@ def _scale(kind: str) -> Scale:
 def _why_not(kind: BlockType) -> str:
     if not kind.quantized:
         return "plain numbers"
-    if kind.name == "IQ4_NL":
-        return "whose levels are not evenly spaced"
     return "whose blocks have a minimum that is no multiple of their scale"
 
 
