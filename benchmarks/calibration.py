@@ -28,6 +28,7 @@ from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint, text
 from llmforge.checkpoint.documents import read_documents
 from llmforge.checkpoint.text import TokenWindow
+from llmforge.compile import texts
 from llmforge.quantization import rounding
 from llmforge.quantization.grids import Grid
 from llmforge.quantization.methods import gptq
@@ -145,7 +146,7 @@ def drawn(
 ) -> tuple[list[TokenWindow], list[TokenWindow]]:
     """Draw windows of so many tokens together, and those that are held out."""
     documents = read_documents(model_size.SAMPLE / "calibration.jsonl")
-    pool = text.windows(checkpoint.tokenizer, documents, length, checkpoint.bos_token_id)
+    pool = texts.windows_of(checkpoint, documents, length)
     apart: list[TokenWindow] = []
     if held:
         names = list(dict.fromkeys(window.document for window in pool))

@@ -7,6 +7,7 @@ from llmforge.checkpoint.folder import (
     Checkpoint,
     Configuration,
     Geometry,
+    find_chat_template,
     load_config,
     read_settings,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "Checkpoint",
     "Configuration",
     "Geometry",
+    "find_chat_template",
     "folder_of",
     "load_config",
     "read_settings",

@@ -530,9 +530,21 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
         )
     data = read_small(file)
     try:
-        return Tokenizer.from_buffer(data)
+        tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # tokenizers raises nothing more specific
         raise CheckpointError(f"{file}: tokenizers cannot read it: {error}") from error
+    tokenizer.no_truncation()  # which a file may ask for; serving does without, too
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def find_chat_template(folder: Path) -> str | None:
+    """Find the chat template of the checkpoint in `folder`; None: it has none.
+
+    Raises:
+        CheckpointError: a file cannot be read, or is damaged.
+    """
+    return _chat_template(folder, _read_optional(folder / TOKENIZER_CONFIG))
 
 
 def _chat_template(folder: Path, tokenizer_settings: Mapping[str, Any]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from llmforge.base import extras
-from llmforge.base.errors import UsageError
+from llmforge.base.errors import DataError, UsageError
 from llmforge.base.wording import shown
 from llmforge.cli import building, output, serving
 from llmforge.cli.hub import REVISION, on_hub
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _GOALS = ("latency", "throughput", "size", "quality")
 _TEXTS = ("calibration.jsonl", "evaluation.jsonl")
+_CHATS = tuple(f"chat-{file}" for file in _TEXTS)  # besides, where there is a chat template
 _NOTICE = "NOTICE"
 _PLAIN = re.compile(r"[\w./~+-]+")  # needs no quotes in YAML
 
@@ -104,7 +105,7 @@ class ShippedRecipe(click.ParamType[str]):
 @click.option("--name", metavar="NAME", help="Name of the artifacts. Defaults to that of the checkpoint's folder.")
 @click.option(
     "--calibration", type=PATH, metavar="FILE.jsonl",
-    help="Calibration text, one {id, text} per line. Defaults to text that ships with llmforge.",
+    help="Calibration text, one {text} or {messages} per line. Defaults to text that ships with llmforge.",
 )  # fmt: skip
 @click.option("--evaluation", type=PATH, metavar="FILE.jsonl", help="Evaluation text; must not overlap --calibration.")
 @click.option("--like", type=ShippedRecipe(), metavar="NAME", help="Copy a recipe that ships with llmforge instead.")
@@ -239,11 +240,12 @@ def write(checkpoint: Path, asked: StartOptions) -> Path:
 
     Raises:
         UsageError: the recipe is there, or other text where that which ships would be.
+        DataError: a text that is given cannot be used; the message names file and line.
         UnsupportedError, CheckpointError: there is nothing to write.
     """
     from llmforge import recipes
     from llmforge.artifact.sealed import is_name
-    from llmforge.checkpoint import read_settings
+    from llmforge.checkpoint import find_chat_template, folder_of, read_settings
     from llmforge.recipe import Recipe
 
     if asked.name is not None and not is_name(asked.name):
@@ -256,13 +258,16 @@ def write(checkpoint: Path, asked: StartOptions) -> Path:
     if (asked.calibration is None) != (asked.evaluation is None):
         raise UsageError("--calibration and --evaluation require each other", hint="they must not overlap")
     snapshot = on_hub(checkpoint, asked.revision)
-    given = {"checkpoint": _beside(checkpoint, path), **_texts(asked, path)}
+    given = {"checkpoint": _beside(checkpoint, path)}
     if snapshot is not None:
         checkpoint, pinned = snapshot.folder, "" if asked.revision is None else f"\nrevision: '{asked.revision}'"
         given["checkpoint"] = f"{snapshot.repository}{pinned}"
     if asked.target:
         given["target"] = _target(asked.target, path)
     read_settings(checkpoint.absolute())  # refused before anything is written
+    has_template = find_chat_template(folder_of(checkpoint.absolute())) is not None
+    chats = _CHATS if has_template and asked.like is None else ()
+    given |= _texts(asked, path, chats, has_template=has_template)
     if asked.like is not None:
         shipped = (recipes.FOLDER / f"{asked.like}.yaml").read_text(encoding="utf-8")
         text = _adapted(shipped.replace(f"recipes/{asked.like}.yaml", path.name), {"name": name, **given})
@@ -270,17 +275,37 @@ def write(checkpoint: Path, asked: StartOptions) -> Path:
         text = _chosen(checkpoint, asked, name, given)
     with output.writing(path):
         if asked.calibration is None:
-            _copy_texts(recipes.TEXT, path.parent / "text")
+            _copy_texts(recipes.TEXT, path.parent / "text", chats)
         path.write_text(text, encoding="utf-8")
     Recipe.load(path)
     return path
 
 
-def _texts(asked: StartOptions, path: Path) -> dict[str, str]:
-    """Name the two texts as a recipe at `path` has them."""
-    if asked.calibration is None or asked.evaluation is None:
-        return {Path(file).stem: _beside(path.parent / "text" / file, path) for file in _TEXTS}
-    return {"calibration": _beside(asked.calibration, path), "evaluation": _beside(asked.evaluation, path)}
+def _texts(asked: StartOptions, path: Path, chats: Sequence[str], *, has_template: bool) -> dict[str, str]:
+    """Name the two texts as a recipe at `path` has them; of those that ship, `chats` come first.
+
+    Raises:
+        DataError: text that is given cannot be read, is in both, or has chats where no template writes them.
+    """
+    if asked.calibration is not None and asked.evaluation is not None:
+        _check_texts(asked.calibration, asked.evaluation, has_template=has_template)
+        return {"calibration": _beside(asked.calibration, path), "evaluation": _beside(asked.evaluation, path)}
+    found = {}
+    for number, file in enumerate(_TEXTS):
+        files = [_beside(path.parent / "text" / each, path) for each in (*chats[number : number + 1], file)]
+        found[Path(file).stem] = files[0] if len(files) == 1 else f"[{', '.join(files)}]"
+    return found
+
+
+def _check_texts(calibration: Path, evaluation: Path, *, has_template: bool) -> None:
+    """Refuse text that a build would refuse."""
+    from llmforge.checkpoint import documents, text
+
+    seen, measured = documents.read_documents(calibration), documents.read_documents(evaluation)
+    documents.refuse_overlap(seen, measured)
+    first = next((each for each in (*seen, *measured) if each.is_chat), None)
+    if first is not None and not has_template:
+        raise DataError(f"{first.where}: a chat, and the checkpoint has no chat template", hint=text.NO_TEMPLATE)
 
 
 def _target(target: str, path: Path) -> str:
@@ -329,10 +354,10 @@ def _adapted(recipe: str, given: Mapping[str, str]) -> str:
     return recipe.replace(" ../", f" {recipes.FOLDER.parent}/").replace("[../", f"[{recipes.FOLDER.parent}/")
 
 
-def _copy_texts(shipped: Path, folder: Path) -> None:
+def _copy_texts(shipped: Path, folder: Path, chats: Sequence[str]) -> None:
     """Copy the text that ships with llmforge; what is there already must be the same."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (*_TEXTS, _NOTICE):
+    for name in (*chats, *_TEXTS, _NOTICE):
         content, file = (shipped / name).read_bytes(), folder / name
         if not file.exists():
             file.write_bytes(content)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from llmforge.base.errors import CheckpointError
 from llmforge.checkpoint import Checkpoint
 from llmforge.recipe import Recipe
-from llmforge.serving.chat import ChatTemplate
-from llmforge.serving.protocol import tool_prompt
 
 
 def check(recipe: Recipe) -> None:
@@ -16,6 +14,8 @@ def check(recipe: Recipe) -> None:
         InputError: it cannot be read, is too large or not UTF-8, or has a syntax error.
     """
     if recipe.chat_template is not None:
+        from llmforge.serving.chat import ChatTemplate  # brings ONNX Runtime, for which a recipe is not to wait
+
         ChatTemplate.of_file(recipe.chat_template, {})
 
 
@@ -27,6 +27,9 @@ def choose(recipe: Recipe, checkpoint: Checkpoint) -> list[str]:
         CheckpointError: there is no template to add it to.
         EnvironmentLacks: no process can be started to render.
     """
+    from llmforge.serving.chat import ChatTemplate
+    from llmforge.serving.protocol import tool_prompt
+
     notes, file = [], recipe.chat_template
     if file is not None:
         checkpoint.chat_template = ChatTemplate.of_file(file, checkpoint.special_tokens).source

@@ -35,6 +35,7 @@ from llmforge.measure.runtimes import Interpreter
 from llmforge.measure.scoring import AnswerCache, TaskRequest
 from llmforge.measure.streamed_baseline import StreamedBaseline
 from llmforge.measure.tasks import TaskEngine
+from llmforge.metrics import quality_metrics
 from llmforge.metrics.adapters import AdapterQuality
 from llmforge.metrics.agreement import RuntimeName, RuntimeRun
 from llmforge.metrics.latency import Latency
@@ -308,7 +309,10 @@ class _Measuring:
                     logits, title = other.logits, other.title
                 provider = of_provider(asked.engine.config.provider).name
                 self.notes.append(export_proxy.note(provider, self.runner.config, title))
-            return self._recipe_quality.compare(logits, expected, compared)
+            moved = self._recipe_quality.compare(logits, expected, compared)
+            if (apart := quality_metrics.answers_apart(moved)) is not None:
+                self.notes.append(f"quality: {apart}")
+            return moved
 
     def _whole(self, baseline: Baseline | StreamedBaseline | None) -> Baseline | None:
         """Take the baseline that takes turns with the artifact; None, with a note: it does not fit into memory."""

@@ -17,11 +17,13 @@ from llmforge.backends.pending import Pending
 from llmforge.base.errors import UsageError
 from llmforge.base.progress import Progress, Silent
 from llmforge.checkpoint import Checkpoint
-from llmforge.compile import evidence, lock, texts
+from llmforge.compile import chat_template, evidence, lock
+from llmforge.compile.answered import answering
 from llmforge.compile.evidence import Clock, Evidence, Measurement
 from llmforge.compile.stages.artifact import publish
 from llmforge.compile.stages.gates import judge_gates
 from llmforge.compile.state import BuildResult, CompileState, ReportFacts
+from llmforge.compile.texts import BuildTexts
 from llmforge.gates import confirmed, records
 from llmforge.measure import machine
 from llmforge.measure.footprint import BytesRead
@@ -101,6 +103,7 @@ def measure(
         missing = "no recipe was given to measure it with"
         return Evidence(None, None, None, engines.why_not_run(target) or missing)
     checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
+    chat_template.choose(recipe, checkpoint)
     asked = Measurement(
         staging,
         engine,
@@ -108,7 +111,7 @@ def measure(
         spec=recipe.validation,
         target=target,
         checkpoint=checkpoint,
-        windows=texts.evaluation_windows(recipe, checkpoint),
+        windows=BuildTexts(recipe, checkpoint, (), answering(), progress).evaluation,
         threads=physical_cores(),
         ranks=engines.devices(target, waiting.spec),
         adapters=recipe.apart,

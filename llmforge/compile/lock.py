@@ -155,8 +155,8 @@ def gather(
     spec, quality = recipe.calibration, recipe.validation.quality
     calibrated = spec is not None and any(stage.name == CALIBRATION for stage in stages.done)
     texts = [
-        *([_text("calibration", spec.data)] if spec is not None else []),
-        *([_text("evaluation", quality.data)] if quality is not None else []),
+        *(_text("calibration", path) for path in (spec.data if spec is not None else ())),
+        *(_text("evaluation", path) for path in (quality.data if quality is not None else ())),
     ]
     return Lock(
         recipe=dict(resolved),

@@ -13,7 +13,7 @@ import psutil
 from llmforge.artifact import versions
 from llmforge.base import extras, resources
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
-from llmforge.checkpoint import CONFIG, CONTEXTS, folder_of, read_settings
+from llmforge.checkpoint import CONFIG, CONTEXTS, find_chat_template, folder_of, read_settings
 from llmforge.checkpoint.shards import read_headers, weight_files
 from llmforge.compile import chat_template, reference, texts
 from llmforge.planning import request, source
@@ -36,6 +36,7 @@ class CheckedRecipe:
     target: Target
     out: Path  # the folder of artifacts
     notes: tuple[str, ...] = ()  # what is tight, or has changed since the artifact before
+    publish_failed: bool = False  # it is to be published with verdict FAIL, where nothing but budgets is exceeded
 
 
 def check(recipe: Recipe) -> None:
@@ -59,6 +60,7 @@ def check(recipe: Recipe) -> None:
     reference.check(recipe)
     recipe.fetched()  # the last check needs the weights, which may have to be downloaded
     read_headers(folder, weight_files(folder))
+    texts.check_template(recipe, recipe.chat_template or find_chat_template(folder))
 
 
 def check_source(recipe: Recipe, steps: Sequence[Pass]) -> None:

@@ -22,13 +22,15 @@ from llmforge.backends.engines import BuiltEngine
 from llmforge.base.errors import DataError, EnginePending, UnsupportedError, UsageError
 from llmforge.base.progress import Progress, Silent
 from llmforge.cache import Cache
-from llmforge.checkpoint import Checkpoint, documents, text
+from llmforge.checkpoint import Checkpoint, documents
 from llmforge.checkpoint.text import TokenWindow
-from llmforge.compile import evidence, finishing, reference, texts
+from llmforge.compile import chat_template, evidence, finishing, reference
+from llmforge.compile.answered import answering
 from llmforge.compile.evidence import Clock, Measurement
 from llmforge.compile.reuse import opened as opened_cache
 from llmforge.compile.state import BuildResult
 from llmforge.compile.tasks import BuildCacheAnswers
+from llmforge.compile.texts import BuildTexts
 from llmforge.gates import comparison, confirmed, decision, records, release, verdict
 from llmforge.gates.decision import GateResult, Verdict
 from llmforge.gates.records import Report
@@ -96,13 +98,13 @@ def validate(
         raise UnsupportedError(f"{path}: cannot be measured here: {reason}")
     others = _others(recipe, target, pythons or {})
     read = _read_by_a_step(path, recipe, before)
-    found = evidence.measure(_measurement(opened, recipe, target, read, others), progress)
+    found = evidence.measure(_measurement(opened, recipe, target, read, others, progress), progress)
     engine = before.engine.model_copy(update={"unmeasured": found.unmeasured})
     kept_tasks = tasks.merge(before.tasks, found.tasks)  # of `llmforge eval`
     judged = replace(found, tasks=kept_tasks).judge(subject.sealed_limits, engine, before.checkpoint)
     here = machine.describe()
     changed = {
-        **_judged(judged),
+        **_judged(judged, before.passes),
         "quality": found.quality,
         "quality_baseline": found.baseline,
         "latency": found.latency,
@@ -133,10 +135,16 @@ def _read_by_a_step(path: Path, recipe: Recipe, before: Report) -> BytesRead:
 
 
 def _measurement(
-    opened: Artifact, recipe: Recipe, target: Target, read: BytesRead, others: tuple[Interpreter, ...]
+    opened: Artifact,
+    recipe: Recipe,
+    target: Target,
+    read: BytesRead,
+    others: tuple[Interpreter, ...],
+    progress: Progress,
 ) -> Measurement:
     """Ask for what the recipe of a published artifact asks for."""
     checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
+    chat_template.choose(recipe, checkpoint)
     folder = opened.path / "engine"
     size_bytes = MeasuredArtifact.of(opened).report.engine.size_bytes
     return Measurement(
@@ -146,7 +154,7 @@ def _measurement(
         spec=recipe.validation,
         target=target,
         checkpoint=checkpoint,
-        windows=texts.evaluation_windows(recipe, checkpoint),
+        windows=BuildTexts(recipe, checkpoint, (), answering(), progress).evaluation,
         threads=recipe.engine.threads or physical_cores(),
         ranks=engines.devices(target, recipe.engine),
         interpreters=others,
@@ -154,11 +162,11 @@ def _measurement(
     )
 
 
-def _judged(gates: tuple[GateResult, ...]) -> dict[str, Any]:
+def _judged(gates: tuple[GateResult, ...], passes: Sequence[records.PassRecord]) -> dict[str, Any]:
     """Give what changes in a report whose gates were decided again; it is published as one more record."""
     return {
         "created": datetime.now(UTC).replace(microsecond=0).isoformat(),
-        "verdict": decision.overall(gates),
+        "verdict": records.overall(gates, passes),
         "gates": gates,
         "files": {},
         "previous": None,
@@ -240,7 +248,7 @@ def evaluate(
     judged = verdict.judge(subject.sealed_limits, measured, before.engine.unmeasured)
     notes = tuple(dict.fromkeys((*before.notes, *skipped)))
     progress.stage("Publish")
-    report = before.model_copy(update={**_judged(judged), "tasks": every, "notes": notes})
+    report = before.model_copy(update={**_judged(judged, before.passes), "tasks": every, "notes": notes})
     return Evaluated(found, skipped, _add(opened, report))
 
 
@@ -274,8 +282,9 @@ def decide(
         runners.append(load_runner(side.opened.path, threads=threads))
     ours, theirs = _recorded(asked.release, asked.against)
     checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
+    chat_template.choose(recipe, checkpoint)
     known = {each.document for side in sides for each in _documents(side)}
-    pool = [group for group in _further(recipe, checkpoint, more) if group[0].document not in known]
+    pool = [group for group in _further(recipe, checkpoint, more, progress) if group[0].document not in known]
     total = min(len(ours) + len(pool), most or len(ours) + len(pool))
     if total <= len(ours):
         raise DataError(
@@ -325,18 +334,19 @@ def _documents(side: MeasuredArtifact) -> Sequence[DocumentSums]:
     return () if side.report.quality is None else side.report.quality.per_document
 
 
-def _further(recipe: Recipe, checkpoint: Checkpoint, more: Sequence[Path]) -> list[list[TokenWindow]]:
+def _further(
+    recipe: Recipe, checkpoint: Checkpoint, more: Sequence[Path], progress: Progress
+) -> list[list[TokenWindow]]:
     """Cut every document of the recipe's text, and of `more`, into windows; a list for each document."""
     spec = recipe.validation.quality
     assert spec is not None
-    calibration = documents.read_documents(recipe.calibration.data) if recipe.calibration else []
+    texts = BuildTexts(recipe, checkpoint, (), answering(), progress)
+    read = [document for file in documents.read_all([*spec.data, *more]) for document in file]
+    documents.refuse_overlap([document for file in texts.calibration_documents for document in file], read)
     groups: dict[str, list[TokenWindow]] = {}
-    for path in (spec.data, *more):
-        read = documents.read_documents(path)
-        documents.refuse_overlap(calibration, read)
-        for window in text.windows(checkpoint.tokenizer, read, spec.context, checkpoint.bos_token_id):
-            if len(window.ids) > 1:
-                groups.setdefault(window.document, []).append(window)
+    for window in texts.further(read, spec.context):
+        if len(window.ids) > 1:
+            groups.setdefault(window.document, []).append(window)
     return list(groups.values())
 
 

@@ -78,9 +78,9 @@ def write(recipe: Recipe, replaced: Mapping[int, Sequence[Entry]], path: Path) -
     if targets.is_file(recipe.target):
         plain["target"] = _relative(Path(recipe.target), folder)
     if recipe.calibration is not None:
-        plain["calibration"]["data"] = _relative(recipe.calibration.data, folder)
+        plain["calibration"]["data"] = _all_relative(recipe.calibration.data, folder)
     if recipe.validation.quality is not None:
-        plain["validation"]["quality"]["data"] = _relative(recipe.validation.quality.data, folder)
+        plain["validation"]["quality"]["data"] = _all_relative(recipe.validation.quality.data, folder)
     if (latency := recipe.validation.latency) is not None and latency.trace is not None:
         plain["validation"]["latency"]["workloads"]["trace"]["data"] = _relative(latency.trace.data, folder)
     if recipe.validation.tasks is not None:
@@ -93,6 +93,11 @@ def write(recipe: Recipe, replaced: Mapping[int, Sequence[Entry]], path: Path) -
     stream = io.StringIO()
     yaml.dump(plain, stream)
     path.write_text(stream.getvalue(), encoding="utf-8")
+
+
+def _all_relative(paths: Sequence[Path], folder: Path) -> str | list[str]:
+    found = [_relative(path, folder) for path in paths]
+    return found if len(found) > 1 else found[0]
 
 
 def _relative(path: Path, folder: Path) -> str:

@@ -16,11 +16,13 @@ from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import Adapter
 from llmforge.checkpoint.text import TokenWindow
-from llmforge.compile import dry_run, finishing, lock, preflight, reuse, texts
+from llmforge.compile import chat_template, dry_run, finishing, lock, preflight, reuse
+from llmforge.compile.answered import answering
 from llmforge.compile.cached_passes import PassChain
 from llmforge.compile.lock import StageDigests
 from llmforge.compile.lossy_parts import LossyStep
 from llmforge.compile.stages.passes import calibrate
+from llmforge.compile.texts import BuildTexts
 from llmforge.ir.scratch import Scratch
 from llmforge.recipe import Recipe
 from llmforge.rewrite import pass_base
@@ -51,15 +53,16 @@ def rebuilt(recipe: Recipe, cache: Callable[[], Cache] | None, progress: Progres
     preflight.check_source(recipe, steps)
     with TemporaryDirectory() as folder, reuse.opened(cache, Path(folder), progress) as kept:
         checkpoint = Checkpoint.located(recipe.fetched(), recipe.merged)
+        chat_template.choose(recipe, checkpoint)
         kept.configure(checkpoint, progress)
         model = kept.trace(checkpoint, progress)
         stages, lossy = StageDigests(), []
         stages.graph(lock.TRACE, model)
         demands = [demand for step in steps for demand in step.demands()]
-        calibration = calibrate(recipe, checkpoint, model, demands, kept, progress)
+        read = BuildTexts(recipe, checkpoint, demands, answering(kept), progress)
+        calibration = calibrate(read, model, demands, kept, progress)
         stages.statistics(calibration.statistics)
-        windows = texts.evaluation_windows(recipe, checkpoint)
-        chosen = [window.ids for window in texts.budget_windows(windows, recipe, checkpoint)]
+        chosen = [window.ids for window in read.budget_windows()]
         promised = Promises.of(checkpoint, recipe.engine.max_context, recipe.engine.max_batch)
         apart = tuple(map(Adapter.open, recipe.apart))
         chain, scratch = PassChain.of(kept, checkpoint, calibration.key, promised, chosen, apart), Scratch(Path(folder))
@@ -75,7 +78,7 @@ def rebuilt(recipe: Recipe, cache: Callable[[], Cache] | None, progress: Progres
             stages.graph(step.name, model)
             if changes and step.numerics is Numerics.LOSSY:
                 lossy.append(LossyStep(number, step, before, model.clone(), context))
-        yield Rebuilt(checkpoint, lossy, texts.of_documents(recipe, checkpoint, windows), stages)
+        yield Rebuilt(checkpoint, lossy, read.of_documents(), stages)
 
 
 def check_recipe(opened: Artifact, recipe: Recipe) -> None:

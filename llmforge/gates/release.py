@@ -77,6 +77,7 @@ class Judgement(ReportRecord):
     gates: tuple[GateResult, ...]
     looks: tuple[Look, ...] = ()
     notes: tuple[str, ...] = ()
+    exceeded: tuple[str, ...] = ()  # budgets of its passes, a line each: it fails whatever the gates say
 
 
 class Reported:
@@ -215,13 +216,14 @@ def judge(asked: ReleaseQuestion, *, documents: Pairs | None = None, alpha: floa
     return Judgement(
         artifact=release.side,
         against=None if against is None else against.side,
-        verdict=gates.overall(results),
+        verdict=records.overall(results, release.report.passes),
         pending=release.report.engine.pending,
         post_hoc=any(result.post_hoc for result in results),
         alpha=alpha,
         paired_documents=paired,
         gates=results,
         notes=tuple(asked.notes),
+        exceeded=release.report.excesses,
     )
 
 
@@ -263,7 +265,8 @@ def compare(
         elif release.report.checkpoint.digest != against.report.checkpoint.digest:
             found[name] = OTHER_CHECKPOINT
         elif isinstance(metric.form, OfSums):
-            both = (left, right) if metric.form.source == "text" else document_figures.decoded(*qualities, left)
+            source = metric.form.source
+            both = (left, right) if source == "text" else document_figures.of_source(source, *qualities, left)
             found[name] = _paired(metric.form, here[name], there[name], *both)
         elif isinstance(metric.form, Quantile):
             quantiles[name] = metric.form

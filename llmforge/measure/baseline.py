@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -116,14 +117,11 @@ class Baseline:
         """
         import torch
         from transformers import DynamicCache
-        from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
         from llmforge.trace.hooks import internals
 
-        config = self._model.config
-        cache = DynamicCache(config=config)
-        stateful = {type(layer) for layer in cache.layers} - {DynamicLayer, DynamicSlidingWindowLayer}
-        if len(texts) == 1 or stateful or _RESCALED & set(_strings(config.to_dict())):
+        cache = DynamicCache(config=self._model.config)
+        if len(texts) == 1 or not self._takes_padding():
             return [self.logits(np.array([*context, *text[:-1]]))[len(context) - 1 :][: len(text)] for text in texts]
         longest = max(1, *map(len, texts)) - 1
         with torch.inference_mode(), internals.torch_threads(self._threads):
@@ -146,6 +144,52 @@ class Baseline:
     def greedy(self, texts: Sequence[NDArray[np.int64]], counts: Sequence[int]) -> list[list[int]]:
         """Continue each of `texts`, ids [S], by as many greedy tokens as `counts` says; EOS does not end it."""
         return [[step[0] for step in self.generate(ids[None], count)] for ids, count in zip(texts, counts, strict=True)]
+
+    def answers(self, prompts: Sequence[Sequence[int]], most: int, ends: Collection[int]) -> list[list[int]]:
+        """Answer prompts, ids [S], together: at most so many greedy tokens each, the one that ends it included.
+
+        They are filled up on the left, and masked there; models whose state is no cache of keys and values, or whose
+        rotary embedding depends on the length, read each prompt alone.
+        """
+        if len(prompts) > 1 and not self._takes_padding():
+            return [self.answers([each], most, ends)[0] for each in prompts]
+        import torch
+        from transformers import DynamicCache
+
+        from llmforge.trace.hooks import internals
+
+        widest, said = max(map(len, prompts)), [list[int]() for _ in prompts]
+        going, cache = list(range(len(prompts))), DynamicCache(config=self._model.config)
+        kept: dict[str, Any] = {internals.cache_argument(self._model): cache}
+        step = torch.tensor([[*each[:1]] * (widest - len(each)) + [*each] for each in prompts])
+        mask = torch.tensor([[0] * (widest - len(each)) + [1] * len(each) for each in prompts])
+        has_positions = "position_ids" in inspect.signature(self._model.forward).parameters
+        with torch.inference_mode(), internals.torch_threads(self._threads):
+            while True:
+                if has_positions:
+                    kept["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -step.shape[1] :]
+                output = self._model(input_ids=step, attention_mask=mask, use_cache=True, logits_to_keep=1, **kept)
+                chosen = output.logits[:, -1].argmax(-1)
+                for place, token in zip(going, chosen.tolist(), strict=True):
+                    said[place].append(token)
+                left = [row for row, place in enumerate(going) if said[place][-1] not in ends]
+                if not left or len(said[going[left[0]]]) == most:
+                    return said
+                if len(left) < len(going):  # who has ended makes room
+                    cache.batch_select_indices(torch.tensor(left))
+                    going, mask, chosen = [going[row] for row in left], mask[left], chosen[left]
+                step, mask = chosen[:, None], torch.cat([mask, mask.new_ones(len(left), 1)], 1)
+
+    def _takes_padding(self) -> bool:
+        """Say if keys and values are all that the model keeps, and do not depend on the length of a text."""
+        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+        config = self._model.config
+        layers = {type(layer) for layer in DynamicCache(config=config).layers}
+        return not layers - {DynamicLayer, DynamicSlidingWindowLayer} and not _RESCALED & set(
+            _strings(config.to_dict())
+        )
 
     def generate(self, ids: NDArray[np.int64], tokens: int) -> Iterator[list[int]]:
         """Yield the next greedy token after each of the prompts `ids` [B, S], `tokens` times; EOS does not end it."""

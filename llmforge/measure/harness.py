@@ -56,6 +56,7 @@ _PROBLEMS = (jinja2.TemplateError, LookupError, ValueError, TypeError, Assertion
 _UNFIT = re.compile(r"[^A-Za-z0-9_-]")
 
 Encode = Callable[[str, bool], list[int]]  # text, and whether the tokenizer adds its special tokens
+Render = Callable[[Sequence[Mapping[str, str]]], str]  # messages, up to where the assistant speaks
 Found = TypeVar("Found", Likelihood, str)
 
 
@@ -65,6 +66,7 @@ class TaskTokens:
 
     encode: Encode
     prefix: int  # stands before a text without a context
+    render: Render | None = None  # what is asked, by a chat template; None: there is none, and it is asked as text
 
 
 def measure(
@@ -129,7 +131,14 @@ def _run(asked: TaskRequest, model: _Model) -> dict[str, _Ran]:
     with _quiet(), _seeded(), _sandboxed():
         tasks = _load(asked)
         try:
-            found = lm_eval.evaluator.evaluate(model, {"tasks": tasks}, limit=asked.limit, bootstrap_iters=0)
+            found = lm_eval.evaluator.evaluate(
+                model,
+                {"tasks": tasks},
+                limit=asked.limit,
+                bootstrap_iters=0,
+                apply_chat_template=model.tokenizer_name != "",
+                fewshot_as_multiturn=True,
+            )
         except _PROBLEMS as error:
             raise DataError(f"{', '.join(tasks)}: cannot be run: {_said(error)}") from error
     return {_UNFIT.sub("_", name): _ran(task, found["samples"][name]) for name, task in tasks.items()}
@@ -282,8 +291,20 @@ class _Model(TemplateLM):  # type: ignore[misc]  # the harness has no types
     def eot_token_id(self) -> int:
         return self._tokens.prefix
 
+    @property
+    def tokenizer_name(self) -> str:
+        return "" if self._tokens.render is None else "chat template"
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Write messages; without a generation prompt, the last one is how the assistant's answer begins."""
+        assert self._tokens.render is not None
+        if add_generation_prompt:
+            return self._tokens.render(chat_history)
+        return self._tokens.render(chat_history[:-1]) + chat_history[-1]["content"]
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        return self._tokens.encode(string, add_special_tokens is not False)
+        # A chat template writes special tokens itself.
+        return self._tokens.encode(string, add_special_tokens is not False and self._tokens.render is None)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[Likelihood]:
         found: list[Likelihood] = super().loglikelihood(requests, disable_tqdm=True)

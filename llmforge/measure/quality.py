@@ -86,6 +86,7 @@ def compare(
     forms = {metric.name: metric.form for metric in (run.only or catalog.of_quality(run.metrics))}
     of_tokens = values(tuple(forms.values()))
     scores: dict[str, list[WindowScores]] = {}
+    chats: dict[str, list[WindowScores]] = {}
     decoded: dict[str, list[WindowScores]] = {}
     done = 0
     progress(done, len(windows))
@@ -99,6 +100,9 @@ def compare(
             rows, targets = slice(run.first, -1), np.asarray(window.ids[run.first + 1 :])
             found = score(theirs[rows], _finite("artifact", artifact, windows, done)[rows], targets, of_tokens)
             scores.setdefault(window.document, []).append(WindowScores(run.first + 1, found))
+            if window.answers is not None and (said := window.answers[run.first + 1 :]).any():
+                answers = {name: value[said] for name, value in found.items()}
+                chats.setdefault(window.document, []).append(WindowScores(run.first + 1, answers))
             if run.decode is not None and id(window) in again:
                 stepped = score(theirs[rows], _finite("artifact", run.decode, windows, done)[rows], targets, (KLD,))
                 both = {**stepped, PREFILL_KLD.name: found[KLD.name]}
@@ -110,6 +114,7 @@ def compare(
         scores,
         context=max(len(window.ids) for window in windows),
         scored="all" if run.half_of is None else "second-half",
+        chats=chats,
         decoded=decoded,
         answers=run.answers,
         samples=run.samples,

@@ -70,6 +70,8 @@ def run(
     def encode(text: str, special: bool) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=special).ids)
 
+    render = None if engine.runner.template is None else engine.runner.render
+
     def kept(side: str | None) -> Keep:
         return Keep() if cache is None or side is None else cache.of(side)
 
@@ -90,10 +92,12 @@ def run(
         code = cache.code_of(Package(config.plugin.package, config.plugin.version))
     results, skipped = harness.measure(
         asked,
-        harness.TaskTokens(encode, prefix),
+        harness.TaskTokens(encode, prefix, render),
         (ours, kept(content and f"{content} {engine.threads} {code}")),
         beside if alone is None else None,
         stage=progress.stage,
         advance=progress.advance,
     )
+    if render is not None:
+        skipped = (*skipped, "tasks: asked through the chat template")
     return results, skipped if alone is None else (*skipped, f"tasks: the checkpoint does not run: {alone}")

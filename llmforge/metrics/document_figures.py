@@ -9,7 +9,7 @@ import numpy as np
 
 from llmforge.metrics import catalog, document_quantiles
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.quality import DocumentSums, OfSums, Quality, Quantile
+from llmforge.metrics.quality import DocumentSums, OfSums, Quality, Quantile, Source
 from llmforge.metrics.studentized import Studentized, studentized
 from llmforge.metrics.tokens import REFERENCE_NLL, Floats
 
@@ -29,8 +29,7 @@ def spreads(quality: Quality | None, metrics: Iterable[str]) -> dict[str, Studen
     for name in metrics:
         form = getattr(catalog.named(name), "form", None)
         if isinstance(form, OfSums) and form.bounded and name in quality.figures:
-            documents = quality.per_document if form.source == "text" else quality.per_document_decoded
-            found[name] = figure(form, documents)
+            found[name] = figure(form, quality.sums(form.source))
     return found
 
 
@@ -57,14 +56,14 @@ def paired(
     return [ours for ours, _ in pairs], [theirs for _, theirs in pairs]
 
 
-def decoded(
-    ours: Quality | None, theirs: Quality | None, measured: Sequence[DocumentSums]
+def of_source(
+    source: Source, ours: Quality | None, theirs: Quality | None, measured: Sequence[DocumentSums]
 ) -> tuple[list[DocumentSums], list[DocumentSums]]:
-    """Keep those of the documents `measured` of both that both also read as many tokens of through decode steps."""
+    """Keep those of the documents `measured` of both that both have as many tokens of in another source than text."""
     if ours is None or theirs is None:
         return [], []
-    known, same = {each.document: each for each in theirs.per_document_decoded}, {each.document for each in measured}
-    found = [(each, known.get(each.document)) for each in ours.per_document_decoded if each.document in same]
+    known, same = {each.document: each for each in theirs.sums(source)}, {each.document for each in measured}
+    found = [(each, known.get(each.document)) for each in ours.sums(source) if each.document in same]
     pairs = [(left, right) for left, right in found if right is not None and left.tokens == right.tokens]
     return [left for left, _ in pairs], [right for _, right in pairs]
 

@@ -22,8 +22,9 @@ from llmforge.metrics.tokens import Floats, TokenValue
 MOST_DOCUMENTS = 10_000  # of an evaluation; as many bound their figures in 3 s, when `verify` makes them again
 PROMPT_TOKENS, ANSWER_TOKENS = 32, 128  # of answers that are compared: of a document, and after it at most
 
-# What is measured: each token of the text; some of them again, read one by one, as a decode step does; greedy answers.
-Source = Literal["text", "decode_tokens", "samples"]  # the latter two as a recipe asks for them
+# What is measured: each token of the text; those of them that chats answer; some again, read one by one, as a decode
+# step does; greedy answers. The latter two as a recipe asks for them.
+Source = Literal["text", "answer_tokens", "decode_tokens", "samples"]
 
 
 @dataclass(frozen=True)
@@ -181,14 +182,23 @@ class Quality(FiguresRecord):
     per_token: tuple[DocumentTokens, ...] = Field(default=(), max_length=MOST_DOCUMENTS)  # of as many as are kept
     per_document_decoded: tuple[DocumentSums, ...] = Field(default=(), max_length=MOST_DOCUMENTS)  # read one by one too
     answers: tuple[GreedyAnswer, ...] = Field(default=(), max_length=MOST_DOCUMENTS)
+    per_chat: tuple[DocumentSums, ...] = Field(default=(), max_length=MOST_DOCUMENTS)  # of answer tokens alone
 
     @model_serializer(mode="wrap")
     def _long_ones_last(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Write what is long after the figures."""
         fields: dict[str, Any] = write(self)
-        for name in ("samples", "answers", "per_document", "per_document_decoded", "per_token"):
-            fields[name] = fields.pop(name)
+        if not self.per_chat:
+            del fields["per_chat"]
+        for name in ("samples", "answers", "per_document", "per_chat", "per_document_decoded", "per_token"):
+            if name in fields:
+                fields[name] = fields.pop(name)
         return fields
+
+    def sums(self, source: Source) -> tuple[DocumentSums, ...]:
+        """Give the sums over each document that figures of a source are made of."""
+        of_others = {"answer_tokens": self.per_chat, "decode_tokens": self.per_document_decoded}
+        return of_others.get(source, self.per_document)
 
     @property
     def kept_tokens(self) -> int:
@@ -201,9 +211,10 @@ class Quality(FiguresRecord):
         Raises:
             ValueError, LookupError, ArithmeticError: the raw values are none that a measurement gives.
         """
-        raw = {"text": self.per_document, "decode_tokens": self.per_document_decoded}
         made: dict[str, Any] = {}
-        for source, sums in raw.items():
+        sources: tuple[Source, ...] = ("text", "answer_tokens", "decode_tokens")
+        for source in sources:
+            sums = self.sums(source)
             of_sums = {n: form for n, form in forms.items() if isinstance(form, OfSums) and form.source == source}
             if of_sums and sums:
                 made |= estimates(of_sums, sums)
@@ -231,18 +242,25 @@ def summarize(
     *,
     context: int,
     scored: Literal["all", "second-half"] = "all",
+    chats: Mapping[str, Sequence[WindowScores]] | None = None,
     decoded: Mapping[str, Sequence[WindowScores]] | None = None,
     answers: Sequence[GreedyAnswer] = (),
     samples: Sequence[Sample] = (),
 ) -> Quality:
     """Make the figures of `forms`, by name, with their bounds, from the scores of each document's windows.
 
-    Quantiles and curves are of values as a record keeps them, fp32, so that they can be made again of it.
+    `chats` has those of answer tokens alone, `decoded` those that were read one by one as well. Quantiles and curves
+    are of values as a record keeps them, fp32, so that they can be made again of it.
     """
     summed = [form for form in forms.values() if isinstance(form, OfSums)]
-    of_text = [form for form in summed if form.source == "text"]
-    again = [form for form in summed if form.source == "decode_tokens"]
-    per_document = tuple(_sums(document, parts, _summed(of_text)) for document, parts in scores.items())
+
+    def sums(source: Source, parts: Mapping[str, Sequence[WindowScores]] | None) -> tuple[DocumentSums, ...]:
+        names = _summed([form for form in summed if form.source == source])
+        if not names and source != "text":  # nothing is made of it
+            return ()
+        return tuple(_sums(document, each, names) for document, each in (parts or {}).items())
+
+    per_document = sums("text", scores)
     kept = [form for form in forms.values() if not isinstance(form, OfSums)]
     nothing: dict[str, Any] = {}
     raw = Quality(
@@ -253,7 +271,8 @@ def summarize(
         tokens=sum(sums.tokens for sums in per_document),
         per_document=per_document,
         per_token=keep(scores, [value.name for value in values(kept)]) if values(kept) else (),
-        per_document_decoded=tuple(_sums(name, parts, _summed(again)) for name, parts in (decoded or {}).items()),
+        per_document_decoded=sums("decode_tokens", decoded),
+        per_chat=sums("answer_tokens", chats),
         answers=tuple(answers),
         samples=tuple(samples),
         **nothing,

@@ -59,6 +59,8 @@ class QualityMetric(Metric):
     @property
     def more(self) -> str:
         """What gives more samples."""
+        if self.source == "answer_tokens":
+            return "measure on more chats"
         return "raise validation.quality.samples" if self.source == "samples" else "measure on more documents"
 
     @property
@@ -68,7 +70,7 @@ class QualityMetric(Metric):
 
     @property
     def source(self) -> Source:
-        """What it is made of; all but the text has to be asked for in a recipe, under this name."""
+        """What it is made of; decode steps and answers have to be asked for in a recipe, under this name."""
         return self.form.source
 
     def estimate(self, measured: Measured) -> Estimate | None:
@@ -101,6 +103,10 @@ def _mean(tokens: Floats, total: Floats) -> Floats:
     return total / tokens
 
 
+def _log_ratio(tokens: Floats, reference: Floats, nll: Floats) -> Floats:
+    return (nll - reference) / tokens
+
+
 def _perplexities(quality: Quality) -> str:
     return f"{quality.figures['baseline_perplexity']:.2f} → {quality.figures['perplexity']:.2f}"
 
@@ -130,7 +136,7 @@ QUALITY: tuple[QualityMetric, ...] = (
     QualityMetric("perplexity", "Perplexity, artifact", TOKENS, "lower", OfSums((NLL,), _mean, exp, bounded=False)),
     QualityMetric(
         "perplexity_ratio", "Perplexity ratio", RATIO, "lower",
-        OfSums((REFERENCE_NLL, NLL), lambda tokens, reference, nll: (nll - reference) / tokens, exp),
+        OfSums((REFERENCE_NLL, NLL), _log_ratio, exp),
         meaning="artifact / baseline; 1 means no loss", key=2, note=_perplexities,
     ),
     KLD_MEAN,
@@ -184,6 +190,20 @@ QUALITY: tuple[QualityMetric, ...] = (
         meaning="by tokens of context",
     ),
     QualityMetric(
+        "answer_kld_mean", "Mean KLD of answers", NATS_A_TOKEN, "lower",
+        OfSums((KLD,), _mean, source="answer_tokens", limits=_NOT_NEGATIVE),
+        meaning="of the tokens that the model says in chats alone", row=("Answers of chats", "mean KLD"),
+    ),
+    QualityMetric(
+        "answer_perplexity_ratio", "Perplexity ratio of answers", RATIO, "lower",
+        OfSums((REFERENCE_NLL, NLL), _log_ratio, exp, source="answer_tokens"),
+        meaning="artifact / baseline, of the same tokens", row=("Answers of chats", "perplexity ratio"),
+    ),
+    QualityMetric(
+        "answer_top1_agreement", "Top-1 agreement of answers", SHARE, "higher",
+        OfSums((SAME_TOP,), _mean, source="answer_tokens", limits=_SHARE), row=("Answers of chats", "top-1 agreement"),
+    ),
+    QualityMetric(
         "kld_decode", "Mean KLD through decode steps", NATS_A_TOKEN, "lower",
         OfSums((KLD,), _mean, source="decode_tokens", limits=_NOT_NEGATIVE),
         meaning="text read token by token through the KV cache", row=("Decode steps", "KLD"),
@@ -212,3 +232,26 @@ QUALITY: tuple[QualityMetric, ...] = (
 
 )
 # fmt: on
+
+APART = 1.5  # times: from here on, quality on documents tells little of that on chats
+
+
+def answers_apart(quality: Quality) -> str | None:
+    """Say how answers of chats and other documents differ in mean KLD; None: not by more than `APART` times."""
+    chats = {sums.document for sums in quality.per_chat}
+    plain = [sums for sums in quality.per_document if sums.document not in chats]
+    if not plain or not quality.per_chat:
+        return None
+    answers, others = (
+        math.fsum(sums.figures[KLD.name] for sums in each) / sum(sums.tokens for sums in each)
+        for each in (quality.per_chat, plain)
+    )
+    low, high = sorted((answers, others))
+    if high <= APART * low:
+        return None
+    times = f"{units.significant(high / low, 2)} times" if low > 0 else "any number of times"
+    less, more = ("answers of chats", "documents") if answers < others else ("documents", "answers of chats")
+    return (
+        f"mean KLD is {times} as high on {more} ({units.significant(high)}) as on {less} ({units.significant(low)}): "
+        "judge by the text that is like yours"
+    )

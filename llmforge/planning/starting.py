@@ -198,8 +198,8 @@ def _recipe(
     if deferred:
         yield "# deferred: on the GPU's host, `llmforge build --finish` builds the engine of what is published here."
     if sample_text:
-        yield "# Both texts are technical documentation that ships with llmforge. Put your own in their place:"
-        yield '# a line of JSON, {"id": …, "text": …}, for each document, and no document in both files.'
+        yield "# The texts ship with llmforge: documentation, and chats, for a template, which the checkpoint answers."
+        yield '# Put your own in their place: a line of JSON, {"text": …} or {"messages": […]}, none in both.'
     if any(each.calibrated for _, each in proposed):
         yield f"calibration: {{data: {given['calibration']}, samples: 16, length: {tokens}, seed: 0}}"
     yield "passes:"

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from llmforge.metrics import catalog
 from llmforge.metrics.quality import ANSWER_TOKENS, PROMPT_TOKENS
-from llmforge.recipe.section import Contradiction, RecipePath, Section
+from llmforge.recipe.section import Contradiction, RecipePath, RecipePaths, Section
 
 MOST_METRICS = 64  # of plug-ins
 
@@ -19,7 +19,9 @@ class QualitySpec(Section):
 
     newer: ClassVar[frozenset[str]] = frozenset({"reference", "adapter_tokens", "metrics"})
 
-    data: RecipePath = Field(description="JSON Lines file of {id, text}; must not overlap the calibration data")
+    data: RecipePaths = Field(
+        description="JSON Lines file of {text} or {messages}, or a list of them; must not overlap the calibration data"
+    )
     context: int = Field(ge=2, le=2**24, description="tokens per window")
     max_tokens: int | None = Field(
         default=None, ge=1, le=2**40, description="maximum tokens to evaluate, spread over all documents; default: all"

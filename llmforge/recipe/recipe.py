@@ -35,7 +35,7 @@ from llmforge.recipe.errors import NAME, Problem, collect, describe, meant
 from llmforge.recipe.gates import Gates
 from llmforge.recipe.overrides import apply
 from llmforge.recipe.passes import MOST_PASSES, PassSpec
-from llmforge.recipe.section import TASK_FILES, Contradiction, RecipePath, Section, TargetName, content
+from llmforge.recipe.section import TASK_FILES, Contradiction, RecipePath, Section, TargetName, content, contents
 from llmforge.recipe.serving import ServingSpec
 from llmforge.recipe.validation import ValidationSpec
 from llmforge.rewrite import options, pass_base
@@ -85,6 +85,7 @@ class Recipe(Section):
 
     _source: Source = PrivateAttr()
     _migrated: tuple[str, ...] = PrivateAttr(default=())
+    _overrides: tuple[str, ...] = PrivateAttr(default=())
     _snapshot: hub.HubSnapshot | None = PrivateAttr(default=None)
 
     @property
@@ -124,7 +125,7 @@ class Recipe(Section):
             recipe = cls.model_validate_json(json.dumps(written), context=folders.followed(path).parent)
         except ValidationError as error:
             raise collect(describe(error, source, cls.model_json_schema())) from None
-        recipe._source, recipe._migrated = source, tuple(migrated)
+        recipe._source, recipe._migrated, recipe._overrides = source, tuple(migrated), tuple(overrides)
         if problems := [recipe._problem(*each) for each in recipe._contradictions()]:
             raise collect(problems)
         return recipe._with_snapshot()
@@ -168,6 +169,11 @@ class Recipe(Section):
     def migrated(self) -> tuple[str, ...]:
         """What the file calls by an earlier name, a sentence each."""
         return self._migrated
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """What was set besides what the file says, KEY=VALUE each."""
+        return self._overrides
 
     @property
     def written(self) -> dict[str, Any]:
@@ -291,9 +297,9 @@ class Recipe(Section):
         if targets.is_file(self.target):
             plain["target"] = content(Path(self.target))
         if self.calibration is not None:
-            plain["calibration"]["data"] = content(self.calibration.data)
+            plain["calibration"]["data"] = contents(self.calibration.data)
         if self.validation.quality is not None:
-            plain["validation"]["quality"]["data"] = content(self.validation.quality.data)
+            plain["validation"]["quality"]["data"] = contents(self.validation.quality.data)
             if (reference := self.validation.quality.reference) is not None:
                 plain["validation"]["quality"]["reference"] = reference.name
         if (latency := self.validation.latency) is not None and latency.trace is not None:

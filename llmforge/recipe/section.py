@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
+    Field,
+    PlainSerializer,
     SerializerFunctionWrapHandler,
     ValidationInfo,
     model_serializer,
@@ -44,7 +48,25 @@ def _anchor_task(task: str, info: ValidationInfo) -> str:
     return task
 
 
+def _several(given: Any) -> Any:
+    """Take one path as several."""
+    return tuple(given) if isinstance(given, list | tuple) else (given,)
+
+
+def _plain(paths: tuple[Path, ...]) -> Any:
+    """Write one path as it is given, without a list."""
+    texts = [str(path) for path in paths]
+    return texts if len(texts) > 1 else texts[0]
+
+
+MOST_FILES = 64  # of one text
 RecipePath = Annotated[Path, AfterValidator(_anchor)]
+RecipePaths = Annotated[
+    tuple[RecipePath, ...],
+    Field(min_length=1, max_length=MOST_FILES),
+    BeforeValidator(_several, json_schema_input_type=str | list[str]),
+    PlainSerializer(_plain),
+]
 TargetName = Annotated[str, AfterValidator(_anchor_target)]
 TaskName = Annotated[str, AfterValidator(_anchor_task)]
 
@@ -74,6 +96,12 @@ class Contradiction(NamedTuple):
     def inside(self, *outer: str | int) -> Contradiction:
         """Give it with its place in the section that has its section at `outer`."""
         return self._replace(location=(*outer, *self.location))
+
+
+def contents(paths: Sequence[Path]) -> Any:
+    """Name the files of a text: one as `content` does, several as a list."""
+    found = [content(path) for path in paths]
+    return found if len(found) > 1 else found[0]
 
 
 def content(path: Path) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import threading
 from collections.abc import Mapping, Sequence
@@ -86,12 +87,33 @@ class ChatTemplate:
             InputError: the template refuses the messages, fails on them, or takes too much time or memory.
             EnvironmentLacks: no process can be started.
         """
-        values = {
-            "messages": list(messages),
-            "tools": list(tools) or None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        return self._render(messages, tools, {"add_generation_prompt": add_generation_prompt})
+
+    def render_generations(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Write a whole conversation, and say which characters of it stand in `{% generation %}` blocks.
+
+        Raises:
+            InputError, EnvironmentLacks: as `render`.
+        """
+        mark = f"\x02{secrets.token_hex(8)}\x03"
+        options = {"add_generation_prompt": False, **dict.fromkeys(template_worker.MARKS, mark)}
+        marked = self._render(messages, tools, options)
+        pieces, spans, at = marked.split(mark), [], 0
+        for number, piece in enumerate(pieces):
+            if number % 2:
+                spans.append((at, at + len(piece)))
+            at += len(piece)
+        return "".join(pieces), spans
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+    ) -> str:
+        values = {"messages": list(messages), "tools": list(tools) or None, "documents": None, **options}
         try:
             line = json.dumps(values)
         except (TypeError, ValueError, RecursionError) as error:

@@ -15,12 +15,10 @@ from llmforge.base.child_process import END_S, ChildProcess
 from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable
 from llmforge.serving import wire
 from llmforge.serving.chat import ChatTemplate
-from llmforge.serving.interface import Serving
-from llmforge.serving.options import EngineOptions
+from llmforge.serving.interface import EngineOptions, EngineStats, Serving
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.request import Receiver, Request
 from llmforge.serving.sequence import Ticket
-from llmforge.serving.stats import EngineStats
 
 _WORKER = "llmforge.serving.engine_worker"
 
@@ -84,11 +82,11 @@ class EngineProcess(Serving):
             first = self._pipe.receive()
         except EOFError:
             raise EnvironmentLacks(f"the engine did not load: {self._process.why_ended()}") from None
-        if isinstance(first, wire.EngineFailed):
+        if isinstance(first, ForgeError):
             self._process.kill()
-            raise first.error
-        assert isinstance(first, wire.EngineReady)
-        self._stats = first.stats
+            raise first
+        assert isinstance(first, EngineStats)
+        self._stats = first
         receiving = threading.Thread(target=self._receive, name="llmforge-receive", daemon=True)
         receiving.start()
         self._receiving = receiving
@@ -158,8 +156,8 @@ class EngineProcess(Serving):
         with contextlib.suppress(EOFError):
             while failure is None:
                 message = self._pipe.receive()
-                if isinstance(message, wire.EngineFailed):
-                    failure = message.error
+                if isinstance(message, ForgeError):
+                    failure = message
                 else:
                     assert isinstance(message, wire.Items)
                     self._stats = message.stats

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from llmforge.base import small_file
 from llmforge.base.errors import InputError, UsageError
@@ -19,13 +19,98 @@ TOKENIZER_BYTES = 64 << 20  # the largest that are known have 35 MB
 LEAST_PROMPT_BYTES = 64 << 10  # that every model takes: tokenized in some tenths of a second at worst
 
 
-class PromptEncoder:
+class TextEncoder:
+    """A tokenizer and a chat template: what turns texts and conversations into token ids.
+
+    One for serving, for lm-eval's tasks, and for the text that calibration and evaluation read.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenize a plain prompt; the tokenizer adds what it puts before every text (BOS), if anything.
+
+        Raises:
+            UsageError: the text holds halves of characters (surrogates), which no encoding has.
+        """
+        return list(self.tokenized([text], special=True)[0].ids)
+
+    @functools.cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How calls of tools are written; None where the template writes none that could be read."""
+        return None if self.template is None else ToolFormat.find(self.template)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Tokenize a conversation with the chat template, up to where the assistant speaks.
+
+        `tools` and calls of tools in the conversation are in OpenAI's shape.
+
+        Raises:
+            UsageError: there is no chat template, arguments of a call are no JSON, or as `encode`.
+            InputError: the template refuses the messages.
+        """
+        return list(self.tokenized([self.render(messages, tools)], special=False)[0].ids)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Write a conversation with the chat template.
+
+        Raises:
+            UsageError, InputError: as `encode_chat`.
+        """
+        return self._template.render(
+            self._as_written(messages), tools=tools, add_generation_prompt=add_generation_prompt
+        )
+
+    def render_generations(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Write a whole conversation, and say which characters of it stand in `{% generation %}` blocks.
+
+        Raises:
+            UsageError, InputError: as `encode_chat`.
+        """
+        return self._template.render_generations(self._as_written(messages), tools)
+
+    @property
+    def _template(self) -> ChatTemplate:
+        if self.template is None:
+            raise UsageError(
+                "the artifact has no chat template", hint="use a plain prompt, or give one: --chat-template FILE"
+            )
+        return self.template
+
+    def _as_written(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Write calls of tools as the template wants them."""
+        called = any(message.get("tool_calls") for message in messages)
+        return messages if not called or self.tool_format is None else self.tool_format.messages(messages)
+
+    def tokenized(self, texts: Sequence[str], *, special: bool) -> list[Encoding]:
+        """Tokenize texts; `special`: with what the tokenizer adds to a text, which a chat template has written.
+
+        Raises:
+            UsageError: as `encode`.
+        """
+        for text in texts:
+            _unicode(text)
+        # The tokenizer lets other threads run while it works on a batch, and no thread while it works on a text.
+        found: list[Encoding] = self.tokenizer.encode_batch(list(texts), add_special_tokens=special)
+        return found
+
+
+class PromptEncoder(TextEncoder):
     """The configuration, tokenizer and chat template of an artifact."""
 
     def __init__(self, config: RuntimeConfig, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        super().__init__(tokenizer, template)
         self.config = config
-        self.tokenizer = tokenizer
-        self.template = template
 
     @functools.cached_property
     def most_bytes(self) -> int:
@@ -44,49 +129,36 @@ class PromptEncoder:
         config = RuntimeConfig.read(artifact / "engine" / FILE)
         return cls(config, read_tokenizer(folder / "tokenizer.json"), template or ChatTemplate.read(folder))
 
-    def encode(self, text: str) -> list[int]:
-        """Tokenize a plain prompt; the tokenizer adds what it puts before every text (BOS), if anything.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Write a conversation with the chat template.
 
         Raises:
-            UsageError: the text is longer than `most_bytes`, or holds halves of characters (surrogates), which no
-                encoding has.
-        """
-        return self._encode(text, special=True)
-
-    @functools.cached_property
-    def tool_format(self) -> ToolFormat | None:
-        """How calls of tools are written; None where the template writes none that could be read."""
-        return None if self.template is None else ToolFormat.find(self.template)
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Tokenize a conversation with the chat template, up to where the assistant speaks.
-
-        `tools` and calls of tools in the conversation are in OpenAI's shape.
-
-        Raises:
-            UsageError: the artifact has no chat template, there are more messages than tokens of context, arguments of
-                a call are no JSON, or as `encode`.
+            UsageError: there are more messages than tokens of context, or as `TextEncoder.render`.
             InputError: the template refuses the messages.
         """
         if len(messages) > self.config.max_context:
             raise UsageError(f"{len(messages):,} messages; the context holds {self.config.max_context:,} tokens")
-        if self.template is None:
-            raise UsageError(
-                "the artifact has no chat template", hint="use a plain prompt, or give one: --chat-template FILE"
-            )
-        if any(message.get("tool_calls") for message in messages) and (format_ := self.tool_format) is not None:
-            messages = format_.messages(messages)
-        return self._encode(self.template.render(messages, tools=tools), special=False)
+        return super().render(messages, tools, add_generation_prompt=add_generation_prompt)
 
-    def _encode(self, text: str, *, special: bool) -> list[int]:
-        if len(text) > self.most_bytes or len(_unicode(text)) > self.most_bytes:
-            raise UsageError(
-                f"the prompt has {len(text):,} characters; {self.config.max_context:,} tokens of context hold at most "
-                f"{self.most_bytes:,} bytes"
-            )
-        # The tokenizer lets other threads run while it works on a batch, and no thread while it works on a text.
-        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=special)
-        return list(encoding.ids)
+    def tokenized(self, texts: Sequence[str], *, special: bool) -> list[Encoding]:
+        """Tokenize texts.
+
+        Raises:
+            UsageError: one is longer than `most_bytes`, or as `TextEncoder.tokenized`.
+        """
+        for text in texts:
+            if len(text) > self.most_bytes or len(_unicode(text)) > self.most_bytes:
+                raise UsageError(
+                    f"the prompt has {len(text):,} characters; {self.config.max_context:,} tokens of context hold at "
+                    f"most {self.most_bytes:,} bytes"
+                )
+        return super().tokenized(texts, special=special)
 
 
 def _unicode(text: str) -> bytes:

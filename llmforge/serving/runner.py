@@ -24,7 +24,7 @@ from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.runtime.sampling.options import GREEDY, Sampling
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving.chat import ChatTemplate
-from llmforge.serving.options import EngineOptions
+from llmforge.serving.interface import EngineOptions
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.request import Chunk, Request, adapter_number, check_tokens
 from llmforge.serving.scheduler import Scheduler, scheduler_of

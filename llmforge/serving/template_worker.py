@@ -28,6 +28,8 @@ MEMORY_BYTES = 512 << 20  # of address space, in which Python itself takes 40 MB
 CPU_S = 2  # of one rendering, which takes milliseconds
 MOST_CHARACTERS = 8 << 20  # of a text: more than the longest context
 
+MARKS = ("generation_begins", "generation_ends")  # variables; what is not given is nothing
+
 # What expressions of a template raise on messages that they do not expect, besides jinja2's own errors; Python's
 # compiler refuses blocks that are nested too deeply.
 _FAILURES = (
@@ -37,13 +39,15 @@ _FAILURES = (
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}`: marks what the assistant said, for training; here its body alone."""
+    """`{% generation %}…{% endgeneration %}`: what the assistant said, between two marks where a rendering has them."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares an instance variable)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (jinja2.nodes.Output([jinja2.nodes.Name(name, "load")]) for name in MARKS)
+        return [begin, *body, end]
 
 
 def make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

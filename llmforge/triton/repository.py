@@ -96,7 +96,9 @@ def write(model: TritonModel, folder: Path) -> None:
     """
     _write_shared(model, folder, IN_ARTIFACT)
     own = folder / "1"
-    for path, source in sources.shipped(kernels=model.runtime.kernels is not None).items():
+    # Beside a GPU they draw the tokens, and numpy does where they do not run.
+    kernels = model.runtime.kernels is not None or (None if model.runtime.device is not None else False)
+    for path, source in sources.shipped(kernels=kernels).items():
         (own / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, own / path)
     (own / "model.py").write_text(_MODEL, encoding="utf-8")

@@ -22,11 +22,11 @@ ROOTS = (
 _FOLDER = Path(llmforge.__file__).parent
 
 
-def shipped(*, kernels: bool = False) -> dict[str, Path]:
+def shipped(*, kernels: bool | None = False) -> dict[str, Path]:
     """List what `ROOTS` import of llmforge, themselves included, directly or not: path in the repository → file.
 
     Imports anywhere in a file count, those inside functions too. A package comes with its `__init__`. With `kernels`,
-    so does the compiled library of llmforge's own operators.
+    so does the compiled library of llmforge's own operators; None: if there is one here.
 
     Raises:
         EnvironmentLacks: there is no such library here.
@@ -40,8 +40,8 @@ def shipped(*, kernels: bool = False) -> dict[str, Path]:
         found[path] = file
         waiting += _imported(file)
         waiting += [".".join((PACKAGE, *parent.parts)) for parent in file.relative_to(_FOLDER).parents]
-    if kernels:
-        library = native.require()
+    library = native.require() if kernels else native.library() if kernels is None else None
+    if library is not None:
         found[Path(PACKAGE, library.relative_to(_FOLDER)).as_posix()] = library
     return dict(sorted(found.items()))
 

@@ -40,7 +40,8 @@ class PassVerification:
     """What the check of one pass found, against the graph before the pass.
 
     A difference is in standard deviations of what differs: all logits of the probes, a cache, or what a changed
-    subgraph makes, where `probes` tell of subgraphs.
+    subgraph makes, where `probes` tell of subgraphs. A `kld_mean` above the `budget` is no error here: what becomes of
+    it, the build decides when all proofs have ended.
     """
 
     numerics: Numerics
@@ -183,11 +184,6 @@ class Verifier:
             raise VerificationError(
                 f"pass {step.name}: logits are NaN or infinite in {cost.not_finite}{_end_of_range(model)}"
             )
-        if not cost.kld_mean <= budget:
-            raise VerificationError(
-                f"pass {step.name} declares lossy: mean KLD is {cost.kld_mean:.3g} nats over {cost.tokens} tokens, "
-                f"its budget {budget:.3g}"
-            )
         name = f"{cost.tokens} tokens of text, piece by piece"
         return PassVerification(step.numerics, cost.largest, None, cost.kld_mean, budget, (name,), 0.0)
 
@@ -197,36 +193,29 @@ class Verifier:
         cost = self._text.measure(
             lambda: probe.open_session(self._before.model, self._weights, self._threads), after, budget
         )
-        if cost.finite and cost.kld_mean <= budget:
-            return PassVerification(step.numerics, cost.largest, None, cost.kld_mean, budget, cost.names, 0.0)
-        what, bound, overflow = "logits are NaN or infinite", np.inf, _end_of_range(model)
-        if cost.finite:
-            what = (
-                f"mean KLD is {cost.kld_mean:.3g} nats over {cost.tokens} tokens, its budget {budget:.3g}; "
-                f"highest, {cost.worst:.3g},"
-            )
-            bound, overflow = np.nan, ""
-        run, index = cost.where
-        where = f"{run.where(index)}; {self._origin(model, run, index, bound)}{overflow}"
-        raise _not_as_declared(step, Difference(what, where))
+        if cost.not_finite is not None:
+            run, number = cost.not_finite
+            where = f"{run.where(number)}; {self._origin(model, run, number)}{_end_of_range(model)}"
+            raise _not_as_declared(step, Difference("logits are NaN or infinite", where))
+        return PassVerification(step.numerics, cost.largest, None, cost.kld_mean, budget, cost.names, 0.0)
 
-    def _origin(self, model: ir.Model, run: probe.Run, index: int, bound: float) -> str:
-        """Name the first tensor that has one name in both graphs and differs by more than `bound` in step `index`."""
+    def _origin(self, model: ir.Model, run: probe.Run, number: int) -> str:
+        """Name the first tensor of both graphs that is infinitely far off in step `number` of `run`."""
         before, after = probe.executable(self._before.model), probe.executable(model)
         there = {value.name for node in after.graph for value in node.outputs}
         made = (value.name for node in before.graph for value in node.outputs)
         names = [name for name in made if name and name in there]
         b, a = (
-            probe.observe(probe.open_session(m, self._weights, self._threads, names), run, index, names)
+            probe.observe(probe.open_session(m, self._weights, self._threads, names), run, number, names)
             for m in (self._before.model, model)
         )
         caches = {str(value.name) for value in before.graph.outputs} - {interface.LOGITS}
-        step = run.steps[index]
+        step = run.steps[number]
 
         def valid(arrays: Mapping[str, _Array], name: str) -> _Array | None:
             return comparison.valid(arrays[name], step, name if name in caches else None)
 
-        return _first_divergence({name: (valid(b, name), valid(a, name)) for name in names}, bound)
+        return _first_divergence({name: (valid(b, name), valid(a, name)) for name in names})
 
     def _save(self, name: str, model: ir.Model) -> str:
         """Write the graphs before and after the pass `name`; return the two paths."""
@@ -241,19 +230,13 @@ class Verifier:
         return ", ".join(paths)
 
 
-def _first_divergence(pairs: Mapping[str, tuple[_Array | None, _Array | None]], bound: float) -> str:
-    """Describe the first of `pairs` (before, after), in the order of the graph, that differs by more than `bound`.
-
-    A `bound` of NaN stands for half of the logits' own difference: where most of a loss has come about.
-    """
-    if np.isnan(bound):
-        b, a = pairs[interface.LOGITS]
-        bound = 0.5 * comparison.deviation(b, a) if b is not None and a is not None else 0.0
+def _first_divergence(pairs: Mapping[str, tuple[_Array | None, _Array | None]]) -> str:
+    """Describe the first of `pairs` (before, after), in the order of the graph, that is infinitely far off."""
     for name, (b, a) in pairs.items():
         if b is None or a is None or b.shape != a.shape or b.dtype != a.dtype or b.tobytes() == a.tobytes():
             continue
         deviation = comparison.deviation(b, a)
-        if bound == 0 or deviation > bound or np.isinf(deviation):
+        if np.isinf(deviation):
             return f"first diverging tensor: {name}, by {deviation:.3g} of its standard deviation"
     return "no tensor that both graphs name differs in that step"
 

@@ -22,6 +22,7 @@ from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint, text
 from llmforge.checkpoint.documents import read_documents
 from llmforge.checkpoint.text import TokenWindow
+from llmforge.compile import texts
 from llmforge.quantization import sparsity
 from llmforge.quantization.grids import Float32, Grid, dequantize, round_to_nearest
 from llmforge.quantization.methods import gptq
@@ -465,7 +466,7 @@ def mean_kld(logits: torch.Tensor, reference: torch.Tensor) -> float:
 def test_gptq_halves_what_rounding_to_nearest_costs(sample_checkpoint: Path, data: Path) -> None:
     checkpoint = Checkpoint.open(sample_checkpoint)
     seen, unseen = (
-        text.windows(checkpoint.tokenizer, read_documents(data / f"{name}.jsonl"), 256, checkpoint.bos_token_id)
+        texts.windows_of(checkpoint, read_documents(data / f"{name}.jsonl"), 256)
         for name in ("calibration", "evaluation")
     )
     statistics = calibrate(checkpoint, text.sample(seen, 32, 0), [WeightDemand(Gptq(), GRID)])

@@ -2,49 +2,57 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
 from llmforge.base.errors import DataError
-from llmforge.checkpoint.documents import Document
-from llmforge.checkpoint.text import TokenWindow, sample, spread, windows
-
-from ..models.checkpoints import write_tokenizer
+from llmforge.checkpoint.text import TokenizedDocument, TokenWindow, sample, sample_tokens, shares, spread, windows
 
 
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    """One token a byte."""
-    write_tokenizer(tmp_path)
-    return Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+def tokenized(*lengths: int, prefix: int = 1) -> list[TokenizedDocument]:
+    return [
+        TokenizedDocument(f"d{i}", np.array([0] * prefix + [5] * length, np.int64), prefix)
+        for i, length in enumerate(lengths)
+    ]
 
 
-def documents(*lengths: int) -> list[Document]:
-    return [Document(f"d{i}", "x" * length, f"text:{i}") for i, length in enumerate(lengths)]
-
-
-def test_every_token_stands_in_one_window_behind_bos(tokenizer: Tokenizer) -> None:
-    cut = windows(tokenizer, documents(7, 0, 3, 4), length=4, bos=0)
+def test_every_token_stands_in_one_window_behind_bos() -> None:
+    cut = windows(tokenized(7, 0, 3, 4), length=4)
     assert [(window.document, len(window.ids)) for window in cut] == [
         ("d0", 4), ("d0", 4), ("d0", 2), ("d2", 4), ("d3", 4), ("d3", 2),
     ]  # fmt: skip
     assert all(window.ids[0] == 0 and window.ids.dtype == np.int64 for window in cut)
-    assert (np.concatenate([window.ids[1:] for window in cut]) == tokenizer.token_to_id("x")).all()
+    assert (np.concatenate([window.ids[1:] for window in cut]) == 5).all()
 
 
-def test_without_bos_windows_are_all_text(tokenizer: Tokenizer) -> None:
-    assert [len(window.ids) for window in windows(tokenizer, documents(7), length=4, bos=None)] == [4, 3]
-    assert len(windows(tokenizer, documents(3), length=1, bos=None)) == 3
+def test_without_bos_windows_are_all_text() -> None:
+    assert [len(window.ids) for window in windows(tokenized(7, prefix=0), length=4)] == [4, 3]
+    assert len(windows(tokenized(3, prefix=0), length=1)) == 3
     with pytest.raises(ValueError, match="no text after BOS"):
-        windows(tokenizer, documents(7), length=1, bos=0)
+        windows(tokenized(7), length=1)
 
 
-def test_text_that_looks_like_a_special_token_is_one(tokenizer: Tokenizer) -> None:
-    [window] = windows(tokenizer, [Document("d", "<|im_end|>", "text:1")], length=8, bos=0)
-    assert window.ids.tolist() == [0, 2]
+def test_a_chat_that_is_too_long_is_cut_with_its_answers() -> None:
+    mask = np.array([False, False, False, True, True])
+    cut = windows([TokenizedDocument("c", np.arange(5), answers=mask)], length=4)
+    assert [window.ids.tolist() for window in cut] == [[0, 1, 2, 3], [4]]
+    assert [None if each.answers is None else each.answers.tolist() for each in cut] == [mask[:4].tolist(), [True]]
+
+
+@pytest.mark.parametrize(
+    ("asked", "there", "found"),
+    [(90, [100, 100], [45, 45]), (90, [10, 100], [10, 80]), (90, [100, 10, 20], [60, 10, 20]), (90, [5, 6], [5, 6])],
+)
+def test_texts_share_evenly_what_they_have(asked: int, there: list[int], found: list[int]) -> None:
+    assert shares(asked, there) == found
+
+
+def test_chats_are_drawn_at_random_and_by_their_tokens() -> None:
+    of = [TokenWindow(f"c{n}", np.zeros(20 + n, np.int64), np.ones(20 + n, bool)) for n in range(10)]
+    drawn = [[window.document for window in sample_tokens(of, 60, seed)] for seed in range(6)]
+    assert all(len(names) in (2, 3) for names in drawn)
+    assert len({*map(tuple, drawn)}) > 3
+    assert [len(each.ids) for each in sample_tokens(pool(), 20, 0)] == [9, 9], "texts: the longest, as many as are near"
 
 
 def pool() -> list[TokenWindow]:

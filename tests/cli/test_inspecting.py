@@ -109,13 +109,12 @@ def test_a_gguf_file_says_of_each_part_whether_it_is_taken(tmp_path: Path) -> No
     assert rows["chat"] == "50 characters: supported"
     assert rows["build"] == "its architecture compiles (docs/architectures.md)"
 
-    other = {"tokenizer.ggml.pre": value(STRING, "smollm"), "tokenizer.chat_template": value(STRING, "{% for %}")}
+    other = {"tokenizer.ggml.pre": value(STRING, "nobody"), "tokenizer.chat_template": value(STRING, "{% for %}")}
     write(tmp_path / "hf", tmp_path / "bad.gguf", **other)
     rows = shown(tmp_path / "bad.gguf")
-    why = 'tokenizer.ggml.pre is "smollm": how it splits text is not known here; taken are '
+    why = 'tokenizer.ggml.pre is "nobody": how it splits text is not known here; docs/checkpoints.md has the '
     assert rows["graph"] == "llama: supported"
-    assert rows["tokenizer"].startswith(f"byte-level BPE (gpt2), pre-tokenizer smollm: not supported: {why}")
-    assert "llama-bpe" in rows["tokenizer"]
+    assert rows["tokenizer"].startswith(f"byte-level BPE (gpt2), pre-tokenizer nobody: not supported: {why}")
     assert rows["chat"].startswith("9 characters: not supported: chat template:1: the chat template has an error")
     assert rows["build"] == "refused: tokenizer not supported\nhint: take the model's original checkpoint"
     made = data(tmp_path / "bad.gguf")
@@ -129,6 +128,39 @@ def test_a_gguf_file_says_of_each_part_whether_it_is_taken(tmp_path: Path) -> No
     rows = shown(tmp_path / "none.gguf")
     assert rows["tokenizer"].startswith("none, pre-tokenizer gpt-2: not supported: has no tokenizer")
     assert rows["chat"] == "none"
+
+
+def without(name: str) -> dict[str, Any]:
+    return {"change": lambda tensors: [each for each in tensors if each[0] != name]}
+
+
+@pytest.mark.parametrize(
+    ("change", "refuses"),
+    [
+        ({}, False),
+        (without("blk.1.attn_norm.weight"), True),
+        (without("token_embd.weight"), True),
+        ({"drop": ["llama.context_length"]}, True),
+        ({"llama.rope.scaling.type": value(STRING, "strange")}, True),
+        ({"llama.attention.strange": value(UINT32, 3)}, True),
+        ({"llama.block_count": value(UINT32, 3)}, True),
+        ({"tokenizer.ggml.eos_token_id": value(UINT32, 264)}, True),
+        ({"tokenizer.ggml.model": value(STRING, "bert")}, True),
+        ({"tokenizer.ggml.pre": value(STRING, "nobody")}, True),
+        ({"tokenizer.ggml.pre": value(STRING, "smollm")}, False),
+    ],
+)
+def test_inspect_and_init_agree_on_a_gguf_file(change: dict[str, Any], refuses: bool, tmp_path: Path) -> None:
+    """Where init says no, inspect says so too, with the same exit code and message."""
+    write_checkpoint(tmp_path / "hf")
+    file = tmp_path / "m.gguf"
+    write(tmp_path / "hf", file, **change)
+    refusal = data(file)["refusal"]
+    done = CliRunner().invoke(cli, ["init", str(file), "-o", str(tmp_path / "recipe.yaml")])
+    assert (refusal is not None) == refuses == (done.exit_code != 0), done.output
+    if refusal is not None:
+        assert refusal["exit_code"] == done.exit_code
+        assert refusal["message"] in done.output
 
 
 def test_a_refusal_is_shown_and_is_no_error(tmp_path: Path) -> None:

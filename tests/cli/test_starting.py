@@ -1,5 +1,6 @@
 """`llmforge init` and `llmforge up`: what they write, refuse and run."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from llmforge import recipes, targets
+from llmforge.checkpoint import documents
 from llmforge.cli import cli, planning, starting
 from llmforge.doctor import kept
 from llmforge.measure import ceilings, machine
+from llmforge.planning import request
 from llmforge.recipe import Recipe
 
 from ..planning.test_starting import measured
@@ -38,8 +41,13 @@ def test_a_recipe_and_its_text(home: Path) -> None:
     assert "llmforge build docs-llama-7m.yaml" in result.stderr
     recipe = Recipe.load(home / "docs-llama-7m.yaml")
     assert recipe.checkpoint.resolve() == SAMPLE
-    for name in ("calibration.jsonl", "evaluation.jsonl", "NOTICE"):
+    names = [f"{kind}{role}.jsonl" for role in ("calibration", "evaluation") for kind in ("chat-", "")]
+    for name in (*names, "NOTICE"):
         assert (home / "text" / name).read_bytes() == (recipes.TEXT / name).read_bytes()
+    assert recipe.calibration is not None
+    assert recipe.validation.quality is not None
+    read = [path.name for path in (*recipe.calibration.data, *recipe.validation.quality.data)]
+    assert read == names
     planned = invoke("plan", "docs-llama-7m.yaml")
     assert planned.exit_code == 0
     assert "weights int4" in planned.stdout
@@ -60,18 +68,76 @@ def test_what_is_there_is_not_replaced(home: Path) -> None:
     assert not (home / "other.yaml").exists()
 
 
+def test_the_build_takes_what_plan_predicts_of_the_recipe(home: Path) -> None:
+    assert invoke("init", SAMPLE).exit_code == 0
+    (line,) = (each for each in (home / "docs-llama-7m.yaml").read_text().splitlines() if "# Predicted: " in each)
+    cost = request.build_of(Recipe.load(home / "docs-llama-7m.yaml"))
+    assert cost is not None
+    told = re.search(r"about ([\d.]+) s of CPU time", line)
+    assert told is not None, line
+    assert cost.cpu_s == pytest.approx(float(told[1]), rel=0.1)
+
+
 def test_text_of_ones_own(home: Path) -> None:
     for name in ("a b.jsonl", "c.jsonl"):
-        (home / name).write_text('{"id": "1", "text": "x"}\n')
+        (home / name).write_text(f'{{"id": "{name}", "text": "{name}"}}\n')
     assert invoke("init", SAMPLE, "--calibration", "a b.jsonl").exit_code == 2
     (home / "sub").mkdir()
     result = invoke("init", SAMPLE, "--calibration", "a b.jsonl", "--evaluation", "c.jsonl", "-o", "sub/r.yaml")
     assert result.exit_code == 0, result.stderr
     recipe = Recipe.load(home / "sub" / "r.yaml")
     assert recipe.calibration is not None
-    assert recipe.calibration.data.resolve() == home / "a b.jsonl"
+    assert [path.resolve() for path in recipe.calibration.data] == [home / "a b.jsonl"]
     assert not (home / "sub" / "text").exists()
     assert "ships with llmforge" not in (home / "sub" / "r.yaml").read_text()
+
+
+def test_without_a_chat_template_there_are_no_chats(home: Path) -> None:
+    shutil.copytree(SAMPLE, home / "mine", ignore=shutil.ignore_patterns("chat_template.jinja"))
+    assert invoke("init", "mine").exit_code == 0
+    recipe = Recipe.load(home / "mine.yaml")
+    assert recipe.calibration is not None
+    assert [path.name for path in recipe.calibration.data] == ["calibration.jsonl"]
+    assert not (home / "text" / "chat-calibration.jsonl").exists()
+
+
+CHAT = '{"messages": [{"role": "user", "content": "Who?"}]}'
+
+
+@pytest.mark.parametrize(
+    ("calibration", "template", "says"),
+    [
+        ('{"text": "a"}\n{"text": ', True, "mine.jsonl:2:10: not JSON"),
+        ('{"text": "a"}\n{"prompt": "b"}', True, "mine.jsonl:2: neither `text` nor `messages`"),
+        ('{"messages": [{"role": "bot", "content": "b"}]}', True, "mine.jsonl:1: messages[0]: role is 'bot'"),
+        (CHAT, False, "mine.jsonl:1: a chat, and the checkpoint has no chat template"),
+        ('{"text": " held out"}', True, "has the text of calibration document"),
+    ],
+)
+def test_text_is_looked_at_before_anything_is_written(home: Path, calibration: str, template: bool, says: str) -> None:
+    shutil.copytree(SAMPLE, home / "m", ignore=None if template else shutil.ignore_patterns("chat_template.jinja"))
+    (home / "mine.jsonl").write_text(calibration)
+    (home / "held.jsonl").write_text('{"id": "h", "text": "held out"}')
+    result = invoke("init", "m", "--calibration", "mine.jsonl", "--evaluation", "held.jsonl")
+    assert result.exit_code == 5
+    assert says in result.stderr
+    assert not (home / "m.yaml").exists()
+
+
+def test_the_chats_that_ship_are_many_and_do_not_overlap() -> None:
+    texts = [documents.read_documents(recipes.TEXT / f"chat-{role}.jsonl") for role in ("calibration", "evaluation")]
+    documents.refuse_overlap(*texts)
+    every = [chat for text in texts for chat in text]
+    assert len(every) >= 60
+    assert all(chat.is_unanswered for chat in every)
+    # Templates that refuse others exist: the user and the assistant take turns.
+    assert all(
+        [message["role"] for message in chat.messages] == ["user", "assistant"] * (len(chat.messages) // 2) + ["user"]
+        for chat in every
+    )
+    kinds = {chat.id.split("/")[2].rpartition("-")[0] for chat in every}
+    assert kinds >= {"code", "json", "arithmetic", "refusal", "german", "chinese", "tools", "summary", "multi-turn"}
+    assert all(chat.tools for chat in every if "/tools-" in chat.id)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +209,7 @@ def test_a_recipe_that_ships_is_copied(home: Path) -> None:
     recipe = Recipe.load(home / "chat.yaml")
     assert (recipe.name, recipe.checkpoint, recipe.target) == ("chat", SAMPLE, "h200")
     assert recipe.calibration is not None
-    assert recipe.calibration.data == home / "text" / "calibration.jsonl"
+    assert recipe.calibration.data == (home / "text" / "calibration.jsonl",)
     text = (home / "chat.yaml").read_text()
     assert "fp8 weights and activations" in text
     assert "recipes/" not in text.partition("schema:")[0]
@@ -154,7 +220,8 @@ def test_a_copy_of_each_recipe_loads(home: Path, name: str) -> None:
     assert invoke("init", SAMPLE, "--like", name).exit_code == 0
     recipe = Recipe.load(home / "docs-llama-7m.yaml")
     files = [recipe.checkpoint, *(Path(task) for task in recipe.validation.tasks or () if task.endswith(".yaml"))]
-    files += [each.data for each in (recipe.calibration, recipe.validation.quality) if each is not None]
+    sections = recipe.calibration, recipe.validation.quality
+    files += [path for each in sections if each is not None for path in each.data]
     assert [file for file in files if not file.exists()] == []
     assert recipe.target == Recipe.load(recipes.FOLDER / f"{name}.yaml").target
 

@@ -13,9 +13,11 @@ from click.testing import CliRunner
 from numpy.typing import NDArray
 
 from llmforge.artifact import Artifact
+from llmforge.base.progress import Silent
 from llmforge.checkpoint import Checkpoint
 from llmforge.cli import cli
-from llmforge.compile import texts
+from llmforge.compile.answered import answering
+from llmforge.compile.texts import BuildTexts
 from llmforge.gates import records
 from llmforge.measure import quality
 from llmforge.measure.baseline import Baseline
@@ -73,7 +75,8 @@ def measured(built: Path) -> Quality:
 
 
 def windows(folder: Path) -> list[Any]:
-    return texts.evaluation_windows(Recipe.load(recipe(folder)), Checkpoint.open(folder / "tiny-llama"))
+    checkpoint = Checkpoint.open(folder / "tiny-llama")
+    return BuildTexts(Recipe.load(recipe(folder)), checkpoint, (), answering(), Silent()).evaluation
 
 
 def kld(p: NDArray[np.float32], q: NDArray[np.float32]) -> NDArray[np.float64]:

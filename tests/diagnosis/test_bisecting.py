@@ -14,8 +14,9 @@ import pytest
 from numpy.typing import NDArray
 
 from llmforge import native, passes, targets
-from llmforge.checkpoint import Checkpoint, documents, text
+from llmforge.checkpoint import Checkpoint, documents
 from llmforge.checkpoint.text import TokenWindow
+from llmforge.compile import texts
 from llmforge.compile.attribution import choose_texts
 from llmforge.compile.lossy_parts import CacheLoss, Leaf, LossyPart, LossyStep, PartLoss, WeightLoss, of_pass
 from llmforge.diagnosis import bisecting, mixed_precision_recipe
@@ -40,7 +41,7 @@ KNOWN = {cls.name: cls for cls in passes.ALL}
 def windows(data: Path, sample_checkpoint: Path) -> list[TokenWindow]:
     checkpoint = Checkpoint.open(sample_checkpoint)
     read = documents.read_documents(data / "evaluation.jsonl")
-    cut = text.windows(checkpoint.tokenizer, read, 64, checkpoint.bos_token_id)
+    cut = texts.windows_of(checkpoint, read, 64)
     return list({window.document: window for window in reversed(cut)}.values())
 
 

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from llmforge.base.errors import DataError, ForgeError, UnsupportedError, UsageError
 from llmforge.measure.scoring import Keep, Likelihood, Pair
 from llmforge.metrics.tasks import TaskResult
+
+from ..models.checkpoints import write_tokenizer
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs the extra `eval`")
 
@@ -100,6 +103,63 @@ def test_choices_are_paired_item_by_item_and_clustered_by_document(tmp_path: Pat
     assert difference is not None
     assert (difference.value, difference.samples, difference.of) == (pytest.approx(-0.05), 10, "documents")
     assert worse.read[0] == ("What is 0 and 0?", " no")
+
+
+def test_a_chat_template_asks_in_turns_and_adds_its_own_special_tokens(tmp_path: Path) -> None:
+    from llmforge.measure import harness
+
+    asked: list[bool] = []
+
+    def encode(text: str, special: bool) -> list[int]:
+        asked.append(special)
+        return [ord(letter) for letter in text]
+
+    def render(messages: Sequence[Any]) -> str:
+        return "".join(f"<{message['role'][0]}>{message['content']}" for message in messages) + "<a>"
+
+    side = Knows(right)
+    tokens = harness.TaskTokens(encode, 0, render)
+    harness.measure(harness.TaskRequest((write(tmp_path),), limit=3, few_shot=1), tokens, (side, Keep()), None)
+    context, follows = side.read[0]
+    assert context.endswith("<u>What is 0 and 0?<a>")
+    assert context.count("<u>") == 2, "the example is an earlier turn"
+    assert context.count("<a>") == 2
+    assert follows == "no"
+    assert asked
+    assert not any(asked)
+    begun = Knows(right)
+    task = write(tmp_path, gen_prefix="Answer:")
+    harness.measure(harness.TaskRequest((task,), limit=1), tokens, (begun, Keep()), None)
+    assert begun.read[0][0] == "<u>What is 0 and 0?<a>Answer:"
+
+
+def test_a_task_reads_the_ids_that_serving_reads(tmp_path: Path) -> None:
+    from llmforge.measure import harness
+    from llmforge.serving.chat import ChatTemplate
+    from llmforge.serving.prompts import TextEncoder
+
+    write_tokenizer(tmp_path)
+    template = (
+        "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+    )
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    served = TextEncoder(tokenizer, ChatTemplate(template, {"bos_token": "<|endoftext|>"}, "here"))
+    read: list[Pair] = []
+
+    class Side(Knows):
+        def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
+            read.extend(pairs)
+            return [(-1.0, True) for _ in pairs]
+
+    def encode(text: str, special: bool) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=special).ids)
+
+    tokens = harness.TaskTokens(encode, 0, served.render)
+    side = Side(right)
+    side.longest = 512  # type: ignore[misc]
+    harness.measure(harness.TaskRequest((write(tmp_path),), limit=1), tokens, (side, Keep()), None)
+    assert list(read[0][0]) == served.encode_chat([{"role": "user", "content": "What is 0 and 0?"}])
 
 
 def test_a_limit_and_examples_before_an_item(tmp_path: Path) -> None:

@@ -12,7 +12,10 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.measure import quality
 from llmforge.measure.baseline import Baseline
+from llmforge.metrics import quality_metrics
+from llmforge.metrics.document_figures import spreads
 from llmforge.metrics.intervals import SMALLEST_SAMPLE
+from llmforge.metrics.quality import Quality
 
 from ..models.logits import V, naive, random_logits
 
@@ -160,3 +163,52 @@ def test_baseline_refuses_missing_weights(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=name):
         Baseline(Checkpoint.open(tmp_path), threads=1)
+
+
+def chats(documents: int = 12) -> list[TokenWindow]:
+    """One window a chat, whose last third was said."""
+    cut = windows(documents, seed=1)[::2]
+    return [
+        TokenWindow(f"chat-{i}", each.ids, np.arange(len(each.ids)) >= 2 * len(each.ids) // 3)
+        for i, each in enumerate(cut)
+    ]
+
+
+def test_answer_tokens_are_figured_apart() -> None:
+    cut = [*windows(), *chats()]
+    baseline, artifact = model(0.0), model(0.3)
+    got = quality.compare(cut, baseline, artifact)
+    whole = [naive(baseline(w.ids)[:-1], artifact(w.ids)[:-1], w.ids[1:]) for w in chats()]
+    p_nll, q_nll, kld, same, _ = (
+        np.concatenate([column[w.answers[1:]] for column, w in zip(parts, chats(), strict=True)])
+        for parts in zip(*whole, strict=True)
+    )
+    assert got.documents == 24
+    assert [sums.document for sums in got.per_chat] == [f"chat-{i}" for i in range(12)]
+    assert sum(sums.tokens for sums in got.per_chat) == len(kld)
+    assert got.answer_kld_mean.value == pytest.approx(kld.mean())
+    assert got.answer_perplexity_ratio.value == pytest.approx(math.exp(q_nll.mean() - p_nll.mean()))
+    assert got.answer_top1_agreement.value == pytest.approx(same.mean())
+    assert got.answer_kld_mean.low < got.answer_kld_mean.value < got.answer_kld_mean.high
+    assert got.answer_kld_mean.samples == 12
+    again = Quality.model_validate_json(got.model_dump_json())
+    assert again.per_chat == got.per_chat
+    assert spreads(again, ["answer_kld_mean"])["answer_kld_mean"].value == got.answer_kld_mean.value
+
+
+def test_without_chats_there_are_no_answers() -> None:
+    got = quality.compare(windows(), model(0.0), model(0.3))
+    assert not {"answer_kld_mean", "per_chat"} & got.model_dump().keys()
+    assert quality_metrics.answers_apart(got) is None
+
+
+def test_what_sets_chats_and_documents_apart_is_said() -> None:
+    errors = {"chat": model(0.9), "doc": model(0.3)}
+    names = {w.ids.tobytes(): w.document[:4].strip("-") for w in (*windows(), *chats())}
+    worse = quality.compare([*windows(), *chats()], model(0.0), lambda ids: errors[names[ids.tobytes()]](ids))
+    said = quality_metrics.answers_apart(worse)
+    assert said is not None
+    assert "as high on answers of chats (" in said
+    assert quality_metrics.answers_apart(quality.compare(chats(), model(0.0), model(0.3))) is None, "nothing beside"
+    alike = quality.compare([*windows(), *chats()], model(0.0), model(0.3))
+    assert quality_metrics.answers_apart(alike) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-F32, F16, Q4_0, Q8_0 = 0, 1, 2, 8
+F32, F16, Q4_0, Q4_1, Q8_0 = 0, 1, 2, 3, 8
 UINT32, FLOAT32, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9
 PACKING = {UINT32: "I", FLOAT32: "f", BOOL: "?", 5: "i", 10: "Q"}
+
+Tensor = tuple[str, Sequence[int], int, bytes]  # name, shape, type, bytes
 
 NAMES = {
     "input_layernorm": "attn_norm",
@@ -64,7 +66,7 @@ def tensor_info(name: str, shape: Sequence[int], kind: int, offset: int) -> byte
 
 def gguf(
     metadata: Mapping[str, bytes],
-    tensors: Sequence[tuple[str, Sequence[int], int, bytes]],
+    tensors: Sequence[Tensor],
     *,
     alignment: int = 32,
     version: int = 3,
@@ -80,7 +82,7 @@ def gguf(
 
 
 def encode(weights: NDArray[Any], kind: int) -> bytes:
-    """Store numbers as F32, F16, Q4_0 or Q8_0, as `gguf.quants.quantize` does."""
+    """Store numbers as F32, F16, Q4_0, Q4_1 or Q8_0, as `gguf.quants.quantize` does."""
     numbers = weights.astype(np.float32)
     if kind in (F32, F16):
         return numbers.astype(np.float16 if kind == F16 else np.float32).tobytes()
@@ -89,6 +91,12 @@ def encode(weights: NDArray[Any], kind: int) -> bytes:
         scale = (np.abs(blocks).max(1, keepdims=True) / 127).astype(np.float16)
         codes = np.rint(blocks / np.where(scale == 0, 1, scale.astype(np.float32))).astype(np.int8)
         return np.concatenate([scale.view(np.uint8), codes.view(np.uint8)], 1).tobytes()
+    if kind == Q4_1:
+        low = blocks.min(1, keepdims=True)
+        step = (blocks.max(1, keepdims=True) - low) / 15
+        codes = np.clip((blocks - low) / np.where(step == 0, 1, step) + 0.5, 0, 15).astype(np.uint8)
+        halves = [part.astype(np.float16).view(np.uint8) for part in (step, low)]
+        return np.concatenate([*halves, codes[:, :16] | (codes[:, 16:] << 4)], 1).tobytes()
     assert kind == Q4_0
     extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(1)[:, None], 1)
     scale = (extreme / -8).astype(np.float16)
@@ -167,11 +175,12 @@ def write(
     architecture: str = "llama",
     kind: int = F32,
     drop: Sequence[str] = (),
+    change: Callable[[list[Tensor]], list[Tensor]] = list,
     **more: bytes,
 ) -> dict[str, NDArray[Any]]:
     """Write the checkpoint in `folder` as a GGUF file, matrices of whole blocks as `kind`.
 
-    `more` are further keys, or others; `drop` are keys to leave out.
+    `more` are further keys, or others; `drop` are keys to leave out; `change` changes tensors.
 
     Returns the parameters of the checkpoint by their names there.
     """
@@ -202,10 +211,10 @@ def write(
         else:
             found.append((f"blk.{layer}.{names[part]}.{leaf}", weights))
     found += [(name, np.stack(stack)) for name, stack in stacks.items()]
-    tensors = []
+    tensors: list[Tensor] = []
     for name, weights in found:
         own = kind if weights.ndim > 1 and weights.shape[-1] % 32 == 0 else F32
         tensors.append((name, weights.shape, own, encode(weights, own)))
     metadata = {**metadata_of(settings, architecture), **vocabulary_of(folder, settings["vocab_size"]), **more}
-    file.write_bytes(gguf({key: packed for key, packed in metadata.items() if key not in drop}, tensors))
+    file.write_bytes(gguf({key: packed for key, packed in metadata.items() if key not in drop}, change(tensors)))
     return parameters

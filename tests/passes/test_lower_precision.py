@@ -20,8 +20,9 @@ from llmforge import targets
 from llmforge.backends.onnxruntime import builder as engines
 from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import CheckpointError, RecipeError, UnsupportedError, VerificationError
-from llmforge.checkpoint import Checkpoint, documents, text
+from llmforge.checkpoint import Checkpoint, documents
 from llmforge.cli import cli
+from llmforge.compile import texts
 from llmforge.ir import derived, graph
 from llmforge.metrics.tokens import mean_kld
 from llmforge.passes import ALL, FlashAttention, FuseExperts, FuseNorms, GenaiInterface, PackGateUp, PackQkv
@@ -120,7 +121,7 @@ def test_weights_of_a_bf16_checkpoint_are_its_bits_and_lazy(bf16_llama: tuple[Ch
 def test_sample_checkpoint_loses_what_transformers_loses(sample_checkpoint: Path, sample_graph: ir.Model) -> None:
     checkpoint = Checkpoint.open(sample_checkpoint)
     found = documents.read_documents(sample_checkpoint.parent / "evaluation.jsonl")
-    windows = text.windows(checkpoint.tokenizer, found, 96, checkpoint.bos_token_id)[:3]
+    windows = texts.windows_of(checkpoint, found, 96)[:3]
     model = sample_graph.clone()
 
     def logits(of: ir.Model) -> np.ndarray:

@@ -90,7 +90,7 @@ def test_paths_are_relative_to_the_recipe(tmp_path: Path, monkeypatch: pytest.Mo
     loaded = Recipe.load(Path("recipes/r.yaml"))
     assert loaded.checkpoint == tmp_path / "model"
     assert loaded.calibration is not None
-    assert loaded.calibration.data == folder / "calibration.jsonl"
+    assert loaded.calibration.data == (folder / "calibration.jsonl",)
     absolute = load(folder, replaced("../model", "/models/m"))
     assert absolute.checkpoint == Path("/models/m")
 
@@ -408,6 +408,24 @@ def test_the_resolved_recipe_follows_the_content_of_data(tmp_path: Path) -> None
     (tmp_path / "evaluation.jsonl").unlink()
     with pytest.raises(DataError, match=r"evaluation\.jsonl"):
         load(tmp_path).resolved()
+
+
+def test_a_text_may_lie_in_several_files(tmp_path: Path) -> None:
+    data_files(tmp_path)
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Who?"}]}\n')
+    one = load(tmp_path, replaced("data: calibration.jsonl", "data: [calibration.jsonl]"))
+    assert one.resolved() == load(tmp_path).resolved()
+    loaded = load(tmp_path, replaced("data: calibration.jsonl", "data: [chats.jsonl, calibration.jsonl]"))
+    assert loaded.calibration is not None
+    assert loaded.calibration.data == (tmp_path / "chats.jsonl", tmp_path / "calibration.jsonl")
+    written = loaded.resolved()["calibration"]["data"]
+    assert [file["name"] for file in written] == ["chats.jsonl", "calibration.jsonl"]
+    assert written[1] == load(tmp_path).resolved()["calibration"]["data"]
+    with pytest.raises(RecipeError, match=r"calibration\.data"):
+        load(tmp_path, replaced("data: calibration.jsonl", "data: []"))
+    path = write(tmp_path, VALID)
+    several = Recipe.load(path, ("calibration.data=[chats.jsonl, calibration.jsonl]",))
+    assert several.calibration == loaded.calibration
 
 
 def test_the_schema_holds_every_key_and_every_option() -> None:

@@ -31,11 +31,10 @@ from llmforge.recipe import Recipe, ServingSpec
 from llmforge.runtime.config import FILE, DeviceFacts, PlanFacts, RuntimeConfig
 from llmforge.serving import Runner, load
 from llmforge.serving.chat import ChatTemplate
-from llmforge.serving.options import EngineOptions
+from llmforge.serving.interface import EngineOptions, EngineStats
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.protocol.client_json import JsonLimits
 from llmforge.serving.request import Chunk, Usage
-from llmforge.serving.stats import EngineStats
 from llmforge.triton import repository, sources
 from llmforge.triton.backend import checks, inputs, settings, signature, worker_pool
 from llmforge.triton.launch import PYTRITON, Ports, TritonServer, command, find
@@ -222,6 +221,23 @@ class TestSources:
         monkeypatch.setattr(sources.native, "library", lambda: None)
         with pytest.raises(EnvironmentLacks, match="are not compiled in this installation"):
             sources.shipped(kernels=True)
+        assert sources.shipped(kernels=None) == sources.shipped()
+
+    def test_engines_for_gpus_carry_the_kernels_that_draw_their_tokens(
+        self, artifact: Artifact, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        asked: list[bool | None] = []
+
+        def shipped(*, kernels: bool | None) -> dict[str, Path]:
+            asked.append(kernels)
+            return {"llmforge/triton/sources.py": Path(sources.__file__)}
+
+        monkeypatch.setattr(sources, "shipped", shipped)
+        model = repository.of_artifact(artifact)
+        for device in (None, DeviceFacts(89, 1)):  # None: if there are any
+            runtime = replace(model.runtime, device=device, kernels=None)
+            repository.write(replace(model, runtime=runtime), tmp_path / f"repository{len(asked)}")
+        assert asked == [False, None]
 
     def test_it_is_small_and_has_no_build_side(self) -> None:
         shipped = sources.shipped()
@@ -408,7 +424,7 @@ def test_a_model_is_held_to_its_manifest_and_its_gates_when_it_loads(
             engine.write_bytes(engine.read_bytes()[:-1] + b"!")
         model_module.TritonPythonModel().initialize(arguments)
 
-    with pytest.raises(RuntimeError, match=r"the gates of random .* failed\n.*llmforge triton --allow fail"):
+    with pytest.raises(RuntimeError, match=r"the verdict of random .* is FAIL.*\n.*llmforge triton --allow fail"):
         load(None)
     with pytest.raises(RuntimeError, match="says KIND_GPU, but the engine is for a CPU"):
         load("fail")

@@ -20,6 +20,7 @@ from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.wording import quoted, shown
 from llmforge.checkpoint.gguf.blocks import dequantize
 from llmforge.checkpoint.gguf.header import Header
+from llmforge.checkpoint.gguf.shapes import require_whole
 from llmforge.checkpoint.safetensors_file import DAMAGED, open_regular
 
 _HINT = "take the model's original checkpoint"
@@ -141,7 +142,7 @@ def settings(header: Header) -> dict[str, Any]:
 
     Raises:
         UnsupportedError: the architecture is not taken, or is configured in a way that is not.
-        CheckpointError: a key is missing, or makes no sense.
+        CheckpointError: a key or a tensor is missing, or makes no sense.
     """
     architecture, metadata = _architecture(header), Metadata(header)
     known = {*_SIZES, *_READ, *_WITHOUT_EFFECT, *architecture.keys}
@@ -176,7 +177,9 @@ def settings(header: Header) -> dict[str, Any]:
         identity = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if type(identity) is int:
             made[f"{token}_token_id"] = identity
-    return {**made, **architecture.extra(metadata, made)}
+    made |= architecture.extra(metadata, made)
+    require_whole(header, architecture.parts, made)
+    return made
 
 
 def target(header: Header, name: str, made: Mapping[str, Any]) -> ParameterTarget | None:

@@ -1,7 +1,8 @@
 """Blocks of quantized numbers as ggml has them in GGUF files: what each type holds, and its numbers.
 
 A row of numbers is cut into blocks of 32, or superblocks of 256, each of so many bytes; fp16 scales, and minima of
-some, lie in the block. All types but those in `CODES` have a minimum or levels that are not evenly spaced.
+some, lie in the block. All types but those in `CODES` have a minimum. IQ4's 16 levels are not evenly spaced, but whole
+numbers of 8 bits, which stand for its codes.
 Source: `ggml-quants.c` and `ggml-common.h` of llama.cpp; bit-equal to `gguf.quants.dequantize` of gguf 0.19.
 """
 
@@ -18,7 +19,7 @@ Bytes = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
 
 _SUPERBLOCK = 256
-IQ4_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+IQ4_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 _CHUNK_BYTES = 1 << 20  # of blocks that are dequantized at a time
 
 
@@ -130,6 +131,18 @@ def _q6_k_codes(blocks: Bytes) -> tuple[NDArray[np.int8], Float32]:
     return (low | (high << np.uint8(4))).astype(np.int8) - np.int8(32), scales
 
 
+def _iq4_nl_codes(blocks: Bytes) -> tuple[NDArray[np.int8], Float32]:
+    return IQ4_LEVELS[_fields(blocks[:, 2:], 16, (0, 4), 15)], _half(blocks, 0)
+
+
+def _iq4_xs_codes(blocks: Bytes) -> tuple[NDArray[np.int8], Float32]:
+    high = np.ascontiguousarray(blocks[:, 2:4]).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & np.uint16(3)
+    low = _fields(blocks[:, 4:8], 1, (0, 4), 15)
+    six_bits = low | (high << np.uint16(4)).astype(np.uint8)
+    scales = _half(blocks, 0) * (six_bits.astype(np.int8) - np.int8(32)).astype(np.float32)
+    return IQ4_LEVELS[_fields(blocks[:, 8:], 16, (0, 4), 15)], scales
+
+
 def _symmetric(
     read: Callable[[Bytes], tuple[NDArray[np.int8], Float32]], block_size: int
 ) -> Callable[[Bytes], Float32]:
@@ -148,10 +161,6 @@ def _q4_1(blocks: Bytes) -> Float32:
 def _q5_1(blocks: Bytes) -> Float32:
     code = _fields(blocks[:, 8:], 16, (0, 4), 15) | _fifth_bits(blocks, 4)
     return _half(blocks, 0) * code.astype(np.float32) + _half(blocks, 2)
-
-
-def _iq4_nl(blocks: Bytes) -> Float32:
-    return _half(blocks, 0) * IQ4_LEVELS[_fields(blocks[:, 2:], 16, (0, 4), 15)]
 
 
 def _affine(code: Bytes, scale: Float32, minimum: Float32) -> Float32:
@@ -184,13 +193,15 @@ def _q5_k(blocks: Bytes) -> Float32:
     return _affine(low | (high << np.uint8(4)), *_six_bit_scales(blocks))
 
 
-# Of types without minima and with even levels: bits, numbers that share a scale, and how signed codes are read.
+# Of types without minima: bits, numbers that share a scale, and how signed codes are read.
 CODES: Mapping[str, tuple[int, int, Callable[[Bytes], tuple[NDArray[np.int8], Float32]]]] = {
     "Q4_0": (4, 32, _q4_0_codes),
     "Q5_0": (5, 32, _q5_0_codes),
     "Q8_0": (8, 32, _q8_0_codes),
     "Q3_K": (3, 16, _q3_k_codes),
     "Q6_K": (6, 16, _q6_k_codes),
+    "IQ4_NL": (8, 32, _iq4_nl_codes),
+    "IQ4_XS": (8, 32, _iq4_xs_codes),
 }
 # ggml.h: `enum ggml_type`
 TYPES: Mapping[int, BlockType] = {
@@ -209,12 +220,13 @@ TYPES: Mapping[int, BlockType] = {
         BlockType("Q4_K", 12, _SUPERBLOCK, 144, _q4_k),
         BlockType("Q5_K", 13, _SUPERBLOCK, 176, _q5_k),
         BlockType("Q6_K", 14, _SUPERBLOCK, 210, _symmetric(_q6_k_codes, 16)),
-        BlockType("IQ4_NL", 20, 32, 18, _iq4_nl),
+        BlockType("IQ4_NL", 20, 32, 18, _symmetric(_iq4_nl_codes, 32)),
+        BlockType("IQ4_XS", 23, _SUPERBLOCK, 136, _symmetric(_iq4_xs_codes, 32)),
     )
 }
 # Those that are not read, so that a refusal can name them.
 OTHER_TYPES: Mapping[int, str] = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
-    23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
+    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
     39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip

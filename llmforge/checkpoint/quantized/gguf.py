@@ -14,7 +14,7 @@ from llmforge.base.errors import CheckpointError
 from llmforge.checkpoint.gguf import architectures, blocks
 from llmforge.checkpoint.gguf.blocks import BlockType
 from llmforge.checkpoint.gguf.header import DTYPES, Header, TensorInfo, read
-from llmforge.checkpoint.quantized.layout import Grouped, QuantizedLayout, QuantizedTensor, is_finite
+from llmforge.checkpoint.quantized.layout import Grouped, QuantizedLayout, QuantizedTensor
 from llmforge.checkpoint.safetensors_file import TensorEntry, data_type
 from llmforge.quantization.stored import UnrepresentableCodes
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _BLOCKS = "blocks"  # the one part of a parameter
 # Types whose scales are stored in fp16; of others they are products, which fp16 does not hold.
-_FP16_SCALES = ("Q4_0", "Q5_0", "Q8_0")
+_FP16_SCALES = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,12 +42,11 @@ class GgufTensor(QuantizedTensor):
     def dequantize(self) -> NDArray[Any]:
         """Return its weights, bit-equal to `gguf.quants.dequantize`, with rows as transformers has them."""
         values = blocks.dequantize(self._data(), self.kind, self.shape)
-        if not is_finite(values):
-            raise self.damaged(_BLOCKS, f"({self.kind.name}) holds NaN or infinity; weights must be finite")
+        self.finite(values, _BLOCKS, f"({self.kind.name}) holds NaN or infinity; weights must be finite")
         return values - values.dtype.type(1) if self.minus_one else values
 
     def grid(self) -> Grid:
-        """Return the grid of types that have no minima: Q4_0, Q5_0, Q8_0, Q3_K, Q6_K."""
+        """Return the grid of types that have no minima; of IQ4_NL and IQ4_XS the 8 bits that hold their levels."""
         from llmforge.quantization.grids import Grid
 
         found = blocks.CODES.get(self.kind.name)
@@ -88,8 +87,6 @@ def _scale(kind: str) -> Scale:
 def _why_not(kind: BlockType) -> str:
     if not kind.quantized:
         return "plain numbers"
-    if kind.name == "IQ4_NL":
-        return "whose levels are not evenly spaced"
     return "whose blocks have a minimum that is no multiple of their scale"
 
 

@@ -12,19 +12,20 @@ import onnx_ir as ir
 from llmforge import calibration
 from llmforge.base import spans
 from llmforge.base.progress import Progress
-from llmforge.checkpoint import Checkpoint, documents
-from llmforge.compile import dry_run, lock, texts
+from llmforge.checkpoint import documents
+from llmforge.compile import dry_run, lock
+from llmforge.compile.answered import answering
 from llmforge.compile.cached_passes import PassChain
 from llmforge.compile.lossy_parts import LossyStep
 from llmforge.compile.overlap import PendingProof
 from llmforge.compile.pass_prover import PassProver
 from llmforge.compile.reuse import Reuse
 from llmforge.compile.state import CalibrationResult, CompileState, PassRun
+from llmforge.compile.texts import BuildTexts
 from llmforge.gates import records
 from llmforge.ir import dialect, graph, interface
 from llmforge.ir.scratch import Scratch
 from llmforge.quantization.statistics import Demand
-from llmforge.recipe import Recipe
 from llmforge.rewrite import options, pass_base
 from llmforge.rewrite.pass_base import Context, Numerics, Pass
 from llmforge.runtime.config import physical_cores
@@ -39,13 +40,15 @@ def run_passes(state: CompileState) -> None:
     recipe, checkpoint, proofs = state.recipe, state.checkpoint, state.overlap.proofs
     if state.demands:  # torch computes in one thread at a time
         proofs.finish(state.clock)
-    state.calibration = calibrate(recipe, checkpoint, state.model, state.demands, state.reuse, state.clock)
+    state.texts = BuildTexts(recipe, checkpoint, state.demands, answering(state.reuse), state.clock)
+    state.calibration = calibrate(state.texts, state.model, state.demands, state.reuse, state.clock)
     statistics = state.calibration.statistics
     state.digests.statistics(statistics)
     state.notes += statistics.notes if statistics is not None else ()
-    state.windows = texts.evaluation_windows(recipe, checkpoint)
+    state.windows = state.texts.evaluation
+    state.notes += state.texts.notes
     lossy = any(step.numerics is Numerics.LOSSY for step in state.steps)
-    chosen = [window.ids for window in texts.budget_windows(state.windows, recipe, checkpoint)] if lossy else []
+    chosen = [window.ids for window in state.texts.budget_windows()] if lossy else []
     promised = Promises.of(checkpoint, recipe.engine.max_context, recipe.engine.max_batch)
     threads = recipe.engine.threads or physical_cores()
     prover = PassProver(state.checked.out / recipe.name / ".failed", promised, chosen, threads, proofs)
@@ -66,14 +69,14 @@ def run_passes(state: CompileState) -> None:
 
 def _run_pass(state: CompileState, step: Pass, context: Context, chain: PassChain, prover: PassProver) -> None:
     """Run one pass, and keep what is needed of the graph before it."""
-    attributes, model = state.recipe.validation.attribution, state.model
-    before = model.clone() if attributes or state.adapters else model
+    model, is_lossy = state.model, step.numerics is Numerics.LOSSY
+    before = model.clone() if is_lossy or state.adapters else model
     run, notes = transform(step, model, context, chain, prover, state.clock)
     if _takes_adapters(model) and not _takes_adapters(before):
         state.adapter_proofs.append(_begin_adapter_proof(state, before, model.clone()))
     state.digests.graph(step.name, model)
     state.notes += notes
-    if attributes and run.record.keywords["rewritten"] and step.numerics is Numerics.LOSSY:
+    if is_lossy and run.record.keywords["rewritten"]:
         state.lossy_steps.append(LossyStep(len(state.runs), step, before, model.clone(), context))
     state.runs.append(run)
 
@@ -125,20 +128,14 @@ def transform(
 
 
 def calibrate(
-    recipe: Recipe,
-    checkpoint: Checkpoint,
-    model: ir.Model,
-    demands: Sequence[Demand],
-    kept: Reuse,
-    progress: Progress,
+    texts: BuildTexts, model: ir.Model, demands: Sequence[Demand], kept: Reuse, progress: Progress
 ) -> CalibrationResult:
     """Collect what the passes demand; layers that were kept are done already."""
-    spec = recipe.calibration
+    spec, checkpoint = texts.recipe.calibration, texts.checkpoint
     if not demands or spec is None:  # `Recipe.instantiate` refuses demands without calibration
         return CalibrationResult()
+    windows, caches = texts.calibration, dialect.caches(model)
     progress.stage("Calibrate")
-    read, caches = documents.read_documents(spec.data), dialect.caches(model)
-    windows = texts.calibration_windows(spec, read, checkpoint)
     store = calibration.Store(kept.cache, kept.layers, kept.installed())
     statistics = calibration.calibrate(
         checkpoint,
@@ -150,9 +147,9 @@ def calibrate(
         progress=progress,
     )
     record = records.CalibrationRecord(
-        data=spec.data.name,
-        digest=documents.digest(spec.data),
-        documents=len(read),
+        data=", ".join(path.name for path in spec.data),
+        digest=documents.digest_all(spec.data),
+        documents=sum(map(len, texts.calibration_documents)),
         samples=statistics.samples,
         tokens=statistics.tokens,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmforge.base.errors import UsageError
-from llmforge.serving.options import EngineOptions
+from llmforge.serving.interface import EngineOptions
 
 # Read by Triton's python backend itself.
 _TRITONS_OWN = ("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS")

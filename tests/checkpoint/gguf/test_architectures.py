@@ -22,7 +22,7 @@ from llmforge.quantization.stored import UnrepresentableCodes
 
 from ...models import zoo
 from ...models.checkpoints import write_checkpoint
-from ...models.gguf_files import ARRAY, BOOL, F16, F32, FLOAT32, Q4_0, Q8_0, STRING, UINT32, value, write
+from ...models.gguf_files import ARRAY, BOOL, F16, F32, FLOAT32, Q4_0, Q8_0, STRING, UINT32, Tensor, value, write
 
 # GGUF's name → the model of the zoo, with changes that GGUF has no key for
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -198,17 +198,11 @@ def test_another_file_in_its_place_is_another_checkpoint(tmp_path: Path) -> None
 
 def divisors(tmp_path: Path, factors: np.ndarray[Any, Any]) -> dict[str, Any]:
     """Write a Llama with divisors of its frequencies, and read its configuration."""
-    from ...models.gguf_files import gguf as file_of
-    from ...models.gguf_files import metadata_of, vocabulary_of
-
     write_checkpoint(tmp_path / "hf", num_hidden_layers=1)
-    settings = json.loads((tmp_path / "hf" / "config.json").read_text())
     file = tmp_path / "m.gguf"
-    table = ("token_embd.weight", (264, 64), F32, bytes(4 * 264 * 64))
     freqs = ("rope_freqs.weight", (len(factors),), F32, factors.astype(np.float32).tobytes())
-    metadata = {**metadata_of(settings, "llama"), **vocabulary_of(tmp_path / "hf", 264)}
-    metadata["llama.rope.freq_base"] = value(FLOAT32, 500000.0)
-    file.write_bytes(file_of(metadata, [table, freqs]))
+    theta = {"llama.rope.freq_base": value(FLOAT32, 500000.0)}
+    write(tmp_path / "hf", file, change=lambda tensors: [*tensors, freqs], **theta)
     return architectures.settings(gguf.read(file))["rope_parameters"]  # type: ignore[no-any-return]
 
 
@@ -295,6 +289,23 @@ def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
         architectures.target(header, "blk.0.ssm_a", architectures.settings(header))
 
 
+@pytest.mark.parametrize("name", ["blk.1.attn_norm.weight", "blk.0.attn_q.weight", "output_norm.weight"])
+def test_a_tensor_that_is_missing_or_of_another_shape_is_refused(name: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "hf")
+    file = tmp_path / "m.gguf"
+    write(tmp_path / "hf", file, change=lambda tensors: [each for each in tensors if each[0] != name])
+    with pytest.raises(CheckpointError, match=f"lacks the tensor '{name}', which a llama model of 2 layers has"):
+        Checkpoint.open(file)
+
+    def doubled(tensor: Tensor) -> Tensor:
+        own, shape, kind, data = tensor
+        return (own, (shape[0] * 2, *shape[1:]), kind, 2 * data) if own == name else tensor
+
+    write(tmp_path / "hf", file, change=lambda tensors: [doubled(each) for each in tensors])
+    with pytest.raises(CheckpointError, match=rf"'{name}' has shape \[128.*the file's own keys make it \[64"):
+        Checkpoint.open(file)
+
+
 # the tokenizer
 
 
@@ -368,10 +379,10 @@ def test_the_end_of_a_turn_ends_a_text_too(tmp_path: Path) -> None:
     ("more", "said", "code"),
     [
         ({"tokenizer.ggml.model": value(STRING, "bert")}, 'tokenizer.ggml.model is "bert"; taken are gpt2, llama', 6),
-        ({"tokenizer.ggml.pre": value(STRING, "smollm")}, 'tokenizer.ggml.pre is "smollm": how it splits text', 6),
+        ({"tokenizer.ggml.pre": value(STRING, "nobody")}, 'tokenizer.ggml.pre is "nobody": how it splits text', 6),
         ({"tokenizer.ggml.tokens": value(ARRAY, (UINT32, [1]))}, "tokenizer.ggml.tokens must be a list of str", 5),
         ({"tokenizer.ggml.token_type": value(ARRAY, (5, [1]))}, "264 tokens, and 1 of tokenizer.ggml.token_type", 5),
-        ({"tokenizer.ggml.merges": value(ARRAY, (STRING, ["no such pair", "x"]))}, "cannot make its tokenizer", 5),
+        ({"tokenizer.ggml.merges": value(ARRAY, (STRING, ["no such pair", "x"]))}, "its tokenizer cannot be made", 5),
         ({"tokenizer.ggml.bos_token_id": value(UINT32, 264)}, "bos_token_id is 264; there are 264 tokens", 5),
     ],
 )

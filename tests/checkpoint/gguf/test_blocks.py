@@ -54,6 +54,16 @@ def iq4_nl(b: Block) -> list[np.float32]:
     return [half(b, 0) * F(levels[nibble(b, 2, j)]) for j in range(32)]
 
 
+def iq4_xs(b: Block) -> list[np.float32]:
+    levels = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+    made, high = [], int(b[2]) | int(b[3]) << 8
+    for part in range(8):
+        scale = (int(b[4 + part // 2]) >> 4 * (part % 2) & 15) | (high >> 2 * part & 3) << 4
+        dl = half(b, 0) * F(scale - 32)
+        made += [F(dl * F(levels[nibble(b, 8 + 16 * part, j)])) for j in range(32)]
+    return made
+
+
 def q2_k(b: Block) -> list[np.float32]:
     made, scale = [], 0
     for n in (0, 32):  # 128 numbers at a time
@@ -127,7 +137,7 @@ def q6_k(b: Block) -> list[np.float32]:
 
 LOOPS: dict[str, Callable[[Block], list[np.float32]]] = {
     "Q4_0": q4_0, "Q4_1": q4_1, "Q5_0": q5_0, "Q5_1": q5_1, "Q8_0": q8_0, "IQ4_NL": iq4_nl,
-    "Q2_K": q2_k, "Q3_K": q3_k, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k,
+    "Q2_K": q2_k, "Q3_K": q3_k, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k, "IQ4_XS": iq4_xs,
 }  # fmt: skip
 HALVES = {
     "Q2_K": (80, 82),

@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
+from safetensors.numpy import save_file
 
 from llmforge import trace
 from llmforge.checkpoint import Checkpoint, read_settings
@@ -17,9 +20,9 @@ from llmforge.ir import dialect
 from llmforge.planning import config, source
 from llmforge.quantization.grids import Grid, dequantize, round_to_nearest
 
-from ...models import zoo
+from ...models import smollm2, zoo
 from ...models.checkpoints import write_checkpoint
-from ...models.gguf_files import F16, F32, Q4_0, Q8_0, write
+from ...models.gguf_files import F16, F32, Q4_0, Q4_1, Q8_0, Tensor, write
 
 
 def test_a_traced_file_computes_what_its_checkpoint_does(tmp_path: Path) -> None:
@@ -28,6 +31,48 @@ def test_a_traced_file_computes_what_its_checkpoint_does(tmp_path: Path) -> None
     write(tmp_path / "hf", tmp_path / "model.gguf", kind=F32)
     graph = trace.trace(Checkpoint.open(tmp_path / "model.gguf"))
     assert zoo.largest_difference(dialect.expand(graph), zoo.reference(tmp_path / "hf"), zoo.SCHEDULES["ragged"]) < 1e-5
+
+
+def dequantized(file: Path, folder: Path) -> None:
+    """Write the weights of a GGUF file as a folder of fp32, with the configuration and the tokenizer of the file."""
+    checkpoint = Checkpoint.open(file)
+    settings = read_settings(file)
+    settings.pop("quantization_config", None)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "tokenizer.json").write_text(checkpoint.tokenizer.to_str())
+    save_file({name: checkpoint.tensor(name).numpy() for name in checkpoint.tensors}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", [Q4_0, Q4_1, Q8_0])
+def test_a_quantized_file_computes_what_its_weights_in_a_folder_do(kind: int, tmp_path: Path) -> None:
+    zoo.write("llama", tmp_path / "hf")
+    write(tmp_path / "hf", tmp_path / "model.gguf", kind=kind)
+    dequantized(tmp_path / "model.gguf", tmp_path / "folder")
+    own, folder = (trace.trace(Checkpoint.open(tmp_path / name)) for name in ("model.gguf", "folder"))
+    expected = zoo.reference(tmp_path / "folder")
+    for graph in (own, folder):
+        assert zoo.largest_difference(dialect.expand(graph), expected, zoo.SCHEDULES["ragged"]) < 1e-5
+    assert zoo.largest_difference(dialect.expand(own), zoo.reference(tmp_path / "hf"), zoo.SCHEDULES["one"]) > 1e-4
+
+
+@pytest.mark.slow  # 135 million parameters
+@pytest.mark.timeout(1800)
+def test_a_real_file_computes_what_its_weights_in_a_folder_do(tmp_path: Path) -> None:
+    """Bit for bit, and within 1e-5 of the largest logit of what transformers computes with those weights."""
+    dequantized(smollm2.gguf(), tmp_path / "folder")
+    own, folder = (trace.trace(Checkpoint.open(path)) for path in (smollm2.gguf(), tmp_path / "folder"))
+    assert [node.op_type for node in own.graph] == [node.op_type for node in folder.graph]
+    assert list(own.graph.initializers) == list(folder.graph.initializers)
+    for name, held in own.graph.initializers.items():
+        other = folder.graph.initializers[name]
+        assert held.const_value is not None
+        assert other.const_value is not None
+        assert np.array_equal(held.const_value.numpy(), other.const_value.numpy()), name
+    expected = zoo.reference(tmp_path / "folder")
+    with torch.no_grad():
+        largest = float(expected(torch.arange(3, 40)[None]).logits.abs().max())
+    assert zoo.largest_difference(dialect.expand(own), expected, zoo.SCHEDULES["one"]) < 1e-5 * largest
 
 
 def test_its_shape_is_read_for_a_plan(tmp_path: Path, sample_checkpoint: Path) -> None:
@@ -48,6 +93,25 @@ def test_only_blocks_count_as_codes(tmp_path: Path) -> None:
         write(tmp_path / "hf", file, kind=kind)
         settings = read_settings(file)
         assert (source.described(settings, file), source.grid_of(settings, file)) == (said, grid)
+
+
+def test_levels_of_iq4_are_kept_as_codes_of_8_bits(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "hf")
+    drawn = np.random.default_rng(0).integers(0, 256, (64 * 2, 18), np.uint8)
+    drawn[:, :2] = np.array([0.03125], np.float16).view(np.uint8)
+    drawn[3, :2] = 0  # a block of zeros
+
+    def as_iq4(tensor: Tensor) -> Tensor:
+        name, shape, _, _ = tensor
+        return (name, shape, 20, drawn.tobytes()) if name == "blk.0.attn_output.weight" else tensor
+
+    write(tmp_path / "hf", tmp_path / "m.gguf", change=lambda tensors: [as_iq4(each) for each in tensors])
+    tensor = Checkpoint.open(tmp_path / "m.gguf").tensors["model.layers.0.self_attn.o_proj.weight"]
+    assert isinstance(tensor, GgufTensor)
+    held = tensor.codes()
+    assert held.grid == Grid(8, 32, True, "fp16")
+    assert len(np.unique(held.codes)) == 17  # 16 levels, and that of 0
+    assert (dequantize(held) == tensor.dequantize()).all()
 
 
 def built(folder: Path, checkpoint: str, backend: str, options: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
