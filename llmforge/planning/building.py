@@ -41,6 +41,11 @@ class BuildCost:
     of: str  # what the coefficients were measured on
 
 
+def calibration_s(shape: Shape, tokens: int) -> float:
+    """Predict the CPU time in which so many tokens choose codes for all weights."""
+    return shape.parameters / 1e9 * (CALIBRATE_S_PER_B + CALIBRATE_S_PER_B_TOKEN * tokens)
+
+
 def predict(shape: Shape, scheme: DtypeScheme, backend: BackendName, *, calibration_tokens: int = 0) -> BuildCost:
     """Predict a build of `shape` to `scheme`; `calibration_tokens` are those that choose codes, 0: none do."""
     billions = shape.parameters / 1e9
@@ -51,7 +56,7 @@ def predict(shape: Shape, scheme: DtypeScheme, backend: BackendName, *, calibrat
     if quantized:
         seconds += billions * QUANTIZE_S_PER_B
         if calibration_tokens:
-            seconds += billions * (CALIBRATE_S_PER_B + CALIBRATE_S_PER_B_TOKEN * calibration_tokens)
+            seconds += calibration_s(shape, calibration_tokens)
     compiled = BACKENDS[backend].compiled
     if compiled:
         seconds += weights / 1e9 * PLAN_S_PER_GB
