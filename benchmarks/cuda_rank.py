@@ -19,8 +19,8 @@ from llmforge.backends.ranks import worker
 from llmforge.backends.ranks.messages import Call
 from llmforge.runtime.config import RuntimeConfig
 from llmforge.runtime.device import backend as device_backend
-from llmforge.runtime.device.cuda import HostDevice
 from llmforge.runtime.device.graph_capture import ONE, OTHER, CaptureResult
+from tests.fakes.host_device import HostDevice
 
 
 class StandIn(HostDevice):

@@ -207,7 +207,7 @@ def rehearse(wheel: Path, engine: Path, sm: int) -> dict[str, Any]:
     Returns:
         providers: nodes by provider; captured: graph id → captures and replays of two steps; forbidden: calls during a
         capture that CUDA would refuse; log: what ONNX Runtime printed, of the load, then behind PREFILL and DECODE: a
-        line for each GroupQueryAttention (llmforge.backends.onnxruntime.cuda.attention) and each fast product that it
+        line for each GroupQueryAttention (tests.models.attention_kernels) and each fast product that it
         ran.
     """
     debug = {

@@ -48,10 +48,11 @@ from llmforge.backends.onnxruntime.cuda.session import DeviceSession  # noqa: E4
 from llmforge.ir import interface  # noqa: E402
 from llmforge.ir.interface import HEAD  # noqa: E402
 from llmforge.runtime.config import SessionConfig  # noqa: E402
-from llmforge.runtime.device.cuda import BlockCopy, Buffer, HostDevice  # noqa: E402
+from llmforge.runtime.device.cuda import BlockCopy, Buffer  # noqa: E402
 from llmforge.runtime.device.top_logits import TopLogitsBuffers  # noqa: E402
 from llmforge.runtime.signature import Argument  # noqa: E402
 from llmforge.serving import EngineOptions, Request, Sampling  # noqa: E402
+from tests.fakes.host_device import HostDevice  # noqa: E402
 
 VOCABULARY, CONTEXT, PROMPT = 128_256, 2048, 16
 BLOCK = 128  # tokens of a block, of heads of 128 channels

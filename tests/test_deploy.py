@@ -22,8 +22,8 @@ from tokenizers.models import BPE
 from llmforge.backends import PROVIDERS
 from llmforge.cli import cli
 from llmforge.serving.http import access, app, metrics
+from llmforge.serving.interface import EngineStats
 from llmforge.serving.protocol.metrics import ANSWERS, COUNTERS, GAUGES, ITL, TTFT
-from llmforge.serving.stats import EngineStats
 from llmforge.triton import launch
 
 ROOT = Path(__file__).resolve().parents[1]

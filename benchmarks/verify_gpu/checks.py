@@ -153,7 +153,7 @@ def _copy_bandwidth(device: Any, size: int) -> float:
 def attention(run: Run, name: str) -> Result:
     """Let ONNX Runtime tell which kernels it chose; `read_attention` reads it off the log when the step has ended."""
     from benchmarks.verify_gpu import subjects
-    from llmforge.backends.onnxruntime.cuda import attention as cuda_attention
+    from tests.models import attention_kernels as cuda_attention
     from tests.models import zoo
 
     heads, kv_heads, head_dim, window, kv_cache = ATTENTION[name]
@@ -194,7 +194,7 @@ def attention(run: Run, name: str) -> Result:
 
 def read_attention(result: Result, log: str) -> Result:
     """Add which kernels the log names, and whether they are among those expected; None: nothing is expected."""
-    from llmforge.backends.onnxruntime.cuda import attention as cuda_attention
+    from tests.models import attention_kernels as cuda_attention
 
     _, _, said = log.partition("== PREFILL")
     prefill, _, decode = said.partition("== DECODE")

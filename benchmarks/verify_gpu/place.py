@@ -7,7 +7,8 @@ from llmforge import targets
 from llmforge.base.errors import EnvironmentLacks
 from llmforge.measure.gpus import Gpu
 from llmforge.runtime.device import cuda as devices
-from llmforge.runtime.device.cuda import Device, HostDevice
+from llmforge.runtime.device.cuda import Device
+from tests.fakes.host_device import HostDevice
 
 
 def device(scale: Scale) -> Device:

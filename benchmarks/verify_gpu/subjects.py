@@ -34,10 +34,10 @@ from llmforge.quantization.statistics import KvRange, Statistics
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Budget, Context, Pass
 from llmforge.runtime.config import FILE, MODEL_FILE, RuntimeConfig
-from llmforge.runtime.device.cuda import HostDevice
 from llmforge.runtime.interface import StepInputs
 from llmforge.serving import Runner
 from llmforge.trace import trace
+from tests.fakes.host_device import HostDevice
 
 SAMPLE = Path("tests/data/docs-llama-7m")
 ANY_COST = Budget(kld_mean=1e9)  # weights are random: what precision costs is measured on real ones

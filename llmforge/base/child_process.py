@@ -40,6 +40,7 @@ class ChildProcess:
         quiet: whether its standard error is dropped.
         environment: of the process; None: this one's.
         reasons: why a signal ended it, where its number does not say so.
+        files: descriptors that it has, too.
 
     Raises:
         EnvironmentLacks: it cannot be started.
@@ -54,6 +55,7 @@ class ChildProcess:
         quiet: bool = False,
         environment: Mapping[str, str] | None = None,
         reasons: Mapping[int, str] | None = None,
+        files: Sequence[int] = (),
     ) -> None:
         self._reasons = {signal.SIGKILL: _KILLED, **(reasons or {})}
         self.socket, theirs = socket.socketpair()
@@ -65,6 +67,7 @@ class ChildProcess:
                     stdout=theirs.fileno() if answers else subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL if quiet else None,
                     env=environment,
+                    pass_fds=files,
                     start_new_session=True,
                 )
             except OSError as error:
@@ -78,9 +81,14 @@ class ChildProcess:
         return self._process.pid
 
     @property
+    def code(self) -> int | None:
+        """What it ended with: its exit code, or the number of a signal below 0; None: it runs."""
+        return self._process.poll()
+
+    @property
     def alive(self) -> bool:
         """Whether the process runs."""
-        return self._process.poll() is None
+        return self.code is None
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for its end; return whether it has come."""

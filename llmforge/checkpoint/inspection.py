@@ -239,16 +239,12 @@ def _with(
         )
         for (name, outcome, reason), entries in rows.items()
     ]
-    return Inspection(
-        made.path,
-        made.kind,
-        made.facts,
-        layout or made.layout,
-        sorted(stored, key=lambda each: -each.parameters),
-        tuple(found.notes),
-        None if refusal is None else Refusal.of(refusal),
-        made.compiles,
-        made.reason,
+    return replace(
+        made,
+        layout=layout or made.layout,
+        stored=sorted(stored, key=lambda each: -each.parameters),
+        notes=tuple(found.notes),
+        refusal=None if refusal is None else Refusal.of(refusal),
     )
 
 

@@ -115,6 +115,11 @@ class TensorEntry:
     size_bytes: int
 
 
+def damaged(entry: TensorEntry, what: str) -> CheckpointError:
+    """Say what is wrong with a tensor of a file: "… tensor 'a.g_idx' `what`"."""
+    return CheckpointError(f"{entry.file}: tensor {entry.name!r} {what}", hint=DAMAGED)
+
+
 def listed(names: Sequence[str]) -> str:
     """Quote the first few names and count the rest, for a message."""
     shown = ", ".join(repr(name) for name in names[:NAMES_SHOWN])

@@ -248,6 +248,7 @@ def _built(path: Path, options: BuildOptions) -> BuildResult:
     overlap.chosen_frontend(recipe)
     with process.unwatched():
         from llmforge.compile.stages.recipe import check_recipe
+        from llmforge.planning import request
 
     kept: Callable[[], cache.Cache] | None = None
     if not options.cache.no_cache:
@@ -261,8 +262,9 @@ def _built(path: Path, options: BuildOptions) -> BuildResult:
     checked = check_recipe(recipe, options.out)
     for note in checked.notes:
         console.say(f"note: {note}")
+    expected = request.expected_stages(recipe)
     with (
-        console.traced("build", quiet=options.quiet, trace=options.trace) as progress,
+        console.traced("build", quiet=options.quiet, trace=options.trace, expected=expected) as progress,
         _resumable(kept=kept is not None),
     ):
         progress.stage("Load llmforge")

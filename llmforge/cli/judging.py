@@ -248,10 +248,12 @@ def validate(
     extras.require("build")
     from llmforge.cli import console
     from llmforge.compile import validating
+    from llmforge.planning import request
     from llmforge.recipe import Recipe
 
     loaded = Recipe.load(recipe)
-    with console.traced("validate", quiet=quiet, trace=None) as progress:
+    expected = request.expected_stages(loaded)
+    with console.traced("validate", quiet=quiet, trace=None, expected=expected) as progress:
         result = validating.validate(artifact, loaded, progress, pythons=dict(runtimes))
     if as_json:
         output.write_json({"artifact": str(result.path), "report": json.loads(result.report.to_json())})

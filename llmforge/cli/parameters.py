@@ -288,6 +288,21 @@ def server_of(url: str | None, api_key: str | None) -> HttpServer | None:
     return HttpServer(url, api_key)
 
 
+def chat_template_option(command: Command) -> Command:
+    """Add the option --chat-template."""
+    return click.option(
+        "--chat-template", type=PATH, metavar="FILE", help="Jinja template for chats, in place of the artifact's."
+    )(command)
+
+
+def tool_prompt_option(command: Command) -> Command:
+    """Add the option --tool-prompt."""
+    return click.option(
+        "--tool-prompt", is_flag=True,
+        help="Where the chat template knows no tools, describe them in the system message, as Hermes and Qwen do.",
+    )(command)  # fmt: skip
+
+
 def runtime_option(command: Command) -> Command:
     """Add the option --runtime."""
     return click.option(

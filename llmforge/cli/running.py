@@ -12,26 +12,33 @@ import click
 from llmforge.base import small_file
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, PATH, POSITIVE, record
+from llmforge.cli.parameters import ARTIFACT, PATH, POSITIVE, chat_template_option, record, require_given
 from llmforge.cli.provenance import admit, loading_options, signature_options
 
 if TYPE_CHECKING:
     from llmforge.runtime.sampling.constraints import Constraint
+    from llmforge.serving import Runner, Sampling
+    from llmforge.serving.conversation import Conversation
 
 
 _SCHEMA_BYTES = 1 << 20
+_TOKENS, _CHAT_TOKENS = 256, 1024
 
 _EXAMPLES = """\b
 Examples:
   llmforge run artifacts/NAME/VERSION "If the file does not exist,"
+  llmforge run artifacts/NAME/VERSION --chat    # a conversation
   echo "What is a KV cache?" | llmforge run artifacts/NAME/VERSION - --chat
 """
 
 
 @click.command(epilog=_EXAMPLES)
 @click.argument("artifact", type=ARTIFACT)
-@click.argument("prompt")
-@click.option("--max-tokens", type=POSITIVE, metavar="N", default=256, help="Generate at most N tokens.")
+@click.argument("prompt", required=False)
+@click.option(
+    "--max-tokens", type=POSITIVE, metavar="N",
+    help=f"Generate at most N tokens. Defaults to {_TOKENS}, for each answer of a conversation to {_CHAT_TOKENS}.",
+)  # fmt: skip
 @click.option("--temperature", type=float, metavar="T", default=0.0, help="Sampling temperature; 0 is greedy.")
 @click.option(
     "--top-p", type=float, metavar="P", default=1.0, help="Sample from the most likely tokens with total probability P."
@@ -58,29 +65,50 @@ Examples:
 @click.option("--json-schema", type=PATH, metavar="FILE.json", help="Constrain the answer to a JSON schema.")
 @click.option("--regex", metavar="PATTERN", help="Constrain the answer to a regular expression.")
 @click.option("--adapter", metavar="NAME", default="", help="Use an adapter that the artifact keeps apart.")
-@click.option("--chat", is_flag=True, help="Apply the checkpoint's chat template, with PROMPT as the user message.")
+@click.option(
+    "--chat", is_flag=True,
+    help="Apply the chat template, with PROMPT as the user's message. Without PROMPT: a conversation, a line for each "
+    "message; /help lists its commands.",
+)  # fmt: skip
+@click.option("--system", metavar="TEXT", help="With --chat: the system prompt.")
+@chat_template_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object at the end instead of streaming.")
 @loading_options
 @signature_options
-def run(artifact: Path, prompt: str, adapter: str, chat: bool, as_json: bool, **options: Any) -> None:
+def run(artifact: Path, prompt: str | None, adapter: str, chat: bool, as_json: bool, **options: Any) -> None:
     """Generate text with ARTIFACT.
 
-    Uses the same engine as `serve`. Pass `-` as PROMPT to read it from standard input.
+    Uses the same engine as `serve`. Pass `-` as PROMPT to read it from standard input. With --chat and no PROMPT, it is
+    a conversation in the terminal, or one over the lines of standard input.
     """
     from llmforge import serving
     from llmforge.artifact import Artifact
+    from llmforge.serving.conversation import Conversation
+    from llmforge.serving.protocol.tool_prompt import chosen
 
+    if not chat:
+        require_given("--chat", "chat_template", "system")
+    if prompt is None and not chat:
+        raise UsageError("no PROMPT given", hint='llmforge run ARTIFACT "PROMPT"; `--chat` starts a conversation')
+    if prompt is None and as_json:
+        raise UsageError("--json requires a PROMPT", hint="add one, or leave --json out")
     if options["logprobs"] is not None and not as_json:
         raise UsageError("--logprobs requires --json")
+    most = options.pop("max_tokens") or (_CHAT_TOKENS if prompt is None else _TOKENS)
     constraint = _constraint(options["json_schema"], options["regex"])
-    sampling = record(serving.Sampling, options, constraint=constraint)
-    text = _stdin() if prompt == "-" else prompt
+    sampling = record(serving.Sampling, options, constraint=constraint, max_tokens=most)
+    text = _stdin() if prompt == "-" else prompt or ""
     opened = Artifact.open(artifact)  # tells more than the runtime what is wrong with a folder
     signature = {name: options[name] for name in ("require_signature", "key")}
     admit(opened, options["allow"], options["rehash"], **signature)
-    runner = serving.load(opened.path)
+    template = chosen(opened.path / "tokenizer", options["chat_template"], tool_prompt=False)
+    runner = serving.load(opened.path, template=template)
+    if prompt is None:
+        title = f"{opened.manifest.name} {opened.manifest.version}"
+        _converse(runner, title, Conversation(runner, most, options["system"]), sampling, adapter)
+        return
     chunks = []
-    prompted = runner.encode_chat([{"role": "user", "content": text}]) if chat else text
+    prompted = runner.encode_chat(_messages(text, options["system"])) if chat else text
     for chunk in runner.generate(prompted, sampling, adapter):
         chunks.append(chunk)
         if not as_json:
@@ -99,6 +127,19 @@ def run(artifact: Path, prompt: str, adapter: str, chat: bool, as_json: bool, **
             **({"logprobs": logprobs} if sampling.logprobs is not None else {}),
         }
     )
+
+
+def _messages(text: str, system: str | None) -> list[dict[str, str]]:
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": text}]
+
+
+def _converse(runner: Runner, title: str, held: Conversation, sampling: Sampling, adapter: str) -> None:
+    from llmforge.cli import chatting
+    from llmforge.serving import Engine
+
+    with Engine(runner) as engine:
+        chatting.converse(engine, held, sampling, adapter, title)
 
 
 def _constraint(json_schema: Path | None, regex: str | None) -> Constraint | None:

@@ -24,11 +24,13 @@ from llmforge.cli.parameters import (
     POSITIVE,
     Numbers,
     api_key_option,
+    chat_template_option,
     is_json_log,
     keep_quiet,
     record,
     refuse_given,
     server_of,
+    tool_prompt_option,
 )
 from llmforge.cli.provenance import admit, loading_options, signature_options
 
@@ -73,6 +75,8 @@ Example:
     "--max-queue", type=NATURAL, metavar="N", default=128,
     help="Maximum number of waiting requests; further ones get status 503.",
 )  # fmt: skip
+@chat_template_option
+@tool_prompt_option
 @click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Cancel requests that take longer.")
 @_engine_options
 @click.option(
@@ -112,6 +116,7 @@ def serve(artifact: Path, **given: Any) -> None:
     from llmforge.serving import EngineOptions, EngineProcess
     from llmforge.serving import http as server
     from llmforge.serving.http.telemetry import wanted
+    from llmforge.serving.protocol.tool_prompt import chosen
 
     options, address = record(_ServeOptions, given), record(server.Address, given)
     if (address.certificate is None) != (address.private_key is None):
@@ -122,7 +127,8 @@ def serve(artifact: Path, **given: Any) -> None:
     opened = Artifact.open(artifact)
     admit(opened, options.allow, options.rehash, require_signature=options.require_signature, key=options.key)
     model = options.name or opened.manifest.name
-    engine = EngineProcess(opened.path, record(EngineOptions, given), options.threads)
+    template = chosen(opened.path / "tokenizer", options.chat_template, tool_prompt=options.tool_prompt)
+    engine = EngineProcess(opened.path, record(EngineOptions, given), options.threads, template=template)
 
     def announce(url: str) -> None:
         _announce(f"{model} ({opened.manifest.version})", url, engine)
@@ -137,6 +143,8 @@ class _ServeOptions:
     """Options of `serve`, besides those of its address and its engine."""
 
     name: str | None
+    chat_template: Path | None
+    tool_prompt: bool
     threads: int | None
     key_file: Path | None
     hosts: tuple[str, ...]
@@ -280,6 +288,8 @@ Examples:
     "--set", "overrides", multiple=True, metavar="KEY=VALUE",
     help="Override a `serving` value of the recipe, such as max_queue=64 or triton.instances=2; repeatable.",
 )  # fmt: skip
+@chat_template_option
+@tool_prompt_option
 @loading_options
 @click.option("--copy", is_flag=True, help="Copy the engine files instead of hard-linking them.")
 @click.option("--json", "as_json", is_flag=True, help="Print the model's folder as JSON.")
@@ -313,8 +323,16 @@ def triton(artifact: Path, server_options: tuple[str, ...], as_json: bool, launc
     found = starting.find(options.server, needed if needed.is_file() else None) if launch else None
     admit(opened, options.allow, options.rehash, besides=[f"{repository.FOLDER}/"])
     chosen = check_name(options.name) if options.name is not None else None
-    model = repository.of_artifact(opened, name=chosen, overrides=options.overrides, allow=options.allow)
+    model = repository.of_artifact(
+        opened,
+        name=chosen,
+        overrides=options.overrides,
+        allow=options.allow,
+        chat_template=_other_template(opened, options.chat_template, options.tool_prompt),
+    )
     for_others = of_provider(model.runtime.provider).export_format is not None
+    if for_others and model.chat_template is not None:
+        refuse_given("a model of Triton's vLLM backend, which takes no chats", "chat_template", "tool_prompt")
     export = vllm.export if for_others else repository.export
     written = str(export(opened, model, options.models, version=options.version, copy=options.copy))
     if as_json:
@@ -336,6 +354,14 @@ def triton(artifact: Path, server_options: tuple[str, ...], as_json: bool, launc
         os.execve(found.program, line, found.environment)
 
 
+def _other_template(opened: Artifact, file: Path | None, tool_prompt: bool) -> str | None:
+    """Give the source of the template that was asked for in place of an artifact's own; None: it has that one."""
+    from llmforge.serving.protocol.tool_prompt import chosen
+
+    template = chosen(opened.path / "tokenizer", file, tool_prompt=tool_prompt) if file or tool_prompt else None
+    return None if template is None else template.source
+
+
 @dataclass(frozen=True)
 class _TritonOptions:
     """Options of `triton`, besides the ports of its server."""
@@ -343,6 +369,8 @@ class _TritonOptions:
     models: Path
     name: str | None
     version: int
+    chat_template: Path | None
+    tool_prompt: bool
     overrides: tuple[str, ...]
     copy: bool
     server: Path | None

@@ -15,7 +15,7 @@ from llmforge.base import extras, resources
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.checkpoint import CONFIG, CONTEXTS, folder_of, read_settings
 from llmforge.checkpoint.shards import read_headers, weight_files
-from llmforge.compile import reference, texts
+from llmforge.compile import chat_template, reference, texts
 from llmforge.planning import request, source
 from llmforge.recipe import Recipe
 from llmforge.rewrite.pass_base import Pass
@@ -42,6 +42,7 @@ def check(recipe: Recipe) -> None:
     """Read the texts of `recipe` and the headers of its checkpoint, and hold the context against the configuration.
 
     Raises:
+        InputError: the chat template that it names cannot be used.
         DataError: a text is missing or not readable, or evaluation text was calibrated on.
         CheckpointError: the folder is no checkpoint: a file is missing or damaged.
         EnvironmentLacks: the recipe asks for tasks, and what runs them is not installed.
@@ -50,6 +51,7 @@ def check(recipe: Recipe) -> None:
     """
     if recipe.validation.tasks is not None:
         extras.require("eval")
+    chat_template.check(recipe)
     texts.check(recipe)
     folder = folder_of(recipe.checkpoint.absolute())
     settings = read_settings(folder)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import platform
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,10 +44,8 @@ from llmforge.measure.quality import Logits
 from llmforge.measure.streamed_baseline import States, StreamedBaseline
 from llmforge.rewrite.pass_base import Pass
 from llmforge.trace.export import kept_graph
-from llmforge.triton import sources
 
 PROOF, TENSORS, INDEX, CONFIGURATION = "proof.json", "tensors", "index.json", "configuration.json"
-IMPORTS = "imports.json"
 _CONFIGURATION_CODE = "llmforge.checkpoint.folder"
 _TRACE_CODE = ("llmforge.trace", "llmforge.trace.export.kept_graph")
 _TRACE_PROOF_CODE = "llmforge.verification.trace_verifier"
@@ -235,15 +232,7 @@ def opened(
         # Of a cache that is deleted nothing is reused: it needs not tell one state of the packages from another.
         packages = pool.submit(installed.digest if cache is not None else str)
         used.waiting = lambda: progress.stage("Wait for a build that computes the same")
-        code = Code()
-        key = Key("imports", {"package": code.texts(), "python": platform.python_version()})
-        if (entry := used.find(key)) is not None:
-            parsed = entry.json(IMPORTS)
-            code.know(parsed["code"])
-            sources.know(parsed["shipped"])
-        yield Reuse(used, code, installed=packages.result, frontend=frontend)
-        if entry is None and cache is not None:
-            used.put(key, partial(write_json, IMPORTS, {"code": code.parsed, "shipped": sources.parsed()}))
+        yield Reuse(used, Code(), installed=packages.result, frontend=frontend)
         if used.remote is not None and used.remote.signer is not None:
             progress.stage("Write to the remote cache")
             used.upload()

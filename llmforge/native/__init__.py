@@ -7,10 +7,11 @@ the kernels for several instruction sets and picks those of the processor that i
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from llmforge.base.errors import EnvironmentLacks, UsageError
 
@@ -21,6 +22,7 @@ DOMAIN = "llmforge.cpu"
 VERSION = 5  # of the operators and of the layout of their weights
 # From the one that runs everywhere to the fastest; `neon` has dot products and is the only one for ARM.
 INSTRUCTION_SETS = ("generic", "avx2", "avx512vnni", "avx512bf16", "neon")
+L = TypeVar("L", bound=ctypes.CDLL)
 
 
 @cache
@@ -44,6 +46,28 @@ def require() -> Path:
             hint="install a C compiler (gcc or clang), then install llmforge again",
         )
     return path
+
+
+def functions(signatures: Mapping[str, tuple[Sequence[Any], Any]], loader: type[L]) -> L | None:
+    """Load the library for some of its functions, `llmforge_…`: types of arguments, and of what each gives; None: none.
+
+    Raises:
+        EnvironmentLacks: it was compiled from other sources.
+    """
+    path = library()
+    if path is None:
+        return None
+    try:
+        loaded = loader(str(path))
+        for name, (taken, given) in signatures.items():
+            function = getattr(loaded, f"llmforge_{name}")
+            function.argtypes, function.restype = taken, given
+    except AttributeError as error:
+        hint = "install llmforge again"
+        raise EnvironmentLacks(f"{path.name} was compiled from other sources: {error}", hint=hint) from None
+    except OSError:  # of another kind of processor: a copy of the runtime was carried there
+        return None
+    return loaded
 
 
 def register(options: ort.SessionOptions) -> None:

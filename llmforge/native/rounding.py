@@ -35,14 +35,8 @@ class _RoundingArguments(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    path = native.library()
-    if path is None:
-        return None
-    library = ctypes.CDLL(str(path))
-    library.llmforge_round.argtypes, library.llmforge_round.restype = [ctypes.POINTER(_RoundingArguments)], ctypes.c_int
-    library.llmforge_pack.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
-    library.llmforge_pack.restype = None
-    return library
+    pack = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p], None
+    return native.functions({"round": ([ctypes.POINTER(_RoundingArguments)], ctypes.c_int), "pack": pack}, ctypes.CDLL)
 
 
 def takes(weight: NDArray[Any]) -> bool:

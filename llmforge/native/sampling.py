@@ -1,4 +1,4 @@
-"""Tokens drawn by the compiled kernels: what `llmforge.runtime.sampling.distribution_numpy` computes in numpy.
+"""Tokens drawn by the compiled kernels (`llmforge.runtime.sampling.distribution`).
 
 They take 0.01 to 0.1 ms and keep the interpreter meanwhile: whoever gives it up for so short a time waits for as long
 as another thread may keep it then, which is ten times that in the engine's process.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmforge import native
-from llmforge.base.errors import EnvironmentLacks
 
 # kernels.h, `Draw`: how a token is drawn.
 DRAW = np.dtype([("uniform", "f8"), ("top_p", "f8"), ("top_k", "i8"), ("temperature", "f4"), ("min_p", "f4")])
@@ -56,26 +56,15 @@ class _Row(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.PyDLL | None:
-    path = native.library()
-    if path is None:
-        return None
-    library = ctypes.PyDLL(str(path))
     pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-    try:
-        for name, taken, given in (
-            ("draw_heads", [ctypes.POINTER(_Heads)], None),
-            ("draw_block", [pointer, integer, number, number, pointer], integer),
-            ("draw_row", [ctypes.POINTER(_Row)], integer),
-            ("largest", [pointer, integer, integer, pointer], integer),
-            ("sum_exponentials", [pointer, integer, number], ctypes.c_double),
-        ):
-            function = getattr(library, f"llmforge_{name}")
-            function.argtypes, function.restype = taken, given
-    except AttributeError as error:
-        raise EnvironmentLacks(
-            f"{path.name} was compiled from other sources: {error}", hint="install llmforge again"
-        ) from None
-    return library
+    signatures: dict[str, tuple[list[Any], Any]] = {
+        "draw_heads": ([ctypes.POINTER(_Heads)], None),
+        "draw_block": ([pointer, integer, number, number, pointer], integer),
+        "draw_row": ([ctypes.POINTER(_Row)], integer),
+        "largest": ([pointer, integer, integer, pointer], integer),
+        "sum_exponentials": ([pointer, integer, number], ctypes.c_double),
+    }
+    return native.functions(signatures, ctypes.PyDLL)
 
 
 def available() -> bool:

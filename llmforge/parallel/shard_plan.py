@@ -27,8 +27,7 @@ from llmforge.ir import dtype_inference, graph, interface, operators
 from llmforge.ir.operators import canonical, standard
 from llmforge.ir.operators.contrib import ContribMoE, GroupQueryAttention, MatMulNBits, QMoE
 from llmforge.ir.operators.record import CachedAttention, Operator
-from llmforge.parallel.partition import Partition, even, spread
-from llmforge.parallel.partition_shapes import Undivided, axis_of, size_of, through_reshape
+from llmforge.parallel.partition import Partition, Undivided, axis_of, even, size_of, spread, through_reshape
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from llmforge.base.cores import physical_cores
 from llmforge.base.errors import ForgeError
 from llmforge.metrics.units import count, duration, percent, significant, size, step_time, times
 from llmforge.planning.advice import Advice
@@ -147,7 +148,7 @@ def data(planned: Planned | Refused) -> dict[str, Any]:
             for each in plan.degrees
         ],
         "cost": None if plan.cost is None else asdict(plan.cost),
-        "build": asdict(planned.build),
+        "build": {**asdict(planned.build), "seconds": planned.build.seconds(physical_cores())},
         "passes": [asdict(each) for each in planned.advice],
         "assumptions": {name: asdict(plan.target.share(name)) for name in _shares(plan)},
         "notes": list(plan.notes),
@@ -296,14 +297,15 @@ def _bases(advice: Sequence[Advice]) -> Iterator[Text]:
 
 
 def _facts(planned: Planned) -> Table:
-    plan, build = planned.plan, planned.build
+    plan, build, cores = planned.plan, planned.build, physical_cores()
     table = Table.grid(padding=(0, 2))
     for title, text in (
         ("balance", _balance(plan)),
         ("cost", _cost(plan)),
         (
             "build",
-            f"about {duration(build.cpu_s)} of CPU time, {size(build.memory_bytes)} of memory, "
+            f"about {duration(build.seconds(cores))} on this machine ({count(cores)} cores, "
+            f"{duration(build.cpu_s)} of CPU time), {size(build.memory_bytes)} of memory, "
             f"{size(build.disk_bytes)} of disk in addition to the checkpoint ({size(build.checkpoint_bytes)}); "
             f"measured on {build.of}",
         ),

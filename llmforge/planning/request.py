@@ -8,6 +8,7 @@ from pathlib import Path
 
 from llmforge import targets
 from llmforge.backends import BACKENDS, BackendName
+from llmforge.base.cores import physical_cores
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.checkpoint import CONFIG, read_settings
 from llmforge.checkpoint.adapters import Adapter
@@ -20,14 +21,14 @@ from llmforge.planning import (
     pruning,
     scheme,
     source,
+    work,
 )
 from llmforge.planning.adapters import Adapters
-from llmforge.planning.building import BuildCost
+from llmforge.planning.building import BuildCost, BuildWork
 from llmforge.planning.render import Planned, Refused
 from llmforge.planning.roofline import Workload
 from llmforge.planning.scheme import DtypeScheme
 from llmforge.planning.shape import Shape
-from llmforge.quantization.statistics import WeightDemand
 from llmforge.recipe import Recipe
 from llmforge.rewrite.pass_base import Pass
 from llmforge.rewrite.traits import Storage
@@ -50,7 +51,8 @@ class PlanRequest:
     wanted: Storage = field(default_factory=Storage)
     ranks: int | None = None
     usd_per_hour: float | None = None
-    calibration_tokens: int = 0  # of a recipe
+    calibration_tokens: int = 0  # that choose codes, where no recipe says what there is to do
+    work: BuildWork | None = None  # of a recipe
     stored: str | None = None  # what becomes of a checkpoint that comes quantized
     adapters: Adapters = field(default_factory=Adapters)  # of a recipe
     slots: str | None = None  # why a recipe has a slot for each sequence
@@ -100,7 +102,7 @@ def of_target(shape: Shape, target: Target, asked: PlanRequest) -> Planned:
     Raises:
         UsageError, UnsupportedError: as `answer`.
     """
-    said = PlanRequest(calibration_tokens=asked.calibration_tokens)
+    said = PlanRequest(calibration_tokens=asked.calibration_tokens, work=asked.work)
     return _planned(shape, target, _workload(shape, asked, said), asked, said)
 
 
@@ -132,8 +134,18 @@ def build_of(recipe: Recipe) -> BuildCost | None:
         chosen = scheme.choose(target, recipe.engine.backend, shape.dtype, intent.wanted)
     except (families.Unsaid, UnsupportedError, UsageError):  # the build itself says better what is wrong
         return None
-    build = building.predict(shape, chosen, recipe.engine.backend, calibration_tokens=intent.calibration_tokens)
+    build = building.predict(shape, chosen, recipe.engine.backend, intent.work)
     return _with_adapters(build, intent.adapters, chosen)
+
+
+def expected_stages(recipe: Recipe) -> list[tuple[str, float]]:
+    """Name the stages of a recipe's build, and the seconds that each is predicted to take on this machine.
+
+    Raises:
+        CheckpointError: the configuration is not usable.
+    """
+    cost, cores = build_of(recipe), physical_cores()
+    return [] if cost is None else [(stage.title, stage.seconds(cores)) for stage in cost.stages]
 
 
 def _with_adapters(build: BuildCost, adapters: Adapters, chosen: DtypeScheme) -> BuildCost:
@@ -149,7 +161,7 @@ def _planned(shape: Shape, target: Target, workload: Workload, asked: PlanReques
     price, slots = asked.usd_per_hour, intent.slots
     ranks = asked.ranks or (target.kind == "gpu" and intent.ranks) or 1  # ranks on a CPU share what it has
     made = deployment.make(shape, target, backend, chosen, workload, ranks=ranks, usd_per_hour=price, slots=slots)
-    build = building.predict(shape, chosen, backend, calibration_tokens=intent.calibration_tokens)
+    build = building.predict(shape, chosen, backend, intent.work, calibration_tokens=intent.calibration_tokens)
     told = advice.advise(made)
     noted = [] if intent.stored is None else [intent.stored]
     if (pruned := pruning.note(intent.passes, shape, target, backend)) is not None:
@@ -181,14 +193,13 @@ def _intent(recipe: Recipe) -> PlanRequest:
     """Read the dtypes that a recipe's passes will leave; options that it does not name have the passes' defaults."""
     from llmforge import passes  # which brings onnx-ir
 
-    spec, calibration = recipe.engine, recipe.calibration
+    spec = recipe.engine
     steps, folder = recipe.instantiate(passes.ALL), recipe.checkpoint.absolute()
     settings = read_settings(folder)
     source.refuse_requantizing(recipe, steps, settings)
     grid, wanted = source.grid_of(settings, folder), Storage()
     for step in steps:
         wanted = wanted.or_else(step.stores(grid))  # what is left for a later pass are the weights of few layers
-    chosen = any(isinstance(demand, WeightDemand) for step in steps for demand in step.demands())
     return PlanRequest(
         targets=(recipe.target,),
         backend=spec.backend,
@@ -196,7 +207,7 @@ def _intent(recipe: Recipe) -> PlanRequest:
         context=spec.max_context,
         ranks=spec.tensor_parallel,
         wanted=wanted,
-        calibration_tokens=0 if calibration is None or not chosen else calibration.samples * calibration.length,
+        work=work.of_recipe(recipe, steps),
         stored=source.note(settings, folder, steps),
         passes=steps,
         adapters=Adapters(tuple(map(Adapter.open, recipe.merged)), tuple(map(Adapter.open, recipe.apart))),

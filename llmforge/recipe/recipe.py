@@ -47,7 +47,7 @@ _HINT = "give a recipe, a YAML file; `llmforge init CHECKPOINT` writes one"
 class Recipe(Section):
     """A validated recipe; its paths are absolute."""
 
-    newer: ClassVar[frozenset[str]] = frozenset({"adapters", "revision"})
+    newer: ClassVar[frozenset[str]] = frozenset({"adapters", "revision", "chat_template", "tool_prompt"})
 
     schema_version: Literal[1] = Field(alias="schema", description="version of this format")
     name: str = Field(pattern=NAME, description="name of the artifact and its folder")
@@ -56,6 +56,12 @@ class Recipe(Section):
     )
     revision: str | None = Field(
         default=None, description="branch, tag or commit of a checkpoint on the Hub; default: main"
+    )
+    chat_template: RecipePath | None = Field(
+        default=None, description="file of a Jinja template, relative to the recipe; default: the checkpoint's own"
+    )
+    tool_prompt: Literal["default"] | None = Field(
+        default=None, description="how tools are described where the chat template knows none; null: they are refused"
     )
     target: TargetName = Field(
         description="deployment device: a name of `llmforge targets`, `local`, or a file written by `llmforge doctor`"
@@ -276,6 +282,8 @@ class Recipe(Section):
         plain["checkpoint"] = hub.title(self.checkpoint)
         if self._snapshot is not None:
             plain["revision"] = self._snapshot.commit
+        if self.chat_template is not None:
+            plain["chat_template"] = content(self.chat_template)
         if not self.requantize:
             del plain["requantize"]  # versions of older recipes stay
         for number, adapter in enumerate(self.adapters):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +13,14 @@ import onnxruntime
 
 from llmforge import backends, native
 from llmforge.backends import PROVIDERS, PlanModule, ProviderName
-from llmforge.base import plugins, small_file, strict_json
+from llmforge.base import cores, plugins, small_file, strict_json
 from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
 from llmforge.base.plugins import Package
 from llmforge.base.wording import cut, quoted, shown
 from llmforge.runtime.artifact_files import PENDING_FILE
 from llmforge.runtime.signature import CacheInput
+
+physical_cores = cores.physical_cores
 
 FORMAT = 3
 FILE = "runtime.json"
@@ -32,6 +33,10 @@ MOST_ROWS = 4096
 MOST_THREADS = 1024
 MOST_RANKS = 64  # llmforge/native/collectives.inc
 PLAN_FILE = "model.plan"  # what TensorRT deserializes
+
+
+# What most engines have nothing of, and their files no entry.
+_RARE = {"adapters": (), "plugin": None, "ranks": 1, "kv_blocks": None}
 
 
 def rank_file(rank: int) -> str:
@@ -166,14 +171,7 @@ class RuntimeConfig:
     def to_json(self) -> str:
         """Write the file's text: sorted keys, one trailing newline; of what is rare, what there is."""
         plain = dataclasses.asdict(self)
-        if self.kv_blocks is None:
-            del plain["kv_blocks"]
-        if not self.adapters:
-            del plain["adapters"]
-        if self.plugin is None:
-            del plain["plugin"]
-        if self.ranks == 1:
-            del plain["ranks"]
+        plain = {name: value for name, value in plain.items() if name not in _RARE or value != _RARE[name]}
         return json.dumps(plain, indent=2, sort_keys=True) + "\n"
 
     @classmethod
@@ -198,7 +196,7 @@ class RuntimeConfig:
                 hint="build the artifact again, or run it with the llmforge that built it",
             )
         if isinstance(data, dict):
-            data = {"adapters": [], "plugin": None, "ranks": 1, "kv_blocks": None, **data}
+            data = {**_RARE, "adapters": [], **data}
             _require_plugin(data, str(path))
         config = strict_json.read(cls, data, str(path))
         config._check_parts(str(path))
@@ -313,23 +311,3 @@ def _require_plugin(data: Mapping[str, object], where: str) -> None:
             f"{where}: the engine was built with {wanted}, and {installed} is installed",
             hint=f"pip install '{wanted.name}=={wanted.version}', or build the artifact again",
         )
-
-
-def physical_cores() -> int:
-    """Count the physical cores that this process may use: hyper-threads share one, a container's quota limits them."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)  # macOS
-    siblings = {_siblings(cpu) for cpu in allowed}
-    return max(1, min(len(siblings), _quota(Path("/sys/fs/cgroup/cpu.max"), len(allowed))))
-
-
-def _siblings(cpu: int) -> str:
-    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-    return topology.read_text() if topology.exists() else str(cpu)
-
-
-def _quota(cpu_max: Path, unlimited: int) -> int:
-    """Read the CPUs that a control group grants: `cpu.max` holds "quota period" in µs, or "max period"."""
-    if not cpu_max.exists():
-        return unlimited
-    quota, period = cpu_max.read_text().split()
-    return unlimited if quota == "max" else max(1, int(quota) // int(period))

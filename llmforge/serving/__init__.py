@@ -5,11 +5,10 @@ from llmforge.runtime.sampling.options import Sampling
 from llmforge.runtime.sampling.sampler import TokenLogprob
 from llmforge.serving.engine import Engine
 from llmforge.serving.engine_process import EngineProcess
-from llmforge.serving.options import EngineOptions
+from llmforge.serving.interface import EngineOptions, EngineStats
 from llmforge.serving.request import Chunk, Receiver, Request, Usage
 from llmforge.serving.runner import Runner, StepOutput, load
 from llmforge.serving.sequence import Ticket
-from llmforge.serving.stats import EngineStats
 
 __all__ = [
     "Chunk",

@@ -23,36 +23,50 @@ START_S = 30.0  # for a process on a busy machine
 SMALL = 32 << 10  # characters of a conversation; longer ones wait for each other only
 RENDER_S = 3.0  # of wall clock for one text, in which it gets `template_worker.CPU_S` of CPU time
 
+_HINT = "correct the template, or give another one: --chat-template FILE, or `chat_template: FILE` in a recipe"
 _PASSED = ("LD_LIBRARY_PATH", "TZ")  # of the environment: where Python's libraries are, and what `strftime_now` says
 
 
 class ChatTemplate:
-    """A chat template; `where` names its file in errors.
+    """A chat template, `where` names its file in errors.
 
     Raises:
         InputError: the template has a syntax error, or is too large.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], where: str) -> None:
-        self._where = where
-        self._begin = {"source": source, "special_tokens": dict(special_tokens)}
+        self.source = source
+        self.special_tokens = dict(special_tokens)
+        self.where = where
+        self._begin = {"source": source, "special_tokens": self.special_tokens}
         self._renderers = (_Renderer(self._begin), _Renderer(self._begin))
         if len(source.encode("utf-8", "surrogatepass")) > MOST_BYTES:
-            raise InputError(f"{where}: the chat template has more than {MOST_BYTES} bytes")
+            raise InputError(f"{where}: the chat template has more than {MOST_BYTES} bytes", hint=_HINT)
         try:
             template_worker.make_environment().parse(source)  # it compiles where it is rendered
         except jinja2.TemplateSyntaxError as error:
-            raise InputError(f"{where}:{error.lineno}: the chat template has an error: {error.message}") from error
+            what = f"{where}:{error.lineno}: the chat template has an error: {error.message}"
+            raise InputError(what, hint=_HINT) from error
         except RecursionError:
-            raise InputError(f"{where}: the chat template has an error: it is nested too deeply") from None
+            what = f"{where}: the chat template has an error: it is nested too deeply"
+            raise InputError(what, hint=_HINT) from None
 
     @classmethod
     def read(cls, tokenizer: Path) -> ChatTemplate | None:
         """Read the template of a tokenizer folder; None where it has none."""
         path = tokenizer / TEMPLATE_FILE
-        if not path.exists():
-            return None
-        return cls(small_file.decode(small_file.read(path, MOST_BYTES), path), special_tokens(tokenizer), str(path))
+        return cls.of_file(path, special_tokens(tokenizer)) if path.exists() else None
+
+    @classmethod
+    def of_file(cls, path: Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
+        """Read the template in `path`.
+
+        Raises:
+            InputError: the file cannot be read, is too large or not UTF-8, or the template has a syntax error.
+        """
+        hint = "give a Jinja template, a text file"
+        source = small_file.decode(small_file.read(path, MOST_BYTES, hint=hint), path, hint=hint)
+        return cls(source, special_tokens, str(path))
 
     def render(
         self,
@@ -91,7 +105,7 @@ class ChatTemplate:
         return str(answer["text"])
 
     def _failed(self, why: str) -> ForgeError:
-        return InputError(f"{self._where}: the chat template cannot render these messages: {why}")
+        return InputError(f"{self.where}: the chat template cannot render these messages: {why}")
 
 
 class _Renderer:

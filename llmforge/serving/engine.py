@@ -11,15 +11,13 @@ from typing import Any
 
 from llmforge.base.errors import InputError, Unavailable, UnsupportedError, UsageError
 from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
-from llmforge.serving.interface import Serving
-from llmforge.serving.options import EngineOptions
+from llmforge.serving.interface import EngineOptions, EngineStats, Serving
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.request import Receiver, Request
 from llmforge.serving.runner import Runner, load
 from llmforge.serving.scheduler import Scheduler, scheduler_of
 from llmforge.serving.sequence import Sequence, Ticket
 from llmforge.serving.speculation import DraftModel, PromptLookup, Proposer, Speculation
-from llmforge.serving.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 

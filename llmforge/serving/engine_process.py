@@ -14,12 +14,11 @@ from llmforge.base import interpreter
 from llmforge.base.child_process import END_S, ChildProcess
 from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable
 from llmforge.serving import wire
-from llmforge.serving.interface import Serving
-from llmforge.serving.options import EngineOptions
+from llmforge.serving.chat import ChatTemplate
+from llmforge.serving.interface import EngineOptions, EngineStats, Serving
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.request import Receiver, Request
 from llmforge.serving.sequence import Ticket
-from llmforge.serving.stats import EngineStats
 
 _WORKER = "llmforge.serving.engine_worker"
 
@@ -49,6 +48,7 @@ class EngineProcess(Serving):
         device: which GPU an engine for one gets.
         server: the id of the process that this one works for: when it ends, so does this one, by a signal.
         files: what `server` removes when it ends; should it be killed, they are removed all the same.
+        template: for chats, in place of the artifact's own.
 
     Raises:
         EnvironmentLacks: no process can be started, or it ended while it loaded.
@@ -64,9 +64,10 @@ class EngineProcess(Serving):
         device: int = 0,
         server: int | None = None,
         files: tuple[Path, ...] = (),
+        template: ChatTemplate | None = None,
     ) -> None:
         self.options = options or EngineOptions()
-        self._encoder = PromptEncoder.read(artifact)
+        self._encoder = PromptEncoder.read(artifact, template)
         command = interpreter.command(_WORKER, "running the engine")
         self._process = ChildProcess(command, "the engine's process cannot be started")
         self._pipe = self._process.pipe()
@@ -81,11 +82,11 @@ class EngineProcess(Serving):
             first = self._pipe.receive()
         except EOFError:
             raise EnvironmentLacks(f"the engine did not load: {self._process.why_ended()}") from None
-        if isinstance(first, wire.EngineFailed):
+        if isinstance(first, ForgeError):
             self._process.kill()
-            raise first.error
-        assert isinstance(first, wire.EngineReady)
-        self._stats = first.stats
+            raise first
+        assert isinstance(first, EngineStats)
+        self._stats = first
         receiving = threading.Thread(target=self._receive, name="llmforge-receive", daemon=True)
         receiving.start()
         self._receiving = receiving
@@ -155,8 +156,8 @@ class EngineProcess(Serving):
         with contextlib.suppress(EOFError):
             while failure is None:
                 message = self._pipe.receive()
-                if isinstance(message, wire.EngineFailed):
-                    failure = message.error
+                if isinstance(message, ForgeError):
+                    failure = message
                 else:
                     assert isinstance(message, wire.Items)
                     self._stats = message.stats

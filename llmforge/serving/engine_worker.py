@@ -23,18 +23,7 @@ from llmforge.base.errors import ForgeError, Unavailable
 from llmforge.serving.engine import Engine
 from llmforge.serving.request import Chunk
 from llmforge.serving.sequence import Ticket
-from llmforge.serving.wire import (
-    Cancel,
-    Close,
-    EngineFailed,
-    EngineReady,
-    Item,
-    Items,
-    RequestRefused,
-    StartEngine,
-    Submit,
-    Taken,
-)
+from llmforge.serving.wire import Cancel, Close, Item, Items, RequestRefused, StartEngine, Submit, Taken
 
 MANY, GATHER_S = 8, 5e-4  # answers at once, from which on the tokens of a step leave together, and what that takes
 POLL_S = 0.05  # between two looks at the figures, while the engine is busy and says nothing
@@ -68,7 +57,7 @@ class _EngineWorker:
 
     def run(self) -> None:
         """Go on until the engine is closed, or fails, or nobody is there who could be told anything."""
-        self._pipe.send(EngineReady(self._engine.stats()))
+        self._pipe.send(self._engine.stats())
         self._sending.start()
         while True:
             try:
@@ -153,7 +142,7 @@ class _EngineWorker:
                 self._pipe.send(Items(tuple(items), stats))
                 sent = stats
             if (failure := self._engine.failure) is not None and not items:
-                self._pipe.send(EngineFailed(failure))
+                self._pipe.send(failure)
                 os._exit(1)
 
 
@@ -171,7 +160,7 @@ def main() -> None:
     try:
         engine = Engine.load(begin.artifact, begin.options, begin.threads, begin.draft, begin.device)
     except ForgeError as error:
-        pipe.send(EngineFailed(error))
+        pipe.send(error)
         sys.exit(error.exit_code)
     _EngineWorker(engine, pipe).run()
     watch.join(END_S)  # which sees the same end, and has more to do

@@ -4,15 +4,85 @@ from __future__ import annotations
 
 import queue
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Self
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, Self
 
-from llmforge.base.errors import ForgeError
-from llmforge.serving.options import EngineOptions
+from llmforge.base.errors import ForgeError, UsageError
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.request import Chunk, Receiver, Request
 from llmforge.serving.sequence import Ticket
-from llmforge.serving.stats import EngineStats
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine serves.
+
+    `max_queue` requests wait while all slots are taken; one more is refused. `step_tokens` is the token budget of one
+    step: every decoding sequence gets its token first, the rest is for prefill; less of it makes tokens come more
+    evenly, and prefill slower. `prefix_cache_bytes` bounds the prefix cache (0: there is none). `speculation`
+    "prompt-lookup" drafts tokens from the text itself, "draft-model" by a second artifact; drafts are verified where
+    that was measured to be faster, and outputs stay what they are but for ties within the rounding of a kernel.
+    `timeout_s` is the default deadline of a request of their own.
+    """
+
+    max_queue: int = 128
+    step_tokens: int = PREFILL_CHUNK
+    prefix_cache_bytes: int = 512 << 20
+    speculation: Literal["off", "prompt-lookup", "draft-model"] = "off"
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_queue < 0:
+            raise UsageError(f"max_queue {self.max_queue}: expected 0 or more")
+        if self.step_tokens < 1:
+            raise UsageError(f"step_tokens {self.step_tokens}: expected 1 or more")
+        if self.prefix_cache_bytes < 0:
+            raise UsageError(f"prefix_cache_bytes {self.prefix_cache_bytes}: expected 0 (disabled) or more")
+        if self.speculation not in ("off", "prompt-lookup", "draft-model"):
+            raise UsageError(f"speculation {self.speculation!r}: expected off, prompt-lookup or draft-model")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise UsageError(f"timeout_s {self.timeout_s}: expected more than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Figures of an engine: what it does now, and totals since it started.
+
+    `decode_s` and `decode_tokens` are the time of decode steps and the tokens they gave; `verify_s` and
+    `verified_tokens` those of runs that verified drafts, drafting included.
+    """
+
+    running: int
+    waiting: int
+    slots: int
+    kv_tokens_used: int  # that running sequences hold in their slots
+    kv_tokens_capacity: int
+    prefix_tokens_used: int  # that the prefix cache holds
+    prefix_tokens_capacity: int
+    prompt_tokens: int = 0  # of requests whose prompt was taken up
+    prefill_tokens: int = 0  # of them, those that ran through the model
+    output_tokens: int = 0
+    prefix_query_tokens: int = 0  # of prompts that were looked up
+    prefix_hit_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    preemptions: int = 0  # sequences that gave their blocks to older ones, and were read again later
+    decode_s: float
+    decode_tokens: int = 0
+    verify_s: float
+    verified_tokens: int = 0
+    steps: Mapping[int, int]  # decode steps by the rows that ran
+    finished: Mapping[str, int]  # sequences by finish reason; "error" for those that failed
+    notes: tuple[str, ...]  # what was asked for and is off, and why
+
+    @property
+    def speculation_gain(self) -> float | None:
+        """How many times faster a token came from verified drafts than from decode steps; None: one has no tokens."""
+        if not (self.decode_tokens and self.verified_tokens and self.verify_s):
+            return None
+        return (self.decode_s / self.decode_tokens) / (self.verify_s / self.verified_tokens)
 
 
 class Serving(ABC):

@@ -34,15 +34,15 @@ class PromptEncoder:
         return max(LEAST_PROMPT_BYTES, self.config.max_context * longest)
 
     @classmethod
-    def read(cls, artifact: Path) -> PromptEncoder:
-        """Read them from an artifact's folder.
+    def read(cls, artifact: Path, template: ChatTemplate | None = None) -> PromptEncoder:
+        """Read them from an artifact's folder; a `template` that is given stands in place of the artifact's.
 
         Raises:
             InputError: the folder is not an artifact, or a file is damaged.
         """
         folder = artifact / "tokenizer"
         config = RuntimeConfig.read(artifact / "engine" / FILE)
-        return cls(config, read_tokenizer(folder / "tokenizer.json"), ChatTemplate.read(folder))
+        return cls(config, read_tokenizer(folder / "tokenizer.json"), template or ChatTemplate.read(folder))
 
     def encode(self, text: str) -> list[int]:
         """Tokenize a plain prompt; the tokenizer adds what it puts before every text (BOS), if anything.
@@ -71,7 +71,9 @@ class PromptEncoder:
         if len(messages) > self.config.max_context:
             raise UsageError(f"{len(messages):,} messages; the context holds {self.config.max_context:,} tokens")
         if self.template is None:
-            raise UsageError("the artifact has no chat template", hint="use a plain prompt")
+            raise UsageError(
+                "the artifact has no chat template", hint="use a plain prompt, or give one: --chat-template FILE"
+            )
         if any(message.get("tool_calls") for message in messages) and (format_ := self.tool_format) is not None:
             messages = format_.messages(messages)
         return self._encode(self.template.render(messages, tools=tools), special=False)

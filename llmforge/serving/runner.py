@@ -24,7 +24,7 @@ from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.runtime.sampling.options import GREEDY, Sampling
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving.chat import ChatTemplate
-from llmforge.serving.options import EngineOptions
+from llmforge.serving.interface import EngineOptions
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.request import Chunk, Request, adapter_number, check_tokens
 from llmforge.serving.scheduler import Scheduler, scheduler_of
@@ -198,15 +198,17 @@ class Runner(PromptEncoder):
         return next((at for at in places if not any(self._taken[at : at + rows])), None)
 
 
-def load(artifact: Path, threads: int | None = None, device: int = 0) -> Runner:
+def load(artifact: Path, threads: int | None = None, device: int = 0, template: ChatTemplate | None = None) -> Runner:
     """Load an artifact; `threads` overrides its own number of threads, `device` says which GPU an engine for one gets.
+
+    A `template` for chats stands in place of the artifact's own.
 
     Raises:
         InputError: the folder is not an artifact, or its files do not belong together.
         VersionMismatch: the artifact was built for another version of what runs it, or for another GPU.
         EnvironmentLacks: there is no such GPU here.
     """
-    prompts = PromptEncoder.read(artifact)
+    prompts = PromptEncoder.read(artifact, template)
     session = open_engine(artifact / "engine", prompts.config, threads, device)
     return Runner(session, prompts.config, prompts.tokenizer, prompts.template)
 

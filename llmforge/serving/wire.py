@@ -1,4 +1,8 @@
-"""Messages between an engine's process and the one that serves from it (`base.child_process.MessagePipe`)."""
+"""Messages between an engine's process and the one that serves from it (`base.child_process.MessagePipe`).
+
+The engine's first one are its figures (`EngineStats`), once it is loaded. A `ForgeError` says that it did not load, or
+failed: nothing follows.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmforge.base.errors import ForgeError
-from llmforge.serving.options import EngineOptions
+from llmforge.serving.interface import EngineOptions, EngineStats
 from llmforge.serving.request import Chunk, Request
-from llmforge.serving.stats import EngineStats
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,6 @@ class StartEngine:
     device: int
     server: int | None
     files: tuple[Path, ...]
-
-
-@dataclass(frozen=True)
-class EngineReady:
-    """The engine is loaded."""
-
-    stats: EngineStats
 
 
 @dataclass(frozen=True)
@@ -83,10 +79,3 @@ class Items:
 
     items: tuple[tuple[int, Item], ...]
     stats: EngineStats
-
-
-@dataclass(frozen=True)
-class EngineFailed:
-    """The engine did not load, or failed; nothing follows."""
-
-    error: ForgeError

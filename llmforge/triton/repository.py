@@ -8,6 +8,7 @@
            1/model.py          five lines over the package beside it
              llmforge/         the runtime, as it was when the artifact was measured
              requirements.txt  what the serving environment needs
+             chat_template.jinja    where another than the artifact's was asked for
              __pycache__       an empty file: no bytecode stands beside the sources that the manifest vouches for
              engine/ tokenizer/    not inside an artifact, which has them already
              manifest.json evidence/    nor these: they say what the model loads, and how its gates ended
@@ -38,6 +39,7 @@ from llmforge.artifact.sealed import MANIFEST
 from llmforge.backends import PROVIDERS, of_provider
 from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
 from llmforge.recipe import ServingSpec
+from llmforge.runtime.artifact_files import TEMPLATE_FILE
 from llmforge.runtime.config import FILE, RuntimeConfig
 from llmforge.triton import sources
 from llmforge.triton.backend import checks, signature
@@ -83,6 +85,7 @@ class TritonModel:
     runtime: RuntimeConfig
     made_of: Mapping[str, str]  # for the README: what, and which
     allow: str | None = None  # a verdict of the artifact's gates that is taken as it is
+    chat_template: str | None = None  # in place of the artifact's
 
 
 def write(model: TritonModel, folder: Path) -> None:
@@ -93,7 +96,9 @@ def write(model: TritonModel, folder: Path) -> None:
     """
     _write_shared(model, folder, IN_ARTIFACT)
     own = folder / "1"
-    for path, source in sources.shipped(kernels=model.runtime.kernels is not None).items():
+    # Beside a GPU they draw the tokens, and numpy does where they do not run.
+    kernels = model.runtime.kernels is not None or (None if model.runtime.device is not None else False)
+    for path, source in sources.shipped(kernels=kernels).items():
         (own / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, own / path)
     (own / "model.py").write_text(_MODEL, encoding="utf-8")
@@ -109,7 +114,9 @@ def config(model: TritonModel, artifact: str) -> str:
     """
     serving, triton = model.serving, model.serving.triton
     options = serving.model_dump(exclude={"triton"}, exclude_none=True)
-    allow = {} if model.allow is None else {"allow": model.allow}
+    given = {"artifact": artifact, "allow": model.allow}
+    if model.chat_template is not None:
+        given["chat_template"] = TEMPLATE_FILE
     return _render(
         "config.pbtxt.jinja",
         name=model.name,
@@ -119,7 +126,7 @@ def config(model: TritonModel, artifact: str) -> str:
         instances=triton.instances,
         gpus=_gpus(model),
         versions=triton.versions,
-        parameters={key: str(value) for key, value in {"artifact": artifact, **allow, **options}.items()},
+        parameters={key: str(value) for key, value in {**given, **options}.items() if value is not None},
         warmup_tokens=_warmup_tokens(model.runtime),
     )
 
@@ -152,9 +159,16 @@ def requirements(runtime: RuntimeConfig) -> str:
 
 
 def of_artifact(
-    artifact: Artifact, *, name: str | None = None, overrides: Sequence[str] = (), allow: str | None = None
+    artifact: Artifact,
+    *,
+    name: str | None = None,
+    overrides: Sequence[str] = (),
+    allow: str | None = None,
+    chat_template: str | None = None,
 ) -> TritonModel:
     """Describe the model of a published artifact, under its own name or `name`; `overrides` change `serving`.
+
+    `chat_template` is the source of one that stands in place of the artifact's.
 
     Raises:
         InputError: the artifact carries no model repository.
@@ -175,6 +189,7 @@ def of_artifact(
         runtime=runtime,
         made_of={"artifact": f"{manifest.name} {manifest.version}", "content": manifest.content_digest},
         allow=allow,
+        chat_template=chat_template,
     )
 
 
@@ -194,6 +209,8 @@ def export(artifact: Artifact, model: TritonModel, repository: Path, *, version:
         shutil.copytree(artifact.path / FOLDER / artifact.manifest.name / "1", own)
         for name in CARRIED:
             shutil.copytree(artifact.path / name, own / name, copy_function=shutil.copy2 if copy else link)
+        if model.chat_template is not None:
+            (own / TEMPLATE_FILE).write_text(model.chat_template, encoding="utf-8")
         for path in (MANIFEST, *(record.path for record in artifact.evidence)):  # what it is held to when it loads
             (own / path).parent.mkdir(exist_ok=True)
             shutil.copy2(artifact.path / path, own / path)

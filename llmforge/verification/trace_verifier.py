@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,7 +41,8 @@ TOLERANCE = 1e-4
 # What differs by more is held against how far transformers' own numbers move when all that it begins with, and a vector
 # of each module, are off by 2⁻²¹, as errors of rounding are: scores in the thousands make much of little.
 NUDGE = 2.0**-21
-DRAWN = 2  # of which the larger counts
+DRAWN = 2  # of which the largest counts
+MOST_DRAWN = 8  # before a graph is refused: of eight draws, one may move a token ten times as far as another
 SPARE, GARBAGE = 3, 7  # slots of a cache that no token reaches, and what all hold before one does
 LARGER_TOLERANCE = 1e-3  # of the run on larger numbers, in which scores and so the rounding of softmax are larger
 LARGE_VOCABULARY = 32_768  # beyond it, the logits of a few rows of a step are compared, as hidden states tell
@@ -333,12 +336,12 @@ class _TraceTrial:
             larger = run is self.runs[-1]
             tolerance = LARGER_TOLERANCE if larger else TOLERANCE
             bounds = [tolerance * deviation(each.expected) if larger else allowed for each in here]
+            require = partial(_require, here, bounds, tolerance, where, larger)
             noises = [RoundingNoise()] * len(here)
             if any(each.diverges(bound, tolerance) for each, bound in zip(here, bounds, strict=True)):
-                noises = self._noises(run, steps, here)
-            for each, bound, noise in zip(here, bounds, noises, strict=True):
-                undecided += each.require(bound, tolerance, where, noise, may_be_chaotic=larger)
-                moves = max(moves, 0.0 if larger else NUDGES * noise.logits)
+                noises = self._noises(run, steps, here, require)
+            undecided += require(noises)
+            moves = max(moves, *(0.0 if larger else NUDGES * noise.logits for noise in noises))
         return _TraceVerdict(max(each.difference for each in plain), max(allowed, moves), undecided)
 
     def _compared(
@@ -347,18 +350,43 @@ class _TraceTrial:
         return compare(run, steps, wanted, self.states, self.few, head=self.has_head(run))
 
     def _noises(
-        self, run: probe.Run, steps: Sequence[Mapping[str, NDArray[Any]]], here: Sequence[StepComparison]
+        self,
+        run: probe.Run,
+        steps: Sequence[Mapping[str, NDArray[Any]]],
+        here: Sequence[StepComparison],
+        require: Callable[[Sequence[RoundingNoise]], int],
     ) -> list[RoundingNoise]:
-        """Compute what is expected of `run` anew, of numbers that errors of rounding moved."""
+        """Compute what is expected of `run` anew, of numbers that errors of rounding moved, until `require` holds."""
         from llmforge.verification.reference_runs import ReferenceRuns
 
-        others = []
-        for seed in range(DRAWN):
+        others: list[list[StepComparison]] = []
+        noises: list[RoundingNoise] = []
+        for seed in range(MOST_DRAWN):
             again = ReferenceRuns(self.checkpoint, part=self.part)
             with again.reference.nudged(NUDGE, seed):
                 moved = self._observed(again, run)
             others.append(self._compared(run, steps, moved))
-        return [RoundingNoise.between(each, [other[at] for other in others]) for at, each in enumerate(here)]
+            noises = [RoundingNoise.between(each, [other[at] for other in others]) for at, each in enumerate(here)]
+            if len(others) >= DRAWN:
+                with suppress(VerificationError):
+                    require(noises)
+                    break
+        return noises
+
+
+def _require(
+    steps: Sequence[StepComparison],
+    bounds: Sequence[float],
+    tolerance: float,
+    layers: Sequence[str],
+    larger: bool,
+    noises: Sequence[RoundingNoise],
+) -> int:
+    """Require that `steps` of a run hold, as `StepComparison.require` does; return how many tokens are undecided."""
+    return sum(
+        step.require(bound, tolerance, layers, noise, may_be_chaotic=larger)
+        for step, bound, noise in zip(steps, bounds, noises, strict=True)
+    )
 
 
 def _windows(model: ir.Model) -> set[int]:

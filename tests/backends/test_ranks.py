@@ -211,12 +211,13 @@ from pathlib import Path
 import numpy as np
 from llmforge.backends import loading
 from llmforge.runtime.config import FILE, RuntimeConfig
+from llmforge.runtime.interface import StepInputs
 folder = Path(sys.argv[1])
 session = loading.open_engine(folder, RuntimeConfig.read(folder / FILE))
 cache = session.allocate(1, 64)
 print(*session.processes, flush=True)
 while True:
-    session.step(np.zeros((1, 1), np.int64), np.zeros(1, np.int32), cache)
+    session.step(StepInputs(np.zeros((1, 1), np.int64), np.zeros(1, np.int32)), cache)
 """
 
 

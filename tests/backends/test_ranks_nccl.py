@@ -29,7 +29,7 @@ from llmforge import native, targets
 from llmforge.backends import loading, onnx_file, signatures
 from llmforge.backends.engines import BuildRequest
 from llmforge.backends.onnxruntime import builder as standard
-from llmforge.backends.onnxruntime.cuda import collectives as cuda_collectives
+from llmforge.backends.onnxruntime.cuda import operators as cuda_collectives
 from llmforge.backends.onnxruntime.cuda.session import DeviceSession
 from llmforge.backends.ranks import session as rank_session
 from llmforge.backends.ranks.session import LIMIT_VARIABLE, RankSession
@@ -42,12 +42,12 @@ from llmforge.recipe import EngineSpec
 from llmforge.rewrite import topk_outputs
 from llmforge.runtime.config import FILE, Capture, DeviceFacts, GraphPlan, RuntimeConfig
 from llmforge.runtime.device import cuda as devices
-from llmforge.runtime.device.cuda import HostDevice
 from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.prefill_shapes import SHAPES
 from llmforge.serving import EngineOptions, Request, Sampling
 from llmforge.serving.scheduler import SlotScheduler
 
+from ..fakes.host_device import HostDevice
 from ..models import graphs
 from ..models.small_engines import VOCABULARY, Received, prompt, small_runner
 from .test_ranks import SOON_S, WIDE, alive, steps
@@ -98,7 +98,7 @@ def write(folder: Path, degree: int, spec: graphs.Llama = WIDE, graph_plan: Grap
     lowered = []
     for each in split(model, degree).ranks if degree > 1 else [model]:
         meeting = each.clone()
-        cuda_collectives.write(meeting)
+        cuda_collectives.write_collectives(meeting)
         made, _ = standard.expand(meeting)
         topk_outputs.add_topk_outputs(made)
         lowered.append(made)

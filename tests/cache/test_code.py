@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import ast
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from llmforge.cache import Code
+from llmforge.cache.code import imports_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,25 +73,41 @@ def test_the_digest_does_not_depend_on_where_the_package_lies(package: Path) -> 
     assert here.digest("llmforge.passes.pack_qkv") == Code(package).digest("llmforge.passes.pack_qkv")
 
 
-def test_what_was_parsed_before_is_not_parsed_again(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Code(package)
-    wanted = first.digest("llmforge.passes.quantize_weights")
-    kept = json.loads(json.dumps(first.parsed))
-    texts = first.texts()
-    again = Code(package)
-    again.know(kept)
-    with monkeypatch.context() as patched:
-        patched.setattr("llmforge.cache.code._imports", None)
-        assert again.digest("llmforge.passes.quantize_weights") == wanted
-    file = package / "quantization" / "grids.py"
-    file.write_bytes(file.read_bytes() + b"\nimport llmforge.trace.pattern_of_nothing, llmforge.compile.lock\n")
-    changed = Code(package)
-    changed.know(kept)
-    assert changed.texts() != texts
-    assert "llmforge.compile.lock" in changed.modules("llmforge.passes.quantize_weights")
-    assert changed.digest("llmforge.passes.quantize_weights") == Code(package).digest(
-        "llmforge.passes.quantize_weights"
-    )
+def _by_syntax(node: ast.AST) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """List what a tree imports, without what stands under `if TYPE_CHECKING`."""
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+        return
+    if isinstance(node, ast.Import):
+        yield from ((alias.name, ()) for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        yield "." * node.level + (node.module or ""), tuple(alias.name for alias in node.names)
+    for child in ast.iter_child_nodes(node):
+        yield from _by_syntax(child)
+
+
+def test_statements_of_the_whole_package_are_found_as_by_its_syntax() -> None:
+    for file in (ROOT / "llmforge").rglob("*.py"):
+        source = file.read_bytes()
+        assert set(_by_syntax(ast.parse(source))) <= set(imports_of(source)), file
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import a, b.c as d  # e\n", [("a", ()), ("b.c", ())]),
+        ("from a import b as c, d\n", [("a", ("b", "d"))]),
+        ("from . import (\n    b,  # one\n    c as d,\n)\n", [(".", ("b", "c"))]),
+        ("from ..a import b, \\\n    c\n", [("..a", ("b", "c"))]),
+        ("import a; import b\nif x: from c import d\n", [("a", ()), ("b", ()), ("c", ("d",))]),
+        ("def f():\n    try: import a\n    except E:\n\timport b\n", [("a", ()), ("b", ())]),
+        ("if TYPE_CHECKING:\n    import a\n\n    import b\nimport c\n", [("c", ())]),
+        ("class A:\n    if TYPE_CHECKING:\n        import a\n    else:\n        import b\n", [("b", ())]),
+        ("important = 1\nx = 'from a import b'\nfrom_ = imports\n", []),
+        ("from a import *\n", [("a", ("*",))]),
+    ],
+)
+def test_statements_are_found_however_they_are_written(source: str, found: list[tuple[str, tuple[str, ...]]]) -> None:
+    assert list(imports_of(source.encode())) == found
 
 
 def test_proofs_do_not_depend_on_a_method(package: Path) -> None:

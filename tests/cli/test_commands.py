@@ -290,7 +290,7 @@ class FakeRunner:
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
     fake = FakeRunner()
-    monkeypatch.setattr(runtime, "load", lambda path: fake)
+    monkeypatch.setattr(runtime, "load", lambda path, template: fake)
     monkeypatch.setattr(artifact.Artifact, "open", lambda path: SimpleNamespace(path=path))
     admitted = admission.AdmittedArtifact(None, "pass", ())  # type: ignore[arg-type]
     monkeypatch.setattr(admission, "admit", lambda path, **options: admitted)
@@ -552,6 +552,48 @@ def test_progress_on_a_terminal_finishes_its_stages() -> None:
     assert "━" not in last_frame  # what is done has no bar
 
 
+def test_what_is_predicted_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    expected = (("Trace", 2.0), ("Calibrate", 100.0), ("Write", 60.0))
+    with console.PlainProgress(log, expected) as progress:
+        for seconds, step in ((0.0, "Trace"), (2.0, "Calibrate"), (2.0, 0), (42.0, 2), (92.0, 9), (102.0, "Write")):
+            now[0] = seconds
+            if isinstance(step, str):
+                progress.stage(step)
+            else:
+                progress.advance(step, 10)
+    assert log.getvalue().splitlines() == [
+        "Trace",
+        "Trace: took 2.0 s",
+        "Calibrate: about 1 min 40 s",
+        "Calibrate: 2/10, about 1 min 36 s left, 2 min 36 s of the build",
+        "Calibrate: 9/10, about 10.0 s left, 1 min 10 s of the build",
+        "Calibrate: took 100.0 s",
+        "Write: about 1 min 00 s",
+    ]
+
+
+@pytest.mark.parametrize(("width", "shown"), [(120, "~1:36 left, build ~2:36"), (80, "~1:36 left")])
+def test_a_terminal_shows_the_time_left(monkeypatch: pytest.MonkeyPatch, width: int, shown: str) -> None:
+    now = [0.0]
+    screen = io.StringIO()
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    terminal = Console(file=screen, force_terminal=True, width=width, get_time=lambda: now[0])
+    expected = (("Trace", 2.0), ("Calibrate", 100.0), ("Write", 60.0))
+    with console.TerminalProgress(terminal, expected) as progress:
+        progress.stage("Trace")
+        now[0] = 2.0
+        progress.stage("Calibrate")
+        progress.advance(0, 10)
+        now[0] = 42.0
+        progress.advance(2, 10)
+        progress._bars.refresh()
+        lines = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", screen.getvalue()).splitlines()
+    assert any(line.rstrip().endswith(shown) and "2/10" in line for line in lines), lines
+    assert ("build" in screen.getvalue()) == (width == 120)
+
+
 def test_progress_without_a_terminal_tells_long_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     log, now = io.StringIO(), [0.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
@@ -572,7 +614,7 @@ def test_progress_without_a_terminal_tells_long_stages(monkeypatch: pytest.Monke
     assert log.getvalue().splitlines() == [
         "Trace",
         "Calibrate",
-        "Calibrate: 2/6",
+        "Calibrate: 2/6, about 28.0 s left",
         "Calibrate: took 12.0 s",
         "Write",
         "Write: failed after 7.5 s",

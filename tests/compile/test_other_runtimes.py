@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ from llmforge.metrics.agreement import RuntimeName
 from llmforge.recipe import Recipe
 from llmforge.serving import Runner, Sampling, load
 
-RUNTIMES = Path(__file__).parents[1] / "runtimes"
+from ..models.runtimes import RUNTIMES, environment
+
 RECIPES = Path(__file__).parents[2] / "recipes"
 PROMPTS = (
     "The configuration file",
@@ -38,20 +38,6 @@ INT4 = {"quantize-weights": {"bits": 4, "block_size": 32, "method": "rtn", "budg
 INT8_KV = {"quantize-kv-cache": {"bits": 8, "budget": {"kld_mean": 0.005}}}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-
-
-def environment(name: str, scratch: Path) -> Path:
-    """Make the environment of tests/runtimes/`name`.txt, or take the one that is kept; return its Python."""
-    kept = os.environ.get("LLMFORGE_TEST_ENVIRONMENTS")
-    folder = (Path(kept) if kept else scratch) / name
-    python, done = folder / "bin" / "python", folder / "requirements.txt"
-    wanted = (RUNTIMES / f"{name}.txt").read_text()
-    if not done.exists() or done.read_text() != wanted:
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        install = [python, "-m", "pip", "install", "--quiet", "--requirement", RUNTIMES / f"{name}.txt"]
-        subprocess.run(install, check=True)
-        done.write_text(wanted)
-    return python
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ from pathlib import Path
 from llmforge.backends import loading
 from llmforge.backends.ranks import worker
 from llmforge.runtime.config import RuntimeConfig
-from llmforge.runtime.device.cuda import HostDevice
+
+from .host_device import HostDevice
 
 
 def reach(config: RuntimeConfig, index: int, file: Path) -> HostDevice:

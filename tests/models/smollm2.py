@@ -75,6 +75,7 @@ def _convert(folder: Path) -> None:
 
     file = {"gguf_file": f"{NAME}.Q4_1.gguf"}
     read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **file)
+    del read.config.quantization_config  # of the file; what is written is not quantized
     tokenizer = AutoTokenizer.from_pretrained(folder, **file)
     generator = torch.Generator().manual_seed(0)
     for path in (folder / NAME, folder / f"{NAME}-dithered"):

@@ -16,6 +16,7 @@ from llmforge.runtime.sampling import distribution_numpy
 from llmforge.runtime.sampling.distribution import record
 
 from ..runtime.test_heads import SAMPLINGS, V, adversarial, heads_of, sampled
+from . import heads_in_numpy
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not compiled here")
 DRAWN = [sampling for sampling in SAMPLINGS if sampling.temperature]
@@ -52,7 +53,7 @@ def test_heads_give_the_tokens_and_blocks_of_numpy(instructions):
     draws = np.array([record(each, random.random()) for each in samplings], kernels.DRAW)
     heads = heads_of(logits, draws["temperature"], random)
     given = heads.logits, heads.ids, heads.masses, V, draws
-    (tokens, blocks), wanted = kernels.draw_heads(*given), distribution_numpy.draw_heads(*given)
+    (tokens, blocks), wanted = kernels.draw_heads(*given), heads_in_numpy.draw_heads(*given)
     assert np.count_nonzero((tokens != wanted[0]) | (blocks != wanted[1])) <= 2
     assert min(np.count_nonzero(tokens >= 0), np.count_nonzero(blocks >= 0)) > 50
 

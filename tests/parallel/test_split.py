@@ -11,7 +11,7 @@ import pytest
 
 from llmforge import native, passes, targets
 from llmforge.backends import engines
-from llmforge.backends.tensorrt.plan_file import PlanRecord
+from llmforge.backends.tensorrt.plan_cache import PlanRecord
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.compile import dry_run

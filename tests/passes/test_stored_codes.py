@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from llmforge import targets
-from llmforge.backends.tensorrt import lower, precisions, profiles
+from llmforge.backends.tensorrt import layers, lower, profiles
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.inspection import inspect
@@ -330,7 +330,7 @@ def test_plans_multiply_the_codes(
     lowered = lower.lower(model, device, spec)[0]
     ranges = profiles.of(lowered, spec)
     log = built(lowered, str(device.sm), tmp_path / "engine", ranges)
-    found = precisions.of((text for _, text in log.lines), lowered, len(ranges))
+    found = layers.of((text for _, text in log.lines), lowered, len(ranges))
     assert found is not None
     assert found.counted == products
     assert found.widened == ()

@@ -10,6 +10,7 @@ import onnxruntime
 import pytest
 
 from llmforge import native
+from llmforge.base.cores import _quota
 from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
 from llmforge.runtime.config import (
     Capture,
@@ -20,7 +21,6 @@ from llmforge.runtime.config import (
     RuntimeConfig,
     SessionConfig,
     SessionOptions,
-    _quota,
     physical_cores,
 )
 from llmforge.runtime.signature import CacheInput

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from llmforge.base.errors import EnvironmentLacks, RunFailed
-from llmforge.runtime.device.cuda import BlockCopy, CudaDevice, HostDevice, MemoryBlock
+from llmforge.runtime.device.cuda import BlockCopy, CudaDevice, MemoryBlock
 
 from ..fakes.fake_cuda import FREE, fake_cuda
+from ..fakes.host_device import HostDevice
 
 DEVICE = HostDevice()
 

@@ -18,9 +18,9 @@ from llmforge.backends.onnxruntime.cuda.session import DeviceSession
 from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import UnsupportedError, UsageError, VerificationError
 from llmforge.runtime.config import Capture, GraphPlan, SessionConfig
-from llmforge.runtime.device.cuda import HostDevice
 from llmforge.runtime.interface import StepInputs
 
+from ..fakes.host_device import HostDevice
 from ..fakes.recorder import Recorder
 from ..models.decoder_graph import decoder
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from llmforge.ir.interface import HEAD, TopLogits, mass_blocks
-from llmforge.runtime.sampling.distribution_numpy import MARGIN
 from llmforge.runtime.sampling.sampler import TokenSampler, sample_top_logits
 from llmforge.serving import Sampling
+
+from ..native.heads_in_numpy import MARGIN
 
 V = 1500
 ROWS = 250  # of one call

@@ -15,7 +15,6 @@ from llmforge.backends.onnxruntime.cuda.session import DeviceSession
 from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import RunFailed
 from llmforge.runtime.config import SessionConfig
-from llmforge.runtime.device.cuda import HostDevice
 from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.prefill_shapes import SHAPES, pieces, together
 from llmforge.runtime.sampling.sampler import TokenSampler
@@ -23,6 +22,7 @@ from llmforge.runtime.signature import Argument
 from llmforge.serving import EngineOptions, Request, Sampling
 from llmforge.serving.scheduler import Scheduler, SlotScheduler
 
+from ..fakes.host_device import HostDevice
 from ..models.decoder_graph import decoder
 
 ONE_THREAD = SessionConfig(threads=1)

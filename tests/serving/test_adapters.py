@@ -24,7 +24,7 @@ from llmforge.passes.pack_qkv import PackQkv
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Context
 from llmforge.serving import Sampling, load
-from llmforge.serving.options import EngineOptions
+from llmforge.serving.interface import EngineOptions
 from llmforge.serving.prefix_cache import BLOCK
 from llmforge.serving.request import Request
 from llmforge.serving.runner import Runner

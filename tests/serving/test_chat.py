@@ -147,3 +147,19 @@ def test_templates_that_are_too_large_or_deep(source):
 def test_messages_that_are_no_json_are_refused():
     with pytest.raises(InputError, match="they are not JSON"):
         ChatTemplate("x", {}, "here").render([{"role": object()}])
+
+
+def test_a_template_of_a_file_says_what_is_wrong_with_it(tmp_path):
+    path = tmp_path / "mine.jinja"
+    with pytest.raises(InputError, match=r"mine\.jinja: cannot be read: No such file") as missing:
+        ChatTemplate.of_file(path, {})
+    assert missing.value.hint == "give a Jinja template, a text file"
+    path.write_bytes(b"ab\xff")
+    with pytest.raises(InputError, match=r"mine\.jinja: byte 2 is not UTF-8"):
+        ChatTemplate.of_file(path, {})
+    path.write_text("\n\n{{ x ")
+    with pytest.raises(InputError, match=r"mine\.jinja:3: the chat template has an error") as wrong:
+        ChatTemplate.of_file(path, {})
+    assert "--chat-template FILE" in str(wrong.value.hint)
+    path.write_text("{{ bos_token }}!")
+    assert ChatTemplate.of_file(path, {"bos_token": "<s>"}).render([]) == "<s>!"

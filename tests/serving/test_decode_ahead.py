@@ -17,11 +17,12 @@ from llmforge.ir.interface import HEAD, TopLogits
 from llmforge.rewrite.next_ids import feed_back
 from llmforge.rewrite.topk_outputs import add_topk_outputs
 from llmforge.runtime.config import SessionConfig
-from llmforge.runtime.device.cuda import BlockCopy, Buffer, HostDevice
+from llmforge.runtime.device.cuda import BlockCopy, Buffer
 from llmforge.runtime.interface import DecodeRun, StepInputs
 from llmforge.serving import EngineOptions, Request, Runner, Sampling
 from llmforge.serving.scheduler import Scheduler, SlotScheduler
 
+from ..fakes.host_device import HostDevice
 from ..models.decoder_graph import decoder
 from ..models.small_engines import VOCABULARY, Received, prompt, small_runner
 

@@ -10,10 +10,10 @@ from llmforge.backends.onnxruntime.cuda.session import DeviceSession
 from llmforge.backends.onnxruntime.session import HostCache, Session
 from llmforge.base.errors import UsageError
 from llmforge.runtime.config import SessionConfig
-from llmforge.runtime.device.cuda import HostDevice
 from llmforge.runtime.interface import StepInputs
 from llmforge.serving.prefix_cache import BLOCK, PrefixCache
 
+from ..fakes.host_device import HostDevice
 from ..models.decoder_graph import decoder
 
 CAPACITY = 8 * BLOCK

@@ -15,14 +15,14 @@ from llmforge.backends.onnxruntime.session import Session
 from llmforge.ir import logits_rows
 from llmforge.rewrite.topk_outputs import add_topk_outputs
 from llmforge.runtime.config import SessionConfig
-from llmforge.runtime.device.cuda import HostDevice
 from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.prefill_shapes import together
 from llmforge.serving import EngineOptions, Request, Runner, Sampling
 from llmforge.serving.prefix_cache import BLOCK
 from llmforge.serving.scheduler import Scheduler, SlotScheduler
-from llmforge.serving.scheduler.prompt_batching import PromptChunk, PromptWindow, find
+from llmforge.serving.scheduler.prefill import PromptChunk, PromptWindow, find
 
+from ..fakes.host_device import HostDevice
 from ..models.decoder_graph import decoder
 from ..models.small_engines import VOCABULARY, Received, prompt, small_runner
 

@@ -20,7 +20,6 @@ from llmforge.ir.interface import HEAD
 from llmforge.rewrite.next_ids import feed_back
 from llmforge.rewrite.topk_outputs import add_topk_outputs
 from llmforge.runtime.config import SessionConfig
-from llmforge.runtime.device.cuda import HostDevice
 from llmforge.runtime.device.top_logits import FetchedTopLogits, TopLogitsBuffers
 from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.sampling import distribution, distribution_numpy
@@ -29,6 +28,7 @@ from llmforge.serving import Engine, EngineOptions, Request, Runner, Sampling
 from llmforge.serving.scheduler import Scheduler, SlotScheduler, run_ahead
 from llmforge.serving.scheduler.run_ahead import RunAhead
 
+from ..fakes.host_device import HostDevice
 from ..models.decoder_graph import decoder
 from ..models.small_engines import VOCABULARY, Received, prompt, small_runner
 from .test_decode_ahead import SAMPLINGS, scheduler

@@ -13,14 +13,14 @@ import pytest
 from llmforge.backends.onnxruntime.cuda.session import DeviceSession
 from llmforge.checkpoint.documents import read_documents
 from llmforge.runtime.config import Capture, GraphPlan
-from llmforge.runtime.device.cuda import HostDevice
 from llmforge.serving import Constraint, EngineOptions, Request, Runner, Sampling
+from llmforge.serving.interface import EngineStats
 from llmforge.serving.prefix_cache import BLOCK
 from llmforge.serving.scheduler import Scheduler, SlotScheduler
 from llmforge.serving.sequence import Sequence as Generated
 from llmforge.serving.speculation import PromptLookup, Speculation
-from llmforge.serving.stats import EngineStats
 
+from ..fakes.host_device import HostDevice
 from ..fakes.recorder import Recorder
 from ..models.small_engines import AlwaysPays, Received, sample_runner
 

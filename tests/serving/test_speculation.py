@@ -13,9 +13,9 @@ from llmforge.backends.onnxruntime.session import HostCache, Session
 from llmforge.runtime.config import SessionConfig
 from llmforge.runtime.interface import StepInputs
 from llmforge.serving import Constraint, EngineOptions, Request, Runner, Sampling
+from llmforge.serving.interface import EngineStats
 from llmforge.serving.scheduler import Scheduler, SlotScheduler
 from llmforge.serving.speculation import DraftModel, Payoff, PromptLookup, Proposer, Speculation
-from llmforge.serving.stats import EngineStats
 
 from ..models.decoder_graph import decoder
 from ..models.small_engines import VOCABULARY, AlwaysPays, Received, prompt, small_runner

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib
 import json
@@ -24,19 +23,18 @@ import pytest
 from click.testing import CliRunner, Result
 
 import llmforge
-from llmforge.artifact import Artifact
+from llmforge.artifact import Artifact, admission
 from llmforge.base.errors import EnvironmentLacks, InputError, RecipeError, Unavailable, UsageError, VersionMismatch
-from llmforge.cache.code import at_runtime
+from llmforge.cache.code import imports_of
 from llmforge.cli import cli
 from llmforge.recipe import Recipe, ServingSpec
 from llmforge.runtime.config import FILE, DeviceFacts, PlanFacts, RuntimeConfig
 from llmforge.serving import Runner, load
 from llmforge.serving.chat import ChatTemplate
-from llmforge.serving.options import EngineOptions
+from llmforge.serving.interface import EngineOptions, EngineStats
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.protocol.client_json import JsonLimits
 from llmforge.serving.request import Chunk, Usage
-from llmforge.serving.stats import EngineStats
 from llmforge.triton import repository, sources
 from llmforge.triton.backend import checks, inputs, settings, signature, worker_pool
 from llmforge.triton.launch import PYTRITON, Ports, TritonServer, command, find
@@ -116,6 +114,24 @@ class TestRepository:
         assert load(folder / "1").config == load(artifact.path).config
         artifact.verify()
 
+    def test_another_chat_template_stands_beside_the_artifacts(self, artifact: Artifact, tmp_path: Path) -> None:
+        other = tmp_path / "other.jinja"
+        other.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+        done = export(artifact, tmp_path / "repo", "--chat-template", str(other), "--tool-prompt")
+        assert done.exit_code == 0, done.output
+        folder = tmp_path / "repo" / "random"
+        assert (
+            'key: "chat_template" value { string_value: "chat_template.jinja" }'
+            in (folder / "config.pbtxt").read_text()
+        )
+        written = (folder / "1" / "chat_template.jinja").read_text()
+        assert written.endswith(other.read_text())
+        assert "<tool_call>" in written
+        assert (folder / "1" / "tokenizer" / "chat_template.jinja").samefile(
+            artifact.path / "tokenizer" / "chat_template.jinja"
+        )
+        admission.admit(folder / "1")
+
     def test_copies_are_files_of_their_own(self, artifact: Artifact, tmp_path: Path) -> None:
         assert export(artifact, tmp_path, "--copy").exit_code == 0
         copy = tmp_path / "random" / "1" / "engine" / "model.onnx.data"
@@ -191,10 +207,10 @@ class TestSources:
     def test_every_import_of_llmforge_is_shipped(self) -> None:
         shipped = sources.shipped()
         for path, file in shipped.items():
-            for node in (each for part in ast.parse(file.read_text()).body for each in at_runtime(part)):
-                if isinstance(node, ast.ImportFrom) and str(node.module).startswith("llmforge"):
-                    module = str(node.module).replace(".", "/")
-                    assert {f"{module}.py", f"{module}/__init__.py"} & shipped.keys(), f"{path}: {node.module}"
+            for module, taken in imports_of(file.read_bytes()):
+                if taken and module.startswith("llmforge"):
+                    below = module.replace(".", "/")
+                    assert {f"{below}.py", f"{below}/__init__.py"} & shipped.keys(), f"{path}: {module}"
 
     def test_the_compiled_operators_are_shipped_where_an_engine_needs_them(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -205,6 +221,23 @@ class TestSources:
         monkeypatch.setattr(sources.native, "library", lambda: None)
         with pytest.raises(EnvironmentLacks, match="are not compiled in this installation"):
             sources.shipped(kernels=True)
+        assert sources.shipped(kernels=None) == sources.shipped()
+
+    def test_engines_for_gpus_carry_the_kernels_that_draw_their_tokens(
+        self, artifact: Artifact, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        asked: list[bool | None] = []
+
+        def shipped(*, kernels: bool | None) -> dict[str, Path]:
+            asked.append(kernels)
+            return {"llmforge/triton/sources.py": Path(sources.__file__)}
+
+        monkeypatch.setattr(sources, "shipped", shipped)
+        model = repository.of_artifact(artifact)
+        for device in (None, DeviceFacts(89, 1)):  # None: if there are any
+            runtime = replace(model.runtime, device=device, kernels=None)
+            repository.write(replace(model, runtime=runtime), tmp_path / f"repository{len(asked)}")
+        assert asked == [False, None]
 
     def test_it_is_small_and_has_no_build_side(self) -> None:
         shipped = sources.shipped()
@@ -299,7 +332,7 @@ class TestSettings:
         [
             (
                 {"artifact": ".", "max_que": "3"},
-                "unknown parameters max_que; known: artifact, allow, threads, max_queue",
+                "unknown parameters max_que; known: artifact, allow, chat_template, threads, max_queue",
             ),
             ({"max_queue": "3"}, "the parameter artifact is missing"),
             ({"artifact": ".", "max_queue": "many"}, "parameter max_queue is 'many'; expected int"),
@@ -397,6 +430,27 @@ def test_a_model_is_held_to_its_manifest_and_its_gates_when_it_loads(
         load("fail")
     with pytest.raises(RuntimeError, match=r"changed: engine/model\.onnx"):
         load("damaged")
+
+
+def test_a_model_renders_chats_with_the_template_beside_it(
+    artifact: Artifact, model_module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.jinja"
+    other.write_text("other{{ eos_token }}")
+    assert export(artifact, tmp_path / "repo", "--chat-template", str(other)).exit_code == 0
+    loaded = Mock(side_effect=EnvironmentLacks("seen enough"))
+    monkeypatch.setattr(model_module, "EngineProcess", loaded)
+    settings_of = {"artifact": ".", "chat_template": "chat_template.jinja"}
+    arguments = {
+        "model_config": json.dumps({"parameters": {key: {"string_value": v} for key, v in settings_of.items()}}),
+        "model_instance_kind": "CPU",
+        "model_instance_name": "random_0_0",
+        "model_repository": str(tmp_path / "repo" / "random"),
+        "model_version": "1",
+    }
+    with pytest.raises(RuntimeError, match="seen enough"):
+        model_module.TritonPythonModel().initialize(arguments)
+    assert loaded.call_args.args[-1].render([]) == "other<|endoftext|>"
 
 
 def test_a_model_says_that_its_verdict_is_not_verified(

@@ -40,7 +40,7 @@ from llmforge.backends.engines import BuildRequest, BuiltEngine
 from llmforge.backends.exported_parameters import Blocks, ChannelMatrix, Exported, Quantized
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import CONFIG, Checkpoint
-from llmforge.checkpoint.folder import GENERATION_CONFIG
+from llmforge.checkpoint.folder import CHAT_TEMPLATE, GENERATION_CONFIG
 from llmforge.checkpoint.safetensors_file import DTYPES
 from llmforge.checkpoint.shards import WEIGHTS, WEIGHTS_INDEX
 from llmforge.ir import graph
@@ -63,7 +63,6 @@ TOKENIZER = (
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
 )
 _HEAD = "lm_head"
 _CODES = {"int8": "I8", "fp8": "F8_E4M3"}
@@ -260,6 +259,8 @@ def copy_settings(checkpoint: Checkpoint, folder: Path) -> None:
     for name in (GENERATION_CONFIG, *TOKENIZER):
         if (source := checkpoint.path / name).exists():
             (folder / name).write_bytes(source.read_bytes())  # the content: a Hub snapshot holds symbolic links
+    if checkpoint.chat_template is not None:  # which may be the recipe's; the file wins over tokenizer_config.json
+        (folder / CHAT_TEMPLATE).write_text(checkpoint.chat_template, encoding="utf-8")
 
 
 def _words(codes: NDArray[np.uint8], bits: int) -> NDArray[np.int32]:

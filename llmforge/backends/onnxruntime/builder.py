@@ -17,7 +17,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as registry
 from llmforge import native
 from llmforge.backends import onnx_file, signatures
 from llmforge.backends.engines import WHOLE_BYTES, BuildRequest, BuiltEngine
-from llmforge.backends.onnxruntime import integer_products, kernels
+from llmforge.backends.onnxruntime import kernels
 from llmforge.backends.onnxruntime.kernels import Kernel
 from llmforge.backends.onnxruntime.session import PROVIDER, Session
 from llmforge.backends.ranks import group
@@ -26,9 +26,9 @@ from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import constant_folding, dialect, graph, operators
 from llmforge.ir.operators import canonical, cpu
-from llmforge.ir.operators.contrib import FusedMatMul
+from llmforge.ir.operators.contrib import FusedMatMul, MatMulIntegerToFloat
 from llmforge.ir.operators.record import CANONICAL
-from llmforge.ir.operators.standard import Constant, MatMul, QuantizeLinear, Transpose
+from llmforge.ir.operators.standard import Constant, DequantizeLinear, MatMul, QuantizeLinear, Transpose
 from llmforge.ir.recurrence import Recurrence
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Changes, Rewritten
@@ -68,7 +68,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec | None = None) -> tu
     changes = Changes()
     meeting = _with_collectives(model)
     lowered, changes.rewritten = expand(meeting)
-    changes.rewritten += integer_products.write(lowered)
+    changes.rewritten += write_integer_products(lowered)
     check_operators(lowered)
     return lowered, changes
 
@@ -281,3 +281,40 @@ def write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
             (folder / name).write_bytes(source.read_bytes())  # the content: a Hub snapshot holds symbolic links
     if checkpoint.chat_template is not None:
         (folder / TEMPLATE_FILE).write_text(checkpoint.chat_template, encoding="utf-8")
+
+
+_CENTER = 128
+_INT8 = ir.DataType.INT8
+
+
+def write_integer_products(model: ir.Model) -> list[Rewritten]:
+    """Rewrite every product of int8 codes of `model` in place; list where."""
+    rewritten = []
+    unsigned: dict[ir.Value, ir.Value] = {}
+    for product in MatMul.all(model):
+        read, weight = DequantizeLinear.made(product.x), DequantizeLinear.made(product.w)
+        if read is None or weight is None or weight.codes.dtype != _INT8 or weight.axis not in (1, -1):
+            continue
+        rounded = QuantizeLinear.made(read.codes)
+        if rounded is None or read.codes.dtype != _INT8 or read.zero_points or weight.zero_points:
+            continue
+        center = graph.initializer(model, "integer_products.center", np.uint8(_CENTER))
+        if read.codes not in unsigned:
+            inputs = {"x": rounded.x, "scale": rounded.scale, "zero_point": center}
+            codes = QuantizeLinear.insert(rounded.node, inputs, name=f"{rounded.name}.unsigned").output
+            codes.name, codes.shape = f"{read.codes.name}.unsigned", read.codes.shape
+            codes.type = ir.TensorType(ir.DataType.UINT8)
+            unsigned[read.codes] = codes
+        operands = {
+            "a": unsigned[read.codes],
+            "b": weight.codes,
+            "a_scale": read.scales,
+            "b_scale": weight.scales,
+            "a_zero_point": center,
+        }
+        made = MatMulIntegerToFloat.insert(product.node, operands, name=product.name)
+        graph.replace_value(product.output, made.output)
+        rewritten.append(Rewritten(product.name, "MatMul of int8 codes to MatMulIntegerToFloat"))
+    if rewritten:
+        graph.drop_unused(model)
+    return rewritten

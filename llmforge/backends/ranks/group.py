@@ -31,28 +31,27 @@ def _library() -> ctypes.CDLL:
     Raises:
         EnvironmentLacks: the kernels are not compiled, or the system is no Linux.
     """
-    library = ctypes.CDLL(str(native.require()))
-    if not hasattr(os, "memfd_create") or not hasattr(library, "llmforge_group_bytes"):
+    if not hasattr(os, "memfd_create") or not hasattr(ctypes.CDLL(str(native.require())), "llmforge_group_bytes"):
         raise EnvironmentLacks(
             "tensor_parallel: ranks on a CPU meet in shared memory of Linux (memfd, futex), and this system has none",
             hint="set engine.tensor_parallel to 1",
         )
     group, number = ctypes.c_void_p, ctypes.c_int64
-    for name, result, arguments in (
-        ("bytes", number, [number]),
-        ("init", None, [group, number]),
-        ("join", None, [group, number, number, number]),
-        ("break", None, [group, number]),
-        ("broken_by", number, [group]),
-        ("command", number, [group]),
-        ("await", ctypes.c_int, [group, number, number]),
-        ("answer", None, [group, number, number]),
-        ("answers", ctypes.c_int, [group, number, number]),
-        ("progress", number, [group, number]),
-        ("answered", number, [group, number]),
-    ):
-        function = getattr(library, f"llmforge_group_{name}")
-        function.restype, function.argtypes = result, arguments
+    signatures: dict[str, tuple[list[Any], Any]] = {
+        "group_bytes": ([number], number),
+        "group_init": ([group, number], None),
+        "group_join": ([group, number, number, number], None),
+        "group_break": ([group, number], None),
+        "group_broken_by": ([group], number),
+        "group_command": ([group], number),
+        "group_await": ([group, number, number], ctypes.c_int),
+        "group_answer": ([group, number, number], None),
+        "group_answers": ([group, number, number], ctypes.c_int),
+        "group_progress": ([group, number], number),
+        "group_answered": ([group, number], number),
+    }
+    library = native.functions(signatures, ctypes.CDLL)
+    assert library is not None
     return library
 
 
@@ -62,18 +61,33 @@ def require() -> None:
 
 
 class SharedMemory:
-    """Anonymous memory that other processes map by its descriptor."""
+    """Anonymous memory of `size` bytes that other processes map by its `descriptor`; None: it is made.
 
-    def __init__(self, descriptor: int, size: int) -> None:
-        self.descriptor, self.size = descriptor, size
-        self.map = mmap.mmap(descriptor, size)
+    Pages are taken as they are written.
+    """
 
-    @classmethod
-    def new(cls, name: str, size: int) -> SharedMemory:
-        """Make some; pages are taken as they are written. `name` is for /proc alone."""
-        descriptor = os.memfd_create(name)
-        os.ftruncate(descriptor, size)
-        return cls(descriptor, size)
+    def __init__(self, size: int, descriptor: int | None = None) -> None:
+        self.size, self.descriptor = size, os.memfd_create("llmforge") if descriptor is None else descriptor
+        if descriptor is None:
+            os.ftruncate(self.descriptor, size)
+        self.map = mmap.mmap(self.descriptor, size)
+
+    def write(self, at: int, message: Any, room: int) -> None:
+        """Leave a message, pickled, from byte `at` on.
+
+        Raises:
+            UsageError: it has more than `room` bytes.
+        """
+        packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        if len(packed) > room:
+            raise UsageError(f"a step of {len(packed)} bytes of inputs; ranks take at most {room}")
+        self.map[at : at + _LENGTH.size + len(packed)] = _LENGTH.pack(len(packed)) + packed
+
+    def read(self, at: int = 0) -> Any:
+        """Read the message that was left last from byte `at` on."""
+        start = at + _LENGTH.size
+        [length] = _LENGTH.unpack(self.map[at:start])
+        return pickle.loads(self.map[start : start + length])
 
 
 class RankGroup:
@@ -89,14 +103,10 @@ class RankGroup:
         self._library = _library()
         self.ranks, self.room = ranks, room
         self._at = self._library.llmforge_group_bytes(ranks)
-        size = self._at + _LENGTH.size + room
-        fresh = descriptor is None
-        self._memory = (
-            SharedMemory.new("llmforge-ranks", size) if descriptor is None else SharedMemory(descriptor, size)
-        )
+        self._memory = SharedMemory(self._at + _LENGTH.size + room, descriptor)
         self._first = ctypes.c_char.from_buffer(self._memory.map)  # keeps the mapping where it is
         self._address = ctypes.addressof(self._first)
-        if fresh:
+        if descriptor is None:
             self._library.llmforge_group_init(self._address, ranks)
 
     @property
@@ -124,19 +134,12 @@ class RankGroup:
         Raises:
             UsageError: it does not fit.
         """
-        packed = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        if len(packed) > self.room:
-            raise UsageError(f"a step of {len(packed)} bytes of inputs; ranks take at most {self.room}")
-        start = self._at + _LENGTH.size
-        self._memory.map[self._at : start] = _LENGTH.pack(len(packed))
-        self._memory.map[start : start + len(packed)] = packed
+        self._memory.write(self._at, message, self.room)
         return int(self._library.llmforge_group_command(self._address))
 
     def read(self) -> Any:
         """Read the command that was given last."""
-        start = self._at + _LENGTH.size
-        [length] = _LENGTH.unpack(self._memory.map[self._at : start])
-        return pickle.loads(self._memory.map[start : start + length])
+        return self._memory.read(self._at)
 
     def wait(self, seen: int, wait_s: float) -> int:
         """Wait for a command after number `seen`."""
@@ -159,62 +162,29 @@ class RankGroup:
         return tuple(int(self._library.llmforge_group_progress(self._address, rank)) for rank in range(self.ranks))
 
 
-class Reply:
-    """Where the first rank writes what it is asked, pickled, and the driver reads it: at most `room` bytes.
+class Reply(SharedMemory):
+    """Where the first rank writes what it is asked, and the driver reads it."""
 
-    Pages are taken as they are written.
-    """
-
-    def __init__(self, memory: SharedMemory) -> None:
-        self._memory = memory
-
-    @classmethod
-    def new(cls, room: int) -> Reply:
-        """Make it."""
-        return cls(SharedMemory.new("llmforge-reply", _LENGTH.size + room))
-
-    @property
-    def descriptor(self) -> int:
-        """What a rank maps."""
-        return self._memory.descriptor
-
-    def write(self, answer: Any) -> None:
-        """Leave an answer; it must fit."""
-        packed = pickle.dumps(answer, pickle.HIGHEST_PROTOCOL)
-        self._memory.map[: _LENGTH.size] = _LENGTH.pack(len(packed))
-        self._memory.map[_LENGTH.size : _LENGTH.size + len(packed)] = packed
-
-    def read(self) -> Any:
-        """Read the last answer."""
-        [length] = _LENGTH.unpack(self._memory.map[: _LENGTH.size])
-        return pickle.loads(self._memory.map[_LENGTH.size : _LENGTH.size + length])
+    def answer(self, answer: Any) -> None:
+        """Leave an answer, which fits."""
+        self.write(0, answer, self.size - _LENGTH.size)
 
 
-class Logits:
+class Logits(SharedMemory):
     """Where the first rank writes logits and the driver reads them. It grows with the largest step."""
 
-    def __init__(self, memory: SharedMemory) -> None:
-        self._memory = memory
+    def __init__(self, size: int = mmap.PAGESIZE, descriptor: int | None = None) -> None:
+        super().__init__(size, descriptor)
         self._arrays: dict[tuple[int, ...], NDArray[np.float32]] = {}
-
-    @classmethod
-    def new(cls) -> Logits:
-        """Make it, a page large."""
-        return cls(SharedMemory.new("llmforge-logits", mmap.PAGESIZE))
-
-    @property
-    def descriptor(self) -> int:
-        """What a rank maps."""
-        return self._memory.descriptor
 
     def array(self, shape: tuple[int, ...], *, grow: bool) -> NDArray[np.float32]:
         """Give the memory as an array; equal shapes give one object. The driver makes it `grow`, before the rank."""
         size = int(np.prod(shape)) * 4
-        if size > self._memory.size:
+        if size > self.size:
             if grow:
-                os.ftruncate(self._memory.descriptor, size)
-            self._memory = SharedMemory(self._memory.descriptor, size)
+                os.ftruncate(self.descriptor, size)
+            self.size, self.map = size, mmap.mmap(self.descriptor, size)
             self._arrays.clear()
         if shape not in self._arrays:
-            self._arrays[shape] = np.frombuffer(self._memory.map, np.float32, size // 4).reshape(shape)
+            self._arrays[shape] = np.frombuffer(self.map, np.float32, size // 4).reshape(shape)
         return self._arrays[shape]

@@ -1,5 +1,8 @@
 """Messages of a driver and a rank while the rank starts, and what a driver has them do (`RankGroup.command`).
 
+A rank that ends with an error sends it (`ForgeError`). On GPUs the first one sends what names the communicator, bytes,
+which the driver hands to the others.
+
 A command is a list of calls, done in order: copies of cached tokens wait for the next step, and cost no round of their
 own.
 """
@@ -10,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmforge.base.errors import ForgeError
 from llmforge.runtime.config import RuntimeConfig, SessionConfig
 from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.signature import Signature
@@ -46,13 +48,6 @@ class StartRank:
 
 
 @dataclass(frozen=True)
-class Invitation:
-    """What names the communicator of ranks on GPUs: the first makes it, the driver hands it to the others."""
-
-    unique_id: bytes
-
-
-@dataclass(frozen=True)
 class RankReady:
     """A rank has loaded its engine, which says of itself what a scheduler asks (`interface.Decoder`)."""
 
@@ -69,13 +64,6 @@ class Allocated:
 
     notes: tuple[str, ...]
     spare_bytes: int | None
-
-
-@dataclass(frozen=True)
-class RankFailed:
-    """A rank ends with an error."""
-
-    error: ForgeError
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,6 @@ import contextlib
 import math
 import os
 import select
-import signal
-import socket
-import subprocess
 import threading
 import time
 import weakref
@@ -42,15 +39,14 @@ from llmforge.backends.ranks.messages import (
     Call,
     CopyTokens,
     Drop,
-    Invitation,
     OnGpu,
-    RankFailed,
     RankReady,
     RunDecode,
     RunStep,
     StartRank,
 )
 from llmforge.base import interpreter
+from llmforge.base.child_process import ChildProcess
 from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, Unavailable, UsageError
 from llmforge.ir.interface import TopLogits
 from llmforge.runtime.config import SessionConfig, physical_cores
@@ -140,12 +136,12 @@ class RankSession(Decoder[RankCache]):
         self._caches = 0
         self._failure: ForgeError | None = None
         self._group = RankGroup(self.ranks, ROOM_BYTES + 16 * most_ids)
-        self._logits = Logits.new()
+        self._logits = Logits()
         rows, vocabulary = (1, 1) if gpu is None else (gpu.config.max_batch, gpu.config.vocabulary)
-        self._reply = Reply.new(ROOM_BYTES + REPLY_BYTES * (rows + vocabulary // 1024))
+        self._reply = Reply(ROOM_BYTES + REPLY_BYTES * (rows + vocabulary // 1024))
         self._pending: int | None = None  # the command that nobody has waited for yet
         self._told_by_ranks: tuple[Allocated, ...] = ()
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[ChildProcess] = []
         self._connections: list[Connection] = []
         self._end = weakref.finalize(self, _end, self._processes, self._group, self._logits, self._reply)
         crowded = gpu is None and self.ranks * max(config.threads, 1) > physical_cores()
@@ -180,14 +176,14 @@ class RankSession(Decoder[RankCache]):
             self._end()
             raise InputError(f"{files[0].parent}: the graphs of the ranks do not belong together")
         self._told: list[weakref.WeakMethod[Callable[[], None]]] = []
-        watch = threading.Thread(target=_watch, args=[list(self._processes), self._group, self._told], daemon=True)
+        watch = threading.Thread(target=_watch, args=[self.processes, self._group, self._told], daemon=True)
         watch.name = "llmforge-ranks"
         watch.start()
 
     @property
     def processes(self) -> tuple[int, ...]:
         """The ids of the ranks' processes."""
-        return tuple(process.pid for process in self._processes)
+        return tuple(process.id for process in self._processes)
 
     def allocate(self, batch: int, capacity: int) -> RankCache:
         """Reserve caches for `batch` sequences of at most `capacity` tokens on every rank."""
@@ -335,21 +331,11 @@ class RankSession(Decoder[RankCache]):
     # ---- start and end
 
     def _start(self, begin: StartRank) -> None:
-        ours, others = socket.socketpair()
-        with others:
-            try:
-                process = subprocess.Popen(
-                    interpreter.command(_WORKER, "running a rank"),
-                    stdin=others.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=(begin.group, begin.logits, begin.reply),
-                    start_new_session=True,  # Ctrl-C is for the driver
-                )
-            except OSError as error:
-                ours.close()
-                raise EnvironmentLacks(f"rank {begin.rank} cannot be started: {error.strerror}") from error
+        command = interpreter.command(_WORKER, "running a rank")
+        files = (begin.group, begin.logits, begin.reply)
+        process = ChildProcess(command, f"rank {begin.rank} cannot be started", files=files)
         self._processes.append(process)
-        connection = Connection(ours.detach())
+        connection = Connection(process.socket.detach())
         self._connections.append(connection)
         with contextlib.suppress(OSError):  # it has ended: `_loaded` says how
             connection.send(begin)
@@ -374,11 +360,11 @@ class RankSession(Decoder[RankCache]):
                     message = each.recv()
                 except (EOFError, OSError):
                     raise EnvironmentLacks(
-                        f"rank {rank} of {self.ranks} did not load: its process {self._how_ended(rank)}"
+                        f"rank {rank} of {self.ranks} did not load: {self._processes[rank].why_ended()}"
                     ) from None
-                if isinstance(message, RankFailed):
-                    raise _of_rank(message.error, rank, self.ranks)
-                if isinstance(message, Invitation):
+                if isinstance(message, ForgeError):
+                    raise _of_rank(message, rank, self.ranks)
+                if isinstance(message, bytes):
                     for other in self._connections[1:]:
                         with contextlib.suppress(OSError):
                             other.send(message)
@@ -396,25 +382,16 @@ class RankSession(Decoder[RankCache]):
         while time.monotonic() < end:
             for rank, connection in enumerate(self._connections):
                 with contextlib.suppress(EOFError, OSError):
-                    if connection.poll(0) and isinstance(message := connection.recv(), RankFailed):
-                        return _of_rank(message.error, rank, self.ranks)
+                    if connection.poll(0) and isinstance(message := connection.recv(), ForgeError):
+                        return _of_rank(message, rank, self.ranks)
             for rank, process in enumerate(self._processes):
-                if process.poll() not in (None, LEFT):
+                if process.code not in (None, LEFT):
                     return Unavailable(
-                        f"rank {rank} of {self.ranks} ended: its process {self._how_ended(rank)}",
+                        f"rank {rank} of {self.ranks} ended: {process.why_ended()}",
                         hint="restart it; see the log for details",
                     )
             time.sleep(0.01)
         return Unavailable(f"the {self.ranks} ranks ended", hint="restart; see the log for details")
-
-    def _how_ended(self, rank: int) -> str:
-        try:
-            code = self._processes[rank].wait(END_S)
-        except subprocess.TimeoutExpired:
-            return "went silent"
-        if code == -signal.SIGKILL:
-            return "was killed (SIGKILL): by the system, perhaps, for want of memory"
-        return f"ended with signal {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 @dataclass(frozen=True)
@@ -452,20 +429,17 @@ def _drop(session: weakref.ref[RankSession], number: int) -> None:
         found.later(Drop(number))
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]], group: RankGroup, logits: Logits, reply: Reply) -> None:
+def _end(processes: Sequence[ChildProcess], group: RankGroup, logits: Logits, reply: Reply) -> None:
     """Kill the ranks and wait for them, and give the memory back: descriptors are closed here, mappings when unused."""
     group.break_up()
     for process in processes:
-        if process.poll() is None:
-            process.kill()
-    for process in processes:
-        process.wait()
+        process.kill()
     for descriptor in (group.descriptor, logits.descriptor, reply.descriptor):
         os.close(descriptor)
 
 
 def _watch(
-    processes: Sequence[subprocess.Popen[bytes]],
+    processes: Sequence[int],
     group: RankGroup,
     told: Sequence[weakref.WeakMethod[Callable[[], None]]],
 ) -> None:
@@ -473,7 +447,7 @@ def _watch(
     watched, handles = select.poll(), []
     for process in processes:
         try:
-            handles.append(os.pidfd_open(process.pid))
+            handles.append(os.pidfd_open(process))
         except ProcessLookupError:
             group.break_up()
             break

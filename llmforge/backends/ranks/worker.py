@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import threading
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -16,7 +15,7 @@ from llmforge.backends import loading
 from llmforge.backends.onnxruntime.cuda.session import PROVIDERS
 from llmforge.backends.onnxruntime.session import Session
 from llmforge.backends.ranks import group as groups
-from llmforge.backends.ranks.group import Logits, RankGroup, Reply, SharedMemory
+from llmforge.backends.ranks.group import Logits, RankGroup, Reply
 from llmforge.backends.ranks.messages import (
     LEFT,
     Allocate,
@@ -26,14 +25,13 @@ from llmforge.backends.ranks.messages import (
     Call,
     CopyTokens,
     Drop,
-    Invitation,
-    RankFailed,
     RankReady,
     RunDecode,
     RunStep,
     StartRank,
 )
 from llmforge.base import process
+from llmforge.base.child_process import end_with
 from llmforge.base.errors import ForgeError, Unavailable, VerificationError
 from llmforge.native import nccl
 from llmforge.runtime.config import GraphPlan, RuntimeConfig
@@ -84,23 +82,10 @@ class _RankProcess:
 
     def _answer(self, found: Any) -> None:
         if self._rank == 0:
-            self._reply.write(found)
+            self._reply.answer(found)
 
     def _rows(self, place: CacheRows) -> Any:
         return self._caches[place.cache].rows(place.start, place.stop)
-
-
-def _end_with(driver: int) -> None:
-    """Wait for the end of the driver, and end with it: no rank outlives it, whatever it is doing."""
-    try:
-        handle = os.pidfd_open(driver)
-    except ProcessLookupError:
-        os._exit(LEFT)
-    if os.getppid() == driver:
-        watched = select.poll()
-        watched.register(handle, select.POLLIN)
-        watched.poll()
-    os._exit(LEFT)
 
 
 def _open(begin: StartRank, connection: Connection, group: RankGroup) -> Decoder[Any]:
@@ -109,9 +94,9 @@ def _open(begin: StartRank, connection: Connection, group: RankGroup) -> Decoder
         return Session(begin.file, begin.session, own_kernels=begin.own_kernels)
     config = begin.gpu.config
     device = loading.reach(config, begin.gpu.device, begin.file)
-    unique_id = nccl.make_id() if begin.rank == 0 else _invited(connection)
+    unique_id: bytes = nccl.make_id() if begin.rank == 0 else connection.recv()
     if begin.rank == 0:
-        connection.send(Invitation(unique_id))
+        connection.send(unique_id)
     missing = Unavailable(
         f"NCCL found not all {begin.ranks} ranks within {begin.limit_s:g} s",
         hint="set NCCL_DEBUG=INFO to see how it looks for them; NCCL_SOCKET_IFNAME names a network interface",
@@ -136,17 +121,11 @@ def _graphs(config: RuntimeConfig) -> GraphPlan:
     return replace(config.graphs, mode="require")
 
 
-def _invited(connection: Connection) -> bytes:
-    invitation = connection.recv()
-    assert isinstance(invitation, Invitation)
-    return invitation.unique_id
-
-
 def _fail(connection: Connection, group: RankGroup, rank: int, error: ForgeError) -> NoReturn:
     """Tell the driver why this rank ends; one that ends because another did says nothing."""
     if group.broken_by not in (None, rank):
         os._exit(LEFT)
-    connection.send(RankFailed(error))
+    connection.send(error)
     group.break_up(rank)
     os._exit(error.exit_code)
 
@@ -158,13 +137,15 @@ def main() -> None:
     connection = Connection(os.dup(0))
     begin = connection.recv()
     assert isinstance(begin, StartRank)
-    threading.Thread(target=_end_with, args=[begin.driver], name="llmforge-watch", daemon=True).start()
+    if os.getppid() != begin.driver:  # it has ended
+        os._exit(LEFT)
+    threading.Thread(target=end_with, args=[[begin.driver]], name="llmforge-watch", daemon=True).start()
     group = RankGroup(begin.ranks, begin.room, begin.group)
     group.join(begin.rank, begin.spins, begin.limit_s)
     try:
         session = _open(begin, connection, group)
-        logits = Logits(SharedMemory(begin.logits, os.fstat(begin.logits).st_size))
-        reply = Reply(SharedMemory(begin.reply, os.fstat(begin.reply).st_size))
+        logits = Logits(os.fstat(begin.logits).st_size, begin.logits)
+        reply = Reply(os.fstat(begin.reply).st_size, begin.reply)
         rank = _RankProcess(begin, session, logits, reply)
         facts = session.rows_alone, session.longest_step, session.buckets, session.decodes_ahead
         connection.send(RankReady(session.signature, *facts))

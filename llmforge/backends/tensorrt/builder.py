@@ -16,11 +16,10 @@ import onnx_ir as ir
 from llmforge import native
 from llmforge.backends import onnx_file, signatures
 from llmforge.backends.engines import BuildRequest, BuiltEngine, require_device
-from llmforge.backends.tensorrt import compile_plan, kv_lengths, library, plan_file, profiles, refusals
+from llmforge.backends.tensorrt import compile_plan, layers, library, plan_cache, profiles, refusals
 from llmforge.backends.tensorrt import lower as lowering
 from llmforge.backends.tensorrt.library import Library
-from llmforge.backends.tensorrt.plan_cache import PlanCache, default_folder
-from llmforge.backends.tensorrt.plan_file import PlanRecord, PlanSource
+from llmforge.backends.tensorrt.plan_cache import PlanCache, PlanRecord, PlanSource, default_folder
 from llmforge.backends.tensorrt.profiles import Profile
 from llmforge.base.errors import UnsupportedError
 from llmforge.recipe import EngineSpec
@@ -145,7 +144,7 @@ def _plan(
             *compile_plan.added_flags(model),
         ),
         profiles={each.facts.name: each.shapes for each in ranges},
-        onnx_sha256=plan_file.digest(onnx / MODEL_FILE, onnx / DATA_FILE),
+        onnx_sha256=plan_cache.digest(onnx / MODEL_FILE, onnx / DATA_FILE),
     )
     cache = PlanCache(default_folder() / "tensorrt")
     if (kept := cache.take(source.key, plan)) is not None:
@@ -153,12 +152,12 @@ def _plan(
     timings = cache.timings(source)
     built = compile_plan.build(chosen, onnx / MODEL_FILE, model, plan, sm=sm, profiles=ranges, timings=timings)
     record = PlanRecord(
-        format=plan_file.FORMAT,
+        format=plan_cache.FORMAT,
         key=source.key,
         source=source,
         layers=built.layers,
         warnings=built.warnings,
-        sha256=plan_file.file_digest(plan),
+        sha256=plan_cache.file_digest(plan),
         size_bytes=plan.stat().st_size,
     )
     cache.keep(record, plan)
@@ -174,8 +173,8 @@ def _facts(chosen: Library, record: PlanRecord, plan: PlanFacts, device: DeviceF
         "library": f"{chosen.title} {record.source.version}",
         "compute capability": f"SM{record.source.sm}",
         "profiles": "; ".join(profiles_said),
-        "attention": f"{record.layers.get(kv_lengths.KIND, 0)} in fused kernels, none that the builder took apart; "
-        f"{record.layers.get(kv_lengths.COUNTED, 0)} read the text and not the capacity",
+        "attention": f"{record.layers.get(layers.ATTENTION, 0)} in fused kernels, none that the builder took apart; "
+        f"{record.layers.get(layers.WITH_LENGTHS, 0)} read the text and not the capacity",
         "layers": ", ".join(f"{count} {kind}" for kind, count in record.layers.items()),
         "memory": f"{device.memory_bytes / 1e9:.3f} GB of weights and KV cache, and activations",
         "plan": f"{record.size_bytes:,} bytes, SHA-256 {record.sha256}",

@@ -4,18 +4,67 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import onnx_ir as ir
 
-from llmforge.backends.tensorrt import kv_lengths, layers, precisions
-from llmforge.backends.tensorrt.build_log import BuildLog
+from llmforge.backends.tensorrt import layers
 from llmforge.backends.tensorrt.library import Library
 from llmforge.backends.tensorrt.profiles import Profile
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.ir import graph
+
+# Warnings after which a plan computes something else than its graph says. "Unused Input": the parser knows no use for
+# an input of a node and drops it, such as the lengths of padded keys (seen with TensorRT-RTX 1.7.1).
+_FATAL = re.compile(r"Unused Input")
+
+# Warnings that say what is so by design.
+_NOISE = re.compile(r"Make sure (input|output) \S+ has Int64 binding")
+
+_SEVERE = ("INTERNAL_ERROR", "ERROR")
+_PREFIX = re.compile(r"^(?:\S+\.(?:cpp|h):\d+: |IBuilder::\w+: |Error Code \d+: )+")
+
+
+@dataclass
+class BuildLog:
+    """Every line of a build, in order: severity as TensorRT names it, and text."""
+
+    lines: list[tuple[str, str]] = field(default_factory=list)
+
+    def logger(self, api: Any) -> Any:
+        """Make the `ILogger` of the module `api` that writes here; keep a reference as long as it is in use."""
+        lines = self.lines
+
+        class Collector(api.ILogger):  # type: ignore[misc]  # the class is known when the module is
+            def __init__(self) -> None:
+                api.ILogger.__init__(self)  # pybind11 wants it called in this way
+
+            def log(self, severity: Any, message: str) -> None:
+                lines.append((severity.name, message))
+
+        return Collector()
+
+    @property
+    def errors(self) -> list[str]:
+        """What went wrong, without the places in TensorRT's own sources."""
+        return [_PREFIX.sub("", text) for severity, text in self.lines if severity in _SEVERE]
+
+    @property
+    def fatal_warnings(self) -> list[str]:
+        """Warnings that mean another result than the graph's."""
+        return [text for text in self._warnings() if _FATAL.search(text)]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings that a reader may want to see, each once."""
+        kept = (_PREFIX.sub("", text) for text in self._warnings() if not _NOISE.search(text))
+        return tuple(dict.fromkeys(kept))
+
+    def _warnings(self) -> list[str]:
+        return [text for severity, text in self.lines if severity == "WARNING"]
+
 
 # Builder flags that are set otherwise than the module does by default. TF32 is on by default, and would round the
 # operands of fp32 products to 10 bits of mantissa: the engine computes what the graph says.
@@ -64,8 +113,8 @@ def build(
     _check_log(library, log)
     counted = layers.count(network)
     layers.check(counted, layers.decomposable(network, api), model)
-    if measured := kv_lengths.set_lengths(network, api):
-        counted[kv_lengths.COUNTED] = measured
+    if measured := layers.set_lengths(network, api):
+        counted[layers.WITH_LENGTHS] = measured
     config = _config(library, builder, sm, profiles, model)
     cache = _timing_cache(library, config, timings)
     with plan.open("wb") as file:
@@ -73,7 +122,7 @@ def build(
     if not done:
         raise _refused_by_builder(library, sm, log)
     _check_log(library, log)
-    products = precisions.of((text for _, text in log.lines), model, max(len(profiles), 1))
+    products = layers.of((text for _, text in log.lines), model, max(len(profiles), 1))
     warnings = log.warnings
     if added_flags(model):
         counted |= layers.sparse(model)

@@ -7,16 +7,56 @@ place; that quantized weights reach the builder quantized.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
 
 from llmforge.base.errors import VerificationError
-from llmforge.ir import graph, operators
+from llmforge.ir import graph, interface, operators
 from llmforge.ir.operators import standard
+from llmforge.ir.operators.standard import DequantizeLinear, MatMul, Transpose
 from llmforge.quantization.sparsity import is_sparse
+
+ATTENTION = "ATTENTION_INPUT"
+WITH_LENGTHS = "ATTENTION_INPUT with lengths"
+
+
+def set_lengths(network: Any, api: Any) -> int:
+    """Give every attention of a parsed `network` the lengths of its texts; return how many there are.
+
+    0 where the graph has no past_lengths or input_ids: it is no decoder.
+
+    Raises:
+        VerificationError: an attention does not keep them.
+    """
+    inputs = {network.get_input(i).name: network.get_input(i) for i in range(network.num_inputs)}
+    past, ids = inputs.get(interface.PAST_LENGTHS), inputs.get(interface.INPUT_IDS)
+    found = [layer for i in range(network.num_layers) if (layer := network.get_layer(i)).type.name == ATTENTION]
+    if past is None or ids is None or not found:
+        return 0
+    lengths = _lengths(network, api, past, ids)
+    for layer in found:
+        layer.__class__ = api.IAttentionInputLayer  # how a layer is narrowed in TensorRT's Python API
+        layer.attention.key_value_lengths = lengths
+        kept = layer.attention.key_value_lengths
+        if kept is None or kept.name != lengths.name:
+            raise VerificationError(f"attention {layer.attention.name} did not keep the lengths of its keys and values")
+    return len(found)
+
+
+def _lengths(network: Any, api: Any, past: Any, ids: Any) -> Any:
+    """past_lengths [B] + sequence of input_ids [B, S], int32 [B]."""
+    shape = network.add_shape(ids).get_output(0)  # int64 [2]
+    sequence = network.add_slice(shape, (1,), (1,), (1,)).get_output(0)
+    terms = [network.add_cast(each, api.int32).get_output(0) for each in (past, sequence)]
+    total = network.add_elementwise(*terms, api.ElementWiseOperation.SUM)
+    total.name = total.get_output(0).name = "key_value_lengths"
+    return total.get_output(0)
+
 
 # Operator → the type of layer that stands for one of its nodes. Softmax: none beyond the graph's own means that
 # no attention was taken apart.
@@ -88,3 +128,74 @@ def sparse(model: ir.Model) -> dict[str, int]:
             hint="a pass behind sparsify-weights filled their zeros: quantize-channels keeps them",
         )
     return {"MATRIX_MULTIPLY of 2:4 weights": found}
+
+
+_LIST = re.compile(r"^(?:Engine )?Layers?(?: Information)?:", re.IGNORECASE)
+_LAYER = re.compile(
+    r"^Name: .*?, LayerType: (?P<kind>[^,]+), Inputs: (?P<inputs>.*?), Constants: (?P<constants>.*?), Out"
+)
+_DTYPE = re.compile(r"Datatype: (\w+)")
+_NODE = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
+_PRODUCT = "gemm"
+_SAID = {ir.DataType.INT8: "Int8", ir.DataType.FLOAT8E4M3FN: "FP8", ir.DataType.FLOAT4E2M1: "FP4E2M1"}
+
+
+@dataclass(frozen=True)
+class Products:
+    """Products of codes by codes in a plan: how many by dtype, and those that the builder widened, by node."""
+
+    counted: Mapping[str, int]
+    widened: tuple[str, ...] = ()
+
+    @property
+    def layers(self) -> dict[str, int]:
+        """The counts as entries beside those of the network's layers."""
+        return {f"MATRIX_MULTIPLY of {dtype} by {dtype}": count for dtype, count in sorted(self.counted.items())}
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader of the report should know."""
+        if not self.widened:
+            return ()
+        listed = ", ".join(self.widened[:4]) + (f" and {len(self.widened) - 4} more" if len(self.widened) > 4 else "")
+        return (
+            f"codes are widened and multiplied in 16 bits in {len(self.widened)} products, {listed}: as exact, and no "
+            "faster than with weights alone; without pack-qkv the builder may keep them",
+        )
+
+
+def of(lines: Iterable[str], model: ir.Model, profiles: int) -> Products | None:
+    """Find every product of codes by codes of the lowered `model` in what a builder said; None: it lists no layers."""
+    said = [line for text in lines if _LIST.match(text) and "LayerType: " in text for line in text.splitlines()]
+    if not said:
+        return None
+    found: Counter[tuple[str, str]] = Counter()
+    for line in said:
+        layer = _LAYER.match(line)
+        if layer is None or layer["kind"] != _PRODUCT:
+            continue
+        dtypes = [*_DTYPE.findall(layer["inputs"])[:1], *_of_weights(_DTYPE.findall(layer["constants"]))]
+        if len(dtypes) == 2 and dtypes[0] == dtypes[1]:
+            found.update((node, dtypes[0]) for node in set(_NODE.findall(line)))
+    wanted = codes_by_codes(model)
+    kept = {node: dtype for node, dtype in wanted.items() if found[node, _SAID[dtype]] >= profiles}
+    widened = tuple(node for node in wanted if node not in kept)
+    return Products(Counter(dtype.name for dtype in kept.values()), widened)
+
+
+def _of_weights(dtypes: Sequence[str]) -> list[str]:
+    """Leave out what scales a product."""
+    return [dtype for dtype in dtypes if dtype != "Float"][:1]
+
+
+def codes_by_codes(model: ir.Model) -> dict[str, ir.DataType]:
+    """Name the products of a lowered `model` both operands of which are dequantized codes of one dtype."""
+    found = {}
+    for product in MatMul.all(model):
+        turned = Transpose.made(product.w)
+        read = DequantizeLinear.made(product.x)
+        weight = DequantizeLinear.made(product.w if turned is None else turned.x)
+        if read is not None and weight is not None and (dtype := read.codes.dtype) == weight.codes.dtype in _SAID:
+            assert dtype is not None
+            found[product.name] = dtype
+    return found

@@ -11,16 +11,19 @@ have none. `position_ids` is always an input: masks are made of it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import onnx_ir as ir
 
-from llmforge.backends.tensorrt import collectives, experts, support, weights
+from llmforge.backends.tensorrt import weights
 from llmforge.backends.tensorrt.attention import Attentions
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir import dtype_inference, graph, interface, logits_rows, low_rank, operators
+from llmforge.ir import dtype_inference, graph, interface, logits_rows, low_rank, moe, operators
 from llmforge.ir.builder import GraphBuilder
 from llmforge.ir.operators import canonical, contrib, standard
+from llmforge.ir.operators.canonical import AllGather, AllReduce
 from llmforge.ir.operators.record import Operator, identity
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite import topk_outputs
@@ -56,7 +59,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
         raise UnsupportedError(f"TensorRT for target {target.name} does not support {listed}", hint=found[0].hint)
     lowered, changes = rewrite(model, spec.max_context)
     changes.rewritten.append(topk_outputs.add_topk_outputs(lowered))
-    support.check(lowered)
+    check_operators(lowered)
     return lowered, changes
 
 
@@ -90,11 +93,11 @@ def _reason(view: Operator) -> tuple[str | None, str]:
             reason = "IAttention has kernels for fp16 and bf16 only, not fp32" if fp32 else None
             return reason, "put `lower-precision` into the recipe"
         case canonical.MoE():
-            return experts.reason_against(view), _OTHER_ENGINE
+            return experts_reason(view), _OTHER_ENGINE
         case canonical.LowRankAdapter():
             return None, ""
         case canonical.AllReduce() | canonical.AllGather():
-            return collectives.reason_against(view), "split the graph along its last axis"
+            return collective_reason(view), "split the graph along its last axis"
         case canonical.Fp4Linear():
             return None, ""
         case canonical.CausalConv() | canonical.LinearAttention():
@@ -159,12 +162,12 @@ class _Lowering(GraphBuilder):
             case canonical.LatentAttention() as latent:
                 return self._attentions.rewrite_latent(latent)
             case canonical.MoE() as layer:
-                return experts.lower(self.model, layer)
+                return lower_experts(self.model, layer)
             case canonical.LowRankAdapter() as layer:
                 self._adapters.adapter(layer)
                 return "LowRankAdapter to Gather and MatMul, which no GPU has run"
             case canonical.AllReduce() | canonical.AllGather() as collective:
-                return collectives.lower(collective)
+                return lower_collective(collective)
             case canonical.Fp4Linear() as layer:
                 return self._weights.multiply_fp4(layer)
             case contrib.MatMulNBits() as product:
@@ -218,3 +221,120 @@ def _fix_capacity(model: ir.Model, capacity: int) -> None:
         dims = graph.dims(value)
         if dims is not None and CAPACITY in dims:
             value.shape = ir.Shape([capacity if dim == CAPACITY else dim for dim in dims])
+
+
+def check_operators(model: ir.Model) -> None:
+    """Return if every operator of a lowered `model` was seen to build with its dtypes.
+
+    Raises:
+        UnsupportedError: names those that were not, and a node of each.
+    """
+    unseen = dict(_unseen(model))
+    if unseen:
+        listed = ", ".join(f"{what}, node {node}" for what, node in reversed(unseen.items()))
+        raise UnsupportedError(
+            f"TensorRT is not known to build {listed}",
+            hint="leave the pass that writes it out of the recipe, or choose `engine: {backend: onnxruntime}`",
+        )
+
+
+def _unseen(model: ir.Model) -> Iterator[tuple[str, str]]:
+    """Find operators, the last first, that do not stand in the table, or not with one of their dtypes."""
+    for node in reversed(list(model.graph.all_nodes())):
+        operator = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+        seen = operators.view(node).tensorrt
+        if seen is None:
+            yield operator, str(node.name)
+            continue
+        dtypes = {value.dtype for value in (*node.inputs, *node.outputs) if value is not None and value.dtype}
+        if unseen := dtypes - seen.dtypes - seen.besides:
+            yield f"{operator} of {', '.join(sorted(dtype.name for dtype in unseen))}", str(node.name)
+
+
+_TO_FRONT, _TO_BACK = [2, 0, 1], [1, 2, 0]
+
+
+def collective_reason(view: AllReduce | AllGather) -> str | None:
+    """Say why a collective has no way to TensorRT; None where it has one."""
+    if isinstance(view, AllGather) and (view.axis != -1 or len(graph.dims(view.output) or ()) != len(_TO_FRONT)):
+        return "only the last axis of three is gathered"
+    return None
+
+
+def lower_collective(view: AllReduce | AllGather) -> str:
+    """Replace a collective that no reason is against; say what it became."""
+    node, name, x = view.node, view.name, view.x
+    common: dict[str, graph.Attribute] = {"root": -1, "group_size": 0, "nb_rank": view.ranks}
+    if isinstance(view, AllReduce):
+        attributes = {"collective_operation": "all_reduce", "reduce_op": "sum", **common}
+        [y] = graph.insert(node, "DistCollective", [x], attributes, name=name)
+    else:
+        [turned] = graph.insert(node, "Transpose", [x], {"perm": _TO_FRONT}, name=f"{name}/front")
+        attributes = {"collective_operation": "all_gather", "reduce_op": "none", **common}
+        [whole] = graph.insert(node, "DistCollective", [turned], attributes, name=name)
+        [y] = graph.insert(node, "Transpose", [whole], {"perm": _TO_BACK}, name=f"{name}/back")
+        turned.type = whole.type = x.type
+        dims, made = [*(x.shape or ())], [*(view.output.shape or ())]
+        if dims and made:
+            turned.shape = ir.Shape([dims[axis] for axis in _TO_FRONT])
+            whole.shape = ir.Shape([made[axis] for axis in _TO_FRONT])
+    graph.replace_value(view.output, y)
+    return f"{view.op_type} to DistCollective of {view.ranks} ranks"
+
+
+MOST_READ = 4  # a Mixtral has 8 experts, of which a token chooses 2
+
+
+def experts_reason(layer: canonical.MoE) -> str | None:
+    """Say why the experts of `layer` are not computed all; None where they are."""
+    experts, top_k = graph.static(layer.up)[0], graph.width(layer.expert_ids)
+    if experts > MOST_READ * top_k:
+        return (
+            f"a token chooses {top_k} of {experts} experts; the lowering computes all of them, and reads "
+            f"{experts / top_k:g} times what is chosen, of which {MOST_READ} are allowed"
+        )
+    return None
+
+
+def lower_experts(model: ir.Model, layer: canonical.MoE) -> str:
+    """Replace one `llmforge::MoE`; say what it became."""
+    graph.replace_value(layer.output, _Dense(model, layer).result())
+    return f"MoE to products with all {graph.static(layer.up)[0]} experts"
+
+
+@dataclass
+class _Dense(moe.MoEExpansion):
+    """The products of one layer; comments give shapes."""
+
+    _inner = moe.MoEExpansion._outer  # no loop, so nothing inside of one
+
+    def result(self) -> ir.Value:
+        layer = self.experts
+        experts, hidden, width = graph.static(layer.up)
+        _, inner, _ = graph.static(layer.down)
+        weights = self._chosen(experts)
+        h = self._inner("MatMul", [self._flat(layer.x), layer.up])  # [E, T, 2·I or I]
+        if (bias := layer.up_bias) is not None:
+            column = self._constant(f"by_expert_{experts}_{width}", [experts, 1, width])
+            h = self._inner("Add", [h, self._inner("Reshape", [bias, column])])
+        h = self._inner("Transpose", [self._between(h)], {"perm": [1, 0, 2]})  # [T, E, I]
+        h = self._inner("Mul", [h, self._inner("Unsqueeze", [weights, self._constant("axis_2", [2])])])
+        h = self._inner("Reshape", [h, self._constant(f"side_by_side_{experts * inner}", [-1, experts * inner])])
+        down = self._inner("Reshape", [layer.down, self._constant(f"stacked_{hidden}", [-1, hidden])])
+        y = self._inner("MatMul", [h, down])  # [T, H]
+        if (bias := layer.down_bias) is not None:
+            y = self._inner("Add", [y, self._inner("MatMul", [weights, bias])])
+        return self._inner("Reshape", [y, self._inner("Shape", [layer.x])])
+
+    def _chosen(self, experts: int) -> ir.Value:
+        """[T, E]: the weights of each token's experts."""
+        ids, weights = self._flat(self.experts.expert_ids), self._flat(self.experts.expert_weights)  # [T, top_k]
+        last = self._constant("axis_2", [2])
+        numbers = self._constant(f"experts_{experts}", list(range(experts)))
+        equal = self._inner("Equal", [self._inner("Unsqueeze", [ids, last]), numbers])  # [T, top_k, E]
+        spread = self._inner("Where", [equal, self._inner("Unsqueeze", [weights, last]), self._number(0.0)])
+        return self._inner("ReduceSum", [spread, self._constant("axis_1", [1])], {"keepdims": 0})
+
+    def _number(self, value: float) -> ir.Value:
+        """In what the experts compute in."""
+        return self._constant(f"number_{value}_{self._dtype.name}", np.asarray(value, self._dtype.numpy()))

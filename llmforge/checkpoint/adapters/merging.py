@@ -21,7 +21,7 @@ from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint.adapters.folder import Adapter, LowRankUpdate
 from llmforge.checkpoint.adapters.source import CONFIG, AdapterSource
 from llmforge.checkpoint.quantized import QuantizedTensor
-from llmforge.checkpoint.safetensors_file import TensorEntry, listed
+from llmforge.checkpoint.safetensors_file import TensorEntry, external, listed
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -216,11 +216,7 @@ def unmergeable(merge: Merge, shared: Sequence[tuple[str, str]]) -> UnsupportedE
 
 def read(entry: TensorEntry) -> _Array:
     """Map a tensor of an adapter."""
-    import onnx_ir as ir
-
-    return ir.ExternalTensor(
-        str(entry.file), entry.offset, entry.size_bytes, entry.dtype, shape=ir.Shape(entry.shape), name=entry.name
-    ).numpy()
+    return external(entry).numpy()
 
 
 def _merged(tensor: ir.TensorProtocol, steps: Sequence[_Step]) -> _Array:

@@ -1,6 +1,8 @@
-"""The tokenizer of a GGUF file, as transformers makes it of the metadata: the text of a tokenizer.json.
+"""The tokenizer of a GGUF file: the text of a tokenizer.json, made of its metadata.
 
-Private: transformers offers it only for a whole checkpoint. A test checks that its function still exists.
+Byte-level BPE is put together here, as llama.cpp's src/llama-vocab.cpp does it. SentencePiece's BPE is what
+transformers makes of it: private, for it offers that only for a whole checkpoint; a test checks that its function still
+exists.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from typing import Any
 
 from llmforge.base import process
 from llmforge.base.errors import CheckpointError, UnsupportedError
-from llmforge.base.wording import shown
+from llmforge.base.wording import quoted, shown
 from llmforge.checkpoint.gguf.header import Header
-from llmforge.checkpoint.safetensors_file import DAMAGED
+from llmforge.checkpoint.gguf.splits import INEXPRESSIBLE, SPLITS, TextSplit
+from llmforge.checkpoint.safetensors_file import DAMAGED, listed
 
 # Keys behind `tokenizer.`, and what transformers' builders call them (its GGUF_TOKENIZER_MAPPING): kind of value.
 _LISTS = {"ggml.tokens": ("tokens", str), "ggml.merges": ("merges", str)} | {
@@ -22,12 +25,9 @@ _LISTS = {"ggml.tokens": ("tokens", str), "ggml.merges": ("merges", str)} | {
 }
 _KINDS = {"ggml.model": "tokenizer_type", "ggml.pre": "pre_tokenizer_type"}
 _TAKEN = ("gpt2", "llama")  # byte-level BPE, and SentencePiece's BPE
-# Of byte-level BPE, `tokenizer.ggml.pre` names how text is split. llama.cpp's src/llama-vocab.cpp says of which it
-# takes whole words that are tokens before it merges, and puts BOS in front where no key says otherwise.
-_GPT2_SPLITS = ("gpt-2", "phi-2")
-_WHOLE_WORDS = (
-    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken",
-)  # fmt: skip
+_SPECIAL_TYPES = (2, 3)  # of tokens (LLAMA_TOKEN_TYPE_…): unknown and control
+_USER_DEFINED = 4  # found in a text as a whole, too
+_UNDERLINE = "\u2581"
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
 
 
@@ -44,36 +44,98 @@ def tokenizer_json(header: Header) -> str:
             f"{header.file}: tokenizer.ggml.model is {shown(given['tokenizer_type'])}; taken are {', '.join(_TAKEN)}",
             hint="take the model's original checkpoint",
         )
-    process.import_whole("transformers")
-    from tokenizers import processors
-    from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
-
+    settings = tokenizer_config(header)
     split = given.get("pre_tokenizer_type")
-    known = sorted({*_GPT2_SPLITS, *mapping.GGUF_PRE_TOKENIZER_SPLITS})
-    if given["tokenizer_type"] == "gpt2" and split not in known:
+    if given["tokenizer_type"] == "gpt2" and split not in SPLITS:
         raise UnsupportedError(
-            f"{header.file}: tokenizer.ggml.pre is {shown(split)}: how it splits text is not known here; taken are "
-            f"{', '.join(known)}",
+            f"{header.file}: tokenizer.ggml.pre is {shown(split)}: {_why_not(split)}",
             hint="take the model's original checkpoint",
         )
-    settings = tokenizer_config(header)
+    process.import_whole("transformers")
+    from tokenizers import processors
+
     try:
-        backend, _ = mapping.convert_gguf_tokenizer(header.architecture, given)
-        if split in _WHOLE_WORDS:
-            model = backend.model
-            model.ignore_merges = True
-            backend.model = model
+        made = _byte_level(given, SPLITS[str(split)]) if given["tokenizer_type"] == "gpt2" else _theirs(header, given)
         if settings["add_bos_token"]:
             bos = settings["bos_token"]
-            backend.post_processor = processors.TemplateProcessing(
+            made.post_processor = processors.TemplateProcessing(
                 single=[bos, "$A"], pair=[bos, "$A", "$B"], special_tokens=[(bos, given["tokens"].index(bos))]
             )
-    except Exception as error:  # its builders and tokenizers raise nothing more specific
+    except Exception as error:  # the builders of transformers and tokenizers raise nothing more specific
         raise CheckpointError(
-            f"{header.file}: transformers cannot make its tokenizer: {type(error).__name__}: {error}", hint=DAMAGED
+            f"{header.file}: its tokenizer cannot be made: {type(error).__name__}: {error}", hint=DAMAGED
         ) from error
-    text: str = backend.to_str()
+    text: str = made.to_str()
     return text
+
+
+def _why_not(split: str | None) -> str:
+    if split is None:
+        return "how it splits text is not said, and llama.cpp warns of what it takes instead"
+    if split in INEXPRESSIBLE:
+        return INEXPRESSIBLE[split]
+    return f"how it splits text is not known here; docs/checkpoints.md has the {len(SPLITS)} names that are taken"
+
+
+def _theirs(header: Header, given: dict[str, Any]) -> Any:
+    from transformers.integrations.gguf import gguf_tokenizer_mapping as mapping
+
+    return mapping.convert_gguf_tokenizer(header.architecture, given)[0]
+
+
+def _byte_level(given: Mapping[str, Any], split: TextSplit) -> Any:
+    """Put a tokenizers.Tokenizer together.
+
+    Raises:
+        ValueError, Exception: a token appears twice, a merge is no pair of tokens, or bytes have no tokens.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokens, kinds = given["tokens"], given.get("token_type", [])
+    vocabulary = {token or f"[EMPTY_{index}]": index for index, token in enumerate(tokens)}  # as llama.cpp names it
+    if len(vocabulary) < len(tokens):
+        raise ValueError(f"{len(tokens) - len(vocabulary)} tokens appear more than once")
+    missing = (
+        []
+        if split.bytes_as_characters
+        else [name for name in map("<0x{:02X}>".format, range(256)) if name not in vocabulary]
+    )
+    if missing:
+        raise ValueError(f"bytes without a token: {listed(missing)}")
+    model = models.BPE(
+        vocabulary,
+        [_pair(merge) for merge in given["merges"]],
+        ignore_merges=split.whole_words,
+        byte_fallback=not split.bytes_as_characters,
+    )
+    made = Tokenizer(model)
+    pieces: list[Any] = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.patterns]
+    if split.bytes_as_characters:
+        pieces.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        made.decoder = decoders.ByteLevel()
+    else:
+        made.decoder = decoders.Sequence([decoders.Replace(_UNDERLINE, " "), decoders.ByteFallback(), decoders.Fuse()])
+    made.pre_tokenizer = pre_tokenizers.Sequence(pieces)
+    if split.spaces_as_underlines:
+        made.normalizer = normalizers.Replace(" ", _UNDERLINE)
+    found = [
+        AddedToken(token, normalized=False, special=kind in _SPECIAL_TYPES)
+        for token, kind in zip(tokens, kinds, strict=False)
+        if token and (kind in _SPECIAL_TYPES or kind == _USER_DEFINED)
+    ]
+    for special in (True, False):
+        added = [token for token in found if token.special is special]
+        if added:
+            (made.add_special_tokens if special else made.add_tokens)(added)
+    return made
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    """Split a merge at the first space that is not its first character, as llama.cpp does."""
+    left, space, right = merge[1:].partition(" ")
+    if not space:
+        raise ValueError(f"the merge {quoted(merge)} is no pair")
+    return merge[:1] + left, right
 
 
 def tokenizer_config(header: Header) -> dict[str, Any]:
@@ -96,7 +158,8 @@ def tokenizer_config(header: Header) -> dict[str, Any]:
             )
         made[name] = tokens[identity]
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or split in _WHOLE_WORDS)
+    known = SPLITS.get(str(split))
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama" or (known is not None and known.adds_bos))
     made["add_bos_token"] = bool(adds_bos) and "bos_token" in made
     if (
         kind == "llama"

@@ -17,11 +17,20 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.base.errors import CheckpointError, UnsupportedError
+from llmforge.base.errors import UnsupportedError
 from llmforge.base.wording import shown
-from llmforge.checkpoint.quantized.integers import FLOATS, Integers, along_rows, grid_of, modules, part, require_shape
+from llmforge.checkpoint.quantized.integers import (
+    FLOATS,
+    Integers,
+    along_rows,
+    grid_of,
+    modules,
+    part,
+    require_shape,
+    said_groups,
+)
 from llmforge.checkpoint.quantized.layout import Grouped, QuantizedLayout, settings_of
-from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry
+from llmforge.checkpoint.safetensors_file import TensorEntry, damaged
 from llmforge.quantization.grids import Grid
 
 IN_A_WORD = 8
@@ -63,12 +72,7 @@ class Awq(QuantizedLayout):
                     f"{shown(taken[0])}",
                     hint="start from the unquantized checkpoint",
                 )
-        size = config.get("group_size", 128)
-        if type(size) is not int or (size < 1 and size != -1):
-            raise CheckpointError(
-                f"{where}: quantization_config.group_size is {shown(size)}; it must be -1 or at least 1", hint=DAMAGED
-            )
-        return f"int4 {'by channel' if size == -1 else f'in groups of {size}'}"
+        return f"int4 {said_groups(config, 128, where)}"
 
     def grid(self, config: Mapping[str, Any]) -> Grid | None:
         """Guess the grid by the groups."""
@@ -87,10 +91,7 @@ def _tensor(stored: Mapping[str, TensorEntry], module: str, size: int) -> AwqTen
     scales = part(stored, f"{module}.scales", FLOATS)
     k, n = qweight.shape[0], qweight.shape[1] * IN_A_WORD
     if size != -1 and k % size:
-        raise CheckpointError(
-            f"{qweight.file}: tensor {qweight.name!r} has {k} input features, no multiple of group_size, {size}",
-            hint=DAMAGED,
-        )
+        raise damaged(qweight, f"has {k} input features, no multiple of group_size, {size}")
     groups = 1 if size == -1 else k // size
     because = f"{n} output features in {groups} groups, as {qweight.name!r} has,"
     require_shape(scales, (groups, n), because)

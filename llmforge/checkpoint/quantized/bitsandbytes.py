@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
-from llmforge.checkpoint.quantized.layout import Grouped, QuantizedLayout, QuantizedTensor, is_finite
-from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, data_type, external, parse_json
+from llmforge.checkpoint.quantized.layout import Grouped, QuantizedLayout, QuantizedTensor
+from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, damaged, data_type, external, parse_json
 from llmforge.quantization.stored import UnrepresentableCodes
 
 NF4 = np.array(
@@ -173,9 +173,7 @@ class FourBitTensor(QuantizedTensor):
             weights = dequantize_4bit(self.read(_PACKED).view(np.uint8), scales, self.state)
         except ValueError as error:
             raise self.damaged(_PACKED, f"does not fit what stands beside it: {error}") from error
-        if not is_finite(weights):
-            raise self.damaged(_ABSMAX, "gives weights that are NaN or infinite")
-        return weights
+        return self.finite(weights, _ABSMAX, "gives weights that are NaN or infinite")
 
     def grid(self) -> Any:
         """Refuse: no kernel reads levels that are not evenly spaced."""
@@ -194,9 +192,7 @@ class EightBitTensor(QuantizedTensor):
     def dequantize(self) -> NDArray[np.float32]:
         """Return its weights, fp32."""
         weights = dequantize_int8(self.read(_PACKED), self.read(_ABSMAX))
-        if not is_finite(weights):
-            raise self.damaged(_ABSMAX, "gives weights that are NaN or infinite")
-        return weights
+        return self.finite(weights, _ABSMAX, "gives weights that are NaN or infinite")
 
     def grid(self) -> Any:
         """Refuse: the product of three numbers is rounded twice."""
@@ -225,11 +221,9 @@ class Bitsandbytes(QuantizedLayout):
                 quantized.append(_four_bits(name, kind, stored, plain))
             elif key.endswith(".SCB"):
                 quantized.append(_eight_bits(key.removesuffix("SCB"), stored, plain))
-        for name, entry in plain.items():
+        for entry in plain.values():
             if entry.dtype.name in ("UINT8", "INT8"):
-                raise CheckpointError(
-                    f"{entry.file}: tensor {name!r} is {entry.dtype.name}, without scales", hint=DAMAGED
-                )
+                raise damaged(entry, f"is {entry.dtype.name}, without scales")
         return Grouped(quantized, plain)
 
 
@@ -268,9 +262,7 @@ def _eight_bits(prefix: str, stored: Mapping[str, TensorEntry], plain: dict[str,
     weight, order = stored.get(name), stored.get(f"{prefix}weight_format")
     fits = weight is not None and weight.dtype.name == "INT8" and len(weight.shape) == 2
     if weight is None or not fits or maxima.dtype.name != "FLOAT" or prod(maxima.shape) != weight.shape[0]:
-        raise CheckpointError(
-            f"{maxima.file}: tensor {maxima.name!r} needs an int8 matrix {name!r} of as many rows", hint=DAMAGED
-        )
+        raise damaged(maxima, f"needs an int8 matrix {name!r} of as many rows")
     if order is not None and (order.size_bytes != 1 or int(external(order).numpy().reshape(-1)[0]) != _ROWS):
         raise UnsupportedError(
             f"{order.file}: tensor {order.name!r} says that codes lie in tiles of a GPU; taken are those row by row",

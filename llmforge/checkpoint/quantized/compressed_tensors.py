@@ -39,8 +39,8 @@ from llmforge.checkpoint.quantized.integers import (
     require_shape,
 )
 from llmforge.checkpoint.quantized.layout import CHUNK_BYTES, Grouped, QuantizedLayout, QuantizedTensor, settings_of
-from llmforge.checkpoint.quantized.microscaling import E2M1
-from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, external
+from llmforge.checkpoint.quantized.mxfp4 import E2M1
+from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, damaged, external
 from llmforge.quantization.grids import Grid
 from llmforge.quantization.stored import StoredChannels, StoredFp4
 
@@ -162,9 +162,7 @@ class FloatQuantizedTensor(QuantizedTensor):
                 wide = codes[at : at + some].astype(np.float32)
                 wide *= scales[rows // height][:, columns]
                 made[at : at + some] = wide
-        if not np.isfinite(made).all():
-            raise self.damaged("weight_scale", f"makes weights of {self.name!r} that are not finite")
-        return made
+        return self.finite(made, "weight_scale", f"makes weights of {self.name!r} that are not finite")
 
     def channels(self) -> StoredChannels:
         """Return the codes, unless blocks share scales."""
@@ -199,9 +197,7 @@ class Fp4Tensor(QuantizedTensor):
                 codes = np.stack([stored & 0xF, stored >> 4], -1).reshape(len(stored), -1, NVFP4_GROUP)
                 each = scales[at : at + some].astype(np.float32) / whole
                 made[at : at + some] = (E2M1[codes] * each[..., None]).reshape(len(stored), k)
-        if not np.isfinite(made).all():
-            raise self.damaged("weight_scale", f"makes weights of {self.name!r} that are not finite")
-        return made
+        return self.finite(made, "weight_scale", f"makes weights of {self.name!r} that are not finite")
 
     def fp4(self) -> StoredFp4:
         """Return the codes; a scale of tensors is the reciprocal of the global scale, rounded to fp32."""
@@ -256,9 +252,7 @@ class CompressedTensors(QuantizedLayout):
         left = {name: entry for name, entry in stored.items() if name not in used}
         for name, entry in left.items():
             if name.rpartition(".")[2] in ("weight_packed", "compressed", "bitmask"):
-                raise CheckpointError(
-                    f"{entry.file}: tensor {name!r} has no weight_scale beside it, and is not taken", hint=DAMAGED
-                )
+                raise damaged(entry, "has no weight_scale beside it, and is not taken")
         plain = {name: entry for name, entry in left.items() if name.rpartition(".")[2] not in _NOT_TAKEN}
         own = {entry.name for tensor in found for role, entry in tensor.parts.items() if role in _OF_INPUTS}
         return Grouped(found, plain, list(_notes(config, own | (left.keys() - plain.keys()))))
@@ -360,11 +354,7 @@ def _packed(
     require_shape(shape, (2,), "output and input features")
     n, k = (int(size) for size in external(shape).numpy())
     if not 0 < n < 1 << 40 or not 0 < k < 1 << 40 or packed.shape[0] != n:
-        raise CheckpointError(
-            f"{shape.file}: tensor {shape.name!r} says [{n}, {k}]; {packed.name!r} has {packed.shape[0]} output "
-            "features",
-            hint=DAMAGED,
-        )
+        raise damaged(shape, f"says [{n}, {k}]; {packed.name!r} has {packed.shape[0]} output features")
     scale = _scale(stored, module)
     fitting = [
         scheme
@@ -469,9 +459,7 @@ def _only(schemes: list[GroupScheme], fitting: list[Any], entry: TensorEntry, sh
 
 def _unmatched(entry: TensorEntry, shape: list[int], count: int = 0) -> CheckpointError:
     fits = "no group of quantization_config fits it" if not count else f"{count} groups of quantization_config fit it"
-    return CheckpointError(
-        f"{entry.file}: tensor {entry.name!r} stores {shape}; {fits} and its weight_scale", hint=DAMAGED
-    )
+    return damaged(entry, f"stores {shape}; {fits} and its weight_scale")
 
 
 def _notes(config: Mapping[str, Any], left: set[str]) -> Iterator[str]:

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.wording import shown
 from llmforge.checkpoint.quantized.integers import INPUT_SCALE
-from llmforge.checkpoint.quantized.layout import Grouped, QuantizedLayout, QuantizedTensor, is_finite, settings_of
-from llmforge.checkpoint.quantized.microscaling import e8m0
-from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, data_type
+from llmforge.checkpoint.quantized.layout import Grouped, QuantizedLayout, QuantizedTensor, settings_of
+from llmforge.checkpoint.quantized.mxfp4 import e8m0
+from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, damaged, data_type
 from llmforge.quantization.stored import StoredChannels
 
 _CODES, _SCALES = "codes", "scales"
@@ -79,9 +79,7 @@ class Fp8Tensor(QuantizedTensor):
     def dequantize(self) -> NDArray[np.float32]:
         """Return its weights, fp32: bit-equal to transformers, where that loads the model in fp32."""
         weights = dequantize(self.read(_CODES), self.read(_SCALES), self.block_size)
-        if not is_finite(weights):
-            raise self.damaged(_SCALES, "gives weights that are NaN or infinite")
-        return weights
+        return self.finite(weights, _SCALES, "gives weights that are NaN or infinite")
 
     def channels(self) -> StoredChannels:
         """Return the codes, where one scale is that of the whole."""
@@ -125,9 +123,7 @@ class Fp8(QuantizedLayout):
             if scales is None and entry.dtype.name != "FLOAT8E4M3FN":
                 continue
             if scales is None:
-                raise CheckpointError(
-                    f"{entry.file}: tensor {name!r} is fp8 and has no {name + _SUFFIX!r}", hint=DAMAGED
-                )
+                raise damaged(entry, f"is fp8 and has no {name + _SUFFIX!r}")
             if entry.dtype.name != "FLOAT8E4M3FN":
                 raise UnsupportedError(
                     f"{entry.file}: tensor {name!r} has scales and is {entry.dtype.name}; of FP8 checkpoints only "
@@ -149,20 +145,13 @@ class Fp8(QuantizedLayout):
 
 def _check(entry: TensorEntry, scales: TensorEntry, block_size: tuple[int, int] | None) -> None:
     if len(entry.shape) not in (2, 3):
-        raise CheckpointError(f"{entry.file}: tensor {entry.name!r} in fp8 has shape {list(entry.shape)}", hint=DAMAGED)
+        raise damaged(entry, f"in fp8 has shape {list(entry.shape)}")
     if scales.dtype.name not in _SCALE_DTYPES:
-        raise CheckpointError(
-            f"{scales.file}: tensor {scales.name!r} is {scales.dtype.name}; scales are {', '.join(_SCALE_DTYPES)}",
-            hint=DAMAGED,
-        )
+        raise damaged(scales, f"is {scales.dtype.name}; scales are {', '.join(_SCALE_DTYPES)}")
     wanted = scale_shape(entry.shape, block_size)
     single = block_size is None and all(side == 1 for side in scales.shape)
     if scales.shape != wanted and not single:
-        raise CheckpointError(
-            f"{scales.file}: tensor {scales.name!r} has shape {list(scales.shape)}; the weight's {list(entry.shape)} "
-            f"needs {list(wanted)}",
-            hint=DAMAGED,
-        )
+        raise damaged(scales, f"has shape {list(scales.shape)}; the weight's {list(entry.shape)} needs {list(wanted)}")
 
 
 def _block_size(config: Mapping[str, Any], where: Path) -> tuple[int, int] | None:

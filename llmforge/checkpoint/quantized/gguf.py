@@ -14,7 +14,7 @@ from llmforge.base.errors import CheckpointError
 from llmforge.checkpoint.gguf import architectures, blocks
 from llmforge.checkpoint.gguf.blocks import BlockType
 from llmforge.checkpoint.gguf.header import DTYPES, Header, TensorInfo, read
-from llmforge.checkpoint.quantized.layout import Grouped, QuantizedLayout, QuantizedTensor, is_finite
+from llmforge.checkpoint.quantized.layout import Grouped, QuantizedLayout, QuantizedTensor
 from llmforge.checkpoint.safetensors_file import TensorEntry, data_type
 from llmforge.quantization.stored import UnrepresentableCodes
 
@@ -42,8 +42,7 @@ class GgufTensor(QuantizedTensor):
     def dequantize(self) -> NDArray[Any]:
         """Return its weights, bit-equal to `gguf.quants.dequantize`, with rows as transformers has them."""
         values = blocks.dequantize(self._data(), self.kind, self.shape)
-        if not is_finite(values):
-            raise self.damaged(_BLOCKS, f"({self.kind.name}) holds NaN or infinity; weights must be finite")
+        self.finite(values, _BLOCKS, f"({self.kind.name}) holds NaN or infinity; weights must be finite")
         return values - values.dtype.type(1) if self.minus_one else values
 
     def grid(self) -> Grid:

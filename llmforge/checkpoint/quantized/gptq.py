@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.base.errors import CheckpointError, UnsupportedError
+from llmforge.base.errors import UnsupportedError
 from llmforge.base.wording import shown
 from llmforge.checkpoint.quantized.integers import (
     FLOATS,
@@ -30,9 +30,10 @@ from llmforge.checkpoint.quantized.integers import (
     modules,
     part,
     require_shape,
+    said_groups,
 )
 from llmforge.checkpoint.quantized.layout import Grouped, QuantizedLayout, settings_of
-from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry
+from llmforge.checkpoint.safetensors_file import TensorEntry, damaged
 from llmforge.quantization.grids import Grid
 
 BITS = (2, 3, 4, 8)
@@ -95,16 +96,13 @@ class GptqLayout(QuantizedLayout):
 
     def check(self, config: Mapping[str, Any], where: Path) -> str:
         """Say bits and groups."""
-        bits, size = config.get("bits"), config.get("group_size", -1)
+        bits = config.get("bits")
         if type(bits) is not int or bits not in BITS:
             raise UnsupportedError(
                 f"{where}: quantization_config.bits is {shown(bits)}; GPTQ is taken with {_either(BITS)}",
                 hint="start from the unquantized checkpoint",
             )
-        if type(size) is not int or (size < 1 and size != -1):
-            raise CheckpointError(
-                f"{where}: quantization_config.group_size is {shown(size)}; it must be -1 or at least 1", hint=DAMAGED
-            )
+        groups = said_groups(config, -1, where)
         _version(config, where)
         for field, plain in _OTHERWISE.items():
             if config.get(field) not in plain:
@@ -113,7 +111,7 @@ class GptqLayout(QuantizedLayout):
                     hint="start from the unquantized checkpoint",
                 )
         act = ", desc_act" if config.get("desc_act") else ""
-        return f"int{bits} {'by channel' if size == -1 else f'in groups of {size}'}{act}"
+        return f"int{bits} {groups}{act}"
 
     def grid(self, config: Mapping[str, Any]) -> Grid | None:
         """Guess the grid by bits and groups."""
@@ -139,20 +137,20 @@ def _tensor(config: Mapping[str, Any], stored: Mapping[str, TensorEntry], module
     bits = int(config["bits"]) if config["bits"] in fitting or not fitting else fitting[0]
     if not fitting or (bits != config["bits"] and not config.get("dynamic")):
         needed = [groups, -(-n * int(config["bits"]) // WORD_BITS)]
-        raise CheckpointError(
-            f"{qzeros.file}: tensor {qzeros.name!r} has shape {list(qzeros.shape)}; {n} output features in {groups} "
+        raise damaged(
+            qzeros,
+            f"has shape {list(qzeros.shape)}; {n} output features in {groups} "
             f"groups, with {config['bits']} bits, make it {needed}",
-            hint=DAMAGED,
         )
     k = words * WORD_BITS // bits if g_idx is None else g_idx.shape[0]
     if g_idx is not None:
         require_shape(qweight, (-(-k * bits // WORD_BITS), n), f"{k} input features, in {g_idx.name!r}, of {bits} bits")
     size = config.get("group_size", -1)
     if groups > k or (not config.get("dynamic") and groups != (1 if size == -1 else -(-k // size))):
-        raise CheckpointError(
-            f"{scales.file}: tensor {scales.name!r} has {groups} groups; {k} input features, and group_size {size}, "
+        raise damaged(
+            scales,
+            f"has {groups} groups; {k} input features, and group_size {size}, "
             f"make it {1 if size == -1 else -(-k // size)}",
-            hint=DAMAGED,
         )
     parts = {"qweight": qweight, "qzeros": qzeros, "scales": scales, **({} if g_idx is None else {"g_idx": g_idx})}
     return GptqTensor(f"{module}.weight", (n, k), scales.dtype, parts, bits, groups, added)

@@ -12,14 +12,16 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError
+from llmforge.base.wording import shown
 from llmforge.checkpoint.quantized.layout import CHUNK_BYTES, QuantizedTensor
-from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry
+from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, damaged
 from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, Scale, unpack_bits
 from llmforge.quantization.stored import StoredChannels, UnrepresentableCodes
 
@@ -88,10 +90,8 @@ class Integers(QuantizedTensor):
                 by_group -= middle if zeros is None else _of(zeros[part], spread)
                 by_group *= _of(scales[part], spread)
                 made[part] = wide
-        if not np.isfinite(made).all():
-            role = "scales" if "scales" in self.parts else "weight_scale"
-            raise self.damaged(role, f"makes weights of {self.name!r} that are not finite")
-        return made
+        role = "scales" if "scales" in self.parts else "weight_scale"
+        return self.finite(made, role, f"makes weights of {self.name!r} that are not finite")
 
     def _spread(self) -> NDArray[np.intp] | None:
         """Return the group of each input feature; None where they are neighbours, as many in each."""
@@ -179,6 +179,20 @@ def grid_of(bits: int, group_size: int, *, symmetric: bool) -> Grid | None:
     return None if block < SMALLEST_BLOCK else Grid(held, block, symmetric and held == bits, "fp16")
 
 
+def said_groups(config: Mapping[str, Any], otherwise: int, where: Path) -> str:
+    """Say how input features are grouped: by `group_size`, or `otherwise`.
+
+    Raises:
+        CheckpointError: that is no size.
+    """
+    size = config.get("group_size", otherwise)
+    if type(size) is not int or (size < 1 and size != -1):
+        raise CheckpointError(
+            f"{where}: quantization_config.group_size is {shown(size)}; it must be -1 or at least 1", hint=DAMAGED
+        )
+    return "by channel" if size == -1 else f"in groups of {size}"
+
+
 def along_rows(words: NDArray[np.int32], bits: int, count: int) -> NDArray[np.uint8]:
     """Unpack rows of 32-bit words [N, W] to `count` codes each, the first in the lowest bits; codes may span words."""
     return unpack_bits(np.ascontiguousarray(words, "<i4").view(np.uint8), bits, count)
@@ -222,7 +236,4 @@ def require_shape(entry: TensorEntry, shape: tuple[int, ...], because: str) -> N
         CheckpointError: it has another.
     """
     if entry.shape != shape:
-        raise CheckpointError(
-            f"{entry.file}: tensor {entry.name!r} has shape {list(entry.shape)}; {because} make it {list(shape)}",
-            hint=DAMAGED,
-        )
+        raise damaged(entry, f"has shape {list(entry.shape)}; {because} make it {list(shape)}")

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError
-from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, external, same_bytes
+from llmforge.checkpoint.safetensors_file import TensorEntry, damaged, external, same_bytes
 from llmforge.quantization.stored import StoredChannels, StoredFp4, UnrepresentableCodes
 
 if TYPE_CHECKING:
@@ -157,10 +157,20 @@ class QuantizedTensor(ABC):
         """Map a part."""
         return external(self.parts[role]).numpy()
 
+    def finite(self, weights: NDArray[Any], role: str, what: str) -> NDArray[Any]:
+        """Return `weights`, looked at some at a time.
+
+        Raises:
+            CheckpointError: one is NaN or infinite; `what` says so of the part `role`.
+        """
+        flat = weights.reshape(-1)
+        if not all(np.isfinite(flat[at : at + CHUNK_BYTES]).all() for at in range(0, flat.size, CHUNK_BYTES)):
+            raise self.damaged(role, what)
+        return weights
+
     def damaged(self, role: str, what: str) -> CheckpointError:
         """Say what is wrong with a part: "… tensor 'a.g_idx': `what`"."""
-        part = self.parts[role]
-        return CheckpointError(f"{part.file}: tensor {part.name!r} {what}", hint=DAMAGED)
+        return damaged(self.parts[role], what)
 
 
 @dataclass(frozen=True)
@@ -203,12 +213,6 @@ class QuantizedLayout(ABC):
             UnsupportedError: they are stored in a way that is not taken.
             CheckpointError: parts are missing, or their shapes or dtypes do not fit.
         """
-
-
-def is_finite(weights: NDArray[Any]) -> bool:
-    """Say whether there is neither NaN nor infinity in them, some at a time."""
-    flat = weights.reshape(-1)
-    return all(np.isfinite(flat[at : at + CHUNK_BYTES]).all() for at in range(0, flat.size, CHUNK_BYTES))
 
 
 def settings_of(settings: Mapping[str, Any]) -> Any:

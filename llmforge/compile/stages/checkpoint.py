@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmforge.checkpoint.adapters import Merge
-from llmforge.compile import provenance
+from llmforge.compile import chat_template, provenance
 from llmforge.compile.state import CompileState
 from llmforge.report import render
 from llmforge.triton import sources
@@ -16,6 +16,7 @@ def open_checkpoint(state: CompileState) -> None:
     """
     recipe = state.recipe
     checkpoint = state.overlap.weights.begin(recipe.fetched(), recipe.merged)
+    state.notes += chat_template.choose(recipe, checkpoint)
     # As if they were merged: what is of another base is refused before anything is read.
     state.adapters = Merge.of(recipe.apart, checkpoint.tensors, checkpoint.path).adapters
     state.reuse.read_code(state.steps)

@@ -20,9 +20,8 @@ from llmforge.measure.load.workload import Encode, LoadRequest, Prompts, RandomP
 from llmforge.metrics.latency import Footprint
 from llmforge.runtime.config import FILE, RuntimeConfig
 from llmforge.serving.engine import Engine
-from llmforge.serving.options import EngineOptions
+from llmforge.serving.interface import EngineOptions, EngineStats
 from llmforge.serving.prompts import read_tokenizer
-from llmforge.serving.stats import EngineStats
 
 NO_FOOTPRINT = "MBU: not known, because the artifact's report holds no footprint; build it with validation.latency"
 ON_A_DEVICE = "MBU: not known, because the bandwidth of a GPU is not measured here; the artifact's report may tell it"

@@ -13,8 +13,8 @@ distribution and needs no cut: one token's rank is found in a fraction of the ti
 A token takes one random number of its sequence's, whatever is drawn: those after it are made of it. So the number that
 a later token will take is known before this one is.
 
-Compiled kernels compute all of it (`llmforge.native.sampling`); where llmforge was installed without them,
-`distribution_numpy` does, several times slower, and with an exponential function that differs in the last bit.
+Compiled kernels compute all of it (`llmforge.native.sampling`). Where llmforge was installed without them,
+`distribution_numpy` draws from whole rows, much slower, and with an exponential function that differs in the last bit.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ def draw_from_top_logits(heads: TopLogits, how: Records) -> Draws:
 
     A token is the one that `draw` gives, or the first of the largest logits where the temperature is 0.
     """
-    of = kernels.draw_heads if kernels.available() else distribution_numpy.draw_heads
-    return Draws(*of(heads.logits, heads.ids, heads.masses, heads.vocabulary, how))
+    if not kernels.available():
+        return Draws(*np.full((2, len(how)), -1, np.int64))
+    return Draws(*kernels.draw_heads(heads.logits, heads.ids, heads.masses, heads.vocabulary, how))
 
 
 def draw_from_block(heads: TopLogits, row: int, logits: Floats, how: Records) -> int:
@@ -72,8 +73,7 @@ def draw_from_block(heads: TopLogits, row: int, logits: Floats, how: Records) ->
 
     `how`: [1], as of `draw_from_top_logits`. -1: one of them is NaN.
     """
-    of = kernels.draw_block if kernels.available() else distribution_numpy.draw_block
-    return of(logits, float(heads.logits[row, 0]), float(heads.logits[row, -1]), how)
+    return kernels.draw_block(logits, float(heads.logits[row, 0]), float(heads.logits[row, -1]), how)
 
 
 def draw(logits: Floats, sampling: Sampling, uniform: float, head: tuple[TopLogits, int] | None = None) -> int:

@@ -25,9 +25,8 @@ from llmforge.serving.http.access import ServerState
 from llmforge.serving.http.call_stream import CallStream
 from llmforge.serving.http.completion_call import CompletionCall, adapter_of, chat_call, served, text_call
 from llmforge.serving.http.metrics import ServerMetrics
-from llmforge.serving.http.responses import ResponseWriter, error_body, status
+from llmforge.serving.http.responses import ResponseWriter, TokenBytes, error_body, status
 from llmforge.serving.http.telemetry import RequestSpan
-from llmforge.serving.http.token_bytes import TokenBytes
 from llmforge.serving.interface import Serving
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.protocol import client_json, tools

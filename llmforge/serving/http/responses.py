@@ -2,19 +2,66 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
+
+from tokenizers import Tokenizer
 
 from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable, UnsupportedError, UsageError
 from llmforge.runtime.sampling.sampler import TokenLogprob
 from llmforge.serving.http.bodies import NotJson, TooSlow
 from llmforge.serving.http.completion_call import PARAMETERS, CompletionCall, UnknownModel
-from llmforge.serving.http.token_bytes import TokenBytes
 from llmforge.serving.protocol.answer import AnswerReader, call_deltas, text_of, whole_calls
 from llmforge.serving.protocol.client_json import TooLarge
 from llmforge.serving.protocol.tool_calls import Piece
 from llmforge.serving.request import Chunk, Usage
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's byte fallback
+_METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Characters that byte-level BPE writes bytes as: printable Latin-1 as it is, the others from U+0100 on.
+
+    Source: `bytes_to_unicode` of GPT-2's encoder.py.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_level_alphabet()
+
+
+class TokenBytes:
+    """Gives the bytes of token ids of one tokenizer, byte-level BPE or SentencePiece."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {id_: token.content for id_, token in tokenizer.get_added_tokens_decoder().items()}
+        decoder = tokenizer.decoder
+        self._byte_level = decoder is not None and _uses(json.loads(decoder.__getstate__()), "ByteLevel")
+
+    def of(self, token: int) -> bytes:
+        """Give the bytes of a token id, none of one that the tokenizer has no text for (padding of the vocabulary)."""
+        if token in self._added:
+            return self._added[token].encode()
+        piece = self._tokenizer.id_to_token(token)
+        if piece is None:
+            return b""
+        if self._byte_level and all(character in _ALPHABET for character in piece):
+            return bytes(_ALPHABET[character] for character in piece)
+        if match := _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        return piece.replace(_METASPACE, " ").encode()
+
+
+def _uses(decoder: Any, kind: str) -> bool:
+    """Say whether a decoder, as JSON, is of a type or a sequence that has one."""
+    return decoder.get("type") == kind or any(_uses(part, kind) for part in decoder.get("decoders", ()))
+
 
 _WORD = re.compile("[a-z_]+")
 
@@ -33,6 +80,10 @@ STATUSES = {
     "503": "The queue is full, or the server is shutting down.",
     "504": "Not complete within the time limit.",
 }
+
+
+# Errors of requests; the last ones: what this server cannot do, whoever asks again.
+_REFUSED = {TooLarge: 413, NotJson: 415, TooSlow: 408, UsageError: 400, UnsupportedError: 400, EnvironmentLacks: 400}
 
 
 class RequestTimeout(ForgeError):
@@ -61,22 +112,14 @@ def _parameter(error: ForgeError) -> str | None:
 
 def _kind(error: ForgeError) -> tuple[int, str, str | None]:
     """Give the HTTP status of an error, and what OpenAI calls its type and code."""
-    match error:
-        case UnknownModel():
-            return 404, "invalid_request_error", "model_not_found"
-        case TooLarge():
-            return 413, "invalid_request_error", None
-        case NotJson():
-            return 415, "invalid_request_error", None
-        case TooSlow():
-            return 408, "invalid_request_error", None
-        case UsageError() | UnsupportedError() | EnvironmentLacks():  # what this server cannot do, whoever asks again
-            return 400, "invalid_request_error", None
-        case Unavailable():
-            return 503, "server_overloaded", "unavailable"
-        case RequestTimeout():
-            return 504, "timeout", "timeout"
-    return 500, "server_error", None
+    if isinstance(error, UnknownModel):
+        return 404, "invalid_request_error", "model_not_found"
+    if isinstance(error, Unavailable):
+        return 503, "server_overloaded", "unavailable"
+    if isinstance(error, RequestTimeout):
+        return 504, "timeout", "timeout"
+    found = next((code for kind, code in _REFUSED.items() if isinstance(error, kind)), None)
+    return (500, "server_error", None) if found is None else (found, "invalid_request_error", None)
 
 
 class ResponseWriter:

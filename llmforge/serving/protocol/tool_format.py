@@ -11,8 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from llmforge.base.errors import InputError, UsageError
-from llmforge.runtime.sampling.constraints import WHITE_SPACE, Constraint
-from llmforge.runtime.sampling.json_schema import exact
+from llmforge.runtime.sampling.constraints import WHITE_SPACE, Constraint, exact
 from llmforge.serving.chat import ChatTemplate
 from llmforge.serving.protocol.tool_calls import MARKUPS, MOST_SPACE, CallDelta, CallParser, Markup, Match, match
 

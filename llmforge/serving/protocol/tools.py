@@ -63,7 +63,7 @@ def read(fields: Mapping[str, Any], encoder: PromptEncoder) -> ToolUse | None:
     """Read the tools of a call; None where it has none, or may not use them.
 
     Raises:
-        UsageError: they make no sense, or the checkpoint's chat template has no calls that can be read.
+        UsageError: they make no sense, or the chat template has no calls that can be read.
         EnvironmentLacks: no process can be started to render the template.
     """
     given, choice = fields.get("tools"), fields.get("tool_choice")
@@ -79,7 +79,9 @@ def read(fields: Mapping[str, Any], encoder: PromptEncoder) -> ToolUse | None:
     if format_ is None or not format_.shows_tools:
         why = "cannot be read from answers" if format_ is None else "are not shown to the model"
         raise UsageError(
-            f"tools: under the checkpoint's chat template they {why}", hint="leave tools out, or use another checkpoint"
+            f"tools: under the chat template they {why}",
+            hint="leave tools out, or let the server add the default tool prompt: `llmforge serve --tool-prompt`, "
+            "`llmforge triton --tool-prompt`, or `tool_prompt: default` in the recipe",
         )
     tokenizer: Tokenizer = encoder.tokenizer
     constraint = None

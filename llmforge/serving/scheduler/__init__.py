@@ -2,7 +2,7 @@
 
 A slot is one row of the preallocated cache; a sequence keeps it from its first token to its last. One step
 
-1. ends what was cancelled or is past its deadline, and gives free slots to those that wait longest (`admission`);
+1. ends what was cancelled or is past its deadline, and gives free slots to those that wait longest;
 2. decodes: one token for every slot whose prompt is read, in one run over the rows `0 … n - 1` of the cache (`decode`).
    Sequences with a draft of their next tokens (`llmforge.serving.speculation`) run alone instead, and may get several;
 3. prefills prompts, oldest first, in chunks, after what the prefix cache has of them (`prefill`). Where the decoder

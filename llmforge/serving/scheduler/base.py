@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic
 
-from llmforge.base.errors import ForgeError
+from llmforge.base.errors import ForgeError, Unavailable, UsageError
 from llmforge.runtime.interface import C, Decoder
 from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.runtime.sampling.sampler import Samplers
-from llmforge.serving.options import EngineOptions
-from llmforge.serving.scheduler.admission import RequestQueue
+from llmforge.serving.interface import EngineOptions, EngineStats
+from llmforge.serving.request import Receiver, Request, adapter_number, check_tokens
 from llmforge.serving.scheduler.delivery import Delivery, StepFigures
 from llmforge.serving.scheduler.run_ahead import RunAhead
-from llmforge.serving.sequence import Sequence
-from llmforge.serving.stats import EngineStats
+from llmforge.serving.sequence import NoText, OutputText, Sequence
 
 
-class Scheduler(RequestQueue, ABC, Generic[C]):
+class Scheduler(ABC, Generic[C]):
     """Runs sequences over one cache. One thread may call it at a time; nothing runs between calls.
+
+    `sequences` are those that wait or run, in order of arrival, and `waiting` those that wait for a row of the cache.
 
     Args:
         backend: the decoder.
@@ -44,9 +46,14 @@ class Scheduler(RequestQueue, ABC, Generic[C]):
         clock: Callable[[], float] = time.perf_counter,
         adapters: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(samplers, backend.vocabulary, cache, options.max_queue, clock, adapters)
         self._backend = backend
         self._cache = cache
+        self._samplers = samplers
+        self._max_queue = options.max_queue
+        self._clock = clock
+        self._adapters = adapters
+        self.waiting: deque[Sequence] = deque()
+        self.sequences: dict[Sequence, None] = {}
         self._step_tokens = options.step_tokens
         self._chunk = min(chunk, options.step_tokens, backend.longest_step or chunk)
         self._notes = (*backend.notes, *samplers.notes)
@@ -54,9 +61,65 @@ class Scheduler(RequestQueue, ABC, Generic[C]):
         self._delivery = Delivery(self.sequences, self._figures, clock, self._release, self._forget)
         self._ahead: RunAhead[Any] = RunAhead(backend, self.sequences, self._delivery)
 
+    def prepare(self, request: Request, receive: Receiver, submitted: float | None = None) -> Sequence:
+        """Make what `enqueue` takes; any thread may do it. `submitted`: when, by the clock; None: now.
+
+        Raises:
+            UsageError: the prompt is empty, too long or has unknown tokens; stop strings without detokenization; or an
+                adapter that is not there.
+            UsageError, UnsupportedError, EnvironmentLacks: as `Samplers.start` does.
+        """
+        check_tokens(request.prompt, self._cache.capacity - 1, self._backend.vocabulary)
+        if request.sampling.stop and not request.detokenize:
+            raise UsageError("stop strings are not supported for a batch of token ids")
+        room = self._cache.capacity - len(request.prompt)
+        return Sequence(
+            request,
+            receive,
+            submitted=self._clock() if submitted is None else submitted,
+            max_tokens=min(request.sampling.max_tokens or room, room),
+            text=OutputText(self._samplers.tokenizer, request.sampling, request.special_tokens)
+            if request.detokenize
+            else NoText(),
+            adapter=adapter_number(request.adapter, self._adapters),
+            sampler=self._samplers.start(request.sampling, request.prompt),
+        )
+
+    def check_room(self, arriving: int = 0) -> None:
+        """Return if one more request may be queued besides `arriving` others; any thread may ask.
+
+        Raises:
+            Unavailable: the rows are taken and the queue is full.
+        """
+        if len(self.sequences) + arriving >= self._cache.batch + self._max_queue:
+            raise Unavailable(f"the queue is full: {self._max_queue} requests are waiting", hint="try again later")
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Queue a sequence; its receiver gets chunks during steps."""
+        self.sequences[sequence] = None
+        self.waiting.append(sequence)
+
+    def add(self, request: Request, receive: Receiver, submitted: float | None = None) -> Sequence:
+        """Prepare and queue a request: raises what `prepare` and `check_room` raise."""
+        sequence = self.prepare(request, receive, submitted)
+        self.check_room()
+        self.enqueue(sequence)
+        return sequence
+
+    def cancel_all(self) -> None:
+        """Let every sequence end with "cancelled" at the next step, as `cancelled = True` does for one."""
+        for sequence in self.sequences:
+            sequence.cancelled = True
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request runs or waits."""
+        return bool(self.sequences)
+
     def step(self) -> bool:
         """Do one step; return whether there was anything to run."""
-        ends = self.cancelled_and_overdue()
+        now = self._clock()
+        ends = [each for each in self.sequences if each.cancelled or each.is_overdue(now)]
         if ends:
             self._delivery.hand_over_all()
         for sequence in ends:

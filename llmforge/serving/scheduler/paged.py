@@ -36,7 +36,7 @@ from llmforge.runtime.block_pool import BlockTable, NoBlocks
 from llmforge.runtime.interface import C, Decoder
 from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.runtime.sampling.sampler import Samplers, guesses
-from llmforge.serving.options import EngineOptions
+from llmforge.serving.interface import EngineOptions
 from llmforge.serving.scheduler.base import Scheduler
 from llmforge.serving.scheduler.run_ahead import Decoding, temperatures
 from llmforge.serving.scheduler.slot_scheduler import SlotScheduler

@@ -3,19 +3,75 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
 from llmforge.runtime.interface import C, Decoder, StepInputs
 from llmforge.serving.prefix_cache import BLOCK
-from llmforge.serving.scheduler import prompt_batching
 from llmforge.serving.scheduler.delivery import Delivery, StepFigures
 from llmforge.serving.scheduler.run_ahead import RunAhead, temperatures
 from llmforge.serving.scheduler.slots import Slots
 from llmforge.serving.sequence import Sequence
+
+
+class PromptChunk(NamedTuple):
+    """The next chunk of a prompt that may be read together with others."""
+
+    start: int  # its first token's place in the text
+    tokens: int
+    begins: tuple[int, ...] | None  # what a text must begin with for this one to find it, and more, in the prefix cache
+
+
+class PromptWindow(NamedTuple):
+    """Neighbouring slots whose chunks are rows of one step, padded to `tokens` each."""
+
+    first: int
+    rows: int
+    tokens: int
+
+
+def find(
+    slot: int,
+    chunk_of: Callable[[int], PromptChunk | None],
+    shapes: Iterable[tuple[int, int]],
+    *,
+    slots: int,
+    capacity: int,
+    most: int,
+) -> PromptWindow | None:
+    """Find the step that reads `slot` and most of its neighbours; None: it is read alone.
+
+    Chunks of which one would find another's tokens in the prefix cache do not run together.
+
+    Args:
+        slot: of the prompt whose turn it is.
+        chunk_of: the chunk of each slot; None: it has none to read, or none that is read with others.
+        shapes: rows and tokens of each.
+        slots: of the cache.
+        capacity: of a slot, in tokens; padding must have room.
+        most: tokens of the step, padding included.
+    """
+
+    def fits(at: int, tokens: int) -> bool:
+        chunk = chunk_of(at)
+        return chunk is not None and chunk.tokens <= tokens and chunk.start + tokens <= capacity
+
+    for rows, tokens in sorted(shapes, key=lambda shape: (-shape[0], shape[1])):
+        if rows * tokens > most or not fits(slot, tokens):
+            continue
+        for first in range(max(0, slot - rows + 1), min(slot, slots - rows) + 1):
+            window = range(first, first + rows)
+            if all(fits(at, tokens) for at in window) and not _repeat(map(chunk_of, window)):
+                return PromptWindow(first, rows, tokens)
+    return None
+
+
+def _repeat(chunks: Iterable[PromptChunk | None]) -> bool:
+    begins = [chunk.begins for chunk in chunks if chunk is not None and chunk.begins is not None]
+    return len(set(begins)) < len(begins)
 
 
 @dataclass(eq=False)
@@ -62,15 +118,15 @@ class SlotPrefill(Generic[C]):
         """Say where the chunk of a prompt ends that begins at token `start`."""
         return min(sequence.prompt_tokens, (start // self.chunk + 1) * self.chunk)
 
-    def _find_window(self, slot: int, most: int) -> prompt_batching.PromptWindow | None:
+    def _find_window(self, slot: int, most: int) -> PromptWindow | None:
         """Find a step of at most `most` tokens that reads `slot` and its neighbours; None: it is read alone."""
         shapes = self.backend.prompt_shapes
         if not shapes:
             return None
         chunk_of, cache = functools.cache(self._next_chunk), self.slots.cache
-        return prompt_batching.find(slot, chunk_of, shapes, slots=cache.batch, capacity=cache.capacity, most=most)
+        return find(slot, chunk_of, shapes, slots=cache.batch, capacity=cache.capacity, most=most)
 
-    def _next_chunk(self, slot: int) -> prompt_batching.PromptChunk | None:
+    def _next_chunk(self, slot: int) -> PromptChunk | None:
         """Give the next chunk of the prompt in `slot`, if it may be read together with others."""
         sequence, slots = self.slots.taken[slot], self.slots
         if sequence is None or sequence.decoding:
@@ -81,7 +137,7 @@ class SlotPrefill(Generic[C]):
         block = start + BLOCK
         shared = slots.prefix_cache is not None and sequence.prompt_tokens > block
         begins = (sequence.adapter, *sequence.tokens[:block]) if shared else None
-        return prompt_batching.PromptChunk(start, self._chunk_end(sequence, start) - start, begins)
+        return PromptChunk(start, self._chunk_end(sequence, start) - start, begins)
 
     def _start(self, sequence: Sequence, slot: int) -> None:
         """Take up the prompt of `sequence`, after what the prefix cache has of it."""
@@ -110,7 +166,7 @@ class SlotPrefill(Generic[C]):
         if end == sequence.prompt_tokens:
             self.delivery.sample(sequence, self._one_row[0, 0])
 
-    def _read_window(self, window: prompt_batching.PromptWindow) -> None:
+    def _read_window(self, window: PromptWindow) -> None:
         """Read the next chunks of the prompts in `window` as one step."""
         first, rows, tokens = window
         taken = enumerate(self.slots.taken[first : first + rows], first)

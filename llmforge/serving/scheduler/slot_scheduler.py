@@ -6,7 +6,7 @@ from typing import Any
 
 from llmforge.runtime.interface import C, Decoder
 from llmforge.runtime.sampling.sampler import Samplers
-from llmforge.serving.options import EngineOptions
+from llmforge.serving.interface import EngineOptions
 from llmforge.serving.scheduler.base import Scheduler
 from llmforge.serving.scheduler.decode import SlotDecode
 from llmforge.serving.scheduler.prefill import SlotPrefill

@@ -13,8 +13,8 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from llmforge.base.errors import ForgeError
+from llmforge.serving.interface import EngineStats
 from llmforge.serving.protocol.metrics import ANSWERS, COUNTERS, GAUGES, INVALID, ITL, REFUSED, TTFT, refusal
-from llmforge.serving.stats import EngineStats
 
 PERIOD_S = 0.5
 # Seconds. A first token takes as long as its prompt is, a later one as long as a step.

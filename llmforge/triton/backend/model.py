@@ -25,6 +25,7 @@ from llmforge.backends import PROVIDERS
 from llmforge.base import process
 from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable
 from llmforge.runtime.config import FILE, RuntimeConfig
+from llmforge.serving.chat import ChatTemplate, special_tokens
 from llmforge.serving.engine_process import EngineProcess
 from llmforge.serving.engine_worker import SMALL_CONSTRAINT
 from llmforge.serving.protocol.client_json import JsonLimits
@@ -80,11 +81,15 @@ class TritonPythonModel:
             checks.numpy_fits(np.__version__)
             config = json.loads(args["model_config"])
             wanted = settings.read(config["parameters"])
-            folder = Path(args["model_repository"], args["model_version"], wanted.artifact).resolve()
+            here = Path(args["model_repository"], args["model_version"])
+            folder = (here / wanted.artifact).resolve()
             admitted = admission.admit(folder, allow=wanted.allow, how_to_allow=_ALLOW)
             device = _device(RuntimeConfig.read(folder / "engine" / FILE), args)
+            template = None
+            if wanted.chat_template is not None:
+                template = ChatTemplate.of_file(here / wanted.chat_template, special_tokens(folder / "tokenizer"))
             self._engine = EngineProcess(
-                folder, wanted.engine, wanted.threads, device=device, server=os.getppid(), files=_shared_memory()
+                folder, wanted.engine, wanted.threads, None, device, os.getppid(), _shared_memory(), template
             )
         except ForgeError as error:
             raise pb_utils.TritonModelException(f"llmforge: {error}") from error

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmforge.base.errors import UsageError
-from llmforge.serving.options import EngineOptions
+from llmforge.serving.interface import EngineOptions
 
 # Read by Triton's python backend itself.
 _TRITONS_OWN = ("EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS")
@@ -19,12 +19,13 @@ class ModelSettings:
     """How the model serves.
 
     `artifact` is the folder that holds engine/ and tokenizer/, relative to that of model.py. `allow` is a verdict of
-    its gates that is taken as it is. `threads` overrides those of the engine. `engine` options that are not given are
-    the runtime's own.
+    its gates that is taken as it is. `chat_template` is a file beside model.py, in place of the artifact's template.
+    `threads` overrides those of the engine. `engine` options that are not given are the runtime's own.
     """
 
     artifact: str
     allow: str | None = None
+    chat_template: str | None = None
     threads: int | None = None
     engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
 

@@ -35,9 +35,9 @@ from llmforge.quantization.statistics import KvRange, Statistics
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Pass
 from llmforge.runtime.config import FILE, Capture, GraphPlan, RuntimeConfig, SessionConfig
-from llmforge.runtime.device.cuda import HostDevice
 from llmforge.runtime.interface import StepInputs
 
+from ...fakes.host_device import HostDevice
 from ...models import graphs
 from ...models.graphs import Llama
 

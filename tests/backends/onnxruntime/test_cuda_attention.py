@@ -7,8 +7,13 @@ import dataclasses
 import pytest
 
 from llmforge import targets
-from llmforge.backends.onnxruntime.cuda import attention as cuda_attention
-from llmforge.backends.onnxruntime.cuda.attention import (
+from llmforge.base.errors import VerificationError
+from llmforge.passes import FlashAttention
+from llmforge.rewrite.pass_base import Context
+
+from ...models import attention_kernels as cuda_attention
+from ...models import graphs
+from ...models.attention_kernels import (
     CUDNN,
     DECODER,
     EFFICIENT,
@@ -17,11 +22,6 @@ from llmforge.backends.onnxruntime.cuda.attention import (
     ChosenKernel,
     KernelCase,
 )
-from llmforge.base.errors import VerificationError
-from llmforge.passes import FlashAttention
-from llmforge.rewrite.pass_base import Context
-
-from ...models import graphs
 
 PLAIN = KernelCase("a", heads=32, kv_heads=8, head_dim=128, int8=False, softcap=False, window=False, sinks=False)
 # As the wheel prints it, of an engine with two layers on a device that claimed SM 80, then 90, then 75.

@@ -12,7 +12,7 @@ from llmforge.backends import engines, pending
 from llmforge.backends.engines import BuildRequest
 from llmforge.backends.onnxruntime import kernels
 from llmforge.backends.onnxruntime.cuda import builder as cuda
-from llmforge.backends.onnxruntime.cuda import collectives as cuda_collectives
+from llmforge.backends.onnxruntime.cuda import operators as cuda_collectives
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.base.progress import Silent
 from llmforge.ir import graph
@@ -67,7 +67,7 @@ def test_only_the_last_axis_is_gathered() -> None:
     [view] = canonical.AllGather.all(model)
     view.axis = 1
     with pytest.raises(UnsupportedError, match=r"AllGather logits_node/AllGather: only the last axis"):
-        cuda_collectives.write(model)
+        cuda_collectives.write_collectives(model)
 
 
 def test_integers_are_not_summed() -> None:

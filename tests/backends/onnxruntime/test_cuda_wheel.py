@@ -21,7 +21,6 @@ import pytest
 
 from llmforge import targets
 from llmforge.backends.engines import BuildRequest
-from llmforge.backends.onnxruntime.cuda import attention as cuda_attention
 from llmforge.backends.onnxruntime.cuda import builder as cuda
 from llmforge.backends.onnxruntime.cuda import operators as cuda_operators
 from llmforge.base.errors import UnsupportedError
@@ -42,6 +41,7 @@ from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Budget, Context, Pass
 from llmforge.trace import trace
 
+from ...models import attention_kernels as cuda_attention
 from ...models import zoo
 from .test_cuda_attention import EXPECTED, PLAIN
 

@@ -14,7 +14,6 @@ import pytest
 from llmforge import targets
 from llmforge.backends import engines
 from llmforge.backends.engines import BuildRequest
-from llmforge.backends.onnxruntime.cuda import attention as cuda_attention
 from llmforge.backends.onnxruntime.cuda import builder as cuda
 from llmforge.backends.onnxruntime.cuda import graphs as cuda_graphs
 from llmforge.backends.onnxruntime.cuda import operators as cuda_operators
@@ -29,11 +28,11 @@ from llmforge.recipe import EngineSpec, Recipe
 from llmforge.rewrite import paged_attention
 from llmforge.rewrite.pass_base import Pass
 from llmforge.runtime.config import Capture, GraphPlan, RuntimeConfig, SessionConfig
-from llmforge.runtime.device import cuda as device
-from llmforge.runtime.device.cuda import HostDevice
 from llmforge.runtime.interface import StepInputs
 
+from ...fakes.host_device import HostDevice
 from ...fakes.recorder import Recorder
+from ...models import attention_kernels as cuda_attention
 from ...models import graphs
 from ...models.decoder_graph import decoder
 from .test_cuda import BUDGET, FAST, FORM, H100, prepared
@@ -255,7 +254,7 @@ def test_a_pool_is_no_larger_than_what_the_device_has_free(monkeypatch: pytest.M
     assert session.allocate(1, 96).pool.blocks == 6
     assert session.allocate(1, 96 * 4).pool.blocks == 24  # one text is the least
     free = 10 * session.block_bytes / 0.9
-    monkeypatch.setattr(device.HostDevice, "memory", lambda self: (int(free) + 1, 1 << 30))
+    monkeypatch.setattr(HostDevice, "memory", lambda self: (int(free) + 1, 1 << 30))
     assert session.allocate(4, 96).pool.blocks == 9  # and the one of padding
     assert session.notes == ("a KV cache of 9 blocks instead of 12: 0.0 GB of the device were free",)
 
@@ -272,7 +271,7 @@ def test_room_is_left_for_what_steps_with_prompts_gather_of_int8_blocks(monkeypa
     paged_attention.lower(model, BLOCK)
     session = session_of(model)
     free = (10 * session.block_bytes + 2 * 2 * 4 * 96 * 2 * 16) / 0.9
-    monkeypatch.setattr(device.HostDevice, "memory", lambda self: (int(free) + 1, 1 << 30))
+    monkeypatch.setattr(HostDevice, "memory", lambda self: (int(free) + 1, 1 << 30))
     assert session.allocate(4, 96).pool.blocks == 9
 
 
@@ -319,7 +318,7 @@ def test_on_a_device_prompts_of_each_power_of_two_run_once_before_any_request(mo
     )
     session.allocate(2, 96)
     assert ran == []  # the host times nothing
-    monkeypatch.setattr(device.HostDevice, "memory", lambda self: (1 << 30, 1 << 30))
+    monkeypatch.setattr(HostDevice, "memory", lambda self: (1 << 30, 1 << 30))
     cache = session.allocate(2, 96)
     assert ran == [64, 32, 16, 8, 4, 2, 1]
     assert cache.pool.available == cache.pool.blocks

@@ -14,10 +14,9 @@ import onnx_ir as ir
 import pytest
 
 from llmforge.backends import onnx_file
-from llmforge.backends.tensorrt import compile_plan, kv_lengths, layers, library, plan_cache, plan_file, profiles
-from llmforge.backends.tensorrt.build_log import BuildLog
-from llmforge.backends.tensorrt.plan_cache import PlanCache
-from llmforge.backends.tensorrt.plan_file import PlanRecord, PlanSource
+from llmforge.backends.tensorrt import compile_plan, layers, library, plan_cache, profiles
+from llmforge.backends.tensorrt.compile_plan import BuildLog
+from llmforge.backends.tensorrt.plan_cache import PlanCache, PlanRecord, PlanSource
 from llmforge.base.errors import InputError, UnsupportedError, VerificationError
 from llmforge.base.progress import Silent
 from llmforge.ir import interface
@@ -160,10 +159,10 @@ def test_an_attention_that_drops_the_lengths_of_its_texts_ends_the_build() -> No
     )  # fmt: skip
     api = SimpleNamespace(IAttentionInputLayer=InputLayer, int32=None, ElementWiseOperation=SimpleNamespace(SUM=None))
     with pytest.raises(VerificationError, match="attention did not keep the lengths"):
-        kv_lengths.set_lengths(network, api)
+        layers.set_lengths(network, api)
     tensors.popitem()
     network.num_inputs = 1
-    assert kv_lengths.set_lengths(network, api) == 0  # no decoder
+    assert layers.set_lengths(network, api) == 0  # no decoder
 
 
 def test_warnings_are_kept_but_for_noise() -> None:
@@ -230,12 +229,12 @@ def record(folder: Path, *, sm: str = "89", content: bytes = b"plan") -> tuple[P
         "tensorrt_rtx", "1.7.1", sm, "NVIDIA L4", ("-TF32",), {"decode": {"x": ((1,), (2,), (2,))}}, "ab" * 32
     )
     made = PlanRecord(
-        format=plan_file.FORMAT,
+        format=plan_cache.FORMAT,
         key=source.key,
         source=source,
         layers={"ATTENTION_INPUT": 1},
         warnings=(),
-        sha256=plan_file.file_digest(plan),
+        sha256=plan_cache.file_digest(plan),
         size_bytes=len(content),
     )
     return made, plan
@@ -322,6 +321,6 @@ def test_the_cache_lies_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp
 def test_a_digest_tells_names_and_contents_apart(tmp_path: Path) -> None:
     for name in (MODEL_FILE, DATA_FILE):
         (tmp_path / name).write_bytes(b"x")
-    first = plan_file.digest(tmp_path / MODEL_FILE, tmp_path / DATA_FILE)
+    first = plan_cache.digest(tmp_path / MODEL_FILE, tmp_path / DATA_FILE)
     (tmp_path / DATA_FILE).write_bytes(b"y")
-    assert first != plan_file.digest(tmp_path / MODEL_FILE, tmp_path / DATA_FILE)
+    assert first != plan_cache.digest(tmp_path / MODEL_FILE, tmp_path / DATA_FILE)

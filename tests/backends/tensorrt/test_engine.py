@@ -12,8 +12,8 @@ import pytest
 from llmforge import passes, targets
 from llmforge.backends import engines, signatures
 from llmforge.backends.tensorrt import builder as engine
-from llmforge.backends.tensorrt import compile_plan, plan_file
-from llmforge.backends.tensorrt.plan_file import PlanRecord
+from llmforge.backends.tensorrt import compile_plan, plan_cache
+from llmforge.backends.tensorrt.plan_cache import PlanRecord
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.recipe import EngineSpec
@@ -113,7 +113,7 @@ def test_plans_are_built_without_a_gpu(name: str, form: str, folder: Path, tmp_p
         graph = lowered(model, form, target)
         made = build(graph, target, tmp_path / target.name / "engine")
         nodes = Counter(node.op_type for node in graph.graph)
-        record = PlanRecord.read(made.folder / plan_file.FILE)
+        record = PlanRecord.read(made.folder / plan_cache.FILE)
         assert record.source.sm == target.sm
         assert record.layers["ATTENTION_INPUT"] == nodes["Attention"] == 2
         assert record.layers["ATTENTION_INPUT with lengths"] == 2  # which read the text, and not the capacity
@@ -177,7 +177,7 @@ def test_a_plan_is_built_without_heads_where_the_builder_refuses_them(
     refused = "TopK"
     made = build(graph, target, tmp_path / "without" / "engine")
     assert made.notes[0] == "steps give whole rows of logits and no heads of them: no TopK today"
-    layers = PlanRecord.read(made.folder / plan_file.FILE).layers
+    layers = PlanRecord.read(made.folder / plan_cache.FILE).layers
     assert layers.get("TOPK", 0) == 0
     assert layers["ATTENTION_INPUT with lengths"] == 2
     refused = "Attention"  # in any case

@@ -12,7 +12,7 @@ import pytest
 
 from llmforge import targets
 from llmforge.backends.onnxruntime.session import Session
-from llmforge.backends.tensorrt import experts, lower, refusals, support
+from llmforge.backends.tensorrt import lower, refusals
 from llmforge.backends.tensorrt.refusals import Feature
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
@@ -197,7 +197,7 @@ def _holds(name: str, folder: Path) -> None:
     model = trace(Checkpoint.open(folder))
     lowered, _ = lower.rewrite(model, CAPACITY)
     assert largest_difference(model, lowered) < 1e-5
-    support.check(lower.rewrite(after(model, HALF), CAPACITY)[0])
+    lower.check_operators(lower.rewrite(after(model, HALF), CAPACITY)[0])
 
 
 def test_truths_are_reduced_as_numbers() -> None:
@@ -222,7 +222,7 @@ def test_truths_are_reduced_as_numbers() -> None:
     lowered, changes = lower.rewrite(model, CAPACITY)
     assert "ReduceMax of bool to one of numbers" in {change.what for change in changes.rewritten}
     assert largest_difference(model, lowered) < 1e-5
-    support.check(lower.rewrite(after(model, HALF), CAPACITY)[0])
+    lower.check_operators(lower.rewrite(after(model, HALF), CAPACITY)[0])
 
 
 # --- form ------------------------------------------------------------------------------------------------------------
@@ -329,9 +329,9 @@ def _experts(count: int, top_k: int) -> canonical.MoE:
 
 
 def test_experts_are_all_computed_up_to_a_measure() -> None:
-    assert experts.reason_against(_experts(8, 2)) is None
+    assert lower.experts_reason(_experts(8, 2)) is None
     assert "2 of 16 experts; the lowering computes all of them, and reads 8 times" in str(
-        experts.reason_against(_experts(16, 2))
+        lower.experts_reason(_experts(16, 2))
     )
 
 
@@ -360,7 +360,7 @@ def test_an_operator_that_was_never_seen_is_refused() -> None:
     rows = ir.node("CumSum", [last.inputs[0], graph.initializer(lowered, "axis", np.array(1))], name="running_sum")
     lowered.graph.insert_before(last, rows)
     with pytest.raises(UnsupportedError, match="is not known to build CumSum, node running_sum"):
-        support.check(lowered)
+        lower.check_operators(lowered)
     rows.op_type = "And"
     with pytest.raises(UnsupportedError, match="is not known to build And of FLOAT16, INT64, node running_sum"):
-        support.check(lowered)
+        lower.check_operators(lowered)

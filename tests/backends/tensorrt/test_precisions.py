@@ -9,8 +9,8 @@ import pytest
 
 from llmforge import targets
 from llmforge.backends import onnx_file
-from llmforge.backends.tensorrt import compile_plan, layers, library, lower, precisions, profiles
-from llmforge.backends.tensorrt.precisions import Products
+from llmforge.backends.tensorrt import compile_plan, layers, library, lower, profiles
+from llmforge.backends.tensorrt.layers import Products
 from llmforge.base.errors import VerificationError
 from llmforge.base.progress import Silent
 from llmforge.ir import graph
@@ -49,8 +49,8 @@ def products(target: str, folder: Path, *steps: Pass, kv_heads: int = 4) -> tupl
     lowered = lower.lower(model, device, SPEC)[0]
     ranges = profiles.of(lowered, SPEC)
     log = built(lowered, str(device.sm), folder, ranges)
-    found = precisions.of((text for _, text in log.lines), lowered, len(ranges))
-    return found, set(precisions.codes_by_codes(lowered))
+    found = layers.of((text for _, text in log.lines), lowered, len(ranges))
+    return found, set(layers.codes_by_codes(lowered))
 
 
 def channels(**options: object) -> QuantizeChannels:
@@ -156,4 +156,4 @@ def test_weights_alone_promise_no_such_product(tmp_path: Path) -> None:
 
 
 def test_a_builder_that_lists_no_layers_is_not_believed() -> None:
-    assert precisions.of(["Total Weights Memory: 3 bytes"], graphs.llama(), 2) is None
+    assert layers.of(["Total Weights Memory: 3 bytes"], graphs.llama(), 2) is None

@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 
 from llmforge import calibration, passes, targets
 from llmforge.artifact import Artifact
-from llmforge.backends.tensorrt.plan_file import PlanRecord
+from llmforge.backends.tensorrt.plan_cache import PlanRecord
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.cli import cli

@@ -15,8 +15,8 @@ import pytest
 
 from llmforge import targets
 from llmforge.backends import onnx_file
-from llmforge.backends.tensorrt import compile_plan, library, lower, profiles, refusals, support
-from llmforge.backends.tensorrt.build_log import BuildLog
+from llmforge.backends.tensorrt import compile_plan, library, lower, profiles, refusals
+from llmforge.backends.tensorrt.compile_plan import BuildLog
 from llmforge.base.progress import Silent
 from llmforge.ir import graph
 from llmforge.passes import LowerPrecision, PackGateUp, PackQkv, QuantizeChannels, QuantizeWeights
@@ -59,7 +59,7 @@ def test_every_row_of_the_table_builds(sm: str, tmp_path: Path) -> None:
             continue
         bench.add(operator, dtype)
         put += 1
-    support.check(bench.model())
+    lower.check_operators(bench.model())
     built(bench.model(), sm, tmp_path)
     everything = sum(len(seen.dtypes) for seen in tensorrt_operators.OPERATORS.values())
     fp4 = len(tensorrt_operators.OPERATORS["TRT_FP4DynamicQuantize"].dtypes)

@@ -368,10 +368,10 @@ def test_the_end_of_a_turn_ends_a_text_too(tmp_path: Path) -> None:
     ("more", "said", "code"),
     [
         ({"tokenizer.ggml.model": value(STRING, "bert")}, 'tokenizer.ggml.model is "bert"; taken are gpt2, llama', 6),
-        ({"tokenizer.ggml.pre": value(STRING, "smollm")}, 'tokenizer.ggml.pre is "smollm": how it splits text', 6),
+        ({"tokenizer.ggml.pre": value(STRING, "nobody")}, 'tokenizer.ggml.pre is "nobody": how it splits text', 6),
         ({"tokenizer.ggml.tokens": value(ARRAY, (UINT32, [1]))}, "tokenizer.ggml.tokens must be a list of str", 5),
         ({"tokenizer.ggml.token_type": value(ARRAY, (5, [1]))}, "264 tokens, and 1 of tokenizer.ggml.token_type", 5),
-        ({"tokenizer.ggml.merges": value(ARRAY, (STRING, ["no such pair", "x"]))}, "cannot make its tokenizer", 5),
+        ({"tokenizer.ggml.merges": value(ARRAY, (STRING, ["no such pair", "x"]))}, "its tokenizer cannot be made", 5),
         ({"tokenizer.ggml.bos_token_id": value(UINT32, 264)}, "bos_token_id is 264; there are 264 tokens", 5),
     ],
 )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from llmforge.checkpoint.quantized import bitsandbytes, fp8_blocks, microscaling
+from llmforge.checkpoint.quantized import bitsandbytes, fp8_blocks, mxfp4
 
 F = np.float32
 
@@ -25,12 +25,12 @@ def rng() -> np.random.Generator:
 
 
 def test_two_numbers_a_byte_the_first_in_the_low_half() -> None:
-    assert microscaling.unpack_e2m1(np.array([[0x21, 0xF7]], np.uint8)).tolist() == [[0.5, 1.0, 6.0, -6.0]]
-    assert np.signbit(microscaling.unpack_e2m1(np.array([0x08], np.uint8))[0])
+    assert mxfp4.unpack_e2m1(np.array([[0x21, 0xF7]], np.uint8)).tolist() == [[0.5, 1.0, 6.0, -6.0]]
+    assert np.signbit(mxfp4.unpack_e2m1(np.array([0x08], np.uint8))[0])
 
 
 def test_scales_are_powers_of_two_and_255_is_nan() -> None:
-    made = microscaling.e8m0(np.array([0, 1, 127, 130, 254, 255], np.uint8))
+    made = mxfp4.e8m0(np.array([0, 1, 127, 130, 254, 255], np.uint8))
     assert made[:5].tolist() == [2.0**-127, 2.0**-126, 1.0, 8.0, 2.0**127]
     assert np.isnan(made[5])
 
@@ -38,7 +38,7 @@ def test_scales_are_powers_of_two_and_255_is_nan() -> None:
 def test_mxfp4_is_what_a_loop_makes_of_it() -> None:
     blocks = rng().integers(0, 256, (2, 3, 2, 16), np.uint8)
     scales = rng().integers(100, 140, (2, 3, 2), np.uint8)
-    made = microscaling.dequantize_mxfp4(blocks, scales).astype(F)
+    made = mxfp4.dequantize_mxfp4(blocks, scales).astype(F)
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
     assert made.shape == (2, 64, 3)
     for e, n, g, i in np.ndindex(*blocks.shape):
@@ -51,13 +51,13 @@ def test_mxfp4_is_bit_equal_to_transformers() -> None:
     blocks = rng().integers(0, 256, (3, 7, 4, 16), np.uint8)
     scales = rng().integers(0, 255, (3, 7, 4), np.uint8)  # the whole range but NaN, infinities of bf16 included
     theirs = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales))
-    ours = microscaling.dequantize_mxfp4(blocks, scales)
+    ours = mxfp4.dequantize_mxfp4(blocks, scales)
     assert (ours.view(np.uint16) == theirs.view(torch.uint16).numpy()).all()
 
 
 def test_mxfp4_of_parts_that_do_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="blocks of shape"):
-        microscaling.dequantize_mxfp4(np.zeros((1, 2, 3, 16), np.uint8), np.zeros((1, 2, 2), np.uint8))
+        mxfp4.dequantize_mxfp4(np.zeros((1, 2, 3, 16), np.uint8), np.zeros((1, 2, 2), np.uint8))
 
 
 # FP8

@@ -716,6 +716,42 @@ def test_what_is_not_complete_after_the_grace_period_ends_with_an_error(
         assert process.stderr.read() == ""
 
 
+def test_a_chat_template_and_a_tool_prompt_are_served(small: Artifact, tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "ping"}}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "tools": [tool]}
+    process, address = start(small)
+    with process:
+        status, _, answer = post(address, "/v1/chat/completions", body)
+        process.terminate()
+    assert (
+        status,
+        b"leave tools out, or let the server add the default tool prompt: `llmforge serve --tool-prompt`" in answer,
+    ) == (400, True), answer
+    other = tmp_path / "other.jinja"
+    other.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}")
+    process, address = start(small, "--chat-template", str(other), "--tool-prompt")
+    with process:
+        _, _, tokens = post(address, "/tokenize", {"messages": body["messages"]})
+        status, _, answer = post(address, "/v1/chat/completions", body)
+        process.terminate()
+    assert runtime.load(small.path).tokenizer.decode(json.loads(tokens)["tokens"]) == "[user]Hi\n"
+    assert status == 200, answer
+
+
+@pytest.mark.parametrize("command", [("serve",), ("triton", "-o", "models"), ("run", "Hi", "--chat")])
+def test_a_chat_template_with_an_error_is_refused(
+    small: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.jinja").write_text("{% for m in messages %}\n{% endif %}")
+    name, *words = command
+    result = CliRunner().invoke(cli, [name, str(small.path), *words, "--chat-template", "mine.jinja"])
+    assert result.exit_code == 5, result.output
+    assert "error: mine.jinja:2: the chat template has an error: " in result.stderr
+    assert "hint: correct the template, or give another one: --chat-template FILE" in result.stderr
+    assert not Path("models").exists()
+
+
 def test_a_port_that_is_taken_is_said_so(small: Artifact) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

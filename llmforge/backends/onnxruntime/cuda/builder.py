@@ -20,9 +20,8 @@ from llmforge.backends.engines import BuildRequest, BuiltEngine, require_device
 from llmforge.backends.loading import module_of
 from llmforge.backends.onnxruntime import PAGED, kernels
 from llmforge.backends.onnxruntime import builder as standard
-from llmforge.backends.onnxruntime.cuda import attention as cuda_attention
-from llmforge.backends.onnxruntime.cuda import collectives as cuda_collectives
 from llmforge.backends.onnxruntime.cuda import graphs as cuda_graphs
+from llmforge.backends.onnxruntime.cuda import operators as cuda_collectives
 from llmforge.backends.onnxruntime.cuda import operators as cuda_operators
 from llmforge.backends.ranks import session as rank_session
 from llmforge.backends.ranks.session import RankSession
@@ -81,7 +80,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
             hint="choose `engine: {backend: tensorrt-rtx}` or `tensorrt`, or leave sparsify-weights out of the recipe",
         )
     changes, meeting = Changes(), model.clone()
-    met = cuda_collectives.write(meeting)
+    met = cuda_collectives.write_collectives(meeting)
     lowered, changes.rewritten = standard.expand(meeting)
     changes.rewritten += met
     blocked = (reason := _slots_reason(lowered, target, spec)) is None
@@ -135,11 +134,12 @@ def _slots_reason(lowered: ir.Model, target: Target, spec: EngineSpec) -> str | 
         return "the recipe says so"
     reason = paged_attention.reason_against(lowered)
     if spec.kv_cache is None:
-        widest = max((attention.head_dim for _, attention in cuda_attention.of(lowered)), default=0)
+        caches = [layer.past_key for layer in contrib.GroupQueryAttention.all(lowered)]
+        widest = max(map(graph.width, caches), default=0)
         if widest > PAGED.most_channels:
             reason = f"heads have {widest} channels, and FlashAttention, which reads blocks in place, up to "
             reason += str(PAGED.most_channels)
-        if any(attention.int8 for _, attention in cuda_attention.of(lowered)):
+        if any(cache.dtype == ir.DataType.INT8 for cache in caches):
             reason = reason or PAGED.int8_slots
         return target.require_engine(spec.backend).slots_reason(target.sm, spec.tensor_parallel) or reason
     if reason is not None:
@@ -202,9 +202,13 @@ def _refuse(model: ir.Model, sm: int) -> None:
         "set `engine: {kv_cache: slots}`",
     )
     experts_hint = "exclude the experts from quantize-weights, and fuse them with fuse-experts"
-    found = [(node, cuda_attention.reason_against(attention, sm), rows) for node, attention in cuda_attention.of(model)]
+    found = [
+        (layer.node, cuda_operators.int8_reason(graph.width(layer.past_key), sm), rows)
+        for layer in contrib.GroupQueryAttention.all(model)
+        if layer.past_key.dtype == ir.DataType.INT8
+    ]
     for layer in contrib.PagedAttention.all(model):
-        found.append((layer.node, cuda_attention.blocks_reason(layer, sm), blocks))
+        found.append((layer.node, cuda_operators.blocks_reason(layer, sm), blocks))
     kernels_of_experts: list[contrib.ContribMoE | contrib.QMoE] = [
         *contrib.ContribMoE.all(model),
         *contrib.QMoE.all(model),

@@ -18,11 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import onnx_ir as ir
 
 from llmforge.backends.onnxruntime import kernels
-from llmforge.ir import graph, query_key_norms
-from llmforge.ir.operators.contrib import ContribMoE, GroupQueryAttention, MatMulNBits, QMoE
+from llmforge.base.errors import UnsupportedError
+from llmforge.ir import graph, operators, query_key_norms
+from llmforge.ir.operators import canonical, cuda
+from llmforge.ir.operators.contrib import ContribMoE, GroupQueryAttention, MatMulNBits, PagedAttention, QMoE
 from llmforge.ir.operators.standard import Split
 from llmforge.rewrite.pass_base import Rewritten, Skipped
 
@@ -39,6 +42,8 @@ FAST_ROWS = 64
 
 # What the kernel of QMoE refuses when it runs (onnxruntime 1.31, moe_quantization.cc; seen to refuse).
 EXPERT_WIDTH, SMALLEST_EXPERT_BLOCK = 64, 32
+# FlashAttention's (benchmarks/cuda_attention.py asks the wheel).
+AMPERE, FLASH_LARGEST_HEAD = 80, 256
 EXPERTS_SINCE_SM = 80  # below, of MoE too: "Arch unsupported for MoE GEMM"
 
 
@@ -97,6 +102,26 @@ def experts_reason(experts: ContribMoE | QMoE, sm: int) -> str | None:
             return f"the {name} width of its experts is {size}, not a multiple of {EXPERT_WIDTH}"
     if experts.fc1_zero_points is not None and experts.block_size < SMALLEST_EXPERT_BLOCK:
         return f"zero points need blocks of {SMALLEST_EXPERT_BLOCK} or more, not {experts.block_size}"
+    return None
+
+
+def int8_reason(head_dim: int, sm: int) -> str | None:
+    """Say why no GroupQueryAttention reads an int8 cache of `head_dim` channels a head on a device of `sm`."""
+    if sm < AMPERE:
+        return f"int8 caches need SM {AMPERE} or above, not SM {sm}"
+    if head_dim > FLASH_LARGEST_HEAD:
+        return f"int8 caches need heads of up to {FLASH_LARGEST_HEAD} channels, not {head_dim}"
+    return None
+
+
+def blocks_reason(layer: PagedAttention, sm: int) -> str | None:
+    """Say why the provider has no kernel for attention over blocks on a device of `sm`; None where it has."""
+    head_dim = graph.width(layer.key_cache)
+    if layer.head_sink is not None and (sm < AMPERE or head_dim > FLASH_LARGEST_HEAD):
+        return (
+            f"sinks over blocks need SM {AMPERE} or above and heads of up to {FLASH_LARGEST_HEAD} channels, not SM "
+            f"{sm} and {head_dim}"
+        )
     return None
 
 
@@ -186,3 +211,41 @@ def _insert_after(
     """Put a node that reads `output` and `more` behind what makes `output`, and let its result stand for it."""
     node = ir.Node("", op_type, [output, *more], ir.convenience.convert_attributes(attributes), name=name)
     return graph.insert_behind(output, [node], "replaced")
+
+
+def write_collectives(model: ir.Model) -> list[Rewritten]:
+    """Replace the collectives of `model` in place; list what changed.
+
+    Raises:
+        UnsupportedError: one gathers another axis than the last.
+    """
+    rewritten = []
+    for node in list(model.graph):
+        view = operators.view(node)
+        if isinstance(view, canonical.AllReduce):
+            made = cuda.CudaAllReduce.insert(node, {"x": view.x}, {"ranks": view.ranks}, name=view.name)
+            graph.replace_value(view.output, made.output)
+        elif isinstance(view, canonical.AllGather):
+            graph.replace_value(view.output, _gather(model, view))
+        else:
+            continue
+        rewritten.append(Rewritten(view.name, f"{view.op_type} of {view.ranks} ranks through NCCL"))
+    if rewritten:
+        graph.drop_unused(model)
+    return rewritten
+
+
+def _gather(model: ir.Model, view: canonical.AllGather) -> ir.Value:
+    """Gather along the last axis."""
+    dims = graph.dims(view.x)
+    if dims is None or view.axis not in (-1, len(dims) - 1):
+        raise UnsupportedError(f"{view.op_type} {view.name}: only the last axis of a tensor of known rank is gathered")
+    last, name, node = len(dims) - 1, view.name, view.node
+    gathered = cuda.CudaAllGather.insert(node, {"x": view.x}, {"ranks": view.ranks}, name=name).output
+    gathered.type, gathered.shape = view.x.type, ir.Shape([view.ranks, *dims])
+    turn = [*range(1, last + 1), 0, last + 1]
+    [turned] = graph.insert(node, "Transpose", [gathered], {"perm": turn}, name=f"{name}/turn")
+    turned.type, turned.shape = view.x.type, ir.Shape([*dims[:-1], view.ranks, dims[-1]])
+    shape = graph.initializer(model, f"{name}.shape", np.array([*[0] * last, -1], np.int64))
+    [whole] = graph.insert(node, "Reshape", [turned, shape], {}, name=f"{name}/whole")
+    return whole

@@ -5,8 +5,8 @@ each reads and writes its own blocks by a table (`contrib.PagedAttention`). Deco
 `llmforge.backends.onnxruntime.cuda.session`, with a table of fixed size and rows of padding, whose blocks are number 0.
 `attention_metadata` is what the host says of lengths: exact in other steps, the class of lengths in a captured one.
 
-Over `HostDevice` the same calls bind the host's memory to the CPU provider, which runs the reference of the operator
-(`llmforge.ir.paged`).
+Over a device that is the host the same calls bind the host's memory to the CPU provider, which runs the reference of
+the operator (`llmforge.ir.paged`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A decoder in ONNX Runtime over a device's memory: caches and inputs bound by address, decode steps as CUDA graphs.
 
 `llmforge.backends.onnxruntime.session` hands arrays of the host to ONNX Runtime; here caches, inputs and logits lie on
-a GPU, and ONNX Runtime is told their addresses. All of it but the provider's own kernels runs on a CPU, too: with
-`HostDevice` the same calls bind the host's memory to the CPU provider.
+a GPU, and ONNX Runtime is told their addresses. Over a device that is the host the same calls bind the host's memory
+to the CPU provider.
 
 **CUDA graphs.** A step whose kernels were captured runs them again in one call, on the addresses that they had: so a
 decode step has a fixed number of rows (a bucket), inputs and logits at addresses that never change, and

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from llmforge.backends.onnxruntime.cuda.operators import AMPERE, FLASH_LARGEST_HEAD, int8_reason
 from llmforge.base.errors import VerificationError
 from llmforge.ir import graph
 from llmforge.ir.operators.contrib import GroupQueryAttention, PagedAttention
@@ -40,8 +41,7 @@ _XQA_HEADS = frozenset({64, 128, 256})
 _XQA_GROUPS = frozenset({1, 2, 4, 5, 8, 16, 32})  # query heads that share a KV head
 _XQA_GROUPS_INT8 = frozenset({4, 8, 16, 32})
 _XQA_GROUPS_BLOCKS = frozenset({4, 6, 8, 16, 32})  # of int8, in the wheel's own message
-_FLASH_LARGEST_HEAD = 256
-_AMPERE, _HOPPER = 80, 90
+_HOPPER = 90
 
 _LINE = re.compile(
     r"Operator=(?P<operator>\S+)(?: Node=(?P<node>.*?))? DataType=(?P<dtype>\w+) SdpaKernel=(?P<kernel>\w+)"
@@ -104,24 +104,7 @@ def of(model: ir.Model) -> Iterator[tuple[ir.Node, KernelCase]]:
 
 def reason_against(attention: KernelCase, sm: int) -> str | None:
     """Say why the provider has no kernel for `attention` on a device of `sm`; None where it has."""
-    if not attention.int8 or attention.paged:  # blocks of int8 are gathered, or read by the decoder's own kernel
-        return None
-    if sm < _AMPERE:
-        return f"int8 caches need SM {_AMPERE} or above, not SM {sm}"
-    if attention.head_dim > _FLASH_LARGEST_HEAD:
-        return f"int8 caches need heads of up to {_FLASH_LARGEST_HEAD} channels, not {attention.head_dim}"
-    return None
-
-
-def blocks_reason(layer: PagedAttention, sm: int) -> str | None:
-    """Say why the provider has no kernel for attention over blocks on a device of `sm`; None where it has."""
-    head_dim = graph.width(layer.key_cache)
-    if layer.head_sink is not None and (sm < _AMPERE or head_dim > _FLASH_LARGEST_HEAD):
-        return (
-            f"sinks over blocks need SM {_AMPERE} or above and heads of up to {_FLASH_LARGEST_HEAD} channels, not SM "
-            f"{sm} and {head_dim}"
-        )
-    return None
+    return int8_reason(attention.head_dim, sm) if attention.int8 and not attention.paged else None
 
 
 def expected(attention: KernelCase, sm: int, *, decode: bool) -> frozenset[str]:
@@ -132,9 +115,9 @@ def expected(attention: KernelCase, sm: int, *, decode: bool) -> frozenset[str]:
     groups = _XQA_GROUPS_INT8 if attention.int8 else _XQA_GROUPS
     fits = attention.head_dim in _XQA_HEADS and attention.group in groups and not attention.softcap
     fits = fits and not (attention.int8 and attention.norms)
-    if decode and fits and sm >= _AMPERE:
+    if decode and fits and sm >= AMPERE:
         return frozenset({XQA})
-    plain = EFFICIENT if sm < _AMPERE or attention.head_dim > _FLASH_LARGEST_HEAD else FLASH
+    plain = EFFICIENT if sm < AMPERE or attention.head_dim > FLASH_LARGEST_HEAD else FLASH
     return frozenset({plain, CUDNN} if asks_cudnn else {plain})
 
 
@@ -142,8 +125,8 @@ def _over_blocks(attention: KernelCase, sm: int, *, decode: bool, asks_cudnn: bo
     """As `expected`; XQA reads int8 blocks where the device says that its kernel has the shared memory it wants."""
     if decode and attention.int8:
         fits = attention.head_dim in _XQA_HEADS and attention.group in _XQA_GROUPS_BLOCKS and not attention.softcap
-        return frozenset({XQA, DECODER} if fits and sm >= _AMPERE else {DECODER})
-    if sm < _AMPERE or attention.head_dim > _FLASH_LARGEST_HEAD:
+        return frozenset({XQA, DECODER} if fits and sm >= AMPERE else {DECODER})
+    if sm < AMPERE or attention.head_dim > FLASH_LARGEST_HEAD:
         return frozenset({DECODER if decode else EFFICIENT})
     return frozenset({FLASH, CUDNN} if decode and asks_cudnn else {FLASH})
 

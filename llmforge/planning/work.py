@@ -1,0 +1,57 @@
+"""What a recipe asks a build to compute, in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llmforge.planning.building import BuildWork
+from llmforge.quantization.statistics import WeightDemand
+from llmforge.recipe import LatencySpec, QualitySpec, Recipe
+from llmforge.recipe.latency import WorkloadSpec
+from llmforge.rewrite.pass_base import Numerics, Pass
+
+BYTES_PER_TOKEN = 4  # of text
+MOST_WINDOWS = 24  # of a budget: `BUDGET_WINDOWS` of llmforge.compile.texts
+
+
+def of_recipe(recipe: Recipe, steps: Sequence[Pass]) -> BuildWork:
+    """Count it; `steps` are the recipe's passes. Tasks and other runtimes are not counted."""
+    calibration, quality, latency = recipe.calibration, recipe.validation.quality, recipe.validation.latency
+    demands = [demand for step in steps for demand in step.demands()]
+    tokens = 0 if calibration is None or not demands else calibration.samples * calibration.length
+    chosen = any(isinstance(demand, WeightDemand) for demand in demands)
+    length = quality.context if quality is not None else 0 if calibration is None else calibration.length
+    budget = MOST_WINDOWS * length // 3  # which decide where the figure is far from its limit
+    prompts, decoded = (0, 0) if latency is None else _timed(latency)
+    return BuildWork(
+        calibration_tokens=tokens if chosen else 0,
+        observed_tokens=0 if chosen else tokens,
+        budget_tokens=budget if any(step.numerics is Numerics.LOSSY for step in steps) else 0,
+        quality_tokens=0 if quality is None else _evaluated(quality),
+        prompt_tokens=prompts,
+        timed_steps=decoded,
+    )
+
+
+def _evaluated(spec: QualitySpec) -> int:
+    """Count the tokens that are evaluated; of files of unknown length by their bytes, as far as they are there."""
+    given: Any = spec.data
+    files = given if isinstance(given, tuple) else (given,)
+    whole = sum(file.stat().st_size for file in files if file.is_file()) // BYTES_PER_TOKEN
+    return whole if spec.max_tokens is None else min(spec.max_tokens, whole or spec.max_tokens)
+
+
+def _timed(spec: LatencySpec) -> tuple[int, int]:
+    """Count the tokens of the prompts that are timed, and the steps of decoding."""
+    prompts = spec.repetitions * sum(spec.prompt_tokens)
+    steps = spec.repetitions * spec.output_tokens * len(spec.prompt_tokens)
+    if (surface := spec.surface) is not None:
+        shapes = len(surface.batches) * surface.repetitions
+        prompts += shapes * sum(surface.prompt_tokens) * len(surface.output_tokens)
+        steps += shapes * sum(surface.output_tokens) * len(surface.prompt_tokens)
+    for _, load in () if spec.workloads is None else spec.workloads:
+        if isinstance(load, WorkloadSpec):
+            prompts += load.runs * load.requests * load.prompt_tokens
+            steps += load.runs * load.requests * load.output_tokens
+    return prompts, steps
