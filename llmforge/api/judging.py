@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from llmforge.artifact import Artifact
@@ -93,7 +94,7 @@ def evaluate(
 ) -> tuple[TaskResult, ...]:
     """Run tasks on an artifact and on its checkpoint, and add the evidence to the artifact, as `llmforge eval` does.
 
-    The checkpoint is the recipe's, or given itself. `options`: few_shot.
+    The checkpoint is the recipe's, or given itself; default: that of the artifact's own recipe. `options`: few_shot.
 
     Raises:
         llmforge.base.errors.ForgeError: there is no such task, or the artifact is of another checkpoint.
@@ -102,14 +103,22 @@ def evaluate(
     from llmforge import cache
     from llmforge.checkpoint import Checkpoint
     from llmforge.compile import validating
+    from llmforge.diagnosis import reproducing
     from llmforge.measure.scoring import TaskRequest
     from llmforge.recipe import Recipe
 
-    if (recipe is None) == (checkpoint is None):
+    if recipe is not None and checkpoint is not None:
         raise UsageError("give either recipe or checkpoint, of what the artifact was built from")
-    folder = Path(checkpoint) if checkpoint is not None else Recipe.load(Path(str(recipe))).fetched()
+    path = resolve(str(artifact), folders.artifacts(out))
+    if checkpoint is not None:
+        folder = Path(checkpoint)
+    elif recipe is not None:
+        folder = Recipe.load(Path(recipe)).fetched()
+    else:
+        with TemporaryDirectory() as scratch:
+            folder = reproducing.recorded(path, None, (), Path(scratch)).fetched()
     found = validating.evaluate(
-        resolve(str(artifact), folders.artifacts(out)),
+        path,
         TaskRequest(tuple(tasks), limit, **options),
         Checkpoint.open(folder),
         progress,

@@ -47,7 +47,7 @@ def admit(
 
     Raises:
         InputError: a file is missing, was changed or added; manifest or evidence are damaged.
-        GateFailed: its gates failed, and `allow` does not say "fail".
+        GateFailed: its verdict is FAIL, and `allow` does not say "fail".
     """
     manifest = sealed.open_manifest(folder)
     records = sealed.open_evidence(folder, manifest.content_digest)
@@ -57,7 +57,7 @@ def admit(
     called = f"{manifest.name} {manifest.version}"
     if verdict == "fail" and allow != "fail":
         raise GateFailed(
-            f"{folder}: the gates of {called} failed",
+            f"{folder}: the verdict of {called} is FAIL: a gate failed, or a pass exceeds its budget",
             hint=f"see `llmforge inspect`; to use it all the same: {how_to_allow}",
         )
     forgotten = _check_files(folder, manifest, tuple(parts), rehash)

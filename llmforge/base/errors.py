@@ -17,6 +17,7 @@
     │   ├── NotADecoder             6   the model is an encoder, or has one
     │   └── RunFailed               6   what runs a graph took it, and a run of it failed
     ├── VerificationError           7   a pass did not do what it declares; a build gives other bytes again
+    │   └── BudgetExceeded          7   lossy passes cost more than their budgets
     └── EnvironmentLacks            8   a package, a device, network, disk space or memory is missing
         ├── VersionMismatch         8   an artifact needs other versions than are installed
         └── PluginError             8   a plug-in does not load, or is not what it should be
@@ -27,6 +28,7 @@ nobody reads standard output any more (SIGPIPE).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from llmforge.base.wording import LONGEST_HINT, bounded
@@ -120,6 +122,20 @@ class VerificationError(ForgeError):
     """A pass did not do what it declares, or a build gives other bytes than it gave before."""
 
     exit_code = 7
+
+
+class BudgetExceeded(VerificationError):
+    """Lossy passes cost more than their budgets; every other proof held.
+
+    `lines` say of each what it cost. `settings` are the `KEY=VALUE` with which a build would pass, as far as what was
+    measured tells; `hint` has them as a command, and is not shortened: it is there to be pasted.
+    """
+
+    def __init__(self, lines: Sequence[str], *, settings: Sequence[str], hint: str) -> None:
+        super().__init__("\n".join(bounded(line) for line in lines))
+        self.message = "\n".join(bounded(line) for line in lines)  # a recipe has few lossy passes, and gates
+        self.settings = tuple(settings)
+        self.hint = hint
 
 
 class EnvironmentLacks(ForgeError):

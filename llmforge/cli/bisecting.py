@@ -11,7 +11,7 @@ import click
 
 from llmforge.base import extras, process
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, PATH, keep_quiet
+from llmforge.cli.parameters import ARTIFACT, PATH, keep_quiet, refuse_given
 from llmforge.cli.recorded import Inputs, inputs_options
 
 if TYPE_CHECKING:
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\b
 Examples:
-  llmforge bisect artifacts/NAME/VERSION --recipe recipes/quickstart.yaml
-  llmforge bisect artifacts/NAME/VERSION --recipe recipes/quickstart.yaml -o better.yaml
+  llmforge bisect NAME/VERSION
+  llmforge bisect NAME/VERSION -o better.yaml
+  llmforge bisect recipes/quickstart.yaml           # whose build failed
   llmforge bisect artifacts/NAME/VERSION --checkpoint CHECKPOINT --text evaluation.jsonl
 """
 _SHOWN = 3  # layers that lose most
 
 
 @click.command(epilog=_EXAMPLES)
-@click.argument("artifact", type=ARTIFACT)
+@click.argument("artifact", type=ARTIFACT, metavar="ARTIFACT|RECIPE")
 @inputs_options
 @click.option(
     "-o", "--output", "written", type=PATH, metavar="FILE.yaml",
@@ -49,15 +50,19 @@ def bisect(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Find the layers and tensors of ARTIFACT that explain its loss of quality.
+    """Find the layers and tensors of ARTIFACT that explain its loss of quality, or those of a build that failed.
 
     Rebuilds the graphs of ARTIFACT from its recipe and the build cache, and measures each lossy pass with parts of it
     kept in higher precision. A part stands out if it loses more than its format should; the probability of any false
-    find is at most 5 %.
+    find is at most 5 %. RECIPE, a YAML file, stands for a build that exceeded a budget and left no artifact.
     """
     process.prepare()
     extras.require("build")
-    inputs.check()
+    of_recipe = artifact.suffix in (".yaml", ".yml")
+    if of_recipe:
+        refuse_given("RECIPE", "recipe", "checkpoint", "texts")
+    else:
+        inputs.check()
     if written is not None:
         output.check_file(written, ".yaml", ".yml")
     from tempfile import TemporaryDirectory
@@ -66,15 +71,18 @@ def bisect(
     from llmforge.cli import console
     from llmforge.diagnosis import bisecting, mixed_precision_recipe, rebuilding
     from llmforge.gates import confirmed
+    from llmforge.recipe import Recipe
     from llmforge.runtime.config import physical_cores
 
     with console.progress(quiet=quiet) as progress, TemporaryDirectory() as scratch:
-        opened = confirmed.open_artifact(artifact)
-        loaded = inputs.load(artifact, Path(scratch))
-        rebuilding.check_recipe(opened, loaded)
+        opened = None if of_recipe else confirmed.open_artifact(artifact)
+        loaded = Recipe.load(artifact, inputs.overrides) if of_recipe else inputs.load(artifact, Path(scratch))
+        if opened is not None:
+            rebuilding.check_recipe(opened, loaded)
         store = partial(cache.Cache, cache.default_folder(), cache.default_size())
         with rebuilding.rebuilt(loaded, store, progress) as built:
-            rebuilding.check_stages(opened, built.stages)
+            if opened is not None:
+                rebuilding.check_stages(opened, built.stages)
             found = bisecting.bisect(
                 built.lossy,
                 built.windows,

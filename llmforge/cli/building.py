@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llmforge import backends
-from llmforge.base import extras, folders, process
+from llmforge.base import extras, process
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import farming, output, verdicts
 from llmforge.cli.caching import connect, remote_option
@@ -33,6 +33,7 @@ from llmforge.cli.parameters import (
     require_given,
     runtime_option,
 )
+from llmforge.runtime.artifact_files import TEMPLATE_FILE
 
 if TYPE_CHECKING:
     from llmforge.cache.remote import Remote
@@ -56,9 +57,7 @@ def _resumable(*, kept: bool) -> Iterator[None]:
 
 def _next_steps(artifact: Path, engine: EngineRecord) -> Iterator[str]:
     """Say what one does with an artifact whose gates passed."""
-    name = shlex.quote(output.here(artifact))
-    if artifact.parent.parent == folders.artifacts().absolute():
-        name = f"{artifact.parent.name}/{artifact.name}"
+    name = output.called(artifact)
     if engine.pending:
         yield f"next, on the target: llmforge build --finish {name} RECIPE"
         return
@@ -66,7 +65,8 @@ def _next_steps(artifact: Path, engine: EngineRecord) -> Iterator[str]:
     if foreign is not None:
         yield f"next: {foreign.serve.format(engine=shlex.quote(output.here(artifact / 'engine')))}"
     else:
-        yield f'next: llmforge run {name} "PROMPT"'
+        chats = (artifact / "tokenizer" / TEMPLATE_FILE).exists()
+        yield f"next: llmforge run {name} " + ("--chat" if chats else '"PROMPT"')
     yield f"      llmforge gate {name}"
     yield f"      llmforge triton {name} -o models"
 
@@ -141,6 +141,7 @@ class BuildOptions:
 
     out: Path
     defer: bool
+    publish_failed: bool
     pending: Path | None  # the artifact whose engine is to be built
     matrix: Path | None
     address: str | None
@@ -177,6 +178,11 @@ class BuildOptions:
     help="Override a recipe value, such as engine.max_context=512; repeatable. Values are YAML; paths are relative to "
     "the recipe.",
 )  # fmt: skip
+@click.option(
+    "--publish-failed", is_flag=True,
+    help="Publish the artifact even if passes exceed their budgets, with verdict FAIL: `run` and `serve` refuse it "
+    "without --allow fail. Not after any other failed proof.",
+)  # fmt: skip
 @click.option("--no-cache", is_flag=True, help="Reuse nothing of earlier builds, and keep nothing for later ones.")
 @click.option(
     "--cache-size", type=NATURAL, metavar="BYTES",
@@ -208,7 +214,7 @@ def build(recipe: Path | None, options: BuildOptions) -> None:
     if options.matrix is not None:
         if recipe is not None:
             raise UsageError("RECIPE cannot be used with --matrix", hint="name it in the matrix: `recipe: FILE.yaml`")
-        refuse_given("--matrix", "defer", "pending", "trace", "runtimes")
+        refuse_given("--matrix", "defer", "publish_failed", "pending", "trace", "runtimes")
         of_matrix = record(farming.MatrixOptions, vars(options))
         farming.build_matrix(options.matrix, of_matrix, options.cache.arguments())
         return
@@ -217,7 +223,7 @@ def build(recipe: Path | None, options: BuildOptions) -> None:
     process.keep_freed_memory()
     process.collect_rarely()
     if options.pending is not None:  # it goes to where its artifact is, and is not deferred again
-        refuse_given("--finish", "out", "defer", "no_cache", "cache_size", "runtimes", *_REMOTE)
+        refuse_given("--finish", "out", "defer", "publish_failed", "no_cache", "cache_size", "runtimes", *_REMOTE)
     options.cache.check()
     if options.trace is not None:
         output.check_file(options.trace, ".json")
@@ -259,7 +265,7 @@ def _built(path: Path, options: BuildOptions) -> BuildResult:
         console.say(f"note: {renamed}; `llmforge migrate {recipe.path}` rewrites the recipe")
     if recipe.snapshot is not None:
         console.say(f"fetching {recipe.snapshot.repository} at {recipe.snapshot.commit[:12]}")
-    checked = check_recipe(recipe, options.out)
+    checked = replace(check_recipe(recipe, options.out), publish_failed=options.publish_failed)
     for note in checked.notes:
         console.say(f"note: {note}")
     expected = request.expected_stages(recipe)
@@ -272,7 +278,15 @@ def _built(path: Path, options: BuildOptions) -> BuildResult:
             from llmforge.compile import pipeline
 
         runtimes = dict(options.runtimes)
-        return pipeline.build(recipe, options.out, progress, kept, pythons=runtimes, checked=checked, overlap=overlap)
+        return pipeline.build(
+            recipe,
+            options.out,
+            progress,
+            kept,
+            pythons=runtimes,
+            checked=checked,
+            overlap=overlap,
+        )
 
 
 def _finished(pending: Path, path: Path | None, options: BuildOptions) -> BuildResult:
@@ -283,12 +297,15 @@ def _finished(pending: Path, path: Path | None, options: BuildOptions) -> BuildR
     from llmforge.cli import console
     from llmforge.recipe import Recipe
 
-    recipe = None
+    recipe, expected = None, []
     if path is not None:
+        from llmforge.planning import request
+
         recipe = Recipe.load(path, options.overrides)
         recipe.instantiate(passes.ALL)  # a recipe that is wrong says so before anything else is read
+        expected = request.expected_stages(recipe)
     with (
-        console.traced("build", quiet=options.quiet, trace=options.trace) as progress,
+        console.traced("build", quiet=options.quiet, trace=options.trace, expected=expected) as progress,
         _resumable(kept=False),
     ):
         progress.stage("Load llmforge")

@@ -24,6 +24,7 @@ from llmforge.cli.parameters import (
     require_given,
     server_of,
 )
+from llmforge.cli.recorded import recipe_of
 
 if TYPE_CHECKING:
     from llmforge.checkpoint import Checkpoint
@@ -33,9 +34,9 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\b
 Examples:
-  llmforge eval NAME/VERSION --tasks docs/tasks/next-sentence.yaml --recipe RECIPE
+  llmforge eval NAME/VERSION --tasks docs/tasks/next-sentence.yaml
   llmforge eval NAME/VERSION --tasks arc_easy,hellaswag --limit 200 --checkpoint CHECKPOINT
-  llmforge eval NAME/VERSION --tasks task.yaml --checkpoint CHECKPOINT --url http://127.0.0.1:8000
+  llmforge eval NAME/VERSION --tasks task.yaml --url http://127.0.0.1:8000
 """
 
 
@@ -63,8 +64,8 @@ class EvalOptions:
     "--tasks", "wanted", required=True, metavar="TASK,…",
     help="Names of tasks of lm-evaluation-harness, or YAML files.",
 )  # fmt: skip
-@click.option("--recipe", type=PATH, help="The recipe that ARTIFACT was built from, for its checkpoint.")
-@click.option("--checkpoint", type=PATH, help="Without --recipe: the checkpoint's folder.")
+@click.option("--recipe", type=PATH, help="The recipe of ARTIFACT, for its checkpoint. Default: its own.")
+@click.option("--checkpoint", type=PATH, help="The checkpoint's folder, in place of a recipe.")
 @click.option("--limit", type=POSITIVE, metavar="N", help="Only the first N items of each task.")
 @click.option("--num-fewshot", "few_shot", type=NATURAL, metavar="K", help="Examples before each item.")
 @click.option(
@@ -88,8 +89,8 @@ def evaluate(options: EvalOptions) -> None:
     process.prepare()
     extras.require("build")
     extras.require("eval")
-    if (options.recipe is None) == (options.checkpoint is None):
-        raise UsageError("give either --recipe or --checkpoint, of what ARTIFACT was built from")
+    if options.recipe is not None and options.checkpoint is not None:
+        raise UsageError("--checkpoint cannot be used with --recipe", hint="remove one of them")
     if options.url is None:
         require_given("--url", "model")
     found = _evaluated(options)
@@ -118,7 +119,7 @@ def _evaluated(options: EvalOptions) -> Evaluated:
         return validating.evaluate(
             options.artifact,
             TaskRequest(names, options.limit, options.few_shot),
-            _checkpoint(options.recipe, options.checkpoint),
+            _checkpoint(options),
             progress,
             server=None if server is None else TaskServer(server, options.model),
             cache=store,
@@ -160,12 +161,10 @@ def _of_tasks(results: Sequence[GateResult], tasks: Sequence[TaskResult]) -> lis
     return [gate for gate in results if gate.metric.startswith(names)]
 
 
-def _checkpoint(recipe: Path | None, folder: Path | None) -> Checkpoint:
+def _checkpoint(options: EvalOptions) -> Checkpoint:
     from llmforge.checkpoint import Checkpoint
-    from llmforge.recipe import Recipe
 
-    if folder is None:
-        assert recipe is not None
-        loaded = Recipe.load(recipe)
-        return Checkpoint.open(loaded.fetched(), loaded.merged)
-    return Checkpoint.open(folder)
+    if options.checkpoint is not None:
+        return Checkpoint.open(options.checkpoint)
+    recipe = recipe_of(options.artifact, options.recipe)
+    return Checkpoint.open(recipe.fetched(), recipe.merged)

@@ -14,6 +14,7 @@ from llmforge.base import extras, process
 from llmforge.base.errors import UsageError
 from llmforge.cli import output, verdicts
 from llmforge.cli.parameters import ARTIFACT, PATH, POSITIVE, keep_quiet, options_record, out_option, runtime_option
+from llmforge.cli.recorded import recipe_of
 
 if TYPE_CHECKING:
     from llmforge.gates.decision import Figure
@@ -26,7 +27,7 @@ _GATE = """\b
 Examples:
   llmforge gate NAME/VERSION --against NAME:prod
   llmforge gate NAME/VERSION --against latest-passed --gates release.yaml --junit gates.xml
-  llmforge gate NAME/VERSION --against NAME:prod --until-decided --recipe RECIPE --text more.jsonl
+  llmforge gate NAME/VERSION --against NAME:prod --until-decided --text more.jsonl
 """
 
 
@@ -52,8 +53,6 @@ class GateOptions:
         further = self.recipe is not None or self.texts or self.max_documents is not None
         if further and not self.until_decided:
             raise UsageError("--recipe, --text and --max-documents require --until-decided")
-        if self.until_decided and self.recipe is None:
-            raise UsageError("--until-decided requires --recipe", hint="give the recipe that ARTIFACT was built by")
         for path in filter(None, (self.junit, self.markdown)):
             output.check_file(path)
 
@@ -67,7 +66,7 @@ class GateOptions:
 )  # fmt: skip
 @click.option("--gates", "file", type=PATH, metavar="FILE.yaml", help="Limits in place of those of the recipe.")
 @click.option("--until-decided", is_flag=True, help="Measure further documents until the gates are decided.")
-@click.option("--recipe", type=PATH, help="With --until-decided: the recipe that ARTIFACT was built by.")
+@click.option("--recipe", type=PATH, help="With --until-decided: the recipe of ARTIFACT. Default: its own.")
 @click.option(
     "--text", "texts", type=PATH, multiple=True, metavar="FILE.jsonl",
     help="With --until-decided: more documents, of {id, text}; repeatable.",
@@ -135,12 +134,10 @@ def _decided(asked: ReleaseQuestion, options: GateOptions) -> Judgement:
     extras.require("build")
     from llmforge.cli import console
     from llmforge.compile import validating
-    from llmforge.recipe import Recipe
 
-    assert options.recipe is not None
     process.prepare()
     with console.traced("gate", quiet=options.as_json, trace=None) as progress:
-        recipe = Recipe.load(options.recipe)
+        recipe = recipe_of(options.artifact, options.recipe)
         return validating.decide(asked, recipe, options.texts, most=options.max_documents, progress=progress)
 
 
@@ -154,9 +151,10 @@ def _end(judged: Judgement, artifact: Path) -> None:
     if "repetitions" in samples:
         ways.append("time both more often: llmforge gate --repetitions N")
     if "documents" in samples or not samples:
-        ways.append("measure more documents: llmforge gate --until-decided")
+        ways.append("measure more documents: llmforge gate --until-decided --text MORE.jsonl")
+    failed = "other limits: llmforge gate --gates FILE.yaml; what it lost, and where: llmforge bisect ARTIFACT"
     verdicts.end(
-        judged.verdict, [release_text.headline(judged)], artifact=artifact, pending=judged.pending, failed=None,
+        judged.verdict, [release_text.headline(judged)], artifact=artifact, pending=judged.pending, failed=failed,
         undecided="; ".join(ways) or None,
     )  # fmt: skip
 
@@ -225,19 +223,19 @@ def _in_turns(
 
 _VALIDATE = """\b
 Examples:
-  llmforge validate NAME/VERSION --recipe RECIPE
-  llmforge validate NAME/VERSION --recipe RECIPE --runtime onnxruntime-genai=ENV/bin/python
+  llmforge validate NAME/VERSION
+  llmforge validate NAME/VERSION --runtime onnxruntime-genai=ENV/bin/python
 """
 
 
 @click.command(epilog=_VALIDATE)
 @click.argument("artifact", type=ARTIFACT)
-@click.option("--recipe", type=PATH, required=True, help="The recipe that ARTIFACT was built by.")
+@click.option("--recipe", type=PATH, help="The recipe that ARTIFACT was built by. Default: its own, which it has.")
 @runtime_option
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a summary.")
 @click.option("-q", "--quiet", is_flag=True, callback=keep_quiet, help="Hide progress and notes.")
 def validate(
-    artifact: Path, recipe: Path, runtimes: tuple[tuple[RuntimeName, Path], ...], as_json: bool, quiet: bool
+    artifact: Path, recipe: Path | None, runtimes: tuple[tuple[RuntimeName, Path], ...], as_json: bool, quiet: bool
 ) -> None:
     """Measure ARTIFACT again, on this machine, and add the evidence to it.
 
@@ -249,9 +247,8 @@ def validate(
     from llmforge.cli import console
     from llmforge.compile import validating
     from llmforge.planning import request
-    from llmforge.recipe import Recipe
 
-    loaded = Recipe.load(recipe)
+    loaded = recipe_of(artifact, recipe)
     expected = request.expected_stages(loaded)
     with console.traced("validate", quiet=quiet, trace=None, expected=expected) as progress:
         result = validating.validate(artifact, loaded, progress, pythons=dict(runtimes))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmforge.base import resources, wording
+from llmforge.base import folders, resources, wording
 from llmforge.base.errors import EnvironmentLacks, UsageError
 
 if TYPE_CHECKING:
@@ -34,6 +35,12 @@ def here(path: Path) -> str:
     """Write a path relative to the current folder where it is inside of it."""
     folder = Path.cwd()
     return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
+
+
+def called(artifact: Path) -> str:
+    """Name an artifact as commands take it, quoted for a shell: NAME/VERSION where it is in the folder of artifacts."""
+    at_home = artifact.parent.parent.absolute() == folders.artifacts().absolute()
+    return shlex.quote(f"{artifact.parent.name}/{artifact.name}" if at_home else here(artifact))
 
 
 def write_json(value: Any) -> None:

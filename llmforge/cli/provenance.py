@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _REPRODUCE = """\b
 Examples:
-  llmforge reproduce artifacts/NAME/VERSION --recipe recipes/quickstart.yaml
+  llmforge reproduce NAME/VERSION
   llmforge reproduce artifacts/NAME/VERSION --checkpoint CHECKPOINT --text calibration.jsonl
 """
 

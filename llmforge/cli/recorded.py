@@ -1,4 +1,4 @@
-"""Inputs of an artifact, as the commands are told that build it again: a recipe, or what it recorded."""
+"""Inputs of an artifact: its own recipe, as far as they are known here, or what the command line says."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Where the inputs of an artifact lie: its recipe, or its checkpoint and texts."""
+    """Where the inputs of an artifact lie: its recipe, or checkpoint and texts; default: where the build found them."""
 
     recipe: Path | None
     overrides: tuple[str, ...]
@@ -25,13 +25,13 @@ class Inputs:
     texts: tuple[Path, ...]
 
     def check(self) -> None:
-        """Return if they are the one or the other.
+        """Return if they are not both.
 
         Raises:
-            UsageError: they are neither, or both.
+            UsageError: they are, or an option has no meaning without another.
         """
-        if (self.recipe is None) == (self.checkpoint is None):
-            raise UsageError("give either --recipe or --checkpoint with the texts")
+        if self.recipe is not None and self.checkpoint is not None:
+            raise UsageError("--checkpoint cannot be used with --recipe")
         if self.recipe is None and self.overrides:
             raise UsageError("--set requires --recipe")
         if self.recipe is not None and self.texts:
@@ -44,18 +44,32 @@ class Inputs:
 
         if self.recipe is not None:
             return Recipe.load(self.recipe, self.overrides)
-        assert self.checkpoint is not None
         return reproducing.recorded(artifact, self.checkpoint, self.texts, scratch)
 
 
+def recipe_of(artifact: Path, given: Path | None) -> Recipe:
+    """Load the recipe that is `given`, or else the artifact's own, with inputs from where its build found them."""
+    from tempfile import TemporaryDirectory
+
+    from llmforge.diagnosis import reproducing
+    from llmforge.recipe import Recipe
+
+    if given is not None:
+        return Recipe.load(given)
+    scratch = click.get_current_context().with_resource(TemporaryDirectory())
+    return reproducing.recorded(artifact, None, (), Path(scratch))
+
+
 inputs_options = grouped(  # which make `inputs`, an `Inputs` that nothing has checked
-    click.option("--recipe", type=PATH, help="The recipe that the artifact was built from."),
+    click.option(
+        "--recipe", type=PATH, help="The recipe that the artifact was built from. Default: its own, which it has."
+    ),
     click.option(
         "--set", "overrides", multiple=True, metavar="PATH=VALUE", help="With --recipe: as for the build. Repeatable."
     ),
-    click.option("--checkpoint", type=PATH, help="Without --recipe: the checkpoint's folder."),
+    click.option("--checkpoint", type=PATH, help="The checkpoint's folder. Default: where it was built from."),
     click.option(
-        "--text", "texts", type=PATH, multiple=True, help="Without --recipe: a text of the recipe. Repeatable."
+        "--text", "texts", type=PATH, multiple=True, help="A text of the recipe. Default: where it was. Repeatable."
     ),
     options_record(Inputs, "inputs"),
 )

@@ -286,12 +286,12 @@ def _require_not_failed(artifact: Artifact) -> None:
 
 
 def _judged(artifact: Artifact) -> tuple[Verdict, list[str]]:
-    """Judge the gates of an artifact again; give the verdict, and what the gates say that it comes from."""
-    from llmforge.gates import decision, verdict
+    """Judge an artifact again; give the verdict, and what budgets and gates say that it comes from."""
+    from llmforge.gates import records, verdict
 
-    results = verdict.recompute(artifact)
-    found = decision.overall(results)
-    return found, [result.explanation for result in results if result.verdict is found]
+    results, passes = verdict.recompute(artifact), records.read(artifact).passes
+    found = records.overall(results, passes)
+    return found, [*records.excesses(passes), *(each.explanation for each in results if each.verdict is found)]
 
 
 def _named(artifact: Artifact) -> str:

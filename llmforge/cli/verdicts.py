@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmforge.base.errors import EnginePending, GateFailed, GateInconclusive
+from llmforge.base.errors import EnginePending, ForgeError, GateFailed, GateInconclusive
+from llmforge.cli import output
 
 if TYPE_CHECKING:
     from llmforge.gates.decision import GateResult, Verdict
@@ -29,11 +30,17 @@ def end(
 
     message = "\n".join(said)
     if verdict is Verdict.FAIL:
-        raise GateFailed(message, hint=failed)
+        raise _whole(GateFailed(message), failed)
     if verdict is Verdict.INCONCLUSIVE and pending:
         raise EnginePending(message, hint=f"on the target: llmforge build --finish {artifact}")
     if verdict is Verdict.INCONCLUSIVE:
-        raise GateInconclusive(message, hint=undecided)
+        raise _whole(GateInconclusive(message), undecided)
+
+
+def _whole(error: ForgeError, hint: str | None) -> ForgeError:
+    """Give an error a hint that is not shortened: a command in it is there to be pasted."""
+    error.hint = hint
+    return error
 
 
 def end_of(
@@ -46,12 +53,18 @@ def end_of(
     Raises:
         GateFailed, EnginePending, GateInconclusive: as `end`.
     """
+    from llmforge.gates import relaxed
     from llmforge.gates.decision import Verdict, overall
 
     verdict = report.verdict if gates is None else overall(gates)
+    excesses = report.excesses if gates is None else ()
     pending = report.engine.pending
     ended = "the engine is not built yet" if pending else "a gate is inconclusive"
     if verdict is Verdict.FAIL:
-        ended = "a gate failed"
-    of_verdict = [gate.explanation for gate in (report.gates if gates is None else gates) if gate.verdict is verdict]
+        ended = "a pass exceeds its budget" if excesses else "a gate failed"
+    of_verdict = [*excesses] + [
+        gate.explanation for gate in (report.gates if gates is None else gates) if gate.verdict is verdict
+    ]
+    ways = relaxed.ways(report, output.called(artifact)) if gates is None else ()
+    hint = "\n".join(["; or ".join(ways), *([hint] if hint else [])]) if ways else hint
     end(verdict, [ended, *of_verdict], artifact=artifact, pending=pending, failed=hint, undecided=hint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -36,6 +37,7 @@ from llmforge.targets import Target
 from llmforge.verification.divergence import Divergence
 
 DOCUMENTS, TOKENS = 24, 64  # a graph of the sample runs in half a second; more of both is `llmforge bisect`
+SHARE_DOCUMENTS, SHARE_TOKENS = 8, 32  # of `layer_shares`
 TRACED = "traced"  # name of the first step
 STREAMED_BYTES = 1 << 28  # of logits of all documents, for a graph that is streamed
 STREAMED_TOKENS = 32
@@ -106,6 +108,35 @@ def measure(
         memory=memory,
         steps=tuple(steps),
     )
+
+
+@dataclass(frozen=True)
+class LayerShare:
+    """A layer, and the share of what its pass cost that keeping it would gain."""
+
+    name: str
+    share: float
+
+
+def layer_shares(
+    lossy: LossyStep, windows: Sequence[TokenWindow], progress: Progress, *, threads: int
+) -> tuple[LayerShare, ...]:
+    """Tell which layers a pass lost most in, the largest first, on little text, for nothing is decided by it.
+
+    () where the pass has no layers, its graph is too large to run whole, or there is no text.
+    """
+    with TemporaryDirectory() as folder:
+        texts = [np.asarray(window.ids[:SHARE_TOKENS], np.int64) for window in windows[:SHARE_DOCUMENTS]]
+        divergence = Divergence(texts, Path(folder), threads)
+        loss = lossy_parts.of_pass(lossy, divergence)
+        if loss is None or not texts or divergence.streams(lossy.before):
+            return ()
+        divergence.hold_against(lossy.before, loss.watch)
+        total, shares = float(loss.of().sum()), []
+        for done, part in enumerate(loss.parts):
+            progress.advance(done, len(loss.parts))
+            shares.append(LayerShare(part.name.partition(", ")[0], 1 - float(loss.of(part.leaves).sum()) / total))
+    return tuple(sorted(shares, key=lambda each: -each.share))
 
 
 def _step(

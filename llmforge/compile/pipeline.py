@@ -15,7 +15,7 @@ from llmforge import artifact
 from llmforge.artifact import Hashing
 from llmforge.base.progress import Progress, Silent
 from llmforge.cache import Cache
-from llmforge.compile import evidence, reuse
+from llmforge.compile import budgets, evidence, reuse
 from llmforge.compile.evidence import Clock
 from llmforge.compile.overlap import Overlap
 from llmforge.compile.preflight import CheckedRecipe
@@ -48,7 +48,8 @@ def build(
     What an earlier build, or one that was killed, left in the `cache` is not computed again; None: nothing is reused.
     Other runtimes that the recipe names are imported by the Pythons of `pythons`, else by this one. `checked` is the
     recipe where it was checked already, and `overlap` has what was started for this build before; it is ended.
-    A failed gate does not stop publication: the artifact says so itself, and so does `gates.verdict`.
+    A failed gate does not stop publication: the artifact says so itself, and so does `gates.verdict`. Nor do passes
+    that exceed their budgets, where `checked` says so.
 
     Raises:
         ForgeError: anything that keeps the artifact from being built; nothing that looks finished is left behind.
@@ -72,4 +73,5 @@ def build(
         overlap.frontend.end()
         record_facts(state)
         judge_gates(state)
+        budgets.settle(state)
         return publish(state)

@@ -36,6 +36,7 @@ class CheckedRecipe:
     target: Target
     out: Path  # the folder of artifacts
     notes: tuple[str, ...] = ()  # what is tight, or has changed since the artifact before
+    publish_failed: bool = False  # it is to be published with verdict FAIL, where nothing but budgets is exceeded
 
 
 def check(recipe: Recipe) -> None:

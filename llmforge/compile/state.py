@@ -15,16 +15,17 @@ from llmforge.backends.engines import BuiltEngine
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import Adapter
 from llmforge.checkpoint.text import TokenWindow
+from llmforge.compile.attribution import LayerShare
 from llmforge.compile.evidence import Clock, Evidence
 from llmforge.compile.lock import Lock, StageDigests
 from llmforge.compile.lossy_parts import LossyStep
 from llmforge.compile.overlap import Overlap, PendingProof
 from llmforge.compile.preflight import CheckedRecipe
 from llmforge.compile.reuse import Reuse
-from llmforge.gates import records
+from llmforge.gates import records, relaxed
 from llmforge.gates.comparison import Previous
 from llmforge.gates.decision import GateResult
-from llmforge.gates.records import Report, ReusedRecord
+from llmforge.gates.records import PassRecord, Report, ReusedRecord
 from llmforge.measure.footprint import BytesRead
 from llmforge.measure.runtimes import Interpreter
 from llmforge.metrics.attribution import Attribution
@@ -32,6 +33,8 @@ from llmforge.quantization.statistics import Demand, Statistics
 from llmforge.recipe import Recipe
 from llmforge.rewrite.pass_base import Pass
 from llmforge.targets import Target
+
+_NAMED = 3  # layers behind an excess
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +56,25 @@ class PassRun:
     def proven(self) -> records.PassRecord:
         """Wait for the proof."""
         return self.record(verification=self.proof.result())
+
+
+@dataclass(frozen=True)
+class Excess:
+    """A lossy pass that cost more than its budget."""
+
+    number: int  # of the pass in its recipe, from 0
+    done: PassRecord
+    layers: tuple[LayerShare, ...] = ()  # the largest share first; () where it was not measured
+
+    @property
+    def budget(self) -> float:
+        """The budget that it would keep, with a margin."""
+        assert self.done.verification.kld_mean is not None
+        return relaxed.budget(self.done.verification.kld_mean)
+
+    def __str__(self) -> str:
+        most = ", ".join(f"{each.name} {each.share:.0%}" for each in self.layers[:_NAMED])
+        return f"{self.done.excess}{f'; most of it in {most}' if most else ''}"
 
 
 @dataclass(frozen=True)
@@ -108,6 +130,7 @@ class CompileState:
     runs: list[PassRun] = field(default_factory=list)
     adapter_proofs: list[PendingProof[str]] = field(default_factory=list)
     lossy_steps: list[LossyStep] = field(default_factory=list)  # kept for attribution
+    excesses: Sequence[Excess] = ()  # of budgets, once all proofs have ended
     plugins: tuple[records.PluginRecord, ...] = ()  # that took part
     # engine
     read: BytesRead = field(init=False)  # by a decode step

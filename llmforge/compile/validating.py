@@ -102,7 +102,7 @@ def validate(
     judged = replace(found, tasks=kept_tasks).judge(subject.sealed_limits, engine, before.checkpoint)
     here = machine.describe()
     changed = {
-        **_judged(judged),
+        **_judged(judged, before.passes),
         "quality": found.quality,
         "quality_baseline": found.baseline,
         "latency": found.latency,
@@ -154,11 +154,11 @@ def _measurement(
     )
 
 
-def _judged(gates: tuple[GateResult, ...]) -> dict[str, Any]:
+def _judged(gates: tuple[GateResult, ...], passes: Sequence[records.PassRecord]) -> dict[str, Any]:
     """Give what changes in a report whose gates were decided again; it is published as one more record."""
     return {
         "created": datetime.now(UTC).replace(microsecond=0).isoformat(),
-        "verdict": decision.overall(gates),
+        "verdict": records.overall(gates, passes),
         "gates": gates,
         "files": {},
         "previous": None,
@@ -240,7 +240,7 @@ def evaluate(
     judged = verdict.judge(subject.sealed_limits, measured, before.engine.unmeasured)
     notes = tuple(dict.fromkeys((*before.notes, *skipped)))
     progress.stage("Publish")
-    report = before.model_copy(update={**_judged(judged), "tasks": every, "notes": notes})
+    report = before.model_copy(update={**_judged(judged, before.passes), "tasks": every, "notes": notes})
     return Evaluated(found, skipped, _add(opened, report))
 
 

@@ -14,68 +14,64 @@ from llmforge.base import folders
 from llmforge.base.errors import InputError, UsageError
 from llmforge.base.progress import Progress
 from llmforge.checkpoint import documents
-from llmforge.compile import finishing, lock, pipeline
+from llmforge.compile import finishing, inputs, lock, pipeline
 from llmforge.diagnosis import comparison
 from llmforge.diagnosis.comparison import BuildComparison
 from llmforge.gates import confirmed
 from llmforge.recipe import Recipe
 
 
-def recorded(path: Path, checkpoint: Path, texts: Sequence[Path], folder: Path) -> Recipe:
+def recorded(path: Path, checkpoint: Path | None, texts: Sequence[Path], folder: Path) -> Recipe:
     """Make the recipe that the artifact at `path` records, of inputs that lie here; it is written into `folder`.
+
+    An input that is not given (None: the checkpoint) is looked for where a build on this machine has found it.
 
     Raises:
         InputError: what it records is no recipe of a build.
-        UsageError: a text that it names is not among `texts`; the recipe's target is a file.
+        UsageError: an input is not known here.
     """
     opened = confirmed.open_artifact(path)
     plain: dict[str, Any] = json.loads(json.dumps(opened.manifest.recipe))
-    try:
-        named_ones = plain.get("calibration"), (plain.get("validation") or {}).get("quality")
-        sections: list[dict[str, Any]] = [section for section in named_ones if section is not None]
-        wanted_texts = [(section["data"]["sha256"], section["data"]["name"]) for section in sections]
-        target = plain["target"]
-        named = target["name"] if isinstance(target, dict) else target
-    except (AttributeError, KeyError, TypeError) as error:
+    if not isinstance(plain.get("passes"), list) or not {"name", "checkpoint", "target"} <= plain.keys():
         raise InputError(
-            f"{path}: its manifest records no recipe of a build: {type(error).__name__}: {error}",
+            f"{path}: its manifest records no recipe of a build",
             hint="give the recipe with --recipe; fetch or build the artifact again",
-        ) from error
-    if isinstance(target, dict):
-        raise UsageError(
-            f"{path}: its recipe names the target file {named}, which the artifact does not hold",
-            hint="give the recipe with --recipe",
-        )
-    if plain.get("adapters"):
-        raise UsageError(
-            f"{path}: was built with {len(plain['adapters'])} adapters, which the artifact does not hold as files",
-            hint="give the recipe with --recipe",
         )
     plain.pop("plugins", None)  # the lock says which they were
     if "revision" not in plain:  # else it is named as on the Hub, at that commit
-        plain["checkpoint"] = str(folders.followed(checkpoint))
+        found = checkpoint or inputs.find(opened.manifest.checkpoint, plain["checkpoint"])
+        if found is None:
+            raise _unknown(path, f"the checkpoint {plain['checkpoint']}", opened.manifest.checkpoint, "--checkpoint")
+        plain["checkpoint"] = str(folders.followed(found))
+    quality = (plain.get("validation") or {}).get("quality") or {}
+    if quality.get("reference"):
+        raise UsageError(
+            f"{path}: its quality is held against the checkpoint {quality['reference']}, which no digest names",
+            hint="give the recipe with --recipe",
+        )
     here = {documents.digest(text): text for text in texts}
-    for section, (digest, name) in zip(sections, wanted_texts, strict=True):
-        if digest not in here:
-            raise UsageError(
-                f"{path}: was built with the text {name} ({digest[:12]}…), which is none of "
-                f"those given: {', '.join(map(str, texts)) or 'none'}",
-                hint="give it with --text FILE",
-            )
-        section["data"] = str(folders.followed(here[digest]))
-    validation = plain.get("validation") or {}
-    for number, task in enumerate(validation.get("tasks") or []):
-        if isinstance(task, dict):
-            if task["sha256"] not in here:
-                raise UsageError(
-                    f"{path}: was built with the task {task['name']} ({task['sha256'][:12]}…), which is none of those "
-                    f"given: {', '.join(map(str, texts)) or 'none'}",
-                    hint="give it with --text FILE",
-                )
-            validation["tasks"][number] = str(folders.followed(here[task["sha256"]]))
+
+    def placed(value: Any) -> Any:
+        if inputs.is_content(value):
+            known = here.get(value["sha256"]) or inputs.find(value["sha256"], value["name"])
+            if known is None:
+                raise _unknown(path, value["name"], value["sha256"], "--text")
+            return str(folders.followed(known))
+        if isinstance(value, dict):
+            return {key: placed(each) for key, each in value.items()}
+        return [placed(each) for each in value] if isinstance(value, list) else value
+
     file = folder / "recipe.yaml"
-    file.write_text(json.dumps(plain), encoding="utf-8")  # JSON is YAML
+    file.write_text(json.dumps(placed(plain)), encoding="utf-8")  # JSON is YAML
     return Recipe.load(file)
+
+
+def _unknown(path: Path, name: str, digest: str, option: str) -> UsageError:
+    return UsageError(
+        f"{path}: was built with {name} ({digest[:12]}…), which is none of those given, and no build on this machine "
+        "has remembered where it lies",
+        hint=f"give it with {option}, or the recipe with --recipe",
+    )
 
 
 def reproduce(path: Path, recipe: Recipe, out: Path | None = None, progress: Progress | None = None) -> BuildComparison:

@@ -6,6 +6,7 @@ timings, date and machine differ from build to build; it lies outside the conten
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -21,6 +22,7 @@ from llmforge.artifact import Artifact, FileRecord, sealed, version_of
 from llmforge.artifact import EvidenceRecord as Head
 from llmforge.base.errors import InputError
 from llmforge.base.wording import quoted
+from llmforge.gates import decision
 from llmforge.gates.decision import GateResult, Verdict
 from llmforge.measure.machine import Machine
 from llmforge.metrics.adapters import MOST_ADAPTERS, AdapterQuality
@@ -87,6 +89,11 @@ class VerificationRecord(ReportRecord):
     probes: tuple[str, ...]  # "prefill", "decode", "ragged"
     seconds: float = 0.0  # that the check took
 
+    @property
+    def exceeds(self) -> bool:
+        """Whether the pass cost more than its budget: the one declaration that a published pass may have broken."""
+        return self.budget is not None and self.kld_mean is not None and not self.kld_mean <= self.budget
+
 
 class PassRecord(ReportRecord):
     """What one pass did, and what it cost."""
@@ -108,6 +115,14 @@ class PassRecord(ReportRecord):
     def may_lose(self) -> bool:
         """Whether quality may have gone here, so that an attribution has a step for it."""
         return self.numerics is Numerics.LOSSY and bool(self.rewritten)
+
+    @property
+    def excess(self) -> str | None:
+        """How much more it cost than its budget, in a line; None: it did not."""
+        found = self.verification
+        if not found.exceeds:
+            return None
+        return f"pass {self.name}: mean KLD is {found.kld_mean:.3g} nats, its budget {found.budget:.3g}"
 
 
 class PluginRecord(ReportRecord):
@@ -230,6 +245,11 @@ class Report(ReportRecord):
         return {name: value for name, value in fields.items() if name not in ("plugins", "adapters") or value}
 
     @property
+    def excesses(self) -> tuple[str, ...]:
+        """What each pass that exceeds its budget cost; published like that, the verdict is FAIL whatever gates say."""
+        return excesses(self.passes)
+
+    @property
     def version(self) -> str:
         """Of the artifact."""
         return version_of(self.content)
@@ -240,6 +260,16 @@ class Report(ReportRecord):
         return measured(
             self.quality, self.latency, self.engine, self.checkpoint, self.runtimes, self.tasks, self.adapters
         )
+
+
+def excesses(passes: Sequence[PassRecord]) -> tuple[str, ...]:
+    """Say of each pass that exceeds its budget what it cost."""
+    return tuple(each.excess for each in passes if each.excess is not None)
+
+
+def overall(gates: Sequence[GateResult], passes: Sequence[PassRecord]) -> Verdict:
+    """Combine: FAIL where a pass exceeds its budget, else what the gates say together."""
+    return Verdict.FAIL if excesses(passes) else decision.overall(gates)
 
 
 def measured(

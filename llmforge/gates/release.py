@@ -77,6 +77,7 @@ class Judgement(ReportRecord):
     gates: tuple[GateResult, ...]
     looks: tuple[Look, ...] = ()
     notes: tuple[str, ...] = ()
+    exceeded: tuple[str, ...] = ()  # budgets of its passes, a line each: it fails whatever the gates say
 
 
 class Reported:
@@ -215,13 +216,14 @@ def judge(asked: ReleaseQuestion, *, documents: Pairs | None = None, alpha: floa
     return Judgement(
         artifact=release.side,
         against=None if against is None else against.side,
-        verdict=gates.overall(results),
+        verdict=records.overall(results, release.report.passes),
         pending=release.report.engine.pending,
         post_hoc=any(result.post_hoc for result in results),
         alpha=alpha,
         paired_documents=paired,
         gates=results,
         notes=tuple(asked.notes),
+        exceeded=release.report.excesses,
     )
 
 

@@ -69,9 +69,8 @@ def recompute(artifact: Artifact, source: str | None = None) -> tuple[GateResult
             results = judge(sealed_limits(artifact), report.measured, report.engine.unmeasured)
             if sorted(map(_decision, results)) != sorted(map(_decision, report.gates)):  # a manifest sorts its keys
                 wrong.append("gates")
-            if decision.overall(results) is not report.verdict:
-                found_verdict = decision.overall(results).value
-                wrong.append(f"verdict: it says {report.verdict.value}, its figures give {found_verdict}")
+            if (made := records.overall(results, report.passes)) is not report.verdict:
+                wrong.append(f"verdict: it says {report.verdict.value}, its figures give {made.value}")
         if wrong:
             raise ForgedVerdict(
                 f"{source or artifact.path}: {head.path}: does not follow from what was measured: "
@@ -117,6 +116,10 @@ def _misnamed(artifact: Artifact, report: Report, checkpoint: CheckpointRecord) 
         "engine": ({file.name: file.size_bytes for file in report.engine.files}, engine),
     }
     yield from (what for what, (said, is_so) in pairs.items() if said != is_so)
+    for written, done in zip(manifest.recipe.get("passes", ()), report.passes, strict=False):
+        budget, held_to = (written.get(done.name) or {}).get("budget"), done.verification.budget
+        if held_to is not None and budget is not None and budget.get("kld_mean") != held_to:
+            yield f"budget of pass {done.name}"
 
 
 def _figures(report: Report) -> Iterator[str]:

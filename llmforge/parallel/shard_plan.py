@@ -16,7 +16,7 @@ holds. What nothing divides (norms, routers, an untied embedding) stays whole on
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -30,18 +30,18 @@ from llmforge.ir.operators.record import CachedAttention, Operator
 from llmforge.parallel.partition import Partition, Undivided, axis_of, even, size_of, spread, through_reshape
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ShardPlan:
     """What each rank holds of a graph; nodes and values are of the graph that the plan was made of."""
 
     degree: int
-    partitions: Mapping[ir.Value, Partition]  # of values that are not whole, caches included
-    columns: Mapping[ir.Node, Partition]  # linear layers by their output features
-    rows: Mapping[ir.Node, Partition]  # linear layers by their input features
-    experts: Mapping[ir.Node, Partition]  # `llmforge::MoE`, by the inner width of every expert
-    head: ir.Node | None  # the linear layer that is divided by the vocabulary; it is in `columns`
-    embedding: ir.Node | None  # the lookup in the table that the head is tied to
-    whole: Mapping[str, str]  # linear layers that every rank has, and why
+    partitions: dict[ir.Value, Partition] = field(default_factory=dict)  # of values not whole, caches included
+    columns: dict[ir.Node, Partition] = field(default_factory=dict)  # linear layers by their output features
+    rows: dict[ir.Node, Partition] = field(default_factory=dict)  # linear layers by their input features
+    experts: dict[ir.Node, Partition] = field(default_factory=dict)  # `llmforge::MoE`, by every expert's inner width
+    head: ir.Node | None = None  # the linear layer that is divided by the vocabulary; it is in `columns`
+    embedding: ir.Node | None = None  # the lookup in the table that the head is tied to
+    whole: dict[str, str] = field(default_factory=dict)  # linear layers that every rank has, and why
 
 
 def plan(model: ir.Model, degree: int) -> ShardPlan:
@@ -104,34 +104,19 @@ def allowed(fits: Callable[[int], bool], most: int) -> str:
     return ", ".join(["1", *(str(degree) for degree in range(2, most + 1) if fits(degree))])
 
 
-@dataclass(eq=False)
-class _Planner:
-    model: ir.Model
-    degree: int
-    partitions: dict[ir.Value, Partition] = field(default_factory=dict)
-    columns: dict[ir.Node, Partition] = field(default_factory=dict)
-    rows: dict[ir.Node, Partition] = field(default_factory=dict)
-    experts: dict[ir.Node, Partition] = field(default_factory=dict)
-    whole: dict[str, str] = field(default_factory=dict)
-    head: ir.Node | None = None
-    embedding: ir.Node | None = None
+class _Planner(ShardPlan):
+    """Makes the plan that it is."""
 
-    def __post_init__(self) -> None:
-        self.position = {node: index for index, node in enumerate(self.model.graph)}
+    def __init__(self, model: ir.Model, degree: int) -> None:
+        super().__init__(degree)
+        self.model = model
+        self.position = {node: index for index, node in enumerate(model.graph)}
         self.pending: list[tuple[int, ir.Node]] = []
 
     def result(self) -> ShardPlan:
         divided = {str(node.name) for node in (*self.columns, *self.rows)}
-        return ShardPlan(
-            self.degree,
-            self.partitions,
-            self.columns,
-            self.rows,
-            self.experts,
-            self.head,
-            self.embedding,
-            {name: reason for name, reason in self.whole.items() if name not in divided},
-        )
+        self.whole = {name: reason for name, reason in self.whole.items() if name not in divided}
+        return self
 
     # what is divided by nature
 

@@ -97,12 +97,12 @@ def answer(
 
 
 def of_target(shape: Shape, target: Target, asked: PlanRequest) -> Planned:
-    """Plan `shape` on one target, by what is `asked` alone.
+    """Plan `shape` on one target, by what is `asked` alone; its build is that of a recipe which `init` writes.
 
     Raises:
         UsageError, UnsupportedError: as `answer`.
     """
-    said = PlanRequest(calibration_tokens=asked.calibration_tokens, work=asked.work)
+    said = PlanRequest(work=work.of_start(asked.calibration_tokens))
     return _planned(shape, target, _workload(shape, asked, said), asked, said)
 
 

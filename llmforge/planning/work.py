@@ -34,6 +34,18 @@ def of_recipe(recipe: Recipe, steps: Sequence[Pass]) -> BuildWork:
     )
 
 
+def of_start(calibration_tokens: int) -> BuildWork:
+    """Count what a recipe that `init` writes asks for (`planning.starting`), with so many tokens that choose codes."""
+    windows, prompts, answer, repetitions = 512, (32, 512), 32, 6
+    return BuildWork(
+        calibration_tokens=calibration_tokens,
+        budget_tokens=MOST_WINDOWS * windows // 3,
+        quality_tokens=60 * windows,
+        prompt_tokens=repetitions * sum(prompts),
+        timed_steps=repetitions * answer * len(prompts),
+    )
+
+
 def _evaluated(spec: QualitySpec) -> int:
     """Count the tokens that are evaluated; of files of unknown length by their bytes, as far as they are there."""
     given: Any = spec.data

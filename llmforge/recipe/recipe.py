@@ -85,6 +85,7 @@ class Recipe(Section):
 
     _source: Source = PrivateAttr()
     _migrated: tuple[str, ...] = PrivateAttr(default=())
+    _overrides: tuple[str, ...] = PrivateAttr(default=())
     _snapshot: hub.HubSnapshot | None = PrivateAttr(default=None)
 
     @property
@@ -124,7 +125,7 @@ class Recipe(Section):
             recipe = cls.model_validate_json(json.dumps(written), context=folders.followed(path).parent)
         except ValidationError as error:
             raise collect(describe(error, source, cls.model_json_schema())) from None
-        recipe._source, recipe._migrated = source, tuple(migrated)
+        recipe._source, recipe._migrated, recipe._overrides = source, tuple(migrated), tuple(overrides)
         if problems := [recipe._problem(*each) for each in recipe._contradictions()]:
             raise collect(problems)
         return recipe._with_snapshot()
@@ -168,6 +169,11 @@ class Recipe(Section):
     def migrated(self) -> tuple[str, ...]:
         """What the file calls by an earlier name, a sentence each."""
         return self._migrated
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """What was set besides what the file says, KEY=VALUE each."""
+        return self._overrides
 
     @property
     def written(self) -> dict[str, Any]:

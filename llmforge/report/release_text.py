@@ -20,7 +20,7 @@ def headline(judgement: Judgement) -> str:
     verdict = judgement.verdict
     said = {
         Verdict.PASS: f"all {of} gates passed" if of > 1 else "the gate passed",
-        Verdict.FAIL: f"{ended[Verdict.FAIL]} of {of} gates failed",
+        Verdict.FAIL: failed(ended[Verdict.FAIL], of, len(judgement.exceeded)),
         Verdict.INCONCLUSIVE: f"{ended[Verdict.INCONCLUSIVE]} of {of} gates inconclusive",
         Verdict.NONE: "no gates",
     }[verdict]
@@ -28,9 +28,18 @@ def headline(judgement: Judgement) -> str:
     return f"{verdict.value.upper()}: {judgement.artifact.reference}{against}: {said}{_marks(judgement)}"
 
 
+def failed(gates: int, of: int, exceeded: int) -> str:
+    """Count the gates that failed, and the passes that exceed their budgets."""
+    said = f"{gates} of {of} gates failed"
+    if not exceeded:
+        return said
+    passes = "a pass exceeds its budget" if exceeded == 1 else f"{exceeded} passes exceed their budgets"
+    return f"{passes}, {said}" if gates else passes
+
+
 def text(judgement: Judgement) -> list[str]:
     """Write it for a terminal."""
-    lines = [headline(judgement)]
+    lines = [headline(judgement), *(f"FAIL  {each}" for each in judgement.exceeded)]
     for gate in judgement.gates:
         lines.append(f"{gate.verdict.value.upper()}  {gate.explanation}{_post_hoc(gate)}")
         if (could := sensitivity(gate)) is not None:
@@ -64,8 +73,9 @@ def markdown(judgement: Judgement) -> str:
         could = "–" if gate.detectable is None else write(gate.detectable)
         cells = (f"{gate.bound}{_post_hoc(gate)}", f"{icons[gate.verdict]} {gate.verdict.value}", found)
         lines.append(f"| `{gate.metric}` {' | '.join(map(_cell, (*cells, write(gate.limit), could)))} |")
-    undecided = [gate for gate in judgement.gates if gate.verdict is not Verdict.PASS]
-    lines += ["", *(f"- {_cell(gate.explanation)}" for gate in undecided)] if undecided else []
+    undecided = [gate.explanation for gate in judgement.gates if gate.verdict is not Verdict.PASS]
+    against_it = [*judgement.exceeded, *undecided]
+    lines += ["", *(f"- {_cell(each)}" for each in against_it)] if against_it else []
     paired = "" if judgement.paired_documents is None else f"; {judgement.paired_documents} documents paired"
     lines += ["", f"α {judgement.alpha:g} a gate{paired}; measured {_cell(judgement.artifact.created)}"]
     return "\n".join([*lines, *(f"Note: {_cell(note)}" for note in judgement.notes), ""])
@@ -73,9 +83,13 @@ def markdown(judgement: Judgement) -> str:
 
 def junit(judgement: Judgement) -> str:
     """Write it as JUnit XML: a gate is a test case, a failed one a failure, an undecided one an error."""
-    failures = sum(gate.verdict is Verdict.FAIL for gate in judgement.gates)
+    failures = sum(gate.verdict is Verdict.FAIL for gate in judgement.gates) + len(judgement.exceeded)
     errors = sum(gate.verdict is Verdict.INCONCLUSIVE for gate in judgement.gates)
-    counts = {"tests": str(len(judgement.gates)), "failures": str(failures), "errors": str(errors)}
+    counts = {
+        "tests": str(len(judgement.gates) + len(judgement.exceeded)),
+        "failures": str(failures),
+        "errors": str(errors),
+    }
     root = ElementTree.Element("testsuites", {"name": "llmforge gate", **counts})
     reference = _legal(judgement.artifact.reference)
     suite = ElementTree.SubElement(root, "testsuite", {"name": f"gates of {reference}", **counts, "skipped": "0"})
@@ -91,6 +105,10 @@ def junit(judgement: Judgement) -> str:
     }
     for name, value in facts.items():
         ElementTree.SubElement(properties, "property", {"name": name, "value": _legal(value)})
+    for excess in map(_legal, judgement.exceeded):
+        name = excess.partition(":")[0]
+        case = ElementTree.SubElement(suite, "testcase", {"classname": reference, "name": name, "time": "0"})
+        ElementTree.SubElement(case, "failure", {"type": Verdict.FAIL.value, "message": excess}).text = excess
     for gate in judgement.gates:
         name = f"{gate.metric} {gate.bound} {gate.limit:g}{_post_hoc(gate)}"
         case = ElementTree.SubElement(suite, "testcase", {"classname": reference, "name": name, "time": "0"})

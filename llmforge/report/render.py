@@ -99,6 +99,8 @@ def summary(report: Report, previous: Previous | None = None) -> RenderableType:
     if (added := view.added_row(report)) is not None:
         quality.add_row(Text("KLD added by pass", "dim"), Text(added))
     gates = Table.grid(padding=(0, 2))
+    for excess in report.excesses:
+        gates.add_row(Text(Verdict.FAIL.name, _STYLES[Verdict.FAIL]), Text(excess))
     for result in report.gates:
         gates.add_row(Text(result.verdict.name, _STYLES[result.verdict]), Text(result.explanation))
     unverified = report.engine.unmeasured
@@ -112,7 +114,7 @@ def summary(report: Report, previous: Previous | None = None) -> RenderableType:
     others = Table.grid(padding=(0, 2))
     for title, found in view.runtime_rows(report):
         others.add_row(Text(title, "dim"), Text(found))
-    blocks: list[list[RenderableType]] = [[head], [key], [gates] if report.gates else [], [quality]]
+    blocks: list[list[RenderableType]] = [[head], [key], [gates] if gates.row_count else [], [quality]]
     blocks += [[*_latency(report.latency)], [others], [*since, *cached, *said]]
     shown = [block for block in blocks if block and not (isinstance(block[0], Table) and not block[0].row_count)]
     return Group(*(part for block in shown for part in (*block, Text())))

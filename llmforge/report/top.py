@@ -46,7 +46,8 @@ class Panel:
 def reasons(report: Report) -> list[str]:
     """Say why the verdict is what it is: what stands against it, or else what was gained and what it cost."""
     if report.verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE):
-        reasons = [explained(gate) for gate in report.gates if gate.verdict is report.verdict]
+        reasons = [f"{each[0].upper()}{each[1:]}." for each in report.excesses]
+        reasons += [explained(gate) for gate in report.gates if gate.verdict is report.verdict]
         rest = len(reasons) - _MOST_REASONS
         return [*reasons[:_MOST_REASONS], *([f"And {rest} more, below."] if rest > 0 else [])]
     return [_gains(report)]

@@ -25,6 +25,7 @@ from llmforge.metrics.quality import ByPosition, OfSums, Quality
 from llmforge.metrics.quality_metrics import QualityMetric
 from llmforge.metrics.serving import Distribution
 from llmforge.metrics.tasks import PREFIX, TaskResult
+from llmforge.report import release_text
 from llmforge.rewrite.pass_base import Rewritten, Skipped
 
 LONGEST_TEXT = 1000  # characters of a text of a report
@@ -62,9 +63,11 @@ def headline(report: Report) -> str:
         return "Built; the recipe has no gates"
     if report.verdict is Verdict.PASS:
         return "The gate passed" if len(verdicts) == 1 else f"All {len(verdicts)} gates passed"
+    if report.verdict is Verdict.FAIL:
+        said = release_text.failed(verdicts.count(Verdict.FAIL), len(verdicts), len(report.excesses))
+        return said[0].upper() + said[1:]
     unknown = "the engine was not run" if report.engine.unmeasured else "not enough data"
-    what = "failed" if report.verdict is Verdict.FAIL else f"inconclusive: {unknown}"
-    return f"{verdicts.count(report.verdict)} of {len(verdicts)} gates {what}"
+    return f"{verdicts.count(report.verdict)} of {len(verdicts)} gates inconclusive: {unknown}"
 
 
 def gate_limit(gate: GateResult) -> str:

@@ -53,8 +53,7 @@ def write(model: TritonModel, artifact: Path) -> None:
     """Write the repository into the folder of an artifact, if its engine is one that vLLM loads."""
     if of_provider(model.runtime.provider).name == BACKEND:
         folder = artifact / FOLDER / model.name
-        _write_shared(model, folder, "ARTIFACT", FOLDER, "engine")
-        _write_arguments(model, folder / "1", "engine")
+        _write(model, folder, 1, "ARTIFACT", FOLDER, "engine")
 
 
 def export(artifact: Artifact, model: TritonModel, models: Path, *, version: int = 1, copy: bool = False) -> Path:
@@ -75,23 +74,18 @@ def export(artifact: Artifact, model: TritonModel, models: Path, *, version: int
         )
     with repository.published(models, model.name, version) as partial:
         engine = f"{model.name}/{version}/engine"
-        _write_shared(model, partial, "REPOSITORY", ".", engine)
-        _write_arguments(model, partial / str(version), engine)
+        _write(model, partial, version, "REPOSITORY", ".", engine)
         link = shutil.copy2 if copy else repository.link
         shutil.copytree(artifact.path / "engine", partial / str(version) / "engine", copy_function=link)
     return models / model.name
 
 
-def _write_shared(model: TritonModel, folder: Path, start: str, models: str, engine: str) -> None:
-    """Write what all versions share."""
-    folder.mkdir(parents=True)
+def _write(model: TritonModel, folder: Path, version: int, start: str, models: str, engine: str) -> None:
+    """Write what all versions share, and the arguments of one."""
+    (folder / str(version)).mkdir(parents=True)
     (folder / CONFIG).write_text(_CONFIG.format(instances=model.serving.triton.instances), encoding="utf-8")
     text = _README.format(name=model.name, start=start, models=models, engine=engine)
     (folder / README).write_text(text, encoding="utf-8")
-
-
-def _write_arguments(model: TritonModel, folder: Path, engine: str) -> None:
-    folder.mkdir()
     arguments = {
         "model": engine,
         "tokenizer": engine,
@@ -99,4 +93,4 @@ def _write_arguments(model: TritonModel, folder: Path, engine: str) -> None:
         "max_model_len": model.runtime.max_context,
         "max_num_seqs": model.runtime.max_batch,
     }
-    (folder / ARGUMENTS).write_text(json.dumps(arguments, indent=2) + "\n", encoding="utf-8")
+    (folder / str(version) / ARGUMENTS).write_text(json.dumps(arguments, indent=2) + "\n", encoding="utf-8")

@@ -13,26 +13,20 @@ from llmforge.metrics.tokens import KLD, Floats, require_finite, score
 from llmforge.verification import comparison, probe
 
 # Texts after which a budget may be decided early, and the one-sided 99.9 % quantile of Student's t for their number
-# less one. Only a cost below its budget ends early: what exceeds it is measured on everything, and the worst is named.
+# less one. Only a cost below its budget ends early: what exceeds it is measured on everything.
 LOOKS: Mapping[int, float] = {5: 7.173, 9: 4.501, 17: 3.686}
 KEPT_BYTES = 256 << 20  # of logits that the next pass is held against; what does not fit is computed again
 
 
 @dataclass(frozen=True)
 class TextCost:
-    """What a pass cost on the runs `names`; `where` is the step that cost most, or whose logits are not finite."""
+    """What a pass cost on the runs `names`."""
 
     kld_mean: float  # nats a token
     tokens: int
     names: tuple[str, ...]
-    where: tuple[probe.Run, int]
-    worst: float  # mean KLD of that step; infinite where a logit is NaN or infinite
-    largest: float = np.inf  # difference of a logit, in standard deviations of all
-
-    @property
-    def finite(self) -> bool:
-        """Whether all logits are finite."""
-        return bool(np.isfinite(self.worst))
+    largest: float  # difference of a logit, in standard deviations of all
+    not_finite: tuple[probe.Run, int] | None = None  # the first step that has a logit which is NaN or infinite
 
 
 @dataclass
@@ -52,7 +46,6 @@ class TextLoss:
         opened: Session | None = None
         kept, size = {}, 0
         texts: list[tuple[float, int]] = []  # of each: KLD, tokens
-        worst = (-1.0, 0, 0)
         moved, moments = 0.0, np.zeros(3)  # of the logits before: their number, sum and sum of squares
         ran = 0
         for number, run in enumerate(self.runs):
@@ -64,13 +57,10 @@ class TextLoss:
             lost = np.zeros(run.batch)
             for index, (step, b, a) in enumerate(zip(run.steps, expected, made, strict=True)):
                 if not np.isfinite(a).all():
-                    return TextCost(np.nan, 0, self._names(ran), (run, index), np.inf)
-                of_rows = _mean_klds(step, b, a)
-                lost += of_rows * step.lengths
-                mean = float(of_rows @ step.lengths / step.lengths.sum())
+                    return TextCost(np.nan, 0, self._names(ran), np.inf, (run, index))
+                lost += _mean_klds(step, b, a) * step.lengths
                 moved = max(moved, comparison.largest(b, a))
                 moments += b.size, b.sum(dtype=np.float64), np.square(b).sum(dtype=np.float64)
-                worst = max(worst, (mean, number, index))
             tokens = sum(step.lengths for step in run.steps)
             texts += zip(lost.tolist(), np.asarray(tokens).tolist(), strict=True)
             size += sum(logits.nbytes for logits in made)
@@ -80,11 +70,10 @@ class TextLoss:
                 break
         self._before = kept
         count = sum(tokens for _, tokens in texts)
-        mean, at, index = worst
         total, squares = moments[1] / moments[0], moments[2] / moments[0]
         spread = float(np.sqrt(squares - total**2))
         kld_mean = sum(lost for lost, _ in texts) / count
-        return TextCost(kld_mean, count, self._names(ran), (self.runs[at], index), mean, moved / spread)
+        return TextCost(kld_mean, count, self._names(ran), moved / spread)
 
     def _names(self, count: int) -> tuple[str, ...]:
         return tuple(run.name for run in self.runs[:count])

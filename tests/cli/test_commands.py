@@ -26,7 +26,7 @@ from llmforge import serving as runtime
 from llmforge.artifact import admission
 from llmforge.base import errors
 from llmforge.cache import Cache, Key
-from llmforge.cli import cli, console, describe
+from llmforge.cli import building, cli, console, describe
 from llmforge.gates import confirmed
 from llmforge.gates.decision import Verdict
 from llmforge.recipe import Recipe
@@ -81,8 +81,9 @@ class FakePipeline:
         pythons: Any,
         checked: Any,
         overlap: Any,
+        publish_failed: bool,
     ) -> BuildResult:
-        assert pythons == {}
+        assert (pythons, publish_failed) == ({}, False)
         self.called_with = (recipe, out)
         self.cache = cache
         progress.stage("Trace the checkpoint")
@@ -142,7 +143,7 @@ def test_build_ends_with_the_path(fake: FakePipeline, tmp_path: Path) -> None:
     assert result.stdout.splitlines()[-1] == str(tmp_path / "docs-llama-fp32" / "0123456789ab")
     assert "kld_mean" in result.stdout
     artifact = tmp_path / "docs-llama-fp32" / "0123456789ab"
-    assert result.stderr.splitlines() == [
+    assert re.sub(r": about \d+\.\d s$", "", result.stderr, flags=re.MULTILINE).splitlines() == [
         "Load llmforge",
         "Trace the checkpoint",
         "Measure quality",
@@ -151,6 +152,14 @@ def test_build_ends_with_the_path(fake: FakePipeline, tmp_path: Path) -> None:
         f"      llmforge gate {artifact}",
         f"      llmforge triton {artifact} -o models",
     ]
+
+
+def test_a_model_with_a_chat_template_is_talked_to_next(tmp_path: Path) -> None:
+    engine: Any = SimpleNamespace(pending=False, backend="onnxruntime")
+    (tmp_path / "tokenizer").mkdir()
+    assert next(building._next_steps(tmp_path, engine)).endswith('"PROMPT"')
+    (tmp_path / "tokenizer" / "chat_template.jinja").touch()
+    assert next(building._next_steps(tmp_path, engine)) == f"next: llmforge run {tmp_path} --chat"
 
 
 @pytest.mark.parametrize(

@@ -277,10 +277,13 @@ def test_a_gate_that_could_not_fail_is_underpowered(out: Path, tmp_path: Path) -
 
 def test_options_that_say_nothing_alone(out: Path) -> None:
     made = f"tiny/{put(out).path.name}"
-    for options in (("--max-documents", 9), ("--text", "a"), ("--recipe", "r"), ("--until-decided",)):
+    for options in (("--max-documents", 9), ("--text", "a"), ("--recipe", "r")):
         done = invoke("gate", made, *options)
         assert done.exit_code == 2
         assert "--until-decided" in done.stderr
+    done = invoke("gate", made, "--until-decided")
+    assert done.exit_code == 5
+    assert "its manifest records no recipe of a build" in done.stderr  # it is made up here
 
 
 def test_junit_validates_and_tells_what_failed(out: Path, tmp_path: Path, data: Path) -> None:

@@ -246,7 +246,7 @@ class TestLoading:
         done = call(name, made, *words)
         assert done.exit_code == 3, done.output
         text = " ".join(done.stderr.split())
-        assert f"the gates of tiny {made.name} failed" in text
+        assert f"the verdict of tiny {made.name} is FAIL" in text
         assert "hint: see `llmforge inspect`; to use it all the same: --allow fail" in text
         assert call(name, made, *words, "--allow", "inconclusive").exit_code == 3
         allowed = call(name, made, *words, "--allow", "fail")

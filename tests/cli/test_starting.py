@@ -1,5 +1,6 @@
 """`llmforge init` and `llmforge up`: what they write, refuse and run."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from llmforge.cli import cli, planning, starting
 from llmforge.compile import probing
 from llmforge.doctor import kept
 from llmforge.measure import ceilings, machine
+from llmforge.planning import request
 from llmforge.planning.choice import Probed
 from llmforge.recipe import Recipe
 
@@ -64,6 +66,16 @@ def test_what_is_there_is_not_replaced(home: Path) -> None:
     assert other.exit_code == 2
     assert "differs from the text that ships with llmforge" in other.stderr
     assert not (home / "other.yaml").exists()
+
+
+def test_the_build_takes_what_plan_predicts_of_the_recipe(home: Path) -> None:
+    assert invoke("init", SAMPLE).exit_code == 0
+    (line,) = (each for each in (home / "docs-llama-7m.yaml").read_text().splitlines() if "# Predicted: " in each)
+    cost = request.build_of(Recipe.load(home / "docs-llama-7m.yaml"))
+    assert cost is not None
+    told = re.search(r"about ([\d.]+) s of CPU time", line)
+    assert told is not None, line
+    assert cost.cpu_s == pytest.approx(float(told[1]), rel=0.1)
 
 
 def test_text_of_ones_own(home: Path) -> None:

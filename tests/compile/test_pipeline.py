@@ -205,6 +205,7 @@ def test_gates_decide_how_a_build_ends(recipe_file: Write, gate: Any, code: int,
     result = run(recipe_file(passes=QUANTIZED, gates=gate))
     assert result.exit_code == code, result.output
     assert Artifact.open(Path(result.stdout.splitlines()[-1])).verdict == verdict
+    assert ("hint: accept what was measured: build with --set gates." in result.stderr) is (code == 3)
 
 
 @pytest.mark.slow
@@ -216,6 +217,8 @@ def test_a_gate_on_its_limit_is_inconclusive(recipe_file: Write, tmp_path: Path)
     result = run(recipe_file(passes=QUANTIZED, gates={"kld_mean": {"max": limit}}))
     assert result.exit_code == 4, result.output
     assert "documents needed to decide" in result.stderr or "too close to the limit" in result.stderr
+    assert "hint: measure more documents: llmforge gate " in result.stderr
+    assert "or accept what was measured: build with --set gates.kld_mean.max=" in result.stderr
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from llmforge import artifact, targets
 from llmforge.artifact import Artifact, store
 from llmforge.base import resources, signals
-from llmforge.base.errors import VerificationError
+from llmforge.base.errors import BudgetExceeded, VerificationError
 from llmforge.base.progress import Silent
 from llmforge.cache import Cache, Code, installed
 from llmforge.cache.remote import Remote
@@ -305,7 +305,7 @@ def test_a_changed_tail_reuses_the_head(recipe: Write, done: Done, tmp_path: Pat
 def test_a_budget_that_a_pass_exceeds_is_not_hidden_by_the_cache(recipe: Write, done: Done, tmp_path: Path) -> None:
     done.cache(tmp_path)
     for _ in range(2):
-        with pytest.raises(VerificationError, match="quantize-kv-cache declares lossy"):
+        with pytest.raises(BudgetExceeded, match=r"pass quantize-kv-cache: mean KLD is .* its budget 1e-12"):
             build(recipe(budget=1e-12), tmp_path)
 
 

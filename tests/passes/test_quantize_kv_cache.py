@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from llmforge import native, targets
-from llmforge.base.errors import DataError, EnvironmentLacks, UnsupportedError, VerificationError
+from llmforge.base.errors import DataError, EnvironmentLacks, UnsupportedError
 from llmforge.ir import graph
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.pack_qkv import PackQkv
@@ -245,14 +245,15 @@ def test_the_numerics_of_slots_hold(tmp_path: Path) -> None:
 
 
 @needs_kernels
-def test_a_budget_that_4_bits_break_fails_the_pass(tmp_path: Path) -> None:
+def test_a_budget_that_4_bits_break_is_told(tmp_path: Path) -> None:
     model = lowered(WIDE, packed=True)
     text = np.random.default_rng(0).integers(0, 96, 40)
     verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=[text])
     step = QuantizeKvCache(Budget(kld_mean=1e-9), bits=4)
     changes = step.run(model, context({}))
-    with pytest.raises(VerificationError, match=r"quantize-kv-cache declares lossy: mean KLD is .* its budget 1e-09"):
-        verifier.check(step, model, changes)
+    found = verifier.check(step, model, changes)
+    assert found.kld_mean is not None
+    assert found.kld_mean > found.budget == 1e-9
 
 
 @needs_kernels

@@ -424,7 +424,7 @@ def test_a_model_is_held_to_its_manifest_and_its_gates_when_it_loads(
             engine.write_bytes(engine.read_bytes()[:-1] + b"!")
         model_module.TritonPythonModel().initialize(arguments)
 
-    with pytest.raises(RuntimeError, match=r"the gates of random .* failed\n.*llmforge triton --allow fail"):
+    with pytest.raises(RuntimeError, match=r"the verdict of random .* is FAIL.*\n.*llmforge triton --allow fail"):
         load(None)
     with pytest.raises(RuntimeError, match="says KIND_GPU, but the engine is for a CPU"):
         load("fail")

@@ -175,10 +175,12 @@ def test_tables_are_read_in_blocks_and_weights_as_they_are_stored(tied: bool) ->
         np.testing.assert_allclose(logits[step.valid], wanted.logits, atol=2e-5)
 
 
-def test_a_lossy_pass_over_its_budget_fails_where_graphs_are_streamed(tmp_path: Path) -> None:
+def test_a_lossy_pass_over_its_budget_is_measured_where_graphs_are_streamed(tmp_path: Path) -> None:
     step = QuantizeWeights(budget=Budget(kld_mean=1e-6), bits=4, block_size=32, method="rtn")
-    with pytest.raises(VerificationError, match=r"mean KLD is .* nats over 121 tokens, its budget 1e-06"):
-        check(step, model_with_lazy_weights(), tmp_path)
+    found = check(step, model_with_lazy_weights(), tmp_path)
+    assert found.probes == ("121 tokens of text, piece by piece",)
+    assert found.kld_mean is not None
+    assert found.kld_mean > found.budget == 1e-6
 
 
 # Passes that lie

@@ -59,7 +59,9 @@ def test_a_loss_that_few_texts_show_is_not_passed_over(runs: list[probe.Run]) ->
     noise[2] = noise[4] = 0.5
     cost = TextLoss(runs).measure(lambda: Noisy([0.0] * RUNS), Noisy(noise), budget=0.06)
     assert len(cost.names) > 5
-    assert cost.where[0].name in ("window 2", "window 4")
+    assert (
+        cost.kld_mean > TextLoss(runs).measure(lambda: Noisy([0.0] * RUNS), Noisy([0.05] * RUNS), budget=0.06).kld_mean
+    )
 
 
 def test_a_graph_that_was_measured_does_not_run_again(runs: list[probe.Run], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,8 +80,8 @@ def test_a_graph_that_was_measured_does_not_run_again(runs: list[probe.Run], mon
 
 def test_logits_that_are_not_finite_are_told_at_once(runs: list[probe.Run]) -> None:
     cost = TextLoss(runs).measure(lambda: Noisy([0.0] * RUNS), Noisy([0.0, np.nan, *[0.0] * 22]), budget=9.0)
-    assert not cost.finite
-    assert cost.where[0].name == "window 1"
+    assert cost.not_finite is not None
+    assert cost.not_finite[0].name == "window 1"
     assert np.isnan(cost.kld_mean)
 
 

@@ -82,8 +82,7 @@ class Awq(QuantizedLayout):
         """Find the linear layers that have a qweight."""
         size = settings_of(settings).get("group_size", 128)
         found = [_tensor(stored, module, size) for module in modules(stored, "qweight")]
-        used = {entry.name for tensor in found for entry in tensor.parts.values()}
-        return Grouped(found, {name: entry for name, entry in stored.items() if name not in used})
+        return Grouped.of(found, stored)
 
 
 def _tensor(stored: Mapping[str, TensorEntry], module: str, size: int) -> AwqTensor:

@@ -248,8 +248,7 @@ class CompressedTensors(QuantizedLayout):
         config = settings_of(settings)
         schemes = _schemes(config, folder)
         found = [_tensor(schemes, stored, module) for module in modules(stored, "weight_scale")]
-        used = {entry.name for tensor in found for entry in tensor.parts.values()}
-        left = {name: entry for name, entry in stored.items() if name not in used}
+        left = Grouped.of(found, stored).plain
         for name, entry in left.items():
             if name.rpartition(".")[2] in ("weight_packed", "compressed", "bitmask"):
                 raise damaged(entry, "has no weight_scale beside it, and is not taken")

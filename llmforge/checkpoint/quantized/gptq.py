@@ -122,8 +122,7 @@ class GptqLayout(QuantizedLayout):
         config = settings_of(settings)
         added = 1 if _version(config, folder) == "gptq" else 0
         found = [_tensor(config, stored, module, added) for module in modules(stored, "qweight")]
-        used = {entry.name for tensor in found for entry in tensor.parts.values()}
-        return Grouped(found, {name: entry for name, entry in stored.items() if name not in used})
+        return Grouped.of(found, stored)
 
 
 def _tensor(config: Mapping[str, Any], stored: Mapping[str, TensorEntry], module: str, added: int) -> GptqTensor:

@@ -181,6 +181,12 @@ class Grouped:
     plain: Mapping[str, TensorEntry]  # what is stored as it is, by the name of the parameter
     notes: Sequence[str] = field(default=())  # what is in the checkpoint and is not taken, a sentence each
 
+    @classmethod
+    def of(cls, found: Sequence[QuantizedTensor], stored: Mapping[str, TensorEntry]) -> Grouped:
+        """Say that what is no part of `found` is stored as it is."""
+        used = {entry.name for tensor in found for entry in tensor.parts.values()}
+        return cls(found, {name: entry for name, entry in stored.items() if name not in used})
+
 
 class QuantizedLayout(ABC):
     """How one tool stores quantized checkpoints."""

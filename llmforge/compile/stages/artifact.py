@@ -10,7 +10,7 @@ from llmforge import artifact
 from llmforge.artifact import Manifest
 from llmforge.compile import provenance
 from llmforge.compile.state import BuildResult, CompileState
-from llmforge.gates import comparison, decision, records
+from llmforge.gates import comparison, records
 from llmforge.gates.records import Report
 from llmforge.measure import machine
 from llmforge.report import render
@@ -52,7 +52,7 @@ def _report(state: CompileState, manifest: Manifest) -> Report:
         **{each.name: getattr(facts, each.name) for each in fields(facts)},
         content=manifest.content_digest,
         created=datetime.now(UTC).replace(microsecond=0).isoformat(),
-        verdict=decision.overall(state.gates),
+        verdict=records.overall(state.gates, facts.passes),
         gates=state.gates,
         quality=found.quality,
         quality_baseline=found.baseline,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmforge.checkpoint import Checkpoint
-from llmforge.compile import lock
+from llmforge.compile import inputs, lock
 from llmforge.compile.state import CompileState, ReportFacts
 from llmforge.gates import records
 from llmforge.recipe import GateSpec
@@ -26,6 +26,7 @@ def record_facts(state: CompileState) -> None:
         recipe=resolved,
         plugins=state.plugins,
     )
+    inputs.remember(recipe, resolved, state.checkpoint)
     state.lock = lock.gather(recipe, resolved, state.checkpoint, target.catalog_name, state.digests, state.plugins)
     state.reused = state.reuse.record(passes)
     state.clock.beside.append(state.overlap.frontend.peak_bytes)

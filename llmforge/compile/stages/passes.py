@@ -66,14 +66,14 @@ def run_passes(state: CompileState) -> None:
 
 def _run_pass(state: CompileState, step: Pass, context: Context, chain: PassChain, prover: PassProver) -> None:
     """Run one pass, and keep what is needed of the graph before it."""
-    attributes, model = state.recipe.validation.attribution, state.model
-    before = model.clone() if attributes or state.adapters else model
+    model, is_lossy = state.model, step.numerics is Numerics.LOSSY
+    before = model.clone() if is_lossy or state.adapters else model
     run, notes = transform(step, model, context, chain, prover, state.clock)
     if _takes_adapters(model) and not _takes_adapters(before):
         state.adapter_proofs.append(_begin_adapter_proof(state, before, model.clone()))
     state.digests.graph(step.name, model)
     state.notes += notes
-    if attributes and run.record.keywords["rewritten"] and step.numerics is Numerics.LOSSY:
+    if is_lossy and run.record.keywords["rewritten"]:
         state.lossy_steps.append(LossyStep(len(state.runs), step, before, model.clone(), context))
     state.runs.append(run)
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llmforge.backends import BACKENDS, engines
-from llmforge.compile import attribution, evidence, export_proxy, texts
+from llmforge.compile import attribution, budgets, evidence, export_proxy, texts
 from llmforge.compile.evidence import Evidence, Measurement
 from llmforge.compile.state import CompileState
 from llmforge.compile.tasks import BuildCacheAnswers
@@ -20,11 +20,13 @@ from llmforge.runtime.config import physical_cores
 def validate(state: CompileState, *, measure: bool) -> None:
     """Wait for the proofs, and measure what the recipe asks for, unless this build is not to `measure`."""
     state.overlap.proofs.finish(state.clock)
+    state.excesses = budgets.exceeded(state)
     recipe = state.recipe
     state.evidence = Evidence(None, None, None, evidence.NOT_ASKED)
     if measure:
         state.evidence = _measure(state)
         state.attribution = _attribute(state)
+    state.excesses = [budgets.attributed(state, each) for each in state.excesses]
     if recipe.validation.is_empty:
         state.notes.append("nothing was measured: the recipe asks for no validation")
     if release.is_relative(recipe.gates):
@@ -34,19 +36,24 @@ def validate(state: CompileState, *, measure: bool) -> None:
 
 def _measure(state: CompileState) -> Evidence:
     recipe, windows, threads = state.recipe, state.windows, state.recipe.engine.threads or physical_cores()
+    spec, interpreters = recipe.validation, state.interpreters
+    if (
+        state.excesses and not state.checked.publish_failed
+    ):  # the message has quality beside the budgets; nothing else ships
+        spec, interpreters = spec.model_copy(update={"latency": None, "tasks": None}), ()
     with _proxy(state) as proxy:
         asked = Measurement(
             state.staging,
             state.engine,
             state.read,
-            spec=recipe.validation,
+            spec=spec,
             target=state.target,
             checkpoint=state.checkpoint,
             windows=windows,
             threads=threads,
             ranks=engines.devices(state.target, recipe.engine),
             keep=lambda original, baseline: state.reuse.baseline(original, windows, threads, baseline, state.clock),
-            interpreters=state.interpreters,
+            interpreters=interpreters,
             answers=BuildCacheAnswers(state.reuse),
             proxy=proxy,
             adapters=recipe.apart,
@@ -70,7 +77,7 @@ def _proxy(state: CompileState) -> Iterator[Path | None]:
 
 def _attribute(state: CompileState) -> Attribution | None:
     """Tell what each lossy pass cost and gained, where the recipe asks for it."""
-    if not state.lossy_steps:
+    if not state.lossy_steps or not state.recipe.validation.attribution:
         return None
     recipe, checkpoint = state.recipe, state.checkpoint
     return attribution.measure(

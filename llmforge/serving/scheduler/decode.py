@@ -77,18 +77,10 @@ class SlotDecode(Generic[C]):
         if self.backend.decodes_ahead:
             n, ran = self._run_ahead(batch)
         else:
-            n, ran = self._fill(batch), len(batch)
-            logits, view = self._logits[n - 1], self.slots.cache.rows(0, n)
-            self.backend.step(
-                StepInputs(
-                    self._input_ids[:n],
-                    self._past_lengths[:n],
-                    lengths=self._lengths[:n],
-                    adapters=self._adapter_ids[:n],
-                ),
-                view,
-                out=logits,
-            )
+            inputs = self._fill(batch)
+            n, ran = len(inputs.ids), len(batch)
+            logits = self._logits[n - 1]
+            self.backend.step(inputs, self.slots.cache.rows(0, n), out=logits)
             for slot, sequence in batch:
                 sequence.computed_tokens += 1
                 self.slots.store_blocks(sequence, slot)
@@ -101,8 +93,8 @@ class SlotDecode(Generic[C]):
         if self.speculation is not None:
             self.speculation.payoff.decoded(ran, seconds)
 
-    def _fill(self, batch: list[tuple[int, Sequence]], running: Set[Sequence] = frozenset()) -> int:
-        """Fill the inputs of a step of `batch`, after one that is `running` some of them; return how many rows it has.
+    def _fill(self, batch: list[tuple[int, Sequence]], running: Set[Sequence] = frozenset()) -> StepInputs:
+        """Fill the inputs of a step of `batch`, after one that is `running` some of them.
 
         A row that does not decode runs, too, and its logits are not read. What it writes lands after the tokens that
         it holds, where its next token will overwrite it.
@@ -117,29 +109,21 @@ class SlotDecode(Generic[C]):
         decoding = [slot for slot, _ in batch]
         self._lengths[decoding] = 1
         self._input_ids[decoding, 0] = [-1 - slot if each in running else each.tokens[-1] for slot, each in batch]
-        return n
+        ids, past_lengths = self._input_ids[:n], self._past_lengths[:n]
+        return StepInputs(ids, past_lengths, lengths=self._lengths[:n], adapters=self._adapter_ids[:n])
 
     def _begin(self, batch: list[tuple[int, Sequence]], before: Decoding | None = None) -> Decoding:
         """Begin to run one token of each sequence of `batch`; of those that run `before`, the one that is guessed."""
         running = frozenset() if before is None else {each for _, each in before.rows if each not in before.wrong}
-        n, slots = self._fill(batch, running), [slot for slot, _ in batch]
+        inputs, slots = self._fill(batch, running), [slot for slot, _ in batch]
+        n = len(inputs.ids)
         self._temperatures[:n] = 1
         self._temperatures[slots] = temperatures(each for _, each in batch)
         if self.ahead.guesses:
             self._draws[:n] = GREEDY
             self._draws[slots] = guesses([each.sampler for _, each in batch], [each in running for _, each in batch])
-        run = self.backend.begin_decode(
-            StepInputs(
-                self._input_ids[:n],
-                self._past_lengths[:n],
-                lengths=self._lengths[:n],
-                adapters=self._adapter_ids[:n],
-                temperatures=self._temperatures[:n],
-                draws=self._draws[:n],
-            ),
-            self.slots.cache.rows(0, n),
-        )
-        return Decoding(run, batch, n)
+        inputs = inputs._replace(temperatures=self._temperatures[:n], draws=self._draws[:n])
+        return Decoding(self.backend.begin_decode(inputs, self.slots.cache.rows(0, n)), batch, n)
 
     def _next_rows(self, step: Decoding) -> list[tuple[int, Sequence]]:
         """Give what to run after `step` before its tokens are known; nothing where they had better be."""
