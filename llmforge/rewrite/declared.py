@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 from llmforge.backends.record import Dtype
+from llmforge.quantization.formats import TOKEN8_KV
 from llmforge.rewrite import weight_proposals
 from llmforge.rewrite.traits import Codes, Deployment, FewerKernels, OwnKernels, Prediction, Proposal, Storage, Traits
 
+UNKNOWN_KLD = 0.02  # nats a token that budgets of the cache and the kernels allow where nothing was measured
 JUDGED: tuple[Dtype, ...] = ("int8", "fp8")  # dtypes of channels
 
 
@@ -159,10 +161,24 @@ class QuantizeKvCacheTraits(Traits):
 
     @classmethod
     def proposes(cls, there: Deployment) -> Iterable[Proposal]:
-        """Propose 8 bits on CPUs, where some quality may go; latents stay as they are."""
-        if there.on_cpu and not there.exported and not there.caches_latents and there.goal != "quality":
-            stores, reason = Storage(kv="int8"), "a quarter of the cache's memory"
-            yield Proposal("bits: 8, {budget}", 0.005, stores, reason=reason, calibrated=True)
+        """Propose 8 bits on CPUs, where some quality may go; latents stay as they are.
+
+        The CPU kernels have a scale a token, which needs no calibration and loses less (docs/quantization.md).
+        """
+        if not there.on_cpu or there.exported or there.caches_latents or there.goal == "quality":
+            return
+        stores, options = Storage(kv="int8"), "bits: 8, {budget}"
+        if there.own_kernels:
+            stores, options = Storage(kv="int8", cache=TOKEN8_KV), "bits: 8, granularity: per_token, {budget}"
+        yield Proposal(
+            options,
+            UNKNOWN_KLD,
+            stores,
+            reason="a quarter of the cache's memory",
+            calibrated=not there.own_kernels,
+            adds=lambda costs: costs.cache,
+            rerounds=True,
+        )
 
 
 class LowerPrecisionTraits(Traits):
@@ -192,7 +208,9 @@ class CpuKernelsTraits(Traits):
     def proposes(cls, there: Deployment) -> Iterable[Proposal]:
         """Propose it for engines of llmforge's on CPUs."""
         if there.on_cpu and not there.exported:
-            yield Proposal("{budget}, fallback: onnxruntime", 0.005, reason="llmforge's own kernels")
+            options = "{budget}" if there.own_kernels else "{budget}, fallback: onnxruntime"
+            reason = "llmforge's own kernels"
+            yield Proposal(options, UNKNOWN_KLD, reason=reason, adds=lambda costs: 0.0, rerounds=True)
 
 
 DECLARED: tuple[type[Traits], ...] = (
