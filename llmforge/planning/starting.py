@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 
@@ -79,7 +79,8 @@ def write(
     before = _plan(shape, target, chosen, Storage(), goal)
     folder = (checkpoint.parent if checkpoint.name == CONFIG else checkpoint).absolute()
     settings = read_settings(folder)
-    is_stored = source.described(settings, folder) is not None
+    described = source.described(settings, folder)
+    is_stored = described is not None
     if is_stored and others is not None:
         raise UnsupportedError(
             f"{checkpoint} is quantized already, and {chosen} takes its codes of an unquantized checkpoint",
@@ -90,8 +91,11 @@ def write(
     compute = before.plan.scheme.compute
     kernels = library() is not None
     there = Deployment(target, BACKENDS[chosen], compute, goal, latents, is_stored, grid, kernels)
+    requantizes = is_stored and grid is None and there.on_cpu and kernels
+    if requantizes:
+        there = replace(there, is_quantized=False)
     offered = ProposedPasses.of(before, there)
-    probed = Probed() if probe is None else probe(() if is_stored else offered.formats())
+    probed = Probed() if probe is None else probe(() if there.is_quantized else offered.formats())
     proposed = offered.chosen(probed.costs)
     stores = reduce(Storage.or_else, (each.stores for _, each in proposed), Storage())
     if stores.weights is None and others is not None:
@@ -106,7 +110,7 @@ def write(
             f"{planned.plan.shape.name} needs {size(held.needed)} on {target.name}, which has {size(held.capacity)}",
             hint="choose --goal size, or a target with more memory; `llmforge plan` shows what takes it",
         )
-    lines = _Lines(planned, before, proposed, goal, name, given, probed)
+    lines = _Lines(planned, before, proposed, goal, name, given, probed, described if requantizes else None)
     text = "\n".join(lines.written(has_device=has_device, sample_text=sample_text)) + "\n"
     return StartingRecipe(text, planned)
 
@@ -156,6 +160,7 @@ class _Lines:
     name: str
     given: Mapping[str, str]
     probed: Probed
+    requantized: str | None  # codes of the checkpoint that no kernel runs
 
     def written(self, *, has_device: bool, sample_text: bool) -> Iterator[str]:
         """Write the recipe, line by line."""
@@ -197,6 +202,8 @@ class _Lines:
         yield "schema: 1"
         yield f"name: {self.name}"
         yield f"checkpoint: {self.given['checkpoint']}"
+        if self.requantized is not None:
+            yield f"requantize: true  # no kernel runs its codes ({self.requantized}): its numbers are rounded again"
         yield f"target: {self.given['target']}  # see `llmforge targets`"
         yield f"engine: {{{engine}{', deferred: true' if deferred else ''}}}"
         if deferred:
