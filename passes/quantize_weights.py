@@ -64,7 +64,7 @@ import onnx_ir as ir
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from llmforge.backends.record import Dtype
+from llmforge.backends.record import StoredDtype
 from llmforge.base.plugins import Plugin
 from llmforge.ir import graph, interface, logits_rows, operators, routing
 from llmforge.ir.operators import canonical, contrib
@@ -215,12 +215,13 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
 
     def stores(self, stored: Grid | None) -> Storage:
         """Say the dtypes of embedding and head, and of weights; codes of the checkpoint are on the grid `stored`."""
-        table = self.embedding_bits  # others have no dtype here
-        said = Storage(embedding=cast(Dtype, f"int{table}") if table in (4, 8) else None)
+        table = self.embedding_bits
+        said = Storage(embedding=None if table == KEPT_BITS else cast(StoredDtype, f"int{table}"))
         if (grid := stored if self.takes_stored else self.grid) is None:
             return said
-        weights = cast(Dtype, f"int{grid.bits}")
-        return replace(said, weights=weights, block=grid.block_size, symmetric=grid.symmetric)
+        weights = cast(StoredDtype, f"int{grid.bits}")
+        scale: Scale | None = "int8" if grid.scale == "int8" else None  # others become what activations are in
+        return replace(said, weights=weights, block=grid.block_size, symmetric=grid.symmetric, scale=scale)
 
     def finer(self, written: Mapping[str, Any]) -> FinerCodes | None:
         """Keep weights of few bits in 8, the only ones that 8 bits run well at `accuracy_level` 4."""

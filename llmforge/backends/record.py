@@ -12,12 +12,13 @@ from typing import Literal
 
 Kind = Literal["cpu", "gpu"]  # of a target
 Dtype = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4", "fp4"]
+StoredDtype = Dtype | Literal["int6", "int5", "int3"]  # of weights alone
 Role = Literal["compute", "weights", "kv"]
 ANY: tuple[Role, ...] = ("compute", "weights", "kv")
 NO_BLOCKS = "only ONNX Runtime's CUDA provider has attention over blocks"
 CUDA_BINDINGS = "cuda-bindings>=13,<14"  # of the CUDA that engines on GPUs run with
 # Compute capability from which on devices have arithmetic in a dtype: Ampere, Ada, Blackwell.
-ARITHMETIC: Mapping[Dtype, int] = {"bf16": 80, "fp8": 89, "fp4": 100}
+ARITHMETIC: Mapping[StoredDtype, int] = {"bf16": 80, "fp8": 89, "fp4": 100}
 
 
 def has_arithmetic(dtype: Dtype, sm: str) -> bool:
@@ -39,15 +40,15 @@ class Support:
     where something that the hardware or the engine has elsewhere is missing.
     """
 
-    compute: frozenset[Dtype]
-    weights: frozenset[Dtype]
-    kv: frozenset[Dtype]
-    why: Mapping[Dtype, str]
+    compute: frozenset[StoredDtype]
+    weights: frozenset[StoredDtype]
+    kv: frozenset[StoredDtype]
+    why: Mapping[StoredDtype, str]
     verified: bool  # read off the package, or seen when an engine was built or refused
 
-    def refusal(self, dtype: Dtype, role: Role) -> str | None:
+    def refusal(self, dtype: StoredDtype, role: Role) -> str | None:
         """Say why `dtype` cannot be used in `role`; None where it can."""
-        allowed: frozenset[Dtype] = getattr(self, role)
+        allowed: frozenset[StoredDtype] = getattr(self, role)
         if dtype in allowed:
             return None
         known = self.why.get(dtype) if role != "kv" else None
@@ -95,8 +96,8 @@ class Provider:
     requirements: tuple[str, ...]  # of a serving environment, for pip; `{version}` is that of `package`
     builder: str  # module that lowers and builds (llmforge.backends.engines.EngineBuilder)
     session: str  # module whose `open_engine` loads what was built
-    dtypes: Mapping[Dtype, Use]
-    never: Mapping[Dtype, str] = field(default_factory=dict)  # why dtypes are refused on every device
+    dtypes: Mapping[StoredDtype, Use]
+    never: Mapping[StoredDtype, str] = field(default_factory=dict)  # why dtypes are refused on every device
     capabilities: tuple[str, ...] | None = None  # that it has code for; None: those of the GPU that is here
     uncovered: str = ""  # why it runs on no other; `{sm}` is the capability
     needs_device: str | None = None  # why an engine is built on the GPU that runs it; None: it is built anywhere
@@ -125,7 +126,7 @@ class Provider:
     def support(self, sm: str | None) -> Support:
         """Return what it takes on capability `sm`, "89"; None: a CPU."""
         number, why = int(sm or 0), dict(self.never)
-        taken: dict[Role, set[Dtype]] = {role: set() for role in ANY}
+        taken: dict[Role, set[StoredDtype]] = {role: set() for role in ANY}
         for dtype, use in self.dtypes.items():
             first = ARITHMETIC.get(dtype, 0)
             if number < use.least_sm:

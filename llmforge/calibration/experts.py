@@ -87,6 +87,13 @@ def widths(module: nn.Module) -> tuple[int, int]:
     return held.up.shape[1], held.down.shape[1]
 
 
+def rows(module: nn.Module) -> tuple[Float32, Float32]:
+    """Return the matrices of all experts, one below the other, [E·N, K], as `assign` takes them."""
+    held = weights(module)
+    up, down = (_rows(each.transpose(0, 1).reshape(each.shape[1], -1)) for each in (held.up, held.down))
+    return up, down
+
+
 def assign(module: nn.Module, name: str, matrix: Float32) -> None:
     """Give an experts module other matrices `name`, [E·N, K]."""
     old = module.get_parameter(name)

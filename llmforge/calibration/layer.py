@@ -97,12 +97,16 @@ class DecoderLayer:
 
     def recording(self) -> DecoderLayer:
         """Return the layer with something in place of its cache that notes what is cached, for `cached`."""
+        return self.with_cache(_CacheRecorder)
 
-        def recorded(call: LayerCall) -> LayerCall:
-            recorder = _CacheRecorder()
-            return call._replace(kwargs={**call.kwargs, **{key: recorder for key in _CACHES if key in call.kwargs}})
+    def with_cache(self, make: Callable[[], object]) -> DecoderLayer:
+        """Return the layer with one of what `make` makes in place of its cache, for each window."""
 
-        return replace(self, calls=[recorded(call) for call in self.calls])
+        def caching(call: LayerCall) -> LayerCall:
+            cache = make()
+            return call._replace(kwargs={**call.kwargs, **{key: cache for key in _CACHES if key in call.kwargs}})
+
+        return replace(self, calls=[caching(call) for call in self.calls])
 
     def cached(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the largest magnitude of keys and values as they were cached last, [kv_heads, channels].

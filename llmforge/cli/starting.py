@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,9 @@ from llmforge.cli.parameters import BACKEND, PATH, TARGET, go_on, options_record
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
+
+    from llmforge.planning.choice import Probed
+    from llmforge.quantization.costs import ModelFormats
 
 _GOALS = ("latency", "throughput", "size", "quality")
 _TEXTS = ("calibration.jsonl", "evaluation.jsonl")
@@ -53,6 +57,7 @@ class StartOptions:
     revision: str | None = None
     like: str | None = None  # a recipe that ships with llmforge
     force: bool = False
+    no_probe: bool = False
 
 
 def _recipe_options(command: Any) -> Any:
@@ -110,18 +115,20 @@ class ShippedRecipe(click.ParamType[str]):
 @click.option("--evaluation", type=PATH, metavar="FILE.jsonl", help="Evaluation text; must not overlap --calibration.")
 @click.option("--like", type=ShippedRecipe(), metavar="NAME", help="Copy a recipe that ships with llmforge instead.")
 @click.option("--force", is_flag=True, help="Replace the recipe if it exists.")
+@click.option("--no-probe", is_flag=True, help="Do not measure what formats cost this model.")
 @click.option("--json", "as_json", is_flag=True, help="Print the path of the recipe as JSON.")
 @options_record(StartOptions, "asked")
 def init(checkpoint: Path, as_json: bool, asked: StartOptions) -> None:
     """Write a commented recipe for CHECKPOINT that builds.
 
-    Chooses the passes that pay on the target, and a context and a batch that fit its memory. Nothing is measured: the
-    same checkpoint gives the same recipe again. The last line of standard output is the path of the recipe.
+    Chooses the passes that pay on the target, and a context and a batch that fit its memory. Of small models it
+    measures on a few windows of text what formats cost: budgets and gates stand above that. The same checkpoint gives
+    the same recipe again. The last line of standard output is the path of the recipe.
     """
     from llmforge.cli import console
 
     if asked.like is not None:
-        refuse_given("--like", "goal", "backend")
+        refuse_given("--like", "goal", "backend", "no_probe")
         given = click.get_current_context().get_parameter_source("target") is ParameterSource.COMMANDLINE
         asked = asked if given else replace(asked, target="")
     path = write(checkpoint, asked)
@@ -339,7 +346,23 @@ def _chosen(checkpoint: Path, asked: StartOptions, name: str, given: Mapping[str
         backend=asked.backend,
         has_device=any(gpu.target == found.name for gpu in here),
         sample_text=asked.calibration is None,
+        probe=None if asked.no_probe else partial(_probed, checkpoint, asked.calibration),
     ).yaml
+
+
+def _probed(checkpoint: Path, text: Path | None, formats: Sequence[ModelFormats]) -> Probed:
+    """Measure what formats cost a checkpoint, on the calibration text, and tell of it."""
+    from llmforge import recipes
+    from llmforge.cache import Cache, default_folder, default_size
+    from llmforge.cli import console
+    from llmforge.compile import probing
+
+    with console.progress() as progress, Cache(default_folder(), default_size()) as cache:
+        text = recipes.TEXT / _TEXTS[0] if text is None else text
+        found = probing.probe(checkpoint, text, formats, cache=cache, progress=progress)
+    if found.costs is None:
+        console.say(f"note: what formats cost this model was not measured: {found.why}")
+    return found
 
 
 def _adapted(recipe: str, given: Mapping[str, str]) -> str:

@@ -13,10 +13,10 @@ from llmforge.backends import BACKENDS
 from llmforge.base.errors import UnsupportedError
 from llmforge.planning.deployment import DeploymentPlan, degree
 from llmforge.planning.roofline import Placement, StepCost
-from llmforge.planning.scheme import BITS, DtypeScheme, choose
+from llmforge.planning.scheme import BITS, INTEGERS, DtypeScheme, choose
 from llmforge.rewrite import declared
 from llmforge.rewrite.traits import Deployment, FewerKernels, OwnKernels, Prediction, Storage
-from llmforge.targets import WORTH, QuantizedLayers
+from llmforge.targets import WORTH, BlockDtype, QuantizedLayers
 from llmforge.targets.achieved import Assumption
 
 FREE_WORTH = 0.01  # for passes that cost none
@@ -154,10 +154,11 @@ def _fewer_kernels(plan: DeploymentPlan, name: str, effect: FewerKernels) -> Adv
 def _own_kernels(plan: DeploymentPlan, name: str, effect: OwnKernels) -> Advice:
     """Judge a pass by what both libraries' quantized layers reach on this machine."""
     weights = plan.scheme.weights
-    if weights != "int8" and weights != "int4":
+    if weights not in INTEGERS:
         return Advice(name, "refused", f"needs quantized layers; weights are {weights}")
     reached = plan.target.kernels
-    theirs, own = (reached.get(library, {}).get(weights) for library in ("onnxruntime", "llmforge"))
+    timed: BlockDtype = "int4" if BITS[weights] <= 4 else "int8"  # what ONNX Runtime has, too
+    theirs, own = (reached.get(library, {}).get(timed) for library in ("onnxruntime", "llmforge"))
     if theirs is None or own is None:
         return Advice(
             name,

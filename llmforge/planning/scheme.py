@@ -7,16 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmforge.backends import BackendName
-from llmforge.backends.record import Dtype, Role
+from llmforge.backends.record import Dtype, Role, StoredDtype
 from llmforge.base.errors import UnsupportedError
 from llmforge.planning.shape import AttentionShape, Shape
 from llmforge.quantization import formats
 from llmforge.quantization.formats import SLOTS4_KV, Format, KvFormat
+from llmforge.quantization.grids import Scale
 from llmforge.rewrite.traits import NOTHING_SAID, Storage
 from llmforge.targets import Target
 
 BITS: Mapping[str, int] = formats.BITS
 STATE_BYTES = 4  # recurrent states are fp32
+INTEGERS: tuple[StoredDtype, ...] = ("int8", "int6", "int5", "int4", "int3")  # of codes in blocks
 GPU_BLOCK, CPU_BLOCK = 128, 32  # weights that share a scale, where nothing is said
 
 
@@ -31,29 +33,30 @@ class DtypeScheme:
     """
 
     compute: Dtype
-    weights: Dtype
+    weights: StoredDtype
     kv: Dtype
     product: Dtype
-    embedding: Dtype
+    embedding: StoredDtype
     block: int = GPU_BLOCK
     symmetric: bool = True
-    head: Dtype | None = None
+    head: StoredDtype | None = None
     cache: KvFormat | None = None  # that of the CPU kernels, with scales of its own; None: numbers of `kv`
+    scale: Scale | None = None  # as what scales of blocks are stored; None: in the dtype of activations
 
     @property
     def cached(self) -> str:
         """How keys and values are stored, in words."""
         return self.kv if self.cache is None else self.cache.name
 
-    def weight_bits(self, dtype: Dtype) -> float:
+    def weight_bits(self, dtype: StoredDtype) -> float:
         """Return the bits of one weight stored as `dtype`, with its part of scales and zero points."""
         if dtype == "fp4":
             return formats.NVFP4.bits_per_number
-        if dtype in ("int8", "int4") and self.block:
-            return Format(dtype, self.block, self.compute, zero_points=not self.symmetric).bits_per_number
+        if dtype in INTEGERS and self.block:
+            return Format(dtype, self.block, self.scale or self.compute, zero_points=not self.symmetric).bits_per_number
         return BITS[dtype]
 
-    def bytes_of(self, parameters: float, dtype: Dtype | None = None) -> float:
+    def bytes_of(self, parameters: float, dtype: StoredDtype | None = None) -> float:
         """Return the bytes of so many weights of matrices, or of another `dtype`."""
         return parameters * self.weight_bits(dtype or self.weights) / 8
 
@@ -91,7 +94,7 @@ class DtypeScheme:
     def words(self) -> str:
         """Say it in a line."""
         blocks = f" in blocks of {self.block}" if self.block else " with one scale per channel"
-        stored = self.weights + (blocks if self.weights in ("int8", "int4") else "")
+        stored = self.weights + (blocks if self.weights in INTEGERS else "")
         ends = {"embedding": self.embedding, "head": self.head or self.embedding}
         other = [f"{name} {dtype}" for name, dtype in ends.items() if dtype != self.weights]
         parts = [f"{self.compute} activations", f"weights {stored}", *other, f"cache {self.cached}"]
@@ -105,12 +108,13 @@ def choose(target: Target, backend: BackendName, checkpoint: str, wanted: Storag
         UnsupportedError: the engine does not take one of the dtypes on this target; says why.
     """
     support = target.support(backend)
-    preferred = (checkpoint, "bf16", "fp16", "fp32")
+    plain: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
+    preferred = sorted(plain, key=lambda each: each != checkpoint)  # a checkpoint is in one of these
     possible = [each for each in preferred if each in support.compute]
     own: Dtype = next((each for each in possible if each in target.rates), possible[0])
     compute = wanted.compute or own
     weights, kv, product = wanted.weights or compute, wanted.kv or compute, wanted.product
-    roles: tuple[tuple[Dtype, Role], ...] = ((compute, "compute"), (weights, "weights"), (kv, "kv"))
+    roles: tuple[tuple[StoredDtype, Role], ...] = ((compute, "compute"), (weights, "weights"), (kv, "kv"))
     for dtype, role in roles:
         reason = support.refusal(dtype, role)
         if reason is not None:
@@ -140,20 +144,21 @@ def choose(target: Target, backend: BackendName, checkpoint: str, wanted: Storag
         block=(GPU_BLOCK if target.kind == "gpu" else CPU_BLOCK) if wanted.block is None else wanted.block,
         symmetric=wanted.symmetric is not False,
         head=wanted.head,
+        scale=wanted.scale,
     )
 
 
-def _product(target: Target, compute: Dtype, weights: Dtype) -> Dtype:
+def _product(target: Target, compute: Dtype, weights: StoredDtype) -> Dtype:
     """Return the dtype in which matrices are multiplied, where nothing is said.
 
     Quantized weights are widened on GPUs, unless a pass rounds activations, too; on CPUs activations are rounded to
     int8 (docs/cpu-kernels.md).
     """
-    return "int8" if target.kind == "cpu" and weights in ("int8", "int4") else compute
+    return "int8" if target.kind == "cpu" and weights in INTEGERS else compute
 
 
-def _embedding(target: Target, compute: Dtype, weights: Dtype) -> Dtype:
+def _embedding(target: Target, compute: Dtype, weights: StoredDtype) -> StoredDtype:
     """Leave embedding and head alone on GPUs, as NVIDIA's quantizers do; `quantize-weights` gives them 8 bits."""
-    if target.kind == "cpu" and weights in ("int8", "int4"):
+    if target.kind == "cpu" and weights in INTEGERS:
         return "int8"
-    return compute if weights in ("int8", "int4", "fp8", "fp4") else weights
+    return compute if weights in (*INTEGERS, "fp8", "fp4") else weights

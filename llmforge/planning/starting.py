@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 
@@ -11,13 +11,14 @@ from llmforge.backends import BACKENDS, BackendName, plugin_of
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import CONFIG, read_settings
 from llmforge.metrics.units import count, duration, significant, size
-from llmforge.planning import config, memory, request, scheme, source
+from llmforge.native import library
+from llmforge.planning import choice, config, memory, request, scheme, source
+from llmforge.planning.choice import Gates, Named, Probe, Probed, ProposedPasses
 from llmforge.planning.deployment import DeploymentPlan
 from llmforge.planning.render import Planned
 from llmforge.planning.request import PlanRequest
 from llmforge.planning.roofline import Placement
 from llmforge.planning.shape import Shape
-from llmforge.rewrite import declared
 from llmforge.rewrite.traits import Deployment, Goal, Proposal, Storage
 from llmforge.targets import Target
 
@@ -56,12 +57,13 @@ def write(
     backend: BackendName | None = None,
     has_device: bool = False,
     sample_text: bool = True,
+    probe: Probe | None = None,
 ) -> StartingRecipe:
     """Write the recipe called `name` for `checkpoint` on `target`, whose figures are known, as far as there are any.
 
     `given` are the paths that stand in it: checkpoint, target, calibration, evaluation. `has_device`: the GPU of the
     target is here, so that engines which only it builds need not be deferred. `sample_text`: both texts are those
-    that ship with llmforge.
+    that ship with llmforge. `probe` measures what formats cost the checkpoint.
 
     Raises:
         UsageError, CheckpointError, UnsupportedError: as `planning.request.answer`; no way to store the weights fits,
@@ -77,7 +79,8 @@ def write(
     before = _plan(shape, target, chosen, Storage(), goal)
     folder = (checkpoint.parent if checkpoint.name == CONFIG else checkpoint).absolute()
     settings = read_settings(folder)
-    is_stored = source.described(settings, folder) is not None
+    described = source.described(settings, folder)
+    is_stored = described is not None
     if is_stored and others is not None:
         raise UnsupportedError(
             f"{checkpoint} is quantized already, and {chosen} takes its codes of an unquantized checkpoint",
@@ -86,68 +89,47 @@ def write(
     latents = any(each.latent is not None for _, each in shape.attentions())
     grid = source.grid_of(settings, folder) if is_stored else None
     compute = before.plan.scheme.compute
-    proposed = _choose(before, Deployment(target, BACKENDS[chosen], compute, goal, latents, is_stored, grid))
+    kernels = library() is not None
+    there = Deployment(target, BACKENDS[chosen], compute, goal, latents, is_stored, grid, kernels)
+    requantizes = is_stored and grid is None and there.on_cpu and kernels
+    if requantizes:
+        there = replace(there, is_quantized=False)
+    offered = ProposedPasses.of(before, there)
+    probed = Probed() if probe is None else probe(() if there.is_quantized else offered.formats())
+    proposed = offered.chosen(probed.costs)
     stores = reduce(Storage.or_else, (each.stores for _, each in proposed), Storage())
     if stores.weights is None and others is not None:
         raise UnsupportedError(
             f"{chosen} has no format to quantize {shape.name} to on {target.name}",
             hint="choose another --goal, --target or --engine",
         )
-    planned = _plan(shape, target, chosen, stores, goal)
+    planned = _plan(shape, target, chosen, stores, goal, calibrated=any(each.calibrated for _, each in proposed))
     if not planned.plan.asked.memory.fits:
         held = planned.plan.asked.memory
         raise UnsupportedError(
             f"{planned.plan.shape.name} needs {size(held.needed)} on {target.name}, which has {size(held.capacity)}",
             hint="choose --goal size, or a target with more memory; `llmforge plan` shows what takes it",
         )
-    steps = [_step(before, step, proposal) for step, proposal in proposed]
-    text = "\n".join(_recipe(planned, goal, steps, proposed, name, given, has_device, sample_text)) + "\n"
+    lines = _Lines(planned, before, proposed, goal, name, given, probed, described if requantizes else None)
+    text = "\n".join(lines.written(has_device=has_device, sample_text=sample_text)) + "\n"
     return StartingRecipe(text, planned)
 
 
-def _plan(shape: Shape, target: Target, backend: BackendName, wanted: Storage, goal: Goal) -> Planned:
+def _plan(
+    shape: Shape, target: Target, backend: BackendName, wanted: Storage, goal: Goal, *, calibrated: bool = False
+) -> Planned:
     """Plan with the largest batch of the goal that fits at the recipe's context, of powers of two."""
     placed = Placement(shape, target, scheme.choose(target, backend, shape.dtype, wanted), 1)
     batch = _BATCH[goal][target.kind]
     while batch > 1 and memory.largest_batch(placed, _context(shape)) < batch:
         batch //= 2
-    calibrated = wanted.weights in ("int4", "fp8")
-    asked = PlanRequest(backend=backend, batch=batch, wanted=wanted, calibration_tokens=8192 if calibrated else 0)
+    tokens = choice.CALIBRATION_TOKENS if calibrated else 0
+    asked = PlanRequest(backend=backend, batch=batch, wanted=wanted, calibration_tokens=tokens)
     return request.of_target(shape, target, asked)
 
 
 def _context(shape: Shape) -> int:
     return min(CONTEXT, shape.context or CONTEXT)
-
-
-def _choose(planned: Planned, there: Deployment) -> list[tuple[str, Proposal]]:
-    """Choose among what passes propose, by their names: one way to store weights, and of all others each."""
-    proposed = [(step.name, proposal) for step in declared.DECLARED for proposal in step.proposes(there)]
-    weights = [each for _, each in proposed if each.stores.weights is not None]
-    chosen = next(iter(weights), None) if there.is_quantized else _weights(planned, weights, there)
-    return [(name, each) for name, each in proposed if each.stores.weights is None or each is chosen]
-
-
-def _weights(planned: Planned, proposed: Sequence[Proposal], there: Deployment) -> Proposal | None:
-    """Choose how weights are stored: what the goal gains most from, of what the target runs and pays."""
-    advice, goal = {each.change: each for each in planned.advice}, there.goal
-    possible = [
-        each
-        for each in proposed
-        if each.change in advice
-        and advice[each.change].verdict in ("pays", "does not pay")
-        and (goal != "quality" or each.near_lossless)
-    ]
-    if goal == "size":
-        return min(possible, key=lambda each: each.bits, default=None)
-    if not there.exported:  # what others load is asked for to have codes
-        possible = [each for each in possible if advice[each.change].verdict == "pays"]
-
-    def gained(each: Proposal) -> float:
-        said = advice[each.change]
-        return -(said.tokens_per_second or 1.0) if goal == "throughput" else said.tpot or 1.0
-
-    return min(possible, key=gained, default=None)
 
 
 def _step(planned: Planned, name: str, proposal: Proposal) -> tuple[str, str]:
@@ -167,60 +149,93 @@ def _is_ours(plan: DeploymentPlan) -> bool:
     return BACKENDS[plan.backend].export_format is None
 
 
-def _recipe(
-    planned: Planned,
-    goal: Goal,
-    steps: Sequence[tuple[str, str]],
-    proposed: Sequence[tuple[str, Proposal]],
-    name: str,
-    given: Mapping[str, str],
-    has_device: bool,
-    sample_text: bool,
-) -> Iterator[str]:
-    plan, build = planned.plan, planned.build
-    context, tokens = _context(plan.shape), min(512, _context(plan.shape))
-    of_weights = [each.kld for _, each in proposed if each.stores.weights is not None]
-    cached = any(each.stores.kv is not None for _, each in proposed)
-    kld = sum(of_weights or [0.001]) + 0.01 * (cached or plan.target.kind == "gpu")
-    ours = _is_ours(plan)
-    provider = plan.target.require_engine(plan.backend)
-    deferred = ours and plan.target.kind == "gpu" and provider.needs_device is not None and not has_device
-    engine = f"backend: {plan.backend}, max_context: {context}, max_batch: {plan.workload.batch}"
-    billions = plan.shape.parameters / 1e9
-    shown = f"{significant(billions)} billion" if billions >= 1 else f"{significant(billions * 1e3)} million"
-    yield f"# {plan.shape.name}, {shown} parameters, on {plan.target.title}: {_GOALS[goal]}."
-    yield "# Written by `llmforge init`; change what you like. `llmforge passes` and `llmforge schema` describe it."
-    yield "schema: 1"
-    yield f"name: {name}"
-    yield f"checkpoint: {given['checkpoint']}"
-    yield f"target: {given['target']}  # see `llmforge targets`"
-    yield f"engine: {{{engine}{', deferred: true' if deferred else ''}}}"
-    if deferred:
-        yield "# deferred: on the GPU's host, `llmforge build --finish` builds the engine of what is published here."
-    if sample_text:
-        yield "# The texts ship with llmforge: documentation, and chats, for a template, which the checkpoint answers."
-        yield '# Put your own in their place: a line of JSON, {"text": …} or {"messages": […]}, none in both.'
-    if any(each.calibrated for _, each in proposed):
-        yield f"calibration: {{data: {given['calibration']}, samples: 16, length: {tokens}, seed: 0}}"
-    yield "passes:"
-    for line, reason in steps:
-        if len(line) + len(reason) > _LINE:
-            yield f"  # {reason}:"
-            yield f"  - {line}"
-        else:
-            yield f"  - {line}  # {reason}" if reason else f"  - {line}"
-    yield "validation:"
-    yield f"  quality: {{data: {given['evaluation']}, context: {tokens}, max_tokens: 30720}}  # null: all tokens"
-    if ours:
-        longest = min(tokens, context - _ANSWER)
-        prompts = ", ".join(map(str, sorted({min(32, longest), longest})))
-        yield f"  latency: {{prompt_tokens: [{prompts}], output_tokens: {_ANSWER}, repetitions: 6}}"
-    yield "# Limits to start with: tighten them once a report shows where this model stands."
-    yield "gates:"
-    yield f"  perplexity_ratio: {{max: {1 + max(kld, 0.01):g}}}"
-    yield f"  kld_mean: {{max: {kld:g}}}"
-    cost = f"{duration(build.cpu_s)} of CPU time and {size(build.memory_bytes)} of memory"
-    step = f"; {significant(plan.asked.decode.tokens_per_second)} tokens/s at {count(plan.workload.batch)} at once"
-    if plan.target.kind == "cpu":
-        step = ". `llmforge plan` predicts its speed"
-    yield f"# Predicted: a build of about {cost}; {size(plan.asked.memory.weights)} of weights{step}."
+@dataclass(frozen=True)
+class _Lines:
+    """What a recipe says, and how it is written."""
+
+    planned: Planned
+    before: Planned  # of the checkpoint as it is
+    proposed: Sequence[Named]
+    goal: Goal
+    name: str
+    given: Mapping[str, str]
+    probed: Probed
+    requantized: str | None  # codes of the checkpoint that no kernel runs
+
+    def written(self, *, has_device: bool, sample_text: bool) -> Iterator[str]:
+        """Write the recipe, line by line."""
+        plan = self.planned.plan
+        tokens = min(512, _context(plan.shape))
+        yield from self._head(has_device)
+        if sample_text:
+            yield "# The texts ship with llmforge: documentation, and chats for a template, which the model answers."
+            yield '# Put your own in their place: a line of JSON, {"text": …} or {"messages": […]}, none in both.'
+        if any(each.calibrated for _, each in self.proposed):
+            yield f"calibration: {{data: {self.given['calibration']}, samples: 16, length: {tokens}, seed: 0}}"
+        yield from self._measured()
+        yield "passes:"
+        for step, proposal in self.proposed:
+            line, reason = _step(self.before, step, proposal)
+            if len(line) + len(reason) > _LINE:
+                yield f"  # {reason}:"
+                yield f"  - {line}"
+            else:
+                yield f"  - {line}  # {reason}" if reason else f"  - {line}"
+        yield from self._validation(tokens)
+        build = self.planned.build
+        cost = f"{duration(build.cpu_s)} of CPU time and {size(build.memory_bytes)} of memory"
+        speed = significant(plan.asked.decode.tokens_per_second)
+        step = f"; {speed} tokens/s at {count(plan.workload.batch)} at once"
+        if plan.target.kind == "cpu":
+            step = ". `llmforge plan` predicts its speed"
+        yield f"# Predicted: a build of about {cost}; {size(plan.asked.memory.weights)} of weights{step}."
+
+    def _head(self, has_device: bool) -> Iterator[str]:
+        plan = self.planned.plan
+        provider = plan.target.require_engine(plan.backend)
+        deferred = _is_ours(plan) and plan.target.kind == "gpu" and provider.needs_device is not None and not has_device
+        engine = f"backend: {plan.backend}, max_context: {_context(plan.shape)}, max_batch: {plan.workload.batch}"
+        billions = plan.shape.parameters / 1e9
+        shown = f"{significant(billions)} billion" if billions >= 1 else f"{significant(billions * 1e3)} million"
+        yield f"# {plan.shape.name}, {shown} parameters, on {plan.target.title}: {_GOALS[self.goal]}."
+        yield "# Written by `llmforge init`; change what you like. `llmforge passes` and `llmforge schema` describe it."
+        yield "schema: 1"
+        yield f"name: {self.name}"
+        yield f"checkpoint: {self.given['checkpoint']}"
+        if self.requantized is not None:
+            yield f"requantize: true  # no kernel runs its codes ({self.requantized}): its numbers are rounded again"
+        yield f"target: {self.given['target']}  # see `llmforge targets`"
+        yield f"engine: {{{engine}{', deferred: true' if deferred else ''}}}"
+        if deferred:
+            how = "on the GPU's host, `llmforge build --finish` builds the engine of what is published here."
+            yield f"# deferred: {how}"
+
+    def _measured(self) -> Iterator[str]:
+        """Say what formats and limits rest on."""
+        costs = self.probed.costs
+        if costs is None:
+            if self.probed.why:
+                yield f"# What formats cost this model was not measured: {self.probed.why}."
+            return
+        said = [f"{each.formats.linears.bits} bits {each.kld:.2g}" for each in costs.weights]
+        if said:
+            yield f"# Measured, KLD on {count(costs.tokens)} tokens of weights rounded to nearest: {', '.join(said)};"
+        of_numbers = f"an int8 cache {costs.cache:.2g}, int8 activations {costs.activations:.2g}"
+        begin = "of " if said else f"Measured, KLD on {count(costs.tokens)} tokens of "
+        yield f"# {begin}{of_numbers}. Budgets and gates stand at {choice.MARGIN:g} times what that predicts."
+
+    def _validation(self, tokens: int) -> Iterator[str]:
+        plan = self.planned.plan
+        yield "validation:"
+        quality = f"data: {self.given['evaluation']}, context: {tokens}, max_tokens: 30720"
+        yield f"  quality: {{{quality}}}  # null: all tokens"
+        if _is_ours(plan):
+            longest = min(tokens, _context(plan.shape) - _ANSWER)
+            prompts = ", ".join(map(str, sorted({min(32, longest), longest})))
+            yield f"  latency: {{prompt_tokens: [{prompts}], output_tokens: {_ANSWER}, repetitions: 6}}"
+        yield "# Limits to start with: tighten them once a report shows where this model stands."
+        chosen = [each for _, each in self.proposed]
+        gates = Gates.of(chosen, self.probed.costs, computes_coarsely=plan.target.kind == "gpu")
+        yield "gates:"
+        yield f"  perplexity_ratio: {{max: {gates.perplexity_ratio:g}}}"
+        yield f"  kld_mean: {{max: {gates.kld_mean:g}}}"

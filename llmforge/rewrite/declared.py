@@ -5,118 +5,84 @@ Each pass inherits its class here. In the order of `llmforge.passes.ALL`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import ClassVar, cast
+from collections.abc import Iterable
+from typing import ClassVar
 
 from llmforge.backends.record import Dtype
+from llmforge.quantization.formats import TOKEN8_KV
+from llmforge.rewrite import weight_proposals
 from llmforge.rewrite.traits import Codes, Deployment, FewerKernels, OwnKernels, Prediction, Proposal, Storage, Traits
 
-FOUR_KLD, EIGHT_KLD, STORED_KLD = 0.05, 0.005, 0.01  # nats a token that budgets allow
-
-
-def of_weights(name: str, there: Deployment) -> Iterator[Proposal]:
-    """Propose 4 and 8 bits of the pass `name`, in the blocks and with the scales that the engine reads best."""
-    other, columns = there.backend.export_format, there.backend.scales == "channels"
-    if other is not None:  # servers of others have the scales of symmetric codes in fp16
-        more = f"symmetric: true, scales: fp16, {'' if other.tables else 'embedding_bits: 16, '}"
-        yield _four(name, other.block, more)
-        yield _eight(name, other.block, more)
-    elif columns:
-        yield _four(name, 128, "symmetric: true, embedding_bits: 16, ")
-    elif there.on_cpu and there.goal == "size":
-        options, stores = "method: auto, weight_bits: 4.5, {budget}", Storage(weights="int4", block=32)
-        yield Proposal(options, FOUR_KLD, stores, f"{name}, bits: 4", calibrated=True, bits=4)
-        yield _eight(name, 32)
-    else:
-        yield _four(name, 32, "" if there.on_cpu else "symmetric: true, ")
-        yield _eight(name, 32)
-
-
-def _four(name: str, block: int, more: str) -> Proposal:
-    options, stores = (
-        f"bits: 4, block_size: {block}, {more}method: gptq, {{budget}}",
-        Storage(weights="int4", block=block),
-    )
-    return Proposal(options, FOUR_KLD, stores, f"{name}, bits: 4", calibrated=True, bits=4)
-
-
-def _eight(name: str, block: int, more: str = "") -> Proposal:
-    options, stores = (
-        f"bits: 8, block_size: {block}, {more}method: rtn, {{budget}}",
-        Storage(weights="int8", block=block),
-    )
-    return Proposal(options, EIGHT_KLD, stores, f"{name}, bits: 8", near_lossless=True, bits=8)
-
-
-def of_stored(name: str, there: Deployment) -> Iterator[Proposal]:
-    """Propose to take the codes of a checkpoint that comes quantized, where the engine's kernels read their grid."""
-    grid, in_onnxruntime = there.stored, there.in_onnxruntime
-    if grid is None:
-        return
-    if not there.on_cpu and not (grid.portable and (in_onnxruntime or (grid.symmetric and grid.bits == 4))):
-        return
-    few = 4 if grid.bits <= 4 else 8
-    weights = cast(Dtype, f"int{grid.bits if grid.portable else few}")
-    more = ", scales: fp16" if there.on_cpu else "" if in_onnxruntime else ", embedding_bits: 16"
-    yield Proposal(
-        f"method: stored{more}, {{budget}}",
-        STORED_KLD,
-        Storage(weights=weights, block=grid.block_size, symmetric=grid.symmetric),
-        f"{name}, bits: {few}",
-        reason="the codes of the checkpoint, as they are",
-        bits=grid.bits,
-    )
-
-
+UNKNOWN_KLD = 0.02  # nats a token that budgets of the cache and the kernels allow where nothing was measured
 JUDGED: tuple[Dtype, ...] = ("int8", "fp8")  # dtypes of channels
 
 
-class SavesKernels(Traits):
-    """Traits of a pass that saves kernels in every layer, and that each engine takes which can run what it writes."""
+class FuseNormsTraits(Traits):
+    """Traits of `fuse-norms`."""
 
-    saves: ClassVar[FewerKernels]
-    in_onnxruntime_alone: ClassVar[bool] = False  # which then runs the graph as it is written
+    name: ClassVar[str] = "fuse-norms"
+
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """Judge it by the kernels of an Add and a norm, twice a layer."""
+        yield Prediction(cls.name, FewerKernels(2, "one kernel for an Add and a norm, twice per layer"))
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose it where ONNX Runtime runs the graph."""
+        if there.in_onnxruntime:
+            yield Proposal(change=cls.name)
+
+
+class PackQkvTraits(Traits):
+    """Traits of `pack-qkv`."""
+
+    name: ClassVar[str] = "pack-qkv"
 
     @classmethod
     def predicts(cls, there: Deployment) -> Iterable[Prediction]:
         """Judge it by the kernels that it saves."""
-        yield Prediction(cls.name, cls.saves)
+        yield Prediction(cls.name, FewerKernels(2, "one matmul instead of three"))
 
     @classmethod
     def proposes(cls, there: Deployment) -> Iterable[Proposal]:
-        """Propose it for engines of llmforge's, or where ONNX Runtime runs the graph."""
-        if there.in_onnxruntime if cls.in_onnxruntime_alone else not there.exported:
+        """Propose it for every engine of llmforge's."""
+        if not there.exported:
             yield Proposal(change=cls.name)
 
 
-class FuseNormsTraits(SavesKernels):
-    """Traits of `fuse-norms`."""
-
-    name: ClassVar[str] = "fuse-norms"
-    saves = FewerKernels(2, "one kernel for an Add and a norm, twice per layer")
-    in_onnxruntime_alone = True
-
-
-class PackQkvTraits(SavesKernels):
-    """Traits of `pack-qkv`."""
-
-    name: ClassVar[str] = "pack-qkv"
-    saves = FewerKernels(2, "one matmul instead of three")
-
-
-class PackGateUpTraits(SavesKernels):
+class PackGateUpTraits(Traits):
     """Traits of `pack-gate-up`."""
 
     name: ClassVar[str] = "pack-gate-up"
-    saves = FewerKernels(1, "one matmul instead of two")
+
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """Judge it by the kernels that it saves."""
+        yield Prediction(cls.name, FewerKernels(1, "one matmul instead of two"))
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose it for every engine of llmforge's."""
+        if not there.exported:
+            yield Proposal(change=cls.name)
 
 
-class FlashAttentionTraits(SavesKernels):
-    """Traits of `flash-attention`, which also saves the scores of a prompt."""
+class FlashAttentionTraits(Traits):
+    """Traits of `flash-attention`."""
 
     name: ClassVar[str] = "flash-attention"
-    saves = FewerKernels(3, "avoids writing {scores_gb:.2g} GB of prompt scores", scores=True)
-    in_onnxruntime_alone = True
+
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """Judge it by kernels, and by the scores of a prompt."""
+        yield Prediction(cls.name, FewerKernels(3, "avoids writing {scores_gb:.2g} GB of prompt scores", scores=True))
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose it where ONNX Runtime runs the graph."""
+        if there.in_onnxruntime:
+            yield Proposal(change=cls.name)
 
 
 class QuantizeWeightsTraits(Traits):
@@ -135,7 +101,7 @@ class QuantizeWeightsTraits(Traits):
     @classmethod
     def proposes(cls, there: Deployment) -> Iterable[Proposal]:
         """Propose the formats that the engine runs best, or the codes of the checkpoint."""
-        propose = of_stored if there.is_quantized else of_weights
+        propose = weight_proposals.of_stored if there.is_quantized else weight_proposals.of_weights
         return propose(cls.name, there)
 
 
@@ -195,10 +161,24 @@ class QuantizeKvCacheTraits(Traits):
 
     @classmethod
     def proposes(cls, there: Deployment) -> Iterable[Proposal]:
-        """Propose 8 bits on CPUs, where some quality may go; latents stay as they are."""
-        if there.on_cpu and not there.exported and not there.caches_latents and there.goal != "quality":
-            stores, reason = Storage(kv="int8"), "a quarter of the cache's memory"
-            yield Proposal("bits: 8, {budget}", 0.005, stores, reason=reason, calibrated=True)
+        """Propose 8 bits on CPUs, where some quality may go; latents stay as they are.
+
+        The CPU kernels have a scale a token, which needs no calibration and loses less (docs/quantization.md).
+        """
+        if not there.on_cpu or there.exported or there.caches_latents or there.goal == "quality":
+            return
+        stores, options = Storage(kv="int8"), "bits: 8, {budget}"
+        if there.own_kernels:
+            stores, options = Storage(kv="int8", cache=TOKEN8_KV), "bits: 8, granularity: per_token, {budget}"
+        yield Proposal(
+            options,
+            UNKNOWN_KLD,
+            stores,
+            reason="a quarter of the cache's memory",
+            calibrated=not there.own_kernels,
+            adds=lambda costs: costs.cache,
+            rerounds=True,
+        )
 
 
 class LowerPrecisionTraits(Traits):
@@ -228,7 +208,9 @@ class CpuKernelsTraits(Traits):
     def proposes(cls, there: Deployment) -> Iterable[Proposal]:
         """Propose it for engines of llmforge's on CPUs."""
         if there.on_cpu and not there.exported:
-            yield Proposal("{budget}, fallback: onnxruntime", 0.005, reason="llmforge's own kernels")
+            options = "{budget}" if there.own_kernels else "{budget}, fallback: onnxruntime"
+            reason = "llmforge's own kernels"
+            yield Proposal(options, UNKNOWN_KLD, reason=reason, adds=lambda costs: 0.0, rerounds=True)
 
 
 DECLARED: tuple[type[Traits], ...] = (

@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from llmforge.backends.record import BackendRecord, Dtype
+from llmforge.backends.record import BackendRecord, Dtype, StoredDtype
 from llmforge.quantization.formats import KvFormat
 from llmforge.targets import Target
 
 if TYPE_CHECKING:
-    from llmforge.quantization.grids import Grid
+    from llmforge.quantization.costs import ModelFormats, ProbedCosts
+    from llmforge.quantization.grids import Grid, Scale
 
 Goal = Literal["latency", "throughput", "size", "quality"]
 Codes = Literal["blocks", "channels", "fp4"]  # by what shares a scale: a block of inputs, an output feature, 16 in fp8
@@ -25,14 +26,15 @@ class Storage:
     """Dtypes in which a decoder is stored and computed, as far as something is said; None: nothing is said."""
 
     compute: Dtype | None = None  # of activations between layers
-    weights: Dtype | None = None
+    weights: StoredDtype | None = None
     kv: Dtype | None = None
     product: Dtype | None = None  # in which matrices are multiplied
-    embedding: Dtype | None = None
-    head: Dtype | None = None
+    embedding: StoredDtype | None = None
+    head: StoredDtype | None = None
     block: int | None = None  # weights that share a scale; 0: those of an output feature
     symmetric: bool | None = None
     cache: KvFormat | None = None  # that of the CPU kernels, with scales of its own
+    scale: Scale | None = None  # as what scales of blocks are stored; None: in the dtype of activations
 
     def or_else(self, other: Storage) -> Storage:
         """Take from `other` what nothing is said about here."""
@@ -53,6 +55,7 @@ class Deployment:
     caches_latents: bool = False
     is_quantized: bool = False  # the checkpoint comes quantized
     stored: Grid | None = None  # on which its codes lie; None: on none that is known here
+    own_kernels: bool = False  # llmforge's CPU kernels are compiled
 
     @property
     def on_cpu(self) -> bool:
@@ -112,6 +115,18 @@ class Proposal:
     calibrated: bool = False  # it reads calibration text
     near_lossless: bool = False  # hardly to be told from the checkpoint
     bits: int = 16  # of a weight, for the goal `size`
+    formats: ModelFormats | None = None  # that a probe can measure
+    adds: Callable[[ProbedCosts], float] | None = None  # nats a token, by what a probe measured; None: that is unknown
+    rerounds: bool = False  # what layers read is rounded to int8 before it and after it, not to the same numbers
+
+    def against_before(self, costs: ProbedCosts) -> float | None:
+        """Predict what it costs against the graph before it; None: that is unknown.
+
+        Where both graphs round what layers read to int8, that counts twice.
+        """
+        if self.adds is None:
+            return None
+        return self.adds(costs) + 2 * costs.activations * self.rerounds
 
     def line(self, name: str) -> str:
         """Write the entry of a recipe's passes."""

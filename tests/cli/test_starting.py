@@ -9,15 +9,20 @@ import pytest
 from click.testing import CliRunner, Result
 
 from llmforge import recipes, targets
+from llmforge.base import extras
+from llmforge.calibration import probe
 from llmforge.checkpoint import documents
 from llmforge.cli import cli, planning, starting
+from llmforge.compile import probing
 from llmforge.doctor import kept
 from llmforge.measure import ceilings, machine
 from llmforge.planning import request
+from llmforge.planning.choice import Probed
 from llmforge.recipe import Recipe
 
 from ..planning.test_starting import measured
 
+PROBE = probing.probe  # which the fixture puts away
 SAMPLE = Path(__file__).parents[1] / "data" / "docs-llama-7m"
 
 
@@ -25,6 +30,7 @@ SAMPLE = Path(__file__).parents[1] / "data" / "docs-llama-7m"
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(planning, "measured_here", measured)
+    monkeypatch.setattr(probing, "probe", lambda *_, **__: Probed(why="this is a test"))
     return tmp_path
 
 
@@ -175,6 +181,34 @@ def test_the_same_checkpoint_gives_the_same_recipe_and_nothing_is_measured(
             written.add((goal, (home / "docs-llama-7m.yaml").read_bytes()))
     assert len(written) == 4
     assert b"tokens/s" not in b"".join(recipe for _, recipe in written)
+
+
+def test_formats_are_measured_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tokens of the calibration text; another init of the checkpoint finds the figures."""
+    monkeypatch.setattr(probing, "probe", PROBE)
+    monkeypatch.setattr(probing, "TOKENS", ((10**9, 64),))
+    monkeypatch.setattr(probing, "LENGTH", 32)
+    first = invoke("init", SAMPLE)
+    assert first.exit_code == 0, first.stderr
+    assert "Measure what formats cost this model" in first.stderr
+    text = (home / "docs-llama-7m.yaml").read_text()
+    assert "# Measured, KLD on 64 tokens of weights rounded to nearest: 4 bits 0.0" in text
+    monkeypatch.setattr(probe, "_measure", lambda *given: pytest.fail("it measures again"))
+    assert invoke("init", SAMPLE, "--force").exit_code == 0
+    assert (home / "docs-llama-7m.yaml").read_text() == text
+    assert invoke("init", SAMPLE, "--force", "--no-probe").exit_code == 0
+    assert "easured" not in (home / "docs-llama-7m.yaml").read_text()
+
+
+def test_what_is_not_measured_is_said(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "probe", PROBE)
+    monkeypatch.setattr(probing, "TOKENS", ((10**6, 64),))
+    result = invoke("init", SAMPLE)
+    assert result.exit_code == 0
+    assert "note: what formats cost this model was not measured: 0.0068 billion parameters" in result.stderr
+    assert "was not measured: 0.0068 billion parameters take too long" in (home / "docs-llama-7m.yaml").read_text()
+    monkeypatch.setattr(extras, "missing", lambda extra: ["torch"])
+    assert "what builds is not installed" in invoke("init", SAMPLE, "--force").stderr
 
 
 @pytest.mark.parametrize("folder", ["Meta-Llama_3.1 (8B)", "模型", "x" * 300, "..."])

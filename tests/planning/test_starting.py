@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from llmforge import backends, passes, targets
+from llmforge import backends, native, passes, targets
 from llmforge.base.errors import UnsupportedError
 from llmforge.planning import scheme, starting
 from llmforge.recipe import Recipe
@@ -110,13 +110,16 @@ def options(recipe: Recipe, name: str) -> dict[str, object]:
 def test_goals_differ_on_a_cpu(tmp_path: Path) -> None:
     small, fast, many, good = (start(tmp_path, "cpu-avx2", goal, "llama-3.1-8b") for goal in
                                ("size", "latency", "throughput", "quality"))  # fmt: skip
-    assert options(small, "quantize-weights")["method"] == "auto"
-    assert options(fast, "quantize-weights")["bits"] == 4
+    assert options(small, "quantize-weights")["bits"] == 4
+    assert options(small, "quantize-weights")["method"] == "gptq"
+    assert options(fast, "quantize-weights")["bits"] == 6  # to calibrate so many parameters takes hours
+    assert options(fast, "quantize-weights")["method"] == "rtn"
     assert options(good, "quantize-weights")["bits"] == 8
     assert "quantize-kv-cache" not in chosen(good)
     assert many.engine.max_batch > fast.engine.max_batch
     assert good.calibration is None
-    assert fast.calibration is not None
+    assert fast.calibration is None
+    assert small.calibration is not None
 
 
 def test_a_gpu_that_is_elsewhere_gets_its_engine_later(tmp_path: Path) -> None:
@@ -151,7 +154,7 @@ def test_batches_fit(tmp_path: Path) -> None:
 def test_a_checkpoint_that_comes_quantized_keeps_its_codes(
     tmp_path: Path, said: dict[str, object], target: str, backend: str, wanted: dict[str, object] | None
 ) -> None:
-    """Or its dequantized weights, where the target has no kernels for them; never others."""
+    """Or its dequantized weights, where the target has no kernels for them; others where a CPU's kernels read those."""
     checkpoint = tmp_path / "quantized"
     checkpoint.mkdir()
     config = {**PUBLIC["llama-3.1-8b"], "quantization_config": {"quant_method": "gptq", **said}}
@@ -163,8 +166,10 @@ def test_a_checkpoint_that_comes_quantized_keeps_its_codes(
         (tmp_path / "recipe.yaml").write_text(made.yaml)
         recipe = Recipe.load(tmp_path / "recipe.yaml")
         steps = recipe.instantiate(passes.ALL)
-        assert not [step.name for step in steps if step.chooses_codes()]
-        assert ("quantize-weights" in chosen(recipe)) is (wanted is not None)
+        requantizes = target == "local" and wanted is None and native.library() is not None
+        assert recipe.requantize is requantizes
+        assert bool([step.name for step in steps if step.chooses_codes()]) is requantizes
+        assert ("quantize-weights" in chosen(recipe)) is (wanted is not None or requantizes)
         if wanted is not None:
             found = options(recipe, "quantize-weights")
             assert {name: found[name] for name in wanted} == wanted

@@ -29,8 +29,13 @@ BACKEND = BackendRecord(
             requirements=("onnxruntime=={version}",),
             builder="llmforge.backends.onnxruntime.builder",
             session="llmforge.backends.onnxruntime.session",
-            dtypes={"fp32": Use(ANY), "int8": Use(("weights", "kv")), "int4": Use(("weights", "kv"))},
-            never=dict.fromkeys(("fp16", "bf16"), "CPU engines compute in fp32, or in int8 on int8 and int4 weights"),
+            dtypes={
+                "fp32": Use(ANY),
+                "int8": Use(("weights", "kv")),
+                "int4": Use(("weights", "kv")),
+                **dict.fromkeys(("int6", "int5", "int3"), Use(("weights",))),  # by llmforge's CPU kernels
+            },
+            never=dict.fromkeys(("fp16", "bf16"), "CPU engines compute in fp32, or in int8 on quantized weights"),
             verified=True,
             ranks=True,
         ),

@@ -110,3 +110,11 @@ def test_two_that_are_stored_alike_are_seen(tiny_checkpoint: Path, codes: NDArra
     plain = tensors["model.layers.0.mlp.gate_proj.weight"]
     assert quantized.same_content(tensors[NAME], tensors[NAME])
     assert not quantized.same_content(tensors[NAME], plain)
+
+
+def test_a_note_of_transformers_on_a_file_that_it_dequantized_is_no_layout() -> None:
+    said = {"quantization_config": {"quant_method": "gguf", "gguf_file": "model.gguf", "dequantize": False}}
+    assert quantized.settings_of(said) is None
+    assert quantized.settings_of({"text_config": said}) is None
+    own = {"quantization_config": {"quant_method": "gguf", "type": "Q4_0"}}  # of a file that is read here
+    assert quantized.settings_of(own) == own["quantization_config"]

@@ -1,0 +1,47 @@
+"""Measure what formats cost a checkpoint before there is a recipe: as many tokens as take half a minute at most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmforge.base import extras
+from llmforge.base.errors import CheckpointError, DataError, UnsupportedError
+from llmforge.base.progress import Progress
+from llmforge.cache import Cache, installed
+from llmforge.checkpoint import Checkpoint, documents, text
+from llmforge.compile import texts
+from llmforge.planning.choice import Probed
+from llmforge.quantization.costs import ModelFormats
+from llmforge.runtime.config import physical_cores
+
+LENGTH = 256  # tokens of a window
+# Tokens by parameters. 1,024 tokens of 135 million parameters in three formats take 25 s of CPU time on Zen 5; rounding
+# grows with parameters alone, so that the last of these takes about as long with few tokens.
+TOKENS = ((200_000_000, 1024), (400_000_000, 512), (700_000_000, 256))
+LOGITS = 1 << 26  # that are held at a time, of the checkpoint
+
+
+def probe(
+    checkpoint: Path, text_file: Path, formats: Sequence[ModelFormats], *, cache: Cache, progress: Progress
+) -> Probed:
+    """Measure `formats` of the checkpoint in a folder, or GGUF file, on text; or say why that is not done."""
+    if extras.missing("build"):
+        return Probed(why=f"what builds is not installed ({extras.hint('build')})")
+    from llmforge.calibration import Store
+    from llmforge.calibration import probe as measuring
+
+    progress.stage("Measure what formats cost this model")
+    try:
+        opened = Checkpoint.open(checkpoint)
+        tokens = next((count for most, count in TOKENS if opened.parameters <= most), 0)
+        if not tokens:
+            return Probed(why=f"{opened.parameters / 1e9:.2g} billion parameters take too long")
+        tokens = max(LENGTH, min(tokens, LOGITS // opened.geometry.vocabulary))
+        cut = texts.windows_of(opened, documents.read_documents(text_file), LENGTH)
+        windows = [window.ids for window in text.spread(cut, tokens)]
+        store = Store(cache, tools=installed.digest())
+        found = measuring.measure(opened, windows, formats, threads=physical_cores(), store=store, progress=progress)
+    except (CheckpointError, DataError, UnsupportedError) as error:
+        return Probed(why=error.message.splitlines()[0])
+    return Probed(found)
