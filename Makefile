@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PROMPT ?= If the file does not exist,
 
-.PHONY: help quickstart test test-slow test-thorough docs wheels triton verify-gpu cuda-device lint types contracts check clean
+.PHONY: help quickstart demo test test-slow test-thorough docs wheels triton verify-gpu cuda-device lint types contracts check clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -20,6 +20,10 @@ quickstart: $(VENV)/.runtime  ## Build recipes/quickstart.yaml and generate from
 	echo; echo "\$$ llmforge run $$artifact \"$(PROMPT)\" --max-tokens 64"; \
 	$(BIN)/llmforge run "$$artifact" "$(PROMPT)" --max-tokens 64; \
 	echo; echo "The report: $$artifact/report/report.html"
+
+demo: $(VENV)/.runtime  ## A real chat model (a download of 93 MB): init, build, run, gate, triton, serve, a conversation
+	$(PIP) install --quiet -c constraints.txt -e '.[build,cpu,serve]'
+	tests/demo.sh "$(abspath $(BIN))" build/demo
 
 test: $(VENV)/.dev  ## Run the tests, less those that take minutes
 	$(BIN)/python -m pytest -n auto --dist loadgroup --max-worker-restart 0 --durations 20
