@@ -38,7 +38,7 @@ def shipped() -> dict[str, Path]:
     """Every file that must be in the wheel: its name there, and where it comes from."""
     files = {
         f"llmforge/{path.relative_to(ROOT / 'llmforge').as_posix()}": path
-        for pattern in ("*.py", "*.jinja", "*.json", "py.typed", "constraints.txt")
+        for pattern in ("*.py", "*.jinja", "*.json", "trace/hooks/*.yaml", "py.typed", "constraints.txt")
         for path in (ROOT / "llmforge").rglob(pattern)
         if not any(parent.is_symlink() for parent in path.parents)
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from llmforge.base import extras
 from llmforge.base.errors import CheckpointError, DataError, UnsupportedError
 from llmforge.base.progress import Progress
@@ -13,7 +15,6 @@ from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.compile import texts
 from llmforge.planning.choice import Probed
 from llmforge.quantization.costs import ModelFormats
-from llmforge.runtime.config import physical_cores
 
 LENGTH = 256  # tokens of a window
 # Tokens by parameters. 1,024 tokens of 135 million parameters in three formats take 25 s of CPU time on Zen 5; rounding
@@ -41,7 +42,9 @@ def probe(
         cut = texts.windows_of(opened, documents.read_documents(text_file), LENGTH)
         windows = [window.ids for window in text.spread(cut, tokens)]
         store = Store(cache, tools=installed.digest())
-        found = measuring.measure(opened, windows, formats, threads=physical_cores(), store=store, progress=progress)
+        found = measuring.measure(
+            opened, windows, formats, threads=psutil.cpu_count(logical=False) or 1, store=store, progress=progress
+        )
     except (CheckpointError, DataError, UnsupportedError) as error:
         return Probed(why=error.message.splitlines()[0])
     return Probed(found)

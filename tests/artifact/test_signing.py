@@ -142,7 +142,7 @@ def test_evidence_that_comes_later_is_told_as_unsigned(tmp_path: Path) -> None:
     assert "gates: fail" in done.stdout
     assert f"signed by {public}; 1 record of evidence came later, unsigned" in done.stdout
     assert "gates: pass" in call("verify", made).stdout
-    one_message(call("run", made, "a", "--require-signature", "--key", public), 3, "the gates of tiny", "failed")
+    one_message(call("run", made, "a", "--require-signature", "--key", public), 3, "the verdict of tiny", "FAIL")
     call("sign", made, "--key", private)
     assert "came later" not in call("verify", made, "--key", public).stdout
 

@@ -184,9 +184,9 @@ def test_a_server_is_measured_and_nothing_is_recorded(built: tuple[Path, Path], 
 @harnessed
 def test_what_cannot_be_asked_is_told(built: tuple[Path, Path], tiny_checkpoint: Path, sample_checkpoint: Path) -> None:
     path = built[0]
-    neither = invoke("eval", path, "--tasks", TASK)
-    assert neither.exit_code == 2
-    assert "--recipe or --checkpoint" in neither.output
+    both = invoke("eval", path, "--tasks", TASK, "--recipe", built[1], "--checkpoint", sample_checkpoint)
+    assert both.exit_code == 2
+    assert "--checkpoint cannot be used with --recipe" in both.output
     other = invoke("eval", path, "--tasks", TASK, "--checkpoint", tiny_checkpoint)
     assert other.exit_code == 2
     assert "but the artifact was built from" in other.output

@@ -142,8 +142,8 @@ def test_an_artifact_is_reproduced_and_a_difference_is_named(built: Built, monke
 
 def test_inputs_that_are_missing_are_named(tmp_path: Path) -> None:
     lacking = command_line("reproduce", str(tmp_path))
-    assert lacking.exit_code == 2
-    assert "either --recipe or --checkpoint" in lacking.stderr
+    assert lacking.exit_code == 5
+    assert "manifest.json" in lacking.stderr
 
 
 @pytest.mark.parametrize("layout", ["cache", "download"])

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from llmforge import targets
-from llmforge.base.errors import UnsupportedError, VerificationError
+from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph
 from llmforge.ir.operators.contrib import MatMulNBits
 from llmforge.ir.operators.standard import MatMul
@@ -123,8 +123,9 @@ def test_it_is_verified_and_attributed_within_its_budget(tmp_path: Path) -> None
     step = CorrectLowRank(budget=Budget(kld_mean=1e-9), bits=4.0)
     after = model.clone()
     changes = step.run(after, context)
-    with pytest.raises(VerificationError, match="correct-low-rank"):
-        verifier.check(step, after, changes)
+    proof = verifier.check(step, after, changes)
+    assert proof.kld_mean is not None
+    assert proof.kld_mean > 1e-9
     verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=[TEXT], threads=1)
     proof = verifier.check(CorrectLowRank(budget=LOOSE, bits=4.0), after, changes)
     assert proof.kld_mean is not None

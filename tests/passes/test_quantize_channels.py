@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from llmforge import targets
-from llmforge.base.errors import DataError, UnsupportedError, VerificationError
+from llmforge.base.errors import DataError, UnsupportedError
 from llmforge.ir import graph
 from llmforge.ir.operators.standard import MatMul
 from llmforge.passes import LowerPrecision, PackGateUp, PackQkv, QuantizeChannels, QuantizeWeights
@@ -117,13 +117,14 @@ def test_the_verifier_measures_it(dtype: str, tmp_path: Path) -> None:
     assert 0 < proof.kld_mean < (0.001 if dtype == "int8" else 0.02)
 
 
-def test_a_budget_that_does_not_hold_fails(tmp_path: Path) -> None:
+def test_what_exceeds_a_budget_is_measured(tmp_path: Path) -> None:
     model = graphs.llama()
     texts = [np.random.default_rng(0).integers(0, 96, 24)]
     verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=texts, threads=1)
     step = quantize(budget=Budget(kld_mean=1e-9))
-    with pytest.raises(VerificationError, match="quantize-channels"):
-        verifier.check(step, model, step.run(model, RTX))
+    proof = verifier.check(step, model, step.run(model, RTX))
+    assert proof.kld_mean is not None
+    assert proof.kld_mean > 1e-9
 
 
 def test_the_graph_computes_with_the_dequantized_weights() -> None:

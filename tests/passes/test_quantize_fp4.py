@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from llmforge import targets
-from llmforge.base.errors import DataError, UnsupportedError, VerificationError
+from llmforge.base.errors import DataError, UnsupportedError
 from llmforge.ir import graph, operators
 from llmforge.ir.operators.canonical import Fp4Linear
 from llmforge.passes import LowerPrecision, QuantizeFp4
@@ -63,13 +63,10 @@ def test_the_verifier_measures_it(tmp_path: Path) -> None:
         verifier = Verifier(model, promises=graphs.PROMISES, folder=tmp_path, texts=[TEXT], threads=1)
         step = quantize(budget=Budget(kld_mean=budget))
         changes = step.run(model, context(measured(model, TEXT)))
-        if budget < 1e-5:
-            with pytest.raises(VerificationError, match="quantize-fp4"):
-                verifier.check(step, model, changes)
-        else:
-            losses.append(verifier.check(step, model, changes).kld_mean)
-    assert losses[0] is not None
-    assert 1e-5 < losses[0] < 0.2
+        losses.append(verifier.check(step, model, changes).kld_mean)
+    for loss in losses:  # above the second budget, too, of which the build decides
+        assert loss is not None
+        assert 1e-5 < loss < 0.2
 
 
 def test_half_precision_keeps_scales_in_fp32(tmp_path: Path) -> None:

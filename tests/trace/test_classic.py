@@ -170,7 +170,7 @@ def test_dynamic_angles_are_refused() -> None:
         return angles.cos(), angles.sin()
 
     with pytest.raises(UnsupportedError, match="more than once"):
-        rotary.switch("Rotary", forward, 100)
+        rotary.find_switch("Rotary", forward, 100)
 
 
 class Gelu(torch.nn.Module):
