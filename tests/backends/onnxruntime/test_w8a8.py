@@ -8,7 +8,6 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-from tokenizers import Tokenizer
 
 from llmforge import targets
 from llmforge.backends import onnx_file
@@ -18,7 +17,8 @@ from llmforge.base.progress import Silent
 from llmforge.calibration import calibrate
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.documents import read_documents
-from llmforge.checkpoint.text import TokenWindow, windows
+from llmforge.checkpoint.text import TokenWindow
+from llmforge.compile import texts
 from llmforge.passes import QuantizeChannels
 from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.trace import trace
@@ -42,8 +42,7 @@ def outliers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, ir.M
 
 
 def text(name: str, count: int) -> list[TokenWindow]:
-    tokenizer = Tokenizer.from_file(str(SAMPLE / "tokenizer.json"))
-    cut = windows(tokenizer, read_documents(DATA / f"{name}.jsonl"), 256, bos=0)
+    cut = texts.windows_of(Checkpoint.open(SAMPLE), read_documents(DATA / f"{name}.jsonl"), 256)
     return cut[:: len(cut) // count][:count]
 
 
