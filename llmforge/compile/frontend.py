@@ -194,10 +194,12 @@ class _Server:
         from llmforge.measure import machine
         from llmforge.verification.trace_verifier import precompute_reference
 
-        before, copy = machine.peak_resident_bytes(), os.fork()
+        beginning, told = os.pipe()
+        copy = os.fork()
         if copy == 0:
             try:
                 _end_with_parent()
+                os.write(told, machine.peak_resident_bytes().to_bytes(8))  # less than ours: files are not mapped yet
                 self.answer(_trace, origin)
             finally:
                 os._exit(0)
@@ -206,7 +208,9 @@ class _Server:
         _, status, usage = os.wait4(copy, 0)
         if os.WIFSIGNALED(status):  # it has not answered: whoever waits is told how this process ended
             os.kill(os.getpid(), os.WTERMSIG(status))
-        self._copy_bytes = max(0, usage.ru_maxrss * 1024 - before)
+        self._copy_bytes = usage.ru_maxrss * 1024 - int.from_bytes(os.read(beginning, 8))
+        os.close(beginning)
+        os.close(told)
         return _ANSWERED
 
     def prove(self, origin: Origin, files: Mapping[str, bytes], threads: int) -> tuple[str, int]:

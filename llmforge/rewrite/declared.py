@@ -17,72 +17,52 @@ UNKNOWN_KLD = 0.02  # nats a token that budgets of the cache and the kernels all
 JUDGED: tuple[Dtype, ...] = ("int8", "fp8")  # dtypes of channels
 
 
-class FuseNormsTraits(Traits):
+class SavesKernels(Traits):
+    """Traits of a pass that saves kernels in every layer, and that each engine takes which can run what it writes."""
+
+    saves: ClassVar[FewerKernels]
+    in_onnxruntime_alone: ClassVar[bool] = False  # which then runs the graph as it is written
+
+    @classmethod
+    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
+        """Judge it by the kernels that it saves."""
+        yield Prediction(cls.name, cls.saves)
+
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose it for engines of llmforge's, or where ONNX Runtime runs the graph."""
+        if there.in_onnxruntime if cls.in_onnxruntime_alone else not there.exported:
+            yield Proposal(change=cls.name)
+
+
+class FuseNormsTraits(SavesKernels):
     """Traits of `fuse-norms`."""
 
     name: ClassVar[str] = "fuse-norms"
-
-    @classmethod
-    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
-        """Judge it by the kernels of an Add and a norm, twice a layer."""
-        yield Prediction(cls.name, FewerKernels(2, "one kernel for an Add and a norm, twice per layer"))
-
-    @classmethod
-    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
-        """Propose it where ONNX Runtime runs the graph."""
-        if there.in_onnxruntime:
-            yield Proposal(change=cls.name)
+    saves = FewerKernels(2, "one kernel for an Add and a norm, twice per layer")
+    in_onnxruntime_alone = True
 
 
-class PackQkvTraits(Traits):
+class PackQkvTraits(SavesKernels):
     """Traits of `pack-qkv`."""
 
     name: ClassVar[str] = "pack-qkv"
-
-    @classmethod
-    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
-        """Judge it by the kernels that it saves."""
-        yield Prediction(cls.name, FewerKernels(2, "one matmul instead of three"))
-
-    @classmethod
-    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
-        """Propose it for every engine of llmforge's."""
-        if not there.exported:
-            yield Proposal(change=cls.name)
+    saves = FewerKernels(2, "one matmul instead of three")
 
 
-class PackGateUpTraits(Traits):
+class PackGateUpTraits(SavesKernels):
     """Traits of `pack-gate-up`."""
 
     name: ClassVar[str] = "pack-gate-up"
-
-    @classmethod
-    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
-        """Judge it by the kernels that it saves."""
-        yield Prediction(cls.name, FewerKernels(1, "one matmul instead of two"))
-
-    @classmethod
-    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
-        """Propose it for every engine of llmforge's."""
-        if not there.exported:
-            yield Proposal(change=cls.name)
+    saves = FewerKernels(1, "one matmul instead of two")
 
 
-class FlashAttentionTraits(Traits):
-    """Traits of `flash-attention`."""
+class FlashAttentionTraits(SavesKernels):
+    """Traits of `flash-attention`, which also saves the scores of a prompt."""
 
     name: ClassVar[str] = "flash-attention"
-
-    @classmethod
-    def predicts(cls, there: Deployment) -> Iterable[Prediction]:
-        """Judge it by kernels, and by the scores of a prompt."""
-        yield Prediction(cls.name, FewerKernels(3, "avoids writing {scores_gb:.2g} GB of prompt scores", scores=True))
-
-    @classmethod
-    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
-        """Propose it where ONNX Runtime runs the graph."""
-        if there.in_onnxruntime:
-            yield Proposal(change=cls.name)
+    saves = FewerKernels(3, "avoids writing {scores_gb:.2g} GB of prompt scores", scores=True)
+    in_onnxruntime_alone = True
 
 
 class QuantizeWeightsTraits(Traits):

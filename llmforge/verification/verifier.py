@@ -62,7 +62,7 @@ class Verifier:
         folder: where the graphs before and after a failed pass are saved, without weights.
         texts: windows of token ids, int64 [length], that budgets of lossy passes are measured on.
         threads: of ONNX Runtime.
-        whole_bytes: of weights; a graph with more is never run whole, but streamed (`streamed_verifier`).
+        whole_bytes: of weights; a graph with more is never run whole, but streamed (`StreamedLoss`).
 
     Raises:
         UnsupportedError: no tolerance is known for the dtype of the logits.

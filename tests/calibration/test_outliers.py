@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from llmforge.calibration import calibrate, mixed
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.documents import read_documents
-from llmforge.checkpoint.text import TokenWindow, windows
+from llmforge.checkpoint.text import TokenWindow
+from llmforge.compile import texts
 from llmforge.quantization.grids import Grid
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.methods.rtn import Rtn
@@ -59,8 +59,7 @@ def test_outliers_leave_the_logits_as_they_were(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_methods_keep_their_order(tmp_path: Path) -> None:
     write_outliers(DATA / "docs-llama-7m", tmp_path / "outliers")
-    tokenizer = Tokenizer.from_file(str(DATA / "docs-llama-7m" / "tokenizer.json"))
-    cut = windows(tokenizer, read_documents(DATA / "calibration.jsonl"), 512, bos=0)
+    cut = texts.windows_of(Checkpoint.open(DATA / "docs-llama-7m"), read_documents(DATA / "calibration.jsonl"), 512)
     text, held = cut[0:32:4], cut[2:18:4]
     checkpoint = Checkpoint.open(tmp_path / "outliers")
     of_rtn = kld(checkpoint, text, held, WeightDemand(Rtn(), GRID, tables=TABLES))

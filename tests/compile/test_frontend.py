@@ -98,7 +98,7 @@ def test_a_copy_of_it_traces_and_that_it_was_killed_is_said(tiny_checkpoint: Pat
     with Frontend() as frontend:
         files = frontend.trace(tiny_checkpoint)
         assert frontend.prove(tiny_checkpoint, files, 1).startswith("trace: logits match transformers within")
-    assert frontend.peak_bytes > 1 << 27  # torch alone takes more
+        assert frontend._copy_bytes > 0
     with Frontend() as frontend, ThreadPoolExecutor(1) as pool:
         frontend.configuration(tiny_checkpoint)
         assert frontend._process is not None

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.documents import read_documents
-from llmforge.checkpoint.text import windows
+from llmforge.compile import texts
 from llmforge.quantization.grids import Grid, dequantize
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs
 from llmforge.quantization.methods.gptq import Gptq
@@ -45,7 +45,7 @@ def linears() -> dict[str, tuple[Array, Array]]:
     """Weights [N, K] of one layer of the sample, and the mean x xᵀ [K, K] of what they read in 8 windows of text."""
     folder = DATA / "docs-llama-7m"
     checkpoint = Checkpoint.open(folder)
-    text = windows(checkpoint.tokenizer, read_documents(DATA / "calibration.jsonl"), 512, checkpoint.bos_token_id)
+    text = texts.windows_of(checkpoint, read_documents(DATA / "calibration.jsonl"), 512)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     modules = {
         name: module

@@ -99,7 +99,7 @@ def _wrong_epsilon(patch: pytest.MonkeyPatch) -> None:
 
 def _wrong_tables(patch: pytest.MonkeyPatch) -> None:
     """Rotary tables repeat themselves from position 24 on."""
-    right = rotary.rows
+    right = rotary.table_rows
 
     def rows(*given: object) -> object:
         chunks = right(*given)  # type: ignore[arg-type]
@@ -107,13 +107,13 @@ def _wrong_tables(patch: pytest.MonkeyPatch) -> None:
             tuple(torch.cat([part[:, :24], part[:, : part.shape[1] - 24]], 1) for part in chunk) for chunk in chunks
         ]
 
-    patch.setattr(rotary.longrope, "rows", rows)
+    patch.setattr(rotary, "table_rows", rows)
 
 
 def _wrong_switch(patch: pytest.MonkeyPatch) -> None:
     """A long text begins twice as late."""
-    right = rotary.switch
-    patch.setattr(rotary.longrope, "switch", lambda *given: 2 * right(*given))
+    right = rotary.find_switch
+    patch.setattr(rotary, "find_switch", lambda *given: 2 * right(*given))
 
 
 def _wrong_limit(patch: pytest.MonkeyPatch) -> None:
