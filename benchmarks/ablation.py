@@ -41,7 +41,8 @@ from llmforge.calibration.sums import InputSums
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization import allocation, rounding
-from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import Float32, QuantizedMatrix
 from llmforge.quantization.methods import gptq
 from llmforge.quantization.methods.base import InputStatistic
 from llmforge.quantization.methods.gptq import Curvature, Gptq

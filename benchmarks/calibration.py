@@ -30,7 +30,7 @@ from llmforge.checkpoint.documents import read_documents
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile import texts
 from llmforge.quantization import rounding
-from llmforge.quantization.grids import Grid
+from llmforge.quantization.grid import Grid
 from llmforge.quantization.methods import gptq
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import Demand, KvRangeDemand, WeightDemand

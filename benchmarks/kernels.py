@@ -24,7 +24,8 @@ from onnx import TensorProto, helper, numpy_helper
 from llmforge import native
 from llmforge.measure.machine import read_bandwidth
 from llmforge.quantization import cpu_layout, grids
-from llmforge.quantization.grids import Grid, QuantizedMatrix
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import QuantizedMatrix
 from llmforge.rewrite.cpu_linear import grid_attributes
 
 PROBE_BYTES = 1 << 28

@@ -38,7 +38,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.ir import derived, graph, interface, operators
 from llmforge.ir.operators import canonical
 from llmforge.ir.operators.record import Precision
-from llmforge.quantization.grids import Grid
+from llmforge.quantization.grid import Grid
 from llmforge.rewrite import precision
 from llmforge.rewrite.declared import LowerPrecisionTraits
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten, Skipped

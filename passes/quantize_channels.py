@@ -57,7 +57,7 @@ from llmforge.ir import graph, logits_rows, routing
 from llmforge.ir.derived import Derived, computed, stored_in, swapped
 from llmforge.ir.operators.standard import MatMul
 from llmforge.quantization import channels, methods
-from llmforge.quantization.grids import Grid
+from llmforge.quantization.grid import Grid
 from llmforge.quantization.statistics import Demand, InputRangeDemand, Smoothing, exclusion
 from llmforge.quantization.stored import (
     QuantizedSource,

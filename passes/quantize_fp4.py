@@ -38,7 +38,7 @@ from llmforge.ir.fp4 import BLOCK
 from llmforge.ir.operators.canonical import Fp4Linear
 from llmforge.ir.operators.standard import MatMul
 from llmforge.quantization import methods, nvfp4
-from llmforge.quantization.grids import Grid
+from llmforge.quantization.grid import Grid
 from llmforge.quantization.statistics import Demand, InputRange, InputRangeDemand, exclusion
 from llmforge.quantization.stored import (
     QuantizedSource,

@@ -38,7 +38,7 @@ from llmforge.ir import graph, interface, operators
 from llmforge.ir.operators import canonical, cpu
 from llmforge.ir.operators.contrib import GroupQueryAttention
 from llmforge.quantization.formats import INT8_KV, KvFormat, SlotFormat
-from llmforge.quantization.grids import Grid
+from llmforge.quantization.grid import Grid
 from llmforge.quantization.statistics import Demand, KvRange, KvRangeDemand
 from llmforge.rewrite import cpu_attention
 from llmforge.rewrite.declared import QuantizeKvCacheTraits

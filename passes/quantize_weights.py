@@ -71,7 +71,7 @@ from llmforge.ir.operators import canonical, contrib
 from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
 from llmforge.ir.operators.standard import Gather, MatMul
 from llmforge.quantization import methods
-from llmforge.quantization.grids import Grid, Scale
+from llmforge.quantization.grid import Grid, Scale
 from llmforge.quantization.methods.base import Method
 from llmforge.quantization.statistics import Demand, WeightDemand, exclusion
 from llmforge.quantization.stored import require

@@ -23,7 +23,8 @@ from llmforge.ir import graph
 from llmforge.ir.derived import Derived
 from llmforge.ir.operators.contrib import GatherBlockQuantized, MatMulNBits, QMoE
 from llmforge.ir.operators.standard import Cast, DequantizeLinear, Div, MatMul, QuantizeLinear, Reshape
-from llmforge.quantization.grids import Grid, Packed, QuantizedMatrix, unpack
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import Packed, QuantizedMatrix, unpack
 from llmforge.rewrite import smoothing
 from llmforge.rewrite.pass_base import Pass
 

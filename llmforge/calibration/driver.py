@@ -29,7 +29,8 @@ from llmforge.calibration.threads import fixed
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization import smoothing
-from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix, dequantize
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import Float32, QuantizedMatrix, dequantize
 from llmforge.quantization.methods.base import InputStatistic
 from llmforge.quantization.statistics import (
     Demand,

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from llmforge.calibration.sums import InputSums
 from llmforge.quantization import grids
-from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import Float32, QuantizedMatrix
 from llmforge.quantization.methods.base import Method
 from llmforge.trace.hooks.experts import names, probe, weights
 

@@ -21,7 +21,8 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization import allocation
 from llmforge.quantization.allocation import FormatOption
-from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix, dequantize
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import Float32, QuantizedMatrix, dequantize
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs, Method
 from llmforge.quantization.statistics import WeightDemand
 

@@ -29,7 +29,8 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.quantization import allocation, kv_cache
 from llmforge.quantization.costs import FormatCost, ModelFormats, ProbedCosts
 from llmforge.quantization.formats import SlotFormat
-from llmforge.quantization.grids import Float32, Grid, dequantize, round_to_nearest
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import Float32, dequantize, round_to_nearest
 
 BLOCK = 32  # of activations that share a scale, as those of the CPU kernels have in blocks of 32 weights
 _SLOTS = SlotFormat("int8", "token")

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.cache import Cache, Key
-from llmforge.quantization.grids import Float32, Grid, Packed, QuantizedMatrix, pack, unpack
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import Float32, Packed, QuantizedMatrix, pack, unpack
 from llmforge.quantization.low_rank import LowRankCorrection
 from llmforge.quantization.sparsity import SparseMatrix
 from llmforge.quantization.statistics import InputRange, KvRange, Smoothed

@@ -24,7 +24,8 @@ from llmforge.ir import graph, interface
 from llmforge.ir.operators.standard import MatMul
 from llmforge.parallel.split import split
 from llmforge.quantization import low_rank
-from llmforge.quantization.grids import Grid, QuantizedMatrix
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import QuantizedMatrix
 from llmforge.quantization.low_rank import LowRankCorrection
 from llmforge.quantization.sparsity import SparseMatrix
 from llmforge.quantization.statistics import (

@@ -23,17 +23,8 @@ from llmforge.ir.operators import canonical, contrib, cpu
 from llmforge.metrics.tokens import Floats
 from llmforge.quantization import kv_cache
 from llmforge.quantization.formats import INT8_KV, SlotFormat
-from llmforge.quantization.grids import (
-    Grid,
-    Packed,
-    QuantizedMatrix,
-    Scale,
-    dequantize,
-    pack,
-    round_to_nearest,
-    stack,
-    unpack,
-)
+from llmforge.quantization.grid import Grid, Scale
+from llmforge.quantization.grids import Packed, QuantizedMatrix, dequantize, pack, round_to_nearest, stack, unpack
 from llmforge.quantization.initializers import arrange
 from llmforge.rewrite import cpu_attention, cpu_linear, moe_kernels, options
 from llmforge.rewrite.pass_base import Context, Pass

@@ -12,7 +12,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.planning.shape import AttentionShape, Shape
 from llmforge.quantization import formats
 from llmforge.quantization.formats import SLOTS4_KV, Format, KvFormat
-from llmforge.quantization.grids import Scale
+from llmforge.quantization.grid import Scale
 from llmforge.rewrite.traits import NOTHING_SAID, Storage
 from llmforge.targets import Target
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmforge.checkpoint import CONFIG, quantized
 from llmforge.quantization import methods
-from llmforge.quantization.grids import Grid
+from llmforge.quantization.grid import Grid
 from llmforge.recipe import Recipe
 from llmforge.recipe.errors import collect
 from llmforge.rewrite import declared

@@ -14,7 +14,8 @@ import numpy as np
 
 from llmforge.base.errors import UsageError
 from llmforge.quantization import cpu_layout
-from llmforge.quantization.grids import Float32, Grid, Scale
+from llmforge.quantization.grid import Grid, Scale
+from llmforge.quantization.grids import Float32
 from llmforge.quantization.trellis import LANES
 
 # What weights may be given, by the scales that a pass asks for: int8 are for the CPU kernels, which have every width.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from llmforge.quantization.grids import Grid
+from llmforge.quantization.grid import Grid
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.quantization.formats import SUPERBLOCK
-from llmforge.quantization.grids import Grid, split
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import split
 
 _T = TypeVar("_T", bound=np.generic)
 

@@ -1,4 +1,4 @@
-"""Arithmetic of weight quantization: grids, rounding to nearest, packing: arrays alone, no graph, no files.
+"""Arithmetic of weight quantization: rounding to nearest, packing: arrays alone, no graph, no files.
 
 Weights are [N, K] (output by input features), and a block is `block_size` neighbours along K; the last block of a row
 is shorter where `block_size` does not divide K.
@@ -6,10 +6,9 @@ is shorter where `block_size` does not divide K.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,96 +16,15 @@ from numpy.typing import NDArray
 from llmforge.base import mapped
 from llmforge.native import rounding
 from llmforge.quantization import trellis
-from llmforge.quantization.formats import SUPERBLOCK, Format
+from llmforge.quantization.formats import SUPERBLOCK
+from llmforge.quantization.grid import Grid
 
 Float32 = NDArray[np.float32]
 
-BITS = (3, 4, 5, 6, 8)
-Scale = Literal["fp32", "fp16", "int8"]  # as what scales are stored; int8 under a bf16 superscale
-SMALLEST_BLOCK = 16  # com.microsoft::MatMulNBits: "a power of two and not smaller than 16"
 _NOT_FINITE = "the matrix holds NaN or infinity"
 # of the scales to the codes of a trellis: of what asymmetric codes lose of normal numbers, .83, .79, .77, .76 stay
 REFITS = 3
 CHUNK_BYTES = 1 << 19  # of fp32 weights that are rounded at a time: chunk and temporaries stay in the L2 cache
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Where quantized values may lie: one scale (and zero point) for `block_size` neighbours along K.
-
-    Asymmetric: `(code - zero_point) * scale`, a range from the least to the largest weight of a block, 0 included.
-    Symmetric: the zero point is 2**(bits - 1), and the weight of largest magnitude gets code 0, so that the scale has
-    the sign opposite to it (llama.cpp's Q4_0 and ONNX Runtime do the same): all 2**bits codes are used, where a grid
-    mirrored around zero would waste one.
-
-    Raises:
-        ValueError: no kernel has this grid.
-    """
-
-    bits: int
-    block_size: int
-    symmetric: bool
-    scale: Scale = "fp32"
-    trellis: bool = False
-
-    def __post_init__(self) -> None:
-        if self.bits not in BITS:
-            raise ValueError(f"bits must be one of {BITS}, is {self.bits}")
-        if self.trellis and (self.bits != 4 or not self.symmetric):
-            raise ValueError("a trellis has 4 bits and no zero points")
-        if self.block_size < SMALLEST_BLOCK or self.block_size & (self.block_size - 1):
-            raise ValueError(f"block_size must be a power of two from {SMALLEST_BLOCK} on, is {self.block_size}")
-
-    @property
-    def format(self) -> Format:
-        """The format of codes on this grid."""
-        kind = "trellis" if self.trellis else "int"
-        return Format(f"{kind}{self.bits}", self.block_size, self.scale, zero_points=not self.symmetric)
-
-    @property
-    def portable(self) -> bool:
-        """Say whether com.microsoft::MatMulNBits and GatherBlockQuantized read it; others are for the CPU kernels."""
-        return self.bits in (4, 8) and self.scale != "int8" and not self.trellis
-
-    @property
-    def top(self) -> int:
-        """The largest code."""
-        return (1 << self.bits) - 1
-
-    @property
-    def middle(self) -> int:
-        """The zero point of a symmetric grid."""
-        return 1 << (self.bits - 1)
-
-    @property
-    def zero_bits(self) -> int:
-        """The bits that a zero point takes where it is stored."""
-        return 4 if self.bits <= 4 else 8
-
-    def blocks(self, k: int) -> int:
-        """Count the blocks of a row of `k` weights."""
-        return -(-k // self.block_size)
-
-    def dividing(self, k: int) -> Grid | None:
-        """Return this grid with the largest block, up to its own, that divides rows of `k`; None: it is too small."""
-        block_size = math.gcd(k, self.block_size)  # of a power of two: the largest one that divides both
-        return None if block_size < SMALLEST_BLOCK else replace(self, block_size=block_size)
-
-    def fitting(self, *widths: int) -> Grid | None:
-        """Return this grid as com.microsoft::QMoE has it: 4 or 8 bits, no trellis, fp16 in place of int8 scales.
-
-        Its block is the largest, up to its own, that divides `widths` all, each of which holds it twice or more. None
-        where that would be too small, or QMoE has not so many bits.
-        """
-        if self.bits not in (4, 8):
-            return None
-        scale: Scale = "fp16" if self.scale == "int8" else self.scale
-        block_size = self.block_size
-        while block_size >= SMALLEST_BLOCK:
-            if all(width % block_size == 0 and width > block_size for width in widths):
-                return replace(self, block_size=block_size, scale=scale, trellis=False)
-            block_size //= 2
-        return None
 
 
 @dataclass(frozen=True, eq=False)

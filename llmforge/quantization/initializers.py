@@ -14,7 +14,8 @@ from llmforge.ir import graph
 from llmforge.ir.derived import by_output, computed
 from llmforge.ir.scratch import Scratch
 from llmforge.quantization import cpu_layout
-from llmforge.quantization.grids import Grid, QuantizedMatrix, pack, stack
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import QuantizedMatrix, pack, stack
 from llmforge.quantization.methods.base import Method
 
 Parts = dict[str, NDArray[np.generic]]  # of a matrix in the layout of MatMulNBits: codes, scales, zero_points

@@ -16,7 +16,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.quantization.grids import Grid, dequantize, round_to_nearest
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import dequantize, round_to_nearest
 
 Float32 = NDArray[np.float32]
 Dtype = Literal["fp32", "int8"]

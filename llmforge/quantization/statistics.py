@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from llmforge.quantization.methods.base import Method
 
 if TYPE_CHECKING:
-    from llmforge.quantization.grids import Grid, QuantizedMatrix
+    from llmforge.quantization.grid import Grid
+    from llmforge.quantization.grids import QuantizedMatrix
     from llmforge.quantization.low_rank import Dtype, LowRankCorrection
     from llmforge.quantization.sparsity import SparseMatrix
     from llmforge.quantization.structure import PrunedStructure, Structure

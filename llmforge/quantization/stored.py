@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.quantization.grids import Grid, QuantizedMatrix, stack
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import QuantizedMatrix, stack
 
 
 class UnrepresentableCodes(Exception):

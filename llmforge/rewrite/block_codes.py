@@ -13,7 +13,7 @@ from llmforge.ir import graph
 from llmforge.ir.operators import contrib, cpu
 from llmforge.ir.operators.standard import Add, Gather, MatMul, Transpose
 from llmforge.quantization import initializers
-from llmforge.quantization.grids import Grid
+from llmforge.quantization.grid import Grid
 from llmforge.quantization.initializers import LazyMatrix, PackedInitializers
 from llmforge.rewrite import cpu_linear, linear
 from llmforge.rewrite.pass_base import Context

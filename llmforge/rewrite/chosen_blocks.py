@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from llmforge.ir import graph
 from llmforge.ir.derived import Stored, stored_in
 from llmforge.quantization import initializers, methods
-from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, Scale, rows, stack
+from llmforge.quantization.grid import SMALLEST_BLOCK, Grid, Scale
+from llmforge.quantization.grids import QuantizedMatrix, rows, stack
 from llmforge.quantization.initializers import LazyMatrix
 from llmforge.quantization.methods.base import Method
 from llmforge.quantization.statistics import Statistics, exclusion

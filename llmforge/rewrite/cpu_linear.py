@@ -29,7 +29,8 @@ from llmforge.ir.operators.standard import (
 )
 from llmforge.ir.scratch import Scratch
 from llmforge.quantization import cpu_layout
-from llmforge.quantization.grids import Grid, Scale, unpack_bits
+from llmforge.quantization.grid import Grid, Scale
+from llmforge.quantization.grids import unpack_bits
 
 NO_ACTIVATION, SILU, GELU_TANH = 0, 1, 2  # attribute `activation` of Linear
 

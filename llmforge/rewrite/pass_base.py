@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from llmforge.checkpoint.adapters import Adapter
-    from llmforge.quantization.grids import Grid
+    from llmforge.quantization.grid import Grid
     from llmforge.quantization.methods.base import Method
     from llmforge.quantization.stored import QuantizedSource
 

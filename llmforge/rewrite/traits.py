@@ -15,7 +15,7 @@ from llmforge.targets import Target
 
 if TYPE_CHECKING:
     from llmforge.quantization.costs import ModelFormats, ProbedCosts
-    from llmforge.quantization.grids import Grid, Scale
+    from llmforge.quantization.grid import Grid, Scale
 
 Goal = Literal["latency", "throughput", "size", "quality"]
 Codes = Literal["blocks", "channels", "fp4"]  # by what shares a scale: a block of inputs, an output feature, 16 in fp8

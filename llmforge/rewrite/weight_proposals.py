@@ -7,7 +7,7 @@ from typing import cast
 
 from llmforge.backends.record import StoredDtype
 from llmforge.quantization.costs import ModelFormats, ProbedCosts
-from llmforge.quantization.grids import Grid, Scale
+from llmforge.quantization.grid import Grid, Scale
 from llmforge.rewrite.traits import Deployment, Proposal, Storage
 
 FOUR_KLD, EIGHT_KLD, STORED_KLD = 0.05, 0.005, 0.01  # nats a token that budgets allow, where nothing was measured

@@ -22,7 +22,8 @@ from llmforge.base.errors import EnvironmentLacks, UnsupportedError, Verificatio
 from llmforge.checkpoint import Checkpoint
 from llmforge.compile import export_proxy
 from llmforge.passes import QuantizeChannels, QuantizeWeights
-from llmforge.quantization.grids import Grid, QuantizedMatrix, dequantize, round_to_nearest
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import QuantizedMatrix, dequantize, round_to_nearest
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Budget, Context
 

@@ -25,7 +25,8 @@ from llmforge.doctor import plugins as examined
 from llmforge.metrics import catalog
 from llmforge.metrics.tokens import TokenBlock
 from llmforge.quantization import methods
-from llmforge.quantization.grids import Grid, dequantize
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import dequantize
 from llmforge.recipe import Recipe
 from llmforge.rewrite import pass_base
 from llmforge.runtime.config import RuntimeConfig

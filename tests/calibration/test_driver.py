@@ -24,7 +24,8 @@ from llmforge.checkpoint.documents import read_documents
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile import texts
 from llmforge.quantization import sparsity
-from llmforge.quantization.grids import Float32, Grid, dequantize, round_to_nearest
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import Float32, dequantize, round_to_nearest
 from llmforge.quantization.methods import gptq
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import (

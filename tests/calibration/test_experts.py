@@ -16,7 +16,8 @@ from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.passes.quantize_weights import QuantizeWeights
-from llmforge.quantization.grids import Grid, dequantize, pack, round_to_nearest
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import dequantize, pack, round_to_nearest
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import Statistics, WeightDemand
 from llmforge.rewrite.pass_base import Budget, Context

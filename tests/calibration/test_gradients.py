@@ -17,7 +17,8 @@ from llmforge.calibration.gradients import SEED, Gradients, take
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
-from llmforge.quantization.grids import Grid, dequantize, round_to_nearest
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import dequantize, round_to_nearest
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import WeightDemand
 

@@ -18,7 +18,8 @@ from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization import allocation
-from llmforge.quantization.grids import Grid, Scale, dequantize, round_to_nearest
+from llmforge.quantization.grid import Grid, Scale
+from llmforge.quantization.grids import dequantize, round_to_nearest
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import Statistics, WeightDemand

@@ -15,7 +15,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.documents import read_documents
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile import texts
-from llmforge.quantization.grids import Grid
+from llmforge.quantization.grid import Grid
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.methods.rtn import Rtn
 from llmforge.quantization.statistics import WeightDemand

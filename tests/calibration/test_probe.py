@@ -11,7 +11,8 @@ from llmforge.cache import Cache
 from llmforge.calibration import Store, probe
 from llmforge.checkpoint import Checkpoint
 from llmforge.quantization.costs import ModelFormats, ProbedCosts
-from llmforge.quantization.grids import Grid, dequantize, round_to_nearest
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import dequantize, round_to_nearest
 
 SAMPLE = Path(__file__).parents[1] / "data" / "docs-llama-7m"
 FOUR = ModelFormats(Grid(4, 32, False, "int8"), Grid(6, 32, True, "int8"))

@@ -12,7 +12,7 @@ from llmforge.cache import Cache
 from llmforge.calibration import Store, calibrate, plan
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
-from llmforge.quantization.grids import Grid
+from llmforge.quantization.grid import Grid
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import KvRangeDemand, PruningDemand, WeightDemand
 from llmforge.quantization.structure import MlpChannels, PrunableHeads, PrunableLayer, Structure

@@ -16,7 +16,7 @@ from llmforge.calibration.resuming import Changed, ModuleOutputs, Runs
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
-from llmforge.quantization.grids import Grid
+from llmforge.quantization.grid import Grid
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import KvRangeDemand, Statistics, WeightDemand
 

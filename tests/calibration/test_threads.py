@@ -12,7 +12,7 @@ from llmforge.calibration import calibrate, driver, openblas, sums
 from llmforge.calibration.threads import fixed
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
-from llmforge.quantization.grids import Grid
+from llmforge.quantization.grid import Grid
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import WeightDemand
 from llmforge.trace.hooks.internals import torch_threads

@@ -14,7 +14,8 @@ from llmforge.ir import graph
 from llmforge.ir.derived import Derived, Stored, by_output_fp32, side_by_side, swapped
 from llmforge.ir.scratch import Scratch
 from llmforge.quantization import initializers
-from llmforge.quantization.grids import Grid, QuantizedMatrix, pack
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import QuantizedMatrix, pack
 from llmforge.quantization.methods.rtn import Rtn
 
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from llmforge.quantization import cpu_layout, grids, kv_cache
 from llmforge.quantization.formats import SlotFormat
-from llmforge.quantization.grids import Grid, QuantizedMatrix
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import QuantizedMatrix
 from llmforge.rewrite.cpu_linear import SCALES
 
 Array = NDArray[Any]

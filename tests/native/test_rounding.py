@@ -16,7 +16,7 @@ from llmforge import native
 from llmforge.base.errors import UsageError
 from llmforge.native import rounding
 from llmforge.quantization import grids
-from llmforge.quantization.grids import Grid
+from llmforge.quantization.grid import Grid
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not compiled here")
 

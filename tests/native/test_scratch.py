@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from llmforge import native
 from llmforge.quantization import cpu_layout
-from llmforge.quantization.grids import Grid, round_to_nearest
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import round_to_nearest
 from llmforge.rewrite.cpu_linear import grid_attributes
 
 Array = NDArray[Any]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from llmforge.ir.derived import Derived, Stored, cast, side_by_side
 from llmforge.parallel.partition import Partition, even, nibbles, shard, spread, take
-from llmforge.quantization.grids import Grid, pack, round_to_nearest
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import pack, round_to_nearest
 
 MATRIX = np.arange(48, dtype=np.float32).reshape(6, 8)
 

@@ -15,7 +15,8 @@ from llmforge.ir.operators.contrib import MatMulNBits
 from llmforge.ir.operators.standard import MatMul
 from llmforge.passes import CorrectLowRank, PackQkv, QuantizeWeights
 from llmforge.quantization import low_rank
-from llmforge.quantization.grids import Grid, QuantizedMatrix, dequantize, round_to_nearest
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import QuantizedMatrix, dequantize, round_to_nearest
 from llmforge.quantization.low_rank import LowRankCorrection
 from llmforge.quantization.statistics import LowRankDemand, Statistics
 from llmforge.rewrite.pass_base import Budget, Changes, Context

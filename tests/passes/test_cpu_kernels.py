@@ -17,7 +17,7 @@ from llmforge.passes.fuse_norms import FuseNorms
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.quantize_weights import QuantizeWeights
-from llmforge.quantization.grids import Scale
+from llmforge.quantization.grid import Scale
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Pass
 from llmforge.verification import lossy_places, probe
 

@@ -15,7 +15,8 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
 from llmforge.passes.fuse_experts import FuseExperts
 from llmforge.passes.quantize_weights import QuantizeWeights
-from llmforge.quantization.grids import Grid, Packed, QuantizedMatrix, dequantize, round_to_nearest, stack, unpack
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import Packed, QuantizedMatrix, dequantize, round_to_nearest, stack, unpack
 from llmforge.quantization.statistics import Statistics
 from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.trace import trace

@@ -18,7 +18,8 @@ from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.quantize_weights import QuantizeWeights
-from llmforge.quantization.grids import Grid, QuantizedMatrix, dequantize, pack, round_to_nearest
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import QuantizedMatrix, dequantize, pack, round_to_nearest
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import Statistics, WeightDemand
 from llmforge.rewrite import options

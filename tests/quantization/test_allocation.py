@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llmforge.base.errors import UsageError
 from llmforge.quantization import allocation
 from llmforge.quantization.allocation import FormatOption, allocate, loss
-from llmforge.quantization.grids import Grid
+from llmforge.quantization.grid import Grid
 
 CHOICES = st.lists(
     st.lists(st.builds(FormatOption, size_bytes=st.integers(1, 30), loss=st.floats(0, 10)), min_size=1, max_size=4),

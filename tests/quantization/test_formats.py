@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from llmforge.quantization import formats, methods
-from llmforge.quantization.grids import Grid, pack
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import pack
 from llmforge.quantization.statistics import exclusion
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import EnvironmentLacks
 from llmforge.quantization import rounding
-from llmforge.quantization.grids import Grid, QuantizedMatrix, dequantize, round_to_nearest, rows, split
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import QuantizedMatrix, dequantize, round_to_nearest, rows, split
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs
 from llmforge.quantization.methods.gptq import DRIFT, Curvature, Gptq, gptq, target
 

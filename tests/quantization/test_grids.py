@@ -13,10 +13,9 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from llmforge.quantization.grid import Grid, Scale
 from llmforge.quantization.grids import (
     SUPERBLOCK,
-    Grid,
-    Scale,
     dequantize,
     pack,
     round_to_nearest,

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.documents import read_documents
 from llmforge.compile import texts
-from llmforge.quantization.grids import Grid, dequantize
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import dequantize
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs
 from llmforge.quantization.methods.gptq import Gptq
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from llmforge.quantization import low_rank
-from llmforge.quantization.grids import Float32, Grid, dequantize, round_to_nearest
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import Float32, dequantize, round_to_nearest
 from llmforge.quantization.low_rank import Dtype
 
 N, K, RANK = 48, 64, 6

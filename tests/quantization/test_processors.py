@@ -16,7 +16,7 @@ import pytest
 
 from llmforge.base import process
 from llmforge.quantization import rounding
-from llmforge.quantization.grids import Grid
+from llmforge.quantization.grid import Grid
 from llmforge.quantization.methods import gptq
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +32,7 @@ from numpy._core import _multiarray_umath
 from llmforge.ir import derived
 from llmforge.quantization import cpu_layout as layout
 from llmforge.quantization import grids
+from llmforge.quantization.grid import Grid
 
 rng = np.random.default_rng(0)
 n, k = 96, 1088
@@ -49,7 +50,7 @@ for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
     for bits in (4, 8):
         for block_size in (16, 32, 64, 128):
             for symmetric in (True, False):
-                grid = grids.Grid(bits, block_size, symmetric)
+                grid = Grid(bits, block_size, symmetric)
                 digest = hashlib.sha256()
                 for width in (k, k - 5):
                     packed = grids.pack(grids.round_to_nearest(stored[:, :width], grid))

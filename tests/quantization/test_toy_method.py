@@ -24,7 +24,8 @@ from llmforge.compile import pipeline
 from llmforge.passes import quantize_weights
 from llmforge.quantization import methods
 from llmforge.quantization.formats import BLOCKS, Format
-from llmforge.quantization.grids import Grid, QuantizedMatrix, dequantize
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import QuantizedMatrix, dequantize
 from llmforge.quantization.methods.base import NO_INPUTS, InputStatistic, LayerInputs, Method
 from llmforge.quantization.statistics import WeightDemand
 from llmforge.recipe import Recipe, json_schema

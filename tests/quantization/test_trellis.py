@@ -11,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from llmforge.quantization import rounding, trellis
-from llmforge.quantization.grids import Grid, QuantizedMatrix, dequantize, round_to_nearest, rows, stack
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import QuantizedMatrix, dequantize, round_to_nearest, rows, stack
 
 ROOT = Path(__file__).parents[2]
 GRID = Grid(4, 32, True, "int8", True)

@@ -17,7 +17,8 @@ from onnx import TensorProto, helper, numpy_helper
 from llmforge import native
 from llmforge.base.errors import UsageError
 from llmforge.quantization import cpu_layout, grids
-from llmforge.quantization.grids import Grid, QuantizedMatrix, round_to_nearest
+from llmforge.quantization.grid import Grid, Scale
+from llmforge.quantization.grids import QuantizedMatrix, round_to_nearest
 from llmforge.rewrite.cpu_linear import grid_attributes
 from tests.models import kernel_cases
 
@@ -373,7 +374,7 @@ def test_the_documentation_counts_the_bits_of_every_format() -> None:
     is_row = re.compile(r"\| (trellis|\d bits) \|").match
     rows = [line.split("|")[1:-1] for line in documented.splitlines() if is_row(line)]
     assert len(rows) == 18
-    kinds: list[tuple[grids.Scale, bool]] = [
+    kinds: list[tuple[Scale, bool]] = [
         (scale, symmetric) for scale in ("fp32", "fp16", "int8") for symmetric in (True, False)
     ]
     for codes, block, *cells in rows:

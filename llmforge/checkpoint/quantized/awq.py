@@ -31,7 +31,7 @@ from llmforge.checkpoint.quantized.integers import (
 )
 from llmforge.checkpoint.quantized.layout import Grouped, QuantizedLayout, settings_of
 from llmforge.checkpoint.safetensors_file import TensorEntry, damaged
-from llmforge.quantization.grids import Grid
+from llmforge.quantization.grid import Grid
 
 IN_A_WORD = 8
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of output features 0 to 7

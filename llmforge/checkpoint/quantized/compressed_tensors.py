@@ -41,7 +41,7 @@ from llmforge.checkpoint.quantized.integers import (
 from llmforge.checkpoint.quantized.layout import CHUNK_BYTES, Grouped, QuantizedLayout, QuantizedTensor, settings_of
 from llmforge.checkpoint.quantized.mxfp4 import E2M1
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, damaged, external
-from llmforge.quantization.grids import Grid
+from llmforge.quantization.grid import Grid
 from llmforge.quantization.stored import StoredChannels, StoredFp4
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized")

@@ -19,7 +19,8 @@ from llmforge.checkpoint.safetensors_file import TensorEntry, data_type
 from llmforge.quantization.stored import UnrepresentableCodes
 
 if TYPE_CHECKING:
-    from llmforge.quantization.grids import Grid, QuantizedMatrix, Scale
+    from llmforge.quantization.grid import Grid, Scale
+    from llmforge.quantization.grids import QuantizedMatrix
 
 _BLOCKS = "blocks"  # the one part of a parameter
 # Types whose scales are stored in fp16; of others they are products, which fp16 does not hold.
@@ -47,7 +48,7 @@ class GgufTensor(QuantizedTensor):
 
     def grid(self) -> Grid:
         """Return the grid of types that have no minima; of IQ4_NL and IQ4_XS the 8 bits that hold their levels."""
-        from llmforge.quantization.grids import Grid
+        from llmforge.quantization.grid import Grid
 
         found = blocks.CODES.get(self.kind.name)
         if found is None or len(self.shape) != 2 or self.minus_one:
@@ -106,7 +107,7 @@ class Gguf(QuantizedLayout):
 
     def grid(self, config: Mapping[str, Any]) -> Grid | None:
         """Tell by that type."""
-        from llmforge.quantization.grids import Grid
+        from llmforge.quantization.grid import Grid
 
         found = blocks.CODES.get(str(config.get("type")))
         return None if found is None else Grid(found[0], found[1], True, _scale(str(config["type"])))

@@ -34,7 +34,7 @@ from llmforge.checkpoint.quantized.integers import (
 )
 from llmforge.checkpoint.quantized.layout import Grouped, QuantizedLayout, settings_of
 from llmforge.checkpoint.safetensors_file import TensorEntry, damaged
-from llmforge.quantization.grids import Grid
+from llmforge.quantization.grid import Grid
 
 BITS = (2, 3, 4, 8)
 FORMATS = ("gptq", "gptq_v2")

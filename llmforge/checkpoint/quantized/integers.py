@@ -22,7 +22,8 @@ from llmforge.base.errors import CheckpointError
 from llmforge.base.wording import shown
 from llmforge.checkpoint.quantized.layout import CHUNK_BYTES, QuantizedTensor
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, damaged
-from llmforge.quantization.grids import SMALLEST_BLOCK, Grid, QuantizedMatrix, Scale, unpack_bits
+from llmforge.quantization.grid import SMALLEST_BLOCK, Grid, Scale
+from llmforge.quantization.grids import QuantizedMatrix, unpack_bits
 from llmforge.quantization.stored import StoredChannels, UnrepresentableCodes
 
 WORD_BITS = 32

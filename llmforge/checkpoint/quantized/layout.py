@@ -23,7 +23,8 @@ from llmforge.quantization.stored import StoredChannels, StoredFp4, Unrepresenta
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from llmforge.quantization.grids import Grid, QuantizedMatrix
+    from llmforge.quantization.grid import Grid
+    from llmforge.quantization.grids import QuantizedMatrix
 
 CHUNK_BYTES = 1 << 22  # of fp32 weights that are dequantized at a time: what a result takes beside itself
 

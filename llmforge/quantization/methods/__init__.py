@@ -21,7 +21,8 @@ from llmforge.base import plugins
 from llmforge.base.errors import ForgeError
 from llmforge.base.plugins import Plugin, Seam
 from llmforge.quantization.formats import Format
-from llmforge.quantization.grids import Grid, QuantizedMatrix
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import QuantizedMatrix
 from llmforge.quantization.methods.base import NO_INPUTS, InputStatistic, LayerInputs, Method
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.methods.rtn import Rtn

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from llmforge.quantization.formats import Format
 
 if TYPE_CHECKING:  # what chooses codes counts with a method, not with all that knows what one is
-    from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix
+    from llmforge.quantization.grid import Grid
+    from llmforge.quantization.grids import Float32, QuantizedMatrix
 
 
 class InputStatistic(enum.Enum):

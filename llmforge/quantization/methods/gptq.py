@@ -19,9 +19,9 @@ from pydantic import Field
 
 from llmforge.quantization import rounding
 from llmforge.quantization.formats import NATIVE, TRELLISES, Format
+from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import (
     Float32,
-    Grid,
     QuantizedMatrix,
     dequantize,
     require_finite,

@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from pydantic.dataclasses import dataclass
 
 from llmforge.quantization.formats import NATIVE, TRELLISES, Format
-from llmforge.quantization.grids import Grid, QuantizedMatrix, round_to_nearest
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import QuantizedMatrix, round_to_nearest
 from llmforge.quantization.methods.base import NO_INPUTS, LayerInputs, Method
 
 

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import EnvironmentLacks
 from llmforge.quantization.formats import SUPERBLOCK
-from llmforge.quantization.grids import Float32, Grid, QuantizedMatrix, assemble
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import Float32, QuantizedMatrix, assemble
 
 _STORAGE = {"fp32": 0, "fp16": 1, "int8": 2}  # as rounding.h counts them
 _INTEGERS = ("n", "k", "block", "superblock")

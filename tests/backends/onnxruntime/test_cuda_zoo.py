@@ -21,7 +21,7 @@ from llmforge.passes import (
     QuantizeKvCache,
     QuantizeWeights,
 )
-from llmforge.quantization.grids import Grid
+from llmforge.quantization.grid import Grid
 from llmforge.recipe import EngineSpec, Recipe
 from llmforge.rewrite.pass_base import Budget, Pass
 from llmforge.trace import trace

@@ -18,7 +18,8 @@ from llmforge.checkpoint.quantized.gguf import GgufTensor
 from llmforge.cli import cli
 from llmforge.ir import dialect
 from llmforge.planning import config, source
-from llmforge.quantization.grids import Grid, dequantize, round_to_nearest
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import dequantize, round_to_nearest
 
 from ...models import smollm2, zoo
 from ...models.checkpoints import write_checkpoint

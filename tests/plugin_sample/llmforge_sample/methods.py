@@ -10,7 +10,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llmforge.quantization.formats import BLOCKS, Format
-from llmforge.quantization.grids import Grid, QuantizedMatrix, assemble, nearest, require_finite, span
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.grids import QuantizedMatrix, assemble, nearest, require_finite, span
 from llmforge.quantization.methods.base import NO_INPUTS, LayerInputs, Method
 from llmforge_sample.search import shares
 
