@@ -141,7 +141,16 @@ class ChangedSubgraph:
 
     def widened(self) -> ChangedSubgraph:
         """Let the subgraph begin further up: what it takes now, it makes itself."""
-        return replace(self, boundary=self.boundary - self.inputs.keys())
+        return replace(self, boundary=self.boundary - self.inputs.keys()).closed()
+
+    def closed(self) -> ChangedSubgraph:
+        """Begin further up where a side takes what a node of the other side makes besides: both would not agree.
+
+        So it is where one node makes a sum and its norm, and in the other graph a norm reads the sum.
+        """
+        made = {value.name for side in self._sides for node in side.nodes for value in node.outputs}
+        shared = made & self.inputs.keys()
+        return replace(self, boundary=self.boundary - shared).closed() if shared else self
 
     @cached_property
     def _sides(self) -> tuple[_Side, _Side]:
@@ -166,7 +175,7 @@ def differences(before: Index, after: Index, *, precision: bool = True) -> list[
     for node in after.model.graph:
         outputs = tuple(str(value.name) for value in node.outputs if value.name in targets)
         if outputs and node not in same:
-            found.append(ChangedSubgraph(before, after, outputs, boundary, digests))
+            found.append(ChangedSubgraph(before, after, outputs, boundary, digests).closed())
     return found
 
 
