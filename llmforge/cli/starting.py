@@ -117,15 +117,16 @@ class ShippedRecipe(click.ParamType[str]):
 @click.option("--evaluation", type=PATH, metavar="FILE.jsonl", help="Evaluation text; must not overlap --calibration.")
 @click.option("--like", type=ShippedRecipe(), metavar="NAME", help="Copy a recipe that ships with llmforge instead.")
 @click.option("--force", is_flag=True, help="Replace the recipe if it exists.")
-@click.option("--no-probe", is_flag=True, help="Do not measure what formats cost this model.")
+@click.option("--no-probe", is_flag=True, help="Do not measure what formats cost this model, nor try the recipe.")
 @click.option("--json", "as_json", is_flag=True, help="Print the path of the recipe as JSON.")
 @options_record(StartOptions, "asked")
 def init(checkpoint: Path, as_json: bool, asked: StartOptions) -> None:
     """Write a commented recipe for CHECKPOINT that builds.
 
     Chooses the passes that pay on the target, and a context and a batch that fit its memory. Of small models it
-    measures on a few windows of text what formats cost: budgets and gates stand above that. The same checkpoint gives
-    the same recipe again. The last line of standard output is the path of the recipe.
+    measures on a few windows of text what formats cost: budgets and gates stand above that. Passes that would find
+    nothing to change in the model are left out. The same checkpoint gives the same recipe again. The last line of
+    standard output is the path of the recipe.
     """
     from llmforge.cli import console
 
