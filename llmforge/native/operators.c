@@ -149,8 +149,8 @@ static Status *read_weights(const Api *api, const KernelInfo *info, Weights *w) 
     if (bits < 3 || bits == 7 || bits > 8) REFUSE("Linear, Embedding: bits is 3, 4, 5, 6 or 8");
     if (scales < SCALE_FP32 || scales > SCALE_INT8) REFUSE("Linear, Embedding: scales is 0 … 2");
     if (trellis && (bits != 4 || zero_points)) REFUSE("Linear, Embedding: a trellis has 4 bits and no zero points");
-    if (minimums && (scales == SCALE_INT8 || zero_points || trellis || bits == 8))
-        REFUSE("Linear, Embedding: minimums go with fp32 or fp16 scales and up to 6 bits, not with zero points or a trellis");
+    if (minimums && (scales == SCALE_INT8 || zero_points || trellis))
+        REFUSE("Linear, Embedding: minimums go with fp32 or fp16 scales, and neither with zero points nor with a trellis");
     const int halves = w->block == PART / 2 && w->k % PART == 0;
     if (halves && (zero_points || trellis)) REFUSE("Linear, Embedding: blocks of 16 have no zero points and no trellis");
     if (w->block < PART / 2 || (w->block % PART && !halves) || w->n < 1 || w->k < 1 || w->k % w->block)

@@ -40,8 +40,8 @@ class Grid:
             raise ValueError(f"bits must be one of {BITS}, is {self.bits}")
         if self.trellis and (self.bits != 4 or not self.symmetric):
             raise ValueError("a trellis has 4 bits and no zero points")
-        if self.minimums and (self.symmetric or self.scale == "int8" or self.bits == 8):
-            raise ValueError("minima go with fp32 or fp16 scales and codes of up to 6 bits that are not symmetric")
+        if self.minimums and (self.symmetric or self.scale == "int8"):
+            raise ValueError("minima go with fp32 or fp16 scales, and codes are not symmetric")
         if self.block_size < SMALLEST_BLOCK or self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two from {SMALLEST_BLOCK} on, is {self.block_size}")
 

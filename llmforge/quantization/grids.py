@@ -73,6 +73,8 @@ def round_to_nearest(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
     """
     if weight.ndim != 2:
         raise ValueError(f"a matrix is needed, this has shape {weight.shape}")
+    if grid.minimums:
+        return _round_with_minima(weight, grid)
     if grid.trellis or grid.scale != "fp32" or not rounding.takes(weight):
         return _round_in_numpy(weight, grid)
     n, k = weight.shape
@@ -82,6 +84,20 @@ def round_to_nearest(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
     if not rounding.round_to_nearest(weight, grid.bits, grid.block_size, codes, scales, points):
         raise ValueError(_NOT_FINITE)
     return QuantizedMatrix(grid, codes, scales, points)
+
+
+def _round_with_minima(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
+    """Round to the codes between the least and the largest weight of each block."""
+    numbers = weight.astype(np.float32)
+    require_finite(numbers)
+    filled = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % grid.block_size)), mode="edge")
+    blocks = filled.reshape(len(numbers), -1, grid.block_size)
+    low = blocks.min(-1)
+    scales = stored((blocks.max(-1) - low) / np.float32(grid.top), grid)
+    minima = low.astype(np.float16).astype(np.float32) if grid.scale == "fp16" else low
+    codes = np.clip(np.rint((blocks - minima[..., None]) / np.where(scales == 0, 1, scales)[..., None]), 0, grid.top)
+    whole = codes.astype(np.uint8).reshape(filled.shape)[:, : numbers.shape[1]]
+    return QuantizedMatrix(grid, np.ascontiguousarray(whole), scales, None, minima)
 
 
 def _round_in_numpy(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
@@ -145,7 +161,8 @@ def _dequantized(matrix: QuantizedMatrix) -> NDArray[np.float32]:
         decoded: NDArray[np.float32] = trellis.decode(matrix.codes) * _spread(matrix.scales, grid, k)
         return decoded
     if matrix.minimums is not None:
-        return matrix.codes * _spread(matrix.scales, grid, k) + _spread(matrix.minimums, grid, k)
+        exact = matrix.codes * _spread(matrix.scales, grid, k).astype(np.float64)  # one rounding, as the kernels do it
+        return (exact + _spread(matrix.minimums, grid, k)).astype(np.float32)
     zeros = np.float32(grid.middle) if matrix.zero_points is None else _spread(matrix.zero_points, grid, k)
     values: NDArray[np.float32] = (matrix.codes - zeros.astype(np.float32)) * _spread(matrix.scales, grid, k)
     return values

@@ -58,7 +58,7 @@ FORMATS = tuple(
     for block_size in (16, 32, 128)
     for scale in ("fp32", "fp16", "int8")
     for symmetric in (True, False)
-    if (symmetric and block_size == 16) or not (symmetric or bits == 8 or scale == "int8")
+    if (symmetric and block_size == 16) or not (symmetric or scale == "int8")
 )  # fmt: skip
 
 
