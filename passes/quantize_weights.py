@@ -43,10 +43,10 @@ Runtime would fold a Reshape of the table when it loads, and hold the table twic
 8 bits run at `accuracy_level` 4 alone: at any other, the CPU kernel of onnxruntime 1.31 takes 400 times as long.
 
 With `method: stored`, codes, scales and zero points, or minima, are those of a checkpoint that comes quantized, whose
-bits, blocks and symmetry they have; codes that llmforge's CPU kernels alone read (3, 5 and 6 bits, minima of blocks) stay
-dequantized on other targets. What it does not store as codes, or not in a format of ours, stays as it is, embedding and head
-apart, which are quantized as above where they are no codes. Where its input features are in another order,
-`x` becomes Gather(x, columns) along the last axis.
+bits, blocks and symmetry they have; codes that llmforge's CPU kernels alone read (3, 5 and 6 bits, minima of blocks)
+stay dequantized on other targets. What it does not store as codes, or not in a format of ours, stays as it is,
+embedding and head apart, which are quantized as above where they are no codes. Where its input features are in another
+order, `x` becomes Gather(x, columns) along the last axis.
 
 Numerics: lossy, within the budget of the recipe.
 """

@@ -19,8 +19,9 @@ class Format:
     """A way to store numbers: `value ≈ (code - zero_point) · scale`.
 
     `dtype` is that of a code, `scale` that of a scale, both of `BITS`; a zero point takes 4 bits, or 8 where a code has
-    more than 4. With `minimums` it is `code · scale + minimum`, the minimum stored as a scale is. `block_size` neighbours along the input features share a scale; None: all numbers of a channel do (an
-    output feature of a weight, a cached channel of a KV head).
+    more than 4. With `minimums` it is `code · scale + minimum`, the minimum stored as a scale is. `block_size`
+    neighbours along the input features share a scale; None: all numbers of a channel do (an output feature of a weight,
+    a cached channel of a KV head).
     """
 
     dtype: str

@@ -29,7 +29,7 @@ CHUNK_BYTES = 1 << 19  # of fp32 weights that are rounded at a time: chunk and t
 
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrix:
-    """A quantized [N, K] matrix: `w ≈ (codes - zero_points) * scales`, or `codes * scales + minimums`, block by block along K.
+    """A quantized [N, K] matrix: `w ≈ (codes - zero_points) * scales` or `codes * scales + minimums`, by block along K.
 
     codes: uint8 [N, K], 0 … 2**bits - 1, unpacked.  scales: fp32 [N, ceil(K / block_size)], never 0, maybe negative.
     zero_points: uint8 of the scales' shape; None where the grid has none (2**(bits - 1) everywhere, or minima).
@@ -162,7 +162,8 @@ def _dequantized(matrix: QuantizedMatrix) -> NDArray[np.float32]:
         return decoded
     if matrix.minimums is not None:
         exact = matrix.codes * _spread(matrix.scales, grid, k).astype(np.float64)  # one rounding, as the kernels do it
-        return (exact + _spread(matrix.minimums, grid, k)).astype(np.float32)
+        summed: NDArray[np.float32] = (exact + _spread(matrix.minimums, grid, k)).astype(np.float32)
+        return summed
     zeros = np.float32(grid.middle) if matrix.zero_points is None else _spread(matrix.zero_points, grid, k)
     values: NDArray[np.float32] = (matrix.codes - zeros.astype(np.float32)) * _spread(matrix.scales, grid, k)
     return values

@@ -25,8 +25,9 @@ _CHUNK_BYTES = 1 << 20  # of blocks that are dequantized at a time
 
 @dataclass(frozen=True)
 class Codes:
-    """Numbers of one block size as `(code - zero_point) · scale`, the zero point 2**(bits - 1), or `code · scale + minimum`.
+    """Numbers of one block size as `(code - zero_point) · scale`, the zero point 2**(bits - 1), or with a minimum.
 
+    That is `code · scale + minimum`.
     codes: uint8 [rows, K].  scales: fp32 [rows, K / block_size]; a scale may be 0, or negative.
     minimums: of the same shape, or None.
     """
@@ -218,7 +219,7 @@ CODES: Mapping[str, tuple[int, int, Callable[[Bytes], tuple[NDArray[np.int8], Fl
     "IQ4_NL": (8, 32, _iq4_nl_codes),
     "IQ4_XS": (8, 32, _iq4_xs_codes),
 }
-# Of types with minima: bits in which codes are held, numbers that share a scale, and how all are read. Those of Q2_K have 2.
+# Of types with minima: bits in which codes are held (Q2_K has 2), numbers that share a scale, and how all are read.
 MINIMA: Mapping[str, tuple[int, int, Callable[[Bytes], Affine]]] = {
     "Q4_1": (4, 32, _q4_1_codes),
     "Q5_1": (5, 32, _q5_1_codes),
