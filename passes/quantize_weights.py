@@ -85,6 +85,7 @@ from llmforge.rewrite.block_codes import (
     layer_of,
     parameters,
     reads_transposed_initializer,
+    require_matches,
     require_own,
     shape_of,
     summary,
@@ -288,6 +289,7 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
         for bits in self.retreat.bits if self.retreat is not None else ():  # before anything is calibrated
             if not (grid := self.grid.of_bits(bits)).portable:
                 context.require_cpu(f"{self.name} with retreat to {described(grid)}")
+        require_matches(model, self.layer_bits)
         stored = StoredBlocks(self.name, require(context.stored, self.name), self.scales) if self.takes_stored else None
         routers = {} if self.routers else routing.routers(model)
         quantizer = _WeightQuantizer(self, model, context, stored, logits_rows.readers(model), routers)

@@ -83,7 +83,8 @@ def _hint(state: CompileState) -> str:
     again = _command(recipe, state, _settings(state))
     return (
         f"to lose as much as was measured: {again}\n"
-        f"to lose less: more bits, or `llmforge bisect {shlex.quote(str(recipe.path))}`; "
+        "to lose less: more bits (`retreat` gives them to the worst layers), or "
+        f"`llmforge bisect {shlex.quote(str(recipe.path))}`; "
         "to publish it as it is, with verdict FAIL: --publish-failed"
     )
 

@@ -105,6 +105,7 @@ class RetreatRecord(ReportRecord):
     after: int
     share: float | None  # of what the pass cost before, that keeping the layer would have gained; None: not measured
     kld_mean: float  # of the pass before, nats a token
+    predicted: float  # of it with all layers of the round
     budget: float
 
 

@@ -173,10 +173,13 @@ class _Lines:
         if any(each.calibrated for _, each in self.proposed):
             yield f"calibration: {{data: {self.given['calibration']}, samples: 16, length: {tokens}, seed: 0}}"
         yield from self._measured()
+        if sizes := [each.max_bytes for _, each in self.proposed if each.max_bytes is not None]:
+            yield "# retreat: where the weights exceed their budget, the layers that lose most get more bits, as far as"
+            yield f"# all weights fit in {size(sizes[0])}: what the next format takes in every layer."
         yield "passes:"
         for step, proposal in self.proposed:
             line, reason = _step(self.before, step, proposal)
-            if len(line) + len(reason) > _LINE:
+            if reason and ("\n" in line or len(line) + len(reason) > _LINE):
                 yield f"  # {reason}:"
                 yield f"  - {line}"
             else:
