@@ -168,7 +168,7 @@ def _quantize_experts(
 ) -> dict[str, QuantizedMatrix]:
     """Quantize the experts `name`; nothing where no kernel has a grid for their widths."""
     layer, module = runs.layer, runs.layer.experts()[name]
-    grid = demand.grid.fitting(*experts.widths(module))
+    grid = demand.grid_of(_matrices(layer, name)).fitting(*experts.widths(module))
     if grid is None:
         return {}
     called = [runs.arguments(name, window) for window in range(len(runs.states))]
@@ -242,7 +242,7 @@ def quantize_tables(
     matrices = {}
     for name, parts in moments.items():
         table = skeleton.table(name)
-        grid = demand.tables.dividing(table.shape[1])
+        grid = demand.table_grid(name, table.shape[1])
         if grid is None:
             continue
         known = [part for part in parts if part is not None]

@@ -179,10 +179,13 @@ class _Lines:
         yield from self._measured()
         if self.tried.uncalibrated and self.probed.runs_by_layer:
             yield f"# Nothing is calibrated: {self.tried.uncalibrated}."
+        if sizes := [each.max_bytes for _, each in self.proposed if each.max_bytes is not None]:
+            yield "# retreat: where the weights exceed their budget, the layers that lose most get more bits, as far as"
+            yield f"# all weights fit in {size(sizes[0])}: what the next format takes in every layer."
         yield "passes:"
         for step, proposal in self.proposed:
             line, reason = _step(self.before, step, proposal)
-            if len(line) + len(reason) > _LINE:
+            if reason and ("\n" in line or len(line) + len(reason) > _LINE):
                 yield f"  # {reason}:"
                 yield f"  - {line}"
             else:
