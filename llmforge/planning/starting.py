@@ -242,9 +242,10 @@ class _Lines:
         quality = f"data: {self.given['evaluation']}, context: {tokens}, max_tokens: 30720"
         yield f"  quality: {{{quality}}}  # null: all tokens"
         if _is_ours(plan):
-            longest = min(tokens, _context(plan.shape) - _ANSWER)
+            answer = min(_ANSWER, max(1, _context(plan.shape) // 2))
+            longest = min(tokens, _context(plan.shape) - answer)
             prompts = ", ".join(map(str, sorted({min(32, longest), longest})))
-            yield f"  latency: {{prompt_tokens: [{prompts}], output_tokens: {_ANSWER}, repetitions: 6}}"
+            yield f"  latency: {{prompt_tokens: [{prompts}], output_tokens: {answer}, repetitions: 6}}"
         yield "# Limits to start with: tighten them once a report shows where this model stands."
         chosen = [each for _, each in self.proposed]
         gates = Gates.of(chosen, self.probed.costs, computes_coarsely=plan.target.kind == "gpu")
