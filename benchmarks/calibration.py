@@ -66,8 +66,9 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
+        self.cpu: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
-        self._inside: list[float] = []
+        self._inside: list[tuple[float, float]] = []
 
     def watch(self, part: str, owner: Any, name: str) -> None:
         """Time a function from now on."""
@@ -76,16 +77,19 @@ class Clock:
         function: Callable[..., Any] = plain.__func__ if bound else plain
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self._inside.append(0.0)
-            began = time.perf_counter()
+            self._inside.append((0.0, 0.0))
+            began, cpu = time.perf_counter(), time.process_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                took = time.perf_counter() - began
-                self.seconds[part] += took - self._inside.pop()
+                took, used = time.perf_counter() - began, time.process_time() - cpu
+                inside = self._inside.pop()
+                self.seconds[part] += took - inside[0]
+                self.cpu[part] += used - inside[1]
                 self.calls[part] += 1
                 if self._inside:
-                    self._inside[-1] += took
+                    outer = self._inside[-1]
+                    self._inside[-1] = (outer[0] + took, outer[1] + used)
 
         setattr(owner, name, classmethod(timed) if bound else timed)
 
@@ -129,8 +133,10 @@ def main() -> None:
         with torch.no_grad():
             told["kld"] = round(mixed.divergence(Skeleton.build(checkpoint), held, found.linears), 6)
     print(json.dumps(told))
-    for part, seconds in clock.seconds.most_common():
-        print(f"{part:28}{seconds:8.2f} s  {100 * seconds / wall:5.1f} %  {clock.calls[part]:7} calls")
+    for part, used in clock.cpu.most_common():
+        print(
+            f"{part:28}{clock.seconds[part]:8.2f} s {used:8.2f} CPU s {100 * used / cpu:5.1f} % {clock.calls[part]:7} calls"
+        )
 
 
 def _shaped(shape: str, layers: int | None, work: Path) -> Path:
