@@ -155,6 +155,9 @@ def serve() -> None:
     asked: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
     threading.Thread(target=_listen, args=(sys.stdin.buffer, asked), daemon=True).start()
     with process.unwatched():
+        from llmforge.trace.hooks import imports
+
+    with process.unwatched(), imports.without_unused_imports():
         from llmforge.trace.export import strategy  # noqa: F401  what tracing imports, and transformers
     server = _Server(answers)
     functions: dict[str, Callable[..., Any]] = {

@@ -7,6 +7,8 @@ is tested, too: a name of transformers or of torch's private parts that the code
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -153,3 +155,19 @@ def test_translations_are_listed_without_their_source_and_are_the_same() -> None
         each[0] for metas in everything.values() for each in metas if isinstance(each[0], TracedOnnxFunction)
     )
     assert function.function_ir.domain, "it is parsed again behind"
+
+
+@pytest.mark.thorough
+def test_what_is_left_out_of_an_import_is_not_missed() -> None:
+    code = """
+import sys
+from llmforge.trace.hooks import imports
+with imports.without_unused_imports():
+    from llmforge.trace.export import strategy
+import transformers
+print("scipy.optimize" in sys.modules, transformers.utils.is_scipy_available())
+print(*sorted(transformers.models._class_to_module.items()))
+"""
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    names = " ".join(map(str, sorted(transformers.models._class_to_module.items())))
+    assert found.splitlines() == [f"False {transformers.utils.is_scipy_available()}", names]
