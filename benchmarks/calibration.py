@@ -7,7 +7,8 @@
 The method is gptq, with embedding and head, and ranges of keys and values. Seconds of a part, of the clock and of all
 cores, are without those of parts inside of it. Floating-point operations are those of products alone: linears and
 attention forwards and backwards, sums of inputs, factors, targets, and the loops in C; after the run, as many are done
-by torch's own matrix product, in bf16 or fp32, whichever is faster, and the time of both is compared. KLD is that of dequantized weights in fp32 arithmetic, on every fourth document.
+by torch's own matrix product, in bf16 or fp32, whichever is faster, and the times of both are compared. KLD is that of
+dequantized weights in fp32 arithmetic, on every fourth document.
 """
 
 from __future__ import annotations
