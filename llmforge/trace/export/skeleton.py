@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from llmforge.base.errors import CheckpointError, NotADecoder
 from llmforge.checkpoint import Checkpoint
 from llmforge.trace.export import stored_matrix, weights
 from llmforge.trace.hooks import internals
+
+_MAKING = threading.Lock()  # transformers replaces functions of its own while it makes a model, of all threads
 
 
 def build(config: PretrainedConfig, attention: str) -> tuple[PreTrainedModel, internals.FakeTensorMode]:
@@ -56,7 +59,7 @@ def on_meta(config: PretrainedConfig, attention: str | None) -> PreTrainedModel:
     """
     make: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config  # untyped in transformers
     own = copy.deepcopy(config)  # from_config writes `attention` and the dtype into what it is given
-    with internals.parameters_on_meta():
+    with _MAKING, internals.parameters_on_meta():
         model = make(own, attn_implementation=attention, dtype=torch.float32)
     model.eval()  # type: ignore[no-untyped-call]
     return model
@@ -76,7 +79,7 @@ def load(checkpoint: Checkpoint, attention: str | None = None) -> PreTrainedMode
         stored_matrix.give_weights(dense, checkpoint, sources, without=(), in_memory=True)
         return dense
     read: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
-    with internals.no_progress_bars():
+    with _MAKING, internals.no_progress_bars():
         loaded: tuple[PreTrainedModel, Mapping[str, Any]] = read(
             checkpoint.path,
             dtype=torch.float32,
