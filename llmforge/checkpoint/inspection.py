@@ -48,7 +48,7 @@ class StoredParameters:
     parameters: int
     size_bytes: int
     outcome: str  # AS_IT_IS, EXACT or DEQUANTIZED
-    reason: str = ""  # of DEQUANTIZED: why no format of ours holds the codes
+    reason: str = ""  # of DEQUANTIZED: why no format of ours holds the codes; of EXACT: where alone one does
     example: str = ""  # the name of one
 
 
@@ -253,7 +253,7 @@ def _row(tensor: QuantizedTensor, taking: Mapping[str, str]) -> tuple[str, str, 
     if isinstance(tensor, GgufTensor) and not tensor.kind.quantized:
         return _NAMES[tensor.dtype.name], AS_IT_IS, ""
     try:
-        tensor.grid()
+        grid = tensor.grid()
     except UnrepresentableCodes as error:
         taken = _taken_by(tensor, taking)
         return (
@@ -261,7 +261,7 @@ def _row(tensor: QuantizedTensor, taking: Mapping[str, str]) -> tuple[str, str, 
             DEQUANTIZED,
             f"its codes {error}" + (f"; {taken} takes them for TensorRT" if taken else ""),
         )
-    return tensor.format, EXACT, ""
+    return tensor.format, EXACT, "" if grid.portable else "on CPUs; other targets dequantize them"
 
 
 def _taken_by(tensor: QuantizedTensor, taking: Mapping[str, str]) -> str | None:

@@ -62,11 +62,11 @@ static inline int64_t groups_of(const Weights *w) { return (w->n + LANES - 1) / 
 
 /* Where the sections of a group are. */
 typedef struct Group {
-    const uint8_t *codes, *scales, *zeros, *supers, *minimums; /* `zeros` NULL: there are none */
+    const uint8_t *codes, *scales, *zeros, *supers; /* `zeros` NULL: there are none; `supers`: minima, where there are any */
 } Group;
 static inline Group group_at(const Weights *w, const uint8_t *codes) {
     const uint8_t *scales = codes + codes_size(w), *zeros = scales + scales_size(w);
-    return (Group){codes, scales, w->zero_points ? zeros : NULL, zeros + zeros_size(w) + minimums_size(w), zeros};
+    return (Group){codes, scales, w->zero_points ? zeros : NULL, zeros + zeros_size(w)};
 }
 
 typedef struct Linear {
