@@ -136,7 +136,12 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
     method: Annotated[str, methods.Named(), Field(description=methods.summaries())] = methods.DEFAULT.name
     weight_bits: Annotated[
         float | None,
-        Field(gt=0, le=32, description="for auto: bytes of all weights, in bits for each parameter of the model"),
+        Field(
+            gt=0,
+            le=32,
+            description="for auto: bytes of all weights, in bits for each parameter of the model; default: as few as "
+            "keep the budget",
+        ),
     ] = None
     weight_bytes: Annotated[int | None, Field(gt=0, description="for auto: bytes of all weights")] = None
     embedding_bits: Annotated[
@@ -177,8 +182,10 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
         if self.method == methods.AUTO and self.accuracy_level != INT8_ACTIVATIONS:
             raise ValueError(f"method: {methods.AUTO} has formats of 8 bits, and accuracy_level: {INT8_ACTIVATIONS}")
         limits = (self.weight_bits is not None) + (self.weight_bytes is not None)
-        if limits != (self.method == methods.AUTO):
-            raise ValueError(f"method: {methods.AUTO} goes with weight_bits or weight_bytes: one of both, and no other")
+        if limits > (self.method == methods.AUTO):
+            raise ValueError(
+                f"weight_bits or weight_bytes, one of both, goes with method: {methods.AUTO}, and no other"
+            )
         if self.codes == "trellis" and (self.bits != 4 or not self.symmetric):
             raise ValueError("codes: trellis has bits: 4 and symmetric: true")
         native = not (self.grid.portable and self.embedding_bits in (4, 8, KEPT_BITS))
@@ -280,6 +287,8 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
             return ()
         demand = WeightDemand(self.chosen, self.grid, self.exclude, self.routers, self.tables)
         demand = replace(demand, layer_bits=tuple(self.layer_bits.items()))
+        if self.method == methods.AUTO and self.weight_bits is None and self.weight_bytes is None:
+            return (replace(demand, weight_loss=self.budget.kld_mean),)
         return (replace(demand, weight_bits=self.weight_bits, weight_bytes=self.weight_bytes),)
 
     def run(self, model: ir.Model, context: Context) -> Changes:

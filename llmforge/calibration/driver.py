@@ -230,7 +230,7 @@ def _with_structure(run: _Calibration) -> tuple[_Calibration, tuple[str, ...]]:
 
 
 def _with_formats(run: _Calibration) -> tuple[_Calibration, tuple[str, ...]]:
-    """Choose formats where a demand limits bytes: a run that says which, and notes for the report."""
+    """Choose formats where a demand limits bytes or loss: a run that says which, and notes for the report."""
     weights = run.asked.weights
     if weights is None or not weights.is_limited:
         return run, ()
@@ -253,11 +253,9 @@ def _with_formats(run: _Calibration) -> tuple[_Calibration, tuple[str, ...]]:
 
     found = run.figures("formats", weights, compute)
     chosen = replace(
-        weights,
+        weights.unlimited,
         mixed=tuple((name, Grid(**grid)) for name, grid in found["mixed"].items()),
         tables=found["tables"] and Grid(**found["tables"]),
-        weight_bits=None,
-        weight_bytes=None,
     )
     return replace(run, demands=[chosen if each == weights else each for each in run.demands]), (found["note"],)
 

@@ -103,6 +103,9 @@ def _own(seen: LayerInputs) -> LayerInputs:
 HELD_OUT = 4  # of so many documents, one is held out
 TOKENS = 16384  # at most that formats are measured on
 HELD_TOKENS = 8192  # at most that models are compared on
+AIM = 0.8  # of a budget, that weights may lose on the text held out: evaluation is other text, activations are rounded
+TRIALS, AGAIN = 3, 0.9  # that a loss is held to, and what of a further one is allowed that would just keep it
+CLOSE = 2e-3  # of the bytes, to which they are as few as can be
 
 Matrices = Mapping[str, QuantizedMatrix]
 Trial = Callable[[WeightDemand, Sequence[TokenWindow], Losses | None], Matrices]
@@ -119,13 +122,15 @@ class _Formats:
     loss: float
 
     def of(self, demand: WeightDemand) -> WeightDemand:
-        return replace(demand, mixed=self.mixed, tables=self.tables, weight_bits=None, weight_bytes=None)
+        return replace(demand.unlimited, mixed=self.mixed, tables=self.tables)
 
 
 def choose(
     checkpoint: Checkpoint, windows: Sequence[TokenWindow], demand: WeightDemand, trial: Trial, keep: Keep
 ) -> tuple[WeightDemand, str]:
     """Return `demand` with the formats that fit its bytes and lose least, and a note of what was compared.
+
+    Where it limits the loss instead, those are the formats with the fewest bytes that keep it on the text held out.
 
     `trial` quantizes the weights by a demand on windows, measures losses on the way, and returns them. What is measured
     depends on no budget: `keep` finds what an earlier choice on these windows has measured for a demand.
@@ -136,7 +141,7 @@ def choose(
     """
     fitted, held = divide(windows)
     losses = Losses(allocation.LINEARS[demand.grid.scale], allocation.TABLES[demand.grid.scale])
-    without = replace(demand, weight_bits=None, weight_bytes=None)
+    without = demand.unlimited
 
     def measure() -> dict[str, Any]:
         new = Losses(losses.linears, losses.tables)
@@ -145,6 +150,8 @@ def choose(
 
     found = keep("losses", without, measure)
     losses.read(found)
+    if demand.weight_loss is not None:
+        return _smallest(losses, found["others"], _Comparison(checkpoint, demand, fitted, held, trial, keep))
     allowed = demand.weight_bytes
     if allowed is None:
         assert demand.weight_bits is not None
@@ -156,24 +163,82 @@ def choose(
 
     if uniform is None:
         return best.of(demand), f"auto: mixed formats, {bits(best)} a weight; no uniform format is small enough"
-    skeleton = Skeleton.build(checkpoint)
-
-    def compare(formats: _Formats) -> float:
-        own = formats.of(demand)
-        lost: float = keep("divergence", own, lambda: divergence(skeleton, held, trial(own, fitted, None)))
-        return lost
-
-    of_best, of_uniform = compare(best), compare(uniform)
+    compare = _Comparison(checkpoint, demand, fitted, held, trial, keep)
+    of_best, of_uniform = compare.lost(best), compare.lost(uniform)
     kept, text = (best, "mixed formats") if of_best < of_uniform else (uniform, "a uniform format")
     said = f"uniform {uniform.mixed[0][1].format.name}"
     if uniform.tables is not None:
         said += f", embedding and head {uniform.tables.format.name}"
-    tokens = sum(len(window.ids) for window in held)
     return kept.of(demand), (
-        f"auto: {text}, {bits(kept)} a weight: on {tokens} held-out tokens of the calibration text, mixed formats have "
-        f"a KLD of {of_best:.5f} with {bits(best)} (predicted: {best.loss:.5f}), {said}, {of_uniform:.5f} with "
-        f"{bits(uniform)}"
+        f"auto: {text}, {bits(kept)} a weight: on {compare.tokens} held-out tokens of the calibration text, mixed "
+        f"formats have a KLD of {of_best:.5f} with {bits(best)} (predicted: {best.loss:.5f}), {said}, {of_uniform:.5f} "
+        f"with {bits(uniform)}"
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Comparison:
+    """Measures models quantized in other formats on the text held out; what it has measured is kept."""
+
+    checkpoint: Checkpoint
+    demand: WeightDemand
+    fitted: Sequence[TokenWindow]
+    held: Sequence[TokenWindow]
+    trial: Trial
+    keep: Keep
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(window.ids) for window in self.held)
+
+    def lost(self, formats: _Formats) -> float:
+        """Measure the KLD, nats a token."""
+        own = formats.of(self.demand)
+
+        def compute() -> float:
+            return divergence(Skeleton.build(self.checkpoint), self.held, self.trial(own, self.fitted, None))
+
+        lost: float = self.keep("divergence", own, compute)
+        return lost
+
+
+def _smallest(losses: Losses, others: int, compare: _Comparison) -> tuple[WeightDemand, str]:
+    """Return the demand with the formats of the fewest bytes that lose no more than it allows, and a note.
+
+    What is measured may be more than the sum of what weights lose alone: then less is allowed of that sum. The proof of
+    the pass decides where the last trial still loses more.
+    """
+    demand = compare.demand
+    assert demand.weight_loss is not None
+    wanted = predicted = AIM * demand.weight_loss
+    for _ in range(TRIALS):
+        formats = _within(losses, demand, others, predicted)
+        lost = compare.lost(formats)
+        if lost <= wanted:
+            break
+        predicted = AGAIN * min(predicted, formats.loss) * wanted / lost
+    bits = 8 * formats.size_bytes / compare.checkpoint.parameters
+    kept = "the fewest that keep the budget" if lost <= wanted else f"more is lost than wanted, after {TRIALS} trials"
+    return formats.of(demand), (
+        f"auto: mixed formats, {bits:.2f} bits a weight, {kept}: on {compare.tokens} held-out "
+        f"tokens of the calibration text, a KLD of {lost:.5f} (predicted: {formats.loss:.5f}; wanted: {wanted:.5f})"
+    )
+
+
+def _within(losses: Losses, demand: WeightDemand, others: int, allowed: float) -> _Formats:
+    """Return the formats with the fewest bytes whose losses add up to no more than `allowed`; else with the least."""
+    sizes = [[each.size_bytes for each in formats.values()] for formats in losses.choices.values()]
+    sizes += [[each.size_bytes for each in formats.values()] for formats in losses.of_tables.values()]
+    low, high = (others + sum(map(end, sizes)) for end in (min, max))
+    found, _ = _candidates(losses, demand, high, others)
+    while high - low > high * CLOSE:
+        middle = (low + high) // 2
+        formats, _ = _candidates(losses, demand, middle, others)
+        if formats.loss <= allowed:
+            found, high = formats, middle
+        else:
+            low = middle
+    return found
 
 
 def divide(windows: Sequence[TokenWindow]) -> tuple[list[TokenWindow], list[TokenWindow]]:

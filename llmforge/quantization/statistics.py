@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,8 +33,9 @@ class WeightDemand:
     parameters of linears whose grids are others than `grid`, and `layer_bits` globs of parameters, tables among them,
     that have other bits, the last one that matches; linears that read the same must have one grid.
 
-    With `weight_bits` for each parameter, or `weight_bytes`, all weights of the model may take so much, and calibration
-    chooses `mixed` and `tables` among those formats that have the scales of `grid` (`quantization.allocation`).
+    With `weight_bits` for each parameter, or `weight_bytes`, all weights of the model may take so much, and with
+    `weight_loss` they may lose so much, nats a token, in as few bytes as that takes: calibration chooses `mixed` and
+    `tables` among those formats that have the scales of `grid` (`quantization.allocation`).
     """
 
     method: Method
@@ -46,11 +47,17 @@ class WeightDemand:
     layer_bits: LayerBits = ()
     weight_bits: float | None = None
     weight_bytes: int | None = None
+    weight_loss: float | None = None
 
     @property
     def is_limited(self) -> bool:
-        """Whether formats are to be chosen within bytes."""
-        return self.weight_bits is not None or self.weight_bytes is not None
+        """Whether formats are to be chosen, within bytes or within a loss."""
+        return any(each is not None for each in (self.weight_bits, self.weight_bytes, self.weight_loss))
+
+    @property
+    def unlimited(self) -> WeightDemand:
+        """The demand without those limits."""
+        return replace(self, weight_bits=None, weight_bytes=None, weight_loss=None)
 
     def grid_of(self, names: Sequence[str]) -> Grid:
         """Return the grid of linears `names`, which read the same.

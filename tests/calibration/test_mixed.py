@@ -79,6 +79,47 @@ def test_bytes_say_the_same_as_bits(checkpoint: Checkpoint, windows: list[TokenW
     assert one.grids == other.grids
 
 
+@pytest.mark.thorough
+def test_a_budget_gets_the_fewest_bytes_that_keep_it(checkpoint: Checkpoint, windows: list[TokenWindow]) -> None:
+    sizes, klds = [], []
+    skeleton = Skeleton.build(checkpoint)
+    for bits in (5.0, 7.0):  # what these lose, is the budget
+        found = calibrate(checkpoint, windows, [replace(LIMITED, weight_bits=bits)])
+        held = mixed.divide(windows)[1]
+        lost = mixed.divergence(skeleton, held, {name: found.linears[name] for name in found.linears})
+        budget = replace(LIMITED, weight_bits=None, weight_loss=lost)
+        chosen = calibrate(checkpoint, windows, [budget])
+        [note] = [each for each in chosen.notes if each.startswith("auto: ")]
+        sizes.append(taken(checkpoint, chosen))
+        klds.append(float(note.partition("a KLD of ")[2].partition(" ")[0]))
+        assert klds[-1] < lost, note
+        assert sizes[-1] < 1.3 * taken(checkpoint, found), note
+    assert sizes[0] < sizes[1]
+    assert klds[0] > klds[1]
+
+
+def test_less_is_allowed_where_more_is_lost_than_predicted(
+    checkpoint: Checkpoint, windows: list[TokenWindow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A divergence that is twice what was predicted halves what is allowed of the sum."""
+    tried: list[float] = []
+    own = mixed._within
+
+    def within(losses: Losses, demand: WeightDemand, others: int, allowed: float) -> mixed._Formats:
+        tried.append(allowed)
+        return own(losses, demand, others, allowed)
+
+    monkeypatch.setattr(mixed, "_within", within)
+    measured = iter((0.02, 0.004))
+    monkeypatch.setattr(mixed, "divergence", lambda *_: next(measured))
+    [note] = calibrate(checkpoint, windows, [replace(LIMITED, weight_bits=None, weight_loss=0.01)]).notes
+    assert tried[0] == mixed.AIM * 0.01
+    assert len(tried) == 2
+    assert tried[1] <= mixed.AGAIN * tried[0] * tried[0] / 0.02
+    assert "the fewest that keep the budget" in note
+    assert "a KLD of 0.00400" in note
+
+
 @pytest.mark.parametrize("better", ["mixed formats", "a uniform format"])
 def test_mixed_formats_are_kept_only_where_they_beat_a_uniform_one(
     better: str, checkpoint: Checkpoint, windows: list[TokenWindow], monkeypatch: pytest.MonkeyPatch

@@ -345,6 +345,8 @@ def test_options() -> None:
     [demand] = options.make(QuantizeWeights, auto).demands()
     wanted = Grid(4, 32, False, "int8"), Grid(8, 32, True, "int8")
     assert demand == WeightDemand(Gptq(), wanted[0], tables=wanted[1], weight_bits=4.5)
+    [demand] = options.make(QuantizeWeights, {**auto, "weight_bits": None}).demands()
+    assert demand == WeightDemand(Gptq(), wanted[0], tables=wanted[1], weight_loss=0.1), "the smallest for the budget"
     with pytest.raises(ValidationError, match="budget"):
         options.make(QuantizeWeights, {})
     for bad in (
@@ -354,7 +356,6 @@ def test_options() -> None:
         {"block_size": 16},
         {"damping": 0.0},
         {"method": "awq"},
-        {"method": "auto"},
         {"weight_bits": 4.5},
         {"method": "auto", "weight_bits": 4.5, "weight_bytes": 10**6},
         {"method": "auto", "weight_bits": 4.5, "accuracy_level": 0},

@@ -34,7 +34,8 @@ PLAIN = Rtn  # needs no calibration: for what calibration does not see, and in i
 
 AUTO = "auto"  # the default method, with formats that calibration chooses for each weight
 _AUTO_SUMMARY = (
-    f"{DEFAULT.name} in formats that calibration chooses for each weight, within weight_bits or weight_bytes"
+    f"{DEFAULT.name} in formats that calibration chooses for each weight, within weight_bits or weight_bytes, "
+    "or the smallest that keep the budget"
 )
 
 STORED = "stored"  # none: the codes that the checkpoint has
