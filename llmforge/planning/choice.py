@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from llmforge.planning import building
+from llmforge.planning import building, scheme
 from llmforge.planning.render import Planned
 from llmforge.quantization.costs import ModelFormats, ProbedCosts
 from llmforge.rewrite import declared
@@ -30,8 +30,26 @@ class Probed:
 
     costs: ProbedCosts | None = None
     why: str = ""
+    runs_by_layer: bool = True  # as calibration, too, wants it
 
 
+@dataclass(frozen=True)
+class Tried:
+    """What a recipe cannot do with a checkpoint, found on its traced graph."""
+
+    idle: Mapping[str, str] = field(default_factory=dict)  # passes that have nothing to do there, and why
+    uncalibrated: str = ""  # why the model cannot be calibrated; "": it can be
+
+    def allows(self, name: str, each: Proposal) -> bool:
+        """Say whether a use of the pass `name` can come to something."""
+        return name not in self.idle and not (each.calibrated and self.uncalibrated)
+
+    def __or__(self, other: Tried) -> Tried:
+        """Join what two trials found."""
+        return Tried({**self.idle, **other.idle}, self.uncalibrated or other.uncalibrated)
+
+
+UNTRIED = Tried()
 Probe = Callable[[Sequence[ModelFormats]], Probed]
 
 
@@ -51,6 +69,10 @@ class ProposedPasses:
         kept = [(name, each) for name, each in proposed if each.stores.weights is None or found._may_store(each)]
         return replace(found, proposed=tuple(kept))
 
+    def without(self, tried: Tried) -> ProposedPasses:
+        """Leave out what a trial found to come to nothing."""
+        return replace(self, proposed=tuple((name, each) for name, each in self.proposed if tried.allows(name, each)))
+
     def formats(self) -> tuple[ModelFormats, ...]:
         """List the formats that a probe should measure."""
         found = [each.formats for _, each in self.proposed if each.formats is not None]
@@ -60,7 +82,22 @@ class ProposedPasses:
         """Choose one way to store weights, and of all other proposals each; with limits that `costs` predict."""
         weights = self._weights([each for _, each in self.proposed if each.stores.weights is not None], costs)
         kept = [(name, each) for name, each in self.proposed if each.stores.weights is None or each is weights]
-        return [(name, limited(each, costs)) for name, each in kept]
+        return [(name, limited(self._retreating(each, costs), costs)) for name, each in kept]
+
+    def _retreating(self, each: Proposal, costs: ProbedCosts | None) -> Proposal:
+        """Let layers retreat up to the size of the next format that all of them might have."""
+        if not each.retreat or (costs is None and not self.there.on_cpu):  # a plan counts what stays in 16 bits there
+            return each
+        others = [self._bytes(other, costs) for _, other in self.proposed if other.bits in each.retreat]
+        larger = [size for size in others if size > self._bytes(each, costs)]
+        return replace(each, max_bytes=min(larger, default=None))
+
+    def _bytes(self, each: Proposal, costs: ProbedCosts | None) -> int:
+        """Give the size of all weights, as it was measured, or as a plan predicts it."""
+        if costs is not None and each.formats is not None and costs.of(each.formats) is not None:
+            return _size(each, costs)
+        plan = self.planned.plan
+        return scheme.choose(plan.target, plan.backend, plan.shape.dtype, each.stores).weight_bytes(plan.shape)
 
     def _may_store(self, each: Proposal) -> bool:
         """Say whether weights may be stored so: the target gains by it, as the goal wants it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,10 +11,11 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge import native
+from llmforge.base.errors import UsageError
 from llmforge.ir import graph
 from llmforge.ir.operators import contrib, cpu
 from llmforge.ir.operators.standard import Add, Gather, MatMul, Transpose
-from llmforge.quantization import initializers
+from llmforge.quantization import cpu_layout, initializers
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.initializers import LazyMatrix, PackedInitializers
 from llmforge.rewrite import cpu_linear, linear
@@ -36,7 +39,8 @@ class BlockWriter:
             return self.register(weight, matrix, flat=flat)
         self.context.require_cpu(f"{self.step} with {described(matrix.grid)}")
         native.require()
-        skip_if(cpu_linear.reason_against_grid(matrix.k, matrix.grid.block_size))
+        if not cpu_layout.reads(matrix.k, matrix.grid):
+            skip_if(cpu_linear.reason_against_grid(matrix.k, matrix.grid.block_size))
         return initializers.register_groups(self.model, weight, matrix, self.context.scratch)
 
     def register(
@@ -132,6 +136,17 @@ def parameters(weight: ir.Value) -> list[str]:
     return graph.sources(weight) or [str(weight.name)]
 
 
+def require_matches(model: ir.Model, globs: Iterable[str]) -> None:
+    """Return if each of `globs` matches a parameter of a weight of `model` (UsageError: one does not)."""
+    names = {name for value in model.graph.initializers.values() for name in parameters(value)}
+    for glob in globs:
+        if not any(fnmatch.fnmatchcase(name, glob) for name in names):
+            raise UsageError(
+                f"layer_bits: no parameter of the checkpoint matches {glob!r}",
+                hint="`llmforge inspect CHECKPOINT` lists them; all of a layer are model.layers.0.*",
+            )
+
+
 def summary(matrix: LazyMatrix) -> str:
     """Write the format and the shape of a matrix."""
     return f"{described(matrix.grid)}, [{matrix.n}, {matrix.k}]"
@@ -140,6 +155,8 @@ def summary(matrix: LazyMatrix) -> str:
 def described(grid: Grid) -> str:
     """Write a format."""
     kind = "trellis" if grid.trellis else "symmetric" if grid.symmetric else "asymmetric"
+    if grid.minimums:
+        kind = "minima"
     scales = "" if grid.scale == "fp32" else f", scales {grid.scale}"
     return f"{grid.bits} bits, blocks of {grid.block_size}, {kind}{scales}"
 

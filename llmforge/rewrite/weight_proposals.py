@@ -30,7 +30,7 @@ def of_weights(name: str, there: Deployment) -> Iterator[Proposal]:
     elif there.on_cpu and there.own_kernels:
         yield from _native(name)
     else:
-        yield from _portable(name, _BLOCK, symmetric=not there.on_cpu)
+        yield from _portable(name, _BLOCK, symmetric=not there.on_cpu, retreats=True)
 
 
 def _native(name: str) -> Iterator[Proposal]:
@@ -56,11 +56,18 @@ def _native(name: str) -> Iterator[Proposal]:
             bits=bits,
             formats=formats,
             adds=_adds(formats, CALIBRATED_SHARE if calibrated else 1.0),
+            retreat=tuple(dict.fromkeys(each for each, _, _ in _NATIVE if each > bits)),
         )
 
 
 def _portable(
-    name: str, block: int, *, symmetric: bool, scale: Scale = "fp32", tables: bool = True
+    name: str,
+    block: int,
+    *,
+    symmetric: bool,
+    scale: Scale = "fp32",
+    tables: bool = True,
+    retreats: bool = False,
 ) -> Iterator[Proposal]:
     """Propose 4 and 8 bits, which others read, too; `tables`: codes of embedding and head as well, in 8 bits."""
     more = f"{'symmetric: true, ' if symmetric else ''}{'' if scale == 'fp32' else f'scales: {scale}, '}"
@@ -78,6 +85,7 @@ def _portable(
             bits=bits,
             formats=own,
             adds=_adds(own, CALIBRATED_SHARE if calibrated else 1.0),
+            retreat=(8,) if calibrated and retreats else (),
         )
 
 
@@ -98,13 +106,22 @@ def of_stored(name: str, there: Deployment) -> Iterator[Proposal]:
         return
     if not there.on_cpu and not (grid.portable and (in_onnxruntime or (grid.symmetric and grid.bits == 4))):
         return
+    if there.on_cpu and not (grid.portable or there.own_kernels):
+        return
     few = 4 if grid.bits <= 4 else 8
-    weights = cast(StoredDtype, f"int{grid.bits if grid.portable else few}")
+    weights = cast(StoredDtype, f"int{grid.bits}")
+    scale: Scale | None = grid.scale if grid.minimums else None
     more = ", scales: fp16" if there.on_cpu else "" if in_onnxruntime else ", embedding_bits: 16"
     yield Proposal(
         f"method: stored{more}, {{budget}}",
         STORED_KLD,
-        Storage(weights=weights, block=grid.block_size, symmetric=grid.symmetric),
+        Storage(
+            weights=weights,
+            block=grid.block_size,
+            symmetric=grid.symmetric,
+            scale=scale,
+            minimums=grid.minimums,
+        ),
         f"{name}, bits: {few}",
         reason="the codes of the checkpoint, as they are",
         bits=grid.bits,
