@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
@@ -375,6 +375,32 @@ def linears_of(module: torch.nn.Module, name: str) -> dict[str, torch.nn.Linear]
     return {
         f"{name}.{local}.weight": part for local, part in module.named_modules() if isinstance(part, torch.nn.Linear)
     }
+
+
+@contextmanager
+def narrowed(linears: Iterable[torch.nn.Linear]) -> Iterator[None]:
+    """Let `linears` multiply in bf16, forwards and backwards, with fp32 sums; what goes in and comes out is fp32.
+
+    One that computes something else than a linear is left alone.
+    """
+
+    def product(linear: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+        weight, bias = linear.weight.bfloat16(), linear.bias
+
+        def forward(input: torch.Tensor) -> torch.Tensor:
+            y = torch.nn.functional.linear(input.bfloat16(), weight).float()
+            return y if bias is None else y + bias
+
+        return forward
+
+    plain = [each for each in linears if type(each).forward is torch.nn.Linear.forward and "forward" not in vars(each)]
+    for linear in plain:
+        linear.forward = product(linear)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        for linear in plain:
+            del linear.forward
 
 
 def _hidden(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:

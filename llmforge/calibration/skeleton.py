@@ -95,13 +95,16 @@ class Skeleton:
         return calls, [state for state, _ in entered]
 
     def leaving(
-        self, windows: Sequence[NDArray[np.int64]], weight: NDArray[np.float32] | None = None
+        self,
+        windows: Sequence[NDArray[np.int64]],
+        weight: NDArray[np.float32] | None = None,
+        heads: list[torch.nn.Linear] | None = None,
     ) -> Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]:
         """Return what turns the hidden states after the layers, of one of `windows`, into logits [1, tokens, V].
 
         With them come the inputs of the head, [1, tokens, H]; None where the head is no linear. States of some tokens
         alone give their logits: what is behind the layers sees one token at a time. `weight` [V, H] is the head's in
-        place of its own.
+        place of its own. The head, where it is a linear, is put to `heads`.
         """
         state = self.model.state_dict(keep_vars=True)
         table, inside = self._table(), tuple(f"{prefix}." for prefix in self.prefixes)
@@ -122,6 +125,8 @@ class Skeleton:
             if weight is not None:
                 head.weight = torch.nn.Parameter(torch.from_numpy(weight), requires_grad=False)
             head.register_forward_pre_hook(lambda _, given: read.append(given[0]))
+            if heads is not None:
+                heads.append(head)
 
         def leave(window: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
             current[:] = [hidden]

@@ -46,6 +46,15 @@ def openblas() -> OpenBlas | None:
     return OpenBlas(library) if hasattr(library, "scipy_openblas_set_num_threads64_") else None
 
 
+@cache
+def has_bf16() -> bool:
+    """Say whether the processor multiplies bf16 faster than fp32, and sums in fp32."""
+    import torch
+
+    found = torch.cpu.get_capabilities()
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16") or found.get("bf16"))
+
+
 @contextmanager
 def fixed(threads: int) -> Iterator[None]:
     """Compute on `threads` threads, in torch and in numpy, and give the process its own settings back.

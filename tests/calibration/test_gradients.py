@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from llmforge.calibration import calibrate, gradients
 from llmforge.calibration.gradients import SEED, Gradients, take
+from llmforge.calibration.layer import narrowed
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
@@ -71,7 +72,7 @@ def through_the_model(folder: Path, ids: list[NDArray[np.int64]], rows: int) -> 
     for each in ids:
         logits = model(torch.from_numpy(each)[None]).logits[0]
         shares = logits.detach().softmax(-1)
-        labels = torch.cat([torch.multinomial(part, 1, generator=random)[:, 0] for part in shares.split(rows)])
+        labels = torch.cat([gradients.draw(part, random)[:, 0] for part in shares.split(rows)])
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
         add("head", read[-1], (shares * (1 - shares)).sum(-1, keepdim=True))
     count = sum(map(len, ids))
@@ -86,8 +87,8 @@ def test_backwards_layer_by_layer_is_backwards_through_the_model(
     ids, seen = texts(3), set[int]()
     plain = Skeleton.leaving
 
-    def leaving(skeleton: Skeleton, *given: Any) -> Callable[..., Any]:
-        leave = plain(skeleton, *given)
+    def leaving(skeleton: Skeleton, *given: Any, **options: Any) -> Callable[..., Any]:
+        leave = plain(skeleton, *given, **options)
 
         def watched(window: int, hidden: torch.Tensor) -> Any:
             seen.add(hidden.shape[1])
@@ -96,6 +97,7 @@ def test_backwards_layer_by_layer_is_backwards_through_the_model(
         return watched
 
     monkeypatch.setattr(Skeleton, "leaving", leaving)
+    monkeypatch.setattr(gradients, "has_bf16", lambda: False)
     vocabulary = Checkpoint.open(tmp_path / "model").config.vocab_size
     monkeypatch.setattr(gradients, "LOGITS", rows * vocabulary + 1)
     _, ours = taken(tmp_path / "model", ids, tmp_path / "out")
@@ -109,6 +111,43 @@ def test_backwards_layer_by_layer_is_backwards_through_the_model(
     for name, matrix in theirs.items():
         np.testing.assert_allclose(found[name], matrix, rtol=0, atol=2e-3 * np.abs(matrix).max(), err_msg=name)
     assert ours.outputs(["no such weight"]) == ()
+
+
+def test_bf16_products_give_nearly_the_same_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "model", **UNTIED)
+    monkeypatch.setattr(gradients, "draw", lambda shares, random: torch.zeros(len(shares), 1, dtype=torch.int64))
+    made = []
+    for narrow in (False, True):
+        monkeypatch.setattr(gradients, "has_bf16", lambda narrow=narrow: narrow)
+        made.append(taken(tmp_path / "model", texts(3), tmp_path / f"out-{narrow}")[1])
+    wide, narrow = made
+    for name in wide.places:
+        one, other = wide.outputs([name])[0], narrow.outputs([name])[0]
+        assert 0 < np.linalg.norm(one - other) < 0.05 * np.linalg.norm(one), name
+
+
+def test_narrowed_linears_multiply_in_bf16_and_are_put_back() -> None:
+    torch.manual_seed(0)
+    linear, x = torch.nn.Linear(64, 32).requires_grad_(False), torch.randn(8, 64, requires_grad=True)
+    with narrowed([linear]):
+        y = linear(x)
+        y.sum().backward()
+    assert "forward" not in vars(linear)
+    assert y.dtype == torch.float32
+    assert x.grad is not None
+    rounded = torch.nn.functional.linear(x.detach().bfloat16().float(), linear.weight.bfloat16().float(), linear.bias)
+    torch.testing.assert_close(y.detach(), rounded, rtol=2**-7, atol=2**-7)
+    assert not torch.equal(y.detach(), linear(x.detach()))
+    torch.testing.assert_close(x.grad, linear.weight.sum(0).expand(8, -1), rtol=0.02, atol=0.02)
+
+
+def test_labels_are_drawn_by_their_shares() -> None:
+    shares = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2]).expand(20000, -1)
+    labels = gradients.draw(shares, torch.Generator().manual_seed(1))
+    assert labels.shape == (20000, 1)
+    found = torch.bincount(labels[:, 0], minlength=5) / len(labels)
+    torch.testing.assert_close(found, shares[0], rtol=0, atol=0.015)
+    assert not found[shares[0] == 0].any()
 
 
 def test_what_outputs_are_added_to_is_found(tmp_path: Path) -> None:
