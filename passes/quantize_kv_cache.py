@@ -132,7 +132,9 @@ class QuantizeKvCache(QuantizeKvCacheTraits, Pass):
             self._rewrite(model, attention, layer, ranges.get(layer))
             return self._what(attention)
 
-        return rewrite_each(list(model.graph), quantize, Changes())
+        if changes := rewrite_each(list(model.graph), quantize, Changes()):
+            graph.drop_unused(model)
+        return changes
 
     def _what(self, attention: GroupQueryAttention) -> str:
         if self.format.portable:

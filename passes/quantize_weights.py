@@ -8,7 +8,7 @@
     y = llmforge::MoE(x, ids, …)    becomes  y = com.microsoft::QMoE(x, w, codes, scales, …, zero_points, …, w),
                                              w [batch·sequence, experts]: the weights at ids, 0 elsewhere
 
-or, where MatMulNBits has no such format (3, 5 or 6 bits, `scales: int8`, `codes: trellis`):
+or, where MatMulNBits has no such format (3, 5 or 6 bits, `scales: int8`, `codes: trellis`, minima of a GGUF file):
 
     y = x·W + b                     becomes  y = llmforge.cpu::Linear(x, groups, b)
     e = Gather(E, input_ids)        becomes  e = llmforge.cpu::Embedding(input_ids, groups)
@@ -42,10 +42,11 @@ Runtime would fold a Reshape of the table when it loads, and hold the table twic
 
 8 bits run at `accuracy_level` 4 alone: at any other, the CPU kernel of onnxruntime 1.31 takes 400 times as long.
 
-With `method: stored`, codes, scales and zero points are those of a checkpoint that comes quantized, whose bits, blocks
-and symmetry they have; what it does not store as codes, or not in a format of ours, stays as it is, embedding and head
-apart, which are quantized as above where they are no codes. Where its input features are in another order,
-`x` becomes Gather(x, columns) along the last axis.
+With `method: stored`, codes, scales and zero points, or minima, are those of a checkpoint that comes quantized, whose
+bits, blocks and symmetry they have; codes that llmforge's CPU kernels alone read (3, 5 and 6 bits, minima of blocks)
+stay dequantized on other targets. What it does not store as codes, or not in a format of ours, stays as it is,
+embedding and head apart, which are quantized as above where they are no codes. Where its input features are in another
+order, `x` becomes Gather(x, columns) along the last axis.
 
 Numerics: lossy, within the budget of the recipe.
 """
@@ -220,8 +221,11 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
         if (grid := stored if self.takes_stored else self.grid) is None:
             return said
         weights = cast(StoredDtype, f"int{grid.bits}")
-        scale: Scale | None = "int8" if grid.scale == "int8" else None  # others become what activations are in
-        return replace(said, weights=weights, block=grid.block_size, symmetric=grid.symmetric, scale=scale)
+        # others become what activations are in, but where the CPU kernels alone read them
+        kept = grid.scale == "int8" or (grid.minimums and self.scales == grid.scale)
+        scale: Scale | None = grid.scale if kept else None
+        shared = replace(said, block=grid.block_size, symmetric=grid.symmetric, minimums=grid.minimums)
+        return replace(shared, weights=weights, scale=scale)
 
     def finer(self, written: Mapping[str, Any]) -> FinerCodes | None:
         """Keep weights of few bits in 8, the only ones that 8 bits run well at `accuracy_level` 4."""
@@ -245,7 +249,9 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
                 checkpoint has no codes.
         """
         context.require_onnxruntime(self.name, "MatMulNBits is an operator of ONNX Runtime")
-        stored = StoredBlocks(self.name, require(context.stored, self.name), self.scales) if self.takes_stored else None
+        stored = None
+        if self.takes_stored:
+            stored = StoredBlocks(self.name, require(context.stored, self.name), self.scales, context.is_cpu)
         routers = {} if self.routers else routing.routers(model)
         quantizer = _WeightQuantizer(self, model, context, stored, logits_rows.readers(model), routers)
         changes = Changes()
@@ -345,7 +351,7 @@ class _WeightQuantizer:
         if self.stored is not None and self.stored.are_codes(table, transposed=False):
             matrix, columns = self.stored.matrix(table, v, k, transposed=False)
             method = self.step.method
-            if columns is not None or not matrix.grid.symmetric:
+            if columns is not None or matrix.grid.zero_points:
                 raise NotApplicable(
                     "its codes have zero points, or another order; GatherBlockQuantized is written with neither"
                 )

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache as once
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,9 @@ from llmforge.cli.parameters import BACKEND, PATH, TARGET, go_on, options_record
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from llmforge.planning.choice import Probed
+    from llmforge.planning.choice import Probed, Tried
     from llmforge.quantization.costs import ModelFormats
+    from llmforge.recipe import Recipe
 
 _GOALS = ("latency", "throughput", "size", "quality")
 _TEXTS = ("calibration.jsonl", "evaluation.jsonl")
@@ -115,15 +117,16 @@ class ShippedRecipe(click.ParamType[str]):
 @click.option("--evaluation", type=PATH, metavar="FILE.jsonl", help="Evaluation text; must not overlap --calibration.")
 @click.option("--like", type=ShippedRecipe(), metavar="NAME", help="Copy a recipe that ships with llmforge instead.")
 @click.option("--force", is_flag=True, help="Replace the recipe if it exists.")
-@click.option("--no-probe", is_flag=True, help="Do not measure what formats cost this model.")
+@click.option("--no-probe", is_flag=True, help="Do not measure what formats cost this model, nor try the recipe.")
 @click.option("--json", "as_json", is_flag=True, help="Print the path of the recipe as JSON.")
 @options_record(StartOptions, "asked")
 def init(checkpoint: Path, as_json: bool, asked: StartOptions) -> None:
     """Write a commented recipe for CHECKPOINT that builds.
 
     Chooses the passes that pay on the target, and a context and a batch that fit its memory. Of small models it
-    measures on a few windows of text what formats cost: budgets and gates stand above that. The same checkpoint gives
-    the same recipe again. The last line of standard output is the path of the recipe.
+    measures on a few windows of text what formats cost: budgets and gates stand above that. Passes that would find
+    nothing to change in the model are left out. The same checkpoint gives the same recipe again. The last line of
+    standard output is the path of the recipe.
     """
     from llmforge.cli import console
 
@@ -279,7 +282,7 @@ def write(checkpoint: Path, asked: StartOptions) -> Path:
         shipped = (recipes.FOLDER / f"{asked.like}.yaml").read_text(encoding="utf-8")
         text = _adapted(shipped.replace(f"recipes/{asked.like}.yaml", path.name), {"name": name, **given})
     else:
-        text = _chosen(checkpoint, asked, name, given)
+        text = _chosen(checkpoint, asked, path, {"name": name, **given})
     with output.writing(path):
         if asked.calibration is None:
             _copy_texts(recipes.TEXT, path.parent / "text", chats)
@@ -327,27 +330,61 @@ def _target(target: str, path: Path) -> str:
     return _beside(Path(target), path) if targets.is_file(target) else target.lower()
 
 
-def _chosen(checkpoint: Path, asked: StartOptions, name: str, given: Mapping[str, str]) -> str:
-    """Choose passes and write them as a recipe; a CPU has the figures of its kind, so that it stays the same."""
+def _chosen(checkpoint: Path, asked: StartOptions, path: Path, given: Mapping[str, str]) -> str:
+    """Choose passes and write them as a recipe that will stand at `path`: without those that come to nothing there.
+
+    A CPU has the figures of its kind, so that the recipe stays the same.
+
+    Raises:
+        UnsupportedError: no recipe builds for the checkpoint.
+    """
     from llmforge import targets
     from llmforge.measure import gpus, machine
-    from llmforge.planning import starting, typical
+    from llmforge.planning import choice, starting, typical
+    from llmforge.recipe import Recipe
 
     found = targets.find(asked.target)
     here = [] if found.kind == "cpu" else gpus.find()
     if found.kind == "cpu" and found.isa is targets.detect():
         found = typical.of_cpu(found, machine.describe())
-    return starting.write(
+    write = partial(
+        starting.write,
         checkpoint,
         found,
         asked.goal,
-        name=name,
+        name=given["name"],
         given=given,
         backend=asked.backend,
         has_device=any(gpu.target == found.name for gpu in here),
         sample_text=asked.calibration is None,
-        probe=None if asked.no_probe else partial(_probed, checkpoint, asked.calibration),
-    ).yaml
+        probe=None if asked.no_probe else once(partial(_probed, checkpoint, asked.calibration)),
+    )
+    made, tried = write().yaml, choice.UNTRIED
+    while not asked.no_probe:
+        before = tried
+        tried |= _tried(Recipe.parse(made, path))
+        if tried == before:
+            break
+        made = write(tried=tried).yaml
+    return made
+
+
+def _tried(recipe: Recipe) -> Tried:
+    """Find what a recipe cannot do with its checkpoint, and tell where nobody can know."""
+    from llmforge.base.errors import CheckpointError, EnvironmentLacks
+    from llmforge.cache import Cache, default_folder, default_size
+    from llmforge.cli import console
+    from llmforge.compile import trial
+    from llmforge.planning import choice
+
+    if extras.missing("build"):
+        return choice.UNTRIED
+    with console.progress() as progress, Cache(default_folder(), default_size()) as cache:
+        try:
+            return trial.run(recipe, cache=cache, progress=progress)
+        except (CheckpointError, EnvironmentLacks) as error:
+            console.say(f"note: the recipe was not tried: {error.message.splitlines()[0]}")
+            return choice.UNTRIED
 
 
 def _probed(checkpoint: Path, text: Path | None, formats: Sequence[ModelFormats]) -> Probed:

@@ -55,10 +55,12 @@ def run(
     checkpoint: Checkpoint,
     calibrated: Mapping[str, Grid] = MappingProxyType({}),
     adapters: Sequence[Adapter] = (),
+    idle: dict[str, str] | None = None,
 ) -> None:
     """Run `steps` over a copy of `model`, lower it, and return if an engine can be made of it.
 
     `calibrated` has the grids of what calibration will quantize, by the parameter; requests choose from `adapters`.
+    Passes that have nothing to do are put into `idle`, each with the reason, and refused where there is no such place.
 
     Raises:
         UnsupportedError: a pass, the engine or the runtime that the interface is for refuses the graph; a lossy pass
@@ -71,23 +73,22 @@ def run(
         target, _fake_statistics(model, calibrated, demands), stored=stored_codes(checkpoint), adapters=adapters
     )
     facts: set[str] = set()
-    idle: dict[str, str] = {}  # fact → why it does not hold
+    lacking: dict[str, str] = {}  # fact → why it does not hold
     for step in steps:
-        for fact in sorted(step.requires - facts):
-            raise UnsupportedError(
-                f"{step.name} has no effect here: {idle.get(fact, f'no pass provides {fact}')}",
-                hint=f"leave {step.name} out of the recipe",
-            )
-        changes = pass_base.run(step, copy, context)
-        if changes:
+        unmet, changes = sorted(step.requires - facts), None
+        if unmet:
+            why = f"{step.name} has no effect here: {lacking.get(unmet[0], f'no pass provides {unmet[0]}')}"
+        elif changes := pass_base.run(step, copy, context):
             facts |= step.provides
-        elif step.numerics is Numerics.LOSSY and not changes.notes:  # those of a fallback
-            raise UnsupportedError(
-                f"{step.name} finds nothing to change in this model: {_reason(changes)}",
-                hint=f"leave {step.name} out of the recipe",
-            )
+            continue
         else:
-            idle |= {fact: f"{step.name} changed no node: {_reason(changes)}" for fact in step.provides}
+            why = f"{step.name} finds nothing to change in this model: {_reason(changes)}"
+            lacking |= {fact: f"{step.name} changed no node: {_reason(changes)}" for fact in step.provides}
+            if step.numerics is not Numerics.LOSSY or changes.notes:  # those of a fallback
+                continue
+        if idle is None:
+            raise UnsupportedError(why, hint=f"leave {step.name} out of the recipe")
+        idle[step.name] = why
     export_proxy.check(spec, target, steps, copy, model, checkpoint)
     builder = engines.for_target(spec.backend, target)
     if spec.tensor_parallel > 1:

@@ -39,12 +39,13 @@ def probe(
         if not tokens:
             return Probed(why=f"{opened.parameters / 1e9:.2g} billion parameters take too long")
         tokens = max(LENGTH, min(tokens, LOGITS // opened.geometry.vocabulary))
-        cut = texts.windows_of(opened, documents.read_documents(text_file), LENGTH)
+        length = min(LENGTH, opened.geometry.context or LENGTH)
+        cut = texts.windows_of(opened, documents.read_documents(text_file), length)
         windows = [window.ids for window in text.spread(cut, tokens)]
         store = Store(cache, tools=installed.digest())
         found = measuring.measure(
             opened, windows, formats, threads=psutil.cpu_count(logical=False) or 1, store=store, progress=progress
         )
     except (CheckpointError, DataError, UnsupportedError) as error:
-        return Probed(why=error.message.splitlines()[0])
+        return Probed(why=error.message.splitlines()[0], runs_by_layer=not isinstance(error, UnsupportedError))
     return Probed(found)

@@ -15,6 +15,7 @@ from llmforge.base.progress import Progress
 from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.checkpoint.documents import Document
 from llmforge.checkpoint.text import TokenizedDocument, TokenWindow
+from llmforge.measure import chat_answers
 from llmforge.metrics import catalog
 from llmforge.metrics.quality import MOST_DOCUMENTS
 from llmforge.metrics.quality_metrics import QualityMetric
@@ -156,9 +157,12 @@ class BuildTexts:
     @property
     def notes(self) -> list[str]:
         """Say what was left out of the texts that were read."""
-        if not isinstance(self._said, str):
-            return []
-        return [f"{len(self._unanswered)} chats that the checkpoint was to answer are left out: {self._said}"]
+        said = self._said
+        if isinstance(said, str):
+            return [f"{len(self._unanswered)} chats that the checkpoint was to answer are left out: {said}"]
+        left = sum(each.id not in said for each in self._unanswered)
+        why = f"with an answer they take more than the model's {self.checkpoint.geometry.context} tokens"
+        return [f"{left} chats that the checkpoint was to answer are left out: {why}"] if left else []
 
     def budget_windows(self) -> list[TokenWindow]:
         """Choose the windows that budgets are measured on: of the evaluation text, else of the calibration text.
@@ -213,6 +217,8 @@ class BuildTexts:
         if not unanswered:
             return {}
         prompts = {each.id: each.ids.tolist() for each in text.ids_of(unanswered, self._encoder)}
+        if (context := self.checkpoint.geometry.context) is not None:
+            prompts = {name: ids for name, ids in prompts.items() if len(ids) + chat_answers.MOST_TOKENS <= context}
         return self.answering(self.checkpoint, prompts, self.progress)
 
     def _windows(self, read: Sequence[Document], length: int) -> list[TokenWindow]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import onnxruntime as ort
 
 DOMAIN = "llmforge.cpu"
-VERSION = 5  # of the operators and of the layout of their weights
+VERSION = 6  # of the operators and of the layout of their weights
 # From the one that runs everywhere to the fastest; `neon` has dot products and is the only one for ARM.
 INSTRUCTION_SETS = ("generic", "avx2", "avx512vnni", "avx512bf16", "neon")
 L = TypeVar("L", bound=ctypes.CDLL)

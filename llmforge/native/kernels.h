@@ -8,12 +8,13 @@
 #define LANES 16 /* rows of weights that stand side by side in one group */
 #define LARGEST_DIM 1024 /* channels of a head */
 
-/* Weights of one linear layer, quantized in blocks of columns: groups of 16 rows, one after the other. A group holds the
+/* Weights of one linear layer, quantized in blocks of columns, a multiple of PART or half of one: groups of 16 rows, one after the other. A group holds the
  * codes of all blocks; then the scales of every block, 16 numbers each; then, where there are any, the zero points of
- * every block; then, where scales are int8, 16 bf16 superscales for every SUPERBLOCK columns (the last may be shorter).
- * Each of these sections ends at a multiple of 64 bytes. Rows beyond `n` pad the last group.
+ * every block, or its minima, as scales are; then, where scales are int8, 16 bf16 superscales for every SUPERBLOCK columns
+ * (the last may be shorter). Each of these sections ends at a multiple of 64 bytes. Rows beyond `n` pad the last group.
  *
- * A code c of a row stands for (c - zero point)·scale, the zero point being 2^(bits-1) where none are stored. Scales are
+ * A code c of a row stands for (c - zero point)·scale, the zero point being 2^(bits-1) where none are stored, or, with
+ * minima, for c·scale + minimum: then scales are fp32 or fp16, and there are neither zero points nor a trellis. Scales are
  * fp32, fp16, or int8 times the superscale (exact in fp32: 7 bits and 8). Zero points are bytes; where codes have 4 bits or fewer, byte
  * i of 8 holds that of row i in its low half and that of row i + 8 in its high half.
  *
@@ -36,7 +37,7 @@ typedef struct Weights {
     const uint8_t *data;
     int64_t n, k, block;
     int bits; /* 3, 4, 5, 6 or 8 */
-    int zero_points, scales, trellis;
+    int zero_points, scales, trellis, minimums;
 } Weights;
 
 static inline int64_t aligned_size(int64_t size) { return (size + 63) / 64 * 64; }
@@ -48,11 +49,12 @@ static inline int64_t scales_size(const Weights *w) { return aligned_size(w->k /
 static inline int64_t zeros_size(const Weights *w) {
     return w->zero_points ? aligned_size(w->k / w->block * (w->bits <= 4 ? LANES / 2 : LANES)) : 0;
 }
+static inline int64_t minimums_size(const Weights *w) { return w->minimums ? scales_size(w) : 0; }
 static inline int64_t supers_size(const Weights *w) {
     return w->scales == SCALE_INT8 ? aligned_size((w->k + SUPERBLOCK - 1) / SUPERBLOCK * 2 * LANES) : 0;
 }
 static inline int64_t group_size(const Weights *w) {
-    return codes_size(w) + scales_size(w) + zeros_size(w) + supers_size(w);
+    return codes_size(w) + scales_size(w) + zeros_size(w) + minimums_size(w) + supers_size(w);
 }
 static inline int64_t middle_of(const Weights *w) { return w->trellis ? TRELLIS_MIDDLE : 1 << (w->bits - 1); }
 static inline int32_t zero_factor(const Weights *w) { return w->zero_points ? -1 : -(int32_t)middle_of(w); }
@@ -60,11 +62,11 @@ static inline int64_t groups_of(const Weights *w) { return (w->n + LANES - 1) / 
 
 /* Where the sections of a group are. */
 typedef struct Group {
-    const uint8_t *codes, *scales, *zeros, *supers; /* `zeros` NULL: there are none */
+    const uint8_t *codes, *scales, *zeros, *supers, *minimums; /* `zeros` NULL: there are none */
 } Group;
 static inline Group group_at(const Weights *w, const uint8_t *codes) {
     const uint8_t *scales = codes + codes_size(w), *zeros = scales + scales_size(w);
-    return (Group){codes, scales, w->zero_points ? zeros : NULL, zeros + zeros_size(w)};
+    return (Group){codes, scales, w->zero_points ? zeros : NULL, zeros + zeros_size(w) + minimums_size(w), zeros};
 }
 
 typedef struct Linear {

@@ -132,7 +132,7 @@ static Status *keep(const Api *api, const void *made, size_t size, void **kernel
 }
 
 static Status *read_weights(const Api *api, const KernelInfo *info, Weights *w) {
-    int64_t bits, zero_points, scales, trellis;
+    int64_t bits, zero_points, scales, trellis, minimums;
     TRY(ort_attribute_int(api, info, "N", &w->n));
     TRY(ort_attribute_int(api, info, "K", &w->k));
     TRY(ort_attribute_int(api, info, "block_size", &w->block));
@@ -140,16 +140,22 @@ static Status *read_weights(const Api *api, const KernelInfo *info, Weights *w) 
     TRY(ort_attribute_int(api, info, "zero_points", &zero_points));
     TRY(ort_attribute_int(api, info, "scales", &scales));
     TRY(ort_attribute_int(api, info, "trellis", &trellis));
+    TRY(ort_attribute_int(api, info, "minimums", &minimums));
     w->bits = (int)bits;
     w->zero_points = (int)zero_points;
     w->scales = (int)scales;
     w->trellis = (int)trellis;
+    w->minimums = (int)minimums;
     if (bits < 3 || bits == 7 || bits > 8) REFUSE("Linear, Embedding: bits is 3, 4, 5, 6 or 8");
     if (scales < SCALE_FP32 || scales > SCALE_INT8) REFUSE("Linear, Embedding: scales is 0 … 2");
     if (trellis && (bits != 4 || zero_points)) REFUSE("Linear, Embedding: a trellis has 4 bits and no zero points");
+    if (minimums && (scales == SCALE_INT8 || zero_points || trellis))
+        REFUSE("Linear, Embedding: minimums go with fp32 or fp16 scales, and neither with zero points nor with a trellis");
+    const int halves = w->block == PART / 2 && w->k % PART == 0;
+    if (halves && (zero_points || trellis)) REFUSE("Linear, Embedding: blocks of 16 have no zero points and no trellis");
+    if (w->block < PART / 2 || (w->block % PART && !halves) || w->n < 1 || w->k < 1 || w->k % w->block)
+        REFUSE("Linear, Embedding: block_size must be a multiple of 32, or 16 where 32 divides K, and divide K");
     if (scales == SCALE_INT8 && SUPERBLOCK % w->block) REFUSE("Linear, Embedding: block_size must divide 256 with int8 scales");
-    if (w->block < 32 || w->block % 32 || w->n < 1 || w->k < 1 || w->k % w->block)
-        REFUSE("Linear, Embedding: block_size must be a multiple of 32 and divide K");
     return NULL;
 }
 

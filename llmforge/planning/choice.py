@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from llmforge.planning import building
 from llmforge.planning.render import Planned
@@ -30,8 +30,26 @@ class Probed:
 
     costs: ProbedCosts | None = None
     why: str = ""
+    runs_by_layer: bool = True  # as calibration, too, wants it
 
 
+@dataclass(frozen=True)
+class Tried:
+    """What a recipe cannot do with a checkpoint, found on its traced graph."""
+
+    idle: Mapping[str, str] = field(default_factory=dict)  # passes that have nothing to do there, and why
+    uncalibrated: str = ""  # why the model cannot be calibrated; "": it can be
+
+    def allows(self, name: str, each: Proposal) -> bool:
+        """Say whether a use of the pass `name` can come to something."""
+        return name not in self.idle and not (each.calibrated and self.uncalibrated)
+
+    def __or__(self, other: Tried) -> Tried:
+        """Join what two trials found."""
+        return Tried({**self.idle, **other.idle}, self.uncalibrated or other.uncalibrated)
+
+
+UNTRIED = Tried()
 Probe = Callable[[Sequence[ModelFormats]], Probed]
 
 
@@ -50,6 +68,10 @@ class ProposedPasses:
         found = cls(planned, there, ())
         kept = [(name, each) for name, each in proposed if each.stores.weights is None or found._may_store(each)]
         return replace(found, proposed=tuple(kept))
+
+    def without(self, tried: Tried) -> ProposedPasses:
+        """Leave out what a trial found to come to nothing."""
+        return replace(self, proposed=tuple((name, each) for name, each in self.proposed if tried.allows(name, each)))
 
     def formats(self) -> tuple[ModelFormats, ...]:
         """List the formats that a probe should measure."""

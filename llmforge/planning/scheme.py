@@ -29,7 +29,7 @@ class DtypeScheme:
     `compute` is the dtype of activations between layers, `product` that in which matrices are multiplied, `embedding`
     that of the table of tokens, `head` that of the product that gives logits (None: as the embedding; a tied head in
     another dtype is a matrix of its own). Quantized weights have one scale for `block` of them (0: for each output
-    feature, which is not counted), and a zero point where they are not symmetric.
+    feature, which is not counted), and a minimum, or a zero point where they are not symmetric.
     """
 
     compute: Dtype
@@ -42,6 +42,7 @@ class DtypeScheme:
     head: StoredDtype | None = None
     cache: KvFormat | None = None  # that of the CPU kernels, with scales of its own; None: numbers of `kv`
     scale: Scale | None = None  # as what scales of blocks are stored; None: in the dtype of activations
+    minimums: bool = False
 
     @property
     def cached(self) -> str:
@@ -53,7 +54,8 @@ class DtypeScheme:
         if dtype == "fp4":
             return formats.NVFP4.bits_per_number
         if dtype in INTEGERS and self.block:
-            return Format(dtype, self.block, self.scale or self.compute, zero_points=not self.symmetric).bits_per_number
+            zero_points = not (self.symmetric or self.minimums)
+            return Format(dtype, self.block, self.scale or self.compute, zero_points, self.minimums).bits_per_number
         return BITS[dtype]
 
     def bytes_of(self, parameters: float, dtype: StoredDtype | None = None) -> float:
@@ -145,6 +147,7 @@ def choose(target: Target, backend: BackendName, checkpoint: str, wanted: Storag
         symmetric=wanted.symmetric is not False,
         head=wanted.head,
         scale=wanted.scale,
+        minimums=wanted.minimums is True,
     )
 
 

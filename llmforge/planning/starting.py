@@ -13,7 +13,7 @@ from llmforge.checkpoint import CONFIG, find_chat_template, folder_of, read_sett
 from llmforge.metrics.units import count, duration, significant, size
 from llmforge.native import library
 from llmforge.planning import choice, config, memory, request, scheme, source
-from llmforge.planning.choice import Gates, Named, Probe, Probed, ProposedPasses
+from llmforge.planning.choice import UNTRIED, Gates, Named, Probe, Probed, ProposedPasses, Tried
 from llmforge.planning.deployment import DeploymentPlan
 from llmforge.planning.render import Planned
 from llmforge.planning.request import PlanRequest
@@ -58,12 +58,14 @@ def write(
     has_device: bool = False,
     sample_text: bool = True,
     probe: Probe | None = None,
+    tried: Tried = UNTRIED,
 ) -> StartingRecipe:
     """Write the recipe called `name` for `checkpoint` on `target`, whose figures are known, as far as there are any.
 
     `given` are the paths that stand in it: checkpoint, target, calibration, evaluation. `has_device`: the GPU of the
     target is here, so that engines which only it builds need not be deferred. `sample_text`: both texts are those
-    that ship with llmforge. `probe` measures what formats cost the checkpoint.
+    that ship with llmforge. `probe` measures what formats cost the checkpoint; what a recipe that was `tried` could not
+    do is not in this one.
 
     Raises:
         UsageError, CheckpointError, UnsupportedError: as `planning.request.answer`; no way to store the weights fits,
@@ -96,7 +98,8 @@ def write(
         there = replace(there, is_quantized=False)
     offered = ProposedPasses.of(before, there)
     probed = Probed() if probe is None else probe(() if there.is_quantized else offered.formats())
-    proposed = offered.chosen(probed.costs)
+    tried = tried if probed.runs_by_layer else tried | Tried(uncalibrated=probed.why)
+    proposed = offered.without(tried).chosen(probed.costs)
     stores = reduce(Storage.or_else, (each.stores for _, each in proposed), Storage())
     if stores.weights is None and others is not None:
         raise UnsupportedError(
@@ -112,7 +115,7 @@ def write(
             f"{planned.plan.shape.name} needs {size(held.needed)} on {target.name}, which has {size(held.capacity)}",
             hint="choose --goal size, or a target with more memory; `llmforge plan` shows what takes it",
         )
-    lines = _Lines(planned, before, proposed, goal, name, given, probed, described if requantizes else None)
+    lines = _Lines(planned, before, proposed, goal, name, given, probed, tried, described if requantizes else None)
     text = "\n".join(lines.written(has_device=has_device, sample_text=sample_text)) + "\n"
     return StartingRecipe(text, planned)
 
@@ -171,6 +174,7 @@ class _Lines:
     name: str
     given: Mapping[str, str]
     probed: Probed
+    tried: Tried
     requantized: str | None  # codes of the checkpoint that no kernel runs
 
     def written(self, *, has_device: bool, sample_text: bool) -> Iterator[str]:
@@ -184,6 +188,8 @@ class _Lines:
         if any(each.calibrated for _, each in self.proposed):
             yield f"calibration: {{data: {self.given['calibration']}, samples: 16, length: {tokens}, seed: 0}}"
         yield from self._measured()
+        if self.tried.uncalibrated and self.probed.runs_by_layer:
+            yield f"# Nothing is calibrated: {self.tried.uncalibrated}."
         yield "passes:"
         for step, proposal in self.proposed:
             line, reason = _step(self.before, step, proposal)
@@ -192,6 +198,8 @@ class _Lines:
                 yield f"  - {line}"
             else:
                 yield f"  - {line}  # {reason}" if reason else f"  - {line}"
+        for reason in self.tried.idle.values():
+            yield f"  # left out: {reason}"
         yield from self._validation(tokens)
         build = self.planned.build
         cost = f"{duration(build.cpu_s)} of CPU time and {size(build.memory_bytes)} of memory"
@@ -226,7 +234,8 @@ class _Lines:
         costs = self.probed.costs
         if costs is None:
             if self.probed.why:
-                yield f"# What formats cost this model was not measured: {self.probed.why}."
+                also = "" if self.probed.runs_by_layer else ", and nothing is calibrated"
+                yield f"# What formats cost this model was not measured{also}: {self.probed.why}."
             return
         said = [f"{each.formats.linears.bits} bits {each.kld:.2g}" for each in costs.weights]
         if said:

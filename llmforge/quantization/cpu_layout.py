@@ -16,7 +16,7 @@ _T = TypeVar("_T", bound=np.generic)
 
 LANES = 16  # rows side by side
 ALIGNMENT = 64  # bytes that a group is a multiple of
-SMALLEST_BLOCK = 32
+SMALLEST_BLOCK = 32  # 16 without zero points and trellis: `reads`
 PART = 32  # columns whose codes stand together
 
 
@@ -30,13 +30,23 @@ def groups(n: int) -> int:
     return -(-n // LANES)
 
 
-def arrange(
-    codes: NDArray[np.uint8], scales: NDArray[np.float32], zero_points: NDArray[np.uint8] | None, grid: Grid
-) -> NDArray[np.uint8]:
-    """Arrange codes [n, k], scales [n, k / block_size] and zero points of that shape; returns uint8 [groups, bytes].
+def reads(k: int, grid: Grid) -> bool:
+    """Say whether the kernels read rows of `k` columns: in blocks of a multiple of 32 that divides k, or of 16."""
+    halves = grid.block_size == PART // 2 and k % PART == 0 and not grid.zero_points and not grid.trellis
+    return halves or (grid.block_size >= SMALLEST_BLOCK and k % grid.block_size == 0)
 
-    `grid.block_size` is 32 or more and divides k; `scales` are numbers that the grid stores. Rows of zeros fill the
-    last group.
+
+def arrange(
+    codes: NDArray[np.uint8],
+    scales: NDArray[np.float32],
+    zero_points: NDArray[np.uint8] | None,
+    grid: Grid,
+    minimums: NDArray[np.float32] | None = None,
+) -> NDArray[np.uint8]:
+    """Arrange codes [n, k], scales [n, k / block_size], and zero points or minima of that shape.
+
+    The kernels read such rows (`reads`); `scales` and `minimums` are numbers that the grid stores. Rows of zeros fill
+    the last group. Returns uint8 [groups, bytes].
     """
     n, k = codes.shape
     count, blocks = groups(n), k // grid.block_size
@@ -45,13 +55,17 @@ def arrange(
     parts = [np.ascontiguousarray(plane).reshape(count, k // PART, -1) for plane in _planes(vectors, grid.bits)]
     arranged = [np.concatenate(parts, axis=2).reshape(count, -1)]
     padding = 127 if grid.scale == "int8" else 0  # a scale that int8 stores, as it does not store 0
-    of_rows = _rows(scales.astype(np.float32), count * LANES, padding).reshape(count, LANES, blocks).transpose(0, 2, 1)
+    by_block = [
+        _rows(each.astype(np.float32), count * LANES, padding).reshape(count, LANES, blocks).transpose(0, 2, 1)
+        for each in (scales, minimums)
+        if each is not None
+    ]
     sections: list[NDArray[Any]] = []
     if grid.scale == "int8":
-        stored, supers = split(of_rows.transpose(0, 2, 1).reshape(-1, blocks), grid)
+        stored, supers = split(by_block[0].transpose(0, 2, 1).reshape(-1, blocks), grid)
         sections = [stored.reshape(count, LANES, -1).transpose(0, 2, 1)]
     else:
-        sections = [of_rows.astype(np.float16 if grid.scale == "fp16" else np.float32)]
+        sections = [each.astype(np.float16 if grid.scale == "fp16" else np.float32) for each in by_block]
     if zero_points is not None:
         zeros = _rows(zero_points, count * LANES).reshape(count, LANES, blocks).transpose(0, 2, 1)
         half = LANES // 2
@@ -65,10 +79,11 @@ def arrange(
 
 
 def _sections(k: int, grid: Grid) -> Iterator[int]:
-    """Count the bytes of scales, zero points and superscales of a group."""
+    """Count the bytes of scales, minima, zero points and superscales of a group."""
     blocks = k // grid.block_size
-    yield blocks * LANES * {"fp32": 4, "fp16": 2, "int8": 1}[grid.scale]
-    if not grid.symmetric:
+    for _ in range(1 + grid.minimums):
+        yield blocks * LANES * {"fp32": 4, "fp16": 2, "int8": 1}[grid.scale]
+    if grid.zero_points:
         yield blocks * LANES // (2 if grid.bits <= 4 else 1)
     if grid.scale == "int8":
         yield -(-k // SUPERBLOCK) * 2 * LANES

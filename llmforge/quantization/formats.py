@@ -19,21 +19,23 @@ class Format:
     """A way to store numbers: `value ≈ (code - zero_point) · scale`.
 
     `dtype` is that of a code, `scale` that of a scale, both of `BITS`; a zero point takes 4 bits, or 8 where a code has
-    more than 4. `block_size` neighbours along the input features share a scale; None: all numbers of a channel do (an
-    output feature of a weight, a cached channel of a KV head).
+    more than 4. With `minimums` it is `code · scale + minimum`, the minimum stored as a scale is. `block_size`
+    neighbours along the input features share a scale; None: all numbers of a channel do (an output feature of a weight,
+    a cached channel of a KV head).
     """
 
     dtype: str
     block_size: int | None
     scale: str = "fp32"
     zero_points: bool = False
+    minimums: bool = False
 
     @property
     def name(self) -> str:
         """The format in a word: int4-block32-asymmetric, fp8-channel."""
         shared = f"block{self.block_size}" if self.block_size else "channel"
         scale = "" if self.scale == "fp32" else f"-{self.scale}"
-        return f"{self.dtype}-{shared}{scale}" + "-asymmetric" * self.zero_points
+        return f"{self.dtype}-{shared}{scale}" + "-asymmetric" * self.zero_points + "-minima" * self.minimums
 
     @property
     def largest(self) -> float:
@@ -47,7 +49,7 @@ class Format:
     def bits_per_number(self) -> float:
         """The bits of a number with its share of scale and zero point; the scale of a channel is not counted."""
         bits, block_size = BITS[self.dtype], self.block_size or math.inf
-        shared = BITS[self.scale] + self.zero_points * (4 if bits <= 4 else 8)
+        shared = BITS[self.scale] * (1 + self.minimums) + self.zero_points * (4 if bits <= 4 else 8)
         superscale = 16 / max(SUPERBLOCK, block_size) if self.scale == "int8" else 0
         return bits + shared / block_size + superscale
 

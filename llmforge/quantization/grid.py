@@ -21,6 +21,8 @@ class Grid:
     Symmetric: the zero point is 2**(bits - 1), and the weight of largest magnitude gets code 0, so that the scale has
     the sign opposite to it (llama.cpp's Q4_0 and ONNX Runtime do the same): all 2**bits codes are used, where a grid
     mirrored around zero would waste one.
+    With `minimums`: `code * scale + minimum`, as several types of GGUF have it: the minimum of a block is a number of
+    its own, stored as scales are, and there are no zero points.
 
     Raises:
         ValueError: no kernel has this grid.
@@ -31,12 +33,15 @@ class Grid:
     symmetric: bool
     scale: Scale = "fp32"
     trellis: bool = False
+    minimums: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
             raise ValueError(f"bits must be one of {BITS}, is {self.bits}")
         if self.trellis and (self.bits != 4 or not self.symmetric):
             raise ValueError("a trellis has 4 bits and no zero points")
+        if self.minimums and (self.symmetric or self.scale == "int8"):
+            raise ValueError("minima go with fp32 or fp16 scales, and codes are not symmetric")
         if self.block_size < SMALLEST_BLOCK or self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two from {SMALLEST_BLOCK} on, is {self.block_size}")
 
@@ -44,12 +49,17 @@ class Grid:
     def format(self) -> Format:
         """The format of codes on this grid."""
         kind = "trellis" if self.trellis else "int"
-        return Format(f"{kind}{self.bits}", self.block_size, self.scale, zero_points=not self.symmetric)
+        return Format(f"{kind}{self.bits}", self.block_size, self.scale, self.zero_points, self.minimums)
 
     @property
     def portable(self) -> bool:
         """Say whether com.microsoft::MatMulNBits and GatherBlockQuantized read it; others are for the CPU kernels."""
-        return self.bits in (4, 8) and self.scale != "int8" and not self.trellis
+        return self.bits in (4, 8) and self.scale != "int8" and not self.trellis and not self.minimums
+
+    @property
+    def zero_points(self) -> bool:
+        """Say whether each block stores one."""
+        return not self.symmetric and not self.minimums
 
     @property
     def top(self) -> int:
@@ -79,9 +89,9 @@ class Grid:
         """Return this grid as com.microsoft::QMoE has it: 4 or 8 bits, no trellis, fp16 in place of int8 scales.
 
         Its block is the largest, up to its own, that divides `widths` all, each of which holds it twice or more. None
-        where that would be too small, or QMoE has not so many bits.
+        where that would be too small, or QMoE has not so many bits, or it has minima.
         """
-        if self.bits not in (4, 8):
+        if self.bits not in (4, 8) or self.minimums:
             return None
         scale: Scale = "fp16" if self.scale == "int8" else self.scale
         block_size = self.block_size

@@ -29,16 +29,18 @@ CHUNK_BYTES = 1 << 19  # of fp32 weights that are rounded at a time: chunk and t
 
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrix:
-    """A quantized [N, K] matrix: `w ≈ (codes - zero_points) * scales`, block by block along K.
+    """A quantized [N, K] matrix: `w ≈ (codes - zero_points) * scales` or `codes * scales + minimums`, by block along K.
 
     codes: uint8 [N, K], 0 … 2**bits - 1, unpacked.  scales: fp32 [N, ceil(K / block_size)], never 0, maybe negative.
-    zero_points: uint8 of the scales' shape; None where the grid is symmetric (2**(bits - 1) everywhere).
+    zero_points: uint8 of the scales' shape; None where the grid has none (2**(bits - 1) everywhere, or minima).
+    minimums: fp32 of the scales' shape, where the grid has them.
     """
 
     grid: Grid
     codes: NDArray[np.uint8]
     scales: NDArray[np.float32]
     zero_points: NDArray[np.uint8] | None
+    minimums: NDArray[np.float32] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,6 +73,8 @@ def round_to_nearest(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
     """
     if weight.ndim != 2:
         raise ValueError(f"a matrix is needed, this has shape {weight.shape}")
+    if grid.minimums:
+        return _round_with_minima(weight, grid)
     if grid.trellis or grid.scale != "fp32" or not rounding.takes(weight):
         return _round_in_numpy(weight, grid)
     n, k = weight.shape
@@ -80,6 +84,20 @@ def round_to_nearest(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
     if not rounding.round_to_nearest(weight, grid.bits, grid.block_size, codes, scales, points):
         raise ValueError(_NOT_FINITE)
     return QuantizedMatrix(grid, codes, scales, points)
+
+
+def _round_with_minima(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
+    """Round to the codes between the least and the largest weight of each block."""
+    numbers = weight.astype(np.float32)
+    require_finite(numbers)
+    filled = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % grid.block_size)), mode="edge")
+    blocks = filled.reshape(len(numbers), -1, grid.block_size)
+    low = blocks.min(-1)
+    scales = stored((blocks.max(-1) - low) / np.float32(grid.top), grid)
+    minima = low.astype(np.float16).astype(np.float32) if grid.scale == "fp16" else low
+    codes = np.clip(np.rint((blocks - minima[..., None]) / np.where(scales == 0, 1, scales)[..., None]), 0, grid.top)
+    whole = codes.astype(np.uint8).reshape(filled.shape)[:, : numbers.shape[1]]
+    return QuantizedMatrix(grid, np.ascontiguousarray(whole), scales, None, minima)
 
 
 def _round_in_numpy(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
@@ -142,6 +160,10 @@ def _dequantized(matrix: QuantizedMatrix) -> NDArray[np.float32]:
     if grid.trellis:
         decoded: NDArray[np.float32] = trellis.decode(matrix.codes) * _spread(matrix.scales, grid, k)
         return decoded
+    if matrix.minimums is not None:
+        exact = matrix.codes * _spread(matrix.scales, grid, k).astype(np.float64)  # one rounding, as the kernels do it
+        summed: NDArray[np.float32] = (exact + _spread(matrix.minimums, grid, k)).astype(np.float32)
+        return summed
     zeros = np.float32(grid.middle) if matrix.zero_points is None else _spread(matrix.zero_points, grid, k)
     values: NDArray[np.float32] = (matrix.codes - zeros.astype(np.float32)) * _spread(matrix.scales, grid, k)
     return values
@@ -158,11 +180,13 @@ def stack(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     if parts[0].grid.trellis and any(part.shape[0] % trellis.LANES for part in parts[:-1]):
         raise ValueError(f"codes of a trellis hang together by {trellis.LANES} rows, which stacking would part")
     points = [part.zero_points for part in parts if part.zero_points is not None]
+    minima = [part.minimums for part in parts if part.minimums is not None]
     return QuantizedMatrix(
         parts[0].grid,
         np.concatenate([part.codes for part in parts]),
         np.concatenate([part.scales for part in parts]),
         np.concatenate(points) if points else None,
+        np.concatenate(minima) if minima else None,
     )
 
 
@@ -172,7 +196,8 @@ def rows(matrix: QuantizedMatrix, which: slice | NDArray[np.intp]) -> QuantizedM
         chosen = np.arange(matrix.shape[0])[which]
         _require_whole_groups(chosen, matrix.shape[0])
     points = None if matrix.zero_points is None else matrix.zero_points[which]
-    return QuantizedMatrix(matrix.grid, matrix.codes[which], matrix.scales[which], points)
+    minima = None if matrix.minimums is None else matrix.minimums[which]
+    return QuantizedMatrix(matrix.grid, matrix.codes[which], matrix.scales[which], points, minima)
 
 
 def _require_whole_groups(chosen: NDArray[np.intp], n: int) -> None:

@@ -80,7 +80,7 @@ class LazyMatrix:
         blocks, bits = self.grid.blocks(self.k), self.grid.bits
         yield "codes", ir.DataType.UINT8, (self.n, blocks, self.grid.block_size * bits // 8)
         yield "scales", SCALES[self.grid.scale], (self.n, blocks)
-        if not self.grid.symmetric:
+        if self.grid.zero_points:
             yield "zero_points", ir.DataType.UINT8, (self.n, -(-blocks * self.grid.zero_bits // 8))
 
 
@@ -94,7 +94,7 @@ def laid_out(matrix: QuantizedMatrix) -> Parts:
 
 def arrange(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
     """Lay a matrix out as the CPU kernels read it, uint8 [groups, bytes]."""
-    return cpu_layout.arrange(matrix.codes, matrix.scales, matrix.zero_points, matrix.grid)
+    return cpu_layout.arrange(matrix.codes, matrix.scales, matrix.zero_points, matrix.grid, matrix.minimums)
 
 
 def quantized(weight: ir.Value, method: Method, grid: Grid, *, transposed: bool = True) -> LazyMatrix:

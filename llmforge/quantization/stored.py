@@ -163,7 +163,8 @@ def stack_fp4(parts: Sequence[StoredFp4]) -> StoredFp4:
 def stack_codes(parts: Sequence[StoredCodes]) -> StoredCodes:
     """Put matrices that read the same on top of each other, on the grid that holds the codes of all.
 
-    That has the smallest of their blocks, zero points where one has them, and fp32 scales where one has.
+    That has the smallest of their blocks, zero points or minima where one has them, and fp32 scales where one has.
+    Minima hold codes of fewer bits as well.
 
     Raises:
         UnrepresentableCodes: their codes have different bits, or their columns different orders.
@@ -181,31 +182,39 @@ def common(*grids: Grid) -> Grid:
     """Return the grid that holds what lies on any of `grids`.
 
     Raises:
-        UnrepresentableCodes: they have different bits.
+        UnrepresentableCodes: they have different bits, and no minima.
     """
-    bits = sorted({grid.bits for grid in grids})
-    if len(bits) > 1:
+    bits, minimums = sorted({grid.bits for grid in grids}), any(grid.minimums for grid in grids)
+    if len(bits) > 1 and not minimums:
         raise UnrepresentableCodes(
             f"have {' and '.join(map(str, bits))} bits in one matrix; leave out the pass that packs them"
         )
     return replace(
         grids[0],
+        bits=bits[-1],
         block_size=min(grid.block_size for grid in grids),
         symmetric=all(grid.symmetric for grid in grids),
-        scale="fp16" if all(grid.scale == "fp16" for grid in grids) else "fp32",
+        scale="fp16" if all(grid.scale == "fp16" and grid.minimums == minimums for grid in grids) else "fp32",
+        minimums=minimums,
     )
 
 
 def on_grid(matrix: QuantizedMatrix, grid: Grid) -> QuantizedMatrix:
-    """Give a matrix on a grid of the same bits, of blocks that divide its own, and perhaps with zero points."""
+    """Give a matrix on a grid of blocks that divide its own, and perhaps with zero points, or minima and more bits."""
     times = matrix.grid.block_size // grid.block_size
     blocks = grid.blocks(matrix.shape[1])
     scales = np.repeat(matrix.scales, times, axis=1)[:, :blocks]
-    points = None
+    points, minima = None, None
     if not grid.symmetric:
         own = matrix.zero_points
-        points = np.full(scales.shape, grid.middle, np.uint8) if own is None else np.repeat(own, times, 1)[:, :blocks]
-    return QuantizedMatrix(grid, matrix.codes, np.ascontiguousarray(scales), points)
+        middle = matrix.grid.middle
+        points = np.full(scales.shape, middle, np.uint8) if own is None else np.repeat(own, times, 1)[:, :blocks]
+    if grid.minimums and matrix.minimums is not None:
+        minima = np.ascontiguousarray(np.repeat(matrix.minimums, times, 1)[:, :blocks])
+    elif grid.minimums and points is not None:
+        minima = -scales * points  # exact: a stored scale has at most 18 bits of mantissa
+    points = points if grid.zero_points else None
+    return QuantizedMatrix(grid, matrix.codes, np.ascontiguousarray(scales), points, minima)
 
 
 def _same(one: NDArray[np.intp] | None, other: NDArray[np.intp] | None) -> bool:

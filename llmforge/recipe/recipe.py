@@ -18,7 +18,7 @@ from llmforge import backends, targets
 from llmforge.backends import BACKENDS
 from llmforge.base import folders, plugins
 from llmforge.base.errors import EnvironmentLacks, RecipeError, UsageError
-from llmforge.base.located_yaml import Location, Source, dotted, read
+from llmforge.base.located_yaml import Location, Source, dotted, parse, read
 from llmforge.base.plugins import Plugin
 from llmforge.checkpoint import hub
 from llmforge.checkpoint.adapters.source import AdapterSource
@@ -112,7 +112,15 @@ class Recipe(Section):
             UsageError: an override names nothing that could be set.
             CheckpointError, EnvironmentLacks: as `hub.snapshot`.
         """
-        source = read(path, hint=_HINT)
+        return cls._of(read(path, hint=_HINT), path, overrides)
+
+    @classmethod
+    def parse(cls, text: str, path: Path) -> Recipe:
+        """Read the `text` of a recipe that is to stand at `path`; raises as `load`."""
+        return cls._of(parse(text, path), path, ())
+
+    @classmethod
+    def _of(cls, source: Source, path: Path, overrides: Sequence[str]) -> Recipe:
         if not isinstance(source.data, dict):
             raise RecipeError(
                 f"{source.where(())}: expected a mapping with `schema`, `name`, `checkpoint`, …",

@@ -12,7 +12,7 @@ from llmforge import native
 from llmforge.ir import graph
 from llmforge.ir.operators import contrib, cpu
 from llmforge.ir.operators.standard import Add, Gather, MatMul, Transpose
-from llmforge.quantization import initializers
+from llmforge.quantization import cpu_layout, initializers
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.initializers import LazyMatrix, PackedInitializers
 from llmforge.rewrite import cpu_linear, linear
@@ -36,7 +36,8 @@ class BlockWriter:
             return self.register(weight, matrix, flat=flat)
         self.context.require_cpu(f"{self.step} with {described(matrix.grid)}")
         native.require()
-        skip_if(cpu_linear.reason_against_grid(matrix.k, matrix.grid.block_size))
+        if not cpu_layout.reads(matrix.k, matrix.grid):
+            skip_if(cpu_linear.reason_against_grid(matrix.k, matrix.grid.block_size))
         return initializers.register_groups(self.model, weight, matrix, self.context.scratch)
 
     def register(
@@ -140,6 +141,8 @@ def summary(matrix: LazyMatrix) -> str:
 def described(grid: Grid) -> str:
     """Write a format."""
     kind = "trellis" if grid.trellis else "symmetric" if grid.symmetric else "asymmetric"
+    if grid.minimums:
+        kind = "minima"
     scales = "" if grid.scale == "fp32" else f", scales {grid.scale}"
     return f"{grid.bits} bits, blocks of {grid.block_size}, {kind}{scales}"
 

@@ -26,7 +26,7 @@ from llmforge.quantization.stored import (
     on_grid,
     stack_codes,
 )
-from llmforge.rewrite.block_codes import parameters
+from llmforge.rewrite.block_codes import described, parameters
 from llmforge.rewrite.moe_kernels import FusableExperts
 from llmforge.rewrite.patterns import NotApplicable, skip_if
 
@@ -119,11 +119,15 @@ class ChosenBlocks:
 
 @dataclass(eq=False)
 class StoredBlocks:
-    """Finds the codes of `source` for the pass `step`, with scales of type `scale` where that holds them."""
+    """Finds the codes of `source` for the pass `step`, with scales of type `scale` where that holds them.
+
+    `native`: llmforge's CPU kernels read them, which have more formats than ONNX Runtime.
+    """
 
     step: str
     source: QuantizedSource
     scale: Scale
+    native: bool = True
     skipped: SkippedCodes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -154,6 +158,8 @@ class StoredBlocks:
             )
         try:
             found = self._stacked(tensors)
+            if not (found.grid.portable or self.native):
+                raise UnrepresentableCodes(f"are {described(found.grid)}, which llmforge's CPU kernels alone read")
         except UnrepresentableCodes as reason:
             self.skipped.add(tensors, reason)
             raise NotApplicable(

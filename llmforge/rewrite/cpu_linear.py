@@ -44,7 +44,9 @@ SCALES: Mapping[Scale, int] = {"fp32": 0, "fp16": 1, "int8": 2}  # attribute `sc
 def grid_of(packed: cpu.CpuLinear | cpu.Embedding) -> Grid:
     """Return the grid of a node's weights."""
     [scale] = [name for name, number in SCALES.items() if number == packed.scales]
-    return Grid(packed.bits, packed.block_size, not packed.zero_points, scale, bool(packed.trellis))
+    minimums = bool(packed.minimums)
+    symmetric = not (packed.zero_points or minimums)
+    return Grid(packed.bits, packed.block_size, symmetric, scale, bool(packed.trellis), minimums)
 
 
 def grid_attributes(n: int, k: int, grid: Grid) -> dict[str, Any]:
@@ -54,9 +56,10 @@ def grid_attributes(n: int, k: int, grid: Grid) -> dict[str, Any]:
         "K": k,
         "bits": grid.bits,
         "block_size": grid.block_size,
-        "zero_points": int(not grid.symmetric),
+        "zero_points": int(grid.zero_points),
         "scales": SCALES[grid.scale],
         "trellis": int(grid.trellis),
+        "minimums": int(grid.minimums),
     }
 
 

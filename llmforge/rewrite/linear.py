@@ -87,7 +87,7 @@ def stack(layers: Sequence[LinearLayer], name: str) -> str | None:
     widths = [graph.width(layer.weight) for layer in layers]
     weight = _stacked([layer.weight for layer in layers], f"{name}.weight", owner)
     [product] = graph.insert(first, "MatMul", [layers[0].input, weight], name=f"{name}/MatMul")
-    _describe(product, MatMul(layers[0].matmul).output, sum(widths), f"{name}.product" if layers[0].bias else name)
+    _describe(product, layers[0].output, sum(widths), f"{name}.product" if layers[0].bias else name)
     biases = [layer.bias for layer in layers if layer.bias is not None]
     if biases:
         [added] = graph.insert(first, "Add", [product, _stacked(biases, f"{name}.bias", owner)], name=f"{name}/Add")

@@ -100,9 +100,14 @@ class Context:
                 hint=f"leave {step} out of the recipe",
             )
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the target is a CPU with ONNX Runtime, which llmforge's kernels are for."""
+        return "onnxruntime" in self._target.engines and self._target.kind == "cpu"
+
     def require_cpu(self, step: str) -> None:
         """Return if the target is a CPU with ONNX Runtime, for which the kernels of the pass `step` are."""
-        if "onnxruntime" not in self._target.engines or self._target.kind != "cpu":
+        if not self.is_cpu:
             raise UnsupportedError(
                 f"{step}: target {self._target.name} runs no ONNX Runtime on a CPU, which the kernels are for",
                 hint=f"leave {step} out of the recipe, or choose a CPU target",

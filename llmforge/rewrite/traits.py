@@ -35,6 +35,7 @@ class Storage:
     symmetric: bool | None = None
     cache: KvFormat | None = None  # that of the CPU kernels, with scales of its own
     scale: Scale | None = None  # as what scales of blocks are stored; None: in the dtype of activations
+    minimums: bool | None = None  # each block has one, in place of a zero point
 
     def or_else(self, other: Storage) -> Storage:
         """Take from `other` what nothing is said about here."""

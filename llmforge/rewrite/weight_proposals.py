@@ -98,13 +98,22 @@ def of_stored(name: str, there: Deployment) -> Iterator[Proposal]:
         return
     if not there.on_cpu and not (grid.portable and (in_onnxruntime or (grid.symmetric and grid.bits == 4))):
         return
+    if there.on_cpu and not (grid.portable or there.own_kernels):
+        return
     few = 4 if grid.bits <= 4 else 8
-    weights = cast(StoredDtype, f"int{grid.bits if grid.portable else few}")
+    weights = cast(StoredDtype, f"int{grid.bits}")
+    scale: Scale | None = grid.scale if grid.minimums else None
     more = ", scales: fp16" if there.on_cpu else "" if in_onnxruntime else ", embedding_bits: 16"
     yield Proposal(
         f"method: stored{more}, {{budget}}",
         STORED_KLD,
-        Storage(weights=weights, block=grid.block_size, symmetric=grid.symmetric),
+        Storage(
+            weights=weights,
+            block=grid.block_size,
+            symmetric=grid.symmetric,
+            scale=scale,
+            minimums=grid.minimums,
+        ),
         f"{name}, bits: {few}",
         reason="the codes of the checkpoint, as they are",
         bits=grid.bits,

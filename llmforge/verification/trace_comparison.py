@@ -74,11 +74,11 @@ class StepComparison:
                 raise _undecided(f"hidden states of {layer}", self.run.where(self.step))
             if len(diverging := np.argwhere(wrong & ~chaotic[:, None])):
                 token, stream = (int(place) for place in diverging[0])
-                deviation = spread[token, stream]
+                size = spread[token, stream]
                 raise VerificationError(
                     f"{at}; first diverging layer: {layer}, whose hidden states of token {token} differ by "
-                    f"{difference[token, stream]:.3g}, their standard deviation is {deviation:.3g} "
-                    f"(allowed: {max(tolerance, moves[token, stream] / max(deviation, 1e-30)):.3g} of it)",
+                    f"{difference[token, stream]:.3g}, their standard deviation is {size:.3g} "
+                    f"(allowed: {max(tolerance, moves[token, stream] / max(size, 1e-30)):.3g} of it)",
                     hint=HINT,
                 )
         moves_logits = NUDGES * noise.logits

@@ -13,16 +13,17 @@ from llmforge.base import extras
 from llmforge.calibration import probe
 from llmforge.checkpoint import documents
 from llmforge.cli import cli, planning, starting
-from llmforge.compile import probing
+from llmforge.compile import probing, trial
 from llmforge.doctor import kept
 from llmforge.measure import ceilings, machine
 from llmforge.planning import request
-from llmforge.planning.choice import Probed
+from llmforge.planning.choice import UNTRIED, Probed
 from llmforge.recipe import Recipe
 
+from ..models import zoo_classic
 from ..planning.test_starting import measured
 
-PROBE = probing.probe  # which the fixture puts away
+PROBE, TRIAL = probing.probe, trial.run  # which the fixture puts away
 SAMPLE = Path(__file__).parents[1] / "data" / "docs-llama-7m"
 
 
@@ -31,6 +32,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(planning, "measured_here", measured)
     monkeypatch.setattr(probing, "probe", lambda *_, **__: Probed(why="this is a test"))
+    monkeypatch.setattr(trial, "run", lambda *_, **__: UNTRIED)
     return tmp_path
 
 
@@ -209,6 +211,33 @@ def test_what_is_not_measured_is_said(home: Path, monkeypatch: pytest.MonkeyPatc
     assert "was not measured: 0.0068 billion parameters take too long" in (home / "docs-llama-7m.yaml").read_text()
     monkeypatch.setattr(extras, "missing", lambda extra: ["torch"])
     assert "what builds is not installed" in invoke("init", SAMPLE, "--force").stderr
+
+
+def test_passes_that_would_find_nothing_are_left_out(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention with a position bias has no kernel: its cache stays as it is. The build takes the trace."""
+    monkeypatch.setattr(trial, "run", TRIAL)
+    zoo_classic.write("bloom", home / "bloom", n_layer=1)
+    result = invoke("init", "bloom")
+    assert result.exit_code == 0, result.stderr
+    names = [step.name for step in Recipe.load(home / "bloom.yaml").passes]
+    assert "quantize-weights" in names
+    assert not {"quantize-kv-cache", "cpu-kernels"} & set(names)
+    text = (home / "bloom.yaml").read_text()
+    assert (
+        "  # left out: quantize-kv-cache has no effect here: flash-attention changed no node: transformer.h.0." in text
+    )
+    again = invoke("init", "bloom", "--force")
+    assert "Trace: reused" in again.stderr
+    assert (home / "bloom.yaml").read_text() == text
+
+
+def test_windows_of_a_probe_fit_a_short_context(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "probe", PROBE)
+    monkeypatch.setattr(probing, "TOKENS", ((10**9, 64),))
+    zoo_classic.write("biogpt", home / "biogpt", num_hidden_layers=1)  # learned positions, 128 of them
+    result = invoke("init", "biogpt")
+    assert result.exit_code == 0, result.stderr
+    assert "# Measured, KLD on " in (home / "biogpt.yaml").read_text()
 
 
 @pytest.mark.parametrize("folder", ["Meta-Llama_3.1 (8B)", "模型", "x" * 300, "..."])

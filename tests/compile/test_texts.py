@@ -131,6 +131,22 @@ def test_files_share_the_tokens_and_what_one_lacks_another_gives(tmp_path: Path)
     assert {window.document for window in found.budget_windows()} >= {"c0e", "c1e", "c2e"}
 
 
+def test_chats_that_do_not_fit_the_model_are_left_out_and_said(tmp_path: Path) -> None:
+    opened, asked = checkpoint(tmp_path), []
+
+    def answer(_: object, prompts: Mapping[str, Sequence[int]], *__: object) -> dict[str, list[int]]:
+        asked.extend(prompts)
+        return {name: [5, 6] for name in prompts}
+
+    long = {"id": "long", "messages": [{"role": "user", "content": "y" * (opened.geometry.context or 0)}]}
+    found = read(recipe(tmp_path, [[PLAIN]], [[ASKED, long]]), opened, answer)
+    assert {window.document for window in found.evaluation} == set(asked) == {ASKED["id"]}
+    assert found.notes == [
+        "1 chats that the checkpoint was to answer are left out: with an answer they take more than the model's "
+        f"{opened.geometry.context} tokens"
+    ]
+
+
 def test_chats_that_nobody_answers_are_left_out_and_said(tmp_path: Path) -> None:
     opened = checkpoint(tmp_path)
     found = read(recipe(tmp_path, [[PLAIN]], [[ASKED], [CHAT]]), opened, lambda *_: "it is too large")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ import ml_dtypes  # noqa: F401  numpy reads bf16 by it
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
+
+from llmforge.checkpoint.gguf import blocks
 
 F32, F16, Q4_0, Q4_1, Q8_0 = 0, 1, 2, 3, 8
 UINT32, FLOAT32, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9
@@ -103,6 +106,28 @@ def encode(weights: NDArray[Any], kind: int) -> bytes:
     steps = blocks / np.where(scale == 0, 1, scale.astype(np.float32))
     codes = np.clip(np.rint(steps) + 8, 0, 15).astype(np.uint8)
     return np.concatenate([scale.view(np.uint8), codes[:, :16] | (codes[:, 16:] << 4)], 1).tobytes()
+
+
+def drawn(kind: int, shape: Sequence[int], seed: int = 0) -> bytes:
+    """Blocks of any quantized type with random codes, and scales and minima about as a model has them."""
+    block = blocks.TYPES[kind]
+    made = np.random.default_rng([kind, seed, *shape]).integers(
+        0, 256, (math.prod(shape) // block.elements, block.size_bytes), np.uint8
+    )
+    places = {
+        "Q2_K": (80, 82),
+        "Q3_K": (108,),
+        "Q6_K": (208,),
+        "Q4_K": (0, 2),
+        "Q5_K": (0, 2),
+        "Q4_1": (0, 2),
+        "Q5_1": (0, 2),
+    }
+    for i, at in enumerate(places.get(block.name, (0,))):
+        size = (0.004 if block.elements == 32 else 0.0003) * (-6.0 if i and block.elements == 32 else 1.0)
+        halves = (size * np.random.default_rng([seed, at]).uniform(0.5, 1.5, len(made))).astype(np.float16)
+        made[:, at : at + 2] = halves[:, None].view(np.uint8)
+    return made.tobytes()
 
 
 def permuted(weights: NDArray[Any], heads: int) -> NDArray[Any]:

@@ -16,7 +16,7 @@ from llmforge.quantization import structure
 from llmforge.quantization.statistics import Statistics
 from llmforge.quantization.structure import PrunedStructure
 from llmforge.rewrite import pruning
-from llmforge.rewrite.pass_base import Changes, Context, Pass
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Pass
 from llmforge.verification.promises import Promises
 from llmforge.verification.verifier import PassVerification, Verifier
 
@@ -252,10 +252,12 @@ def lines(model: ir.Model, ops: Sequence[str]) -> list[str]:
 
 
 def prove(change: Pass, model: ir.Model, folder: Path, context: Context = CPU) -> tuple[Changes, PassVerification]:
-    """Run `change` on `model`, have its numerics proven, and see that a second run changes nothing."""
+    """Run `change` on `model`, have its numerics proven, its budget kept, and see that a second run changes nothing."""
     verifier = Verifier(model, promises=PROMISES, folder=folder)
     changes = change.run(model, context)
     verification = verifier.check(change, model, changes)
+    if isinstance(budget := getattr(change, "budget", None), Budget) and verification.kld_mean is not None:
+        assert verification.kld_mean <= budget.kld_mean
     fingerprint = graph.fingerprint(model)
     assert not change.run(model, context)
     assert graph.fingerprint(model) == fingerprint

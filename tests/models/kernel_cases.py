@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from llmforge.quantization import cpu_layout, grids, kv_cache
 from llmforge.quantization.formats import SlotFormat
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import QuantizedMatrix
+from llmforge.quantization.initializers import arrange
 from llmforge.rewrite.cpu_linear import SCALES
 
 Array = NDArray[Any]
@@ -51,6 +52,13 @@ FORMATS = tuple(
     for scale in ("fp32", "fp16", "int8")
     for trellis in (False, True)
     if not trellis or (bits == 4 and symmetric)
+) + tuple(
+    Grid(bits, block_size, symmetric, scale, minimums=not symmetric)
+    for bits in (3, 4, 5, 6, 8)
+    for block_size in (16, 32, 128)
+    for scale in ("fp32", "fp16", "int8")
+    for symmetric in (True, False)
+    if (symmetric and block_size == 16) or not (symmetric or scale == "int8")
 )  # fmt: skip
 
 
@@ -100,6 +108,13 @@ def any_matrix(rng: np.random.Generator, n: int, k: int, grid: Grid) -> Quantize
     codes = rng.integers(0, 1 << grid.bits, (n, k)).astype(np.uint8)
     codes[0], codes[1] = grid.top, 0
     scales = grids.stored(rng.standard_normal((n, k // grid.block_size)).astype(np.float32) / 8, grid)
+    if grid.minimums:  # of 17 bits of mantissa at most, as in GGUF files: products with codes are exact
+        narrow = replace(grid, scale="fp16")
+        times = np.float32(1 if grid.scale == "fp16" else 37)
+        scales, minima = (
+            times * grids.stored(rng.standard_normal(scales.shape).astype(np.float32) / size, narrow) for size in (8, 2)
+        )
+        return QuantizedMatrix(grid, codes, scales, None, minima)
     points = None if grid.symmetric else rng.integers(0, 1 << grid.bits, scales.shape).astype(np.uint8)
     return QuantizedMatrix(grid, codes, scales, points)
 
@@ -107,8 +122,9 @@ def any_matrix(rng: np.random.Generator, n: int, k: int, grid: Grid) -> Quantize
 def _weights(matrix: QuantizedMatrix, order: Array | None = None) -> tuple[list[int], Array]:
     (n, k), grid = matrix.shape, matrix.grid
     of = matrix if order is None else grids.rows(matrix, order)
-    numbers = [n, k, grid.block_size, grid.bits, int(not grid.symmetric), SCALES[grid.scale], int(grid.trellis)]
-    return numbers, cpu_layout.arrange(of.codes, of.scales, of.zero_points, grid)
+    kinds = [int(grid.zero_points), SCALES[grid.scale], int(grid.trellis), int(grid.minimums)]
+    numbers = [n, k, grid.block_size, grid.bits, *kinds]
+    return numbers, arrange(of)
 
 
 def _rounded(x: NDArray[np.float32], block: int) -> NDArray[np.float64]:

@@ -75,7 +75,7 @@ static void give(FILE *file, const void *array, int64_t size) {
 
 static Weights weights_of(const Case *c) {
     const int64_t *n = c->number;
-    Weights w = {c->array[0], n[0], n[1], n[2], (int)n[3], (int)n[4], (int)n[5], (int)n[6]};
+    Weights w = {c->array[0], n[0], n[1], n[2], (int)n[3], (int)n[4], (int)n[5], (int)n[6], (int)n[7]};
     if (c->size[0] != groups_of(&w) * group_size(&w)) exit(6);
     return w;
 }
@@ -83,9 +83,9 @@ static Weights weights_of(const Case *c) {
 /* Numbers: those of the weights, activation, rows, pieces, terms. Arrays: weights, x, norm, bias, residual, epsilon. */
 static void run_linear(const Kernels *k, const Case *c, FILE *out) {
     const Weights w = weights_of(c);
-    const int64_t activation = c->number[7], m = c->number[8], pieces = c->number[9], outputs = activation ? w.n / 2 : w.n;
+    const int64_t activation = c->number[8], m = c->number[9], pieces = c->number[10], outputs = activation ? w.n / 2 : w.n;
     const size_t of_blocks = (size_t)(m * (w.k / w.block));
-    const int terms = (int)c->number[10];
+    const int terms = (int)c->number[11];
     Rows rows[2];
     for (int i = 0; i < terms; i++)
         rows[i] = (Rows){allocated((size_t)(m * w.k)), allocated(4 * of_blocks), allocated(4 * of_blocks), zero_factor(&w)};

@@ -113,6 +113,19 @@ def test_non_matches_say_why(node: str, index: int, value: str, reason: str) -> 
     assert reason in skipped.reason
 
 
+def test_what_is_packed_has_a_type_where_products_under_a_bias_have_none() -> None:
+    """As torch.onnx writes them; attention without rotary embedding reads the packed value itself."""
+    model = graphs.llama(graphs.Llama(layers=1, bias=True))
+    for node in graphs.find(model, "MatMul")[:3]:
+        node.outputs[0].type = node.outputs[0].shape = None
+    PackQkv().run(model, graphs.CPU)
+    [split] = graphs.find(model, "Split")
+    packed = split.inputs[0]
+    assert packed is not None
+    assert packed.dtype == ir.DataType.FLOAT
+    assert graph.dims(packed) == ("batch", "sequence", 128)
+
+
 def test_one_bias_of_three_is_left_alone() -> None:
     model = graphs.llama(graphs.Llama(layers=1, bias=True))
     rewire(model, "l0_attention", 2, "l0_v_product")

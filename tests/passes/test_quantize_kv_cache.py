@@ -232,6 +232,7 @@ def test_slots_hold_keys_and_values_with_the_scales_of_tokens(
                 differing = (slots != kv_cache.write(fp32, form, scales)).mean()
                 assert differing < 0.01  # keys behind another rotary embedding: the border between two codes
     assert not step.run(model, context(peaks))
+    assert [node.domain for node in graphs.find(model, "GroupQueryAttention")] == []
 
 
 @needs_kernels

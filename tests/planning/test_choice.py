@@ -12,7 +12,7 @@ import yaml
 from llmforge import passes, targets
 from llmforge.backends import BackendName
 from llmforge.planning import choice, starting
-from llmforge.planning.choice import Probed
+from llmforge.planning.choice import Probed, Tried
 from llmforge.quantization.costs import FormatCost, ModelFormats, ProbedCosts
 from llmforge.recipe import Recipe
 from llmforge.rewrite import weight_proposals
@@ -31,10 +31,12 @@ def recipe(
     goal: Goal = "latency",
     shape: str = "smollm2-135m",
     backend: BackendName | None = None,
+    tried: Tried = choice.UNTRIED,
+    runs_by_layer: bool = True,
 ) -> Recipe:
     def probe(formats: Sequence[ModelFormats]) -> Probed:
         if isinstance(klds, str):
-            return Probed(why=klds)
+            return Probed(why=klds, runs_by_layer=runs_by_layer)
         of = tuple(FormatCost(each, klds[each.linears.bits], int(SIZES[each.linears.bits])) for each in formats)
         return Probed(ProbedCosts(1024, 134_515_008, of, cache=0.0013, activations=0.0027))
 
@@ -46,7 +48,7 @@ def recipe(
     (folder / "checkpoint" / "config.json").write_text(json.dumps(config))
     given = {"checkpoint": "checkpoint", "target": "cpu-avx2", "calibration": "a.jsonl", "evaluation": "b.jsonl"}
     target, place = measured(targets.load("cpu-avx2")), folder / "checkpoint"
-    made = starting.write(place, target, goal, name="m", given=given, backend=backend, probe=probe)
+    made = starting.write(place, target, goal, name="m", given=given, backend=backend, probe=probe, tried=tried)
     (folder / "recipe.yaml").write_text(made.yaml)
     found = Recipe.load(folder / "recipe.yaml")
     found.instantiate(passes.ALL)
@@ -96,6 +98,25 @@ def test_a_recipe_says_why_nothing_was_measured(tmp_path: Path) -> None:
     recipe(tmp_path, "8 billion parameters take too long", shape="8b")
     text = (tmp_path / "recipe.yaml").read_text()
     assert "# What formats cost this model was not measured: 8 billion parameters take too long." in text
+
+
+def test_what_a_trial_found_idle_is_left_out_and_said(tmp_path: Path) -> None:
+    why = "quantize-kv-cache has no effect here: flash-attention changed no node"
+    found = recipe(tmp_path, SMOLLM2, tried=Tried({"quantize-kv-cache": why}))
+    names = [step.name for step in found.passes]
+    assert "quantize-kv-cache" not in names
+    assert "cpu-kernels" in names
+    assert f"  # left out: {why}\n" in (tmp_path / "recipe.yaml").read_text()
+    assert found.gates["kld_mean"].max == pytest.approx(0.058)  # 2 · (.026 + .0027): less than with the cache
+
+
+def test_a_model_that_cannot_be_calibrated_is_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "CALIBRATION_S", 1000.0)
+    assert weights(recipe(tmp_path, "its layers share a state")) == (4, "gptq")
+    assert weights(recipe(tmp_path, "its layers share a state", runs_by_layer=False)) == (6, "rtn")
+    assert "measured, and nothing is calibrated: its layers share" in (tmp_path / "recipe.yaml").read_text()
+    assert weights(recipe(tmp_path, SMOLLM2, "size", tried=Tried(uncalibrated="two lists"))) == (5, "rtn")
+    assert "# Nothing is calibrated: two lists.\n" in (tmp_path / "recipe.yaml").read_text()
 
 
 def test_what_others_load_keeps_its_formats(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from llmforge.base.errors import UsageError
 from llmforge.quantization import cpu_layout, grids
 from llmforge.quantization.grid import Grid, Scale
 from llmforge.quantization.grids import QuantizedMatrix, round_to_nearest
+from llmforge.quantization.initializers import arrange
 from llmforge.rewrite.cpu_linear import grid_attributes
 from tests.models import kernel_cases
 
@@ -74,8 +75,7 @@ def linear(
 ) -> Array:
     (n, k), grid = matrix.shape, matrix.grid
     order = cpu_layout.alternating(n) if activation else np.arange(n)
-    points = None if matrix.zero_points is None else matrix.zero_points[order]
-    weights = cpu_layout.arrange(matrix.codes[order], matrix.scales[order], points, grid)
+    weights = arrange(grids.rows(matrix, order))
     held = {name: value for name, value in extra.items() if name != "residual"}
     fed = {"x": x, **({"residual": extra["residual"]} if "residual" in extra else {})}
     node = session(
@@ -176,7 +176,7 @@ def test_two_terms_go_with_all_that_a_layer_takes_over(kernels: str) -> None:
 @pytest.mark.parametrize("grid", kernel_cases.FORMATS, ids=str)
 def test_embedding_gives_the_rows_of_any_format(kernels: str, grid: Grid) -> None:
     matrix = kernel_cases.any_matrix(np.random.default_rng(163), 35, 128, grid)
-    weights = cpu_layout.arrange(matrix.codes, matrix.scales, matrix.zero_points, grid)
+    weights = arrange(matrix)
     ids = np.arange(35)[None]
     node = session(
         "Embedding", {"ids": ids}, {"w": weights}, ["y"], order=("ids", "w"), **grid_attributes(35, 128, grid)
@@ -227,7 +227,7 @@ def test_zeros_give_zeros_and_a_nan_spoils_its_row_alone(kernels: str) -> None:
 def test_rows_of_an_embedding(kernels: str) -> None:
     for grid in (Grid(4, 32, True), Grid(8, 128, False)):
         matrix = random_matrix(50, 128, grid)
-        weights = cpu_layout.arrange(matrix.codes, matrix.scales, matrix.zero_points, grid)
+        weights = arrange(matrix)
         ids = np.array([[0, 49, 17], [16, 15, 0]])
         node = session(
             "Embedding", {"ids": ids}, {"w": weights}, ["y"], order=("ids", "w"), **grid_attributes(50, 128, grid)

@@ -197,6 +197,17 @@ def test_what_rounding_decides_is_said_to_be_undecided() -> None:
         compared.require(1.0, 1e-3, ["layer 0"], chaotic, may_be_chaotic=False)
 
 
+def test_logits_of_a_graph_without_named_layers_are_held_to_what_rounding_moves() -> None:
+    run = probe.schedule("made up", [np.zeros(3, np.int64)], [(3,)])
+    expected = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
+    compared = trace_comparison.StepComparison(run, 0, 0, expected + 0.05, expected, [])
+    assert compared.require(0.1, 1e-3, [], trace_comparison.RoundingNoise(), may_be_chaotic=False) == 0
+    with pytest.raises(VerificationError, match=r"differ from transformers' by 0\.05 .*; no layer can be named"):
+        compared.require(1e-3, 1e-3, [], trace_comparison.RoundingNoise(), may_be_chaotic=False)
+    with pytest.raises(VerificationError, match="cannot be held against the model: logits move by more"):
+        compared.require(1e-3, 1e-3, [], trace_comparison.RoundingNoise(logits=1.0), may_be_chaotic=False)
+
+
 def test_of_several_streams_each_is_held_to_its_own_deviation() -> None:
     """As of mHC's residual streams: what one of them differs by is not lost in another that is larger."""
     run = probe.schedule("made up", [np.zeros(3, np.int64)], [(3,)])

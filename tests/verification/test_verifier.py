@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx
@@ -15,6 +15,7 @@ import pytest
 
 from llmforge.base.errors import RunFailed, UnsupportedError, UsageError, VerificationError
 from llmforge.ir import graph
+from llmforge.ir.operators.contrib import SkipSimplifiedLayerNormalization
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_norms import FuseNorms
 from llmforge.passes.quantize_weights import QuantizeWeights
@@ -108,6 +109,34 @@ def of_last_row(node: ir.Node, given: ir.Value, model: ir.Model) -> ir.Value:
     row = graph.insert(node, "Gather", [given, last], name="row")[0]
     zeros = graph.insert(node, "Sub", [given, given], name="zeros")[0]
     return graph.insert(node, "Add", [zeros, row], name="of_last_row")[0]
+
+
+def computed_norm() -> ir.Model:
+    """Make a graph with a fused norm whose weight is 1 + what the checkpoint has, and whose sum is read besides."""
+    model = graphs.llama()
+    [norm] = [node for node in model.graph if node.outputs[0].name == "l1_normed2"]
+    one = graph.initializer(model, "one", np.array([1], np.float32))
+    weight = graph.insert(norm, "Add", [norm.inputs[1], one], name="computed_node")[0]
+    weight.name, weight.type, weight.shape = "computed", ir.TensorType(ir.DataType.FLOAT), ir.Shape([48])
+    norm.replace_input_with(1, weight)
+    FuseNorms().run(model, graphs.CPU)
+    return model
+
+
+def separate(*, epsilon: float = 1e-6, weight: str | None = None) -> Callable[[ir.Model], None]:
+    """Make what that norm makes, under the same names, in two nodes: with another epsilon or weight, where given."""
+
+    def act(model: ir.Model) -> None:
+        [fused] = [each for each in SkipSimplifiedLayerNormalization.all(model) if each.gamma.name == "computed"]
+        total = graph.insert(fused.node, "Add", [fused.input, fused.skip], name="sum_node")[0]
+        graph.replace_value(fused.sum, total)
+        scale = fused.gamma if weight is None else model.graph.initializers[weight]
+        attributes = {"axis": -1, "epsilon": epsilon}
+        normed = graph.insert(fused.node, "RMSNormalization", [total, scale], attributes, name="norm_node")[0]
+        graph.replace_value(fused.output, normed)
+        model.graph.remove(fused.node, safe=True)
+
+    return act
 
 
 # Declarations that hold
@@ -216,6 +245,16 @@ def test_passes_in_sequence_are_each_held_against_the_graph_before(tmp_path: Pat
     assert result.largest_difference <= result.allowed
 
 
+def test_a_sum_and_its_norm_that_two_nodes_make_instead_of_one(tmp_path: Path) -> None:
+    model = computed_norm()
+    check = verifier(model, tmp_path)
+    planted = Planted(separate(), ROUNDING)
+    result = check.check(planted, model, planted.run(model, graphs.CPU))
+    assert graphs.lines(model, ["RMSNormalization"])[-1] == "l1_normed2 = RMSNormalization(l1_sum, computed)"
+    assert result.allowed is not None
+    assert 0 < result.largest_difference < 0.1 * result.allowed
+
+
 def test_a_pass_with_nothing_to_do_needs_no_proof(tmp_path: Path) -> None:
     model = graphs.llama()
     result = verifier(model, tmp_path).check(FuseNorms(), model, Changes())
@@ -261,6 +300,18 @@ def test_rounding_pass_that_scales_one_weight(tmp_path: Path) -> None:
     assert re.search(
         r"rounding: l1_down differ by [\d.]+, 0.00[\d]+ of a token's size, allowed is 0.0001", error.message
     )
+
+
+@pytest.mark.parametrize("numerics", [ROUNDING, LOSSY])
+@pytest.mark.parametrize("fault", [{"epsilon": 1e-3}, {"weight": "model.layers.1.post_attention_layernorm.weight"}])
+def test_a_norm_that_is_another_one_apart_from_its_sum(
+    fault: dict[str, Any], numerics: Numerics, tmp_path: Path
+) -> None:
+    model = computed_norm()
+    check = verifier(model, tmp_path)
+    planted = Planted(separate(**fault), numerics, Budget(kld_mean=10))
+    with pytest.raises(VerificationError, match=f"pass planted declares {numerics.value}: l1_normed2 differ by"):
+        check.check(planted, model, planted.run(model, graphs.CPU))
 
 
 def test_lossy_pass_over_its_budget(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Blocks of quantized numbers as ggml has them in GGUF files: what each type holds, and its numbers.
 
 A row of numbers is cut into blocks of 32, or superblocks of 256, each of so many bytes; fp16 scales, and minima of
-some, lie in the block. All types but those in `CODES` have a minimum. IQ4's 16 levels are not evenly spaced, but whole
+some, lie in the block: those in `MINIMA` have one. IQ4's 16 levels are not evenly spaced, but whole
 numbers of 8 bits, which stand for its codes.
 Source: `ggml-quants.c` and `ggml-common.h` of llama.cpp; bit-equal to `gguf.quants.dequantize` of gguf 0.19.
 """
@@ -25,15 +25,18 @@ _CHUNK_BYTES = 1 << 20  # of blocks that are dequantized at a time
 
 @dataclass(frozen=True)
 class Codes:
-    """Numbers of one block size as `(code - zero_point) · scale`, the zero point 2**(bits - 1).
+    """Numbers of one block size as `(code - zero_point) · scale`, the zero point 2**(bits - 1), or with a minimum.
 
+    That is `code · scale + minimum`.
     codes: uint8 [rows, K].  scales: fp32 [rows, K / block_size]; a scale may be 0, or negative.
+    minimums: of the same shape, or None.
     """
 
     bits: int
     block_size: int
     codes: Bytes
     scales: Float32
+    minimums: Float32 | None = None
 
 
 @dataclass(frozen=True)
@@ -75,12 +78,19 @@ def dequantize(data: Bytes, kind: BlockType, shape: tuple[int, ...]) -> NDArray[
 
 def codes(data: Bytes, kind: BlockType, shape: tuple[int, ...]) -> Codes | None:
     """Return codes and scales of rows that stand for the very numbers of `dequantize`; None where the type has none."""
+    rows = data.reshape(-1, kind.size_bytes)
+    if (affine := MINIMA.get(kind.name)) is not None:
+        bits, block_size, read_affine = affine
+        with np.errstate(over="ignore", invalid="ignore"):
+            held, *numbers = read_affine(rows)
+        of_blocks = (each.reshape(-1, shape[-1] // block_size) for each in numbers)
+        return Codes(bits, block_size, held.reshape(-1, shape[-1]), *of_blocks)
     found = CODES.get(kind.name)
     if found is None:
         return None
     bits, block_size, read = found
     with np.errstate(over="ignore", invalid="ignore"):
-        signed, scales = read(data.reshape(-1, kind.size_bytes))
+        signed, scales = read(rows)
     middle = np.int16(1 << (bits - 1))
     unsigned = (signed.astype(np.int16) + middle).astype(np.uint8)
     return Codes(bits, block_size, unsigned.reshape(-1, shape[-1]), scales.reshape(-1, shape[-1] // block_size))
@@ -154,43 +164,49 @@ def _symmetric(
     return numbers
 
 
-def _q4_1(blocks: Bytes) -> Float32:
-    return _half(blocks, 0) * _fields(blocks[:, 4:], 16, (0, 4), 15).astype(np.float32) + _half(blocks, 2)
+Affine = tuple[Bytes, Float32, Float32]  # codes [n, elements], scales and minima [n, parts], each of its part
 
 
-def _q5_1(blocks: Bytes) -> Float32:
+def _affine(read: Callable[[Bytes], Affine]) -> Callable[[Bytes], Float32]:
+    def numbers(blocks: Bytes) -> Float32:
+        code, scale, minimum = read(blocks)
+        parts = code.astype(np.float32).reshape(*scale.shape, -1)
+        return (scale[..., None] * parts + minimum[..., None]).reshape(len(code), -1)
+
+    return numbers
+
+
+def _q4_1_codes(blocks: Bytes) -> Affine:
+    return _fields(blocks[:, 4:], 16, (0, 4), 15), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q5_1_codes(blocks: Bytes) -> Affine:
     code = _fields(blocks[:, 8:], 16, (0, 4), 15) | _fifth_bits(blocks, 4)
-    return _half(blocks, 0) * code.astype(np.float32) + _half(blocks, 2)
+    return code, _half(blocks, 0), _half(blocks, 2)
 
 
-def _affine(code: Bytes, scale: Float32, minimum: Float32) -> Float32:
-    """`scale · code - minimum`, each of `scale` and `minimum` [n, parts] for its part of code [n, 256]."""
-    parts = code.astype(np.float32).reshape(*scale.shape, -1)
-    return (scale[..., None] * parts - minimum[..., None]).reshape(len(code), -1)
-
-
-def _q2_k(blocks: Bytes) -> Float32:
+def _q2_k_codes(blocks: Bytes) -> Affine:
     packed = blocks[:, :16]
     scale = _half(blocks, 80) * (packed & 15).astype(np.float32)
-    minimum = _half(blocks, 82) * (packed >> 4).astype(np.float32)
-    return _affine(_fields(blocks[:, 16:80], 32, (0, 2, 4, 6), 3), scale, minimum)
+    minimum = -_half(blocks, 82) * (packed >> 4).astype(np.float32)
+    return _fields(blocks[:, 16:80], 32, (0, 2, 4, 6), 3), scale, minimum
 
 
 def _six_bit_scales(blocks: Bytes) -> tuple[Float32, Float32]:
-    """Scale and minimum of the 8 parts of a Q4_K or Q5_K superblock, from its bytes 4 to 15 (`get_scale_min_k4`)."""
+    """Scales and minima of the 8 parts of a Q4_K or Q5_K superblock, from its bytes 4 to 15 (`get_scale_min_k4`)."""
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scale = np.concatenate([first & 63, (third & 15) | ((first >> 2) & 48)], axis=1)
     minimum = np.concatenate([second & 63, (third >> 4) | ((second >> 2) & 48)], axis=1)
-    return _half(blocks, 0) * scale.astype(np.float32), _half(blocks, 2) * minimum.astype(np.float32)
+    return _half(blocks, 0) * scale.astype(np.float32), -_half(blocks, 2) * minimum.astype(np.float32)
 
 
-def _q4_k(blocks: Bytes) -> Float32:
-    return _affine(_fields(blocks[:, 16:], 32, (0, 4), 15), *_six_bit_scales(blocks))
+def _q4_k_codes(blocks: Bytes) -> Affine:
+    return _fields(blocks[:, 16:], 32, (0, 4), 15), *_six_bit_scales(blocks)
 
 
-def _q5_k(blocks: Bytes) -> Float32:
+def _q5_k_codes(blocks: Bytes) -> Affine:
     low, high = _fields(blocks[:, 48:], 32, (0, 4), 15), _fields(blocks[:, 16:48], 32, tuple(range(8)), 1)
-    return _affine(low | (high << np.uint8(4)), *_six_bit_scales(blocks))
+    return low | (high << np.uint8(4)), *_six_bit_scales(blocks)
 
 
 # Of types without minima: bits, numbers that share a scale, and how signed codes are read.
@@ -203,6 +219,14 @@ CODES: Mapping[str, tuple[int, int, Callable[[Bytes], tuple[NDArray[np.int8], Fl
     "IQ4_NL": (8, 32, _iq4_nl_codes),
     "IQ4_XS": (8, 32, _iq4_xs_codes),
 }
+# Of types with minima: bits in which codes are held (Q2_K has 2), numbers that share a scale, and how all are read.
+MINIMA: Mapping[str, tuple[int, int, Callable[[Bytes], Affine]]] = {
+    "Q4_1": (4, 32, _q4_1_codes),
+    "Q5_1": (5, 32, _q5_1_codes),
+    "Q2_K": (3, 16, _q2_k_codes),
+    "Q4_K": (4, 32, _q4_k_codes),
+    "Q5_K": (5, 32, _q5_k_codes),
+}
 # ggml.h: `enum ggml_type`
 TYPES: Mapping[int, BlockType] = {
     kind.number: kind
@@ -211,14 +235,14 @@ TYPES: Mapping[int, BlockType] = {
         BlockType("F16", 1, 1, 2, None, "<f2"),
         BlockType("BF16", 30, 1, 2, None, "bfloat16"),
         BlockType("Q4_0", 2, 32, 18, _symmetric(_q4_0_codes, 32)),
-        BlockType("Q4_1", 3, 32, 20, _q4_1),
+        BlockType("Q4_1", 3, 32, 20, _affine(_q4_1_codes)),
         BlockType("Q5_0", 6, 32, 22, _symmetric(_q5_0_codes, 32)),
-        BlockType("Q5_1", 7, 32, 24, _q5_1),
+        BlockType("Q5_1", 7, 32, 24, _affine(_q5_1_codes)),
         BlockType("Q8_0", 8, 32, 34, _symmetric(_q8_0_codes, 32)),
-        BlockType("Q2_K", 10, _SUPERBLOCK, 84, _q2_k),
+        BlockType("Q2_K", 10, _SUPERBLOCK, 84, _affine(_q2_k_codes)),
         BlockType("Q3_K", 11, _SUPERBLOCK, 110, _symmetric(_q3_k_codes, 16)),
-        BlockType("Q4_K", 12, _SUPERBLOCK, 144, _q4_k),
-        BlockType("Q5_K", 13, _SUPERBLOCK, 176, _q5_k),
+        BlockType("Q4_K", 12, _SUPERBLOCK, 144, _affine(_q4_k_codes)),
+        BlockType("Q5_K", 13, _SUPERBLOCK, 176, _affine(_q5_k_codes)),
         BlockType("Q6_K", 14, _SUPERBLOCK, 210, _symmetric(_q6_k_codes, 16)),
         BlockType("IQ4_NL", 20, 32, 18, _symmetric(_iq4_nl_codes, 32)),
         BlockType("IQ4_XS", 23, _SUPERBLOCK, 136, _symmetric(_iq4_xs_codes, 32)),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _BLOCKS = "blocks"  # the one part of a parameter
 # Types whose scales are stored in fp16; of others they are products, which fp16 does not hold.
-_FP16_SCALES = ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL")
+_FP16_SCALES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,24 +47,24 @@ class GgufTensor(QuantizedTensor):
         return values - values.dtype.type(1) if self.minus_one else values
 
     def grid(self) -> Grid:
-        """Return the grid of types that have no minima; of IQ4_NL and IQ4_XS the 8 bits that hold their levels."""
-        from llmforge.quantization.grid import Grid
-
-        found = blocks.CODES.get(self.kind.name)
+        """Return the grid of its type; of IQ4_NL and IQ4_XS the 8 bits that hold their levels, of Q2_K 3 bits."""
+        found = _grid(self.kind.name)
         if found is None or len(self.shape) != 2 or self.minus_one:
-            raise UnrepresentableCodes(f"are {self.kind.name}, {_why_not(self.kind)}", is_plain=not self.kind.quantized)
-        bits, block_size, _ = found
-        return Grid(bits, block_size, True, _scale(self.kind.name))
+            why = "no matrix" if self.kind.quantized else "plain numbers"
+            raise UnrepresentableCodes(f"are {self.kind.name}, {why}", is_plain=not self.kind.quantized)
+        return found
 
     def codes(self) -> QuantizedMatrix:
-        """Return the stored codes; a block whose scale is 0 gets the code of 0 and the scale 1."""
+        """Return the stored codes; without minima, a block whose scale is 0 gets the code of 0 and the scale 1."""
         from llmforge.quantization.grids import QuantizedMatrix
 
         grid = self.grid()
         held = blocks.codes(self._data(), self.kind, self.shape)
         assert held is not None
-        if not np.isfinite(held.scales).all():
+        if not (np.isfinite(held.scales).all() and (held.minimums is None or np.isfinite(held.minimums).all())):
             raise self.damaged(_BLOCKS, f"({self.kind.name}) holds scales that are NaN or infinite")
+        if held.minimums is not None:
+            return QuantizedMatrix(grid, held.codes, held.scales, None, held.minimums)
         zero = held.scales == 0
         codes, scales = held.codes, held.scales
         if zero.any():
@@ -81,14 +81,18 @@ class GgufTensor(QuantizedTensor):
         return data.reshape(self.heads, rows // self.heads // 2, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
-def _scale(kind: str) -> Scale:
-    return "fp16" if kind in _FP16_SCALES else "fp32"
+def _grid(kind: str) -> Grid | None:
+    """Return the grid on which codes of a type lie; None: it has none."""
+    from llmforge.quantization.grid import Grid
 
-
-def _why_not(kind: BlockType) -> str:
-    if not kind.quantized:
-        return "plain numbers"
-    return "whose blocks have a minimum that is no multiple of their scale"
+    scale: Scale = "fp16" if kind in _FP16_SCALES else "fp32"
+    if kind in blocks.MINIMA:
+        bits, block_size, _ = blocks.MINIMA[kind]
+        return Grid(bits, block_size, False, scale, minimums=True)
+    if kind in blocks.CODES:
+        signed_bits, signed_block, _ = blocks.CODES[kind]
+        return Grid(signed_bits, signed_block, True, scale)
+    return None
 
 
 class Gguf(QuantizedLayout):
@@ -107,10 +111,7 @@ class Gguf(QuantizedLayout):
 
     def grid(self, config: Mapping[str, Any]) -> Grid | None:
         """Tell by that type."""
-        from llmforge.quantization.grid import Grid
-
-        found = blocks.CODES.get(str(config.get("type")))
-        return None if found is None else Grid(found[0], found[1], True, _scale(str(config["type"])))
+        return _grid(str(config.get("type")))
 
     def group(self, settings: Mapping[str, Any], stored: Mapping[str, TensorEntry], folder: Path) -> Grouped:
         """Give every tensor of the file the name that it has in transformers."""

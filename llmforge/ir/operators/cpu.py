@@ -34,6 +34,7 @@ class _Packed(_Kernel):
     zero_points = integer()
     scales = integer(0)  # SCALE_* of llmforge/native/kernels.h
     trellis = integer(0)
+    minimums = integer(0)  # a number beside the scale of each block, in place of a zero point
 
 
 class CpuLinear(_Packed, op_type="Linear"):

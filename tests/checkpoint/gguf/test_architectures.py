@@ -145,7 +145,7 @@ def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
             read()
 
 
-def test_plain_numbers_and_minima_have_no_codes(tmp_path: Path) -> None:
+def test_plain_numbers_have_no_codes(tmp_path: Path) -> None:
     header = gguf.read(tiny(tmp_path, kind=F16))
     for tensor in grouped(header, architectures.settings(header)).quantized:
         with pytest.raises(UnrepresentableCodes, match="plain numbers"):
