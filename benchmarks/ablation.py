@@ -265,9 +265,9 @@ def _as_published() -> Iterator[None]:
         yield
 
 
-NO_REFIT = (("        refit(r, &t);\n", ""), ("    if (r->sweeps) refit(r, &t);\n", ""))
+NO_REFIT = (("            refit(r, &t, b);\n", ""),)
 ZERO_POINTS_STAY = ("if (!r->symmetric && d > 1e-7", "if (0 && d > 1e-7")
-NO_DESCENT = ("        descend(r, &t);\n", "")
+NO_DESCENT = ("            if (sweep < r->sweeps) descend(r, &t, b);\n", "")
 INGREDIENTS: Mapping[str, Change] = {
     "no search of grids: the range of each block": _of_options(steps=0),
     "8 ranges a block in place of 21": _of_options(steps=7),

@@ -4,8 +4,11 @@
     python -m benchmarks.calibration --tokens 8192 --held      # and the KLD on calibration documents that are held out
     python -m benchmarks.calibration qwen3-0.6b --tokens 16000 # random weights in that shape (benchmarks.model_size)
 
-The method is gptq, with embedding and head, and ranges of keys and values. Seconds of a part are without those of parts
-inside of it. KLD is that of dequantized weights in fp32 arithmetic, on every fourth document.
+The method is gptq, with embedding and head, and ranges of keys and values. Seconds of a part, of the clock and of all
+cores, are without those of parts inside of it. Floating-point operations are those of products alone: linears and
+attention forwards and backwards, sums of inputs, factors, targets, and the loops in C; after the run, as many are done
+by torch's own matrix product, in bf16 or fp32, whichever is faster, and the times of both are compared. KLD is that of
+dequantized weights in fp32 arithmetic, on every fourth document.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import torch
 from benchmarks import model_size
 from llmforge.calibration import calibrate, driver, gradients, layer, mixed, quantize, sums
 from llmforge.calibration.skeleton import Skeleton
+from llmforge.calibration.threads import fixed
 from llmforge.checkpoint import Checkpoint, text
 from llmforge.checkpoint.documents import read_documents
 from llmforge.checkpoint.text import TokenWindow
@@ -32,6 +36,7 @@ from llmforge.compile import texts
 from llmforge.quantization import rounding
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.methods import gptq
+from llmforge.quantization.methods.base import InputStatistic
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import Demand, KvRangeDemand, WeightDemand
 
@@ -61,13 +66,94 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
 )
 
 
+class Operations:
+    """Counts the floating-point operations of products, by what they are of."""
+
+    def __init__(self) -> None:
+        self.counted: Counter[str] = Counter()
+
+    def watch(self) -> None:
+        """Count from now on."""
+        self._before(torch.nn.functional, "linear", self._linear)
+        self._before(torch.nn.functional, "scaled_dot_product_attention", self._attention)
+        self._before(sums, "add_moments", self._moments)
+        self._before(gradients, "add_moments", self._moments)
+        self._before(sums.InputSums, "add", self._others)
+        self._before(gptq.Curvature, "solve", self._solve)
+        self._before(
+            gptq, "_invert_upper", lambda upper: self._count("factors", 2 * len(upper) ** 3 // 3), outermost=True
+        )
+        self._before(rounding, "choose", self._choose)
+
+    def _count(self, what: str, operations: int) -> None:
+        self.counted[what] += operations
+
+    def _before(self, owner: Any, name: str, count: Callable[..., None], *, outermost: bool = False) -> None:
+        plain, inside = getattr(owner, name), []
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            if not (inside and outermost):
+                count(*args, **kwargs)
+            inside.append(name)
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                inside.pop()
+
+        setattr(owner, name, counting)
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        backwards = torch.is_grad_enabled() and x.requires_grad  # the gradient of x; weights have none
+        self._count("linears", (4 if backwards else 2) * x.numel() * len(weight))
+
+    def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **options: Any) -> None:
+        products = (7 if torch.is_grad_enabled() and query.requires_grad else 2) * 2 * query.numel() * key.shape[-2]
+        self._count("attention", products // (2 if options.get("is_causal") else 1))
+
+    def _moments(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        width = x.shape[1]
+        panel = max(sums.SMALLEST_PANEL, -(-width // sums.PANELS))
+        ends = [min(first + panel, width) for first in range(0, width, panel)]
+        self._count("sums", sum(2 * len(x) * panel * end for end in ends))
+
+    def _others(self, own: sums.InputSums, x: torch.Tensor, *_: Any) -> None:
+        others = [total for key, total in own.totals.items() if key is not InputStatistic.MOMENTS]
+        self._count("sums", sum(2 * len(x) * total.numel() for total in others))
+
+    def _solve(self, curvature: gptq.Curvature, products: Any) -> None:
+        self._count("targets", 4 * products.size * len(curvature.order))  # two triangles, and what is solved for
+
+    def _choose(self, target: Any, *_: Any, sweeps: int, start: Any = None, **__: Any) -> None:
+        n, k = target.shape
+        self._count("loops in C", n * k * k * (1 + 2 * (sweeps + 1 if sweeps else 0)))
+
+
+def of_products(operations: int, threads: int) -> dict[str, float]:
+    """Return the seconds, of the clock and of all cores, that so many operations take in torch's matrix product."""
+    found: dict[str, float] = {}
+    with fixed(threads):
+        for dtype in (torch.bfloat16, torch.float32):
+            x, y = torch.randn(4096, 1536).to(dtype), torch.randn(1536, 1536).to(dtype)
+            x @ y
+            wall, cpu, rounds = time.perf_counter(), time.process_time(), 0
+            while time.process_time() - cpu < threads:
+                x @ y
+                rounds += 1
+            share = operations / (rounds * 2 * x.numel() * len(y))
+            took, used = share * (time.perf_counter() - wall), share * (time.process_time() - cpu)
+            if not found or used < found["cpu_s"]:
+                found = {"seconds": took, "cpu_s": used}
+    return found
+
+
 class Clock:
     """Seconds and calls of parts, each without what runs inside of it."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
+        self.cpu: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
-        self._inside: list[float] = []
+        self._inside: list[tuple[float, float]] = []
 
     def watch(self, part: str, owner: Any, name: str) -> None:
         """Time a function from now on."""
@@ -76,16 +162,19 @@ class Clock:
         function: Callable[..., Any] = plain.__func__ if bound else plain
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self._inside.append(0.0)
-            began = time.perf_counter()
+            self._inside.append((0.0, 0.0))
+            began, cpu = time.perf_counter(), time.process_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                took = time.perf_counter() - began
-                self.seconds[part] += took - self._inside.pop()
+                took, used = time.perf_counter() - began, time.process_time() - cpu
+                inside = self._inside.pop()
+                self.seconds[part] += took - inside[0]
+                self.cpu[part] += used - inside[1]
                 self.calls[part] += 1
                 if self._inside:
-                    self._inside[-1] += took
+                    outer = self._inside[-1]
+                    self._inside[-1] = (outer[0] + took, outer[1] + used)
 
         setattr(owner, name, classmethod(timed) if bound else timed)
 
@@ -113,6 +202,8 @@ def main() -> None:
     tables = Grid(options.embedding_bits, 32, True, options.scales) if options.embedding_bits else None
     grid = Grid(options.bits, 32, symmetric, options.scales)
     demands: list[Demand] = [WeightDemand(Gptq(), grid, tables=tables), KvRangeDemand()]
+    operations = Operations()
+    operations.watch()
     clock = Clock()
     for part in PARTS:
         clock.watch(*part)
@@ -128,9 +219,14 @@ def main() -> None:
     if options.held:
         with torch.no_grad():
             told["kld"] = round(mixed.divergence(Skeleton.build(checkpoint), held, found.linears), 6)
+    products = of_products(operations.counted.total(), options.threads)
+    told["tflop"] = {what: round(count / 1e12, 3) for what, count in operations.counted.items()}
+    told["products"] = {what: round(took, 2) for what, took in products.items()}
+    told["ratio"] = {"seconds": round(wall / products["seconds"], 2), "cpu_s": round(cpu / products["cpu_s"], 2)}
     print(json.dumps(told))
-    for part, seconds in clock.seconds.most_common():
-        print(f"{part:28}{seconds:8.2f} s  {100 * seconds / wall:5.1f} %  {clock.calls[part]:7} calls")
+    for part, used in clock.cpu.most_common():
+        seconds, calls = clock.seconds[part], clock.calls[part]
+        print(f"{part:28}{seconds:8.2f} s {used:8.2f} CPU s {100 * used / cpu:5.1f} % {calls:7} calls")
 
 
 def _shaped(shape: str, layers: int | None, work: Path) -> Path:

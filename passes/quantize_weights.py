@@ -40,6 +40,9 @@ for fp32 takes 20 ms, the Loop 43 ms.
 Where the head is tied, the embedding gathers from [V, blocks, block_size] and reshapes the rows that it got: ONNX
 Runtime would fold a Reshape of the table when it loads, and hold the table twice.
 
+`layer_bits` gives some weights other bits, in the same blocks and with the same scales; where a recipe has `retreat`,
+the build adds to them the layers that lost most, until the budget is kept (`llmforge.compile.retreats`).
+
 8 bits run at `accuracy_level` 4 alone: at any other, the CPU kernel of onnxruntime 1.31 takes 400 times as long.
 
 With `method: stored`, codes, scales and zero points, or minima, are those of a checkpoint that comes quantized, whose
@@ -83,6 +86,7 @@ from llmforge.rewrite.block_codes import (
     layer_of,
     parameters,
     reads_transposed_initializer,
+    require_matches,
     require_own,
     shape_of,
     summary,
@@ -90,10 +94,11 @@ from llmforge.rewrite.block_codes import (
 )
 from llmforge.rewrite.chosen_blocks import KEPT_BITS, ChosenBlocks, StoredBlocks
 from llmforge.rewrite.declared import QuantizeWeightsTraits
-from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Rewritten
+from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Retreat, Rewritten
 from llmforge.rewrite.patterns import NotApplicable, rewrite_each, skip_if
 from llmforge.rewrite.traits import FinerCodes, Storage
 
+Bits = Literal[3, 4, 5, 6, 8]
 _FINER = 8  # bits of weights that a recipe of mixed precision keeps
 _SHARED = ("budget", "block_size", "symmetric", "embedding_bits", "routers")  # options that say nothing of the method
 
@@ -107,7 +112,7 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
 
     budget: Annotated[Budget, Field(description="quality budget of the pass")]
     bits: Annotated[
-        Literal[3, 4, 5, 6, 8],
+        Bits,
         Field(description="bits per weight of the decoder's linear layers; 3, 5 and 6 need llmforge's CPU kernels"),
     ] = 4
     block_size: Annotated[Literal[32, 64, 128], Field(description="consecutive input features that share a scale")] = 32
@@ -139,6 +144,20 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
     ] = 8
     embedding_block_size: Annotated[
         Literal[32, 64, 128] | None, Field(description="block size of embedding and head; default: `block_size`")
+    ] = None
+    layer_bits: Annotated[
+        dict[str, Bits],
+        Field(
+            description="bits of weights whose parameters match a glob, embedding and head among them, in place of "
+            "`bits` and `embedding_bits`; the last glob that matches counts"
+        ),
+    ] = field(default_factory=dict)
+    retreat: Annotated[
+        Retreat | None,
+        Field(
+            description="where the budget is exceeded, the layers that lost most get the next of these bits, as long "
+            "as all weights fit; default: the build ends"
+        ),
     ] = None
     accuracy_level: Annotated[
         Literal[0, 1, 4],
@@ -175,6 +194,18 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
                 raise ValueError(f"method: {methods.STORED} goes with accuracy_level: {INT8_ACTIVATIONS}")
         if self.grid.format not in self.chosen.formats:
             raise ValueError(f"method: {self.method} cannot give {self.grid.format.name}; use another format or method")
+        return self
+
+    @model_validator(mode="after")
+    def _layers_run_well(self) -> Self:
+        for option, given in (("layer_bits", bool(self.layer_bits)), ("retreat", self.retreat is not None)):
+            if given and self.method in (methods.AUTO, methods.STORED):
+                raise ValueError(f"{option}: method: {self.method} has formats of its own; use another method")
+            if given and self.accuracy_level != INT8_ACTIVATIONS:
+                raise ValueError(f"{option} goes with accuracy_level: {INT8_ACTIVATIONS}")
+        for bits in {*self.layer_bits.values(), *(self.retreat.bits if self.retreat is not None else ())}:
+            if (found := self.grid.of_bits(bits).format) not in self.chosen.formats:
+                raise ValueError(f"method: {self.method} cannot give {found.name}; use other bits, or another method")
         return self
 
     @classmethod
@@ -227,6 +258,15 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
         shared = replace(said, block=grid.block_size, symmetric=grid.symmetric, minimums=grid.minimums)
         return replace(shared, weights=weights, scale=scale)
 
+    @property
+    def may_retreat(self) -> Retreat | None:
+        """How layers get more bits where the budget is exceeded."""
+        return self.retreat
+
+    def retreated(self, layer_bits: Mapping[str, int]) -> Pass:
+        """Return the pass with more bits for the weights whose parameters match a glob."""
+        return replace(self, layer_bits={**self.layer_bits, **cast(dict[str, Bits], layer_bits)})
+
     def finer(self, written: Mapping[str, Any]) -> FinerCodes | None:
         """Keep weights of few bits in 8, the only ones that 8 bits run well at `accuracy_level` 4."""
         if self.bits >= _FINER or self.accuracy_level != INT8_ACTIVATIONS:
@@ -239,6 +279,7 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
         if not self.chosen.demands:
             return ()
         demand = WeightDemand(self.chosen, self.grid, self.exclude, self.routers, self.tables)
+        demand = replace(demand, layer_bits=tuple(self.layer_bits.items()))
         return (replace(demand, weight_bits=self.weight_bits, weight_bytes=self.weight_bytes),)
 
     def run(self, model: ir.Model, context: Context) -> Changes:
@@ -249,6 +290,10 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
                 checkpoint has no codes.
         """
         context.require_onnxruntime(self.name, "MatMulNBits is an operator of ONNX Runtime")
+        for bits in self.retreat.bits if self.retreat is not None else ():  # before anything is calibrated
+            if not (grid := self.grid.of_bits(bits)).portable:
+                context.require_cpu(f"{self.name} with retreat to {described(grid)}")
+        require_matches(model, self.layer_bits)
         stored = None
         if self.takes_stored:
             stored = StoredBlocks(self.name, require(context.stored, self.name), self.scales, context.is_cpu)
@@ -278,7 +323,8 @@ class _WeightQuantizer:
 
     @cached_property
     def chosen(self) -> ChosenBlocks:
-        return ChosenBlocks(self.step.chosen, self.step.grid, self.step.tables, self.context.statistics)
+        step, layer_bits = self.step, tuple(self.step.layer_bits.items())
+        return ChosenBlocks(step.chosen, step.grid, step.tables, self.context.statistics, layer_bits)
 
     @cached_property
     def writer(self) -> BlockWriter:

@@ -377,7 +377,7 @@ def plan(checkpoint: Checkpoint, demands: Sequence[Demand], caches: Mapping[int,
     grids = {name: weights.grid_of([name]) for name in skeleton.matrices()}
     if weights.tables is not None:
         for name in filter(None, skeleton.tables()):
-            if grid := weights.tables.dividing(skeleton.model.get_parameter(name).shape[1]):
+            if grid := weights.table_grid(name, skeleton.model.get_parameter(name).shape[1]):
                 grids[name] = grid
     return {name: grid for name, grid in grids.items() if not exclusion([name], weights.exclude)}
 

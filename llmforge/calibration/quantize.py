@@ -168,7 +168,7 @@ def _quantize_experts(
 ) -> dict[str, QuantizedMatrix]:
     """Quantize the experts `name`; nothing where no kernel has a grid for their widths."""
     layer, module = runs.layer, runs.layer.experts()[name]
-    grid = demand.grid.fitting(*experts.widths(module))
+    grid = demand.grid_of(_matrices(layer, name)).fitting(*experts.widths(module))
     if grid is None:
         return {}
     called = [runs.arguments(name, window) for window in range(len(runs.states))]
@@ -229,8 +229,9 @@ def quantize_tables(
 ) -> dict[str, QuantizedMatrix]:
     """Quantize embedding and head, by parameter.
 
-    A table of which no gradients are known is rounded to nearest, and `notes` say so; one whose width no block divides
-    is left alone. What each format of `losses` would lose is put there.
+    A table of which no gradients are known, as where a projection stands between it and the layers, is rounded to
+    nearest, and `notes` say so; one whose width no block divides is left alone. What each format of `losses` would lose
+    is put there.
     """
     embedding, head = skeleton.tables()
     if demand.tables is None:
@@ -242,10 +243,11 @@ def quantize_tables(
     matrices = {}
     for name, parts in moments.items():
         table = skeleton.table(name)
-        grid = demand.tables.dividing(table.shape[1])
+        width = table.shape[1]
+        grid = demand.table_grid(name, width)
         if grid is None:
             continue
-        known = [part for part in parts if part is not None]
+        known = [part for part in parts if part is not None and len(part) == width]
         if gradients is None or len(known) < len(parts):
             matrices[name] = PLAIN().quantize(table, grid)
             notes.append(f"{name}: rounded to nearest: it has no gradients for method {demand.method.name}")

@@ -80,7 +80,7 @@ def bisect(
         if opened is not None:
             rebuilding.check_recipe(opened, loaded)
         store = partial(cache.Cache, cache.default_folder(), cache.default_size())
-        with rebuilding.rebuilt(loaded, store, progress) as built:
+        with rebuilding.rebuilt(loaded, store, progress, opened) as built:
             if opened is not None:
                 rebuilding.check_stages(opened, built.stages)
             found = bisecting.bisect(

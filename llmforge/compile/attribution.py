@@ -15,7 +15,7 @@ from llmforge.base.errors import DataError
 from llmforge.base.progress import Progress
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile import lossy_parts
-from llmforge.compile.lossy_parts import LossyStep
+from llmforge.compile.lossy_parts import LossyPart, LossyStep
 from llmforge.ir import graph
 from llmforge.measure import footprint
 from llmforge.metrics import units
@@ -116,6 +116,7 @@ class LayerShare:
 
     name: str
     share: float
+    part: LossyPart
 
 
 def layer_shares(
@@ -135,7 +136,7 @@ def layer_shares(
         total, shares = float(loss.of().sum()), []
         for done, part in enumerate(loss.parts):
             progress.advance(done, len(loss.parts))
-            shares.append(LayerShare(part.name.partition(", ")[0], 1 - float(loss.of(part.leaves).sum()) / total))
+            shares.append(LayerShare(part.name.partition(", ")[0], 1 - float(loss.of(part.leaves).sum()) / total, part))
     return tuple(sorted(shares, key=lambda each: -each.share))
 
 

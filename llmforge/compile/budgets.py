@@ -24,7 +24,7 @@ from llmforge.runtime.config import physical_cores
 def exceeded(state: CompileState) -> list[Excess]:
     """List the passes that cost more than their budgets, once their proofs have ended, which this waits for."""
     proven = enumerate(run.proven() for run in state.runs)
-    return [Excess(number, done) for number, done in proven if done.excess is not None]
+    return [Excess(number, done, stays=state.stays.get(number)) for number, done in proven if done.excess is not None]
 
 
 def attributed(state: CompileState, excess: Excess) -> Excess:
@@ -83,7 +83,8 @@ def _hint(state: CompileState) -> str:
     again = _command(recipe, state, _settings(state))
     return (
         f"to lose as much as was measured: {again}\n"
-        f"to lose less: more bits, or `llmforge bisect {shlex.quote(str(recipe.path))}`; "
+        "to lose less: more bits (`retreat` gives them to the worst layers), or "
+        f"`llmforge bisect {shlex.quote(str(recipe.path))}`; "
         "to publish it as it is, with verdict FAIL: --publish-failed"
     )
 

@@ -39,6 +39,7 @@ from llmforge.verification.verifier import PassVerification
 
 _SOURCE_CODE = "llmforge.checkpoint.quantized"
 _ALIGNMENT_BYTES = 64
+_LIMITS = ("budget", "retreat")  # options that decide nothing of what a pass writes
 
 
 @dataclass(eq=False)
@@ -85,7 +86,9 @@ class PassChain:
             "after": self.before,
             "graph": graph.fingerprint(model),
             "pass": step.name,
-            "options": json.dumps({name: value for name, value in given.items() if name != "budget"}, sort_keys=True),
+            "options": json.dumps(
+                {name: value for name, value in given.items() if name not in _LIMITS}, sort_keys=True
+            ),
             "calibration": self.calibration if step.demands() else "",
             "outside": "" if known else f"{', '.join(outside)}, in build {self.reuse.build}",
         }

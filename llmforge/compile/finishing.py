@@ -17,7 +17,7 @@ from llmforge.backends.pending import Pending
 from llmforge.base.errors import UsageError
 from llmforge.base.progress import Progress, Silent
 from llmforge.checkpoint import Checkpoint
-from llmforge.compile import chat_template, evidence, lock
+from llmforge.compile import chat_template, evidence, lock, retreats
 from llmforge.compile.answered import answering
 from llmforge.compile.evidence import Clock, Evidence, Measurement
 from llmforge.compile.stages.artifact import publish
@@ -82,7 +82,8 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
 
 def check_recipe(recipe: Recipe, opened: Artifact) -> None:
     """Refuse a recipe, or a checkpoint, that the artifact was not built by."""
-    resolved, written = recipe.resolved(recipe.instantiate(passes.ALL)), opened.manifest.recipe
+    written = opened.manifest.recipe
+    resolved = recipe.resolved(retreats.as_built(recipe.instantiate(passes.ALL), written))
     if different := sorted(key for key in {*resolved, *written} if resolved.get(key) != written.get(key)):
         raise UsageError(
             f"{recipe.path}: does not match {opened.path}: {', '.join(different)} differ",

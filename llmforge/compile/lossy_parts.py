@@ -109,7 +109,7 @@ def of_pass(lossy: LossyStep, divergence: Divergence) -> PartLoss | None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Matrix:
+class LossyMatrix:
     """A weight that was quantized: [K, N], an embedding [V, K], or experts [E, K, N], in `order`."""
 
     name: str  # of the initializer before the pass
@@ -121,6 +121,7 @@ class _Matrix:
 
     @property
     def k(self) -> int:
+        """The features that it reads."""
         return int(self.tensor.shape.numpy()[-1 if not self.transposed else -2])
 
     @property
@@ -183,6 +184,27 @@ class _Matrix:
         return result
 
 
+def matrices_of(lossy: LossyStep) -> dict[str, LossyMatrix]:
+    """Find the weights that a pass has quantized, by the name of the initializer before it."""
+    found = {}
+    after = lossy.after.graph.initializers
+    for name, value in lossy.before.graph.initializers.items():
+        codes = after.get(f"{name}.codes", after.get(f"{name}.groups"))
+        if codes is None or value.const_value is None:
+            continue
+        node = codes.consumers()[0]
+        grid = _grid(node, after, name)
+        parts = {part: graph.tensor(after[f"{name}.{part}"]) for part in _PARTS if f"{name}.{part}" in after}
+        reader = value.consumers()[0]
+        lookups = (contrib.GatherBlockQuantized, cpu.Embedding)
+        order, transposed = None, not any(kind.matches(each) for kind in lookups for each in codes.consumers())
+        if canonical.MoE.matches(reader):
+            experts = moe_kernels.of(canonical.MoE(reader))
+            order = experts.order if experts.layer.up is value else np.arange(experts.hidden)
+        found[name] = LossyMatrix(name, graph.tensor(value), grid, transposed, order, parts)
+    return found
+
+
 @dataclass(eq=False)
 class WeightLoss(PartLoss):
     """Layers, their weights, and of experts each."""
@@ -191,25 +213,9 @@ class WeightLoss(PartLoss):
     _differs: dict[Leaf, bool] = field(default_factory=dict)
 
     @cached_property
-    def matrices(self) -> dict[str, _Matrix]:
+    def matrices(self) -> dict[str, LossyMatrix]:
         """The weights that were quantized, by the name of the initializer before the pass."""
-        found = {}
-        after = self.lossy.after.graph.initializers
-        for name, value in self.lossy.before.graph.initializers.items():
-            codes = after.get(f"{name}.codes", after.get(f"{name}.groups"))
-            if codes is None or value.const_value is None:
-                continue
-            node = codes.consumers()[0]
-            grid = _grid(node, after, name)
-            parts = {part: graph.tensor(after[f"{name}.{part}"]) for part in _PARTS if f"{name}.{part}" in after}
-            reader = value.consumers()[0]
-            lookups = (contrib.GatherBlockQuantized, cpu.Embedding)
-            order, transposed = None, not any(kind.matches(each) for kind in lookups for each in codes.consumers())
-            if canonical.MoE.matches(reader):
-                experts = moe_kernels.of(canonical.MoE(reader))
-                order = experts.order if experts.layer.up is value else np.arange(experts.hidden)
-            found[name] = _Matrix(name, graph.tensor(value), grid, transposed, order, parts)
-        return found
+        return matrices_of(self.lossy)
 
     @cached_property
     def parts(self) -> tuple[LossyPart, ...]:
@@ -308,6 +314,12 @@ def excluding(step: Pass, parameters: Sequence[str]) -> Pass:
 def literal(name: str) -> str:
     """Write a name as a glob that matches it alone."""
     return re.sub(r"([*?\[])", r"[\1]", name)
+
+
+def literal_layer(name: str) -> str:
+    """Write the name of a parameter as a glob that matches all those of its layer; of one in no layer, it alone."""
+    found = _LAYER.search(name)
+    return literal(name) if found is None else f"{literal(name[: found.end()])}*"
 
 
 def _grid(node: ir.Node, initializers: Mapping[str, ir.Value], name: str) -> Grid:

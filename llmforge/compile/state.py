@@ -66,6 +66,7 @@ class Excess:
     number: int  # of the pass in its recipe, from 0
     done: PassRecord
     layers: tuple[LayerShare, ...] = ()  # the largest share first; () where it was not measured
+    stays: str | None = None  # why it does not retreat further; None: the recipe does not let it
 
     @property
     def budget(self) -> float:
@@ -75,7 +76,9 @@ class Excess:
 
     def __str__(self) -> str:
         most = ", ".join(f"{each.name} {each.share:.0%}" for each in self.layers[:_NAMED])
-        return f"{self.done.excess}{f'; most of it in {most}' if most else ''}"
+        moved = records.retreated([self.done])
+        ended = None if self.stays is None else f"; {moved or 'no layer retreated'}; {self.stays}"
+        return f"{self.done.excess}{f'; most of it in {most}' if most else ''}{ended or ''}"
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,8 @@ class CompileState:
     runs: list[PassRun] = field(default_factory=list)
     adapter_proofs: list[PendingProof[str]] = field(default_factory=list)
     lossy_steps: list[LossyStep] = field(default_factory=list)  # kept for attribution
+    retreats: dict[int, tuple[records.RetreatRecord, ...]] = field(default_factory=dict)  # by the number of their pass
+    stays: dict[int, str] = field(default_factory=dict)  # why a pass that may retreat does not, or not further
     excesses: Sequence[Excess] = ()  # of budgets, once all proofs have ended
     plugins: tuple[records.PluginRecord, ...] = ()  # that took part
     # engine

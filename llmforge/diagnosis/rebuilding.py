@@ -16,7 +16,7 @@ from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import Adapter
 from llmforge.checkpoint.text import TokenWindow
-from llmforge.compile import chat_template, dry_run, finishing, lock, preflight, reuse
+from llmforge.compile import chat_template, dry_run, finishing, lock, preflight, retreats, reuse
 from llmforge.compile.answered import answering
 from llmforge.compile.cached_passes import PassChain
 from llmforge.compile.lock import StageDigests
@@ -41,8 +41,10 @@ class Rebuilt:
 
 
 @contextmanager
-def rebuilt(recipe: Recipe, cache: Callable[[], Cache] | None, progress: Progress) -> Iterator[Rebuilt]:
-    """Make the graphs of `recipe`; they are there as long as the context lasts.
+def rebuilt(
+    recipe: Recipe, cache: Callable[[], Cache] | None, progress: Progress, built: Artifact | None = None
+) -> Iterator[Rebuilt]:
+    """Make the graphs of `recipe`, as in the artifact `built` of it; they are there as long as the context lasts.
 
     Raises:
         ForgeError: as a build of the recipe.
@@ -51,6 +53,8 @@ def rebuilt(recipe: Recipe, cache: Callable[[], Cache] | None, progress: Progres
     steps, target = recipe.instantiate(passes.ALL), targets.find(recipe.target)
     preflight.check(recipe)
     preflight.check_source(recipe, steps)
+    if built is not None:
+        steps = retreats.as_built(steps, built.manifest.recipe)
     with TemporaryDirectory() as folder, reuse.opened(cache, Path(folder), progress) as kept:
         checkpoint = Checkpoint.located(recipe.fetched(), recipe.merged)
         chat_template.choose(recipe, checkpoint)

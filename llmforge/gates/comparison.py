@@ -58,6 +58,7 @@ class ArtifactComparison(ReportRecord):
     paired_documents: int
     metrics: tuple[Change, ...]
     notes: tuple[str, ...] = ()  # what to know before figures are compared
+    retreats: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # layers that each build gave more bits, and why
 
 
 class HistoryEntry(ReportRecord):
@@ -126,6 +127,7 @@ def compare(a: Artifact, b: Artifact) -> ArtifactComparison:
         paired_documents=len(left),
         metrics=changes(before, after, catalog.names(before.measured, after.measured)),
         notes=tuple(_notes(before, after)),
+        retreats=(_retreats(before.report), _retreats(after.report)),
     )
 
 
@@ -152,6 +154,10 @@ def _notes(a: MeasuredArtifact, b: MeasuredArtifact) -> Iterator[str]:
     here, there = a.report.machine.cpu, b.report.machine.cpu
     if a.report.latency is not None and b.report.latency is not None and here != there:
         yield f"latency was measured on different machines: {wording.plain(here, 100)}; {wording.plain(there, 100)}"
+
+
+def _retreats(report: Report) -> tuple[str, ...]:
+    return tuple(line for done in report.passes for line in done.retreat_lines)
 
 
 def _tokenizer(side: MeasuredArtifact) -> tuple[tuple[str, str], ...]:

@@ -6,6 +6,7 @@ timings, date and machine differ from build to build; it lies outside the conten
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -95,6 +96,19 @@ class VerificationRecord(ReportRecord):
         return self.budget is not None and self.kld_mean is not None and not self.kld_mean <= self.budget
 
 
+class RetreatRecord(ReportRecord):
+    """A layer that a build gave more bits, for the pass that quantizes it exceeded its budget."""
+
+    round: int = Field(ge=1)  # all layers of one got their bits at once
+    layer: str  # "layer 3", or the parameter of an embedding or head
+    before: int  # bits
+    after: int
+    share: float | None  # of what the pass cost before, that keeping the layer would have gained; None: not measured
+    kld_mean: float  # of the pass before, nats a token
+    predicted: float  # of it with all layers of the round
+    budget: float
+
+
 class PassRecord(ReportRecord):
     """What one pass did, and what it cost."""
 
@@ -110,6 +124,13 @@ class PassRecord(ReportRecord):
     seconds: float
     verification: VerificationRecord
     reused: bool = False  # the proof, and the numbers of the tensors that it made, are those of an earlier build
+    retreats: tuple[RetreatRecord, ...] = Field(default=(), max_length=65_536)
+
+    @model_serializer(mode="wrap")
+    def _stayed(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out retreats where there are none."""
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if name != "retreats" or value}
 
     @property
     def may_lose(self) -> bool:
@@ -123,6 +144,19 @@ class PassRecord(ReportRecord):
         if not found.exceeds:
             return None
         return f"pass {self.name}: mean KLD is {found.kld_mean:.3g} nats, its budget {found.budget:.3g}"
+
+    @property
+    def retreat_lines(self) -> tuple[str, ...]:
+        """Name every layer that got more bits, those of one round in a line, and why."""
+        rounds: dict[tuple[int, int, int], list[RetreatRecord]] = {}
+        for each in self.retreats:
+            rounds.setdefault((each.round, each.before, each.after), []).append(each)
+        lines = []
+        for (_, before, after), held in rounds.items():
+            named = [each.layer if each.share is None else f"{each.layer} ({each.share:.0%})" for each in held]
+            why = f"the pass had cost {held[0].kld_mean:.3g} nats, its budget is {held[0].budget:.3g}"
+            lines.append(f"pass {self.name}: {', '.join(named)} retreated from {before} to {after} bits: {why}")
+        return tuple(lines)
 
 
 class PluginRecord(ReportRecord):
@@ -265,6 +299,16 @@ class Report(ReportRecord):
 def excesses(passes: Sequence[PassRecord]) -> tuple[str, ...]:
     """Say of each pass that exceeds its budget what it cost."""
     return tuple(each.excess for each in passes if each.excess is not None)
+
+
+def retreated(passes: Sequence[PassRecord]) -> str | None:
+    """Count the layers that got more bits, as they are in the end, "3 layers retreated to 5 bits"; None: none did."""
+    bits = {(done.name, each.layer): each.after for done in passes for each in done.retreats}
+    if not bits:
+        return None
+    (first, count), *others = sorted(Counter(bits.values()).items())
+    more = "".join(f", {number} to {other}" for other, number in others)
+    return f"{count} {'layer' if count == 1 else 'layers'} retreated to {first} bits{more}"
 
 
 def overall(gates: Sequence[GateResult], passes: Sequence[PassRecord]) -> Verdict:

@@ -78,6 +78,7 @@ class Judgement(ReportRecord):
     looks: tuple[Look, ...] = ()
     notes: tuple[str, ...] = ()
     exceeded: tuple[str, ...] = ()  # budgets of its passes, a line each: it fails whatever the gates say
+    retreated: str | None = None  # how many layers its build gave more bits, for a pass exceeded its budget
 
 
 class Reported:
@@ -224,6 +225,7 @@ def judge(asked: ReleaseQuestion, *, documents: Pairs | None = None, alpha: floa
         gates=results,
         notes=tuple(asked.notes),
         exceeded=release.report.excesses,
+        retreated=records.retreated(release.report.passes),
     )
 
 

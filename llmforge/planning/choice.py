@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from llmforge.planning import building
+from llmforge.planning import building, scheme
 from llmforge.planning.render import Planned
 from llmforge.quantization.costs import ModelFormats, ProbedCosts
 from llmforge.rewrite import declared
@@ -82,7 +82,22 @@ class ProposedPasses:
         """Choose one way to store weights, and of all other proposals each; with limits that `costs` predict."""
         weights = self._weights([each for _, each in self.proposed if each.stores.weights is not None], costs)
         kept = [(name, each) for name, each in self.proposed if each.stores.weights is None or each is weights]
-        return [(name, limited(each, costs)) for name, each in kept]
+        return [(name, limited(self._retreating(each, costs), costs)) for name, each in kept]
+
+    def _retreating(self, each: Proposal, costs: ProbedCosts | None) -> Proposal:
+        """Let layers retreat up to the size of the next format that all of them might have."""
+        if not each.retreat or (costs is None and not self.there.on_cpu):  # a plan counts what stays in 16 bits there
+            return each
+        others = [self._bytes(other, costs) for _, other in self.proposed if other.bits in each.retreat]
+        larger = [size for size in others if size > self._bytes(each, costs)]
+        return replace(each, max_bytes=min(larger, default=None))
+
+    def _bytes(self, each: Proposal, costs: ProbedCosts | None) -> int:
+        """Give the size of all weights, as it was measured, or as a plan predicts it."""
+        if costs is not None and each.formats is not None and costs.of(each.formats) is not None:
+            return _size(each, costs)
+        plan = self.planned.plan
+        return scheme.choose(plan.target, plan.backend, plan.shape.dtype, each.stores).weight_bytes(plan.shape)
 
     def _may_store(self, each: Proposal) -> bool:
         """Say whether weights may be stored so: the target gains by it, as the goal wants it."""

@@ -12,6 +12,7 @@ from llmforge.base.cores import physical_cores
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.checkpoint import CONFIG, read_settings
 from llmforge.checkpoint.adapters import Adapter
+from llmforge.metrics import units
 from llmforge.planning import (
     advice,
     building,
@@ -167,6 +168,12 @@ def _planned(shape: Shape, target: Target, workload: Workload, asked: PlanReques
     noted = [] if intent.stored is None else [intent.stored]
     if (pruned := pruning.note(intent.passes, shape, target, backend)) is not None:
         noted.append(pruned)
+    noted += [
+        f"{step.name}: where its budget is exceeded, the layers that lose most get more bits, as far as all weights "
+        f"fit in {units.size(step.may_retreat.max_bytes)}"
+        for step in intent.passes
+        if step.may_retreat is not None
+    ]
     made = replace(made, notes=(*noted, *made.notes, *intent.adapters.notes(chosen, made.asked.decode.step.bytes)))
     return Planned(made, _with_adapters(build, intent.adapters, chosen), told)
 

@@ -190,10 +190,13 @@ class _Lines:
         yield from self._measured()
         if self.tried.uncalibrated and self.probed.runs_by_layer:
             yield f"# Nothing is calibrated: {self.tried.uncalibrated}."
+        if sizes := [each.max_bytes for _, each in self.proposed if each.max_bytes is not None]:
+            yield "# retreat: where the weights exceed their budget, the layers that lose most get more bits, as far as"
+            yield f"# all weights fit in {size(sizes[0])}: what the next format takes in every layer."
         yield "passes:"
         for step, proposal in self.proposed:
             line, reason = _step(self.before, step, proposal)
-            if len(line) + len(reason) > _LINE:
+            if reason and ("\n" in line or len(line) + len(reason) > _LINE):
                 yield f"  # {reason}:"
                 yield f"  - {line}"
             else:
@@ -250,9 +253,10 @@ class _Lines:
         quality = f"data: {self.given['evaluation']}, context: {tokens}, max_tokens: 30720"
         yield f"  quality: {{{quality}}}  # null: all tokens"
         if _is_ours(plan):
-            longest = min(tokens, _context(plan.shape) - _ANSWER)
+            answer = min(_ANSWER, max(1, _context(plan.shape) // 2))
+            longest = min(tokens, _context(plan.shape) - answer)
             prompts = ", ".join(map(str, sorted({min(32, longest), longest})))
-            yield f"  latency: {{prompt_tokens: [{prompts}], output_tokens: {_ANSWER}, repetitions: 6}}"
+            yield f"  latency: {{prompt_tokens: [{prompts}], output_tokens: {answer}, repetitions: 6}}"
         yield "# Limits to start with: tighten them once a report shows where this model stands."
         chosen = [each for _, each in self.proposed]
         gates = Gates.of(chosen, self.probed.costs, computes_coarsely=plan.target.kind == "gpu")

@@ -10,6 +10,7 @@ from llmforge.quantization.formats import Format
 
 BITS = (3, 4, 5, 6, 8)
 Scale = Literal["fp32", "fp16", "int8"]  # as what scales are stored; int8 under a bf16 superscale
+QMOE_BITS = (4, 8)  # that com.microsoft::QMoE has
 SMALLEST_BLOCK = 16  # com.microsoft::MatMulNBits: "a power of two and not smaller than 16"
 
 
@@ -80,6 +81,10 @@ class Grid:
         """Count the blocks of a row of `k` weights."""
         return -(-k // self.block_size)
 
+    def of_bits(self, bits: int) -> Grid:
+        """Return this grid with other bits; a trellis has 4, and becomes uniform codes where they are others."""
+        return replace(self, bits=bits, trellis=self.trellis and bits == self.bits)
+
     def dividing(self, k: int) -> Grid | None:
         """Return this grid with the largest block, up to its own, that divides rows of `k`; None: it is too small."""
         block_size = math.gcd(k, self.block_size)  # of a power of two: the largest one that divides both
@@ -91,7 +96,7 @@ class Grid:
         Its block is the largest, up to its own, that divides `widths` all, each of which holds it twice or more. None
         where that would be too small, or QMoE has not so many bits, or it has minima.
         """
-        if self.bits not in (4, 8) or self.minimums:
+        if self.bits not in QMOE_BITS or self.minimums:
             return None
         scale: Scale = "fp16" if self.scale == "int8" else self.scale
         block_size = self.block_size

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.base.errors import UnsupportedError
 from llmforge.quantization.methods.base import Method
 
 if TYPE_CHECKING:
@@ -20,13 +21,17 @@ if TYPE_CHECKING:
     from llmforge.quantization.structure import PrunedStructure, Structure
 
 
+LayerBits = tuple[tuple[str, int], ...]  # globs of parameters, and the bits of their weights
+
+
 @dataclass(frozen=True)
 class WeightDemand:
     """Quantize every decoder linear and expert by `method`, but parameters that match a glob of `exclude`.
 
     `routers` says whether linears that choose experts are quantized, too; `tables` is the grid of the embedding and of
     the head, tied to it or not, with its largest block that divides their width; None: they are left alone. `mixed` has
-    parameters of linears whose grids are others than `grid`; linears that read the same must have one.
+    parameters of linears whose grids are others than `grid`, and `layer_bits` globs of parameters, tables among them,
+    that have other bits, the last one that matches; linears that read the same must have one grid.
 
     With `weight_bits` for each parameter, or `weight_bytes`, all weights of the model may take so much, and calibration
     chooses `mixed` and `tables` among those formats that have the scales of `grid` (`quantization.allocation`).
@@ -38,6 +43,7 @@ class WeightDemand:
     routers: bool = False
     tables: Grid | None = None
     mixed: tuple[tuple[str, Grid], ...] = ()
+    layer_bits: LayerBits = ()
     weight_bits: float | None = None
     weight_bytes: int | None = None
 
@@ -50,13 +56,17 @@ class WeightDemand:
         """Return the grid of linears `names`, which read the same.
 
         Raises:
-            ValueError: they have different ones.
+            UnsupportedError: they have different ones.
         """
         own = dict(self.mixed)
-        grids = {own.get(name, self.grid) for name in names}
+        grids = {own[name] if name in own else with_bits(self.grid, [name], self.layer_bits) for name in names}
         if len(grids) > 1:
-            raise ValueError(f"{', '.join(names)} read the same, and are given {len(grids)} grids")
+            raise several_bits(names)
         return grids.pop()
+
+    def table_grid(self, name: str, width: int) -> Grid | None:
+        """Return the grid of an embedding or head whose rows have this width; None: it stays."""
+        return None if self.tables is None else with_bits(self.tables, [name], self.layer_bits).dividing(width)
 
 
 @dataclass(frozen=True)
@@ -196,6 +206,29 @@ class Statistics:
     def grid(self, name: str) -> Grid:
         """Return the grid of a linear."""
         return self.grids[name] if name in self.grids else self.linears[name].grid
+
+
+def with_bits(grid: Grid, names: Sequence[str], layer_bits: LayerBits) -> Grid:
+    """Return `grid` with the bits that `layer_bits` gives to the weight of parameters `names`.
+
+    Raises:
+        UnsupportedError: they are one weight, and are given different bits.
+    """
+    found = {
+        next((bits for glob, bits in reversed(layer_bits) if fnmatch.fnmatchcase(name, glob)), grid.bits)
+        for name in names
+    }
+    if len(found) > 1:
+        raise several_bits(names)
+    return grid.of_bits(found.pop()) if found else grid
+
+
+def several_bits(names: Sequence[str]) -> UnsupportedError:
+    """Refuse different bits for weights that are stored, or calibrated, as one."""
+    return UnsupportedError(
+        f"layer_bits: {', '.join(names)} read the same and have one format; they are given several",
+        hint="use a glob that matches all of them, such as model.layers.0.*",
+    )
 
 
 def exclusion(names: Iterable[str], globs: Sequence[str]) -> str | None:

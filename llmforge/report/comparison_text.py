@@ -20,6 +20,7 @@ def text(found: ArtifactComparison, *, every: bool = False) -> list[str]:
     if found.checkpoints[0] != found.checkpoints[1]:
         lines.append(f"checkpoint: {found.checkpoints[0]} → {found.checkpoints[1]}")
     lines += [f"note: {note}" for note in found.notes]
+    lines += [f"{letter}: {line}" for letter, held in zip("AB", found.retreats, strict=True) for line in held]
     incomparable: dict[str, list[str]] = {}  # metrics that are not compared, by why not
     for change in found.metrics:
         write = catalog.named(change.metric).unit.write

@@ -25,7 +25,8 @@ def headline(judgement: Judgement) -> str:
         Verdict.NONE: "no gates",
     }[verdict]
     against = "" if judgement.against is None else f" against {judgement.against.reference}"
-    return f"{verdict.value.upper()}: {judgement.artifact.reference}{against}: {said}{_marks(judgement)}"
+    moved = "" if judgement.retreated is None else f", {judgement.retreated}"
+    return f"{verdict.value.upper()}: {judgement.artifact.reference}{against}: {said}{moved}{_marks(judgement)}"
 
 
 def failed(gates: int, of: int, exceeded: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel
 
 from llmforge.base import wording
+from llmforge.gates import records
 from llmforge.gates.decision import GateResult, Verdict
 from llmforge.gates.records import BuildRecord, Report
 from llmforge.metrics import artifact_metrics, catalog, latency_metrics, quality_metrics, units
@@ -57,7 +58,12 @@ def plain_page(shown: T) -> T:
 
 
 def headline(report: Report) -> str:
-    """Say how the gates ended, in a few words."""
+    """Say how the gates ended, and what had to retreat, in a few words."""
+    moved = records.retreated(report.passes)
+    return _ended(report) if moved is None else f"{_ended(report)}, {moved}"
+
+
+def _ended(report: Report) -> str:
     verdicts = [result.verdict for result in report.gates]
     if report.verdict is Verdict.NONE:
         return "Built; the recipe has no gates"

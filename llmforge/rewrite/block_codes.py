@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,6 +11,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge import native
+from llmforge.base.errors import UsageError
 from llmforge.ir import graph
 from llmforge.ir.operators import contrib, cpu
 from llmforge.ir.operators.standard import Add, Gather, MatMul, Transpose
@@ -131,6 +134,17 @@ class BlockWriter:
 def parameters(weight: ir.Value) -> list[str]:
     """Name the parameters that `weight` comes from, or itself where it comes from none."""
     return graph.sources(weight) or [str(weight.name)]
+
+
+def require_matches(model: ir.Model, globs: Iterable[str]) -> None:
+    """Return if each of `globs` matches a parameter of a weight of `model` (UsageError: one does not)."""
+    names = {name for value in model.graph.initializers.values() for name in parameters(value)}
+    for glob in globs:
+        if not any(fnmatch.fnmatchcase(name, glob) for name in names):
+            raise UsageError(
+                f"layer_bits: no parameter of the checkpoint matches {glob!r}",
+                hint="`llmforge inspect CHECKPOINT` lists them; all of a layer are model.layers.0.*",
+            )
 
 
 def summary(matrix: LazyMatrix) -> str:

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from llmforge.ir import graph
 from llmforge.ir.derived import Stored, stored_in
 from llmforge.quantization import initializers, methods
-from llmforge.quantization.grid import SMALLEST_BLOCK, Grid, Scale
+from llmforge.quantization.grid import QMOE_BITS, SMALLEST_BLOCK, Grid, Scale
 from llmforge.quantization.grids import QuantizedMatrix, rows, stack
 from llmforge.quantization.initializers import LazyMatrix
 from llmforge.quantization.methods.base import Method
-from llmforge.quantization.statistics import Statistics, exclusion
+from llmforge.quantization.statistics import LayerBits, Statistics, exclusion, with_bits
 from llmforge.quantization.stored import (
     QuantizedSource,
     SkippedCodes,
@@ -36,12 +36,16 @@ _PLAIN = methods.PLAIN()  # of an embedding or head that was not calibrated
 
 @dataclass(frozen=True, eq=False)
 class ChosenBlocks:
-    """Quantizes weights by `method` to `grid`, and embedding and head to `tables` (None: they stay)."""
+    """Quantizes weights by `method` to `grid`, and embedding and head to `tables` (None: they stay).
+
+    Parameters that match a glob of `layer_bits` have those bits instead.
+    """
 
     method: Method
     grid: Grid
     tables: Grid | None
     statistics: Statistics | None
+    layer_bits: LayerBits = ()
 
     def of_experts(self, experts: FusableExperts, excluded: Sequence[str]) -> tuple[LazyMatrix, LazyMatrix]:
         """Quantize `up` and `down` on the grid that QMoE reads.
@@ -49,9 +53,10 @@ class ChosenBlocks:
         Raises:
             NotApplicable: QMoE reads no such grid, or they are `excluded`.
         """
-        grid = self.grid.fitting(experts.hidden, experts.inner)
-        if grid is None and self.grid.bits not in (4, 8):
-            raise NotApplicable(f"QMoE has 4 and 8 bits, not {self.grid.bits}; its matrices stay fp32")
+        wanted = with_bits(self.grid, experts.parameters, self.layer_bits)
+        grid = wanted.fitting(experts.hidden, experts.inner)
+        if grid is None and wanted.bits not in QMOE_BITS:
+            raise NotApplicable(f"QMoE has 4 and 8 bits, not {wanted.bits}; its matrices stay fp32")
         if grid is None:
             widths = f"{experts.hidden} and {experts.inner}"
             raise NotApplicable(f"its widths, {widths}, are not divisible into blocks of {SMALLEST_BLOCK} or more")
@@ -76,7 +81,9 @@ class ChosenBlocks:
             NotApplicable: calibration has no result for it, or several formats.
         """
         if not self.method.demands:
-            return initializers.quantized(weight, self.method, self.grid)
+            return initializers.quantized(
+                weight, self.method, with_bits(self.grid, parameters(weight), self.layer_bits)
+            )
         names = parameters(weight)
         calculate, grids = self._calibrated(names), self._grids(names)
         if len(grids) > 1:
@@ -93,7 +100,8 @@ class ChosenBlocks:
         """
         if self.tables is None:
             raise NotApplicable(f"embedding_bits is {KEPT_BITS}")
-        grid, names = self.tables.dividing(k), parameters(weight)
+        names = parameters(weight)
+        grid = with_bits(self.tables, names, self.layer_bits).dividing(k)
         if grid is None:
             raise NotApplicable(f"its {k} features are not a multiple of {SMALLEST_BLOCK}, the smallest block")
         statistics = self.statistics

@@ -6,7 +6,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, InitVar, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -43,6 +43,21 @@ class Budget(BaseModel):
     kld_mean: float = Field(
         gt=0, description="maximum mean KL divergence from the graph before the pass, in nats per token"
     )
+
+
+class Retreat(BaseModel):
+    """How a pass that exceeds its budget may lose less: layers that it lost most in get more bits, within a size."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    bits: tuple[Literal[4, 5, 6, 8], ...] = Field(
+        min_length=1, description="bits that a layer may get, one after another"
+    )
+    max_bytes: int = Field(gt=0, description="bytes of all weights, at most, after the pass")
+
+    def after(self, bits: int) -> tuple[int, ...]:
+        """List what comes after so many bits, the least first."""
+        return tuple(sorted({each for each in self.bits if each > bits}))
 
 
 @dataclass(frozen=True)
@@ -197,6 +212,15 @@ class Pass(Traits, ABC):
     def stores(self, stored: Grid | None) -> Storage:
         """Say which dtypes it leaves; `stored` is the grid of a checkpoint that comes quantized."""
         return NOTHING_SAID
+
+    @property
+    def may_retreat(self) -> Retreat | None:
+        """How layers get more bits where the budget is exceeded; None: they do not."""
+        return None
+
+    def retreated(self, layer_bits: Mapping[str, int]) -> Pass:
+        """Return the pass with more bits for the weights whose parameters match a glob."""
+        raise NotImplementedError(f"{self.name} has no layers to give more bits to")
 
     def finer(self, written: Mapping[str, Any]) -> FinerCodes | None:
         """Say how, in place of options `written`, it keeps weights in more bits; None: only as they are."""

@@ -118,6 +118,8 @@ class Proposal:
     bits: int = 16  # of a weight, for the goal `size`
     formats: ModelFormats | None = None  # that a probe can measure
     adds: Callable[[ProbedCosts], float] | None = None  # nats a token, by what a probe measured; None: that is unknown
+    retreat: tuple[int, ...] = ()  # bits that layers may get where the budget is exceeded
+    max_bytes: int | None = None  # that all weights may then take; None: no layer retreats
     rerounds: bool = False  # what layers read is rounded to int8 before it and after it, not to the same numbers
 
     def against_before(self, costs: ProbedCosts) -> float | None:
@@ -130,8 +132,11 @@ class Proposal:
         return self.adds(costs) + 2 * costs.activations * self.rerounds
 
     def line(self, name: str) -> str:
-        """Write the entry of a recipe's passes."""
+        """Write the entry of a recipe's passes, on two lines where layers may retreat."""
         budget = f"budget: {{kld_mean: {self.kld:g}}}"
+        if self.retreat and self.max_bytes is not None:
+            bits = ", ".join(map(str, self.retreat))
+            budget += f",\n      retreat: {{bits: [{bits}], max_bytes: {self.max_bytes}}}"
         return name if not self.options else f"{name}: {{{self.options.replace('{budget}', budget)}}}"
 
 

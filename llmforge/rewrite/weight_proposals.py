@@ -30,7 +30,7 @@ def of_weights(name: str, there: Deployment) -> Iterator[Proposal]:
     elif there.on_cpu and there.own_kernels:
         yield from _native(name)
     else:
-        yield from _portable(name, _BLOCK, symmetric=not there.on_cpu)
+        yield from _portable(name, _BLOCK, symmetric=not there.on_cpu, retreats=True)
 
 
 def _native(name: str) -> Iterator[Proposal]:
@@ -56,11 +56,18 @@ def _native(name: str) -> Iterator[Proposal]:
             bits=bits,
             formats=formats,
             adds=_adds(formats, CALIBRATED_SHARE if calibrated else 1.0),
+            retreat=tuple(dict.fromkeys(each for each, _, _ in _NATIVE if each > bits)),
         )
 
 
 def _portable(
-    name: str, block: int, *, symmetric: bool, scale: Scale = "fp32", tables: bool = True
+    name: str,
+    block: int,
+    *,
+    symmetric: bool,
+    scale: Scale = "fp32",
+    tables: bool = True,
+    retreats: bool = False,
 ) -> Iterator[Proposal]:
     """Propose 4 and 8 bits, which others read, too; `tables`: codes of embedding and head as well, in 8 bits."""
     more = f"{'symmetric: true, ' if symmetric else ''}{'' if scale == 'fp32' else f'scales: {scale}, '}"
@@ -78,6 +85,7 @@ def _portable(
             bits=bits,
             formats=own,
             adds=_adds(own, CALIBRATED_SHARE if calibrated else 1.0),
+            retreat=(8,) if calibrated and retreats else (),
         )
 
 

@@ -22,6 +22,7 @@ from llmforge.quantization.grids import dequantize, round_to_nearest
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import WeightDemand
 
+from ..models import zoo_classic
 from ..models.checkpoints import write_checkpoint
 
 TIED = {"tie_word_embeddings": True}
@@ -150,3 +151,16 @@ def test_tables_lose_less_than_rounded_ones_and_layers_see_them(form: dict[str, 
         )
     first = "model.layers.0.self_attn.q_proj.weight"
     assert (both.linears[first].codes != plain.linears[first].codes).any()  # it read other numbers
+
+
+def test_a_table_in_front_of_a_projection_is_rounded_and_said(tmp_path: Path) -> None:
+    """What is known of the first layer's states says nothing of the narrower table that is projected onto them."""
+    zoo_classic.write("opt", tmp_path, num_hidden_layers=1, tie_word_embeddings=True)
+    checkpoint = Checkpoint.open(tmp_path)
+    windows = [TokenWindow("a", texts(1)[0])]
+    found = calibrate(checkpoint, windows, [WeightDemand(Gptq(), Grid(4, 32, False), tables=Grid(4, 16, True))])
+    name = "model.decoder.embed_tokens.weight"
+    assert any(f"{name}: rounded to nearest: it has no gradients" in note for note in found.notes)
+    table = checkpoint.tensor(name).numpy().astype(np.float32)
+    rounded = dequantize(round_to_nearest(table, Grid(4, 16, True)))
+    np.testing.assert_array_equal(dequantize(found.linears[name]), rounded)

@@ -404,6 +404,10 @@ class TestConfig:
         assert 'already quantized (quantization_config: "of tomorrow")' in message
         assert "hint: start from the unquantized checkpoint" in message
 
+    def test_an_empty_quantization_config_says_nothing(self, tiny_checkpoint: Path) -> None:
+        edit(tiny_checkpoint / "config.json", quantization_config={})
+        assert Checkpoint.open(tiny_checkpoint).layout is None
+
     def test_layers_of_several_models(self, tiny_checkpoint: Path) -> None:
         (tiny_checkpoint / "config.json").write_text('{"model_type": "blt"}')
         assert "blt gives no single " in refusal(tiny_checkpoint, UnsupportedError)

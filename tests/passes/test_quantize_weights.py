@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from llmforge import targets
-from llmforge.base.errors import CheckpointError, UnsupportedError
+from llmforge.base.errors import CheckpointError, UnsupportedError, UsageError
 from llmforge.ir import graph
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.pack_gate_up import PackGateUp
@@ -362,6 +362,37 @@ def test_options() -> None:
     ):
         with pytest.raises(ValidationError):
             options.make(QuantizeWeights, {"budget": {"kld_mean": 0.1}, **bad})
+
+
+def test_layers_have_bits_of_their_own() -> None:
+    given = {"model.layers.0.*": 8, "model.embed_tokens.weight": 4}
+    model = graphs.llama(graphs.Llama(layers=2))
+    QuantizeWeights(BUDGET, method="rtn", layer_bits=given).run(model, graphs.CPU)
+    found: dict[str, set[int]] = {}
+    for name, value in model.graph.initializers.items():
+        if name.endswith(".codes"):
+            found.setdefault(name[:14], set()).add(value.consumers()[0].attributes["bits"].as_int())
+    assert found == {"model.layers.0": {8}, "model.layers.1": {4}, "model.embed_to": {4}}
+    [demand] = QuantizeWeights(BUDGET, layer_bits=given).demands()
+    assert isinstance(demand, WeightDemand)
+    assert demand.grid_of(["model.layers.0.a", "model.layers.0.b"]) == Grid(8, 32, False)
+    assert demand.grid_of(["model.layers.1.a"]) == Grid(4, 32, False)
+    assert demand.table_grid("model.embed_tokens.weight", 64) == Grid(4, 32, True)
+    assert demand.table_grid("lm_head.weight", 64) == Grid(8, 32, True)
+    with pytest.raises(UnsupportedError, match=r"a, model\.layers\.1\.b read the same and have one format"):
+        replace(demand, layer_bits=(("*.a", 8),)).grid_of(["model.layers.1.a", "model.layers.1.b"])
+    with pytest.raises(UsageError, match=r"no parameter of the checkpoint matches 'model\.layer\.0"):
+        QuantizeWeights(BUDGET, method="rtn", layer_bits={"model.layer.0.*": 8}).run(graphs.llama(), graphs.CPU)
+
+
+def test_retreats_are_refused_where_no_kernel_has_their_bits() -> None:
+    own = {"budget": {"kld_mean": 0.1}, "method": "rtn", "retreat": {"bits": [5], "max_bytes": 1}}
+    step = options.make(QuantizeWeights, own)
+    with pytest.raises(UnsupportedError, match="retreat to 5 bits, blocks of 32"):
+        step.run(graphs.llama(), Context(target=targets.load("l4")))
+    for bad in ({"method": "stored"}, {"accuracy_level": 0, "embedding_bits": 4}, {"method": "auto", "weight_bits": 5}):
+        with pytest.raises(ValidationError, match="retreat"):
+            options.make(QuantizeWeights, {**own, **bad})
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,19 @@ def test_short_calibrations_are_taken(tmp_path: Path, monkeypatch: pytest.Monkey
     assert weights(recipe(tmp_path, SMOLLM2)) == (5, "gptq")
 
 
+def test_layers_may_retreat_up_to_the_size_of_the_next_format(tmp_path: Path) -> None:
+    found = options(recipe(tmp_path, SMOLLM2), "quantize-weights")
+    assert found["retreat"] == {"bits": [8], "max_bytes": SIZES[8]}
+    found = options(recipe(tmp_path, {**SMOLLM2, 5: 0.01}), "quantize-weights")
+    assert found["retreat"] == {"bits": [6, 8], "max_bytes": SIZES[6]}
+    assert "retreat" not in options(recipe(tmp_path, SMOLLM2, "quality"), "quantize-weights"), "it has most bits"
+    unmeasured = options(recipe(tmp_path, "no time"), "quantize-weights")
+    assert unmeasured["retreat"]["max_bytes"] == pytest.approx(143e6, rel=0.05), "as a plan predicts it"
+    assert "# retreat: where the weights exceed their budget" in (tmp_path / "recipe.yaml").read_text()
+    exported = options(recipe(tmp_path, SMOLLM2, backend="gguf"), "quantize-weights")
+    assert "retreat" not in exported
+
+
 def test_limits_stand_above_what_is_predicted(tmp_path: Path) -> None:
     found = recipe(tmp_path, SMOLLM2)
     budgets = {step.name: step.options["budget"]["kld_mean"] for step in found.passes if "budget" in step.options}

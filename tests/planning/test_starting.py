@@ -107,6 +107,14 @@ def options(recipe: Recipe, name: str) -> dict[str, object]:
     return next(dict(step.options) for step in recipe.passes if step.name == name)
 
 
+def test_a_context_as_short_as_an_answer_has_room_for_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PUBLIC, "short", {**PUBLIC["llama-3.1-8b"], "max_position_embeddings": 32})  # type: ignore[arg-type]
+    recipe = start(tmp_path, "cpu-avx2", "latency", "short")
+    latency = recipe.validation.latency
+    assert latency is not None
+    assert max(latency.prompt_tokens) + latency.output_tokens <= recipe.engine.max_context == 32
+
+
 def test_goals_differ_on_a_cpu(tmp_path: Path) -> None:
     small, fast, many, good = (start(tmp_path, "cpu-avx2", goal, "llama-3.1-8b") for goal in
                                ("size", "latency", "throughput", "quality"))  # fmt: skip

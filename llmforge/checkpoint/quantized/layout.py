@@ -225,12 +225,13 @@ class QuantizedLayout(ABC):
 def settings_of(settings: Mapping[str, Any]) -> Any:
     """Return the quantization_config of a configuration, or that of the language model inside; None: it has none.
 
-    transformers leaves that of the GGUF file behind whose weights it dequantized; it says nothing of what lies here.
+    transformers leaves that of the GGUF file behind whose weights it dequantized; it says nothing of what lies here,
+    and an empty one does not, either.
     """
     own = settings.get("quantization_config")
     text = settings.get("text_config")
     found = text.get("quantization_config") if own is None and isinstance(text, dict) else own
-    return None if isinstance(found, dict) and "gguf_file" in found else found
+    return None if isinstance(found, dict) and (not found or "gguf_file" in found) else found
 
 
 def same_content(left: TensorEntry | QuantizedTensor, right: TensorEntry | QuantizedTensor) -> bool:

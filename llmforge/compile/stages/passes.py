@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import onnx_ir as ir
@@ -13,7 +14,7 @@ from llmforge import calibration
 from llmforge.base import spans
 from llmforge.base.progress import Progress
 from llmforge.checkpoint import documents
-from llmforge.compile import dry_run, lock
+from llmforge.compile import dry_run, lock, retreats
 from llmforge.compile.answered import answering
 from llmforge.compile.cached_passes import PassChain
 from llmforge.compile.lossy_parts import LossyStep
@@ -26,7 +27,7 @@ from llmforge.gates import records
 from llmforge.ir import dialect, graph, interface
 from llmforge.ir.scratch import Scratch
 from llmforge.quantization.statistics import Demand
-from llmforge.rewrite import options, pass_base
+from llmforge.rewrite import options, pass_base, pruning
 from llmforge.rewrite.pass_base import Context, Numerics, Pass
 from llmforge.runtime.config import physical_cores
 from llmforge.trace.export.limits import WHOLE_BYTES
@@ -36,16 +37,38 @@ from llmforge.verification.reports import GraphSnapshot
 
 
 def run_passes(state: CompileState) -> None:
-    """Collect what the passes demand, and run them one after the other over `state.model`; their proofs have begun."""
-    recipe, checkpoint, proofs = state.recipe, state.checkpoint, state.overlap.proofs
+    """Collect what the passes demand, and run them one after the other over `state.model`; their proofs have begun.
+
+    Where one exceeds its budget that may retreat, all run again, with more bits for its worst layers.
+    """
     if state.demands:  # torch computes in one thread at a time
-        proofs.finish(state.clock)
-    state.texts = BuildTexts(recipe, checkpoint, state.demands, answering(state.reuse), state.clock)
+        state.overlap.proofs.finish(state.clock)
+    state.texts = BuildTexts(state.recipe, state.checkpoint, state.demands, answering(state.reuse), state.clock)
+    state.windows = state.texts.evaluation
+    kept_notes, kept_digests = [*state.notes], [*state.digests.done]
+    while (changed := _run_all(state)) is not None:
+        number = len(state.runs) - 1
+        steps = [changed if index == number else step for index, step in enumerate(state.steps)]
+        state.checked = replace(state.checked, steps=steps)
+        state.demands = [pruning.bound(demand, state.traced) for step in steps for demand in step.demands()]
+        state.model = state.traced.clone()
+        state.model.meta.update(state.traced.meta)
+        state.notes[:], state.digests.done[:] = kept_notes, kept_digests
+        state.runs, state.adapter_proofs, state.lossy_steps = [], [], []
+    state.plugins = lock.of_plugins(state.recipe.plugins(state.steps), state.reuse.code)
+    state.notes += [
+        *(line for run in state.runs for line in run.proven().retreat_lines),
+        *(f"plug-in {each.package} {each.version} took part: {', '.join(each.parts)}" for each in state.plugins),
+    ]
+
+
+def _run_all(state: CompileState) -> Pass | None:
+    """Calibrate and run the passes; return the last one that ran with other options, where it must retreat."""
+    recipe, checkpoint, proofs = state.recipe, state.checkpoint, state.overlap.proofs
     state.calibration = calibrate(state.texts, state.model, state.demands, state.reuse, state.clock)
     statistics = state.calibration.statistics
     state.digests.statistics(statistics)
     state.notes += statistics.notes if statistics is not None else ()
-    state.windows = state.texts.evaluation
     state.notes += state.texts.notes
     lossy = any(step.numerics is Numerics.LOSSY for step in state.steps)
     chosen = [window.ids for window in state.texts.budget_windows()] if lossy else []
@@ -61,23 +84,32 @@ def run_passes(state: CompileState) -> None:
             wanted = statistics if step.demands() else None
             context = Context(state.target, wanted, scratch, dry_run.stored_codes(checkpoint), state.adapters)
             _run_pass(state, step, context, chain, prover)
-    state.plugins = lock.of_plugins(recipe.plugins(state.steps), state.reuse.code)
-    state.notes += [
-        f"plug-in {each.package} {each.version} took part: {', '.join(each.parts)}" for each in state.plugins
-    ]
+            if (changed := _retreated(state, step)) is not None:
+                return changed
+    return None
+
+
+def _retreated(state: CompileState, step: Pass) -> Pass | None:
+    """Wait for the proof of a pass that may retreat, and return what it becomes; None: it stays as it is."""
+    number = len(state.runs) - 1
+    if step.may_retreat is None or not state.lossy_steps or state.lossy_steps[-1].number != number:
+        return None
+    state.overlap.proofs.finish(state.clock)
+    return retreats.retreat(state, state.runs[-1].proven(), state.lossy_steps[-1])
 
 
 def _run_pass(state: CompileState, step: Pass, context: Context, chain: PassChain, prover: PassProver) -> None:
     """Run one pass, and keep what is needed of the graph before it."""
-    model, is_lossy = state.model, step.numerics is Numerics.LOSSY
+    model, is_lossy, number = state.model, step.numerics is Numerics.LOSSY, len(state.runs)
     before = model.clone() if is_lossy or state.adapters else model
     run, notes = transform(step, model, context, chain, prover, state.clock)
+    run = replace(run, record=partial(run.record, retreats=state.retreats.get(number, ())))
     if _takes_adapters(model) and not _takes_adapters(before):
         state.adapter_proofs.append(_begin_adapter_proof(state, before, model.clone()))
     state.digests.graph(step.name, model)
     state.notes += notes
     if is_lossy and run.record.keywords["rewritten"]:
-        state.lossy_steps.append(LossyStep(len(state.runs), step, before, model.clone(), context))
+        state.lossy_steps.append(LossyStep(number, step, before, model.clone(), context))
     state.runs.append(run)
 
 

@@ -238,6 +238,7 @@ def gptq(
             steps=steps,
             sweeps=sweeps if start is None else min(sweeps, SWEEPS_AGAIN),
             start=start,
+            with_loss=False,
             threads=threads,
         )
         return matrix

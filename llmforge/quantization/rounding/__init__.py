@@ -69,6 +69,7 @@ def choose(
     steps: int,
     sweeps: int,
     start: QuantizedMatrix | None = None,
+    with_loss: bool = True,
     threads: int = 1,
 ) -> tuple[QuantizedMatrix, NDArray[np.float64]]:
     """Choose scales, zero points and codes for `target` [N, K], and say what error e Hessian eᵀ each row has left.
@@ -76,7 +77,8 @@ def choose(
     `steps` ranges are tried for each block, from 1.1 to 0.5 of its own (0: its own alone), weighted with the diagonal
     of the Hessian; then come `sweeps` of refitting scale and zero point of each block and of coordinate
     descent, none of which raises the error. Scales are such as the grid stores. With `start` no grid is searched: its
-    scales and zero points are the first. Rows of a trellis are rounded by 16, from the first on.
+    scales and zero points are the first. Rows of a trellis are rounded by 16, from the first on. Errors are those of no
+    row where they are not asked for (`with_loss`), which costs a product with the Hessian.
 
     Raises:
         EnvironmentLacks: llmforge was installed without a C compiler.
@@ -95,7 +97,7 @@ def choose(
         "codes": np.empty((n, k), np.uint8),
         "scales": np.empty((n, blocks), np.float32),
         "zeros": np.empty((n, blocks), np.uint8),
-        "loss": np.empty(n, np.float64),
+        "loss": np.empty(n if with_loss else 0, np.float64),
     }
     if start is not None:
         assert start.grid == grid
@@ -106,7 +108,8 @@ def choose(
     assert arrays["order"].shape == (k,)
     assert arrays["hessian"].shape == arrays["lower"].shape == (k, k)
     numbers = (grid.bits, grid.symmetric, _STORAGE[grid.scale], steps, sweeps, start is not None, grid.trellis)
-    job = _RoundingJob(n, k, grid.block_size, SUPERBLOCK, *numbers, *(arrays[name].ctypes.data for name in _ARRAYS))
+    places = {name: array.ctypes.data if array.size else None for name, array in arrays.items()}
+    job = _RoundingJob(n, k, grid.block_size, SUPERBLOCK, *numbers, *(places[name] for name in _ARRAYS))
     if _library().llmforge_round(ctypes.byref(job), threads):
         raise MemoryError(f"a weight [{n}, {k}] could not be rounded")
     matrix = assemble(grid, arrays["codes"], arrays["scales"], arrays["zeros"].astype(np.float32))

@@ -23,7 +23,7 @@ typedef struct Rounding {
     uint8_t *codes;        /* [n, k] */
     float *scales;         /* [n, blocks] */
     uint8_t *zeros;        /* [n, blocks] */
-    double *loss;          /* [n]: eᵀHe of what is left, e = target - value */
+    double *loss;          /* [n]: eᵀHe of what is left, e = target - value; NULL: nobody asks */
 } Rounding;
 
 typedef struct Rounder {
