@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from .models import smollm2
+
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 
@@ -44,8 +46,9 @@ def test_the_tutorial_shows_the_way() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_every_command_does_what_is_shown(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "tests" / "data" / "docs-llama-7m", tmp_path / "model")
+    shutil.copytree(smollm2.checkpoint(), tmp_path / "model")
     [gates] = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
     (tmp_path / "gates.yaml").write_text(gates)
     for words, shown in commands():

@@ -3,7 +3,9 @@
 Two cores of an AMD EPYC (Zen 4), CPU time of all processes. A llama of 6.8 M parameters, a mixture of experts of 11.5 M
 and SmolLM2-135M, by the recipes that `init` writes for them: 16 × 512 tokens of calibration, 30,720 of evaluation,
 prompts of 32 and 512 tokens timed six times. SmolLM2 took 492 s: 283 to calibrate int4 by GPTQ (11 to observe ranges
-alone), 17 for proofs, 137 for quality, 40 for latency; other processes ran beside it, which costs some CPU time. Four
+alone), 17 for proofs, 137 for quality, 40 for latency; other processes ran beside it, which costs some CPU time. It
+answers the 64 chats that ship in 30 s, 24 of them in 12 (one thread): half of it reads the prompts, of 103 tokens each
+with what fills them up, half writes 41 tokens each. Four
 layers of Qwen3-0.6B (63 M parameters) took 69 s for 2,048 tokens. GPTQ takes a column of inputs after the other, 1.5 ms
 each whatever its length up to 3,072; gradients and forward passes grow with the text. TensorRT: eight layers of 320 MB
 in all, two profiles, 14 to 17 s.
@@ -32,6 +34,9 @@ PLAN_S_PER_GB = 48.0  # of TensorRT's weights: 15.5 s for 0.32 GB
 OPEN_S, OPEN_S_PER_B = 0.2, 3.0  # engine and baseline
 QUALITY_S_PER_TOKEN = 2.4e-11  # and parameter that it uses: engine and baseline
 QUALITY_S_PER_LOGIT = 2.4e-8  # two of which are compared
+ASKED_S_PER_TOKEN = 2.5e-11  # and parameter of layers, of a prompt that the checkpoint answers
+ANSWERED_S_PER_TOKEN = 4e-11  # and parameter, of an answer; many prompts take a step together
+MOST_ASKED_BYTES = 8 << 30  # `MOST_BYTES` of llmforge.measure.chat_answers
 TIMED_S_PER_TOKEN = 4.5e-11  # and parameter, of a prompt: engine and baseline
 STEP_TOKENS = 8  # tokens of a prompt that take as long as a step, which is bound by memory
 STEP_S = 2.8e-3  # of a step besides, of both
@@ -66,6 +71,8 @@ class BuildWork:
     quality_tokens: int = 0  # that are evaluated
     prompt_tokens: int = 0  # of the prompts that are timed, all repetitions together
     timed_steps: int = 0  # of decoding, likewise
+    asked_tokens: int = 0  # of the prompts that the checkpoint answers, filled up to the longest of a batch
+    answered_tokens: int = 0  # of its answers, at most
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,10 @@ def _stages(shape: Shape, scheme: DtypeScheme, backend: BackendName, work: Build
     yield StageCost("Trace", TRACE_S)
     yield StageCost("Read checkpoint", shape.parameters * BITS[shape.dtype] / 8e9 * HASH_S_PER_GB)
     yield StageCost("Finish proofs", VERIFY_S + billions * VERIFY_S_PER_B, spreads=True)
+    if work.answered_tokens and 4 * shape.parameters <= MOST_ASKED_BYTES:
+        asked = ASKED_S_PER_TOKEN * used * work.asked_tokens
+        answered = ANSWERED_S_PER_TOKEN * shape.active_parameters * work.answered_tokens
+        yield StageCost("Answer chats", OPEN_S + billions * OPEN_S_PER_B + asked + answered, spreads=True)
     calibrated = OBSERVE_S_PER_TOKEN * used * work.observed_tokens
     if work.calibration_tokens:
         calibrated += calibration_s(shape, work.calibration_tokens)

@@ -53,6 +53,7 @@ class PlanRequest:
     ranks: int | None = None
     usd_per_hour: float | None = None
     calibration_tokens: int = 0  # that choose codes, where no recipe says what there is to do
+    sample_chats: bool = False  # the chats that ship are among the texts, where no recipe says what there is to do
     work: BuildWork | None = None  # of a recipe
     stored: str | None = None  # what becomes of a checkpoint that comes quantized
     adapters: Adapters = field(default_factory=Adapters)  # of a recipe
@@ -103,7 +104,7 @@ def of_target(shape: Shape, target: Target, asked: PlanRequest) -> Planned:
     Raises:
         UsageError, UnsupportedError: as `answer`.
     """
-    said = PlanRequest(work=work.of_start(asked.calibration_tokens))
+    said = PlanRequest(work=work.of_start(asked.calibration_tokens, has_chats=asked.sample_chats))
     return _planned(shape, target, _workload(shape, asked, said), asked, said)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmforge.backends import BACKENDS, BackendName, plugin_of
 from llmforge.base.errors import UnsupportedError
-from llmforge.checkpoint import CONFIG, read_settings
+from llmforge.checkpoint import CONFIG, find_chat_template, folder_of, read_settings
 from llmforge.metrics.units import count, duration, significant, size
 from llmforge.native import library
 from llmforge.planning import choice, config, memory, request, scheme, source
@@ -106,7 +106,9 @@ def write(
             f"{chosen} has no format to quantize {shape.name} to on {target.name}",
             hint="choose another --goal, --target or --engine",
         )
-    planned = _plan(shape, target, chosen, stores, goal, calibrated=any(each.calibrated for _, each in proposed))
+    has_chats = sample_text and find_chat_template(folder_of(folder)) is not None
+    calibrated = any(each.calibrated for _, each in proposed)
+    planned = _plan(shape, target, chosen, stores, goal, calibrated=calibrated, sample_chats=has_chats)
     if not planned.plan.asked.memory.fits:
         held = planned.plan.asked.memory
         raise UnsupportedError(
@@ -119,7 +121,14 @@ def write(
 
 
 def _plan(
-    shape: Shape, target: Target, backend: BackendName, wanted: Storage, goal: Goal, *, calibrated: bool = False
+    shape: Shape,
+    target: Target,
+    backend: BackendName,
+    wanted: Storage,
+    goal: Goal,
+    *,
+    calibrated: bool = False,
+    sample_chats: bool = False,
 ) -> Planned:
     """Plan with the largest batch of the goal that fits at the recipe's context, of powers of two."""
     placed = Placement(shape, target, scheme.choose(target, backend, shape.dtype, wanted), 1)
@@ -127,7 +136,9 @@ def _plan(
     while batch > 1 and memory.largest_batch(placed, _context(shape)) < batch:
         batch //= 2
     tokens = choice.CALIBRATION_TOKENS if calibrated else 0
-    asked = PlanRequest(backend=backend, batch=batch, wanted=wanted, calibration_tokens=tokens)
+    asked = PlanRequest(
+        backend=backend, batch=batch, wanted=wanted, calibration_tokens=tokens, sample_chats=sample_chats
+    )
     return request.of_target(shape, target, asked)
 
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+from llmforge import recipes
+from llmforge.base.errors import DataError
+from llmforge.checkpoint import documents
 from llmforge.planning.building import BuildWork
 from llmforge.quantization.statistics import WeightDemand
-from llmforge.recipe import LatencySpec, QualitySpec, Recipe
+from llmforge.recipe import CalibrationSpec, LatencySpec, QualitySpec, Recipe
 from llmforge.recipe.latency import WorkloadSpec
 from llmforge.rewrite.pass_base import Numerics, Pass
 
 BYTES_PER_TOKEN = 4  # of text
+ANSWER_TOKENS, ANSWER_BATCH = 48, 64  # `MOST_TOKENS` and `BATCH` of llmforge.measure.chat_answers
+TEMPLATE_TOKENS = 32  # that a chat template writes around a question: SmolLM2's, with its system prompt
 MOST_WINDOWS = 24  # of a budget: `BUDGET_WINDOWS` of llmforge.compile.texts
 
 
@@ -23,34 +30,71 @@ def of_recipe(recipe: Recipe, steps: Sequence[Pass]) -> BuildWork:
     chosen = any(isinstance(demand, WeightDemand) for demand in demands)
     length = quality.context if quality is not None else 0 if calibration is None else calibration.length
     budget = MOST_WINDOWS * length // 3  # which decide where the figure is far from its limit
+    read = [*_files(quality), *(_files(calibration) if demands or quality is None else ())]
+    asked, answered = _answered(read)
     prompts, decoded = (0, 0) if latency is None else _timed(latency)
     return BuildWork(
         calibration_tokens=tokens if chosen else 0,
         observed_tokens=0 if chosen else tokens,
         budget_tokens=budget if any(step.numerics is Numerics.LOSSY for step in steps) else 0,
+        asked_tokens=asked,
+        answered_tokens=answered,
         quality_tokens=0 if quality is None else _evaluated(quality),
         prompt_tokens=prompts,
         timed_steps=decoded,
     )
 
 
-def of_start(calibration_tokens: int) -> BuildWork:
-    """Count what a recipe that `init` writes asks for (`planning.starting`), with so many tokens that choose codes."""
+def of_start(calibration_tokens: int, *, has_chats: bool) -> BuildWork:
+    """Count what a recipe that `init` writes asks for (`planning.starting`), with so many tokens that choose codes.
+
+    `has_chats`: the chats that ship are among its texts.
+    """
     windows, prompts, answer, repetitions = 512, (32, 512), 32, 6
+    names = ["evaluation", "calibration"][: 2 if calibration_tokens else 1] if has_chats else []
+    asked, answered = _answered([recipes.TEXT / f"chat-{name}.jsonl" for name in names])
     return BuildWork(
         calibration_tokens=calibration_tokens,
         budget_tokens=MOST_WINDOWS * windows // 3,
+        asked_tokens=asked,
+        answered_tokens=answered,
         quality_tokens=60 * windows,
         prompt_tokens=repetitions * sum(prompts),
         timed_steps=repetitions * answer * len(prompts),
     )
 
 
+def _files(spec: CalibrationSpec | QualitySpec | None) -> tuple[Path, ...]:
+    """List the files of a text."""
+    given: Any = () if spec is None else spec.data
+    return given if isinstance(given, tuple) else (given,)
+
+
+def _answered(files: Sequence[Path]) -> tuple[int, int]:
+    """Count the tokens of the chats that the checkpoint answers, filled up to the longest of a batch, and its answers.
+
+    What cannot be read is not counted: the build itself says what is wrong with it.
+    """
+    lengths = sorted(itertools.chain(*map(_prompts, files)))
+    batches = [lengths[at : at + ANSWER_BATCH] for at in range(0, len(lengths), ANSWER_BATCH)]
+    return sum(len(batch) * batch[-1] for batch in batches), ANSWER_TOKENS * len(lengths)
+
+
+def _prompts(file: Path) -> Iterator[int]:
+    """Give the tokens of each chat of a file that is not answered yet, by its bytes."""
+    try:
+        read = documents.read_documents(file)
+    except DataError:
+        return
+    for document in read:
+        if document.is_unanswered:
+            yield TEMPLATE_TOKENS + len(document.text.encode()) // BYTES_PER_TOKEN
+
+
 def _evaluated(spec: QualitySpec) -> int:
     """Count the tokens that are evaluated; of files of unknown length by their bytes, as far as they are there."""
-    given: Any = spec.data
-    files = given if isinstance(given, tuple) else (given,)
-    whole = sum(file.stat().st_size for file in files if file.is_file()) // BYTES_PER_TOKEN
+    files = _files(spec)
+    whole = sum(file.stat().st_size for file in files if file.is_file()) // BYTES_PER_TOKEN + _answered(files)[1]
     return whole if spec.max_tokens is None else min(spec.max_tokens, whole or spec.max_tokens)
 
 

@@ -1,9 +1,11 @@
 """Plans: schemes, bytes, the roofline's properties, what fits, what pays, what a build takes."""
 
 import itertools
+import json
 import re
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +16,15 @@ from llmforge import targets
 from llmforge.backends import PROVIDERS
 from llmforge.backends.tensorrt import refusals
 from llmforge.base.errors import UnsupportedError, UsageError
+from llmforge.measure import chat_answers
 from llmforge.metrics.units import significant, step_time
-from llmforge.planning import advice, building, deployment, families, memory, roofline, scheme
+from llmforge.passes import ALL
+from llmforge.planning import advice, building, deployment, families, memory, roofline, scheme, work
 from llmforge.planning.deployment import DeploymentPlan
 from llmforge.planning.roofline import Placement, Workload
 from llmforge.planning.scheme import DtypeScheme
 from llmforge.quantization.formats import SLOTS4_KV, KvFormat, SlotFormat
+from llmforge.recipe import Recipe
 from llmforge.rewrite.traits import Storage
 from llmforge.targets import Target
 
@@ -29,6 +34,7 @@ BF16 = DtypeScheme("bf16", "bf16", "bf16", "bf16", "bf16")
 GPUS = [name for name in targets.names() if not name.startswith("cpu-")]
 SHAPES = {name: families.shape(name, data) for name, data in PUBLIC.items()}
 A100 = targets.load("a100-80")
+SAMPLE = Path(__file__).resolve().parents[1] / "data" / "docs-llama-7m"
 KV_K8V4 = KvFormat(SlotFormat("int8", "token"), SlotFormat("int4", "token"))
 
 
@@ -570,6 +576,57 @@ def test_a_build_is_predicted_within_a_factor_of_one_and_a_half(name: str) -> No
     for title, seconds in measured.items():
         assert 1 / 1.5 < stages[title] / seconds < 1.5, title
     assert build.cpu_s / 2 < build.seconds(2) < build.seconds(1) == build.cpu_s
+
+
+def test_chats_that_the_checkpoint_answers_are_predicted() -> None:
+    """30 s of CPU time for the 64 that ship, 12 s for 24 of them: SmolLM2-135M, one thread, a load of 0.6 s each."""
+    config, _, _ = BUILT["smollm2-135m"]
+    shape = families.shape("s", {"max_position_embeddings": 1024, "torch_dtype": "bfloat16", **config})
+    int4 = DtypeScheme("bf16", "int4", "fp32", "int8", "int8", block=32)
+
+    def answers(asked: building.BuildWork) -> dict[str, float]:
+        build = building.predict(shape, int4, "onnxruntime", asked)
+        return {stage.title: stage.cpu_s for stage in build.stages if "chats" in stage.title}
+
+    both, one, none = (
+        work.of_start(tokens, has_chats=chats) for tokens, chats in ((8192, True), (0, True), (8192, False))
+    )
+    assert (both.answered_tokens, one.answered_tokens) == (64 * 48, 24 * 48)
+    assert 1 / 1.3 < both.asked_tokens / 6592 < 1.3
+    assert 1 / 1.3 < one.asked_tokens / 2424 < 1.3
+    assert 1 / 1.3 < answers(both)["Answer chats"] / 30.4 < 1.3
+    assert 1 / 1.3 < answers(one)["Answer chats"] / 11.7 < 1.3
+    assert answers(none) == {}
+    large = replace(shape, layers=tuple((20 * count, layer) for count, layer in shape.layers))
+    stages = building.predict(large, int4, "onnxruntime", both).stages
+    assert "Answer chats" not in {stage.title for stage in stages}  # it would take too long to answer
+
+
+def test_chats_are_counted_as_the_build_answers_them(tmp_path: Path) -> None:
+    assert (work.ANSWER_TOKENS, work.ANSWER_BATCH) == (chat_answers.MOST_TOKENS, chat_answers.BATCH)
+    assert building.MOST_ASKED_BYTES == chat_answers.MOST_BYTES
+    asked, said = {"role": "user", "content": "What is a norm?"}, {"role": "assistant", "content": "A length."}
+    lines = [{"messages": [asked]}, {"messages": [asked, said]}, {"text": "What is a norm?"}]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "Another text."}))
+    passes = "[fuse-norms, {quantize-weights: {method: METHOD, budget: {kld_mean: 1}}}]"
+    text = f"""\
+schema: 1
+name: m
+checkpoint: {SAMPLE}
+target: local
+engine: {{backend: onnxruntime, max_context: 64}}
+calibration: {{data: mixed.jsonl, samples: 1, length: 32}}
+passes: {passes}
+validation: {{quality: {{data: text.jsonl, context: 32}}}}
+"""
+    for method, chats in (("gptq", 1), ("rtn", 0)):  # what is not calibrated reads no calibration text
+        path = tmp_path / f"{method}.yaml"
+        path.write_text(text.replace("METHOD", method))
+        recipe = Recipe.load(path)
+        found = work.of_recipe(recipe, recipe.instantiate(ALL))
+        assert found.answered_tokens == 48 * chats
+        assert found.asked_tokens == (work.TEMPLATE_TOKENS + 15 // 4) * chats
 
 
 def test_a_build_without_calibration_or_validation_is_predicted_too() -> None:
