@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 DOMAIN = "llmforge.cpu"
 VERSION = 6  # of the operators and of the layout of their weights
+READS = (5, 6)  # versions whose engines run: 5 had no minima
 # From the one that runs everywhere to the fastest; `neon` has dot products and is the only one for ARM.
 INSTRUCTION_SETS = ("generic", "avx2", "avx512vnni", "avx512bf16", "neon")
 L = TypeVar("L", bound=ctypes.CDLL)

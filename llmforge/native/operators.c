@@ -132,7 +132,7 @@ static Status *keep(const Api *api, const void *made, size_t size, void **kernel
 }
 
 static Status *read_weights(const Api *api, const KernelInfo *info, Weights *w) {
-    int64_t bits, zero_points, scales, trellis, minimums;
+    int64_t bits, zero_points, scales, trellis;
     TRY(ort_attribute_int(api, info, "N", &w->n));
     TRY(ort_attribute_int(api, info, "K", &w->k));
     TRY(ort_attribute_int(api, info, "block_size", &w->block));
@@ -140,7 +140,7 @@ static Status *read_weights(const Api *api, const KernelInfo *info, Weights *w) 
     TRY(ort_attribute_int(api, info, "zero_points", &zero_points));
     TRY(ort_attribute_int(api, info, "scales", &scales));
     TRY(ort_attribute_int(api, info, "trellis", &trellis));
-    TRY(ort_attribute_int(api, info, "minimums", &minimums));
+    const int64_t minimums = ort_attribute_int_or(api, info, "minimums", 0); /* version 5 had none */
     w->bits = (int)bits;
     w->zero_points = (int)zero_points;
     w->scales = (int)scales;

@@ -68,6 +68,14 @@ static inline Status *ort_attribute_float(const Api *api, const KernelInfo *info
 static inline Status *ort_attribute_int(const Api *api, const KernelInfo *info, const char *name, int64_t *out) {
     return CALL(api, 86, Status * (*)(const KernelInfo *, const char *, int64_t *))(info, name, out);
 }
+/* The attribute, or `otherwise` where the node has none. */
+static inline int64_t ort_attribute_int_or(const Api *api, const KernelInfo *info, const char *name, int64_t otherwise) {
+    int64_t found = otherwise;
+    Status *status = ort_attribute_int(api, info, name, &found);
+    if (!status) return found;
+    CALL(api, 93, void (*)(Status *))(status);
+    return otherwise;
+}
 static inline Status *ort_input(const Api *api, const Context *context, size_t index, const Value **value) {
     return CALL(api, 90, Status * (*)(const Context *, size_t, const Value **))(context, index, value);
 }

@@ -269,10 +269,10 @@ class RuntimeConfig:
             VersionMismatch: always names both versions.
             EnvironmentLacks: the engine needs the CPU kernels, and they are not compiled here.
         """
-        if self.kernels not in (None, native.VERSION):
+        if self.kernels not in (None, *native.READS):
             raise VersionMismatch(
-                f"the artifact was built with version {self.kernels} of the CPU kernels, but this llmforge has version "
-                f"{native.VERSION}",
+                f"the artifact was built with version {self.kernels} of the CPU kernels, but this llmforge reads "
+                f"versions {', '.join(map(str, native.READS))}",
                 hint="build the artifact again, or run it with the llmforge that built it",
             )
         if self.kernels is not None:
