@@ -374,11 +374,12 @@ def _tried(recipe: Recipe) -> Tried:
     from llmforge.base.errors import CheckpointError, EnvironmentLacks
     from llmforge.cache import Cache, default_folder, default_size
     from llmforge.cli import console
-    from llmforge.compile import trial
     from llmforge.planning import choice
 
     if extras.missing("build"):
         return choice.UNTRIED
+    from llmforge.compile import trial
+
     with console.progress() as progress, Cache(default_folder(), default_size()) as cache:
         try:
             return trial.run(recipe, cache=cache, progress=progress)

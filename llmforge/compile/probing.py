@@ -12,7 +12,6 @@ from llmforge.base.errors import CheckpointError, DataError, UnsupportedError
 from llmforge.base.progress import Progress
 from llmforge.cache import Cache, installed
 from llmforge.checkpoint import Checkpoint, documents, text
-from llmforge.compile import texts
 from llmforge.planning.choice import Probed
 from llmforge.quantization.costs import ModelFormats
 
@@ -31,6 +30,7 @@ def probe(
         return Probed(why=f"what builds is not installed ({extras.hint('build')})")
     from llmforge.calibration import Store
     from llmforge.calibration import probe as measuring
+    from llmforge.compile import texts
 
     progress.stage("Measure what formats cost this model")
     try:

@@ -34,7 +34,7 @@ def run(recipe: Recipe, *, cache: Cache, progress: Progress) -> Tried:
     try:
         calibrated = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else {}
     except UnsupportedError as error:
-        return Tried(uncalibrated=error.message)
+        return Tried(uncalibrated=error.message.replace(str(checkpoint.path), "the model"))
     idle: dict[str, str] = {}
     dry_run.run(
         model,

@@ -212,7 +212,7 @@ def test_a_recipe_says_what_to_plan(machine: Path) -> None:
     plan = facts(ROOT / "recipes" / "quickstart.yaml", "--target", machine)
     assert plan["scheme"] == {
         "compute": "fp32", "weights": "int4", "kv": "int8", "product": "int8", "embedding": "int8", "block": 32,
-        "symmetric": False, "head": None, "cache": None, "scale": None,
+        "symmetric": False, "minimums": False, "head": None, "cache": None, "scale": None,
     }  # fmt: skip
     assert plan["workload"] == {"prompt": 768, "output": 256, "batch": 8}
     assert plan["target"] == "here"
