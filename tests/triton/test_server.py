@@ -203,18 +203,18 @@ class TestAnswers:
         assert usage["ttft_ms"] > 0
 
     def test_a_stream_over_http_adds_up_to_the_answer(self, server: Server) -> None:
-        whole = server.generate("random", text_input="Tell me", max_tokens=400, ignore_eos=True).json
-        pieces = server.generate_stream("random", text_input="Tell me", max_tokens=400, ignore_eos=True)
+        whole = server.generate("random", text_input="Tell me", max_tokens=900, ignore_eos=True).json
+        pieces = server.generate_stream("random", text_input="Tell me", max_tokens=900, ignore_eos=True)
         assert len(pieces) > 2
         assert text_of(pieces) == whole["text_output"]
-        assert sum(piece["num_output_tokens"] for piece in pieces) == 400
+        assert sum(piece["num_output_tokens"] for piece in pieces) == 900
         assert {piece["num_input_tokens"] for piece in pieces} == {whole["num_input_tokens"]}
         assert [piece["finish_reason"] for piece in pieces] == [""] * (len(pieces) - 1) + ["length"]
         assert ["usage" in piece for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
     def test_a_stream_over_grpc_is_the_same_and_ends_with_the_final_flag(self, server: Server) -> None:
-        whole = server.generate("random", text_input="Tell me", max_tokens=400, ignore_eos=True).json
-        inputs = {"text_input": text("Tell me"), "max_tokens": ["INT32", [400]], "stream": ["BOOL", [True]]}
+        whole = server.generate("random", text_input="Tell me", max_tokens=900, ignore_eos=True).json
+        inputs = {"text_input": text("Tell me"), "max_tokens": ["INT32", [900]], "stream": ["BOOL", [True]]}
         (answer,) = server.ask("random", {"inputs": inputs, "parameters": {"ignore_eos": True}})
         assert answer["error"] is None
         assert answer["final"]
