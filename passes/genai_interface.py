@@ -37,13 +37,11 @@ from pydantic.dataclasses import dataclass
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.ir import graph, interface, logits_rows, operators
-from llmforge.ir.operators import canonical
-from llmforge.ir.operators.record import CPU
+from llmforge.ir.operators import canonical, cpu
 from llmforge.ir.operators.standard import Gather
 from llmforge.rewrite.pass_base import Changes, Context, Numerics, Pass, Rewritten, Skipped
 
 _KEPT = (interface.INPUT_IDS, interface.POSITION_IDS, interface.LOGITS_ROWS)
-_LEAVE_OUT = "leave genai-interface out of the recipe, or the pass that writes it"
 _LENGTHS = (interface.SEQLENS_K, interface.TOTAL_SEQUENCE_LENGTH)
 
 
@@ -97,14 +95,13 @@ class GenaiInterface(Pass):
                 refuse(f"{where} keeps a state of fixed size; decoders of onnxruntime-genai cache keys and values")
             if canonical.LatentAttention.matches(node):
                 refuse(f"{where} caches latents; decoders of onnxruntime-genai cache keys and values")
-            if node.domain == CPU:
-                refuse(f"{where} is an operator that only llmforge has kernels for", _LEAVE_OUT)
             if operators.is_a(node, canonical.Attention, canonical.GrowingAttention):
                 refuse(
                     f"{where} was not lowered to GroupQueryAttention; onnxruntime-genai gives the lengths of shared "
                     "caches to no other attention",
                     f"the report of flash-attention says why; leave {self.name} out of the recipe",
                 )
+        cpu.require_none(model)  # some of which need no lengths
         names = [str(value.name) for value in model.graph.inputs]
         if not set(_LENGTHS) <= set(names):
             refuse(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import onnx_ir as ir
 import pytest
@@ -23,36 +21,20 @@ from llmforge.passes.fuse_norms import FuseNorms
 from llmforge.recipe import Recipe
 from llmforge.rewrite.pass_base import Changes, Context
 
+from ..samples import tiny_recipes
+
 TIGHT = {"kld_mean": 1e-6}
-TEXT = ("graph", "engine", "pass", "weight", "scale", "token", "cache", "layer", "head", "probe", "gate", "report")
-QUALITY = {"quality": {"data": "evaluation.jsonl", "context": 64}}
 
 
 @pytest.fixture
 def recipe_file(tmp_path: Path, tiny_checkpoint: Path) -> Path:
     """Write a recipe whose budgets and gates cannot hold."""
-    rng = random.Random(0)
-    for name in ("calibration", "evaluation"):
-        lines = [{"id": f"{name}-{i}", "text": f"{name} {i} " + " ".join(rng.choices(TEXT, k=30))} for i in range(10)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    recipe: dict[str, Any] = {
-        "schema": 1,
-        "name": "tiny",
-        "checkpoint": str(tiny_checkpoint),
-        "target": "local",
-        "engine": {"max_context": 128, "max_batch": 2, "threads": 1},
-        "calibration": {"data": "calibration.jsonl", "samples": 8, "length": 64},
-        "passes": [
-            *("fuse-norms", "pack-qkv", "pack-gate-up", "flash-attention"),
-            {"quantize-weights": {"bits": 4, "block_size": 32, "budget": TIGHT}},
-            {"quantize-kv-cache": {"budget": TIGHT}},
-        ],
-        "validation": QUALITY,
-        "gates": {"kld_mean": {"max": 1e-5}, "top1_agreement": {"min": 0.9999}},
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(json.dumps(recipe))  # JSON is YAML
-    return path
+    lossy = [
+        {"quantize-weights": {"bits": 4, "block_size": 32, "budget": TIGHT}},
+        {"quantize-kv-cache": {"budget": TIGHT}},
+    ]
+    gates = {"kld_mean": {"max": 1e-5}, "top1_agreement": {"min": 0.9999}}
+    return tiny_recipes.write(tmp_path, tiny_checkpoint, lossy, gates)
 
 
 def build(*words: str | Path) -> Result:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +18,13 @@ from llmforge.gates.records import PassRecord, VerificationRecord
 from llmforge.quantization.grid import Grid
 from llmforge.rewrite.pass_base import Numerics, Retreat
 
-TEXT = ("graph", "engine", "pass", "weight", "scale", "token", "cache", "layer", "head", "probe", "gate", "report")
+from ..samples import tiny_recipes
 
 
 @pytest.fixture
 def recipe_file(tmp_path: Path, tiny_checkpoint: Path) -> Path:
-    rng = random.Random(0)
-    for name in ("calibration", "evaluation"):
-        lines = [{"id": f"{name}-{i}", "text": f"{name} {i} " + " ".join(rng.choices(TEXT, k=30))} for i in range(10)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    weights = {"bits": 4, "block_size": 32, "scales": "int8", "embedding_bits": 8}
-    recipe: dict[str, Any] = {
-        "schema": 1,
-        "name": "tiny",
-        "checkpoint": str(tiny_checkpoint),
-        "target": "local",
-        "engine": {"max_context": 128, "max_batch": 2, "threads": 1},
-        "calibration": {"data": "calibration.jsonl", "samples": 8, "length": 64},
-        "passes": [
-            *("fuse-norms", "pack-qkv", "pack-gate-up", "flash-attention"),
-            {"quantize-weights": {**weights, "budget": {"kld_mean": 0.5}}},
-        ],
-        "validation": {"quality": {"data": "evaluation.jsonl", "context": 64}},
-        "gates": {"kld_mean": {"max": 1}},
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(json.dumps(recipe))  # JSON is YAML
-    return path
+    weights = {"bits": 4, "block_size": 32, "scales": "int8", "embedding_bits": 8, "budget": {"kld_mean": 0.5}}
+    return tiny_recipes.write(tmp_path, tiny_checkpoint, [{"quantize-weights": weights}], {"kld_mean": {"max": 1}})
 
 
 def build(recipe: Path, out: Path, **options: Any) -> Result:

@@ -23,8 +23,8 @@ from llmforge.base import small_file
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph, interface
+from llmforge.ir.operators import cpu
 from llmforge.ir.operators.contrib import GroupQueryAttention
-from llmforge.ir.operators.record import CPU
 from llmforge.runtime.config import MODEL_FILE
 
 GENAI_FILE = "genai_config.json"
@@ -131,11 +131,7 @@ def check(model: ir.Model, checkpoint: Checkpoint) -> None:
     """
     if interface.ATTENTION_MASK not in {value.name for value in model.graph.inputs}:
         return
-    if own := sorted({node.op_type for node in model.graph if node.domain == CPU}):
-        raise UnsupportedError(
-            f"other runtimes cannot load {', '.join(own)}, operators that only llmforge has kernels for",
-            hint="leave genai-interface or optimum-interface out of the recipe, or the passes that write them",
-        )
+    cpu.require_none(model)
     if graph.PRUNED in model.metadata_props:
         raise UnsupportedError(
             "other runtimes read the number of layers and heads from one configuration; after prune-structure layers "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import onnx_ir as ir
+
+from llmforge.base.errors import UnsupportedError
 from llmforge.ir.operators.record import (
     BYTES,
     CPU,
@@ -156,3 +159,16 @@ class CpuAllGather(Operator, domain=CPU, op_type="AllGather"):
     ranks = integer()
     y = Output(dtype=FLOAT)
     precision = Precision.NO_HALF
+
+
+def require_none(model: ir.Model) -> None:
+    """Return if other runtimes have kernels for all of a graph.
+
+    Raises:
+        UnsupportedError: it has operators of this module.
+    """
+    if own := sorted({node.op_type for node in model.graph if node.domain == CPU}):
+        raise UnsupportedError(
+            f"other runtimes cannot load {', '.join(own)}, operators that only llmforge has kernels for",
+            hint="leave genai-interface or optimum-interface out of the recipe, or the passes that write them",
+        )
