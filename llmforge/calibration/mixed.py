@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -196,10 +197,14 @@ class _Comparison:
         own = formats.of(self.demand)
 
         def compute() -> float:
-            return divergence(Skeleton.build(self.checkpoint), self.held, self.trial(own, self.fitted, None))
+            return divergence(self._skeleton, self.held, self.trial(own, self.fitted, None))
 
         lost: float = self.keep("divergence", own, compute)
         return lost
+
+    @cached_property
+    def _skeleton(self) -> Skeleton:
+        return Skeleton.build(self.checkpoint)
 
 
 def _smallest(losses: Losses, others: int, compare: _Comparison) -> tuple[WeightDemand, str]:
