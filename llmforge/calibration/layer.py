@@ -400,11 +400,14 @@ def narrowed(linears: Iterable[torch.nn.Linear]) -> Iterator[None]:
     """
 
     def product(linear: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-        weight, bias = linear.weight.bfloat16(), linear.bias
+        held = linear.weight, linear.weight.bfloat16()
 
         def forward(input: torch.Tensor) -> torch.Tensor:
-            y = torch.nn.functional.linear(input.bfloat16(), weight).float()
-            return y if bias is None else y + bias
+            nonlocal held
+            if linear.weight is not held[0]:  # it was changed
+                held = linear.weight, linear.weight.bfloat16()
+            y = torch.nn.functional.linear(input.bfloat16(), held[1]).float()
+            return y if linear.bias is None else y + linear.bias
 
         return forward
 
