@@ -157,10 +157,11 @@ def calibrate(
     Linears and experts are quantized in the order in which they run, each with the inputs that the quantized ones
     before it make; ranges of keys and values are those that the quantized weights make. Memory: the embedding while the
     windows enter, then the fp32 weights of one layer and the hidden states of all windows; where weights are quantized,
-    the hidden states twice, the inputs of the layer's linears and experts, and one Hessian with its factor, K × K in
-    fp64. Results of each layer are kept in `store` when it is done, and found there by a later call that asks for the
-    same; where all are found, nothing is run. The hidden states in front of the next layer are kept there until all
-    are done, so that a call that was killed goes on at the first layer that is lacking.
+    the hidden states twice, the inputs of the layer's linears and experts, what its runs hold where they wait, of each
+    thread the sums of one share of the windows, K × K in fp32, and one Hessian with its factor, K × K in fp64. Results
+    of each layer are kept in `store` when it is done, and found there by a later call that asks for the same; where all
+    are found, nothing is run. The hidden states in front of the next layer are kept there until all are done, so that a
+    call that was killed goes on at the first layer that is lacking.
 
     Two runs on one machine, with as many `threads`, give identical results, whatever threads the process has.
 

@@ -19,10 +19,11 @@ import torch
 
 from llmforge.calibration.layer import Arguments, DecoderLayer
 from llmforge.calibration.sums import InputSums
-from llmforge.calibration.threads import compute_alone
+from llmforge.calibration.threads import MOST_THREADS, compute_alone
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs
 
 SHARES = 8  # of the windows, each every eighth: sums are over a share, and those of shares are added in order
+WAITING = 512  # runs at most that sleep, each in a thread of its own; those of more windows begin anew for each linear
 _Found = TypeVar("_Found")
 
 
@@ -35,6 +36,7 @@ class _WindowRun:
     """The run of one window through a layer, which `starts` in a thread that sleeps unless it is waited for."""
 
     starts: Callable[[_WindowRun], Future[torch.Tensor]]
+    waits: bool  # in front of a linear for the next one; else it begins anew
     wanted: str | None = None  # linear or experts that it stops in front of next; None: it does not stop
     called_with: Arguments | None = None  # the `wanted`, of which it stands in front; None: it has ended
     silent: bool = False  # whether the `wanted` is left out when it goes on: it makes 0
@@ -42,6 +44,15 @@ class _WindowRun:
     _go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     _stands: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     _future: Future[torch.Tensor] | None = None
+
+    def arguments(self, wanted: str) -> Arguments | None:
+        """Go on until the `wanted` is about to run, and return what it is called with; None: it is not."""
+        self.run_to(wanted)
+        found = self.called_with
+        if not self.waits and found is not None:
+            self.let_go()
+            self._future = None
+        return found
 
     def run_to(self, wanted: str | None) -> None:
         """Go on until the `wanted` is about to run, or to the end."""
@@ -105,8 +116,9 @@ class Runs:
             return layer.run(window, states[window])
 
         modules, linears = layer.modules(), layer.linears()
-        with ThreadPoolExecutor(len(states), initializer=compute_alone) as threads, ExitStack() as stack:
-            runs = [_WindowRun(partial(threads.submit, go, window=window)) for window in range(len(states))]
+        with ThreadPoolExecutor(WAITING + MOST_THREADS, initializer=compute_alone) as threads, ExitStack() as stack:
+            start = [partial(threads.submit, go, window=window) for window in range(len(states))]
+            runs = [_WindowRun(each, window < WAITING) for window, each in enumerate(start)]
             for name, module in modules.items():
                 stack.enter_context(module.register_forward_pre_hook(_stopping(layer, name), with_kwargs=True))
             for name in at_end:
@@ -120,19 +132,21 @@ class Runs:
 
     def arguments(self, name: str, window: int) -> Arguments:
         """Return what linear or experts `name` is called with; see `DecoderLayer.arguments_of`."""
-        run = self.runs[window]
-        run.run_to(name)
-        if run.called_with is None:
+        found = self.runs[window].arguments(name)
+        if found is None:
             raise self.layer.unread(name)
-        return run.called_with
+        return found
 
     def without(self, name: str, window: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what linear `name` reads, [tokens, K], and the hidden states after the layer were its output 0.
 
         They are what it is added to, as it is `at_end`.
         """
-        (x,), run = self.arguments(name, window), self.runs[window]
-        run.silent = True
+        run = self.runs[window]
+        run.run_to(name)
+        if run.called_with is None:
+            raise self.layer.unread(name)
+        ((x,), run.silent) = run.called_with, True
         run.run_to(None)
         return x, run.after
 

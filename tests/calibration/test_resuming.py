@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.calibration import driver
+from llmforge.calibration import driver, resuming
 from llmforge.calibration.layer import Arguments, DecoderLayer, LayerCall
 from llmforge.calibration.quantize import WeightQuantization
 from llmforge.calibration.resuming import Runs
@@ -81,6 +81,17 @@ def test_results_are_those_of_runs_from_the_beginning(
     found = driver.calibrate(checkpoint, windows, DEMANDS)
     begun_anew(monkeypatch)
     assert same(found, driver.calibrate(checkpoint, windows, DEMANDS))
+
+
+def test_results_are_the_same_where_more_windows_are_than_can_wait(
+    tiny_checkpoint: Path, windows: list[TokenWindow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = Checkpoint.open(tiny_checkpoint)
+    found = driver.calibrate(checkpoint, windows, DEMANDS)
+    monkeypatch.setattr(resuming, "WAITING", 1)
+    counts = counted(monkeypatch)
+    assert same(found, driver.calibrate(checkpoint, windows, DEMANDS))
+    assert max(counts.values()) > 2 * len(windows) + 8  # they began anew
 
 
 def test_every_linear_multiplies_a_window_once_as_it_was_and_once_as_it_is(
