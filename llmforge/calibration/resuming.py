@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -35,6 +34,7 @@ class _LetGo(BaseException):
 class _WindowRun:
     """The run of one window through a layer, which `starts` in a thread that sleeps unless it is waited for."""
 
+    window: int
     starts: Callable[[_WindowRun], Future[torch.Tensor]]
     waits: bool  # in front of a linear for the next one; else it begins anew
     wanted: str | None = None  # linear or experts that it stops in front of next; None: it does not stop
@@ -111,14 +111,16 @@ class Runs:
     def of(cls, layer: DecoderLayer, states: list[torch.Tensor], at_end: tuple[str, ...] = ()) -> Iterator[Runs]:
         """Begin in front of `layer`; what has not run to its end by the end of the block does not."""
 
-        def go(run: _WindowRun, window: int) -> torch.Tensor:
+        def start(run: _WindowRun) -> Future[torch.Tensor]:
+            return threads.submit(go, run)
+
+        def go(run: _WindowRun) -> torch.Tensor:
             _current.run = run
-            return layer.run(window, states[window])
+            return layer.run(run.window, states[run.window])
 
         modules, linears = layer.modules(), layer.linears()
         with ThreadPoolExecutor(WAITING + MOST_THREADS, initializer=compute_alone) as threads, ExitStack() as stack:
-            start = [partial(threads.submit, go, window=window) for window in range(len(states))]
-            runs = [_WindowRun(each, window < WAITING) for window, each in enumerate(start)]
+            runs = [_WindowRun(window, start, window < WAITING) for window in range(len(states))]
             for name, module in modules.items():
                 stack.enter_context(module.register_forward_pre_hook(_stopping(layer, name), with_kwargs=True))
             for name in at_end:
