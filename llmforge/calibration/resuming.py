@@ -40,7 +40,7 @@ class _WindowRun:
     wanted: str | None = None  # linear or experts that it stops in front of next; None: it does not stop
     called_with: Arguments | None = None  # the `wanted`, of which it stands in front; None: it has ended
     silent: bool = False  # whether the `wanted` is left out when it goes on: it makes 0
-    left_out: tuple[Callable[..., Any], torch.Tensor] | None = None  # linear that was, and what it read
+    silenced: tuple[Callable[..., Any], torch.Tensor] | None = None  # linear that was, and what it read
     _go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     _stands: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     _future: Future[torch.Tensor] | None = None
@@ -125,7 +125,7 @@ class Runs:
                 stack.enter_context(module.register_forward_pre_hook(_stopping(layer, name), with_kwargs=True))
             for name in at_end:
                 if name in linears:
-                    stack.enter_context(_left_out(linears[name]))
+                    stack.enter_context(_silenced(linears[name]))
             try:
                 yield cls(layer, states, at_end, runs)
             finally:
@@ -178,10 +178,10 @@ class Runs:
 
     @staticmethod
     def _ended(run: _WindowRun) -> torch.Tensor:
-        if run.left_out is None:
+        if run.silenced is None:
             run.run_to(None)
             return run.after
-        linear, x = run.left_out
+        linear, x = run.silenced
         y: torch.Tensor = linear(x)
         return run.after + y
 
@@ -199,7 +199,7 @@ def _stopping(layer: DecoderLayer, name: str) -> Callable[..., None]:
 
 
 @contextmanager
-def _left_out(linear: torch.nn.Linear) -> Iterator[None]:
+def _silenced(linear: torch.nn.Linear) -> Iterator[None]:
     """Let `linear` make 0 in a run that goes on without it."""
     plain = linear.forward
 
@@ -207,7 +207,7 @@ def _left_out(linear: torch.nn.Linear) -> Iterator[None]:
         run: _WindowRun | None = getattr(_current, "run", None)
         if run is None or not run.silent:
             return plain(input)
-        run.silent, run.left_out = False, (plain, input)
+        run.silent, run.silenced = False, (plain, input)
         return input.new_zeros(*input.shape[:-1], linear.out_features)
 
     own = vars(linear).get("forward")
