@@ -11,8 +11,9 @@
 `x` is [batch, sequence, K] and `y` [batch, sequence, N], or N / 2 behind a gate. `W'` holds the codes, scales and zero
 points of W, arranged in the order in which the kernel reads them (docs/cpu-kernels.md); ONNX Runtime maps them from the
 file and makes no copy of its own. Rows of activations are rounded to int8 in the blocks of the weights, as ONNX
-Runtime's kernel does at `accuracy_level` 4; with `activations: int8x2`, and where `int8x2` names the weights, what that
-leaves is rounded to int8 as well, and both products are added. SkipSimplifiedLayerNormalization in front of such a
+Runtime's kernel does at `accuracy_level` 4; what that leaves of blocks with outliers, which are larger than others of the
+row, is rounded to int8 as well, and both products are added: so that of all blocks is with `activations: int8x2`, and
+where `int8x2` names the weights. SkipSimplifiedLayerNormalization in front of such a
 layer comes apart: its sum goes into the layer before, its norm into the one behind.
 
 Fires for
@@ -74,6 +75,16 @@ class CpuKernels(CpuKernelsTraits, Pass):
         tuple[str, ...], Field(description="globs of checkpoint parameter names whose layers read int8x2 in any case")
     ] = ()
 
+    outliers: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1024,
+            description="blocks of a token's numbers, as layers read them, that have a second term with `activations: "
+            "int8`: those whose largest is more than so many times the mean of the token's blocks; 0: none",
+        ),
+    ] = cpu_linear.OUTLIERS
+
     latents: Annotated[
         Literal["int8", "fp32"],
         Field(description="what makes keys and values of latents: int8 in blocks of 64 columns, or fp32 as it is"),
@@ -115,7 +126,9 @@ class CpuKernels(CpuKernelsTraits, Pass):
 
         def multiply(layer: contrib.MatMulNBits | cpu.CpuLinear) -> str:
             skip_if(layers[layer])
-            return _done(rewriting.linear(layer, self._terms(layer)), "it has nothing to take over")
+            terms = self._terms(layer)
+            outliers = self.outliers if terms == 1 else 0.0
+            return _done(rewriting.linear(layer, terms, outliers), "it has nothing to take over")
 
         def look_up(table: contrib.GatherBlockQuantized) -> str:
             return _done(rewriting.embedding(table), "its table has blocks that the kernel cannot read")
