@@ -124,7 +124,7 @@ typedef struct Attention {
     int int8;                  /* codes are: always so in slots */
     int slots, key_slot, value_slot; /* SLOT_* */
     int64_t key_size, value_size;    /* bytes of a slot */
-    int turn_keys, turn_values;      /* by the Hadamard matrix, before they are stored */
+    int turn_keys, turn_values;      /* by Hadamard matrices, before they are stored */
     const float *cosine, *sine; /* [positions, rotary/2], or NULL */
     int64_t rotary;            /* rotated dimensions of a head */
     int interleaved;           /* pairs are (2i, 2i+1) instead of (i, i + rotary/2) */

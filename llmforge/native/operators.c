@@ -509,8 +509,6 @@ static Status *attention_create(const CustomOp *op, const Api *api, const Kernel
             REFUSE("GroupQueryAttentionSlots: key_slot and value_slot are 0 … 2");
         if ((made.key_slot == SLOT_INT4 || made.value_slot == SLOT_INT4) && made.dim % 32)
             REFUSE("GroupQueryAttentionSlots: 4 bits need a head_dim that is a multiple of 32");
-        if ((made.turn_keys || made.turn_values) && (made.dim & (made.dim - 1)))
-            REFUSE("GroupQueryAttentionSlots: a head_dim that is turned must be a power of two");
         if ((made.turn_keys && made.key_slot == SLOT_STATIC) || (made.turn_values && made.value_slot == SLOT_STATIC))
             REFUSE("GroupQueryAttentionSlots: what has static scales is not turned");
     }

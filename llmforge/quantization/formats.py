@@ -120,7 +120,8 @@ class KvFormat:
 _NIBBLES = 32  # channels, that kernels of 4 bits read at a time
 INT8_CHANNEL, FP8_CHANNEL = Format("int8", None), Format("fp8", None)
 INT8_KV = INT8_CHANNEL  # of a cache: each channel of a head has a scale
-SLOTS4_KV, TOKEN8_KV = (KvFormat(*[SlotFormat(dtype, "token")] * 2) for dtype in ("int4", "int8"))
+SLOTS4_KV = KvFormat(*[SlotFormat("int4", "token")] * 2)
+ROTATED8_KV = KvFormat(*[SlotFormat("int8", "token", hadamard=True)] * 2)
 NVFP4 = Format("fp4", 16, "fp8")  # 4 bits in blocks of 16, as NVIDIA's GPUs multiply them
 # What MatMulNBits, QMoE and GatherBlockQuantized of ONNX Runtime read; 16 is the smallest block of theirs.
 BLOCKS = tuple(

@@ -416,8 +416,7 @@ def every(rows: Sequence[int]) -> list[Case]:
             slots(keys, values, 6, 2, 64, 9, [40], window=30),
             slots(keys, values, 5, 1, 128, 70, [150], piece=17, sink=True),
         ]
-    plain = [(k, v) for k, v in KV_FORMATS if not (k.hadamard or v.hadamard)]
-    cases += [slots(k, v, 3, 3, 96, m, [7], softcap=20.0) for k, v in plain for m in (1, 20)]
+    cases += [slots(k, v, 3, 3, 96, m, [7], softcap=20.0) for k, v in KV_FORMATS for m in (1, 20)]
     cases += [slots(k, v, 2, 2, dim, 33, [2, 0], caches=True) for k, v in KV_FORMATS for dim in (32, 256)]
     cases += [
         attention(6, 2, 96, 2, [1025, 600], int8=True, per_channel=True, norms=True),
