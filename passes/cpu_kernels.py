@@ -11,10 +11,10 @@
 `x` is [batch, sequence, K] and `y` [batch, sequence, N], or N / 2 behind a gate. `W'` holds the codes, scales and zero
 points of W, arranged in the order in which the kernel reads them (docs/cpu-kernels.md); ONNX Runtime maps them from the
 file and makes no copy of its own. Rows of activations are rounded to int8 in the blocks of the weights, as ONNX
-Runtime's kernel does at `accuracy_level` 4; what that leaves of blocks with outliers, which are larger than others of the
-row, is rounded to int8 as well, and both products are added: so that of all blocks is with `activations: int8x2`, where
-`int8x2` names the weights, and of what the head reads. SkipSimplifiedLayerNormalization in front of such a layer comes
-apart: its sum goes into the layer before, its norm into the one behind.
+Runtime's kernel does at `accuracy_level` 4. What that leaves of blocks with outliers, larger than others of the row, is
+rounded to int8 as well, and both products are added; that of all blocks is with `activations: int8x2`, where `int8x2`
+names the weights, and in front of the head. SkipSimplifiedLayerNormalization in front of such a layer comes apart: its
+sum goes into the layer before, its norm into the one behind.
 
 Fires for
 - every plain Linear that quantize-weights wrote,
@@ -85,9 +85,7 @@ class CpuKernels(CpuKernelsTraits, Pass):
         ),
     ] = cpu_linear.OUTLIERS
 
-    head: Annotated[
-        Literal["int8", "int8x2"], Field(description="what the product that makes logits reads")
-    ] = "int8x2"
+    head: Annotated[Literal["int8", "int8x2"], Field(description="what the product that makes logits reads")] = "int8x2"
 
     latents: Annotated[
         Literal["int8", "fp32"],

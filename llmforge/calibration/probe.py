@@ -1,8 +1,8 @@
 """Measure what formats cost a checkpoint, layer by layer, on a few windows: what `init` chooses by.
 
 Each change runs beside the checkpoint itself: weights rounded to nearest in each of the formats, keys and values in
-int8, rotated, with a scale a token, and what linear layers read in int8, outliers in two terms. One layer is in memory at a time. Threads take windows,
-so that products, and figures, are the same whatever their number.
+int8, rotated, with a scale a token, and what linear layers read in int8, outliers in two terms. One layer is in memory
+at a time. Threads take windows, so that products, and figures, are the same whatever their number.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _int8_inputs(layer: DecoderLayer) -> Iterator[None]:
 
 
 def _int8(x: torch.Tensor) -> torch.Tensor:
-    """Round x [..., K] in blocks of K that share a scale, outliers to two terms; as it is where blocks do not divide K."""
+    """Round x [..., K] in blocks of K that share a scale, outliers to two terms; leave it where they do not divide K."""
     if x.shape[-1] % BLOCK:
         return x
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK)

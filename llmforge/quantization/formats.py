@@ -60,8 +60,8 @@ class SlotFormat:
 
     `scale` says what has a scale of its own: a channel or the whole tensor (constants of the graph, from calibration,
     which are not counted), or the token, whose slot then has it, as bf16. 4 bits have a scale a token, and beside it
-    what a code 0 stands for, as bf16. `hadamard`: blocks of the vector, of the largest power of two that divides it, are
-    multiplied with the Hadamard matrix first, which spreads channels that are larger than others over all.
+    what a code 0 stands for, as bf16. `hadamard`: blocks of the vector, of the largest power of two that divides it,
+    are multiplied with the Hadamard matrix first, which spreads channels that are larger than others over all.
     """
 
     dtype: str  # int8 or int4

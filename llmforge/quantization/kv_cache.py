@@ -35,7 +35,9 @@ def read(slots: NDArray[np.uint8], form: SlotFormat, head_dim: int, scales: Floa
     """Return what slots [..., bytes] stand for, fp32 [..., head_dim]."""
     with np.errstate(invalid="ignore", over="ignore"):
         held: Float32 = np.asarray(_stored(slots, form, head_dim, scales), np.float32)
-        return np.asarray(hadamard(held) / np.float32(rotated_together(head_dim)), np.float32) if form.hadamard else held
+        return (
+            np.asarray(hadamard(held) / np.float32(rotated_together(head_dim)), np.float32) if form.hadamard else held
+        )
 
 
 def _stored(slots: NDArray[np.uint8], form: SlotFormat, head_dim: int, scales: Float32 | None) -> NDArray[Any]:

@@ -33,8 +33,9 @@ from llmforge.quantization.grid import Grid, Scale
 from llmforge.quantization.grids import unpack_bits
 
 NO_ACTIVATION, SILU, GELU_TANH = 0, 1, 2  # attribute `activation` of Linear
-# Attribute `outliers` of Linear: a few channels of what layers read are far larger than the others, and int8 is coarse in
-# their blocks. XX
+# Attribute `outliers` of Linear: a few channels of what layers read are far larger than the others, and int8 is coarse
+# in their blocks. KLD of int8 activations of SmolLM2-135M (dithered, 1,024 tokens, head apart): .0025 without, .0010
+# with 3, .0008 with 2.5; with 3 a prompt multiplies 9 % of the blocks twice.
 OUTLIERS = 3.0
 
 

@@ -200,7 +200,11 @@ def layer(grid: Grid, activation: int, rows: int, terms: int = 1, outliers: floa
     gamma, bias = (1 + rng.standard_normal(k) / 5).astype(np.float32), rng.standard_normal(n).astype(np.float32)
     residual = rng.standard_normal((rows, n // 2 if activation else n)).astype(np.float32)
     normed = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + epsilon) * gamma
-    y = _read(normed.astype(np.float32), grid.block_size, terms, outliers) @ grids.dequantize(matrix).astype(np.float64).T + bias
+    y = (
+        _read(normed.astype(np.float32), grid.block_size, terms, outliers)
+        @ grids.dequantize(matrix).astype(np.float64).T
+        + bias
+    )
     order = cpu_layout.alternating(n) if activation else np.arange(n)
     if activation:
         gate, up = np.split(y, 2, axis=1)
