@@ -180,7 +180,7 @@ def _int8_inputs(layer: DecoderLayer) -> Iterator[None]:
 
 
 def _int8(x: torch.Tensor) -> torch.Tensor:
-    """Round x [..., K] in blocks of K that share a scale, outliers to two terms; leave it where they do not divide K."""
+    """Round x [..., K] in blocks of K that share a scale, outliers to two terms; as it is where they do not divide."""
     if x.shape[-1] % BLOCK:
         return x
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK)

@@ -154,7 +154,10 @@ class Rewriting:
         source, norm = self._source(layer.a if isinstance(layer, contrib.MatMulNBits) else layer.x)
         gate = _gate(layer.output, n) if bias is None else None
         last, residual = (gate.output, None) if gate else _residual(layer.output)
-        same = isinstance(layer, cpu.CpuLinear) and (layer.terms, layer.outliers) == (terms, np.float32(outliers))
+        same = isinstance(layer, cpu.CpuLinear) and (layer.terms, layer.outliers) == (
+            terms,
+            float(np.float32(outliers)),
+        )
         if same and not (norm or gate or residual):
             return None
         grid, weights = self._weights_of(layer, gate.first if gate else None)
