@@ -192,7 +192,7 @@ class _Student:
         """
         rows = max(1, LOGITS // self.skeleton.model.config.get_text_config().vocab_size)
         total, flowing = 0.0, []
-        for part, wanted in zip(state.split(rows, 1), self.expected[window].split(rows, 1), strict=True):
+        for part, wanted in zip(torch.split(state, rows, 1), torch.split(self.expected[window], rows, 1), strict=True):
             p = self.leave_checkpoint(window, wanted)[0][0].float().log_softmax(-1)
             given = part.detach().requires_grad_(gradient)
             with torch.set_grad_enabled(gradient):

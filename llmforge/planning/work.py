@@ -11,7 +11,7 @@ from llmforge import recipes
 from llmforge.base.errors import DataError
 from llmforge.checkpoint import documents
 from llmforge.planning.building import BuildWork
-from llmforge.quantization.statistics import WeightDemand
+from llmforge.quantization.statistics import RecoveryDemand, WeightDemand
 from llmforge.recipe import CalibrationSpec, LatencySpec, QualitySpec, Recipe
 from llmforge.recipe.latency import WorkloadSpec
 from llmforge.rewrite.pass_base import Numerics, Pass
@@ -36,6 +36,7 @@ def of_recipe(recipe: Recipe, steps: Sequence[Pass]) -> BuildWork:
     prompts, decoded = (0, 0) if latency is None else _timed(latency)
     return BuildWork(
         calibration_tokens=tokens if chosen else 0,
+        trained_tokens=sum(demand.tokens for demand in demands if isinstance(demand, RecoveryDemand)),
         observed_tokens=0 if chosen else tokens,
         budget_tokens=budget if any(step.numerics is Numerics.LOSSY for step in steps) else 0,
         asked_tokens=asked,

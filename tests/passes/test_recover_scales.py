@@ -39,9 +39,7 @@ def trained(bits: int = 4, scale: Scale = "fp32") -> Statistics:
     for product in MatMul.all(model):
         if graph.is_constant(product.w) and graph.sources(product.w) and "head" not in graph.sources(product.w)[0]:
             matrices[graph.sources(product.w)[0]] = round_to_nearest(graph.tensor(product.w).numpy().T, grid)
-    more = {
-        name: replace(each, scales=stored(each.scales * np.float32(1.25), grid)) for name, each in matrices.items()
-    }
+    more = {name: replace(each, scales=stored(each.scales * np.float32(1.25), grid)) for name, each in matrices.items()}
     return Statistics(1, 1, matrices, {}, recovered=more)
 
 
