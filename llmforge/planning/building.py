@@ -67,7 +67,6 @@ class BuildWork:
     """What a recipe asks a build to do, besides storing weights."""
 
     calibration_tokens: int = 0  # that choose codes
-    trained_tokens: int = 0  # that train scales
     observed_tokens: int = 0  # whose ranges are observed
     budget_tokens: int = 0  # on which budgets of lossy passes are held
     quality_tokens: int = 0  # that are evaluated
@@ -75,6 +74,7 @@ class BuildWork:
     timed_steps: int = 0  # of decoding, likewise
     asked_tokens: int = 0  # of the prompts that the checkpoint answers, filled up to the longest of a batch
     answered_tokens: int = 0  # of its answers, at most
+    trained_tokens: int = 0  # that train scales
 
 
 @dataclass(frozen=True)

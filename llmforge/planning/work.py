@@ -36,7 +36,6 @@ def of_recipe(recipe: Recipe, steps: Sequence[Pass]) -> BuildWork:
     prompts, decoded = (0, 0) if latency is None else _timed(latency)
     return BuildWork(
         calibration_tokens=tokens if chosen else 0,
-        trained_tokens=sum(demand.tokens for demand in demands if isinstance(demand, RecoveryDemand)),
         observed_tokens=0 if chosen else tokens,
         budget_tokens=budget if any(step.numerics is Numerics.LOSSY for step in steps) else 0,
         asked_tokens=asked,
@@ -44,6 +43,7 @@ def of_recipe(recipe: Recipe, steps: Sequence[Pass]) -> BuildWork:
         quality_tokens=0 if quality is None else _evaluated(quality),
         prompt_tokens=prompts,
         timed_steps=decoded,
+        trained_tokens=sum(demand.tokens for demand in demands if isinstance(demand, RecoveryDemand)),
     )
 
 
