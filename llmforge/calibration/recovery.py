@@ -22,7 +22,7 @@ from llmforge.base.errors import DataError
 from llmforge.base.progress import Progress
 from llmforge.calibration.gradients import LOGITS
 from llmforge.calibration.layer import DecoderLayer, narrowed
-from llmforge.calibration.quantize import HELD_OUT, corrected
+from llmforge.calibration.quantize import corrected
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.store import LayerResult, Store, StoredMatrices
 from llmforge.calibration.threads import has_bf16
@@ -36,6 +36,7 @@ WARMUP = 0.05  # share of the steps in which it rises; then it falls to 0 as a c
 FIRST_DECAY, SECOND_DECAY = np.float32(0.9), np.float32(0.99)  # of Adam's moments
 SMALLEST = np.float32(1e-12)  # that a gradient is divided by, nats a token
 CHECKS = 8  # of the KLD on text held out, in a whole training
+HELD_OUT = 8  # of so many windows, one is held out
 PATIENCE = 2  # checks without a smaller one end it
 SEED = 0  # of the order of windows
 
