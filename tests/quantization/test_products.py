@@ -52,10 +52,13 @@ def test_an_inverse_factor_is_that_of_the_matrix(n: int) -> None:
 
 
 @pytest.mark.skipif(not products.has_bf16(), reason="needs AVX512-BF16")
-@pytest.mark.parametrize(("tokens", "m", "n"), [(1, 1, 1), (37, 20, 50), (600, 70, 131)])
+@pytest.mark.parametrize(("tokens", "m", "n"), [(0, 3, 4), (1, 1, 1), (37, 20, 50), (600, 70, 131)])
 def test_sums_over_tokens_are_of_bf16_and_in_fp32(tokens: int, m: int, n: int) -> None:
     rng = np.random.default_rng(3)
-    wide, b = rng.standard_normal((tokens, m + 5)).astype(np.float32), rng.standard_normal((tokens, n)).astype(np.float32)
+    wide, b = (
+        rng.standard_normal((tokens, m + 5)).astype(np.float32),
+        rng.standard_normal((tokens, n)).astype(np.float32),
+    )
     a, total = wide[:, 5:], np.ones((m, n), np.float32)
     products.add_tokens(total, a, b, threads=2)
     np.testing.assert_allclose(total, 1 + rounded(a).T @ rounded(b), atol=2e-5 * tokens**0.5)

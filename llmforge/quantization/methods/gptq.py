@@ -24,7 +24,6 @@ from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import (
     Float32,
     QuantizedMatrix,
-    dequantize,
     require_finite,
     round_to_nearest,
     rows,
@@ -256,7 +255,7 @@ class _Group:
 
 
 def _count(n: int) -> int:
-    """Return into how many groups `n` rows are divided: of whole tiles, which are rounded side by side, if they are many."""
+    """Return into how many groups `n` rows are divided; where they are many, into such of whole tiles."""
     if n < GROUPS * SMALLEST_GROUP:
         return n // SMALLEST_GROUP
     return -(-n // (rounding.TILE * max(1, round(n / (GROUPS * rounding.TILE)))))
