@@ -99,7 +99,23 @@ class Recurrence(GraphBuilder):
         decay = where_real(layer.decay)
         if layer.beta is None:
             return decay, None, where_real(layer.v)
-        return decay, where_real(layer.beta), layer.v
+        return decay, where_real(self._rate(layer.node, layer.beta)), layer.v
+
+    def _rate(self, node: ir.Node, beta: ir.Value) -> ir.Value:
+        """Write a rate that a Sigmoid makes as 1 / (1 + exp(-x)).
+
+        ONNX Runtime's Sigmoid is off by 1e-7 of 1, whatever its result. A rate of 1e-6 would be off by a tenth, and so
+        would what the norm behind the layer makes of an output that is as small, as of the first tokens of a text.
+        """
+        made = beta.producer()
+        if made is None or (made.domain, made.op_type) != ("", "Sigmoid"):
+            return beta
+        x = made.inputs[0]
+        assert x is not None
+        above = self._add(
+            node, "Add", [self._add(node, "Exp", [self._add(node, "Neg", [x])]), self._scalar("one", 1, x)]
+        )
+        return self._add(node, "Reciprocal", [above])
 
     def _start(self, layer: canonical.CausalConv | canonical.LinearAttention, rank: int) -> ir.Value:
         """Take the state where a row has a past; else zeros, whatever the buffer holds."""
@@ -113,9 +129,12 @@ class Recurrence(GraphBuilder):
         return self._first("Unsqueeze", [some, self._constant(f"axes_to_{rank - 1}", [*range(1, rank)])])
 
     def _zero(self, like: ir.Value) -> ir.Value:
-        """A scalar of the dtype of `like`."""
+        """0, a scalar of the dtype of `like`."""
+        return self._scalar("zero", 0, like)
+
+    def _scalar(self, name: str, number: int, like: ir.Value) -> ir.Value:
         dtype = like.dtype or ir.DataType.FLOAT
-        return self._constant(f"zero_{dtype.name.lower()}", dtype.numpy().type(0))
+        return self._constant(f"{name}_{dtype.name.lower()}", dtype.numpy().type(number))
 
     @shared
     def _column(self, lengths: ir.Value) -> ir.Value:

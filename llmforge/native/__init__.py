@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import onnxruntime as ort
 
 DOMAIN = "llmforge.cpu"
-VERSION = 6  # of the operators and of the layout of their weights
+VERSION = 6  # of the operators and of the layout of their weights; operators.c has it, too
 READS = (5, 6)  # versions whose engines run: 5 had no minima
 # From the one that runs everywhere to the fastest; `neon` has dot products and is the only one for ARM.
 INSTRUCTION_SETS = ("generic", "avx2", "avx512vnni", "avx512bf16", "neon")
@@ -38,7 +38,7 @@ def require() -> Path:
     """Return the compiled library.
 
     Raises:
-        EnvironmentLacks: llmforge was installed without one.
+        EnvironmentLacks: llmforge was installed without one, or it was compiled from other sources.
     """
     path = library()
     if path is None:
@@ -46,7 +46,20 @@ def require() -> Path:
             f"the CPU kernels of llmforge ({DOMAIN}) are not compiled in this installation",
             hint="install a C compiler (gcc or clang), then install llmforge again",
         )
+    _require_current(path)
     return path
+
+
+@cache
+def _require_current(path: Path) -> None:
+    """Refuse a library of other operators than this package builds engines for (EnvironmentLacks)."""
+    compiled = getattr(ctypes.CDLL(str(path)), "llmforge_version", int)()
+    if compiled != VERSION:
+        found = f"version {compiled}" if compiled else "an older version"
+        raise EnvironmentLacks(
+            f"{path.name} was compiled from other sources: it has {found} of the CPU kernels, llmforge {VERSION}",
+            hint="install llmforge again",
+        )
 
 
 def functions(signatures: Mapping[str, tuple[Sequence[Any], Any]], loader: type[L]) -> L | None:
@@ -72,9 +85,14 @@ def functions(signatures: Mapping[str, tuple[Sequence[Any], Any]], loader: type[
 
 
 def register(options: ort.SessionOptions) -> None:
-    """Make the operators known to sessions with `options`, where they are compiled."""
+    """Make the operators known to sessions with `options`, where they are compiled.
+
+    Raises:
+        EnvironmentLacks: they were compiled from other sources.
+    """
     path = library()
     if path is not None:
+        _require_current(path)
         options.register_custom_ops_library(str(path))
 
 

@@ -857,6 +857,9 @@ static const Kernels *supported(const char *name) {
 
 #define EXPORT __attribute__((visibility("default")))
 
+/* `VERSION` of llmforge/native/__init__.py, which tells a library that was compiled from older sources by it. */
+EXPORT int64_t llmforge_version(void) { return 6; }
+
 /* Choose the kernels of an instruction set by name, NULL: the best. Returns the name, or NULL where it cannot run here. */
 EXPORT const char *llmforge_kernels(const char *name) {
     const Kernels *chosen = supported(name);

@@ -104,7 +104,8 @@ def of_target(shape: Shape, target: Target, asked: PlanRequest) -> Planned:
     Raises:
         UsageError, UnsupportedError: as `answer`.
     """
-    said = PlanRequest(work=work.of_start(asked.calibration_tokens, has_chats=asked.sample_chats))
+    does = work.of_start(shape.parameters, asked.calibration_tokens, has_chats=asked.sample_chats)
+    said = PlanRequest(work=does)
     return _planned(shape, target, _workload(shape, asked, said), asked, said)
 
 

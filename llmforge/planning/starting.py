@@ -12,7 +12,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import CONFIG, find_chat_template, folder_of, read_settings
 from llmforge.metrics.units import count, duration, significant, size
 from llmforge.native import library
-from llmforge.planning import choice, config, memory, request, scheme, source
+from llmforge.planning import choice, config, memory, request, scheme, source, work
 from llmforge.planning.choice import UNTRIED, Gates, Named, Probe, Probed, ProposedPasses, Tried
 from llmforge.planning.deployment import DeploymentPlan
 from llmforge.planning.render import Planned
@@ -250,7 +250,8 @@ class _Lines:
     def _validation(self, tokens: int) -> Iterator[str]:
         plan = self.planned.plan
         yield "validation:"
-        quality = f"data: {self.given['evaluation']}, context: {tokens}, max_tokens: 30720"
+        most = work.evaluated_of_start(plan.shape.parameters)
+        quality = f"data: {self.given['evaluation']}, context: {tokens}, max_tokens: {most}"
         yield f"  quality: {{{quality}}}  # null: all tokens"
         if _is_ours(plan):
             answer = min(_ANSWER, max(1, _context(plan.shape) // 2))

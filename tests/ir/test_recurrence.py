@@ -94,7 +94,8 @@ def narrow() -> ir.Model:
 def run(model: ir.Model, feeds: Mapping[str, NDArray[Any]], *, kernel: bool = False) -> list[NDArray[Any]]:
     expanded = model.clone()
     if kernel:
-        Recurrence(expanded).call_kernel(LinearAttention(expanded.graph[0]))
+        [layer] = LinearAttention.all(expanded)
+        Recurrence(expanded).call_kernel(layer)
     expanded = dialect.expand(expanded)
     assert {node.domain for node in expanded.graph} == ({"", "com.microsoft"} if kernel else {""})
     session = ort.InferenceSession(ir.to_proto(expanded).SerializeToString(), providers=["CPUExecutionProvider"])
@@ -241,3 +242,24 @@ def test_a_kernel_that_does_not_fit_its_state_is_refused() -> None:
     next(given for given in model.graph.inputs if given.name == "weight").shape = ir.Shape([CHANNELS, 1, TAPS + 1])
     with pytest.raises(VerificationError, match=r"do not fit a kernel \[6, 1, 5\]"):
         dialect.check(complete(model, CHANNELS))
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_rate_that_is_tiny_is_as_precise_as_a_large_one(*, kernel: bool) -> None:
+    """Sigmoid(-14) is 8e-7, and what a first token makes of it as small: a norm would magnify what is lost of it."""
+    model = linear()
+    [node] = model.graph
+    rate = graph.input_named(model, "beta")
+    sigmoid = ir.node("Sigmoid", [rate], num_outputs=1, name="rate")
+    made = sigmoid.outputs[0]
+    made.name, made.type, made.shape = "rate", rate.type, rate.shape
+    model.graph.insert_before(node, sigmoid)
+    node.replace_input_with(list(node.inputs).index(rate), made)
+    feeds = draw(model, 1, [1, 1, 1, 1])
+    feeds["past_lengths"][:] = 0
+    logits = np.float32(-14) - np.arange(feeds["beta"].size, dtype=np.float32).reshape(feeds["beta"].shape) / 8
+    exact = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    y, _ = run(model, {**feeds, "beta": logits}, kernel=kernel)
+    given = operands(linear(), {**feeds, "beta": exact.astype(np.float32)})
+    wanted, _ = references.linear_attention(*given, num_heads=NUM_HEADS, scale=0.4)
+    np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-12)

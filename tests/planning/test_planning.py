@@ -589,7 +589,8 @@ def test_chats_that_the_checkpoint_answers_are_predicted() -> None:
         return {stage.title: stage.cpu_s for stage in build.stages if "chats" in stage.title}
 
     both, one, none = (
-        work.of_start(tokens, has_chats=chats) for tokens, chats in ((8192, True), (0, True), (8192, False))
+        work.of_start(shape.parameters, tokens, has_chats=chats)
+        for tokens, chats in ((8192, True), (0, True), (8192, False))
     )
     assert (both.answered_tokens, one.answered_tokens) == (64 * 48, 24 * 48)
     assert 1 / 1.3 < both.asked_tokens / 6592 < 1.3
