@@ -212,6 +212,14 @@ def test_without_a_library_the_hint_says_what_to_do(monkeypatch: pytest.MonkeyPa
     rounding._library.cache_clear()
 
 
+def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounding, "VERSION", rounding.VERSION + 1)
+    rounding._library.cache_clear()
+    with pytest.raises(EnvironmentLacks, match="other sources"):
+        gptq(weights(4, 32), Curvature.of(np.eye(32, dtype=np.float32), DAMPING), Grid(4, 32, True))
+    rounding._library.cache_clear()
+
+
 def test_uncorrelated_inputs_leave_rounding_to_nearest() -> None:
     weight, grid = weights(8, 64), Grid(4, 32, False)
     hessian = np.diag(np.arange(64, 0, -1)).astype(np.float32)

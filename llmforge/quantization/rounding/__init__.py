@@ -20,6 +20,7 @@ from llmforge.quantization.formats import SUPERBLOCK
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import Float32, QuantizedMatrix, assemble
 
+VERSION = 2  # of the functions and their arguments, as rounding.c says it
 TILE = 32  # rows that are rounded side by side (rounding.h)
 _STORAGE = {"fp32": 0, "fp16": 1, "int8": 2}  # as rounding.h counts them
 _INTEGERS = ("n", "k", "block", "superblock")
@@ -51,7 +52,10 @@ def _library() -> ctypes.CDLL:
             "the loops that choose codes by calibration are not compiled in this installation",
             hint="install a C compiler (gcc or clang), then install llmforge again",
         )
-    return ctypes.CDLL(str(found))
+    library = ctypes.CDLL(str(found))
+    if getattr(library, "llmforge_rounding_version", int)() != VERSION:
+        raise EnvironmentLacks(f"{found.name} was compiled from other sources", hint="install llmforge again")
+    return library
 
 
 def _zero(grid: Grid) -> int:
