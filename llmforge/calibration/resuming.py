@@ -162,9 +162,9 @@ class Runs:
                 sums.add(x, x)
             return sums
 
-        total, *others = self.layer.each(summed, range(SHARES))
-        for other in others:
-            total.merge(other)
+        total = InputSums.start({InputStatistic.MOMENTS}, width)
+        for of_share in self.layer.each(summed, range(SHARES)):
+            total.merge(of_share)
         return total.seen(routed=False)
 
     def end(self) -> None:

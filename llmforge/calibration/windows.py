@@ -200,7 +200,8 @@ class WindowsHere:
         runs = self._runs
         assert runs is not None
         called = self.layer.each(lambda place: runs.arguments(name, place), range(len(self.current)))
-        return [Routed(*given, seen.pop(name).read) for given, seen in zip(called, self._seen, strict=True)]
+        found = zip(called, self._seen, strict=True)
+        return [Routed(tokens, ids, mixing, seen.pop(name).read) for (tokens, ids, mixing), seen in found]
 
     def assign(self, weights: Mapping[str, Float32]) -> None:
         """See `LayerWindows`."""
