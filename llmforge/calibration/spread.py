@@ -50,7 +50,8 @@ class WindowsWorker:
     def __init__(self) -> None:
         """Compute on one thread from now on."""
         compute_alone()
-        ExitStack().enter_context(fixed(1))
+        self._settings = ExitStack()  # of the process, which are given back when this is collected
+        self._settings.enter_context(fixed(1))
         self._parts: dict[int, WindowsHere] = {}
 
     def enter(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ import pytest
 import torch
 
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError
-from llmforge.calibration import calibrate, spread
+from llmforge.calibration import calibrate, openblas, spread
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.spread import WindowsWorker, Worker, WorkerLost
+from llmforge.calibration.threads import fixed
 from llmforge.calibration.windows import LayerStructure, WindowsHere
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
@@ -112,6 +114,20 @@ def same(one: Statistics, other: Statistics) -> bool:
         and [each.smoothed and each.smoothed.loss for each in one.inputs.values()]
         == [each.smoothed and each.smoothed.loss for each in other.inputs.values()]
     )
+
+
+def test_a_worker_multiplies_as_this_process_does() -> None:
+    """Torch has two libraries for products, whose last bits differ."""
+    products, blas = torch.backends.mkldnn.matmul, openblas()  # type: ignore[attr-defined]  # untyped in torch
+    assert blas is not None
+    before, settings = products.fp32_precision, ExitStack()
+    with settings, ThreadPoolExecutor(1) as thread, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spread, "fixed", fixed)
+        worker = thread.submit(WindowsWorker).result()
+        settings.push(worker._settings.__exit__)
+        gc.collect()
+        assert (products.fp32_precision, blas.threads) == ("bf16", 1)
+    assert products.fp32_precision == before
 
 
 @pytest.mark.parametrize("demands", [DEMANDS, DEMANDS[1:2]], ids=["weights", "ranges"])
