@@ -23,6 +23,7 @@ from llmforge.calibration.gradients import Gradients, take
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.mixed import Losses
 from llmforge.calibration.quantize import WeightQuantization, corrected, quantize_layer, quantize_tables, sparsify_layer
+from llmforge.calibration.recovery import Recovery
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.spread import Crew, SpreadWindows, Worker
 from llmforge.calibration.store import LayerResult, Store, StoredArrays, StoredLowRank, StoredMatrices, StoredSparse
@@ -42,6 +43,7 @@ from llmforge.quantization.statistics import (
     KvRangeDemand,
     LowRankDemand,
     PruningDemand,
+    RecoveryDemand,
     Smoothed,
     Smoothing,
     SparsityDemand,
@@ -62,6 +64,7 @@ class DemandsByKind:
     inputs: InputRangeDemand | None
     sparsity: SparsityDemand | None
     correction: LowRankDemand | None
+    recovery: RecoveryDemand | None
     pruning: PruningDemand | None
     kv: bool
 
@@ -93,13 +96,24 @@ class DemandsByKind:
             "correct-low-rank corrects what quantize-weights chose by calibration text, and no pass does that",
             "put quantize-weights with method: gptq in front of it, or leave it out",
         )
+        recovery = _one(demands, RecoveryDemand, "two passes train the same scales: ", "keep one of them")
+        _refuse(
+            recovery is not None and (weights is None or not weights.method.demands),
+            "recover-scales trains those of weights that quantize-weights chose by calibration text, and no pass does",
+            "put quantize-weights with method: gptq or auto in front of it, or leave it out",
+        )
         pruning = _one(demands, PruningDemand, "two passes prune the same layers: ", "keep one of them")
         _refuse(
             pruning is not None and weights is not None and weights.is_limited,
             "prune-structure goes with one format of all weights: method: auto measures those of the whole model",
             "choose another method, or leave prune-structure out: auto takes bytes where they cost least",
         )
-        return cls(weights, inputs, sparsity, correction, pruning, KvRangeDemand() in demands)
+        _refuse(
+            pruning is not None and recovery is not None,
+            "recover-scales trains against the whole checkpoint, and prune-structure takes parts of it out",
+            "leave one of them out",
+        )
+        return cls(weights, inputs, sparsity, correction, recovery, pruning, KvRangeDemand() in demands)
 
 
 def _refuse(wrong: bool, problem: str, hint: str) -> None:
@@ -207,12 +221,21 @@ def calibrate(
     """
     if not windows:
         raise DataError("the calibration data has no text")
-    store = store or Store()
+    store, progress, recovery = store or Store(), progress or Silent(), DemandsByKind.of(demands).recovery
+    if recovery is not None:
+        own = key(checkpoint, windows, demands, caches, threads, store.tools)
+        others = [each for each in demands if each != recovery]
+        found = calibrate(
+            checkpoint, windows, others, threads=threads, caches=caches, store=store, progress=progress, workers=workers
+        )
+        training = Recovery(
+            checkpoint, [window.ids for window in windows], found, recovery, replace(store, reused=[]), own
+        )
+        with torch.no_grad(), fixed(threads):
+            return training.run(progress)
     with ExitStack() as stack:
         started = workers and cache(lambda: stack.enter_context(workers()))
-        run = _Calibration(
-            checkpoint, windows, demands, _measured(caches), threads, store, progress or Silent(), started
-        )
+        run = _Calibration(checkpoint, windows, demands, _measured(caches), threads, store, progress, started)
         run, pruned = _with_structure(run)
         run, formats = _with_formats(run)
         done = _layers(run, key(checkpoint, windows, run.demands, caches, threads, store.tools))
