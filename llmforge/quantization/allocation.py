@@ -27,8 +27,10 @@ LINEARS: Mapping[Scale, tuple[Grid, ...]] = {
             (4, 32, True, True),
             (4, 32, False, False),  # where rows are too few for a trellis
             (5, 64, True, False),
+            (5, 32, True, False),
             (5, 32, False, False),
             (6, 64, True, False),
+            (6, 32, True, False),
             (8, 64, True, False),
         )
     ),
@@ -40,7 +42,7 @@ LINEARS: Mapping[Scale, tuple[Grid, ...]] = {
 TABLES: Mapping[Scale, tuple[Grid, ...]] = {
     "int8": tuple(
         Grid(bits, block_size, True, "int8", trellis=bits == 4)
-        for bits, block_size in ((4, 32), (5, 64), (5, 32), (6, 64), (8, 64))
+        for bits, block_size in ((4, 32), (5, 64), (5, 32), (6, 64), (6, 32), (8, 64))
     ),
     **{scale: (Grid(4, 32, True, scale), Grid(8, 128, True, scale)) for scale in ("fp16", "fp32")},
 }

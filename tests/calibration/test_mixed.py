@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from llmforge.base.errors import DataError, UsageError
+from llmforge.base.errors import UsageError
 from llmforge.cache import Cache
 from llmforge.calibration import Store, calibrate, driver, mixed, pricing, probe
 from llmforge.calibration.pricing import LinearMoments, Losses
