@@ -4,8 +4,8 @@
     python -m benchmarks.calibration --tokens 8192 --held      # and the KLD on calibration documents that are held out
     python -m benchmarks.calibration qwen3-0.6b --tokens 16000 # random weights in that shape (benchmarks.model_size)
 
-The method is gptq, with embedding and head, and ranges of keys and values. Seconds of a part, of the clock and of all
-cores, are without those of parts inside of it. Floating-point operations are those of products alone: linears and
+The method is gptq, with embedding and head, and ranges of keys and values. CPU seconds of a part are those of all
+cores, without those of parts inside of it. Floating-point operations are those of products alone: linears and
 attention forwards and backwards, sums of inputs, factors, targets, and the loops in C; after the run, as many are done
 by torch's own matrix product, in bf16 or fp32, whichever is faster, and the times of both are compared. KLD is that of
 dequantized weights in fp32 arithmetic, on every fourth document.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -43,8 +44,6 @@ from llmforge.quantization.statistics import Demand, KvRangeDemand, WeightDemand
 # What is timed: part, where its function stands, and its name there.
 PARTS: tuple[tuple[str, Any, str], ...] = (
     ("runs of layers", layer.DecoderLayer, "run"),
-    ("runs with inputs", layer.DecoderLayer, "run_with_inputs"),
-    ("runs with outputs", layer.DecoderLayer, "run_with_outputs"),
     ("runs up to a linear", layer.DecoderLayer, "arguments_of"),
     ("what reads what", layer.DecoderLayer, "groups"),
     ("what is added to what", layer.DecoderLayer, "additions"),
@@ -71,6 +70,7 @@ class Operations:
 
     def __init__(self) -> None:
         self.counted: Counter[str] = Counter()
+        self._lock = threading.Lock()
 
     def watch(self) -> None:
         """Count from now on."""
@@ -86,7 +86,8 @@ class Operations:
         self._before(rounding, "choose", self._choose)
 
     def _count(self, what: str, operations: int) -> None:
-        self.counted[what] += operations
+        with self._lock:
+            self.counted[what] += operations
 
     def _before(self, owner: Any, name: str, count: Callable[..., None], *, outermost: bool = False) -> None:
         plain, inside = getattr(owner, name), []
@@ -147,13 +148,14 @@ def of_products(operations: int, threads: int) -> dict[str, float]:
 
 
 class Clock:
-    """Seconds and calls of parts, each without what runs inside of it."""
+    """CPU seconds and calls of parts, each without what runs inside of it, or for it on other threads."""
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
         self.cpu: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
-        self._inside: list[tuple[float, float]] = []
+        self._lock = threading.Lock()
+        self._inside: list[float] = []  # of the main thread, whose products may have helpers: all that is no other part
+        self._elsewhere = threading.local()
 
     def watch(self, part: str, owner: Any, name: str) -> None:
         """Time a function from now on."""
@@ -162,19 +164,21 @@ class Clock:
         function: Callable[..., Any] = plain.__func__ if bound else plain
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self._inside.append((0.0, 0.0))
-            began, cpu = time.perf_counter(), time.process_time()
+            on_main = threading.current_thread() is threading.main_thread()
+            clock = time.process_time if on_main else time.thread_time
+            inside = self._inside if on_main else vars(self._elsewhere).setdefault("inside", [])
+            inside.append(0.0)
+            began = clock()
             try:
                 return function(*args, **kwargs)
             finally:
-                took, used = time.perf_counter() - began, time.process_time() - cpu
-                inside = self._inside.pop()
-                self.seconds[part] += took - inside[0]
-                self.cpu[part] += used - inside[1]
-                self.calls[part] += 1
-                if self._inside:
-                    outer = self._inside[-1]
-                    self._inside[-1] = (outer[0] + took, outer[1] + used)
+                took = clock() - began
+                with self._lock:
+                    self.cpu[part] += took - inside.pop()
+                    self.calls[part] += 1
+                    outer = inside or self._inside
+                    if outer:
+                        outer[-1] += took
 
         setattr(owner, name, classmethod(timed) if bound else timed)
 
@@ -225,8 +229,7 @@ def main() -> None:
     told["ratio"] = {"seconds": round(wall / products["seconds"], 2), "cpu_s": round(cpu / products["cpu_s"], 2)}
     print(json.dumps(told))
     for part, used in clock.cpu.most_common():
-        seconds, calls = clock.seconds[part], clock.calls[part]
-        print(f"{part:28}{seconds:8.2f} s {used:8.2f} CPU s {100 * used / cpu:5.1f} % {calls:7} calls")
+        print(f"{part:28}{used:8.2f} CPU s {100 * used / cpu:5.1f} % {clock.calls[part]:7} calls")
 
 
 def _shaped(shape: str, layers: int | None, work: Path) -> Path:

@@ -34,7 +34,7 @@ from llmforge.calibration.quantize import (
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.store import LayerResult, Store, StoredArrays, StoredLowRank, StoredMatrices, StoredSparse
 from llmforge.calibration.sums import MORE_DAMPING, refusals
-from llmforge.calibration.threads import fixed
+from llmforge.calibration.threads import fixed, over_windows
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization import smoothing
@@ -168,10 +168,11 @@ def calibrate(
     Linears and experts are quantized in the order in which they run, each with the inputs that the quantized ones
     before it make; ranges of keys and values are those that the quantized weights make. Memory: the embedding while the
     windows enter, then the fp32 weights of one layer and the hidden states of all windows; where weights are quantized,
-    the hidden states twice, the inputs of the layer's linears and experts, and one Hessian with its factor, K × K in
-    fp64. Results of each layer are kept in `store` when it is done, and found there by a later call that asks for the
-    same; where all are found, nothing is run. The hidden states in front of the next layer are kept there until all
-    are done, so that a call that was killed goes on at the first layer that is lacking.
+    the hidden states twice, the inputs of the layer's linears and experts, what its runs hold where they wait, of each
+    thread the sums of one share of the windows, K × K in fp32, and one Hessian with its factor, K × K in fp64. Results
+    of each layer are kept in `store` when it is done, and found there by a later call that asks for the same; where all
+    are found, nothing is run. The hidden states in front of the next layer are kept there until all are done, so that a
+    call that was killed goes on at the first layer that is lacking.
 
     Two runs on one machine, with as many `threads`, give identical results, whatever threads the process has.
 
@@ -317,6 +318,7 @@ def _walk(
     keeps = store.keeps_states(sum(state.nbytes for side in sides for state in side))
     done = [result for result in found[:begin] if result is not None]
     with ExitStack() as stack:
+        each = stack.enter_context(over_windows(run.threads))
         how = None
         if weights is not None:
             taken = None
@@ -337,7 +339,8 @@ def _walk(
             if pruning is not None and pruning.drops(index):
                 done.append(kept or store.save(own, index, _NOTHING))
                 continue
-            made = _run_layer(run, skeleton.load(index, calls[index]), index, original, current, how, kept)
+            layer = replace(skeleton.load(index, calls[index]), each=each)
+            made = _run_layer(run, layer, index, original, current, how, kept)
             done.append(kept or store.save(own, index, made))
             if keeps and index + 1 < len(found):
                 store.keep_states(own, index + 1, (state.numpy() for side in sides for state in side))
@@ -460,7 +463,7 @@ def _run_layer(
             made = quantize_layer(layer, original, current, how)
         else:
             made = _NOTHING
-            _advance(layer, current)
+            layer.advance(current)
     if not all(bool(torch.isfinite(state).all()) for state in current):
         raise DataError(
             f"{layer.name}: hidden states are NaN or infinite on the calibration text",
@@ -476,18 +479,13 @@ def _repeat_layer(
 ) -> None:
     """Carry the hidden states through a layer whose weights were `found`; `original` through those it came with."""
     if original is not None:
-        _advance(layer, original)
+        layer.advance(original)
     corrections = StoredLowRank(found.low_rank)
     for name, matrix in StoredMatrices(found.linears).items():
         layer.set_weight(name, corrected(matrix, corrections.get(name)))
     for name, sparse in StoredSparse(found.sparse).items():
         layer.set_weight(name, sparse.dense())
-    _advance(layer, current)
-
-
-def _advance(layer: DecoderLayer, states: list[torch.Tensor]) -> None:
-    for window, state in enumerate(states):
-        states[window] = layer.run(window, state)
+    layer.advance(current)
 
 
 def _ranges(layer: DecoderLayer, windows: int) -> KvRange:
@@ -518,22 +516,27 @@ def measure_inputs(
     first = [group[0] for group in groups]
     peaks: dict[str, torch.Tensor] = {}
     some: dict[str, list[torch.Tensor]] = {name: [] for name in first}
-    stride = -(-sum(state.shape[1] for state in states) // smoothing.TOKENS)
-    seen = 0
-    for window, state in enumerate(states):
-        for name, x in layer.run_with_inputs(first, window, state)[1].items():
-            highest = x.abs().amax(0)
-            peaks[name] = torch.maximum(peaks[name], highest) if name in peaks else highest
-            if demand.smoothing is not None:
-                some[name].append(x[-seen % stride :: stride].clone())  # every stride-th token of all windows
-        seen += state.shape[1]
+    ends = np.cumsum([state.shape[1] for state in states])
+    stride = -(-int(ends[-1]) // smoothing.TOKENS)
+
+    def look(window: int, state: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
+        begin = -(int(ends[window]) - state.shape[1]) % stride  # every stride-th token of all windows
+        wanted = demand.smoothing is not None
+        inputs = observe(window, state).inputs
+        return {name: (x.abs().amax(0), x[begin::stride].clone() if wanted else None) for name, x in inputs.items()}
+
+    with layer.observed(first) as observe:
+        for seen in layer.each(look, range(len(states)), states):
+            for name, (highest, tokens) in seen.items():
+                peaks[name] = torch.maximum(peaks[name], highest) if name in peaks else highest
+                some[name] += [] if tokens is None else [tokens]
     found: dict[str, InputRange] = {}
     for group in groups:
         largest: Float32 = peaks[group[0]].numpy()
         smoothed = None
         if demand.smoothing is not None:
-            weights, tokens = [layer.weight(name) for name in group], torch.cat(some[group[0]]).numpy()
-            smoothed = _smoothed(tokens, largest, weights, demand.smoothing)
+            weights, x = [layer.weight(name) for name in group], torch.cat(some[group[0]]).numpy()
+            smoothed = _smoothed(x, largest, weights, demand.smoothing)
         found |= dict.fromkeys(group, InputRange(largest, smoothed))
     return found
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
@@ -21,6 +22,7 @@ from llmforge.quantization.methods import PLAIN
 from llmforge.trace.export.weights import ParameterSource, load
 from llmforge.trace.hooks.experts import marked
 
+Map = Callable[..., Iterable[Any]]  # as the builtin; may call from several threads, and yields in order
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 Arguments = tuple[torch.Tensor, ...]  # what a module is called with
 # The keywords by which transformers hands a decoder layer its cache; the second in its older modules.
@@ -32,6 +34,17 @@ class LayerCall(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+
+
+class Observed(NamedTuple):
+    """A run of one window: the hidden states after it, and what some linears or experts read and made, by name."""
+
+    after: torch.Tensor  # [1, tokens, hidden]
+    inputs: Mapping[str, torch.Tensor]  # [tokens, K]
+    outputs: Mapping[str, torch.Tensor]  # [1, tokens, N]
+
+
+ObservedRun = Callable[[int, torch.Tensor], Observed]  # of a window, with its hidden states
 
 
 class Additions(NamedTuple):
@@ -78,7 +91,7 @@ class DecoderLayer:
 
     Parameter names are those of the checkpoint: "model.layers.0.self_attn.q_proj.weight". Where features of its linears
     were pruned, `selected` has those that are left, and `kv_heads` the KV heads: weights and inputs are without the
-    others, which the module itself keeps, with zeros in what reads them.
+    others, which the module itself keeps, with zeros in what reads them. `each` runs what is done for each window.
     """
 
     module: torch.nn.Module
@@ -86,6 +99,7 @@ class DecoderLayer:
     calls: Sequence[LayerCall]
     selected: Mapping[str, Selected] = field(default_factory=dict)
     kv_heads: tuple[int, ...] | None = None
+    each: Map = map
 
     def run(self, window: int, state: torch.Tensor) -> torch.Tensor:
         """Return the hidden states [1, tokens, hidden] after the layer, of window number `window`."""
@@ -94,6 +108,10 @@ class DecoderLayer:
             if isinstance(recorder, _CacheRecorder):
                 recorder.ended = True  # what it recorded is of an earlier run
         return _hidden(self.module(state, *call.args, **call.kwargs))
+
+    def advance(self, states: list[torch.Tensor]) -> None:
+        """Carry the hidden states of all windows through the layer."""
+        states[:] = self.each(self.run, range(len(states)), states)
 
     def recording(self) -> DecoderLayer:
         """Return the layer with something in place of its cache that notes what is cached, for `cached`."""
@@ -126,6 +144,13 @@ class DecoderLayer:
             return peaks[0]
         key, value = (peak[list(self.kv_heads)] for peak in peaks[0])
         return key, value
+
+    def kind(self) -> Hashable:
+        """Return what layers have in common that call their linears and experts alike: modules and their settings."""
+        return tuple(
+            (local, type(module), *((name, own) for name, own in vars(module).items() if _is_setting(name, own)))
+            for local, module in self.module.named_modules()
+        )
 
     def groups(self, state: torch.Tensor) -> list[list[str]]:
         """Name the weights of the linears in the order they run, those that read one tensor together; experts apart.
@@ -164,49 +189,38 @@ class DecoderLayer:
                     found.add(name)
         return found
 
-    def run_with_inputs(
-        self, names: Sequence[str], window: int, state: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Run, and return also what each of the linears or experts `names` read, [tokens, K].
+    @contextmanager
+    def observed(self, read: Sequence[str], made: Sequence[str] = ()) -> Iterator[ObservedRun]:
+        """Yield what runs the layer and returns also what linears or experts `read` read, and those of `made` made.
 
-        Raises:
-            UnsupportedError: one of them did not run.
+        Threads may call it at once. It raises UnsupportedError where one of them did not run.
         """
-        inputs: dict[str, torch.Tensor] = {}
+        own = threading.local()
 
         def note(name: str, given: Arguments) -> None:
-            inputs[name] = given[0].reshape(-1, given[0].shape[-1])
-
-        with self._watched(note, names):
-            state = self.run(window, state)
-        for name in set(names) - set(inputs):
-            raise self.unread(name)
-        return state, inputs
-
-    def run_with_outputs(
-        self, names: Sequence[str], window: int, state: torch.Tensor, read: Sequence[str] = ()
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Run, and return also what the linears or experts `names` made, [1, tokens, N], and what those of `read` read.
-
-        Raises:
-            UnsupportedError: one of them did not run.
-        """
-        outputs: dict[str, torch.Tensor] = {}
+            if hasattr(own, "inputs"):
+                own.inputs[name] = given[0].reshape(-1, given[0].shape[-1])
 
         def keep(name: str) -> Callable[..., None]:
             def after(module: torch.nn.Module, args: Any, y: Any) -> None:
-                outputs[name] = _hidden(y)
+                if hasattr(own, "outputs"):
+                    own.outputs[name] = _hidden(y)
 
             return after
 
-        modules = {**self.linears(), **self.experts()}
-        with ExitStack() as hooks:
-            for name in names:
+        def run(window: int, state: torch.Tensor) -> Observed:
+            inputs, outputs = own.inputs, own.outputs = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+            after = self.run(window, state)
+            if missing := {*read} - {*inputs} | {*made} - {*outputs}:
+                raise self.unread(min(missing))
+            shaped = {name: y.reshape(state.shape[0], state.shape[1], -1) for name, y in outputs.items()}
+            return Observed(after, inputs, shaped)
+
+        modules = self.modules()
+        with self._watched(note, read) as hooks:
+            for name in made:
                 hooks.enter_context(modules[name].register_forward_hook(keep(name)))
-            state, inputs = self.run_with_inputs(read, window, state)
-        for name in set(names) - set(outputs):
-            raise self.unread(name)
-        return state, {name: y.reshape(state.shape[0], state.shape[1], -1) for name, y in outputs.items()}, inputs
+            yield run
 
     def additions(self, groups: Sequence[Sequence[str]], state: torch.Tensor) -> Additions:
         """Find the linears and experts whose outputs are added to hidden states, of `groups` as found with `state`.
@@ -215,7 +229,8 @@ class DecoderLayer:
         `state` together are what the `last` ones are added to.
         """
         names = [name for group in groups for name in group]
-        out, made, _ = self.run_with_outputs(names, 0, state)
+        with self.observed((), names) as run:
+            out, _, made = run(0, state)
         fitting = [name for name, y in made.items() if y.shape == out.shape]
         last = []
         for name in fitting:
@@ -251,6 +266,15 @@ class DecoderLayer:
                 return taken[0]
         raise self.unread(name)
 
+    def arguments(self, name: str, module: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Arguments:
+        """Return what linear or experts `name`, which are `module`, are called with, [..., K] and so on."""
+        given = args
+        if kwargs:
+            bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+            given = tuple(bound.arguments.values())[1:]
+        x, *others = given
+        return (self._left(name).read(x), *others)
+
     def experts(self) -> dict[str, torch.nn.Module]:
         """Map the names of its experts modules, "model.layers.0.mlp.experts", to them."""
         return {f"{self.name}.{local}": module for local, module in self.module.named_modules() if marked(module)}
@@ -279,13 +303,11 @@ class DecoderLayer:
 
     def _watched(self, note: Callable[[str, Arguments], None], names: Sequence[str]) -> ExitStack:
         """Call `note` with the name of each of the linears or experts `names`, and what it is given, before it runs."""
-        modules = {**self.linears(), **self.experts()}
+        modules = self.modules()
 
         def hook(name: str) -> Callable[..., None]:
             def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-                given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
-                x, *others = tuple(given.values())[1:]
-                note(name, (self._left(name).read(x), *others))
+                note(name, self.arguments(name, module, args, kwargs))
 
             return before
 
@@ -302,23 +324,7 @@ class DecoderLayer:
                 return tuple(map(shift, y))
             return y + torch.linspace(0.5, 1.5, y.shape[-1]) * (1 + y.abs().amax()) if y.is_floating_point() else y
 
-        modules = {**self.linears(), **self.experts()}
-        return modules[name].register_forward_hook(lambda _, args, y: shift(y))
-
-    @contextmanager
-    def silenced(self, name: str) -> Iterator[list[torch.Tensor]]:
-        """Let linear `name` make 0 of what it reads, which is put to the list."""
-        linear, read = self.linears()[name], list[torch.Tensor]()
-
-        def nothing(input: torch.Tensor) -> torch.Tensor:
-            read.append(self._left(name).read(input))
-            return input.new_zeros(*input.shape[:-1], linear.out_features)
-
-        linear.forward = nothing  # type: ignore[method-assign]
-        try:
-            yield read
-        finally:
-            del linear.forward
+        return self.modules()[name].register_forward_hook(lambda _, args, y: shift(y))
 
     def unread(self, name: str) -> UnsupportedError:
         """Say that linear or experts `name` did not run."""
@@ -333,6 +339,10 @@ class DecoderLayer:
     def linears(self) -> dict[str, torch.nn.Linear]:
         """Map the names of its linears to them."""
         return linears_of(self.module, self.name)
+
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """Map the names of its linears and experts to them."""
+        return {**self.linears(), **self.experts()}
 
 
 class _CacheRecorder:
@@ -377,6 +387,11 @@ def linears_of(module: torch.nn.Module, name: str) -> dict[str, torch.nn.Linear]
     }
 
 
+def _is_setting(name: str, value: object) -> bool:
+    """Say whether an attribute of a module may decide what it calls; transformers' `layer_idx` is a place in caches."""
+    return name != "layer_idx" and isinstance(value, bool | int | float | str | None)
+
+
 @contextmanager
 def narrowed(linears: Iterable[torch.nn.Linear]) -> Iterator[None]:
     """Let `linears` multiply in bf16, forwards and backwards, with fp32 sums; what goes in and comes out is fp32.
@@ -385,11 +400,14 @@ def narrowed(linears: Iterable[torch.nn.Linear]) -> Iterator[None]:
     """
 
     def product(linear: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-        weight, bias = linear.weight.bfloat16(), linear.bias
+        held = linear.weight, linear.weight.bfloat16()
 
         def forward(input: torch.Tensor) -> torch.Tensor:
-            y = torch.nn.functional.linear(input.bfloat16(), weight).float()
-            return y if bias is None else y + bias
+            nonlocal held
+            if linear.weight is not held[0]:  # it was changed
+                held = linear.weight, linear.weight.bfloat16()
+            y = torch.nn.functional.linear(input.bfloat16(), held[1]).float()
+            return y if linear.bias is None else y + linear.bias
 
         return forward
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ TRIALS, AGAIN = 4, 0.95  # that a loss is held to, and what of a further one is 
 CLOSE = 2e-3  # of the bytes, to which they are as few as can be
 
 Matrices = Mapping[str, QuantizedMatrix]
-Price = Callable[[Losses], None]  # puts to losses what formats lose
+Price = Callable[[Losses], None]  # fills in what formats lose
 Keep = Callable[[str, WeightDemand, Callable[[], Any]], Any]  # of a kind, for a demand, as JSON has it
 
 
@@ -124,11 +125,16 @@ class _Trials:
     def predicted(self, *formats: _Formats) -> list[float]:
         """Predict the KLD that the method leaves, nats a token: it gains as much as it is predicted to."""
         demands = [each.of(self.demand) for each in formats]
-        measured = self.keep("trials", replace(demands[0], exclude=(repr(demands),)), lambda: self._measure(demands))
-        return [each.loss * lost / each.nearest for each, lost in zip(formats, measured, strict=True)]
+        measured: list[float] = []  # of all, which run side by side
 
-    def _measure(self, demands: Sequence[WeightDemand]) -> list[float]:
-        return probe.divergences(self.skeleton, [window.ids for window in self.windows], demands, self.threads)
+        def measure(place: int) -> float:
+            if not measured:
+                ids = [window.ids for window in self.windows]
+                measured[:] = probe.divergences(self.skeleton, ids, demands, self.threads)
+            return measured[place]
+
+        lost = [self.keep("trial", each, partial(measure, place)) for place, each in enumerate(demands)]
+        return [each.loss * kld / each.nearest for each, kld in zip(formats, lost, strict=True)]
 
 
 def _smallest(losses: Losses, others: int, trials: _Trials) -> tuple[WeightDemand, str]:

@@ -126,12 +126,12 @@ def _measure(
                 name: InputSums.start({InputStatistic.MOMENTS}, layer.weight(name).shape[1]) for name in names.values()
             }
             alike = []
-            for window, state in enumerate(current):
-                after, read = layer.run_with_inputs(list(names.values()), window, state)
-                for name, x in read.items():
-                    sums[name].add(x, x)
-                alike.append(torch.nn.functional.cosine_similarity(state[0], after[0], dim=-1))
-                current[window] = after
+            with layer.observed(list(names.values())) as observe:
+                for window, state in enumerate(current):
+                    current[window], read, _ = observe(window, state)
+                    for name, x in read.items():
+                        sums[name].add(x, x)
+                    alike.append(torch.nn.functional.cosine_similarity(state[0], current[window][0], dim=-1))
             influence[block.index] = 1 - float(torch.cat(alike).mean())
             for kind, name in names.items():
                 found = gradients.outputs([name])
@@ -273,13 +273,13 @@ def prune_layer(
     selected |= {name: Selected(columns=which) for name, which in own}
     pruned = replace(layer, selected=selected, kv_heads=heads)
     made: dict[str, Float32] = {}
-    runs = Runs.of(layer, list(states))
-    for name, which in own:
-        if found is not None:
-            made[name] = found[name]
-        else:
-            seen = runs.seen(name, layer.weight(name).shape[1])
-            hessian = _damped(name, seen.sums[InputStatistic.MOMENTS] / seen.tokens, demand)
-            made[name] = structure.compensate(layer.weight(name), hessian, which)
-        pruned.set_weight(name, made[name])
+    with Runs.of(layer, list(states)) as runs:
+        for name, which in own:
+            if found is not None:
+                made[name] = found[name]
+            else:
+                seen = runs.seen(name, layer.weight(name).shape[1])
+                hessian = _damped(name, seen.sums[InputStatistic.MOMENTS] / seen.tokens, demand)
+                made[name] = structure.compensate(layer.weight(name), hessian, which)
+            pruned.set_weight(name, made[name])
     return pruned, made

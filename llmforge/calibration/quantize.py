@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 
 from llmforge.calibration import experts
 from llmforge.calibration.gradients import Gradients
-from llmforge.calibration.layer import Additions, DecoderLayer
+from llmforge.calibration.layer import Additions, DecoderLayer, Observed
 from llmforge.calibration.resuming import Runs
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.store import LayerResult
@@ -24,8 +24,6 @@ from llmforge.quantization.methods.base import InputStatistic, LayerInputs, Meth
 from llmforge.quantization.methods.gptq import Curvature, target
 from llmforge.quantization.sparsity import SparseMatrix
 from llmforge.quantization.statistics import LowRankDemand, SparsityDemand, WeightDemand, exclusion
-
-HELD_OUT = 8  # of so many windows, one is held out of what the others are measured by
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,13 +38,43 @@ class _Unquantized:
 class WeightQuantization:
     """How weights are quantized: by `demand`, with `gradients` of their outputs where its method wants them.
 
-    `correction` asks for products of low rank.
+    `correction` asks for products of low rank. `structures` has what was found of layers, by their kind.
     """
 
     demand: WeightDemand
     gradients: Gradients | None = None
     threads: int = 1
     correction: LowRankDemand | None = None
+    structures: dict[Hashable, _Structure] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Structure:
+    """Names within a layer: what reads one tensor, in the order in which it runs, what chooses experts, and adds."""
+
+    groups: Sequence[Sequence[str]]
+    routers: frozenset[str]
+    added: Additions
+
+    @classmethod
+    def of(cls, layer: DecoderLayer, state: torch.Tensor) -> _Structure:
+        """Find it by running `layer` with its first window."""
+        groups = layer.groups(state)
+        routers, added = layer.routers(groups, state), layer.additions(groups, state)
+
+        def local(names: Iterable[str]) -> tuple[str, ...]:
+            return tuple(name.removeprefix(f"{layer.name}.") for name in names)
+
+        return cls([local(group) for group in groups], frozenset(local(routers)), Additions(*map(local, added)))
+
+    def within(self, layer: DecoderLayer) -> _Structure:
+        """Name what it is in `layer`, which is of the same kind."""
+
+        def named(names: Iterable[str]) -> tuple[str, ...]:
+            return tuple(f"{layer.name}.{name}" for name in names)
+
+        groups, added = [named(group) for group in self.groups], Additions(*map(named, self.added))
+        return _Structure(groups, frozenset(named(self.routers)), added)
 
 
 def quantize_layer(
@@ -61,49 +89,67 @@ def quantize_layer(
         DataError: what a matrix reads over the calibration text does not allow the method of `demand`.
     """
     demand, gradients, correction = how.demand, how.gradients, how.correction
-    groups = groups_of(layer, current[0], demand)
-    wants_residual = InputStatistic.RESIDUAL in demand.method.demands
-    added = layer.additions(groups, original[0]) if wants_residual else Additions((), ())
-    inputs: list[dict[str, _Unquantized]] = []  # of each window, by the first of each group
-    for window, state in enumerate(original):
-        first = [group[0] for group in groups]
-        after, made, read = layer.run_with_outputs(added.last, window, state, first)
-        residuals = _residuals(added, state, after, made)
-        inputs.append({name: _Unquantized(x, residuals.get(name)) for name, x in read.items()})
-        original[window] = after
-    runs = Runs.of(layer, current)
+    if (kind := layer.kind()) not in how.structures:
+        how.structures[kind] = _Structure.of(layer, original[0])
+    structure = how.structures[kind].within(layer)
+    groups = _wanted(layer, structure.groups, structure.routers, demand)
+    added = structure.added if InputStatistic.RESIDUAL in demand.method.demands else Additions((), ())
+    inputs = _unquantized(layer, [group[0] for group in groups], added, original)
     results: dict[str, QuantizedMatrix] = {}
     corrections: dict[str, LowRankCorrection] = {}
     notes: list[str] = []
-    for names in groups:
-        unquantized = [read.pop(names[0]) for read in inputs]
-        if names[0] in layer.experts():
-            reads = [each.read for each in unquantized]
-            matrices = _quantize_experts(runs, names[0], reads, demand, notes)
-        else:
-            outputs = layer.outputs_left(names, gradients.outputs(names)) if gradients is not None else ()
-            matrices, seen = _quantize_linears(runs, names, unquantized, added, how, outputs, notes)
-            if correction is not None and not exclusion(names, correction.exclude):
-                corrections |= correct_linears(layer, matrices, seen, correction)
-        for name, matrix in matrices.items():
-            layer.set_weight(name, corrected(matrix, corrections.get(name)))
-        results |= matrices
-    runs.end()
+    at_end = added.last if groups and groups[-1][:1] == [*added.last] else ()
+    with Runs.of(layer, current, at_end) as runs:
+        for names in groups:
+            unquantized = [read.pop(names[0]) for read in inputs]
+            if names[0] in layer.experts():
+                reads = [each.read for each in unquantized]
+                matrices = _quantize_experts(runs, names[0], reads, demand, notes)
+            else:
+                outputs = layer.outputs_left(names, gradients.outputs(names)) if gradients is not None else ()
+                matrices, seen = _quantize_linears(runs, names, unquantized, added, how, outputs, notes)
+                if correction is not None and not exclusion(names, correction.exclude):
+                    corrections |= correct_linears(layer, matrices, seen, correction)
+            for name, matrix in matrices.items():
+                layer.set_weight(name, corrected(matrix, corrections.get(name)))
+            results |= matrices
+        runs.end()
     return LayerResult(results, None, notes=tuple(notes), low_rank=corrections)
 
 
-def _residuals(
-    added: Additions, state: torch.Tensor, after: torch.Tensor, made: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return what the outputs of linears are added to, [tokens, N]; `made` is what the last of them make."""
-    between = after - sum(made.values(), torch.zeros(())) if added.last else after
+def _unquantized(
+    layer: DecoderLayer, names: Sequence[str], added: Additions, states: list[torch.Tensor]
+) -> list[dict[str, _Unquantized]]:
+    """Run `layer` as it is, and carry `states` behind it: what linears or experts `names` read of each window."""
+
+    def run(window: int, state: torch.Tensor) -> tuple[torch.Tensor, dict[str, _Unquantized]]:
+        seen = observe(window, state)
+        residuals = _residuals(added, state, seen)
+        return seen.after, {name: _Unquantized(x, residuals.get(name)) for name, x in seen.inputs.items()}
+
+    with layer.observed(names, added.last) as observe:
+        states[:], inputs = zip(*layer.each(run, range(len(states)), states), strict=True)
+    return list(inputs)
+
+
+def _residuals(added: Additions, state: torch.Tensor, seen: Observed) -> dict[str, torch.Tensor]:
+    """Return what the outputs of linears are added to, [tokens, N], where what the last of them make was seen."""
+    between = seen.after - sum(seen.outputs.values(), torch.zeros(())) if added.last else seen.after
     return dict.fromkeys(added.first, state[0]) | dict.fromkeys(added.last, between[0])
 
 
 def groups_of(layer: DecoderLayer, state: torch.Tensor, demand: WeightDemand) -> list[list[str]]:
-    """Name what is to be quantized in the order in which it runs, linears that read the same together."""
+    """Name what is to be quantized of a layer that is called with `state` in window 0, as `quantize_layer` has it."""
     groups = layer.groups(state)
-    unquantized = set() if demand.routers else layer.routers(groups, state)
+    routers = frozenset[str]() if demand.routers else frozenset(layer.routers(groups, state))
+    return _wanted(layer, groups, routers, demand)
+
+
+def _wanted(
+    layer: DecoderLayer, groups: Sequence[Sequence[str]], routers: Collection[str], demand: WeightDemand
+) -> list[list[str]]:
+    """Name what is to be quantized in the order in which it runs, linears that read the same together."""
+    unquantized = () if demand.routers else routers
     wanted = [
         [name for name in group if name not in unquantized and not exclusion(_matrices(layer, name), demand.exclude)]
         for group in groups
@@ -130,22 +176,8 @@ def _quantize_linears(
 
     Also return what was seen of that tensor.
     """
-    layer, name, residual, demand = runs.layer, names[0], originals[0].residual, how.demand
-    rows_added = residual.shape[1] if residual is not None and len(names) == 1 else None
-    sums, held = (InputSums.start(demand.method.demands, originals[0].read.shape[1], rows_added) for _ in range(2))
-    for window, original in enumerate(originals):
-        now = runs.states[window][0]
-        if rows_added is None or name not in added.last:
-            x, *_ = runs.arguments(name, window)
-        elif added.last == (name,):
-            x, after = runs.without(name, window)
-            now = after[0]
-        else:
-            state = runs.states[window]
-            after, made, read = layer.run_with_outputs(added.last, window, state, [name])
-            x, now = read[name], _residuals(added, state, after, made)[name]
-        lost = None if rows_added is None or original.residual is None else original.residual - now
-        (held if window % HELD_OUT == HELD_OUT - 1 else sums).add(x, original.read - x, lost)
+    layer, name, demand = runs.layer, names[0], how.demand
+    sums, held = _sums(runs, names, originals, added, demand.method.demands)
     weights = [layer.weight(name) for name in names]
     with refusals(name, *_remedies(demand.method)):
         seen = sums.seen(routed=False, held=held, outputs=outputs, threads=how.threads)
@@ -153,6 +185,42 @@ def _quantize_linears(
     notes += [f"{name}: {note}" for note in seen.notes]
     bounds = pairwise(np.cumsum([0, *map(len, weights)]))
     return {name: rows(matrix, slice(*own)) for name, own in zip(names, bounds, strict=True)}, seen
+
+
+def _sums(
+    runs: Runs,
+    names: Sequence[str],
+    originals: Sequence[_Unquantized],
+    added: Additions,
+    demands: Collection[InputStatistic],
+) -> tuple[InputSums, InputSums]:
+    """Sum over what linears `names` read, and over what of it is held out: every eighth window, the last share."""
+    layer, name, residual = runs.layer, names[0], originals[0].residual
+    rows_added = residual.shape[1] if residual is not None and len(names) == 1 else None
+    wanted = rows_added is not None and name in added.last
+    anew = added.last if wanted and runs.at_end != (name,) else ()
+
+    def summed(windows: range) -> InputSums:
+        sums = InputSums.start(demands, originals[0].read.shape[1], rows_added)
+        for window in windows:
+            original, state = originals[window], runs.states[window]
+            now = state[0]
+            if wanted and not anew:
+                x, after = runs.without(name, window)
+                now = after[0]
+            else:
+                x, *_ = runs.arguments(name, window)
+            if anew:
+                now = _residuals(added, state, observe(window, state))[name]
+            lost = None if rows_added is None or original.residual is None else original.residual - now
+            sums.add(x, original.read - x, lost)
+        return sums
+
+    with layer.observed((), anew) as observe:
+        total, *others, held = runs.shares(summed)
+        for other in others:
+            total.merge(other)
+    return total, held
 
 
 def _quantize_experts(
@@ -167,7 +235,7 @@ def _quantize_experts(
     grid = demand.grid_of(_matrices(layer, name)).fitting(*experts.widths(module))
     if grid is None:
         return {}
-    called = [runs.arguments(name, window) for window in range(len(runs.states))]
+    called = layer.each(lambda window: runs.arguments(name, window), range(len(runs.states)))
     tokens, ids, mixing = (torch.cat(parts) for parts in zip(*called, strict=True))
     read = experts.RoutedInputs(tokens, ids, mixing, torch.cat(list(originals)))
     with refusals(name, *_remedies(demand.method)):
@@ -270,28 +338,37 @@ def sparsify_layer(layer: DecoderLayer, states: list[torch.Tensor], demand: Spar
     """
     groups = layer.groups(states[0])
     routers, experts = layer.routers(groups, states[0]), layer.experts()
-    runs = Runs.of(layer, states)
     pruned: dict[str, SparseMatrix] = {}
     notes: list[str] = []
-    for group in groups:
-        names = [
-            name
-            for name in group
-            if name not in experts and name not in routers and not exclusion([name], demand.exclude)
-            if layer.weight(name).shape[1] % sparsity.GROUP == 0
-        ]
-        if not names:
-            continue
-        moments = runs.seen(names[0], layer.weight(names[0]).shape[1]).sums[InputStatistic.MOMENTS]
-        weights = [layer.weight(name) for name in names]
-        whole = np.concatenate(weights)
-        with refusals(names[0], "pruning", MORE_DAMPING):
-            matrix, damping = sparsity.sparsegpt(whole, moments, demand.damping)
-        if damping > demand.damping:
-            notes.append(f"{names[0]}: damping rose to {damping:g}: its moments could not be factored")
-        lost = sparsity.output_error(whole, matrix.dense(), moments)
-        for name, (first, last) in zip(names, pairwise(np.cumsum([0, *map(len, weights)])), strict=True):
-            pruned[name] = SparseMatrix(matrix.values[first:last], matrix.places[first:last], lost)
-            layer.set_weight(name, pruned[name].dense())
-    runs.end()
+    with Runs.of(layer, states) as runs:
+        for group in groups:
+            names = [
+                name
+                for name in group
+                if name not in experts and name not in routers and not exclusion([name], demand.exclude)
+                if layer.weight(name).shape[1] % sparsity.GROUP == 0
+            ]
+            if names:
+                pruned |= _sparsify_linears(runs, names, demand, notes)
+        runs.end()
     return LayerResult({}, None, notes=tuple(notes), sparse=pruned)
+
+
+def _sparsify_linears(
+    runs: Runs, names: Sequence[str], demand: SparsityDemand, notes: list[str]
+) -> dict[str, SparseMatrix]:
+    """Prune linears that read one tensor: their rows are one matrix."""
+    layer = runs.layer
+    moments = runs.seen(names[0], layer.weight(names[0]).shape[1]).sums[InputStatistic.MOMENTS]
+    weights = [layer.weight(name) for name in names]
+    whole = np.concatenate(weights)
+    with refusals(names[0], "pruning", MORE_DAMPING):
+        matrix, damping = sparsity.sparsegpt(whole, moments, demand.damping)
+    if damping > demand.damping:
+        notes.append(f"{names[0]}: damping rose to {damping:g}: its moments could not be factored")
+    lost = sparsity.output_error(whole, matrix.dense(), moments)
+    pruned = {}
+    for name, (first, last) in zip(names, pairwise(np.cumsum([0, *map(len, weights)])), strict=True):
+        pruned[name] = SparseMatrix(matrix.values[first:last], matrix.places[first:last], lost)
+        layer.set_weight(name, pruned[name].dense())
+    return pruned

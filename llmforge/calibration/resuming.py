@@ -1,174 +1,221 @@
-"""Runs of a layer that go on where they stopped: modules that have run say again what they made.
+"""Runs of a layer that wait in front of its linears: each goes on when those are quantized, and runs once.
 
-A layer's linears are quantized one after the other, each with what the quantized ones before it make. Begun anew for
-each of them, a layer would run three times and more; so a module that has run for a window is not run again, if it is,
-or holds, a linear or experts. Only norms, attention itself and the like are repeated.
+A layer's linears are quantized one after the other, each with what the quantized ones before it make of all windows.
+So the run of a window has a thread of its own, which sleeps in front of a linear or experts until it is sent on to the
+next. Begun anew for each of them, a layer would run three times and more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import count
 from typing import Any, TypeVar
 
 import torch
 
 from llmforge.calibration.layer import Arguments, DecoderLayer
 from llmforge.calibration.sums import InputSums
+from llmforge.calibration.threads import MOST_THREADS, compute_alone
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs
 
+SHARES = 8  # of the windows, each every eighth: sums are over a share, and those of shares are added in order
+WAITING = 512  # runs at most that sleep, each in a thread of its own; those of more windows begin anew for each linear
 _Found = TypeVar("_Found")
+
+
+class _LetGo(BaseException):
+    """Nobody wants to know how the run goes on."""
+
+
+@dataclass(eq=False)
+class _WindowRun:
+    """The run of one window through a layer, which `starts` in a thread that sleeps unless it is waited for."""
+
+    window: int
+    starts: Callable[[_WindowRun], Future[torch.Tensor]]
+    waits: bool  # in front of a linear for the next one; else it begins anew
+    wanted: str | None = None  # linear or experts that it stops in front of next; None: it does not stop
+    called_with: Arguments | None = None  # the `wanted`, of which it stands in front; None: it has ended
+    silent: bool = False  # whether the `wanted` is left out when it goes on: it makes 0
+    silenced: tuple[Callable[..., Any], torch.Tensor] | None = None  # linear that was, and what it read
+    _go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    _stands: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    _future: Future[torch.Tensor] | None = None
+
+    def arguments(self, wanted: str) -> Arguments | None:
+        """Go on until the `wanted` is about to run, and return what it is called with; None: it is not."""
+        self.run_to(wanted)
+        found = self.called_with
+        if not self.waits and found is not None:
+            self.let_go()
+            self._future = None
+        return found
+
+    def run_to(self, wanted: str | None) -> None:
+        """Go on until the `wanted` is about to run, or to the end."""
+        self.wanted, self.called_with = wanted, None
+        if self._future is None:
+            self._future = self.starts(self)
+            self._future.add_done_callback(lambda _: self._stands.release())
+        elif self._future.done():
+            return
+        else:
+            self._go.release()
+        self._stands.acquire()
+        if self._future.done():
+            self._future.result()  # which raises what has ended it
+
+    @property
+    def after(self) -> torch.Tensor:
+        """The hidden states after the layer, through which it has run."""
+        assert self._future is not None
+        return self._future.result()
+
+    def stop(self, arguments: Arguments) -> None:
+        """Stand in front of the `wanted`, until the run is sent on."""
+        self.called_with = arguments
+        self._stands.release()
+        self._go.acquire()
+        if self.wanted == _NOWHERE:
+            raise _LetGo
+
+    def let_go(self) -> None:
+        """End the run where it stands."""
+        if self._future is not None:
+            with suppress(_LetGo):
+                self.run_to(_NOWHERE)
+
+
+_NOWHERE = ""
+_current = threading.local()  # `run`: of the thread
 
 
 @dataclass(eq=False)
 class Runs:
     """Runs of the hidden `states` of all windows through `layer`, whose linears change in the order in which they run.
 
-    No linear changes once it has run.
+    No linear changes once it has run. Several threads may ask, of a window each. `at_end` names the one linear, if any,
+    that is the last to change and whose output is added to what the layer returns.
     """
 
     layer: DecoderLayer
     states: list[torch.Tensor]
-    memory: ModuleOutputs | None  # None: modules change what others made, and every run begins at the beginning
+    at_end: tuple[str, ...]
+    runs: Sequence[_WindowRun]
 
     @classmethod
-    def of(cls, layer: DecoderLayer, states: list[torch.Tensor]) -> Runs:
-        """Begin in front of `layer`."""
-        products = [*layer.linears().values(), *layer.experts().values()]
-        return cls(layer, states, ModuleOutputs(checkpointable(layer.module, products)))
+    @contextmanager
+    def of(cls, layer: DecoderLayer, states: list[torch.Tensor], at_end: tuple[str, ...] = ()) -> Iterator[Runs]:
+        """Begin in front of `layer`; what has not run to its end by the end of the block does not."""
+
+        def start(run: _WindowRun) -> Future[torch.Tensor]:
+            return threads.submit(go, run)
+
+        def go(run: _WindowRun) -> torch.Tensor:
+            _current.run = run
+            return layer.run(run.window, states[run.window])
+
+        modules, linears = layer.modules(), layer.linears()
+        with ThreadPoolExecutor(WAITING + MOST_THREADS, initializer=compute_alone) as threads, ExitStack() as stack:
+            runs = [_WindowRun(window, start, window < WAITING) for window in range(len(states))]
+            for name, module in modules.items():
+                stack.enter_context(module.register_forward_pre_hook(_stopping(layer, name), with_kwargs=True))
+            for name in at_end:
+                if name in linears:
+                    stack.enter_context(_silenced(linears[name]))
+            try:
+                yield cls(layer, states, at_end, runs)
+            finally:
+                for run in runs:
+                    run.let_go()
 
     def arguments(self, name: str, window: int) -> Arguments:
         """Return what linear or experts `name` is called with; see `DecoderLayer.arguments_of`."""
-        return self._run(window, partial(self.layer.arguments_of, name))
+        found = self.runs[window].arguments(name)
+        if found is None:
+            raise self.layer.unread(name)
+        return found
+
+    def without(self, name: str, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what linear `name` reads, [tokens, K], and the hidden states after the layer were its output 0.
+
+        They are what it is added to, as it is `at_end`.
+        """
+        run = self.runs[window]
+        run.run_to(name)
+        if run.called_with is None:
+            raise self.layer.unread(name)
+        ((x,), run.silent) = run.called_with, True
+        run.run_to(None)
+        return x, run.after
+
+    def shares(self, compute: Callable[[range], _Found]) -> Iterator[_Found]:
+        """Return what `compute` makes of the windows of each share."""
+        count = len(self.states)
+        yield from self.layer.each(lambda first: compute(range(first, count, SHARES)), range(SHARES))
 
     def seen(self, name: str, width: int) -> LayerInputs:
         """Sum x xᵀ of what linear `name` reads, [tokens, width], over all windows."""
-        sums = InputSums.start({InputStatistic.MOMENTS}, width)
-        for window in range(len(self.states)):
-            x, *_ = self.arguments(name, window)
-            sums.add(x, x)
-        return sums.seen(routed=False)
 
-    def without(self, name: str, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what linear `name` reads, [tokens, K], and the hidden states after the layer were its output 0."""
-        with self.layer.silenced(name) as read:
-            after = self._run(window, self.layer.run, keep=False)
-        if not read:
-            raise self.layer.unread(name)
-        return read[-1].reshape(-1, read[-1].shape[-1]), after
+        def summed(windows: range) -> InputSums:
+            sums = InputSums.start({InputStatistic.MOMENTS}, width)
+            for window in windows:
+                x, *_ = self.arguments(name, window)
+                sums.add(x, x)
+            return sums
+
+        total, *others = self.shares(summed)
+        for other in others:
+            total.merge(other)
+        return total.seen(routed=False)
 
     def end(self) -> None:
         """Carry the states behind the layer."""
-        for window in range(len(self.states)):
-            self.states[window] = self._run(window, self.layer.run)
-            if self.memory is not None:
-                self.memory.forget(window)
+        self.states[:] = self.layer.each(self._ended, self.runs)
 
-    def _run(self, window: int, run: Callable[[int, torch.Tensor], _Found], *, keep: bool = True) -> _Found:
-        remembered: AbstractContextManager[None] = nullcontext()
-        if self.memory is not None:
-            remembered = self.memory.going_on(window, keep=keep)
-        try:
-            with remembered:
-                return run(window, self.states[window])
-        except Changed:
-            self.memory = None
-        return run(window, self.states[window])
+    @staticmethod
+    def _ended(run: _WindowRun) -> torch.Tensor:
+        if run.silenced is None:
+            run.run_to(None)
+            return run.after
+        linear, x = run.silenced
+        y: torch.Tensor = linear(x)
+        return run.after + y
 
 
-@dataclass(eq=False)
-class _Call:
-    """One call of a module, in the run of one window: what it made, or the calls of modules inside of it so far."""
+def _stopping(layer: DecoderLayer, name: str) -> Callable[..., None]:
+    """Return a hook in front of linear or experts `name`: a run stops there, if that is wanted."""
 
-    inside: dict[tuple[str, int], _Call] = field(default_factory=dict)
-    made: Any = None
-    versions: tuple[int, ...] | None = None  # of the tensors in `made`; None: it has not ended
+    def before(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        run: _WindowRun | None = getattr(_current, "run", None)
+        if run is not None and run.wanted == name:
+            given = layer.arguments(name, module, args, kwargs)
+            run.stop(tuple(x.reshape(-1, x.shape[-1]) for x in given))
 
-
-class Changed(Exception):
-    """What a module made was changed in place afterwards, so that it cannot be said again."""
-
-
-@dataclass(eq=False)
-class ModuleOutputs:
-    """What modules of a layer made, by window; `modules` are those worth it, by name, outer ones first."""
-
-    modules: Mapping[str, torch.nn.Module]
-    _windows: dict[int, _Call] = field(default_factory=dict)
-
-    @contextmanager
-    def going_on(self, window: int, *, keep: bool = True) -> Iterator[None]:
-        """Let modules say what they made for `window`, and remember (`keep`) what those make that had not run.
-
-        An exception may end the run anywhere; what ran before it is remembered.
-
-        Raises:
-            Changed: see there. Nothing is remembered of the window any more.
-        """
-        open_calls = [(self._windows.setdefault(window, _Call()), dict[str, Iterator[int]]())]
-
-        def wrapped(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(*args: Any, **kwargs: Any) -> Any:
-                outer, numbers = open_calls[-1]
-                key = (name, next(numbers.setdefault(name, count())))
-                call = outer.inside.get(key) or _Call()
-                if call.versions is not None:
-                    if call.versions != _versions(call.made):
-                        del self._windows[window]
-                        raise Changed(name)
-                    return call.made
-                if keep:
-                    outer.inside[key] = call
-                open_calls.append((call, {}))
-                try:
-                    made = plain(*args, **kwargs)
-                finally:
-                    open_calls.pop()
-                if keep:
-                    call.made, call.versions = made, _versions(made)
-                    call.inside.clear()
-                return made
-
-            return forward
-
-        before = {name: module.__dict__.get("forward") for name, module in self.modules.items()}
-        for name, module in self.modules.items():
-            module.forward = wrapped(name, module.forward)
-        try:
-            yield
-        finally:
-            for name, module in self.modules.items():
-                own = before[name]
-                if own is None:
-                    del module.__dict__["forward"]
-                else:
-                    module.forward = own
-
-    def forget(self, window: int) -> None:
-        """Forget what was made for `window`."""
-        self._windows.pop(window, None)
+    return before
 
 
-def checkpointable(layer: torch.nn.Module, products: Collection[torch.nn.Module]) -> dict[str, torch.nn.Module]:
-    """Find the modules inside of `layer` that are, or hold, one of `products`; inside of one of those none is."""
-    own = set(products)
-    inside = {part for product in own for part in product.modules() if part is not product}
-    return {
-        name: module
-        for name, module in layer.named_modules()
-        if name and module not in inside and any(part in own for part in module.modules())
-    }
+@contextmanager
+def _silenced(linear: torch.nn.Linear) -> Iterator[None]:
+    """Let `linear` make 0 in a run that goes on without it."""
+    plain = linear.forward
 
+    def forward(input: torch.Tensor) -> torch.Tensor:
+        run: _WindowRun | None = getattr(_current, "run", None)
+        if run is None or not run.silent:
+            return plain(input)
+        run.silent, run.silenced = False, (plain, input)
+        return input.new_zeros(*input.shape[:-1], linear.out_features)
 
-def _versions(made: Any) -> tuple[int, ...]:
-    """Return how often each tensor in `made` was changed in place."""
-    if isinstance(made, torch.Tensor):
-        return (made._version,)
-    if isinstance(made, tuple | list):
-        return tuple(version for part in made for version in _versions(part))
-    if isinstance(made, dict):
-        return _versions(list(made.values()))
-    return ()
+    own = vars(linear).get("forward")
+    linear.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if own is None:
+            del linear.forward
+        else:
+            linear.forward = own  # type: ignore[method-assign]

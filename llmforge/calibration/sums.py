@@ -48,6 +48,12 @@ class InputSums:
                 total.addmm_(other.T, x)
         self.tokens += len(x)
 
+    def merge(self, other: InputSums) -> None:
+        """Count what `other` has counted, too."""
+        for statistic, total in self.totals.items():
+            total.add_(other.totals[statistic])
+        self.tokens += other.tokens
+
     def seen(
         self, *, routed: bool, held: InputSums | None = None, outputs: tuple[Float32, ...] = (), threads: int = 1
     ) -> LayerInputs:

@@ -8,12 +8,16 @@ nothing.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from numpy._core import _multiarray_umath  # type: ignore[attr-defined]  # private: links numpy's BLAS
+
+MOST_THREADS = 64  # that a recipe may ask for
 
 
 @dataclass(frozen=True)
@@ -81,3 +85,34 @@ def fixed(threads: int) -> Iterator[None]:
             products.fp32_precision = precision
             if blas is not None and before is not None:
                 blas.use(before)
+
+
+@contextmanager
+def over_windows(threads: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """Yield a `map` over windows on as many threads, on each of which torch computes alone.
+
+    What is computed of a window is the same whatever their number. Products of 512 tokens on two threads at once wait
+    for each other at their ends, and leave what is between them to one.
+    """
+    with ThreadPoolExecutor(threads, initializer=compute_alone) as pool:
+
+        def each(compute: Callable[..., Any], *arguments: Iterable[Any]) -> Iterator[Any]:
+            futures = [pool.submit(compute, *given) for given in zip(*arguments, strict=True)]
+            futures.reverse()
+            try:
+                while futures:
+                    yield futures.pop().result()
+            finally:  # what still runs where one failed runs to its end
+                for future in futures:
+                    future.cancel()
+                wait(futures)
+
+        yield each
+
+
+def compute_alone() -> None:
+    """Let torch compute on the calling thread alone, and make no gradients; other threads go on as they do."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)

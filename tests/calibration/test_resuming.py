@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from llmforge.base.errors import UnsupportedError
 from llmforge.calibration import driver, resuming
-from llmforge.calibration.layer import DecoderLayer, LayerCall
+from llmforge.calibration.layer import Arguments, DecoderLayer, LayerCall
 from llmforge.calibration.quantize import WeightQuantization
-from llmforge.calibration.resuming import Changed, ModuleOutputs, Runs
+from llmforge.calibration.resuming import Runs
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
@@ -58,7 +60,18 @@ def same(one: Statistics, other: Statistics) -> bool:
 
 def begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every run begin at the beginning."""
-    monkeypatch.setattr(Runs, "of", classmethod(lambda cls, layer, states: cls(layer, states, None)))
+
+    def arguments(self: Runs, name: str, window: int) -> Arguments:
+        return self.layer.arguments_of(name, window, self.states[window])
+
+    def without(self: Runs, name: str, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with self.layer.observed([name], [name]) as observe:
+            after, read, made = observe(window, self.states[window])
+        return read[name], after - made[name]
+
+    monkeypatch.setattr(Runs, "arguments", arguments)
+    monkeypatch.setattr(Runs, "without", without)
+    monkeypatch.setattr(Runs, "end", lambda self: self.layer.advance(self.states))
 
 
 def test_results_are_those_of_runs_from_the_beginning(
@@ -68,6 +81,17 @@ def test_results_are_those_of_runs_from_the_beginning(
     found = driver.calibrate(checkpoint, windows, DEMANDS)
     begun_anew(monkeypatch)
     assert same(found, driver.calibrate(checkpoint, windows, DEMANDS))
+
+
+def test_results_are_the_same_where_more_windows_are_than_can_wait(
+    tiny_checkpoint: Path, windows: list[TokenWindow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = Checkpoint.open(tiny_checkpoint)
+    found = driver.calibrate(checkpoint, windows, DEMANDS)
+    monkeypatch.setattr(resuming, "WAITING", 1)
+    counts = counted(monkeypatch)
+    assert same(found, driver.calibrate(checkpoint, windows, DEMANDS))
+    assert max(counts.values()) > 2 * len(windows) + 8  # they began anew
 
 
 def test_every_linear_multiplies_a_window_once_as_it_was_and_once_as_it_is(
@@ -85,6 +109,26 @@ def test_every_linear_multiplies_a_window_once_as_it_was_and_once_as_it_is(
     assert min(products) >= 2 * len(windows)
 
 
+def test_attention_runs_once_as_it_was_and_once_as_it_is(
+    tiny_checkpoint: Path, windows: list[TokenWindow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skeleton = Skeleton.build(Checkpoint.open(tiny_checkpoint))
+    functional, counts = torch.nn.functional, Counter[str]()
+    attention = functional.scaled_dot_product_attention
+
+    def counted_attention(*args: torch.Tensor, **options: object) -> torch.Tensor:
+        counts["attention"] += 1
+        return attention(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", counted_attention)
+    with torch.no_grad():
+        calls, states = skeleton.enter([window.ids for window in windows])
+        layer = skeleton.load(0, calls[0])
+        looked = 1 + 1 + 6  # see above
+        driver.quantize_layer(layer, list(states), list(states), WeightQuantization(DEMANDS[0]))
+    assert counts["attention"] <= 2 * len(windows) + looked
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_experts_go_on_too(
     name: str, windows: list[TokenWindow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -98,7 +142,7 @@ def test_experts_go_on_too(
 
 
 class Changing(torch.nn.Module):
-    """Adds to what its first linear made in place."""
+    """Adds to what its first linear made in place, and calls its last one twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,55 +151,43 @@ class Changing(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = self.one(x)
         made += x
-        return self.two(made)
+        return self.two(self.two(made))
 
 
-def test_what_was_changed_in_place_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_with_the_weights_of_the_moment() -> None:
+    module, x = Changing().requires_grad_(False), torch.randn(1, 3, 4)
+    layer = DecoderLayer(module, "layer", [LayerCall((), {})])
+    with Runs.of(layer, [x]) as runs:
+        assert torch.equal(runs.arguments("layer.one.weight", 0)[0], x[0])
+        layer.set_weight("layer.one.weight", np.eye(4, dtype=np.float32))
+        read, *_ = runs.arguments("layer.two.weight", 0)
+        torch.testing.assert_close(read, 2 * x[0] + module.one.bias)
+        layer.set_weight("layer.two.weight", np.eye(4, dtype=np.float32))
+        runs.end()
+        assert torch.equal(runs.states[0], layer.run(0, x))
+    assert "forward" not in vars(module.one)
+    assert "forward" not in vars(module.two)
+
+
+def test_runs_that_are_not_ended_leave_no_thread() -> None:
+    module, before = Changing().requires_grad_(False), threading.active_count()
+    layer = DecoderLayer(module, "layer", [LayerCall((), {})] * 3)
+    with Runs.of(layer, [torch.randn(1, 3, 4)] * 3) as runs:
+        for window in range(2):
+            runs.arguments("layer.one.weight", window)
+    assert threading.active_count() == before
+    assert "forward" not in vars(module.one)
+
+
+def test_what_ends_a_run_is_raised_where_it_is_waited_for() -> None:
     module = Changing().requires_grad_(False)
-    x = torch.randn(1, 3, 4)
-    expected = module(x)
-    seen: list[str] = []
-    plain = ModuleOutputs.going_on
-
-    def going_on(self: ModuleOutputs, window: int, *, keep: bool = True) -> object:
-        seen.append("remembered")
-        return plain(self, window, keep=keep)
-
-    monkeypatch.setattr(ModuleOutputs, "going_on", going_on)
-    runs = Runs.of(DecoderLayer(module, "layer", [LayerCall((), {})]), [x])
-    torch.testing.assert_close(runs.arguments("layer.two.weight", 0)[0], module.one(x)[0] + x[0])
-    runs.end()
-    assert torch.equal(runs.states[0], expected)
-    assert runs.memory is None
-    assert seen == ["remembered"] * 2
-    memory = ModuleOutputs(resuming.checkpointable(module, [module.one, module.two]))
-    with memory.going_on(0):
-        module(x)
-    with pytest.raises(Changed), memory.going_on(0):
-        module(x)
-    with memory.going_on(0):  # nothing is remembered any more
-        assert torch.equal(module(x), expected)
-
-
-def test_a_module_that_runs_twice_says_two_things() -> None:
-    class Twice(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = torch.nn.Sequential(torch.nn.Linear(4, 4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(self.inner(x))
-
-    module = Twice().requires_grad_(False)
-    memory, x = ModuleOutputs(resuming.checkpointable(module, [module.inner[0]])), torch.randn(2, 4)
-    expected = module(x)
-    for _ in range(2):
-        with memory.going_on(0):
-            assert torch.equal(module(x), expected)
-    assert "forward" not in vars(module.inner)
-    assert "forward" not in vars(module.inner[0])
-    with memory.going_on(1):  # another window, of which nothing is remembered
-        assert torch.equal(module(x + 1), module(x + 1))
+    layer = DecoderLayer(module, "layer", [LayerCall((), {})])
+    with Runs.of(layer, [torch.randn(1, 3, 5)]) as runs:
+        runs.arguments("layer.one.weight", 0)
+        with pytest.raises(RuntimeError, match="shapes"):
+            runs.arguments("layer.two.weight", 0)
+    with Runs.of(layer, [torch.randn(1, 3, 4)]) as runs, pytest.raises(UnsupportedError, match="does not run"):
+        runs.arguments("layer.three.weight", 0)
 
 
 def test_a_linear_can_be_silenced() -> None:
@@ -170,9 +202,11 @@ def test_a_linear_can_be_silenced() -> None:
 
     module = Residual().requires_grad_(False)
     x = torch.randn(1, 3, 4)
-    runs = Runs.of(DecoderLayer(module, "layer", [LayerCall((), {})]), [x])
-    read, after = runs.without("layer.last.weight", 0)
-    assert torch.equal(read, (x + module.first(x))[0])
-    assert torch.equal(after[0], read)
-    runs.end()
-    assert torch.equal(runs.states[0], module(x))
+    layer, last = DecoderLayer(module, "layer", [LayerCall((), {})]), "layer.last.weight"
+    with Runs.of(layer, [x], (last,)) as runs:
+        read, after = runs.without(last, 0)
+        assert torch.equal(read, (x + module.first(x))[0])
+        assert torch.equal(after[0], read)
+        layer.set_weight(last, np.eye(4, dtype=np.float32))
+        runs.end()
+        assert torch.equal(runs.states[0], module(x))
