@@ -31,6 +31,7 @@ from llmforge.calibration.quantize import (
     sparsify_layer,
     table_moments,
 )
+from llmforge.calibration.recovery import Recovery
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.store import LayerResult, Store, StoredArrays, StoredLowRank, StoredMatrices, StoredSparse
 from llmforge.calibration.sums import MORE_DAMPING, refusals
@@ -50,6 +51,7 @@ from llmforge.quantization.statistics import (
     KvRangeDemand,
     LowRankDemand,
     PruningDemand,
+    RecoveryDemand,
     Smoothed,
     Smoothing,
     SparsityDemand,
@@ -70,6 +72,7 @@ class DemandsByKind:
     inputs: InputRangeDemand | None
     sparsity: SparsityDemand | None
     correction: LowRankDemand | None
+    recovery: RecoveryDemand | None
     pruning: PruningDemand | None
     kv: bool
 
@@ -101,13 +104,24 @@ class DemandsByKind:
             "correct-low-rank corrects what quantize-weights chose by calibration text, and no pass does that",
             "put quantize-weights with method: gptq in front of it, or leave it out",
         )
+        recovery = _one(demands, RecoveryDemand, "two passes train the same scales: ", "keep one of them")
+        _refuse(
+            recovery is not None and (weights is None or not weights.method.demands),
+            "recover-scales trains those of weights that quantize-weights chose by calibration text, and no pass does",
+            "put quantize-weights with method: gptq or auto in front of it, or leave it out",
+        )
         pruning = _one(demands, PruningDemand, "two passes prune the same layers: ", "keep one of them")
         _refuse(
             pruning is not None and weights is not None and weights.is_limited,
             "prune-structure goes with one format of all weights: method: auto measures those of the whole model",
             "choose another method, or leave prune-structure out: auto takes bytes where they cost least",
         )
-        return cls(weights, inputs, sparsity, correction, pruning, KvRangeDemand() in demands)
+        _refuse(
+            pruning is not None and recovery is not None,
+            "recover-scales trains against the whole checkpoint, and prune-structure takes parts of it out",
+            "leave one of them out",
+        )
+        return cls(weights, inputs, sparsity, correction, recovery, pruning, KvRangeDemand() in demands)
 
 
 def _refuse(wrong: bool, problem: str, hint: str) -> None:
@@ -183,8 +197,17 @@ def calibrate(
     """
     if not windows:
         raise DataError("the calibration data has no text")
-    store = store or Store()
-    run = _Calibration(checkpoint, windows, demands, _measured(caches), threads, store, progress or Silent())
+    store, progress, recovery = store or Store(), progress or Silent(), DemandsByKind.of(demands).recovery
+    if recovery is not None:
+        own = key(checkpoint, windows, demands, caches, threads, store.tools)
+        others = [each for each in demands if each != recovery]
+        found = calibrate(checkpoint, windows, others, threads=threads, caches=caches, store=store, progress=progress)
+        training = Recovery(
+            checkpoint, [window.ids for window in windows], found, recovery, replace(store, reused=[]), own
+        )
+        with torch.no_grad(), fixed(threads):
+            return training.run(progress)
+    run = _Calibration(checkpoint, windows, demands, _measured(caches), threads, store, progress)
     run, pruned = _with_structure(run)
     with ExitStack() as stack:
         run, formats = _with_formats(run, stack)

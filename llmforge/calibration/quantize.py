@@ -267,7 +267,7 @@ def correct_linears(
         return {}
     moments = seen.sums[InputStatistic.MOMENTS]
     with refusals(names[0], "a correction", MORE_DAMPING):
-        curvature = Curvature.of(moments, demand.damping)
+        curvature = Curvature.of(moments, demand.damping, seen.threads)
         damped = moments + curvature.damping * moments.diagonal().mean() * np.eye(len(moments), dtype=np.float32)
         codes = np.concatenate([dequantize(matrices[name]) for name in names])
         wanted = target(whole, curvature, seen)
