@@ -149,7 +149,7 @@ def test_what_linears_read_is_weighted_by_their_gradients(tmp_path: Path, monkey
         assert (found[name].inputs is not None) == first
         pairs = [(found[name].weighted, weighted / weights), (found[name].outputs, outputs / 72)]
         for one, other in [*pairs, (found[name].inputs, inputs / 72)][: 2 + first]:
-            np.testing.assert_allclose(one, other, rtol=0, atol=2e-3 * float(other.abs().max()), err_msg=name)
+            np.testing.assert_allclose(one, other, rtol=0, atol=4e-3 * float(other.abs().max()), err_msg=name)
 
 
 def test_bf16_products_give_nearly_the_same_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
