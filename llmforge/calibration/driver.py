@@ -355,7 +355,7 @@ def _walk(
         if weights is not None:
             taken = None
             if weights.method.demands_outputs:
-                write = partial(take, skeleton, ids, calls, entered)
+                write = partial(take, skeleton, ids, calls, entered, each=each)
                 taken = Gradients.read(_gradients(store, own, write, stack, gradients))
             how = WeightQuantization(weights, taken, run.threads, losses, run.asked.correction)
         if tables is None:

@@ -8,9 +8,10 @@ file on the way forward, and it runs once more on the way back.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,7 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmforge.calibration.layer import DecoderLayer, LayerCall, linears_of, narrowed
+from llmforge.calibration.layer import DecoderLayer, LayerCall, Map, linears_of, narrowed
+from llmforge.calibration.resuming import SHARES
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.sums import add_moments, mirror
 from llmforge.calibration.threads import has_bf16
@@ -68,11 +70,13 @@ def take(
     calls: Sequence[Sequence[LayerCall]],
     states: Sequence[torch.Tensor],
     folder: Path,
+    each: Map = map,
 ) -> None:
     """Take the gradients of `windows`, ids [tokens], with the hidden `states` in front of the first layer.
 
     They are written to `folder`. `calls` [layer][window] say how layers are called. Windows are taken evenly. A layer
-    through which no gradient flows, and those before it, have none.
+    through which no gradient flows, and those before it, have none. `each` runs what is done for each window; every
+    thread of it holds the moments of the outputs of a layer.
     """
     chosen = _evenly([len(ids) for ids in windows], _enough(skeleton))
     tokens = sum(len(windows[window]) for window in chosen)
@@ -80,10 +84,10 @@ def take(
     current = [states[window] for window in chosen]
     with TemporaryDirectory(dir=folder) as passed:
         for index in range(len(skeleton.layers)):
-            layer = skeleton.load(index, calls[index])
+            layer = replace(skeleton.load(index, calls[index]), each=each)
             np.save(Path(passed) / f"{index}.npy", torch.cat(current, 1).numpy(), allow_pickle=False)
             with _fast(layer.linears().values()):
-                current = [layer.run(window, state) for window, state in zip(chosen, current, strict=True)]
+                current = list(layer.each(layer.run, chosen, current))
         heads: list[torch.nn.Linear] = []
         leave = skeleton.leaving([windows[window] for window in chosen], heads=heads)
         random = torch.Generator().manual_seed(SEED)
@@ -96,7 +100,7 @@ def take(
         for index in reversed(range(len(skeleton.layers))):
             kept = np.load(Path(passed) / f"{index}.npy", allow_pickle=False)
             before = [torch.from_numpy(state.copy()) for state in np.split(kept, bounds, axis=1)]
-            sums = _backwards(skeleton.load(index, calls[index]), chosen, before, flowing)
+            sums = _backwards(replace(skeleton.load(index, calls[index]), each=each), chosen, before, flowing)
             if not flowing:
                 break
             for name, total in sums.items():
@@ -119,18 +123,28 @@ def _backwards(
 
     Nothing flows any more where the layer lets no gradient through.
     """
-    sums: dict[str, torch.Tensor] = {}
-    with _fast(layer.linears().values()):
-        for number, (window, given) in enumerate(zip(chosen, states, strict=True)):
-            state = given.detach().requires_grad_()
-            with torch.enable_grad(), _summed(layer.linears(), sums):
-                out = layer.run(window, state)
+
+    def run(share: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor | None]]:
+        own.sums, made = dict[str, torch.Tensor](), list[torch.Tensor | None]()
+        for number in range(share, len(chosen), SHARES):
+            state = states[number].detach().requires_grad_()
+            with torch.enable_grad():
+                out = layer.run(chosen[number], state)
                 if out.requires_grad:
                     out.backward(flowing[number])  # type: ignore[no-untyped-call]
-            if state.grad is None:
-                flowing.clear()
-                break
-            flowing[number] = state.grad
+            made.append(state.grad)
+        return own.sums, made
+
+    sums: dict[str, torch.Tensor] = {}
+    flowed: list[torch.Tensor | None] = [None] * len(chosen)
+    with _fast(layer.linears().values()), _summed(layer.linears()) as own:
+        for share, (of_share, made) in enumerate(layer.each(run, range(SHARES))):
+            flowed[share::SHARES] = made
+            for name, total in of_share.items():
+                sums[name] = sums[name].add_(total) if name in sums else total
+    flowing[:] = [grad for grad in flowed if grad is not None]
+    if len(flowing) < len(chosen):
+        flowing.clear()
     return sums
 
 
@@ -207,15 +221,16 @@ def draw(shares: torch.Tensor, random: torch.Generator) -> torch.Tensor:
 
 
 @contextmanager
-def _summed(linears: Mapping[str, torch.nn.Linear], sums: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Add Σ g gᵀ of each of `linears` that runs backwards to `sums`."""
+def _summed(linears: Mapping[str, torch.nn.Linear]) -> Iterator[threading.local]:
+    """Add Σ g gᵀ of each of `linears` that runs backwards to the `sums` of its thread, of what is yielded."""
+    own = threading.local()
 
     def watch(name: str) -> Callable[..., None]:
         def add(g: torch.Tensor) -> None:
             rows = g.reshape(-1, g.shape[-1])
-            if name not in sums:
-                sums[name] = torch.zeros(rows.shape[1], rows.shape[1])
-            add_moments(sums[name], rows)
+            if name not in own.sums:
+                own.sums[name] = torch.zeros(rows.shape[1], rows.shape[1])
+            add_moments(own.sums[name], rows)
 
         def after(module: torch.nn.Module, args: Any, y: Any) -> None:
             if isinstance(y, torch.Tensor) and y.requires_grad:
@@ -226,4 +241,4 @@ def _summed(linears: Mapping[str, torch.nn.Linear], sums: dict[str, torch.Tensor
     with ExitStack() as hooks:
         for name, linear in linears.items():
             hooks.enter_context(linear.register_forward_hook(watch(name)))
-        yield
+        yield own
