@@ -191,9 +191,7 @@ def calibrate(
         own = key(checkpoint, windows, demands, caches, threads, store.tools)
         others = [each for each in demands if each != recovery]
         found = calibrate(checkpoint, windows, others, threads=threads, caches=caches, store=store, progress=progress)
-        training = Recovery(
-            checkpoint, [window.ids for window in windows], found, recovery, replace(store, reused=[]), own
-        )
+        training = Recovery(checkpoint, windows, found, recovery, replace(store, reused=[]), own)
         with torch.no_grad(), fixed(threads):
             return training.run(progress)
     run = _Calibration(checkpoint, windows, demands, _measured(caches), threads, store, progress)
