@@ -11,9 +11,10 @@
 `x` is [batch, sequence, K] and `y` [batch, sequence, N], or N / 2 behind a gate. `W'` holds the codes, scales and zero
 points of W, arranged in the order in which the kernel reads them (docs/cpu-kernels.md); ONNX Runtime maps them from the
 file and makes no copy of its own. Rows of activations are rounded to int8 in the blocks of the weights, as ONNX
-Runtime's kernel does at `accuracy_level` 4; with `activations: int8x2`, and where `int8x2` names the weights, what that
-leaves is rounded to int8 as well, and both products are added. SkipSimplifiedLayerNormalization in front of such a
-layer comes apart: its sum goes into the layer before, its norm into the one behind.
+Runtime's kernel does at `accuracy_level` 4. What that leaves of blocks with outliers, larger than others of the row, is
+rounded to int8 as well, and both products are added; that of all blocks is with `activations: int8x2`, where `int8x2`
+names the weights, and in front of the head. SkipSimplifiedLayerNormalization in front of such a layer comes apart: its
+sum goes into the layer before, its norm into the one behind.
 
 Fires for
 - every plain Linear that quantize-weights wrote,
@@ -39,7 +40,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llmforge import native
-from llmforge.ir import graph
+from llmforge.ir import graph, logits_rows
 from llmforge.ir.operators import canonical, contrib, cpu
 from llmforge.quantization.statistics import exclusion
 from llmforge.rewrite import cpu_attention, cpu_linear
@@ -74,6 +75,18 @@ class CpuKernels(CpuKernelsTraits, Pass):
         tuple[str, ...], Field(description="globs of checkpoint parameter names whose layers read int8x2 in any case")
     ] = ()
 
+    outliers: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1024,
+            description="blocks of a token's numbers, as layers read them, that have a second term with `activations: "
+            "int8`: those whose largest is more than so many times the mean of the token's blocks; 0: none",
+        ),
+    ] = cpu_linear.OUTLIERS
+
+    head: Annotated[Literal["int8", "int8x2"], Field(description="what the product that makes logits reads")] = "int8x2"
+
     latents: Annotated[
         Literal["int8", "fp32"],
         Field(description="what makes keys and values of latents: int8 in blocks of 64 columns, or fp32 as it is"),
@@ -96,6 +109,7 @@ class CpuKernels(CpuKernelsTraits, Pass):
             **{layer: cpu_linear.reason_against(layer) for layer in contrib.MatMulNBits.all(model)},
             **{layer: None for layer in cpu.CpuLinear.all(model) if cpu_linear.plain(layer)},
         }
+        heads = logits_rows.readers(model)
         ready = frozenset(layer.node for layer, reason in layers.items() if reason is None)
         rewriting = cpu_linear.Rewriting(model, ready, context.scratch)
         if rewriting.ready:
@@ -115,7 +129,9 @@ class CpuKernels(CpuKernelsTraits, Pass):
 
         def multiply(layer: contrib.MatMulNBits | cpu.CpuLinear) -> str:
             skip_if(layers[layer])
-            return _done(rewriting.linear(layer, self._terms(layer)), "it has nothing to take over")
+            terms = self._terms(layer, head=layer.node in heads)
+            outliers = self.outliers if terms == 1 else 0.0
+            return _done(rewriting.linear(layer, terms, outliers), "it has nothing to take over")
 
         def look_up(table: contrib.GatherBlockQuantized) -> str:
             return _done(rewriting.embedding(table), "its table has blocks that the kernel cannot read")
@@ -129,10 +145,10 @@ class CpuKernels(CpuKernelsTraits, Pass):
             graph.drop_unused(model)
         return changes
 
-    def _terms(self, layer: contrib.MatMulNBits | cpu.CpuLinear) -> int:
+    def _terms(self, layer: contrib.MatMulNBits | cpu.CpuLinear, *, head: bool) -> int:
         """Return how many terms of int8 a number that `layer` reads has."""
         sensitive = exclusion(cpu_linear.parameters(layer), self.int8x2) is not None
-        return 2 if sensitive or self.activations == "int8x2" else 1
+        return 2 if sensitive or "int8x2" in (self.activations, self.head if head else "int8") else 1
 
 
 def _done(what: str | None, otherwise: str) -> str:

@@ -12,12 +12,13 @@ or, where keys or values have a scale a token (`granularity: per_token`, and alw
 Keys are those after rotary embedding. A static scale is the largest |x| on the calibration text / 127, and a value
 round(x / scale), clipped to -128 … 127. A scale of a token is the largest |x| of the token / 127; with 4 bits a slot
 has a scale and an offset, those that fit the token best (llmforge/quantization/kv_cache.py has every rounding).
-`rotation: hadamard` multiplies with the Hadamard matrix what has a scale a token, queries with keys, so that channels
-larger than others do not take the range of all.
+`rotation: hadamard` multiplies with a Hadamard matrix what has a scale a token, queries with keys, so that channels
+larger than others do not take the range of all; as many channels at a time as the largest power of two that divides
+those of a head.
 
 Fires for every GroupQueryAttention whose caches are fp32 inputs of the graph that nothing else reads, but in the layers
 `exclude_layers`; with scales of tokens for those that the CPU kernels compute, with heads of a multiple of 32 channels
-for 4 bits, and of a power of two for a rotation.
+for 4 bits.
 
 Numerics: lossy, within the budget of the recipe.
 """

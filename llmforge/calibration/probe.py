@@ -1,8 +1,8 @@
 """Measure what formats cost a checkpoint, layer by layer, on a few windows: what `init` chooses by.
 
 Each change runs beside the checkpoint itself: weights rounded to nearest in each of the formats, keys and values in
-int8 with a scale a token, and what linear layers read in int8. One layer is in memory at a time. Threads take windows,
-so that products, and figures, are the same whatever their number.
+int8, rotated, with a scale a token, and what linear layers read in int8, outliers in two terms. One layer is in memory
+at a time. Threads take windows, so that products, and figures, are the same whatever their number.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from llmforge.calibration.threads import fixed
 from llmforge.checkpoint import Checkpoint
 from llmforge.quantization import allocation, kv_cache
 from llmforge.quantization.costs import FormatCost, ModelFormats, ProbedCosts
-from llmforge.quantization.formats import SlotFormat
+from llmforge.quantization.formats import ROTATED8_KV
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import Float32, dequantize, round_to_nearest
+from llmforge.rewrite.cpu_linear import OUTLIERS
 
 BLOCK = 32  # of activations that share a scale, as those of the CPU kernels have in blocks of 32 weights
-_SLOTS = SlotFormat("int8", "token")
+_SLOTS = ROTATED8_KV.keys
 Ids = NDArray[np.int64]
 Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
@@ -179,13 +180,19 @@ def _int8_inputs(layer: DecoderLayer) -> Iterator[None]:
 
 
 def _int8(x: torch.Tensor) -> torch.Tensor:
-    """Round x [..., K] in blocks of K that share a scale; as it is where blocks do not divide K."""
+    """Round x [..., K] in blocks of K that share a scale, outliers to two terms; as it is where they do not divide."""
     if x.shape[-1] % BLOCK:
         return x
-    blocks = x.reshape(-1, BLOCK)
-    scales = blocks.abs().amax(1, keepdim=True) / 127
-    codes = torch.round(blocks / torch.where(scales == 0, 1.0, scales))
-    return (codes * scales).reshape(x.shape)
+    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    once = _rounded_once(blocks)
+    twice = once + _rounded_once(blocks - once)
+    return torch.where(largest > OUTLIERS * largest.mean(-2, keepdim=True), twice, once).reshape(x.shape)
+
+
+def _rounded_once(blocks: torch.Tensor) -> torch.Tensor:
+    scales = blocks.abs().amax(-1, keepdim=True) / 127
+    return torch.round(blocks / torch.where(scales == 0, 1.0, scales)) * scales
 
 
 def _run_rounded(layer: DecoderLayer, rounded: Sequence[_Rounded], state: torch.Tensor, each: Map) -> None:

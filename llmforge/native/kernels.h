@@ -68,29 +68,41 @@ static inline Group group_at(const Weights *w, const uint8_t *codes) {
     const uint8_t *scales = codes + codes_size(w), *zeros = scales + scales_size(w);
     return (Group){codes, scales, w->zero_points ? zeros : NULL, zeros + zeros_size(w)};
 }
+static inline Group group_from(const Weights *w, const Group *g, int64_t b) { /* from block `b` on, codes apart */
+    const int64_t supers = w->minimums ? b * scale_size(w) : b * w->block / SUPERBLOCK * 2 * LANES;
+    const uint8_t *zeros = g->zeros ? g->zeros + b * (w->bits <= 4 ? LANES / 2 : LANES) : NULL;
+    return (Group){NULL, g->scales + b * scale_size(w), zeros, g->supers + supers};
+}
+static inline int64_t words_of(const Weights *w) { return (w->k / w->block + 63) / 64; } /* with a bit for each block */
 
 typedef struct Linear {
     Weights weights;
     int terms;             /* of an activation: 1 or 2 */
+    float outliers;        /* with one term, blocks of a row whose largest magnitude is more than so many times the mean of
+                            * those of its blocks have a second; 0: none has */
     int activation;        /* ACTIVATION_* */
     const float *bias;     /* [n] in the order of the rows, or NULL */
     const float *residual; /* [m, outputs], added to the result, or NULL */
     float *y;              /* [m, outputs]; outputs is n, or n/2 with an activation */
 } Linear;
 
+static inline int has_outliers(const Linear *layer) { return layer->terms == 1 && layer->outliers > 0; }
+
 /* With an activation f, groups alternate between gate and up, and an output is f(gate)·up. */
 enum { ACTIVATION_NONE = 0, ACTIVATION_SILU = 1, ACTIVATION_GELU_TANH = 2 };
 
 /* Rows of activations as int8, one scale a block of columns: x ≈ value·scale. Rows stand in tiles, as many as a kernel
  * multiplies at a time, the last tile with what is left; a tile holds four columns of each of its rows in turn, so that
- * they are read in one stream. With two terms, a second Rows holds what the first leaves: x ≈ value·scale + value'·scale',
- * to about 2^-16 of the largest of a block; scales of the first then have 16 bits of mantissa, so that what is left is
- * exact. */
+ * they are read in one stream. With two terms, a row of x is two rows here, and the second holds what the first leaves:
+ * x ≈ value·scale + value'·scale', to about 2^-16 of the largest of a block; scales of the first then have 16 bits of
+ * mantissa, so that what is left is exact. Both stand in one tile: codes of weights are read and unpacked once for both.
+ * Where outliers alone have a second term, it stands in a second Rows, 0 of all other blocks. */
 typedef struct Rows {
     int8_t *value;  /* tiles of [k/4, rows of the tile, 4] */
     float *scale;   /* tiles of [k/block, rows of the tile] */
     int32_t *sum;   /* as `scale`: sum of the values of a block, times `factor` */
     int32_t factor; /* minus the zero point where all codes have one, else -1 */
+    uint64_t *marks; /* [rows, words]: bit b % 64 of word b / 64 says that block b of a row is in this second Rows */
 } Rows;
 
 /* How a key or a value of a token and head is stored in a slot of its cache, where slots are bytes:
@@ -112,7 +124,7 @@ typedef struct Attention {
     int int8;                  /* codes are: always so in slots */
     int slots, key_slot, value_slot; /* SLOT_* */
     int64_t key_size, value_size;    /* bytes of a slot */
-    int turn_keys, turn_values;      /* by the Hadamard matrix, before they are stored */
+    int turn_keys, turn_values;      /* by Hadamard matrices, before they are stored */
     const float *cosine, *sine; /* [positions, rotary/2], or NULL */
     int64_t rotary;            /* rotated dimensions of a head */
     int interleaved;           /* pairs are (2i, 2i+1) instead of (i, i + rotary/2) */
@@ -216,10 +228,10 @@ typedef struct LogitRow {
 
 typedef struct Kernels {
     const char *name;
-    /* Quantize rows `first` … `last - 1` of x [m, k], each after RMSNorm with weights `gamma` where that is not NULL;
-     * `space` is a place for 3·k fp32. `rows` are as many as there are terms, which are not more than 2. */
-    void (*quantize)(const float *x, int64_t m, int64_t first, int64_t last, int64_t k, int64_t block, const float *gamma,
-                     float epsilon, int terms, const Rows *rows, float *space);
+    /* Quantize rows `first` … `last - 1` of x [m, k] for a layer, each after RMSNorm with weights `gamma` where that is not
+     * NULL; `space` is a place for 4·k fp32. `rows` has a row for each of the terms, 1 or 2; behind it is one for outliers. */
+    void (*quantize)(const Linear *layer, const float *x, int64_t m, int64_t first, int64_t last, const float *gamma,
+                     float epsilon, const Rows *rows, float *space);
     /* Compute groups `first` … `last - 1` (pairs stay together) of a layer for `m` rows. */
     void (*linear)(const Linear *layer, const Rows *rows, int64_t m, int64_t first, int64_t last);
     /* Copy row `row` of the weights, dequantized, to y [k]. */

@@ -121,7 +121,7 @@ typedef struct LinearKernel {
     const Api *api;
     Weights weights; /* without data */
     int64_t terms, activation;
-    float epsilon;
+    float outliers, epsilon;
 } LinearKernel;
 
 static Status *keep(const Api *api, const void *made, size_t size, void **kernel) {
@@ -166,8 +166,10 @@ static Status *linear_create(const CustomOp *op, const Api *api, const KernelInf
     TRY(ort_attribute_int(api, info, "terms", &made.terms));
     TRY(ort_attribute_int(api, info, "activation", &made.activation));
     TRY(ort_attribute_float(api, info, "epsilon", &made.epsilon));
+    made.outliers = ort_attribute_float_or(api, info, "outliers", 0.0f); /* version 6 had none */
     const int64_t n = made.weights.n, activation = made.activation;
     if (made.terms < 1 || made.terms > MOST_TERMS) REFUSE("Linear: terms is 1 or 2");
+    if (!(made.outliers >= 0)) REFUSE("Linear: outliers is 0 or more");
     if (activation < ACTIVATION_NONE || activation > ACTIVATION_GELU_TANH || (activation && n % (2 * LANES)))
         REFUSE("Linear: activation is 0 … 2, and N a multiple of 32 with one");
     return keep(api, &made, sizeof made, kernel);
@@ -189,7 +191,7 @@ typedef struct Region {
 
 typedef struct LinearWork {
     Linear layer;
-    Rows rows[MOST_TERMS]; /* shared; not used where every thread quantizes for itself */
+    Rows rows[2]; /* shared, and that of outliers; not used where every thread quantizes for itself */
     const float *x, *norm;
     float epsilon;
     int64_t m, units; /* of rounding */
@@ -202,28 +204,27 @@ typedef struct LinearWork {
 static atomic_int threads = 1; /* that were seen at one Linear, at most */
 static _Thread_local int home; /* the region that this thread takes where it is free */
 
-static size_t term_size(int64_t m, int64_t k, int64_t block) {
-    return ((size_t)(m * k + 63) / 64 * 64 + (size_t)(m * (k / block)) * 8 + 63) / 64 * 64;
+static int64_t one_size(int64_t m, const Linear *layer) { /* bytes of a Rows */
+    const int64_t rows = m * layer->terms, k = layer->weights.k, blocks = k / layer->weights.block;
+    return aligned_size(rows * k) + aligned_size(rows * blocks * 8) + aligned_size(rows * words_of(&layer->weights) * 8);
 }
 
-static size_t rows_size(int64_t m, const Linear *layer) {
-    return (size_t)layer->terms * term_size(m, layer->weights.k, layer->weights.block);
-}
+static size_t rows_size(int64_t m, const Linear *layer) { return (size_t)(one_size(m, layer) * (1 + has_outliers(layer))); }
 
 static void rows_in(char *memory, int64_t m, const Linear *layer, Rows *rows) {
-    const int64_t k = layer->weights.k, block = layer->weights.block;
-    for (int term = 0; term < layer->terms; term++, memory += term_size(m, k, block)) {
-        char *scales = memory + (m * k + 63) / 64 * 64;
-        rows[term] = (Rows){(int8_t *)memory, (float *)scales, (int32_t *)(scales + m * (k / block) * 4), zero_factor(&layer->weights)};
+    const int64_t count = m * layer->terms, k = layer->weights.k, blocks = k / layer->weights.block;
+    for (int i = 0; i < 1 + has_outliers(layer); i++, memory += one_size(m, layer)) {
+        char *scales = memory + aligned_size(count * k), *marks = scales + aligned_size(count * blocks * 8);
+        rows[i] = (Rows){(int8_t *)memory, (float *)scales, (int32_t *)(scales + count * blocks * 4),
+                         zero_factor(&layer->weights), (uint64_t *)marks};
     }
 }
 
 static int quantize_rows(LinearWork *work, const Rows *rows, int64_t first, int64_t last) {
     const Weights *w = &work->layer.weights;
-    float *space = scratch(SCRATCH_NORM, (size_t)(3 * w->k) * sizeof(float));
+    float *space = scratch(SCRATCH_NORM, (size_t)(4 * w->k) * sizeof(float));
     if (!space) return 0;
-    kernels->quantize(work->x, work->m, first, last, w->k, w->block, work->norm, work->epsilon, work->layer.terms, rows,
-                      space);
+    kernels->quantize(&work->layer, work->x, work->m, first, last, work->norm, work->epsilon, rows, space);
     return 1;
 }
 
@@ -273,7 +274,7 @@ static void linear_part(void *data, size_t ticket) {
     const int64_t step = work->layer.activation ? 2 : 1;
     int64_t first, last;
     if (!region_left(work)) return; /* so a thread gets beyond this once in a Linear */
-    Rows own[MOST_TERMS], *rows = work->rows;
+    Rows own[2], *rows = work->rows;
     if (!work->shared) {
         void *memory = scratch(SCRATCH_ROWS, rows_size(work->m, &work->layer));
         if (!memory) { work->failed = 1; return; }
@@ -335,7 +336,7 @@ static Status *linear_compute(void *kernel, Context *context) {
     dims[x.rank - 1] = outputs;
     TRY(output(api, context, 0, dims, x.rank, &y));
     if (!work.m) return NULL;
-    work.layer = (Linear){*w, (int)self->terms, (int)self->activation, bias.data, residual.data, y};
+    work.layer = (Linear){*w, (int)self->terms, self->outliers, (int)self->activation, bias.data, residual.data, y};
     work.layer.weights.data = weights.data;
     work.x = x.data;
     work.norm = norm.data;
@@ -508,8 +509,6 @@ static Status *attention_create(const CustomOp *op, const Api *api, const Kernel
             REFUSE("GroupQueryAttentionSlots: key_slot and value_slot are 0 … 2");
         if ((made.key_slot == SLOT_INT4 || made.value_slot == SLOT_INT4) && made.dim % 32)
             REFUSE("GroupQueryAttentionSlots: 4 bits need a head_dim that is a multiple of 32");
-        if ((made.turn_keys || made.turn_values) && (made.dim & (made.dim - 1)))
-            REFUSE("GroupQueryAttentionSlots: a head_dim that is turned must be a power of two");
         if ((made.turn_keys && made.key_slot == SLOT_STATIC) || (made.turn_values && made.value_slot == SLOT_STATIC))
             REFUSE("GroupQueryAttentionSlots: what has static scales is not turned");
     }
@@ -858,7 +857,7 @@ static const Kernels *supported(const char *name) {
 #define EXPORT __attribute__((visibility("default")))
 
 /* `VERSION` of llmforge/native/__init__.py, which tells a library that was compiled from older sources by it. */
-EXPORT int64_t llmforge_version(void) { return 6; }
+EXPORT int64_t llmforge_version(void) { return 7; }
 
 /* Choose the kernels of an instruction set by name, NULL: the best. Returns the name, or NULL where it cannot run here. */
 EXPORT const char *llmforge_kernels(const char *name) {

@@ -69,6 +69,13 @@ static inline Status *ort_attribute_int(const Api *api, const KernelInfo *info, 
     return CALL(api, 86, Status * (*)(const KernelInfo *, const char *, int64_t *))(info, name, out);
 }
 /* The attribute, or `otherwise` where the node has none. */
+static inline float ort_attribute_float_or(const Api *api, const KernelInfo *info, const char *name, float otherwise) {
+    float found = otherwise;
+    Status *status = ort_attribute_float(api, info, name, &found);
+    if (!status) return found;
+    CALL(api, 93, void (*)(Status *))(status);
+    return otherwise;
+}
 static inline int64_t ort_attribute_int_or(const Api *api, const KernelInfo *info, const char *name, int64_t otherwise) {
     int64_t found = otherwise;
     Status *status = ort_attribute_int(api, info, name, &found);

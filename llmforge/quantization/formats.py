@@ -60,8 +60,8 @@ class SlotFormat:
 
     `scale` says what has a scale of its own: a channel or the whole tensor (constants of the graph, from calibration,
     which are not counted), or the token, whose slot then has it, as bf16. 4 bits have a scale a token, and beside it
-    what a code 0 stands for, as bf16. `hadamard`: the vector is multiplied with the Hadamard matrix first, which
-    spreads channels that are larger than others over all.
+    what a code 0 stands for, as bf16. `hadamard`: blocks of the vector, of the largest power of two that divides it,
+    are multiplied with the Hadamard matrix first, which spreads channels that are larger than others over all.
     """
 
     dtype: str  # int8 or int4
@@ -89,8 +89,6 @@ class SlotFormat:
 
     def reason_against(self, head_dim: int) -> str | None:
         """Say why heads of so many channels cannot be stored so; None where they can."""
-        if self.hadamard and head_dim & (head_dim - 1):
-            return f"heads have {head_dim} channels; a Hadamard matrix needs a power of two"
         if self.dtype == "int4" and head_dim % _NIBBLES:
             return f"heads have {head_dim} channels; 4 bits need a multiple of {_NIBBLES}"
         return None
@@ -122,7 +120,8 @@ class KvFormat:
 _NIBBLES = 32  # channels, that kernels of 4 bits read at a time
 INT8_CHANNEL, FP8_CHANNEL = Format("int8", None), Format("fp8", None)
 INT8_KV = INT8_CHANNEL  # of a cache: each channel of a head has a scale
-SLOTS4_KV, TOKEN8_KV = (KvFormat(*[SlotFormat(dtype, "token")] * 2) for dtype in ("int4", "int8"))
+SLOTS4_KV = KvFormat(*[SlotFormat("int4", "token")] * 2)
+ROTATED8_KV = KvFormat(*[SlotFormat("int8", "token", hadamard=True)] * 2)
 NVFP4 = Format("fp4", 16, "fp8")  # 4 bits in blocks of 16, as NVIDIA's GPUs multiply them
 # What MatMulNBits, QMoE and GatherBlockQuantized of ONNX Runtime read; 16 is the smallest block of theirs.
 BLOCKS = tuple(

@@ -35,7 +35,9 @@ def read(slots: NDArray[np.uint8], form: SlotFormat, head_dim: int, scales: Floa
     """Return what slots [..., bytes] stand for, fp32 [..., head_dim]."""
     with np.errstate(invalid="ignore", over="ignore"):
         held: Float32 = np.asarray(_stored(slots, form, head_dim, scales), np.float32)
-        return np.asarray(hadamard(held) / np.float32(head_dim), np.float32) if form.hadamard else held
+        return (
+            np.asarray(hadamard(held) / np.float32(rotated_together(head_dim)), np.float32) if form.hadamard else held
+        )
 
 
 def _stored(slots: NDArray[np.uint8], form: SlotFormat, head_dim: int, scales: Float32 | None) -> NDArray[Any]:
@@ -49,13 +51,22 @@ def _stored(slots: NDArray[np.uint8], form: SlotFormat, head_dim: int, scales: F
     return np.asarray(_halves(slots[..., half + 2 :]) + codes * _halves(slots[..., half : half + 2]))
 
 
+def rotated_together(n: int) -> int:
+    """Return the largest power of two that divides n: so many of n channels are rotated together."""
+    return n & -n
+
+
 def hadamard(x: Float32) -> Float32:
-    """Multiply x [..., n], n a power of two, with the Hadamard matrix of ones and minus ones; twice gives n·x."""
-    turned = np.array(x, np.float32)
-    for _ in range(turned.shape[-1].bit_length() - 1):
+    """Multiply blocks of x [..., n], of the largest power of two that divides n, with the Hadamard matrix of ±1.
+
+    Twice gives x times the length of a block.
+    """
+    size = rotated_together(x.shape[-1])
+    turned = np.array(x, np.float32).reshape(*x.shape[:-1], -1, size)
+    for _ in range(size.bit_length() - 1):
         even, odd = turned[..., ::2], turned[..., 1::2]
         turned = np.concatenate([even + odd, even - odd], axis=-1)
-    return turned
+    return turned.reshape(x.shape)
 
 
 def _write8(x: Float32) -> NDArray[np.uint8]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 from llmforge.backends.record import Dtype
-from llmforge.quantization.formats import TOKEN8_KV
+from llmforge.quantization.formats import ROTATED8_KV
 from llmforge.rewrite import weight_proposals
 from llmforge.rewrite.traits import Codes, Deployment, FewerKernels, OwnKernels, Prediction, Proposal, Storage, Traits
 
@@ -143,13 +143,15 @@ class QuantizeKvCacheTraits(Traits):
     def proposes(cls, there: Deployment) -> Iterable[Proposal]:
         """Propose 8 bits on CPUs, where some quality may go; latents stay as they are.
 
-        The CPU kernels have a scale a token, which needs no calibration and loses less (docs/quantization.md).
+        The CPU kernels have a scale a token, which needs no calibration, and rotate heads: both lose less
+        (docs/quantization.md).
         """
         if not there.on_cpu or there.exported or there.caches_latents or there.goal == "quality":
             return
         stores, options = Storage(kv="int8"), "bits: 8, {budget}"
         if there.own_kernels:
-            stores, options = Storage(kv="int8", cache=TOKEN8_KV), "bits: 8, granularity: per_token, {budget}"
+            stores = Storage(kv="int8", cache=ROTATED8_KV)
+            options = "bits: 8, granularity: per_token, rotation: hadamard, {budget}"
         yield Proposal(
             options,
             UNKNOWN_KLD,

@@ -146,27 +146,37 @@ def rounded_twice(x: NDArray[np.float32], block: int) -> NDArray[np.float64]:
     return first.astype(np.float64) + _rounded(x - first, block)
 
 
+def _read(x: NDArray[np.float32], block: int, terms: int, outliers: float) -> NDArray[np.float64]:
+    """Round rows to one term of int8, or to two; with `outliers`, blocks so many times larger than the mean to two."""
+    if terms == 2 or outliers == 0:
+        return (_rounded if terms == 1 else rounded_twice)(x, block)
+    most = np.abs(x.reshape(len(x), -1, block)).max(-1)
+    mean = np.cumsum(np.nan_to_num(most), axis=1, dtype=np.float32)[:, -1:] / np.float32(most.shape[1])
+    twice = np.repeat(most > np.float32(outliers) * mean, block, axis=1)
+    return np.where(twice, rounded_twice(x, block), _rounded(x, block))
+
+
 def _activations(rng: np.random.Generator, rows: int, k: int) -> NDArray[np.float32]:
     """Rows of normal numbers; the first all alike, so that every product is the largest, the third zeros."""
     x = rng.standard_normal((rows, k)).astype(np.float32)
     x[0] = -3
     x[2:3] = 0
+    x[:, 70] *= 20  # an outlier
     return x
 
 
-def linear(grid: Grid, n: int, k: int, rows: int, pieces: int = 1, terms: int = 1) -> Case:
+def linear(grid: Grid, n: int, k: int, rows: int, pieces: int = 1, terms: int = 1, outliers: float = 0.0) -> Case:
     """A product alone, which every instruction set gives to the bit."""
     rng = np.random.default_rng([n, k, rows])
     matrix, x = any_matrix(rng, n, k, grid), _activations(rng, rows, k)
     numbers, weights = _weights(matrix)
-    read = (_rounded if terms == 1 else rounded_twice)(x, grid.block_size)
-    y = read @ grids.dequantize(matrix).astype(np.float64).T
-    arrays = [weights, x, None, None, None, np.zeros(1, np.float32)]
-    name = f"linear {grid} [{n}, {k}], {rows} rows, {pieces} pieces, {terms} terms"
+    y = _read(x, grid.block_size, terms, outliers) @ grids.dequantize(matrix).astype(np.float64).T
+    arrays = [weights, x, None, None, None, np.array([0, outliers], np.float32)]
+    name = f"linear {grid} [{n}, {k}], {rows} rows, {pieces} pieces, {terms} terms, outliers {outliers}"
     return Case(name, LINEAR, [*numbers, 0, rows, pieces, terms], arrays, [y.astype(np.float32)], 2e-6, exact=True)
 
 
-def spoilt(grid: Grid, k: int = 128, terms: int = 1) -> Case:
+def spoilt(grid: Grid, k: int = 128, terms: int = 1, outliers: float = 0.0) -> Case:
     """A NaN and an infinity, each of which spoils its row alone; and numbers so small that 127 by them is infinite."""
     rng = np.random.default_rng(11)
     matrix, x = any_matrix(rng, 20, k, grid), rng.standard_normal((9, k)).astype(np.float32)
@@ -175,15 +185,14 @@ def spoilt(grid: Grid, k: int = 128, terms: int = 1) -> Case:
     x[4, :: grid.block_size] = 127  # whose rest is what is left of the others
     numbers, weights = _weights(matrix)
     with np.errstate(invalid="ignore"):
-        read = (_rounded if terms == 1 else rounded_twice)(x, grid.block_size)
-        y = read @ grids.dequantize(matrix).astype(np.float64).T
+        y = _read(x, grid.block_size, terms, outliers) @ grids.dequantize(matrix).astype(np.float64).T
     y[[1, 7]] = np.nan
-    arrays = [weights, x, None, None, None, np.zeros(1, np.float32)]
-    name = f"linear of NaN and infinity {grid}, {terms} terms"
+    arrays = [weights, x, None, None, None, np.array([0, outliers], np.float32)]
+    name = f"linear of NaN and infinity {grid}, {terms} terms, outliers {outliers}"
     return Case(name, LINEAR, [*numbers, 0, 9, 2, terms], arrays, [y.astype(np.float32)], 2e-6, exact=True)
 
 
-def layer(grid: Grid, activation: int, rows: int, terms: int = 1) -> Case:
+def layer(grid: Grid, activation: int, rows: int, terms: int = 1, outliers: float = 0.0) -> Case:
     """A layer with all that it takes over: norm, bias, activation, residual."""
     n, k, epsilon = 96, 256, 1e-5
     rng = np.random.default_rng([activation, rows])
@@ -191,17 +200,20 @@ def layer(grid: Grid, activation: int, rows: int, terms: int = 1) -> Case:
     gamma, bias = (1 + rng.standard_normal(k) / 5).astype(np.float32), rng.standard_normal(n).astype(np.float32)
     residual = rng.standard_normal((rows, n // 2 if activation else n)).astype(np.float32)
     normed = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + epsilon) * gamma
-    read = (_rounded if terms == 1 else rounded_twice)(normed.astype(np.float32), grid.block_size)
-    y = read @ grids.dequantize(matrix).astype(np.float64).T + bias
+    y = (
+        _read(normed.astype(np.float32), grid.block_size, terms, outliers)
+        @ grids.dequantize(matrix).astype(np.float64).T
+        + bias
+    )
     order = cpu_layout.alternating(n) if activation else np.arange(n)
     if activation:
         gate, up = np.split(y, 2, axis=1)
         argument = gate if activation == 1 else 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
         y = gate / (1 + np.exp(-np.clip(argument, -87, 88))) * up
     numbers, weights = _weights(matrix, order)
-    arrays = [weights, x, gamma, bias[order], residual, np.array([epsilon], np.float32)]
+    arrays = [weights, x, gamma, bias[order], residual, np.array([epsilon, outliers], np.float32)]
     wanted = (y + residual).astype(np.float32)
-    name = f"layer {grid}, activation {activation}, {rows} rows, {terms} terms"
+    name = f"layer {grid}, activation {activation}, {rows} rows, {terms} terms, outliers {outliers}"
     # A value on the border between two integers may be rounded to either: 1 % of a deviation.
     return Case(name, LINEAR, [*numbers, activation, rows, 3, terms], arrays, [wanted], 1e-2, exact=False)
 
@@ -387,6 +399,9 @@ def every(rows: Sequence[int]) -> list[Case]:
     cases += [linear(grid, 100, 640, 7, pieces=3, terms=2) for grid in FORMATS[::9]]
     cases += [spoilt(grid) for grid in FORMATS[::7]] + [spoilt(FORMATS[1], terms=2)]
     cases += [layer(FORMATS[0], a, m, terms=2) for a, m in ((0, 1), (1, 9), (2, 15))]
+    cases += [linear(grid, 35, 384, m, outliers=1.5) for grid in FORMATS[::3] for m in (1, 5, 13)]
+    cases += [linear(grid, 100, 4096, 7, pieces=3, outliers=1.05) for grid in FORMATS[::9]]  # more than 64 blocks
+    cases += [spoilt(FORMATS[1], outliers=1.2), layer(FORMATS[0], 1, 9, outliers=1.5)]
     cases += [layer(grid, a, m) for grid in FORMATS[::9] for a, m in ((0, 1), (1, 2), (1, 9), (2, 1), (2, 15))]
     cases += [embedding(grid, 35, 384) for grid in FORMATS]
     for int8 in (False, True):
@@ -405,8 +420,7 @@ def every(rows: Sequence[int]) -> list[Case]:
             slots(keys, values, 6, 2, 64, 9, [40], window=30),
             slots(keys, values, 5, 1, 128, 70, [150], piece=17, sink=True),
         ]
-    plain = [(k, v) for k, v in KV_FORMATS if not (k.hadamard or v.hadamard)]
-    cases += [slots(k, v, 3, 3, 96, m, [7], softcap=20.0) for k, v in plain for m in (1, 20)]
+    cases += [slots(k, v, 3, 3, 96, m, [7], softcap=20.0) for k, v in KV_FORMATS for m in (1, 20)]
     cases += [slots(k, v, 2, 2, dim, 33, [2, 0], caches=True) for k, v in KV_FORMATS for dim in (32, 256)]
     cases += [
         attention(6, 2, 96, 2, [1025, 600], int8=True, per_channel=True, norms=True),

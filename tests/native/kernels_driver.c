@@ -80,20 +80,22 @@ static Weights weights_of(const Case *c) {
     return w;
 }
 
-/* Numbers: those of the weights, activation, rows, pieces, terms. Arrays: weights, x, norm, bias, residual, epsilon. */
+/* Numbers: those of the weights, activation, rows, pieces, terms. Arrays: weights, x, norm, bias, residual, [epsilon,
+ * outliers]. */
 static void run_linear(const Kernels *k, const Case *c, FILE *out) {
     const Weights w = weights_of(c);
     const int64_t activation = c->number[8], m = c->number[9], pieces = c->number[10], outputs = activation ? w.n / 2 : w.n;
     const size_t of_blocks = (size_t)(m * (w.k / w.block));
     const int terms = (int)c->number[11];
+    const float *reals = c->array[5];
+    float *space = allocated(16 * (size_t)w.k), *y = allocated(4 * (size_t)(m * outputs));
+    const Linear layer = {w, terms, reals[1], (int)activation, c->array[3], c->array[4], y};
     Rows rows[2];
-    for (int i = 0; i < terms; i++)
-        rows[i] = (Rows){allocated((size_t)(m * w.k)), allocated(4 * of_blocks), allocated(4 * of_blocks), zero_factor(&w)};
-    float *space = allocated(12 * (size_t)w.k), *y = allocated(4 * (size_t)(m * outputs));
+    for (int i = 0; i < 2; i++)
+        rows[i] = (Rows){allocated((size_t)(terms * m * w.k)), allocated(4 * terms * of_blocks), allocated(4 * terms * of_blocks),
+                         zero_factor(&w), allocated(8 * (size_t)(m * words_of(&w)))};
     for (int64_t i = 0; i < pieces; i++)
-        k->quantize(c->array[1], m, m * i / pieces, m * (i + 1) / pieces, w.k, w.block, c->array[2], *(float *)c->array[5],
-                    terms, rows, space);
-    const Linear layer = {w, terms, (int)activation, c->array[3], c->array[4], y};
+        k->quantize(&layer, c->array[1], m, m * i / pieces, m * (i + 1) / pieces, c->array[2], reals[0], rows, space);
     const int64_t step = activation ? 2 : 1, pairs = groups_of(&w) / step;
     for (int64_t i = 0; i < pieces; i++) k->linear(&layer, rows, m, pairs * i / pieces * step, pairs * (i + 1) / pieces * step);
     give(out, y, 4 * m * outputs);

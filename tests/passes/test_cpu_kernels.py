@@ -11,6 +11,7 @@ import pytest
 from llmforge import native, targets
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.ir import dialect, graph
+from llmforge.ir.operators.cpu import CpuLinear
 from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.passes.flash_attention import FlashAttention
 from llmforge.passes.fuse_norms import FuseNorms
@@ -84,6 +85,36 @@ def test_some_layers_or_all_read_two_terms() -> None:
     assert errors["some"] < 1.5 * errors["int8"]
 
 
+def test_outliers_have_two_terms_unless_the_recipe_says_otherwise() -> None:
+    """Logits come nearer to those of fp32 activations where what layers read has large channels."""
+
+    def with_outliers() -> ir.Model:
+        model = built(steps=ALL[:-1])
+        for layer in range(SPEC.layers):
+            norm = model.graph.initializers[f"model.layers.{layer}.input_layernorm.weight"]
+            scale = graph.tensor(norm).numpy().copy()
+            scale[5] *= 40
+            norm.const_value = ir.Tensor(scale, name=norm.name)
+        return model
+
+    exact = with_outliers()
+    replace(QUANTIZE, accuracy_level=1, embedding_bits=16).run(exact, graphs.CPU)
+    wanted, errors = outcomes(exact), {}
+    for outliers in (0.0, 1.25):
+        model = with_outliers()
+        replace(QUANTIZE, embedding_bits=16).run(model, graphs.CPU)
+        replace(STEP, outliers=outliers).run(model, graphs.CPU)
+        assert {layer.outliers for layer in CpuLinear.all(model)} == {outliers}
+        errors[outliers] = np.mean(
+            [
+                np.square(a - b).mean()
+                for was, now in zip(wanted, outcomes(model), strict=True)
+                for a, b in zip(was.logits, now.logits, strict=True)
+            ]
+        )
+    assert errors[1.25] < 0.5 * errors[0.0]
+
+
 @pytest.mark.parametrize("scales", ["fp32", "fp16"])
 def test_a_layer_becomes_five_operators(scales: Scale) -> None:
     model = built(replace(SPEC, layers=1), (*ALL[:-1], replace(QUANTIZE, scales=scales)))
@@ -103,7 +134,7 @@ def test_a_layer_becomes_five_operators(scales: Scale) -> None:
         "residual Add",
         "RMSNormalization, gated activation",
         "residual Add",
-        "RMSNormalization",
+        "activations int8x2, RMSNormalization",
     ]
 
 

@@ -71,7 +71,13 @@ LINEAR = ("x", "w", "bias", "norm", "residual")
 
 
 def linear(
-    matrix: QuantizedMatrix, x: Array, activation: int = 0, epsilon: float = 1e-5, terms: int = 1, **extra: Array
+    matrix: QuantizedMatrix,
+    x: Array,
+    activation: int = 0,
+    epsilon: float = 1e-5,
+    terms: int = 1,
+    outliers: float = 0.0,
+    **extra: Array,
 ) -> Array:
     (n, k), grid = matrix.shape, matrix.grid
     order = cpu_layout.alternating(n) if activation else np.arange(n)
@@ -80,7 +86,7 @@ def linear(
     fed = {"x": x, **({"residual": extra["residual"]} if "residual" in extra else {})}
     node = session(
         "Linear", fed, {"w": weights, **held}, ["y"], order=LINEAR, **grid_attributes(n, k, grid),
-        terms=terms, activation=activation, epsilon=epsilon,
+        terms=terms, outliers=outliers, activation=activation, epsilon=epsilon,
     )  # fmt: skip
     return np.asarray(node.run(None, fed)[0])
 

@@ -49,6 +49,7 @@ class CpuLinear(_Packed, op_type="Linear"):
     norm = OptionalInput(FP32, 1)
     residual = OptionalInput(FP32)
     terms = integer(1)  # of int8 that stand for a number of x
+    outliers = real(0.0)  # of blocks of x that have two, over the mean of the largest magnitudes of a row's blocks
     activation = integer()
     epsilon = real()
 
