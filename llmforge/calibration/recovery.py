@@ -32,7 +32,7 @@ from llmforge.quantization.grids import Float32, QuantizedMatrix, dequantize, st
 from llmforge.quantization.statistics import RecoveryDemand, Statistics, exclusion
 
 BATCH_TOKENS = 2048  # of a step
-# Of Adam, of factors, at its highest. SmolLM2-135M at 3 bits, KLD .227 of text held out: .218 after 7 steps of 13.
+# Of Adam, of factors, at its highest. KLD of SmolLM2-135M at 3 bits, 28,000 tokens: .248 to .225 on other documents.
 RATE = 1.5e-3
 WARMUP = 0.05  # share of the steps in which it rises; then it falls to 0 as a cosine does
 FIRST_DECAY, SECOND_DECAY = np.float32(0.9), np.float32(0.99)  # of Adam's moments
