@@ -239,9 +239,7 @@ def calibrate(
         found = calibrate(
             checkpoint, windows, others, threads=threads, caches=caches, store=store, progress=progress, workers=workers
         )
-        training = Recovery(
-            checkpoint, [window.ids for window in windows], found, recovery, replace(store, reused=[]), own
-        )
+        training = Recovery(checkpoint, windows, found, recovery, replace(store, reused=[]), own)
         with torch.no_grad(), fixed(threads):
             return training.run(progress)
     with ExitStack() as stack:
