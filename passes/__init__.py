@@ -17,6 +17,7 @@ from llmforge.passes.quantize_channels import QuantizeChannels
 from llmforge.passes.quantize_fp4 import QuantizeFp4
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.passes.quantize_weights import QuantizeWeights
+from llmforge.passes.recover_scales import RecoverScales
 from llmforge.passes.sparsify_weights import Sparsify
 from llmforge.rewrite.pass_base import Pass
 
@@ -31,6 +32,7 @@ ALL: tuple[type[Pass], ...] = (
     Sparsify,
     QuantizeWeights,
     CorrectLowRank,
+    RecoverScales,
     QuantizeChannels,
     QuantizeFp4,
     FuseExperts,

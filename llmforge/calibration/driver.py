@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -23,9 +23,12 @@ from llmforge.calibration.gradients import Gradients, take
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.mixed import Losses
 from llmforge.calibration.quantize import WeightQuantization, corrected, quantize_layer, quantize_tables, sparsify_layer
+from llmforge.calibration.recovery import Recovery
 from llmforge.calibration.skeleton import Skeleton
+from llmforge.calibration.spread import Crew, SpreadWindows, Worker
 from llmforge.calibration.store import LayerResult, Store, StoredArrays, StoredLowRank, StoredMatrices, StoredSparse
 from llmforge.calibration.threads import fixed, over_windows
+from llmforge.calibration.windows import LayerWindows, WindowsHere
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization import smoothing
@@ -40,6 +43,7 @@ from llmforge.quantization.statistics import (
     KvRangeDemand,
     LowRankDemand,
     PruningDemand,
+    RecoveryDemand,
     Smoothed,
     Smoothing,
     SparsityDemand,
@@ -60,6 +64,7 @@ class DemandsByKind:
     inputs: InputRangeDemand | None
     sparsity: SparsityDemand | None
     correction: LowRankDemand | None
+    recovery: RecoveryDemand | None
     pruning: PruningDemand | None
     kv: bool
 
@@ -91,13 +96,24 @@ class DemandsByKind:
             "correct-low-rank corrects what quantize-weights chose by calibration text, and no pass does that",
             "put quantize-weights with method: gptq in front of it, or leave it out",
         )
+        recovery = _one(demands, RecoveryDemand, "two passes train the same scales: ", "keep one of them")
+        _refuse(
+            recovery is not None and (weights is None or not weights.method.demands),
+            "recover-scales trains those of weights that quantize-weights chose by calibration text, and no pass does",
+            "put quantize-weights with method: gptq or auto in front of it, or leave it out",
+        )
         pruning = _one(demands, PruningDemand, "two passes prune the same layers: ", "keep one of them")
         _refuse(
             pruning is not None and weights is not None and weights.is_limited,
             "prune-structure goes with one format of all weights: method: auto measures those of the whole model",
             "choose another method, or leave prune-structure out: auto takes bytes where they cost least",
         )
-        return cls(weights, inputs, sparsity, correction, pruning, KvRangeDemand() in demands)
+        _refuse(
+            pruning is not None and recovery is not None,
+            "recover-scales trains against the whole checkpoint, and prune-structure takes parts of it out",
+            "leave one of them out",
+        )
+        return cls(weights, inputs, sparsity, correction, recovery, pruning, KvRangeDemand() in demands)
 
 
 def _refuse(wrong: bool, problem: str, hint: str) -> None:
@@ -126,6 +142,33 @@ class _Calibration:
     threads: int
     store: Store
     progress: Progress
+    workers: Callable[[], Sequence[Worker]] | None = None  # that carry windows; None: this process does
+
+    def carried(
+        self,
+        layer: DecoderLayer,
+        index: int,
+        original: list[torch.Tensor],
+        current: list[torch.Tensor],
+        *,
+        recording: bool,
+    ) -> LayerWindows:
+        """Return what carries the windows through layer `index`, which is `recording` what is cached."""
+        if self.crew is None:
+            return WindowsHere.all(layer, original, current)
+        return SpreadWindows.begin(self.crew, index, original, current, recording=recording)
+
+    @cached_property
+    def crew(self) -> Crew | None:
+        """The workers, which know the windows."""
+        if self.workers is None:
+            return None
+        _refuse(
+            self.asked.pruning is not None or self.asked.sparsity is not None,
+            "workers of calibration do not carry windows through layers that are pruned",
+            "leave --calibration-workers out",
+        )
+        return Crew.of(self.workers(), self.checkpoint, [window.ids for window in self.windows])
 
     @cached_property
     def asked(self) -> DemandsByKind:
@@ -147,6 +190,7 @@ def calibrate(
     caches: Mapping[int, Collection[str]] | None = None,
     store: Store | None = None,
     progress: Progress | None = None,
+    workers: Callable[[], AbstractContextManager[Sequence[Worker]]] | None = None,
 ) -> Statistics:
     """Serve `demands` from a run of `checkpoint` over `windows`, in fp32, on as many `threads`.
 
@@ -163,7 +207,12 @@ def calibrate(
     are found, nothing is run. The hidden states in front of the next layer are kept there until all are done, so that a
     call that was killed goes on at the first layer that is lacking.
 
-    Two runs on one machine, with as many `threads`, give identical results, whatever threads the process has.
+    `workers` starts workers that carry the windows through the layers, where a layer is lacking; hidden states go there
+    and back, and sums come, by share. This process still takes gradients and chooses codes, and holds the sums of all
+    shares of one tensor.
+
+    Two runs on one machine, with as many `threads`, give identical results, whatever threads the process has, and
+    however many workers.
 
     Raises:
         DataError: `windows` are empty, or make activations that cannot be calibrated on: NaN, or a key or value channel
@@ -172,11 +221,24 @@ def calibrate(
     """
     if not windows:
         raise DataError("the calibration data has no text")
-    store = store or Store()
-    run = _Calibration(checkpoint, windows, demands, _measured(caches), threads, store, progress or Silent())
-    run, pruned = _with_structure(run)
-    run, formats = _with_formats(run)
-    done = _layers(run, key(checkpoint, windows, run.demands, caches, threads, store.tools))
+    store, progress, recovery = store or Store(), progress or Silent(), DemandsByKind.of(demands).recovery
+    if recovery is not None:
+        own = key(checkpoint, windows, demands, caches, threads, store.tools)
+        others = [each for each in demands if each != recovery]
+        found = calibrate(
+            checkpoint, windows, others, threads=threads, caches=caches, store=store, progress=progress, workers=workers
+        )
+        training = Recovery(
+            checkpoint, [window.ids for window in windows], found, recovery, replace(store, reused=[]), own
+        )
+        with torch.no_grad(), fixed(threads):
+            return training.run(progress)
+    with ExitStack() as stack:
+        started = workers and cache(lambda: stack.enter_context(workers()))
+        run = _Calibration(checkpoint, windows, demands, _measured(caches), threads, store, progress, started)
+        run, pruned = _with_structure(run)
+        run, formats = _with_formats(run)
+        done = _layers(run, key(checkpoint, windows, run.demands, caches, threads, store.tools))
     notes, pruning = (*pruned, *formats), run.asked.pruning
     linears = StoredMatrices(dict(item for result in done for item in result.linears.items()))
     return Statistics(
@@ -432,25 +494,33 @@ def _run_layer(
         layer, pruned = prune.prune_layer(layer, index, original, asked.pruning, known)
     if found is not None:
         _repeat_layer(layer, original if how is not None else None, current, found)
-    else:
-        inputs = {} if asked.inputs is None else measure_inputs(layer, original, asked.inputs)
-        wants_ranges = asked.kv and (run.measured is None or index in run.measured)
-        layer = layer.recording() if wants_ranges else layer
+        _check(layer, current)
+        return found
+    made, inputs, kv = _NOTHING, dict[str, InputRange](), None
+    wants_ranges = asked.kv and (run.measured is None or index in run.measured)
+    layer = layer.recording() if wants_ranges else layer
+    with closing(run.carried(layer, index, original, current, recording=wants_ranges)) as windows:
+        if asked.inputs is not None:
+            inputs = measure_inputs(layer, windows, asked.inputs)
         if asked.sparsity is not None:
             made = sparsify_layer(layer, current, asked.sparsity)
         elif how is not None:
-            made = quantize_layer(layer, original, current, how)
+            made = quantize_layer(layer, windows, how)
         else:
-            made = _NOTHING
-            layer.advance(current)
-    if not all(bool(torch.isfinite(state).all()) for state in current):
+            windows.end()
+        _check(layer, current)
+        if wants_ranges:
+            kv = _ranges(layer, windows)
+    return replace(made, kv=kv, inputs=inputs, pruned=pruned)
+
+
+def _check(layer: DecoderLayer, states: Sequence[torch.Tensor]) -> None:
+    """Raise DataError unless hidden states after `layer` are finite."""
+    if not all(bool(torch.isfinite(state).all()) for state in states):
         raise DataError(
             f"{layer.name}: hidden states are NaN or infinite on the calibration text",
             hint="the checkpoint cannot be run in fp32 on this text; check its configuration",
         )
-    if found is not None:
-        return found
-    return replace(made, kv=_ranges(layer, len(current)) if wants_ranges else None, inputs=inputs, pruned=pruned)
 
 
 def _repeat_layer(
@@ -467,10 +537,9 @@ def _repeat_layer(
     layer.advance(current)
 
 
-def _ranges(layer: DecoderLayer, windows: int) -> KvRange:
+def _ranges(layer: DecoderLayer, windows: LayerWindows) -> KvRange:
     """Return the largest magnitude of each channel of the keys and values that `layer` has cached last."""
-    cached = [layer.cached(window) for window in range(windows)]
-    key, value = (torch.stack(peaks).amax(0) for peaks in zip(*cached, strict=True))
+    key, value = (torch.stack(peaks).amax(0) for peaks in zip(*windows.cached(), strict=True))
     for what, peak in (("key", key), ("value", value)):
         if not bool(torch.isfinite(peak).all() and (peak > 0).all()):
             head, channel = (peak.isfinite() & (peak > 0)).logical_not().nonzero()[0].tolist()
@@ -482,33 +551,21 @@ def _ranges(layer: DecoderLayer, windows: int) -> KvRange:
     return KvRange(key.numpy(), value.numpy())
 
 
-def measure_inputs(
-    layer: DecoderLayer, states: Sequence[torch.Tensor], demand: InputRangeDemand
-) -> dict[str, InputRange]:
-    """Return the ranges of what each linear of `layer` reads, by parameter; `states` stay in front of it.
+def measure_inputs(layer: DecoderLayer, windows: LayerWindows, demand: InputRangeDemand) -> dict[str, InputRange]:
+    """Return the ranges of what each linear of `layer` reads, by parameter; `windows` stay in front of it.
 
     Linears that read one tensor have one range, and one choice of factors.
     """
-    experts = layer.experts()
+    experts, states = layer.experts(), windows.original
     groups = [[name for name in group if name not in experts] for group in layer.groups(states[0])]
     groups = [group for group in groups if group]
-    first = [group[0] for group in groups]
     peaks: dict[str, torch.Tensor] = {}
-    some: dict[str, list[torch.Tensor]] = {name: [] for name in first}
-    ends = np.cumsum([state.shape[1] for state in states])
-    stride = -(-int(ends[-1]) // smoothing.TOKENS)
-
-    def look(window: int, state: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
-        begin = -(int(ends[window]) - state.shape[1]) % stride  # every stride-th token of all windows
-        wanted = demand.smoothing is not None
-        inputs = observe(window, state).inputs
-        return {name: (x.abs().amax(0), x[begin::stride].clone() if wanted else None) for name, x in inputs.items()}
-
-    with layer.observed(first) as observe:
-        for seen in layer.each(look, range(len(states)), states):
-            for name, (highest, tokens) in seen.items():
-                peaks[name] = torch.maximum(peaks[name], highest) if name in peaks else highest
-                some[name] += [] if tokens is None else [tokens]
+    some: dict[str, list[torch.Tensor]] = {group[0]: [] for group in groups}
+    stride = -(-sum(state.shape[1] for state in states) // smoothing.TOKENS) if demand.smoothing is not None else 0
+    for seen in windows.peaks(list(some), stride):
+        for name, (highest, rows) in seen.items():
+            peaks[name] = torch.maximum(peaks[name], highest) if name in peaks else highest
+            some[name] += [] if rows is None else [rows]
     found: dict[str, InputRange] = {}
     for group in groups:
         largest: Float32 = peaks[group[0]].numpy()

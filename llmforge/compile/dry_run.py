@@ -34,6 +34,7 @@ from llmforge.quantization.statistics import (
     KvRange,
     LowRankDemand,
     PruningDemand,
+    RecoveryDemand,
     Statistics,
     exclusion,
 )
@@ -124,8 +125,9 @@ def _fake_statistics(model: ir.Model, calibrated: Mapping[str, Grid], demands: S
     corrections = _corrections(model, calibrated, [each for each in demands if isinstance(each, LowRankDemand)])
     wanted = [each for each in demands if isinstance(each, PruningDemand)]
     kept, outputs = pruning.sample(model, wanted[0]) if wanted else (None, {})
+    trained = unread if any(isinstance(each, RecoveryDemand) for each in demands) else {}
     made = Statistics(0, 0, unread, _kv_ranges(model), read, dict.fromkeys(read, sparse), corrections)
-    return replace(made, kept=kept, pruned=outputs)
+    return replace(made, kept=kept, pruned=outputs, recovered=trained)
 
 
 def _corrections(

@@ -142,6 +142,7 @@ class CompileState:
     # engine
     read: BytesRead = field(init=False)  # by a decode step
     engine: BuiltEngine | None = None  # None: it is built later
+    engine_proof: PendingProof[str] | None = None  # None: it does not run here, or not as a whole
     # validation
     evidence: Evidence = field(init=False)
     attribution: Attribution | None = None

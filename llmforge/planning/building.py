@@ -26,6 +26,7 @@ VERIFY_S, VERIFY_S_PER_B = 0.2, 12.0  # the trace against transformers; of 10**9
 HASH_S_PER_GB = 1.7  # of checkpoint
 GPTQ_S_PER_COLUMN = 1.5e-3  # of a layer's products; stacked experts are one
 GPTQ_S_PER_TOKEN = 4e-11  # and parameter of a layer that a token uses: forward passes and gradients
+TRAIN_S_PER_TOKEN = 9e-11  # and parameter that it uses: there and back, and what is measured on text held out
 OBSERVE_S_PER_TOKEN = 1.3e-11  # and parameter: a forward pass
 PASSES_S, PASSES_S_PER_B = 0.3, 9.0  # of 10**9 parameters
 PROVE_S, PROVE_S_PER_TOKEN = 0.3, 3e-11  # and parameter, of a third of the windows of budgets
@@ -73,6 +74,7 @@ class BuildWork:
     timed_steps: int = 0  # of decoding, likewise
     asked_tokens: int = 0  # of the prompts that the checkpoint answers, filled up to the longest of a batch
     answered_tokens: int = 0  # of its answers, at most
+    trained_tokens: int = 0  # that train scales
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,8 @@ def _stages(shape: Shape, scheme: DtypeScheme, backend: BackendName, work: Build
         calibrated += calibration_s(shape, work.calibration_tokens)
     if calibrated:
         yield StageCost("Calibrate", calibrated, spreads=True)
+    if work.trained_tokens:
+        yield StageCost("Recover", TRAIN_S_PER_TOKEN * shape.active_parameters * work.trained_tokens, spreads=True)
     yield StageCost("Pass", PASSES_S + billions * PASSES_S_PER_B)
     plan_s = scheme.weight_bytes(shape) / 1e9 * PLAN_S_PER_GB if BACKENDS[backend].compiled else 0.0
     yield StageCost("Build engine", WRITE_S + billions * WRITE_S_PER_B + plan_s)

@@ -11,7 +11,7 @@ from llmforge import recipes
 from llmforge.base.errors import DataError
 from llmforge.checkpoint import documents
 from llmforge.planning.building import BuildWork
-from llmforge.quantization.statistics import WeightDemand
+from llmforge.quantization.statistics import RecoveryDemand, WeightDemand
 from llmforge.recipe import CalibrationSpec, LatencySpec, QualitySpec, Recipe
 from llmforge.recipe.latency import WorkloadSpec
 from llmforge.rewrite.pass_base import Numerics, Pass
@@ -43,6 +43,7 @@ def of_recipe(recipe: Recipe, steps: Sequence[Pass]) -> BuildWork:
         quality_tokens=0 if quality is None else _evaluated(quality),
         prompt_tokens=prompts,
         timed_steps=decoded,
+        trained_tokens=sum(demand.tokens for demand in demands if isinstance(demand, RecoveryDemand)),
     )
 
 

@@ -143,6 +143,19 @@ class LowRankDemand:
 
 
 @dataclass(frozen=True)
+class RecoveryDemand:
+    """Train the scales of quantized linears against the checkpoint's logits, on so many `tokens` of calibration text.
+
+    They are taken where that lowers the KLD of text held out by a share of `least` or more. Parameters that match a
+    glob of `exclude` are left alone.
+    """
+
+    tokens: int
+    least: float
+    exclude: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class PruningDemand:
     """Take heads, channels and layers out of the decoder (`quantization.structure`), of the kinds in `units`.
 
@@ -174,7 +187,9 @@ class PruningDemand:
         return int(self.structure.parameters * self.fraction)
 
 
-Demand = WeightDemand | KvRangeDemand | InputRangeDemand | SparsityDemand | LowRankDemand | PruningDemand
+Demand = (
+    WeightDemand | KvRangeDemand | InputRangeDemand | SparsityDemand | LowRankDemand | RecoveryDemand | PruningDemand
+)
 
 
 @dataclass(frozen=True)
@@ -205,6 +220,7 @@ class Statistics:
     inputs: Mapping[str, InputRange] = field(default_factory=dict)  # of what a linear reads, by parameter name
     sparse: Mapping[str, SparseMatrix] = field(default_factory=dict)  # pruned linears by parameter name; may be lazy
     low_rank: Mapping[str, LowRankCorrection] = field(default_factory=dict)  # of quantized linears; may be lazy
+    recovered: Mapping[str, QuantizedMatrix] = field(default_factory=dict)  # `linears` with trained scales; may be lazy
     kept: PrunedStructure | None = None  # what is left of the decoder's heads, channels and layers; None: all of it
     pruned: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # what makes up for them; may be lazy
     notes: tuple[str, ...] = ()  # what a reader of the report should know

@@ -95,15 +95,24 @@ def write(model: TritonModel, folder: Path) -> None:
         EnvironmentLacks: the engine needs llmforge's own operators, and they are not compiled here.
     """
     _write_shared(model, folder, IN_ARTIFACT)
-    own = folder / "1"
+    for path, content in own_files(model).items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+
+
+def own_files(model: TritonModel) -> dict[str, bytes]:
+    """Make the files of the first version of `model`, by their paths in its folder.
+
+    Raises:
+        EnvironmentLacks: the engine needs llmforge's own operators, and they are not compiled here.
+    """
     # Beside a GPU they draw the tokens, and numpy does where they do not run.
     kernels = model.runtime.kernels is not None or (None if model.runtime.device is not None else False)
-    for path, source in sources.shipped(kernels=kernels).items():
-        (own / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, own / path)
-    (own / "model.py").write_text(_MODEL, encoding="utf-8")
-    (own / "__pycache__").touch()  # a file, so that Python neither writes bytecode into an artifact nor reads any there
-    (own / REQUIREMENTS).write_text(requirements(model.runtime), encoding="utf-8")
+    made = {f"1/{path}": source.read_bytes() for path, source in sources.shipped(kernels=kernels).items()}
+    made["1/model.py"] = _MODEL.encode()
+    made["1/__pycache__"] = b""  # a file, so that Python neither writes bytecode into an artifact nor reads any there
+    made[f"1/{REQUIREMENTS}"] = requirements(model.runtime).encode()
+    return made
 
 
 def config(model: TritonModel, artifact: str) -> str:

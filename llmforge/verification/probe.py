@@ -268,12 +268,13 @@ def observe(session: Session, run: Run, index: int, names: Sequence[str]) -> dic
     for step in run.steps[:index]:
         _step(session, step, cache)
     step = run.steps[index]
-    return session.read(names, _inputs(step, step.rows), cache)
+    return session.read(names, inputs(step, step.rows), cache)
 
 
 def _step(session: Session, step: ProbeCall, cache: HostCache) -> NDArray[np.float32]:
-    return session.step(_inputs(step, step.asked), cache)
+    return session.step(inputs(step, step.asked), cache)
 
 
-def _inputs(step: ProbeCall, rows: NDArray[np.int64]) -> StepInputs:
+def inputs(step: ProbeCall, rows: NDArray[np.int64]) -> StepInputs:
+    """Write a call as a decoder takes it; `rows` are the positions that get logits, [R]."""
     return StepInputs(step.ids, step.past, rows, step.lengths, step.text_lengths, step.adapters)

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from llmforge.calibration import calibrate, gradients
+from llmforge.calibration import calibrate, gradients, sums
 from llmforge.calibration.gradients import SEED, Gradients, take
 from llmforge.calibration.layer import narrowed
 from llmforge.calibration.skeleton import Skeleton
@@ -98,6 +98,7 @@ def test_backwards_layer_by_layer_is_backwards_through_the_model(
 
     monkeypatch.setattr(Skeleton, "leaving", leaving)
     monkeypatch.setattr(gradients, "has_bf16", lambda: False)
+    monkeypatch.setattr(sums, "_in_pairs", lambda: False)
     vocabulary = Checkpoint.open(tmp_path / "model").config.vocab_size
     monkeypatch.setattr(gradients, "LOGITS", rows * vocabulary + 1)
     _, ours = taken(tmp_path / "model", ids, tmp_path / "out")

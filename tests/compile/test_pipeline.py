@@ -108,7 +108,7 @@ def test_a_build_is_what_it_says(recipe_file: Write, tmp_path: Path) -> None:
     assert stages["Calibrate"] > 0
     assert stages["Measure quality"] > 0
     assert report.engine.size_bytes == sum(file.stat().st_size for file in (path / "engine").iterdir())
-    assert [proof.partition(":")[0] for proof in report.proven] == ["trace"]
+    assert [proof.partition(":")[0] for proof in report.proven] == ["trace", "engine"]
     assert not any(note.startswith("trace") for note in report.notes)
     weights = sum(group.size_bytes for group in report.engine.weights)
     assert 0.5 * report.engine.size_bytes < weights < report.engine.size_bytes

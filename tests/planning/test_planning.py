@@ -540,6 +540,9 @@ def test_a_build_grows_with_the_model_and_calibration() -> None:
     gptq = building.predict(small, int4, "onnxruntime", calibration_tokens=32768)
     assert building.predict(small, BF16, "onnxruntime").cpu_s < rtn.cpu_s < gptq.cpu_s
     assert building.predict(large, int4, "onnxruntime", proven).cpu_s == pytest.approx(10 * rtn.cpu_s, rel=0.2)
+    trained = building.predict(small, int4, "onnxruntime", building.BuildWork(trained_tokens=65536))
+    [recover] = [stage for stage in trained.stages if stage.title == "Recover"]
+    assert recover.cpu_s == pytest.approx(building.TRAIN_S_PER_TOKEN * small.active_parameters * 65536)
     assert rtn.disk_bytes == int4.weight_bytes(small)
     assert building.predict(small, int4, "tensorrt").disk_bytes == 2 * rtn.disk_bytes
     assert rtn.checkpoint_bytes == 2 * small.parameters

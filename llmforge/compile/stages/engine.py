@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import onnx_ir as ir
 
@@ -13,16 +14,20 @@ from llmforge.backends.engines import BuildRequest, BuiltEngine
 from llmforge.backends.onnxruntime import interop
 from llmforge.backends.onnxruntime.builder import write_tokenizer
 from llmforge.base import plugins
-from llmforge.compile import export_proxy
+from llmforge.compile import export_proxy, written_files
+from llmforge.compile.reuse import hash_of
 from llmforge.compile.state import CompileState
+from llmforge.ir import graph
 from llmforge.measure import footprint
 from llmforge.parallel.split import split
 from llmforge.recipe import EngineSpec, Recipe
 from llmforge.report import view
 from llmforge.rewrite.pass_base import Changes
+from llmforge.runtime.config import physical_cores
 from llmforge.targets import Target
+from llmforge.trace.export.limits import WHOLE_BYTES
 from llmforge.triton import repository, vllm
-from llmforge.verification import streamed_execution
+from llmforge.verification import streamed_execution, written_engine
 
 
 def build_engine(state: CompileState) -> None:
@@ -54,9 +59,13 @@ def build_engine(state: CompileState) -> None:
                 engines.check_foreign(engine, plugin, state.target)
             notes = interop.write(lowered.graphs[0], engine, state.checkpoint)
             state.notes += [*engine.notes, *(f"interface: {note}" for note in notes)]
-            _write_repository(state, engine)
+            served = _write_repository(state, engine)
+            if served is not None and plugin is None:
+                written_files.require_right(state.staging, state.checkpoint, recipe.engine, served)
             state.engine = engine
         state.hashing.begin_content()
+    if state.engine is not None and _runs_whole(state):
+        state.engine_proof = state.overlap.proofs.begin(nullcontext(), partial(_hold_engine, state))
 
 
 def placed(recipe: Recipe, target: Target) -> tuple[EngineSpec, list[str]]:
@@ -143,15 +152,33 @@ def _begin_proof(state: CompileState) -> Callable[[Callable[[], None], Mapping[s
     return begin
 
 
-def _write_repository(state: CompileState, engine: BuiltEngine) -> None:
-    """Write the files from which a server loads the engine."""
+def _runs_whole(state: CompileState) -> bool:
+    """Say whether this machine runs the engine and the graph that was proven last as a whole, next to each other."""
+    spec, is_foreign = state.recipe.engine, plugin_of(state.recipe.engine.backend) is not None
+    if is_foreign or BACKENDS[spec.backend].export_format is not None or state.target.kind != "cpu":
+        return False
+    return spec.tensor_parallel == 1 and graph.weight_bytes(state.model) <= WHOLE_BYTES
+
+
+def _hold_engine(state: CompileState) -> str:
+    """Hold the engine that was written to the graph that was proven last."""
+    folder = state.staging / "engine"
+    files = {file.name: state.hashing.sha256(file) for file in sorted(folder.iterdir())}
+    texts = [window.ids for window in state.windows]
+    threads = state.recipe.engine.threads or physical_cores()
+    return written_engine.require_same(state.model, folder, hash_of(files), texts, threads=threads)
+
+
+def _write_repository(state: CompileState, engine: BuiltEngine) -> repository.TritonModel | None:
+    """Write the files from which a server loads the engine; return the model that Triton runs, if it is ours."""
     recipe, checkpoint = state.recipe, state.checkpoint
     made_of = {"checkpoint": f"{checkpoint.name} {checkpoint.digest}"}
     served = repository.TritonModel(recipe.name, state.target.kind, recipe.serving, engine.config, made_of)
     if BACKENDS[recipe.engine.backend].export_format is None:
         repository.write(served, state.staging / repository.FOLDER / recipe.name)
-    else:
-        vllm.write(served, state.staging)
+        return served
+    vllm.write(served, state.staging)
+    return None
 
 
 def _named(nodes: Sequence[str]) -> str:

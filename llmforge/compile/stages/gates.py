@@ -14,6 +14,7 @@ def record_facts(state: CompileState) -> None:
     recipe, target = state.recipe, state.target
     resolved = recipe.resolved(state.steps)
     passes = tuple(run.proven() for run in state.runs)
+    of_engine = () if state.engine_proof is None else (state.engine_proof.result(),)
     state.facts = ReportFacts(
         name=recipe.name,
         checkpoint=_checkpoint_record(state.checkpoint),
@@ -21,7 +22,7 @@ def record_facts(state: CompileState) -> None:
         passes=passes,
         calibration=state.calibration.record,
         attribution=state.attribution,
-        proven=(state.trace_proof.result(), *(proof.result() for proof in state.adapter_proofs)),
+        proven=(state.trace_proof.result(), *(proof.result() for proof in state.adapter_proofs), *of_engine),
         notes=(*state.notes, *state.reuse.cache.notes),
         recipe=resolved,
         plugins=state.plugins,

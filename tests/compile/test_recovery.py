@@ -1,0 +1,62 @@
+"""A build that trains scales: attributed as every lossy pass is, and as without it where that does not pay."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from llmforge.calibration import recovery
+from llmforge.cli import cli
+
+LOOSE = {"kld_mean": 10.0}
+WORDS = ("graph", "engine", "pass", "weight", "scale", "token", "cache", "layer", "head", "probe", "gate", "report")
+
+
+def build(folder: Path, checkpoint: Path, least: float) -> dict[str, Any]:
+    drawn = random.Random(0)
+    for name, first in (("calibration", 0), ("evaluation", 100)):
+        lines = [
+            {"id": f"{i}", "text": f"{i} " + " ".join(drawn.choices(WORDS, k=20))} for i in range(first, first + 16)
+        ]
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    steps = [
+        {"quantize-weights": {"bits": 3, "block_size": 32, "method": "gptq", "scales": "int8", "budget": LOOSE}},
+        {"recover-scales": {"tokens": 4096, "least": least, "budget": LOOSE}},
+        {"cpu-kernels": {"budget": LOOSE}},
+    ]
+    recipe = {
+        "schema": 1, "name": "tiny", "checkpoint": str(checkpoint), "target": "local", "passes": steps,
+        "engine": {"max_context": 128, "max_batch": 2, "threads": 1},
+        "calibration": {"data": "calibration.jsonl", "samples": 12, "length": 48},
+        "validation": {"quality": {"data": "evaluation.jsonl", "context": 32}, "attribution": True},
+    }  # fmt: skip
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    done = CliRunner().invoke(cli, ["build", str(path), "--out", str(folder / "out"), "--quiet", "--json"])
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)["report"]
+    return found
+
+
+def test_it_is_attributed_or_leaves_the_scales_and_says_why(
+    tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "BATCH_TOKENS", 128)
+    monkeypatch.setattr(recovery, "RATE", 3e-3)
+    pays = build(tmp_path, tiny_checkpoint, 0.0)
+    quantized, recovered = pays["passes"][:2]
+    assert [quantized["name"], recovered["name"]] == ["quantize-weights", "recover-scales"]
+    assert len(recovered["rewritten"]) == 14
+    assert recovered["weight_bytes_before"] == recovered["weight_bytes_after"]
+    steps = {step["name"]: step for step in pays["attribution"]["steps"]}
+    assert steps["recover-scales"]["kld_mean"] != steps["quantize-weights"]["kld_mean"]
+    assert any("scales trained on" in note for note in pays["notes"])
+
+    left = build(tmp_path, tiny_checkpoint, 0.95)
+    assert not left["passes"][1]["rewritten"]
+    assert any("scales stay as they are: training takes the KLD" in note for note in left["notes"])
