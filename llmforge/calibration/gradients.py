@@ -74,14 +74,13 @@ def take(
     states: Sequence[torch.Tensor],
     folder: Path,
     price: Price | None = None,
-    *,
     each: Map = map,
 ) -> None:
     """Take the gradients of `windows`, ids [tokens], with the hidden `states` in front of the first layer.
 
     They are written to `folder`. `calls` [layer][window] say how layers are called. Windows are taken evenly. A layer
     through which no gradient flows, and those before it, have none. `price` is called with each layer that has some.
-    `each` runs what is done for each window; every thread of it holds the moments of a layer.
+    `each` runs what is done for each window; every thread of it holds sums of a layer.
     """
     chosen = _evenly([len(ids) for ids in windows], _enough(skeleton))
     tokens = sum(len(windows[window]) for window in chosen)
@@ -145,10 +144,13 @@ class _Sums:
         self.weights[name] = self.weights.get(name, 0.0) + float(squares.sum())
 
     def merge(self, other: _Sums) -> None:
-        """Count what `other` has counted, too, which it hands over."""
-        for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True):
-            for name, total in theirs.items():
-                mine[name] = mine[name] + total if name in mine else total
+        """Count what `other` has counted, too."""
+        own = self.outputs, self.inputs, self.weighted
+        for mine, others in zip(own, (other.outputs, other.inputs, other.weighted), strict=True):
+            for name, total in others.items():
+                mine[name] = mine[name].add_(total) if name in mine else total
+        for name, weight in other.weights.items():
+            self.weights[name] = self.weights.get(name, 0.0) + weight
 
     def moments(self, tokens: int) -> dict[str, LinearMoments]:
         """Hand over the means; `outputs` are mirrored already."""
@@ -183,12 +185,13 @@ def _backwards(
 
     Nothing flows any more where the layer lets no gradient through. `reads`: what linears read is summed, too.
     """
+    own = _OfThread()
 
     def run(share: int) -> tuple[_Sums, list[torch.Tensor | None]]:
         own.sums, made = _Sums(), list[torch.Tensor | None]()
         for number in range(share, len(chosen), SHARES):
-            own.read = []
             state = states[number].detach().requires_grad_()
+            own.read = []
             with torch.enable_grad():
                 out = layer.run(chosen[number], state)
                 if out.requires_grad:
@@ -196,13 +199,12 @@ def _backwards(
             made.append(state.grad)
         return own.sums, made
 
-    sums = _Sums()
-    flowed: list[torch.Tensor | None] = [None] * len(chosen)
-    with _fast(layer.linears().values()), _summed(layer.linears(), reads=reads) as own:
+    sums, flowed = _Sums(), list[torch.Tensor | None]([None] * len(chosen))
+    with _fast(layer.linears().values()), _summed(layer.linears(), own, reads=reads):
         for share, (of_share, made) in enumerate(layer.each(run, range(SHARES))):
-            flowed[share::SHARES] = made
             sums.merge(of_share)
-    flowing[:] = [grad for grad in flowed if grad is not None]
+            flowed[share::SHARES] = made
+    flowing[:] = [gradient for gradient in flowed if gradient is not None]
     if len(flowing) < len(chosen):
         flowing.clear()
     return sums
@@ -280,13 +282,16 @@ def draw(shares: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     return torch.searchsorted(reached, wanted, right=True).clamp_(max=shares.shape[1] - 1)
 
 
-@contextmanager
-def _summed(linears: Mapping[str, torch.nn.Linear], *, reads: bool) -> Iterator[threading.local]:
-    """Count the gradients of each of `linears` that runs backwards in the `sums` of its thread, of what is yielded.
+class _OfThread(threading.local):
+    """What a thread sums, and what linears have read of its window, which is held so that no address comes twice."""
 
-    `read` has what was read in the run of a thread, and holds it, so that no address is used twice.
-    """
-    own = threading.local()
+    sums: _Sums
+    read: list[torch.Tensor]
+
+
+@contextmanager
+def _summed(linears: Mapping[str, torch.nn.Linear], own: _OfThread, *, reads: bool) -> Iterator[None]:
+    """Count the gradients of each of `linears` that runs backwards in the sums of its thread."""
 
     def watch(name: str) -> Callable[..., None]:
         def after(module: torch.nn.Module, args: Any, y: Any) -> None:
@@ -305,7 +310,7 @@ def _summed(linears: Mapping[str, torch.nn.Linear], *, reads: bool) -> Iterator[
     with ExitStack() as hooks:
         for name, linear in linears.items():
             hooks.enter_context(linear.register_forward_hook(watch(name)))
-        yield own
+        yield
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
