@@ -21,20 +21,30 @@ from llmforge.cache import Code, processor
 from llmforge.calibration import mixed, prune
 from llmforge.calibration.gradients import Gradients, take
 from llmforge.calibration.layer import DecoderLayer
-from llmforge.calibration.mixed import Losses
-from llmforge.calibration.quantize import WeightQuantization, corrected, quantize_layer, quantize_tables, sparsify_layer
+from llmforge.calibration.pricing import LinearMoments, Losses
+from llmforge.calibration.quantize import (
+    WeightQuantization,
+    corrected,
+    groups_of,
+    quantize_layer,
+    quantize_tables,
+    sparsify_layer,
+    table_moments,
+)
 from llmforge.calibration.recovery import Recovery
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.spread import Crew, SpreadWindows, Worker
 from llmforge.calibration.store import LayerResult, Store, StoredArrays, StoredLowRank, StoredMatrices, StoredSparse
+from llmforge.calibration.sums import MORE_DAMPING, refusals
 from llmforge.calibration.threads import fixed, over_windows
 from llmforge.calibration.windows import LayerWindows, WindowsHere
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization import smoothing
 from llmforge.quantization.grid import Grid
-from llmforge.quantization.grids import Float32, QuantizedMatrix, dequantize
+from llmforge.quantization.grids import Float32, dequantize
 from llmforge.quantization.methods.base import InputStatistic
+from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import (
     Demand,
     InputRange,
@@ -143,6 +153,7 @@ class _Calibration:
     store: Store
     progress: Progress
     workers: Callable[[], Sequence[Worker]] | None = None  # that carry windows; None: this process does
+    gradients: Path | None = None  # a folder that has them already
 
     def carried(
         self,
@@ -237,7 +248,7 @@ def calibrate(
         started = workers and cache(lambda: stack.enter_context(workers()))
         run = _Calibration(checkpoint, windows, demands, _measured(caches), threads, store, progress, started)
         run, pruned = _with_structure(run)
-        run, formats = _with_formats(run)
+        run, formats = _with_formats(run, stack)
         done = _layers(run, key(checkpoint, windows, run.demands, caches, threads, store.tools))
     notes, pruning = (*pruned, *formats), run.asked.pruning
     linears = StoredMatrices(dict(item for result in done for item in result.linears.items()))
@@ -292,25 +303,22 @@ def _with_structure(run: _Calibration) -> tuple[_Calibration, tuple[str, ...]]:
     return replace(run, demands=[chosen if each == demand else each for each in run.demands]), (found["note"],)
 
 
-def _with_formats(run: _Calibration) -> tuple[_Calibration, tuple[str, ...]]:
-    """Choose formats where a demand limits bytes or loss: a run that says which, and notes for the report."""
+def _with_formats(run: _Calibration, stack: ExitStack) -> tuple[_Calibration, tuple[str, ...]]:
+    """Choose formats where a demand limits bytes or loss: a run that says which, and notes for the report.
+
+    Gradients that are taken for it are in the run, and last as long as `stack`.
+    """
     weights = run.asked.weights
     if weights is None or not weights.is_limited:
         return run, ()
+    folder = Path(stack.enter_context(TemporaryDirectory(prefix="llmforge-gradients-")))
 
     def compute() -> dict[str, Any]:
         run.progress.stage("Choose formats of weights")
-        with TemporaryDirectory(prefix="llmforge-gradients-") as folder, torch.no_grad(), fixed(run.threads):
-
-            def trial(
-                demand: WeightDemand, fitted: Sequence[TokenWindow], losses: Losses | None
-            ) -> dict[str, QuantizedMatrix]:
-                own = replace(run, windows=fitted, demands=[demand], measured=(), store=Store())
-                tables = None if demand.tables is not None else _NOTHING
-                made = _walk(own, [None] * run.checkpoint.geometry.layers, tables, "", Path(folder), losses)
-                return {name: matrix for each in made for name, matrix in StoredMatrices(each.linears).items()}
-
-            chosen, note = mixed.choose(run.checkpoint, run.windows, weights, trial, run.figures)
+        with torch.no_grad(), fixed(run.threads):
+            skeleton = Skeleton.build(run.checkpoint)
+            price = partial(_price, run, skeleton, weights, folder)
+            chosen, note = mixed.choose(skeleton, run.windows, weights, price, run.figures, run.threads)
         grids = {name: asdict(grid) for name, grid in chosen.mixed}
         return {"mixed": grids, "tables": chosen.tables and asdict(chosen.tables), "note": note}
 
@@ -320,7 +328,32 @@ def _with_formats(run: _Calibration) -> tuple[_Calibration, tuple[str, ...]]:
         mixed=tuple((name, Grid(**grid)) for name, grid in found["mixed"].items()),
         tables=found["tables"] and Grid(**found["tables"]),
     )
-    return replace(run, demands=[chosen if each == weights else each for each in run.demands]), (found["note"],)
+    demands = [chosen if each == weights else each for each in run.demands]
+    taken = folder if any(folder.iterdir()) else None
+    return replace(run, demands=demands, gradients=taken), (found["note"],)
+
+
+def _price(run: _Calibration, skeleton: Skeleton, demand: WeightDemand, folder: Path, losses: Losses) -> None:
+    """Price formats of weights while gradients are taken, which are put to `folder`."""
+    assert isinstance(demand.method, Gptq)
+    damping = demand.method.damping
+
+    def price(layer: DecoderLayer, state: torch.Tensor, moments: Mapping[str, LinearMoments]) -> None:
+        groups = [names for names in groups_of(layer, state, demand) if all(name in moments for name in names)]
+        losses.kept.update(set(moments) - {name for names in groups for name in names})
+        for names in groups:
+            with refusals(names[0], f"method {demand.method.name}", MORE_DAMPING):
+                losses.measure(
+                    names, [layer.weight(name) for name in names], [moments[name] for name in names], damping
+                )
+
+    calls, states = skeleton.enter([window.ids for window in run.windows])
+    with over_windows(run.threads) as each:
+        take(skeleton, [window.ids for window in run.windows], calls, states, folder, price, each)
+    if demand.tables is not None:
+        for name, hessian in table_moments(skeleton, Gradients.read(folder), demand).items():
+            if hessian is not None:
+                losses.measure_table(name, skeleton.table(name), hessian, damping)
 
 
 def _walk(
@@ -328,14 +361,11 @@ def _walk(
     found: Sequence[LayerResult | None],
     tables: LayerResult | None,
     own: str,
-    gradients: Path | None = None,
-    losses: Losses | None = None,
 ) -> list[LayerResult]:
     """Carry the windows through the layers, and quantize and measure those that were not `found`, nor the `tables`.
 
-    They begin where the store has the hidden states of the calibration `own`, in front of what is lacking. Gradients
-    are kept in a folder that is given, and found there by the next walk over the same windows; what formats lose is put
-    to `losses`. Returns results of the embedding and head, and of each layer.
+    They begin where the store has the hidden states of the calibration `own`, in front of what is lacking.
+    Returns results of the embedding and head, and of each layer.
     """
     store, weights, pruning = run.store, run.asked.weights, run.asked.pruning
     skeleton, ids = Skeleton.build(run.checkpoint), [window.ids for window in run.windows]
@@ -356,12 +386,12 @@ def _walk(
             taken = None
             if weights.method.demands_outputs:
                 write = partial(take, skeleton, ids, calls, entered, each=each)
-                taken = Gradients.read(_gradients(store, own, write, stack, gradients))
-            how = WeightQuantization(weights, taken, run.threads, losses, run.asked.correction)
+                taken = Gradients.read(run.gradients or store.gradients(own, write, stack))
+            how = WeightQuantization(weights, taken, run.threads, run.asked.correction)
         if tables is None:
             assert how is not None
             said: list[str] = []
-            matrices = quantize_tables(skeleton, how.gradients, how.demand, run.threads, said, losses)
+            matrices = quantize_tables(skeleton, how.gradients, how.demand, run.threads, said)
             tables = store.save(own, len(found), LayerResult(matrices, None, notes=tuple(said)))
         embedding = StoredMatrices(tables.linears).get(skeleton.tables()[0])
         if embedding is not None and begin == 0:
@@ -380,15 +410,6 @@ def _walk(
     store.drop_gradients(own)
     run.progress.advance(len(found), len(found))
     return [tables, *done]
-
-
-def _gradients(store: Store, own: str, write: Callable[[Path], None], stack: ExitStack, folder: Path | None) -> Path:
-    """Find the gradients that `write` makes, in a `folder` that is given or in the store."""
-    if folder is None:
-        return store.gradients(own, write, stack)
-    if not any(folder.iterdir()):
-        write(folder)
-    return folder
 
 
 def _resume(found: tuple[int, Iterator[Float32]] | None, sides: Sequence[list[torch.Tensor]]) -> int:

@@ -11,7 +11,7 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from llmforge.calibration.layer import DecoderLayer, LayerCall, Map, linears_of, narrowed
+from llmforge.calibration.pricing import LinearMoments
 from llmforge.calibration.resuming import SHARES
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.sums import add_moments, mirror
@@ -33,6 +34,8 @@ TOKENS, PER_OUTPUT, MOST_TOKENS = 4096, 3, 16384
 LOGITS = 1 << 24  # that are in memory at a time
 SEED = 0  # of the labels
 _DESCRIBED = "gradients.json"
+# Told a layer, the first hidden states that it is called with, and moments of its linears by parameter.
+Price = Callable[[DecoderLayer, torch.Tensor, Mapping[str, LinearMoments]], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,13 +73,14 @@ def take(
     calls: Sequence[Sequence[LayerCall]],
     states: Sequence[torch.Tensor],
     folder: Path,
+    price: Price | None = None,
     each: Map = map,
 ) -> None:
     """Take the gradients of `windows`, ids [tokens], with the hidden `states` in front of the first layer.
 
     They are written to `folder`. `calls` [layer][window] say how layers are called. Windows are taken evenly. A layer
-    through which no gradient flows, and those before it, have none. `each` runs what is done for each window; every
-    thread of it holds the moments of the outputs of a layer.
+    through which no gradient flows, and those before it, have none. `price` is called with each layer that has some.
+    `each` runs what is done for each window; every thread of it holds sums of a layer.
     """
     chosen = _evenly([len(ids) for ids in windows], _enough(skeleton))
     tokens = sum(len(windows[window]) for window in chosen)
@@ -100,13 +104,16 @@ def take(
         for index in reversed(range(len(skeleton.layers))):
             kept = np.load(Path(passed) / f"{index}.npy", allow_pickle=False)
             before = [torch.from_numpy(state.copy()) for state in np.split(kept, bounds, axis=1)]
-            sums = _backwards(replace(skeleton.load(index, calls[index]), each=each), chosen, before, flowing)
+            layer = replace(skeleton.load(index, calls[index]), each=each)
+            sums = _backwards(layer, chosen, before, flowing, reads=price is not None)
             if not flowing:
                 break
-            for name, total in sums.items():
+            for name, total in sums.outputs.items():
                 mirror(total)
                 places[name] = f"{len(places)}.npz"
                 _save(folder / places[name], total / tokens)
+            if price is not None:
+                price(layer, before[0], sums.moments(tokens))
     if flowing:
         rows = torch.cat([each[0] for each in flowing])
         _save(folder / "embedding.npz", rows.T @ rows / tokens)
@@ -116,18 +123,75 @@ def take(
     (folder / _DESCRIBED).write_text(json.dumps(described))
 
 
+@dataclass(eq=False)
+class _Sums:
+    """Sums over tokens, by linear: g gᵀ, and, where what linears read is summed, too, x xᵀ, |g|² x xᵀ and |g|²."""
+
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    weighted: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, g: torch.Tensor, x: torch.Tensor | None = None, *, first: bool = False) -> None:
+        """Count gradients [tokens, N] of what a linear made, and what it read, [tokens, K], as the `first` or not."""
+        _add(self.outputs, name, g)
+        if x is None:
+            return
+        squares = g.square().sum(1, keepdim=True)
+        if first:
+            _add(self.inputs, name, x)
+        _add(self.weighted, name, x * squares.sqrt())
+        self.weights[name] = self.weights.get(name, 0.0) + float(squares.sum())
+
+    def merge(self, other: _Sums) -> None:
+        """Count what `other` has counted, too."""
+        own = self.outputs, self.inputs, self.weighted
+        for mine, others in zip(own, (other.outputs, other.inputs, other.weighted), strict=True):
+            for name, total in others.items():
+                mine[name] = mine[name].add_(total) if name in mine else total
+        for name, weight in other.weights.items():
+            self.weights[name] = self.weights.get(name, 0.0) + weight
+
+    def moments(self, tokens: int) -> dict[str, LinearMoments]:
+        """Hand over the means; `outputs` are mirrored already."""
+        found = {}
+        for name, weighted in self.weighted.items():
+            mirror(weighted)
+            inputs = self.inputs.get(name)
+            if inputs is not None:
+                mirror(inputs)
+                inputs = inputs / tokens
+            weighted = weighted / max(self.weights[name], torch.finfo(torch.float32).tiny)
+            outputs = self.outputs[name].diagonal() / tokens
+            found[name] = LinearMoments(None if inputs is None else inputs.numpy(), weighted.numpy(), outputs.numpy())
+        return found
+
+
+def _add(sums: dict[str, torch.Tensor], name: str, rows: torch.Tensor) -> None:
+    if name not in sums:
+        sums[name] = torch.zeros(rows.shape[1], rows.shape[1])
+    add_moments(sums[name], rows)
+
+
 def _backwards(
-    layer: DecoderLayer, chosen: Sequence[int], states: Sequence[torch.Tensor], flowing: list[torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Carry gradients `flowing` in what `layer` makes of `states` to those in `states`, and sum g gᵀ of its linears.
+    layer: DecoderLayer,
+    chosen: Sequence[int],
+    states: Sequence[torch.Tensor],
+    flowing: list[torch.Tensor],
+    *,
+    reads: bool = False,
+) -> _Sums:
+    """Carry gradients `flowing` in what `layer` makes of `states` to those in `states`, and sum those of its linears.
 
-    Nothing flows any more where the layer lets no gradient through.
+    Nothing flows any more where the layer lets no gradient through. `reads`: what linears read is summed, too.
     """
+    own = _OfThread()
 
-    def run(share: int) -> tuple[dict[str, torch.Tensor], list[torch.Tensor | None]]:
-        own.sums, made = dict[str, torch.Tensor](), list[torch.Tensor | None]()
+    def run(share: int) -> tuple[_Sums, list[torch.Tensor | None]]:
+        own.sums, made = _Sums(), list[torch.Tensor | None]()
         for number in range(share, len(chosen), SHARES):
             state = states[number].detach().requires_grad_()
+            own.read = []
             with torch.enable_grad():
                 out = layer.run(chosen[number], state)
                 if out.requires_grad:
@@ -135,14 +199,12 @@ def _backwards(
             made.append(state.grad)
         return own.sums, made
 
-    sums: dict[str, torch.Tensor] = {}
-    flowed: list[torch.Tensor | None] = [None] * len(chosen)
-    with _fast(layer.linears().values()), _summed(layer.linears()) as own:
+    sums, flowed = _Sums(), list[torch.Tensor | None]([None] * len(chosen))
+    with _fast(layer.linears().values()), _summed(layer.linears(), own, reads=reads):
         for share, (of_share, made) in enumerate(layer.each(run, range(SHARES))):
+            sums.merge(of_share)
             flowed[share::SHARES] = made
-            for name, total in of_share.items():
-                sums[name] = sums[name].add_(total) if name in sums else total
-    flowing[:] = [grad for grad in flowed if grad is not None]
+    flowing[:] = [gradient for gradient in flowed if gradient is not None]
     if len(flowing) < len(chosen):
         flowing.clear()
     return sums
@@ -220,25 +282,36 @@ def draw(shares: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     return torch.searchsorted(reached, wanted, right=True).clamp_(max=shares.shape[1] - 1)
 
 
+class _OfThread(threading.local):
+    """What a thread sums, and what linears have read of its window, which is held so that no address comes twice."""
+
+    sums: _Sums
+    read: list[torch.Tensor]
+
+
 @contextmanager
-def _summed(linears: Mapping[str, torch.nn.Linear]) -> Iterator[threading.local]:
-    """Add Σ g gᵀ of each of `linears` that runs backwards to the `sums` of its thread, of what is yielded."""
-    own = threading.local()
+def _summed(linears: Mapping[str, torch.nn.Linear], own: _OfThread, *, reads: bool) -> Iterator[None]:
+    """Count the gradients of each of `linears` that runs backwards in the sums of its thread."""
 
     def watch(name: str) -> Callable[..., None]:
-        def add(g: torch.Tensor) -> None:
-            rows = g.reshape(-1, g.shape[-1])
-            if name not in own.sums:
-                own.sums[name] = torch.zeros(rows.shape[1], rows.shape[1])
-            add_moments(own.sums[name], rows)
-
         def after(module: torch.nn.Module, args: Any, y: Any) -> None:
-            if isinstance(y, torch.Tensor) and y.requires_grad:
-                y.register_hook(add)  # type: ignore[no-untyped-call]
+            if not isinstance(y, torch.Tensor) or not y.requires_grad:
+                return
+            if not reads:
+                y.register_hook(lambda g: own.sums.add(name, _rows(g)))  # type: ignore[no-untyped-call]
+                return
+            x = _rows(args[0].detach())
+            first = all(x.data_ptr() != other.data_ptr() or x.shape != other.shape for other in own.read)
+            own.read.append(x)
+            y.register_hook(lambda g: own.sums.add(name, _rows(g), x, first=first))  # type: ignore[no-untyped-call]
 
         return after
 
     with ExitStack() as hooks:
         for name, linear in linears.items():
             hooks.enter_context(linear.register_forward_hook(watch(name)))
-        yield own
+        yield
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])

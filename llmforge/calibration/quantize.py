@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -12,7 +12,6 @@ import torch
 from llmforge.calibration import experts
 from llmforge.calibration.gradients import Gradients
 from llmforge.calibration.layer import Additions, DecoderLayer
-from llmforge.calibration.mixed import Losses
 from llmforge.calibration.resuming import SHARES, Runs
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.store import LayerResult
@@ -32,14 +31,12 @@ from llmforge.quantization.statistics import LowRankDemand, SparsityDemand, Weig
 class WeightQuantization:
     """How weights are quantized: by `demand`, with `gradients` of their outputs where its method wants them.
 
-    What each format of `losses` would lose is put there; `correction` asks for products of low rank. `structures` has
-    what was found of layers, by their kind.
+    `correction` asks for products of low rank. `structures` has what was found of layers, by their kind.
     """
 
     demand: WeightDemand
     gradients: Gradients | None = None
     threads: int = 1
-    losses: Losses | None = None
     correction: LowRankDemand | None = None
     structures: dict[Hashable, LayerStructure] = field(default_factory=dict)
 
@@ -57,7 +54,7 @@ def quantize_layer(layer: DecoderLayer, windows: LayerWindows, how: WeightQuanti
     if (kind := layer.kind()) not in how.structures:
         how.structures[kind] = LayerStructure.of(layer, windows.original[0])
     structure = how.structures[kind].within(layer)
-    groups = _wanted(layer, structure, demand)
+    groups = _wanted(layer, structure.groups, structure.routers, demand)
     added = structure.added if InputStatistic.RESIDUAL in demand.method.demands else Additions((), ())
     at_end = added.last if groups and groups[-1][:1] == [*added.last] else ()
     windows.observe([group[0] for group in groups], added, at_end)
@@ -78,12 +75,21 @@ def quantize_layer(layer: DecoderLayer, windows: LayerWindows, how: WeightQuanti
     return LayerResult(results, None, notes=tuple(notes), low_rank=corrections)
 
 
-def _wanted(layer: DecoderLayer, structure: LayerStructure, demand: WeightDemand) -> list[list[str]]:
+def groups_of(layer: DecoderLayer, state: torch.Tensor, demand: WeightDemand) -> list[list[str]]:
+    """Name what is to be quantized of a layer that is called with `state` in window 0, as `quantize_layer` has it."""
+    groups = layer.groups(state)
+    routers = frozenset[str]() if demand.routers else frozenset(layer.routers(groups, state))
+    return _wanted(layer, groups, routers, demand)
+
+
+def _wanted(
+    layer: DecoderLayer, groups: Sequence[Sequence[str]], routers: Collection[str], demand: WeightDemand
+) -> list[list[str]]:
     """Name what is to be quantized in the order in which it runs, linears that read the same together."""
-    unquantized = frozenset[str]() if demand.routers else structure.routers
+    unquantized = () if demand.routers else routers
     wanted = [
         [name for name in group if name not in unquantized and not exclusion(_matrices(layer, name), demand.exclude)]
-        for group in structure.groups
+        for group in groups
     ]
     return [group for group in wanted if group]
 
@@ -118,8 +124,6 @@ def _quantize_linears(
     with refusals(name, *_remedies(demand.method)):
         seen = sums.seen(routed=False, held=held, outputs=outputs, threads=how.threads)
         matrix = demand.method.quantize(np.concatenate(weights), demand.grid_of(names), seen)
-        if how.losses is not None:
-            how.losses.measure(names, weights, demand.method, seen)
     notes += [f"{name}: {note}" for note in seen.notes]
     bounds = pairwise(np.cumsum([0, *map(len, weights)]))
     return {name: rows(matrix, slice(*own)) for name, own in zip(names, bounds, strict=True)}, seen
@@ -163,7 +167,7 @@ def correct_linears(
         return {}
     moments = seen.sums[InputStatistic.MOMENTS]
     with refusals(names[0], "a correction", MORE_DAMPING):
-        curvature = Curvature.of(moments, demand.damping)
+        curvature = Curvature.of(moments, demand.damping, seen.threads)
         damped = moments + curvature.damping * moments.diagonal().mean() * np.eye(len(moments), dtype=np.float32)
         codes = np.concatenate([dequantize(matrices[name]) for name in names])
         wanted = target(whole, curvature, seen)
@@ -185,40 +189,45 @@ def quantize_tables(
     demand: WeightDemand,
     threads: int,
     notes: list[str],
-    losses: Losses | None = None,
 ) -> dict[str, QuantizedMatrix]:
     """Quantize embedding and head, by parameter.
 
     A table of which no gradients are known, as where a projection stands between it and the layers, is rounded to
-    nearest, and `notes` say so; one whose width no block divides is left alone. What each format of `losses` would lose
-    is put there.
+    nearest, and `notes` say so; one whose width no block divides is left alone.
     """
-    embedding, head = skeleton.tables()
     if demand.tables is None:
         return {}
+    matrices = {}
+    for name, hessian in table_moments(skeleton, gradients, demand).items():
+        table = skeleton.table(name)
+        grid = demand.table_grid(name, table.shape[1])
+        if grid is None:
+            continue
+        if gradients is None or hessian is None:
+            matrices[name] = PLAIN().quantize(table, grid)
+            notes.append(f"{name}: rounded to nearest: it has no gradients for method {demand.method.name}")
+            continue
+        seen = LayerInputs(gradients.tokens, False, {InputStatistic.MOMENTS: hessian}, threads=threads)
+        matrices[name] = demand.method.quantize(table.astype(np.float32), grid, seen)
+    return matrices
+
+
+def table_moments(skeleton: Skeleton, gradients: Gradients | None, demand: WeightDemand) -> dict[str, Float32 | None]:
+    """Return what rounding embedding and head is weighted with, [H, H], by parameter; None where it is not known.
+
+    A parameter that is both has the sum. Those that `demand` excludes are not here.
+    """
+    embedding, head = skeleton.tables()
     moments: dict[str, list[Float32 | None]] = {}
     for name, moment in ((embedding, gradients and gradients.embedding), (head, gradients and gradients.head)):
         if name and not exclusion([name], demand.exclude):
             moments.setdefault(name, []).append(moment if isinstance(moment, np.ndarray) else None)
-    matrices = {}
+    found: dict[str, Float32 | None] = {}
     for name, parts in moments.items():
-        table = skeleton.table(name)
-        width = table.shape[1]
-        grid = demand.table_grid(name, width)
-        if grid is None:
-            continue
+        width = skeleton.model.get_parameter(name).shape[1]
         known = [part for part in parts if part is not None and len(part) == width]
-        if gradients is None or len(known) < len(parts):
-            matrices[name] = PLAIN().quantize(table, grid)
-            notes.append(f"{name}: rounded to nearest: it has no gradients for method {demand.method.name}")
-            continue
-        hessian: Float32 = np.stack(known).sum(0)
-        seen = LayerInputs(gradients.tokens, False, {InputStatistic.MOMENTS: hessian}, threads=threads)
-        whole = table.astype(np.float32)
-        matrices[name] = demand.method.quantize(whole, grid, seen)
-        if losses is not None:
-            losses.measure_table(name, whole, demand.method, seen)
-    return matrices
+        found[name] = np.stack(known).sum(0) if len(known) == len(parts) else None
+    return found
 
 
 def sparsify_layer(layer: DecoderLayer, states: list[torch.Tensor], demand: SparsityDemand) -> LayerResult:
