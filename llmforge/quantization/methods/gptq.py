@@ -35,6 +35,8 @@ from llmforge.quantization.trellis import LANES
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a correction; the one is taken that fits text best that it was not made from
 DRIFT = 0.75  # where there is no such text
 SWEEPS = 2  # of refinement
+# From 5 bits on one: a second lowers Σ (Ex)² of an embedding by 1.4 %, and took a third of its time.
+FINE, SWEEPS_FINE = 5, 1
 SWEEPS_BEFORE = 1  # … of rows that will be rounded again: the loss is .2 % larger than with two
 SWEEPS_AGAIN = 1  # where they are: KLD of the sample, held out, 6.64; with two 6.68
 SAMPLED = 256  # rows of a weight that shares are chosen by
@@ -199,7 +201,7 @@ def gptq(
     grid: Grid,
     outputs: tuple[Float32, ...] = (),
     *,
-    sweeps: int = SWEEPS,
+    sweeps: int | None = None,
     steps: int = STEPS,
     threads: int = 1,
 ) -> QuantizedMatrix:
@@ -226,6 +228,8 @@ def gptq(
         raise ValueError(f"the weight has {k} input features, its Hessian {len(curvature.order)}")
     if outputs and sum(map(len, outputs)) != n:
         raise ValueError(f"the weight has {n} output features, their Hessians {sum(map(len, outputs))}")
+    if sweeps is None:
+        sweeps = SWEEPS if grid.bits < FINE else SWEEPS_FINE
     order = curvature.order.astype(np.int32)
     columns = rounding.OrderedColumns(order, curvature.hessian, np.ascontiguousarray(curvature.inverse.T))
     choose = partial(rounding.choose, columns=columns, grid=grid, steps=steps, threads=threads)
