@@ -211,8 +211,8 @@ def test_dtypes_of_the_command_line(llama: Path) -> None:
 def test_a_recipe_says_what_to_plan(machine: Path) -> None:
     plan = facts(ROOT / "recipes" / "quickstart.yaml", "--target", machine)
     assert plan["scheme"] == {
-        "compute": "fp32", "weights": "int4", "kv": "int8", "product": "int8", "embedding": "int8", "block": 32,
-        "symmetric": False, "minimums": False, "head": None, "cache": None, "scale": None,
+        "compute": "fp32", "weights": "int4", "kv": "int8", "product": "int8", "embedding": "int6", "block": 32,
+        "symmetric": False, "minimums": False, "head": None, "cache": None, "scale": "int8",
     }  # fmt: skip
     assert plan["workload"] == {"prompt": 768, "output": 256, "batch": 8}
     assert plan["target"] == "here"
