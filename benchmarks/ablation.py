@@ -176,14 +176,14 @@ def _grids_of_weights() -> Iterator[None]:
     with (
         mock.patch.object(gptq, "target", noted),
         mock.patch.object(rounding, "choose", choose_so),
-        mock.patch.object(gptq, "_coupled", _stacked),
+        mock.patch.object(gptq, "_groups", _rows_apart),
     ):
         yield
 
 
-def _stacked(wanted: Float32, outputs: Float32, choose: Callable[..., QuantizedMatrix], together: int) -> Any:
-    """Round rows without a view of what their outputs do to the loss."""
-    return choose(wanted)
+def _rows_apart(*_: Any) -> list[Any]:
+    """Make no groups: rows are rounded without a view of what their outputs do to the loss."""
+    return []
 
 
 @contextmanager
@@ -201,7 +201,7 @@ def _inputs_of_the_checkpoint() -> Iterator[None]:
 @contextmanager
 def _damped(share: float) -> Iterator[None]:
     of = Curvature.of
-    with mock.patch.object(Curvature, "of", lambda hessian, _: of(hessian, share)):
+    with mock.patch.object(Curvature, "of", lambda hessian, _, threads=1: of(hessian, share, threads)):
         yield
 
 
@@ -258,16 +258,16 @@ def _mixing_counts_once() -> Iterator[None]:
 def _as_published() -> Iterator[None]:
     """Leave GPTQ alone: the range of each block, errors moved from column to column, and no more."""
     with (
-        mock.patch.multiple(gptq, gptq=partial(gptq.gptq, steps=0, sweeps=0), _coupled=_stacked),
+        mock.patch.multiple(gptq, gptq=partial(gptq.gptq, steps=0, sweeps=0), _groups=_rows_apart),
         mock.patch.object(Gptq, "demands", frozenset({InputStatistic.MOMENTS})),
         _tables_to_nearest(),
     ):
         yield
 
 
-NO_REFIT = (("            refit(r, &t, b);\n", ""),)
+NO_REFIT = (("            if (sweep == 0) refit(r, &t, b);\n", ""), ("            refit(r, &t, b);\n", ""))
 ZERO_POINTS_STAY = ("if (!r->symmetric && d > 1e-7", "if (0 && d > 1e-7")
-NO_DESCENT = ("            if (sweep < r->sweeps) descend(r, &t, b);\n", "")
+NO_DESCENT = ("            descend(r, &t, b);\n", "")
 INGREDIENTS: Mapping[str, Change] = {
     "no search of grids: the range of each block": _of_options(steps=0),
     "8 ranges a block in place of 21": _of_options(steps=7),
@@ -286,7 +286,7 @@ INGREDIENTS: Mapping[str, Change] = {
     "no correction (T = W)": _of_demands(InputStatistic.DRIFT, InputStatistic.RESIDUAL),
     "α = ¾, β = 0 everywhere, as without text held out": partial(_shares, (gptq.DRIFT,), (0.0,)),
     "α = β = 1 everywhere": partial(_shares, (1.0,), (1.0,)),
-    "no view of the loss (O)": lambda: mock.patch.object(gptq, "_coupled", _stacked),
+    "no view of the loss (O)": lambda: mock.patch.object(gptq, "_groups", _rows_apart),
     "… and grids searched for W, not for T": _grids_of_weights,
     "pairs of outputs count whole": _of_numbers(OFF_DIAGONAL=1.0),
     "one pass over groups of rows": _of_numbers(PASSES=1),

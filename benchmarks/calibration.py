@@ -39,6 +39,7 @@ from llmforge.quantization.grid import Grid
 from llmforge.quantization.methods import gptq
 from llmforge.quantization.methods.base import InputStatistic
 from llmforge.quantization.methods.gptq import Gptq
+from llmforge.quantization.rounding import products
 from llmforge.quantization.statistics import Demand, KvRangeDemand, WeightDemand
 
 # What is timed: part, where its function stands, and its name there.
@@ -79,27 +80,20 @@ class Operations:
         self._before(sums, "add_moments", self._moments)
         self._before(gradients, "add_moments", self._moments)
         self._before(sums.InputSums, "add", self._others)
-        self._before(gptq.Curvature, "solve", self._solve)
-        self._before(
-            gptq, "_invert_upper", lambda upper: self._count("factors", 2 * len(upper) ** 3 // 3), outermost=True
-        )
+        self._before(products, "multiply", self._multiply)
+        self._before(products, "inverse_factor", lambda of, _: self._count("factors", 2 * len(of) ** 3 // 3))
         self._before(rounding, "choose", self._choose)
 
     def _count(self, what: str, operations: int) -> None:
         with self._lock:
             self.counted[what] += operations
 
-    def _before(self, owner: Any, name: str, count: Callable[..., None], *, outermost: bool = False) -> None:
-        plain, inside = getattr(owner, name), []
+    def _before(self, owner: Any, name: str, count: Callable[..., None]) -> None:
+        plain = getattr(owner, name)
 
         def counting(*args: Any, **kwargs: Any) -> Any:
-            if not (inside and outermost):
-                count(*args, **kwargs)
-            inside.append(name)
-            try:
-                return plain(*args, **kwargs)
-            finally:
-                inside.pop()
+            count(*args, **kwargs)
+            return plain(*args, **kwargs)
 
         setattr(owner, name, counting)
 
@@ -108,11 +102,14 @@ class Operations:
         self._count("linears", (4 if backwards else 2) * x.numel() * len(weight))
 
     def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **options: Any) -> None:
-        products = (7 if torch.is_grad_enabled() and query.requires_grad else 2) * 2 * query.numel() * key.shape[-2]
-        self._count("attention", products // (2 if options.get("is_causal") else 1))
+        count = (7 if torch.is_grad_enabled() and query.requires_grad else 2) * 2 * query.numel() * key.shape[-2]
+        self._count("attention", count // (2 if options.get("is_causal") else 1))
 
     def _moments(self, total: torch.Tensor, x: torch.Tensor) -> None:
         width = x.shape[1]
+        if sums._in_pairs():
+            self._count("sums", len(x) * width * (width + 1))
+            return
         panel = max(sums.SMALLEST_PANEL, -(-width // sums.PANELS))
         ends = [min(first + panel, width) for first in range(0, width, panel)]
         self._count("sums", sum(2 * len(x) * panel * end for end in ends))
@@ -121,12 +118,12 @@ class Operations:
         others = [total for key, total in own.totals.items() if key is not InputStatistic.MOMENTS]
         self._count("sums", sum(2 * len(x) * total.numel() for total in others))
 
-    def _solve(self, curvature: gptq.Curvature, products: Any) -> None:
-        self._count("targets", 4 * products.size * len(curvature.order))  # two triangles, and what is solved for
+    def _multiply(self, a: Any, b: Any, *, form: str = "whole", **_: Any) -> None:
+        self._count("targets", (2 if form == "whole" else 1) * a.size * b.shape[1])
 
     def _choose(self, target: Any, *_: Any, sweeps: int, start: Any = None, **__: Any) -> None:
         n, k = target.shape
-        self._count("loops in C", n * k * k * (1 + 2 * (sweeps + 1 if sweeps else 0)))
+        self._count("loops in C", n * k * k * (1 + 2 * sweeps))
 
 
 def of_products(operations: int, threads: int) -> dict[str, float]:
@@ -223,10 +220,10 @@ def main() -> None:
     if options.held:
         with torch.no_grad():
             told["kld"] = round(mixed.divergence(Skeleton.build(checkpoint), held, found.linears), 6)
-    products = of_products(operations.counted.total(), options.threads)
+    matched = of_products(operations.counted.total(), options.threads)
     told["tflop"] = {what: round(count / 1e12, 3) for what, count in operations.counted.items()}
-    told["products"] = {what: round(took, 2) for what, took in products.items()}
-    told["ratio"] = {"seconds": round(wall / products["seconds"], 2), "cpu_s": round(cpu / products["cpu_s"], 2)}
+    told["products"] = {what: round(took, 2) for what, took in matched.items()}
+    told["ratio"] = {"seconds": round(wall / matched["seconds"], 2), "cpu_s": round(cpu / matched["cpu_s"], 2)}
     print(json.dumps(told))
     for part, used in clock.cpu.most_common():
         print(f"{part:28}{used:8.2f} CPU s {100 * used / cpu:5.1f} % {clock.calls[part]:7} calls")

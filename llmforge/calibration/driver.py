@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -21,18 +21,30 @@ from llmforge.cache import Code, processor
 from llmforge.calibration import mixed, prune
 from llmforge.calibration.gradients import Gradients, take
 from llmforge.calibration.layer import DecoderLayer
-from llmforge.calibration.mixed import Losses
-from llmforge.calibration.quantize import WeightQuantization, corrected, quantize_layer, quantize_tables, sparsify_layer
+from llmforge.calibration.pricing import LinearMoments, Losses
+from llmforge.calibration.quantize import (
+    WeightQuantization,
+    corrected,
+    groups_of,
+    quantize_layer,
+    quantize_tables,
+    sparsify_layer,
+    table_moments,
+)
 from llmforge.calibration.recovery import Recovery
 from llmforge.calibration.skeleton import Skeleton
+from llmforge.calibration.spread import Crew, SpreadWindows, Worker
 from llmforge.calibration.store import LayerResult, Store, StoredArrays, StoredLowRank, StoredMatrices, StoredSparse
+from llmforge.calibration.sums import MORE_DAMPING, refusals
 from llmforge.calibration.threads import fixed, over_windows
+from llmforge.calibration.windows import LayerWindows, WindowsHere
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization import smoothing
 from llmforge.quantization.grid import Grid
-from llmforge.quantization.grids import Float32, QuantizedMatrix, dequantize
+from llmforge.quantization.grids import Float32, dequantize
 from llmforge.quantization.methods.base import InputStatistic
+from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import (
     Demand,
     InputRange,
@@ -140,6 +152,34 @@ class _Calibration:
     threads: int
     store: Store
     progress: Progress
+    workers: Callable[[], Sequence[Worker]] | None = None  # that carry windows; None: this process does
+    gradients: Path | None = None  # a folder that has them already
+
+    def carried(
+        self,
+        layer: DecoderLayer,
+        index: int,
+        original: list[torch.Tensor],
+        current: list[torch.Tensor],
+        *,
+        recording: bool,
+    ) -> LayerWindows:
+        """Return what carries the windows through layer `index`, which is `recording` what is cached."""
+        if self.crew is None:
+            return WindowsHere.all(layer, original, current)
+        return SpreadWindows.begin(self.crew, index, original, current, recording=recording)
+
+    @cached_property
+    def crew(self) -> Crew | None:
+        """The workers, which know the windows."""
+        if self.workers is None:
+            return None
+        _refuse(
+            self.asked.pruning is not None or self.asked.sparsity is not None,
+            "workers of calibration do not carry windows through layers that are pruned",
+            "leave --calibration-workers out",
+        )
+        return Crew.of(self.workers(), self.checkpoint, [window.ids for window in self.windows])
 
     @cached_property
     def asked(self) -> DemandsByKind:
@@ -161,6 +201,7 @@ def calibrate(
     caches: Mapping[int, Collection[str]] | None = None,
     store: Store | None = None,
     progress: Progress | None = None,
+    workers: Callable[[], AbstractContextManager[Sequence[Worker]]] | None = None,
 ) -> Statistics:
     """Serve `demands` from a run of `checkpoint` over `windows`, in fp32, on as many `threads`.
 
@@ -177,7 +218,12 @@ def calibrate(
     are found, nothing is run. The hidden states in front of the next layer are kept there until all are done, so that a
     call that was killed goes on at the first layer that is lacking.
 
-    Two runs on one machine, with as many `threads`, give identical results, whatever threads the process has.
+    `workers` starts workers that carry the windows through the layers, where a layer is lacking; hidden states go there
+    and back, and sums come, by share. This process still takes gradients and chooses codes, and holds the sums of all
+    shares of one tensor.
+
+    Two runs on one machine, with as many `threads`, give identical results, whatever threads the process has, and
+    however many workers.
 
     Raises:
         DataError: `windows` are empty, or make activations that cannot be calibrated on: NaN, or a key or value channel
@@ -190,14 +236,18 @@ def calibrate(
     if recovery is not None:
         own = key(checkpoint, windows, demands, caches, threads, store.tools)
         others = [each for each in demands if each != recovery]
-        found = calibrate(checkpoint, windows, others, threads=threads, caches=caches, store=store, progress=progress)
+        found = calibrate(
+            checkpoint, windows, others, threads=threads, caches=caches, store=store, progress=progress, workers=workers
+        )
         training = Recovery(checkpoint, windows, found, recovery, replace(store, reused=[]), own)
         with torch.no_grad(), fixed(threads):
             return training.run(progress)
-    run = _Calibration(checkpoint, windows, demands, _measured(caches), threads, store, progress)
-    run, pruned = _with_structure(run)
-    run, formats = _with_formats(run)
-    done = _layers(run, key(checkpoint, windows, run.demands, caches, threads, store.tools))
+    with ExitStack() as stack:
+        started = workers and cache(lambda: stack.enter_context(workers()))
+        run = _Calibration(checkpoint, windows, demands, _measured(caches), threads, store, progress, started)
+        run, pruned = _with_structure(run)
+        run, formats = _with_formats(run, stack)
+        done = _layers(run, key(checkpoint, windows, run.demands, caches, threads, store.tools))
     notes, pruning = (*pruned, *formats), run.asked.pruning
     linears = StoredMatrices(dict(item for result in done for item in result.linears.items()))
     return Statistics(
@@ -251,25 +301,22 @@ def _with_structure(run: _Calibration) -> tuple[_Calibration, tuple[str, ...]]:
     return replace(run, demands=[chosen if each == demand else each for each in run.demands]), (found["note"],)
 
 
-def _with_formats(run: _Calibration) -> tuple[_Calibration, tuple[str, ...]]:
-    """Choose formats where a demand limits bytes or loss: a run that says which, and notes for the report."""
+def _with_formats(run: _Calibration, stack: ExitStack) -> tuple[_Calibration, tuple[str, ...]]:
+    """Choose formats where a demand limits bytes or loss: a run that says which, and notes for the report.
+
+    Gradients that are taken for it are in the run, and last as long as `stack`.
+    """
     weights = run.asked.weights
     if weights is None or not weights.is_limited:
         return run, ()
+    folder = Path(stack.enter_context(TemporaryDirectory(prefix="llmforge-gradients-")))
 
     def compute() -> dict[str, Any]:
         run.progress.stage("Choose formats of weights")
-        with TemporaryDirectory(prefix="llmforge-gradients-") as folder, torch.no_grad(), fixed(run.threads):
-
-            def trial(
-                demand: WeightDemand, fitted: Sequence[TokenWindow], losses: Losses | None
-            ) -> dict[str, QuantizedMatrix]:
-                own = replace(run, windows=fitted, demands=[demand], measured=(), store=Store())
-                tables = None if demand.tables is not None else _NOTHING
-                made = _walk(own, [None] * run.checkpoint.geometry.layers, tables, "", Path(folder), losses)
-                return {name: matrix for each in made for name, matrix in StoredMatrices(each.linears).items()}
-
-            chosen, note = mixed.choose(run.checkpoint, run.windows, weights, trial, run.figures)
+        with torch.no_grad(), fixed(run.threads):
+            skeleton = Skeleton.build(run.checkpoint)
+            price = partial(_price, run, skeleton, weights, folder)
+            chosen, note = mixed.choose(skeleton, run.windows, weights, price, run.figures, run.threads)
         grids = {name: asdict(grid) for name, grid in chosen.mixed}
         return {"mixed": grids, "tables": chosen.tables and asdict(chosen.tables), "note": note}
 
@@ -279,7 +326,31 @@ def _with_formats(run: _Calibration) -> tuple[_Calibration, tuple[str, ...]]:
         mixed=tuple((name, Grid(**grid)) for name, grid in found["mixed"].items()),
         tables=found["tables"] and Grid(**found["tables"]),
     )
-    return replace(run, demands=[chosen if each == weights else each for each in run.demands]), (found["note"],)
+    demands = [chosen if each == weights else each for each in run.demands]
+    taken = folder if any(folder.iterdir()) else None
+    return replace(run, demands=demands, gradients=taken), (found["note"],)
+
+
+def _price(run: _Calibration, skeleton: Skeleton, demand: WeightDemand, folder: Path, losses: Losses) -> None:
+    """Price formats of weights while gradients are taken, which are put to `folder`."""
+    assert isinstance(demand.method, Gptq)
+    damping = demand.method.damping
+
+    def price(layer: DecoderLayer, state: torch.Tensor, moments: Mapping[str, LinearMoments]) -> None:
+        groups = [names for names in groups_of(layer, state, demand) if all(name in moments for name in names)]
+        losses.kept.update(set(moments) - {name for names in groups for name in names})
+        for names in groups:
+            with refusals(names[0], f"method {demand.method.name}", MORE_DAMPING):
+                losses.measure(
+                    names, [layer.weight(name) for name in names], [moments[name] for name in names], damping
+                )
+
+    calls, states = skeleton.enter([window.ids for window in run.windows])
+    take(skeleton, [window.ids for window in run.windows], calls, states, folder, price)
+    if demand.tables is not None:
+        for name, hessian in table_moments(skeleton, Gradients.read(folder), demand).items():
+            if hessian is not None:
+                losses.measure_table(name, skeleton.table(name), hessian, damping)
 
 
 def _walk(
@@ -287,14 +358,11 @@ def _walk(
     found: Sequence[LayerResult | None],
     tables: LayerResult | None,
     own: str,
-    gradients: Path | None = None,
-    losses: Losses | None = None,
 ) -> list[LayerResult]:
     """Carry the windows through the layers, and quantize and measure those that were not `found`, nor the `tables`.
 
-    They begin where the store has the hidden states of the calibration `own`, in front of what is lacking. Gradients
-    are kept in a folder that is given, and found there by the next walk over the same windows; what formats lose is put
-    to `losses`. Returns results of the embedding and head, and of each layer.
+    They begin where the store has the hidden states of the calibration `own`, in front of what is lacking.
+    Returns results of the embedding and head, and of each layer.
     """
     store, weights, pruning = run.store, run.asked.weights, run.asked.pruning
     skeleton, ids = Skeleton.build(run.checkpoint), [window.ids for window in run.windows]
@@ -315,12 +383,12 @@ def _walk(
             taken = None
             if weights.method.demands_outputs:
                 write = partial(take, skeleton, ids, calls, entered)
-                taken = Gradients.read(_gradients(store, own, write, stack, gradients))
-            how = WeightQuantization(weights, taken, run.threads, losses, run.asked.correction)
+                taken = Gradients.read(run.gradients or store.gradients(own, write, stack))
+            how = WeightQuantization(weights, taken, run.threads, run.asked.correction)
         if tables is None:
             assert how is not None
             said: list[str] = []
-            matrices = quantize_tables(skeleton, how.gradients, how.demand, run.threads, said, losses)
+            matrices = quantize_tables(skeleton, how.gradients, how.demand, run.threads, said)
             tables = store.save(own, len(found), LayerResult(matrices, None, notes=tuple(said)))
         embedding = StoredMatrices(tables.linears).get(skeleton.tables()[0])
         if embedding is not None and begin == 0:
@@ -339,15 +407,6 @@ def _walk(
     store.drop_gradients(own)
     run.progress.advance(len(found), len(found))
     return [tables, *done]
-
-
-def _gradients(store: Store, own: str, write: Callable[[Path], None], stack: ExitStack, folder: Path | None) -> Path:
-    """Find the gradients that `write` makes, in a `folder` that is given or in the store."""
-    if folder is None:
-        return store.gradients(own, write, stack)
-    if not any(folder.iterdir()):
-        write(folder)
-    return folder
 
 
 def _resume(found: tuple[int, Iterator[Float32]] | None, sides: Sequence[list[torch.Tensor]]) -> int:
@@ -453,25 +512,33 @@ def _run_layer(
         layer, pruned = prune.prune_layer(layer, index, original, asked.pruning, known)
     if found is not None:
         _repeat_layer(layer, original if how is not None else None, current, found)
-    else:
-        inputs = {} if asked.inputs is None else measure_inputs(layer, original, asked.inputs)
-        wants_ranges = asked.kv and (run.measured is None or index in run.measured)
-        layer = layer.recording() if wants_ranges else layer
+        _check(layer, current)
+        return found
+    made, inputs, kv = _NOTHING, dict[str, InputRange](), None
+    wants_ranges = asked.kv and (run.measured is None or index in run.measured)
+    layer = layer.recording() if wants_ranges else layer
+    with closing(run.carried(layer, index, original, current, recording=wants_ranges)) as windows:
+        if asked.inputs is not None:
+            inputs = measure_inputs(layer, windows, asked.inputs)
         if asked.sparsity is not None:
             made = sparsify_layer(layer, current, asked.sparsity)
         elif how is not None:
-            made = quantize_layer(layer, original, current, how)
+            made = quantize_layer(layer, windows, how)
         else:
-            made = _NOTHING
-            layer.advance(current)
-    if not all(bool(torch.isfinite(state).all()) for state in current):
+            windows.end()
+        _check(layer, current)
+        if wants_ranges:
+            kv = _ranges(layer, windows)
+    return replace(made, kv=kv, inputs=inputs, pruned=pruned)
+
+
+def _check(layer: DecoderLayer, states: Sequence[torch.Tensor]) -> None:
+    """Raise DataError unless hidden states after `layer` are finite."""
+    if not all(bool(torch.isfinite(state).all()) for state in states):
         raise DataError(
             f"{layer.name}: hidden states are NaN or infinite on the calibration text",
             hint="the checkpoint cannot be run in fp32 on this text; check its configuration",
         )
-    if found is not None:
-        return found
-    return replace(made, kv=_ranges(layer, len(current)) if wants_ranges else None, inputs=inputs, pruned=pruned)
 
 
 def _repeat_layer(
@@ -488,10 +555,9 @@ def _repeat_layer(
     layer.advance(current)
 
 
-def _ranges(layer: DecoderLayer, windows: int) -> KvRange:
+def _ranges(layer: DecoderLayer, windows: LayerWindows) -> KvRange:
     """Return the largest magnitude of each channel of the keys and values that `layer` has cached last."""
-    cached = [layer.cached(window) for window in range(windows)]
-    key, value = (torch.stack(peaks).amax(0) for peaks in zip(*cached, strict=True))
+    key, value = (torch.stack(peaks).amax(0) for peaks in zip(*windows.cached(), strict=True))
     for what, peak in (("key", key), ("value", value)):
         if not bool(torch.isfinite(peak).all() and (peak > 0).all()):
             head, channel = (peak.isfinite() & (peak > 0)).logical_not().nonzero()[0].tolist()
@@ -503,33 +569,21 @@ def _ranges(layer: DecoderLayer, windows: int) -> KvRange:
     return KvRange(key.numpy(), value.numpy())
 
 
-def measure_inputs(
-    layer: DecoderLayer, states: Sequence[torch.Tensor], demand: InputRangeDemand
-) -> dict[str, InputRange]:
-    """Return the ranges of what each linear of `layer` reads, by parameter; `states` stay in front of it.
+def measure_inputs(layer: DecoderLayer, windows: LayerWindows, demand: InputRangeDemand) -> dict[str, InputRange]:
+    """Return the ranges of what each linear of `layer` reads, by parameter; `windows` stay in front of it.
 
     Linears that read one tensor have one range, and one choice of factors.
     """
-    experts = layer.experts()
+    experts, states = layer.experts(), windows.original
     groups = [[name for name in group if name not in experts] for group in layer.groups(states[0])]
     groups = [group for group in groups if group]
-    first = [group[0] for group in groups]
     peaks: dict[str, torch.Tensor] = {}
-    some: dict[str, list[torch.Tensor]] = {name: [] for name in first}
-    ends = np.cumsum([state.shape[1] for state in states])
-    stride = -(-int(ends[-1]) // smoothing.TOKENS)
-
-    def look(window: int, state: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
-        begin = -(int(ends[window]) - state.shape[1]) % stride  # every stride-th token of all windows
-        wanted = demand.smoothing is not None
-        inputs = observe(window, state).inputs
-        return {name: (x.abs().amax(0), x[begin::stride].clone() if wanted else None) for name, x in inputs.items()}
-
-    with layer.observed(first) as observe:
-        for seen in layer.each(look, range(len(states)), states):
-            for name, (highest, tokens) in seen.items():
-                peaks[name] = torch.maximum(peaks[name], highest) if name in peaks else highest
-                some[name] += [] if tokens is None else [tokens]
+    some: dict[str, list[torch.Tensor]] = {group[0]: [] for group in groups}
+    stride = -(-sum(state.shape[1] for state in states) // smoothing.TOKENS) if demand.smoothing is not None else 0
+    for seen in windows.peaks(list(some), stride):
+        for name, (highest, rows) in seen.items():
+            peaks[name] = torch.maximum(peaks[name], highest) if name in peaks else highest
+            some[name] += [] if rows is None else [rows]
     found: dict[str, InputRange] = {}
     for group in groups:
         largest: Float32 = peaks[group[0]].numpy()

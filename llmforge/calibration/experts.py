@@ -116,4 +116,4 @@ def _round(weight: Float32, x: Tensor, original: Tensor, share: Tensor, grid: Gr
     """Quantize [N, K] for inputs x [n, K] that go into the sum with `share` [n, 1]."""
     sums = InputSums.start(method.demands, weight.shape[1])
     sums.add(share * x, share * (original - x))
-    return method.quantize(weight, grid, sums.seen(routed=True))
+    return method.quantize(weight, grid, sums.seen(routed=True, threads=torch.get_num_threads()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from llmforge.calibration.layer import DecoderLayer, LayerCall, linears_of, narrowed
+from llmforge.calibration.pricing import LinearMoments
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.sums import add_moments, mirror
 from llmforge.calibration.threads import has_bf16
@@ -31,6 +32,8 @@ TOKENS, PER_OUTPUT, MOST_TOKENS = 4096, 3, 16384
 LOGITS = 1 << 24  # that are in memory at a time
 SEED = 0  # of the labels
 _DESCRIBED = "gradients.json"
+# Told a layer, the first hidden states that it is called with, and moments of its linears by parameter.
+Price = Callable[[DecoderLayer, torch.Tensor, Mapping[str, LinearMoments]], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +71,12 @@ def take(
     calls: Sequence[Sequence[LayerCall]],
     states: Sequence[torch.Tensor],
     folder: Path,
+    price: Price | None = None,
 ) -> None:
     """Take the gradients of `windows`, ids [tokens], with the hidden `states` in front of the first layer.
 
     They are written to `folder`. `calls` [layer][window] say how layers are called. Windows are taken evenly. A layer
-    through which no gradient flows, and those before it, have none.
+    through which no gradient flows, and those before it, have none. `price` is called with each layer that has some.
     """
     chosen = _evenly([len(ids) for ids in windows], _enough(skeleton))
     tokens = sum(len(windows[window]) for window in chosen)
@@ -96,13 +100,16 @@ def take(
         for index in reversed(range(len(skeleton.layers))):
             kept = np.load(Path(passed) / f"{index}.npy", allow_pickle=False)
             before = [torch.from_numpy(state.copy()) for state in np.split(kept, bounds, axis=1)]
-            sums = _backwards(skeleton.load(index, calls[index]), chosen, before, flowing)
+            layer = skeleton.load(index, calls[index])
+            sums = _backwards(layer, chosen, before, flowing, reads=price is not None)
             if not flowing:
                 break
-            for name, total in sums.items():
+            for name, total in sums.outputs.items():
                 mirror(total)
                 places[name] = f"{len(places)}.npz"
                 _save(folder / places[name], total / tokens)
+            if price is not None:
+                price(layer, before[0], sums.moments(tokens))
     if flowing:
         rows = torch.cat([each[0] for each in flowing])
         _save(folder / "embedding.npz", rows.T @ rows / tokens)
@@ -112,18 +119,64 @@ def take(
     (folder / _DESCRIBED).write_text(json.dumps(described))
 
 
-def _backwards(
-    layer: DecoderLayer, chosen: Sequence[int], states: Sequence[torch.Tensor], flowing: list[torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Carry gradients `flowing` in what `layer` makes of `states` to those in `states`, and sum g gᵀ of its linears.
+@dataclass(eq=False)
+class _Sums:
+    """Sums over tokens, by linear: g gᵀ, and, where what linears read is summed, too, x xᵀ, |g|² x xᵀ and |g|²."""
 
-    Nothing flows any more where the layer lets no gradient through.
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    weighted: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, g: torch.Tensor, x: torch.Tensor | None = None, *, first: bool = False) -> None:
+        """Count gradients [tokens, N] of what a linear made, and what it read, [tokens, K], as the `first` or not."""
+        _add(self.outputs, name, g)
+        if x is None:
+            return
+        squares = g.square().sum(1, keepdim=True)
+        if first:
+            _add(self.inputs, name, x)
+        _add(self.weighted, name, x * squares.sqrt())
+        self.weights[name] = self.weights.get(name, 0.0) + float(squares.sum())
+
+    def moments(self, tokens: int) -> dict[str, LinearMoments]:
+        """Hand over the means; `outputs` are mirrored already."""
+        found = {}
+        for name, weighted in self.weighted.items():
+            mirror(weighted)
+            inputs = self.inputs.get(name)
+            if inputs is not None:
+                mirror(inputs)
+                inputs = inputs / tokens
+            weighted = weighted / max(self.weights[name], torch.finfo(torch.float32).tiny)
+            outputs = self.outputs[name].diagonal() / tokens
+            found[name] = LinearMoments(None if inputs is None else inputs.numpy(), weighted.numpy(), outputs.numpy())
+        return found
+
+
+def _add(sums: dict[str, torch.Tensor], name: str, rows: torch.Tensor) -> None:
+    if name not in sums:
+        sums[name] = torch.zeros(rows.shape[1], rows.shape[1])
+    add_moments(sums[name], rows)
+
+
+def _backwards(
+    layer: DecoderLayer,
+    chosen: Sequence[int],
+    states: Sequence[torch.Tensor],
+    flowing: list[torch.Tensor],
+    *,
+    reads: bool = False,
+) -> _Sums:
+    """Carry gradients `flowing` in what `layer` makes of `states` to those in `states`, and sum those of its linears.
+
+    Nothing flows any more where the layer lets no gradient through. `reads`: what linears read is summed, too.
     """
-    sums: dict[str, torch.Tensor] = {}
+    sums = _Sums()
     with _fast(layer.linears().values()):
         for number, (window, given) in enumerate(zip(chosen, states, strict=True)):
             state = given.detach().requires_grad_()
-            with torch.enable_grad(), _summed(layer.linears(), sums):
+            with torch.enable_grad(), _summed(layer.linears(), sums, reads=reads):
                 out = layer.run(window, state)
                 if out.requires_grad:
                     out.backward(flowing[number])  # type: ignore[no-untyped-call]
@@ -207,19 +260,22 @@ def draw(shares: torch.Tensor, random: torch.Generator) -> torch.Tensor:
 
 
 @contextmanager
-def _summed(linears: Mapping[str, torch.nn.Linear], sums: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Add Σ g gᵀ of each of `linears` that runs backwards to `sums`."""
+def _summed(linears: Mapping[str, torch.nn.Linear], sums: _Sums, *, reads: bool) -> Iterator[None]:
+    """Count the gradients of each of `linears` that runs backwards in `sums`."""
+
+    read: list[torch.Tensor] = []  # held, so that no address is used twice
 
     def watch(name: str) -> Callable[..., None]:
-        def add(g: torch.Tensor) -> None:
-            rows = g.reshape(-1, g.shape[-1])
-            if name not in sums:
-                sums[name] = torch.zeros(rows.shape[1], rows.shape[1])
-            add_moments(sums[name], rows)
-
         def after(module: torch.nn.Module, args: Any, y: Any) -> None:
-            if isinstance(y, torch.Tensor) and y.requires_grad:
-                y.register_hook(add)  # type: ignore[no-untyped-call]
+            if not isinstance(y, torch.Tensor) or not y.requires_grad:
+                return
+            if not reads:
+                y.register_hook(lambda g: sums.add(name, _rows(g)))  # type: ignore[no-untyped-call]
+                return
+            x = _rows(args[0].detach())
+            first = all(x.data_ptr() != other.data_ptr() or x.shape != other.shape for other in read)
+            read.append(x)
+            y.register_hook(lambda g: sums.add(name, _rows(g), x, first=first))  # type: ignore[no-untyped-call]
 
         return after
 
@@ -227,3 +283,7 @@ def _summed(linears: Mapping[str, torch.nn.Linear], sums: dict[str, torch.Tensor
         for name, linear in linears.items():
             hooks.enter_context(linear.register_forward_hook(watch(name)))
         yield
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])

@@ -1,232 +1,162 @@
-"""Choose a format for each weight where bytes are limited, by what each format loses on calibration text.
+"""Choose a format for each weight where bytes are limited, by what each format is predicted to lose.
 
-Some documents are held out. On the others, a calibration measures every format of every weight, and a knapsack takes
-those that lose least. They are kept only if a model that was quantized so has a smaller KLD on the text held out than
-one whose linears all have one format, the best that the budget has room for; else that one is taken.
+While gradients are taken, every format of every weight is priced (`calibration.pricing`), and a knapsack takes those
+that lose least. They are held against one format in all linears, the best that the budget has room for, by a trial:
+both are rounded to nearest, which takes no calibration, and what a trial loses more than was predicted of it, scales
+what is predicted of the method.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from llmforge.base.errors import DataError, UsageError
+from llmforge.calibration import experts, probe
+from llmforge.calibration.layer import linears_of
+from llmforge.calibration.pricing import Losses
 from llmforge.calibration.skeleton import Skeleton
-from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization import allocation
 from llmforge.quantization.allocation import FormatOption
 from llmforge.quantization.grid import Grid
-from llmforge.quantization.grids import Float32, QuantizedMatrix, dequantize
-from llmforge.quantization.methods.base import InputStatistic, LayerInputs, Method
-from llmforge.quantization.statistics import WeightDemand
-
-Names = tuple[str, ...]
-
-
-@dataclass(eq=False)
-class Losses:
-    """What the formats `linears` and `tables` cost: choices by the weights that share one, in the order of formats.
-
-    A weight of which no gradients are known is not here, nor a format that it cannot have.
-    """
-
-    linears: Sequence[Grid]
-    tables: Sequence[Grid]
-    choices: dict[Names, dict[Grid, FormatOption]] = field(default_factory=dict)
-    of_tables: dict[str, dict[Grid, FormatOption]] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Write what was measured as JSON has it."""
-
-        def listed(choices: Mapping[Grid, FormatOption]) -> list[Any]:
-            return [[asdict(grid), choice.size_bytes, choice.loss] for grid, choice in choices.items()]
-
-        return {
-            "linears": [[list(names), listed(choices)] for names, choices in self.choices.items()],
-            "tables": [[name, listed(choices)] for name, choices in self.of_tables.items()],
-        }
-
-    def read(self, found: Mapping[str, Any]) -> None:
-        """Read what `to_json` wrote."""
-
-        def choices(listed: Sequence[Any]) -> dict[Grid, FormatOption]:
-            return {Grid(**grid): FormatOption(size_bytes, loss) for grid, size_bytes, loss in listed}
-
-        self.choices.update((tuple(names), choices(listed)) for names, listed in found["linears"])
-        self.of_tables.update((name, choices(listed)) for name, listed in found["tables"])
-
-    def measure(self, names: Sequence[str], weights: Sequence[Float32], method: Method, seen: LayerInputs) -> None:
-        """Measure linears `names`, [Nᵢ, K], that read what was `seen`.
-
-        Raises:
-            ValueError: their inputs do not allow `method`.
-        """
-        if not seen.outputs:
-            return
-        own = _own(seen)
-        moments = own.sums[InputStatistic.MOMENTS] / np.float32(seen.tokens)
-        heights = [len(weight) for weight in weights]
-        whole, bounds = np.concatenate(weights), np.cumsum(heights)[:-1]
-        of_group = self.choices[tuple(names)] = {}
-        for grid in self.linears:
-            if not allocation.fits(heights, whole.shape[1], grid):
-                continue
-            errors = np.split(whole - dequantize(method.quantize(whole, grid, own)), bounds)
-            lost = sum(allocation.loss(e, moments, o) for e, o in zip(errors, seen.outputs, strict=True))
-            of_group[grid] = FormatOption(sum(allocation.size_bytes(n, whole.shape[1], grid) for n in heights), lost)
-
-    def measure_table(self, name: str, table: Float32, method: Method, seen: LayerInputs) -> None:
-        """Measure an embedding or head [V, K]; `seen` has its mean moments, of which each row has the same share."""
-        moments = seen.sums[InputStatistic.MOMENTS]
-        of_table = self.of_tables[name] = {}
-        for wanted in self.tables:
-            grid = wanted.dividing(table.shape[1])
-            if grid is None or not allocation.fits([len(table)], table.shape[1], grid):
-                continue
-            error = table - dequantize(method.quantize(table, grid, _own(seen)))
-            lost = 0.5 * float(np.vdot(error, error @ moments)) / len(table)
-            of_table[wanted] = FormatOption(allocation.size_bytes(len(table), table.shape[1], grid), lost)
-
-
-def _own(seen: LayerInputs) -> LayerInputs:
-    """Return what was seen but for what layers before have changed: the error is that of rounding alone."""
-    moments = {InputStatistic.MOMENTS: seen.sums[InputStatistic.MOMENTS]}
-    return replace(seen, sums=moments, held=None, notes=[])
-
+from llmforge.quantization.grids import QuantizedMatrix, dequantize
+from llmforge.quantization.statistics import WeightDemand, exclusion
+from llmforge.trace.hooks.experts import marked
 
 HELD_OUT = 4  # of so many documents, one is held out
-TOKENS = 16384  # at most that formats are measured on
+TOKENS = 16384  # at most that are not held out
 HELD_TOKENS = 8192  # at most that models are compared on
-AIM = 0.8  # of a budget, that weights may lose on the text held out: evaluation is other text, activations are rounded
-TRIALS, AGAIN = 3, 0.9  # that a loss is held to, and what of a further one is allowed that would just keep it
+TRIAL_TOKENS = 2048  # that formats are tried on
+AIM = 0.8  # of a budget, that weights may lose: evaluation is other text, activations are rounded
+TRIALS, AGAIN = 4, 0.95  # that a loss is held to, and what of a further one is allowed that would just keep it
 CLOSE = 2e-3  # of the bytes, to which they are as few as can be
 
 Matrices = Mapping[str, QuantizedMatrix]
-Trial = Callable[[WeightDemand, Sequence[TokenWindow], Losses | None], Matrices]
+Price = Callable[[Losses], None]  # fills in what formats lose
 Keep = Callable[[str, WeightDemand, Callable[[], Any]], Any]  # of a kind, for a demand, as JSON has it
 
 
 @dataclass(frozen=True)
 class _Formats:
-    """A choice of formats: of each weight, and of embedding and head; what they take and are predicted to lose."""
+    """A choice of formats: of each weight, and of embedding and head; what they take and are predicted to lose.
+
+    `nearest` is what they would lose rounded to nearest.
+    """
 
     mixed: tuple[tuple[str, Grid], ...]
     tables: Grid | None
     size_bytes: int
     loss: float
+    nearest: float
 
     def of(self, demand: WeightDemand) -> WeightDemand:
         return replace(demand.unlimited, mixed=self.mixed, tables=self.tables)
 
 
 def choose(
-    checkpoint: Checkpoint, windows: Sequence[TokenWindow], demand: WeightDemand, trial: Trial, keep: Keep
+    skeleton: Skeleton, windows: Sequence[TokenWindow], demand: WeightDemand, price: Price, keep: Keep, threads: int
 ) -> tuple[WeightDemand, str]:
     """Return `demand` with the formats that fit its bytes and lose least, and a note of what was compared.
 
-    Where it limits the loss instead, those are the formats with the fewest bytes that keep it on the text held out.
+    Where it limits the loss instead, those are the formats with the fewest bytes that are predicted to keep it.
 
-    `trial` quantizes the weights by a demand on windows, measures losses on the way, and returns them. What is measured
-    depends on no budget: `keep` finds what an earlier choice on these windows has measured for a demand.
+    What `price` measures depends on no budget: `keep` finds what an earlier choice on these windows has measured.
 
     Raises:
-        DataError: the text cannot be divided, or has no gradients.
+        DataError: the text has no gradients.
         UsageError: not even the smallest formats fit.
     """
-    fitted, held = divide(windows)
     losses = Losses(allocation.LINEARS[demand.grid.scale], allocation.TABLES[demand.grid.scale])
-    without = demand.unlimited
+    checkpoint = skeleton.checkpoint
 
     def measure() -> dict[str, Any]:
         new = Losses(losses.linears, losses.tables)
-        measured = trial(without, fitted, new)
-        return {**new.to_json(), "others": _others(checkpoint, measured, new)}
+        price(new)
+        return new.to_json()
 
-    found = keep("losses", without, measure)
-    losses.read(found)
+    losses.read(keep("losses", demand.unlimited, measure))
+    others = _others(skeleton, demand, losses)
+    trials = _Trials(skeleton, demand, _evenly(windows, TRIAL_TOKENS), keep, threads)
     if demand.weight_loss is not None:
-        return _smallest(losses, found["others"], _Comparison(checkpoint, demand, fitted, held, trial, keep))
+        return _smallest(losses, others, trials)
     allowed = demand.weight_bytes
     if allowed is None:
         assert demand.weight_bits is not None
         allowed = int(demand.weight_bits * checkpoint.parameters / 8)
-    best, uniform = _candidates(losses, demand, allowed, found["others"])
+    best, uniform = _candidates(losses, demand, allowed, others)
 
     def bits(formats: _Formats) -> str:
         return f"{8 * formats.size_bytes / checkpoint.parameters:.2f} bits"
 
     if uniform is None:
         return best.of(demand), f"auto: mixed formats, {bits(best)} a weight; no uniform format is small enough"
-    compare = _Comparison(checkpoint, demand, fitted, held, trial, keep)
-    of_best, of_uniform = compare.lost(best), compare.lost(uniform)
+    of_best, of_uniform = trials.predicted(best, uniform)
     kept, text = (best, "mixed formats") if of_best < of_uniform else (uniform, "a uniform format")
     said = f"uniform {uniform.mixed[0][1].format.name}"
     if uniform.tables is not None:
         said += f", embedding and head {uniform.tables.format.name}"
     return kept.of(demand), (
-        f"auto: {text}, {bits(kept)} a weight: on {compare.tokens} held-out tokens of the calibration text, mixed "
-        f"formats have a KLD of {of_best:.5f} with {bits(best)} (predicted: {best.loss:.5f}), {said}, {of_uniform:.5f} "
-        f"with {bits(uniform)}"
+        f"auto: {text}, {bits(kept)} a weight: predicted from a trial on {trials.tokens} tokens of the calibration "
+        f"text, mixed formats have a KLD of {of_best:.5f} with {bits(best)}, {said}, {of_uniform:.5f} with "
+        f"{bits(uniform)}"
     )
 
 
 @dataclass(frozen=True, eq=False)
-class _Comparison:
-    """Measures models quantized in other formats on the text held out; what it has measured is kept."""
+class _Trials:
+    """Measures formats with weights rounded to nearest; what it has measured is kept."""
 
-    checkpoint: Checkpoint
+    skeleton: Skeleton
     demand: WeightDemand
-    fitted: Sequence[TokenWindow]
-    held: Sequence[TokenWindow]
-    trial: Trial
+    windows: Sequence[TokenWindow]
     keep: Keep
+    threads: int
 
     @property
     def tokens(self) -> int:
-        return sum(len(window.ids) for window in self.held)
+        return sum(len(window.ids) for window in self.windows)
 
-    def lost(self, formats: _Formats) -> float:
-        """Measure the KLD, nats a token."""
-        own = formats.of(self.demand)
+    def predicted(self, *formats: _Formats) -> list[float]:
+        """Predict the KLD that the method leaves, nats a token: it gains as much as it is predicted to."""
+        demands = [each.of(self.demand) for each in formats]
+        measured: list[float] = []  # of all, which run side by side
 
-        def compute() -> float:
-            return divergence(self._skeleton, self.held, self.trial(own, self.fitted, None))
+        def measure(place: int) -> float:
+            if not measured:
+                ids = [window.ids for window in self.windows]
+                measured[:] = probe.divergences(self.skeleton, ids, demands, self.threads)
+            return measured[place]
 
-        lost: float = self.keep("divergence", own, compute)
-        return lost
-
-    @cached_property
-    def _skeleton(self) -> Skeleton:
-        return Skeleton.build(self.checkpoint)
+        lost = [self.keep("trial", each, partial(measure, place)) for place, each in enumerate(demands)]
+        return [each.loss * kld / each.nearest for each, kld in zip(formats, lost, strict=True)]
 
 
-def _smallest(losses: Losses, others: int, compare: _Comparison) -> tuple[WeightDemand, str]:
+def _smallest(losses: Losses, others: int, trials: _Trials) -> tuple[WeightDemand, str]:
     """Return the demand with the formats of the fewest bytes that lose no more than it allows, and a note.
 
-    What is measured may be more than the sum of what weights lose alone: then less is allowed of that sum. The proof of
-    the pass decides where the last trial still loses more.
+    What is predicted by a trial may be more than the sum of what weights lose alone: then less is allowed of that sum.
+    The proof of the pass decides where the last trial still loses more.
     """
-    demand = compare.demand
+    demand = trials.demand
     assert demand.weight_loss is not None
-    wanted = predicted = AIM * demand.weight_loss
+    wanted = allowed = AIM * demand.weight_loss
     for _ in range(TRIALS):
-        formats = _within(losses, demand, others, predicted)
-        lost = compare.lost(formats)
+        formats = _within(losses, demand, others, allowed)
+        (lost,) = trials.predicted(formats)
         if lost <= wanted:
             break
-        predicted = AGAIN * min(predicted, formats.loss) * wanted / lost
-    bits = 8 * formats.size_bytes / compare.checkpoint.parameters
+        allowed = AGAIN * min(allowed, formats.loss) * wanted / lost
+    bits = 8 * formats.size_bytes / trials.skeleton.checkpoint.parameters
     kept = "the fewest that keep the budget" if lost <= wanted else f"more is lost than wanted, after {TRIALS} trials"
     return formats.of(demand), (
-        f"auto: mixed formats, {bits:.2f} bits a weight, {kept}: on {compare.tokens} held-out "
-        f"tokens of the calibration text, a KLD of {lost:.5f} (predicted: {formats.loss:.5f}; wanted: {wanted:.5f})"
+        f"auto: mixed formats, {bits:.2f} bits a weight, {kept}: predicted from a trial on {trials.tokens} tokens of "
+        f"the calibration text, a KLD of {lost:.5f} (sum of all weights: {formats.loss:.5f}; wanted: {wanted:.5f})"
     )
 
 
@@ -275,15 +205,37 @@ def _evenly(windows: Sequence[TokenWindow], tokens: int) -> list[TokenWindow]:
     return list(windows[:: max(1, round(sum(len(window.ids) for window in windows) / tokens))])
 
 
-def _others(checkpoint: Checkpoint, measured: Matrices, losses: Losses) -> int:
-    """Count the bytes of all that has no choice: quantized on a fixed grid, or left in fp32."""
-    chosen = {name for names in losses.choices for name in names} | set(losses.of_tables)
-    quantized = size_bytes = 0
-    for name, matrix in measured.items():
-        quantized += matrix.codes.size
-        if name not in chosen:
-            size_bytes += allocation.size_bytes(*matrix.shape, matrix.grid)
-    return size_bytes + 4 * (checkpoint.parameters - quantized)
+def _others(skeleton: Skeleton, demand: WeightDemand, losses: Losses) -> int:
+    """Count the bytes of all that has no choice: quantized on the grid of `demand`, or left in fp32."""
+    settled = {name for names in losses.choices for name in names} | losses.kept
+    quantized = sum(skeleton.model.get_parameter(name).numel() for names in losses.choices for name in names)
+    size_bytes = 0
+
+    def counted(name: str, n: int, k: int, grid: Grid | None) -> None:
+        nonlocal quantized, size_bytes
+        if grid is not None and allocation.fits([n], k, grid) and not exclusion([name], demand.exclude):
+            quantized += n * k
+            size_bytes += allocation.size_bytes(n, k, grid)
+
+    for prefix, layer in zip(skeleton.prefixes, skeleton.layers, strict=True):
+        for name, linear in linears_of(layer, prefix).items():
+            if name not in settled:
+                counted(name, linear.out_features, linear.in_features, demand.grid_of([name]))
+        for local, module in layer.named_modules():
+            if not marked(module):
+                continue
+            widths = experts.widths(module)
+            for parameter, k in zip(experts.matrices(module), widths, strict=True):
+                name = f"{prefix}.{local}.{parameter}"
+                n = module.get_parameter(parameter).numel() // k
+                counted(name, n, k, demand.grid_of([name]).fitting(*widths))
+    for name in filter(None, dict.fromkeys(skeleton.tables())):
+        n, k = skeleton.model.get_parameter(name).shape
+        if name in losses.of_tables:
+            quantized += n * k
+        else:
+            counted(name, n, k, demand.table_grid(name, k))
+    return size_bytes + 4 * (skeleton.checkpoint.parameters - quantized)
 
 
 def _candidates(losses: Losses, demand: WeightDemand, allowed: int, others: int) -> tuple[_Formats, _Formats | None]:
@@ -300,7 +252,11 @@ def _candidates(losses: Losses, demand: WeightDemand, allowed: int, others: int)
     if losses.of_tables:
         own = list(losses.of_tables.values())
         tables = {
-            grid: FormatOption(sum(each[grid].size_bytes for each in own), sum(each[grid].loss for each in own))
+            grid: FormatOption(
+                sum(each[grid].size_bytes for each in own),
+                sum(each[grid].loss for each in own),
+                sum(each[grid].nearest for each in own),
+            )
             for grid in own[0]
             if all(grid in each for each in own)
         }
@@ -320,6 +276,7 @@ def _candidates(losses: Losses, demand: WeightDemand, allowed: int, others: int)
             of_table,
             others + sum(each.size_bytes for each in taken),
             sum(each.loss for each in taken),
+            sum(each.nearest for each in taken),
         )
 
     best = formats({names: items[names[0]][places[names[0]]][0] for names in groups}, of_tables[places[""]][0])

@@ -31,6 +31,8 @@ from llmforge.quantization.costs import FormatCost, ModelFormats, ProbedCosts
 from llmforge.quantization.formats import ROTATED8_KV
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import Float32, dequantize, round_to_nearest
+from llmforge.quantization.methods import PLAIN
+from llmforge.quantization.statistics import WeightDemand, exclusion
 from llmforge.rewrite.cpu_linear import OUTLIERS
 
 BLOCK = 32  # of activations that share a scale, as those of the CPU kernels have in blocks of 32 weights
@@ -41,12 +43,12 @@ Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 @dataclass(eq=False)
 class _Rounded:
-    """The checkpoint with weights in `formats`: hidden states [1, tokens, hidden] of each window, and what it takes.
+    """The checkpoint with weights in the formats of `demand`: hidden states [1, tokens, hidden] of each window.
 
     `head` is what the head has in place of its weight [V, H]; None: its own.
     """
 
-    formats: ModelFormats
+    demand: WeightDemand
     states: list[torch.Tensor]
     head: Float32 | None = field(default=None, repr=False)
     size_bytes: int = 0
@@ -99,7 +101,8 @@ def _measure(
 ) -> ProbedCosts:
     skeleton = Skeleton.build(checkpoint)
     calls, original = skeleton.enter(windows)
-    rounded = [_entered(skeleton, windows, chosen, original) for chosen in formats]
+    demands = [WeightDemand(PLAIN(), chosen.linears, tables=chosen.tables) for chosen in formats]
+    rounded = [_entered(skeleton, windows, demand, original) for demand in demands]
     cached, coarse = list(original), list(original)
     for index in range(len(skeleton.layers)):
         progress.advance(index, len(skeleton.layers))
@@ -116,22 +119,36 @@ def _measure(
     )
     total = checkpoint.parameters
     found = [
-        FormatCost(made.formats, kld, made.size_bytes + 4 * (total - made.parameters))
-        for made, kld in zip(rounded, of_weights, strict=True)
+        FormatCost(chosen, kld, made.size_bytes + 4 * (total - made.parameters))
+        for chosen, made, kld in zip(formats, rounded, of_weights, strict=True)
     ]
     return ProbedCosts(sum(map(len, windows)), total, tuple(found), of_cache, of_inputs)
 
 
+def divergences(
+    skeleton: Skeleton, windows: Sequence[Ids], demands: Sequence[WeightDemand], threads: int
+) -> list[float]:
+    """Return the mean KLD, nats a token, of weights rounded to nearest in the formats of each of `demands`."""
+    with torch.no_grad(), fixed(1), ThreadPoolExecutor(threads) as pool:
+        calls, original = skeleton.enter(windows)
+        rounded = [_entered(skeleton, windows, demand, original) for demand in demands]
+        for index in range(len(skeleton.layers)):
+            layer = skeleton.load(index, calls[index])
+            state, original = original[0], _run(layer, original, pool.map)
+            _run_rounded(layer, rounded, state, pool.map)
+        return _divergences(skeleton, windows, original, [(made.states, made.head) for made in rounded])
+
+
 def _entered(
-    skeleton: Skeleton, windows: Sequence[Ids], formats: ModelFormats, states: Sequence[torch.Tensor]
+    skeleton: Skeleton, windows: Sequence[Ids], demand: WeightDemand, states: Sequence[torch.Tensor]
 ) -> _Rounded:
     """Round embedding and head, which may be one, and enter with them."""
-    made = _Rounded(formats, list(states))
+    made = _Rounded(demand, list(states))
     embedding, head = skeleton.tables()
     tables: dict[str, Float32] = {}
     for name in filter(None, dict.fromkeys((embedding, head))):
         table = skeleton.table(name)
-        grid = None if formats.tables is None else formats.tables.dividing(table.shape[1])
+        grid = None if exclusion([name], demand.exclude) else demand.table_grid(name, table.shape[1])
         if grid is not None and allocation.fits([len(table)], table.shape[1], grid):
             tables[name] = dequantize(round_to_nearest(table, grid))
             made.takes(table, grid)
@@ -199,7 +216,7 @@ def _run_rounded(layer: DecoderLayer, rounded: Sequence[_Rounded], state: torch.
     """Run a layer with its weights in each of the formats; `state` is one that it is called with. It is changed."""
     matrices = _matrices(layer, state)
     for made in rounded:
-        grids = {name: _grid(made.formats.linears, *given) for name, given in matrices.items()}
+        grids = {name: _grid(made.demand, name, *given) for name, given in matrices.items()}
         held = [(name, matrices[name][0], grid) for name, grid in grids.items() if grid is not None]
         again = each(lambda it: dequantize(round_to_nearest(it[1], it[2])), held)
         for (name, weight, grid), values in zip(held, again, strict=True):
@@ -221,8 +238,11 @@ def _matrices(layer: DecoderLayer, state: torch.Tensor) -> dict[str, tuple[Float
     return found
 
 
-def _grid(wanted: Grid, weight: Float32, widths: Sequence[int]) -> Grid | None:
+def _grid(demand: WeightDemand, name: str, weight: Float32, widths: Sequence[int]) -> Grid | None:
     """Return the grid that a pass would store a weight on; None: it stays."""
+    if exclusion([name], demand.exclude):
+        return None
+    wanted = demand.grid_of([name])
     if widths:
         return wanted.fitting(*widths)
     return wanted if allocation.fits([len(weight)], weight.shape[1], wanted) else None

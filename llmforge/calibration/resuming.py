@@ -152,24 +152,19 @@ class Runs:
         run.run_to(None)
         return x, run.after
 
-    def shares(self, compute: Callable[[range], _Found]) -> Iterator[_Found]:
-        """Return what `compute` makes of the windows of each share."""
-        count = len(self.states)
-        yield from self.layer.each(lambda first: compute(range(first, count, SHARES)), range(SHARES))
-
     def seen(self, name: str, width: int) -> LayerInputs:
         """Sum x xᵀ of what linear `name` reads, [tokens, width], over all windows."""
 
-        def summed(windows: range) -> InputSums:
+        def summed(share: int) -> InputSums:
             sums = InputSums.start({InputStatistic.MOMENTS}, width)
-            for window in windows:
+            for window in range(share, len(self.states), SHARES):
                 x, *_ = self.arguments(name, window)
                 sums.add(x, x)
             return sums
 
-        total, *others = self.shares(summed)
-        for other in others:
-            total.merge(other)
+        total = InputSums.start({InputStatistic.MOMENTS}, width)
+        for of_share in self.layer.each(summed, range(SHARES)):
+            total.merge(of_share)
         return total.seen(routed=False)
 
     def end(self) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from llmforge.runtime.artifact_files import TEMPLATE_FILE
 
 if TYPE_CHECKING:
     from llmforge.cache.remote import Remote
+    from llmforge.calibration.spread import Worker
     from llmforge.compile.state import BuildResult
     from llmforge.gates.records import EngineRecord
     from llmforge.metrics.agreement import RuntimeName
@@ -145,6 +146,7 @@ class BuildOptions:
     pending: Path | None  # the artifact whose engine is to be built
     matrix: Path | None
     address: str | None
+    calibration_workers: int | None
     jobs: int | None
     store: str | None
     page: Path | None
@@ -172,6 +174,11 @@ class BuildOptions:
     help="Build models x targets x variants on Ray, as FILE.yaml says (docs/farm.md), and write a page about them.",
 )  # fmt: skip
 @farming.ray_options
+@click.option(
+    "--calibration-workers", type=click.IntRange(1, 8), metavar="N",
+    help="Carry calibration text through the layers on N workers of one CPU each, on Ray at --address or on this "
+    "machine. The results are the same without.",
+)  # fmt: skip
 @click.option("--page", type=PATH, metavar="FILE.html", help="Page of --matrix. Default: DIR/NAME.html.")
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE",
@@ -214,16 +221,19 @@ def build(recipe: Path | None, options: BuildOptions) -> None:
     if options.matrix is not None:
         if recipe is not None:
             raise UsageError("RECIPE cannot be used with --matrix", hint="name it in the matrix: `recipe: FILE.yaml`")
-        refuse_given("--matrix", "defer", "publish_failed", "pending", "trace", "runtimes")
+        refuse_given("--matrix", "defer", "publish_failed", "pending", "trace", "runtimes", "calibration_workers")
         of_matrix = record(farming.MatrixOptions, vars(options))
         farming.build_matrix(options.matrix, of_matrix, options.cache.arguments())
         return
-    require_given("--matrix", "address", "jobs", "store", "page")
+    require_given("--matrix", "jobs", "store", "page")
+    if options.calibration_workers is None:
+        require_given("--matrix or --calibration-workers", "address")
     process.prepare()
     process.keep_freed_memory()
     process.collect_rarely()
     if options.pending is not None:  # it goes to where its artifact is, and is not deferred again
-        refuse_given("--finish", "out", "defer", "publish_failed", "no_cache", "cache_size", "runtimes", *_REMOTE)
+        whole = "out", "defer", "publish_failed", "no_cache", "cache_size", "runtimes", "calibration_workers"
+        refuse_given("--finish", *whole, *_REMOTE)
     options.cache.check()
     if options.trace is not None:
         output.check_file(options.trace, ".json")
@@ -266,6 +276,9 @@ def _built(path: Path, options: BuildOptions) -> BuildResult:
     if recipe.snapshot is not None:
         console.say(f"fetching {recipe.snapshot.repository} at {recipe.snapshot.commit[:12]}")
     checked = replace(check_recipe(recipe, options.out), publish_failed=options.publish_failed)
+    if options.calibration_workers is not None:
+        extras.require("farm")
+        checked = replace(checked, workers=partial(_workers, options.calibration_workers, options.address))
     for note in checked.notes:
         console.say(f"note: {note}")
     expected = request.expected_stages(recipe)
@@ -287,6 +300,13 @@ def _built(path: Path, options: BuildOptions) -> BuildResult:
             checked=checked,
             overlap=overlap,
         )
+
+
+def _workers(count: int, address: str | None) -> AbstractContextManager[Sequence[Worker]]:
+    """Start workers of calibration, once they are wanted."""
+    from llmforge.farm import calibrating
+
+    return calibrating.started(count, address)
 
 
 def _finished(pending: Path, path: Path | None, options: BuildOptions) -> BuildResult:

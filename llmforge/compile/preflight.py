@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -20,6 +21,9 @@ from llmforge.planning import request, source
 from llmforge.recipe import Recipe
 from llmforge.rewrite.pass_base import Pass
 from llmforge.targets import Target
+
+if TYPE_CHECKING:  # it imports torch
+    from llmforge.calibration.spread import Worker
 
 _ROTARY = ("rope_theta", "rope_scaling", "rope_parameters")  # fields of a configuration, of which one is set
 # A rotary model may say here that it uses none: Falcon's `alibi`, Granite's and others' kind of position embedding.
@@ -37,6 +41,7 @@ class CheckedRecipe:
     out: Path  # the folder of artifacts
     notes: tuple[str, ...] = ()  # what is tight, or has changed since the artifact before
     publish_failed: bool = False  # it is to be published with verdict FAIL, where nothing but budgets is exceeded
+    workers: Callable[[], AbstractContextManager[Sequence[Worker]]] | None = None  # of calibration; None: no others
 
 
 def check(recipe: Recipe) -> None:

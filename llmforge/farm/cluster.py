@@ -99,15 +99,16 @@ class Farm:
         try:
             outcome: BuildOutcome = self.ray.get(reference)
         except errors.OutOfMemoryError as error:
-            return Lost("memory", _first_line(error))
+            return Lost("memory", first_line(error))
         except errors.RayTaskError as error:
             return Lost("bug", str(error))
         except errors.RayError as error:
-            return Lost("worker", _first_line(error))
+            return Lost("worker", first_line(error))
         return outcome
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of what an error says, or its kind."""
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__
 
 
@@ -131,8 +132,10 @@ class _Board:
 
 
 @contextmanager
-def opened(address: str | None = None, *, cpus: int | None = None) -> Iterator[Farm]:
+def opened(address: str | None = None, *, cpus: int | None = None, store_bytes: int = _STORE_BYTES) -> Iterator[Farm]:
     """Connect to the cluster at `address`, or start Ray on this machine, and end it with the block.
+
+    One on this machine has `cpus`, and an object store of `store_bytes`.
 
     Whatever the block leaves running is cancelled.
 
@@ -154,7 +157,7 @@ def opened(address: str | None = None, *, cpus: int | None = None) -> Iterator[F
         with _own_signals():
             try:
                 if address is None:
-                    ray.init(**common, **_local(cpus), _temp_dir=folder)
+                    ray.init(**common, **_local(cpus, store_bytes), _temp_dir=folder)
                 else:
                     environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
                     ray.init(address, **common, runtime_env={"env_vars": environment} if environment else None)
@@ -162,9 +165,9 @@ def opened(address: str | None = None, *, cpus: int | None = None) -> Iterator[F
                 if type(error) is not Exception and not isinstance(error, ConnectionError | ValueError | RuntimeError):
                     raise
                 if address is None:
-                    raise EnvironmentLacks(f"Ray does not start: {_first_line(error)}") from error
+                    raise EnvironmentLacks(f"Ray does not start: {first_line(error)}") from error
                 raise UsageError(
-                    f"no Ray cluster at {address}: {_first_line(error)}",
+                    f"no Ray cluster at {address}: {first_line(error)}",
                     hint="`ray start --head` starts one and prints its address; leave --address out for this machine",
                 ) from error
         board = ray.remote(_Board).options(num_cpus=0, max_restarts=-1).remote()
@@ -180,7 +183,7 @@ def opened(address: str | None = None, *, cpus: int | None = None) -> Iterator[F
             shutil.rmtree(folder, ignore_errors=True)  # a process of Ray may still write its log
 
 
-def _local(cpus: int | None) -> Mapping[str, Any]:
+def _local(cpus: int | None, store_bytes: int) -> Mapping[str, Any]:
     from llmforge import targets
     from llmforge.measure import gpus
 
@@ -188,7 +191,7 @@ def _local(cpus: int | None) -> Mapping[str, Any]:
     return {
         "address": "local",
         "num_cpus": cpus,
-        "object_store_memory": _STORE_BYTES,
+        "object_store_memory": store_bytes,
         "include_dashboard": False,
         "resources": placing.here(targets.detect(), [name for name in found if name is not None]),
     }

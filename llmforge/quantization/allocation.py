@@ -1,7 +1,6 @@
-"""Which format each weight gets where bytes are limited: an exact knapsack over measured losses.
+"""Which format each weight gets where bytes are limited: an exact knapsack over predicted losses.
 
-A loss is ½ tr(O E H Eᵀ), in nats a token, of the rounding error E that a format really leaves: O is the mean g gᵀ of
-the layer's outputs, H the mean x xᵀ of its inputs. Losses of different weights are taken to add up.
+Losses, in nats a token, of different weights are taken to add up; `calibration.pricing` has what one is.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import numpy as np
 from llmforge.base.errors import UsageError
 from llmforge.quantization import cpu_layout
 from llmforge.quantization.grid import Grid, Scale
-from llmforge.quantization.grids import Float32
 from llmforge.quantization.trellis import LANES
 
 # What weights may be given, by the scales that a pass asks for: int8 are for the CPU kernels, which have every width.
@@ -29,8 +27,10 @@ LINEARS: Mapping[Scale, tuple[Grid, ...]] = {
             (4, 32, True, True),
             (4, 32, False, False),  # where rows are too few for a trellis
             (5, 64, True, False),
+            (5, 32, True, False),
             (5, 32, False, False),
             (6, 64, True, False),
+            (6, 32, True, False),
             (8, 64, True, False),
         )
     ),
@@ -42,7 +42,7 @@ LINEARS: Mapping[Scale, tuple[Grid, ...]] = {
 TABLES: Mapping[Scale, tuple[Grid, ...]] = {
     "int8": tuple(
         Grid(bits, block_size, True, "int8", trellis=bits == 4)
-        for bits, block_size in ((4, 32), (5, 64), (5, 32), (6, 64), (8, 64))
+        for bits, block_size in ((4, 32), (5, 64), (5, 32), (6, 64), (6, 32), (8, 64))
     ),
     **{scale: (Grid(4, 32, True, scale), Grid(8, 128, True, scale)) for scale in ("fp16", "fp32")},
 }
@@ -51,10 +51,14 @@ CELLS = 20_000  # of bytes that are told apart: a choice is exact but for so sma
 
 @dataclass(frozen=True)
 class FormatOption:
-    """One format that weights which must share it may have: what it takes, and what it costs."""
+    """One format that weights which must share it may have: what it takes, and what it costs, nats a token.
+
+    `nearest` is what they would lose if they were rounded to nearest.
+    """
 
     size_bytes: int
     loss: float
+    nearest: float = 0.0
 
 
 def size_bytes(n: int, k: int, grid: Grid) -> int:
@@ -71,11 +75,6 @@ def fits(heights: Sequence[int], k: int, grid: Grid) -> bool:
     if grid.trellis and any(n % LANES for n in heights[:-1]):
         return False
     return grid.portable or (k % grid.block_size == 0 and grid.block_size >= cpu_layout.SMALLEST_BLOCK)
-
-
-def loss(error: Float32, moments: Float32, outputs: Float32) -> float:
-    """Return ½ tr(O E H Eᵀ) of an error [N, K], mean x xᵀ [K, K] and mean g gᵀ [N, N]."""
-    return 0.5 * float(np.vdot(outputs @ error, error @ moments))
 
 
 def allocate(choices: Mapping[str, Sequence[FormatOption]], budget_bytes: int) -> dict[str, int]:

@@ -27,7 +27,7 @@ LONGEST = 1024  # tokens of a text
 DECODED = 3  # tokens one by one, after prompt and continuation
 ROWS = 3  # side by side, at most
 ANSWERED = 64  # tokens of a step that get logits, at least where it has so many: each costs the vocabulary
-# Nats a token, mean of a step. With llmforge's kernels, honest engines have had equal bits (the sample and SmolLM2-135M,
+# Nats a token, mean of a step. With llmforge's kernels, honest engines had equal bits (the sample and SmolLM2-135M,
 # four draws each); elsewhere ONNX Runtime's optimizations sum in another order, and int8 inputs round otherwise for it.
 MOST_KLD = 1e-3
 

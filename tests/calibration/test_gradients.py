@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from llmforge.calibration import calibrate, gradients
+from llmforge.calibration import calibrate, gradients, sums
 from llmforge.calibration.gradients import SEED, Gradients, take
 from llmforge.calibration.layer import narrowed
+from llmforge.calibration.pricing import LinearMoments
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
@@ -98,6 +99,7 @@ def test_backwards_layer_by_layer_is_backwards_through_the_model(
 
     monkeypatch.setattr(Skeleton, "leaving", leaving)
     monkeypatch.setattr(gradients, "has_bf16", lambda: False)
+    monkeypatch.setattr(sums, "_in_pairs", lambda: False)
     vocabulary = Checkpoint.open(tmp_path / "model").config.vocab_size
     monkeypatch.setattr(gradients, "LOGITS", rows * vocabulary + 1)
     _, ours = taken(tmp_path / "model", ids, tmp_path / "out")
@@ -111,6 +113,43 @@ def test_backwards_layer_by_layer_is_backwards_through_the_model(
     for name, matrix in theirs.items():
         np.testing.assert_allclose(found[name], matrix, rtol=0, atol=2e-3 * np.abs(matrix).max(), err_msg=name)
     assert ours.outputs(["no such weight"]) == ()
+
+
+def test_what_linears_read_is_weighted_by_their_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Σ |g|² x xᵀ / Σ |g|² of each linear, and x xᵀ of the first that reads a tensor, against autograd."""
+    write_checkpoint(tmp_path / "model", **UNTIED)
+    monkeypatch.setattr(gradients, "has_bf16", lambda: False)
+    ids, found = texts(3), dict[str, LinearMoments]()
+    skeleton = Skeleton.build(Checkpoint.open(tmp_path / "model"))
+    (tmp_path / "out").mkdir()
+    with torch.no_grad():
+        calls, states = skeleton.enter(ids)
+        take(skeleton, ids, calls, states, tmp_path / "out", lambda layer, state, moments: found.update(moments))
+    load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+    model, sums = load(tmp_path / "model", dtype=torch.float32).eval(), dict[str, Any]()
+
+    def add(name: str, x: torch.Tensor, g: torch.Tensor) -> None:
+        rows, squares = x.detach()[0], g[0].square().sum(-1, keepdim=True)
+        parts = rows.T @ rows, (rows * squares).T @ rows, squares.sum(), g[0].square().sum(0)
+        sums[name] = [a + b for a, b in zip(sums.get(name, [0] * 4), parts, strict=True)]
+
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".layers." in name:
+            module.register_forward_hook(
+                lambda _, given, y, name=name: y.register_hook(lambda g: add(f"{name}.weight", given[0], g)) and None
+            )
+    random = torch.Generator().manual_seed(SEED)
+    for each in ids:
+        logits = model(torch.from_numpy(each)[None]).logits[0]
+        labels = gradients.draw(logits.detach().softmax(-1), random)[:, 0]
+        torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+    assert set(found) == set(sums)
+    for name, (inputs, weighted, weights, outputs) in sums.items():
+        first = not name.endswith(("k_proj.weight", "v_proj.weight", "up_proj.weight"))
+        assert (found[name].inputs is not None) == first
+        pairs = [(found[name].weighted, weighted / weights), (found[name].outputs, outputs / 72)]
+        for one, other in [*pairs, (found[name].inputs, inputs / 72)][: 2 + first]:
+            np.testing.assert_allclose(one, other, rtol=0, atol=4e-3 * float(other.abs().max()), err_msg=name)
 
 
 def test_bf16_products_give_nearly_the_same_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

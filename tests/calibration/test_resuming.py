@@ -16,6 +16,7 @@ from llmforge.calibration.layer import Arguments, DecoderLayer, LayerCall
 from llmforge.calibration.quantize import WeightQuantization
 from llmforge.calibration.resuming import Runs
 from llmforge.calibration.skeleton import Skeleton
+from llmforge.calibration.windows import WindowsHere
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization.grid import Grid
@@ -103,7 +104,7 @@ def test_every_linear_multiplies_a_window_once_as_it_was_and_once_as_it_is(
         layer = skeleton.load(0, calls[0])
         looked = 1 + 1 + 6  # what reads what; what is added to what: once plainly, and with each that fits shifted
         counts = counted(monkeypatch)
-        driver.quantize_layer(layer, list(states), list(states), WeightQuantization(DEMANDS[0]))
+        driver.quantize_layer(layer, WindowsHere.all(layer, list(states), list(states)), WeightQuantization(DEMANDS[0]))
     products = [counts[id(linear)] for linear in layer.linears().values()]
     assert max(products) <= 2 * len(windows) + looked
     assert min(products) >= 2 * len(windows)
@@ -125,7 +126,7 @@ def test_attention_runs_once_as_it_was_and_once_as_it_is(
         calls, states = skeleton.enter([window.ids for window in windows])
         layer = skeleton.load(0, calls[0])
         looked = 1 + 1 + 6  # see above
-        driver.quantize_layer(layer, list(states), list(states), WeightQuantization(DEMANDS[0]))
+        driver.quantize_layer(layer, WindowsHere.all(layer, list(states), list(states)), WeightQuantization(DEMANDS[0]))
     assert counts["attention"] <= 2 * len(windows) + looked
 
 

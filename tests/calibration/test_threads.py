@@ -14,6 +14,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.methods.gptq import Gptq
+from llmforge.quantization.rounding import products
 from llmforge.quantization.statistics import WeightDemand
 from llmforge.trace.hooks.internals import torch_threads
 
@@ -56,8 +57,12 @@ def test_settings_come_back_after_an_error() -> None:
     assert (torch.get_num_threads(), blas.threads, products.fp32_precision) == before
 
 
-def test_moments_are_computed_below_the_diagonal_and_mirrored() -> None:
-    """In panels, the last of which is narrower."""
+@pytest.mark.parametrize("in_pairs", [False, True])
+def test_moments_are_computed_below_the_diagonal_and_mirrored(in_pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In panels, the last of which is narrower; of pairs of bf16 where the processor has them."""
+    if in_pairs and not products.has_bf16():
+        pytest.skip("this processor has no AVX512-BF16")
+    monkeypatch.setattr(sums, "_in_pairs", lambda: in_pairs)
     x = torch.randn(40, 1300, generator=torch.Generator().manual_seed(0))
     total = torch.zeros(1300, 1300)
     for part in x.split(16):
@@ -65,7 +70,8 @@ def test_moments_are_computed_below_the_diagonal_and_mirrored() -> None:
     assert not total[:160, 200:].any()
     sums.mirror(total)
     assert torch.equal(total, total.T)
-    torch.testing.assert_close(total, x.T @ x, rtol=1e-5, atol=1e-4)
+    read = x.bfloat16().float() if in_pairs else x
+    torch.testing.assert_close(total, read.T @ read, rtol=1e-5, atol=1e-4)
 
 
 def test_products_do_not_depend_on_the_threads_around() -> None:

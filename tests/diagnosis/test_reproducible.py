@@ -127,7 +127,7 @@ def test_an_artifact_is_reproduced_and_a_difference_is_named(built: Built, monke
     assert again.stdout.strip() == f"equal: content digest {Artifact.open(path).manifest.content_digest}"
     # Now GPTQ damps otherwise: some codes change, and nothing in front of calibration does.
     damped = gptq.Curvature.of
-    monkeypatch.setattr(gptq.Curvature, "of", lambda hessian, damping: damped(hessian, damping * 8))
+    monkeypatch.setattr(gptq.Curvature, "of", lambda hessian, damping, threads: damped(hessian, damping * 8, threads))
     other = command_line("reproduce", str(path), "--recipe", str(recipe), "--quiet", "--json")
     assert other.exit_code == 7, other.output
     found = json.loads(other.stdout)

@@ -24,6 +24,11 @@ def invoke(*arguments: str | Path) -> Result:
         (["--matrix", "release.yaml", "--defer"], "--defer cannot be used with --matrix"),
         (["--matrix", "release.yaml", "--trace", "t.json"], "--trace cannot be used with --matrix"),
         (["recipe.yaml", "--jobs", "2"], "--jobs requires --matrix"),
+        (["recipe.yaml", "--address", "auto"], "--address requires --matrix or --calibration-workers"),
+        (
+            ["--matrix", "release.yaml", "--calibration-workers", "2"],
+            "--calibration-workers cannot be used with --matrix",
+        ),
         (["recipe.yaml", "--store", "file:///srv"], "--store requires --matrix"),
         (
             ["--matrix", "release.yaml", "--no-cache", "--cache-size", "1"],

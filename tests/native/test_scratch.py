@@ -143,7 +143,7 @@ def linear(runtime: Runtime, rows: int, seed: int = 0) -> Array:
     rng, grid = np.random.default_rng(seed), Grid(4, 32, True)
     matrix = round_to_nearest(rng.standard_normal((512, 1024)).astype(np.float32), grid)
     weights = cpu_layout.arrange(matrix.codes, matrix.scales, matrix.zero_points, grid)
-    attributes = {**grid_attributes(512, 1024, grid), "terms": 1, "activation": 0, "epsilon": 0}
+    attributes = {**grid_attributes(512, 1024, grid), "terms": 1, "outliers": 3.0, "activation": 0, "epsilon": 0}
     x = rng.standard_normal((rows, 1024)).astype(np.float32)
     return runtime.compute("Linear", attributes, x, weights)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmforge.base.errors import UsageError
 from llmforge.quantization import allocation
-from llmforge.quantization.allocation import FormatOption, allocate, loss
+from llmforge.quantization.allocation import FormatOption, allocate
 from llmforge.quantization.grid import Grid
 
 CHOICES = st.lists(
@@ -52,15 +51,6 @@ def test_a_coarse_knapsack_keeps_the_budget(choices: dict[str, list[FormatOption
         except UsageError:
             return
     assert total(choices, chosen)[0] <= budget
-
-
-def test_the_loss_is_that_of_the_quadratic_form() -> None:
-    random = np.random.default_rng(0)
-    x, g = random.standard_normal((50, 6)).astype(np.float32), random.standard_normal((50, 4)).astype(np.float32)
-    error = random.standard_normal((4, 6)).astype(np.float32)
-    moments, outputs = x.T @ x / np.float32(50), g.T @ g / np.float32(50)
-    every = np.einsum("tn,nk,sk->ts", g, error, x) ** 2
-    assert loss(error, moments, outputs) == pytest.approx(0.5 * every.mean(), rel=1e-4)
 
 
 def test_what_has_no_format_or_no_loss_is_refused() -> None:

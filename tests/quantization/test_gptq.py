@@ -150,15 +150,13 @@ def test_refinement_pays(bits: int, block_size: int, symmetric: bool) -> None:
     assert refined < 0.8 * loss(weight, round_to_nearest(weight, grid), hessian)
 
 
-def test_the_error_of_each_row_is_told() -> None:
+def test_errors_are_what_codes_leave_of_the_target() -> None:
     x, weight, grid = inputs(300, 96), weights(40, 96), Grid(4, 32, False)
     curvature = Curvature.of(x.T @ x, DAMPING)
     columns = rounding.OrderedColumns(curvature.order.astype(np.int32), curvature.hessian, curvature.inverse.T)
-    matrix, left = rounding.choose(weight, columns, grid, steps=8, sweeps=1)
-    assert matrix.zero_points is not None
-    for n in range(40):
-        row = QuantizedMatrix(grid, matrix.codes[n : n + 1], matrix.scales[n : n + 1], matrix.zero_points[n : n + 1])
-        assert left[n] == pytest.approx(loss(weight[n : n + 1], row, x.T @ x), rel=1e-3)
+    matrix, left = rounding.choose(weight, columns, grid, steps=8, sweeps=1, with_errors=True)
+    np.testing.assert_allclose(left, weight - dequantize(matrix), atol=1e-6)
+    assert rounding.choose(weight, columns, grid, steps=8, sweeps=1)[1].shape == (0, 96)
 
 
 def test_threads_change_nothing() -> None:
@@ -210,6 +208,14 @@ def test_without_a_library_the_hint_says_what_to_do(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rounding, "__file__", str(tmp_path / "__init__.py"))
     rounding._library.cache_clear()
     with pytest.raises(EnvironmentLacks, match="not compiled"):
+        gptq(weights(4, 32), Curvature.of(np.eye(32, dtype=np.float32), DAMPING), Grid(4, 32, True))
+    rounding._library.cache_clear()
+
+
+def test_a_library_of_other_sources_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounding, "VERSION", rounding.VERSION + 1)
+    rounding._library.cache_clear()
+    with pytest.raises(EnvironmentLacks, match="other sources"):
         gptq(weights(4, 32), Curvature.of(np.eye(32, dtype=np.float32), DAMPING), Grid(4, 32, True))
     rounding._library.cache_clear()
 

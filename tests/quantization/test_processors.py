@@ -18,6 +18,7 @@ from llmforge.base import process
 from llmforge.quantization import rounding
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.methods import gptq
+from llmforge.quantization.rounding import products
 
 ROOT = Path(__file__).parents[2]
 X86_V4 = ("X86_V4", "AVX512")  # how numpy's groups of kernels with AVX-512 are called
@@ -107,7 +108,7 @@ def test_codes_rounded_on_an_emulated_haswell_are_equal() -> None:
 
 # As in pyproject.toml, which compiles them for an installation.
 ROUNDING_FLAGS = ("-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fPIC")
-# What rounding.c takes for the processor's features, by the kernels that it then chooses.
+# What rounding.c and products.c take for the processor's features, by the kernels that they then choose.
 FEATURES = {"avx512": "1", "avx2": '(strncmp(name, "avx512", 6) != 0)', "generic": "0"}
 
 
@@ -119,15 +120,16 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
     if (compiler := shutil.which("gcc")) is None:
         pytest.skip("there is no gcc here")
     folder, sources = tmp_path_factory.mktemp("loops"), Path(rounding.__file__).parent
-    objects = [folder / f"{name}.o" for name in FEATURES]
+    objects = [folder / f"{source.stem}.o" for source in sorted(sources.glob("*_*.c"))]
     for made in objects:
-        source = sources / f"rounding_{made.stem}.c"
+        source = sources / f"{made.stem}.c"
         subprocess.run([compiler, *ROUNDING_FLAGS, "-c", str(source), "-o", str(made)], check=True)
     found = {}
     for name, says in FEATURES.items():
         library = folder / f"{name}.so"
         believes = ["-include", "string.h", f"-D__builtin_cpu_supports(name)={says}"]
-        command = [compiler, *ROUNDING_FLAGS, *believes, str(sources / "rounding.c"), *map(str, objects)]
+        chosen = [str(sources / f"{source}.c") for source in ("rounding", "products")]
+        command = [compiler, *ROUNDING_FLAGS, *believes, *chosen, *map(str, objects)]
         subprocess.run([*command, "-shared", "-o", str(library), "-lm", "-lpthread"], check=True)
         found[name] = ctypes.CDLL(str(library))
     return found
@@ -154,9 +156,28 @@ def test_codes_chosen_column_by_column_with_avx512_and_without_are_equal(
     made = {}
     for name, library in loops.items():
         monkeypatch.setattr(rounding, "_library", lambda library=library: library)
-        made[name] = rounding.choose(wanted, columns, grid, steps=20, sweeps=2)
+        made[name] = rounding.choose(wanted, columns, grid, steps=20, sweeps=2, with_errors=True)
     for part in ("codes", "scales", "zero_points"):
         np.testing.assert_array_equal(getattr(made["avx2"][0], part), getattr(made["avx512"][0], part), err_msg=part)
     np.testing.assert_array_equal(made["avx2"][1], made["avx512"][1])
+    ordered = {name: left[:, curvature.order] for name, (_, left) in made.items()}
     # Plain C multiplies and adds in two steps: other bits, and as good a rounding.
-    assert made["generic"][1].sum() == pytest.approx(made["avx2"][1].sum(), rel=0.05)
+    loss = {name: float(((left @ curvature.hessian) * left).sum()) for name, left in ordered.items()}
+    assert loss["generic"] == pytest.approx(loss["avx2"], rel=0.05)
+
+
+def test_products_and_factors_with_avx512_and_without_are_equal(
+    loops: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((70, 300), (300, 130)))
+    moments = rng.standard_normal((400, 300))
+    made = {}
+    for name, library in loops.items():
+        monkeypatch.setattr(rounding, "_library", lambda library=library: library)
+        inverse = products.inverse_factor(moments.T @ moments, threads=2)
+        assert inverse is not None
+        made[name] = products.multiply(a, b, threads=2), inverse
+    for one, other, plain in zip(made["avx2"], made["avx512"], made["generic"], strict=True):
+        np.testing.assert_array_equal(one, other)
+        np.testing.assert_allclose(plain, one, atol=1e-4 * np.abs(one).max())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -13,6 +13,7 @@ import onnx_ir as ir
 from llmforge import calibration
 from llmforge.base import spans
 from llmforge.base.progress import Progress
+from llmforge.calibration.spread import Worker
 from llmforge.checkpoint import documents
 from llmforge.compile import dry_run, lock, retreats
 from llmforge.compile.answered import answering
@@ -65,7 +66,9 @@ def run_passes(state: CompileState) -> None:
 def _run_all(state: CompileState) -> Pass | None:
     """Calibrate and run the passes; return the last one that ran with other options, where it must retreat."""
     recipe, checkpoint, proofs = state.recipe, state.checkpoint, state.overlap.proofs
-    state.calibration = calibrate(state.texts, state.model, state.demands, state.reuse, state.clock)
+    state.calibration = calibrate(
+        state.texts, state.model, state.demands, state.reuse, state.clock, state.checked.workers
+    )
     statistics = state.calibration.statistics
     state.digests.statistics(statistics)
     state.notes += statistics.notes if statistics is not None else ()
@@ -160,7 +163,12 @@ def transform(
 
 
 def calibrate(
-    texts: BuildTexts, model: ir.Model, demands: Sequence[Demand], kept: Reuse, progress: Progress
+    texts: BuildTexts,
+    model: ir.Model,
+    demands: Sequence[Demand],
+    kept: Reuse,
+    progress: Progress,
+    workers: Callable[[], AbstractContextManager[Sequence[Worker]]] | None = None,
 ) -> CalibrationResult:
     """Collect what the passes demand; layers that were kept are done already."""
     spec, checkpoint = texts.recipe.calibration, texts.checkpoint
@@ -177,6 +185,7 @@ def calibrate(
         caches=caches,
         store=store,
         progress=progress,
+        workers=workers,
     )
     record = records.CalibrationRecord(
         data=", ".join(path.name for path in spec.data),

@@ -8,8 +8,9 @@ ablation of each part stands in docs/quantization-method.md.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -23,28 +24,26 @@ from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import (
     Float32,
     QuantizedMatrix,
-    dequantize,
     require_finite,
     round_to_nearest,
     rows,
-    stack,
 )
 from llmforge.quantization.methods.base import NO_INPUTS, InputStatistic, LayerInputs, Method
+from llmforge.quantization.rounding import products
 from llmforge.quantization.trellis import LANES
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a correction; the one is taken that fits text best that it was not made from
 DRIFT = 0.75  # where there is no such text
 SWEEPS = 2  # of refinement
-SWEEPS_AGAIN = 1  # where rows are rounded again: KLD of the sample, held out, 6.64; with two 6.68
+SWEEPS_BEFORE = 1  # … of rows that will be rounded again: the loss is .2 % larger than with two
+SWEEPS_AGAIN = 1  # where they are: KLD of the sample, held out, 6.64; with two 6.68
 SAMPLED = 256  # rows of a weight that shares are chosen by
 STEPS = 20  # ranges that are tried for a block
 OFF_DIAGONAL = 0.5  # of O: gradients of few tokens say less of pairs of outputs than of each
 PASSES = 2  # over all groups of rows
-GROUPS = 8  # of rows that are rounded in turn, each with the errors of the others in view
+GROUPS = 12  # of rows, about, that are rounded in turn, each with the errors of the others in view: with 8 +.5 %
 SMALLEST_GROUP = 16  # rows
 ATTEMPTS = 6  # to factor a Hessian, each with ten times the damping of the last
-PANEL = 256  # columns of a triangle that are multiplied at once
-TRIANGLE = 64  # below this size LAPACK inverts a triangle as fast as matrix products could
 # Damping rises by SCARCITY · K / tokens: an expert that few tokens chose has a Hessian of low rank, which GPTQ would
 # fit at the cost of all other tokens. Error on other tokens, against plain rounding, of random [128, 256] matrices in
 # 4 bits, blocks of 32; the spectrum of the inputs falls like i^-0.3: with 128 tokens 1.93 without it and 0.92 with it,
@@ -73,7 +72,7 @@ class Gptq(Method):
                 return round_to_nearest(weight, grid)
             damping += SCARCITY * weight.shape[1] / inputs.tokens
         require_finite(weight)
-        curvature = Curvature.of(hessian, damping)
+        curvature = Curvature.of(hessian, damping, inputs.threads)
         if curvature.damping > damping:
             inputs.notes.append(
                 f"damping rose from {damping:g} to {curvature.damping:g}: its Hessian could not be factored"
@@ -88,7 +87,7 @@ class Curvature:
 
     hessian: fp32 [K, K], damped, in the order of `order`.  order: int [K], the columns by falling diagonal of H.
     inverse: fp32 [K, K], the upper triangle R with RᵀR = H⁻¹, in that order.  damping: the share of the mean diagonal
-    that was added.
+    that was added.  threads: how many may compute.
     """
 
     hessian: NDArray[np.float32]
@@ -96,8 +95,10 @@ class Curvature:
     inverse: NDArray[np.float32]
     damping: float
 
+    threads: int = 1
+
     @classmethod
-    def of(cls, hessian: NDArray[np.float32], damping: float) -> Curvature:
+    def of(cls, hessian: NDArray[np.float32], damping: float, threads: int = 1) -> Curvature:
         """Damp and factor H [K, K] in fp64; `damping` is the share of the mean diagonal that is added to it.
 
         Where H cannot be factored, damping rises tenfold until it can; `damping` of the result says to what. A column
@@ -111,29 +112,25 @@ class Curvature:
         if hessian.shape[0] != hessian.shape[1] or mean <= 0:
             raise ValueError(f"a Hessian must be square with a positive diagonal, is {hessian.shape}, mean {mean}")
         order = np.argsort(-hessian.diagonal(), kind="stable")
-        damped: NDArray[np.float64] = hessian[np.ix_(order, order)].astype(np.float64)
-        diagonal, places = damped.diagonal().copy(), np.diag_indices(len(damped))
+        places = np.diag_indices(len(order))
         for attempt in range(ATTEMPTS):
             share = damping * 10**attempt
-            damped[places] = diagonal + share * mean
-            try:
-                # L Lᵀ of the reversed matrix is U Uᵀ of the matrix itself, and R = U⁻¹: one factorization, not three.
-                upper = np.asarray(np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1], np.float64)
-            except np.linalg.LinAlgError:
-                continue
-            narrow = damped.astype(np.float32)
-            del damped  # two in fp64 are enough
-            return cls(narrow, order, _invert_upper(upper).astype(np.float32), share)
+            # UᵀU of the reversed matrix is L'L'ᵀ, L' upper, of the matrix itself, and R = L'⁻¹.
+            damped = hessian[np.ix_(order[::-1], order[::-1])].astype(np.float64)
+            damped[places] += share * mean
+            inverse = products.inverse_factor(damped, threads)
+            if inverse is not None:
+                del damped
+                narrow = hessian[np.ix_(order, order)]
+                narrow[places] = narrow.diagonal() + np.float64(share * mean)
+                return cls(narrow, order, inverse[::-1, ::-1].astype(np.float32).T, share, threads)
         raise ValueError(f"a Hessian is not positive, even with {share:g} of its mean diagonal {mean:g} added")
 
-    def solve(self, products: Float32) -> Float32:
-        """Return products·H⁻¹, [N, K], of the unpermuted columns."""
-        ordered, between = products[:, self.order], np.empty_like(products)
-        for part in _panels(len(self.order)):  # R is 0 below the diagonal
-            between[:, part] = ordered[:, part.start :] @ self.inverse[part, part.start :].T
-        solved = np.empty_like(products)
-        for part in _panels(len(self.order)):
-            solved[:, self.order[part]] = between[:, : part.stop] @ self.inverse[: part.stop, part]
+    def solve(self, wanted: Float32) -> Float32:
+        """Return wanted·H⁻¹, [N, K], of the unpermuted columns."""
+        between = products.multiply(wanted[:, self.order], self.inverse.T, form="lower", threads=self.threads)
+        solved = np.empty_like(wanted)
+        solved[:, self.order] = products.multiply(between, self.inverse, form="upper", threads=self.threads)
         return solved
 
 
@@ -152,11 +149,12 @@ def target(weight: Float32, curvature: Curvature, inputs: LayerInputs) -> Float3
         rest = {key: total - inputs.held[key] for key, total in inputs.sums.items()}
         some = np.linspace(0, len(weight) - 1, min(len(weight), SAMPLED)).round().astype(np.intp)
         told, held = ({key: _of_rows(key, total, some) for key, total in sums.items()} for sums in (rest, inputs.held))
-        shares = _shares(weight[some], Curvature.of(rest[InputStatistic.MOMENTS], curvature.damping), told, held)
-    drift = inputs.sums[InputStatistic.DRIFT]
+        of_rest = Curvature.of(rest[InputStatistic.MOMENTS], curvature.damping, curvature.threads)
+        shares = _shares(weight[some], of_rest, told, held)
+    drift, threads = inputs.sums[InputStatistic.DRIFT], curvature.threads
     if InputStatistic.RESIDUAL not in inputs.sums and len(weight) > len(drift):  # C·H⁻¹ has fewer rows than W·C
-        return weight + np.float32(shares[0]) * (weight @ curvature.solve(drift))
-    pulls = _pulls(weight, inputs.sums)
+        return weight + np.float32(shares[0]) * products.multiply(weight, curvature.solve(drift), threads=threads)
+    pulls = _pulls(weight, inputs.sums, threads)
     return weight + curvature.solve(
         sum((np.float32(share) * pull for share, pull in zip(shares, pulls, strict=False)), np.zeros_like(weight))
     )
@@ -167,9 +165,9 @@ def _of_rows(statistic: InputStatistic, total: Float32, some: NDArray[np.intp]) 
     return total[some] if statistic is InputStatistic.RESIDUAL else total
 
 
-def _pulls(weight: Float32, sums: Mapping[InputStatistic, Float32]) -> list[Float32]:
+def _pulls(weight: Float32, sums: Mapping[InputStatistic, Float32], threads: int) -> list[Float32]:
     """Return W·C and, where something is added to the output, R."""
-    pulls = [weight @ sums[InputStatistic.DRIFT]]
+    pulls = [products.multiply(weight, sums[InputStatistic.DRIFT], threads=threads)]
     return [*pulls, sums[InputStatistic.RESIDUAL]] if InputStatistic.RESIDUAL in sums else pulls
 
 
@@ -180,12 +178,13 @@ def _shares(
     held: Mapping[InputStatistic, Float32],
 ) -> tuple[float, ...]:
     """Return the shares of corrections, made of the tokens of `rest`, that leave the least error on those of `held`."""
-    moves = [curvature.solve(pull) for pull in _pulls(weight, rest)]
-    pull = sum(_pulls(weight, held))
+    threads = curvature.threads
+    moves = [curvature.solve(pull) for pull in _pulls(weight, rest, threads)]
+    pull = sum(_pulls(weight, held, threads))
     # Σ |M x - (W(x̃ - x) + r̃ - r)|² over the tokens, M = Σ share·move, is quadratic in the shares.
-    curved = [move @ held[InputStatistic.MOMENTS] for move in moves]
-    curve = np.array([[np.vdot(one, other) for other in moves] for one in curved], np.float64)
-    slope = np.array([np.vdot(move, pull) for move in moves], np.float64)
+    curved = [products.multiply(move, held[InputStatistic.MOMENTS], threads=threads) for move in moves]
+    curve = np.array([[(one * other).sum(dtype=np.float64) for other in moves] for one in curved])
+    slope = np.array([(move * pull).sum(dtype=np.float64) for move in moves])
 
     def error(shares: tuple[float, ...]) -> float:
         taken = np.array(shares)
@@ -229,72 +228,67 @@ def gptq(
         raise ValueError(f"the weight has {n} output features, their Hessians {sum(map(len, outputs))}")
     order = curvature.order.astype(np.int32)
     columns = rounding.OrderedColumns(order, curvature.hessian, np.ascontiguousarray(curvature.inverse.T))
-
-    def choose(of: Float32, start: QuantizedMatrix | None = None) -> QuantizedMatrix:
-        matrix, _ = rounding.choose(
-            of,
-            columns,
-            grid,
-            steps=steps,
-            sweeps=sweeps if start is None else min(sweeps, SWEEPS_AGAIN),
-            start=start,
-            with_loss=False,
-            threads=threads,
-        )
-        return matrix
-
-    if not outputs:
-        return choose(wanted)
-    bounds = np.cumsum([0, *map(len, outputs)])
-    parts = zip(outputs, itertools.pairwise(bounds), strict=True)
-    together = LANES if grid.trellis else 1
-    return stack([_coupled(wanted[first:last], hessian, choose, together) for hessian, (first, last) in parts])
-
-
-def _coupled(
-    wanted: Float32, outputs: Float32, choose: Callable[..., QuantizedMatrix], together: int
-) -> QuantizedMatrix:
-    """Round `wanted` [N, K] with the Hessian `outputs` [N, N] of the loss in its outputs.
-
-    Codes of `together` rows hang together: those are in one group.
-    """
-    matrix = choose(wanted)
-    mean = float(outputs.diagonal().mean(dtype=np.float64))
-    count = min(GROUPS, len(wanted) // SMALLEST_GROUP)
-    if count < 2 or not mean > 0:
-        return matrix
-    hessian = OFF_DIAGONAL * outputs.astype(np.float64)
-    hessian[np.diag_indices_from(hessian)] = outputs.diagonal() + 1e-3 * mean
-    every = np.arange(len(wanted))
-    groups = []
-    for first in range(count):
-        mine = every // together % count == first
-        own, others = every[mine], every[~mine]
-        pull = np.linalg.solve(hessian[np.ix_(own, own)], hessian[np.ix_(own, others)]).astype(np.float32)
-        groups.append((own, others, pull))
-    error = wanted - dequantize(matrix)
-    for own, others, pull in groups * PASSES:
-        again = choose(wanted[own] + pull @ error[others], rows(matrix, own))
+    choose = partial(rounding.choose, columns=columns, grid=grid, steps=steps, threads=threads)
+    groups = _groups(outputs, LANES if grid.trellis else 1, threads)
+    matrix, error = choose(wanted, sweeps=min(sweeps, SWEEPS_BEFORE) if groups else sweeps, with_errors=bool(groups))
+    for group in groups * PASSES:
+        own, moved = group.rows, group.feedback(error, threads)
+        start, again_sweeps = rows(matrix, own), min(sweeps, SWEEPS_AGAIN)
+        again, left = choose(wanted[own] + moved, sweeps=again_sweeps, start=start, with_errors=True)
         matrix.codes[own], matrix.scales[own] = again.codes, again.scales
         if matrix.zero_points is not None and again.zero_points is not None:
             matrix.zero_points[own] = again.zero_points
-        error[own] = wanted[own] - dequantize(again)
+        error[own] = left - moved
     return matrix
 
 
-def _panels(width: int) -> list[slice]:
-    """Divide the columns of a triangle."""
-    return [slice(first, min(first + PANEL, width)) for first in range(0, width, PANEL)]
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Rows of a weight that are rounded again at once, of each of the layers on top of each other."""
+
+    rows: NDArray[np.intp]
+    pulls: tuple[tuple[slice, Float32], ...]  # of each layer: its rows, and O_bb⁻¹ O_bc, 0 for the group's own
+
+    def feedback(self, error: Float32, threads: int) -> Float32:
+        """Return what moves the group's target, so that it makes up for the `error` [N, K] of all other rows."""
+        return np.concatenate([products.multiply(pull, error[layer], threads=threads) for layer, pull in self.pulls])
 
 
-def _invert_upper(upper: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Invert an upper triangular matrix by halves: almost all of it is matrix products, which use every core."""
-    size = len(upper)
-    if size <= TRIANGLE:
-        return np.asarray(np.triu(np.linalg.inv(upper)), np.float64)
-    half = size // 2
-    left, right = _invert_upper(upper[:half, :half]), _invert_upper(upper[half:, half:])
-    inverse = np.zeros_like(upper)
-    inverse[:half, :half], inverse[half:, half:] = left, right
-    inverse[:half, half:] = -left @ (upper[:half, half:] @ right)
-    return inverse
+def _count(n: int) -> int:
+    """Return into how many groups `n` rows are divided; where they are many, into such of whole tiles."""
+    if n < GROUPS * SMALLEST_GROUP:
+        return n // SMALLEST_GROUP
+    return -(-n // (rounding.TILE * max(1, round(n / (GROUPS * rounding.TILE)))))
+
+
+def _groups(outputs: Sequence[Float32], together: int, threads: int) -> list[_Group]:
+    """Divide the rows of layers with the Hessians `outputs` [Nᵢ, Nᵢ] of the loss in their outputs.
+
+    Codes of `together` rows hang together: those are in one group.
+
+    Raises:
+        ValueError: such a Hessian is none of moments.
+    """
+    parts: dict[int, list[tuple[NDArray[np.intp], slice, Float32]]] = {}
+    bounds = itertools.pairwise(np.cumsum([0, *map(len, outputs)]).tolist())
+    for moments, (first, last) in zip(outputs, bounds, strict=True):
+        n, mean = last - first, float(moments.diagonal().mean(dtype=np.float64))
+        count = _count(n)
+        if count < 2 or not mean > 0:
+            continue
+        hessian = np.float32(OFF_DIAGONAL) * moments
+        hessian[np.diag_indices(n)] = moments.diagonal() + np.float32(1e-3 * mean)
+        for number in range(count):
+            own = np.flatnonzero(np.arange(n) // together % count == number)
+            factor = products.inverse_factor(hessian[np.ix_(own, own)].astype(np.float64), threads)
+            if factor is None:
+                raise ValueError("moments of the gradients of its outputs are not positive")
+            narrow = factor.astype(np.float32)
+            pull = products.multiply(narrow.T, hessian[own], threads=threads)
+            pull = products.multiply(narrow, pull, threads=threads)
+            pull[:, own] = 0
+            parts.setdefault(number, []).append((first + own, slice(first, last), pull))
+    return [
+        _Group(np.concatenate([own for own, *_ in each]), tuple((layer, pull) for _, layer, pull in each))
+        for each in parts.values()
+    ]

@@ -20,10 +20,12 @@ from llmforge.quantization.formats import SUPERBLOCK
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import Float32, QuantizedMatrix, assemble
 
+VERSION = 2  # of the functions and their arguments, as rounding.c says it
+TILE = 32  # rows that are rounded side by side (rounding.h)
 _STORAGE = {"fp32": 0, "fp16": 1, "int8": 2}  # as rounding.h counts them
 _INTEGERS = ("n", "k", "block", "superblock")
 _NUMBERS = ("bits", "symmetric", "storage", "steps", "sweeps", "held", "trellis")
-_ARRAYS = ("target", "order", "hessian", "lower", "weight", "codes", "scales", "zeros", "loss")
+_ARRAYS = ("target", "order", "hessian", "lower", "weight", "codes", "scales", "zeros", "errors")
 
 
 class _RoundingJob(ctypes.Structure):
@@ -32,20 +34,28 @@ class _RoundingJob(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in _INTEGERS),
         *((name, ctypes.c_int32) for name in _NUMBERS),
-        *((name, ctypes.c_void_p) for name in _ARRAYS),
+        *((name, ctypes.c_void_p) for name in (*_ARRAYS, "columns", "inner")),
     )
+
+
+def place() -> Path | None:
+    """Find the compiled loops; None: llmforge was installed without a C compiler."""
+    folder = Path(__file__).parent
+    return next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_rounding{suffix}").exists()), None)
 
 
 @cache
 def _library() -> ctypes.CDLL:
-    folder = Path(__file__).parent
-    found = next((path for suffix in EXTENSION_SUFFIXES if (path := folder / f"_rounding{suffix}").exists()), None)
+    found = place()
     if found is None:
         raise EnvironmentLacks(
             "the loops that choose codes by calibration are not compiled in this installation",
             hint="install a C compiler (gcc or clang), then install llmforge again",
         )
-    return ctypes.CDLL(str(found))
+    library = ctypes.CDLL(str(found))
+    if getattr(library, "llmforge_rounding_version", int)() != VERSION:
+        raise EnvironmentLacks(f"{found.name} was compiled from other sources", hint="install llmforge again")
+    return library
 
 
 def _zero(grid: Grid) -> int:
@@ -69,16 +79,16 @@ def choose(
     steps: int,
     sweeps: int,
     start: QuantizedMatrix | None = None,
-    with_loss: bool = True,
+    with_errors: bool = False,
     threads: int = 1,
-) -> tuple[QuantizedMatrix, NDArray[np.float64]]:
-    """Choose scales, zero points and codes for `target` [N, K], and say what error e Hessian eᵀ each row has left.
+) -> tuple[QuantizedMatrix, Float32]:
+    """Choose scales, zero points and codes for `target` [N, K]; return also the errors, `target` less its codes.
 
     `steps` ranges are tried for each block, from 1.1 to 0.5 of its own (0: its own alone), weighted with the diagonal
     of the Hessian; then come `sweeps` of refitting scale and zero point of each block and of coordinate
     descent, none of which raises the error. Scales are such as the grid stores. With `start` no grid is searched: its
-    scales and zero points are the first. Rows of a trellis are rounded by 16, from the first on. Errors are those of no
-    row where they are not asked for (`with_loss`), which costs a product with the Hessian.
+    scales and zero points are the first. Rows of a trellis are rounded by 16, from the first on. Errors are [N, K], or
+    [0, K] where they are not asked for.
 
     Raises:
         EnvironmentLacks: llmforge was installed without a C compiler.
@@ -97,7 +107,7 @@ def choose(
         "codes": np.empty((n, k), np.uint8),
         "scales": np.empty((n, blocks), np.float32),
         "zeros": np.empty((n, blocks), np.uint8),
-        "loss": np.empty(n if with_loss else 0, np.float64),
+        "errors": np.empty((n if with_errors else 0, k), np.float32),
     }
     if start is not None:
         assert start.grid == grid
@@ -113,4 +123,4 @@ def choose(
     if _library().llmforge_round(ctypes.byref(job), threads):
         raise MemoryError(f"a weight [{n}, {k}] could not be rounded")
     matrix = assemble(grid, arrays["codes"], arrays["scales"], arrays["zeros"].astype(np.float32))
-    return matrix, arrays["loss"]
+    return matrix, arrays["errors"]

@@ -1,12 +1,12 @@
 /* Rounds the rows of a weight on several threads. Rows are independent: codes do not depend on how many threads there are. */
 #include "rounding.h"
 
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "threads.h"
+
 #define EXPORT __attribute__((visibility("default")))
-#define MOST_THREADS 256
 
 typedef struct Job {
     const Rounding *rounding;
@@ -43,15 +43,31 @@ static void *work(void *argument) {
     return NULL;
 }
 
+/* `VERSION` of __init__.py, which tells a library that was compiled from older sources by it. */
+EXPORT int llmforge_rounding_version(void) { return 2; }
+
 /* Returns 0, or 1 where there is not enough memory. */
 EXPORT int llmforge_round(const Rounding *rounding, int threads) {
-    Job job = {rounding, rounder(), 0, 0};
-    pthread_t others[MOST_THREADS];
-    int started = 0;
-    while (started < threads - 1 && started < MOST_THREADS && (int64_t)(started + 1) * TILE < rounding->n &&
-           pthread_create(&others[started], NULL, work, &job) == 0)
-        started++;
-    work(&job);
-    for (int i = 0; i < started; i++) pthread_join(others[i], NULL);
+    Rounding whole = *rounding;
+    Job job = {&whole, rounder(), 0, 0};
+    const int64_t k = whole.k, widest = whole.block < k ? whole.block : k, blocks = (k + whole.block - 1) / whole.block;
+    const int64_t tiles = (whole.n + TILE - 1) / TILE;
+    int64_t *columns = malloc((size_t)(blocks * widest) * sizeof *columns), *filled = calloc((size_t)blocks, sizeof *filled);
+    float *inner = malloc((size_t)(blocks * widest * widest) * sizeof *inner);
+    whole.columns = columns, whole.inner = inner;
+    if (columns == NULL || filled == NULL || inner == NULL) {
+        atomic_store(&job.lacking, 1);
+    } else {
+        for (int64_t j = 0; j < k; j++) {
+            const int64_t block = whole.order[j] / whole.block;
+            columns[block * widest + filled[block]++] = j;
+        }
+        for (int64_t b = 0; b < blocks; b++)
+            for (int64_t i = 0; i < filled[b]; i++)
+                for (int64_t j = 0; j < filled[b]; j++)
+                    inner[(b * widest + i) * widest + j] = whole.hessian[columns[b * widest + i] * k + columns[b * widest + j]];
+        run_on_threads(work, &job, threads < tiles ? threads : (int)tiles);
+    }
+    free(columns), free(filled), free(inner);
     return atomic_load(&job.lacking);
 }

@@ -23,7 +23,10 @@ typedef struct Rounding {
     uint8_t *codes;        /* [n, k] */
     float *scales;         /* [n, blocks] */
     uint8_t *zeros;        /* [n, blocks] */
-    double *loss;          /* [n]: eᵀHe of what is left, e = target - value; NULL: nobody asks */
+    float *errors;         /* [n, k]: what is left, target - value; NULL: nobody asks */
+    /* Made from these before the first tile: the columns of each block by their place in the order, and H of them. */
+    const int64_t *columns; /* [blocks, widest], widest = min(block, k) */
+    const float *inner;     /* [blocks, widest, widest] */
 } Rounding;
 
 typedef struct Rounder {

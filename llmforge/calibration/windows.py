@@ -1,0 +1,231 @@
+"""Windows of calibration text in front of one layer: what its linears read of them, and sums of that by shares.
+
+What one process carries through a layer, all windows or some shares of them. The same is summed and said of a window
+wherever it is carried, so that results do not depend on how many processes there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from llmforge.calibration.layer import Additions, DecoderLayer, Observed
+from llmforge.calibration.resuming import SHARES, Runs
+from llmforge.calibration.sums import InputSums
+from llmforge.quantization.grids import Float32
+from llmforge.quantization.methods.base import InputStatistic
+
+Peaks = tuple[torch.Tensor, torch.Tensor]  # of keys and values, [kv_heads, channels]
+
+
+@dataclass(frozen=True)
+class LayerStructure:
+    """Names within a layer: what reads one tensor, in the order in which it runs, what chooses experts, and adds."""
+
+    groups: Sequence[Sequence[str]]
+    routers: frozenset[str]
+    added: Additions
+
+    @classmethod
+    def of(cls, layer: DecoderLayer, state: torch.Tensor) -> LayerStructure:
+        """Find it by running `layer` with its first window."""
+        groups = layer.groups(state)
+        routers, added = layer.routers(groups, state), layer.additions(groups, state)
+
+        def local(names: Iterable[str]) -> tuple[str, ...]:
+            return tuple(name.removeprefix(f"{layer.name}.") for name in names)
+
+        return cls([local(group) for group in groups], frozenset(local(routers)), Additions(*map(local, added)))
+
+    def within(self, layer: DecoderLayer) -> LayerStructure:
+        """Name what it is in `layer`, which is of the same kind."""
+
+        def named(names: Iterable[str]) -> tuple[str, ...]:
+            return tuple(f"{layer.name}.{name}" for name in names)
+
+        groups, added = [named(group) for group in self.groups], Additions(*map(named, self.added))
+        return LayerStructure(groups, frozenset(named(self.routers)), added)
+
+
+class Unquantized(NamedTuple):
+    """What a linear reads of a window in the checkpoint, [tokens, K], and what its output is added to, [tokens, N]."""
+
+    read: torch.Tensor
+    residual: torch.Tensor | None
+
+
+class Routed(NamedTuple):
+    """What experts are called with for a window, [tokens, …], and the tokens that the checkpoint calls them with."""
+
+    tokens: torch.Tensor
+    ids: torch.Tensor
+    mixing: torch.Tensor
+    originals: torch.Tensor
+
+
+class ReadPeaks(NamedTuple):
+    """The largest magnitudes of what a linear reads of a window, [K], and some of its rows; None: none were wanted."""
+
+    highest: torch.Tensor
+    rows: torch.Tensor | None
+
+
+class LayerWindows(Protocol):
+    """All windows in front of a layer; calls come in this order, and for each group of linears one.
+
+    `original` and `current` are lists of their hidden states, as in `WindowsHere`.
+    """
+
+    original: list[torch.Tensor]
+    current: list[torch.Tensor]
+
+    def peaks(self, names: Sequence[str], stride: int) -> Iterable[Mapping[str, ReadPeaks]]:
+        """Return what linears `names` read of each window; of all tokens, every stride-th; 0: none."""
+
+    def observe(self, names: Sequence[str], added: Additions, at_end: tuple[str, ...]) -> None:
+        """Run the layer as it is, remember what linears or experts `names` read, and begin what waits in front of them.
+
+        `at_end`: see `Runs`.
+        """
+
+    def sums(self, names: Sequence[str], demands: Collection[InputStatistic]) -> Iterable[tuple[int, InputSums]]:
+        """Return what `demands` want of the tensor that linears `names` read, of each share that has windows."""
+
+    def routed(self, name: str) -> Iterable[Routed]:
+        """Return what experts `name` are called with, of each window."""
+
+    def assign(self, weights: Mapping[str, Float32]) -> None:
+        """Give linears and experts other weights; see `DecoderLayer.set_weight`."""
+
+    def end(self) -> None:
+        """Carry the hidden states behind the layer, the checkpoint's to where `observe` has brought them."""
+
+    def cached(self) -> Iterable[Peaks]:
+        """Return the largest magnitudes of keys and values of each window, of a layer that records them."""
+
+    def close(self) -> None:
+        """End what still waits."""
+
+
+@dataclass(eq=False)
+class WindowsHere:
+    """Windows that this process carries: `numbers` of them among all, hidden states `original` and `current`.
+
+    `original` are those that the checkpoint makes, in front of the layer; `current` those that quantized layers make,
+    the same list where nothing is quantized. `ends` counts the tokens of all windows to the end of each.
+    """
+
+    layer: DecoderLayer
+    original: list[torch.Tensor]
+    current: list[torch.Tensor]
+    numbers: Sequence[int]
+    ends: Sequence[int]
+    _seen: list[dict[str, Unquantized]] = field(default_factory=list)
+    _added: Additions = field(default_factory=lambda: Additions((), ()))
+    _runs: Runs | None = None
+    _open: ExitStack = field(default_factory=ExitStack)
+
+    @classmethod
+    def all(cls, layer: DecoderLayer, original: list[torch.Tensor], current: list[torch.Tensor]) -> WindowsHere:
+        """Carry all windows."""
+        ends = np.cumsum([state.shape[1] for state in original]).tolist()
+        return cls(layer, original, current, range(len(original)), ends)
+
+    def peaks(self, names: Sequence[str], stride: int) -> list[dict[str, ReadPeaks]]:
+        """See `LayerWindows`."""
+
+        def look(place: int, state: torch.Tensor) -> dict[str, ReadPeaks]:
+            begin = -(self.ends[self.numbers[place]] - state.shape[1]) % stride if stride else 0
+            inputs = observe(place, state).inputs
+            return {
+                name: ReadPeaks(x.abs().amax(0), x[begin::stride].clone() if stride else None)
+                for name, x in inputs.items()
+            }
+
+        with self.layer.observed(names) as observe:
+            return list(self.layer.each(look, range(len(self.original)), self.original))
+
+    def observe(self, names: Sequence[str], added: Additions, at_end: tuple[str, ...]) -> None:
+        """See `LayerWindows`."""
+
+        def run(place: int, state: torch.Tensor) -> tuple[torch.Tensor, dict[str, Unquantized]]:
+            seen = observe(place, state)
+            residuals = _residuals(added, state, seen)
+            return seen.after, {name: Unquantized(x, residuals.get(name)) for name, x in seen.inputs.items()}
+
+        self._added = added
+        with self.layer.observed(names, added.last) as observe:
+            self.original[:], self._seen[:] = zip(
+                *self.layer.each(run, range(len(self.original)), self.original), strict=True
+            )
+        self._runs = self._open.enter_context(Runs.of(self.layer, self.current, at_end))
+
+    def sums(self, names: Sequence[str], demands: Collection[InputStatistic]) -> Iterator[tuple[int, InputSums]]:
+        """See `LayerWindows`."""
+        assert self._runs is not None
+        runs, added, name = self._runs, self._added, names[0]
+        originals = [seen.pop(name) for seen in self._seen]
+        residual = originals[0].residual
+        rows_added = residual.shape[1] if residual is not None and len(names) == 1 else None
+        wanted = rows_added is not None and name in added.last
+        anew = added.last if wanted and runs.at_end != (name,) else ()
+
+        def summed(share: int) -> InputSums:
+            sums = InputSums.start(demands, originals[0].read.shape[1], rows_added)
+            for place in [place for place, number in enumerate(self.numbers) if number % SHARES == share]:
+                original, state = originals[place], self.current[place]
+                now = state[0]
+                if wanted and not anew:
+                    x, after = runs.without(name, place)
+                    now = after[0]
+                else:
+                    x, *_ = runs.arguments(name, place)
+                if anew:
+                    now = _residuals(added, state, observe(place, state))[name]
+                lost = None if rows_added is None or original.residual is None else original.residual - now
+                sums.add(x, original.read - x, lost)
+            return sums
+
+        shares = sorted({number % SHARES for number in self.numbers})
+        with self.layer.observed((), anew) as observe:
+            yield from zip(shares, self.layer.each(summed, shares), strict=True)
+
+    def routed(self, name: str) -> list[Routed]:
+        """See `LayerWindows`."""
+        runs = self._runs
+        assert runs is not None
+        called = self.layer.each(lambda place: runs.arguments(name, place), range(len(self.current)))
+        found = zip(called, self._seen, strict=True)
+        return [Routed(tokens, ids, mixing, seen.pop(name).read) for (tokens, ids, mixing), seen in found]
+
+    def assign(self, weights: Mapping[str, Float32]) -> None:
+        """See `LayerWindows`."""
+        for name, weight in weights.items():
+            self.layer.set_weight(name, weight if weight.flags.writeable else weight.copy())  # torch writes to no other
+
+    def end(self) -> None:
+        """See `LayerWindows`."""
+        with self._open:
+            if self._runs is None:
+                self.layer.advance(self.current)
+            else:
+                self._runs.end()
+
+    def close(self) -> None:
+        """See `LayerWindows`."""
+        self._open.close()
+
+    def cached(self) -> list[Peaks]:
+        """See `LayerWindows`."""
+        return [self.layer.cached(place) for place in range(len(self.current))]
+
+
+def _residuals(added: Additions, state: torch.Tensor, seen: Observed) -> dict[str, torch.Tensor]:
+    """Return what the outputs of linears are added to, [tokens, N], where what the last of them make was seen."""
+    between = seen.after - sum(seen.outputs.values(), torch.zeros(())) if added.last else seen.after
+    return dict.fromkeys(added.first, state[0]) | dict.fromkeys(added.last, between[0])
