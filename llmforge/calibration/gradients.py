@@ -8,9 +8,10 @@ file on the way forward, and it runs once more on the way back.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,8 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmforge.calibration.layer import DecoderLayer, LayerCall, linears_of, narrowed
+from llmforge.calibration.layer import DecoderLayer, LayerCall, Map, linears_of, narrowed
 from llmforge.calibration.pricing import LinearMoments
+from llmforge.calibration.resuming import SHARES
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.sums import add_moments, mirror
 from llmforge.calibration.threads import has_bf16
@@ -72,11 +74,14 @@ def take(
     states: Sequence[torch.Tensor],
     folder: Path,
     price: Price | None = None,
+    *,
+    each: Map = map,
 ) -> None:
     """Take the gradients of `windows`, ids [tokens], with the hidden `states` in front of the first layer.
 
     They are written to `folder`. `calls` [layer][window] say how layers are called. Windows are taken evenly. A layer
     through which no gradient flows, and those before it, have none. `price` is called with each layer that has some.
+    `each` runs what is done for each window; every thread of it holds the moments of a layer.
     """
     chosen = _evenly([len(ids) for ids in windows], _enough(skeleton))
     tokens = sum(len(windows[window]) for window in chosen)
@@ -84,10 +89,10 @@ def take(
     current = [states[window] for window in chosen]
     with TemporaryDirectory(dir=folder) as passed:
         for index in range(len(skeleton.layers)):
-            layer = skeleton.load(index, calls[index])
+            layer = replace(skeleton.load(index, calls[index]), each=each)
             np.save(Path(passed) / f"{index}.npy", torch.cat(current, 1).numpy(), allow_pickle=False)
             with _fast(layer.linears().values()):
-                current = [layer.run(window, state) for window, state in zip(chosen, current, strict=True)]
+                current = list(layer.each(layer.run, chosen, current))
         heads: list[torch.nn.Linear] = []
         leave = skeleton.leaving([windows[window] for window in chosen], heads=heads)
         random = torch.Generator().manual_seed(SEED)
@@ -100,7 +105,7 @@ def take(
         for index in reversed(range(len(skeleton.layers))):
             kept = np.load(Path(passed) / f"{index}.npy", allow_pickle=False)
             before = [torch.from_numpy(state.copy()) for state in np.split(kept, bounds, axis=1)]
-            layer = skeleton.load(index, calls[index])
+            layer = replace(skeleton.load(index, calls[index]), each=each)
             sums = _backwards(layer, chosen, before, flowing, reads=price is not None)
             if not flowing:
                 break
@@ -139,6 +144,12 @@ class _Sums:
         _add(self.weighted, name, x * squares.sqrt())
         self.weights[name] = self.weights.get(name, 0.0) + float(squares.sum())
 
+    def merge(self, other: _Sums) -> None:
+        """Count what `other` has counted, too, which it hands over."""
+        for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True):
+            for name, total in theirs.items():
+                mine[name] = mine[name] + total if name in mine else total
+
     def moments(self, tokens: int) -> dict[str, LinearMoments]:
         """Hand over the means; `outputs` are mirrored already."""
         found = {}
@@ -172,18 +183,28 @@ def _backwards(
 
     Nothing flows any more where the layer lets no gradient through. `reads`: what linears read is summed, too.
     """
-    sums = _Sums()
-    with _fast(layer.linears().values()):
-        for number, (window, given) in enumerate(zip(chosen, states, strict=True)):
-            state = given.detach().requires_grad_()
-            with torch.enable_grad(), _summed(layer.linears(), sums, reads=reads):
-                out = layer.run(window, state)
+
+    def run(share: int) -> tuple[_Sums, list[torch.Tensor | None]]:
+        own.sums, made = _Sums(), list[torch.Tensor | None]()
+        for number in range(share, len(chosen), SHARES):
+            own.read = []
+            state = states[number].detach().requires_grad_()
+            with torch.enable_grad():
+                out = layer.run(chosen[number], state)
                 if out.requires_grad:
                     out.backward(flowing[number])  # type: ignore[no-untyped-call]
-            if state.grad is None:
-                flowing.clear()
-                break
-            flowing[number] = state.grad
+            made.append(state.grad)
+        return own.sums, made
+
+    sums = _Sums()
+    flowed: list[torch.Tensor | None] = [None] * len(chosen)
+    with _fast(layer.linears().values()), _summed(layer.linears(), reads=reads) as own:
+        for share, (of_share, made) in enumerate(layer.each(run, range(SHARES))):
+            flowed[share::SHARES] = made
+            sums.merge(of_share)
+    flowing[:] = [grad for grad in flowed if grad is not None]
+    if len(flowing) < len(chosen):
+        flowing.clear()
     return sums
 
 
@@ -260,29 +281,31 @@ def draw(shares: torch.Tensor, random: torch.Generator) -> torch.Tensor:
 
 
 @contextmanager
-def _summed(linears: Mapping[str, torch.nn.Linear], sums: _Sums, *, reads: bool) -> Iterator[None]:
-    """Count the gradients of each of `linears` that runs backwards in `sums`."""
+def _summed(linears: Mapping[str, torch.nn.Linear], *, reads: bool) -> Iterator[threading.local]:
+    """Count the gradients of each of `linears` that runs backwards in the `sums` of its thread, of what is yielded.
 
-    read: list[torch.Tensor] = []  # held, so that no address is used twice
+    `read` has what was read in the run of a thread, and holds it, so that no address is used twice.
+    """
+    own = threading.local()
 
     def watch(name: str) -> Callable[..., None]:
         def after(module: torch.nn.Module, args: Any, y: Any) -> None:
             if not isinstance(y, torch.Tensor) or not y.requires_grad:
                 return
             if not reads:
-                y.register_hook(lambda g: sums.add(name, _rows(g)))  # type: ignore[no-untyped-call]
+                y.register_hook(lambda g: own.sums.add(name, _rows(g)))  # type: ignore[no-untyped-call]
                 return
             x = _rows(args[0].detach())
-            first = all(x.data_ptr() != other.data_ptr() or x.shape != other.shape for other in read)
-            read.append(x)
-            y.register_hook(lambda g: sums.add(name, _rows(g), x, first=first))  # type: ignore[no-untyped-call]
+            first = all(x.data_ptr() != other.data_ptr() or x.shape != other.shape for other in own.read)
+            own.read.append(x)
+            y.register_hook(lambda g: own.sums.add(name, _rows(g), x, first=first))  # type: ignore[no-untyped-call]
 
         return after
 
     with ExitStack() as hooks:
         for name, linear in linears.items():
             hooks.enter_context(linear.register_forward_hook(watch(name)))
-        yield
+        yield own
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from llmforge.calibration.gradients import SEED, Gradients, take
 from llmforge.calibration.layer import narrowed
 from llmforge.calibration.pricing import LinearMoments
 from llmforge.calibration.skeleton import Skeleton
+from llmforge.calibration.threads import fixed, over_windows
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization.grid import Grid
@@ -242,3 +243,22 @@ def test_a_table_in_front_of_a_projection_is_rounded_and_said(tmp_path: Path) ->
     table = checkpoint.tensor(name).numpy().astype(np.float32)
     rounded = dequantize(round_to_nearest(table, Grid(4, 16, True)))
     np.testing.assert_array_equal(dequantize(found.linears[name]), rounded)
+
+
+def test_gradients_are_the_same_on_any_number_of_threads(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model")
+    skeleton, ids = Skeleton.build(Checkpoint.open(tmp_path / "model")), texts(11)
+    found = []
+    with torch.no_grad(), fixed(1):
+        calls, states = skeleton.enter(ids)
+        for count in (1, 3):
+            folder = tmp_path / str(count)
+            folder.mkdir()
+            with over_windows(count) as each:
+                take(skeleton, ids, calls, states, folder, each)
+            found_here = Gradients.read(folder)
+            assert found_here.embedding is not None
+            outputs = [found_here.outputs([name])[0].tobytes() for name in found_here.places]
+            found.append([found_here.embedding.tobytes(), *outputs])
+    assert len(found[0]) == 1 + 14
+    assert found[0] == found[1]

@@ -96,7 +96,7 @@ def test_what_was_trained_is_found_again_and_a_killed_training_goes_on(
     whole_steps = Steps()
     whole = calibrate(checkpoint, windows, demands, progress=whole_steps)
     store = Store(Cache(tmp_path / "kept", 1 << 30))
-    killed, further, again = Steps(last=20), Steps(), Steps()
+    killed, further, again = Steps(last=8), Steps(), Steps()
     with pytest.raises(KeyboardInterrupt):
         calibrate(checkpoint, windows, demands, store=store, progress=killed)
     for steps in (further, again):
