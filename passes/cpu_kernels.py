@@ -13,8 +13,9 @@ points of W, arranged in the order in which the kernel reads them (docs/cpu-kern
 file and makes no copy of its own. Rows of activations are rounded to int8 in the blocks of the weights, as ONNX
 Runtime's kernel does at `accuracy_level` 4. What that leaves of blocks with outliers, larger than others of the row, is
 rounded to int8 as well, and both products are added; that of all blocks is with `activations: int8x2`, where `int8x2`
-names the weights, and in front of the head. SkipSimplifiedLayerNormalization in front of such a layer comes apart: its
-sum goes into the layer before, its norm into the one behind.
+names the weights, and behind the last attention: in the last feed-forward layer and the head.
+SkipSimplifiedLayerNormalization in front of such a layer comes apart: its sum goes into the layer before, its norm into
+the one behind.
 
 Fires for
 - every plain Linear that quantize-weights wrote,
@@ -40,7 +41,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llmforge import native
-from llmforge.ir import graph, logits_rows
+from llmforge.ir import graph
 from llmforge.ir.operators import canonical, contrib, cpu
 from llmforge.quantization.statistics import exclusion
 from llmforge.rewrite import cpu_attention, cpu_linear
@@ -85,7 +86,10 @@ class CpuKernels(CpuKernelsTraits, Pass):
         ),
     ] = cpu_linear.OUTLIERS
 
-    head: Annotated[Literal["int8", "int8x2"], Field(description="what the product that makes logits reads")] = "int8x2"
+    last_layer: Annotated[
+        Literal["int8", "int8x2"],
+        Field(description="what the products behind the last attention read: last feed-forward layer and head"),
+    ] = "int8x2"
 
     latents: Annotated[
         Literal["int8", "fp32"],
@@ -109,7 +113,7 @@ class CpuKernels(CpuKernelsTraits, Pass):
             **{layer: cpu_linear.reason_against(layer) for layer in contrib.MatMulNBits.all(model)},
             **{layer: None for layer in cpu.CpuLinear.all(model) if cpu_linear.plain(layer)},
         }
-        heads = logits_rows.readers(model)
+        last = _behind_caches(model)
         ready = frozenset(layer.node for layer, reason in layers.items() if reason is None)
         rewriting = cpu_linear.Rewriting(model, ready, context.scratch)
         if rewriting.ready:
@@ -129,7 +133,7 @@ class CpuKernels(CpuKernelsTraits, Pass):
 
         def multiply(layer: contrib.MatMulNBits | cpu.CpuLinear) -> str:
             skip_if(layers[layer])
-            terms = self._terms(layer, head=layer.node in heads)
+            terms = self._terms(layer, last=layer.node in last)
             outliers = self.outliers if terms == 1 else 0.0
             return _done(rewriting.linear(layer, terms, outliers), "it has nothing to take over")
 
@@ -145,10 +149,18 @@ class CpuKernels(CpuKernelsTraits, Pass):
             graph.drop_unused(model)
         return changes
 
-    def _terms(self, layer: contrib.MatMulNBits | cpu.CpuLinear, *, head: bool) -> int:
+    def _terms(self, layer: contrib.MatMulNBits | cpu.CpuLinear, *, last: bool) -> int:
         """Return how many terms of int8 a number that `layer` reads has."""
         sensitive = exclusion(cpu_linear.parameters(layer), self.int8x2) is not None
-        return 2 if sensitive or "int8x2" in (self.activations, self.head if head else "int8") else 1
+        return 2 if sensitive or "int8x2" in (self.activations, self.last_layer if last else "int8") else 1
+
+
+def _behind_caches(model: ir.Model) -> set[ir.Node]:
+    """Return the nodes behind the last one that reads a cache, or another state: an input of three axes or more."""
+    states = {value for value in model.graph.inputs if len(graph.dims(value) or ()) > 2}
+    nodes = list(model.graph)
+    readers = [place for place, node in enumerate(nodes) if states.intersection(node.inputs)]
+    return set(nodes[readers[-1] + 1 :]) if readers else set()
 
 
 def _done(what: str | None, otherwise: str) -> str:

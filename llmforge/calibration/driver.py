@@ -239,9 +239,7 @@ def calibrate(
         found = calibrate(
             checkpoint, windows, others, threads=threads, caches=caches, store=store, progress=progress, workers=workers
         )
-        training = Recovery(
-            checkpoint, [window.ids for window in windows], found, recovery, replace(store, reused=[]), own
-        )
+        training = Recovery(checkpoint, windows, found, recovery, replace(store, reused=[]), own)
         with torch.no_grad(), fixed(threads):
             return training.run(progress)
     with ExitStack() as stack:
@@ -348,7 +346,8 @@ def _price(run: _Calibration, skeleton: Skeleton, demand: WeightDemand, folder: 
                 )
 
     calls, states = skeleton.enter([window.ids for window in run.windows])
-    take(skeleton, [window.ids for window in run.windows], calls, states, folder, price)
+    with over_windows(run.threads) as each:
+        take(skeleton, [window.ids for window in run.windows], calls, states, folder, price, each=each)
     if demand.tables is not None:
         for name, hessian in table_moments(skeleton, Gradients.read(folder), demand).items():
             if hessian is not None:
@@ -356,10 +355,7 @@ def _price(run: _Calibration, skeleton: Skeleton, demand: WeightDemand, folder: 
 
 
 def _walk(
-    run: _Calibration,
-    found: Sequence[LayerResult | None],
-    tables: LayerResult | None,
-    own: str,
+    run: _Calibration, found: Sequence[LayerResult | None], tables: LayerResult | None, own: str
 ) -> list[LayerResult]:
     """Carry the windows through the layers, and quantize and measure those that were not `found`, nor the `tables`.
 
@@ -384,7 +380,7 @@ def _walk(
         if weights is not None:
             taken = None
             if weights.method.demands_outputs:
-                write = partial(take, skeleton, ids, calls, entered)
+                write = partial(take, skeleton, ids, calls, entered, each=each)
                 taken = Gradients.read(run.gradients or store.gradients(own, write, stack))
             how = WeightQuantization(weights, taken, run.threads, run.asked.correction)
         if tables is None:

@@ -33,8 +33,8 @@ TABLE_ROWS = 512  # of an embedding or head
 class LinearMoments:
     """Means over the tokens that gradients are taken of, of a linear that reads x [K] and whose output has gradient g.
 
-    `inputs` is that of x xᵀ, `weighted` that of |g|² x xᵀ divided by that of |g|², both [K, K], and `outputs` that of
-    g², [N]. Of linears that read the same the first to run alone has `inputs`.
+    `inputs` is that of x xᵀ, `weighted` that of |g|² x xᵀ divided by that of |g|², both [K, K], of other tokens where
+    there are enough, and `outputs` that of g², [N]. Of linears that read the same the first to run alone has `inputs`.
     """
 
     inputs: Float32 | None

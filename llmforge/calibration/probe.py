@@ -109,7 +109,7 @@ def _measure(
         layer = skeleton.load(index, calls[index])
         state, original = original[0], _run(layer, original, each)
         cached = _run_cached(layer, cached, each)
-        with _int8_inputs(layer):
+        with _int8_inputs(layer, layer.groups(state)[0] if index == len(skeleton.layers) - 1 else layer.linears()):
             coarse = _run(layer, coarse, each)
         _run_rounded(layer, rounded, state, each)
     progress.advance(len(skeleton.layers), len(skeleton.layers))
@@ -184,15 +184,16 @@ class _RoundingCache:
 
 
 @contextmanager
-def _int8_inputs(layer: DecoderLayer) -> Iterator[None]:
-    """Round what the linears of `layer` read to int8."""
+def _int8_inputs(layer: DecoderLayer, names: Iterable[str]) -> Iterator[None]:
+    """Round what those linears of `layer` read to int8: in the last layer, those in front of attention alone."""
 
     def before(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (_int8(args[0]), *args[1:])
 
     with ExitStack() as hooks:
-        for linear in layer.linears().values():
-            hooks.enter_context(linear.register_forward_pre_hook(before))
+        linears = layer.linears()
+        for name in linears.keys() & set(names):
+            hooks.enter_context(linears[name].register_forward_pre_hook(before))
         yield
 
 

@@ -96,7 +96,7 @@ enum { ACTIVATION_NONE = 0, ACTIVATION_SILU = 1, ACTIVATION_GELU_TANH = 2 };
  * they are read in one stream. With two terms, a row of x is two rows here, and the second holds what the first leaves:
  * x ≈ value·scale + value'·scale', to about 2^-16 of the largest of a block; scales of the first then have 16 bits of
  * mantissa, so that what is left is exact. Both stand in one tile: codes of weights are read and unpacked once for both.
- * Where outliers alone have a second term, it stands in a second Rows, 0 of all other blocks. */
+ * Where outliers alone have a second term, it stands in a second Rows; of other blocks the scale there is 0. */
 typedef struct Rows {
     int8_t *value;  /* tiles of [k/4, rows of the tile, 4] */
     float *scale;   /* tiles of [k/block, rows of the tile] */

@@ -31,7 +31,7 @@ class ProbedCosts:
     """What was measured against the checkpoint in fp32, on so many `tokens`; each change alone.
 
     `cache` is the KLD of keys and values in int8, rotated, with a scale a token; `activations` that of what linear
-    layers read in int8, in blocks of 32, of which outliers have two terms.
+    layers read in int8, in blocks of 32, of which outliers have two terms, as all have behind the last attention.
     """
 
     tokens: int

@@ -159,7 +159,7 @@ def test_gradients_are_taken_once(
 ) -> None:
     count = []
     own = driver.take
-    monkeypatch.setattr(driver, "take", lambda *given: (count.append(given), own(*given)))
+    monkeypatch.setattr(driver, "take", lambda *given, **more: (count.append(given), own(*given, **more)))
     calibrate(checkpoint, windows, [LIMITED])
     assert len(count) == 1
 

@@ -12,7 +12,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Silent
 from llmforge.cache import Cache
 from llmforge.calibration import Store, calibrate, recovery
-from llmforge.calibration.recovery import ScaleFactors, batches, of_factors
+from llmforge.calibration.recovery import ScaleFactors, batches, held_out, of_factors
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
@@ -94,7 +94,7 @@ def test_what_was_trained_is_found_again_and_a_killed_training_goes_on(
     checkpoint, demands = Checkpoint.open(tiny_checkpoint), [WEIGHTS, DEMAND]
     whole = calibrate(checkpoint, windows, demands)
     store = Store(Cache(tmp_path / "kept", 1 << 30))
-    killed, further, again = Steps(last=20), Steps(), Steps()
+    killed, further, again = Steps(last=8), Steps(), Steps()
     with pytest.raises(KeyboardInterrupt):
         calibrate(checkpoint, windows, demands, store=store, progress=killed)
     for steps in (further, again):
@@ -149,6 +149,13 @@ def test_every_window_is_read_as_often_as_others() -> None:
     assert sorted(read[:9]) == sorted([0, 1, 2] * 3)
     assert all(sum([50, 30, 20][window] for window in batch) >= 64 for batch in made[:-1])
     assert made == batches([50, 30, 20], 300)
+
+
+def test_whole_documents_are_held_out_where_there_are_several() -> None:
+    assert held_out([name for name in "abcdefghij" for _ in range(2)]) == [14, 15]  # the eighth
+    assert held_out(["a", "b", "b"]) == [1, 2]
+    assert held_out(["a"] * 9) == [7]
+    assert held_out(["a"]) == [0]
 
 
 def test_contradictions_are_refused(tiny_checkpoint: Path, windows: list[TokenWindow]) -> None:
