@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
+import sys
 import threading
 import time
 from collections import Counter
@@ -27,6 +29,7 @@ import numpy as np
 import torch
 
 from benchmarks import model_size
+from llmforge.base import process
 from llmforge.calibration import calibrate, driver, gradients, layer, mixed, quantize, sums
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.threads import fixed
@@ -182,6 +185,9 @@ class Clock:
 
 def main() -> None:
     """Calibrate once, and print what it took."""
+    if "OMP_WAIT_POLICY" not in os.environ:  # torch has read it: as builds run, without it twice the CPU seconds
+        process.prepare()
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.calibration", *sys.argv[1:]])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", default=str(model_size.SAMPLE / "docs-llama-7m"))
     parser.add_argument("--tokens", type=int, default=8192, help="of calibration text (default: %(default)s)")

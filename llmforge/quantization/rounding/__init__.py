@@ -85,10 +85,10 @@ def choose(
     """Choose scales, zero points and codes for `target` [N, K]; return also the errors, `target` less its codes.
 
     `steps` ranges are tried for each block, from 1.1 to 0.5 of its own, with 5 bits and more from 1.05 to 0.75 (0: its
-    own alone), weighted with the diagonal of the Hessian; then come `sweeps` of refitting scale and zero point of each block and of coordinate
-    descent, none of which raises the error. Scales are such as the grid stores. With `start` no grid is searched: its
-    scales and zero points are the first. Rows of a trellis are rounded by 16, from the first on. Errors are [N, K], or
-    [0, K] where they are not asked for.
+    own alone), weighted with the diagonal of the Hessian; then come `sweeps` of refitting scale and zero point of each
+    block and of coordinate descent, none of which raises the error. Scales are such as the grid stores. With `start` no
+    grid is searched: its scales and zero points are the first. Rows of a trellis are rounded by 16, from the first on.
+    Errors are [N, K], or [0, K] where they are not asked for.
 
     Raises:
         EnvironmentLacks: llmforge was installed without a C compiler.
