@@ -84,12 +84,12 @@ class CpuKernels(CpuKernelsTraits, Pass):
             description="blocks of a token's numbers, as layers read them, that have a second term with `activations: "
             "int8`: those whose largest is more than so many times the mean of the token's blocks; 0: none",
         ),
-    ] = cpu_linear.OUTLIERS
+    ] = 0.0
 
     last_layer: Annotated[
         Literal["int8", "int8x2"],
         Field(description="what the products behind the last attention read: last feed-forward layer and head"),
-    ] = "int8x2"
+    ] = "int8"
 
     latents: Annotated[
         Literal["int8", "fp32"],

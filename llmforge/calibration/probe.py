@@ -27,13 +27,12 @@ from llmforge.calibration.store import Store
 from llmforge.calibration.threads import fixed
 from llmforge.checkpoint import Checkpoint
 from llmforge.quantization import allocation, kv_cache
-from llmforge.quantization.costs import FormatCost, ModelFormats, ProbedCosts
+from llmforge.quantization.costs import OUTLIERS, FormatCost, ModelFormats, ProbedCosts
 from llmforge.quantization.formats import ROTATED8_KV
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import Float32, dequantize, round_to_nearest
 from llmforge.quantization.methods import PLAIN
 from llmforge.quantization.statistics import WeightDemand, exclusion
-from llmforge.rewrite.cpu_linear import OUTLIERS
 
 BLOCK = 32  # of activations that share a scale, as those of the CPU kernels have in blocks of 32 weights
 _SLOTS = ROTATED8_KV.keys

@@ -8,6 +8,12 @@ from typing import Any
 
 from llmforge.quantization.grid import Grid
 
+# `outliers` of cpu-kernels in recipes of `init`: a few channels of what layers read are far larger than the others, and
+# int8 is coarse in their blocks. KLD of int8 activations of SmolLM2-135M (dithered, 1,024 tokens), predicted from
+# gradients, without those behind the last attention: .0019 without, .0008 with 4, where a prompt multiplies 4 % of the
+# blocks twice, .0007 with 3, where it does so with 9 %.
+OUTLIERS = 4.0
+
 
 @dataclass(frozen=True)
 class ModelFormats:

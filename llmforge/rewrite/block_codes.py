@@ -67,7 +67,7 @@ class BlockWriter:
             attributes = {
                 **cpu_linear.grid_attributes(matrix.n, matrix.k, matrix.grid),
                 "terms": 1,
-                "outliers": cpu_linear.OUTLIERS,
+                "outliers": 0.0,
                 "activation": cpu_linear.NO_ACTIVATION,
                 "epsilon": 0.0,
             }

@@ -33,12 +33,6 @@ from llmforge.quantization.grid import Grid, Scale
 from llmforge.quantization.grids import unpack_bits
 
 NO_ACTIVATION, SILU, GELU_TANH = 0, 1, 2  # attribute `activation` of Linear
-# Attribute `outliers` of Linear: a few channels of what layers read are far larger than the others, and int8 is coarse
-# in their blocks. KLD of int8 activations of SmolLM2-135M (dithered, 1,024 tokens), predicted from gradients, without
-# those behind the last attention: .0019 without, .0008 with 4, where a prompt multiplies 4 % of the blocks twice, .0007
-# with 3, where it does so with 9 %.
-OUTLIERS = 4.0
-
 
 _Norm = RMSNormalization | SimplifiedLayerNormalization
 
@@ -142,9 +136,7 @@ class Rewriting:
             graph.replace_value(y, normed.output)
             self.model.graph.remove(node, safe=True)
 
-    def linear(
-        self, layer: contrib.MatMulNBits | cpu.CpuLinear, terms: int = 1, outliers: float = OUTLIERS
-    ) -> str | None:
+    def linear(self, layer: contrib.MatMulNBits | cpu.CpuLinear, terms: int = 1, outliers: float = 0.0) -> str | None:
         """Put Linear in the place of `layer` and of what it takes over; return what was done.
 
         What it reads is the sum of so many `terms` of int8; of two in blocks of a row whose largest magnitude is more
