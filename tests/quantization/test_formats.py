@@ -54,6 +54,7 @@ def test_a_method_is_known_in_its_file_and_in_the_tuple_alone() -> None:
                     "planning/starting.py",
                     "calibration/quantize.py",
                     "calibration/driver.py",
+                    "calibration/pricing.py",
                     "planning/building.py",
                     "calibration/demands.py",
                     "rewrite/weight_proposals.py",

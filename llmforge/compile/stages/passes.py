@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from llmforge import calibration
 from llmforge.base import spans
 from llmforge.base.progress import Progress
-from llmforge.calibration.spread import Worker
 from llmforge.checkpoint import documents
 from llmforge.compile import dry_run, lock, retreats
 from llmforge.compile.answered import answering
@@ -35,6 +35,9 @@ from llmforge.trace.export.limits import WHOLE_BYTES
 from llmforge.verification import adapter_proof
 from llmforge.verification.promises import Promises
 from llmforge.verification.reports import GraphSnapshot
+
+if TYPE_CHECKING:  # it imports torch
+    from llmforge.calibration.spread import Worker
 
 
 def run_passes(state: CompileState) -> None:
