@@ -1,8 +1,8 @@
 """Measure what formats cost a checkpoint, layer by layer, on a few windows: what `init` chooses by.
 
 Each change runs beside the checkpoint itself: weights rounded to nearest in each of the formats, keys and values in
-int8, rotated, with a scale a token, and what linear layers read in int8, outliers in two terms. One layer is in memory
-at a time. Threads take windows, so that products, and figures, are the same whatever their number.
+int8, rotated, with a scale a token, and what linear layers read in int8. One layer is in memory at a time. Threads take
+windows, so that products, and figures, are the same whatever their number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from llmforge.calibration.store import Store
 from llmforge.calibration.threads import fixed
 from llmforge.checkpoint import Checkpoint
 from llmforge.quantization import allocation, kv_cache
-from llmforge.quantization.costs import OUTLIERS, FormatCost, ModelFormats, ProbedCosts
+from llmforge.quantization.costs import FormatCost, ModelFormats, ProbedCosts
 from llmforge.quantization.formats import ROTATED8_KV
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import Float32, dequantize, round_to_nearest
@@ -108,7 +108,7 @@ def _measure(
         layer = skeleton.load(index, calls[index])
         state, original = original[0], _run(layer, original, each)
         cached = _run_cached(layer, cached, each)
-        with _int8_inputs(layer, layer.groups(state)[0] if index == len(skeleton.layers) - 1 else layer.linears()):
+        with _int8_inputs(layer):
             coarse = _run(layer, coarse, each)
         _run_rounded(layer, rounded, state, each)
     progress.advance(len(skeleton.layers), len(skeleton.layers))
@@ -183,33 +183,26 @@ class _RoundingCache:
 
 
 @contextmanager
-def _int8_inputs(layer: DecoderLayer, names: Iterable[str]) -> Iterator[None]:
-    """Round what those linears of `layer` read to int8: in the last layer, those in front of attention alone."""
+def _int8_inputs(layer: DecoderLayer) -> Iterator[None]:
+    """Round what the linears of `layer` read to int8."""
 
     def before(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (_int8(args[0]), *args[1:])
 
     with ExitStack() as hooks:
-        linears = layer.linears()
-        for name in linears.keys() & set(names):
-            hooks.enter_context(linears[name].register_forward_pre_hook(before))
+        for linear in layer.linears().values():
+            hooks.enter_context(linear.register_forward_pre_hook(before))
         yield
 
 
 def _int8(x: torch.Tensor) -> torch.Tensor:
-    """Round x [..., K] in blocks of K that share a scale, outliers to two terms; as it is where they do not divide."""
+    """Round x [..., K] in blocks of K that share a scale; as it is where blocks do not divide K."""
     if x.shape[-1] % BLOCK:
         return x
-    blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
-    largest = blocks.abs().amax(-1, keepdim=True)
-    once = _rounded_once(blocks)
-    twice = once + _rounded_once(blocks - once)
-    return torch.where(largest > OUTLIERS * largest.mean(-2, keepdim=True), twice, once).reshape(x.shape)
-
-
-def _rounded_once(blocks: torch.Tensor) -> torch.Tensor:
-    scales = blocks.abs().amax(-1, keepdim=True) / 127
-    return torch.round(blocks / torch.where(scales == 0, 1.0, scales)) * scales
+    blocks = x.reshape(-1, BLOCK)
+    scales = blocks.abs().amax(1, keepdim=True) / 127
+    codes = torch.round(blocks / torch.where(scales == 0, 1.0, scales))
+    return (codes * scales).reshape(x.shape)
 
 
 def _run_rounded(layer: DecoderLayer, rounded: Sequence[_Rounded], state: torch.Tensor, each: Map) -> None:

@@ -8,12 +8,6 @@ from typing import Any
 
 from llmforge.quantization.grid import Grid
 
-# `outliers` of cpu-kernels in recipes of `init`: a few channels of what layers read are far larger than the others, and
-# int8 is coarse in their blocks. KLD of int8 activations of SmolLM2-135M (dithered, 1,024 tokens), predicted from
-# gradients, without those behind the last attention: .0019 without, .0008 with 4, where a prompt multiplies 4 % of the
-# blocks twice, .0007 with 3, where it does so with 9 %.
-OUTLIERS = 4.0
-
 
 @dataclass(frozen=True)
 class ModelFormats:
@@ -37,7 +31,7 @@ class ProbedCosts:
     """What was measured against the checkpoint in fp32, on so many `tokens`; each change alone.
 
     `cache` is the KLD of keys and values in int8, rotated, with a scale a token; `activations` that of what linear
-    layers read in int8, in blocks of 32, of which outliers have two terms, as all have behind the last attention.
+    layers read in int8, in blocks of 32.
     """
 
     tokens: int

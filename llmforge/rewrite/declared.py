@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 from llmforge.backends.record import Dtype
-from llmforge.quantization.costs import OUTLIERS
 from llmforge.quantization.formats import ROTATED8_KV
 from llmforge.rewrite import weight_proposals
 from llmforge.rewrite.traits import Codes, Deployment, FewerKernels, OwnKernels, Prediction, Proposal, Storage, Traits
@@ -189,10 +188,9 @@ class CpuKernelsTraits(Traits):
 
     @classmethod
     def proposes(cls, there: Deployment) -> Iterable[Proposal]:
-        """Propose it for engines of llmforge's on CPUs, with two terms for outliers and what the head reads."""
+        """Propose it for engines of llmforge's on CPUs."""
         if there.on_cpu and not there.exported:
-            two_terms = f"outliers: {OUTLIERS:g}, last_layer: int8x2, {{budget}}"
-            options = two_terms if there.own_kernels else "{budget}, fallback: onnxruntime"
+            options = "{budget}" if there.own_kernels else "{budget}, fallback: onnxruntime"
             reason = "llmforge's own kernels"
             yield Proposal(options, UNKNOWN_KLD, reason=reason, adds=lambda costs: 0.0, rerounds=True)
 

@@ -220,8 +220,8 @@ def test_passes_that_would_find_nothing_are_left_out(home: Path, monkeypatch: py
     result = invoke("init", "bloom")
     assert result.exit_code == 0, result.stderr
     names = [step.name for step in Recipe.load(home / "bloom.yaml").passes]
-    assert {"quantize-weights", "cpu-kernels"} < set(names)  # which gives outliers two terms
-    assert "quantize-kv-cache" not in names
+    assert "quantize-weights" in names
+    assert not {"quantize-kv-cache", "cpu-kernels"} & set(names)
     text = (home / "bloom.yaml").read_text()
     assert (
         "  # left out: quantize-kv-cache has no effect here: flash-attention changed no node: transformer.h.0." in text
