@@ -93,14 +93,14 @@ def take(
         for index in range(len(skeleton.layers)):
             layer = replace(skeleton.load(index, calls[index]), each=each)
             np.save(Path(passed) / f"{index}.npy", torch.cat(current, 1).numpy(), allow_pickle=False)
-            with _fast(layer.linears().values()):
+            with fast(layer.linears().values()):
                 current = list(layer.each(layer.run, chosen, current))
         heads: list[torch.nn.Linear] = []
         leave = skeleton.leaving([windows[window] for window in chosen], heads=heads)
         random = torch.Generator().manual_seed(SEED)
         reads: list[torch.Tensor] = []
         rows = max(1, LOGITS // skeleton.model.config.get_text_config().vocab_size)
-        with _fast(heads):
+        with fast(heads):
             flowing = [_of_loss(leave, number, state, rows, random, reads) for number, state in enumerate(current)]
         del leave, current, heads  # and with them the head
         places: dict[str, str] = {}
@@ -210,7 +210,7 @@ def _backwards(
         return own.sums, made
 
     sums, flowed = _Sums(), list[torch.Tensor | None]([None] * len(chosen))
-    with _fast(layer.linears().values()), _summed(layer.linears(), own, reads=reads):
+    with fast(layer.linears().values()), _summed(layer.linears(), own, reads=reads):
         for share, (of_share, made) in enumerate(layer.each(run, range(SHARES))):
             sums.merge(of_share)
             flowed[share::SHARES] = made
@@ -220,8 +220,8 @@ def _backwards(
     return sums
 
 
-def _fast(linears: Iterable[torch.nn.Linear]) -> AbstractContextManager[None]:
-    """Let `linears` multiply in bf16 where the processor does that faster: means of g gᵀ are coarser estimates."""
+def fast(linears: Iterable[torch.nn.Linear]) -> AbstractContextManager[None]:
+    """Let `linears` multiply in bf16 where the processor does that faster: gradients of few tokens are coarser."""
     return narrowed(linears) if has_bf16() else nullcontext()
 
 

@@ -21,7 +21,7 @@ from llmforge.calibration import experts, probe
 from llmforge.calibration.layer import linears_of
 from llmforge.calibration.pricing import Losses
 from llmforge.calibration.skeleton import Skeleton
-from llmforge.checkpoint.text import TokenWindow
+from llmforge.checkpoint.text import TokenWindow, held_out
 from llmforge.quantization import allocation
 from llmforge.quantization.allocation import FormatOption
 from llmforge.quantization.grid import Grid
@@ -182,19 +182,14 @@ def divide(windows: Sequence[TokenWindow]) -> tuple[list[TokenWindow], list[Toke
     Raises:
         DataError: there is but one window.
     """
-    documents = list(dict.fromkeys(window.document for window in windows))
-    keys: Sequence[object] = [window.document for window in windows]
-    if len(documents) < 2:
-        keys = range(len(windows))
-    distinct = list(dict.fromkeys(keys))
-    if len(distinct) < 2:
+    if len(windows) < 2:
         raise DataError(
             "the calibration text has one window: none can be held out to compare formats on",
             hint="give more calibration text, or a method other than auto",
         )
-    apart = set(distinct[HELD_OUT - 1 :: HELD_OUT] or distinct[-1:])
-    fitted = [window for window, key in zip(windows, keys, strict=True) if key not in apart]
-    held = [window for window, key in zip(windows, keys, strict=True) if key in apart and len(window.ids) > 1]
+    apart = set(held_out([window.document for window in windows], HELD_OUT))
+    fitted = [window for number, window in enumerate(windows) if number not in apart]
+    held = [window for number, window in enumerate(windows) if number in apart and len(window.ids) > 1]
     if not held:
         raise DataError("the calibration text that is held out has no two tokens", hint="give more calibration text")
     return _evenly(fitted, TOKENS), _evenly(held, HELD_TOKENS)

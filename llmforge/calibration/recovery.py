@@ -10,8 +10,7 @@ as if it were not there (arXiv 1308.3432). EfficientQAT trains scales alone end 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,14 +19,13 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import DataError
 from llmforge.base.progress import Progress
-from llmforge.calibration.gradients import LOGITS
-from llmforge.calibration.layer import DecoderLayer, narrowed
+from llmforge.calibration.gradients import LOGITS, fast
+from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.quantize import corrected
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.store import LayerResult, Store, StoredMatrices
-from llmforge.calibration.threads import has_bf16
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.text import TokenWindow
+from llmforge.checkpoint.text import TokenWindow, held_out
 from llmforge.quantization.grids import Float32, QuantizedMatrix, dequantize, stored
 from llmforge.quantization.statistics import RecoveryDemand, Statistics, exclusion
 
@@ -66,14 +64,6 @@ def batches(lengths: Sequence[int], tokens: int) -> list[list[int]]:
 def rate_of(step: int, steps: int) -> float:
     """Return the rate of a step, from 1 on, of so many."""
     return RATE * min(1.0, step / (WARMUP * steps + 1)) * (1 + math.cos(math.pi * (step - 1) / steps)) / 2
-
-
-def held_out(documents: Sequence[str]) -> list[int]:
-    """Number the windows that are held out, by the document of each: of every eighth, or, of one alone, of itself."""
-    units: Sequence[object] = documents if len(set(documents)) > 1 else range(len(documents))
-    distinct = list(dict.fromkeys(units))
-    apart = set(distinct[HELD_OUT - 1 :: HELD_OUT] or distinct[-1:])
-    return [window for window, unit in enumerate(units) if unit in apart]
 
 
 @dataclass(eq=False)
@@ -183,9 +173,9 @@ class _Student:
         before = [[self.entered[window] for window in windows]]
         for index in range(len(self.skeleton.layers)):
             layer, _ = self.load(index)
-            with _fast(layer.linears().values()):
+            with fast(layer.linears().values()):
                 before.append([layer.run(*given) for given in zip(windows, before[-1], strict=True)])
-        with _fast(self.heads):
+        with fast(self.heads):
             lost = [self._lost(*given, gradient=True)[1] for given in zip(windows, before.pop(), strict=True)]
         flowing = [each / tokens for each in lost]
         for index in reversed(range(len(self.skeleton.layers))):
@@ -217,11 +207,6 @@ class _Student:
         return total, torch.cat(flowing, 1) if flowing else state.new_empty(0)
 
 
-def _fast(linears: Iterable[torch.nn.Linear]) -> AbstractContextManager[None]:
-    """Let `linears` multiply in bf16 where the processor does that faster: steps are noisier than that."""
-    return narrowed(linears) if has_bf16() else nullcontext()
-
-
 def _backwards(
     layer: DecoderLayer,
     names: Sequence[str],
@@ -233,7 +218,7 @@ def _backwards(
     linears = layer.linears()
     for name in names:
         linears[name].weight.requires_grad_()
-    with torch.enable_grad(), _fast(linears.values()):
+    with torch.enable_grad(), fast(linears.values()):
         for number, (window, given) in enumerate(zip(windows, states, strict=True)):
             state = given.detach().requires_grad_()
             layer.run(window, state).backward(flowing[number])  # type: ignore[no-untyped-call]
@@ -280,7 +265,7 @@ class Recovery:
 
     def _train(self, progress: Progress) -> list[LayerResult]:
         ids = [window.ids for window in self.windows]
-        held = held_out([window.document for window in self.windows])
+        held = held_out([window.document for window in self.windows], HELD_OUT)
         seen = [window for window in range(len(ids)) if window not in held]
         if not seen:
             raise DataError("the calibration text has one window; recovery holds one out", hint="use more `samples`")

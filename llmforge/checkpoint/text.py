@@ -202,3 +202,14 @@ def spread(pool: Sequence[TokenWindow], tokens: int) -> list[TokenWindow]:
             break
         chosen.append(place)
     return [pool[place] for place in sorted(chosen)]
+
+
+def held_out(documents: Sequence[str], every: int) -> list[int]:
+    """Number the windows that are held out, by the document of each: those of one document in so many.
+
+    Of fewer documents, the last one; of a single document, windows stand for documents.
+    """
+    units: Sequence[object] = documents if len(set(documents)) > 1 else range(len(documents))
+    distinct = list(dict.fromkeys(units))
+    apart = set(distinct[every - 1 :: every] or distinct[-1:])
+    return [window for window, unit in enumerate(units) if unit in apart]

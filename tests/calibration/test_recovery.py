@@ -11,11 +11,11 @@ import torch
 from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Silent
 from llmforge.cache import Cache
-from llmforge.calibration import Store, calibrate, recovery
-from llmforge.calibration.recovery import ScaleFactors, batches, held_out, of_factors
+from llmforge.calibration import Store, calibrate, gradients, recovery
+from llmforge.calibration.recovery import ScaleFactors, batches, of_factors
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
-from llmforge.checkpoint.text import TokenWindow
+from llmforge.checkpoint.text import TokenWindow, held_out
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import Float32, dequantize, round_to_nearest, split
 from llmforge.quantization.methods.gptq import Gptq
@@ -113,7 +113,7 @@ def test_gradients_are_those_of_the_loss(
     tiny_checkpoint: Path, windows: list[TokenWindow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Held against differences of the KLD itself."""
-    monkeypatch.setattr(recovery, "has_bf16", lambda: False)
+    monkeypatch.setattr(gradients, "has_bf16", lambda: False)
     checkpoint, ids = Checkpoint.open(tiny_checkpoint), [window.ids for window in windows[:2]]
     skeleton = Skeleton.build(checkpoint)
     names = ["model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.v_proj.weight"]
@@ -154,10 +154,10 @@ def test_every_window_is_read_as_often_as_others() -> None:
 
 
 def test_whole_documents_are_held_out_where_there_are_several() -> None:
-    assert held_out([name for name in "abcdefghij" for _ in range(2)]) == [14, 15]  # the eighth
-    assert held_out(["a", "b", "b"]) == [1, 2]
-    assert held_out(["a"] * 9) == [7]
-    assert held_out(["a"]) == [0]
+    assert held_out([name for name in "abcdefghij" for _ in range(2)], recovery.HELD_OUT) == [14, 15]  # the eighth
+    assert held_out(["a", "b", "b"], recovery.HELD_OUT) == [1, 2]
+    assert held_out(["a"] * 9, recovery.HELD_OUT) == [7]
+    assert held_out(["a"], recovery.HELD_OUT) == [0]
 
 
 def test_contradictions_are_refused(tiny_checkpoint: Path, windows: list[TokenWindow]) -> None:
