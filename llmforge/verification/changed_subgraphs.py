@@ -24,6 +24,7 @@ import onnx_ir as ir
 from llmforge.ir import graph, interface, operators, routing
 from llmforge.ir.graph import is_constant
 from llmforge.ir.subgraph import Index, behind, extract
+from llmforge.verification import token_wise
 
 # Names of dimensions whose size is that of a step: what is fed at a boundary can then be made.
 DIMENSIONS = frozenset({"batch", "sequence", "rows", "capacity"})
@@ -133,6 +134,15 @@ class ChangedSubgraph:
         """Size of the weights that both graphs read here."""
         tensors = {id(tensor): tensor for side in self._sides for tensor in side.tensors()}
         return sum(tensor.nbytes for tensor in tensors.values())
+
+    @property
+    def is_token_wise(self) -> bool:
+        """Say whether both graphs make of each token here what follows from its own numbers and id alone."""
+        edges = all((graph.dims(value) or ())[:2] in token_wise.AXES for value in self.inputs.values())
+        indexes = (self.before, self.after)
+        return edges and all(
+            token_wise.holds(side.nodes, index.constant) for side, index in zip(self._sides, indexes, strict=True)
+        )
 
     def extract(self) -> tuple[ir.Model, ir.Model]:
         """Make models of the subgraph, before and after."""

@@ -20,6 +20,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from llmforge.ir.operators.standard import Gather
 from llmforge.ir.subgraph import Index, extract
 from llmforge.quantization import kv_cache
 from llmforge.rewrite import cpu_attention, emulation, pruning
-from llmforge.verification import changed_subgraphs, comparison, probe, promises
+from llmforge.verification import changed_subgraphs, comparison, drawn_places, probe, promises
 from llmforge.verification.changed_subgraphs import ChangedSubgraph
 from llmforge.verification.probe import ProbeCall
 from llmforge.verification.promises import Promises, SyntheticStep
@@ -45,6 +46,7 @@ WIDENED = 8  # how often a subgraph is made larger
 CACHE_BYTES = 1 << 28  # of the caches of one side: what is further away is not run
 _STATE_TOKENS = 64  # of a step through a state that random numbers make grow with every token
 _PRODUCTS = 1e11  # of a step, at most: some seconds on two cores
+_DRAWN_PRODUCTS = 3e11  # of all steps at drawn places, at most
 _SEED = 20_240_229
 _CERTAINTY = 7.0  # an expert in e⁷ models is missed, where each is as likely as another
 _PERIOD = (1 << 18) + 1  # numbers after which those in a cache come again: no power of two, like sizes of heads are
@@ -217,18 +219,19 @@ def prove(
     *,
     tolerance: float,
     threads: int,
+    random: np.random.Generator,
     text: NDArray[np.int64] | None = None,
 ) -> SubgraphProof | Difference:
     """Hold every subgraph where `after` differs from `before` to `tolerance`, in sizes of a token; 0: to the bit.
 
-    `text`: token ids; values at the edges are also those that the graph before makes of it. None: of random tokens.
+    Places are drawn by `random`. `text`: token ids; values at the edges are also those that the graph before makes of it. None: of random tokens.
 
     Raises:
         UnsupportedError: ONNX Runtime refuses a subgraph, or fails to run it.
     """
     index = Index.of(before)
     found = changed_subgraphs.differences(index, Index.of(after))
-    return prove_all(found, index, promised, tolerance=tolerance, threads=threads, text=text)
+    return prove_all(found, index, promised, tolerance=tolerance, threads=threads, random=random, text=text)
 
 
 def prove_all(
@@ -238,6 +241,7 @@ def prove_all(
     *,
     tolerance: float,
     threads: int,
+    random: np.random.Generator,
     text: NDArray[np.int64] | None = None,
 ) -> SubgraphProof | Difference:
     """Hold the subgraphs `found` to `tolerance`, as `prove` does; `index` is of the graph before."""
@@ -248,7 +252,7 @@ def prove_all(
     pending: list[tuple[list[ChangedSubgraph], int]] = [(alike, 0) for alike in kinds]
     while pending:
         alike, level = pending.pop(0)
-        trial = _ToleranceTrial(promised, tolerance, threads, known)
+        trial = _ToleranceTrial(promised, tolerance, threads, known, random)
         outcome = trial.hold(alike)
         if isinstance(outcome, float):
             largest, proven, steps = max(largest, outcome), proven + 1, steps + trial.steps
@@ -287,6 +291,7 @@ class _ToleranceTrial:
     tolerance: float
     threads: int
     known: Recorded
+    random: np.random.Generator
     steps: int = 0
     reach: int | None = None
 
@@ -320,7 +325,7 @@ class _ToleranceTrial:
             self.reach = reach_of(pair, self.promised)
         if self.known.covers(pair.changed.inputs):
             yield self.known.place, self.known.values
-        for place in places(pair, self.promised, self.reach):
+        for place in chain(places(pair, self.promised, self.reach), drawn(pair, self.promised, self.reach, self.random)):
             yield place, {}
 
     def _compare(
@@ -351,21 +356,15 @@ class _ToleranceTrial:
 
 def reach_of(pair: Pair, promised: Promises) -> int:
     """Return how many tokens of the context caches of a bounded size hold."""
-    slot = max(1, pair.before.slot_bytes, pair.after.slot_bytes)
-    return max(2, min(promised.context, CACHE_BYTES // slot))
+    return max(2, min(promised.context, _slots(pair)))
 
 
 def places(pair: Pair, promised: Promises, reach: int | None, tokens: int | None = None) -> Iterator[SyntheticStep]:
     """List the steps that `pair` must run, of at most `tokens`; `reach` is None where places mean nothing to it."""
-    tokens = min(tokens or promised.chunk, int(_PRODUCTS / max(1, pair.changed.size_bytes // 8)))
-    if interface.LOGITS in pair.changed.outputs and not pair.gives_rows:
-        tokens = min(tokens, _STATE_TOKENS)  # each costs the vocabulary
-    if pair.before.has_states or pair.after.has_states:
-        tokens = min(tokens, _STATE_TOKENS)
-    slot = max(1, pair.before.slot_bytes, pair.after.slot_bytes)
-    yield from promises.near(promised, max(tokens, 16))
+    longest = min(tokens or promised.chunk, _most_tokens(pair, promised))
+    yield from promises.near(promised, max(longest, 16))
     if reach is not None:
-        rows = max(1, CACHE_BYTES // (slot * reach))
+        rows = max(1, _slots(pair) // reach)
         yield from promises.far(promised, reach, rows)
         if interface.TEXT_LENGTHS in pair.changed.reads:
             yield from promises.inside(promised, reach)
@@ -375,9 +374,35 @@ def places(pair: Pair, promised: Promises, reach: int | None, tokens: int | None
         yield from promises.every_token(promised)
 
 
+def drawn(
+    pair: Pair, promised: Promises, reach: int | None, random: np.random.Generator
+) -> Iterator[SyntheticStep]:
+    """List the steps of `pair` at drawn places; none where each token is treated by itself, at any place alike."""
+    if pair.changed.is_token_wise:
+        return
+    most = int(_DRAWN_PRODUCTS / max(1, pair.changed.size_bytes // 8))  # tokens of all steps
+    tokens = min(_most_tokens(pair, promised), promised.context, max(16, 2 * most // drawn_places.DRAWS))
+    yield from drawn_places.draw(promised, drawn_places.Extent(reach, tokens, _slots(pair), most), random)
+
+
+def _slots(pair: Pair) -> int:
+    """Count the tokens that caches of a bounded size hold."""
+    return CACHE_BYTES // max(1, pair.before.slot_bytes, pair.after.slot_bytes)
+
+
+def _most_tokens(pair: Pair, promised: Promises) -> int:
+    """Count the tokens that a step has at most, so that it takes seconds."""
+    tokens = min(promised.chunk, int(_PRODUCTS / max(1, pair.changed.size_bytes // 8)))
+    if interface.LOGITS in pair.changed.outputs and not pair.gives_rows:
+        tokens = min(tokens, _STATE_TOKENS)  # each costs the vocabulary
+    if pair.before.has_states or pair.after.has_states:
+        tokens = min(tokens, _STATE_TOKENS)
+    return tokens
+
+
 def made_up(pair: Pair, place: SyntheticStep, given: Mapping[str, NDArray[Any]], *, coarse: bool = False) -> Edges:
     """Draw the numbers that a step is fed; those `given` are taken as they are. `coarse`: with 8 bits of mantissa."""
-    rng = np.random.default_rng(_SEED)
+    rng = np.random.default_rng(place.seed)
     values = {}
     for name, value in pair.changed.inputs.items():
         drawn = given[name] if name in given else _drawn(value, place, rng)
@@ -388,6 +413,8 @@ def made_up(pair: Pair, place: SyntheticStep, given: Mapping[str, NDArray[Any]],
     after = pair.after.allocate(place.batch, place.capacity)
     for name, buffer in before.items():
         _fill(buffer, rng)
+        if place.alike:
+            buffer[1:] = buffer[:1]
         if coarse:
             buffer[...] = _coarse(buffer)
         if name not in after:
@@ -411,6 +438,8 @@ def _drawn(value: ir.Value, place: SyntheticStep, rng: np.random.Generator) -> N
     dtype = np.dtype(np.float32) if value.dtype in emulation.HALVES else graph.dtype(value).numpy()
     shape = [dim if isinstance(dim, int) else sizes[str(dim)] for dim in dims]
     drawn = rng.standard_normal(shape, np.float32)
+    if place.alike and dims[:2] in (("batch", "sequence"), ("batch", "rows")):
+        drawn[...] = drawn[:1, :1]
     if place.scaled and len(shape) > 1 and dims[1] in ("sequence", "rows"):
         channels = max(1, round(shape[-1] * _OUTLIERS))
         drawn[..., rng.choice(shape[-1], channels, replace=False)] *= np.float32(_OUTLIER)
