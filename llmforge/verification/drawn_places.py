@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,9 +55,19 @@ def stratified(random: np.random.Generator, low: int, high: int, count: int = DR
     return low + np.minimum(drawn.astype(np.int64), size - 1)
 
 
-def draw(promised: Promises, extent: Extent, random: np.random.Generator) -> Iterator[SyntheticStep]:
+@dataclass(frozen=True)
+class Share:
+    """The draws of one of several subgraphs that have them in common: every `of`-th, from the `number`-th on."""
+
+    seed: int
+    number: int = 0
+    of: int = 1
+
+
+def draw(promised: Promises, extent: Extent, share: Share) -> Iterator[SyntheticStep]:
     """Make the steps at drawn places, each with numbers of its own at the boundary."""
-    for step in _steps(promised, extent, random):
+    random = np.random.default_rng(share.seed)
+    for step in islice(_steps(promised, extent, random), share.number, None, share.of):
         yield replace(step, seed=int(random.integers(1 << 31)))
 
 

@@ -17,9 +17,10 @@ its kind, is made larger. Where two sides make finite numbers that differ, they 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any
 
@@ -49,7 +50,7 @@ _PRODUCTS = 1e11  # of a step, at most: some seconds on two cores
 _DRAWN_PRODUCTS = 3e11  # of all steps at drawn places, at most
 _SEED = 20_240_229
 _CERTAINTY = 7.0  # an expert in e⁷ models is missed, where each is as likely as another
-_PERIOD = (1 << 18) + 1  # numbers after which those in a cache come again: no power of two, like sizes of heads are
+_PERIOD = (1 << 18) + 1  # numbers after which those that are fed come again: no power of two, like sizes of heads are
 _SLOTS = 1021  # tokens after which those in the slots of a cache come again; a prime, too
 _OUTLIER, _OUTLIERS = 30.0, 1 / 64  # size and share of the channels that are larger than others
 _SCALES = np.array([1, 1e-3, 1e3, 1, 30, 1e-2, 0, 1, 100, 0.1], np.float32)  # of a step's tokens, in turn
@@ -219,19 +220,19 @@ def prove(
     *,
     tolerance: float,
     threads: int,
-    random: np.random.Generator,
+    seed: int,
     text: NDArray[np.int64] | None = None,
 ) -> SubgraphProof | Difference:
     """Hold every subgraph where `after` differs from `before` to `tolerance`, in sizes of a token; 0: to the bit.
 
-    Places are drawn by `random`. `text`: token ids; values at the edges are also those that the graph before makes of it. None: of random tokens.
+    `seed` draws places. `text`: token ids; values at the edges are also those that the graph before makes of it. None: of random tokens.
 
     Raises:
         UnsupportedError: ONNX Runtime refuses a subgraph, or fails to run it.
     """
     index = Index.of(before)
     found = changed_subgraphs.differences(index, Index.of(after))
-    return prove_all(found, index, promised, tolerance=tolerance, threads=threads, random=random, text=text)
+    return prove_all(found, index, promised, tolerance=tolerance, threads=threads, seed=seed, text=text)
 
 
 def prove_all(
@@ -241,7 +242,7 @@ def prove_all(
     *,
     tolerance: float,
     threads: int,
-    random: np.random.Generator,
+    seed: int,
     text: NDArray[np.int64] | None = None,
 ) -> SubgraphProof | Difference:
     """Hold the subgraphs `found` to `tolerance`, as `prove` does; `index` is of the graph before."""
@@ -249,10 +250,10 @@ def prove_all(
     names = {name for alike in kinds for name in alike[0].inputs}
     known = record(index, names, _tokens(promised) if text is None else text, threads)
     largest, proven, steps, reach = 0.0, 0, 0, None
-    pending: list[tuple[list[ChangedSubgraph], int]] = [(alike, 0) for alike in kinds]
+    pending = [(alike, share, 0) for alike, share in shares(kinds, seed)]
     while pending:
-        alike, level = pending.pop(0)
-        trial = _ToleranceTrial(promised, tolerance, threads, known, random)
+        alike, share, level = pending.pop(0)
+        trial = _ToleranceTrial(promised, tolerance, threads, known, share)
         outcome = trial.hold(alike)
         if isinstance(outcome, float):
             largest, proven, steps = max(largest, outcome), proven + 1, steps + trial.steps
@@ -260,7 +261,8 @@ def prove_all(
         elif level == WIDENED or not alike[0].inputs or not outcome.is_outside:
             return outcome
         else:
-            pending += [(wider, level + 1) for wider in by_kind([each.widened() for each in alike])]
+            wider = by_kind([each.widened() for each in alike])
+            pending += [(each, share, level + 1) for each, share in shares(wider, seed)]
     return SubgraphProof(len(found), proven, steps, reach, largest)
 
 
@@ -270,6 +272,20 @@ def by_kind(found: Sequence[ChangedSubgraph]) -> list[list[ChangedSubgraph]]:
     for number, changed in enumerate(found):
         kinds.setdefault(changed.kind or f"alone {number}", []).append(changed)
     return list(kinds.values())
+
+
+def shares(
+    kinds: Sequence[list[ChangedSubgraph]], seed: int
+) -> Iterator[tuple[list[ChangedSubgraph], drawn_places.Share]]:
+    """Divide drawn places among kinds that differ in floating-point constants alone, as scales of layers are."""
+    forms = [alike[0].form for alike in kinds]
+    seen: Counter[str | None] = Counter()
+    for number, (alike, form) in enumerate(zip(kinds, forms, strict=True)):
+        if form is None:
+            yield alike, drawn_places.Share(seed + number)
+            continue
+        yield alike, drawn_places.Share(seed + forms.index(form), seen[form], forms.count(form))
+        seen[form] += 1
 
 
 def _tokens_to_choose(changed: ChangedSubgraph) -> int:
@@ -291,7 +307,7 @@ class _ToleranceTrial:
     tolerance: float
     threads: int
     known: Recorded
-    random: np.random.Generator
+    share: drawn_places.Share
     steps: int = 0
     reach: int | None = None
 
@@ -325,7 +341,7 @@ class _ToleranceTrial:
             self.reach = reach_of(pair, self.promised)
         if self.known.covers(pair.changed.inputs):
             yield self.known.place, self.known.values
-        for place in chain(places(pair, self.promised, self.reach), drawn(pair, self.promised, self.reach, self.random)):
+        for place in chain(places(pair, self.promised, self.reach), drawn(pair, self.promised, self.reach, self.share)):
             yield place, {}
 
     def _compare(
@@ -374,15 +390,13 @@ def places(pair: Pair, promised: Promises, reach: int | None, tokens: int | None
         yield from promises.every_token(promised)
 
 
-def drawn(
-    pair: Pair, promised: Promises, reach: int | None, random: np.random.Generator
-) -> Iterator[SyntheticStep]:
+def drawn(pair: Pair, promised: Promises, reach: int | None, share: drawn_places.Share) -> Iterator[SyntheticStep]:
     """List the steps of `pair` at drawn places; none where each token is treated by itself, at any place alike."""
     if pair.changed.is_token_wise:
         return
     most = int(_DRAWN_PRODUCTS / max(1, pair.changed.size_bytes // 8))  # tokens of all steps
     tokens = min(_most_tokens(pair, promised), promised.context, max(16, 2 * most // drawn_places.DRAWS))
-    yield from drawn_places.draw(promised, drawn_places.Extent(reach, tokens, _slots(pair), most), random)
+    yield from drawn_places.draw(promised, drawn_places.Extent(reach, tokens, _slots(pair), most), share)
 
 
 def _slots(pair: Pair) -> int:
@@ -437,7 +451,8 @@ def _drawn(value: ir.Value, place: SyntheticStep, rng: np.random.Generator) -> N
     dims = graph.dims(value) or ()
     dtype = np.dtype(np.float32) if value.dtype in emulation.HALVES else graph.dtype(value).numpy()
     shape = [dim if isinstance(dim, int) else sizes[str(dim)] for dim in dims]
-    drawn = rng.standard_normal(shape, np.float32)
+    drawn = np.empty(shape, np.float32)
+    _fill(drawn, rng)
     if place.alike and dims[:2] in (("batch", "sequence"), ("batch", "rows")):
         drawn[...] = drawn[:1, :1]
     if place.scaled and len(shape) > 1 and dims[1] in ("sequence", "rows"):
@@ -448,15 +463,26 @@ def _drawn(value: ir.Value, place: SyntheticStep, rng: np.random.Generator) -> N
 
 
 def _fill(buffer: NDArray[Any], rng: np.random.Generator) -> None:
-    """Fill a cache, whatever its dtype."""
-    count = min(buffer.size, _PERIOD)
+    """Fill a cache, whatever its dtype, from a random place of the same numbers on."""
+    at = int(rng.integers(_PERIOD))
     if np.issubdtype(buffer.dtype, np.integer):
-        numbers = rng.integers(-100, 101, count).astype(buffer.dtype)
+        numbers = _codes().astype(buffer.dtype, copy=False)
     else:
-        numbers = rng.standard_normal(count, np.float32).astype(buffer.dtype)
+        numbers = _normals().astype(buffer.dtype, copy=False)
     flat = buffer.reshape(-1)  # in place: a cache may be as large as `CACHE_BYTES`
-    for at in range(0, flat.size, _PERIOD):
-        flat[at : at + _PERIOD] = numbers[: flat.size - at]
+    flat[: _PERIOD - at] = numbers[at : at + flat.size]
+    for begin in range(_PERIOD - at, flat.size, _PERIOD):
+        flat[begin : begin + _PERIOD] = numbers[: flat.size - begin]
+
+
+@cache
+def _normals() -> NDArray[np.float32]:
+    return np.random.default_rng(_SEED).standard_normal(_PERIOD, np.float32)
+
+
+@cache
+def _codes() -> NDArray[np.int8]:
+    return np.random.default_rng(_SEED).integers(-100, 101, _PERIOD).astype(np.int8)
 
 
 def _coarse(array: NDArray[Any]) -> NDArray[Any]:

@@ -35,9 +35,7 @@ _SKIP_NORMS = (SkipSimplifiedLayerNormalization, SkipLayerNormalization)
 
 def holds(nodes: Iterable[ir.Node], constant: Collection[ir.Value]) -> bool:
     """Say whether each of `nodes` treats tokens by themselves; `constant` values follow from initializers alone."""
-    return all(
-        _treats_alone(node, constant) for node in nodes if not all(value in constant for value in node.outputs)
-    )
+    return all(_treats_alone(node, constant) for node in nodes if not all(value in constant for value in node.outputs))
 
 
 def _treats_alone(node: ir.Node, constant: Collection[ir.Value]) -> bool:

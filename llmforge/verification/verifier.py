@@ -149,21 +149,22 @@ class Verifier:
         self._weights.keep(model)
         return result
 
-    def _generator(self, after: GraphSnapshot) -> np.random.Generator:
-        """Seed a generator with both graphs, so that a pass cannot know what it draws."""
+    def _seed(self, after: GraphSnapshot) -> int:
+        """Make a seed of both graphs, so that a pass cannot know what is drawn."""
         digest = hashlib.sha256(f"{self._before.fingerprint} {after.fingerprint}".encode())
-        return np.random.default_rng(int.from_bytes(digest.digest()[:8]))
+        return int.from_bytes(digest.digest()[:8])
 
-    def _excerpt(self, random: np.random.Generator) -> NDArray[np.int64] | None:
+    def _excerpt(self, seed: int) -> NDArray[np.int64] | None:
         """Draw a place in the texts, from which some tokens are read."""
         if not len(self._texts):
             return None
+        random = np.random.default_rng(seed)
         window = self._texts[int(random.integers(len(self._texts)))]
         return window[int(random.integers(max(1, len(window) - subgraph_proof.TOKENS + 1))) :]
 
     def _prove_subgraphs(self, step: Pass, after: GraphSnapshot) -> PassVerification:
         """Prove a pass on the subgraphs that it changed."""
-        random = self._generator(after)
+        seed = self._seed(after)
         tolerance = 0.0 if step.numerics is Numerics.EXACT else self._tolerance
         found = subgraph_proof.prove(
             self._before.model,
@@ -171,8 +172,8 @@ class Verifier:
             self._promises,
             tolerance=tolerance,
             threads=self._threads,
-            random=random,
-            text=self._excerpt(random),
+            seed=seed,
+            text=self._excerpt(seed),
         )
         if isinstance(found, Difference):
             raise _not_as_declared(step, found)
@@ -189,7 +190,7 @@ class Verifier:
             self._promises,
             tolerance=self._tolerance,
             threads=self._threads,
-            random=self._generator(after),
+            seed=self._seed(after),
         )
         result = measure(step, after.model)  # last: whole graphs may run beside
         if uneven is not None:

@@ -86,7 +86,11 @@ class Conditions:
         return self.op("Unsqueeze", self.op("Range", *map(self._scalar, (0, self.rows, 1))), [1, 2])
 
     def _scalar(self, value: ir.Value | int) -> ir.Value:
-        return self.op("Reshape", value, self.constant(np.zeros(0, np.int64))) if isinstance(value, ir.Value) else self.constant(np.array(value))
+        return (
+            self.op("Reshape", value, self.constant(np.zeros(0, np.int64)))
+            if isinstance(value, ir.Value)
+            else self.constant(np.array(value))
+        )
 
     def within(self, number: ir.Value, low: int, high: int) -> ir.Value:
         """Say where `low` <= number <= `high`."""
@@ -117,11 +121,17 @@ def wrong(where: Condition, find: Find, which: int | None = -1, *, output: int =
                 shares = np.zeros(int((graph.dims(value) or ())[axis] or 1), np.float32)  # type: ignore[arg-type]
                 shares[: max(1, len(shares) // 20)] = WRONG
             share = conditions.constant(shares)
-            factor = conditions.op("Add", conditions.op("Mul", where_, share), conditions.constant(np.array([1], np.float32)))
+            factor = conditions.op(
+                "Add", conditions.op("Mul", where_, share), conditions.constant(np.array([1], np.float32))
+            )
             product = ir.node("Mul", [value, factor], name=f"{value.name}/wrong", num_outputs=1)
             product.outputs[0].type, product.outputs[0].shape = value.type, value.shape
             owner, name = graph.owner(node), value.name
-            readers = [(reader, index) for reader, index in value.uses() if reader is not product and reader not in conditions.nodes]
+            readers = [
+                (reader, index)
+                for reader, index in value.uses()
+                if reader is not product and reader not in conditions.nodes
+            ]
             owner.insert_after(node, [*conditions.nodes, product])
             for reader, index in readers:
                 reader.replace_input_with(index, product.outputs[0])
@@ -172,7 +182,11 @@ def window_where(where: Condition, by: int) -> Act:
             assert given is not None
             conditions = Conditions(model, given)
             flag = conditions.op("Squeeze", where(conditions), [1, 2])
-            moved = conditions.op("Mul", conditions.op("Cast", flag, to=int(ir.DataType.INT32)), conditions.constant(np.array([by], np.int32)))
+            moved = conditions.op(
+                "Mul",
+                conditions.op("Cast", flag, to=int(ir.DataType.INT32)),
+                conditions.constant(np.array([by], np.int32)),
+            )
             made = conditions.op("Sub", given, moved)
             made.type, made.shape = given.type, given.shape
             graph.owner(node).insert_before(node, conditions.nodes)
@@ -242,43 +256,119 @@ def _more() -> Iterator[Lie]:
     yield Lie("positions 700 to 750", wrong(lambda c: c.within(c.positions, 700, 750), _sums), ROUNDING)
     yield Lie("every 20th position", wrong(lambda c: c.rest(c.positions, 20, 7), _sums))
     yield Lie("steps of 300 to 325 tokens", wrong(lambda c: c.within(c.tokens, 300, 325), _up), ROUNDING)
-    yield Lie("steps of an odd number of tokens above 16", wrong(lambda c: c.both(c.rest(c.tokens, 2, 1), c.within(c.tokens, 17, 512)), _sums))
+    yield Lie(
+        "steps of an odd number of tokens above 16",
+        wrong(lambda c: c.both(c.rest(c.tokens, 2, 1), c.within(c.tokens, 17, 512)), _sums),
+    )
     yield Lie("steps of every 20th length", wrong(lambda c: c.rest(c.tokens, 20, 13), _up))
     yield Lie("steps of 17 to 40 tokens", wrong(lambda c: c.within(c.tokens, 17, 40), _attentions), ROUNDING)
     yield Lie("batches of 7 rows", wrong(lambda c: c.within(c.rows, 7, 7), _sums))
     yield Lie("batches of 9 rows, attention", wrong(lambda c: c.within(c.rows, 9, 9), _attentions), ROUNDING)
-    yield Lie("an odd number of rows above 1", wrong(lambda c: c.both(c.rest(c.rows, 2, 1), c.within(c.rows, 3, 99)), _up))
-    yield Lie("row 6 of up to 15", wrong(lambda c: c.both(c.within(c.row, 6, 6), c.within(c.rows, 7, 15)), _sums), ROUNDING)
+    yield Lie(
+        "an odd number of rows above 1", wrong(lambda c: c.both(c.rest(c.rows, 2, 1), c.within(c.rows, 3, 99)), _up)
+    )
+    yield Lie(
+        "row 6 of up to 15", wrong(lambda c: c.both(c.within(c.row, 6, 6), c.within(c.rows, 7, 15)), _sums), ROUNDING
+    )
     yield Lie("token ids 4000 to 4409", wrong(lambda c: c.within(c.ids, 4000, 4409), _lookup))
     yield Lie("token ids 4000 to 4409, in a layer", wrong(lambda c: c.within(c.ids, 4000, 4409), _sums), ROUNDING)
     # several together
-    yield Lie("angles of one head beyond position 640", wrong(lambda c: c.within(c.positions, 640, 780), _rotary, axis=-1), ROUNDING)
+    yield Lie(
+        "angles of one head beyond position 640",
+        wrong(lambda c: c.within(c.positions, 640, 780), _rotary, axis=-1),
+        ROUNDING,
+    )
     yield Lie("keys' angles at positions 200 to 252", wrong(lambda c: c.within(c.positions, 200, 252), _rotary, -1))
-    yield Lie("continuations behind 300 to 360 tokens", wrong(lambda c: c.both(c.within(c.past, 300, 360), c.within(c.tokens, 2, 512)), _attentions))
-    yield Lie("steps of 100 to 300 tokens behind 100 to 400", wrong(lambda c: c.both(c.within(c.past, 100, 400), c.within(c.tokens, 100, 300)), _attentions), ROUNDING)
-    yield Lie("texts that a step of several tokens makes 700 to 800 long", wrong(lambda c: c.both(c.within(c.op("Add", c.past, c.tokens), 700, 800), c.within(c.tokens, 2, 512)), _attentions))
-    yield Lie("the first token of a step behind 70 to 500", wrong(lambda c: c.both(c.within(c.past, 70, 500), c.within(c.in_step, 0, 0), c.within(c.tokens, 3, 512)), _sums))
-    yield Lie("the last tokens of steps of 400 to 500", wrong(lambda c: c.both(c.within(c.tokens, 400, 500), c.within(c.in_step, 390, 500)), _up), ROUNDING)
-    yield Lie("odd rows behind 260 to 500 tokens", wrong(lambda c: c.both(c.rest(c.row, 2, 1), c.within(c.past, 260, 500)), _attentions))
-    yield Lie("two rows of 300 to 900 tokens behind", wrong(lambda c: c.both(c.within(c.rows, 2, 5), c.within(c.past, 300, 900)), _attentions), ROUNDING)
+    yield Lie(
+        "continuations behind 300 to 360 tokens",
+        wrong(lambda c: c.both(c.within(c.past, 300, 360), c.within(c.tokens, 2, 512)), _attentions),
+    )
+    yield Lie(
+        "steps of 100 to 300 tokens behind 100 to 400",
+        wrong(lambda c: c.both(c.within(c.past, 100, 400), c.within(c.tokens, 100, 300)), _attentions),
+        ROUNDING,
+    )
+    yield Lie(
+        "texts that a step of several tokens makes 700 to 800 long",
+        wrong(
+            lambda c: c.both(c.within(c.op("Add", c.past, c.tokens), 700, 800), c.within(c.tokens, 2, 512)), _attentions
+        ),
+    )
+    yield Lie(
+        "the first token of a step behind 70 to 500",
+        wrong(
+            lambda c: c.both(c.within(c.past, 70, 500), c.within(c.in_step, 0, 0), c.within(c.tokens, 3, 512)), _sums
+        ),
+    )
+    yield Lie(
+        "the last tokens of steps of 400 to 500",
+        wrong(lambda c: c.both(c.within(c.tokens, 400, 500), c.within(c.in_step, 390, 500)), _up),
+        ROUNDING,
+    )
+    yield Lie(
+        "odd rows behind 260 to 500 tokens",
+        wrong(lambda c: c.both(c.rest(c.row, 2, 1), c.within(c.past, 260, 500)), _attentions),
+    )
+    yield Lie(
+        "two rows of 300 to 900 tokens behind",
+        wrong(lambda c: c.both(c.within(c.rows, 2, 5), c.within(c.past, 300, 900)), _attentions),
+        ROUNDING,
+    )
     yield Lie("a window one too short behind 530 to 900 tokens", window_where(lambda c: c.within(c.past, 530, 900), 1))
-    yield Lie("keys of slots 100 to 160 behind 600 to 950", cache_scaled_where(lambda c: c.both(slots(c, 100, 160), c.op("Unsqueeze", c.within(c.past, 600, 950), [1])), 3))
-    yield Lie("values of slots 520 to 571 in steps of several tokens", cache_scaled_where(lambda c: c.both(slots(c, 520, 571), c.within(c.tokens, 2, 512)), 4), ROUNDING)
-    yield Lie("keys kept of positions 300 to 352", wrong(lambda c: c.op("Unsqueeze", c.within(c.past, 300, 352), [3]), _attentions, output=1))
-    yield Lie("values kept of decode behind 800 to 1000", wrong(lambda c: c.op("Unsqueeze", c.both(c.within(c.past, 800, 1000), c.within(c.tokens, 1, 1)), [3]), _attentions, output=2), ROUNDING)
+    yield Lie(
+        "keys of slots 100 to 160 behind 600 to 950",
+        cache_scaled_where(lambda c: c.both(slots(c, 100, 160), c.op("Unsqueeze", c.within(c.past, 600, 950), [1])), 3),
+    )
+    yield Lie(
+        "values of slots 520 to 571 in steps of several tokens",
+        cache_scaled_where(lambda c: c.both(slots(c, 520, 571), c.within(c.tokens, 2, 512)), 4),
+        ROUNDING,
+    )
+    yield Lie(
+        "keys kept of positions 300 to 352",
+        wrong(lambda c: c.op("Unsqueeze", c.within(c.past, 300, 352), [3]), _attentions, output=1),
+    )
+    yield Lie(
+        "values kept of decode behind 800 to 1000",
+        wrong(
+            lambda c: c.op("Unsqueeze", c.both(c.within(c.past, 800, 1000), c.within(c.tokens, 1, 1)), [3]),
+            _attentions,
+            output=2,
+        ),
+        ROUNDING,
+    )
     yield Lie("equal tokens", wrong(lambda c: _alike(c, 1), _up))
     yield Lie("equal rows", wrong(lambda c: _alike(c, 0), _up), ROUNDING)
     yield Lie("rows with 3 to 9 tokens of padding", wrong(lambda c: _padding(c, 4, 9), _sums))
-    yield Lie("a slice of the vocabulary in steps of 20 to 200 tokens", wrong(lambda c: c.within(c.tokens, 20, 200), _head, axis=-1))
-    yield Lie("a slice of the vocabulary in batches of 4 to 6", wrong(lambda c: c.within(c.rows, 4, 6), _head, axis=-1), ROUNDING)
-    yield Lie("logits of 3 to 6 rows asked for", wrong(lambda c: c.within(c.op("Shape", c.value, start=1, end=2), 3, 6), _head))
-    yield Lie("64 to 128 tokens of several rows", wrong(lambda c: c.both(c.within(c.op("Mul", c.rows, c.tokens), 33, 128), c.within(c.rows, 2, 99)), _up))
+    yield Lie(
+        "a slice of the vocabulary in steps of 20 to 200 tokens",
+        wrong(lambda c: c.within(c.tokens, 20, 200), _head, axis=-1),
+    )
+    yield Lie(
+        "a slice of the vocabulary in batches of 4 to 6",
+        wrong(lambda c: c.within(c.rows, 4, 6), _head, axis=-1),
+        ROUNDING,
+    )
+    yield Lie(
+        "logits of 3 to 6 rows asked for",
+        wrong(lambda c: c.within(c.op("Shape", c.value, start=1, end=2), 3, 6), _head),
+    )
+    yield Lie(
+        "64 to 128 tokens of several rows",
+        wrong(lambda c: c.both(c.within(c.op("Mul", c.rows, c.tokens), 33, 128), c.within(c.rows, 2, 99)), _up),
+    )
     # lossy
     yield Lie("lossy: positions 530 to 999", wrong(lambda c: c.within(c.positions, 530, 999), _sums), LOSSY)
-    yield Lie("lossy: attention behind 600 to 1000 tokens", wrong(lambda c: c.within(c.past, 600, 1000), _attentions), LOSSY)
+    yield Lie(
+        "lossy: attention behind 600 to 1000 tokens", wrong(lambda c: c.within(c.past, 600, 1000), _attentions), LOSSY
+    )
     yield Lie("lossy: batches of 3 to 15 rows", wrong(lambda c: c.within(c.rows, 3, 15), _up), LOSSY)
     yield Lie("lossy: steps of 257 to 511 tokens", wrong(lambda c: c.within(c.tokens, 257, 511), _up), LOSSY)
-    yield Lie("lossy: continuations behind 300 to 360", wrong(lambda c: c.both(c.within(c.past, 300, 360), c.within(c.tokens, 2, 512)), _attentions), LOSSY)
+    yield Lie(
+        "lossy: continuations behind 300 to 360",
+        wrong(lambda c: c.both(c.within(c.past, 300, 360), c.within(c.tokens, 2, 512)), _attentions),
+        LOSSY,
+    )
 
 
 OF_THE_TABLE = tuple(_of_the_table())
