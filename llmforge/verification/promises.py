@@ -48,8 +48,8 @@ class Promises:
 class SyntheticStep:
     """One step by itself: what its caches hold before it is made up, so that any position costs no more than the step.
 
-    `scaled`: tokens have magnitudes from a thousandth to a thousand times the usual; `alike`: all have the same numbers,
-    and rows the same caches.
+    `scaled`: tokens have magnitudes from a thousandth to a thousand times the usual; `alike`: all have the same
+    numbers, and rows the same caches.
     """
 
     name: str

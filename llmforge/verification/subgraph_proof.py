@@ -225,7 +225,8 @@ def prove(
 ) -> SubgraphProof | Difference:
     """Hold every subgraph where `after` differs from `before` to `tolerance`, in sizes of a token; 0: to the bit.
 
-    `seed` draws places. `text`: token ids; values at the edges are also those that the graph before makes of it. None: of random tokens.
+    `seed` draws places. `text`: token ids; values at the edges are also those that the graph before makes of it. None:
+    of random tokens.
 
     Raises:
         UnsupportedError: ONNX Runtime refuses a subgraph, or fails to run it.

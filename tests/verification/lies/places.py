@@ -14,9 +14,9 @@ import onnx_ir as ir
 
 from llmforge.ir import graph, interface
 from llmforge.ir.operators import canonical
-from llmforge.ir.operators.standard import Gather, MatMul, RotaryEmbedding
+from llmforge.ir.operators.standard import Gather, RotaryEmbedding
 
-from .table import EXACT, LOSSY, ROUNDING, Act, Lie, _attentions, _names, _nodes, _pick, _products, _sums
+from .table import LOSSY, ROUNDING, Act, Lie, _attentions, _names, _nodes, _pick, _products, _sums
 
 Find = Callable[[ir.Model], list[ir.Node]]
 Condition = Callable[["Conditions"], ir.Value]
@@ -173,7 +173,7 @@ def slots(conditions: Conditions, low: int, high: int) -> ir.Value:
 
 
 def window_where(where: Condition, by: int) -> Act:
-    """Let attention forget its past beyond `by` tokens less than it holds, where a condition on rows [B, 1, 1] holds."""
+    """Let attention know `by` tokens less of its past than it holds, where a condition on rows [B, 1, 1] holds."""
 
     def act(model: ir.Model) -> list[str] | None:
         chosen = _pick(_nodes(model, canonical.Attention), -1)
@@ -373,4 +373,3 @@ def _more() -> Iterator[Lie]:
 
 OF_THE_TABLE = tuple(_of_the_table())
 MORE = tuple(_more())
-_ = EXACT, MatMul
