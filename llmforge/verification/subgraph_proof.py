@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -48,6 +47,7 @@ CACHE_BYTES = 1 << 28  # of the caches of one side: what is further away is not 
 _STATE_TOKENS = 64  # of a step through a state that random numbers make grow with every token
 _PRODUCTS = 1e11  # of a step, at most: some seconds on two cores
 _DRAWN_PRODUCTS = 3e11  # of all steps at drawn places, at most
+_DRAWN_BYTES = 1 << 32  # of caches of all single tokens at drawn places, about: what is further away is not drawn
 _SEED = 20_240_229
 _CERTAINTY = 7.0  # an expert in e⁷ models is missed, where each is as likely as another
 _PERIOD = (1 << 18) + 1  # numbers after which those that are fed come again: no power of two, like sizes of heads are
@@ -76,6 +76,7 @@ class SubgraphProof:
     steps: int
     reach: int | None  # tokens that the longest step stood behind; None where nothing depends on that
     largest: float
+    drawn: int  # of the steps, at places that nobody could foresee
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -83,7 +84,8 @@ class SubgraphProof:
         kinds = f"{self.kinds} kinds" if self.kinds > 1 else "one kind"
         ran = f"{self.places} changed subgraphs of {kinds}, each with its own weights"
         behind = "" if self.reach is None else f", up to {self.reach} tokens"
-        return ran, f"{self.steps} steps{behind}"
+        drawn = f", {self.drawn} of them at drawn places" if self.drawn else ""
+        return ran, f"{self.steps} steps{behind}{drawn}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,21 +252,22 @@ def prove_all(
     kinds = by_kind(found)
     names = {name for alike in kinds for name in alike[0].inputs}
     known = record(index, names, _tokens(promised) if text is None else text, threads)
-    largest, proven, steps, reach = 0.0, 0, 0, None
+    largest, proven, steps, drawn_steps, reach = 0.0, 0, 0, 0, None
     pending = [(alike, share, 0) for alike, share in shares(kinds, seed)]
     while pending:
         alike, share, level = pending.pop(0)
         trial = _ToleranceTrial(promised, tolerance, threads, known, share)
         outcome = trial.hold(alike)
         if isinstance(outcome, float):
-            largest, proven, steps = max(largest, outcome), proven + 1, steps + trial.steps
+            largest, proven = max(largest, outcome), proven + 1
+            steps, drawn_steps = steps + trial.steps, drawn_steps + trial.drawn
             reach = trial.reach if reach is None else max(reach, trial.reach or 0)
         elif level == WIDENED or not alike[0].inputs or not outcome.is_outside:
             return outcome
         else:
             wider = by_kind([each.widened() for each in alike])
             pending += [(each, share, level + 1) for each, share in shares(wider, seed)]
-    return SubgraphProof(len(found), proven, steps, reach, largest)
+    return SubgraphProof(len(found), proven, steps, reach, largest, drawn_steps)
 
 
 def by_kind(found: Sequence[ChangedSubgraph]) -> list[list[ChangedSubgraph]]:
@@ -310,6 +313,7 @@ class _ToleranceTrial:
     known: Recorded
     share: drawn_places.Share
     steps: int = 0
+    drawn: int = 0
     reach: int | None = None
 
     def hold(self, alike: Sequence[ChangedSubgraph]) -> float | Difference:
@@ -342,7 +346,10 @@ class _ToleranceTrial:
             self.reach = reach_of(pair, self.promised)
         if self.known.covers(pair.changed.inputs):
             yield self.known.place, self.known.values
-        for place in chain(places(pair, self.promised, self.reach), drawn(pair, self.promised, self.reach, self.share)):
+        for place in places(pair, self.promised, self.reach):
+            yield place, {}
+        for place in drawn(pair, self.promised, self.reach, self.share):
+            self.drawn += 1
             yield place, {}
 
     def _compare(
@@ -397,6 +404,9 @@ def drawn(pair: Pair, promised: Promises, reach: int | None, share: drawn_places
         return
     most = int(_DRAWN_PRODUCTS / max(1, pair.changed.size_bytes // 8))  # tokens of all steps
     tokens = min(_most_tokens(pair, promised), promised.context, max(16, 2 * most // drawn_places.DRAWS))
+    if reach is not None:
+        slot = max(1, CACHE_BYTES // _slots(pair))
+        reach = min(reach, 2 * _DRAWN_BYTES // (drawn_places.DRAWS * slot))
     yield from drawn_places.draw(promised, drawn_places.Extent(reach, tokens, _slots(pair), most), share)
 
 
