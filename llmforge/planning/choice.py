@@ -17,7 +17,7 @@ from llmforge.rewrite.traits import Deployment, Goal, Proposal
 ALLOWED: Mapping[Goal, float] = {"latency": 0.04, "throughput": 0.04, "size": 0.08, "quality": 0.01}
 MARGIN = 2.0  # of limits over predictions: the probe reads few tokens, and other text than evaluation
 CALIBRATION_TOKENS = 8192  # of the recipes that are written
-CALIBRATION_S = 180.0  # of CPU time, at most, but for the goal `size`: a minute and a half on two cores
+CALIBRATION_S = 105.0  # of CPU time at the reference rates, at most, but for the goal `size`: a minute on two cores
 UNMEASURED_BITS = 6  # at least, where weights are rounded to nearest and nothing was measured
 _LEAST, _LEAST_RATIO = 0.002, 0.01  # limits of the KLD, and of the perplexity ratio above 1
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from llmforge.backends import BACKENDS, BackendName, plugin_of
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import CONFIG, find_chat_template, folder_of, read_settings
-from llmforge.metrics.units import count, duration, significant, size
+from llmforge.metrics.units import count, significant, size
 from llmforge.native import library
 from llmforge.planning import choice, config, memory, request, scheme, source, work
 from llmforge.planning.choice import UNTRIED, Gates, Named, Probe, Probed, ProposedPasses, Tried
@@ -205,12 +205,14 @@ class _Lines:
             yield f"  # left out: {reason}"
         yield from self._validation(tokens)
         build = self.planned.build
-        cost = f"{duration(build.cpu_s)} of CPU time and {size(build.memory_bytes)} of memory"
         speed = significant(plan.asked.decode.tokens_per_second)
         step = f"; {speed} tokens/s at {count(plan.workload.batch)} at once"
         if plan.target.kind == "cpu":
-            step = ". `llmforge plan` predicts its speed"
-        yield f"# Predicted: a build of about {cost}; {size(plan.asked.memory.weights)} of weights{step}."
+            step = ". `llmforge plan` predicts times and speeds here"
+        yield (
+            f"# Predicted: {size(build.memory_bytes)} of memory in a build; {size(plan.asked.memory.weights)} of "
+            f"weights{step}."
+        )
 
     def _head(self, has_device: bool) -> Iterator[str]:
         plan = self.planned.plan
