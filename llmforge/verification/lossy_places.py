@@ -19,6 +19,7 @@ from llmforge.ir.subgraph import Index
 from llmforge.rewrite import pruning
 from llmforge.verification import changed_subgraphs, promises, subgraph_proof
 from llmforge.verification.changed_subgraphs import ChangedSubgraph
+from llmforge.verification.drawn_places import Share
 from llmforge.verification.promises import Promises, SyntheticStep
 from llmforge.verification.subgraph_proof import Difference, Pair
 
@@ -30,8 +31,16 @@ _NEAR = 2  # steps that show what is usual
 _CODES = frozenset({ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT4, ir.DataType.UINT4})
 
 
-def hold(before: ir.Model, after: ir.Model, promised: Promises, *, tolerance: float, threads: int) -> Difference | None:
-    """Return where `after` is much further from `before` than at near places.
+def hold(
+    before: ir.Model,
+    after: ir.Model,
+    promised: Promises,
+    *,
+    tolerance: float,
+    threads: int,
+    seed: int,
+) -> Difference | None:
+    """Return where `after` is much further from `before` than at near places; some places are drawn by `seed`.
 
     Raises:
         UnsupportedError: ONNX Runtime refuses a subgraph, or fails to run it.
@@ -40,11 +49,12 @@ def hold(before: ir.Model, after: ir.Model, promised: Promises, *, tolerance: fl
     found = changed_subgraphs.differences(index, Index.of(after), precision=False)
     small = [changed for changed in found if changed.size_bytes <= LARGEST_BYTES]
     rounding = [changed for changed in small if _is_plain(changed)]
-    outcome = subgraph_proof.prove_all(rounding, index, promised, tolerance=tolerance, threads=threads)
+    outcome = subgraph_proof.prove_all(rounding, index, promised, tolerance=tolerance, threads=threads, seed=seed)
     if isinstance(outcome, Difference):
         return outcome
-    for alike in subgraph_proof.by_kind([changed for changed in small if changed not in rounding]):
-        if (difference := _uneven(alike[0], promised, threads)) is not None:
+    kinds = subgraph_proof.by_kind([changed for changed in small if changed not in rounding])
+    for alike, share in subgraph_proof.shares(kinds, seed):
+        if (difference := _uneven(alike[0], promised, threads, share)) is not None:
             return difference
     return None
 
@@ -67,13 +77,14 @@ def _is_narrow(dtype: ir.DataType | None) -> bool:
     return dtype is not None and dtype.is_floating_point() and dtype.bitwidth < 32
 
 
-def _uneven(changed: ChangedSubgraph, promised: Promises, threads: int) -> Difference | None:
+def _uneven(changed: ChangedSubgraph, promised: Promises, threads: int, share: Share) -> Difference | None:
     """Return where a subgraph loses much more than in its first steps."""
     pair = Pair(changed, threads)
     reach = subgraph_proof.reach_of(pair, promised) if pair.has_places else None
     usual: dict[str, NDArray[np.float64]] = {}
-    everywhere = (place for place in subgraph_proof.places(pair, promised, reach, tokens=_TOKENS) if not place.scaled)
-    for number, place in enumerate(chain([promises.first(promised)], everywhere)):
+    fixed = (place for place in subgraph_proof.places(pair, promised, reach, tokens=_TOKENS) if not place.scaled)
+    drawn = subgraph_proof.drawn(pair, promised, reach, share)
+    for number, place in enumerate(chain([promises.first(promised)], fixed, drawn)):
         for name, loss in _losses(pair, place).items():
             if number < _NEAR:
                 usual[name] = np.maximum(usual.get(name, 0.0), loss)
