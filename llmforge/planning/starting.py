@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmforge.backends import BACKENDS, BackendName, plugin_of
 from llmforge.base.errors import UnsupportedError
-from llmforge.checkpoint import CONFIG, find_chat_template, folder_of, read_settings
+from llmforge.checkpoint import CONFIG, find_chat_template, folder_of, names_end, read_settings
 from llmforge.metrics.units import count, significant, size
 from llmforge.native import library
 from llmforge.planning import choice, config, memory, request, scheme, source, work
@@ -115,7 +115,9 @@ def write(
             f"{planned.plan.shape.name} needs {size(held.needed)} on {target.name}, which has {size(held.capacity)}",
             hint="choose --goal size, or a target with more memory; `llmforge plan` shows what takes it",
         )
-    lines = _Lines(planned, before, proposed, goal, name, given, probed, tried, described if requantizes else None)
+    requantized = described if requantizes else None
+    has_end = names_end(folder_of(folder))
+    lines = _Lines(planned, before, proposed, goal, name, given, probed, tried, requantized, has_end)
     text = "\n".join(lines.written(has_device=has_device, sample_text=sample_text)) + "\n"
     return StartingRecipe(text, planned)
 
@@ -176,6 +178,7 @@ class _Lines:
     probed: Probed
     tried: Tried
     requantized: str | None  # codes of the checkpoint that no kernel runs
+    has_end: bool  # whether the checkpoint names a token that ends a text
 
     def written(self, *, has_device: bool, sample_text: bool) -> Iterator[str]:
         """Write the recipe, line by line."""
@@ -266,3 +269,6 @@ class _Lines:
         yield "gates:"
         yield f"  perplexity_ratio: {{max: {gates.perplexity_ratio:g}}}"
         yield f"  kld_mean: {{max: {gates.kld_mean:g}}}"
+        if self.has_end:
+            shift = f"min: {-choice.END_SHIFT:g}, max: {choice.END_SHIFT:g}"
+            yield f"  eos_shift_elsewhere: {{{shift}}}  # nats: how much likelier it is to stop, before other tokens"

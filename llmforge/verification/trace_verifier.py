@@ -364,7 +364,7 @@ class _TraceTrial:
             self._compared(run, steps, wanted) for run, steps, wanted in zip(self.runs, made, expected, strict=True)
         ]
         plain = [each for run, steps in zip(self.runs, compared, strict=True) for each in steps if run.name != LARGER]
-        allowed = TOLERANCE * float(np.concatenate([each.expected.ravel() for each in plain]).std())
+        allowed = TOLERANCE * deviation(np.concatenate([each.expected.ravel() for each in plain]))
         where = [f"{self.stack}.{index}" for index in self.kept]
         undecided, moves = 0, 0.0
         for run, steps, here in zip(self.runs, made, compared, strict=True):
