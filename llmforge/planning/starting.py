@@ -99,7 +99,7 @@ def write(
     offered = ProposedPasses.of(before, there)
     probed = Probed() if probe is None else probe(() if there.is_quantized else offered.formats())
     tried = tried if probed.runs_by_layer else tried | Tried(uncalibrated=probed.why)
-    proposed = offered.without(tried).chosen(probed.costs)
+    proposed = offered.without(tried).chosen(probed)
     stores = reduce(Storage.or_else, (each.stores for _, each in proposed), Storage())
     if stores.weights is None and others is not None:
         raise UnsupportedError(
@@ -251,6 +251,9 @@ class _Lines:
         of_numbers = f"an int8 cache {costs.cache:.2g}, int8 activations {costs.activations:.2g}"
         begin = "of " if said else f"Measured, KLD on {count(costs.tokens)} tokens of "
         yield f"# {begin}{of_numbers}. Budgets and gates stand at {choice.MARGIN:g} times what that predicts."
+        for bits, mixed in [(each.bits, each.mixed) for _, each in self.proposed if each.mixed is not None]:
+            yield f"# layer_bits: what each loses was predicted on {count(mixed.tokens)} tokens, chats among them."
+            yield f"# KLD {mixed.kld:.2g} in the bytes of {bits} bits in all of them, measured as above."
 
     def _validation(self, tokens: int) -> Iterator[str]:
         plan = self.planned.plan
