@@ -412,7 +412,11 @@ def _mixed(checkpoint: Path, formats: ModelFormats, bits: Sequence[int]) -> Mixe
 
     text, chats = recipes.TEXT / _TEXTS[0], recipes.TEXT / _CHATS[0]
     with console.progress() as progress, Cache(default_folder(), default_size()) as cache:
-        return probing.mix(checkpoint, text, chats, formats, bits, cache=cache, progress=progress)
+        try:
+            return probing.mix(checkpoint, text, chats, formats, bits, cache=cache, progress=progress)
+        except DataError as error:
+            console.say(f"note: all layers have one format: {error.message.splitlines()[0]}")
+            return None
 
 
 def _adapted(recipe: str, given: Mapping[str, str]) -> str:

@@ -25,6 +25,7 @@ LOGITS = 1 << 26  # that are held at a time, of the checkpoint
 # That bits by layer are priced on besides, as they ask. SmolLM2-135M in 6 bits, weights alone, on documentation and
 # answers: .0248 and .0293; with 12 .0200 and .0233, with 24 .0211 and .0229.
 CHATS = 12
+MOST_MIXED = TOKENS[0][0]  # parameters, of which all bits are priced: 30 s of CPU time for 135 million
 
 
 def probe(
@@ -62,13 +63,16 @@ def mix(
 ) -> MixedBits | None:
     """Choose bits by linear layer of a checkpoint that `probe` could run, by its text and some of `chats`.
 
-    None: one format in all layers is best, or the checkpoint has no template for chats: bits that are chosen on
-    documentation alone lose on chats what they gain there.
+    None: one format in all layers is best, or it would take long, or the checkpoint has no template for chats: bits
+    that are chosen on documentation alone lose on chats what they gain there.
+
+    Raises:
+        DataError: the template refuses a chat.
     """
     from llmforge.calibration import Store, layer_bits
 
     opened = Checkpoint.open(checkpoint)
-    if opened.chat_template is None:
+    if opened.chat_template is None or opened.parameters > MOST_MIXED:
         return None
     progress.stage("Choose bits by layer")
     store = Store(cache, tools=installed.digest())
