@@ -95,14 +95,8 @@ def take(
             np.save(Path(passed) / f"{index}.npy", torch.cat(current, 1).numpy(), allow_pickle=False)
             with fast(layer.linears().values()):
                 current = list(layer.each(layer.run, chosen, current))
-        heads: list[torch.nn.Linear] = []
-        leave = skeleton.leaving([windows[window] for window in chosen], heads=heads)
-        random = torch.Generator().manual_seed(SEED)
-        reads: list[torch.Tensor] = []
-        rows = max(1, LOGITS // skeleton.model.config.get_text_config().vocab_size)
-        with fast(heads):
-            flowing = [loss_gradient(leave, number, state, rows, random, reads) for number, state in enumerate(current)]
-        del leave, current, heads  # and with them the head
+        flowing, reads = of_loss(skeleton, [windows[window] for window in chosen], current)
+        del current
         places: dict[str, str] = {}
         for index in reversed(range(len(skeleton.layers))):
             kept = np.load(Path(passed) / f"{index}.npy", allow_pickle=False)
@@ -250,7 +244,28 @@ def _evenly(lengths: Sequence[int], tokens: int) -> list[int]:
     return list(range(0, len(lengths), every))
 
 
-def loss_gradient(
+def logits_at_a_time(skeleton: Skeleton) -> int:
+    """Return how many tokens have their logits in memory."""
+    vocabulary: int = skeleton.model.config.get_text_config().vocab_size
+    return max(1, LOGITS // vocabulary)
+
+
+def of_loss(
+    skeleton: Skeleton, windows: Sequence[NDArray[np.int64]], states: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return gradients of the loss in the hidden states `states` of `windows` after the layers, and Σ s·h hᵀ, if any.
+
+    See `_of_window`. The head is let go with the return.
+    """
+    heads: list[torch.nn.Linear] = []
+    leave = skeleton.leaving(windows, heads=heads)
+    random, reads = torch.Generator().manual_seed(SEED), list[torch.Tensor]()
+    rows = logits_at_a_time(skeleton)
+    with fast(heads):
+        return [_of_window(leave, number, state, rows, random, reads) for number, state in enumerate(states)], reads
+
+
+def _of_window(
     leave: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]],
     number: int,
     state: torch.Tensor,

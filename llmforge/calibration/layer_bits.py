@@ -22,7 +22,7 @@ import torch
 
 from llmforge.base.progress import Progress, Silent
 from llmforge.calibration import probe
-from llmforge.calibration.gradients import LOGITS, SEED, fast, loss_gradient
+from llmforge.calibration.gradients import fast, of_loss
 from llmforge.calibration.layer import DecoderLayer, Map
 from llmforge.calibration.pricing import TABLE_ROWS
 from llmforge.calibration.probe import Ids
@@ -156,7 +156,7 @@ class _Prices:
             passed.append(current)
             with fast(layer.linears().values()):
                 current = list(self.each(layer.run, range(len(windows)), current))
-        flowing, reads = self._of_loss(current)
+        flowing, reads = of_loss(skeleton, windows, current)
         found: Options = {}
         for index in reversed(range(depth)):
             self.progress.advance(2 * depth - index, 2 * depth)
@@ -170,15 +170,6 @@ class _Prices:
     @property
     def _tokens(self) -> int:
         return sum(map(len, self.windows))
-
-    def _of_loss(self, current: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return gradients in the states behind the layers, and what `loss_gradient` sums of the head."""
-        heads: list[torch.nn.Linear] = []
-        leave = self.skeleton.leaving(self.windows, heads=heads)
-        random, reads = torch.Generator().manual_seed(SEED), list[torch.Tensor]()
-        rows = max(1, LOGITS // self.skeleton.model.config.get_text_config().vocab_size)
-        with fast(heads):
-            return [loss_gradient(leave, at, state, rows, random, reads) for at, state in enumerate(current)], reads
 
     def _fisher(
         self, layer: DecoderLayer, before: Sequence[torch.Tensor], flowing: list[torch.Tensor]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import DataError
 from llmforge.base.progress import Progress
-from llmforge.calibration.gradients import LOGITS, fast
+from llmforge.calibration.gradients import fast, logits_at_a_time
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.quantize import corrected
 from llmforge.calibration.skeleton import Skeleton
@@ -191,7 +191,7 @@ class _Student:
 
         Some tokens have their logits in memory at a time.
         """
-        rows = max(1, LOGITS // self.skeleton.model.config.get_text_config().vocab_size)
+        rows = logits_at_a_time(self.skeleton)
         total, flowing = 0.0, []
         for part, wanted in zip(torch.split(state, rows, 1), torch.split(self.expected[window], rows, 1), strict=True):
             p = self.leave_checkpoint(window, wanted)[0][0].float().log_softmax(-1)

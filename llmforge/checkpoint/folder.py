@@ -538,15 +538,18 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def names_end(folder: Path) -> bool:
-    """Say whether the checkpoint in `folder` itself names the token that ends a text.
+def names_end(folder: Path, settings: Mapping[str, Any]) -> bool:
+    """Say whether the checkpoint in `folder`, of these `settings`, itself names the token that ends a text.
 
     Raises:
         CheckpointError: a file cannot be read, or is damaged.
     """
-    said = _read_optional(folder / GENERATION_CONFIG), _read_optional(folder / CONFIG)
-    settings = [*said, *(each for each in said[1].values() if isinstance(each, dict))]  # of the text model, too
-    return any(each.get("eos_token_id") is not None for each in settings)
+    key, generation = "eos_token_id", _read_optional(folder / GENERATION_CONFIG)
+    if key in generation:  # which counts, whatever it says
+        said = [generation]
+    else:
+        said = [dict(settings), *(each for each in settings.values() if isinstance(each, dict))]  # of the text model
+    return any(each.get(key) not in (None, []) for each in said)
 
 
 def find_chat_template(folder: Path) -> str | None:

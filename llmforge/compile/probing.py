@@ -98,11 +98,15 @@ def _tokens(opened: Checkpoint) -> int:
     return tokens and max(LENGTH, min(tokens, LOGITS // opened.geometry.vocabulary))
 
 
+def _length(opened: Checkpoint) -> int:
+    """Say how long a window is, in tokens."""
+    return min(LENGTH, opened.geometry.context or LENGTH)
+
+
 def _windows(opened: Checkpoint, text_file: Path) -> list[NDArray[np.int64]]:
     from llmforge.compile import texts
 
-    length = min(LENGTH, opened.geometry.context or LENGTH)
-    cut = texts.windows_of(opened, documents.read_documents(text_file), length)
+    cut = texts.windows_of(opened, documents.read_documents(text_file), _length(opened))
     return [window.ids for window in text.spread(cut, _tokens(opened))]
 
 
@@ -112,5 +116,4 @@ def _asked(opened: Checkpoint, chats: Path) -> list[NDArray[np.int64]]:
 
     read = documents.read_documents(chats)
     some = [read[at * len(read) // CHATS] for at in range(min(CHATS, len(read)))]
-    length = min(LENGTH, opened.geometry.context or LENGTH)
-    return [window.ids for window in text.windows(text.ids_of(some, texts.encoder_of(opened)), length)]
+    return [window.ids for window in text.windows(text.ids_of(some, texts.encoder_of(opened)), _length(opened))]

@@ -209,6 +209,10 @@ def _sums(quality: Quality) -> Iterator[str]:
         whole = sums.get(chat.document)
         if whole is None or not 0 < chat.tokens <= whole.tokens:
             yield f"quality: answers of {cut(chat.document)}"
+    for ending in quality.per_ending:
+        whole = sums.get(ending.document)
+        if whole is None or not 0 < ending.tokens <= whole.tokens + 1:  # after the last token, too
+            yield f"quality: ends of {cut(ending.document)}"
     for document in quality.per_token:
         of_document = sums.get(document.document)
         if of_document is None or document.tokens > of_document.tokens:

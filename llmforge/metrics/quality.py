@@ -258,8 +258,8 @@ def summarize(
     """Make the figures of `forms`, by name, with their bounds, from the scores of each document's windows.
 
     `chats` has those of answer tokens alone, `endings` those where a text or an answer ends, `decoded` those that were
-    read one by one as well. Quantiles and curves
-    are of values as a record keeps them, fp32, so that they can be made again of it.
+    read one by one as well. Quantiles and curves are of values as a record keeps them, fp32, so that they can be made
+    again of it.
     """
     summed = [form for form in forms.values() if isinstance(form, OfSums)]
 

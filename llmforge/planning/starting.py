@@ -116,7 +116,7 @@ def write(
             hint="choose --goal size, or a target with more memory; `llmforge plan` shows what takes it",
         )
     requantized = described if requantizes else None
-    has_end = names_end(folder_of(folder))
+    has_end = names_end(folder_of(folder), settings)
     lines = _Lines(planned, before, proposed, goal, name, given, probed, tried, requantized, has_end)
     text = "\n".join(lines.written(has_device=has_device, sample_text=sample_text)) + "\n"
     return StartingRecipe(text, planned)

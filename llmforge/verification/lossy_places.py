@@ -29,9 +29,7 @@ TIMES = 4.0  # what a far place may cost beside a near one
 APART, TOKEN_APART = 0.05, 0.4  # and by how much more, of a token's size: all tokens on average, and any of them
 _TOKENS = 64  # of the longest step
 _NEAR = 2  # steps that show what is usual
-_AGAIN = (
-    8  # times that a place is run with other numbers before it is refused: a fault of the place stays, luck does not
-)
+_AGAIN = 8  # times that a place is run on other numbers before it is refused: its fault stays, luck does not
 _CODES = frozenset({ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT4, ir.DataType.UINT4})
 
 

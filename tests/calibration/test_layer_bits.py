@@ -17,14 +17,8 @@ from llmforge.quantization.grid import Grid
 from llmforge.quantization.methods import PLAIN
 from llmforge.quantization.statistics import WeightDemand
 
-SAMPLE = Path(__file__).parents[1] / "data" / "docs-llama-7m"
 FIVE = ModelFormats(Grid(5, 32, False, "int8"), Grid(6, 32, True, "int8"))
 BITS = (4, 5, 6, 8)
-
-
-@pytest.fixture(scope="module")
-def opened() -> Checkpoint:
-    return Checkpoint.open(SAMPLE)
 
 
 @pytest.fixture(scope="module")

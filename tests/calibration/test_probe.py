@@ -20,11 +20,6 @@ EIGHT = ModelFormats(Grid(8, 32, True, "int8"), Grid(8, 32, True, "int8"))
 
 
 @pytest.fixture(scope="module")
-def opened() -> Checkpoint:
-    return Checkpoint.open(SAMPLE)
-
-
-@pytest.fixture(scope="module")
 def windows(opened: Checkpoint) -> list[np.ndarray]:
     random = np.random.default_rng(0)
     return [random.integers(0, opened.geometry.vocabulary, size) for size in (48, 40)]

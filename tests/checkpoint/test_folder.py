@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from llmforge.base.errors import CheckpointError, ForgeError, UnsupportedError
-from llmforge.checkpoint import Checkpoint, Geometry
+from llmforge.checkpoint import Checkpoint, Geometry, names_end
 from llmforge.checkpoint.folder import _geometry
 
 from ..models.checkpoints import CONFIG, safetensors_bytes, shapes, write_checkpoint
@@ -540,3 +540,23 @@ def test_a_file_that_is_too_large_is_not_said_to_be_forbidden(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match="11 bytes; at most 10 are allowed") as caught:
         safetensors_file.read_small(file, 10)
     assert caught.value.hint == safetensors_file.TOO_LARGE
+
+
+@pytest.mark.parametrize(
+    ("generation", "settings", "named"),
+    [
+        (None, {"eos_token_id": 2}, True),
+        (None, {"text_config": {"eos_token_id": [2, 3]}}, True),
+        (None, {"eos_token_id": None}, False),
+        ({"eos_token_id": 0}, {}, True),
+        ({"eos_token_id": None}, {"eos_token_id": 2}, False),  # which transformers takes as it is
+        ({"temperature": 1}, {"eos_token_id": 2}, True),
+        ({"eos_token_id": []}, {}, False),
+    ],
+)
+def test_a_checkpoint_may_name_what_ends_a_text(
+    tmp_path: Path, generation: dict[str, object] | None, settings: dict[str, object], named: bool
+) -> None:
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert names_end(tmp_path, settings) is named

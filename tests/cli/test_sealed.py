@@ -120,6 +120,8 @@ class TestVerify:
             (lambda r: r["quality"]["per_token"][0].update(windows=[[1, 10**9]]), "raw values"),
             (lambda r: r["quality"]["per_token"][0].update(windows=[[10**9, 50]]), "kld_by_position"),
             (lambda r: r["quality"]["per_token"][0].update(document="other"), "tokens of other"),
+            (lambda r: r["quality"].update(per_ending=[{"document": "other", "tokens": 1}]), "ends of other"),
+            (lambda r: r["quality"].update(per_ending=[{"document": "guide-0", "tokens": 10**9}]), "ends of guide-0"),
             (lambda r: r["latency"]["points"][0]["tpot_speedup"].update(value=99.0), "tpot_speedup"),
             (lambda r: r["gates"].pop(), "gates"),
             (lambda r: r["gates"][0].update(limit=9.0), "gates"),

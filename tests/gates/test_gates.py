@@ -53,6 +53,16 @@ def test_the_bound_decides(gate: GateSpec, measured: Estimate | None, verdict: V
     assert overall([result]) is verdict
 
 
+@pytest.mark.parametrize(
+    ("metric", "limit"), [("delta_p_mean", -0.01), ("eos_shift_at_ends", -1.0)]
+)  # figures that may be below 0
+def test_a_limit_below_0_decides(metric: str, limit: float) -> None:
+    for by, verdict in ((0.005, Verdict.PASS), (-0.005, Verdict.FAIL)):
+        value = limit + by
+        (result,) = judge({metric: GateSpec(min=limit)}, {metric: estimate(value, value - 0.001, value + 0.001)})
+        assert result.verdict is verdict
+
+
 def test_explanations() -> None:
     assert decide(GateSpec(max=0.03), None).explanation == "kld_mean: not measured, limit: at most 0.03"
     assert (

@@ -16,7 +16,7 @@ from llmforge.ir import graph, interface
 from llmforge.ir.operators import canonical
 from llmforge.ir.operators.standard import Gather, RotaryEmbedding
 
-from .table import LOSSY, ROUNDING, Act, Lie, _attentions, _names, _nodes, _pick, _products, _sums
+from .table import LOSSY, ROUNDING, Act, Lie, _attentions, _names, _nodes, _pick, _products, _sums, put_in_place
 
 Find = Callable[[ir.Model], list[ir.Node]]
 Condition = Callable[["Conditions"], ir.Value]
@@ -126,19 +126,7 @@ def wrong(where: Condition, find: Find, which: int | None = -1, *, output: int =
             )
             product = ir.node("Mul", [value, factor], name=f"{value.name}/wrong", num_outputs=1)
             product.outputs[0].type, product.outputs[0].shape = value.type, value.shape
-            owner, name = graph.owner(node), value.name
-            readers = [
-                (reader, index)
-                for reader, index in value.uses()
-                if reader is not product and reader not in conditions.nodes
-            ]
-            owner.insert_after(node, [*conditions.nodes, product])
-            for reader, index in readers:
-                reader.replace_input_with(index, product.outputs[0])
-            for index, given in enumerate(owner.outputs):
-                if given is value:
-                    owner.outputs[index] = product.outputs[0]
-            value.name, product.outputs[0].name = f"{name}.true", name
+            put_in_place(value, [*conditions.nodes, product])
         return _names(chosen)
 
     return act

@@ -5,7 +5,7 @@ A lie changes a graph and names the places that it would report; None where the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -244,20 +244,27 @@ def beyond(axis: int, first: int, find: Callable[[ir.Model], list[ir.Node]], whi
             rest = _node("Slice", [value, end, last, axes], value, "rest")
             half = _node("Mul", [rest.outputs[0], _constant(model, "half", 0.5, np.float32)], value, "half")
             both = _node("Concat", [head.outputs[0], half.outputs[0]], value, "both", axis=axis)
-            readers = [(reader, index) for reader, index in value.uses() if reader not in (head, rest)]
-            owner, name = graph.owner(node), value.name
-            owner.insert_after(node, [head, rest, half, both])
             for made in (head, rest, half):  # of sizes that nobody names
                 made.outputs[0].shape = ir.Shape([None] * len(graph.dims(value) or ()))
-            for reader, index in readers:
-                reader.replace_input_with(index, both.outputs[0])
-            for index, output in enumerate(owner.outputs):
-                if output is value:
-                    owner.outputs[index] = both.outputs[0]
-            value.name, both.outputs[0].name = f"{name}.true", name
+            put_in_place(value, [head, rest, half, both])
         return _names(chosen)
 
     return act
+
+
+def put_in_place(value: ir.Value, nodes: Sequence[ir.Node]) -> None:
+    """Let what the last of `nodes` makes of `value` be read in its place, under its name, by all but `nodes`."""
+    node, name, made = value.producer(), value.name, nodes[-1].outputs[0]
+    assert node is not None
+    readers = [(reader, index) for reader, index in value.uses() if reader not in nodes]
+    owner = graph.owner(node)
+    owner.insert_after(node, nodes)
+    for reader, index in readers:
+        reader.replace_input_with(index, made)
+    for index, output in enumerate(owner.outputs):
+        if output is value:
+            owner.outputs[index] = made
+    value.name, made.name = f"{name}.true", name
 
 
 def embedding(change: Callable[[NDArray[np.float32]], None]) -> Act:
