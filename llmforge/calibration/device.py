@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from llmforge.base.errors import EnvironmentLacks, UsageError
+from llmforge.calibration.carriers import Carriers
 from llmforge.calibration.residency import ModelWidths
 from llmforge.calibration.threads import compute_alone, over_windows
 
@@ -51,7 +52,7 @@ class ExecutionDevice:
         count = torch.cuda.device_count() if device.type == "cuda" else 1
         if (device.index or 0) >= count:
             raise EnvironmentLacks(
-                f"device {name}: torch {torch.__version__} finds {count or 'no'} CUDA device{'s' if count != 1 else ''}",
+                f"device {name} is not there: torch {torch.__version__} finds {count} CUDA devices",
                 hint="use --device cpu; or install torch for CUDA, and look at nvidia-smi",
             )
         return cls(device)
@@ -67,6 +68,11 @@ class ExecutionDevice:
         if self.is_host:
             return ""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+
+    @property
+    def carriers(self) -> Carriers:
+        """Let it carry windows."""
+        return Carriers(str(self.device))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -85,7 +91,8 @@ class ExecutionDevice:
         windows = widths().windows_within(free, lengths)
         if not windows:
             raise EnvironmentLacks(
-                f"device {self.device} has {free / 1e9:.1f} GB of memory free: less than a layer, its sums and one window",
+                f"device {self.device}: a layer, its sums and one window need more than its {free / 1e9:.1f} GB of free "
+                "memory",
                 hint="use --device cpu, or free memory of the device",
             )
         return replace(self, windows=windows)
@@ -99,7 +106,7 @@ class ExecutionDevice:
         return x.to(self.device)
 
     def rest(self, window: int, x: torch.Tensor) -> torch.Tensor:
-        """Return what is held of a window where it rests: on the device, or, of windows that do not fit, on the host."""
+        """Return what is held of a window where it rests: on the device, or on the host where it does not fit."""
         return x.to(self.device if window < self.windows else _CPU)
 
     def rest_all(self, sides: Sequence[list[torch.Tensor]]) -> None:
@@ -126,13 +133,15 @@ class ExecutionDevice:
     def place(self, module: torch.nn.Module) -> None:
         """Move the parameters and buffers of `module` that have memory to the device."""
         for part in module.modules():
-            for held in (part._parameters, part._buffers):
+            of_part: tuple[dict[str, Any], ...] = part._parameters, part._buffers
+            for held in of_part:
                 for name, tensor in held.items():
                     if tensor is None or tensor.is_meta or tensor.device == self.device:
                         continue
                     moved = self.put(tensor.detach())
-                    is_parameter = isinstance(tensor, torch.nn.Parameter)
-                    held[name] = torch.nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+                    if isinstance(tensor, torch.nn.Parameter):
+                        moved = torch.nn.Parameter(moved, tensor.requires_grad)
+                    held[name] = moved
 
     def over_windows(self, threads: int) -> AbstractContextManager[Callable[..., Iterable[Any]]]:
         """Return a `map` over windows: on the CPU on so many threads, elsewhere one window after the other."""
@@ -144,13 +153,13 @@ class ExecutionDevice:
             yield from map(read, indices)
             return
         with ThreadPoolExecutor(1, initializer=compute_alone) as reader:
-            coming = None
+            coming: list[Future[_Read]] = []
             for index in indices:
-                last, coming = coming, reader.submit(read, index)
-                if last is not None:
-                    yield last.result()
-            if coming is not None:
-                yield coming.result()
+                coming.append(reader.submit(read, index))
+                if len(coming) > 1:
+                    yield coming.pop(0).result()
+            for last in coming:
+                yield last.result()
 
 
 HOST = ExecutionDevice()

@@ -111,7 +111,9 @@ class _Calibration:
 
     def figures(self, kind: str, demand: Demand, compute: Callable[[], Any]) -> Any:
         """Return figures of a `kind` for one demand, computed now or by an earlier calibration."""
-        own = key(self.checkpoint, self.windows, [demand], None, self.threads, self.store.tools, self.device.identity)
+        own = key(
+            self.checkpoint, self.windows, [demand], None, self.threads, self.store.tools, str(self.device.device)
+        )
         return self.store.figures(kind, own, compute)
 
 
@@ -161,7 +163,7 @@ def calibrate(
     device = ExecutionDevice.of(carriers.device)
     store, progress, recovery = store or Store(), progress or Silent(), DemandsByKind.of(demands).recovery
     if recovery is not None:
-        own = key(checkpoint, windows, demands, caches, threads, store.tools, device.identity)
+        own = key(checkpoint, windows, demands, caches, threads, store.tools, str(device.device))
         others = [each for each in demands if each != recovery]
         found = calibrate(
             checkpoint,
@@ -182,7 +184,7 @@ def calibrate(
         run = _Calibration(checkpoint, windows, demands, _measured(caches), threads, store, progress, device, started)
         run, pruned = _with_structure(run)
         run, formats = _with_formats(run, stack)
-        done = _layers(run, key(checkpoint, windows, run.demands, caches, threads, store.tools, device.identity))
+        done = _layers(run, key(checkpoint, windows, run.demands, caches, threads, store.tools, str(device.device)))
     notes, pruning = (*pruned, *formats), run.asked.pruning
     linears = StoredMatrices(dict(item for result in done for item in result.linears.items()))
     return Statistics(
@@ -407,11 +409,11 @@ def key(
     caches: Mapping[int, Collection[str]] | None,
     threads: int,
     tools: str,
-    device: str = "",
+    device: str = "cpu",
 ) -> str:
     """Hash all that results depend on: inputs, demands, code and `tools`, the processor and the threads.
 
-    `device` is the `identity` of one that layers run on.
+    `device` names the one that layers run on.
     """
     measured = _measured(caches)
     digest = hashlib.sha256(checkpoint.digest.encode())
@@ -420,7 +422,8 @@ def key(
     digest.update(repr((sorted(map(repr, demands)), measured and sorted(measured), threads)).encode())
     digest.update(tools.encode())
     methods = {type(demand.method).__module__ for demand in demands if isinstance(demand, WeightDemand)}
-    digest.update(repr((_code(methods), processor(), *filter(None, [device]))).encode())
+    other = filter(None, [ExecutionDevice.of(device).identity])
+    digest.update(repr((_code(methods), processor(), *other)).encode())
     return digest.hexdigest()
 
 

@@ -173,8 +173,8 @@ class _Sums:
                 inputs = inputs / self.tokens[name]
             weighted = weighted / max(self.weights[name], torch.finfo(torch.float32).tiny)
             outputs = self.outputs[name].diagonal() / tokens
-            on_host = (None if each is None else each.cpu().numpy() for each in (inputs, weighted, outputs))
-            found[name] = LinearMoments(*on_host)
+            read = None if inputs is None else inputs.cpu().numpy()
+            found[name] = LinearMoments(read, weighted.cpu().numpy(), outputs.cpu().numpy())
         return found
 
 

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import DataError
 from llmforge.base.progress import Progress
-from llmforge.calibration.gradients import LOGITS, fast
+from llmforge.calibration.gradients import fast
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.quantize import corrected
+from llmforge.calibration.residency import LOGITS
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.store import LayerResult, Store, StoredMatrices
 from llmforge.checkpoint import Checkpoint

@@ -73,7 +73,7 @@ class ModelWidths:
         return calls + max(max(walks), self._loss_bytes(lengths))
 
     def _loss_bytes(self, lengths: Sequence[int]) -> int:
-        """Return what the loss takes, with the head, beside the layer before it and the hidden states of all windows."""
+        """Return what the loss takes: the head, the layer before it, hidden states of all windows, some logits."""
         last = self.layers[-1]
         matrices = self.vocabulary * last.hidden + PARTS * last.hidden * last.hidden
         rows = STATES * last.hidden * sum(lengths) + LOGITS_HELD * self.chunk * self.vocabulary

@@ -36,7 +36,10 @@ class InputSums:
         outputs: int | None = None,
         device: torch.device | None = None,
     ) -> InputSums:
-        """Begin with no token, on `device`, by default the CPU; inputs have `width` features, and what is added to has `outputs`; None: nothing is."""
+        """Begin with no token, on `device`, by default the CPU; inputs have `width` features.
+
+        What is added to has `outputs`; None: nothing is.
+        """
         rows = dict.fromkeys(demands, width)
         if InputStatistic.RESIDUAL in rows:
             del rows[InputStatistic.RESIDUAL]
@@ -117,7 +120,7 @@ def _add(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @cache
 def _in_pairs() -> bool:
-    """Say whether, on the CPU, factors are rounded to bf16, and multiplied by the compiled loops twice as fast as in fp32.
+    """Say whether the CPU rounds factors to bf16, and multiplies by the compiled loops, twice as fast as in fp32.
 
     With AMX, torch's own products do both.
     """

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from llmforge.calibration.device import ExecutionDevice
 from llmforge.calibration.layer import Additions, DecoderLayer, Observed
 from llmforge.calibration.resuming import SHARES, Runs
 from llmforge.calibration.sums import InputSums
@@ -57,6 +58,10 @@ class Unquantized(NamedTuple):
 
     read: torch.Tensor
     residual: torch.Tensor | None
+
+    def on(self, device: ExecutionDevice) -> Unquantized:
+        """Return it where a layer runs."""
+        return Unquantized(device.put(self.read), None if self.residual is None else device.put(self.residual))
 
 
 class Routed(NamedTuple):
@@ -183,13 +188,10 @@ class WindowsHere:
         wanted = rows_added is not None and name in added.last
         anew = added.last if wanted and runs.at_end != (name,) else ()
 
-        def put(x: torch.Tensor | None) -> torch.Tensor | None:
-            return None if x is None else device.put(x)
-
         def summed(share: int) -> InputSums:
             sums = InputSums.start(demands, originals[0].read.shape[1], rows_added, device.device)
             for place in [place for place, number in enumerate(self.numbers) if number % SHARES == share]:
-                original, state = Unquantized(*map(put, originals[place])), device.put(self.current[place])
+                original, state = originals[place].on(device), device.put(self.current[place])
                 now = state[0]
                 if wanted and not anew:
                     x, after = runs.without(name, place)

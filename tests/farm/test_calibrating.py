@@ -72,6 +72,12 @@ def test_two_workers_one_of_them_killed_make_the_same_bytes(tiny_checkpoint: Pat
             yield [*(killed or [one]), other]
 
     alone = bytes_of(calibrate(checkpoint, WINDOWS, DEMANDS))
-    assert bytes_of(calibrate(checkpoint, WINDOWS, DEMANDS, workers=lambda: started(kill=False))) == alone
-    assert bytes_of(calibrate(checkpoint, WINDOWS, DEMANDS, workers=lambda: started(kill=True))) == alone
+    assert (
+        bytes_of(calibrate(checkpoint, WINDOWS, DEMANDS, carriers=Carriers(workers=lambda: started(kill=False))))
+        == alone
+    )
+    assert (
+        bytes_of(calibrate(checkpoint, WINDOWS, DEMANDS, carriers=Carriers(workers=lambda: started(kill=True))))
+        == alone
+    )
     assert killed[0].asked == 3
