@@ -91,8 +91,8 @@ class ExecutionDevice:
         windows = widths().windows_within(free, lengths)
         if not windows:
             raise EnvironmentLacks(
-                f"device {self.device}: a layer, its sums and one window need more than its {free / 1e9:.1f} GB of free "
-                "memory",
+                f"device {self.device}: {free / 1e9:.1f} GB of memory are free, which a layer, its sums and one window "
+                "do not fit into",
                 hint="use --device cpu, or free memory of the device",
             )
         return replace(self, windows=windows)
@@ -148,10 +148,7 @@ class ExecutionDevice:
         return over_windows(threads) if self.is_host else nullcontext(map)
 
     def ahead(self, read: Callable[[int], _Read], indices: Iterable[int]) -> Iterator[_Read]:
-        """Yield what `read` makes of each of `indices`; on a device, the next is read while one is worked on."""
-        if self.is_host:
-            yield from map(read, indices)
-            return
+        """Yield what `read` makes of each of `indices`; a thread reads the next while one is worked on."""
         with ThreadPoolExecutor(1, initializer=compute_alone) as reader:
             coming: list[Future[_Read]] = []
             for index in indices:

@@ -111,9 +111,8 @@ class _Calibration:
 
     def figures(self, kind: str, demand: Demand, compute: Callable[[], Any]) -> Any:
         """Return figures of a `kind` for one demand, computed now or by an earlier calibration."""
-        own = key(
-            self.checkpoint, self.windows, [demand], None, self.threads, self.store.tools, str(self.device.device)
-        )
+        tools, device = self.store.tools, str(self.device.device)
+        own = key(self.checkpoint, self.windows, [demand], None, self.threads, tools, device)
         return self.store.figures(kind, own, compute)
 
 

@@ -173,6 +173,10 @@ class Skeleton:
 
         Who is given a layer lets it go before asking for the next: then there is one on the device.
         """
+        if self.device.is_host:
+            for index in indices:
+                yield self.load(index, calls[index])
+            return
         for index, module in self.device.ahead(lambda index: (index, self._read(index)), indices):
             yield self._placed(module, index, calls[index])
             del module  # the one who asks for the next has no use of it

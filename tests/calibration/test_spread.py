@@ -47,6 +47,10 @@ WINDOWS = [
 ]
 
 
+def given(workers: Sequence[Worker]) -> Carriers:
+    return Carriers(workers=lambda: nullcontext(workers))
+
+
 _ONE_BUILDS = threading.Lock()  # a model of transformers at a time: parameters on no device are a mode of the process
 
 
@@ -136,9 +140,7 @@ def test_workers_make_what_one_process_makes(demands: Sequence[Demand], checkpoi
     alone = calibrate(checkpoint, WINDOWS, demands)
     for count in (1, 2, 4):
         with threads(count) as workers:
-            assert same(
-                alone, calibrate(checkpoint, WINDOWS, demands, carriers=Carriers(workers=lambda: nullcontext(workers)))
-            )
+            assert same(alone, calibrate(checkpoint, WINDOWS, demands, carriers=given(workers)))
             assert all(worker.asked.count("begin") == 2 for worker in workers)  # one part of each layer
 
 
@@ -146,7 +148,7 @@ def test_experts_read_the_same(tmp_path: Path) -> None:
     zoo.write("qwen3-moe", tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     with threads(3) as workers:
-        found = calibrate(checkpoint, WINDOWS, [WEIGHTS], carriers=Carriers(workers=lambda: nullcontext(workers)))
+        found = calibrate(checkpoint, WINDOWS, [WEIGHTS], carriers=given(workers))
     assert same(calibrate(checkpoint, WINDOWS, [WEIGHTS]), found)
 
 
@@ -155,28 +157,26 @@ def test_what_a_lost_worker_carried_another_carries(answers: int, checkpoint: Ch
     """Lost when it enters, in front of a layer, between its linears, or in the next layer."""
     alone = calibrate(checkpoint, WINDOWS, DEMANDS)
     with threads(3, {1: answers}) as workers:
-        assert same(
-            alone, calibrate(checkpoint, WINDOWS, DEMANDS, carriers=Carriers(workers=lambda: nullcontext(workers)))
-        )
+        assert same(alone, calibrate(checkpoint, WINDOWS, DEMANDS, carriers=given(workers)))
         begun = [worker.asked.count("begin") for worker in workers]
     assert max(begun[0], begun[2]) == (3 if answers else 2)  # what it carried was begun anew, on one of the others
 
 
 def test_where_all_are_lost_that_is_said(checkpoint: Checkpoint) -> None:
     with threads(2, {0: 3, 1: 9}) as workers, pytest.raises(EnvironmentLacks, match="all workers of calibration"):
-        calibrate(checkpoint, WINDOWS, DEMANDS, carriers=Carriers(workers=lambda: nullcontext(workers)))
+        calibrate(checkpoint, WINDOWS, DEMANDS, carriers=given(workers))
 
 
 def test_workers_elsewhere_must_be_like_this_process(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     found = iter(["one processor", "another"])
     monkeypatch.setattr(spread, "processor", lambda: next(found))
     with threads(1) as workers, pytest.raises(UsageError, match="another processor"):
-        calibrate(checkpoint, WINDOWS, DEMANDS, carriers=Carriers(workers=lambda: nullcontext(workers)))
+        calibrate(checkpoint, WINDOWS, DEMANDS, carriers=given(workers))
 
 
 def test_what_they_cannot_carry_is_refused(checkpoint: Checkpoint) -> None:
     with threads(1) as workers, pytest.raises(UnsupportedError, match="--calibration-workers"):
-        calibrate(checkpoint, WINDOWS, [SparsityDemand(0.01)], carriers=Carriers(workers=lambda: nullcontext(workers)))
+        calibrate(checkpoint, WINDOWS, [SparsityDemand(0.01)], carriers=given(workers))
 
 
 def test_none_is_started_where_nothing_is_lacking(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_what_a_worker_raises_comes_with_its_reason(checkpoint: Checkpoint) -> N
 
         workers[0].ask = ask  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="must match"):
-            calibrate(checkpoint, WINDOWS, [demand], carriers=Carriers(workers=lambda: nullcontext(workers)))
+            calibrate(checkpoint, WINDOWS, [demand], carriers=given(workers))
 
 
 def test_sums_of_shares_are_those_of_their_windows(checkpoint: Checkpoint) -> None:
