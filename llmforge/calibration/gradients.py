@@ -312,13 +312,14 @@ def _summed(linears: Mapping[str, torch.nn.Linear], own: _OfThread, *, reads: bo
         def after(module: torch.nn.Module, args: Any, y: Any) -> None:
             if not isinstance(y, torch.Tensor) or not y.requires_grad:
                 return
+            sums = own.sums  # gradients come on another thread, where a device has its own
             if not reads:
-                y.register_hook(lambda g: own.sums.add(name, _rows(g)))  # type: ignore[no-untyped-call]
+                y.register_hook(lambda g: sums.add(name, _rows(g)))  # type: ignore[no-untyped-call]
                 return
             x = _rows(args[0].detach())
             first = all(x.data_ptr() != other.data_ptr() or x.shape != other.shape for other in own.read)
             own.read.append(x)
-            y.register_hook(lambda g: own.sums.add(name, _rows(g), x, first=first))  # type: ignore[no-untyped-call]
+            y.register_hook(lambda g: sums.add(name, _rows(g), x, first=first))  # type: ignore[no-untyped-call]
 
         return after
 

@@ -50,7 +50,12 @@ class CountedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, raw: torch.Tensor) -> CountedTensor:
         made: CountedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, raw.shape, strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, device=f"{NAME}:0"
+            cls,
+            raw.shape,
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            device=f"{NAME}:0",
         )
         made.raw = raw
         _hold(made, raw)
@@ -70,6 +75,8 @@ class CountedTensor(torch.Tensor):
         raw_args, raw_given = tree_map(_raw, (args, given))
         if name == "aten::copy_":
             _crossing(args[1], to_device=isinstance(args[0], CountedTensor))
+        if name == "aten::histc" and not raw_args[0].is_floating_point():  # which the CPU has of floats alone
+            return CountedTensor(func(raw_args[0].float(), *raw_args[1:], **raw_given).to(raw_args[0].dtype))
         made = func(*raw_args, **raw_given)
         if name == "aten::_local_scalar_dense":
             return made
@@ -79,7 +86,7 @@ class CountedTensor(torch.Tensor):
         own = {id(each.raw): each for each in tensors if isinstance(each, CountedTensor)}
 
         def wrapped(x: Any) -> Any:
-            return own.get(id(x), None) or CountedTensor(x) if isinstance(x, torch.Tensor) else x
+            return own.get(id(x)) or CountedTensor(x) if isinstance(x, torch.Tensor) else x
 
         return tree_map(lambda x: own[id(x)] if id(x) in own else wrapped(x), made)
 
@@ -128,6 +135,8 @@ def counted() -> Iterator[Traffic]:
         library = torch.library.Library("aten", "IMPL")
         library.impl("empty.memory_format", _empty, "PrivateUse1")
         library.impl("empty_strided", _empty_strided, "PrivateUse1")
+        module = getattr(torch, NAME)
+        module.get_rng_state, module.set_rng_state = (lambda *_: torch.empty(0)), (lambda *_: None)
         _registered.append(library)
     TRAFFIC.clear()
     yield TRAFFIC
