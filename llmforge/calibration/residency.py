@@ -76,7 +76,7 @@ class ModelWidths:
         """Return what the loss takes: the head, the layer before it, hidden states of all windows, some logits."""
         last = self.layers[-1]
         matrices = self.vocabulary * last.hidden + PARTS * last.hidden * last.hidden
-        rows = STATES * last.hidden * sum(lengths) + LOGITS_HELD * self.chunk * self.vocabulary
+        rows = STATES * last.hidden * sum(lengths) + LOGITS_HELD * min(self.chunk, max(lengths)) * self.vocabulary
         return last.weights_bytes + NUMBER * (matrices + rows)
 
     def windows_within(self, free_bytes: int, lengths: Sequence[int]) -> int:

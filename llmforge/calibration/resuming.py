@@ -52,7 +52,6 @@ class _WindowRun:
         found = self.called_with
         if not self.waits and found is not None:
             self.let_go()
-            self._future = None
         return found
 
     def run_to(self, wanted: str | None) -> None:
@@ -84,10 +83,11 @@ class _WindowRun:
             raise _LetGo
 
     def let_go(self) -> None:
-        """End the run where it stands."""
+        """End the run where it stands, and hold nothing of it."""
         if self._future is not None:
             with suppress(_LetGo):
                 self.run_to(_NOWHERE)
+        self._future = self.silenced = self.called_with = None  # a future and what calls back are a cycle
 
 
 _NOWHERE = ""

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError
 from llmforge.calibration import calibrate
 from llmforge.calibration.carriers import Carriers
+from llmforge.calibration.device import ExecutionDevice
+from llmforge.calibration.residency import LOGITS, LayerWidths, ModelWidths
+from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import dequantize
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import (
+    Demand,
     InputRangeDemand,
     KvRangeDemand,
     Smoothing,
@@ -63,3 +74,146 @@ def test_a_device_makes_what_the_cpu_makes(kind: str, tmp_path: Path) -> None:
     with counted(), sdpa_kernel(SDPBackend.MATH):
         expected = calibrate(checkpoint, WINDOWS, DEMANDS)
         require_near(expected, calibrate(checkpoint, WINDOWS, DEMANDS, carriers=DEVICE))
+
+
+LAYERS, HIDDEN, INNER, KV = 3, 64, 160, 32
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Checkpoint:
+    zoo.write("llama", tmp_path / "dense", hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS)
+    return Checkpoint.open(tmp_path / "dense")
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Free what nobody refers to at once, and nothing else."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def test_weights_states_and_sums_cross_as_often_as_is_said_and_nothing_else(dense: Checkpoint) -> None:
+    with counted() as traffic, without_collection():
+        calibrate(dense, WINDOWS, [WEIGHTS], carriers=DEVICE)
+        put, fetched = dict(traffic.put), dict(traffic.fetched)
+    # Weights: forwards and backwards for gradients, once more to be quantized, and quantized; codes are chosen from
+    # those that come back.
+    linears = Counter({(HIDDEN, HIDDEN): 2, (KV, HIDDEN): 2, (INNER, HIDDEN): 2, (HIDDEN, INNER): 1})
+    vocabulary = 264
+    expected = Counter({shape: 4 * LAYERS * count for shape, count in linears.items()})
+    expected[(HIDDEN,)] = 3 * LAYERS * 2 + 1  # norms, of layers and in front of the head
+    expected[vocabulary, HIDDEN] = 1
+    expected[(8,)] = 2  # frequencies of rotary tables, of the model with the head
+    for window in WINDOWS:
+        tokens = len(window.ids)
+        # Hidden states: in front of the first layer for gradients, in front of each on the way back, in front of the
+        # first layer to quantize; and the embedding that runs with the head.
+        expected[1, tokens, HIDDEN] += LAYERS + 3
+        expected[tokens, 1] += 1  # what labels are drawn by
+        expected[(tokens,)] += 1  # ids
+    for tokens in {len(window.ids) for window in WINDOWS}:
+        expected[1, tokens, HIDDEN // 4] = 2  # rotary tables, which windows and layers share
+        expected[1, tokens] = 1  # positions
+    assert {shape: count for (_, shape), count in put.items()} == expected
+    # Back come: weights; of each of the four groups H and C, of o_proj and down_proj R, each of the text and of the
+    # share held out; moments of gradients; hidden states that are written to a file.
+    groups = {"qkv": HIDDEN, "o": HIDDEN, "gate_up": HIDDEN, "down": INNER}
+    back = Counter({shape: LAYERS * count for shape, count in linears.items()})
+    for width in groups.values():
+        back[width, width] += LAYERS * 2 * 2
+    back[HIDDEN, HIDDEN] += LAYERS * 2
+    back[HIDDEN, INNER] += LAYERS * 2
+    for (rows, _), count in linears.items():
+        back[rows, rows] += LAYERS * count
+    back[HIDDEN, HIDDEN] += 2  # of embedding and head
+    back[1, sum(len(window.ids) for window in WINDOWS), HIDDEN] = LAYERS
+    ids = Counter((1, len(window.ids)) for window in WINDOWS)
+    assert {shape: count for (_, shape), count in fetched.items()} == back + ids
+
+
+@pytest.mark.parametrize("demands", [[WEIGHTS], DEMANDS], ids=["weights", "all"])
+def test_memory_on_the_device_is_within_what_is_said_and_nothing_is_left(
+    demands: Sequence[Demand], dense: Checkpoint
+) -> None:
+    lengths = [len(window.ids) for window in WINDOWS]
+    said = Skeleton.build(dense).widths().resident_bytes(lengths, len(lengths))
+    with counted() as traffic, without_collection():
+        calibrate(dense, WINDOWS, demands, carriers=DEVICE)
+        assert said / 4 < traffic.peak <= said
+        assert traffic.resident == 0
+
+
+def test_windows_that_do_not_fit_rest_on_the_host_and_make_the_same(
+    dense: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [len(window.ids) for window in WINDOWS]
+    widths = Skeleton.build(dense).widths()
+    free = int(widths.resident_bytes(lengths, 3) / 0.9) + 1
+    assert widths.windows_within(free, lengths) == 3
+    with counted() as traffic, without_collection():
+        whole = calibrate(dense, WINDOWS, [WEIGHTS, KvRangeDemand()], carriers=DEVICE)
+        unlimited = traffic.peak
+        traffic.clear()
+        monkeypatch.setattr(ExecutionDevice, "_free_bytes", lambda self: free)
+        some = calibrate(dense, WINDOWS, [WEIGHTS, KvRangeDemand()], carriers=DEVICE)
+        assert traffic.peak < min(unlimited, 0.9 * free)
+    for name, matrix in whole.linears.items():
+        assert np.array_equal(matrix.codes, some.linears[name].codes)
+    monkeypatch.setattr(ExecutionDevice, "_free_bytes", lambda self: 1000)
+    with counted(), pytest.raises(EnvironmentLacks, match="one window"):
+        calibrate(dense, WINDOWS, [WEIGHTS], carriers=DEVICE)
+
+
+def test_the_next_layer_is_read_while_one_is_worked_on(dense: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = [threading.Event() for _ in range(LAYERS)]
+    own = Skeleton._read
+
+    def noted(self: Skeleton, index: int) -> torch.nn.Module:
+        module = own(self, index)
+        read[index].set()
+        return module
+
+    monkeypatch.setattr(Skeleton, "_read", noted)
+    with counted():
+        skeleton = Skeleton.build(dense, ExecutionDevice.of(DEVICE.device))
+        layers = skeleton.stream(range(LAYERS), skeleton.enter([window.ids for window in WINDOWS])[0])
+        next(layers)
+        assert read[1].wait(10)
+        assert not read[2].is_set()
+        assert [layer.name for layer in layers] == ["model.layers.1", "model.layers.2"]
+
+
+# Parameters as their configurations have them (8B: Llama 3.1, 70B: Llama 3.3), 16 windows of 512 tokens.
+@pytest.mark.parametrize(
+    ("hidden", "inner", "heads", "kv", "least_gb", "most_gb"),
+    [(4096, 14336, 32, 1024, 15, 30), (8192, 28672, 64, 1024, 50, 75)],
+    ids=["8B", "70B"],
+)
+def test_large_models_fit_one_gpu(hidden: int, inner: int, heads: int, kv: int, least_gb: int, most_gb: int) -> None:
+    linears = ((hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden))
+    linears += ((inner, hidden), (inner, hidden), (hidden, inner))
+    layer = LayerWidths(hidden, sum(n * k for n, k in linears) + 2 * hidden, linears, heads)
+    widths, lengths = ModelWidths((layer,), 128256, max(1, LOGITS // 128256)), [512] * 16
+    assert least_gb < widths.resident_bytes(lengths, 16) / 1e9 < most_gb
+    assert widths.windows_within(80 * 10**9, lengths) == 16
+
+
+def test_devices_are_found_by_name_or_refused() -> None:
+    assert ExecutionDevice.of("cpu").is_host
+    assert str(ExecutionDevice.of("auto").device) == ("cuda:0" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(EnvironmentLacks, match="cuda:99 is not there"):
+        ExecutionDevice.of("cuda:99")
+    with pytest.raises(UsageError, match="no device is called 'gpu'"):
+        ExecutionDevice.of("gpu")
+    with pytest.raises(UnsupportedError, match="compute on CPUs"):
+        Carriers("cuda:0", workers=lambda: nullcontext([]))
+
+
+def test_results_of_devices_are_kept_apart() -> None:
+    with counted():
+        assert ExecutionDevice.of("counted:0").identity == "counted"
+    assert ExecutionDevice.of("cpu").identity == ""

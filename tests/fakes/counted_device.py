@@ -1,4 +1,4 @@
-"""A device for torch that computes on the CPU, counts what crosses to it and back, and mixes with no tensor of the host.
+"""A device for torch that computes on the CPU, counts what crosses to it and back, and does not mix with the host.
 
 Tensors say that they are on "counted:0". An operation with one of them and one of the host's fails, as it would on a
 GPU, unless it copies, or the other is a single number. NumPy cannot read them.
