@@ -8,7 +8,6 @@ tokens come to the host once for each group of linears that read one tensor: cod
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +22,6 @@ from llmforge.calibration.carriers import Carriers
 from llmforge.calibration.residency import ModelWidths
 from llmforge.calibration.threads import compute_alone, over_windows
 
-NAMES = re.compile(r"auto|cpu|cuda:\d+")
 _CPU = torch.device("cpu")
 _Read = TypeVar("_Read")
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from llmforge.calibration.layer import DecoderLayer, LayerCall, Map, linears_of, narrowed
 from llmforge.calibration.pricing import LinearMoments
-from llmforge.calibration.residency import LOGITS
+from llmforge.calibration.residency import LOGITS, MOST_TOKENS
 from llmforge.calibration.resuming import SHARES
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.sums import add_moments, mirror
@@ -31,7 +31,7 @@ from llmforge.quantization.grids import Float32
 
 # Gradients are taken of that many tokens, and of more where linears have many outputs, of whose pairs few tokens say
 # little: KLD of the sample, 768 outputs at most, on text held out, with 8192 tokens 6.72, with 4096 6.68, 1024 7.36.
-TOKENS, PER_OUTPUT, MOST_TOKENS = 4096, 3, 16384
+TOKENS, PER_OUTPUT = 4096, 3
 # Of so many windows, one prices formats with errors that are fitted to the others. Fitted to the same tokens, errors
 # were priced too low: SmolLM2-135M's mixed formats of 5.77 bits at 0.0104, measured 0.0156 on other documentation.
 PRICING = 4

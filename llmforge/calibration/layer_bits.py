@@ -22,10 +22,11 @@ import torch
 
 from llmforge.base.progress import Progress, Silent
 from llmforge.calibration import probe
-from llmforge.calibration.gradients import LOGITS, SEED, fast, loss_gradient
+from llmforge.calibration.gradients import SEED, fast, loss_gradient
 from llmforge.calibration.layer import DecoderLayer, Map
 from llmforge.calibration.pricing import TABLE_ROWS
 from llmforge.calibration.probe import Ids
+from llmforge.calibration.residency import LOGITS
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.store import Store
 from llmforge.calibration.threads import fixed

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 NUMBER = 4  # bytes, of fp32
 LOGITS = 1 << 24  # that are in memory at a time
+MOST_TOKENS = 16384  # that gradients are taken of
 USABLE = 0.9  # of the free memory: the rest is for what torch's allocator cannot fill
 PARTS = 3  # of the windows, whose sums there are at one time
 STATES = 4  # hidden states of a window: the checkpoint's, the quantized layers', and what each of them adds to
@@ -76,7 +77,9 @@ class ModelWidths:
         """Return what the loss takes: the head, the layer before it, hidden states of all windows, some logits."""
         last = self.layers[-1]
         matrices = self.vocabulary * last.hidden + PARTS * last.hidden * last.hidden
-        rows = STATES * last.hidden * sum(lengths) + LOGITS_HELD * min(self.chunk, max(lengths)) * self.vocabulary
+        longest = max(lengths)
+        rows = STATES * last.hidden * min(sum(lengths), MOST_TOKENS + longest)
+        rows += LOGITS_HELD * min(self.chunk, longest) * self.vocabulary
         return last.weights_bytes + NUMBER * (matrices + rows)
 
     def windows_within(self, free_bytes: int, lengths: Sequence[int]) -> int:

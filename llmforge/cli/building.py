@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from llmforge.compile.state import BuildResult
     from llmforge.gates.records import EngineRecord
     from llmforge.metrics.agreement import RuntimeName
+
+_DEVICE = re.compile(r"auto|cpu|cuda:\d+")
 
 
 @contextmanager
@@ -236,6 +239,10 @@ def build(recipe: Path | None, options: BuildOptions) -> None:
     require_given("--matrix", "jobs", "store", "page")
     if options.calibration_workers is None:
         require_given("--matrix or --calibration-workers", "address")
+    if options.device is not None:
+        refuse_given("--device", "calibration_workers")
+        if not _DEVICE.fullmatch(options.device):
+            raise UsageError(f"--device {options.device}: nothing is called so", hint="auto, cpu, or cuda:N")
     process.prepare()
     process.keep_freed_memory()
     process.collect_rarely()
@@ -284,8 +291,6 @@ def _built(path: Path, options: BuildOptions) -> BuildResult:
     if recipe.snapshot is not None:
         console.say(f"fetching {recipe.snapshot.repository} at {recipe.snapshot.commit[:12]}")
     checked = replace(check_recipe(recipe, options.out), publish_failed=options.publish_failed)
-    if options.device is not None and options.calibration_workers is not None:
-        refuse_given("--device", "calibration_workers")
     if options.device is not None:
         checked = replace(checked, carriers=_device(options.device))
     elif options.calibration_workers is not None:
@@ -315,7 +320,7 @@ def _built(path: Path, options: BuildOptions) -> BuildResult:
 
 
 def _device(name: str) -> Carriers:
-    """Hold a device against those that torch finds, which takes an import of torch where one is named."""
+    """Hold a device against those that torch finds."""
     with process.unwatched():
         from llmforge.calibration.device import ExecutionDevice
 
