@@ -54,7 +54,8 @@ def calibration(scale: Scale) -> dict[str, Any]:
         "codes_equal": float(np.mean(equal)),
         "kld_mean": kld,
         "seconds": seconds,
-        "said_bytes": skeleton.widths().resident_bytes([LENGTH] * len(seen), len(seen)),
+        "said_bytes": skeleton.widths().resident_bytes([LENGTH] * len(seen), len(seen))
+        + device.thread_bytes * (len(seen) + 1),
         "taken_bytes": 0 if device.is_host else torch.cuda.max_memory_allocated(device.device),
     }
     if not kld["device"] <= (1 + MOST_MORE) * kld["cpu"]:  # also where it is NaN

@@ -23,6 +23,7 @@ from llmforge.calibration.residency import ModelWidths
 from llmforge.calibration.threads import compute_alone, over_windows
 
 _CPU = torch.device("cpu")
+WORKSPACE = 32 << 20  # bytes that torch gives cuBLAS for each thread on Hopper; 8 MiB on others
 _Read = TypeVar("_Read")
 
 
@@ -86,7 +87,7 @@ class ExecutionDevice:
         free = self._free_bytes()
         if free is None:
             return self
-        windows = widths().windows_within(free, lengths)
+        windows = widths().windows_within(free, lengths, self.thread_bytes)
         if not windows:
             raise EnvironmentLacks(
                 f"device {self.device}: {free / 1e9:.1f} GB of memory are free, which a layer, its sums and one window "
@@ -94,6 +95,11 @@ class ExecutionDevice:
                 hint="use --device cpu, or free memory of the device",
             )
         return replace(self, windows=windows)
+
+    @property
+    def thread_bytes(self) -> int:
+        """Return what a thread that multiplies there takes besides its tensors."""
+        return WORKSPACE if self.device.type == "cuda" else 0
 
     def _free_bytes(self) -> int | None:
         """Return how much memory is free there; None where that is not known or not limited."""
