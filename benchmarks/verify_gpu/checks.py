@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.verify_gpu import place, speed
+from benchmarks.verify_gpu import calibrating, place, speed
 from benchmarks.verify_gpu.scale import EVERY, Scale
 from llmforge.base.errors import EnvironmentLacks, Unavailable, VerificationError
 from llmforge.native import nccl
@@ -78,6 +78,7 @@ def plan(scale: Scale) -> list[Step]:
     made.append(Step(f"parity:{scale.plain}{SLOTS}:llama", 300, _named(parity, scale.plain, "llama", "slots")))
     made.append(Step("capture", 600, capture))
     made.append(Step("capture:slots", 600, _named(capture, "slots")))
+    made.append(Step("calibration", 600, lambda run: calibrating.calibration(run.scale)))
     for model, wanted in scale.models.items():
         made.append(Step(f"shape:{model}", 1800, _named(shape, model)))
         after = (f"shape:{model}",)

@@ -16,7 +16,7 @@ Outcomes = Mapping[str, Outcome]
 def render(outcomes: Outcomes, scale: Scale) -> str:
     """Write the evidence as Markdown."""
     parts = ["# Evidence from a GPU", DRY_RUN if scale.dry else "", _environment(outcomes), _attention(outcomes)]
-    parts += [_parity(outcomes), _captures(outcomes)]
+    parts += [_parity(outcomes), _captures(outcomes), _calibration(outcomes)]
     parts += [
         part for model in scale.models for part in (_speed(outcomes, scale, model), _served(outcomes, scale, model))
     ]
@@ -72,6 +72,18 @@ def _captures(outcomes: Outcomes) -> str:
             rows.append((*what, f"{each['eager_ms']:.2f}", replay, f"{each['memory_bytes'] / 1e6:.1f}"))
     head = ("engine", "rows", "tokens", "CUDA graph", "eager ms", "replayed ms", "MB")
     return _table("## Recorded decode steps", head, rows)
+
+
+def _calibration(outcomes: Outcomes) -> str:
+    found = _result(outcomes, "calibration")
+    if found is None:
+        return ""
+    rows = [
+        (where, f"{found['kld_mean'][where]:.4f}", f"{found['seconds'][where]:.1f}", memory)
+        for where, memory in (("cpu", "–"), ("device", f"{found['taken_bytes'] / 1e6:.0f}"))
+    ]
+    said = f"## Calibration of the sample: {found['codes_equal']:.1%} of the codes are equal"
+    return _table(f"{said}, {found['said_bytes'] / 1e6:.0f} MB are said", ("on", "KLD", "s", "MB taken"), rows)
 
 
 def _bandwidth(gb_per_s: float | None) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from llmforge.base.errors import DataError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.cache import Code, processor
 from llmforge.calibration import mixed, prune
+from llmforge.calibration.asked import DemandsByKind, refuse
+from llmforge.calibration.carriers import Carriers
+from llmforge.calibration.device import HOST, ExecutionDevice
 from llmforge.calibration.gradients import Gradients, take
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.pricing import LinearMoments, Losses
@@ -36,107 +39,26 @@ from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.spread import Crew, SpreadWindows, Worker
 from llmforge.calibration.store import LayerResult, Store, StoredArrays, StoredLowRank, StoredMatrices, StoredSparse
 from llmforge.calibration.sums import MORE_DAMPING, refusals
-from llmforge.calibration.threads import fixed, over_windows
+from llmforge.calibration.threads import fixed
 from llmforge.calibration.windows import LayerWindows, WindowsHere
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization import smoothing
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import Float32, dequantize
-from llmforge.quantization.methods.base import InputStatistic
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import (
     Demand,
     InputRange,
     InputRangeDemand,
     KvRange,
-    KvRangeDemand,
-    LowRankDemand,
-    PruningDemand,
-    RecoveryDemand,
     Smoothed,
     Smoothing,
-    SparsityDemand,
     Statistics,
     WeightDemand,
     exclusion,
 )
 from llmforge.quantization.structure import PrunedStructure
-
-_D = TypeVar("_D")
-
-
-@dataclass(frozen=True)
-class DemandsByKind:
-    """What is demanded of weights, of what linears read, and of keys and values; None where nothing is."""
-
-    weights: WeightDemand | None
-    inputs: InputRangeDemand | None
-    sparsity: SparsityDemand | None
-    correction: LowRankDemand | None
-    recovery: RecoveryDemand | None
-    pruning: PruningDemand | None
-    kv: bool
-
-    @classmethod
-    def of(cls, demands: Sequence[Demand]) -> DemandsByKind:
-        """Sort `demands` (UnsupportedError: two contradict each other)."""
-        weights = _one(
-            demands,
-            WeightDemand,
-            "{count} passes quantize the same linear layers with different calibration options: ",
-            "keep one of them",
-        )
-        inputs = _one(
-            demands,
-            InputRangeDemand,
-            "{count} passes round what linear layers read in different ways: ",
-            "keep one of them, or give them the same `activations`, `smooth` and `alpha`",
-        )
-        chosen = dict.fromkeys(each for each in demands if isinstance(each, SparsityDemand | WeightDemand))
-        sparsity = next((each for each in chosen if isinstance(each, SparsityDemand)), None)
-        _refuse(
-            sparsity is not None and len(chosen) > 1,
-            f"two passes choose the weights of the same linear layers by calibration: {'; '.join(map(str, chosen))}",
-            "keep one of them; behind sparsify-weights, quantize-channels rounds weights and keeps their zeros",
-        )
-        correction = _one(demands, LowRankDemand, "two passes correct the same linear layers: ", "keep one of them")
-        _refuse(
-            correction is not None and (weights is None or InputStatistic.MOMENTS not in weights.method.demands),
-            "correct-low-rank corrects what quantize-weights chose by calibration text, and no pass does that",
-            "put quantize-weights with method: gptq in front of it, or leave it out",
-        )
-        recovery = _one(demands, RecoveryDemand, "two passes train the same scales: ", "keep one of them")
-        _refuse(
-            recovery is not None and (weights is None or not weights.method.demands),
-            "recover-scales trains those of weights that quantize-weights chose by calibration text, and no pass does",
-            "put quantize-weights with method: gptq or auto in front of it, or leave it out",
-        )
-        pruning = _one(demands, PruningDemand, "two passes prune the same layers: ", "keep one of them")
-        _refuse(
-            pruning is not None and weights is not None and weights.is_limited,
-            "prune-structure goes with one format of all weights: method: auto measures those of the whole model",
-            "choose another method, or leave prune-structure out: auto takes bytes where they cost least",
-        )
-        _refuse(
-            pruning is not None and recovery is not None,
-            "recover-scales trains against the whole checkpoint, and prune-structure takes parts of it out",
-            "leave one of them out",
-        )
-        return cls(weights, inputs, sparsity, correction, recovery, pruning, KvRangeDemand() in demands)
-
-
-def _refuse(wrong: bool, problem: str, hint: str) -> None:
-    if wrong:
-        raise UnsupportedError(problem, hint=hint)
-
-
-def _one(demands: Sequence[Demand], kind: type[_D], problem: str, hint: str) -> _D | None:
-    """Return the one demand of a `kind`; None where there is none."""
-    found = list(dict.fromkeys(demand for demand in demands if isinstance(demand, kind)))
-    _refuse(len(found) > 1, problem.format(count=len(found)) + "; ".join(map(str, found)), hint)
-    return found[0] if found else None
-
 
 _NOTHING = LayerResult({}, None)  # of embedding and head, where they are left alone
 
@@ -152,6 +74,7 @@ class _Calibration:
     threads: int
     store: Store
     progress: Progress
+    device: ExecutionDevice = HOST
     workers: Callable[[], Sequence[Worker]] | None = None  # that carry windows; None: this process does
     gradients: Path | None = None  # a folder that has them already
 
@@ -174,7 +97,7 @@ class _Calibration:
         """The workers, which know the windows."""
         if self.workers is None:
             return None
-        _refuse(
+        refuse(
             self.asked.pruning is not None or self.asked.sparsity is not None,
             "workers of calibration do not carry windows through layers that are pruned",
             "leave --calibration-workers out",
@@ -188,7 +111,8 @@ class _Calibration:
 
     def figures(self, kind: str, demand: Demand, compute: Callable[[], Any]) -> Any:
         """Return figures of a `kind` for one demand, computed now or by an earlier calibration."""
-        own = key(self.checkpoint, self.windows, [demand], None, self.threads, self.store.tools)
+        tools, device = self.store.tools, str(self.device.device)
+        own = key(self.checkpoint, self.windows, [demand], None, self.threads, tools, device)
         return self.store.figures(kind, own, compute)
 
 
@@ -201,7 +125,7 @@ def calibrate(
     caches: Mapping[int, Collection[str]] | None = None,
     store: Store | None = None,
     progress: Progress | None = None,
-    workers: Callable[[], AbstractContextManager[Sequence[Worker]]] | None = None,
+    carriers: Carriers | None = None,
 ) -> Statistics:
     """Serve `demands` from a run of `checkpoint` over `windows`, in fp32, on as many `threads`.
 
@@ -218,36 +142,48 @@ def calibrate(
     are found, nothing is run. The hidden states in front of the next layer are kept there until all are done, so that a
     call that was killed goes on at the first layer that is lacking.
 
-    `workers` starts workers that carry the windows through the layers, where a layer is lacking; hidden states go there
-    and back, and sums come, by share. This process still takes gradients and chooses codes, and holds the sums of all
-    shares of one tensor.
+    `carriers` say what carries the windows through the layers: a device, or workers that are started where a layer is
+    lacking. To workers, hidden states go and come back, and sums come, by share. This process still takes gradients and
+    chooses codes, and holds the sums of all shares of one tensor. On a device the layers run, gradients are taken and
+    sums made; it chooses no codes. What is resident there: `residency`.
 
-    Two runs on one machine, with as many `threads`, give identical results, whatever threads the process has, and
-    however many workers.
+    Two runs on one machine, on the CPU, with as many `threads`, give identical results, whatever threads the process
+    has, and however many workers. Another device rounds sums otherwise.
 
     Raises:
         DataError: `windows` are empty, or make activations that cannot be calibrated on: NaN, or a key or value channel
             that is always 0.
         UnsupportedError: the architecture cannot be run layer by layer; two demands contradict each other.
+        EnvironmentLacks: there is no such device, or it has not enough memory.
     """
     if not windows:
         raise DataError("the calibration data has no text")
+    carriers = carriers or Carriers()
+    device = ExecutionDevice.of(carriers.device)
     store, progress, recovery = store or Store(), progress or Silent(), DemandsByKind.of(demands).recovery
     if recovery is not None:
-        own = key(checkpoint, windows, demands, caches, threads, store.tools)
+        own = key(checkpoint, windows, demands, caches, threads, store.tools, str(device.device))
         others = [each for each in demands if each != recovery]
         found = calibrate(
-            checkpoint, windows, others, threads=threads, caches=caches, store=store, progress=progress, workers=workers
+            checkpoint,
+            windows,
+            others,
+            threads=threads,
+            caches=caches,
+            store=store,
+            progress=progress,
+            carriers=carriers,
         )
         training = Recovery(checkpoint, windows, found, recovery, replace(store, reused=[]), own)
         with torch.no_grad(), fixed(threads):
             return training.run(progress)
     with ExitStack() as stack:
+        workers = carriers.workers
         started = workers and cache(lambda: stack.enter_context(workers()))
-        run = _Calibration(checkpoint, windows, demands, _measured(caches), threads, store, progress, started)
+        run = _Calibration(checkpoint, windows, demands, _measured(caches), threads, store, progress, device, started)
         run, pruned = _with_structure(run)
         run, formats = _with_formats(run, stack)
-        done = _layers(run, key(checkpoint, windows, run.demands, caches, threads, store.tools))
+        done = _layers(run, key(checkpoint, windows, run.demands, caches, threads, store.tools, str(device.device)))
     notes, pruning = (*pruned, *formats), run.asked.pruning
     linears = StoredMatrices(dict(item for result in done for item in result.linears.items()))
     return Statistics(
@@ -256,7 +192,7 @@ def calibrate(
         linears=linears,
         grids=linears.grids(),
         kv={index: result.kv for index, result in enumerate(done[1:]) if result.kv is not None},
-        notes=(*notes, *(note for result in done for note in result.notes)),
+        notes=(*device.notes, *notes, *(note for result in done for note in result.notes)),
         inputs={name: peak for result in done for name, peak in result.inputs.items()},
         sparse=StoredSparse({name: matrix for result in done for name, matrix in result.sparse.items()}),
         low_rank=StoredLowRank({name: each for result in done for name, each in result.low_rank.items()}),
@@ -314,7 +250,7 @@ def _with_formats(run: _Calibration, stack: ExitStack) -> tuple[_Calibration, tu
     def compute() -> dict[str, Any]:
         run.progress.stage("Choose formats of weights")
         with torch.no_grad(), fixed(run.threads):
-            skeleton = Skeleton.build(run.checkpoint)
+            skeleton = Skeleton.build(run.checkpoint, run.device)
             price = partial(_price, run, skeleton, weights, folder)
             chosen, note = mixed.choose(skeleton, run.windows, weights, price, run.figures, run.threads)
         run.progress.stage("Calibrate")
@@ -347,7 +283,7 @@ def _price(run: _Calibration, skeleton: Skeleton, demand: WeightDemand, folder: 
                 )
 
     calls, states = skeleton.enter([window.ids for window in run.windows])
-    with over_windows(run.threads) as each:
+    with run.device.over_windows(run.threads) as each:
         take(skeleton, [window.ids for window in run.windows], calls, states, folder, price, each=each)
     if demand.tables is not None:
         for name, hessian in table_moments(skeleton, Gradients.read(folder), demand).items():
@@ -364,7 +300,9 @@ def _walk(
     Returns results of the embedding and head, and of each layer.
     """
     store, weights, pruning = run.store, run.asked.weights, run.asked.pruning
-    skeleton, ids = Skeleton.build(run.checkpoint), [window.ids for window in run.windows]
+    ids = [window.ids for window in run.windows]
+    skeleton = Skeleton.build(run.checkpoint, run.device)
+    device = skeleton.device = run.device.fitting(skeleton.widths, list(map(len, ids)))
     # Hidden states of every window in front of a layer, as the checkpoint makes them and as quantized layers do.
     calls, original = skeleton.enter(ids)
     entered = list(original)
@@ -376,7 +314,7 @@ def _walk(
     keeps = store.keeps_states(sum(state.nbytes for side in sides for state in side))
     done = [result for result in found[:begin] if result is not None]
     with ExitStack() as stack:
-        each = stack.enter_context(over_windows(run.threads))
+        each = stack.enter_context(device.over_windows(run.threads))
         how = None
         if weights is not None:
             taken = None
@@ -392,16 +330,18 @@ def _walk(
         embedding = StoredMatrices(tables.linears).get(skeleton.tables()[0])
         if embedding is not None and begin == 0:
             current[:] = skeleton.enter(ids, dequantize(embedding))[1]
+        device.rest_all(sides)
+        dropped = {index for index in range(begin, len(found)) if pruning is not None and pruning.drops(index)}
+        layers = skeleton.stream((index for index in range(begin, len(found)) if index not in dropped), calls)
         for index, kept in enumerate(found[begin:], begin):
             run.progress.advance(index, len(found))
-            if pruning is not None and pruning.drops(index):
+            if index in dropped:
                 done.append(kept or store.save(own, index, _NOTHING))
                 continue
-            layer = replace(skeleton.load(index, calls[index]), each=each)
-            made = _run_layer(run, layer, index, original, current, how, kept)
+            made = _run_layer(run, replace(next(layers), each=each), index, original, current, how, kept)
             done.append(kept or store.save(own, index, made))
             if keeps and index + 1 < len(found):
-                store.keep_states(own, index + 1, (state.numpy() for side in sides for state in side))
+                store.keep_states(own, index + 1, (state.cpu().numpy() for side in sides for state in side))
     store.drop_states(own, len(found) - 1)
     store.drop_gradients(own)
     run.progress.advance(len(found), len(found))
@@ -469,8 +409,12 @@ def key(
     caches: Mapping[int, Collection[str]] | None,
     threads: int,
     tools: str,
+    device: str = "cpu",
 ) -> str:
-    """Hash all that results depend on: inputs, demands, code and `tools`, the processor and the threads."""
+    """Hash all that results depend on: inputs, demands, code and `tools`, the processor and the threads.
+
+    `device` names the one that layers run on.
+    """
     measured = _measured(caches)
     digest = hashlib.sha256(checkpoint.digest.encode())
     for window in windows:
@@ -478,7 +422,8 @@ def key(
     digest.update(repr((sorted(map(repr, demands)), measured and sorted(measured), threads)).encode())
     digest.update(tools.encode())
     methods = {type(demand.method).__module__ for demand in demands if isinstance(demand, WeightDemand)}
-    digest.update(repr((_code(methods), processor())).encode())
+    other = filter(None, [ExecutionDevice.of(device).identity])
+    digest.update(repr((_code(methods), processor(), *other)).encode())
     return digest.hexdigest()
 
 

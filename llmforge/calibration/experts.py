@@ -54,7 +54,7 @@ def quantize(
         up, down = _rows(held.up[expert]), _rows(held.down[expert])
         bias = 0 if held.up_bias is None else held.up_bias[expert]
         ups.append(_round(up, x, original, share, grid, method))
-        rounded = torch.from_numpy(grids.dequantize(ups[-1]))
+        rounded = torch.from_numpy(grids.dequantize(ups[-1])).to(x.device)
         inner = form.inner(x @ rounded.T + bias)
         downs.append(_round(down, inner, form.inner(original @ held.up[expert] + bias), share, grid, method))
     return grids.stack(ups), grids.stack(downs)
@@ -67,7 +67,7 @@ def scarcity(module: nn.Module, seen: RoutedInputs) -> str:
     is rounded to nearest.
     """
     held = weights(module)
-    counts = np.bincount(seen.ids.reshape(-1).numpy(), minlength=len(held.up))
+    counts = np.bincount(seen.ids.reshape(-1).cpu().numpy(), minlength=len(held.up))
     few, none = int((counts < held.up.shape[1]).sum()), int((counts == 0).sum())
     if not few:
         return ""
@@ -101,19 +101,19 @@ def assign(module: nn.Module, name: str, matrix: Float32) -> None:
     held = weights(module)
     like = held.up if name == matrices(module)[0] else held.down  # [E, K, N]
     rows = torch.from_numpy(matrix).reshape(len(like), like.shape[2], like.shape[1])
-    new = rows.transpose(1, 2).contiguous() if module.is_transposed else rows
+    new = (rows.transpose(1, 2).contiguous() if module.is_transposed else rows).to(old.device)
     assert new.shape == old.shape
     setattr(module, name, nn.Parameter(new, requires_grad=False))
 
 
 def _rows(matrix: Tensor) -> Float32:
     """Turn one expert's matrix [K, N] into [N, K]."""
-    rows: NDArray[np.float32] = np.ascontiguousarray(matrix.detach().numpy().T)
+    rows: NDArray[np.float32] = np.ascontiguousarray(matrix.detach().cpu().numpy().T)
     return rows
 
 
 def _round(weight: Float32, x: Tensor, original: Tensor, share: Tensor, grid: Grid, method: Method) -> QuantizedMatrix:
     """Quantize [N, K] for inputs x [n, K] that go into the sum with `share` [n, 1]."""
-    sums = InputSums.start(method.demands, weight.shape[1])
+    sums = InputSums.start(method.demands, weight.shape[1], device=x.device)
     sums.add(share * x, share * (original - x))
     return method.quantize(weight, grid, sums.seen(routed=True, threads=torch.get_num_threads()))

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from llmforge.calibration.layer import DecoderLayer, LayerCall, Map, linears_of, narrowed
 from llmforge.calibration.pricing import LinearMoments
+from llmforge.calibration.residency import LOGITS, MOST_TOKENS
 from llmforge.calibration.resuming import SHARES
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.sums import add_moments, mirror
@@ -30,11 +31,10 @@ from llmforge.quantization.grids import Float32
 
 # Gradients are taken of that many tokens, and of more where linears have many outputs, of whose pairs few tokens say
 # little: KLD of the sample, 768 outputs at most, on text held out, with 8192 tokens 6.72, with 4096 6.68, 1024 7.36.
-TOKENS, PER_OUTPUT, MOST_TOKENS = 4096, 3, 16384
+TOKENS, PER_OUTPUT = 4096, 3
 # Of so many windows, one prices formats with errors that are fitted to the others. Fitted to the same tokens, errors
 # were priced too low: SmolLM2-135M's mixed formats of 5.77 bits at 0.0104, measured 0.0156 on other documentation.
 PRICING = 4
-LOGITS = 1 << 24  # that are in memory at a time
 SEED = 0  # of the labels
 _DESCRIBED = "gradients.json"
 # Told a layer, the first hidden states that it is called with, and moments of its linears by parameter.
@@ -88,20 +88,22 @@ def take(
     chosen = _evenly([len(ids) for ids in windows], _enough(skeleton))
     tokens = sum(len(windows[window]) for window in chosen)
     bounds = np.cumsum([len(windows[window]) for window in chosen])[:-1]
-    current = [states[window] for window in chosen]
+    device = skeleton.device
+    current = [device.put(states[window]) for window in chosen]
     with TemporaryDirectory(dir=folder) as passed:
-        for index in range(len(skeleton.layers)):
-            layer = replace(skeleton.load(index, calls[index]), each=each)
-            np.save(Path(passed) / f"{index}.npy", torch.cat(current, 1).numpy(), allow_pickle=False)
+        for layer in skeleton.stream(range(len(skeleton.layers)), calls):
+            index, layer = skeleton.prefixes.index(layer.name), replace(layer, each=each)
+            np.save(Path(passed) / f"{index}.npy", torch.cat(current, 1).cpu().numpy(), allow_pickle=False)
             with fast(layer.linears().values()):
                 current = list(layer.each(layer.run, chosen, current))
+            del layer
         flowing, reads = of_loss(skeleton, [windows[window] for window in chosen], current)
         del current
         places: dict[str, str] = {}
-        for index in reversed(range(len(skeleton.layers))):
+        for layer in skeleton.stream(range(len(skeleton.layers))[::-1], calls):
+            index, layer = skeleton.prefixes.index(layer.name), replace(layer, each=each)
             kept = np.load(Path(passed) / f"{index}.npy", allow_pickle=False)
-            before = [torch.from_numpy(state.copy()) for state in np.split(kept, bounds, axis=1)]
-            layer = replace(skeleton.load(index, calls[index]), each=each)
+            before = [device.put(torch.from_numpy(state.copy())) for state in np.split(kept, bounds, axis=1)]
             sums = _backwards(layer, chosen, before, flowing, reads=price is not None)
             if not flowing:
                 break
@@ -111,6 +113,7 @@ def take(
                 _save(folder / places[name], total / tokens)
             if price is not None:
                 price(layer, before[0], sums.moments(tokens))
+            del layer, sums, before
     if flowing:
         rows = torch.cat([each[0] for each in flowing])
         _save(folder / "embedding.npz", rows.T @ rows / tokens)
@@ -164,13 +167,14 @@ class _Sums:
                 inputs = inputs / self.tokens[name]
             weighted = weighted / max(self.weights[name], torch.finfo(torch.float32).tiny)
             outputs = self.outputs[name].diagonal() / tokens
-            found[name] = LinearMoments(None if inputs is None else inputs.numpy(), weighted.numpy(), outputs.numpy())
+            read = None if inputs is None else inputs.cpu().numpy()
+            found[name] = LinearMoments(read, weighted.cpu().numpy(), outputs.cpu().numpy())
         return found
 
 
 def _add(sums: dict[str, torch.Tensor], name: str, rows: torch.Tensor) -> None:
     if name not in sums:
-        sums[name] = torch.zeros(rows.shape[1], rows.shape[1])
+        sums[name] = rows.new_zeros(rows.shape[1], rows.shape[1])
     add_moments(sums[name], rows)
 
 
@@ -215,14 +219,15 @@ def _backwards(
 
 
 def fast(linears: Iterable[torch.nn.Linear]) -> AbstractContextManager[None]:
-    """Let `linears` multiply in bf16 where the processor does that faster: gradients of few tokens are coarser."""
-    return narrowed(linears) if has_bf16() else nullcontext()
+    """Let `linears` multiply in bf16 where their device does that faster: gradients of few tokens are coarser."""
+    given = list(linears)
+    return narrowed(given) if all(not each.weight.is_cpu or has_bf16() for each in given) else nullcontext()
 
 
 def _save(place: Path, matrix: torch.Tensor) -> None:
     """Write a matrix of moments in fp16, with its largest number apart."""
     largest = max(float(matrix.abs().max()), 2.0**-126)
-    np.savez(place, allow_pickle=False, share=(matrix / largest).numpy().astype(np.float16), largest=largest)
+    np.savez(place, allow_pickle=False, share=(matrix / largest).cpu().numpy().astype(np.float16), largest=largest)
 
 
 def _load(place: Path) -> Float32:
@@ -287,7 +292,7 @@ def _of_window(
         if read is not None:
             h = read.detach().reshape(-1, read.shape[-1])
             if not reads:
-                reads.append(torch.zeros(h.shape[1], h.shape[1]))
+                reads.append(h.new_zeros(h.shape[1], h.shape[1]))
             reads[0].addmm_((h * (1 - torch.linalg.vector_norm(change, dim=-1, keepdim=True).square())).T, h)
         labels = draw(change, random)
         change.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=change.dtype))
@@ -303,7 +308,7 @@ def draw(shares: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     `torch.multinomial` draws a number for each share, which takes longer than the head's products.
     """
     reached = shares.cumsum(-1)
-    wanted = torch.rand(len(shares), 1, generator=random) * reached[:, -1:]
+    wanted = torch.rand(len(shares), 1, generator=random).to(shares.device) * reached[:, -1:]
     return torch.searchsorted(reached, wanted, right=True).clamp_(max=shares.shape[1] - 1)
 
 
@@ -322,13 +327,14 @@ def _summed(linears: Mapping[str, torch.nn.Linear], own: _OfThread, *, reads: bo
         def after(module: torch.nn.Module, args: Any, y: Any) -> None:
             if not isinstance(y, torch.Tensor) or not y.requires_grad:
                 return
+            sums = own.sums  # gradients come on another thread, where a device has its own
             if not reads:
-                y.register_hook(lambda g: own.sums.add(name, _rows(g)))  # type: ignore[no-untyped-call]
+                y.register_hook(lambda g: sums.add(name, _rows(g)))  # type: ignore[no-untyped-call]
                 return
             x = _rows(args[0].detach())
             first = all(x.data_ptr() != other.data_ptr() or x.shape != other.shape for other in own.read)
             own.read.append(x)
-            y.register_hook(lambda g: own.sums.add(name, _rows(g), x, first=first))  # type: ignore[no-untyped-call]
+            y.register_hook(lambda g: sums.add(name, _rows(g), x, first=first))  # type: ignore[no-untyped-call]
 
         return after
 

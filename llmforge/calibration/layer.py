@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.calibration import experts as of_experts
+from llmforge.calibration.device import HOST, ExecutionDevice
 from llmforge.checkpoint import Checkpoint
 from llmforge.quantization.grids import Float32
 from llmforge.quantization.methods import PLAIN
@@ -75,7 +76,7 @@ class Selected:
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
         """Return what is left of inputs [..., K]."""
-        return x if self.columns is None else x[..., torch.from_numpy(self.columns)]
+        return x if self.columns is None else x[..., torch.from_numpy(self.columns).to(x.device)]
 
 
 _WHOLE = Selected()
@@ -92,6 +93,7 @@ class DecoderLayer:
     Parameter names are those of the checkpoint: "model.layers.0.self_attn.q_proj.weight". Where features of its linears
     were pruned, `selected` has those that are left, and `kv_heads` the KV heads: weights and inputs are without the
     others, which the module itself keeps, with zeros in what reads them. `each` runs what is done for each window.
+    The module is on `device`, and so is what a run makes, wherever the hidden states are that it is given.
     """
 
     module: torch.nn.Module
@@ -100,6 +102,7 @@ class DecoderLayer:
     selected: Mapping[str, Selected] = field(default_factory=dict)
     kv_heads: tuple[int, ...] | None = None
     each: Map = map
+    device: ExecutionDevice = HOST
 
     def run(self, window: int, state: torch.Tensor) -> torch.Tensor:
         """Return the hidden states [1, tokens, hidden] after the layer, of window number `window`."""
@@ -107,11 +110,15 @@ class DecoderLayer:
         for recorder in call.kwargs.values():
             if isinstance(recorder, _CacheRecorder):
                 recorder.ended = True  # what it recorded is of an earlier run
-        return _hidden(self.module(state, *call.args, **call.kwargs))
+        return _hidden(self.module(self.device.put(state), *call.args, **call.kwargs))
 
     def advance(self, states: list[torch.Tensor]) -> None:
-        """Carry the hidden states of all windows through the layer."""
-        states[:] = self.each(self.run, range(len(states)), states)
+        """Carry the hidden states of all windows through the layer, to where they rest."""
+
+        def run(window: int, state: torch.Tensor) -> torch.Tensor:
+            return self.device.rest(window, self.run(window, state))
+
+        states[:] = self.each(run, range(len(states)), states)
 
     def recording(self) -> DecoderLayer:
         """Return the layer with something in place of its cache that notes what is cached, for `cached`."""
@@ -236,7 +243,7 @@ class DecoderLayer:
         for name in fitting:
             with self._shifted(name):
                 after = self.run(0, state)
-            shift = torch.linspace(0.5, 1.5, out.shape[-1]) * (1 + made[name].abs().amax())
+            shift = torch.linspace(0.5, 1.5, out.shape[-1], device=out.device) * (1 + made[name].abs().amax())
             if torch.allclose(after - out, shift.expand_as(out), rtol=0, atol=float(1e-3 * shift.max())):
                 last.append(name)
         between = out - sum((made[name] for name in last), torch.zeros(()))
@@ -281,7 +288,7 @@ class DecoderLayer:
 
     def weight(self, name: str) -> Float32:
         """Return the weight of linear `name`, fp32 [N, K]."""
-        weight: Float32 = self.linears()[name].weight.detach().numpy()
+        weight: Float32 = self.linears()[name].weight.detach().cpu().numpy()
         return self._left(name).of(weight)
 
     def set_weight(self, name: str, weight: Float32) -> None:
@@ -289,7 +296,8 @@ class DecoderLayer:
         if name in (linears := self.linears()):
             if name in self.selected:
                 weight = self.selected[name].spread(weight, linears[name].out_features, linears[name].in_features)
-            linears[name].weight = torch.nn.Parameter(torch.from_numpy(weight), requires_grad=False)
+            moved = self.device.put(torch.from_numpy(weight))
+            linears[name].weight = torch.nn.Parameter(moved, requires_grad=False)
             return
         owner, _, parameter = name.rpartition(".")
         of_experts.assign(self.experts()[owner], parameter, weight)
@@ -322,7 +330,9 @@ class DecoderLayer:
         def shift(y: Any) -> Any:
             if isinstance(y, tuple):  # of a router that derives from Linear and returns its choice
                 return tuple(map(shift, y))
-            return y + torch.linspace(0.5, 1.5, y.shape[-1]) * (1 + y.abs().amax()) if y.is_floating_point() else y
+            if not y.is_floating_point():
+                return y
+            return y + torch.linspace(0.5, 1.5, y.shape[-1], device=y.device) * (1 + y.abs().amax())
 
         return self.modules()[name].register_forward_hook(lambda _, args, y: shift(y))
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from llmforge.calibration.device import ExecutionDevice
 from llmforge.calibration.layer import Arguments, DecoderLayer
 from llmforge.calibration.sums import InputSums
 from llmforge.calibration.threads import MOST_THREADS, compute_alone
@@ -51,7 +52,6 @@ class _WindowRun:
         found = self.called_with
         if not self.waits and found is not None:
             self.let_go()
-            self._future = None
         return found
 
     def run_to(self, wanted: str | None) -> None:
@@ -70,7 +70,7 @@ class _WindowRun:
 
     @property
     def after(self) -> torch.Tensor:
-        """The hidden states after the layer, through which it has run."""
+        """The hidden states after the layer, through which it has run, where they rest."""
         assert self._future is not None
         return self._future.result()
 
@@ -83,10 +83,11 @@ class _WindowRun:
             raise _LetGo
 
     def let_go(self) -> None:
-        """End the run where it stands."""
+        """End the run where it stands, and hold nothing of it."""
         if self._future is not None:
             with suppress(_LetGo):
                 self.run_to(_NOWHERE)
+        self._future = self.silenced = self.called_with = None  # a future and what calls back are a cycle
 
 
 _NOWHERE = ""
@@ -116,16 +117,17 @@ class Runs:
 
         def go(run: _WindowRun) -> torch.Tensor:
             _current.run = run
-            return layer.run(run.window, states[run.window])
+            return device.rest(run.window, layer.run(run.window, states[run.window]))
 
-        modules, linears = layer.modules(), layer.linears()
+        modules, linears, device = layer.modules(), layer.linears(), layer.device
+        waiting = min(WAITING, device.windows)
         with ThreadPoolExecutor(WAITING + MOST_THREADS, initializer=compute_alone) as threads, ExitStack() as stack:
-            runs = [_WindowRun(window, start, window < WAITING) for window in range(len(states))]
+            runs = [_WindowRun(window, start, window < waiting) for window in range(len(states))]
             for name, module in modules.items():
                 stack.enter_context(module.register_forward_pre_hook(_stopping(layer, name), with_kwargs=True))
             for name in at_end:
                 if name in linears:
-                    stack.enter_context(_silenced(linears[name]))
+                    stack.enter_context(_silenced(linears[name], device))
             try:
                 yield cls(layer, states, at_end, runs)
             finally:
@@ -156,13 +158,13 @@ class Runs:
         """Sum x xᵀ of what linear `name` reads, [tokens, width], over all windows."""
 
         def summed(share: int) -> InputSums:
-            sums = InputSums.start({InputStatistic.MOMENTS}, width)
+            sums = InputSums.start({InputStatistic.MOMENTS}, width, device=self.layer.device.device)
             for window in range(share, len(self.states), SHARES):
                 x, *_ = self.arguments(name, window)
                 sums.add(x, x)
             return sums
 
-        total = InputSums.start({InputStatistic.MOMENTS}, width)
+        total = InputSums.start({InputStatistic.MOMENTS}, width, device=self.layer.device.device)
         for of_share in self.layer.each(summed, range(SHARES)):
             total.merge(of_share)
         return total.seen(routed=False)
@@ -171,14 +173,13 @@ class Runs:
         """Carry the states behind the layer."""
         self.states[:] = self.layer.each(self._ended, self.runs)
 
-    @staticmethod
-    def _ended(run: _WindowRun) -> torch.Tensor:
+    def _ended(self, run: _WindowRun) -> torch.Tensor:
         if run.silenced is None:
             run.run_to(None)
             return run.after
-        linear, x = run.silenced
-        y: torch.Tensor = linear(x)
-        return run.after + y
+        (linear, x), device = run.silenced, self.layer.device
+        y: torch.Tensor = linear(device.put(x))
+        return device.rest(run.window, device.put(run.after) + y)
 
 
 def _stopping(layer: DecoderLayer, name: str) -> Callable[..., None]:
@@ -194,7 +195,7 @@ def _stopping(layer: DecoderLayer, name: str) -> Callable[..., None]:
 
 
 @contextmanager
-def _silenced(linear: torch.nn.Linear) -> Iterator[None]:
+def _silenced(linear: torch.nn.Linear, device: ExecutionDevice) -> Iterator[None]:
     """Let `linear` make 0 in a run that goes on without it."""
     plain = linear.forward
 
@@ -202,7 +203,7 @@ def _silenced(linear: torch.nn.Linear) -> Iterator[None]:
         run: _WindowRun | None = getattr(_current, "run", None)
         if run is None or not run.silent:
             return plain(input)
-        run.silent, run.silenced = False, (plain, input)
+        run.silent, run.silenced = False, (plain, device.rest(run.window, input))
         return input.new_zeros(*input.shape[:-1], linear.out_features)
 
     own = vars(linear).get("forward")

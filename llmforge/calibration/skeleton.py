@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.calibration import experts
+from llmforge.calibration.device import HOST, ExecutionDevice
 from llmforge.calibration.layer import DecoderLayer, LayerCall, copy_with_weights, linears_of
+from llmforge.calibration.residency import LOGITS, LayerWidths, ModelWidths
 from llmforge.checkpoint import Checkpoint
 from llmforge.trace.export import depth, stored_matrix
 from llmforge.trace.export.pattern import Irregular
@@ -45,10 +47,11 @@ class Skeleton:
     layers: list[torch.nn.Module]
     prefixes: list[str]
     sources: Mapping[str, ParameterSource]
+    device: ExecutionDevice = HOST  # that layers and head are loaded to
 
     @classmethod
-    def build(cls, checkpoint: Checkpoint) -> Skeleton:
-        """Build the model that `checkpoint` configures.
+    def build(cls, checkpoint: Checkpoint, device: ExecutionDevice = HOST) -> Skeleton:
+        """Build the model that `checkpoint` configures, to run on `device`.
 
         Raises:
             UnsupportedError: transformers has no causal language model for it, or more or less than one list of layers.
@@ -63,7 +66,7 @@ class Skeleton:
             raise UnsupportedError(f"{checkpoint.path}: cannot be calibrated: {str(error).splitlines()[0]}") from error
         model.eval()  # type: ignore[no-untyped-call]
         prefixes = [f"{name}.{index}" for index in range(len(layers))]
-        return cls(checkpoint, model, list(layers), prefixes, plan(model, checkpoint))
+        return cls(checkpoint, model, list(layers), prefixes, plan(model, checkpoint), device)
 
     def frame(self) -> Frame:
         """Give the model without its layers what stands around them.
@@ -83,7 +86,7 @@ class Skeleton:
         `table` [V, H] is looked up in place of the embedding, which is a plain one.
 
         Returns calls [layer][window], which share the tensors of windows of one length (masks, rotary tables), and
-        hidden states fp32 [1, tokens, hidden] for each window.
+        hidden states fp32 [1, tokens, hidden] for each window. Calls are on the device, hidden states on the host.
 
         Raises:
             UnsupportedError: see `Frame.enter`.
@@ -91,7 +94,11 @@ class Skeleton:
         frame = self.frame()
         with nullcontext() if table is None else self._lookup(frame.model, table):
             entered = [frame.enter(ids) for ids in windows]
-        calls = [list(of_layer) for of_layer in zip(*(called for _, called in entered), strict=True)]
+        moved: dict[int, torch.Tensor] = {}
+        calls = [
+            [LayerCall(*self.device.put_all(tuple(call), moved)) for call in of_layer]
+            for of_layer in zip(*(called for _, called in entered), strict=True)
+        ]
         return calls, [state for state, _ in entered]
 
     def leaving(
@@ -110,6 +117,7 @@ class Skeleton:
         table, inside = self._table(), tuple(f"{prefix}." for prefix in self.prefixes)
         names = [name for name in state if name != table and not name.startswith(inside)]
         exit_ = copy_with_weights(self.model, "", self.checkpoint, self.sources, names)
+        self.device.place(exit_)
         lookup = self._lookup(exit_)
         current: list[torch.Tensor] = []
         read: list[torch.Tensor] = []
@@ -123,14 +131,14 @@ class Skeleton:
         head = exit_.get_output_embeddings()  # type: ignore[no-untyped-call]
         if isinstance(head, torch.nn.Linear):
             if weight is not None:
-                head.weight = torch.nn.Parameter(torch.from_numpy(weight), requires_grad=False)
+                head.weight = torch.nn.Parameter(self.device.put(torch.from_numpy(weight)), requires_grad=False)
             head.register_forward_pre_hook(lambda _, given: read.append(given[0]))
             if heads is not None:
                 heads.append(head)
 
         def leave(window: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-            current[:] = [hidden]
-            ids = torch.from_numpy(windows[window][: hidden.shape[1]])
+            current[:] = [self.device.put(hidden)]
+            ids = self.device.put(torch.from_numpy(windows[window][: hidden.shape[1]]))
             for _ in _FORMS:
                 read.clear()
                 with lookup, suppress(*_UNPACKING):
@@ -158,10 +166,42 @@ class Skeleton:
 
     def load(self, index: int, calls: Sequence[LayerCall]) -> DecoderLayer:
         """Read the weights of layer `index`, fp32; `calls` says how it is called with each window."""
-        prefix = self.prefixes[index]
+        return self._placed(self._read(index), index, calls)
+
+    def stream(self, indices: Iterable[int], calls: Sequence[Sequence[LayerCall]]) -> Iterator[DecoderLayer]:
+        """Load layers one after the other, as `load` does; on a device the next is read while one is worked on.
+
+        Who is given a layer lets it go before asking for the next: then there is one on the device.
+        """
+        if self.device.is_host:
+            for index in indices:
+                yield self.load(index, calls[index])
+            return
+        for index, module in self.device.ahead(lambda index: (index, self._read(index)), indices):
+            yield self._placed(module, index, calls[index])
+            del module  # the one who asks for the next has no use of it
+
+    def _read(self, index: int) -> torch.nn.Module:
         names = list(self.layers[index].state_dict())
-        module = copy_with_weights(self.layers[index], prefix, self.checkpoint, self.sources, names)
-        return DecoderLayer(module, prefix, calls)
+        return copy_with_weights(self.layers[index], self.prefixes[index], self.checkpoint, self.sources, names)
+
+    def _placed(self, module: torch.nn.Module, index: int, calls: Sequence[LayerCall]) -> DecoderLayer:
+        self.device.place(module)
+        return DecoderLayer(module, self.prefixes[index], calls, device=self.device)
+
+    def widths(self) -> ModelWidths:
+        """Say how wide layers and head are, for what memory they take on a device."""
+        config = self.model.config.get_text_config()
+        heads, hidden, vocabulary = getattr(config, "num_attention_heads", 1), config.hidden_size, config.vocab_size
+        layers = []
+        for layer in self.layers:
+            shapes = [(each.out_features, each.in_features) for each in linears_of(layer, "").values()]
+            for module in filter(marked, layer.modules()):
+                inner, outer = experts.widths(module)
+                shapes += [(2 * outer, inner), (inner, outer)]
+            parameters = sum(each.numel() for each in layer.parameters())
+            layers.append(LayerWidths(hidden, parameters, tuple(shapes), heads))
+        return ModelWidths(tuple(layers), vocabulary, max(1, LOGITS // vocabulary))
 
     def matrices(self) -> list[str]:
         """Name the matrices of all layers that can be quantized: weights of linears, and of experts."""
@@ -313,5 +353,5 @@ class _Lookup(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.embedding and args[1] is self.weight:
-            return torch.from_numpy(self.table[args[0].numpy()].astype(np.float32))
+            return torch.from_numpy(self.table[args[0].cpu().numpy()].astype(np.float32)).to(args[0].device)
         return func(*args, **(kwargs or {}))

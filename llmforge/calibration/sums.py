@@ -29,14 +29,23 @@ class InputSums:
     tokens: int = 0
 
     @classmethod
-    def start(cls, demands: Collection[InputStatistic], width: int, outputs: int | None = None) -> InputSums:
-        """Begin with no token; inputs have `width` features, and what is added to has `outputs`; None: nothing is."""
+    def start(
+        cls,
+        demands: Collection[InputStatistic],
+        width: int,
+        outputs: int | None = None,
+        device: torch.device | None = None,
+    ) -> InputSums:
+        """Begin with no token, on `device`, by default the CPU; inputs have `width` features.
+
+        What is added to has `outputs`; None: nothing is.
+        """
         rows = dict.fromkeys(demands, width)
         if InputStatistic.RESIDUAL in rows:
             del rows[InputStatistic.RESIDUAL]
             if outputs is not None:
                 rows[InputStatistic.RESIDUAL] = outputs
-        return cls({statistic: torch.zeros(count, width) for statistic, count in rows.items()})
+        return cls({statistic: torch.zeros(count, width, device=device) for statistic, count in rows.items()})
 
     def add(self, x: Tensor, lost: Tensor, residual: Tensor | None = None) -> None:
         """Count inputs x and what was lost of them, x̃ - x, each [tokens, K], and of the residual, r̃ - r [tokens, N]."""
@@ -59,8 +68,9 @@ class InputSums:
     def seen(
         self, *, routed: bool, held: InputSums | None = None, outputs: tuple[Float32, ...] = (), threads: int = 1
     ) -> LayerInputs:
-        """Hand over what was counted, that of `held` among it; nothing is counted any more."""
+        """Hand over what was counted, that of `held` among it, to the host; nothing is counted any more."""
         for each in filter(None, (self, held)):
+            each.totals = {statistic: total.cpu() for statistic, total in each.totals.items()}
             if InputStatistic.MOMENTS in each.totals:
                 mirror(each.totals[InputStatistic.MOMENTS])
         totals = {key: total.numpy() for key, total in self.totals.items()}
@@ -89,7 +99,7 @@ def refusals(name: str, what: str, *remedies: str) -> Iterator[None]:
 
 def add_moments(total: Tensor, x: Tensor) -> None:
     """Add Σ x xᵀ of x [tokens, K] to what is on and below the diagonal of `total` [K, K]; above is some of it."""
-    if _in_pairs():
+    if total.is_cpu and _in_pairs():
         _add(total, x, x)
         return
     width = total.shape[1]
@@ -101,7 +111,7 @@ def add_moments(total: Tensor, x: Tensor) -> None:
 
 def _add(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add Σ a bᵀ of a [tokens, M] and b [tokens, N] to `total` [M, N]; where a is b, to its lower triangle."""
-    if not _in_pairs():
+    if not (total.is_cpu and _in_pairs()):
         total.addmm_(a.T, b)
         return
     x = b.contiguous().numpy()
@@ -110,7 +120,7 @@ def _add(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @cache
 def _in_pairs() -> bool:
-    """Say whether factors are rounded to bf16, and multiplied by the compiled loops twice as fast as in fp32.
+    """Say whether the CPU rounds factors to bf16, and multiplies by the compiled loops, twice as fast as in fp32.
 
     With AMX, torch's own products do both.
     """

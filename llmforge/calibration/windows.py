@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from llmforge.calibration.device import ExecutionDevice
 from llmforge.calibration.layer import Additions, DecoderLayer, Observed
 from llmforge.calibration.resuming import SHARES, Runs
 from llmforge.calibration.sums import InputSums
@@ -57,6 +58,10 @@ class Unquantized(NamedTuple):
 
     read: torch.Tensor
     residual: torch.Tensor | None
+
+    def on(self, device: ExecutionDevice) -> Unquantized:
+        """Return it where a layer runs."""
+        return Unquantized(device.put(self.read), None if self.residual is None else device.put(self.residual))
 
 
 class Routed(NamedTuple):
@@ -143,7 +148,7 @@ class WindowsHere:
             begin = -(self.ends[self.numbers[place]] - state.shape[1]) % stride if stride else 0
             inputs = observe(place, state).inputs
             return {
-                name: ReadPeaks(x.abs().amax(0), x[begin::stride].clone() if stride else None)
+                name: ReadPeaks(x.abs().amax(0).cpu(), x[begin::stride].clone().cpu() if stride else None)
                 for name, x in inputs.items()
             }
 
@@ -155,10 +160,18 @@ class WindowsHere:
 
         def run(place: int, state: torch.Tensor) -> tuple[torch.Tensor, dict[str, Unquantized]]:
             seen = observe(place, state)
-            residuals = _residuals(added, state, seen)
-            return seen.after, {name: Unquantized(x, residuals.get(name)) for name, x in seen.inputs.items()}
+            residuals = _residuals(added, device.put(state), seen)
 
-        self._added = added
+            def rest(x: torch.Tensor) -> torch.Tensor:
+                return device.rest(place, x)
+
+            read = {
+                name: Unquantized(rest(x), rest(residuals[name]) if name in residuals else None)
+                for name, x in seen.inputs.items()
+            }
+            return rest(seen.after), read
+
+        self._added, device = added, self.layer.device
         with self.layer.observed(names, added.last) as observe:
             self.original[:], self._seen[:] = zip(
                 *self.layer.each(run, range(len(self.original)), self.original), strict=True
@@ -168,7 +181,7 @@ class WindowsHere:
     def sums(self, names: Sequence[str], demands: Collection[InputStatistic]) -> Iterator[tuple[int, InputSums]]:
         """See `LayerWindows`."""
         assert self._runs is not None
-        runs, added, name = self._runs, self._added, names[0]
+        runs, added, name, device = self._runs, self._added, names[0], self.layer.device
         originals = [seen.pop(name) for seen in self._seen]
         residual = originals[0].residual
         rows_added = residual.shape[1] if residual is not None and len(names) == 1 else None
@@ -176,13 +189,13 @@ class WindowsHere:
         anew = added.last if wanted and runs.at_end != (name,) else ()
 
         def summed(share: int) -> InputSums:
-            sums = InputSums.start(demands, originals[0].read.shape[1], rows_added)
+            sums = InputSums.start(demands, originals[0].read.shape[1], rows_added, device.device)
             for place in [place for place, number in enumerate(self.numbers) if number % SHARES == share]:
-                original, state = originals[place], self.current[place]
+                original, state = originals[place].on(device), device.put(self.current[place])
                 now = state[0]
                 if wanted and not anew:
                     x, after = runs.without(name, place)
-                    now = after[0]
+                    now = device.put(after)[0]
                 else:
                     x, *_ = runs.arguments(name, place)
                 if anew:
@@ -201,7 +214,8 @@ class WindowsHere:
         assert runs is not None
         called = self.layer.each(lambda place: runs.arguments(name, place), range(len(self.current)))
         found = zip(called, self._seen, strict=True)
-        return [Routed(tokens, ids, mixing, seen.pop(name).read) for (tokens, ids, mixing), seen in found]
+        put = self.layer.device.put
+        return [Routed(tokens, ids, mixing, put(seen.pop(name).read)) for (tokens, ids, mixing), seen in found]
 
     def assign(self, weights: Mapping[str, Float32]) -> None:
         """See `LayerWindows`."""
@@ -222,7 +236,8 @@ class WindowsHere:
 
     def cached(self) -> list[Peaks]:
         """See `LayerWindows`."""
-        return [self.layer.cached(place) for place in range(len(self.current))]
+        found = (self.layer.cached(place) for place in range(len(self.current)))
+        return [(key.cpu(), value.cpu()) for key, value in found]
 
 
 def _residuals(added: Additions, state: torch.Tensor, seen: Observed) -> dict[str, torch.Tensor]:

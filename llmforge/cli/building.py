@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -37,10 +38,13 @@ from llmforge.runtime.artifact_files import TEMPLATE_FILE
 
 if TYPE_CHECKING:
     from llmforge.cache.remote import Remote
+    from llmforge.calibration.carriers import Carriers
     from llmforge.calibration.spread import Worker
     from llmforge.compile.state import BuildResult
     from llmforge.gates.records import EngineRecord
     from llmforge.metrics.agreement import RuntimeName
+
+_DEVICE = re.compile(r"auto|cpu|cuda:\d+")
 
 
 @contextmanager
@@ -147,6 +151,7 @@ class BuildOptions:
     matrix: Path | None
     address: str | None
     calibration_workers: int | None
+    device: str | None
     jobs: int | None
     store: str | None
     page: Path | None
@@ -178,6 +183,10 @@ class BuildOptions:
     "--calibration-workers", type=click.IntRange(1, 8), metavar="N",
     help="Carry calibration text through the layers on N workers of one CPU each, on Ray at --address or on this "
     "machine. The results are the same without.",
+)  # fmt: skip
+@click.option(
+    "--device", metavar="DEVICE",
+    help="Calibrate on DEVICE: cpu (the default), cuda:N, or auto, the first GPU that torch finds.",
 )  # fmt: skip
 @click.option("--page", type=PATH, metavar="FILE.html", help="Page of --matrix. Default: DIR/NAME.html.")
 @click.option(
@@ -221,18 +230,24 @@ def build(recipe: Path | None, options: BuildOptions) -> None:
     if options.matrix is not None:
         if recipe is not None:
             raise UsageError("RECIPE cannot be used with --matrix", hint="name it in the matrix: `recipe: FILE.yaml`")
-        refuse_given("--matrix", "defer", "publish_failed", "pending", "trace", "runtimes", "calibration_workers")
+        refuse_given(
+            "--matrix", "defer", "publish_failed", "pending", "trace", "runtimes", "calibration_workers", "device"
+        )
         of_matrix = record(farming.MatrixOptions, vars(options))
         farming.build_matrix(options.matrix, of_matrix, options.cache.arguments())
         return
     require_given("--matrix", "jobs", "store", "page")
     if options.calibration_workers is None:
         require_given("--matrix or --calibration-workers", "address")
+    if options.device is not None:
+        refuse_given("--device", "calibration_workers")
+        if not _DEVICE.fullmatch(options.device):
+            raise UsageError(f"--device {options.device}: nothing is called so", hint="auto, cpu, or cuda:N")
     process.prepare()
     process.keep_freed_memory()
     process.collect_rarely()
     if options.pending is not None:  # it goes to where its artifact is, and is not deferred again
-        whole = "out", "defer", "publish_failed", "no_cache", "cache_size", "runtimes", "calibration_workers"
+        whole = "out", "defer", "publish_failed", "no_cache", "cache_size", "runtimes", "calibration_workers", "device"
         refuse_given("--finish", *whole, *_REMOTE)
     options.cache.check()
     if options.trace is not None:
@@ -276,9 +291,11 @@ def _built(path: Path, options: BuildOptions) -> BuildResult:
     if recipe.snapshot is not None:
         console.say(f"fetching {recipe.snapshot.repository} at {recipe.snapshot.commit[:12]}")
     checked = replace(check_recipe(recipe, options.out), publish_failed=options.publish_failed)
-    if options.calibration_workers is not None:
+    if options.device is not None:
+        checked = replace(checked, carriers=_device(options.device))
+    elif options.calibration_workers is not None:
         extras.require("farm")
-        checked = replace(checked, workers=partial(_workers, options.calibration_workers, options.address))
+        checked = replace(checked, carriers=_workers(options.calibration_workers, options.address))
     for note in checked.notes:
         console.say(f"note: {note}")
     expected = request.expected_stages(recipe, options.calibration_workers or 0)
@@ -302,11 +319,24 @@ def _built(path: Path, options: BuildOptions) -> BuildResult:
         )
 
 
-def _workers(count: int, address: str | None) -> AbstractContextManager[Sequence[Worker]]:
-    """Start workers of calibration, once they are wanted."""
-    from llmforge.farm import calibrating
+def _device(name: str) -> Carriers:
+    """Hold a device against those that torch finds."""
+    with process.unwatched():
+        from llmforge.calibration.device import ExecutionDevice
 
-    return calibrating.started(count, address)
+    return ExecutionDevice.of(name).carriers
+
+
+def _workers(count: int, address: str | None) -> Carriers:
+    """Let workers carry windows, which start once they are wanted."""
+    from llmforge.calibration.carriers import Carriers
+
+    def started() -> AbstractContextManager[Sequence[Worker]]:
+        from llmforge.farm import calibrating
+
+        return calibrating.started(count, address)
+
+    return Carriers(workers=started)
 
 
 def _finished(pending: Path, path: Path | None, options: BuildOptions) -> BuildResult:

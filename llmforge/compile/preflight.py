@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from llmforge.rewrite.pass_base import Pass
 from llmforge.targets import Target
 
 if TYPE_CHECKING:  # it imports torch
-    from llmforge.calibration.spread import Worker
+    from llmforge.calibration.carriers import Carriers
 
 _ROTARY = ("rope_theta", "rope_scaling", "rope_parameters")  # fields of a configuration, of which one is set
 # A rotary model may say here that it uses none: Falcon's `alibi`, Granite's and others' kind of position embedding.
@@ -41,7 +40,7 @@ class CheckedRecipe:
     out: Path  # the folder of artifacts
     notes: tuple[str, ...] = ()  # what is tight, or has changed since the artifact before
     publish_failed: bool = False  # it is to be published with verdict FAIL, where nothing but budgets is exceeded
-    workers: Callable[[], AbstractContextManager[Sequence[Worker]]] | None = None  # of calibration; None: no others
+    carriers: Carriers | None = None  # of calibration text; None: this process, on the CPU
 
 
 def check(recipe: Recipe) -> None:

@@ -72,8 +72,19 @@ def test_a_whole_dry_run_goes_well(tmp_path):
     assert done.returncode == 0, done.stderr
     lacking = {name for name, step in steps.items() if step["status"] != "ok"}
     assert lacking == {"tensorrt", "tensorrt-rtx", "speed:1:tiny:vllm", "speed:2:tiny:vllm"}
-    kinds = {"environment", "parity", "capture", "shape", "build", "speed", "profile", "attention", "ranks"}
-    assert {name.partition(":")[0] for name in steps} >= kinds
+    kinds = {
+        "environment",
+        "parity",
+        "capture",
+        "shape",
+        "build",
+        "speed",
+        "profile",
+        "attention",
+        "ranks",
+        "calibration",
+    }
+    assert {name.partition(":")[0] for name in steps} >= kinds | {"calibration"}
     assert {f"parity:{each}:llama" for each in ("fp32", "int8", "int4", "int8-kv")} <= set(steps)
     page = (tmp_path / "gpu-evidence.md").read_text()
     for subject in ("torch-eager", "torch-compile", "llmforge-int8", "llmforge-int4"):
@@ -182,6 +193,7 @@ def test_a_lease_settles_parity_of_every_precision_before_it_measures_one_round(
         "environment",
         "parity",
         "capture",
+        "calibration",
         "shape",
         "build",
         "speed",

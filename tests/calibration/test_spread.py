@@ -18,6 +18,7 @@ import torch
 
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError
 from llmforge.calibration import calibrate, openblas, spread
+from llmforge.calibration.carriers import Carriers
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.spread import WindowsWorker, Worker, WorkerLost
 from llmforge.calibration.threads import fixed
@@ -44,6 +45,10 @@ WINDOWS = [
     TokenWindow(f"d{i}", np.random.default_rng(i).integers(3, 259, length))
     for i, length in enumerate((48, 33, 48, 2, 40, 48, 20, 48, 31, 48))
 ]
+
+
+def given(workers: Sequence[Worker]) -> Carriers:
+    return Carriers(workers=lambda: nullcontext(workers))
 
 
 _ONE_BUILDS = threading.Lock()  # a model of transformers at a time: parameters on no device are a mode of the process
@@ -135,7 +140,7 @@ def test_workers_make_what_one_process_makes(demands: Sequence[Demand], checkpoi
     alone = calibrate(checkpoint, WINDOWS, demands)
     for count in (1, 2, 4):
         with threads(count) as workers:
-            assert same(alone, calibrate(checkpoint, WINDOWS, demands, workers=lambda: nullcontext(workers)))
+            assert same(alone, calibrate(checkpoint, WINDOWS, demands, carriers=given(workers)))
             assert all(worker.asked.count("begin") == 2 for worker in workers)  # one part of each layer
 
 
@@ -143,7 +148,7 @@ def test_experts_read_the_same(tmp_path: Path) -> None:
     zoo.write("qwen3-moe", tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     with threads(3) as workers:
-        found = calibrate(checkpoint, WINDOWS, [WEIGHTS], workers=lambda: nullcontext(workers))
+        found = calibrate(checkpoint, WINDOWS, [WEIGHTS], carriers=given(workers))
     assert same(calibrate(checkpoint, WINDOWS, [WEIGHTS]), found)
 
 
@@ -152,26 +157,26 @@ def test_what_a_lost_worker_carried_another_carries(answers: int, checkpoint: Ch
     """Lost when it enters, in front of a layer, between its linears, or in the next layer."""
     alone = calibrate(checkpoint, WINDOWS, DEMANDS)
     with threads(3, {1: answers}) as workers:
-        assert same(alone, calibrate(checkpoint, WINDOWS, DEMANDS, workers=lambda: nullcontext(workers)))
+        assert same(alone, calibrate(checkpoint, WINDOWS, DEMANDS, carriers=given(workers)))
         begun = [worker.asked.count("begin") for worker in workers]
     assert max(begun[0], begun[2]) == (3 if answers else 2)  # what it carried was begun anew, on one of the others
 
 
 def test_where_all_are_lost_that_is_said(checkpoint: Checkpoint) -> None:
     with threads(2, {0: 3, 1: 9}) as workers, pytest.raises(EnvironmentLacks, match="all workers of calibration"):
-        calibrate(checkpoint, WINDOWS, DEMANDS, workers=lambda: nullcontext(workers))
+        calibrate(checkpoint, WINDOWS, DEMANDS, carriers=given(workers))
 
 
 def test_workers_elsewhere_must_be_like_this_process(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     found = iter(["one processor", "another"])
     monkeypatch.setattr(spread, "processor", lambda: next(found))
     with threads(1) as workers, pytest.raises(UsageError, match="another processor"):
-        calibrate(checkpoint, WINDOWS, DEMANDS, workers=lambda: nullcontext(workers))
+        calibrate(checkpoint, WINDOWS, DEMANDS, carriers=given(workers))
 
 
 def test_what_they_cannot_carry_is_refused(checkpoint: Checkpoint) -> None:
     with threads(1) as workers, pytest.raises(UnsupportedError, match="--calibration-workers"):
-        calibrate(checkpoint, WINDOWS, [SparsityDemand(0.01)], workers=lambda: nullcontext(workers))
+        calibrate(checkpoint, WINDOWS, [SparsityDemand(0.01)], carriers=given(workers))
 
 
 def test_none_is_started_where_nothing_is_lacking(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -182,7 +187,9 @@ def test_none_is_started_where_nothing_is_lacking(checkpoint: Checkpoint, tmp_pa
         raise AssertionError
 
     whole = calibrate(checkpoint, WINDOWS, DEMANDS, store=Store(Cache(tmp_path / "kept")))
-    again = calibrate(checkpoint, WINDOWS, DEMANDS, store=Store(Cache(tmp_path / "kept")), workers=started)
+    again = calibrate(
+        checkpoint, WINDOWS, DEMANDS, store=Store(Cache(tmp_path / "kept")), carriers=Carriers(workers=started)
+    )
     assert same(whole, again)
 
 
@@ -200,7 +207,7 @@ def test_what_a_worker_raises_comes_with_its_reason(checkpoint: Checkpoint) -> N
 
         workers[0].ask = ask  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="must match"):
-            calibrate(checkpoint, WINDOWS, [demand], workers=lambda: nullcontext(workers))
+            calibrate(checkpoint, WINDOWS, [demand], carriers=given(workers))
 
 
 def test_sums_of_shares_are_those_of_their_windows(checkpoint: Checkpoint) -> None:

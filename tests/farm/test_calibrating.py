@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 
 from llmforge.base import extras
 from llmforge.calibration import calibrate
+from llmforge.calibration.carriers import Carriers
 from llmforge.calibration.spread import Worker
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
@@ -72,6 +74,7 @@ def test_two_workers_one_of_them_killed_make_the_same_bytes(tiny_checkpoint: Pat
             yield [*(killed or [one]), other]
 
     alone = bytes_of(calibrate(checkpoint, WINDOWS, DEMANDS))
-    assert bytes_of(calibrate(checkpoint, WINDOWS, DEMANDS, workers=lambda: started(kill=False))) == alone
-    assert bytes_of(calibrate(checkpoint, WINDOWS, DEMANDS, workers=lambda: started(kill=True))) == alone
+    for kill in (False, True):
+        carriers = Carriers(workers=partial(started, kill=kill))
+        assert bytes_of(calibrate(checkpoint, WINDOWS, DEMANDS, carriers=carriers)) == alone
     assert killed[0].asked == 3

@@ -29,6 +29,9 @@ def invoke(*arguments: str | Path) -> Result:
             ["--matrix", "release.yaml", "--calibration-workers", "2"],
             "--calibration-workers cannot be used with --matrix",
         ),
+        (["recipe.yaml", "--device", "cuda:0", "--calibration-workers", "2"], "cannot be used with --device"),
+        (["recipe.yaml", "--device", "gpu"], "--device gpu: nothing is called so"),
+        (["--matrix", "release.yaml", "--device", "cpu"], "--device cannot be used with --matrix"),
         (["recipe.yaml", "--store", "file:///srv"], "--store requires --matrix"),
         (
             ["--matrix", "release.yaml", "--no-cache", "--cache-size", "1"],

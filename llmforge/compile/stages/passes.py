@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -37,7 +37,7 @@ from llmforge.verification.promises import Promises
 from llmforge.verification.reports import GraphSnapshot
 
 if TYPE_CHECKING:  # it imports torch
-    from llmforge.calibration.spread import Worker
+    from llmforge.calibration.carriers import Carriers
 
 
 def run_passes(state: CompileState) -> None:
@@ -70,7 +70,7 @@ def _run_all(state: CompileState) -> Pass | None:
     """Calibrate and run the passes; return the last one that ran with other options, where it must retreat."""
     recipe, checkpoint, proofs = state.recipe, state.checkpoint, state.overlap.proofs
     state.calibration = calibrate(
-        state.texts, state.model, state.demands, state.reuse, state.clock, state.checked.workers
+        state.texts, state.model, state.demands, state.reuse, state.clock, state.checked.carriers
     )
     statistics = state.calibration.statistics
     state.digests.statistics(statistics)
@@ -171,7 +171,7 @@ def calibrate(
     demands: Sequence[Demand],
     kept: Reuse,
     progress: Progress,
-    workers: Callable[[], AbstractContextManager[Sequence[Worker]]] | None = None,
+    carriers: Carriers | None = None,
 ) -> CalibrationResult:
     """Collect what the passes demand; layers that were kept are done already."""
     spec, checkpoint = texts.recipe.calibration, texts.checkpoint
@@ -188,7 +188,7 @@ def calibrate(
         caches=caches,
         store=store,
         progress=progress,
-        workers=workers,
+        carriers=carriers,
     )
     record = records.CalibrationRecord(
         data=", ".join(path.name for path in spec.data),
@@ -197,7 +197,8 @@ def calibrate(
         samples=statistics.samples,
         tokens=statistics.tokens,
     )
-    key = calibration.key(checkpoint, windows, demands, caches, spec.threads, store.tools)
+    device = "cpu" if carriers is None else carriers.device
+    key = calibration.key(checkpoint, windows, demands, caches, spec.threads, store.tools, device)
     return CalibrationResult(statistics, record, key)
 
 
