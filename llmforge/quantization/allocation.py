@@ -5,11 +5,13 @@ Losses, in nats a token, of different weights are taken to add up; `calibration.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmforge.base.errors import UsageError
 from llmforge.quantization import cpu_layout
@@ -46,7 +48,9 @@ TABLES: Mapping[Scale, tuple[Grid, ...]] = {
     ),
     **{scale: (Grid(4, 32, True, scale), Grid(8, 128, True, scale)) for scale in ("fp16", "fp32")},
 }
-CELLS = 20_000  # of bytes that are told apart: a choice is exact but for so small a share of the budget a weight
+# Of bytes above the smallest formats, that are told apart. SmolLM2-135M at 6 bits has 53,000; with 20,000 of the whole
+# budget, sizes rounded up left .26 % of it unused, and 2.0 % more was predicted to be lost.
+CELLS = 60_000
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,10 @@ def fits(heights: Sequence[int], k: int, grid: Grid) -> bool:
 def allocate(choices: Mapping[str, Sequence[FormatOption]], budget_bytes: int) -> dict[str, int]:
     """Choose one of the formats of each weight, by its place, with the least sum of losses in `budget_bytes`.
 
-    Weights that must share a format stand under one name, with their sums. Where sizes are multiples of one number and
-    the budget has no more than `CELLS` of it, the choice is the best there is; else sizes are rounded up to
-    budget / `CELLS`, so that the budget holds all the same.
+    Weights that must share a format stand under one name, with their sums. What counts is how much larger a format is
+    than the smallest of its weight. Where that is a multiple of one number, and the budget has no more than `CELLS` of
+    it above the smallest formats, the choice is the best there is; else it is rounded up to a share of 1 / `CELLS` of
+    that, so that the budget holds all the same.
 
     Raises:
         UsageError: not even the smallest formats fit.
@@ -91,33 +96,31 @@ def allocate(choices: Mapping[str, Sequence[FormatOption]], budget_bytes: int) -
     for name, formats in choices.items():
         if not formats or not all(math.isfinite(each.loss) for each in formats):
             raise ValueError(f"{name} has no format, or one whose loss is not finite")
-    least = sum(min(each.size_bytes for each in formats) for formats in choices.values())
-    if least > budget_bytes:
+    smallest = {name: min(each.size_bytes for each in formats) for name, formats in choices.items()}
+    left = budget_bytes - sum(smallest.values())
+    if left < 0:
         raise UsageError(
-            f"weights take {least} bytes in their smallest formats, the budget has {budget_bytes}",
+            f"weights take {budget_bytes - left} bytes in their smallest formats, the budget has {budget_bytes}",
             hint="allow more bytes, or smaller formats",
         )
-    sizes = [each.size_bytes for formats in choices.values() for each in formats]
-    unit = math.gcd(*sizes) or 1
-    if budget_bytes // unit > CELLS:
-        unit = -(-budget_bytes // CELLS)
-    cells = budget_bytes // unit
-    needed = sum(min(-(-each.size_bytes // unit) for each in formats) for formats in choices.values())
-    if needed > cells:  # rounding up alone made it too much: the smallest formats fit, and are all that does
-        return {name: min(range(len(f)), key=lambda i: f[i].size_bytes) for name, f in choices.items()}
+    more = {name: [each.size_bytes - smallest[name] for each in formats] for name, formats in choices.items()}
+    left = min(left, sum(map(max, more.values())))
+    unit = math.gcd(*itertools.chain(*more.values())) or 1
+    if left // unit > CELLS:
+        unit = -(-left // CELLS)
+    cells = left // unit
+    sizes = {name: [-(-size // unit) for size in own] for name, own in more.items()}
     best = np.zeros(cells + 1)  # least loss of the weights so far in at most so many cells
-    taken: list[np.ndarray[tuple[int], np.dtype[np.intp]]] = []
-    for formats in choices.values():
+    taken: list[NDArray[np.uint8]] = []  # of at most 256 formats
+    for name, formats in choices.items():
         ways = np.full((len(formats), cells + 1), np.inf)
-        for i, each in enumerate(formats):
-            size = -(-each.size_bytes // unit)
+        for i, (each, size) in enumerate(zip(formats, sizes[name], strict=True)):
             if size <= cells:
                 ways[i, size:] = best[: cells + 1 - size] + each.loss
-        taken.append(ways.argmin(0))
+        taken.append(ways.argmin(0).astype(np.uint8))
         best = ways.min(0)
     chosen: dict[str, int] = {}
-    left = cells
     for name, at in zip(reversed(list(choices)), reversed(taken), strict=True):
-        chosen[name] = int(at[left])
-        left -= -(-choices[name][chosen[name]].size_bytes // unit)
+        chosen[name] = int(at[cells])
+        cells -= sizes[name][chosen[name]]
     return {name: chosen[name] for name in choices}

@@ -53,6 +53,13 @@ def test_a_coarse_knapsack_keeps_the_budget(choices: dict[str, list[FormatOption
     assert total(choices, chosen)[0] <= budget
 
 
+def test_bytes_that_every_format_takes_make_a_choice_no_coarser() -> None:
+    weights = [[FormatOption(10**9, 2.0), FormatOption(10**9 + 3, 1.0 - 0.01 * i)] for i in range(9)]
+    choices = {f"weight{i}": formats for i, formats in enumerate(weights)}
+    chosen = allocate(choices, 9 * 10**9 + 14)
+    assert [name for name, at in chosen.items() if at] == ["weight5", "weight6", "weight7", "weight8"]
+
+
 def test_what_has_no_format_or_no_loss_is_refused() -> None:
     with pytest.raises(ValueError, match="w has no format"):
         allocate({"w": []}, 10)
