@@ -1,13 +1,13 @@
-"""What formats of a size lose on documentation and on answers of chats: python -m benchmarks.sizes CHECKPOINT [options].
+"""What formats of a size lose on documentation and answers of chats: python -m benchmarks.sizes CHECKPOINT [options].
 
     python -m benchmarks.sizes FOLDER --auto 5 5.4 6 --work W  # formats chosen per weight, and the uniform ones beside
-    python -m benchmarks.sizes FOLDER --auto 5 --keep W/rows   # rows are added to a file, and printed from it
 
 Calibrated on 8,192 tokens of the texts that ship, as a recipe of `init` has it: half documentation, half chats that the
 checkpoint answers, where it has a chat template. KLD is that of dequantized weights in fp32 arithmetic, on evaluation
-text: the second halves of windows of 512 tokens, and the answers of chats. Gradients and prices are taken once and kept
-in W, so that seconds are those of what comes after them. Beside each size stands the uniform format that is predicted to
-lose least in as many bytes; intervals, 95 %, are by a bootstrap over windows, and that of a ratio is paired.
+text: the second halves of windows of 512 tokens, and the answers of chats. Gradients, prices, answers and rows are kept
+in W, and taken from there by a later call; CPU seconds of a row are those of what comes after gradients and prices.
+Beside each size stands the uniform format that is predicted to lose least in as many bytes; intervals, 95 %, are by a
+bootstrap over windows, and that of a ratio is paired.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from llmforge.compile import texts
 from llmforge.measure import chat_answers
 from llmforge.quantization import allocation
 from llmforge.quantization.grid import Grid
-from llmforge.quantization.grids import QuantizedMatrix, dequantize
+from llmforge.quantization.grids import dequantize
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import WeightDemand
 
