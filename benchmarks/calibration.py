@@ -53,7 +53,7 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("what is added to what", layer.DecoderLayer, "additions"),
     ("sums of inputs", sums.InputSums, "add"),
     ("gradients: backwards", gradients, "_backwards"),
-    ("gradients: loss", gradients, "_of_loss"),
+    ("gradients: loss", gradients, "loss_gradient"),
     ("gradients: files", gradients, "_save"),
     ("gradients: files", gradients, "_load"),
     ("loading of layers", Skeleton, "load"),

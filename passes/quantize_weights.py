@@ -271,8 +271,9 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
         return self.retreat
 
     def retreated(self, layer_bits: Mapping[str, int]) -> Pass:
-        """Return the pass with more bits for the weights whose parameters match a glob."""
-        return replace(self, layer_bits={**self.layer_bits, **cast(dict[str, Bits], layer_bits)})
+        """Return the pass with more bits for the weights whose parameters match a glob; of several, the last counts."""
+        others = {glob: bits for glob, bits in self.layer_bits.items() if glob not in layer_bits}
+        return replace(self, layer_bits={**others, **cast(dict[str, Bits], layer_bits)})
 
     def finer(self, written: Mapping[str, Any]) -> FinerCodes | None:
         """Keep weights of few bits in 8, the only ones that 8 bits run well at `accuracy_level` 4."""

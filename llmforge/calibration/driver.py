@@ -317,6 +317,7 @@ def _with_formats(run: _Calibration, stack: ExitStack) -> tuple[_Calibration, tu
             skeleton = Skeleton.build(run.checkpoint)
             price = partial(_price, run, skeleton, weights, folder)
             chosen, note = mixed.choose(skeleton, run.windows, weights, price, run.figures, run.threads)
+        run.progress.stage("Calibrate")
         grids = {name: asdict(grid) for name, grid in chosen.mixed}
         return {"mixed": grids, "tables": chosen.tables and asdict(chosen.tables), "note": note}
 

@@ -101,7 +101,7 @@ def take(
         reads: list[torch.Tensor] = []
         rows = max(1, LOGITS // skeleton.model.config.get_text_config().vocab_size)
         with fast(heads):
-            flowing = [_of_loss(leave, number, state, rows, random, reads) for number, state in enumerate(current)]
+            flowing = [loss_gradient(leave, number, state, rows, random, reads) for number, state in enumerate(current)]
         del leave, current, heads  # and with them the head
         places: dict[str, str] = {}
         for index in reversed(range(len(skeleton.layers))):
@@ -250,7 +250,7 @@ def _evenly(lengths: Sequence[int], tokens: int) -> list[int]:
     return list(range(0, len(lengths), every))
 
 
-def _of_loss(
+def loss_gradient(
     leave: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]],
     number: int,
     state: torch.Tensor,

@@ -9,6 +9,7 @@ from llmforge.checkpoint.folder import (
     Geometry,
     find_chat_template,
     load_config,
+    names_end,
     read_settings,
 )
 from llmforge.checkpoint.gguf import folder_of
@@ -23,5 +24,6 @@ __all__ = [
     "find_chat_template",
     "folder_of",
     "load_config",
+    "names_end",
     "read_settings",
 ]

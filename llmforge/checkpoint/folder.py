@@ -538,6 +538,17 @@ def _load_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
+def names_end(folder: Path) -> bool:
+    """Say whether the checkpoint in `folder` itself names the token that ends a text.
+
+    Raises:
+        CheckpointError: a file cannot be read, or is damaged.
+    """
+    said = _read_optional(folder / GENERATION_CONFIG), _read_optional(folder / CONFIG)
+    settings = [*said, *(each for each in said[1].values() if isinstance(each, dict))]  # of the text model, too
+    return any(each.get("eos_token_id") is not None for each in settings)
+
+
 def find_chat_template(folder: Path) -> str | None:
     """Find the chat template of the checkpoint in `folder`; None: it has none.
 

@@ -45,6 +45,7 @@ class TokenWindow:
     document: str  # id of the document
     ids: NDArray[np.int64]
     answers: NDArray[np.bool_] | None = None  # [at most length], of a chat: tokens that the model would have said
+    is_end: bool = False  # whether a text, which is no chat, ends with it
 
 
 def ids_of(
@@ -125,7 +126,8 @@ def windows(documents: Sequence[TokenizedDocument], length: int) -> list[TokenWi
             raise ValueError(f"windows of {length} tokens hold no text after BOS; at least 2 are needed")
         for at in range(0, len(body), step):
             answers = None if document.answers is None else document.answers[at : at + step]
-            found.append(TokenWindow(document.id, np.concatenate([head, body[at : at + step]]), answers))
+            is_end = answers is None and at + step >= len(body)
+            found.append(TokenWindow(document.id, np.concatenate([head, body[at : at + step]]), answers, is_end))
     return found
 
 

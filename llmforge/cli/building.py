@@ -281,7 +281,7 @@ def _built(path: Path, options: BuildOptions) -> BuildResult:
         checked = replace(checked, workers=partial(_workers, options.calibration_workers, options.address))
     for note in checked.notes:
         console.say(f"note: {note}")
-    expected = request.expected_stages(recipe)
+    expected = request.expected_stages(recipe, options.calibration_workers or 0)
     with (
         console.traced("build", quiet=options.quiet, trace=options.trace, expected=expected) as progress,
         _resumable(kept=kept is not None),

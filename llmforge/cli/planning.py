@@ -90,6 +90,10 @@ Examples:
     metavar="USD",
     help="Price of one device per hour.",
 )
+@click.option(
+    "--calibration-workers", type=click.IntRange(1, 8), metavar="N",
+    help="Predict the build with N workers of calibration, one CPU each on other machines as fast as this one.",
+)  # fmt: skip
 @REVISION
 @click.option("--plot", type=PATH, metavar="FILE.svg|html", help="Plot the roofline to a file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")

@@ -48,7 +48,11 @@ class Inputs:
 
 
 def recipe_of(artifact: Path, given: Path | None) -> Recipe:
-    """Load the recipe that is `given`, or else the artifact's own, with inputs from where its build found them."""
+    """Load the recipe that is `given`, or else the artifact's own, with inputs from where its build found them.
+
+    Raises:
+        UsageError: an input is not known here.
+    """
     from tempfile import TemporaryDirectory
 
     from llmforge.diagnosis import reproducing
@@ -57,7 +61,10 @@ def recipe_of(artifact: Path, given: Path | None) -> Recipe:
     if given is not None:
         return Recipe.load(given)
     scratch = click.get_current_context().with_resource(TemporaryDirectory())
-    return reproducing.recorded(artifact, None, (), Path(scratch))
+    try:
+        return reproducing.recorded(artifact, None, (), Path(scratch))
+    except UsageError as error:
+        raise UsageError(error.message, hint="give the recipe with --recipe") from error
 
 
 inputs_options = grouped(  # which make `inputs`, an `Inputs` that nothing has checked

@@ -11,9 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from llmforge import artifact, passes, targets
 from llmforge.artifact import Artifact
 from llmforge.artifact.sealed import is_content
@@ -51,6 +48,7 @@ from llmforge.metrics.tasks import TaskResult
 from llmforge.recipe import Recipe
 from llmforge.report import render
 from llmforge.runtime.config import FILE, RuntimeConfig, physical_cores
+from llmforge.serving import Runner
 from llmforge.serving import load as load_runner
 from llmforge.targets import Target
 
@@ -301,7 +299,7 @@ def decide(
         expected = baseline.of([window.ids for group in further for window in group], progress.advance)
         for group in further:
             progress.advance(len(ours), size)
-            found = _measured(group, expected, [runner.logits for runner in runners], others)
+            found = _measured(group, expected, runners, others)
             ours.append(found[0])
             theirs += found[1:]
         judged = release.judge(asked, documents=(ours, theirs), alpha=alpha)
@@ -353,7 +351,7 @@ def _further(
 def _measured(
     windows: Sequence[TokenWindow],
     baseline: Logits,
-    sides: Sequence[Callable[[list[int]], NDArray[np.float32]]],
+    sides: Sequence[Runner],
     metrics: Sequence[str],
 ) -> list[DocumentSums]:
     """Compare each side with the baseline, which runs once, on the windows of one document.
@@ -362,13 +360,13 @@ def _measured(
     """
     expected = [baseline(window.ids) for window in windows]
     found = []
-    for logits in sides:
+    for runner in sides:
         kept = iter(expected)
         compared = quality.compare(
             windows,
             lambda _, kept=kept: next(kept),  # type: ignore[misc]
-            lambda ids, f=logits: f(ids.tolist()),  # type: ignore[misc]
-            QualityRun(metrics=metrics),
+            lambda ids, f=runner.logits: f(ids.tolist()),  # type: ignore[misc]
+            QualityRun(metrics=metrics, ends=runner.config.eos_token_ids),
         )
         found.append(compared.per_document[0])
     return found

@@ -115,13 +115,13 @@ def judge(
     trials = []
     for metric, gate in gates.items():
         known = catalog.named(metric)
-        highest = known.unit.highest
+        highest, lowest = known.unit.highest, known.unit.lowest
         for written, limit in gate.limits.items():
             bound = _BOUNDS[written]
             found: Figure | str | None
             if bound not in RELATIVE:
                 found = (studentized or {}).get(metric) or measured.get(metric)
-                room = highest - limit if bound == "max" else limit
+                room = highest - limit if bound == "max" else limit - lowest
                 looked = alpha if isinstance(found, Studentized) else ALPHA
                 spread = (spreads or {}).get(metric)
                 trials.append(_LimitTest(metric, bound, limit, found, unmeasured, room, looked, spread=spread))
@@ -129,8 +129,8 @@ def judge(
             for other in (original if isinstance(known, TaskMetric) else None, earlier):
                 if other is not None:
                     found = other.differences.get(metric)
-                    was = other.values.get(metric, 0.0 if bound == "rise_max" else math.inf)
-                    room = (highest - was if bound == "rise_max" else was) - limit
+                    was = other.values.get(metric, lowest if bound == "rise_max" else math.inf)
+                    room = (highest - was if bound == "rise_max" else was - lowest) - limit
                     looked = alpha if isinstance(found, Studentized) else ALPHA
                     trials.append(_LimitTest(metric, bound, limit, found, unmeasured, room, looked, other.name))
     failing = _holm([trial.p_beyond for trial in trials], alpha)

@@ -194,7 +194,9 @@ def judge(asked: ReleaseQuestion, *, documents: Pairs | None = None, alpha: floa
     release, specs, against = asked.release, asked.specs, asked.against
     studentized = None
     if documents is not None:
-        studentized = {name: document_figures.figure(form, documents[0]) for name, form in growing(specs).items()}
+        known = set() if release.measured.quality is None else release.measured.quality.figures.keys()
+        forms = {name: form for name, form in growing(specs).items() if name in known}
+        studentized = {name: document_figures.figure(form, documents[0]) for name, form in forms.items()}
     earlier, paired = None, None
     if against is not None:
         left, right = documents or pairs(release, against)

@@ -12,10 +12,10 @@ from llmforge.base.errors import DataError
 from llmforge.checkpoint import text
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.metrics import catalog
-from llmforge.metrics.quality import GreedyAnswer, Quality, Sample, summarize, values
+from llmforge.metrics.quality import Form, GreedyAnswer, Quality, Sample, summarize, values
 from llmforge.metrics.quality_metrics import PREFILL_KLD, QualityMetric
 from llmforge.metrics.token_records import WindowScores
-from llmforge.metrics.tokens import KLD, require_finite, score
+from llmforge.metrics.tokens import END_SHIFT, KLD, require_finite, score
 
 BLOCK_BYTES = 128 << 20  # of the baseline's logits, which wait for the artifact's
 Logits = Callable[[NDArray[np.int64]], NDArray[np.float32]]  # ids [S] -> logits [S, V]
@@ -37,6 +37,26 @@ class QualityRun:
     samples: Sequence[Sample] = ()
     metrics: Sequence[str] = ()  # those of plug-ins to measure besides
     only: Sequence[QualityMetric] | None = None  # these are made; None: all of the catalog
+    ends: Sequence[int] = ()  # ids that end an answer; (): what needs to know them is not measured
+
+    @property
+    def forms(self) -> dict[str, Form]:
+        """Give the figures to make, by name."""
+        metrics = self.only or catalog.of_quality(self.metrics)
+        forms = {metric.name: metric.form for metric in metrics}
+        return {name: form for name, form in forms.items() if self.ends or not any(v.of_ends for v in values([form]))}
+
+    def ending_rows(self, window: TokenWindow) -> NDArray[np.int64]:
+        """Find the rows of logits after which a text ends, or an answer: one of `ends` is what follows."""
+        if not self.ends:
+            return np.empty(0, np.int64)
+        ended = np.isin(window.ids[1:], self.ends)
+        if window.answers is not None:
+            ended &= window.answers[1:]
+        rows = np.flatnonzero(ended)
+        is_end = window.is_end and window.ids[-1] not in self.ends
+        rows = np.append(rows, len(window.ids) - 1) if is_end else rows
+        return rows[rows >= self.first]
 
     @property
     def first(self) -> int:
@@ -83,10 +103,11 @@ def compare(
     windows = run.scored(windows)
     decoded_windows = text.spread(windows, run.decode_tokens) if run.decode and run.decode_tokens else ()
     again = {id(window) for window in decoded_windows}
-    forms = {metric.name: metric.form for metric in (run.only or catalog.of_quality(run.metrics))}
+    forms = run.forms
     of_tokens = values(tuple(forms.values()))
     scores: dict[str, list[WindowScores]] = {}
     chats: dict[str, list[WindowScores]] = {}
+    endings: dict[str, list[WindowScores]] = {}
     decoded: dict[str, list[WindowScores]] = {}
     done = 0
     progress(done, len(windows))
@@ -95,14 +116,17 @@ def compare(
         while done + len(expected) < len(windows) and sum(logits.nbytes for logits in expected) < BLOCK_BYTES:
             expected.append(_finite("baseline", baseline, windows, done + len(expected)))
         for theirs in expected:
-            window = windows[done]
+            window, ours = windows[done], _finite("artifact", artifact, windows, done)
             # Nothing follows the last token, and nothing predicts the first.
             rows, targets = slice(run.first, -1), np.asarray(window.ids[run.first + 1 :])
-            found = score(theirs[rows], _finite("artifact", artifact, windows, done)[rows], targets, of_tokens)
+            found = score(theirs[rows], ours[rows], targets, of_tokens, run.ends)
             scores.setdefault(window.document, []).append(WindowScores(run.first + 1, found))
             if window.answers is not None and (said := window.answers[run.first + 1 :]).any():
                 answers = {name: value[said] for name, value in found.items()}
                 chats.setdefault(window.document, []).append(WindowScores(run.first + 1, answers))
+            if len(ending := run.ending_rows(window)):
+                shifts = score(theirs[ending], ours[ending], np.full(len(ending), run.ends[0]), (END_SHIFT,), run.ends)
+                endings.setdefault(window.document, []).append(WindowScores(int(ending[0]) + 1, shifts))
             if run.decode is not None and id(window) in again:
                 stepped = score(theirs[rows], _finite("artifact", run.decode, windows, done)[rows], targets, (KLD,))
                 both = {**stepped, PREFILL_KLD.name: found[KLD.name]}
@@ -115,6 +139,7 @@ def compare(
         context=max(len(window.ids) for window in windows),
         scored="all" if run.half_of is None else "second-half",
         chats=chats,
+        endings=endings,
         decoded=decoded,
         answers=run.answers,
         samples=run.samples,

@@ -67,6 +67,7 @@ class RecipeQuality:
             answers=compared[0],
             samples=compared[1],
             metrics=self.spec.metrics,
+            ends=self.runner.config.eos_token_ids,
         )
         return quality.compare(self.windows, expected, lambda ids: logits(ids.tolist()), run, self.progress.advance)
 
@@ -80,7 +81,7 @@ class RecipeQuality:
             some,
             expected,
             lambda ids: self.runner.logits(ids.tolist(), adapter=name),
-            QualityRun(half_of=half, only=list(catalog.OF_ADAPTERS.values())),
+            QualityRun(half_of=half, only=list(catalog.OF_ADAPTERS.values()), ends=self.runner.config.eos_token_ids),
             self.progress.advance,
         )
         return AdapterQuality(adapter=name, quality=moved)

@@ -22,9 +22,9 @@ from llmforge.metrics.tokens import Floats, TokenValue
 MOST_DOCUMENTS = 10_000  # of an evaluation; as many bound their figures in 3 s, when `verify` makes them again
 PROMPT_TOKENS, ANSWER_TOKENS = 32, 128  # of answers that are compared: of a document, and after it at most
 
-# What is measured: each token of the text; those of them that chats answer; some again, read one by one, as a decode
-# step does; greedy answers. The latter two as a recipe asks for them.
-Source = Literal["text", "answer_tokens", "decode_tokens", "samples"]
+# What is measured: each token of the text; those of them that chats answer; the places where a text or an answer ends;
+# some tokens again, read one by one, as a decode step does; greedy answers. The latter two as a recipe asks for them.
+Source = Literal["text", "answer_tokens", "ends", "decode_tokens", "samples"]
 
 
 @dataclass(frozen=True)
@@ -183,21 +183,28 @@ class Quality(FiguresRecord):
     per_document_decoded: tuple[DocumentSums, ...] = Field(default=(), max_length=MOST_DOCUMENTS)  # read one by one too
     answers: tuple[GreedyAnswer, ...] = Field(default=(), max_length=MOST_DOCUMENTS)
     per_chat: tuple[DocumentSums, ...] = Field(default=(), max_length=MOST_DOCUMENTS)  # of answer tokens alone
+    per_ending: tuple[DocumentSums, ...] = Field(default=(), max_length=MOST_DOCUMENTS)  # where texts and answers end
 
     @model_serializer(mode="wrap")
     def _long_ones_last(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Write what is long after the figures."""
         fields: dict[str, Any] = write(self)
-        if not self.per_chat:
-            del fields["per_chat"]
-        for name in ("samples", "answers", "per_document", "per_chat", "per_document_decoded", "per_token"):
+        for name in ("per_chat", "per_ending"):
+            if not fields[name]:
+                del fields[name]
+        long = ("samples", "answers", "per_document", "per_chat", "per_ending", "per_document_decoded", "per_token")
+        for name in long:
             if name in fields:
                 fields[name] = fields.pop(name)
         return fields
 
     def sums(self, source: Source) -> tuple[DocumentSums, ...]:
         """Give the sums over each document that figures of a source are made of."""
-        of_others = {"answer_tokens": self.per_chat, "decode_tokens": self.per_document_decoded}
+        of_others = {
+            "answer_tokens": self.per_chat,
+            "ends": self.per_ending,
+            "decode_tokens": self.per_document_decoded,
+        }
         return of_others.get(source, self.per_document)
 
     @property
@@ -212,7 +219,7 @@ class Quality(FiguresRecord):
             ValueError, LookupError, ArithmeticError: the raw values are none that a measurement gives.
         """
         made: dict[str, Any] = {}
-        sources: tuple[Source, ...] = ("text", "answer_tokens", "decode_tokens")
+        sources: tuple[Source, ...] = ("text", "answer_tokens", "ends", "decode_tokens")
         for source in sources:
             sums = self.sums(source)
             of_sums = {n: form for n, form in forms.items() if isinstance(form, OfSums) and form.source == source}
@@ -243,13 +250,15 @@ def summarize(
     context: int,
     scored: Literal["all", "second-half"] = "all",
     chats: Mapping[str, Sequence[WindowScores]] | None = None,
+    endings: Mapping[str, Sequence[WindowScores]] | None = None,
     decoded: Mapping[str, Sequence[WindowScores]] | None = None,
     answers: Sequence[GreedyAnswer] = (),
     samples: Sequence[Sample] = (),
 ) -> Quality:
     """Make the figures of `forms`, by name, with their bounds, from the scores of each document's windows.
 
-    `chats` has those of answer tokens alone, `decoded` those that were read one by one as well. Quantiles and curves
+    `chats` has those of answer tokens alone, `endings` those where a text or an answer ends, `decoded` those that were
+    read one by one as well. Quantiles and curves
     are of values as a record keeps them, fp32, so that they can be made again of it.
     """
     summed = [form for form in forms.values() if isinstance(form, OfSums)]
@@ -273,6 +282,7 @@ def summarize(
         per_token=keep(scores, [value.name for value in values(kept)]) if values(kept) else (),
         per_document_decoded=sums("decode_tokens", decoded),
         per_chat=sums("answer_tokens", chats),
+        per_ending=sums("ends", endings),
         answers=tuple(answers),
         samples=tuple(samples),
         **nothing,

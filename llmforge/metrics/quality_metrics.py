@@ -31,6 +31,8 @@ from llmforge.metrics.quality import (
 from llmforge.metrics.tokens import (
     DELTA_P,
     DELTA_P_SQUARED,
+    END_SHIFT,
+    END_SHIFT_ELSEWHERE,
     KLD,
     NLL,
     REFERENCE_NLL,
@@ -39,7 +41,7 @@ from llmforge.metrics.tokens import (
     TOP,
     Floats,
 )
-from llmforge.metrics.units import NATS, NATS_A_TOKEN, RATIO, SHARE, SHIFT, TEXT, TOKENS
+from llmforge.metrics.units import NATS, NATS_A_TOKEN, NATS_MOVED, RATIO, SHARE, SHIFT, TEXT, TOKENS
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class QualityMetric(Metric):
         """What gives more samples."""
         if self.source == "answer_tokens":
             return "measure on more chats"
+        if self.source == "ends":
+            return "measure on more documents that end within them"
         return "raise validation.quality.samples" if self.source == "samples" else "measure on more documents"
 
     @property
@@ -202,6 +206,18 @@ QUALITY: tuple[QualityMetric, ...] = (
     QualityMetric(
         "answer_top1_agreement", "Top-1 agreement of answers", SHARE, "higher",
         OfSums((SAME_TOP,), _mean, source="answer_tokens", limits=_SHARE), row=("Answers of chats", "top-1 agreement"),
+    ),
+    QualityMetric(
+        "eos_shift_at_ends", "Shift of ln p(end) where a text ends", NATS_MOVED, "higher",
+        OfSums((END_SHIFT,), _mean, source="ends"),
+        meaning="artifact less baseline, after whole texts and answers; below 0 it stops less often",
+        row=("End of a text", "ln p(end), at ends"),
+    ),
+    QualityMetric(
+        "eos_shift_elsewhere", "Shift of ln p(end) elsewhere", NATS_MOVED, "lower",
+        OfSums((END_SHIFT_ELSEWHERE,), _mean),
+        meaning="artifact less baseline, before all other tokens; above 0 it stops more often",
+        row=("End of a text", "elsewhere"),
     ),
     QualityMetric(
         "kld_decode", "Mean KLD through decode steps", NATS_A_TOKEN, "lower",

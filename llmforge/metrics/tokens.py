@@ -31,6 +31,7 @@ class TokenBlock:
     reference: NDArray[np.float32]
     logits: NDArray[np.float32]
     targets: NDArray[np.int64]
+    ends: Sequence[int] = ()  # ids that end an answer
 
     @cached_property
     def reference_shifted(self) -> Floats:
@@ -98,6 +99,13 @@ class TokenBlock:
         shared: Floats = both.mean(-1)
         return shared
 
+    @cached_property
+    def end_shift(self) -> Floats:
+        """ln p(an end) - ln p_reference(an end), of all `ends` together [R]."""
+        ours = _log_sum(self.shifted[:, self.ends]) - self.log_sum
+        theirs = _log_sum(self.reference_shifted[:, self.ends]) - np.log(self.reference_sum)
+        return ours - theirs
+
     def _of_target(self, values: Floats) -> Floats:
         return np.take_along_axis(values, self.targets[:, None], -1)[:, 0]
 
@@ -108,6 +116,7 @@ class TokenValue:
 
     name: str
     of: Callable[[TokenBlock], NDArray[Any]]  # [R], of floats or of booleans
+    of_ends: bool = False  # made only where it is known which tokens end an answer
 
 
 REFERENCE_NLL = TokenValue("baseline_nll", lambda block: block.reference_nll)
@@ -117,6 +126,12 @@ SAME_TOP = TokenValue("same_top", lambda block: block.reference_top[:, 0] == blo
 SHARED_TOP = TokenValue("shared_top", lambda block: block.top_shared)
 DELTA_P = TokenValue("delta_p", lambda block: block.delta_p)
 DELTA_P_SQUARED = TokenValue("delta_p_squared", lambda block: np.square(block.delta_p))
+END_SHIFT = TokenValue("end_shift", lambda block: block.end_shift, of_ends=True)
+END_SHIFT_ELSEWHERE = TokenValue(  # 0 of the few tokens that are an end
+    "end_shift_elsewhere",
+    lambda block: np.where(np.isin(block.targets, block.ends), 0.0, block.end_shift),
+    of_ends=True,
+)
 
 
 def score(
@@ -124,10 +139,12 @@ def score(
     logits: NDArray[np.float32],
     targets: NDArray[np.int64],
     values: Sequence[TokenValue],
+    ends: Sequence[int] = (),
 ) -> dict[str, NDArray[Any]]:
     """Compare two sets of logits [R, V] on the true next tokens `targets` [R], a few rows at a time.
 
-    Returns each of `values` [R], by its name. All logits are finite (`require_finite`).
+    `ends` are the ids that end an answer. Returns each of `values` [R], by its name. All logits are finite
+    (`require_finite`).
     """
     rows = len(targets)
     if reference.shape != logits.shape or logits.shape[:1] != (rows,):
@@ -136,7 +153,7 @@ def score(
     step = max(1, _BLOCK_LOGITS // logits.shape[-1])
     for low in range(0, rows, step):
         part = slice(low, low + step)
-        block = TokenBlock(reference[part], logits[part], targets[part])
+        block = TokenBlock(reference[part], logits[part], targets[part], ends)
         for value in values:
             found[value.name].append(value.of(block))
     return {name: np.concatenate(parts) for name, parts in found.items()}
@@ -183,6 +200,13 @@ def _top(logits: NDArray[np.float32]) -> NDArray[np.int64]:
         left[rows, largest] = -np.inf
         found.append(largest)
     return np.stack(found, 1)
+
+
+def _log_sum(shifted: Floats) -> Floats:
+    """Return ln Σ exp of each row [R, E]; a number far below 0 is no underflow."""
+    highest = shifted.max(-1)
+    total: Floats = highest + np.log(np.exp(shifted - highest[:, None]).sum(-1))
+    return total
 
 
 def _shifted(logits: NDArray[np.float32]) -> Floats:

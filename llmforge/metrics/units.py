@@ -84,17 +84,19 @@ class Unit:
 
     name: str
     write: Callable[[float], str]
-    highest: float = math.inf  # that such a figure can be; the lowest is 0
+    highest: float = math.inf  # that such a figure can be
+    lowest: float = 0.0
 
 
 TOKENS = Unit("tokens to choose from", lambda value: f"{value:.3f}")
 RATIO = Unit("ratio", lambda value: f"{value:.4f}")
 SPEEDUP = Unit("ratio", times)
 SHARE = Unit("share, 0 to 1", percent, highest=1.0)
-SHIFT = Unit("share, -1 to 1", lambda value: f"{100 * value:+.3f} %")
+SHIFT = Unit("share, -1 to 1", lambda value: f"{100 * value:+.3f} %", highest=1.0, lowest=-1.0)
 TEXT = Unit("tokens", lambda value: f"{value:.0f}")
 BITS_A_BYTE = Unit("bits per byte", significant)
 NATS = Unit("nats", significant)
+NATS_MOVED = Unit("nats, either way", lambda value: f"{value:+.3f}", lowest=-math.inf)
 NATS_A_TOKEN = Unit("nats per token", significant)
 MILLISECONDS = Unit("ms", ms)
 PER_SECOND = Unit("per second", significant)

@@ -1,46 +1,51 @@
 """What a build will take: CPU time by stage, memory and disk, from coefficients measured on this project's own builds.
 
-Two cores of an AMD EPYC (Zen 4), CPU time of all processes. A llama of 6.8 M parameters, a mixture of experts of 11.5 M
-and SmolLM2-135M, by the recipes that `init` writes for them: 16 × 512 tokens of calibration, 30,720 of evaluation,
-prompts of 32 and 512 tokens timed six times. SmolLM2 took 492 s: 283 to calibrate int4 by GPTQ (11 to observe ranges
-alone), 17 for proofs, 137 for quality, 40 for latency; other processes ran beside it, which costs some CPU time. It
-answers the 64 chats that ship in 30 s, 24 of them in 12 (one thread): half of it reads the prompts, of 103 tokens each
-with what fills them up, half writes 41 tokens each. Four
-layers of Qwen3-0.6B (63 M parameters) took 69 s for 2,048 tokens. GPTQ takes a column of inputs after the other, 1.5 ms
-each whatever its length up to 3,072; gradients and forward passes grow with the text. TensorRT: eight layers of 320 MB
-in all, two profiles, 14 to 17 s.
+Two cores of an AMD EPYC (Zen 4) with the rates of `REFERENCE`, CPU time of all processes; other machines, or that one
+on another day, are predicted by their rates. The recipes that `init` writes: a llama of 6.8 M parameters took 51 s (14
+to calibrate int4 by GPTQ on 16 × 512 tokens, 15 for quality on 30,720, 7 for latency), a mixture of experts of 11.5 M
+56 s (13, 17, 9), SmolLM2-135M, in 6 bits that take no calibration, 226 s (38 for passes and proofs, 23 for the answers
+of 24 chats, 95 for quality on 15,360 tokens, 60 for latency). int4 by GPTQ of SmolLM2-135M: 180 s beside other
+processes. GPTQ takes a column of inputs after the other; gradients and forward passes grow with the text. Qwen3-0.6B,
+rounded to nearest, without validation: 60 s beside other processes. TensorRT: eight layers of 320 MB in all,
+two profiles, 14 to 17 s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from llmforge.backends import BACKENDS, BackendName
+from llmforge.measure.rates import MachineRates
 from llmforge.planning.scheme import BITS, DtypeScheme
 from llmforge.planning.shape import LayerSizes, Shape
 
-LOAD_S, CHECK_S, IMPORT_S = 1.1, 1.0, 2.0  # llmforge; recipe and data; torch and transformers
-TRACE_S = 2.2  # of any depth: layers that repeat are copied
-VERIFY_S, VERIFY_S_PER_B = 0.2, 12.0  # the trace against transformers; of 10**9 parameters
+REFERENCE = MachineRates(products=1.09e11, python=1.54e7)  # of those cores, when they were measured
+LOAD_S, CHECK_S, IMPORT_S = 1.6, 1.0, 2.6  # llmforge; recipe and data; torch and transformers
+TRACE_S = 2.5  # of any depth: layers that repeat are copied
+VERIFY_S, VERIFY_S_PER_B = 0.2, 14.0  # the trace against transformers; of 10**9 parameters
 HASH_S_PER_GB = 1.7  # of checkpoint
-GPTQ_S_PER_COLUMN = 1.5e-3  # of a layer's products; stacked experts are one
-GPTQ_S_PER_TOKEN = 4e-11  # and parameter of a layer that a token uses: forward passes and gradients
+GPTQ_S_PER_COLUMN = 7e-4  # of a layer's products; stacked experts are one
+GPTQ_S_PER_TOKEN = 1e-10  # and parameter of a layer that a token uses: forward passes and gradients
+CARRIED_S_PER_TOKEN = 2e-11  # and parameter, of these what carries tokens through layers and sums their inputs
+PRICE_S_PER_PARAMETER = 9e-7  # of linears, whose formats are priced and tried: SmolLM2 took 93 s more than GPTQ
 TRAIN_S_PER_TOKEN = 9e-11  # and parameter that it uses: SmolLM2 took 337 s for 28,000 tokens, on busy cores
 OBSERVE_S_PER_TOKEN = 1.3e-11  # and parameter: a forward pass
 PASSES_S, PASSES_S_PER_B = 0.3, 9.0  # of 10**9 parameters
-PROVE_S, PROVE_S_PER_TOKEN = 0.3, 3e-11  # and parameter, of a third of the windows of budgets
+PROVE_S, PROVE_S_PER_TOKEN = 0.3, 5e-11  # and parameter, of a third of the windows of budgets
+ENGINE_TOKENS = 300  # on which the engine is proven as it was written
 WRITE_S, WRITE_S_PER_B = 0.4, 10.0  # of 10**9 parameters
 PLAN_S_PER_GB = 48.0  # of TensorRT's weights: 15.5 s for 0.32 GB
 OPEN_S, OPEN_S_PER_B = 0.2, 3.0  # engine and baseline
-QUALITY_S_PER_TOKEN = 2.4e-11  # and parameter that it uses: engine and baseline
-QUALITY_S_PER_LOGIT = 2.4e-8  # two of which are compared
-ASKED_S_PER_TOKEN = 2.5e-11  # and parameter of layers, of a prompt that the checkpoint answers
-ANSWERED_S_PER_TOKEN = 4e-11  # and parameter, of an answer; many prompts take a step together
+QUALITY_S_PER_TOKEN = 3.5e-11  # and parameter that it uses: engine and baseline
+QUALITY_S_PER_LOGIT = 3e-8  # two of which are compared
+ANSWER_S, ANSWER_S_PER_LAYER = 1.0, 0.2  # of the steps of answers, besides
+ASKED_S_PER_TOKEN = 2e-11  # and parameter of layers, of a prompt that the checkpoint answers
+ANSWERED_S_PER_TOKEN = 3.5e-11  # and parameter, of an answer; many prompts take a step together
 MOST_ASKED_BYTES = 8 << 30  # `MOST_BYTES` of llmforge.measure.chat_answers
-TIMED_S_PER_TOKEN = 4.5e-11  # and parameter, of a prompt: engine and baseline
+TIMED_S_PER_TOKEN = 6.6e-11  # and parameter, of a prompt: engine and baseline
 STEP_TOKENS = 8  # tokens of a prompt that take as long as a step, which is bound by memory
-STEP_S = 2.8e-3  # of a step besides, of both
+STEP_S = 1e-2  # of a step besides, of both
 PUBLISH_S = 0.3
 START_BYTES = 550_000_000  # resident after the trace
 HELD_LAYERS = 2  # with which the trace is verified, in fp32, with the tables
@@ -56,10 +61,19 @@ class StageCost:
     title: str
     cpu_s: float
     spreads: bool = False  # over all cores; else it is one thread after the other
+    workers: int = 0  # which take `carried_s` of it, one CPU each, beside this machine
+    carried_s: float = 0.0
 
     def seconds(self, cores: int) -> float:
-        """Predict its wall time where nothing else runs."""
-        return self.cpu_s / (1 + SHARED * (min(cores, MOST_CORES) - 1) if self.spreads else 1)
+        """Predict its wall time where nothing else runs; workers have CPUs of their own, as fast as those here."""
+        here = self.cpu_s / (1 + SHARED * (min(cores, MOST_CORES) - 1) if self.spreads else 1)
+        if not self.workers:
+            return here
+        return here * (1 - self.carried_s / self.cpu_s) + self.carried_s / self.workers
+
+    def at(self, rate: float) -> StageCost:
+        """Predict it where a second of CPU time does `rate` times as much."""
+        return replace(self, cpu_s=self.cpu_s / rate, carried_s=self.carried_s / rate)
 
 
 @dataclass(frozen=True)
@@ -75,6 +89,8 @@ class BuildWork:
     asked_tokens: int = 0  # of the prompts that the checkpoint answers, filled up to the longest of a batch
     answered_tokens: int = 0  # of its answers, at most
     trained_tokens: int = 0  # that train scales
+    chooses_formats: bool = False  # of weights, each by what it would lose
+    workers: int = 0  # of calibration
 
 
 @dataclass(frozen=True)
@@ -86,11 +102,17 @@ class BuildCost:
     disk_bytes: int  # besides the checkpoint
     checkpoint_bytes: int
     of: str  # what the coefficients were measured on
+    rates: MachineRates  # of the machine that it is predicted for
     stages: tuple[StageCost, ...] = field(default=(), repr=False)  # in their order
 
     def seconds(self, cores: int) -> float:
         """Predict the wall time on so many cores where nothing else runs."""
         return sum(stage.seconds(cores) for stage in self.stages)
+
+    @property
+    def speed(self) -> tuple[float, float]:
+        """How many times as fast as where the coefficients were measured: matrix products, and Python."""
+        return self.rates.products / REFERENCE.products, self.rates.python / REFERENCE.python
 
 
 def calibration_s(shape: Shape, tokens: int) -> float:
@@ -107,15 +129,18 @@ def predict(
     work: BuildWork | None = None,
     *,
     calibration_tokens: int = 0,
+    rates: MachineRates = REFERENCE,
 ) -> BuildCost:
-    """Predict a build of `shape` to `scheme`, of the `work` that a recipe asks for.
+    """Predict a build of `shape` to `scheme`, of the `work` that a recipe asks for, on a machine of these `rates`.
 
-    Without it nothing is measured, and `calibration_tokens` choose codes (0: none do).
+    Without `work` nothing is measured, and `calibration_tokens` choose codes (0: none do). Stages that spread over
+    cores go with the rate of products, others with that of Python.
     """
     work = work or BuildWork(calibration_tokens=calibration_tokens)
+    products, python = rates.products / REFERENCE.products, rates.python / REFERENCE.python
     checkpoint = shape.parameters * BITS[shape.dtype] // 8
     weights = scheme.weight_bytes(shape)
-    stages = tuple(_stages(shape, scheme, backend, work))
+    stages = tuple(stage.at(products if stage.spreads else python) for stage in _stages(shape, scheme, backend, work))
     compiled = BACKENDS[backend].compiled
     widest = max(layer.parameters for _, layer in shape.layers)
     held = 4 * (shape.embedding + shape.head + HELD_LAYERS * widest)
@@ -126,6 +151,7 @@ def predict(
         disk_bytes=weights * (PLANS_DISK if compiled else 1),
         checkpoint_bytes=checkpoint,
         of="two cores of an AMD EPYC (Zen 4), with up to 0.13 billion parameters",
+        rates=rates,
         stages=stages,
     )
 
@@ -143,18 +169,24 @@ def _stages(shape: Shape, scheme: DtypeScheme, backend: BackendName, work: Build
     if work.answered_tokens and 4 * shape.parameters <= MOST_ASKED_BYTES:
         asked = ASKED_S_PER_TOKEN * used * work.asked_tokens
         answered = ANSWERED_S_PER_TOKEN * shape.active_parameters * work.answered_tokens
-        yield StageCost("Answer chats", OPEN_S + billions * OPEN_S_PER_B + asked + answered, spreads=True)
-    calibrated = OBSERVE_S_PER_TOKEN * used * work.observed_tokens
+        steps = ANSWER_S + ANSWER_S_PER_LAYER * shape.depth
+        yield StageCost("Answer chats", billions * OPEN_S_PER_B + steps + asked + answered, spreads=True)
+    carried = OBSERVE_S_PER_TOKEN * used * work.observed_tokens
+    if work.chooses_formats:
+        yield StageCost("Calibrate", 0.0)  # opens the text
+        yield StageCost("Choose formats", PRICE_S_PER_PARAMETER * used, spreads=True)
+    calibrated = carried
     if work.calibration_tokens:
         calibrated += calibration_s(shape, work.calibration_tokens)
+        carried += CARRIED_S_PER_TOKEN * used * work.calibration_tokens
     if calibrated:
-        yield StageCost("Calibrate", calibrated, spreads=True)
+        yield StageCost("Calibrate", calibrated, spreads=True, workers=work.workers, carried_s=carried)
     if work.trained_tokens:
         yield StageCost("Recover", TRAIN_S_PER_TOKEN * shape.active_parameters * work.trained_tokens, spreads=True)
     yield StageCost("Pass", PASSES_S + billions * PASSES_S_PER_B)
     plan_s = scheme.weight_bytes(shape) / 1e9 * PLAN_S_PER_GB if BACKENDS[backend].compiled else 0.0
     yield StageCost("Build engine", WRITE_S + billions * WRITE_S_PER_B + plan_s)
-    proven = PROVE_S_PER_TOKEN * shape.active_parameters * work.budget_tokens
+    proven = PROVE_S_PER_TOKEN * shape.active_parameters * (work.budget_tokens + ENGINE_TOKENS)
     yield StageCost("Finish proofs", PROVE_S + proven, spreads=True)
     yield StageCost("Load engine", OPEN_S + billions * OPEN_S_PER_B)
     if tokens := work.quality_tokens:

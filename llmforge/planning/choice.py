@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from llmforge.planning import building, scheme
 from llmforge.planning.render import Planned
-from llmforge.quantization.costs import ModelFormats, ProbedCosts
+from llmforge.quantization.costs import MixedBits, ModelFormats, ProbedCosts
 from llmforge.rewrite import declared
 from llmforge.rewrite.traits import Deployment, Goal, Proposal
 
@@ -17,11 +17,13 @@ from llmforge.rewrite.traits import Deployment, Goal, Proposal
 ALLOWED: Mapping[Goal, float] = {"latency": 0.04, "throughput": 0.04, "size": 0.08, "quality": 0.01}
 MARGIN = 2.0  # of limits over predictions: the probe reads few tokens, and other text than evaluation
 CALIBRATION_TOKENS = 8192  # of the recipes that are written
-CALIBRATION_S = 180.0  # of CPU time, at most, but for the goal `size`: a minute and a half on two cores
+CALIBRATION_S = 105.0  # of CPU time at the reference rates, at most, but for the goal `size`: a minute on two cores
 UNMEASURED_BITS = 6  # at least, where weights are rounded to nearest and nothing was measured
 _LEAST, _LEAST_RATIO = 0.002, 0.01  # limits of the KLD, and of the perplexity ratio above 1
+END_SHIFT = 1.0  # limit of how far ln p(end) may move either way, nats; SmolLM2-135M in 6 bits: .32
 
 Named = tuple[str, Proposal]  # a pass, and a way to use it
+Mix = Callable[[ModelFormats, tuple[int, ...]], MixedBits | None]  # of bits, in the size of formats
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,18 @@ class Probed:
     costs: ProbedCosts | None = None
     why: str = ""
     runs_by_layer: bool = True  # as calibration, too, wants it
+    mix: Mix | None = None  # chooses bits by linear layer; None: nothing is priced
+
+    def mixed(self, each: Proposal) -> Proposal:
+        """Give linear layers bits of their own, where that was measured to lose less in as many bytes."""
+        uniform = None if self.costs is None or each.formats is None else self.costs.of(each.formats)
+        if uniform is None or self.mix is None or not each.mixes:
+            return each
+        found = self.mix(uniform.formats, each.mixes)
+        if found is None or found.kld >= uniform.kld:
+            return each
+        finer = tuple(bits for bits in each.mixes if bits > min(bits for _, bits in found.layer_bits))
+        return replace(each, mixed=found, adds=lambda costs: found.kld + costs.activations, retreat=finer)
 
 
 @dataclass(frozen=True)
@@ -78,10 +92,13 @@ class ProposedPasses:
         found = [each.formats for _, each in self.proposed if each.formats is not None]
         return tuple(dict.fromkeys(found))
 
-    def chosen(self, costs: ProbedCosts | None) -> list[Named]:
-        """Choose one way to store weights, and of all other proposals each; with limits that `costs` predict."""
+    def chosen(self, probed: Probed) -> list[Named]:
+        """Choose one way to store weights, and of all other proposals each; with limits that were predicted."""
+        costs = probed.costs
         weights = self._weights([each for _, each in self.proposed if each.stores.weights is not None], costs)
-        kept = [(name, each) for name, each in self.proposed if each.stores.weights is None or each is weights]
+        kept = [
+            (name, probed.mixed(each)) for name, each in self.proposed if each.stores.weights is None or each is weights
+        ]
         return [(name, limited(self._retreating(each, costs), costs)) for name, each in kept]
 
     def _retreating(self, each: Proposal, costs: ProbedCosts | None) -> Proposal:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -148,7 +148,12 @@ def data(planned: Planned | Refused) -> dict[str, Any]:
             for each in plan.degrees
         ],
         "cost": None if plan.cost is None else asdict(plan.cost),
-        "build": {**asdict(planned.build), "seconds": planned.build.seconds(physical_cores())},
+        "build": {
+            **asdict(planned.build),
+            "machine": "this machine",  # whatever the target
+            "speed": dict(zip(("products", "python"), planned.build.speed, strict=True)),
+            "seconds": planned.build.seconds(physical_cores()),
+        },
         "passes": [asdict(each) for each in planned.advice],
         "assumptions": {name: asdict(plan.target.share(name)) for name in _shares(plan)},
         "notes": list(plan.notes),
@@ -298,6 +303,7 @@ def _bases(advice: Sequence[Advice]) -> Iterator[Text]:
 
 def _facts(planned: Planned) -> Table:
     plan, build, cores = planned.plan, planned.build, physical_cores()
+    products, python = build.speed
     table = Table.grid(padding=(0, 2))
     for title, text in (
         ("balance", _balance(plan)),
@@ -307,11 +313,24 @@ def _facts(planned: Planned) -> Table:
             f"about {duration(build.seconds(cores))} on this machine ({count(cores)} cores, "
             f"{duration(build.cpu_s)} of CPU time), {size(build.memory_bytes)} of memory, "
             f"{size(build.disk_bytes)} of disk in addition to the checkpoint ({size(build.checkpoint_bytes)}); "
-            f"measured on {build.of}",
+            f"measured on {build.of}; this machine is now {times(products)} as fast in matrix products and "
+            f"{times(python)} in Python{_calibrates(build, cores)}",
         ),
     ):
         table.add_row(Text(title, "dim"), Text(text))
     return table
+
+
+def _calibrates(build: BuildCost, cores: int) -> str:
+    """Say how long calibration takes over workers, where there are some."""
+    spread = next((stage for stage in build.stages if stage.workers), None)
+    if spread is None:
+        return ""
+    alone = replace(spread, workers=0).seconds(cores)
+    return (
+        f"; calibration takes {duration(spread.seconds(cores))} of it with {count(spread.workers)} workers on other "
+        f"machines, each on a CPU as fast as here, {duration(alone)} without"
+    )
 
 
 def _balance(plan: DeploymentPlan) -> str:

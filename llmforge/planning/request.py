@@ -12,6 +12,7 @@ from llmforge.base.cores import physical_cores
 from llmforge.base.errors import UnsupportedError, UsageError
 from llmforge.checkpoint import CONFIG, read_settings
 from llmforge.checkpoint.adapters import Adapter
+from llmforge.measure import rates
 from llmforge.metrics import units
 from llmforge.planning import (
     advice,
@@ -52,6 +53,7 @@ class PlanRequest:
     wanted: Storage = field(default_factory=Storage)
     ranks: int | None = None
     usd_per_hour: float | None = None
+    calibration_workers: int | None = None  # that carry its text through the layers
     calibration_tokens: int = 0  # that choose codes, where no recipe says what there is to do
     sample_chats: bool = False  # the chats that ship are among the texts, where no recipe says what there is to do
     work: BuildWork | None = None  # of a recipe
@@ -124,8 +126,10 @@ def of_recipe(recipe: Recipe) -> Planned | None:
         return None
 
 
-def build_of(recipe: Recipe) -> BuildCost | None:
-    """Predict what the build of a recipe takes; None where its configuration alone does not tell, or is not planned.
+def build_of(recipe: Recipe, workers: int = 0) -> BuildCost | None:
+    """Predict what the build of a recipe takes here, with so many workers of calibration.
+
+    None where its configuration alone does not tell, or is not planned.
 
     Raises:
         CheckpointError: the configuration is not usable.
@@ -137,17 +141,19 @@ def build_of(recipe: Recipe) -> BuildCost | None:
         chosen = scheme.choose(target, recipe.engine.backend, shape.dtype, intent.wanted)
     except (families.Unsaid, UnsupportedError, UsageError):  # the build itself says better what is wrong
         return None
-    build = building.predict(shape, chosen, recipe.engine.backend, intent.work)
+    assert intent.work is not None
+    does = replace(intent.work, workers=workers)
+    build = building.predict(shape, chosen, recipe.engine.backend, does, rates=rates.measure())
     return _with_adapters(build, intent.adapters, chosen)
 
 
-def expected_stages(recipe: Recipe) -> list[tuple[str, float]]:
-    """Name the stages of a recipe's build, and the seconds that each is predicted to take on this machine.
+def expected_stages(recipe: Recipe, workers: int = 0) -> list[tuple[str, float]]:
+    """Name the stages of a recipe's build, and the seconds that each is predicted to take here, as `build_of`.
 
     Raises:
         CheckpointError: the configuration is not usable.
     """
-    cost, cores = build_of(recipe), physical_cores()
+    cost, cores = build_of(recipe, workers), physical_cores()
     return [] if cost is None else [(stage.title, stage.seconds(cores)) for stage in cost.stages]
 
 
@@ -164,7 +170,9 @@ def _planned(shape: Shape, target: Target, workload: Workload, asked: PlanReques
     price, slots = asked.usd_per_hour, intent.slots
     ranks = asked.ranks or (target.kind == "gpu" and intent.ranks) or 1  # ranks on a CPU share what it has
     made = deployment.make(shape, target, backend, chosen, workload, ranks=ranks, usd_per_hour=price, slots=slots)
-    build = building.predict(shape, chosen, backend, intent.work, calibration_tokens=intent.calibration_tokens)
+    does = intent.work or BuildWork(calibration_tokens=intent.calibration_tokens)
+    does = replace(does, workers=asked.calibration_workers or 0)
+    build = building.predict(shape, chosen, backend, does, rates=rates.measure())
     told = advice.advise(made)
     noted = [] if intent.stored is None else [intent.stored]
     if (pruned := pruning.note(intent.passes, shape, target, backend)) is not None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from llmforge.backends import BACKENDS, BackendName, plugin_of
 from llmforge.base.errors import UnsupportedError
-from llmforge.checkpoint import CONFIG, find_chat_template, folder_of, read_settings
-from llmforge.metrics.units import count, duration, significant, size
+from llmforge.checkpoint import CONFIG, find_chat_template, folder_of, names_end, read_settings
+from llmforge.metrics.units import count, significant, size
 from llmforge.native import library
 from llmforge.planning import choice, config, memory, request, scheme, source, work
 from llmforge.planning.choice import UNTRIED, Gates, Named, Probe, Probed, ProposedPasses, Tried
@@ -99,7 +99,7 @@ def write(
     offered = ProposedPasses.of(before, there)
     probed = Probed() if probe is None else probe(() if there.is_quantized else offered.formats())
     tried = tried if probed.runs_by_layer else tried | Tried(uncalibrated=probed.why)
-    proposed = offered.without(tried).chosen(probed.costs)
+    proposed = offered.without(tried).chosen(probed)
     stores = reduce(Storage.or_else, (each.stores for _, each in proposed), Storage())
     if stores.weights is None and others is not None:
         raise UnsupportedError(
@@ -115,7 +115,9 @@ def write(
             f"{planned.plan.shape.name} needs {size(held.needed)} on {target.name}, which has {size(held.capacity)}",
             hint="choose --goal size, or a target with more memory; `llmforge plan` shows what takes it",
         )
-    lines = _Lines(planned, before, proposed, goal, name, given, probed, tried, described if requantizes else None)
+    requantized = described if requantizes else None
+    has_end = names_end(folder_of(folder))
+    lines = _Lines(planned, before, proposed, goal, name, given, probed, tried, requantized, has_end)
     text = "\n".join(lines.written(has_device=has_device, sample_text=sample_text)) + "\n"
     return StartingRecipe(text, planned)
 
@@ -176,6 +178,7 @@ class _Lines:
     probed: Probed
     tried: Tried
     requantized: str | None  # codes of the checkpoint that no kernel runs
+    has_end: bool  # whether the checkpoint names a token that ends a text
 
     def written(self, *, has_device: bool, sample_text: bool) -> Iterator[str]:
         """Write the recipe, line by line."""
@@ -205,12 +208,14 @@ class _Lines:
             yield f"  # left out: {reason}"
         yield from self._validation(tokens)
         build = self.planned.build
-        cost = f"{duration(build.cpu_s)} of CPU time and {size(build.memory_bytes)} of memory"
         speed = significant(plan.asked.decode.tokens_per_second)
         step = f"; {speed} tokens/s at {count(plan.workload.batch)} at once"
         if plan.target.kind == "cpu":
-            step = ". `llmforge plan` predicts its speed"
-        yield f"# Predicted: a build of about {cost}; {size(plan.asked.memory.weights)} of weights{step}."
+            step = ". `llmforge plan` predicts times and speeds here"
+        yield (
+            f"# Predicted: {size(build.memory_bytes)} of memory in a build; {size(plan.asked.memory.weights)} of "
+            f"weights{step}."
+        )
 
     def _head(self, has_device: bool) -> Iterator[str]:
         plan = self.planned.plan
@@ -246,6 +251,9 @@ class _Lines:
         of_numbers = f"an int8 cache {costs.cache:.2g}, int8 activations {costs.activations:.2g}"
         begin = "of " if said else f"Measured, KLD on {count(costs.tokens)} tokens of "
         yield f"# {begin}{of_numbers}. Budgets and gates stand at {choice.MARGIN:g} times what that predicts."
+        for bits, mixed in [(each.bits, each.mixed) for _, each in self.proposed if each.mixed is not None]:
+            yield f"# layer_bits: what each loses was predicted on {count(mixed.tokens)} tokens, chats among them."
+            yield f"# KLD {mixed.kld:.2g} in the bytes of {bits} bits in all of them, measured as above."
 
     def _validation(self, tokens: int) -> Iterator[str]:
         plan = self.planned.plan
@@ -264,3 +272,6 @@ class _Lines:
         yield "gates:"
         yield f"  perplexity_ratio: {{max: {gates.perplexity_ratio:g}}}"
         yield f"  kld_mean: {{max: {gates.kld_mean:g}}}"
+        if self.has_end:
+            shift = f"min: {-choice.END_SHIFT:g}, max: {choice.END_SHIFT:g}"
+            yield f"  eos_shift_elsewhere: {{{shift}}}  # nats: how much likelier it is to stop, before other tokens"

@@ -24,13 +24,14 @@ SMALL = 50_000_000  # parameters, up to which a recipe that `init` writes evalua
 
 
 def of_recipe(recipe: Recipe, steps: Sequence[Pass]) -> BuildWork:
-    """Count it; `steps` are the recipe's passes. Tasks and other runtimes are not counted."""
+    """Count it; `steps` are the recipe's passes. Tasks, other runtimes and layers that retreat are not counted."""
     calibration, quality, latency = recipe.calibration, recipe.validation.quality, recipe.validation.latency
     demands = [demand for step in steps for demand in step.demands()]
     tokens = 0 if calibration is None or not demands else calibration.samples * calibration.length
     chosen = any(isinstance(demand, WeightDemand) for demand in demands)
     length = quality.context if quality is not None else 0 if calibration is None else calibration.length
-    budget = MOST_WINDOWS * length // 3  # which decide where the figure is far from its limit
+    windows = MOST_WINDOWS if quality is not None or calibration is None else min(MOST_WINDOWS, calibration.samples)
+    budget = windows * length // 3  # which decide where the figure is far from its limit
     read = [*_files(quality), *(_files(calibration) if demands or quality is None else ())]
     asked, answered = _answered(read)
     prompts, decoded = (0, 0) if latency is None else _timed(latency)
@@ -43,6 +44,7 @@ def of_recipe(recipe: Recipe, steps: Sequence[Pass]) -> BuildWork:
         quality_tokens=0 if quality is None else _evaluated(quality),
         prompt_tokens=prompts,
         timed_steps=decoded,
+        chooses_formats=any(isinstance(demand, WeightDemand) and demand.is_limited for demand in demands),
         trained_tokens=sum(demand.tokens for demand in demands if isinstance(demand, RecoveryDemand)),
     )
 

@@ -19,6 +19,8 @@ _BLOCK = 32
 # Bits, method, and bits of embedding and head that the CPU kernels have with int8 scales, the smallest first.
 _NATIVE = ((4, "gptq", 6), (5, "gptq", 6), (5, "rtn", 6), (6, "rtn", 6), (8, "rtn", 8))
 
+_MIXED = (4, 5, 6, 8)  # bits of linear layers and tables that are rounded to nearest, in the size of one of them
+
 
 def of_weights(name: str, there: Deployment) -> Iterator[Proposal]:
     """Propose formats of the pass `name`, in the blocks and with the scales that the engine reads best."""
@@ -56,6 +58,7 @@ def _native(name: str) -> Iterator[Proposal]:
             bits=bits,
             formats=formats,
             adds=_adds(formats, CALIBRATED_SHARE if calibrated else 1.0),
+            mixes=() if calibrated or bits == _MIXED[-1] else _MIXED,
             retreat=tuple(dict.fromkeys(each for each, _, _ in _NATIVE if each > bits)),
         )
 

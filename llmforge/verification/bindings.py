@@ -1,13 +1,14 @@
 """Prove that the initializers of a traced graph are the parameters that they are called by: all of them, by numbers.
 
 What a parameter holds is taken from transformers' own model, where that has it in memory, or read from the checkpoint
-by the safetensors library; not by the code that bound the graph. Small parameters are compared whole, of others some
-rows: that a tensor belongs to another parameter, or lies transposed, shows in each.
+by the safetensors library; not by the code that bound the graph. Small parameters are compared whole, and so are tables
+of which tokens or positions choose rows, and the head: no run reads all their rows. Of others some rows are: that a
+tensor belongs to another parameter, or lies transposed, shows in each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError, VerificationError
 from llmforge.checkpoint import Checkpoint
-from llmforge.ir import graph
+from llmforge.ir import graph, interface, operators
 from llmforge.ir.derived import Stored
 from llmforge.ir.operators import standard
 from llmforge.trace.export.parameters import Parameters
@@ -24,6 +25,7 @@ from llmforge.trace.export.reference import ReferenceModel
 
 WHOLE_BYTES = 1 << 16  # parameters up to this size are compared in all numbers: norms and biases
 ROWS = 4  # of a larger one: the first, the last, and others
+CHUNK_NUMBERS = 1 << 23  # of a table that are compared at a time
 SEED = 20_250_311  # any fixed number
 
 HINT = "this is a bug in llmforge's support of this architecture; nothing was built"
@@ -57,8 +59,24 @@ def require_bound(
         for name, value in held.items():
             if graph.sources(value) != [name]:
                 raise VerificationError(f"the traced graph takes {name} from {graph.sources(value)}", hint=HINT)
-            _compare(name, graph.tensor(value), expected, rng)
+            if _is_table(value):
+                _compare_all(name, graph.tensor(value), expected)
+            else:
+                _compare(name, graph.tensor(value), expected, rng)
     return len(held)
+
+
+def _is_table(value: ir.Value) -> bool:
+    """Say whether a node looks up rows of a parameter, or makes the logits of its rows."""
+    readers = [(node, index) for node, index in value.uses()]
+    readers += [
+        (node, 1) for reader, _ in readers if standard.Transpose.matches(reader) for node, _ in reader.outputs[0].uses()
+    ]
+    return len(graph.dims(value) or ()) == 2 and any(
+        (operand := operators.operand(node, index)) is not None
+        and (operand.table or any(made.name == interface.LOGITS for made in node.outputs))
+        for node, index in readers
+    )
 
 
 def _refuse_cleared_rows(
@@ -81,12 +99,8 @@ def _refuse_cleared_rows(
 
 
 def _compare(name: str, tensor: ir.TensorProtocol, expected: Parameters, rng: np.random.Generator) -> None:
-    shape, stored = expected.shape(name), tuple(tensor.shape.numpy())
-    turned = (*shape[:-2], *shape[:-3:-1])
-    if stored not in (shape, turned):
-        raise VerificationError(
-            f"the traced graph holds {name} as {list(stored)}; the model has it as {list(shape)}", hint=HINT
-        )
+    """Compare a parameter whole if it is small, else some of its rows."""
+    shape = _shape(name, tensor, expected)
     count = shape[0] if shape else 1
     whole = tensor.nbytes <= WHOLE_BYTES or len(shape) < 2
     rows = np.arange(count) if whole else np.unique([0, count - 1, *rng.integers(0, count, ROWS - 2)])
@@ -94,28 +108,53 @@ def _compare(name: str, tensor: ir.TensorProtocol, expected: Parameters, rng: np
         isinstance(tensor, Stored) and not tensor.is_matrix and shape
     ):  # of experts that lie apart, the first of those that are read together
         rows = rows[rows < tensor.first().shape[0]]
-    wanted = expected.rows(name, rows)
-    ways = [got for got in _rows(tensor, rows, stored, shape) if got.shape == wanted.shape]
-    if any(np.array_equal(got, wanted) for got in ways):
+    _compare_rows(name, rows, expected.rows(name, rows), _ways(tensor, shape))
+
+
+def _compare_all(name: str, tensor: ir.TensorProtocol, expected: Parameters) -> None:
+    """Compare every row of a matrix, some at a time where they can be read so."""
+    count, width = _shape(name, tensor, expected)
+    ways = _ways(tensor, (count, width))
+    size = max(1, CHUNK_NUMBERS // width) if expected.reads_rows(name) else count
+    for at in range(0, count, size):
+        rows = np.arange(at, min(at + size, count))
+        _compare_rows(name, rows, expected.rows(name, rows), ways)
+
+
+def _shape(name: str, tensor: ir.TensorProtocol, expected: Parameters) -> tuple[int, ...]:
+    """Return the shape of a parameter, which `tensor` has, too, or that of its transposed matrix."""
+    shape, stored = expected.shape(name), tuple(tensor.shape.numpy())
+    turned = (*shape[:-2], *shape[:-3:-1])
+    if stored not in (shape, turned):
+        raise VerificationError(
+            f"the traced graph holds {name} as {list(stored)}; the model has it as {list(shape)}", hint=HINT
+        )
+    return shape
+
+
+def _compare_rows(
+    name: str, rows: NDArray[np.int64], wanted: NDArray[np.float32], ways: Sequence[NDArray[Any]]
+) -> None:
+    read = [np.asarray(array[rows] if array.ndim else array).astype(np.float32) for array in ways]
+    same_shape = [got for got in read if got.shape == wanted.shape]
+    if any(np.array_equal(got, wanted) for got in same_shape):
         return
-    _refuse_cleared_rows(name, rows, wanted, ways)
+    _refuse_cleared_rows(name, rows, wanted, same_shape)
     raise VerificationError(
         f"the traced graph holds other numbers for parameter {name} than the checkpoint does", hint=HINT
     )
 
 
-def _rows(
-    tensor: ir.TensorProtocol, rows: NDArray[np.int64], stored: tuple[int, ...], shape: tuple[int, ...]
-) -> Iterator[NDArray[np.float32]]:
-    """Read `rows` of the parameter of `shape` that `tensor` holds, as it is or transposed: a square one either way."""
+def _ways(tensor: ir.TensorProtocol, shape: tuple[int, ...]) -> list[NDArray[Any]]:
+    """Read the parameter of `shape` that `tensor` holds, as it is or transposed: a square one either way."""
+    stored = tuple(tensor.shape.numpy())
     if isinstance(tensor, Stored) and tensor.is_matrix:
-        yield tensor.stored()[rows].astype(np.float32)
-        return
+        return [tensor.stored()]
     array = tensor.first() if isinstance(tensor, Stored) and len(shape) > 2 else tensor.numpy()
-    if stored == shape:
-        yield np.asarray(array[rows] if shape else array).astype(np.float32)
+    ways = [array] if stored == shape else []
     if len(shape) >= 2 and stored == (*shape[:-2], shape[-1], shape[-2]):
-        yield np.asarray(array.swapaxes(-1, -2)[rows]).astype(np.float32)
+        ways.append(array.swapaxes(-1, -2))
+    return ways
 
 
 MAGNITUDES = (1e-4, 1e-3, 1e-2, 1.0, 1e3)  # of the rows; 1e-4² is 1e-8, and epsilons are 1e-12 … 1e-5

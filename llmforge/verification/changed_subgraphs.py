@@ -24,12 +24,14 @@ import onnx_ir as ir
 from llmforge.ir import graph, interface, operators, routing
 from llmforge.ir.graph import is_constant
 from llmforge.ir.subgraph import Index, behind, extract
+from llmforge.verification import token_wise
 
 # Names of dimensions whose size is that of a step: what is fed at a boundary can then be made.
 DIMENSIONS = frozenset({"batch", "sequence", "rows", "capacity"})
 _INLINE_BYTES = 1024  # constants up to this size are compared by content: shapes, axes, scalars
 FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 _TABLE_BYTES = 1 << 28  # tables of positions up to this size are compared by content: 2^20 positions of 64 angles
+_SIZES = frozenset({"K", "N"})  # attributes of products
 _LAYER = "layer"  # attribute of an operator: the number of its cache
 
 
@@ -52,6 +54,11 @@ class ChangedSubgraph:
     def kind(self) -> str | None:
         """Hash what the subgraph computes, as a function of its weights; None where it is like no other."""
         return _Description(tuple(self.inputs), self.digests).hash(*self._sides)
+
+    @cached_property
+    def form(self) -> str | None:
+        """Hash what the subgraph computes, as a function of weights of any size, and of floating-point constants."""
+        return _Description(tuple(self.inputs), self.digests, sizes=False).hash(*self._sides)
 
     @cached_property
     def reads(self) -> frozenset[str]:
@@ -133,6 +140,15 @@ class ChangedSubgraph:
         """Size of the weights that both graphs read here."""
         tensors = {id(tensor): tensor for side in self._sides for tensor in side.tensors()}
         return sum(tensor.nbytes for tensor in tensors.values())
+
+    @property
+    def is_token_wise(self) -> bool:
+        """Say whether both graphs make of each token here what follows from its own numbers and id alone."""
+        edges = all((graph.dims(value) or ())[:2] in token_wise.AXES for value in self.inputs.values())
+        indexes = (self.before, self.after)
+        return edges and all(
+            token_wise.holds(side.nodes, index.constant) for side, index in zip(self._sides, indexes, strict=True)
+        )
 
     def extract(self) -> tuple[ir.Model, ir.Model]:
         """Make models of the subgraph, before and after."""
@@ -327,6 +343,7 @@ class _Description:
 
     inputs: Sequence[str]
     digests: dict[int, str]
+    sizes: bool = True  # whether those of weights, and floating-point constants, count
     _tensors: dict[int, int] = field(default_factory=dict)  # id of a tensor → its number
     _layers: dict[int, int] = field(default_factory=dict)  # number of a cache → its number in the subgraph
     _opaque: bool = False
@@ -360,9 +377,12 @@ class _Description:
         return "input", name, self._type(value)
 
     def _type(self, value: ir.Value) -> object:
-        return None if value.dtype is None else value.dtype.name, graph.dims(value)
+        dims = graph.dims(value)
+        return None if value.dtype is None else value.dtype.name, dims if self.sizes or dims is None else len(dims)
 
     def _tensor(self, tensor: ir.TensorProtocol) -> object:
+        if not self.sizes and (tensor.dtype.is_floating_point() or not _is_small(tensor)):
+            return "tensor", self._tensors.setdefault(id(tensor), len(self._tensors)), tensor.dtype.name
         if _is_small(tensor):
             return "constant", _content(tensor)
         number = self._tensors.setdefault(id(tensor), len(self._tensors))
@@ -372,6 +392,8 @@ class _Description:
         for name, kind, value in _attributes(node):
             if isinstance(value, ir.Graph | ir.TensorProtocol):
                 self._opaque = True
+            if name in _SIZES and not self.sizes:
+                continue
             yield name, str(kind), self._layer(value) if name == _LAYER and isinstance(value, int) else value
 
     def _layer(self, number: int) -> int:

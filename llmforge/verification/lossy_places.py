@@ -8,6 +8,7 @@ rounding pass.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -19,6 +20,7 @@ from llmforge.ir.subgraph import Index
 from llmforge.rewrite import pruning
 from llmforge.verification import changed_subgraphs, promises, subgraph_proof
 from llmforge.verification.changed_subgraphs import ChangedSubgraph
+from llmforge.verification.drawn_places import Share
 from llmforge.verification.promises import Promises, SyntheticStep
 from llmforge.verification.subgraph_proof import Difference, Pair
 
@@ -27,11 +29,22 @@ TIMES = 4.0  # what a far place may cost beside a near one
 APART, TOKEN_APART = 0.05, 0.4  # and by how much more, of a token's size: all tokens on average, and any of them
 _TOKENS = 64  # of the longest step
 _NEAR = 2  # steps that show what is usual
+_AGAIN = (
+    8  # times that a place is run with other numbers before it is refused: a fault of the place stays, luck does not
+)
 _CODES = frozenset({ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT4, ir.DataType.UINT4})
 
 
-def hold(before: ir.Model, after: ir.Model, promised: Promises, *, tolerance: float, threads: int) -> Difference | None:
-    """Return where `after` is much further from `before` than at near places.
+def hold(
+    before: ir.Model,
+    after: ir.Model,
+    promised: Promises,
+    *,
+    tolerance: float,
+    threads: int,
+    seed: int,
+) -> Difference | None:
+    """Return where `after` is much further from `before` than at near places; some places are drawn by `seed`.
 
     Raises:
         UnsupportedError: ONNX Runtime refuses a subgraph, or fails to run it.
@@ -40,11 +53,12 @@ def hold(before: ir.Model, after: ir.Model, promised: Promises, *, tolerance: fl
     found = changed_subgraphs.differences(index, Index.of(after), precision=False)
     small = [changed for changed in found if changed.size_bytes <= LARGEST_BYTES]
     rounding = [changed for changed in small if _is_plain(changed)]
-    outcome = subgraph_proof.prove_all(rounding, index, promised, tolerance=tolerance, threads=threads)
+    outcome = subgraph_proof.prove_all(rounding, index, promised, tolerance=tolerance, threads=threads, seed=seed)
     if isinstance(outcome, Difference):
         return outcome
-    for alike in subgraph_proof.by_kind([changed for changed in small if changed not in rounding]):
-        if (difference := _uneven(alike[0], promised, threads)) is not None:
+    kinds = subgraph_proof.by_kind([changed for changed in small if changed not in rounding])
+    for alike, share in subgraph_proof.shares(kinds, seed):
+        if (difference := _uneven(alike[0], promised, threads, share)) is not None:
             return difference
     return None
 
@@ -67,23 +81,37 @@ def _is_narrow(dtype: ir.DataType | None) -> bool:
     return dtype is not None and dtype.is_floating_point() and dtype.bitwidth < 32
 
 
-def _uneven(changed: ChangedSubgraph, promised: Promises, threads: int) -> Difference | None:
+def _uneven(changed: ChangedSubgraph, promised: Promises, threads: int, share: Share) -> Difference | None:
     """Return where a subgraph loses much more than in its first steps."""
     pair = Pair(changed, threads)
     reach = subgraph_proof.reach_of(pair, promised) if pair.has_places else None
     usual: dict[str, NDArray[np.float64]] = {}
-    everywhere = (place for place in subgraph_proof.places(pair, promised, reach, tokens=_TOKENS) if not place.scaled)
-    for number, place in enumerate(chain([promises.first(promised)], everywhere)):
+    fixed = (place for place in subgraph_proof.places(pair, promised, reach, tokens=_TOKENS) if not place.scaled)
+    drawn = subgraph_proof.drawn(pair, promised, reach, share)
+    for number, place in enumerate(chain([promises.first(promised)], fixed, drawn)):
         for name, loss in _losses(pair, place).items():
             if number < _NEAR:
                 usual[name] = np.maximum(usual.get(name, 0.0), loss)
                 continue
             known = usual.setdefault(name, np.zeros(2))
             allowed = np.maximum(TIMES * known, known + np.array([APART, TOKEN_APART]))
-            for which in np.flatnonzero(loss > allowed):
+            if not (loss > allowed).any():
+                continue
+            for which in np.flatnonzero(_least(pair, place, name, loss, allowed) > allowed):
                 what = f"{name} differ by {loss[which]:.3g} of a token's size, allowed is {allowed[which]:.3g}"
                 return Difference(f"{what} ({known[which]:.3g} in the first steps),", place.where)
     return None
+
+
+def _least(
+    pair: Pair, place: SyntheticStep, name: str, loss: NDArray[np.float64], allowed: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the least losses of the output `name` at a place over runs on other numbers, until none is too large."""
+    for again in range(1, _AGAIN + 1):
+        loss = np.minimum(loss, _losses(pair, replace(place, seed=place.seed + again)).get(name, loss))
+        if not (loss > allowed).any():
+            break
+    return loss
 
 
 def _losses(pair: Pair, place: SyntheticStep) -> dict[str, NDArray[np.float64]]:

@@ -19,12 +19,11 @@ from llmforge.ir import graph, interface
 from llmforge.ir.operators import standard
 from llmforge.trace.export.reference import Given, Observation, ReferenceModel
 from llmforge.verification import magnified, probe
-from llmforge.verification.trace_comparison import rows_of
+from llmforge.verification.trace_comparison import LARGER, rows_of
 
 ADDED = 7.0  # to the weights of norms, which are about 1, or about 0 where a norm adds 1 itself
 SCALES = (1.0, 64.0)  # of the embeddings, row by row
 SCALE = "llmforge.scale"  # the input that the embeddings are multiplied by, fp32 [B, 1, 1]
-NAME = "larger numbers"
 TOKENS = 12
 SEED = 20_250_812  # any fixed number
 
@@ -57,7 +56,7 @@ class Magnified:
 
     def given(self, run: probe.Run) -> Mapping[str, NDArray[np.float32]]:
         """Return the inputs that `run` takes besides those of its steps: larger ones in the run of that name."""
-        larger = run.name == NAME
+        larger = run.name == LARGER
         scales = SCALES if larger else (1.0,) * run.batch
         added = np.float32(ADDED if larger else 0.0)
         made = {name: weight + added for name, weight in self.weights.items()}
@@ -80,7 +79,7 @@ def run(vocabulary: int, context: int | None) -> probe.Run:
     rng = np.random.default_rng(SEED)
     tokens = TOKENS if context is None else min(TOKENS, context)
     rows = [rng.integers(0, vocabulary, tokens, np.int64) for _ in SCALES]
-    return probe.schedule(NAME, rows, [(tokens,) * len(rows)])
+    return probe.schedule(LARGER, rows, [(tokens,) * len(rows)])
 
 
 def _scale(model: ir.Model, value: ir.Value, scale: ir.Value) -> None:
@@ -113,21 +112,25 @@ class ReferenceRuns:
         *,
         head: bool,
         watched: bool = False,
+        shallow: bool = False,
         magnified_weights: Collection[str] | None = None,
     ) -> list[Observation]:
         """Run the rows of `run` one by one, and keep the logits of the last tokens of each.
 
-        If it is `watched`, what each layer is given is written down in `given`. With `magnified_weights` of norms, all
-        rows run at once, on larger embeddings and those weights.
+        If it is `watched`, what each layer is given is written down in `given`; if `shallow`, some layers run. With
+        `magnified_weights` of norms, all rows run at once, on larger embeddings and those weights.
         """
         rows = rows_of(run)
         weights = None if magnified_weights is None else tuple(sorted(magnified_weights))
-        key = *(ids.tobytes() for ids in rows), kept, head, watched, weights
+        key = *(ids.tobytes() for ids in rows), kept, head, watched, shallow, weights
         if key in self._made:
             return self._made[key]
         if weights is not None:
             with self.reference.magnified(weights, magnified.ADDED, magnified.SCALES):
                 made = self.reference.run_batch(np.stack(rows), kept, head=head)
+        elif shallow:
+            with self.reference.shallow():
+                made = [self.reference.run(ids, min(len(ids), kept), head=head) for ids in rows]
         elif watched:
             with self.reference.watched() as self.given:
                 made = [self.reference.run(ids, min(len(ids), kept), head=head) for ids in rows]

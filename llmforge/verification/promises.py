@@ -17,6 +17,7 @@ from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.verification.probe import ProbeCall
 
 _SEED = 20_240_301  # any fixed number: steps must be the same in every build
+_NUMBERS = 20_240_229  # likewise, of the numbers that steps are fed
 _FEW, _SOME = 2, 16  # tokens of a short step, and of one that crosses borders
 ROWS = 16  # of a batch: kernels treat no more than a row, or a handful of them, in a way of its own
 _LOGITS_ROWS = 7  # of the longest step, besides its last: each costs the vocabulary
@@ -47,13 +48,16 @@ class Promises:
 class SyntheticStep:
     """One step by itself: what its caches hold before it is made up, so that any position costs no more than the step.
 
-    `scaled`: tokens have magnitudes from a thousandth to a thousand times the usual.
+    `scaled`: tokens have magnitudes from a thousandth to a thousand times the usual; `alike`: all have the same
+    numbers, and rows the same caches.
     """
 
     name: str
     step: ProbeCall
     scaled: bool = False
     rows: NDArray[np.int64] | None = None  # of the step that get logits; None: all
+    alike: bool = False
+    seed: int = _NUMBERS  # of the numbers that it is fed
 
     @property
     def batch(self) -> int:
@@ -76,7 +80,7 @@ class SyntheticStep:
 
 def first(promises: Promises) -> SyntheticStep:
     """Make the smallest step that all arithmetic shows in: two tokens behind a few."""
-    return _place("two tokens", promises, np.random.default_rng(_SEED), [2], [min(5, promises.context - 2)])
+    return place("two tokens", promises, np.random.default_rng(_SEED), [2], [min(5, promises.context - 2)])
 
 
 def few(promises: Promises, tokens: int, *, ends: bool) -> list[SyntheticStep]:
@@ -88,9 +92,9 @@ def few(promises: Promises, tokens: int, *, ends: bool) -> list[SyntheticStep]:
     count = min(tokens, promises.chunk, promises.context)
     if count > _FEW:
         past = min(5, promises.context - count)
-        made = [_place(f"{count} tokens", promises, np.random.default_rng(_SEED), [count], [past])]
+        made = [place(f"{count} tokens", promises, np.random.default_rng(_SEED), [count], [past])]
     if ends:
-        made.append(_place("two tokens", promises, np.random.default_rng(_SEED), [2], [promises.context - 2]))
+        made.append(place("two tokens", promises, np.random.default_rng(_SEED), [2], [promises.context - 2]))
     return made
 
 
@@ -98,15 +102,15 @@ def near(promises: Promises, tokens: int) -> Iterator[SyntheticStep]:
     """Make the steps that every subgraph runs: a few tokens, `tokens` at once, and as many rows as an engine takes."""
     rng = np.random.default_rng(_SEED)
     some = min(12, promises.context)
-    yield _place("prefill", promises, rng, [some], [0])
-    yield _place("ragged batch", promises, rng, [some - some // 4, some], [0, 0])
-    yield replace(_place("tokens of all magnitudes", promises, rng, [some], [0]), scaled=True)
+    yield place("prefill", promises, rng, [some], [0])
+    yield place("ragged batch", promises, rng, [some - some // 4, some], [0, 0])
+    yield replace(place("tokens of all magnitudes", promises, rng, [some], [0]), scaled=True)
     if (rows := min(promises.batch, ROWS)) > 1:
-        yield _place("largest batch", promises, rng, [1 + row % 2 for row in range(rows)], [0] * rows)
+        yield place("largest batch", promises, rng, [1 + row % 2 for row in range(rows)], [0] * rows)
     longest = min(tokens, promises.chunk, promises.context)
     if longest > some:
         logits = np.array([-1, *np.linspace(0, longest - 2, _LOGITS_ROWS)]).astype(np.int64)
-        yield replace(_place("longest step", promises, rng, [longest], [0]), rows=logits)
+        yield replace(place("longest step", promises, rng, [longest], [0]), rows=logits)
 
 
 def far(promises: Promises, reach: int, batch: int) -> Iterator[SyntheticStep]:
@@ -117,24 +121,24 @@ def far(promises: Promises, reach: int, batch: int) -> Iterator[SyntheticStep]:
     places |= {border + by for border in promises.borders for by in (-2, -1, 0, 1) if 0 < border + by <= last}
     places |= {length for length in _powers(last) if length >= _SOME}  # length classes, and borders that nobody names
     for past in sorted(places):
-        yield _place("one token", promises, rng, [1], [past])
+        yield place("one token", promises, rng, [1], [past])
     some = min(_SOME, reach)
-    yield replace(_place("end of the context", promises, rng, [some], [reach - some]), scaled=True)
+    yield replace(place("end of the context", promises, rng, [some], [reach - some]), scaled=True)
     for border in promises.borders:
         if some < border < reach - some:
-            yield _place(f"across {border} tokens", promises, rng, [some], [border - some // 2])
+            yield place(f"across {border} tokens", promises, rng, [some], [border - some // 2])
     rows = min(promises.batch, batch, ROWS)
     if rows > 1:
         known = sorted({0, *places} - {last})
         chosen = [known[round(row * (len(known) - 1) / (rows - 1))] for row in range(rows)]
-        yield _place("largest batch", promises, rng, [1] * rows, chosen)  # kernels take no more of several rows
+        yield place("largest batch", promises, rng, [1] * rows, chosen)  # kernels take no more of several rows
 
 
 def inside(promises: Promises, reach: int) -> Iterator[SyntheticStep]:
     """Make steps inside of a longer text, where rotary angles depend on how long it gets."""
     rng = np.random.default_rng(_SEED + 2)
     for past in {0, reach // 2}:
-        made = _place("inside of a longer text", promises, rng, [2], [min(past, reach - 2)])
+        made = place("inside of a longer text", promises, rng, [2], [min(past, reach - 2)])
         yield replace(made, step=replace(made.step, text_lengths=np.array([promises.context])))
 
 
@@ -142,7 +146,7 @@ def every_position(promises: Promises, reach: int) -> Iterator[SyntheticStep]:
     """Make steps that stand at every position once."""
     rng = np.random.default_rng(_SEED + 3)
     for past in range(0, reach, promises.chunk):
-        yield _place("every position", promises, rng, [min(promises.chunk, reach - past)], [past])
+        yield place("every position", promises, rng, [min(promises.chunk, reach - past)], [past])
 
 
 def every_token(promises: Promises, size: int = _VOCABULARY_CHUNK) -> Iterator[SyntheticStep]:
@@ -158,9 +162,10 @@ def _powers(last: int) -> list[int]:
     return [1 << n for n in range(last.bit_length()) if 1 << n <= last]
 
 
-def _place(
+def place(
     name: str, promises: Promises, rng: np.random.Generator, lengths: list[int], past: list[int]
 ) -> SyntheticStep:
+    """Make a step of rows of `lengths` tokens, each behind `past` of them; padding has id 0."""
     ids: NDArray[Any] = rng.integers(0, promises.vocabulary, (len(lengths), max(lengths)), np.int64)
     counted = np.array(lengths, np.int64)
     ids[np.arange(ids.shape[1])[None] >= counted[:, None]] = 0

@@ -17,9 +17,10 @@ its kind, is made larger. Where two sides make finite numbers that differ, they 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from llmforge.ir.operators.standard import Gather
 from llmforge.ir.subgraph import Index, extract
 from llmforge.quantization import kv_cache
 from llmforge.rewrite import cpu_attention, emulation, pruning
-from llmforge.verification import changed_subgraphs, comparison, probe, promises
+from llmforge.verification import changed_subgraphs, comparison, drawn_places, probe, promises
 from llmforge.verification.changed_subgraphs import ChangedSubgraph
 from llmforge.verification.probe import ProbeCall
 from llmforge.verification.promises import Promises, SyntheticStep
@@ -45,9 +46,11 @@ WIDENED = 8  # how often a subgraph is made larger
 CACHE_BYTES = 1 << 28  # of the caches of one side: what is further away is not run
 _STATE_TOKENS = 64  # of a step through a state that random numbers make grow with every token
 _PRODUCTS = 1e11  # of a step, at most: some seconds on two cores
+_DRAWN_PRODUCTS = 3e11  # of all steps at drawn places, at most
+_DRAWN_BYTES = 1 << 32  # of caches of all single tokens at drawn places, about: what is further away is not drawn
 _SEED = 20_240_229
 _CERTAINTY = 7.0  # an expert in e⁷ models is missed, where each is as likely as another
-_PERIOD = (1 << 18) + 1  # numbers after which those in a cache come again: no power of two, like sizes of heads are
+_PERIOD = (1 << 18) + 1  # numbers after which those that are fed come again: no power of two, like sizes of heads are
 _SLOTS = 1021  # tokens after which those in the slots of a cache come again; a prime, too
 _OUTLIER, _OUTLIERS = 30.0, 1 / 64  # size and share of the channels that are larger than others
 _SCALES = np.array([1, 1e-3, 1e3, 1, 30, 1e-2, 0, 1, 100, 0.1], np.float32)  # of a step's tokens, in turn
@@ -73,6 +76,7 @@ class SubgraphProof:
     steps: int
     reach: int | None  # tokens that the longest step stood behind; None where nothing depends on that
     largest: float
+    drawn: int  # of the steps, at places that nobody could foresee
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -80,7 +84,8 @@ class SubgraphProof:
         kinds = f"{self.kinds} kinds" if self.kinds > 1 else "one kind"
         ran = f"{self.places} changed subgraphs of {kinds}, each with its own weights"
         behind = "" if self.reach is None else f", up to {self.reach} tokens"
-        return ran, f"{self.steps} steps{behind}"
+        drawn = f", {self.drawn} of them at drawn places" if self.drawn else ""
+        return ran, f"{self.steps} steps{behind}{drawn}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,18 +222,20 @@ def prove(
     *,
     tolerance: float,
     threads: int,
+    seed: int,
     text: NDArray[np.int64] | None = None,
 ) -> SubgraphProof | Difference:
     """Hold every subgraph where `after` differs from `before` to `tolerance`, in sizes of a token; 0: to the bit.
 
-    `text`: token ids; values at the edges are also those that the graph before makes of it. None: of random tokens.
+    `seed` draws places. `text`: token ids; values at the edges are also those that the graph before makes of it. None:
+    of random tokens.
 
     Raises:
         UnsupportedError: ONNX Runtime refuses a subgraph, or fails to run it.
     """
     index = Index.of(before)
     found = changed_subgraphs.differences(index, Index.of(after))
-    return prove_all(found, index, promised, tolerance=tolerance, threads=threads, text=text)
+    return prove_all(found, index, promised, tolerance=tolerance, threads=threads, seed=seed, text=text)
 
 
 def prove_all(
@@ -238,26 +245,29 @@ def prove_all(
     *,
     tolerance: float,
     threads: int,
+    seed: int,
     text: NDArray[np.int64] | None = None,
 ) -> SubgraphProof | Difference:
     """Hold the subgraphs `found` to `tolerance`, as `prove` does; `index` is of the graph before."""
     kinds = by_kind(found)
     names = {name for alike in kinds for name in alike[0].inputs}
     known = record(index, names, _tokens(promised) if text is None else text, threads)
-    largest, proven, steps, reach = 0.0, 0, 0, None
-    pending: list[tuple[list[ChangedSubgraph], int]] = [(alike, 0) for alike in kinds]
+    largest, proven, steps, drawn_steps, reach = 0.0, 0, 0, 0, None
+    pending = [(alike, share, 0) for alike, share in shares(kinds, seed)]
     while pending:
-        alike, level = pending.pop(0)
-        trial = _ToleranceTrial(promised, tolerance, threads, known)
+        alike, share, level = pending.pop(0)
+        trial = _ToleranceTrial(promised, tolerance, threads, known, share)
         outcome = trial.hold(alike)
         if isinstance(outcome, float):
-            largest, proven, steps = max(largest, outcome), proven + 1, steps + trial.steps
+            largest, proven = max(largest, outcome), proven + 1
+            steps, drawn_steps = steps + trial.steps, drawn_steps + trial.drawn
             reach = trial.reach if reach is None else max(reach, trial.reach or 0)
         elif level == WIDENED or not alike[0].inputs or not outcome.is_outside:
             return outcome
         else:
-            pending += [(wider, level + 1) for wider in by_kind([each.widened() for each in alike])]
-    return SubgraphProof(len(found), proven, steps, reach, largest)
+            wider = by_kind([each.widened() for each in alike])
+            pending += [(each, share, level + 1) for each, share in shares(wider, seed)]
+    return SubgraphProof(len(found), proven, steps, reach, largest, drawn_steps)
 
 
 def by_kind(found: Sequence[ChangedSubgraph]) -> list[list[ChangedSubgraph]]:
@@ -266,6 +276,20 @@ def by_kind(found: Sequence[ChangedSubgraph]) -> list[list[ChangedSubgraph]]:
     for number, changed in enumerate(found):
         kinds.setdefault(changed.kind or f"alone {number}", []).append(changed)
     return list(kinds.values())
+
+
+def shares(
+    kinds: Sequence[list[ChangedSubgraph]], seed: int
+) -> Iterator[tuple[list[ChangedSubgraph], drawn_places.Share]]:
+    """Divide drawn places among kinds that differ in floating-point constants alone, as scales of layers are."""
+    forms = [alike[0].form for alike in kinds]
+    seen: Counter[str | None] = Counter()
+    for number, (alike, form) in enumerate(zip(kinds, forms, strict=True)):
+        if form is None:
+            yield alike, drawn_places.Share(seed + number)
+            continue
+        yield alike, drawn_places.Share(seed + forms.index(form), seen[form], forms.count(form))
+        seen[form] += 1
 
 
 def _tokens_to_choose(changed: ChangedSubgraph) -> int:
@@ -287,7 +311,9 @@ class _ToleranceTrial:
     tolerance: float
     threads: int
     known: Recorded
+    share: drawn_places.Share
     steps: int = 0
+    drawn: int = 0
     reach: int | None = None
 
     def hold(self, alike: Sequence[ChangedSubgraph]) -> float | Difference:
@@ -322,6 +348,9 @@ class _ToleranceTrial:
             yield self.known.place, self.known.values
         for place in places(pair, self.promised, self.reach):
             yield place, {}
+        for place in drawn(pair, self.promised, self.reach, self.share):
+            self.drawn += 1
+            yield place, {}
 
     def _compare(
         self, pair: Pair, place: SyntheticStep, given: Mapping[str, NDArray[Any]], names: Sequence[str]
@@ -351,21 +380,15 @@ class _ToleranceTrial:
 
 def reach_of(pair: Pair, promised: Promises) -> int:
     """Return how many tokens of the context caches of a bounded size hold."""
-    slot = max(1, pair.before.slot_bytes, pair.after.slot_bytes)
-    return max(2, min(promised.context, CACHE_BYTES // slot))
+    return max(2, min(promised.context, _slots(pair)))
 
 
 def places(pair: Pair, promised: Promises, reach: int | None, tokens: int | None = None) -> Iterator[SyntheticStep]:
     """List the steps that `pair` must run, of at most `tokens`; `reach` is None where places mean nothing to it."""
-    tokens = min(tokens or promised.chunk, int(_PRODUCTS / max(1, pair.changed.size_bytes // 8)))
-    if interface.LOGITS in pair.changed.outputs and not pair.gives_rows:
-        tokens = min(tokens, _STATE_TOKENS)  # each costs the vocabulary
-    if pair.before.has_states or pair.after.has_states:
-        tokens = min(tokens, _STATE_TOKENS)
-    slot = max(1, pair.before.slot_bytes, pair.after.slot_bytes)
-    yield from promises.near(promised, max(tokens, 16))
+    longest = min(tokens or promised.chunk, _most_tokens(pair, promised))
+    yield from promises.near(promised, max(longest, 16))
     if reach is not None:
-        rows = max(1, CACHE_BYTES // (slot * reach))
+        rows = max(1, _slots(pair) // reach)
         yield from promises.far(promised, reach, rows)
         if interface.TEXT_LENGTHS in pair.changed.reads:
             yield from promises.inside(promised, reach)
@@ -375,9 +398,36 @@ def places(pair: Pair, promised: Promises, reach: int | None, tokens: int | None
         yield from promises.every_token(promised)
 
 
+def drawn(pair: Pair, promised: Promises, reach: int | None, share: drawn_places.Share) -> Iterator[SyntheticStep]:
+    """List the steps of `pair` at drawn places; none where each token is treated by itself, at any place alike."""
+    if pair.changed.is_token_wise:
+        return
+    most = int(_DRAWN_PRODUCTS / max(1, pair.changed.size_bytes // 8))  # tokens of all steps
+    tokens = min(_most_tokens(pair, promised), promised.context, max(16, 2 * most // drawn_places.DRAWS))
+    if reach is not None:
+        slot = max(1, CACHE_BYTES // _slots(pair))
+        reach = min(reach, 2 * _DRAWN_BYTES // (drawn_places.DRAWS * slot))
+    yield from drawn_places.draw(promised, drawn_places.Extent(reach, tokens, _slots(pair), most), share)
+
+
+def _slots(pair: Pair) -> int:
+    """Count the tokens that caches of a bounded size hold."""
+    return CACHE_BYTES // max(1, pair.before.slot_bytes, pair.after.slot_bytes)
+
+
+def _most_tokens(pair: Pair, promised: Promises) -> int:
+    """Count the tokens that a step has at most, so that it takes seconds."""
+    tokens = min(promised.chunk, int(_PRODUCTS / max(1, pair.changed.size_bytes // 8)))
+    if interface.LOGITS in pair.changed.outputs and not pair.gives_rows:
+        tokens = min(tokens, _STATE_TOKENS)  # each costs the vocabulary
+    if pair.before.has_states or pair.after.has_states:
+        tokens = min(tokens, _STATE_TOKENS)
+    return tokens
+
+
 def made_up(pair: Pair, place: SyntheticStep, given: Mapping[str, NDArray[Any]], *, coarse: bool = False) -> Edges:
     """Draw the numbers that a step is fed; those `given` are taken as they are. `coarse`: with 8 bits of mantissa."""
-    rng = np.random.default_rng(_SEED)
+    rng = np.random.default_rng(place.seed)
     values = {}
     for name, value in pair.changed.inputs.items():
         drawn = given[name] if name in given else _drawn(value, place, rng)
@@ -388,6 +438,8 @@ def made_up(pair: Pair, place: SyntheticStep, given: Mapping[str, NDArray[Any]],
     after = pair.after.allocate(place.batch, place.capacity)
     for name, buffer in before.items():
         _fill(buffer, rng)
+        if place.alike:
+            buffer[1:] = buffer[:1]
         if coarse:
             buffer[...] = _coarse(buffer)
         if name not in after:
@@ -410,7 +462,10 @@ def _drawn(value: ir.Value, place: SyntheticStep, rng: np.random.Generator) -> N
     dims = graph.dims(value) or ()
     dtype = np.dtype(np.float32) if value.dtype in emulation.HALVES else graph.dtype(value).numpy()
     shape = [dim if isinstance(dim, int) else sizes[str(dim)] for dim in dims]
-    drawn = rng.standard_normal(shape, np.float32)
+    drawn = np.empty(shape, np.float32)
+    _fill(drawn, rng)
+    if place.alike and dims[:2] in (("batch", "sequence"), ("batch", "rows")):
+        drawn[...] = drawn[:1, :1]
     if place.scaled and len(shape) > 1 and dims[1] in ("sequence", "rows"):
         channels = max(1, round(shape[-1] * _OUTLIERS))
         drawn[..., rng.choice(shape[-1], channels, replace=False)] *= np.float32(_OUTLIER)
@@ -419,15 +474,26 @@ def _drawn(value: ir.Value, place: SyntheticStep, rng: np.random.Generator) -> N
 
 
 def _fill(buffer: NDArray[Any], rng: np.random.Generator) -> None:
-    """Fill a cache, whatever its dtype."""
-    count = min(buffer.size, _PERIOD)
+    """Fill a cache, whatever its dtype, from a random place of the same numbers on."""
+    at = int(rng.integers(_PERIOD))
     if np.issubdtype(buffer.dtype, np.integer):
-        numbers = rng.integers(-100, 101, count).astype(buffer.dtype)
+        numbers = _codes().astype(buffer.dtype, copy=False)
     else:
-        numbers = rng.standard_normal(count, np.float32).astype(buffer.dtype)
+        numbers = _normals().astype(buffer.dtype, copy=False)
     flat = buffer.reshape(-1)  # in place: a cache may be as large as `CACHE_BYTES`
-    for at in range(0, flat.size, _PERIOD):
-        flat[at : at + _PERIOD] = numbers[: flat.size - at]
+    flat[: _PERIOD - at] = numbers[at : at + flat.size]
+    for begin in range(_PERIOD - at, flat.size, _PERIOD):
+        flat[begin : begin + _PERIOD] = numbers[: flat.size - begin]
+
+
+@cache
+def _normals() -> NDArray[np.float32]:
+    return np.random.default_rng(_SEED).standard_normal(_PERIOD, np.float32)
+
+
+@cache
+def _codes() -> NDArray[np.int8]:
+    return np.random.default_rng(_SEED).integers(-100, 101, _PERIOD).astype(np.int8)
 
 
 def _coarse(array: NDArray[Any]) -> NDArray[Any]:

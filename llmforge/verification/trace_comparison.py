@@ -167,6 +167,9 @@ RAGGED = 5  # tokens by which a context exceeds the shorter row of a ragged batc
 FEW = 4  # rows of a step that get logits, where the vocabulary is large
 SEED = 20_241_103  # any fixed number
 LONG = "a prompt longer than the windows"
+CONTINUED = 32  # tokens of the continuation of the longest text
+LARGER = "larger numbers"
+TO_THE_END = "a text as long as the context"
 
 
 def make_runs(vocabulary: int, windows: Sequence[int], context: int | None) -> list[probe.Run]:
@@ -188,6 +191,14 @@ def make_runs(vocabulary: int, windows: Sequence[int], context: int | None) -> l
         length = min(within[-1] + TAIL, most - 2)
         runs.append(probe.schedule(LONG, [draw(length + 2)], [(length,), (1,), (1,)]))
     return runs
+
+
+def longest_run(vocabulary: int, context: int | None) -> probe.Run:
+    """Make a run to the end of `context`, of up to `LONGEST` tokens: a prompt, a continuation and a token."""
+    rng = np.random.default_rng(SEED + 1)
+    length = LONGEST if context is None else min(context, LONGEST)
+    counts = _within(length, (LONGEST - CONTINUED - 1, CONTINUED, 1))
+    return probe.schedule(TO_THE_END, [rng.integers(0, vocabulary, length, np.int64)], [(count,) for count in counts])
 
 
 def rows_of(run: probe.Run) -> list[NDArray[np.int64]]:

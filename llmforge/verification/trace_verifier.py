@@ -29,12 +29,15 @@ from llmforge.trace.export.pattern import Irregular, Pattern
 from llmforge.verification import probe, streamed_execution
 from llmforge.verification.trace_comparison import (
     HINT,
+    LARGER,
     NUDGES,
+    TO_THE_END,
     RoundingNoise,
     StepComparison,
     compare,
     count_kept,
     deviation,
+    longest_run,
     make_runs,
     selected,
 )
@@ -108,6 +111,8 @@ def precompute_reference(checkpoint: Checkpoint, whole_bytes: int = WHOLE_BYTES)
     larger = magnified.run(geometry.vocabulary, geometry.context)
     weights = [f"{norm.name}.weight" for norm in reference.norms() if norm.in_memory]
     computed.observed(larger, count_kept(larger, few), head=head, magnified_weights=weights)
+    long = longest_run(geometry.vocabulary, geometry.context)
+    computed.observed(long, count_kept(long, few), head=head, shallow=not computed.part)
     return computed
 
 
@@ -167,20 +172,22 @@ def _verify(
     bindings.require_right(shown, reference)
     trial = _TraceTrial.of(checkpoint, model, shown, reference, part=part)
     expected, unknown = trial.expected(computed)
+    long = trial.to_the_end(reference)
+    expected_long = [long._observed(computed, run) for run in long.runs]
     del reference, computed.reference  # its weights make room for those of the graph
     computed.given.clear()
-    made = trial.outputs(threads)
-    verdict = trial.compare(made, expected)
-    longest = max(run.capacity for run in trial.runs)
+    verdict = trial.compare(trial.outputs(threads), expected)
+    undecided = verdict.undecided + long.compare(long.outputs(threads), expected_long).undecided
+    longest = max(run.capacity for run in (*trial.runs, *long.runs))
     return TraceProof(
         layers=len(trial.kept),
         depth=checkpoint.geometry.layers,
         parameters=parameters,
         max_abs_difference=verdict.difference,
         allowed=verdict.allowed,
-        probes=tuple(run.name for run in trial.runs),
+        probes=tuple(run.name for run in (*trial.runs, *long.runs)),
         unexceeded_windows=tuple(sorted(window for window in unknown if window >= longest)),
-        undecided=verdict.undecided,
+        undecided=undecided,
         seconds=time.perf_counter() - began,
     )
 
@@ -212,12 +219,17 @@ def _some_layers(checkpoint: Checkpoint, model: ir.Model, reference: ReferenceMo
     """Return the graph with those layers alone that `reference` has, if the others are like them."""
     repetition = pattern.recorded(model)
     assert repetition is not None
-    whole = replace(repetition, stack=reference.stack, depth=checkpoint.geometry.layers)
     try:
-        replicate_layers.require_alike(model, whole, reference.twins)
-        return replicate_layers.some_layers(model, repetition, reference.kept)
+        return _cut(checkpoint, model, reference, repetition)
     except Irregular as error:
         raise VerificationError(f"the traced graph does not match the model: {error.message}", hint=HINT) from error
+
+
+def _cut(checkpoint: Checkpoint, model: ir.Model, reference: ReferenceModel, repetition: Pattern) -> ir.Model:
+    """Return the graph with those layers alone that `reference` runs (Irregular: the others are not like them)."""
+    whole = replace(repetition, stack=reference.stack, depth=checkpoint.geometry.layers)
+    replicate_layers.require_alike(model, whole, reference.twins)
+    return replicate_layers.some_layers(model, repetition, reference.kept)
 
 
 @dataclass(frozen=True)
@@ -241,7 +253,8 @@ class _TraceTrial:
     stack: str
     kept: Sequence[int]  # layers that run
     states: Sequence[str]  # hidden states after each of them; () where they are no single tensors
-    runs: Sequence[probe.Run]  # the last one is on larger numbers
+    runs: Sequence[probe.Run]
+    shallow: bool = False  # whether of a model that is there as a whole, some layers run
 
     @classmethod
     def of(
@@ -262,6 +275,26 @@ class _TraceTrial:
         large = magnified.Magnified.of(shown, reference)
         return cls(checkpoint, model, part, context, large, reference.stack, reference.kept, states, runs)
 
+    def to_the_end(self, reference: ReferenceModel) -> _TraceTrial:
+        """Make the trial of a text as long as the context, of some layers where they stand for all."""
+        run = longest_run(self.checkpoint.geometry.vocabulary, self.context)
+        if self.part:
+            return replace(self, runs=[run])
+        from llmforge.verification import magnified
+
+        repetition = pattern.recorded(self.model)
+        if repetition is None or not self.stack:
+            return replace(self, runs=[run])
+        with reference.shallow():
+            kept = [*reference.kept]
+            try:
+                shown = _cut(self.checkpoint, self.model, reference, repetition)
+            except Irregular:
+                return replace(self, runs=[run])
+        states = _hidden_states(shown, self.stack, self.checkpoint.geometry.layers, kept)
+        large = magnified.Magnified.of(shown, reference)
+        return replace(self, large=large, kept=kept, states=states, runs=[run], shallow=True)
+
     @property
     def few(self) -> bool:
         """Whether the logits of a few rows of a step are compared."""
@@ -269,7 +302,7 @@ class _TraceTrial:
 
     def has_head(self, run: probe.Run) -> bool:
         """Whether logits are compared; else hidden states tell, and the first run what the head makes of them."""
-        return not self.few or not self.states or run is self.runs[0]
+        return not self.few or not self.states or (run is self.runs[0] and run.name != TO_THE_END)
 
     def expected(self, computed: ReferenceRuns) -> tuple[list[list[Observation]], set[int]]:
         """Run transformers' model; return what it gives, and the windows of which nothing could be told.
@@ -284,8 +317,10 @@ class _TraceTrial:
 
     def _observed(self, computed: ReferenceRuns, run: probe.Run) -> list[Observation]:
         """Run the rows of `run`, those of the last run on larger numbers."""
-        weights = self.large.weights if run is self.runs[-1] else None
-        return computed.observed(run, count_kept(run, self.few), head=self.has_head(run), magnified_weights=weights)
+        weights = self.large.weights if run.name == LARGER else None
+        return computed.observed(
+            run, count_kept(run, self.few), head=self.has_head(run), shallow=self.shallow, magnified_weights=weights
+        )
 
     def _require_positions(self, given: Sequence[Given]) -> set[int]:
         """Compare masks and rotary angles of every layer with those that `given` has."""
@@ -328,15 +363,16 @@ class _TraceTrial:
         compared = [
             self._compared(run, steps, wanted) for run, steps, wanted in zip(self.runs, made, expected, strict=True)
         ]
-        plain = [each for steps in compared[:-1] for each in steps]
-        allowed = TOLERANCE * float(np.concatenate([each.expected.ravel() for each in plain]).std())
+        plain = [each for run, steps in zip(self.runs, compared, strict=True) for each in steps if run.name != LARGER]
+        allowed = TOLERANCE * deviation(np.concatenate([each.expected.ravel() for each in plain]))
         where = [f"{self.stack}.{index}" for index in self.kept]
         undecided, moves = 0, 0.0
         for run, steps, here in zip(self.runs, made, compared, strict=True):
-            larger = run is self.runs[-1]
+            larger = run.name == LARGER
+            may_be_chaotic = larger or run.name == TO_THE_END
             tolerance = LARGER_TOLERANCE if larger else TOLERANCE
             bounds = [tolerance * deviation(each.expected) if larger else allowed for each in here]
-            require = partial(_require, here, bounds, tolerance, where, larger)
+            require = partial(_require, here, bounds, tolerance, where, may_be_chaotic)
             noises = [RoundingNoise()] * len(here)
             if any(each.diverges(bound, tolerance) for each, bound in zip(here, bounds, strict=True)):
                 noises = self._noises(run, steps, here, require)
@@ -379,12 +415,12 @@ def _require(
     bounds: Sequence[float],
     tolerance: float,
     layers: Sequence[str],
-    larger: bool,
+    may_be_chaotic: bool,
     noises: Sequence[RoundingNoise],
 ) -> int:
     """Require that `steps` of a run hold, as `StepComparison.require` does; return how many tokens are undecided."""
     return sum(
-        step.require(bound, tolerance, layers, noise, may_be_chaotic=larger)
+        step.require(bound, tolerance, layers, noise, may_be_chaotic=may_be_chaotic)
         for step, bound, noise in zip(steps, bounds, noises, strict=True)
     )
 

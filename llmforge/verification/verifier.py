@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -139,39 +140,59 @@ class Verifier:
             raise _not_as_declared(step, other)
         try:
             if step.numerics is not Numerics.LOSSY:
-                result = self._prove_subgraphs(step, model)
+                result = self._prove_subgraphs(step, after)
             else:
-                result = self._prove_loss(step, model)
+                result = self._prove_loss(step, after)
         except UnsupportedError as error:
             raise VerificationError(f"pass {step.name} wrote a graph that does not run: {error}") from error
         self._before = after
         self._weights.keep(model)
         return result
 
-    def _prove_subgraphs(self, step: Pass, model: ir.Model) -> PassVerification:
+    def _seed(self, after: GraphSnapshot) -> int:
+        """Make a seed of both graphs, so that a pass cannot know what is drawn."""
+        digest = hashlib.sha256(f"{self._before.fingerprint} {after.fingerprint}".encode())
+        return int.from_bytes(digest.digest()[:8])
+
+    def _excerpt(self, seed: int) -> NDArray[np.int64] | None:
+        """Draw a place in the texts, from which some tokens are read."""
+        if not len(self._texts):
+            return None
+        random = np.random.default_rng(seed)
+        window = self._texts[int(random.integers(len(self._texts)))]
+        return window[int(random.integers(max(1, len(window) - subgraph_proof.TOKENS + 1))) :]
+
+    def _prove_subgraphs(self, step: Pass, after: GraphSnapshot) -> PassVerification:
         """Prove a pass on the subgraphs that it changed."""
+        seed = self._seed(after)
         tolerance = 0.0 if step.numerics is Numerics.EXACT else self._tolerance
         found = subgraph_proof.prove(
             self._before.model,
-            model,
+            after.model,
             self._promises,
             tolerance=tolerance,
             threads=self._threads,
-            text=self._texts[0] if len(self._texts) else None,
+            seed=seed,
+            text=self._excerpt(seed),
         )
         if isinstance(found, Difference):
             raise _not_as_declared(step, found)
         return PassVerification(step.numerics, found.largest, tolerance, None, None, found.names, 0.0)
 
-    def _prove_loss(self, step: Pass, model: ir.Model) -> PassVerification:
+    def _prove_loss(self, step: Pass, after: GraphSnapshot) -> PassVerification:
         """Hold a lossy pass to its budget, and to losing everywhere what it loses on the text."""
         if not len(self._texts):
             raise _no_text(step)
         measure = self._measure_whole if self._loss is None else self._measure_streamed
         uneven = lossy_places.hold(
-            self._before.model, model, self._promises, tolerance=self._tolerance, threads=self._threads
+            self._before.model,
+            after.model,
+            self._promises,
+            tolerance=self._tolerance,
+            threads=self._threads,
+            seed=self._seed(after),
         )
-        result = measure(step, model)  # last: whole graphs may run beside
+        result = measure(step, after.model)  # last: whole graphs may run beside
         if uneven is not None:
             raise _not_as_declared(step, uneven)
         return result

@@ -55,7 +55,8 @@ def tokens(sums: DocumentSums) -> dict[str, np.ndarray]:
     uneven = -np.log((np.arange(count) + 0.5) / count)  # some tokens are much worse than others
     shared["kld"] *= uneven / uneven.mean()
     # What the recorded builds did not measure is that of a model that did not change.
-    return {"shared_top": np.ones(count), "delta_p": np.zeros(count), **shared, "same_top": np.arange(count) < same}
+    unmoved = {"delta_p": np.zeros(count), "end_shift_elsewhere": np.zeros(count)}
+    return {"shared_top": np.ones(count), **unmoved, **shared, "same_top": np.arange(count) < same}
 
 
 def worse(by: float, count: int = 56) -> list[DocumentSums]:

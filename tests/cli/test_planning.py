@@ -18,11 +18,12 @@ from llmforge import targets
 from llmforge.base.errors import RecipeError
 from llmforge.cli import cli
 from llmforge.doctor import kept
-from llmforge.measure import ceilings
+from llmforge.measure import ceilings, rates
 from llmforge.measure import machine as machines
 from llmforge.measure.ceilings import CpuCeilings
+from llmforge.measure.rates import MachineRates
 from llmforge.metrics.units import times
-from llmforge.planning import plot, render, request
+from llmforge.planning import building, plot, render, request
 
 from ..models.shapes import PUBLIC
 
@@ -223,7 +224,8 @@ def test_a_recipe_says_what_to_plan(machine: Path) -> None:
     kernels = next(each for each in plan["passes"] if each["change"] == "cpu-kernels")
     assert (kernels["verdict"], kernels["tpot"]) == ("not known", None)  # the file does not say what kernels reach
     rtn = facts(ROOT / "recipes" / "int4-rtn.yaml", "--target", machine)
-    assert rtn["build"]["cpu_s"] < plan["build"]["cpu_s"]  # calibration
+    calibrates = [any(each["title"] == "Calibrate" for each in made["build"]["stages"]) for made in (plan, rtn)]
+    assert calibrates == [True, False]
     fp32 = facts(ROOT / "recipes" / "fp32.yaml", "--target", machine)
     assert fp32["memory"]["weights"] > 4 * plan["memory"]["weights"]
 
@@ -474,3 +476,34 @@ def test_a_recipe_that_asks_for_what_is_not_built_is_sent_to_the_plan(asked: str
     for ask in (llmforge.plan, llmforge.build):
         with pytest.raises(RecipeError, match="unknown key"):
             ask(path)
+
+
+def test_the_build_is_predicted_for_this_machine_whatever_the_target(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = building.REFERENCE
+
+    def build(rate: float, *options: str) -> Any:
+        monkeypatch.setattr(rates, "measure", lambda: MachineRates(rate * known.products, rate * known.python))
+        return facts(llama, "--target", "h200", *options)["build"]
+
+    here, slow = build(1.0), build(0.5)
+    assert here["machine"] == slow["machine"] == "this machine"
+    assert (here["speed"], slow["speed"]) == ({"products": 1.0, "python": 1.0}, {"products": 0.5, "python": 0.5})
+    assert slow["seconds"] == pytest.approx(2 * here["seconds"])
+    assert slow["rates"] == {"products": known.products / 2, "python": known.python / 2}
+    shown = " ".join(invoke(llama, "--target", "h200").stdout.split())
+    assert "this machine is now 0.50× as fast in matrix products and 0.50× in Python" in shown
+
+
+def test_calibration_over_workers_is_predicted() -> None:
+    recipe = ROOT / "recipes" / "quickstart.yaml"
+    options = ("--target", "cpu-avx512-vnni")
+    alone, four = (facts(recipe, *options, *more)["build"] for more in ((), ("--calibration-workers", "4")))
+    [stage] = [each for each in four["stages"] if each["title"] == "Calibrate"]
+    assert stage["workers"] == 4
+    assert 0 < stage["carried_s"] < stage["cpu_s"]
+    assert four["seconds"] < alone["seconds"]
+    shown = " ".join(invoke(recipe, *options, "--calibration-workers", "4").stdout.split())
+    assert "with 4 workers on other machines, each on a CPU as fast as here" in shown
+    assert "workers on other" not in " ".join(invoke(recipe, *options).stdout.split())

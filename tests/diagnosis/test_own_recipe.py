@@ -75,7 +75,7 @@ def test_an_artifact_is_enough_as_long_as_its_inputs_lie_where_they_were(
     done = run("validate", built, "--quiet")
     assert done.exit_code == 2
     assert "was built with evaluation.jsonl (" in done.stderr
-    assert "give it with --text, or the recipe with --recipe" in done.stderr
+    assert "hint: give the recipe with --recipe" in done.stderr  # validate has no --text
     assert run("bisect", built, *few).exit_code == 2
     done = run("bisect", built, *few, "--text", moved)
     assert done.exit_code == 0, done.output

@@ -10,12 +10,16 @@ from numpy.typing import NDArray
 from llmforge.base.errors import CheckpointError, DataError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
+from llmforge.gates import decision
+from llmforge.gates.decision import Verdict
 from llmforge.measure import quality
 from llmforge.measure.baseline import Baseline
+from llmforge.measure.quality import QualityRun
 from llmforge.metrics import quality_metrics
 from llmforge.metrics.document_figures import spreads
 from llmforge.metrics.intervals import SMALLEST_SAMPLE
 from llmforge.metrics.quality import Quality
+from llmforge.recipe import GateSpec
 
 from ..models.logits import V, naive, random_logits
 
@@ -212,3 +216,63 @@ def test_what_sets_chats_and_documents_apart_is_said() -> None:
     assert quality_metrics.answers_apart(quality.compare(chats(), model(0.0), model(0.3))) is None, "nothing beside"
     alike = quality.compare([*windows(), *chats()], model(0.0), model(0.3))
     assert quality_metrics.answers_apart(alike) is None
+
+
+ENDS = (3, V - 1)
+
+
+def ending_documents() -> list[TokenWindow]:
+    """Twelve texts of two windows, the second of which ends each, and twelve chats that end a turn and the text."""
+    texts = [TokenWindow(w.document, w.ids, None, bool(i % 2)) for i, w in enumerate(windows())]
+    ended = [
+        TokenWindow(
+            w.document, np.array([*w.ids[:-2], ENDS[i % 2], 5]), w.answers & (np.arange(len(w.ids)) < len(w.ids) - 1)
+        )
+        for i, w in enumerate(chats())
+    ]
+    return [*texts, *ended]
+
+
+def test_the_shift_of_ends_equals_a_naive_loop() -> None:
+    cut, baseline, artifact = ending_documents(), model(0.0), model(0.3)
+    got = quality.compare(cut, baseline, artifact, QualityRun(ends=ENDS))
+    at_ends, elsewhere = [], []
+    for window in cut:
+        p, q = (each(window.ids).astype(np.float64) for each in (baseline, artifact))
+        log_p, log_q = (np.log(np.exp(x)[:, ENDS].sum(-1)) - np.log(np.exp(x).sum(-1)) for x in (p, q))
+        shift = log_q - log_p
+        for place, token in enumerate(window.ids[1:]):
+            said = window.answers is None or window.answers[place + 1]
+            at_ends += [shift[place]] if token in ENDS and said else []
+            elsewhere += [0.0 if token in ENDS else shift[place]]
+        at_ends += [shift[-1]] if window.is_end and window.ids[-1] not in ENDS else []
+    assert got.eos_shift_at_ends.value == pytest.approx(np.mean(at_ends))
+    assert got.eos_shift_elsewhere.value == pytest.approx(np.mean(elsewhere))
+    assert got.eos_shift_at_ends.low < got.eos_shift_at_ends.value < got.eos_shift_at_ends.high
+    assert len(got.per_ending) == got.eos_shift_at_ends.samples == len({w.document for w in cut})
+    again = Quality.model_validate_json(got.model_dump_json())
+    assert again.per_ending == got.per_ending
+
+
+@pytest.mark.parametrize(("bias", "metric", "limit"), [
+    (-15.0, "eos_shift_at_ends", {"min": -1.0}), (3.0, "eos_shift_elsewhere", {"max": 1.0})
+])  # fmt: skip
+def test_a_bias_on_the_end_fails_its_gate_alone(bias: float, metric: str, limit: dict[str, float]) -> None:
+    def biased(ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        logits = model(0.01)(ids).copy()
+        logits[:, ENDS] += np.float32(bias)
+        return logits
+
+    def verdict(artifact: object) -> Verdict:
+        got = quality.compare(ending_documents(), model(0.0), artifact, QualityRun(ends=ENDS))
+        figures = {name: got.figures[name] for name in ("eos_shift_at_ends", "eos_shift_elsewhere")}
+        (result,) = decision.judge({metric: GateSpec(**limit)}, figures)
+        return result.verdict
+
+    assert verdict(biased) is Verdict.FAIL
+    assert verdict(model(0.01)) is Verdict.PASS
+
+
+def test_where_no_token_is_an_end_nothing_is_said_of_ends() -> None:
+    got = quality.compare(ending_documents(), model(0.0), model(0.3))
+    assert not {"eos_shift_at_ends", "eos_shift_elsewhere", "per_ending"} & got.model_dump().keys()

@@ -206,4 +206,4 @@ def test_rows_that_are_selected_in_front_of_the_norm_have_a_name_of_their_own() 
     model = built(replace(SPEC, experts=4))
     before = model.clone()
     check(model)
-    assert lossy_places.hold(before, model, graphs.PROMISES, tolerance=1e-4, threads=1) is None
+    assert lossy_places.hold(before, model, graphs.PROMISES, tolerance=1e-4, threads=1, seed=1) is None

@@ -386,6 +386,12 @@ def test_layers_have_bits_of_their_own() -> None:
         QuantizeWeights(BUDGET, method="rtn", layer_bits={"model.layer.0.*": 8}).run(graphs.llama(), graphs.CPU)
 
 
+def test_a_retreat_comes_after_other_globs_of_its_layer() -> None:
+    """The last glob that matches counts: a layer that had bits of its own has those of the retreat."""
+    step = QuantizeWeights(budget=BUDGET, bits=6, scales="int8", layer_bits={"layers.1.*": 5, "layers.*.mlp.*": 4})
+    assert [*step.retreated({"layers.1.*": 8}).layer_bits.items()] == [("layers.*.mlp.*", 4), ("layers.1.*", 8)]
+
+
 def test_retreats_are_refused_where_no_kernel_has_their_bits() -> None:
     own = {"budget": {"kld_mean": 0.1}, "method": "rtn", "retreat": {"bits": [5], "max_bytes": 1}}
     step = options.make(QuantizeWeights, own)

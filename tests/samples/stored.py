@@ -57,6 +57,7 @@ def quality(kld: float = 0.021) -> Quality:
             "shared_top": np.full(50, 0.9),
             "delta_p": 0.01 * (uniform - 1),
             "delta_p_squared": 1e-4 * (uniform - 1) ** 2,
+            "end_shift_elsewhere": uniform - 1,
         }
         scores[f"guide-{i}"] = [WindowScores(1, made)]
     decoded = {

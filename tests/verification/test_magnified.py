@@ -13,6 +13,7 @@ import pytest
 from llmforge.checkpoint import Checkpoint
 from llmforge.trace import trace
 from llmforge.verification import magnified, trace_verifier
+from llmforge.verification.trace_comparison import LARGER
 
 from ..sweep import shrink
 
@@ -57,4 +58,4 @@ def test_gemma_4_is_proven(model_type: str, tmp_path: Path) -> None:
     shrink.write(model_type, tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     proof = trace_verifier.verify_trace(checkpoint, trace(checkpoint))
-    assert magnified.NAME in proof.probes
+    assert LARGER in proof.probes

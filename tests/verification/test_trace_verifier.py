@@ -42,7 +42,14 @@ def test_a_right_graph_passes_on_every_kind_of_step(checkpoint: Checkpoint, cano
     proof = verify_trace(checkpoint, canonical)
     assert 0 < proof.max_abs_difference < 1e-5
     assert (proof.layers, proof.depth) == (5, 5)
-    assert proof.probes == ("one row", "a ragged batch", "a prompt longer than the windows", "larger numbers")
+    names = (
+        "one row",
+        "a ragged batch",
+        "a prompt longer than the windows",
+        "larger numbers",
+        trace_comparison.TO_THE_END,
+    )
+    assert proof.probes == names
     assert proof.unexceeded_windows == ()
     assert "trace: logits match transformers within" in proof.note()
     assert graph.fingerprint(canonical) == before

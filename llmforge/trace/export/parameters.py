@@ -48,6 +48,19 @@ class Parameters:
         tensor = tensor.detach()
         return (tensor[torch.from_numpy(rows)] if tensor.dim() else tensor).float().numpy()
 
+    def reads_rows(self, name: str) -> bool:
+        """Say whether some rows of a parameter are read without all others."""
+        tensor = self._state[name]
+        if not tensor.is_meta and not isinstance(tensor, StoredMatrix):
+            return True
+        assert self._reference.sources is not None
+        source = self._reference.sources[name]
+        if source.converted is not None:
+            return False
+        stored = name if name in self._checkpoint.tensors else source.tensors[0]
+        merged = self._checkpoint.merge is not None and stored in self._checkpoint.merge.steps
+        return not merged and not isinstance(self._checkpoint.tensors[stored], QuantizedTensor)
+
     def _read(self, name: str, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Read rows of a parameter that is not in memory."""
         assert self._reference.sources is not None
@@ -72,6 +85,6 @@ class Parameters:
         part = self._files[file].get_slice(stored)
         if not part.get_shape():
             return np.asarray(self._files[file].get_tensor(stored).float())
-        if len(rows) == part.get_shape()[0]:
-            return np.asarray(part[:].float())
+        if len(rows) and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):
+            return np.asarray(part[int(rows[0]) : int(rows[-1]) + 1].float())
         return torch.cat([part[int(row) : int(row) + 1] for row in rows]).float().numpy()

@@ -204,6 +204,21 @@ class ReferenceModel:
             for row, logits in enumerate(output.logits)
         ]
 
+    @contextmanager
+    def shallow(self) -> Iterator[None]:
+        """Run those layers alone, for a while, that a part of the model would have; `kept` and `twins` say which."""
+        before = self.kept, self.twins
+        self.kept, self.twins = _chosen(_kinds(self.model.config, self.layers))
+        others = [layer for index, layer in enumerate(self.layers) if index not in self.kept]
+        for layer in others:
+            layer.forward = self._hand_on
+        try:
+            yield
+        finally:
+            for layer in others:
+                del layer.forward
+            self.kept, self.twins = before
+
     def norms(self) -> Iterator[OwnNorm]:
         """List the norms of the model."""
         for name, module in self.model.named_modules():
