@@ -76,8 +76,7 @@ class Bench:
         some = [whole[place] for place in np.linspace(0, len(whole) - 1, windows).round().astype(int)]
         self.domains = {"documentation": Domain(some, [np.arange(LENGTH) >= LENGTH // 2 for _ in some])}
         if chats := [each for each in self._pool("chat-evaluation") if each.answers is not None]:
-            # The token before one that was said is the one that says it.
-            self.domains["answers of chats"] = Domain(chats, [np.append(each.answers[1:], False) for each in chats])
+            self.domains["answers of chats"] = Domain(chats, [_says(each.answers) for each in chats])
         self.losses = self._priced()
 
     def _pool(self, name: str) -> list[TokenWindow]:
@@ -197,6 +196,12 @@ class Bench:
             cells.append(share)
         cells.append(f"{row['cpu_s']:.0f}")
         return f"|{'|'.join(cells)}|"
+
+
+def _says(answers: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
+    """Mark the tokens behind which an answer's token comes, [S]."""
+    assert answers is not None
+    return np.append(answers[1:], False)
 
 
 def named(formats: Any) -> str:

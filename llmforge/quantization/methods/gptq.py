@@ -41,7 +41,6 @@ SWEEPS_BEFORE = 1  # … of rows that will be rounded again: the loss is .2 % la
 SWEEPS_AGAIN = 1  # where they are: KLD of the sample, held out, 6.64; with two 6.68
 SAMPLED = 256  # rows of a weight that shares are chosen by
 STEPS = 20  # ranges that are tried for a block
-SHRINKAGE = 0.1
 OFF_DIAGONAL = 0.5  # of O: gradients of few tokens say less of pairs of outputs than of each
 PASSES = 2  # over all groups of rows
 GROUPS = 12  # of rows, about, that are rounded in turn, each with the errors of the others in view: with 8 +.5 %
@@ -119,14 +118,13 @@ class Curvature:
         for attempt in range(ATTEMPTS):
             share = damping * 10**attempt
             # UᵀU of the reversed matrix is L'L'ᵀ, L' upper, of the matrix itself, and R = L'⁻¹.
-            diagonal = hessian.diagonal()[order] + np.float64(share * mean)
-            damped = hessian[np.ix_(order[::-1], order[::-1])] * np.float64(1 - SHRINKAGE)
-            damped[places] = diagonal[::-1]
+            damped = hessian[np.ix_(order[::-1], order[::-1])].astype(np.float64)
+            damped[places] += share * mean
             inverse = products.inverse_factor(damped, threads)
             if inverse is not None:
                 del damped
-                narrow = hessian[np.ix_(order, order)] * np.float32(1 - SHRINKAGE)
-                narrow[places] = diagonal
+                narrow = hessian[np.ix_(order, order)]
+                narrow[places] = narrow.diagonal() + np.float64(share * mean)
                 return cls(narrow, order, inverse[::-1, ::-1].astype(np.float32).T, share, threads)
         raise ValueError(f"a Hessian is not positive, even with {share:g} of its mean diagonal {mean:g} added")
 
