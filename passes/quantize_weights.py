@@ -77,7 +77,7 @@ from llmforge.ir.operators.standard import Gather, MatMul
 from llmforge.quantization import methods
 from llmforge.quantization.grid import Grid, Scale
 from llmforge.quantization.methods.base import Method
-from llmforge.quantization.statistics import Demand, WeightDemand, exclusion
+from llmforge.quantization.statistics import ChannelDemand, Demand, WeightDemand, exclusion
 from llmforge.quantization.stored import require
 from llmforge.rewrite import moe_kernels
 from llmforge.rewrite.block_codes import (
@@ -286,6 +286,8 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
         """Ask calibration for quantized linear layers and experts, where the method needs its text."""
         if not self.chosen.demands:
             return ()
+        if self.chosen.is_by_channel():
+            return (ChannelDemand(),)
         demand = WeightDemand(self.chosen, self.grid, self.exclude, self.routers, self.tables)
         demand = replace(demand, layer_bits=tuple(self.layer_bits.items()))
         if self.method == methods.AUTO and self.weight_bits is None and self.weight_bytes is None:
@@ -390,7 +392,7 @@ class _WeightQuantizer:
         elif head:
             matrix, method = self.chosen.table(layer.weight, n, k)
         else:
-            matrix = self.chosen.matrix(layer.weight, n, k)
+            matrix, method = self.chosen.matrix(layer.weight, n, k)
         parts = self.writer.store(layer.weight, matrix)
         if columns is not None:
             self.writer.reorder(layer, columns)
@@ -438,4 +440,5 @@ class _WeightQuantizer:
         )
         moe_kernels.fuse_quantized(self.model, experts, first, second, self.step.accuracy_level)
         shape = f"{experts.count} experts, top {experts.top_k}, [{len(experts.order)}, {experts.hidden}] each"
-        return f"{self.step.method}, {described(up.grid)}, {shape}"
+        method = self.step.method if self.stored is not None else self.chosen.of_plain_experts.name
+        return f"{method}, {described(up.grid)}, {shape}"

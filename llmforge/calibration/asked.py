@@ -9,6 +9,7 @@ from typing import TypeVar
 from llmforge.base.errors import UnsupportedError
 from llmforge.quantization.methods.base import InputStatistic
 from llmforge.quantization.statistics import (
+    ChannelDemand,
     Demand,
     InputRangeDemand,
     KvRangeDemand,
@@ -33,6 +34,12 @@ class DemandsByKind:
     recovery: RecoveryDemand | None
     pruning: PruningDemand | None
     kv: bool
+    channels: bool
+
+    @property
+    def ranges(self) -> InputRangeDemand | None:
+        """What is to be recorded of what linears read; sums by channel come with every range."""
+        return self.inputs or (InputRangeDemand() if self.channels else None)
 
     @classmethod
     def of(cls, demands: Sequence[Demand]) -> DemandsByKind:
@@ -79,7 +86,7 @@ class DemandsByKind:
             "recover-scales trains against the whole checkpoint, and prune-structure takes parts of it out",
             "leave one of them out",
         )
-        return cls(weights, inputs, sparsity, correction, recovery, pruning, KvRangeDemand() in demands)
+        return cls(weights, inputs, sparsity, correction, recovery, pruning, KvRangeDemand() in demands, ChannelDemand() in demands)
 
 
 def refuse(wrong: bool, problem: str, hint: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from llmforge.base.errors import DataError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
@@ -40,7 +41,7 @@ from llmforge.calibration.spread import Crew, SpreadWindows, Worker
 from llmforge.calibration.store import LayerResult, Store, StoredArrays, StoredLowRank, StoredMatrices, StoredSparse
 from llmforge.calibration.sums import MORE_DAMPING, refusals
 from llmforge.calibration.threads import fixed
-from llmforge.calibration.windows import LayerWindows, WindowsHere
+from llmforge.calibration.windows import LayerWindows, ReadPeaks, WindowsHere
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization import smoothing
@@ -208,7 +209,7 @@ def _layers(run: _Calibration, own: str) -> list[LayerResult]:
     if store.reused:  # before those of embedding and head
         run.progress.stage(f"Calibrate: {numbered(store.reused, layers)} reused")
     tables: LayerResult | None = _NOTHING
-    if weights is not None and weights.tables is not None:
+    if run.asked.channels or (weights is not None and weights.tables is not None):
         tables = store.load(own, layers)
         store.reused[:] = [index for index in store.reused if index < layers]  # which are told as layers
     if None in found or tables is None:
@@ -323,10 +324,13 @@ def _walk(
                 taken = Gradients.read(run.gradients or store.gradients(own, write, stack))
             how = WeightQuantization(weights, taken, run.threads, run.asked.correction)
         if tables is None:
-            assert how is not None
-            said: list[str] = []
-            matrices = quantize_tables(skeleton, how.gradients, how.demand, run.threads, said)
-            tables = store.save(own, len(found), LayerResult(matrices, None, notes=tuple(said)))
+            tables = _NOTHING
+            if how is not None:
+                said: list[str] = []
+                matrices = quantize_tables(skeleton, how.gradients, how.demand, run.threads, said)
+                tables = LayerResult(matrices, None, notes=tuple(said))
+            if not run.asked.channels:
+                tables = store.save(own, len(found), tables)
         embedding = StoredMatrices(tables.linears).get(skeleton.tables()[0])
         if embedding is not None and begin == 0:
             current[:] = skeleton.enter(ids, dequantize(embedding))[1]
@@ -342,6 +346,8 @@ def _walk(
             done.append(kept or store.save(own, index, made))
             if keeps and index + 1 < len(found):
                 store.keep_states(own, index + 1, (state.cpu().numpy() for side in sides for state in side))
+    if run.asked.channels and tables is not None and not tables.inputs:
+        tables = store.save(own, len(found), replace(tables, inputs=measure_head(skeleton, ids, original)))
     store.drop_states(own, len(found) - 1)
     store.drop_gradients(own)
     run.progress.advance(len(found), len(found))
@@ -462,8 +468,8 @@ def _run_layer(
     wants_ranges = asked.kv and (run.measured is None or index in run.measured)
     layer = layer.recording() if wants_ranges else layer
     with closing(run.carried(layer, index, original, current, recording=wants_ranges)) as windows:
-        if asked.inputs is not None:
-            inputs = measure_inputs(layer, windows, asked.inputs)
+        if asked.ranges is not None:
+            inputs = measure_inputs(layer, windows, asked.ranges)
         if asked.sparsity is not None:
             made = sparsify_layer(layer, current, asked.sparsity)
         elif how is not None:
@@ -521,22 +527,41 @@ def measure_inputs(layer: DecoderLayer, windows: LayerWindows, demand: InputRang
     experts, states = layer.experts(), windows.original
     groups = [[name for name in group if name not in experts] for group in layer.groups(states[0])]
     groups = [group for group in groups if group]
-    peaks: dict[str, torch.Tensor] = {}
-    some: dict[str, list[torch.Tensor]] = {group[0]: [] for group in groups}
+    seen: dict[str, list[ReadPeaks]] = {group[0]: [] for group in groups}
     stride = -(-sum(state.shape[1] for state in states) // smoothing.TOKENS) if demand.smoothing is not None else 0
-    for seen in windows.peaks(list(some), stride):
-        for name, (highest, rows) in seen.items():
-            peaks[name] = torch.maximum(peaks[name], highest) if name in peaks else highest
-            some[name] += [] if rows is None else [rows]
+    for of_window in windows.peaks(list(seen), stride):
+        for name, read in of_window.items():
+            seen[name].append(read)
     found: dict[str, InputRange] = {}
     for group in groups:
-        largest: Float32 = peaks[group[0]].numpy()
-        smoothed = None
+        own, smoothed = input_range(seen[group[0]]), None
         if demand.smoothing is not None:
-            weights, x = [layer.weight(name) for name in group], torch.cat(some[group[0]]).numpy()
-            smoothed = _smoothed(x, largest, weights, demand.smoothing)
-        found |= dict.fromkeys(group, InputRange(largest, smoothed))
+            some = torch.cat([read.rows for read in seen[group[0]] if read.rows is not None]).numpy()
+            smoothed = _smoothed(some, own.peaks, [layer.weight(name) for name in group], demand.smoothing)
+        found |= dict.fromkeys(group, replace(own, smoothed=smoothed))
     return found
+
+
+def input_range(seen: Sequence[ReadPeaks]) -> InputRange:
+    """Join what was seen of each window, in their order."""
+    highest = torch.stack([read.highest for read in seen]).amax(0).numpy()
+    sums, squares = (torch.stack(each).sum(0).numpy() for each in zip(*((r.sums, r.squares) for r in seen), strict=True))
+    return InputRange(highest, None, sums, squares, sum(read.tokens for read in seen))
+
+
+def measure_head(
+    skeleton: Skeleton, windows: Sequence[NDArray[np.int64]], states: Sequence[torch.Tensor]
+) -> dict[str, InputRange]:
+    """Return the range of what the head reads, by its parameter; `states` are those behind the layers, of each window.
+
+    {}: it is no linear.
+    """
+    _, head = skeleton.tables()
+    if not head:
+        return {}
+    leave = skeleton.leaving(windows, np.zeros((1, skeleton.table(head).shape[1]), np.float32))  # nobody reads logits
+    read = [leave(window, state)[1] for window, state in enumerate(states)]
+    return {head: input_range([ReadPeaks.of(x[0], 0, 0) for x in read if x is not None])}
 
 
 def _smoothed(x: Float32, peaks: Float32, weights: Sequence[Float32], wanted: Smoothing) -> Smoothed | None:

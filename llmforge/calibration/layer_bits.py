@@ -1,7 +1,7 @@
-"""Bits by linear layer at the size of one format, weights rounded to nearest: what `init` writes as `layer_bits`.
+"""Bits by linear layer at the size of one format: what `init` writes as `layer_bits`.
 
-A price is ½ Σ F·e² of the rounding errors e of a weight, with the diagonal F of Fisher's information: the mean of g²x²
-over tokens whose labels the model draws (`calibration.gradients` has the source). One run forwards and one backwards
+A price is ½ Σ F·e² of the errors e of a weight, rounded with its inputs weighed as `methods.importance` has it, and the
+diagonal F of Fisher's information: the mean of g²x² over tokens whose labels the model draws (`calibration.gradients` has the source). One run forwards and one backwards
 price 4, 5, 6 and 8 bits of every weight, a knapsack takes those that lose least, and the choice is run once.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,8 +34,10 @@ from llmforge.quantization import allocation
 from llmforge.quantization.allocation import FormatOption
 from llmforge.quantization.costs import MixedBits, ModelFormats
 from llmforge.quantization.grid import Grid
-from llmforge.quantization.grids import Float32, dequantize, round_to_nearest
+from llmforge.quantization.grids import Float32, dequantize
 from llmforge.quantization.methods import PLAIN
+from llmforge.quantization.methods.base import InputStatistic, LayerInputs
+from llmforge.quantization.methods.importance import Importance
 from llmforge.quantization.statistics import LayerBits, WeightDemand
 
 Names = tuple[str, ...]  # of weights that must share a format
@@ -173,18 +175,18 @@ class _Prices:
 
     def _fisher(
         self, layer: DecoderLayer, before: Sequence[torch.Tensor], flowing: list[torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Carry gradients to in front of `layer`: the diagonal of each weight, [N, K]; none flow where it has none."""
-        own = _SquaresOfThread()
+    ) -> dict[str, _Fisher]:
+        """Carry gradients to in front of `layer`; what they say of each weight. None flow where it has none."""
+        own = _SeenOfThread()
 
         def run(window: int) -> tuple[torch.Tensor | None, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-            squares = own.squares = {}
+            seen = own.seen = {}
             state = before[window].detach().requires_grad_()
             with torch.enable_grad():
                 out = layer.run(window, state)
                 if out.requires_grad:
                     out.backward(flowing[window])  # type: ignore[no-untyped-call]
-            return state.grad, squares
+            return state.grad, seen
 
         linears = layer.linears()
         with fast(linears.values()), _watched(linears, own):
@@ -192,16 +194,17 @@ class _Prices:
         flowing[:] = [gradient for gradient, _ in made if gradient is not None]
         if len(flowing) < len(before):
             flowing.clear()
-        names = [name for name in linears if all(name in squares for _, squares in made)]
+        names = [name for name in linears if all(name in seen for _, seen in made)]
 
-        def diagonal(name: str) -> torch.Tensor:
-            g, x = (torch.cat([squares[name][side] for _, squares in made]) for side in (0, 1))
-            return g.T @ x / self._tokens
+        def joined(name: str) -> _Fisher:
+            g, x = (torch.cat([seen[name][side] for _, seen in made]) for side in (0, 1))
+            squares = x.square()
+            return _Fisher(g.T @ squares / self._tokens, _inputs(x.sum(0), squares.sum(0), self._tokens))
 
-        return dict(zip(names, self.each(diagonal, names), strict=True))
+        return dict(zip(names, self.each(joined, names), strict=True))
 
     def _of_layer(
-        self, layer: DecoderLayer, groups: Sequence[Sequence[str]], fisher: Mapping[str, torch.Tensor]
+        self, layer: DecoderLayer, groups: Sequence[Sequence[str]], fisher: Mapping[str, _Fisher]
     ) -> Options:
         """Price linears of a layer, those that read the same together."""
         found: Options = {}
@@ -246,37 +249,53 @@ class _Prices:
             rows = np.unique(np.linspace(0, v - 1, TABLE_ROWS).round().astype(np.intp))
             some = table[rows].astype(np.float32)
             given = {bits: grid.of_bits(bits) for bits in self.bits}
+            read = reads[0].diagonal() if name == head else torch.zeros(k)  # s·h², whose mean h is not known here
+            known = _Fisher(diagonal, _inputs(torch.zeros(k), read, self._tokens))
             found[name,] = {
-                bits: FormatOption(allocation.size_bytes(v, k, own), _lost(some, diagonal, own) / len(rows))
+                bits: FormatOption(allocation.size_bytes(v, k, own), _lost(some, known, own) / len(rows))
                 for bits, own in given.items()
             }
         return found
 
 
-def _lost(weight: Float32, fisher: torch.Tensor, grid: Grid) -> float:
-    """Return ½ Σ F·e² of what rounding leaves of a weight [N, K]; `fisher` is [N, K], or [K] where rows are alike."""
-    error = torch.from_numpy(weight - dequantize(round_to_nearest(weight, grid)))
-    return 0.5 * float((error.square_() * fisher).sum())
+class _Fisher(NamedTuple):
+    """The diagonal of a weight, [N, K], or [K] where rows are alike, and what it reads."""
+
+    diagonal: torch.Tensor
+    inputs: LayerInputs
 
 
-class _SquaresOfThread(threading.local):
-    """g² and x² of each linear, [tokens, N] and [tokens, K], of the window that a thread runs."""
+def _inputs(sums: torch.Tensor, squares: torch.Tensor, tokens: int) -> LayerInputs:
+    """Describe inputs by their sums and squares, [K]."""
+    return LayerInputs(
+        tokens, False, {InputStatistic.SUMS: sums.numpy(), InputStatistic.SQUARES: squares.contiguous().numpy()}
+    )
 
-    squares: dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+def _lost(weight: Float32, fisher: _Fisher, grid: Grid) -> float:
+    """Return ½ Σ F·e² of what rounding leaves of a weight [N, K]."""
+    error = torch.from_numpy(weight - dequantize(Importance().quantize(weight, grid, fisher.inputs)))
+    return 0.5 * float((error.square_() * fisher.diagonal).sum())
+
+
+class _SeenOfThread(threading.local):
+    """g² and x of each linear, [tokens, N] and [tokens, K], of the window that a thread runs."""
+
+    seen: dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 @contextmanager
-def _watched(linears: Mapping[str, torch.nn.Linear], own: _SquaresOfThread) -> Iterator[None]:
-    """Note the squares of what each of `linears` reads, and of its gradients as it runs backwards."""
+def _watched(linears: Mapping[str, torch.nn.Linear], own: _SeenOfThread) -> Iterator[None]:
+    """Note what each of `linears` reads, and the squares of its gradients as it runs backwards."""
 
     def watch(name: str) -> Callable[..., None]:
         def after(module: torch.nn.Module, args: Any, y: Any) -> None:
             if not isinstance(y, torch.Tensor) or not y.requires_grad:
                 return
-            squares, x = own.squares, args[0].detach()
+            seen, x = own.seen, args[0].detach()
 
             def backward(g: torch.Tensor) -> None:
-                squares[name] = g.reshape(-1, g.shape[-1]).square(), x.reshape(-1, x.shape[-1]).square()
+                seen[name] = g.reshape(-1, g.shape[-1]).square(), x.reshape(-1, x.shape[-1])
 
             y.register_hook(backward)  # type: ignore[no-untyped-call]
 

@@ -279,18 +279,22 @@ def _read_states(file: Path, shapes: Sequence[tuple[int, ...]]) -> Iterator[Floa
             yield np.fromfile(stream, np.float32, math.prod(shape)).reshape(shape)
 
 
-def _write_range(arrays: dict[str, NDArray[Any]], name: str, of: InputRange) -> list[float | None] | None:
+def _write_range(arrays: dict[str, NDArray[Any]], name: str, of: InputRange) -> list[float | None]:
     """Put the range of a linear's inputs to `arrays`; return what of it is no array."""
-    arrays[f"{name}/peaks"] = of.peaks
+    parts = {"peaks": of.peaks, "sums": of.sums, "squares": of.squares}
+    arrays |= {f"{name}/{part}": array for part, array in parts.items() if array is not None}
     if of.smoothed is None:
-        return None
+        return [of.tokens]
     arrays[f"{name}/exponents"] = of.smoothed.exponents
-    return [of.smoothed.alpha, of.smoothed.loss_before, of.smoothed.loss]
+    return [of.tokens, of.smoothed.alpha, of.smoothed.loss_before, of.smoothed.loss]
 
 
-def _read_range(arrays: Mapping[str, NDArray[Any]], name: str, described: list[Any] | None) -> InputRange:
-    smoothed = None if described is None else Smoothed(arrays[f"{name}/exponents"], *described)
-    return InputRange(arrays[f"{name}/peaks"], smoothed)
+def _read_range(arrays: Mapping[str, NDArray[Any]], name: str, described: Sequence[Any]) -> InputRange:
+    tokens, *figures = described
+    smoothed = Smoothed(arrays[f"{name}/exponents"], *figures) if figures else None
+    peaks, sums, squares = (arrays.get(f"{name}/{part}") for part in ("peaks", "sums", "squares"))
+    assert peaks is not None
+    return InputRange(peaks, smoothed, sums, squares, tokens)
 
 
 def _states_key(key: str, index: int) -> Key:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmforge.base.errors import DataError
 from llmforge.quantization.grids import Float32
-from llmforge.quantization.methods.base import InputStatistic, LayerInputs
+from llmforge.quantization.methods.base import BY_CHANNEL, InputStatistic, LayerInputs
 from llmforge.quantization.rounding import products
 
 PANELS = 8  # of Σ x xᵀ, of which those above the diagonal are not computed: 9/16 of it are
@@ -45,12 +45,17 @@ class InputSums:
             del rows[InputStatistic.RESIDUAL]
             if outputs is not None:
                 rows[InputStatistic.RESIDUAL] = outputs
-        return cls({statistic: torch.zeros(count, width, device=device) for statistic, count in rows.items()})
+        shapes = {each: (width,) if each in BY_CHANNEL else (count, width) for each, count in rows.items()}
+        return cls({statistic: torch.zeros(shape, device=device) for statistic, shape in shapes.items()})
 
     def add(self, x: Tensor, lost: Tensor, residual: Tensor | None = None) -> None:
         """Count inputs x and what was lost of them, x̃ - x, each [tokens, K], and of the residual, r̃ - r [tokens, N]."""
         with_x = {InputStatistic.MOMENTS: x, InputStatistic.DRIFT: lost, InputStatistic.RESIDUAL: residual}
         for statistic, total in self.totals.items():
+            if statistic in BY_CHANNEL:
+                original = x + lost
+                total += (original if statistic is InputStatistic.SUMS else original.square()).sum(0)
+                continue
             other = with_x[statistic]
             assert other is not None
             if other is x:

@@ -74,10 +74,23 @@ class Routed(NamedTuple):
 
 
 class ReadPeaks(NamedTuple):
-    """The largest magnitudes of what a linear reads of a window, [K], and some of its rows; None: none were wanted."""
+    """What a linear reads of a window: largest magnitudes, sums and sums of squares, [K], and so many `tokens`.
+
+    Some of its `rows`, too; None: none were wanted.
+    """
 
     highest: torch.Tensor
+    sums: torch.Tensor
+    squares: torch.Tensor
+    tokens: int
     rows: torch.Tensor | None
+
+    @classmethod
+    def of(cls, x: torch.Tensor, begin: int, stride: int) -> ReadPeaks:
+        """Look at x [tokens, K], and take every stride-th row from `begin` on; 0: none."""
+        sums, squares = x.sum(0).cpu(), x.square().sum(0).cpu()
+        rows = x[begin::stride].clone().cpu() if stride else None
+        return cls(x.abs().amax(0).cpu(), sums, squares, len(x), rows)
 
 
 class LayerWindows(Protocol):
@@ -132,6 +145,7 @@ class WindowsHere:
     ends: Sequence[int]
     _seen: list[dict[str, Unquantized]] = field(default_factory=list)
     _added: Additions = field(default_factory=lambda: Additions((), ()))
+    _after: list[torch.Tensor] = field(default_factory=list)  # what `peaks` saw behind the layer
     _runs: Runs | None = None
     _open: ExitStack = field(default_factory=ExitStack)
 
@@ -146,14 +160,15 @@ class WindowsHere:
 
         def look(place: int, state: torch.Tensor) -> dict[str, ReadPeaks]:
             begin = -(self.ends[self.numbers[place]] - state.shape[1]) % stride if stride else 0
-            inputs = observe(place, state).inputs
-            return {
-                name: ReadPeaks(x.abs().amax(0).cpu(), x[begin::stride].clone().cpu() if stride else None)
-                for name, x in inputs.items()
-            }
+            seen = observe(place, state)
+            after[place] = self.layer.device.rest(place, seen.after)
+            return {name: ReadPeaks.of(x, begin, stride) for name, x in seen.inputs.items()}
 
+        after: dict[int, torch.Tensor] = {}
         with self.layer.observed(names) as observe:
-            return list(self.layer.each(look, range(len(self.original)), self.original))
+            found = list(self.layer.each(look, range(len(self.original)), self.original))
+        self._after = [after[place] for place in range(len(self.original))]
+        return found
 
     def observe(self, names: Sequence[str], added: Additions, at_end: tuple[str, ...]) -> None:
         """See `LayerWindows`."""
@@ -225,7 +240,9 @@ class WindowsHere:
     def end(self) -> None:
         """See `LayerWindows`."""
         with self._open:
-            if self._runs is None:
+            if self._runs is None and self._after:
+                self.current[:] = self._after
+            elif self._runs is None:
                 self.layer.advance(self.current)
             else:
                 self._runs.end()

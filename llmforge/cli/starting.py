@@ -304,7 +304,7 @@ def _texts(asked: StartOptions, path: Path, chats: Sequence[str], *, has_templat
     for number, file in enumerate(_TEXTS):
         files = [_beside(path.parent / "text" / each, path) for each in (*chats[number : number + 1], file)]
         found[Path(file).stem] = files[0] if len(files) == 1 else f"[{', '.join(files)}]"
-    return found
+    return {**found, "documents": _beside(path.parent / "text" / _TEXTS[0], path)}
 
 
 def _check_texts(calibration: Path, evaluation: Path, *, has_template: bool) -> None:

@@ -55,6 +55,7 @@ class PlanRequest:
     usd_per_hour: float | None = None
     calibration_workers: int | None = None  # that carry its text through the layers
     calibration_tokens: int = 0  # that choose codes, where no recipe says what there is to do
+    observed_tokens: int = 0  # that are read once, forwards, likewise
     sample_chats: bool = False  # the chats that ship are among the texts, where no recipe says what there is to do
     work: BuildWork | None = None  # of a recipe
     stored: str | None = None  # what becomes of a checkpoint that comes quantized
@@ -106,7 +107,7 @@ def of_target(shape: Shape, target: Target, asked: PlanRequest) -> Planned:
     Raises:
         UsageError, UnsupportedError: as `answer`.
     """
-    does = work.of_start(shape.parameters, asked.calibration_tokens, has_chats=asked.sample_chats)
+    does = work.of_start(shape.parameters, asked.calibration_tokens, asked.observed_tokens, has_chats=asked.sample_chats)
     said = PlanRequest(work=does)
     return _planned(shape, target, _workload(shape, asked, said), asked, said)
 

@@ -62,7 +62,8 @@ def write(
 ) -> StartingRecipe:
     """Write the recipe called `name` for `checkpoint` on `target`, whose figures are known, as far as there are any.
 
-    `given` are the paths that stand in it: checkpoint, target, calibration, evaluation. `has_device`: the GPU of the
+    `given` are the paths that stand in it: checkpoint, target, calibration, evaluation, and of `documents`, which are
+    calibration text without chats. `has_device`: the GPU of the
     target is here, so that engines which only it builds need not be deferred. `sample_text`: both texts are those
     that ship with llmforge. `probe` measures what formats cost the checkpoint; what a recipe that was `tried` could not
     do is not in this one.
@@ -107,8 +108,7 @@ def write(
             hint="choose another --goal, --target or --engine",
         )
     has_chats = sample_text and find_chat_template(folder_of(folder)) is not None
-    calibrated = any(each.calibrated for _, each in proposed)
-    planned = _plan(shape, target, chosen, stores, goal, calibrated=calibrated, sample_chats=has_chats)
+    planned = _plan(shape, target, chosen, stores, goal, reads=_reads(proposed), sample_chats=has_chats)
     if not planned.plan.asked.memory.fits:
         held = planned.plan.asked.memory
         raise UnsupportedError(
@@ -129,7 +129,7 @@ def _plan(
     wanted: Storage,
     goal: Goal,
     *,
-    calibrated: bool = False,
+    reads: tuple[int, int] = (0, 0),
     sample_chats: bool = False,
 ) -> Planned:
     """Plan with the largest batch of the goal that fits at the recipe's context, of powers of two."""
@@ -137,11 +137,23 @@ def _plan(
     batch = _BATCH[goal][target.kind]
     while batch > 1 and memory.largest_batch(placed, _context(shape)) < batch:
         batch //= 2
-    tokens = choice.CALIBRATION_TOKENS if calibrated else 0
+    calibration, observed = reads
     asked = PlanRequest(
-        backend=backend, batch=batch, wanted=wanted, calibration_tokens=tokens, sample_chats=sample_chats
+        backend=backend,
+        batch=batch,
+        wanted=wanted,
+        calibration_tokens=calibration,
+        observed_tokens=observed,
+        sample_chats=sample_chats,
     )
     return request.of_target(shape, target, asked)
+
+
+def _reads(proposed: Sequence[Named]) -> tuple[int, int]:
+    """Count the tokens of calibration text that choose codes, or else those that are read once, forwards."""
+    if any(each.calibrated for _, each in proposed):
+        return choice.CALIBRATION_TOKENS, 0
+    return 0, choice.OBSERVED_TOKENS * any(each.observes for _, each in proposed)
 
 
 def _context(shape: Shape) -> int:
@@ -188,8 +200,12 @@ class _Lines:
         if sample_text:
             yield "# The texts ship with llmforge: documentation, and chats for a template, which the model answers."
             yield '# Put your own in their place: a line of JSON, {"text": …} or {"messages": […]}, none in both.'
-        if any(each.calibrated for _, each in self.proposed):
+        calibration, observed = _reads(self.proposed)
+        if calibration:
             yield f"calibration: {{data: {self.given['calibration']}, samples: 16, length: {tokens}, seed: 0}}"
+        elif observed:  # of what ships, documentation alone: the model answers no chats for it
+            data = self.given.get("documents", self.given["calibration"])
+            yield f"calibration: {{data: {data}, samples: {max(1, observed // tokens)}, length: {tokens}, seed: 0}}"
         yield from self._measured()
         if self.tried.uncalibrated and self.probed.runs_by_layer:
             yield f"# Nothing is calibrated: {self.tried.uncalibrated}."
@@ -251,6 +267,8 @@ class _Lines:
         of_numbers = f"an int8 cache {costs.cache:.2g}, int8 activations {costs.activations:.2g}"
         begin = "of " if said else f"Measured, KLD on {count(costs.tokens)} tokens of "
         yield f"# {begin}{of_numbers}. Budgets and gates stand at {choice.MARGIN:g} times what that predicts."
+        if share := next((each.share for _, each in self.proposed if each.observes), None):
+            yield f"# method: importance weighs errors by what layers read, which leaves {share:g} of that or less."
         for bits, mixed in [(each.bits, each.mixed) for _, each in self.proposed if each.mixed is not None]:
             yield f"# layer_bits: what each loses was predicted on {count(mixed.tokens)} tokens, chats among them."
             yield f"# KLD {mixed.kld:.2g} in the bytes of {bits} bits in all of them, measured as above."

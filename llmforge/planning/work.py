@@ -57,16 +57,17 @@ def evaluated_of_start(parameters: int) -> int:
     return 30_720 if parameters <= SMALL else 15_360
 
 
-def of_start(parameters: int, calibration_tokens: int, *, has_chats: bool) -> BuildWork:
+def of_start(parameters: int, calibration_tokens: int, observed_tokens: int = 0, *, has_chats: bool) -> BuildWork:
     """Count what a recipe that `init` writes asks for (`planning.starting`), with so many tokens that choose codes.
 
-    It is for a model of so many `parameters`; `has_chats`: the chats that ship are among its texts.
+    Others are `observed_tokens`, of documentation. It is for a model of so many `parameters`; `has_chats`: the chats that ship are among its texts.
     """
     windows, prompts, answer, repetitions = 512, (32, 512), 32, 6
     names = ["evaluation", "calibration"][: 2 if calibration_tokens else 1] if has_chats else []
     asked, answered = _answered([recipes.TEXT / f"chat-{name}.jsonl" for name in names])
     return BuildWork(
         calibration_tokens=calibration_tokens,
+        observed_tokens=observed_tokens,
         budget_tokens=MOST_WINDOWS * windows // 3,
         asked_tokens=asked,
         answered_tokens=answered,

@@ -16,7 +16,7 @@ from llmforge.ir.scratch import Scratch
 from llmforge.quantization import cpu_layout
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import QuantizedMatrix, pack, stack
-from llmforge.quantization.methods.base import Method
+from llmforge.quantization.methods.base import NO_INPUTS, LayerInputs, Method
 
 Parts = dict[str, NDArray[np.generic]]  # of a matrix in the layout of MatMulNBits: codes, scales, zero_points
 SCALES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16}  # of a portable grid
@@ -97,13 +97,19 @@ def arrange(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
     return cpu_layout.arrange(matrix.codes, matrix.scales, matrix.zero_points, matrix.grid, matrix.minimums)
 
 
-def quantized(weight: ir.Value, method: Method, grid: Grid, *, transposed: bool = True) -> LazyMatrix:
-    """Quantize an initializer [K, N], or [N, K] if not `transposed`, by a method that demands no calibration.
+def quantized(
+    weight: ir.Value, method: Method, grid: Grid, inputs: LayerInputs = NO_INPUTS, *, transposed: bool = True
+) -> LazyMatrix:
+    """Quantize an initializer [K, N], or [N, K] if not `transposed`, by a method that demands no more than `inputs`.
 
     When it is read, that may raise a CheckpointError: the method refuses the numbers.
     """
     n, k = graph.static(weight)[:: -1 if transposed else 1]
-    return _lazy(weight, n, k, grid, lambda tensor: method.quantize(by_output(tensor, transposed=transposed), grid))
+
+    def calculate(tensor: ir.TensorProtocol) -> QuantizedMatrix:
+        return method.quantize(by_output(tensor, transposed=transposed), grid, inputs)
+
+    return _lazy(weight, n, k, grid, calculate)
 
 
 def quantized_experts(weight: ir.Value, order: NDArray[np.intp], method: Method, grid: Grid) -> LazyMatrix:

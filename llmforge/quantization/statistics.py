@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.quantization.methods.base import Method
+from llmforge.quantization.methods.base import NO_INPUTS, InputStatistic, LayerInputs, Method
 
 if TYPE_CHECKING:
     from llmforge.quantization.grid import Grid
@@ -121,6 +121,11 @@ class InputRangeDemand:
 
 
 @dataclass(frozen=True)
+class ChannelDemand:
+    """Sum what each linear of a layer and the head read, and its squares, by feature (`methods.base.BY_CHANNEL`)."""
+
+
+@dataclass(frozen=True)
 class SparsityDemand:
     """Prune every decoder linear to 2:4 (`quantization.sparsity`), but parameters that match a glob of `exclude`."""
 
@@ -188,7 +193,14 @@ class PruningDemand:
 
 
 Demand = (
-    WeightDemand | KvRangeDemand | InputRangeDemand | SparsityDemand | LowRankDemand | RecoveryDemand | PruningDemand
+    WeightDemand
+    | KvRangeDemand
+    | InputRangeDemand
+    | ChannelDemand
+    | SparsityDemand
+    | LowRankDemand
+    | RecoveryDemand
+    | PruningDemand
 )
 
 
@@ -202,10 +214,22 @@ class KvRange:
 
 @dataclass(frozen=True, eq=False)
 class InputRange:
-    """What a linear reads: the largest magnitude of each feature, fp32 [K], and what smooths it, if that was asked."""
+    """What a linear reads: the largest magnitude of each feature, fp32 [K], and what smooths it, if that was asked.
+
+    `sums` and `squares` of each feature, fp32 [K], are over so many `tokens`.
+    """
 
     peaks: NDArray[np.float32]
     smoothed: Smoothed | None = None
+    sums: NDArray[np.float32] | None = None
+    squares: NDArray[np.float32] | None = None
+    tokens: int = 0
+
+    def seen(self) -> LayerInputs:
+        """Hand the sums to a method that demands no more than them."""
+        if self.sums is None or self.squares is None:
+            return NO_INPUTS
+        return LayerInputs(self.tokens, False, {InputStatistic.SUMS: self.sums, InputStatistic.SQUARES: self.squares})
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from llmforge.quantization import initializers, methods
 from llmforge.quantization.grid import QMOE_BITS, SMALLEST_BLOCK, Grid, Scale
 from llmforge.quantization.grids import QuantizedMatrix, rows, stack
 from llmforge.quantization.initializers import LazyMatrix
-from llmforge.quantization.methods.base import Method
+from llmforge.quantization.methods.base import NO_INPUTS, Method
 from llmforge.quantization.statistics import LayerBits, Statistics, exclusion, with_bits
 from llmforge.quantization.stored import (
     QuantizedSource,
@@ -67,33 +67,45 @@ class ChosenBlocks:
 
     def _of_experts(self, weight: ir.Value, order: NDArray[np.intp], grid: Grid) -> LazyMatrix:
         """Quantize [E, K, N] as one matrix [E·N, K], the output features of each expert in `order`."""
-        if not self.method.demands:
-            return initializers.quantized_experts(weight, order, self.method, grid)
+        if not self.method.demands or self.method.is_by_channel():
+            return initializers.quantized_experts(weight, order, self.of_plain_experts, grid)
         count, k, n = graph.static(weight)
         calibrated = self._calibrated(parameters(weight))
         stacked = (n * np.arange(count)[:, None] + order).reshape(-1)
         return LazyMatrix(lambda: rows(calibrated(), stacked), count * n, k, grid)
 
-    def matrix(self, weight: ir.Value, n: int, k: int) -> LazyMatrix:
-        """Quantize the weight [K, N] of a linear layer.
+    @property
+    def of_plain_experts(self) -> Method:
+        """What quantizes experts where that reads no moments: of their inputs nothing is known by channel."""
+        return _PLAIN if self.method.is_by_channel() else self.method
+
+    def matrix(self, weight: ir.Value, n: int, k: int) -> tuple[LazyMatrix, str]:
+        """Quantize the weight [K, N] of a linear layer; returns the name of the method, too.
 
         Raises:
             NotApplicable: calibration has no result for it, or several formats.
         """
-        if not self.method.demands:
-            return initializers.quantized(
-                weight, self.method, with_bits(self.grid, parameters(weight), self.layer_bits)
-            )
         names = parameters(weight)
+        if not self.method.demands or self.method.is_by_channel():
+            return self._lazily(weight, with_bits(self.grid, names, self.layer_bits), transposed=True)
         calculate, grids = self._calibrated(names), self._grids(names)
         if len(grids) > 1:
             raise NotApplicable(f"{', '.join(names)} are one matrix, and have {len(grids)} formats")
-        return LazyMatrix(calculate, n, k, grids.pop())
+        return LazyMatrix(calculate, n, k, grids.pop()), self.method.name
+
+    def _lazily(self, weight: ir.Value, grid: Grid, *, transposed: bool) -> tuple[LazyMatrix, str]:
+        """Quantize a weight when it is written, rounded to nearest where its inputs were to be seen and were not."""
+        found = {} if self.statistics is None else self.statistics.inputs
+        inputs, method = NO_INPUTS, self.method
+        if method.demands:
+            inputs = next((found[name].seen() for name in parameters(weight) if name in found), NO_INPUTS)
+            method = method if inputs.tokens and method.is_by_channel() else _PLAIN
+        return initializers.quantized(weight, method, grid, inputs, transposed=transposed), method.name
 
     def table(self, weight: ir.Value, v: int, k: int, *, transposed: bool = True) -> tuple[LazyMatrix, str]:
         """Quantize an embedding [V, K], or a head, `transposed`; returns the name of the method, too.
 
-        One that calibration has not seen is rounded to nearest.
+        One whose inputs, or outputs, calibration has not seen is rounded to nearest.
 
         Raises:
             NotApplicable: they stay, or no block divides K.
@@ -107,8 +119,7 @@ class ChosenBlocks:
         statistics = self.statistics
         if self.method.demands and statistics is not None and len(names) == 1 and names[0] in statistics.linears:
             return LazyMatrix(self._calibrated(names), v, k, statistics.grid(names[0])), self.method.name
-        matrix = initializers.quantized(weight, _PLAIN, grid, transposed=transposed)
-        return matrix, _PLAIN.name
+        return self._lazily(weight, grid, transposed=transposed)
 
     def _grids(self, names: list[str]) -> set[Grid]:
         """Return the grids that calibration has given to `names`, which it knows."""

@@ -113,7 +113,9 @@ class Proposal:
     stores: Storage = NOTHING_SAID
     change: str = ""  # of the `Prediction` that it is judged by
     reason: str = ""  # for people; "": what the prediction says
-    calibrated: bool = False  # it reads calibration text
+    calibrated: bool = False  # calibration text chooses what it writes
+    observes: bool = False  # it reads calibration text, forwards and once: few tokens will do
+    share: float = 1.0  # that its method leaves of what weights rounded to nearest lose
     near_lossless: bool = False  # hardly to be told from the checkpoint
     bits: int = 16  # of a weight, for the goal `size`
     formats: ModelFormats | None = None  # that a probe can measure

@@ -16,8 +16,14 @@ NATIVE_KLD = 0.1  # … of 5 and 6 bits rounded to nearest
 # SmolLM2-135M .2 on documentation, of which calibration text was, and .6 on chats.
 CALIBRATED_SHARE = 0.45
 _BLOCK = 32
-# Bits, method, and bits of embedding and head that the CPU kernels have with int8 scales, the smallest first.
-_NATIVE = ((4, "gptq", 6), (5, "gptq", 6), (5, "rtn", 6), (6, "rtn", 6), (8, "rtn", 8))
+IMPORTANCE_SHARE = 0.6  # what `importance` leaves of it
+# Bits, method, and bits of embedding and head that the CPU kernels have with int8 scales, the smallest first. Rounding
+# to nearest is for what cannot be run layer by layer.
+_NATIVE = (
+    *((4, "gptq", 6), (5, "gptq", 6), (5, "importance", 6), (5, "rtn", 6)),
+    *((6, "importance", 6), (6, "rtn", 6), (8, "rtn", 8)),
+)
+_SHARES = {"gptq": CALIBRATED_SHARE, "importance": IMPORTANCE_SHARE}
 
 _MIXED = (4, 5, 6, 8)  # bits of linear layers and tables that are rounded to nearest, in the size of one of them
 
@@ -41,7 +47,7 @@ def _native(name: str) -> Iterator[Proposal]:
         symmetric = bits == 8
         formats = ModelFormats(Grid(bits, _BLOCK, symmetric, "int8"), Grid(tables, _BLOCK, True, "int8"))
         blocks = f"bits: {bits}, block_size: {_BLOCK}, {'symmetric: true, ' if symmetric else ''}"
-        calibrated = method != "rtn"
+        calibrated, share = method == "gptq", _SHARES.get(method, 1.0)
         yield Proposal(
             f"{blocks}scales: int8, embedding_bits: {tables}, method: {method}, {{budget}}",
             FOUR_KLD if calibrated else EIGHT_KLD if bits == 8 else NATIVE_KLD,
@@ -54,10 +60,12 @@ def _native(name: str) -> Iterator[Proposal]:
             ),
             f"{name}, bits: {4 if bits == 4 else 8}",
             calibrated=calibrated,
+            observes=method == "importance",
+            share=share,
             near_lossless=bits == 8,
             bits=bits,
             formats=formats,
-            adds=_adds(formats, CALIBRATED_SHARE if calibrated else 1.0),
+            adds=_adds(formats, share),
             mixes=() if calibrated or bits == _MIXED[-1] else _MIXED,
             retreat=tuple(dict.fromkeys(each for each, _, _ in _NATIVE if each > bits)),
         )

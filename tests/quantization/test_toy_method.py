@@ -101,7 +101,7 @@ def are_powers_of_two(weight: NDArray[np.float32]) -> bool:
 
 def test_the_schema_has_it_with_its_option(registered: ModuleType) -> None:
     found = json_schema(passes.ALL)["$defs"]["quantize-weights"]["properties"]
-    assert found["method"]["enum"] == ["rtn", "gptq", "powers-of-two", "auto", "stored"]
+    assert found["method"]["enum"] == ["rtn", "importance", "gptq", "powers-of-two", "auto", "stored"]
     assert found["method"]["description"].count("; powers-of-two: round to powers of two; auto: ") == 1
     assert found["exponents"] == {
         "default": 2,
@@ -112,7 +112,7 @@ def test_the_schema_has_it_with_its_option(registered: ModuleType) -> None:
         "type": "integer",
     }
     own = json_schema([quantize_weights.QuantizeWeights])["$defs"]["quantize-weights"]["properties"]
-    assert own["method"]["enum"] == ["rtn", "gptq", "auto", "stored"]  # elsewhere it is unknown
+    assert own["method"]["enum"] == ["rtn", "importance", "gptq", "auto", "stored"]  # elsewhere it is unknown
     assert "exponents" not in own
 
 

@@ -25,10 +25,11 @@ from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import QuantizedMatrix
 from llmforge.quantization.methods.base import NO_INPUTS, InputStatistic, LayerInputs, Method
 from llmforge.quantization.methods.gptq import Gptq
+from llmforge.quantization.methods.importance import Importance
 from llmforge.quantization.methods.rtn import Rtn
 
 # In the order in which a schema lists them.
-METHODS: tuple[type[Method], ...] = (Rtn, Gptq)
+METHODS: tuple[type[Method], ...] = (Rtn, Importance, Gptq)
 DEFAULT = Gptq
 PLAIN = Rtn  # needs no calibration: for what calibration does not see, and in its place where it fails
 

@@ -27,6 +27,11 @@ class InputStatistic(enum.Enum):
     MOMENTS = "Σ x xᵀ"  # [K, K]
     DRIFT = "Σ (x̃ - x) xᵀ"  # [K, K]
     RESIDUAL = "Σ (r̃ - r) xᵀ"  # [N, K]; only of a layer whose output is added to something
+    SUMS = "Σ x̃"  # [K]
+    SQUARES = "Σ x̃²"  # [K]
+
+
+BY_CHANNEL = frozenset({InputStatistic.SUMS, InputStatistic.SQUARES})  # of the checkpoint as it is: one run forwards
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +71,11 @@ class Method(ABC):
     demands: ClassVar[frozenset[InputStatistic]] = frozenset()  # none: it needs no calibration text
     demands_outputs: ClassVar[bool] = False  # whether it uses `LayerInputs.outputs`
     remedy: ClassVar[str] = ""  # an option that helps where the inputs do not allow it, "more damping"
+
+    @classmethod
+    def is_by_channel(cls) -> bool:
+        """Whether it demands no more than `BY_CHANNEL`, so that weights are quantized when they are written."""
+        return bool(cls.demands) and cls.demands <= BY_CHANNEL
 
     @abstractmethod
     def quantize(self, weight: NDArray[Any], grid: Grid, inputs: LayerInputs = NO_INPUTS) -> QuantizedMatrix:

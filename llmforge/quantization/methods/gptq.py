@@ -60,7 +60,9 @@ class Gptq(Method):
     name: ClassVar[str] = "gptq"
     summary: ClassVar[str] = "minimize the error on the calibration text"
     formats: ClassVar[tuple[Format, ...]] = (*NATIVE, *TRELLISES)
-    demands: ClassVar[frozenset[InputStatistic]] = frozenset(InputStatistic)
+    demands: ClassVar[frozenset[InputStatistic]] = frozenset(
+        {InputStatistic.MOMENTS, InputStatistic.DRIFT, InputStatistic.RESIDUAL}
+    )
     demands_outputs: ClassVar[bool] = True
     remedy: ClassVar[str] = "more damping"
 

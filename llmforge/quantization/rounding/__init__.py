@@ -20,12 +20,15 @@ from llmforge.quantization.formats import SUPERBLOCK
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import Float32, QuantizedMatrix, assemble
 
-VERSION = 2  # of the functions and their arguments, as rounding.c says it
+VERSION = 3  # of the functions and their arguments, as rounding.c says it
 TILE = 32  # rows that are rounded side by side (rounding.h)
 _STORAGE = {"fp32": 0, "fp16": 1, "int8": 2}  # as rounding.h counts them
 _INTEGERS = ("n", "k", "block", "superblock")
 _NUMBERS = ("bits", "symmetric", "storage", "steps", "sweeps", "held", "trellis")
-_ARRAYS = ("target", "order", "hessian", "lower", "weight", "codes", "scales", "zeros", "errors")
+_ARRAYS = (
+    *("target", "order", "hessian", "lower", "mean", "feedback"),
+    *("weight", "codes", "scales", "zeros", "errors"),
+)
 
 
 class _RoundingJob(ctypes.Structure):
@@ -71,9 +74,18 @@ class OrderedColumns(NamedTuple):
     lower: Float32  # [K, K], the lower triangle Rᵀ with RᵀR = H⁻¹
 
 
+class ChannelColumns(NamedTuple):
+    """The columns of a weight as they are rounded, where of their curvature D + mean·meanᵀ is known, D diagonal."""
+
+    order: NDArray[np.int32]  # [K]
+    diagonal: Float32  # [K], of the whole, in that order as are those below
+    mean: Float32  # [K]
+    feedback: Float32  # [K]: by how much Σ mean·error of the columns before moves a column's target
+
+
 def choose(
     target: Float32,
-    columns: OrderedColumns,
+    columns: OrderedColumns | ChannelColumns,
     grid: Grid,
     *,
     steps: int,
@@ -88,6 +100,7 @@ def choose(
     own alone), weighted with the diagonal of the Hessian; then come `sweeps` of refitting scale and zero point of each
     block and of coordinate descent, none of which raises the error. Scales are such as the grid stores. With `start` no
     grid is searched: its scales and zero points are the first. Rows of a trellis are rounded by 16, from the first on.
+    With `ChannelColumns` errors move by the mean alone, and there are no sweeps.
     Errors are [N, K], or [0, K] where they are not asked for.
 
     Raises:
@@ -97,12 +110,21 @@ def choose(
     n, k = target.shape
     blocks = grid.blocks(k)
     weight = np.empty(k, np.float32)
-    weight[columns.order] = columns.hessian.diagonal()
+    if isinstance(columns, OrderedColumns):
+        square, channels = (k, k), (0,)
+        weight[columns.order] = columns.hessian.diagonal()
+    else:
+        assert sweeps == 0
+        square, channels = (0, 0), (k,)
+        weight[columns.order] = columns.diagonal
+    known = {name: np.ascontiguousarray(array, np.float32) for name, array in columns._asdict().items()}
     arrays: dict[str, NDArray[Any]] = {
         "target": np.ascontiguousarray(target, np.float32),
         "order": np.ascontiguousarray(columns.order, np.int32),
-        "hessian": np.ascontiguousarray(columns.hessian, np.float32),
-        "lower": np.ascontiguousarray(columns.lower, np.float32),
+        "hessian": known.get("hessian", np.empty((0, 0), np.float32)),
+        "lower": known.get("lower", np.empty((0, 0), np.float32)),
+        "mean": known.get("mean", np.empty(0, np.float32)),
+        "feedback": known.get("feedback", np.empty(0, np.float32)),
         "weight": weight,
         "codes": np.empty((n, k), np.uint8),
         "scales": np.empty((n, blocks), np.float32),
@@ -116,7 +138,8 @@ def choose(
         zeros = start.zero_points
         arrays["zeros"] = np.full((n, blocks), _zero(grid), np.uint8) if zeros is None else zeros.copy()
     assert arrays["order"].shape == (k,)
-    assert arrays["hessian"].shape == arrays["lower"].shape == (k, k)
+    assert arrays["hessian"].shape == arrays["lower"].shape == square
+    assert arrays["mean"].shape == arrays["feedback"].shape == channels
     numbers = (grid.bits, grid.symmetric, _STORAGE[grid.scale], steps, sweeps, start is not None, grid.trellis)
     places = {name: array.ctypes.data if array.size else None for name, array in arrays.items()}
     job = _RoundingJob(n, k, grid.block_size, SUPERBLOCK, *numbers, *(places[name] for name in _ARRAYS))

@@ -44,7 +44,7 @@ static void *work(void *argument) {
 }
 
 /* `VERSION` of __init__.py, which tells a library that was compiled from older sources by it. */
-EXPORT int llmforge_rounding_version(void) { return 2; }
+EXPORT int llmforge_rounding_version(void) { return 3; }
 
 /* Returns 0, or 1 where there is not enough memory. */
 EXPORT int llmforge_round(const Rounding *rounding, int threads) {
@@ -53,7 +53,7 @@ EXPORT int llmforge_round(const Rounding *rounding, int threads) {
     const int64_t k = whole.k, widest = whole.block < k ? whole.block : k, blocks = (k + whole.block - 1) / whole.block;
     const int64_t tiles = (whole.n + TILE - 1) / TILE;
     int64_t *columns = malloc((size_t)(blocks * widest) * sizeof *columns), *filled = calloc((size_t)blocks, sizeof *filled);
-    float *inner = malloc((size_t)(blocks * widest * widest) * sizeof *inner);
+    float *inner = malloc((size_t)(whole.hessian != NULL ? blocks * widest * widest : 1) * sizeof *inner);
     whole.columns = columns, whole.inner = inner;
     if (columns == NULL || filled == NULL || inner == NULL) {
         atomic_store(&job.lacking, 1);
@@ -62,7 +62,7 @@ EXPORT int llmforge_round(const Rounding *rounding, int threads) {
             const int64_t block = whole.order[j] / whole.block;
             columns[block * widest + filled[block]++] = j;
         }
-        for (int64_t b = 0; b < blocks; b++)
+        for (int64_t b = 0; b < blocks && whole.hessian != NULL; b++)
             for (int64_t i = 0; i < filled[b]; i++)
                 for (int64_t j = 0; j < filled[b]; j++)
                     inner[(b * widest + i) * widest + j] = whole.hessian[columns[b * widest + i] * k + columns[b * widest + j]];

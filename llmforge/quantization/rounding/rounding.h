@@ -1,4 +1,4 @@
-/* Choosing the codes of a weight with its inputs in view (llmforge/quantization/methods/gptq.py). */
+/* Choosing the codes of a weight with its inputs in view (llmforge/quantization/methods/gptq.py, importance.py). */
 #ifndef LLMFORGE_ROUNDING_H
 #define LLMFORGE_ROUNDING_H
 
@@ -11,14 +11,17 @@
 enum { SCALE_FP32 = 0, SCALE_FP16 = 1, SCALE_INT8 = 2 }; /* how scales are stored; INT8: under a bf16 superscale */
 
 /* A weight [n, k] and what is known of its inputs. `order` is the order in which columns are rounded; H and its factor
- * stand in that order, the rest in the order of the columns. */
+ * stand in that order, as do mean and feedback; the rest in the order of the columns. Without H (NULL) errors are fed
+ * back by the mean alone, and there are no sweeps. */
 typedef struct Rounding {
     int64_t n, k, block, superblock; /* columns that share a scale, and a superscale */
     int32_t bits, symmetric, storage, steps, sweeps, held, trellis; /* held: scales and zeros say the grid to begin with */
     const float *target;   /* [n, k]: what is to be matched */
     const int32_t *order;  /* [k] */
-    const float *hessian;  /* [k, k] */
+    const float *hessian;  /* [k, k], or NULL */
     const float *lower;    /* [k, k]: Rᵀ, RᵀR = H⁻¹, R upper triangular; only what is on and below the diagonal is read */
+    const float *mean;     /* [k]: of the inputs, where there is no H */
+    const float *feedback; /* [k]: by how much Σ mean·error of the columns before moves a column's target */
     const float *weight;   /* [k]: what an error of a column costs while a grid is searched */
     uint8_t *codes;        /* [n, k] */
     float *scales;         /* [n, blocks] */
