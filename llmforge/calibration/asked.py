@@ -86,7 +86,16 @@ class DemandsByKind:
             "recover-scales trains against the whole checkpoint, and prune-structure takes parts of it out",
             "leave one of them out",
         )
-        return cls(weights, inputs, sparsity, correction, recovery, pruning, KvRangeDemand() in demands, ChannelDemand() in demands)
+        return cls(
+            weights,
+            inputs,
+            sparsity,
+            correction,
+            recovery,
+            pruning,
+            KvRangeDemand() in demands,
+            ChannelDemand() in demands,
+        )
 
 
 def refuse(wrong: bool, problem: str, hint: str) -> None:

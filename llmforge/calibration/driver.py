@@ -545,7 +545,9 @@ def measure_inputs(layer: DecoderLayer, windows: LayerWindows, demand: InputRang
 def input_range(seen: Sequence[ReadPeaks]) -> InputRange:
     """Join what was seen of each window, in their order."""
     highest = torch.stack([read.highest for read in seen]).amax(0).numpy()
-    sums, squares = (torch.stack(each).sum(0).numpy() for each in zip(*((r.sums, r.squares) for r in seen), strict=True))
+    sums, squares = (
+        torch.stack(each).sum(0).numpy() for each in zip(*((r.sums, r.squares) for r in seen), strict=True)
+    )
     return InputRange(highest, None, sums, squares, sum(read.tokens for read in seen))
 
 

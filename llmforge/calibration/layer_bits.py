@@ -1,8 +1,9 @@
 """Bits by linear layer at the size of one format: what `init` writes as `layer_bits`.
 
 A price is ½ Σ F·e² of the errors e of a weight, rounded with its inputs weighed as `methods.importance` has it, and the
-diagonal F of Fisher's information: the mean of g²x² over tokens whose labels the model draws (`calibration.gradients` has the source). One run forwards and one backwards
-price 4, 5, 6 and 8 bits of every weight, a knapsack takes those that lose least, and the choice is run once.
+diagonal F of Fisher's information: the mean of g²x² over tokens whose labels the model draws (`calibration.gradients`
+has the source). One run forwards and one backwards price 4, 5, 6 and 8 bits of every weight, a knapsack takes those
+that lose least, and the choice is run once, rounded to nearest.
 """
 
 from __future__ import annotations
@@ -203,9 +204,7 @@ class _Prices:
 
         return dict(zip(names, self.each(joined, names), strict=True))
 
-    def _of_layer(
-        self, layer: DecoderLayer, groups: Sequence[Sequence[str]], fisher: Mapping[str, _Fisher]
-    ) -> Options:
+    def _of_layer(self, layer: DecoderLayer, groups: Sequence[Sequence[str]], fisher: Mapping[str, _Fisher]) -> Options:
         """Price linears of a layer, those that read the same together."""
         found: Options = {}
         for names in groups:

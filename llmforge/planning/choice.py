@@ -47,9 +47,7 @@ class Probed:
         if found is None or found.kld >= uniform.kld:
             return each
         finer = tuple(bits for bits in each.mixes if bits > min(bits for _, bits in found.layer_bits))
-        return replace(
-            each, mixed=found, adds=lambda costs: each.share * found.kld + costs.activations, retreat=finer
-        )
+        return replace(each, mixed=found, adds=lambda costs: each.share * found.kld + costs.activations, retreat=finer)
 
 
 @dataclass(frozen=True)

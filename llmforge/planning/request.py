@@ -107,7 +107,9 @@ def of_target(shape: Shape, target: Target, asked: PlanRequest) -> Planned:
     Raises:
         UsageError, UnsupportedError: as `answer`.
     """
-    does = work.of_start(shape.parameters, asked.calibration_tokens, asked.observed_tokens, has_chats=asked.sample_chats)
+    does = work.of_start(
+        shape.parameters, asked.calibration_tokens, asked.observed_tokens, has_chats=asked.sample_chats
+    )
     said = PlanRequest(work=does)
     return _planned(shape, target, _workload(shape, asked, said), asked, said)
 

@@ -60,7 +60,8 @@ def evaluated_of_start(parameters: int) -> int:
 def of_start(parameters: int, calibration_tokens: int, observed_tokens: int = 0, *, has_chats: bool) -> BuildWork:
     """Count what a recipe that `init` writes asks for (`planning.starting`), with so many tokens that choose codes.
 
-    Others are `observed_tokens`, of documentation. It is for a model of so many `parameters`; `has_chats`: the chats that ship are among its texts.
+    `observed_tokens` of documentation are read once, forwards. The recipe is for a model of so many `parameters`;
+    `has_chats`: the chats that ship are among its texts.
     """
     windows, prompts, answer, repetitions = 512, (32, 512), 32, 6
     names = ["evaluation", "calibration"][: 2 if calibration_tokens else 1] if has_chats else []

@@ -27,8 +27,10 @@ from llmforge.quantization import sparsity
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import Float32, dequantize, round_to_nearest
 from llmforge.quantization.methods import gptq
+from llmforge.quantization.methods.base import InputStatistic
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import (
+    ChannelDemand,
     Demand,
     InputRangeDemand,
     KvRangeDemand,
@@ -100,6 +102,29 @@ def test_inputs_range_as_in_the_model(checkpoint: Checkpoint, windows: list[Toke
     assert query.smoothed.exponents.any()
     assert query.smoothed.loss == key.smoothed.loss > 0
     assert len(down.smoothed.exponents) == whole.config.intermediate_size
+
+
+def test_sums_by_channel_are_those_of_the_model(
+    checkpoint: Checkpoint, windows: list[TokenWindow], tmp_path: Path
+) -> None:
+    """Of linears and of the head, by the model's own forward; again from what an earlier calibration kept."""
+    whole, read = model(checkpoint.path), dict[str, list[torch.Tensor]]()
+    parts = {f"{name}.weight": part for name, part in whole.named_modules() if isinstance(part, torch.nn.Linear)}
+    head = parts.pop("lm_head.weight")
+    parts["model.embed_tokens.weight" if whole.config.tie_word_embeddings else "lm_head.weight"] = head
+    for name, part in parts.items():
+        part.register_forward_pre_hook(lambda _, given, name=name: read.setdefault(name, []).append(given[0][0]))
+    with torch.inference_mode():
+        for window in windows:
+            whole(torch.from_numpy(window.ids)[None])
+    for _ in range(2):
+        found = calibrate(checkpoint, windows, [ChannelDemand()], store=Store(Cache(tmp_path / "kept"))).inputs
+        assert found.keys() == read.keys()
+        for name, each in read.items():
+            x, own = torch.cat(each), found[name].seen()
+            assert own.tokens == len(x)
+            for statistic, total in ((InputStatistic.SUMS, x.sum(0)), (InputStatistic.SQUARES, x.square().sum(0))):
+                np.testing.assert_allclose(own.sums[statistic], total, rtol=1e-3, atol=1e-3)
 
 
 def test_two_ways_of_rounding_inputs_are_refused(checkpoint: Checkpoint, windows: list[TokenWindow]) -> None:

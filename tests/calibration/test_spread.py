@@ -28,6 +28,7 @@ from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import (
+    ChannelDemand,
     Demand,
     InputRangeDemand,
     KvRangeDemand,
@@ -40,7 +41,7 @@ from llmforge.quantization.statistics import (
 from ..models import zoo
 
 WEIGHTS = WeightDemand(Gptq(), Grid(4, 32, False))
-DEMANDS = (WEIGHTS, KvRangeDemand(), InputRangeDemand(Smoothing("int8", per_token=False, alpha=0.5)))
+DEMANDS = (WEIGHTS, KvRangeDemand(), ChannelDemand(), InputRangeDemand(Smoothing("int8", per_token=False, alpha=0.5)))
 WINDOWS = [
     TokenWindow(f"d{i}", np.random.default_rng(i).integers(3, 259, length))
     for i, length in enumerate((48, 33, 48, 2, 40, 48, 20, 48, 31, 48))

@@ -21,7 +21,7 @@ from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import QuantizedMatrix, dequantize, pack, round_to_nearest
 from llmforge.quantization.methods.gptq import Gptq
-from llmforge.quantization.statistics import Statistics, WeightDemand
+from llmforge.quantization.statistics import ChannelDemand, InputRange, Statistics, WeightDemand
 from llmforge.rewrite import options
 from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.verification import probe
@@ -335,6 +335,29 @@ def test_weights_that_are_not_finite_are_refused_by_name() -> None:
 def test_methods_give_a_trellis(method: str) -> None:
     options_ = {"budget": {"kld_mean": 0.1}, "method": method, "codes": "trellis", "symmetric": True, "scales": "int8"}
     assert options.make(QuantizeWeights, options_).grid == Grid(4, 32, True, "int8", True)
+
+
+def test_inputs_that_were_seen_choose_codes() -> None:
+    """Of a linear layer, and of the head for the table that it shares; others are rounded to nearest."""
+    names = ["model.layers.0.mlp.down_proj.weight", "model.embed_tokens.weight"]
+    plain, model = graphs.llama(graphs.Llama(layers=1)), graphs.llama(graphs.Llama(layers=1))
+    random = np.random.default_rng(0)
+    read = {}
+    for name in names:
+        k = {"model.embed_tokens.weight": 1}.get(name, 0)
+        x = random.standard_normal((50, graph.dims(model.graph.initializers[name])[k])) ** 3
+        totals = x.sum(0).astype(np.float32), np.square(x).sum(0).astype(np.float32)
+        read[name] = InputRange(np.abs(x).max(0), None, *totals, len(x))
+    step = QuantizeWeights(BUDGET, method="importance")
+    assert step.demands() == (ChannelDemand(),)
+    changes = step.run(model, Context(graphs.TARGET, Statistics(1, 50, {}, {}, read)))
+    said = {change.node: change.what for change in changes.rewritten}
+    assert said["embedded_node"].startswith("embedding, importance")
+    assert said["l0_down_node"].startswith("importance, 4 bits")
+    assert said["l0_q_node"].startswith("rtn, 4 bits")
+    QuantizeWeights(BUDGET, method="rtn").run(plain, graphs.CPU)
+    for name, differ in ((names[0], True), (names[1], True), ("model.layers.0.self_attn.q_proj.weight", False)):
+        assert np.array_equal(array(model, f"{name}.codes"), array(plain, f"{name}.codes")) is not differ
 
 
 def test_options() -> None:
