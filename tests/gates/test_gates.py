@@ -127,7 +127,8 @@ def test_every_metric_that_a_gate_names_is_measured() -> None:
     asked_for |= {
         name
         for name in catalog.deciding()
-        if name.startswith(("answer_", "eos_shift_"))  # of chats, and where it is known what ends a text: tests/measure
+        # Of chats, where it is known what ends a text, and of answers that the baseline wrote out: tests/measure.
+        if name.startswith(("answer_", "eos_shift_", "greedy_ends_", "greedy_length_"))
     }
     asked_for |= {name for name in catalog.deciding() if name.startswith("runtime.")}  # tests/metrics/test_agreement.py
     found = catalog.estimates(reports.MEASURED)
