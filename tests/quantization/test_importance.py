@@ -10,7 +10,7 @@ from llmforge.quantization import rounding
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import dequantize, round_to_nearest
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs
-from llmforge.quantization.methods.gptq import Curvature
+from llmforge.quantization.methods.gptq import SHRINKAGE, Curvature
 from llmforge.quantization.methods.importance import DAMPING, STEPS, Importance
 
 GRIDS = [
@@ -41,7 +41,8 @@ def test_it_is_gptq_with_a_diagonal_and_the_mean(grid: Grid) -> None:
     """By the dense factor of that matrix; a code may differ where a rounding error decides."""
     x, weight = inputs(500, 80), weights(70, 80)
     mean, square = x.mean(0), np.square(x).mean(0)
-    dense = np.diag(square - mean * mean + DAMPING * square.mean()) + np.outer(mean, mean)
+    dense = np.outer(mean, mean) / (1 - SHRINKAGE)  # which the factor takes away again
+    dense[np.diag_indices(80)] = square + DAMPING * square.mean()
     curvature = Curvature.of(dense.astype(np.float32), 1e-9)
     factor = np.ascontiguousarray(curvature.inverse.T)
     columns = rounding.OrderedColumns(curvature.order.astype(np.int32), curvature.hessian, factor)
