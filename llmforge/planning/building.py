@@ -31,6 +31,7 @@ CARRIED_S_PER_TOKEN = 2e-11  # and parameter, of these what carries tokens throu
 PRICE_S_PER_PARAMETER = 9e-7  # of linears, whose formats are priced and tried: SmolLM2 took 93 s more than GPTQ
 TRAIN_S_PER_TOKEN = 9e-11  # and parameter that it uses: SmolLM2 took 337 s for 28,000 tokens, on busy cores
 OBSERVE_S_PER_TOKEN = 1.3e-11  # and parameter: a forward pass
+OBSERVE_S_PER_B = 60.0  # of 10**9 parameters, which are read, and looked into: SmolLM2 took 14 s on busy cores
 PASSES_S, PASSES_S_PER_B = 0.3, 9.0  # of 10**9 parameters
 PROVE_S, PROVE_S_PER_TOKEN = 0.3, 5e-11  # and parameter, of a third of the windows of budgets
 ENGINE_TOKENS = 300  # on which the engine is proven as it was written
@@ -172,10 +173,11 @@ def _stages(shape: Shape, scheme: DtypeScheme, backend: BackendName, work: Build
         steps = ANSWER_S + ANSWER_S_PER_LAYER * shape.depth
         yield StageCost("Answer chats", billions * OPEN_S_PER_B + steps + asked + answered, spreads=True)
     carried = OBSERVE_S_PER_TOKEN * used * work.observed_tokens
+    opened = OBSERVE_S_PER_B * billions if work.observed_tokens else 0.0
     if work.chooses_formats:
         yield StageCost("Calibrate", 0.0)  # opens the text
         yield StageCost("Choose formats", PRICE_S_PER_PARAMETER * used, spreads=True)
-    calibrated = carried
+    calibrated = carried + opened
     if work.calibration_tokens:
         calibrated += calibration_s(shape, work.calibration_tokens)
         carried += CARRIED_S_PER_TOKEN * used * work.calibration_tokens
