@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +36,21 @@ def pytest_configure(config: pytest.Config) -> None:
         stall.listen()
     elif getattr(config.option, "dist", "no") != "no":
         config.pluginmanager.register(stall.Watch(stall.LIMIT_S))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect tests without searching for garbage, and never search what they are made of.
+
+    The search is half of the time that collecting takes (CPU: 33 s with it, 18 s without), and all that it finds alive
+    (modules, trees, cases) lives to the end.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,7 +1,8 @@
-"""Every test file is collected, whatever its folder is called."""
+"""Every test file is collected, whatever its folder is called, and what is collected is no garbage to search."""
 
 from __future__ import annotations
 
+import gc
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -14,3 +15,8 @@ def test_no_folder_of_tests_is_passed_over(pytestconfig: pytest.Config) -> None:
     assert {"compile", "runtime"} <= folders
     ignored = [str(pattern) for pattern in pytestconfig.getini("norecursedirs")]
     assert not {folder for folder in folders if any(fnmatch(folder, pattern) for pattern in ignored)}
+
+
+def test_what_was_collected_is_not_searched_for_garbage() -> None:
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 10_000  # the modules of pytest alone have more
