@@ -53,6 +53,15 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give the tests of a file whose fixtures live as long as the file to one worker: else each worker makes them."""
+    if not isinstance(item, pytest.Function) or item.get_closest_marker("xdist_group"):
+        return
+    fixtures = item._fixtureinfo.name2fixturedefs.values()
+    if any(definitions[-1].scope == "module" for definitions in fixtures):
+        item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuse a pytest with which pytest-xdist ignores groups and does not say so."""
