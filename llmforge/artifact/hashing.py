@@ -42,10 +42,13 @@ class Hashing:
         self._begun[file] = _status(file), self._pool.submit(_hash, file)
         self._pool.submit(_sync, file)
 
-    def begin_content(self) -> None:
-        """Begin with all content that is there and was not begun: no more is written. Hidden folders are no content."""
+    def begin_all(self) -> None:
+        """Begin with all files that are there and were not begun, but those in hidden folders, which do not stay.
+
+        Of content no more is written, of evidence its record.
+        """
         for path in sorted(sealed.walk(self._folder)):
-            if sealed.is_content(path) and not path.startswith(".") and self._folder / path not in self._begun:
+            if not path.startswith(".") and self._folder / path not in self._begun:
                 self.begin(self._folder / path)
 
     def sha256(self, file: Path) -> str:
@@ -59,13 +62,16 @@ class Hashing:
         return self._same(file, file)
 
     def require_unchanged(self, folder: Path) -> None:
-        """Compare all that was begun with the content in `folder`: the one that it was written to, or its new name.
+        """Compare the content that was begun with that in `folder`: the one that it was written to, or its new name.
+
+        Evidence is left out: its record lists the hashes that its files had, and it may move when it is published.
 
         Raises:
             VerificationError: a file is another one, is missing, or came since.
         """
         for file in self._begun:
-            self._same(file, folder / file.relative_to(self._folder))
+            if sealed.is_content(path := file.relative_to(self._folder).as_posix()):
+                self._same(file, folder / path)
         for path in sealed.walk(folder):
             if sealed.is_content(path) and self._folder / path not in self._begun:
                 raise self._refused(self._folder / path, "was written")

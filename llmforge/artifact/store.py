@@ -215,18 +215,20 @@ def publish(
     manifest: Manifest,
     record: Mapping[str, Any],
     require_unchanged: Callable[[Path], None] = lambda _: None,
+    hash_of: Callable[[Path], str] = sha256,
 ) -> Artifact:
     """Publish the folder that `staging` made, with its `manifest` and the record of its build, by one rename.
 
     `record` is a report as JSON data; the rest of the folder that is no content are its files. If the same content is
     there already, its evidence stays, with one more record; the old folder steps aside under a hidden name first. All
     bytes are on disk before the rename. `require_unchanged` raises if files in the folder that it is given are not
-    those that were sealed; it is asked before the rename and behind it, and then nothing is published.
+    those that were sealed; it is asked before the rename and behind it, and then nothing is published. `hash_of` gives
+    the SHA-256 of a file of the evidence, and raises likewise.
 
     Raises:
         UsageError: something else is there under that version, or its evidence is damaged; the record is too large.
     """
-    files = manifests.records(folder, content=False)
+    files = manifests.records(folder, content=False, hash_of=hash_of)
     final = folder.parent / manifest.version
     with names_locked(folder.parent):
         existing = _existing(final, manifest)

@@ -3,7 +3,7 @@
 from llmforge.cache import installed
 from llmforge.cache.code import Code
 from llmforge.cache.entry import LOCAL_KINDS, CacheEntry, Key, Summary
-from llmforge.cache.host import processor
+from llmforge.cache.host import processor, settings
 from llmforge.cache.store import Cache, default_folder, default_size, is_empty
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "installed",
     "is_empty",
     "processor",
+    "settings",
 ]

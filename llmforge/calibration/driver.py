@@ -17,7 +17,7 @@ import torch
 
 from llmforge.base.errors import DataError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
-from llmforge.cache import Code, processor
+from llmforge.cache import Code, processor, settings
 from llmforge.calibration import mixed, prune
 from llmforge.calibration.asked import DemandsByKind, refuse
 from llmforge.calibration.carriers import Carriers
@@ -411,7 +411,7 @@ def key(
     tools: str,
     device: str = "cpu",
 ) -> str:
-    """Hash all that results depend on: inputs, demands, code and `tools`, the processor and the threads.
+    """Hash all that results depend on: inputs, demands, code and `tools`, processor, settings and threads.
 
     `device` names the one that layers run on.
     """
@@ -423,7 +423,7 @@ def key(
     digest.update(tools.encode())
     methods = {type(demand.method).__module__ for demand in demands if isinstance(demand, WeightDemand)}
     other = filter(None, [ExecutionDevice.of(device).identity])
-    digest.update(repr((_code(methods), processor(), *other)).encode())
+    digest.update(repr((_code(methods), processor(), settings(), *other)).encode())
     return digest.hexdigest()
 
 

@@ -64,7 +64,7 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         made_of = {"checkpoint": f"{manifest.recipe.get('checkpoint')} {manifest.checkpoint}"}
         model = repository.TritonModel(manifest.name, target.kind, serving, engine.config, made_of)
         repository.write(model, staging / repository.FOLDER / manifest.name)
-        hashing.begin_content()
+        hashing.begin_all()
         found = measure(waiting, staging, engine, target, recipe, progress)
         before = records.read(opened)
         built_from = f"engine built from version {manifest.version}, which was written on {before.machine.cpu}"

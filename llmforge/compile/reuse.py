@@ -32,7 +32,7 @@ from llmforge import artifact, trace
 from llmforge.base import process
 from llmforge.base.errors import CheckpointError
 from llmforge.base.progress import Progress
-from llmforge.cache import Cache, Code, Key, installed, processor
+from llmforge.cache import Cache, Code, Key, installed, processor, settings
 from llmforge.checkpoint import Checkpoint, Configuration, Geometry
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile.frontend import Frontend
@@ -57,12 +57,16 @@ BASELINE_SHARE = 1 / 8  # of the cache that the logits of one text may take: 2.5
 
 @dataclass(frozen=True, eq=False)
 class Reuse:
-    """The cache of one build, and what all its keys have in common: code, tools and the processor."""
+    """The cache of one build, and what all its keys have: code, tools, processor, settings of libraries."""
 
     cache: Cache
     code: Code = field(default_factory=Code)
     common: Mapping[str, str] = field(
-        default_factory=lambda: {"tools": json.dumps(artifact.tool_versions()), "processor": processor()}
+        default_factory=lambda: {
+            "tools": json.dumps(artifact.tool_versions()),
+            "processor": processor(),
+            "settings": settings(),
+        }
     )
     installed: Callable[[], str] = field(default_factory=lambda: once(installed.digest))  # digest of packages' code
     build: str = field(default_factory=lambda: secrets.token_hex(16))  # no other is called so

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
+from llmforge.artifact import sealed
 from llmforge.base.errors import VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.recipe import EngineSpec
@@ -30,27 +30,24 @@ def require_right(staging: Path, checkpoint: Checkpoint, spec: EngineSpec, model
     for name, (found, wanted) in facts.items():
         if found != wanted:
             raise _differs(f"engine/{FILE}: {name} is {found}, must be {wanted}")
-    for path, content in (*_tokenizer(checkpoint), *_served(model)):
+    served = {f"{repository.FOLDER}/{model.name}/{path}": made for path, made in repository.files(model).items()}
+    made = {**_tokenizer(checkpoint), **served}
+    for path, content in made.items():
         file = staging / path
         if (file.read_bytes() if file.is_file() else None) != content:
             raise _differs(f"{path} differs from what it was made of")
+    for folder in ("tokenizer", repository.FOLDER):
+        if more := sorted({f"{folder}/{path}" for path in sealed.walk(staging / folder)} - made.keys()):
+            raise _differs(f"{more[0]} is a file that nothing wrote")
 
 
-def _tokenizer(checkpoint: Checkpoint) -> Iterator[tuple[str, bytes | None]]:
-    """Give each file of the tokenizer and what it must hold; None: it is not there."""
-    for name in TOKENIZER_FILES:
-        source = checkpoint.path / name
-        yield f"tokenizer/{name}", source.read_bytes() if source.exists() else None
-    template = checkpoint.chat_template
-    yield f"tokenizer/{TEMPLATE_FILE}", None if template is None else template.encode()
-
-
-def _served(model: repository.TritonModel) -> Iterator[tuple[str, bytes]]:
-    """Give the files from which Triton loads the model, and what they must hold."""
-    folder = f"{repository.FOLDER}/{model.name}"
-    for path, source in repository.own_files(model).items():
-        yield f"{folder}/{path}", source
-    yield f"{folder}/{repository.CONFIG}", repository.config(model, repository.IN_ARTIFACT).encode()
+def _tokenizer(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """Make the files of the tokenizer, by path."""
+    sources = {name: checkpoint.path / name for name in TOKENIZER_FILES}
+    made = {f"tokenizer/{name}": source.read_bytes() for name, source in sources.items() if source.exists()}
+    if checkpoint.chat_template is not None:
+        made[f"tokenizer/{TEMPLATE_FILE}"] = checkpoint.chat_template.encode()
+    return made
 
 
 def _differs(what: str) -> VerificationError:

@@ -33,8 +33,8 @@ def compare(
 
     Up to its first difference a greedy answer of the baseline has the artifact's tokens before it. So one run of
     `baseline` over prompt and answer tells where it would have chosen another token, and the baseline itself generates
-    (`continued`) only what is shown, from there on: at most so many tokens of each text. All texts are given to either
-    at once. An answer ends after the first of `ends`. `decode` makes text of ids.
+    (`continued`) only from there on: at most so many tokens of each text, of which it may give fewer. All texts are
+    given to either at once. An answer ends after the first of `ends`. `decode` makes text of ids.
 
     Raises:
         DataError: no document has a token to begin with.
@@ -52,21 +52,38 @@ def compare(
     for prompt, whole, ours in zip(prompts, wholes, said, strict=True):
         differs = np.flatnonzero(logits(whole)[len(prompt) - 1 :].argmax(-1) != np.asarray(ours))
         same.append(int(differs[0]) if len(differs) else None)
-    answers = tuple(
-        GreedyAnswer(document=window.document, prompt_tokens=len(prompt), tokens=len(ours), first_difference=until)
-        for window, prompt, ours, until in zip(chosen, prompts, said, same, strict=True)
-    )
     theirs = [ours[:until] for ours, until in zip(said, same, strict=True)]
-    differing = [place for place, until in enumerate(same[:SHOWN]) if until is not None]
+    differing = [place for place, until in enumerate(same) if until is not None]
     shared = [_joined(prompts[place], theirs[place]) for place in differing]
     more = continued(shared, [ANSWER_TOKENS - len(theirs[place]) for place in differing])
     for place, tokens in zip(differing, more, strict=True):
         theirs[place] = ended([*theirs[place], *tokens], ends)
+    answers = tuple(
+        _answer(window, ours, them, until, ends)
+        for window, ours, them, until in zip(chosen, said, theirs, same, strict=True)
+    )
     samples = tuple(
         _sample(window.document, *(decode(ids) for ids in (prompt.tolist(), them, ours)))
         for window, prompt, them, ours in zip(chosen[:SHOWN], prompts, theirs, said, strict=False)
     )
     return answers, samples
+
+
+def _answer(
+    window: TokenWindow, ours: Sequence[int], theirs: Sequence[int], until: int | None, ends: Sequence[int]
+) -> GreedyAnswer:
+    """Describe the answers to one beginning; of the baseline's the length alone is not known where it broke off."""
+    over = bool(theirs) and theirs[-1] in ends
+    known = over or len(theirs) == ANSWER_TOKENS
+    return GreedyAnswer(
+        document=window.document,
+        prompt_tokens=len(window.ids[:PROMPT_TOKENS]),
+        tokens=len(ours),
+        first_difference=until,
+        ended=ours[-1] in ends,
+        baseline_tokens=len(theirs) if known else None,
+        baseline_ended=over if known else None,
+    )
 
 
 def _joined(prompt: NDArray[np.int64], tokens: Sequence[int]) -> NDArray[np.int64]:

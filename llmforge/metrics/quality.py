@@ -99,7 +99,7 @@ class OfAnswers:
     decides: ClassVar[bool] = True
     source: ClassVar[Source] = "samples"
 
-    figure: Callable[[Sequence[GreedyAnswer]], Estimate]
+    figure: Callable[[Sequence[GreedyAnswer]], Estimate | None]  # None: the answers do not tell
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,15 @@ class GreedyAnswer(ReportRecord):
     prompt_tokens: int
     tokens: int  # of the artifact's answer, the end of the text included
     first_difference: int | None  # equal tokens before it; None: the answers are the same
+    ended: bool | None = None  # whether the text ends there; None: it was not written down
+    baseline_tokens: int | None = None  # None: the baseline did not write its answer to the end
+    baseline_ended: bool | None = None
+
+    @model_serializer(mode="wrap")
+    def _known(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out how answers end where that is not known."""
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if name == "first_difference" or value is not None}
 
     def same(self, tokens: int) -> bool:
         """Say if the first so many tokens are the same, as far as the answers go."""
@@ -227,7 +236,10 @@ class Quality(FiguresRecord):
                 made |= estimates(of_sums, sums)
         made |= _of_tokens(forms, self.per_token)
         if self.answers:
-            made |= {name: form.figure(self.answers) for name, form in forms.items() if isinstance(form, OfAnswers)}
+            of_answers = {
+                name: form.figure(self.answers) for name, form in forms.items() if isinstance(form, OfAnswers)
+            }
+            made |= {name: figure for name, figure in of_answers.items() if figure is not None}
         return {name: made[name] for name in forms if name in made}
 
 
@@ -360,6 +372,30 @@ def median_difference(answers: Sequence[GreedyAnswer]) -> Estimate:
     same = [ANSWER_TOKENS if answer.first_difference is None else answer.first_difference for answer in answers]
     found = quantile_interval(np.array(same, np.float64), 0.5)
     return _within(float(median(same)), found, len(answers), "answers")
+
+
+def length_ratio(answers: Sequence[GreedyAnswer]) -> Estimate | None:
+    """Estimate how many tokens answers have by those that the baseline's have; None: not all of these are known."""
+    lengths = [(answer.baseline_tokens, answer.tokens) for answer in answers if answer.baseline_tokens]
+    if len(lengths) < len(answers):
+        return None
+    sums = np.array(lengths, np.float64)
+    [found] = studentized(sums, lambda totals: totals[:, 1:] / totals[:, :1])
+    return _within(found.value, bounds(found), len(answers), "answers")
+
+
+def ends_added(answers: Sequence[GreedyAnswer]) -> Estimate | None:
+    """Estimate which share of answers end within what was asked for, less that of the baseline's; None: unknown.
+
+    Its bounds are those of both shares of which it is the difference, answers that end on one side alone.
+    """
+    if any(answer.ended is None or answer.baseline_ended is None for answer in answers):
+        return None
+    count = len(answers)
+    added = sum(bool(answer.ended and not answer.baseline_ended) for answer in answers)
+    lost = sum(bool(answer.baseline_ended and not answer.ended) for answer in answers)
+    more, fewer = share_interval(added, count), share_interval(lost, count)
+    return _within((added - lost) / count, (more[0] - fewer[1], more[1] - fewer[0]), count, "answers")
 
 
 def estimates(forms: Mapping[str, OfSums], per_document: Sequence[DocumentSums]) -> dict[str, Estimate | float]:

@@ -24,7 +24,9 @@ from llmforge.metrics.quality import (
     Quantile,
     Source,
     Summed,
+    ends_added,
     exp,
+    length_ratio,
     median_difference,
     share_same,
 )
@@ -244,6 +246,16 @@ QUALITY: tuple[QualityMetric, ...] = (
         "greedy_first_difference", "Equal tokens of greedy answers, median", TEXT, "higher",
         OfAnswers(median_difference), meaning=f"before the first difference; at most {ANSWER_TOKENS}",
         row=("Greedy answers", "equal tokens, median"),
+    ),
+    QualityMetric(
+        "greedy_length_ratio", "Length of greedy answers", RATIO, "lower", OfAnswers(length_ratio),
+        meaning=f"artifact / baseline, in tokens; an answer has at most {ANSWER_TOKENS}",
+        row=("Length of greedy answers", "artifact / baseline"),
+    ),
+    QualityMetric(
+        "greedy_ends_added", "Greedy answers that end, added", SHIFT, "higher", OfAnswers(ends_added),
+        meaning=f"share that ends within {ANSWER_TOKENS} tokens, artifact less baseline; below 0 it stops less often",
+        row=("Length of greedy answers", "ended, added"),
     ),
 
 )

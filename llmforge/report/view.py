@@ -341,6 +341,18 @@ def moved_most(quality: Quality, count: int = 5) -> FigureTable:
     return FigureTable(tuple(metric.title for metric, _ in shown), rows)
 
 
+def how_long(quality: Quality, document: str) -> tuple[str, str]:
+    """Say how long both answers to the beginning of a document are, baseline's first; "" where that is not known."""
+    answer = next((answer for answer in quality.answers if answer.document == document), None)
+    if answer is None or answer.ended is None:
+        return "", ""
+    sides = (answer.baseline_tokens, answer.baseline_ended), (answer.tokens, answer.ended)
+    told = [
+        "" if tokens is None else f"{tokens} tokens{', ended' if over else ', not ended'}" for tokens, over in sides
+    ]
+    return told[0], told[1]
+
+
 def loads(latency: Latency) -> FigureTable:
     """Name every load by what sets it apart: prompt tokens, and where they differ sequences and output tokens."""
     points = latency.points

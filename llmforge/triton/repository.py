@@ -94,10 +94,16 @@ def write(model: TritonModel, folder: Path) -> None:
     Raises:
         EnvironmentLacks: the engine needs llmforge's own operators, and they are not compiled here.
     """
-    _write_shared(model, folder, IN_ARTIFACT)
-    for path, content in own_files(model).items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(content)
+    _write(files(model), folder)
+
+
+def files(model: TritonModel) -> dict[str, bytes]:
+    """Make all files of `model` inside an artifact, by their paths in its folder.
+
+    Raises:
+        EnvironmentLacks: the engine needs llmforge's own operators, and they are not compiled here.
+    """
+    return {**_shared(model, IN_ARTIFACT), **own_files(model)}
 
 
 def own_files(model: TritonModel) -> dict[str, bytes]:
@@ -213,7 +219,7 @@ def export(artifact: Artifact, model: TritonModel, repository: Path, *, version:
         EnvironmentLacks: the repository cannot be written.
     """
     with published(repository, model.name, version) as partial:
-        _write_shared(model, partial, ALONE)
+        _write(_shared(model, ALONE), partial)
         own = partial / str(version)
         shutil.copytree(artifact.path / FOLDER / artifact.manifest.name / "1", own)
         for name in CARRIED:
@@ -274,10 +280,15 @@ def link(source: str, target: str) -> str:
     return target
 
 
-def _write_shared(model: TritonModel, folder: Path, artifact: str) -> None:
-    """Write what all versions of a model share; `artifact` leads from a version to engine/ and tokenizer/."""
-    folder.mkdir(parents=True)
-    (folder / CONFIG).write_text(config(model, artifact), encoding="utf-8")
+def _write(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write files, by their paths in `folder`."""
+    for path, content in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+
+
+def _shared(model: TritonModel, artifact: str) -> dict[str, bytes]:
+    """Make what all versions of a model share; `artifact` leads from a version to engine/ and tokenizer/."""
     readme = _render(
         "README.md.jinja",
         name=model.name,
@@ -287,16 +298,17 @@ def _write_shared(model: TritonModel, folder: Path, artifact: str) -> None:
         requirements=requirements(model.runtime),
         inputs=signature.INPUTS,
     )
-    (folder / README).write_text(readme, encoding="utf-8")
-    _write_warmup(model.runtime, folder / WARMUP)
+    return {CONFIG: config(model, artifact).encode(), README: readme.encode(), **_warmup(model.runtime)}
 
 
-def _write_warmup(runtime: RuntimeConfig, folder: Path) -> None:
-    folder.mkdir()
+def _warmup(runtime: RuntimeConfig) -> dict[str, bytes]:
+    """Make the request that runs before the model is ready."""
     ids = np.arange(_warmup_tokens(runtime), dtype="<i8") % runtime.vocabulary
-    (folder / "prompt").write_bytes(ids.tobytes())
     sampling = json.dumps({"max_tokens": 2, "ignore_eos": True}).encode()
-    (folder / "sampling_parameters").write_bytes(struct.pack("<I", len(sampling)) + sampling)
+    return {
+        f"{WARMUP}/prompt": ids.tobytes(),
+        f"{WARMUP}/sampling_parameters": struct.pack("<I", len(sampling)) + sampling,
+    }
 
 
 def _warmup_tokens(runtime: RuntimeConfig) -> int:

@@ -4,6 +4,7 @@ Between the two stand lowering, the layout of weights that kernels want, ONNX Ru
 the session that serves. So what serves the engine opens it, and runs prompts, continuations and single tokens, alone
 and in rows of unequal lengths, up to the longest text of `LONGEST`; the graph runs the same steps as proofs run it.
 Lengths and tokens are drawn by the digest of the engine: a build repeats, and nothing can be made for a known place.
+What chooses tokens from its logits is held to its definition (`chosen_tokens`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from llmforge.backends import loading
 from llmforge.base.errors import VerificationError
 from llmforge.metrics.tokens import KLD, require_finite, score
 from llmforge.runtime.config import FILE, RuntimeConfig
-from llmforge.verification import probe
+from llmforge.verification import chosen_tokens, probe
 from llmforge.verification.probe import Run
 
 LONGEST = 1024  # tokens of a text
@@ -41,7 +42,7 @@ def require_same(
     hexadecimal, seeds what is drawn.
 
     Raises:
-        VerificationError: a step of the engine has other logits.
+        VerificationError: a step of the engine has other logits, or tokens are chosen otherwise.
     """
     config = RuntimeConfig.read(folder / FILE)
     engine = loading.open_engine(folder, config, threads)
@@ -63,7 +64,11 @@ def require_same(
                 )
             most = max(most, lost)
         longest = max(longest, run.capacity)
-    return f"engine: as written, it computes what was proven, up to {longest} tokens of context (KLD: {most:.2g})"
+    drawn = chosen_tokens.require_right(config.vocabulary, int(digest[:16], 16))
+    chosen = f"; kernels chose {drawn} tokens as defined" if drawn else ""
+    return (
+        f"engine: as written, it computes what was proven, up to {longest} tokens of context (KLD: {most:.2g}){chosen}"
+    )
 
 
 def make_runs(config: RuntimeConfig, texts: Sequence[NDArray[np.int64]], seed: int) -> list[Run]:

@@ -124,11 +124,9 @@ def test_every_metric_that_a_gate_names_is_measured() -> None:
     asked_for = {
         "usd_per_million_tokens", "goodput_share", "load_ms", "peak_host_bytes", "peak_device_bytes", "machine_noise",
     }  # fmt: skip
-    asked_for |= {
-        name
-        for name in catalog.deciding()
-        if name.startswith(("answer_", "eos_shift_"))  # of chats, and where it is known what ends a text: tests/measure
-    }
+    # Of chats, where it is known what ends a text, and of answers that the baseline wrote out: tests/measure.
+    elsewhere = ("answer_", "eos_shift_", "greedy_ends_", "greedy_length_")
+    asked_for |= {name for name in catalog.deciding() if name.startswith(elsewhere)}
     asked_for |= {name for name in catalog.deciding() if name.startswith("runtime.")}  # tests/metrics/test_agreement.py
     found = catalog.estimates(reports.MEASURED)
     assert set(found) == set(catalog.deciding()) - asked_for
@@ -143,7 +141,7 @@ def test_every_metric_that_a_gate_names_is_measured() -> None:
         }
     )
     more = catalog.estimates(Measured(latency=latency))
-    assert {name for name in asked_for if not name.startswith(("runtime.", "answer_", "eos_shift_"))} <= set(more)
+    assert {name for name in asked_for if not name.startswith(("runtime.", *elsewhere))} <= set(more)
     assert (more["usd_per_million_tokens"].value, more["goodput_share"].value) == (0.5, 0.5), "lowest cost, worst share"
     assert [more[name].value for name in ("load_ms", "peak_host_bytes", "peak_device_bytes")] == [3, 4, 5]
     assert found["size_bytes"] == Estimate.exact(5_087_122)

@@ -9,7 +9,15 @@ from numpy.typing import NDArray
 from llmforge.base.errors import DataError
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.measure import answers
-from llmforge.metrics.quality import ANSWER_TOKENS, PROMPT_TOKENS, GreedyAnswer, median_difference, share_same
+from llmforge.metrics.quality import (
+    ANSWER_TOKENS,
+    PROMPT_TOKENS,
+    GreedyAnswer,
+    ends_added,
+    length_ratio,
+    median_difference,
+    share_same,
+)
 
 from ..models.logits import V, random_logits
 
@@ -65,7 +73,7 @@ def test_answers_equal_two_greedy_runs_side_by_side(ends: tuple[int, ...]) -> No
     cut = windows()
     found, samples = compare(cut, 20, 0.05, ends)
     first = {window.document: window for window in reversed(cut)}
-    same = []
+    same, lengths = [], []
     for answer in found:
         prompt = first[answer.document].ids[:PROMPT_TOKENS]
         assert answer.prompt_tokens == len(prompt)
@@ -75,7 +83,9 @@ def test_answers_equal_two_greedy_runs_side_by_side(ends: tuple[int, ...]) -> No
             both.append(said[: said.index(ends[0]) + 1] if ends and ends[0] in said else said)
         differs = [i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b]
         assert answer.first_difference == (differs[0] if differs else None)
-        assert answer.tokens == len(both[1])
+        assert (answer.baseline_tokens, answer.tokens) == tuple(map(len, both))
+        assert (answer.baseline_ended, answer.ended) == tuple(said[-1] in ends for said in both)
+        lengths.append((*map(len, both), *(said[-1] in ends for said in both)))
         same.append(differs[0] if differs else ANSWER_TOKENS)
         for sample in samples:
             if sample.document == answer.document:
@@ -88,6 +98,48 @@ def test_answers_equal_two_greedy_runs_side_by_side(ends: tuple[int, ...]) -> No
     assert share_same(found, 32).value == np.mean([each >= 32 for each in same])
     assert share_same(found, 128).value == np.mean([each >= 128 for each in same])
     assert median_difference(found).value == np.median(same)
+    theirs, ours, they_end, we_end = np.array(lengths, np.float64).mean(0)
+    ratio, added = length_ratio(found), ends_added(found)
+    assert ratio is not None
+    assert added is not None
+    assert ratio.value == pytest.approx(ours / theirs)
+    assert added.value == pytest.approx(we_end - they_end)
+    assert ratio.low <= ratio.value <= ratio.high
+    assert -1 <= added.low <= added.value <= added.high <= 1
+    assert bool(ends) == (they_end > 0)
+
+
+def answer(ended: bool, tokens: int, baseline_ended: bool | None, baseline_tokens: int | None) -> GreedyAnswer:
+    return GreedyAnswer(
+        document="a", prompt_tokens=4, tokens=tokens, first_difference=1,
+        ended=ended, baseline_tokens=baseline_tokens, baseline_ended=baseline_ended,
+    )  # fmt: skip
+
+
+def test_a_model_that_never_stops_says_too_much() -> None:
+    found = [answer(False, 128, True, tokens) for tokens in range(20, 40)]
+    ratio, added = length_ratio(found), ends_added(found)
+    assert ratio.low > 3
+    assert added.value == -1
+    assert added.high < -0.6
+    quick = [answer(True, 8, False, 128) for _ in range(20)]
+    assert length_ratio(quick).high < 0.1
+    assert ends_added(quick).low > 0.6
+
+
+def test_of_a_baseline_that_broke_off_lengths_are_not_known() -> None:
+    found = [answer(True, 8, True, 8)] * 9 + [answer(True, 8, None, None)]
+    assert length_ratio(found) is None
+    assert ends_added(found) is None
+    cut = answers.compare(
+        windows(), 20,
+        artifact=generator(model(0.05)), baseline=lambda texts: model(0.0),
+        continued=lambda texts, counts: [[] for _ in texts],
+        ends=(), decode=str,
+    )[0]  # fmt: skip
+    assert {each.baseline_tokens for each in cut if each.first_difference is not None} == {None}
+    before = GreedyAnswer(document="a", prompt_tokens=4, tokens=8, first_difference=None)  # of an older record
+    assert before.model_dump() == {"document": "a", "prompt_tokens": 4, "tokens": 8, "first_difference": None}
 
 
 def test_the_same_model_says_the_same() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from llmforge.quantization import rounding
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import QuantizedMatrix, dequantize, round_to_nearest, rows, split
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs
-from llmforge.quantization.methods.gptq import DRIFT, Curvature, Gptq, gptq, target
+from llmforge.quantization.methods.gptq import DRIFT, SHRINKAGE, Curvature, Gptq, gptq, target
 
 DAMPING = 0.01
 
@@ -57,6 +58,11 @@ def points(matrix: QuantizedMatrix) -> NDArray[np.float64]:
     return matrix.zero_points.astype(np.float64)
 
 
+def shrunk(hessian: NDArray[Any]) -> NDArray[Any]:
+    """What is minimized, less the damping."""
+    return (1 - SHRINKAGE) * hessian + SHRINKAGE * np.diag(hessian.diagonal())
+
+
 def naive_gptq(
     weight: NDArray[np.float32], hessian: NDArray[np.float32], reference: QuantizedMatrix
 ) -> NDArray[np.float64]:
@@ -64,7 +70,7 @@ def naive_gptq(
     grid, zeros = reference.grid, points(reference)
     w = weight.astype(np.float64)
     out = np.zeros_like(w)
-    damped = hessian.astype(np.float64) + DAMPING * hessian.diagonal().mean() * np.eye(len(hessian))
+    damped = shrunk(hessian.astype(np.float64)) + DAMPING * hessian.diagonal().mean() * np.eye(len(hessian))
     inverse = np.linalg.inv(damped)
     for j in np.argsort(-hessian.diagonal(), kind="stable"):
         block = j // grid.block_size
@@ -105,8 +111,7 @@ def replaced(matrix: QuantizedMatrix, values: NDArray[np.float64]) -> QuantizedM
 def test_sweeps_lower_the_error_on_scales_that_can_be_stored(shape: tuple[int, int], grid: Grid, seed: int) -> None:
     n, k = shape
     x, weight = inputs(2 * k, k, seed), weights(n, k, seed + 1)
-    hessian = x.T @ x
-    curvature = Curvature.of(hessian, DAMPING)
+    curvature, hessian = Curvature.of(x.T @ x, DAMPING), shrunk(x.T @ x)
     losses = []
     for sweeps in (0, 1, 3):
         matrix = gptq(weight, curvature, grid, sweeps=sweeps)
@@ -124,8 +129,8 @@ def test_sweeps_lower_the_error_on_scales_that_can_be_stored(shape: tuple[int, i
 
 def test_where_descent_ends_no_step_of_a_code_helps() -> None:
     x, weight, grid = inputs(400, 96), weights(6, 96), Grid(4, 32, False)
-    hessian = x.T @ x
-    matrix = gptq(weight, Curvature.of(hessian, DAMPING), grid, sweeps=60)
+    curvature = Curvature.of(x.T @ x, DAMPING)
+    matrix, hessian = gptq(weight, curvature, grid, sweeps=60), shrunk(x.T @ x)
     least = loss(weight, matrix, hessian)
     for n, k, step in itertools.product(range(6), range(96), (-1, 1)):
         codes = matrix.codes.astype(int)

@@ -42,7 +42,10 @@ def publish(state: CompileState) -> BuildResult:
     (staging / artifact.REPORT).mkdir()
     render.write(report, staging / artifact.REPORT, before)
     provenance.write(staging, report, state.lock.with_engine(manifest.files), manifest)
-    published = artifact.publish(staging, manifest, json.loads(report.to_json()), state.hashing.require_unchanged)
+    state.hashing.begin_all()
+    published = artifact.publish(
+        staging, manifest, json.loads(report.to_json()), state.hashing.require_unchanged, state.hashing.sha256
+    )
     return BuildResult(published.path, records.read(published), before)
 
 

@@ -36,6 +36,7 @@ def build_engine(state: CompileState) -> None:
     Of an engine that is deferred, what a decode step reads is written down for the build that ends it.
     """
     recipe, backend = state.recipe, state.recipe.engine.backend
+    served = plugin = None
     with state.overlap.proofs.blamed():
         state.read = replace(footprint.count(state.model), multiply_adds=state.multiply_adds)
         state.clock.stage("Build engine")
@@ -60,10 +61,10 @@ def build_engine(state: CompileState) -> None:
             notes = interop.write(lowered.graphs[0], engine, state.checkpoint)
             state.notes += [*engine.notes, *(f"interface: {note}" for note in notes)]
             served = _write_repository(state, engine)
-            if served is not None and plugin is None:
-                written_files.require_right(state.staging, state.checkpoint, recipe.engine, served)
             state.engine = engine
-        state.hashing.begin_content()
+        state.hashing.begin_all()
+        if served is not None and plugin is None:  # what is compared now is what is hashed
+            written_files.require_right(state.staging, state.checkpoint, recipe.engine, served)
     if state.engine is not None and _runs_whole(state):
         state.engine_proof = state.overlap.proofs.begin(nullcontext(), partial(_hold_engine, state))
 

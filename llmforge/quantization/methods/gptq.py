@@ -51,6 +51,10 @@ ATTEMPTS = 6  # to factor a Hessian, each with ten times the damping of the last
 # 4 bits, blocks of 32; the spectrum of the inputs falls like i^-0.3: with 128 tokens 1.93 without it and 0.92 with it,
 # with 2048 tokens 0.73 and 0.71; like i^-0.6: 0.54 and 0.37, 0.23 and 0.24.
 SCARCITY = 0.3
+# H's numbers off the diagonal are made smaller by this share: those of few tokens fit them better than others. KLD with
+# it, as a share of that without: SmolLM2-135M at 5 bits, documentation 0.97 (95 %: 0.92 – 1.02), answers of chats 0.92
+# (0.85 – 1.00); at 4 bits the sample 0.98 (0.95 – 1.01), experts 0.98 (0.94 – 1.02). 0.2: both 0.99.
+SHRINKAGE = 0.1
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -101,8 +105,9 @@ class Curvature:
 
     @classmethod
     def of(cls, hessian: NDArray[np.float32], damping: float, threads: int = 1) -> Curvature:
-        """Damp and factor H [K, K] in fp64; `damping` is the share of the mean diagonal that is added to it.
+        """Shrink H [K, K] towards its diagonal, damp and factor it in fp64.
 
+        `damping` is the share of the mean diagonal that is added to it, `SHRINKAGE` what the other numbers lose.
         Where H cannot be factored, damping rises tenfold until it can; `damping` of the result says to what. A column
         whose input was always 0 has only the damping, shares it with no other, and is rounded to nearest.
 
@@ -119,12 +124,13 @@ class Curvature:
             share = damping * 10**attempt
             # UᵀU of the reversed matrix is L'L'ᵀ, L' upper, of the matrix itself, and R = L'⁻¹.
             damped = hessian[np.ix_(order[::-1], order[::-1])].astype(np.float64)
-            damped[places] += share * mean
+            damped *= 1 - SHRINKAGE
+            damped[places] = hessian.diagonal()[order[::-1]] + share * mean
             inverse = products.inverse_factor(damped, threads)
             if inverse is not None:
                 del damped
-                narrow = hessian[np.ix_(order, order)]
-                narrow[places] = narrow.diagonal() + np.float64(share * mean)
+                narrow = hessian[np.ix_(order, order)] * np.float32(1 - SHRINKAGE)
+                narrow[places] = hessian.diagonal()[order] + np.float64(share * mean)
                 return cls(narrow, order, inverse[::-1, ::-1].astype(np.float32).T, share, threads)
         raise ValueError(f"a Hessian is not positive, even with {share:g} of its mean diagonal {mean:g} added")
 

@@ -1,0 +1,202 @@
+"""Files that something else writes to, while an artifact is made or afterwards: nothing is published, or it is refused.
+
+Moments: *written*, when the engine and what lies beside it were just written; *measured*, before they are sealed;
+*sealed*, before evidence is written; *recorded*, before all is published; *published*, before it is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from llmforge import artifact
+from llmforge.artifact import Artifact, admission
+from llmforge.base.errors import InputError, VerificationError
+from llmforge.cache import Cache
+from llmforge.compile import pipeline
+from llmforge.compile.stages import artifact as publishing
+from llmforge.compile.stages import engine as stage
+from llmforge.recipe import Recipe
+from llmforge.triton import repository
+
+from ..models.checkpoints import write_checkpoint
+
+pytestmark = pytest.mark.thorough
+Change = Callable[[Path], object]
+SERVED = "triton/tiny"
+CONTENT = (
+    "engine/model.onnx",
+    "engine/model.onnx.data",
+    "engine/runtime.json",
+    "tokenizer/tokenizer.json",
+    "tokenizer/tokenizer_config.json",
+    f"{SERVED}/config.pbtxt",
+    f"{SERVED}/README.md",
+    f"{SERVED}/warmup/prompt",
+    f"{SERVED}/1/model.py",
+    f"{SERVED}/1/requirements.txt",
+    f"{SERVED}/1/llmforge/serving/engine.py",
+)
+EVIDENCE = (
+    "README.md",
+    "provenance/bom.cdx.json",
+    "provenance/lock.json",
+    "provenance/statement.json",
+    "report/report.html",
+    "report/report.md",
+)
+SEAL = "manifest.json", "evidence/*.json"
+
+
+def flip(file: Path) -> None:
+    """Change one bit in the middle; the size stays."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(content)
+
+
+def add(file: Path) -> None:
+    """Put another file beside it."""
+    file.with_name("another.json").write_bytes(b"{}")
+
+
+CHANGES: tuple[Change, ...] = (flip, add, Path.unlink)
+
+
+class Small:
+    """A small recipe whose passes an earlier build proved, so that a build takes a second."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        write_checkpoint(folder / "tiny-llama")
+        facts = {
+            "schema": 1,
+            "name": "tiny",
+            "checkpoint": "tiny-llama",
+            "target": "local",
+            "engine": {"max_context": 64, "max_batch": 2, "threads": 1},
+            "passes": ["fuse-norms"],
+        }
+        (folder / "recipe.yaml").write_text(json.dumps(facts))
+        self.published = self.build(folder / "out")
+
+    def build(self, out: Path) -> Path:
+        recipe = Recipe.load(self.folder / "recipe.yaml")
+        return pipeline.build(recipe, out, cache=partial(Cache, self.folder / "cache")).path
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
+    return Small(tmp_path_factory.mktemp("small"))
+
+
+def written(patch: pytest.MonkeyPatch, change: Change) -> None:
+    write = repository.write
+
+    def act(model: repository.TritonModel, folder: Path) -> None:
+        write(model, folder)
+        change(folder.parents[1])
+
+    patch.setattr(stage.repository, "write", act)
+
+
+def measured(patch: pytest.MonkeyPatch, change: Change) -> None:
+    judge = pipeline.judge_gates
+    patch.setattr(pipeline, "judge_gates", lambda state: (judge(state), change(state.staging)))
+
+
+def sealed(patch: pytest.MonkeyPatch, change: Change) -> None:
+    seal = artifact.seal
+
+    def act(folder: Path, **facts: object) -> artifact.Manifest:
+        manifest = seal(folder, **facts)  # type: ignore[arg-type]
+        change(folder)
+        return manifest
+
+    patch.setattr(publishing.artifact, "seal", act)
+
+
+def recorded(patch: pytest.MonkeyPatch, change: Change) -> None:
+    publish = artifact.publish
+
+    def act(folder: Path, *rest: object) -> Artifact:
+        change(folder)
+        return publish(folder, *rest)  # type: ignore[arg-type]
+
+    patch.setattr(publishing.artifact, "publish", act)
+
+
+MOMENTS = (written, measured, sealed, recorded)
+# At which a bit of some kinds of files is changed by the thorough tests; slow ones do all things to all kinds.
+FEW = {
+    written: CONTENT,
+    measured: CONTENT[1:2],
+    sealed: CONTENT[2:4],
+    recorded: (CONTENT[1], "report/report.html", "provenance/lock.json"),
+}
+
+
+def trials() -> list[object]:
+    """List moments, files and changes."""
+    return [
+        pytest.param(
+            moment,
+            path,
+            change,
+            marks=[] if change is flip and path in FEW[moment] else [pytest.mark.slow],
+            id=f"{moment.__name__} {path} {change.__name__}",
+        )
+        for moment in MOMENTS
+        for path in ((*CONTENT, *EVIDENCE) if moment is recorded else CONTENT)
+        for change in CHANGES
+    ]
+
+
+@pytest.mark.parametrize(("moment", "path", "change"), trials())
+def test_what_changes_before_it_is_published_is_refused(
+    moment: Callable[[pytest.MonkeyPatch, Change], None],
+    path: str,
+    change: Change,
+    small: Small,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moment(monkeypatch, lambda folder: change(folder / path))
+    said = "what was written is not what was built|after the build had written|not valid JSON"
+    with pytest.raises((VerificationError, InputError), match=said):
+        small.build(tmp_path)
+    assert not list(tmp_path.glob("*/[!.]*"))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("path", [*CONTENT, *EVIDENCE, *SEAL])
+def test_what_changes_afterwards_is_not_verified(path: str, change: Change, small: Small, tmp_path: Path) -> None:
+    folder = shutil.copytree(small.published, tmp_path / small.published.name)
+    [file] = folder.glob(path)
+    change(file)
+    with pytest.raises(InputError):
+        Artifact.open(folder).verify()
+    if path.startswith(admission.LOADED) or (path in SEAL and change is not add):
+        with pytest.raises(InputError):
+            admission.admit(folder)
+
+
+def test_no_file_is_left_out(small: Small, tmp_path: Path) -> None:
+    folder = shutil.copytree(small.published, tmp_path / small.published.name)
+    kinds = [path for pattern in (*CONTENT, *EVIDENCE, *SEAL) for path in folder.glob(pattern)]
+    others = [file for file in folder.rglob("*") if file.is_file() and file not in kinds]
+    assert all(file.is_relative_to(folder / SERVED) for file in others)
+    for file in others:
+        kept = file.read_bytes()
+        file.chmod(0o644)
+        file.write_bytes(kept + b" ")
+        with pytest.raises(InputError, match=str(file.relative_to(folder))):
+            Artifact.open(folder).verify()
+        file.write_bytes(kept)
+    Artifact.open(folder).verify()
