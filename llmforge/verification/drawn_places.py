@@ -45,6 +45,53 @@ class Extent:
     slots: int  # of all rows of its caches together
     rows_of_tokens: int  # of one token each, of the draws of more than `ROWS` rows together
 
+    def draws_of_rows(self, batch: int) -> int:
+        """Count the draws of more than `ROWS` rows, of a largest `batch`."""
+        return min(DRAWS, batch - ROWS, self.rows_of_tokens // batch) if batch > ROWS else 0
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What was run at drawn places, and how far, where less was run than is promised: a draw takes time and memory."""
+
+    steps: int = 0
+    reach: int | None = None  # tokens of context; None: up to the end
+    tokens: int | None = None  # of a step; None: up to a chunk of a prompt
+    rows: int | None = None  # draws of more than `ROWS` rows; None: as many as make the chance of a miss what it is
+
+    @classmethod
+    def of(cls, promised: Promises, extent: Extent, steps: int) -> Drawn:
+        """Tell how far the `steps` that an extent allows are from what is promised."""
+        reach, longest = extent.reach, min(promised.chunk, promised.context)
+        rows, wanted = extent.draws_of_rows(promised.batch), min(DRAWS, max(0, promised.batch - ROWS))
+        return cls(
+            steps,
+            reach if reach is not None and reach < promised.context else None,
+            extent.tokens if extent.tokens < longest else None,
+            rows if rows < wanted else None,
+        )
+
+    def __add__(self, other: Drawn) -> Drawn:
+        """Join the draws of two subgraphs: what was run of both is what the shorter ones ran."""
+        pairs = ((self.reach, other.reach), (self.tokens, other.tokens), (self.rows, other.rows))
+        return Drawn(self.steps + other.steps, *(min(_known(pair), default=None) for pair in pairs))
+
+    @property
+    def cut(self) -> str:
+        """Say where less was run, in brackets; "": nowhere."""
+        found = [
+            None if self.reach is None else f"positions below {self.reach:,}",
+            None if self.tokens is None else f"steps of up to {self.tokens} tokens",
+            None if self.rows is None else f"{self.rows} draws of more than {ROWS} rows",
+        ]
+        told = ", ".join(filter(None, found))
+        return f" (to keep time and memory: {told})" if told else ""
+
+
+def _known(pair: tuple[int | None, int | None]) -> list[int]:
+    """List the numbers of a pair that are there."""
+    return [number for number in pair if number is not None]
+
 
 def stratified(random: np.random.Generator, low: int, high: int, count: int = DRAWS) -> NDArray[np.int64]:
     """Draw a number from each of `count` equal strata of `low` to `high`; all of them, if there are no more."""
@@ -98,8 +145,8 @@ def _numbers_of_rows(batch: int, extent: Extent, random: np.random.Generator) ->
     """List every number of rows up to `ROWS`, and drawn ones up to the largest batch."""
     yield from range(2, min(batch, ROWS) + 1)
     if batch > ROWS:
-        count = min(DRAWS, extent.rows_of_tokens // batch)
-        yield from (int(rows) for rows in stratified(random, ROWS + 1, batch, count) if rows <= extent.slots)
+        drawn = stratified(random, ROWS + 1, batch, count) if (count := extent.draws_of_rows(batch)) else ()
+        yield from (int(rows) for rows in drawn if rows <= extent.slots)
 
 
 def _place(

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from llmforge.ir import operators
 from llmforge.ir.subgraph import Index
 from llmforge.rewrite import pruning
-from llmforge.verification import changed_subgraphs, promises, subgraph_proof
+from llmforge.verification import changed_subgraphs, drawn_places, promises, subgraph_proof
 from llmforge.verification.changed_subgraphs import ChangedSubgraph
-from llmforge.verification.drawn_places import Share
+from llmforge.verification.drawn_places import Drawn, Share
 from llmforge.verification.promises import Promises, SyntheticStep
 from llmforge.verification.subgraph_proof import Difference, Pair
 
@@ -41,8 +41,10 @@ def hold(
     tolerance: float,
     threads: int,
     seed: int,
-) -> Difference | None:
-    """Return where `after` is much further from `before` than at near places; some places are drawn by `seed`.
+) -> Difference | Drawn:
+    """Return where `after` is much further from `before` than at near places; else what was run at drawn places.
+
+    `seed` draws them.
 
     Raises:
         UnsupportedError: ONNX Runtime refuses a subgraph, or fails to run it.
@@ -54,11 +56,14 @@ def hold(
     outcome = subgraph_proof.prove_all(rounding, index, promised, tolerance=tolerance, threads=threads, seed=seed)
     if isinstance(outcome, Difference):
         return outcome
+    drawn = outcome.drawn
     kinds = subgraph_proof.by_kind([changed for changed in small if changed not in rounding])
     for alike, share in subgraph_proof.shares(kinds, seed):
-        if (difference := _uneven(alike[0], promised, threads, share)) is not None:
-            return difference
-    return None
+        found_there = _uneven(alike[0], promised, threads, share)
+        if isinstance(found_there, Difference):
+            return found_there
+        drawn += found_there
+    return drawn
 
 
 def _is_plain(changed: ChangedSubgraph) -> bool:
@@ -79,13 +84,14 @@ def _is_narrow(dtype: ir.DataType | None) -> bool:
     return dtype is not None and dtype.is_floating_point() and dtype.bitwidth < 32
 
 
-def _uneven(changed: ChangedSubgraph, promised: Promises, threads: int, share: Share) -> Difference | None:
-    """Return where a subgraph loses much more than in its first steps."""
+def _uneven(changed: ChangedSubgraph, promised: Promises, threads: int, share: Share) -> Difference | Drawn:
+    """Return where a subgraph loses much more than in its first steps; else what was run at drawn places."""
     pair = Pair(changed, threads)
     reach = subgraph_proof.reach_of(pair, promised) if pair.has_places else None
     usual: dict[str, NDArray[np.float64]] = {}
     fixed = (place for place in subgraph_proof.places(pair, promised, reach, tokens=_TOKENS) if not place.scaled)
-    drawn = subgraph_proof.drawn(pair, promised, reach, share)
+    extent = subgraph_proof.extent_of(pair, promised, reach)
+    drawn = [] if extent is None else [*drawn_places.draw(promised, extent, share)]
     for number, place in enumerate(chain([promises.first(promised)], fixed, drawn)):
         for name, loss in _losses(pair, place).items():
             if number < _NEAR:
@@ -98,7 +104,7 @@ def _uneven(changed: ChangedSubgraph, promised: Promises, threads: int, share: S
             for which in np.flatnonzero(_least(pair, place, name, loss, allowed) > allowed):
                 what = f"{name} differ by {loss[which]:.3g} of a token's size, allowed is {allowed[which]:.3g}"
                 return Difference(f"{what} ({known[which]:.3g} in the first steps),", place.where)
-    return None
+    return Drawn() if extent is None else Drawn.of(promised, extent, len(drawn))
 
 
 def _least(

@@ -38,6 +38,7 @@ from llmforge.quantization import kv_cache
 from llmforge.rewrite import cpu_attention, emulation, pruning
 from llmforge.verification import changed_subgraphs, comparison, drawn_places, probe, promises
 from llmforge.verification.changed_subgraphs import ChangedSubgraph
+from llmforge.verification.drawn_places import Drawn, Extent
 from llmforge.verification.probe import ProbeCall
 from llmforge.verification.promises import Promises, SyntheticStep
 from llmforge.verification.subgraph_session import Arrays, SubgraphSession, multiply_as_stored
@@ -76,7 +77,7 @@ class SubgraphProof:
     steps: int
     reach: int | None  # tokens that the longest step stood behind; None where nothing depends on that
     largest: float
-    drawn: int  # of the steps, at places that nobody could foresee
+    drawn: Drawn  # of the steps, those at places that nobody could foresee
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,7 +85,7 @@ class SubgraphProof:
         kinds = f"{self.kinds} kinds" if self.kinds > 1 else "one kind"
         ran = f"{self.places} changed subgraphs of {kinds}, each with its own weights"
         behind = "" if self.reach is None else f", up to {self.reach} tokens"
-        drawn = f", {self.drawn} of them at drawn places" if self.drawn else ""
+        drawn = f", {self.drawn.steps} of them at drawn places{self.drawn.cut}" if self.drawn.steps else ""
         return ran, f"{self.steps} steps{behind}{drawn}"
 
 
@@ -252,7 +253,7 @@ def prove_all(
     kinds = by_kind(found)
     names = {name for alike in kinds for name in alike[0].inputs}
     known = record(index, names, _tokens(promised) if text is None else text, threads)
-    largest, proven, steps, drawn_steps, reach = 0.0, 0, 0, 0, None
+    largest, proven, steps, drawn, reach = 0.0, 0, 0, Drawn(), None
     pending = [(alike, share, 0) for alike, share in shares(kinds, seed)]
     while pending:
         alike, share, level = pending.pop(0)
@@ -260,14 +261,14 @@ def prove_all(
         outcome = trial.hold(alike)
         if isinstance(outcome, float):
             largest, proven = max(largest, outcome), proven + 1
-            steps, drawn_steps = steps + trial.steps, drawn_steps + trial.drawn
+            steps, drawn = steps + trial.steps, drawn + trial.drawn
             reach = trial.reach if reach is None else max(reach, trial.reach or 0)
         elif level == WIDENED or not alike[0].inputs or not outcome.is_outside:
             return outcome
         else:
             wider = by_kind([each.widened() for each in alike])
             pending += [(each, share, level + 1) for each, share in shares(wider, seed)]
-    return SubgraphProof(len(found), proven, steps, reach, largest, drawn_steps)
+    return SubgraphProof(len(found), proven, steps, reach, largest, drawn)
 
 
 def by_kind(found: Sequence[ChangedSubgraph]) -> list[list[ChangedSubgraph]]:
@@ -313,7 +314,7 @@ class _ToleranceTrial:
     known: Recorded
     share: drawn_places.Share
     steps: int = 0
-    drawn: int = 0
+    drawn: Drawn = field(default_factory=Drawn)
     reach: int | None = None
 
     def hold(self, alike: Sequence[ChangedSubgraph]) -> float | Difference:
@@ -348,9 +349,10 @@ class _ToleranceTrial:
             yield self.known.place, self.known.values
         for place in places(pair, self.promised, self.reach):
             yield place, {}
-        for place in drawn(pair, self.promised, self.reach, self.share):
-            self.drawn += 1
-            yield place, {}
+        if (extent := extent_of(pair, self.promised, self.reach)) is not None:
+            drawn = [*drawn_places.draw(self.promised, extent, self.share)]
+            self.drawn = Drawn.of(self.promised, extent, len(drawn))
+            yield from ((place, {}) for place in drawn)
 
     def _compare(
         self, pair: Pair, place: SyntheticStep, given: Mapping[str, NDArray[Any]], names: Sequence[str]
@@ -398,16 +400,16 @@ def places(pair: Pair, promised: Promises, reach: int | None, tokens: int | None
         yield from promises.every_token(promised)
 
 
-def drawn(pair: Pair, promised: Promises, reach: int | None, share: drawn_places.Share) -> Iterator[SyntheticStep]:
-    """List the steps of `pair` at drawn places; none where each token is treated by itself, at any place alike."""
+def extent_of(pair: Pair, promised: Promises, reach: int | None) -> Extent | None:
+    """Say how far `pair` runs at drawn places; None: each token is treated by itself, at any place alike."""
     if pair.changed.is_token_wise:
-        return
+        return None
     most = int(_DRAWN_PRODUCTS / max(1, pair.changed.size_bytes // 8))  # tokens of all steps
     tokens = min(_most_tokens(pair, promised), promised.context, max(16, 2 * most // drawn_places.DRAWS))
     if reach is not None:
         slot = max(1, CACHE_BYTES // _slots(pair))
         reach = min(reach, 2 * _DRAWN_BYTES // (drawn_places.DRAWS * slot))
-    yield from drawn_places.draw(promised, drawn_places.Extent(reach, tokens, _slots(pair), most), share)
+    return Extent(reach, tokens, _slots(pair), most)
 
 
 def _slots(pair: Pair) -> int:

@@ -184,7 +184,7 @@ class Verifier:
         if not len(self._texts):
             raise _no_text(step)
         measure = self._measure_whole if self._loss is None else self._measure_streamed
-        uneven = lossy_places.hold(
+        places = lossy_places.hold(
             self._before.model,
             after.model,
             self._promises,
@@ -193,9 +193,11 @@ class Verifier:
             seed=self._seed(after),
         )
         result = measure(step, after.model)  # last: whole graphs may run beside
-        if uneven is not None:
-            raise _not_as_declared(step, uneven)
-        return result
+        if isinstance(places, Difference):
+            raise _not_as_declared(step, places)
+        if not places.steps:
+            return result
+        return changed(result, probes=(*result.probes, f"{places.steps} steps at drawn places{places.cut}"))
 
     def _measure_streamed(self, step: Pass, model: ir.Model) -> PassVerification:
         assert self._loss is not None

@@ -21,6 +21,7 @@ from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.quantization.grid import Scale
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Pass
 from llmforge.verification import lossy_places, probe
+from llmforge.verification.drawn_places import Drawn
 
 from ..models import graphs
 
@@ -206,4 +207,5 @@ def test_rows_that_are_selected_in_front_of_the_norm_have_a_name_of_their_own() 
     model = built(replace(SPEC, experts=4))
     before = model.clone()
     check(model)
-    assert lossy_places.hold(before, model, graphs.PROMISES, tolerance=1e-4, threads=1, seed=1) is None
+    held = lossy_places.hold(before, model, graphs.PROMISES, tolerance=1e-4, threads=1, seed=1)
+    assert isinstance(held, Drawn), held

@@ -33,10 +33,14 @@ def hidden(values: np.ndarray) -> np.ndarray:
     return left
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("largest", "largest logits are others"), ("sum_exponentials", "the sum of"), ("draw_row", "draws are others")],
+FAULTS = (
+    ("largest", "largest logits are others"),
+    ("sum_exponentials", "the sum of"),
+    ("draw_row", "draws are others"),
 )
+
+
+@pytest.mark.parametrize(("name", "said"), FAULTS)
 def test_a_kernel_that_is_wrong_for_some_ids_is_refused(name: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     true: Callable[..., Any] = getattr(kernels, name)
     monkeypatch.setattr(kernels, name, lambda values, *rest: true(hidden(values), *rest))

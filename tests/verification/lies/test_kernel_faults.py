@@ -123,6 +123,18 @@ FAULTS = (
         "else y[4 * v + j] = (float)(code - zero) * scale * (row >= 3000 && row < 3500 ? 1.5f : 1.0f);",
     ),
     Fault(
+        "residuals of tokens 40 to 69 of a step",
+        "impl.inc",
+        "if (residual) value = vadd(value, vload(residual + i));",
+        "if (residual && (r < 40 || r > 69)) value = vadd(value, vload(residual + i));",
+    ),
+    Fault(
+        "the softmax of prompts, of blocks with 30 to 39 keys",
+        "impl.inc",
+        "*total = *total * factor + vsum(sum);",
+        "*total = *total * factor + vsum(sum) * (high >= 30 && high < 40 ? 2.0f : 1.0f);",
+    ),
+    Fault(
         "the sixth row of a batch",
         "operators.c",
         "split(work, unit, &batch, &head, &first, &last);\n    if (!kernels->attention(",
@@ -248,7 +260,7 @@ def test_kernels_as_they_are_build(kind: str, begun: dict[str, Path], tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("library", "fault"), [(fault, fault) for fault in FAULTS], indirect=["library"], ids=lambda fault: fault.name
+    ("library", "fault"), [pytest.param(fault, fault, id=fault.name) for fault in FAULTS], indirect=["library"]
 )
 @pytest.mark.usefixtures("library")
 def test_a_wrong_line_fails_the_build(fault: Fault, begun: dict[str, Path], tmp_path: Path) -> None:
