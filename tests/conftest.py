@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +36,30 @@ def pytest_configure(config: pytest.Config) -> None:
         stall.listen()
     elif getattr(config.option, "dist", "no") != "no":
         config.pluginmanager.register(stall.Watch(stall.LIMIT_S))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect tests without searching for garbage, and never search what they are made of.
+
+    The search is half of the time that collecting takes (CPU: 33 s with it, 18 s without), and all that it finds alive
+    (modules, trees, cases) lives to the end.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give the tests of a file whose fixtures live as long as the file to one worker: else each worker makes them."""
+    if not isinstance(item, pytest.Function) or item.get_closest_marker("xdist_group"):
+        return
+    fixtures = item._fixtureinfo.name2fixturedefs.values()
+    if any(definitions[-1].scope == "module" for definitions in fixtures):
+        item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 @pytest.hookimpl(trylast=True)
