@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from llmforge.planning.choice import Probed, Tried
-    from llmforge.quantization.costs import MixedBits, ModelFormats
+    from llmforge.quantization.costs import ModelFormats
     from llmforge.recipe import Recipe
 
 _GOALS = ("latency", "throughput", "size", "quality")
@@ -400,23 +400,7 @@ def _probed(checkpoint: Path, own: Path | None, formats: Sequence[ModelFormats])
         found = probing.probe(checkpoint, text, formats, cache=cache, progress=progress)
     if found.costs is None:
         console.say(f"note: what formats cost this model was not measured: {found.why}")
-    return found if own is not None else replace(found, mix=once(partial(_mixed, checkpoint)))
-
-
-def _mixed(checkpoint: Path, formats: ModelFormats, bits: Sequence[int]) -> MixedBits | None:
-    """Choose bits by linear layer, on the texts that ship with llmforge."""
-    from llmforge import recipes
-    from llmforge.cache import Cache, default_folder, default_size
-    from llmforge.cli import console
-    from llmforge.compile import probing
-
-    text, chats = recipes.TEXT / _TEXTS[0], recipes.TEXT / _CHATS[0]
-    with console.progress() as progress, Cache(default_folder(), default_size()) as cache:
-        try:
-            return probing.mix(checkpoint, text, chats, formats, bits, cache=cache, progress=progress)
-        except DataError as error:
-            console.say(f"note: all layers have one format: {error.message.splitlines()[0]}")
-            return None
+    return found
 
 
 def _adapted(recipe: str, given: Mapping[str, str]) -> str:

@@ -15,17 +15,13 @@ from llmforge.base.progress import Progress
 from llmforge.cache import Cache, installed
 from llmforge.checkpoint import Checkpoint, documents, text
 from llmforge.planning.choice import Probed
-from llmforge.quantization.costs import MixedBits, ModelFormats
+from llmforge.quantization.costs import ModelFormats
 
 LENGTH = 256  # tokens of a window
 # Tokens by parameters. 1,024 tokens of 135 million parameters in three formats take 25 s of CPU time on Zen 5; rounding
 # grows with parameters alone, so that the last of these takes about as long with few tokens.
 TOKENS = ((200_000_000, 1024), (400_000_000, 512), (700_000_000, 256))
 LOGITS = 1 << 26  # that are held at a time, of the checkpoint
-# That bits by layer are priced on besides, as they ask. SmolLM2-135M in 6 bits, weights alone, on documentation and
-# answers: .0248 and .0293; with 12 .0200 and .0233, with 24 .0211 and .0229.
-CHATS = 12
-MOST_MIXED = TOKENS[0][0]  # parameters, of which all bits are priced: 30 s of CPU time for 135 million
 
 
 def probe(
@@ -51,43 +47,6 @@ def probe(
     return Probed(found)
 
 
-def mix(
-    checkpoint: Path,
-    text_file: Path,
-    chats: Path,
-    formats: ModelFormats,
-    bits: Sequence[int],
-    *,
-    cache: Cache,
-    progress: Progress,
-) -> MixedBits | None:
-    """Choose bits by linear layer of a checkpoint that `probe` could run, by its text and some of `chats`.
-
-    None: one format in all layers is best, or it would take long, or the checkpoint has no template for chats: bits
-    that are chosen on documentation alone lose on chats what they gain there.
-
-    Raises:
-        DataError: the template refuses a chat.
-    """
-    from llmforge.calibration import Store, layer_bits
-
-    opened = Checkpoint.open(checkpoint)
-    if opened.chat_template is None or opened.parameters > MOST_MIXED:
-        return None
-    progress.stage("Choose bits by layer")
-    store = Store(cache, tools=installed.digest())
-    return layer_bits.choose(
-        opened,
-        _windows(opened, text_file),
-        _asked(opened, chats),
-        formats,
-        bits,
-        threads=_threads(),
-        store=store,
-        progress=progress,
-    )
-
-
 def _threads() -> int:
     return psutil.cpu_count(logical=False) or 1
 
@@ -108,12 +67,3 @@ def _windows(opened: Checkpoint, text_file: Path) -> list[NDArray[np.int64]]:
 
     cut = texts.windows_of(opened, documents.read_documents(text_file), _length(opened))
     return [window.ids for window in text.spread(cut, _tokens(opened))]
-
-
-def _asked(opened: Checkpoint, chats: Path) -> list[NDArray[np.int64]]:
-    """Write chats that nobody has answered as the checkpoint's template has them, up to where it would answer."""
-    from llmforge.compile import texts
-
-    read = documents.read_documents(chats)
-    some = [read[at * len(read) // CHATS] for at in range(min(CHATS, len(read)))]
-    return [window.ids for window in text.windows(text.ids_of(some, texts.encoder_of(opened)), _length(opened))]

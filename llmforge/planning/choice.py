@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from llmforge.planning import building, scheme
 from llmforge.planning.render import Planned
-from llmforge.quantization.costs import MixedBits, ModelFormats, ProbedCosts
+from llmforge.quantization.costs import ModelFormats, ProbedCosts
 from llmforge.rewrite import declared
 from llmforge.rewrite.traits import Deployment, Goal, Proposal
 
@@ -26,7 +26,6 @@ _LEAST, _LEAST_RATIO = 0.002, 0.01  # limits of the KLD, and of the perplexity r
 END_SHIFT = 1.0  # limit of how far ln p(end) may move either way, nats; SmolLM2-135M in 6 bits: .32
 
 Named = tuple[str, Proposal]  # a pass, and a way to use it
-Mix = Callable[[ModelFormats, tuple[int, ...]], MixedBits | None]  # of bits, in the size of formats
 
 
 @dataclass(frozen=True)
@@ -36,18 +35,6 @@ class Probed:
     costs: ProbedCosts | None = None
     why: str = ""
     runs_by_layer: bool = True  # as calibration, too, wants it
-    mix: Mix | None = None  # chooses bits by linear layer; None: nothing is priced
-
-    def mixed(self, each: Proposal) -> Proposal:
-        """Give linear layers bits of their own, where that was measured to lose less in as many bytes."""
-        uniform = None if self.costs is None or each.formats is None else self.costs.of(each.formats)
-        if uniform is None or self.mix is None or not each.mixes:
-            return each
-        found = self.mix(uniform.formats, each.mixes)
-        if found is None or found.kld >= uniform.kld:
-            return each
-        finer = tuple(bits for bits in each.mixes if bits > min(bits for _, bits in found.layer_bits))
-        return replace(each, mixed=found, adds=lambda costs: each.share * found.kld + costs.activations, retreat=finer)
 
 
 @dataclass(frozen=True)
@@ -99,9 +86,7 @@ class ProposedPasses:
         """Choose one way to store weights, and of all other proposals each; with limits that were predicted."""
         costs = probed.costs
         weights = self._weights([each for _, each in self.proposed if each.stores.weights is not None], costs)
-        kept = [
-            (name, probed.mixed(each)) for name, each in self.proposed if each.stores.weights is None or each is weights
-        ]
+        kept = [(name, each) for name, each in self.proposed if each.stores.weights is None or each is weights]
         return [(name, limited(self._retreating(each, costs), costs)) for name, each in kept]
 
     def _retreating(self, each: Proposal, costs: ProbedCosts | None) -> Proposal:

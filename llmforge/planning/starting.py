@@ -269,9 +269,6 @@ class _Lines:
         yield f"# {begin}{of_numbers}. Budgets and gates stand at {choice.MARGIN:g} times what that predicts."
         if share := next((each.share for _, each in self.proposed if each.observes), None):
             yield f"# method: importance weighs errors by what layers read, which leaves {share:g} of that or less."
-        for bits, mixed in [(each.bits, each.mixed) for _, each in self.proposed if each.mixed is not None]:
-            yield f"# layer_bits: what each loses was predicted on {count(mixed.tokens)} tokens, chats among them."
-            yield f"# KLD {mixed.kld:.2g} in the bytes of {bits} bits in all of them, measured as above."
 
     def _validation(self, tokens: int) -> Iterator[str]:
         plan = self.planned.plan

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from llmforge.quantization.grid import Grid
-from llmforge.quantization.statistics import LayerBits
 
 
 @dataclass(frozen=True)
@@ -25,27 +24,6 @@ class FormatCost:
     formats: ModelFormats
     kld: float
     size_bytes: int
-
-
-@dataclass(frozen=True)
-class MixedBits:
-    """Bits by linear layer, in as many bytes as one format takes: globs of parameters that have others than it.
-
-    They were chosen by prices on so many `tokens`; `kld`, nats a token, was measured where the format's was.
-    """
-
-    layer_bits: LayerBits
-    tokens: int
-    kld: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Write it as JSON has it."""
-        return asdict(self)
-
-    @classmethod
-    def read(cls, found: Mapping[str, Any]) -> MixedBits:
-        """Read what `to_json` wrote."""
-        return cls(tuple((glob, bits) for glob, bits in found["layer_bits"]), found["tokens"], found["kld"])
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from llmforge.quantization.formats import KvFormat
 from llmforge.targets import Target
 
 if TYPE_CHECKING:
-    from llmforge.quantization.costs import MixedBits, ModelFormats, ProbedCosts
+    from llmforge.quantization.costs import ModelFormats, ProbedCosts
     from llmforge.quantization.grid import Grid, Scale
 
 Goal = Literal["latency", "throughput", "size", "quality"]
@@ -120,8 +120,6 @@ class Proposal:
     bits: int = 16  # of a weight, for the goal `size`
     formats: ModelFormats | None = None  # that a probe can measure
     adds: Callable[[ProbedCosts], float] | None = None  # nats a token, by what a probe measured; None: that is unknown
-    mixes: tuple[int, ...] = ()  # bits that linear layers may have in the size of `bits`
-    mixed: MixedBits | None = None  # what they have; None: `bits`
     retreat: tuple[int, ...] = ()  # bits that layers may get where the budget is exceeded
     max_bytes: int | None = None  # that all weights may then take; None: no layer retreats
     rerounds: bool = False  # what layers read is rounded to int8 before it and after it, not to the same numbers
@@ -136,11 +134,8 @@ class Proposal:
         return self.adds(costs) + 2 * costs.activations * self.rerounds
 
     def line(self, name: str) -> str:
-        """Write the entry of a recipe's passes, on several lines where layers retreat or have bits of their own."""
+        """Write the entry of a recipe's passes, on several lines where layers retreat."""
         budget = f"budget: {{kld_mean: {self.kld:g}}}"
-        if self.mixed is not None:
-            given = "".join(f'\n        "{glob}": {bits},' for glob, bits in self.mixed.layer_bits)
-            budget += f",\n      layer_bits: {{{given}\n      }}"
         if self.retreat and self.max_bytes is not None:
             bits = ", ".join(map(str, self.retreat))
             budget += f",\n      retreat: {{bits: [{bits}], max_bytes: {self.max_bytes}}}"

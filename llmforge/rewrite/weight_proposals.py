@@ -16,8 +16,7 @@ NATIVE_KLD = 0.1  # … of 5 and 6 bits rounded to nearest
 # SmolLM2-135M .2 on documentation, of which calibration text was, and .6 on chats.
 CALIBRATED_SHARE = 0.45
 _BLOCK = 32
-# What `importance` leaves of it: 6 bits of SmolLM2-135M .41 on documentation and .46 on answers of chats; with bits by
-# layer .45 and .67.
+# What `importance` leaves of it: 6 bits of SmolLM2-135M .41 on documentation and .46 on answers of chats.
 IMPORTANCE_SHARE = 0.6
 # Bits, method, and bits of embedding and head that the CPU kernels have with int8 scales, the smallest first. Rounding
 # to nearest is for what cannot be run layer by layer.
@@ -26,8 +25,6 @@ _NATIVE = (
     *((6, "importance", 6), (6, "rtn", 6), (8, "rtn", 8)),
 )
 _SHARES = {"gptq": CALIBRATED_SHARE, "importance": IMPORTANCE_SHARE}
-
-_MIXED = (4, 5, 6, 8)  # bits of linear layers and tables that are rounded to nearest, in the size of one of them
 
 
 def of_weights(name: str, there: Deployment) -> Iterator[Proposal]:
@@ -68,7 +65,6 @@ def _native(name: str) -> Iterator[Proposal]:
             bits=bits,
             formats=formats,
             adds=_adds(formats, share),
-            mixes=() if calibrated or bits == _MIXED[-1] else _MIXED,
             retreat=tuple(dict.fromkeys(each for each, _, _ in _NATIVE if each > bits)),
         )
 

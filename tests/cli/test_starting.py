@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from llmforge import recipes, targets
 from llmforge.base import extras
-from llmforge.calibration import layer_bits, probe
+from llmforge.calibration import probe
 from llmforge.checkpoint import documents
 from llmforge.cli import cli, planning, starting
 from llmforge.compile import probing, trial
@@ -19,8 +19,6 @@ from llmforge.measure import ceilings, machine
 from llmforge.metrics import units
 from llmforge.planning import request
 from llmforge.planning.choice import UNTRIED, Probed
-from llmforge.quantization.costs import MixedBits, ModelFormats
-from llmforge.quantization.grid import Grid
 from llmforge.recipe import Recipe
 
 from ..models import zoo_classic
@@ -240,36 +238,6 @@ def test_windows_of_a_probe_fit_a_short_context(home: Path, monkeypatch: pytest.
     result = invoke("init", "biogpt")
     assert result.exit_code == 0, result.stderr
     assert "# Measured, KLD on " in (home / "biogpt.yaml").read_text()
-
-
-@pytest.mark.parametrize("template", ["own", "none", "refusing"])
-def test_bits_by_layer_are_priced_on_chats_as_they_ask(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], template: str
-) -> None:
-    formats = ModelFormats(Grid(6, 32, False, "int8"), Grid(6, 32, True, "int8"))
-    found = MixedBits((("model.layers.0.*", 8),), 2048, 0.01)
-    seen: list[tuple[int, int]] = []
-
-    def choose(opened: object, windows: list[Any], chats: list[Any], *_: object, **__: object) -> MixedBits:
-        seen.append((sum(map(len, windows)), len(chats)))
-        return found
-
-    monkeypatch.setattr(layer_bits, "choose", choose)
-    shutil.copytree(
-        SAMPLE, home / "m", ignore=shutil.ignore_patterns("chat_template.jinja" if template == "none" else "")
-    )
-    if template == "refusing":
-        (home / "m" / "chat_template.jinja").write_text("{{ raise_exception('no roles') }}")
-    assert starting._mixed(home / "m", formats, (4, 5, 6, 8)) == (found if template == "own" else None)
-    if template == "own":
-        [(tokens, chats)] = seen
-        assert 512 <= tokens <= 1100
-        assert chats >= probing.CHATS
-    else:
-        assert not seen
-        assert ("note: all layers have one format: " in capsys.readouterr().err) == (template == "refusing")
-    monkeypatch.setattr(probing, "MOST_MIXED", 10**6)
-    assert starting._mixed(home / "m", formats, (4, 5, 6, 8)) is None
 
 
 @pytest.mark.parametrize("folder", ["Meta-Llama_3.1 (8B)", "模型", "x" * 300, "..."])

@@ -13,7 +13,7 @@ from llmforge import passes, targets
 from llmforge.backends import BackendName
 from llmforge.planning import choice, starting
 from llmforge.planning.choice import Probed, Tried
-from llmforge.quantization.costs import FormatCost, MixedBits, ModelFormats, ProbedCosts
+from llmforge.quantization.costs import FormatCost, ModelFormats, ProbedCosts
 from llmforge.recipe import Recipe
 from llmforge.rewrite import weight_proposals
 from llmforge.rewrite.traits import Goal
@@ -33,13 +33,12 @@ def recipe(
     backend: BackendName | None = None,
     tried: Tried = choice.UNTRIED,
     runs_by_layer: bool = True,
-    mix: choice.Mix | None = None,
 ) -> Recipe:
     def probe(formats: Sequence[ModelFormats]) -> Probed:
         if isinstance(klds, str):
             return Probed(why=klds, runs_by_layer=runs_by_layer)
         of = tuple(FormatCost(each, klds[each.linears.bits], int(SIZES[each.linears.bits])) for each in formats)
-        return Probed(ProbedCosts(1024, 134_515_008, of, cache=0.0013, activations=0.0027), mix=mix)
+        return Probed(ProbedCosts(1024, 134_515_008, of, cache=0.0013, activations=0.0027))
 
     config = PUBLIC["llama-3.1-8b"]
     if shape == "smollm2-135m":
@@ -89,32 +88,6 @@ def test_layers_may_retreat_up_to_the_size_of_the_next_format(tmp_path: Path) ->
     assert "# retreat: where the weights exceed their budget" in (tmp_path / "recipe.yaml").read_text()
     exported = options(recipe(tmp_path, SMOLLM2, backend="gguf"), "quantize-weights")
     assert "retreat" not in exported
-
-
-def test_linear_layers_have_bits_of_their_own_where_that_loses_less(tmp_path: Path) -> None:
-    asked: list[tuple[ModelFormats, tuple[int, ...]]] = []
-
-    def mix(kld: float) -> choice.Mix:
-        def chosen(formats: ModelFormats, bits: tuple[int, ...]) -> MixedBits:
-            asked.append((formats, bits))
-            return MixedBits((("model.layers.[0]*.mlp.*", 5), ("model.embed_tokens.weight", 8)), 2048, kld)
-
-        return chosen
-
-    found = recipe(tmp_path, SMOLLM2, mix=mix(0.018))
-    said = options(found, "quantize-weights")
-    assert weights(found) == (6, "importance")
-    assert said["layer_bits"] == {"model.layers.[0]*.mlp.*": 5, "model.embed_tokens.weight": 8}
-    assert said["retreat"] == {"bits": [6, 8], "max_bytes": SIZES[8]}
-    assert said["budget"] == {"kld_mean": pytest.approx(0.027)}  # 2 · (.6 · .018 + .0027)
-    assert found.gates["kld_mean"].max == pytest.approx(0.03)
-    assert [(formats.linears.bits, bits) for formats, bits in asked] == [(6, (4, 5, 6, 8))]
-    assert "KLD 0.018 in the bytes of 6 bits in all of them" in (tmp_path / "recipe.yaml").read_text()
-    assert "layer_bits" not in options(recipe(tmp_path, SMOLLM2, mix=mix(0.026)), "quantize-weights"), "no less"
-    asked.clear()
-    assert "layer_bits" not in options(recipe(tmp_path, SMOLLM2, "size", mix=mix(0.0)), "quantize-weights")
-    assert "layer_bits" not in options(recipe(tmp_path, SMOLLM2, "quality", mix=mix(0.0)), "quantize-weights")
-    assert not asked, "GPTQ and 8 bits have one format"
 
 
 def test_limits_stand_above_what_is_predicted(tmp_path: Path) -> None:
