@@ -2,7 +2,7 @@
 
 Of the inputs x of a matrix, H = Σ x xᵀ is taken to be D + μ μᵀ: their mean μ, and their variance by channel. Scales
 are searched with the squares of the inputs as weights (as llama.cpp's importance matrix weighs them), and codes are
-those of GPTQ with this H: the error that a row makes of the mean input, the same for each token, is fed back to the
+chosen column by column, as optimal brain quantization has it with this H: the error that a row makes of the mean input, the same for each token, is fed back to the
 columns that are still to come. One run forwards gives both; figures stand in docs/quantization-method.md.
 """
 
@@ -20,7 +20,7 @@ from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import Float32, QuantizedMatrix, require_finite, round_to_nearest
 from llmforge.quantization.methods.base import NO_INPUTS, InputStatistic, LayerInputs, Method
 
-STEPS = 20  # ranges that are tried for a block, as gptq has them
+STEPS = 20  # ranges that are tried for a block
 DAMPING = 0.01  # of the mean square, added to each variance
 
 
