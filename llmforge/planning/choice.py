@@ -13,8 +13,9 @@ from llmforge.rewrite import declared
 from llmforge.rewrite.traits import Deployment, Goal, Proposal
 
 # KLD that an artifact may be predicted to have, nats a token, on the text of the probe. Chats lose up to 1.3 times as
-# much where weights are rounded to nearest (docs/quantization.md).
-ALLOWED: Mapping[Goal, float] = {"latency": 0.04, "throughput": 0.04, "size": 0.08, "quality": 0.01}
+# much where weights are rounded to nearest (docs/quantization.md). SmolLM2-135M: 0.034, 0.044 on answers, with 5 bits
+# (5.94 in all), which are predicted at 0.037; 0.012 and 0.015 with 6 (6.73).
+ALLOWED: Mapping[Goal, float] = {"latency": 0.03, "throughput": 0.03, "size": 0.08, "quality": 0.01}
 MARGIN = 2.0  # of limits over predictions: the probe reads few tokens, and other text than evaluation
 CALIBRATION_TOKENS = 8192  # of the recipes that are written
 # … where they are read once, forwards. SmolLM2-135M in 6 bits, weights alone, on documentation and answers: 256 tokens

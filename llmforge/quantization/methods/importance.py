@@ -1,9 +1,10 @@
 """Rounding to nearest that knows of each input how large it is, and what it is on average.
 
-Of the inputs x of a matrix, H = Σ x xᵀ is taken to be D + μ μᵀ: their mean μ, and their variance by channel. Scales
-are searched with the squares of the inputs as weights (as llama.cpp's importance matrix weighs them), and codes are
-chosen column by column, as optimal brain quantization has it with this H: the error that a row makes of the mean input,
-the same for each token, is fed back to the columns that are still to come. One run forwards gives both; figures stand in docs/quantization-method.md.
+Of the inputs x of a matrix, H = Σ x xᵀ is taken to be D + μ μᵀ: their mean μ, and their variance by channel. Scales are
+searched with the squares of the inputs as weights (as llama.cpp's importance matrix weighs them), and codes are chosen
+column by column, as optimal brain quantization has it with this H: the error that a row makes of the mean input, the
+same for each token, is fed back to the columns that are still to come. One run forwards gives both; figures stand in
+docs/quantization-method.md.
 """
 
 from __future__ import annotations
