@@ -129,7 +129,7 @@ def test_the_loss_on_text_is_that_of_the_whole_graph(tmp_path: Path) -> None:
     for expected, got, each in zip(whole[0], parts[0], run.steps, strict=True):
         np.testing.assert_allclose(got[each.valid], expected.logits, atol=1e-5)
     result = check(step, model, tmp_path)
-    assert result.probes == ("121 tokens of text, piece by piece",)
+    assert result.probes[0] == "121 tokens of text, piece by piece"
     assert result.kld_mean is not None
     assert 1e-4 < result.kld_mean < 1.0
 
@@ -178,7 +178,7 @@ def test_tables_are_read_in_blocks_and_weights_as_they_are_stored(tied: bool) ->
 def test_a_lossy_pass_over_its_budget_is_measured_where_graphs_are_streamed(tmp_path: Path) -> None:
     step = QuantizeWeights(budget=Budget(kld_mean=1e-6), bits=4, block_size=32, method="rtn")
     found = check(step, model_with_lazy_weights(), tmp_path)
-    assert found.probes == ("121 tokens of text, piece by piece",)
+    assert found.probes[0] == "121 tokens of text, piece by piece"
     assert found.kld_mean is not None
     assert found.kld_mean > found.budget == 1e-6
 
