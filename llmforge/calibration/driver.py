@@ -346,7 +346,7 @@ def _walk(
             done.append(kept or store.save(own, index, made))
             if keeps and index + 1 < len(found):
                 store.keep_states(own, index + 1, (state.cpu().numpy() for side in sides for state in side))
-    if run.asked.channels and tables is not None and not tables.inputs:
+    if run.asked.channels and not tables.inputs:
         tables = store.save(own, len(found), replace(tables, inputs=measure_head(skeleton, ids, original)))
     store.drop_states(own, len(found) - 1)
     store.drop_gradients(own)

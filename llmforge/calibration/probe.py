@@ -82,19 +82,16 @@ def measure(
         with torch.no_grad(), fixed(1), ThreadPoolExecutor(threads) as pool:
             return _measure(checkpoint, windows, formats, pool.map, progress).to_json()
 
-    own = key_of(checkpoint, windows, list(map(repr, formats)), store.tools, __name__)
+    own = _key(checkpoint, windows, formats, store.tools)
     return ProbedCosts.read(store.figures("probed-formats", own, compute))
 
 
-def key_of(checkpoint: Checkpoint, windows: Sequence[Ids], asked: object, tools: str, module: str) -> str:
-    """Hash all that figures depend on, but what decides their last bits alone: threads and processor.
-
-    `asked` is shown by its `repr`, and the code is that of `module`, with what it imports.
-    """
+def _key(checkpoint: Checkpoint, windows: Sequence[Ids], formats: Sequence[ModelFormats], tools: str) -> str:
+    """Hash all that figures depend on, but what decides their last bits alone: threads and processor."""
     digest = hashlib.sha256(checkpoint.digest.encode())
     for ids in windows:
         digest.update(np.int64(len(ids)).tobytes() + ids.tobytes())
-    digest.update(repr((asked, tools, Code().digest(module))).encode())
+    digest.update(repr((list(map(repr, formats)), tools, Code().digest(__name__))).encode())
     return digest.hexdigest()
 
 
