@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PROMPT ?= If the file does not exist,
 
-.PHONY: help quickstart demo test test-slow test-thorough docs wheels triton verify-gpu cuda-device lint types contracts check clean
+.PHONY: help quickstart demo test test-slow test-thorough docs wheels triton vllm verify-gpu cuda-device lint types contracts check clean
 
 help:  ## Show this help
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -39,6 +39,9 @@ wheels: $(VENV)/.dev  ## Build the sdist and a wheel for each processor, into di
 
 triton: $(VENV)/.dev  ## Prepare the Triton server that tests start, in the user's cache (tests/servers/triton_env.py)
 	$(BIN)/python tests/servers/triton_env.py
+
+vllm: $(VENV)/.dev  ## Prepare vLLM for CPUs in build/runtimes, for `--runtime vllm=PYTHON` (docs/other-runtimes.md)
+	$(BIN)/python -m tests.models.runtimes vllm build/runtimes
 
 verify-gpu: cuda-device $(VENV)/.gpu  ## Verify everything on this machine's CUDA GPU, VENV=.venv-gpu, in LEASE=40m if given
 	$(BIN)/python -m benchmarks.verify_gpu $(if $(LEASE),--lease $(LEASE))

@@ -150,10 +150,16 @@ class ExportFormat:
 
     servers: str  # "vLLM or SGLang"
     serve: str  # the command of one of them; `{engine}` is the folder
-    runtime: Literal["transformers", "llama-cpp"]  # that runs what was written on a CPU (llmforge.metrics.agreement)
+    emulated_by: Literal["transformers"] | None  # what else runs it on a CPU, to tell how it computes
+    served_by: Literal["vllm", "llama-cpp"]  # that of the servers which runs it on a CPU
     codes: frozenset[str]  # that it holds, by what shares a scale (`llmforge.rewrite.traits.Codes`)
     block: int  # weights that share a scale, best
     tables: bool  # it holds codes of embedding and head, too
+
+    @property
+    def runtimes(self) -> tuple[Literal["transformers", "vllm", "llama-cpp"], ...]:
+        """What runs it on a CPU, a server first (llmforge.metrics.agreement)."""
+        return (self.served_by,) if self.emulated_by is None else (self.served_by, self.emulated_by)
 
 
 @dataclass(frozen=True)

@@ -302,13 +302,12 @@ class _Measuring:
         with contextlib.ExitStack() as held:
             logits: Callable[..., NDArray[np.float32]] = self.runner.logits
             if asked.proxy is not None:
-                title = None
+                backend, runtime, version = of_provider(asked.engine.config.provider), None, ""
                 if asked.interpreters:
-                    vocabulary = self.runner.config.vocabulary
-                    other = held.enter_context(runtimes.opened(asked.artifact, vocabulary, asked.interpreters[0]))
-                    logits, title = other.logits, other.title
-                provider = of_provider(asked.engine.config.provider).name
-                self.notes.append(export_proxy.note(provider, self.runner.config, title))
+                    chosen = self._closest_to_servers()
+                    other = held.enter_context(runtimes.opened(asked.artifact, self.runner.config.vocabulary, chosen))
+                    logits, runtime, version = other.logits, chosen.runtime, other.title
+                self.notes.append(export_proxy.note(backend.name, self.runner.config, runtime, version))
             moved = self._recipe_quality.compare(logits, expected, compared)
             if (apart := quality_metrics.answers_apart(moved)) is not None:
                 self.notes.append(f"quality: {apart}")
@@ -331,12 +330,25 @@ class _Measuring:
         self.progress.stage("Measure latency")
         if baseline is not None:
             theirs = TimedModel(baseline.description, baseline.generate, baseline.load_seconds)
-        described = engine_description(self.runner, asked.threads)
-        ours = TimedModel.of_runner(self.runner, description=described, load_seconds=self.load_seconds)
         runs = RecipeLatency(asked.artifact, self.runner, spec, asked.target, asked.read, asked.threads, asked.ranks)
-        timed = runs.run(ours, theirs, asked.engine.size_bytes, self.progress.advance)
+        with contextlib.ExitStack() as held:
+            if asked.proxy is None:
+                described = engine_description(self.runner, asked.threads)
+                ours = TimedModel.of_runner(self.runner, description=described, load_seconds=self.load_seconds)
+            else:
+                vocabulary, server = self.runner.config.vocabulary, self._closest_to_servers()
+                other = held.enter_context(runtimes.opened(asked.artifact, vocabulary, server))
+                ours = TimedModel(other.title, other.generate, other.loaded_s())
+            timed = runs.run(ours, theirs, asked.engine.size_bytes, self.progress.advance)
         self.notes.extend(runs.notes)
         return timed
+
+    def _closest_to_servers(self) -> Interpreter:
+        """Of what runs the artifact for servers here, return the server itself, else what emulates it."""
+        assert self.asked.engine is not None
+        record = of_provider(self.asked.engine.config.provider).export_format
+        assert record is not None
+        return min(self.asked.interpreters, key=lambda each: record.runtimes.index(each.runtime))
 
     def _tasks(self, names: Sequence[str]) -> tuple[TaskResult, ...]:
         asked = self.asked

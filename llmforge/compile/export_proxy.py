@@ -21,7 +21,7 @@ from llmforge.base.progress import Progress
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
 from llmforge.ir.operators.standard import DequantizeLinear, MatMul
-from llmforge.metrics.agreement import DISTRIBUTIONS
+from llmforge.metrics.agreement import RuntimeName
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Pass
 from llmforge.runtime.config import RuntimeConfig
@@ -91,14 +91,14 @@ def _without_fp8_products(model: ir.Model) -> ir.Model:
     return copy
 
 
-def note(backend: BackendName, config: RuntimeConfig, runtime: str | None) -> str:
-    """Say what quality is of; `runtime` has run what was written."""
+def note(backend: BackendName, config: RuntimeConfig, runtime: RuntimeName | None, version: str) -> str:
+    """Say what quality is of; a `runtime`, by its `version`, has run what was written."""
     record = BACKENDS[backend].export_format
     assert record is not None
     if runtime is not None:
-        return f"quality: of the files in engine/, as {runtime} runs them on a CPU; {record.servers} did not run here"
+        emulated = "" if runtime == record.served_by else f"; emulated: {record.servers} did not run here"
+        return f"quality: of the files in engine/, as {version} runs them on a CPU{emulated}"
     return (
-        f"quality: of the same graph, as llmforge's own engine (ONNX Runtime {config.onnxruntime}) runs it on a CPU; "
-        f"neither {DISTRIBUTIONS[record.runtime]} nor {record.servers} ran engine/, whose codes were read back and are "
-        "equal"
+        f"quality: emulated, of the same graph, as llmforge's own engine (ONNX Runtime {config.onnxruntime}) runs it "
+        f"on a CPU; {record.servers} did not run engine/, whose codes were read back and are equal"
     )

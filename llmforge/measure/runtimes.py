@@ -41,6 +41,7 @@ _INSTALL: Mapping[RuntimeName, str] = {
     "onnxruntime-genai": "onnxruntime-genai",
     "optimum": "optimum-onnx onnxruntime",
     "transformers": "transformers compressed-tensors torch",
+    "vllm": "vllm",
     "llama-cpp": "llama-cpp-python",
 }
 
@@ -166,6 +167,34 @@ class Opened:
             raise RunFailed(f"{self.title}: {error}", hint="remove it from `validation.runtimes`") from error
         self._file.unlink()
         return found
+
+    def generate(self, ids: NDArray[np.int64], tokens: int) -> Iterator[int]:
+        """Continue prompts [B, S] greedily; yield 1, 2, … `tokens`, as soon as each prompt has so many more tokens.
+
+        Raises:
+            RunFailed: it ended, was too late, or said what is no answer.
+        """
+        try:
+            self._process.write({"generate": ids.tolist(), "tokens": tokens})
+            for number in range(1, tokens + 1):
+                said = self._process.read(TIMEOUT_S)
+                if said.get("token") != number:
+                    raise RuntimeFailed(f"replied with {shown(said)}, where token {number} was expected")
+                yield number
+        except RuntimeFailed as error:
+            raise RunFailed(f"{self.title}: {error}", hint="remove `latency` of the recipe's validation") from error
+
+    def loaded_s(self) -> float:
+        """Wait until the artifact is loaded, and tell how many seconds that took.
+
+        Raises:
+            RunFailed: it does not load it.
+        """
+        try:
+            self._process.write({"loaded": True})
+            return float(self._process.read(TIMEOUT_S)["loaded_s"])
+        except (RuntimeFailed, LookupError, TypeError, ValueError) as error:
+            raise RunFailed(f"{self.title}: {error}", hint="remove `latency` of the recipe's validation") from error
 
 
 @contextlib.contextmanager

@@ -14,12 +14,13 @@ from llmforge.metrics.quality import PROMPT_TOKENS
 from llmforge.metrics.record import ReportRecord
 from llmforge.metrics.studentized import bounds, studentized
 
-RuntimeName = Literal["onnxruntime-genai", "optimum", "transformers", "llama-cpp"]
+RuntimeName = Literal["onnxruntime-genai", "optimum", "transformers", "vllm", "llama-cpp"]
 RUNTIMES: tuple[RuntimeName, ...] = get_args(RuntimeName)
 DISTRIBUTIONS: dict[RuntimeName, str] = {
     "onnxruntime-genai": "onnxruntime-genai",
     "optimum": "optimum-onnx",
     "transformers": "transformers",
+    "vllm": "vllm",
     "llama-cpp": "llama-cpp-python",
 }
 PROMPTS, TOKENS = 16, 64  # beginnings of documents, and tokens of an answer

@@ -269,11 +269,11 @@ class Recipe(Section):
         passes = [cls for cls in self._with_plugins(registry) if cls.name in named]
         hint = "see recipes/portable.yaml and recipes/genai.yaml"
         record = BACKENDS[self.engine.backend].export_format
-        if record is not None and runtime == record.runtime:
+        if record is not None and runtime in record.runtimes:
             return None
         if record is not None:
-            return f"{runtime} cannot load a {self.engine.backend} artifact", f"its runtime is {record.runtime}"
-        others = {each.export_format.runtime for each in BACKENDS.values() if each.export_format is not None}
+            return f"{runtime} cannot load a {self.engine.backend} artifact", f"choose {' or '.join(record.runtimes)}"
+        others = {name for each in BACKENDS.values() if each.export_format for name in each.export_format.runtimes}
         if runtime in others or self.engine.backend != "onnxruntime":
             return f"{runtime} cannot load engines of the backend {self.engine.backend}", hint
         if own := [cls.name for cls in passes if cls.own_operators]:

@@ -63,10 +63,23 @@ class ValidationSpec(Section):
         if self.runtimes and longest < PROMPT_AND_ANSWER:
             what = f"prompts and answers of {PROMPT_AND_ANSWER} tokens exceed engine.max_context, {longest}"
             yield Contradiction(("runtimes",), what)
-        if (record := BACKENDS[engine.backend].export_format) is not None:
-            hint = f"serve the artifact, `{record.serve.format(engine='ARTIFACT/engine')}`, and measure it there"
-            for key in ("latency", "tasks"):
-                if getattr(self, key) is not None:
-                    yield Contradiction((key,), f"is measured on what serves, and that is {record.servers}", hint)
+        yield from self._not_in_servers(engine)
         if self.latency is not None:
             yield from (each.inside("latency") for each in self.latency.overloads(engine))
+
+    def _not_in_servers(self, engine: EngineSpec) -> Iterator[Contradiction]:
+        """Find what is not measured on files that servers of others load; times are where one of them runs here."""
+        if (record := BACKENDS[engine.backend].export_format) is None:
+            return
+        if self.tasks is not None:
+            hint = f"serve the artifact, `{record.serve.format(engine='ARTIFACT/engine')}`, then `llmforge eval --url`"
+            yield Contradiction(("tasks",), f"are answered by what serves, and that is {record.servers}", hint)
+        if self.latency is None:
+            return
+        if record.served_by not in self.runtimes:
+            hint = f"add {record.served_by} to `runtimes`, which measures in it"
+            yield Contradiction(("latency",), f"is measured on what serves, and that is {record.servers}", hint)
+        for key in ("surface", "workloads", "starts"):
+            if getattr(self.latency, key):
+                what = f"is measured of llmforge's own engines alone, and {record.servers} loads this one"
+                yield Contradiction(("latency", key), what, "leave it out")

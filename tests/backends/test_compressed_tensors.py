@@ -20,6 +20,8 @@ from safetensors import safe_open
 
 from llmforge import passes, targets
 from llmforge.backends.compressed_tensors import builder as compressed_tensors
+from llmforge.backends.compressed_tensors import servers
+from llmforge.backends.compressed_tensors.builder import LayerScheme
 from llmforge.backends.engines import BuildRequest, exporter
 from llmforge.backends.exported_parameters import Exported, check_passes
 from llmforge.base.errors import UnsupportedError, VerificationError
@@ -332,3 +334,21 @@ def test_compressed_tensors_decompresses_the_weights_that_the_graph_has(
         [made] = [each for each in export(bf16_llama, step)[1].quantized.items() if each[0] == f"{LAYER}.weight"]
         wanted = dequantize(made[1].read())  # type: ignore[union-attr]
     assert np.array_equal(theirs, wanted)
+
+
+def test_the_documentation_has_the_table_of_servers() -> None:
+    page = Path(__file__).parents[2] / "docs/other-runtimes.md"
+    assert servers.table() in page.read_text(encoding="utf-8")
+
+
+def test_every_format_that_is_written_stands_in_the_table_of_servers() -> None:
+    written = {
+        LayerScheme("pack-quantized", bits, "int", 32, True).format_name for bits in (4, 8)
+    } | {
+        LayerScheme("float-quantized", 8, "float", None, True, inputs).format_name
+        for inputs in ("none", "static", "per_token")
+    } | {LayerScheme("int-quantized", 8, "int", None, True, inputs).format_name for inputs in ("static", "per_token")}  # fmt: skip
+    assert written == set(servers.SERVERS)
+    assert servers.described(frozenset({"int4", "int8"})) == (
+        "by their sources: vLLM on GPUs 0.32.0, SGLang 0.5.23; refused by: vLLM on CPUs 0.32.0, TensorRT-LLM of 2026-11"
+    )

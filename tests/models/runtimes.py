@@ -1,6 +1,8 @@
 """Environments of other runtimes, each made from a file of requirements in tests/runtimes/.
 
 LLMFORGE_TEST_ENVIRONMENTS names a folder that keeps the environments between runs; else they are made anew.
+
+    python -m tests.models.runtimes vllm build/runtimes    # make that of vLLM there, or leave it as it is
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import sys
 from pathlib import Path
 
 RUNTIMES = Path(__file__).parents[1] / "runtimes"
+REMOVE = "# remove: "  # packages that others demand, and that break here
 
 
 def environment(name: str, scratch: Path) -> Path:
@@ -23,5 +26,12 @@ def environment(name: str, scratch: Path) -> Path:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
         install = [python, "-m", "pip", "install", "--quiet", "--requirement", RUNTIMES / f"{name}.txt"]
         subprocess.run(install, check=True)
+        removed = [line.removeprefix(REMOVE).split() for line in wanted.splitlines() if line.startswith(REMOVE)]
+        if removed:
+            subprocess.run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *removed[0]], check=True)
         done.write_text(wanted)
     return python
+
+
+if __name__ == "__main__":
+    print(environment(sys.argv[1], Path(sys.argv[2])))

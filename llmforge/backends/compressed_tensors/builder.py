@@ -14,8 +14,7 @@ What passes made of a weight [N, K] decides how it stands there (compressed_tens
   `activations: static` also `input_scale` fp32 [1]; with `per_token` the servers make the scales of tokens.
 - `int-quantized`, of quantize-channels in int8 with activations: `weight` int8 [N, K], the same scales.
 
-TensorRT-LLM reads `float-quantized` with `per_token` alone (quant_config_utils.py): weights without activations and
-`static` ones end with an error there, and int8 with `per_token` is taken for fp8.
+`servers` has which servers load which of them.
 
 Servers hold the scales of packed codes in the dtype that they compute in: they must be fp16, and config.json says so.
 All other tensors are copied. What was written is read back and compared, code by code. The same input gives the same
@@ -29,13 +28,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal
+from typing import Any, BinaryIO, Final, Literal, cast
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.backends import signatures
+from llmforge.backends.compressed_tensors import servers
+from llmforge.backends.compressed_tensors.servers import FormatName
 from llmforge.backends.engines import BuildRequest, BuiltEngine
 from llmforge.backends.exported_parameters import Blocks, ChannelMatrix, Exported, Quantized
 from llmforge.base.errors import UnsupportedError, VerificationError
@@ -94,6 +95,12 @@ class LayerScheme:
     block_size: int | None  # None: a scale for each output feature
     symmetric: bool
     inputs: Literal["none", "static", "per_token"] = "none"
+
+    @property
+    def format_name(self) -> FormatName:
+        """Its name in `servers.SERVERS`."""
+        codes = f"{'fp' if self.kind == 'float' else 'int'}{self.bits}"
+        return cast(FormatName, codes if self.inputs == "none" else f"{codes}-{self.inputs}")
 
     @property
     def group(self) -> dict[str, Any]:
@@ -216,7 +223,11 @@ def build(request: BuildRequest) -> BuiltEngine:
     written = signatures.export_format(request, METHOD)
     (folder / FILE).write_text(written.to_json(), encoding="utf-8")
     formats = ", ".join(sorted({scheme.format for scheme in schemes.values()}))
-    facts = {"format": f"{METHOD} {VERSION}: {formats}", "codes": "read back, and equal to those of the graph"}
+    facts = {
+        "format": f"{METHOD} {VERSION}: {formats}",
+        "codes": "read back, and equal to those of the graph",
+        "servers": servers.described(frozenset(scheme.format_name for scheme in schemes.values())),
+    }
     notes = ["engine: config.json says dtype float16, in which scales are exact"] if packed else []
     return BuiltEngine.built(request, written, facts, notes, graph_=request.model)
 
