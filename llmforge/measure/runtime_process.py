@@ -195,7 +195,7 @@ class Transformers(Stepwise):
 
 
 class Vllm:
-    """A checkpoint in vLLM on the CPU, in the dtype that it chooses for it, one request at a time.
+    """A checkpoint in vLLM on the CPU, in the dtype that its configuration names, one request at a time.
 
     Log-probabilities over a whole vocabulary take vLLM half a minute for 512 tokens; so logits are taken where the
     model gives them to the sampler, and tokens are forced there.
@@ -215,6 +215,7 @@ class Vllm:
         context = min(self.CONTEXT, described.get("max_position_embeddings", self.CONTEXT))
         self._llm = vllm.LLM(
             model=folder,
+            dtype=described.get("dtype", described.get("torch_dtype", "auto")),
             max_model_len=context + 1,
             max_num_batched_tokens=self.CONTEXT + 1,
             max_num_seqs=self.ROWS,

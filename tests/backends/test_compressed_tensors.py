@@ -342,12 +342,12 @@ def test_the_documentation_has_the_table_of_servers() -> None:
 
 
 def test_every_format_that_is_written_stands_in_the_table_of_servers() -> None:
-    written = {
-        LayerScheme("pack-quantized", bits, "int", 32, True).format_name for bits in (4, 8)
-    } | {
-        LayerScheme("float-quantized", 8, "float", None, True, inputs).format_name
-        for inputs in ("none", "static", "per_token")
-    } | {LayerScheme("int-quantized", 8, "int", None, True, inputs).format_name for inputs in ("static", "per_token")}  # fmt: skip
+    schemes = [
+        *(LayerScheme("pack-quantized", bits, "int", 32, True) for bits in (4, 8)),
+        *(LayerScheme("float-quantized", 8, "float", None, True, inputs) for inputs in ("none", "static", "per_token")),
+        *(LayerScheme("int-quantized", 8, "int", None, True, inputs) for inputs in ("static", "per_token")),
+    ]
+    written = {scheme.format_name for scheme in schemes}
     assert written == set(servers.SERVERS)
     assert servers.described(frozenset({"int4", "int8"})) == (
         "by their sources: vLLM on GPUs 0.32.0, SGLang 0.5.23; refused by: vLLM on CPUs 0.32.0, TensorRT-LLM of 2026-11"
