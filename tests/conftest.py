@@ -29,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     cache = tempfile.TemporaryDirectory(prefix="llmforge-cache-")  # of what is built in fixtures that outlive a test
     config.add_cleanup(cache.cleanup)
     os.environ["LLMFORGE_CACHE"] = cache.name
+    # What tests download is kept from run to run, in the user's cache.
+    os.environ.setdefault("LLMFORGE_TESTS_CACHE", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
     home = tempfile.TemporaryDirectory(prefix="llmforge-home-")  # where hashes of files are remembered
     config.add_cleanup(home.cleanup)
     os.environ["XDG_CACHE_HOME"] = home.name
