@@ -80,6 +80,17 @@ def _own_build_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
     monkeypatch.setenv("LLMFORGE_CACHE", str(tmp_path_factory.getbasetemp() / f"cache-{uuid.uuid4().hex}"))
 
 
+@pytest.fixture(scope="module")
+def _build_cache_of_the_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def shared_build_cache(_build_cache_of_the_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tests of a file that build nearly the same find what the others have traced, calibrated and proven."""
+    monkeypatch.setenv("LLMFORGE_CACHE", str(_build_cache_of_the_file))
+
+
 @pytest.fixture(scope="session")
 def data() -> Path:
     """The folder with the sample checkpoint and the texts."""
