@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+from typing import Any
 
+_OBJECTS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"})  # protocols of object stores
 _LOGIN = re.compile(r"(?<=://)[^/@]*@")
 # What the packages below fsspec raise that is no OSError: looked up where they are loaded, imported nowhere here.
 _FOREIGN = {
@@ -18,6 +20,25 @@ _FOREIGN = {
 def without_login(text: str) -> str:
     """Take users and passwords out of the URLs in a text."""
     return _LOGIN.sub("", text)
+
+
+def has_folders(system: Any) -> bool:
+    """Say if a file system has folders that must be there before files are; object stores have none.
+
+    There `makedirs` makes what is missing of a path, and be it the bucket.
+    """
+    protocol = system.protocol
+    return _OBJECTS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
+
+
+def make_folder(system: Any, path: str) -> None:
+    """Make the folder `path` where the file system has folders; no bucket is made.
+
+    Raises:
+        OSError, and what `errors` lists: it cannot be made.
+    """
+    if has_folders(system):
+        system.makedirs(path, exist_ok=True)
 
 
 def errors() -> tuple[type[Exception], ...]:

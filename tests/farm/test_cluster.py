@@ -199,7 +199,7 @@ def test_what_cannot_be_built_is_a_row(place: Path, tmp_path: Path, farm: cluste
     wrong = Build("none", "local", "one", build.recipe, (*build.overrides, "checkpoint=nowhere"))
     early = Build("none", "amx", "one", build.recipe, (*build.overrides, "target=h200", "engine.backend=tensorrt",
                                                       "engine.max_context=100000"))  # fmt: skip
-    rows = running.run([wrong, early, build], farm, FarmSettings(tmp_path / "artifacts", jobs=2))
+    rows = running.run([wrong, early, build], farm, settings(tmp_path, jobs=2))
     assert [row.verdict for row in rows] == ["error", "error", "none"]
     assert rows[0].outcome is not None
     assert "nowhere" in str(rows[0].outcome.message)

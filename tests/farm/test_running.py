@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from llmforge.farm.running import FarmSettings, Row
 from llmforge.farm.worker import BuildOutcome, Figure, Job
 
 from ..samples import pages
-from .fakes import NODE, FakeFarm, built
+from .fakes import NEEDS, NODE, FakeFarm, built
 
 SAMPLE = Path(__file__).parents[1] / "data" / "docs-llama-7m"
 RECIPE = """\
@@ -43,7 +44,7 @@ def one(recipe: Path, *overrides: str) -> list[Build]:
 
 
 def run(farm: FakeFarm, builds: list[Build], tmp_path: Path) -> list[Row]:
-    return running.run(builds, farm.as_farm, FarmSettings(tmp_path / "out", arguments=("--no-cache",)))
+    return running.run(builds, farm.as_farm, FarmSettings(replace(NEEDS, out=tmp_path / "out"), arguments=("--no-cache",)))
 
 
 def answers(*results: BuildOutcome | Lost) -> Iterator[BuildOutcome | Lost]:
@@ -53,7 +54,7 @@ def answers(*results: BuildOutcome | Lost) -> Iterator[BuildOutcome | Lost]:
 def test_a_build_gets_its_arguments_and_tells_how_far_it_is(recipe: Path, tmp_path: Path) -> None:
     said: list[tuple[str, str, int]] = []
     farm = FakeFarm(lambda name, job, place: built(size_bytes=1e6))
-    settings = FarmSettings(tmp_path / "out", "file:///store", 2, ("--no-cache",))
+    settings = FarmSettings(replace(NEEDS, out=tmp_path / "out", store="file:///store"), 2, ("--no-cache",))
     [row] = running.run(
         one(recipe, "engine.max_batch=4"), farm.as_farm, settings,
         lambda row: said.append((row.state, row.stage, row.done)),
@@ -61,10 +62,12 @@ def test_a_build_gets_its_arguments_and_tells_how_far_it_is(recipe: Path, tmp_pa
     [(name, job, place)] = farm.submitted
     assert name == "tiny/here/plain"
     assert job.arguments == (str(recipe), "--set", "engine.max_batch=4", "--out", str(tmp_path / "out"), "--no-cache")
-    assert job.store == "file:///store"
+    assert job.needs.store == "file:///store"
     assert place.cpus == 4
     assert 100e6 < place.memory_bytes < 2e9  # as predicted, and not the default
-    assert said == [("waiting", "", 0), ("building", "Trace", 0), ("building", "Trace", 1), ("done", "", 0)]
+    assert said == [
+        ("waiting", "", 0), ("building", "", 0), ("building", "Trace", 0), ("building", "Trace", 1), ("done", "", 0),
+    ]  # fmt: skip
     assert (row.verdict, row.exit_code) == ("none", 0)
 
 
@@ -83,7 +86,7 @@ def test_a_lost_worker_is_replaced_and_not_for_ever(recipe: Path, tmp_path: Path
     [
         Lost("memory", "killed by the memory monitor"),
         BuildOutcome(8, "node", 1.0, message="out of memory"),
-        BuildOutcome(-9, "node", 1.0, message="the build was killed: exit code -9"),
+        BuildOutcome(-9, "node", 1.0, message="out of memory: the kernel killed the build"),
     ],
 )
 def test_memory_grows_after_it_ran_out(recipe: Path, tmp_path: Path, lack: BuildOutcome | Lost) -> None:
@@ -167,7 +170,8 @@ def test_every_exit_code_has_its_place() -> None:
 
 
 def job(*arguments: str, **more: object) -> Job:
-    return Job(arguments, worker.code(), **more)  # type: ignore[arg-type]
+    finishes = more.pop("finishes", None)
+    return Job(arguments, replace(NEEDS, **more), finishes)  # type: ignore[arg-type]
 
 
 def test_errors_of_a_build_come_back(tmp_path: Path) -> None:
@@ -179,7 +183,7 @@ def test_errors_of_a_build_come_back(tmp_path: Path) -> None:
 
 
 def test_another_version_is_refused() -> None:
-    ended = worker.run(Job((), "0" * 64), lambda event: None)
+    ended = worker.run(job(code="0" * 64), lambda event: None)
     assert ended.exit_code == 8
     assert "another llmforge" in str(ended.message)
 
@@ -237,7 +241,7 @@ def rows() -> list[Row]:
 
 
 def test_the_page_and_the_data() -> None:
-    shown = pages.check(page.of_matrix("release", rows(), seconds=30.0, jobs=2))
+    shown = pages.check(page.of_matrix(page.Matrix("release", rows(), {"a": "", "b": "the disk is full"}, 30.0, 2)))
     assert "<b>" in shown.text  # as text
     assert "no int4 <here>" in shown.text
     assert "latency was measured beside others" in shown.text
@@ -250,7 +254,7 @@ def test_the_page_and_the_data() -> None:
 
 
 def test_a_page_without_figures() -> None:
-    shown = pages.check(page.of_matrix("release", rows()[-1:], seconds=1.0, jobs=None))
+    shown = pages.check(page.of_matrix(page.Matrix("release", rows()[-1:], {}, 1.0, None)))
     assert "Nothing to draw" in shown.text
 
 

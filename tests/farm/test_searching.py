@@ -26,7 +26,7 @@ from llmforge.farm.worker import BuildOutcome, Figure, Job
 from llmforge.recipe import Recipe
 
 from ..samples import pages
-from .fakes import FakeFarm, built
+from .fakes import NEEDS, FakeFarm, built
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 needs_optuna = pytest.mark.skipif(extras.trouble("optuna") is not None, reason="optuna is not installed (extra `farm`)")
@@ -70,7 +70,7 @@ def answer(name: str, job: Job, place: NodePlacement) -> BuildOutcome:
 
 
 def run(of: Search, farm: FakeFarm, trials: int, slots: int = 1) -> list[SearchTrial]:
-    return searching.run(of, farm.as_farm, FarmSettings(of.folder / "artifacts"), trials=trials, slots=slots)
+    return searching.run(of, farm.as_farm, FarmSettings(replace(NEEDS, out=of.folder / "artifacts")), trials=trials, slots=slots)
 
 
 def test_the_space_is_what_the_recipe_can_have() -> None:
