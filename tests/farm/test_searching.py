@@ -70,7 +70,9 @@ def answer(name: str, job: Job, place: NodePlacement) -> BuildOutcome:
 
 
 def run(of: Search, farm: FakeFarm, trials: int, slots: int = 1) -> list[SearchTrial]:
-    return searching.run(of, farm.as_farm, FarmSettings(replace(NEEDS, out=of.folder / "artifacts")), trials=trials, slots=slots)
+    return searching.run(
+        of, farm.as_farm, FarmSettings(replace(NEEDS, out=of.folder / "artifacts")), trials=trials, slots=slots
+    )
 
 
 def test_the_space_is_what_the_recipe_can_have() -> None:
