@@ -32,6 +32,7 @@ from llmforge.farm.worker import BuildOutcome, Job
 
 _STORE_BYTES = 100_000_000  # Ray takes no less than 75 MB
 _PASSED_ON = "LLMFORGE_CACHE", "LLMFORGE_CACHE_BYTES"  # folders of one machine are those of all
+_TOKENS = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"  # variables that name Ray's token
 _SHORT = Path("/tmp")  # sockets of Ray have paths of 107 characters at most
 
 
@@ -278,6 +279,8 @@ def opened(address: str | None = None, *, cpus: int | None = None, store_bytes: 
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # Ray's own 30 s are too few on a busy machine
     if address is not None:
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # Ray's own 20 take minutes; a head is there or not
+        if any(name in os.environ for name in _TOKENS) or (Path.home() / ".ray" / "auth_token").is_file():
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # which `ray start --head` asks for, and `ray.init` lacks
     import ray
 
     folder = None if address else tempfile.mkdtemp(prefix="llmforge-ray-", dir=_SHORT if _SHORT.is_dir() else None)

@@ -86,10 +86,6 @@ class Node:
         """Those that are called so, such as actors of Ray."""
         return [each for each in self._children() if title in _command(each)]
 
-    def workers(self) -> list[psutil.Process]:
-        """The workers of Ray that have builds."""
-        return [parent for each in self.builds() if (parent := each.parent()) is not None]
-
     def _children(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             return psutil.Process(self.process.pid).children(recursive=True)
@@ -145,6 +141,14 @@ class Nodes:
                 time.sleep(0.2)
             node.kill()
         raise AssertionError((folder / "log").read_text())
+
+    def builds(self) -> list[psutil.Process]:
+        """The builds that run on any node."""
+        return [each for node in self.nodes.values() for each in node.builds()]
+
+    def processes(self, title: str) -> list[psutil.Process]:
+        """The processes on any node that are called so."""
+        return [each for node in self.nodes.values() for each in node.processes(title)]
 
     def drop(self, name: str) -> None:
         """Kill a node, and forget it."""

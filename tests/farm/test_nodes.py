@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import shutil
 import socket
 import subprocess
@@ -10,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from llmforge.artifact import remote
@@ -131,12 +134,12 @@ def test_what_is_lost_is_asked_again(place: Path, cluster: Nodes, s3: S3, driver
     cluster.start(extra, **s3.env)
     try:
         command = started(driver, cluster, write_matrix(place, 4), store=store)
-        until(lambda: any(node.builds() for node in cluster.nodes.values()))
+        until(cluster.builds)
         if what == "node":
             until(cluster.nodes[extra].builds)
             cluster.drop(extra)
         else:
-            [board] = [each for node in cluster.nodes.values() for each in node.processes("ray::_Board")]
+            [board] = cluster.processes("ray::_Board")
             board.kill()
         done = driver.end(command)
     finally:
@@ -223,7 +226,7 @@ def test_a_lost_store_ends_with_a_page(place: Path, cluster: Nodes, tmp_path: Pa
     """The store is away for longer than it is waited for; once it is back, the same command goes on."""
     matrix, store = write_matrix(place, 3), f"s3://{BUCKET}/away"
     command = started(driver, cluster, matrix, store=store)
-    until(lambda: any(node.builds() for node in cluster.nodes.values()))
+    until(cluster.builds)
     with s3.away():
         done = driver.end(command)
     assert done.code == 8, done.stderr
@@ -260,3 +263,85 @@ def test_a_lost_head_ends_with_a_page(place: Path, s3: S3, driver: Driver) -> No
     finally:
         nodes.close()
         shutil.rmtree(nodes.folder, ignore_errors=True)
+
+
+def test_random_kills(place: Path, s3: S3, driver: Driver) -> None:
+    """Twenty in twelve builds: workers, builds, nodes, the board, the store for ten seconds."""
+    rng = random.Random(35)
+    matrix, store = write_matrix(place, 12), f"s3://{BUCKET}/random"
+    cache = ("--remote-cache", f"s3://{BUCKET}/cache", *keys(place))
+    nodes = Nodes(Path(tempfile.mkdtemp(prefix="farm-", dir="/tmp")))
+    kinds = ["worker", "build"] * 7 + ["node"] * 2 + ["board"] * 2 + ["store"] * 2
+    rng.shuffle(kinds)
+    try:
+        for name in ("k0", "k1", "k2"):
+            nodes.start(name, cpus=0 if name == "k0" else 1, **s3.env)
+        command = started(driver, nodes, matrix, *cache, store=store)
+        for number, kind in enumerate(kinds):
+            until(lambda: command.poll() is not None or nodes.builds())
+            time.sleep(rng.uniform(0, 4))
+            assert command.poll() is None, (number, driver.end(command))
+            harm(nodes, s3, kind, f"k{number + 3}", rng)
+        done = driver.end(command, 900)
+    finally:
+        nodes.close()
+        shutil.rmtree(nodes.folder, ignore_errors=True)
+    assert done.code == 0, done.stderr
+    found = s3.archives("random")
+    assert len(found) == 12
+    alone = built_alone(place, driver, matrix)
+    assert {name.partition("/")[0]: name for name in found} == alone
+
+
+def harm(nodes: Nodes, s3: S3, kind: str, spare: str, rng: random.Random) -> None:
+    """Do one kind of harm now; a node that is killed is replaced."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if kind == "store":
+            with s3.away():
+                time.sleep(10)
+        elif kind == "node":
+            nodes.drop(rng.choice([each for each in nodes.nodes if each != "k0"]))
+            nodes.start(spare, **s3.env)
+        elif kind == "board":
+            for board in nodes.processes("ray::_Board"):
+                board.kill()
+        elif builds := nodes.builds():
+            chosen = rng.choice(builds)
+            victim = chosen if kind == "build" else chosen.parent()
+            if victim is not None:
+                victim.kill()
+
+
+def built_alone(place: Path, driver: Driver, matrix: Path) -> dict[str, str]:
+    """Build all of a matrix on this machine; the archives that a store would have, by their names."""
+    done = driver.run("build", "--matrix", matrix, "--out", driver.folder / "alone", "--jobs", 2, "--json")
+    assert done.code == 0, done.stderr
+    paths = [Path(row["artifact"]) for row in done.data["builds"]]
+    return {path.parent.name: f"{path.parent.name}/{path.name}.tar" for path in paths}
+
+
+def keys(place: Path) -> list[object]:
+    """Options with a pair of keys for the remote cache."""
+    pytest.importorskip("model_signing", reason="the extra `signing` is not installed")
+    from cryptography.hazmat.primitives.asymmetric import ed25519
+
+    from ..cache.test_remote import pair
+
+    if not (place / "farm.pem").exists():
+        pair(place, "farm", ed25519.Ed25519PrivateKey.generate())
+    return ["--remote-cache-write", place / "farm.pem", "--cache-key", place / "farm.pub.pem"]
+
+
+def test_a_search_leaves_nothing_on_its_nodes(place: Path, cluster: Nodes, s3: S3, driver: Driver) -> None:
+    store = f"s3://{BUCKET}/search"
+    done = driver.run(
+        "tune", place / "recipe.yaml", "--objective", "size", "--option", "engine.max_batch=[1,2]", "--trials", 2,
+        "-o", driver.folder / "search", "--address", cluster.address, "--store", store, "--jobs", 1, "--json",
+        "--remote-cache", f"s3://{BUCKET}/cache2", *keys(place),
+    )  # fmt: skip
+    assert done.code == 0, done.stderr
+    assert [trial["state"] for trial in done.data["trials"]] == ["complete", "complete"]
+    assert s3.archives("search") == []
+    assert s3.system.find(f"{BUCKET}/cache2/records")
+    left = [each for each in (driver.folder / "search" / "artifacts").rglob("*") if each.is_file()]
+    assert [each for each in left if each.name != ".lock"] == []
