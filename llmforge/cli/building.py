@@ -115,6 +115,8 @@ class BuildOptions:
     device: str | None
     jobs: int | None
     store: str | None
+    share_checkpoints: bool
+    wheel: Path | None
     page: Path | None
     overrides: tuple[str, ...]
     runtimes: tuple[tuple[RuntimeName, Path], ...]
@@ -184,7 +186,7 @@ def build(recipe: Path | None, options: BuildOptions) -> None:
         of_matrix = record(farming.MatrixOptions, vars(options))
         farming.build_matrix(options.matrix, of_matrix, options.cache)
         return
-    require_given("--matrix", "jobs", "store", "page")
+    require_given("--matrix", "jobs", "store", "share_checkpoints", "wheel", "page")
     if options.calibration_workers is None:
         require_given("--matrix or --calibration-workers", "address")
     if options.device is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,10 +12,10 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 import click
 
-from llmforge.base import errors, extras
-from llmforge.base.errors import ForgeError
+from llmforge.base import errors, extras, remote_files
+from llmforge.base.errors import ForgeError, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import POSITIVE, grouped, is_json_log, is_quiet
+from llmforge.cli.parameters import PATH, POSITIVE, grouped, is_json_log, is_quiet
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -41,7 +42,16 @@ ray_options = grouped(  # where builds run
     click.option(
         "--store", metavar="URL",
         help="Write artifacts to URL/NAME/VERSION.tar as well, such as s3://bucket/artifacts, for nodes that do "
-        "not share --out.",
+        "not share --out. The folder or bucket must be there.",
+    ),
+    click.option(
+        "--share-checkpoints", is_flag=True,
+        help="Write checkpoints to the store, by their digest, for nodes that lack them.",
+    ),
+    click.option(
+        "--wheel", type=PATH, metavar="FILE.whl",
+        help="Let nodes run the llmforge of this wheel, whatever llmforge they have, or none; all else that it "
+        "requires they must have.",
     ),
 )  # fmt: skip
 
@@ -55,6 +65,8 @@ class MatrixOptions:
     address: str | None
     jobs: int | None
     store: str | None
+    share_checkpoints: bool
+    wheel: Path | None
     page: Path | None
     as_json: bool
 
@@ -70,15 +82,18 @@ def build_matrix(path: Path, options: MatrixOptions, kept: CacheOptions) -> None
     arguments = kept.arguments()
     extras.require("build", "farm", *(("remote",) if options.store else ()))
     from llmforge.cli import console
-    from llmforge.farm import cluster, matrix, page, running
+    from llmforge.farm import checkpoints, cluster, matrix, page, running
 
     read = matrix.Matrix.load(path)
     builds = matrix.expand(read, path, options.overrides)
+    for url in dict.fromkeys(build.url for build in builds if build.url is not None):
+        console.say(f"fetching {remote_files.without_login(url)}")
+        checkpoints.fetch(url)
     for build in builds:
         build.load()  # a matrix that is wrong says so before anything runs
     file = options.page or options.out / f"{read.name}.html"
     output.check_file(file, ".html", makes_folders=options.page is None)
-    settings = running.FarmSettings(needs(builds, options.out, options.store, kept), options.jobs, tuple(arguments))
+    settings = running.FarmSettings(needs(builds, options.out, options, kept), options.jobs, tuple(arguments))
     address, began = options.address, time.monotonic()
     rows: list[Row] = []
     nodes: dict[str, str] = {}
@@ -90,7 +105,7 @@ def build_matrix(path: Path, options: MatrixOptions, kept: CacheOptions) -> None
             file.write_text(page.of_matrix(made), encoding="utf-8")
 
     console.say(f"{len(builds)} builds; starting Ray" if address is None else f"{len(builds)} builds on {address}")
-    with _said_how_to_go_on(write_page), cluster.opened(address) as farm, shown() as table:
+    with _said_how_to_go_on(write_page), cluster.opened(address, wheel=options.wheel) as farm, shown() as table:
         if address is not None:
             running.admit(farm, settings.needs)
         try:
@@ -130,18 +145,39 @@ def _error(code: int, rows: Sequence[Row]) -> ForgeError:
     return found(f"{len(of)} of {len(rows)} builds: {said}: {named}", hint=hint)
 
 
-def needs(builds: Sequence[Build], out: Path, store: str | None, kept: CacheOptions) -> NodeNeeds:
+class SharedOptions(Protocol):
+    """What a matrix and a search have in common of how nodes come by things."""
+
+    @property
+    def store(self) -> str | None:
+        """URL of the store."""
+
+    @property
+    def share_checkpoints(self) -> bool:
+        """Whether checkpoints are written to it."""
+
+
+def needs(builds: Sequence[Build], out: Path, options: SharedOptions, kept: CacheOptions) -> NodeNeeds:
     """Say what builds need of every node, and refuse what this machine itself lacks of it.
 
     Raises:
         ForgeError: it lacks something, such as the store, or the right to write to it.
     """
-    from llmforge.farm import preflight
+    from llmforge.farm import checkpoints, preflight
 
+    if options.share_checkpoints and options.store is None:
+        raise UsageError("--share-checkpoints requires --store", hint="add --store URL")
     writes_to = kept.remote_cache if kept.remote_cache_write is not None else None
-    needed = preflight.needs(builds, out.absolute(), store_url=store, remote_cache=writes_to, keys=kept.keys)
+    needed = preflight.needs(builds, out.absolute(), store_url=options.store, remote_cache=writes_to, keys=kept.keys)
     preflight.require(needed, writes=True)
-    return needed
+    if not options.share_checkpoints or options.store is None:
+        return needed
+    shared = {
+        folder: checkpoints.share(folder, digest, options.store)
+        for folder, digest in needed.checkpoints.items()
+        if folder not in needed.urls and folder.is_dir()
+    }
+    return dataclasses.replace(needed, urls={**needed.urls, **shared})
 
 
 @contextmanager

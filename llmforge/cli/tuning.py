@@ -43,6 +43,8 @@ class TuneOptions:
     address: str | None
     jobs: int | None
     store: str | None
+    share_checkpoints: bool
+    wheel: Path | None
     as_json: bool
     cache: CacheOptions
 
@@ -88,12 +90,12 @@ def tune(recipe: Path, options: TuneOptions) -> None:
     folder = options.folder or Path("tune") / Recipe.load(recipe, options.overrides).name
     search = _search(recipe, folder, options)
     arguments = tuple(options.cache.arguments())
-    needed = farming.needs(searching.asked(search), search.folder / "artifacts", options.store, options.cache)
+    needed = farming.needs(searching.asked(search), search.folder / "artifacts", options, options.cache)
     settings = running.FarmSettings(needed, options.jobs, arguments)
     console.say(f"searching {len(search.space)} options: {', '.join(search.space)}")
     began = time.monotonic()
     try:
-        with cluster.opened(options.address) as farm, farming.shown() as shown:
+        with cluster.opened(options.address, wheel=options.wheel) as farm, farming.shown() as shown:
             slots = options.jobs or 1
             if options.address is not None:
                 running.admit(farm, needed)

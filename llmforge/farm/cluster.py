@@ -260,10 +260,13 @@ class _Board:
 
 
 @contextmanager
-def opened(address: str | None = None, *, cpus: int | None = None, store_bytes: int = _STORE_BYTES) -> Iterator[Farm]:
+def opened(
+    address: str | None = None, *, cpus: int | None = None, store_bytes: int = _STORE_BYTES, wheel: Path | None = None
+) -> Iterator[Farm]:
     """Connect to the cluster at `address`, or start Ray on this machine, and end it with the block.
 
-    One on this machine has `cpus`, and an object store of `store_bytes`.
+    One on this machine has `cpus`, and an object store of `store_bytes`. Workers of the cluster run the llmforge of
+    `wheel`, else the one that their node has.
 
     Whatever the block leaves running is cancelled.
 
@@ -290,7 +293,7 @@ def opened(address: str | None = None, *, cpus: int | None = None, store_bytes: 
                 if address is None:
                     _start(ray, folder, cpus, store_bytes)
                 else:
-                    _connect(ray, address)
+                    _connect(ray, address, wheel)
             farm = Farm(ray, address)
             try:
                 yield farm
@@ -308,12 +311,15 @@ def _start(ray: Any, folder: str | None, cpus: int | None, store_bytes: int) -> 
         raise EnvironmentLacks(f"Ray does not start: {first_line(error)}") from error
 
 
-def _connect(ray: Any, address: str) -> None:
+def _connect(ray: Any, address: str, wheel: Path | None) -> None:
     environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    runtime: dict[str, Any] = {"env_vars": environment} if environment else {}
+    if wheel is not None:
+        runtime["py_modules"] = [str(wheel.absolute())]
     try:
         if (found := _ADDRESS.fullmatch(address)) is not None:
             socket.create_connection((found["host"], int(found["port"])), timeout=CONNECT_S).close()
-        ray.init(address, **_COMMON, runtime_env={"env_vars": environment} if environment else None)
+        ray.init(address, **_COMMON, runtime_env=runtime or None)
     except Exception as error:
         raise UsageError(
             f"no Ray cluster at {address}: {first_line(error)}",

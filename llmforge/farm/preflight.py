@@ -6,7 +6,6 @@ and again after a build has failed, for then it is asked whose fault that was.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import tempfile
@@ -20,13 +19,12 @@ from llmforge.base import extras, folders, resources
 from llmforge.base.errors import CheckpointError, EnvironmentLacks, ForgeError, UsageError, VersionMismatch
 from llmforge.base.hashed_files import all_sha256
 from llmforge.cache import Code
-from llmforge.farm import store
+from llmforge.farm import checkpoints, store
 from llmforge.farm.matrix import Build
 from llmforge.planning import request
 from llmforge.recipe import Recipe
 
 _LEAST_BYTES = 200_000_000  # free on a disk to build with, where nothing is predicted: logs, a trace, a tiny artifact
-_READ = frozenset({".json", ".jinja", ".safetensors", ".gguf"})  # suffixes of files that builds read of checkpoints
 _SAME = "it must be the same on all nodes: copy it, or put it into a folder that they share"
 
 
@@ -41,6 +39,7 @@ class NodeNeeds:
     remote_cache: str | None = None  # URL, to which entries are written
     files: Mapping[Path, str] = field(default_factory=dict)  # keys, recipes and texts, with their SHA-256
     checkpoints: Mapping[Path, str] = field(default_factory=dict)  # folders, with the digest of their files
+    urls: Mapping[Path, str] = field(default_factory=dict)  # of checkpoints that nodes fetch which lack them
     free_bytes: int = _LEAST_BYTES  # where artifacts and the cache are
 
 
@@ -59,7 +58,7 @@ def code() -> str:
 
 
 def needs(
-    builds: Iterable[Build], out: Path, *, store_url: str | None, remote_cache: str | None, keys: Sequence[Path]
+    builds: Sequence[Build], out: Path, *, store_url: str | None, remote_cache: str | None, keys: Sequence[Path]
 ) -> NodeNeeds:
     """Say what nodes need for some builds, as this machine has it.
 
@@ -70,13 +69,14 @@ def needs(
     """
     recipes = [build.load() for build in builds]
     files = {file: _sha256(file) for file in keys}
-    checkpoints, bytes_of = {}, [_LEAST_BYTES]
+    digests: dict[Path, str] = {}
+    bytes_of = [_LEAST_BYTES]
     for recipe in recipes:
         with suppress(ForgeError):
             files |= {file: _sha256(file) for file in (recipe.path, *_texts(recipe))}
         with suppress(ForgeError):
             if recipe.snapshot is None:
-                checkpoints[recipe.checkpoint] = _digest(recipe.checkpoint)
+                digests[recipe.checkpoint] = checkpoints.digest(recipe.checkpoint)
             if (cost := request.build_of(recipe)) is not None:
                 bytes_of.append(int(cost.disk_bytes))
     return NodeNeeds(
@@ -86,7 +86,8 @@ def needs(
         store_url,
         remote_cache,
         files,
-        checkpoints,
+        digests,
+        {checkpoints.place_of(url): url for url in dict.fromkeys(build.url for build in builds) if url is not None},
         max(bytes_of),
     )
 
@@ -116,7 +117,9 @@ def require(needed: NodeNeeds, *, writes: bool) -> None:
         if _sha256(file) != sha256:
             raise UsageError(f"{file}: has another content than on the machine that gave the command", hint=_SAME)
     for folder, digest in needed.checkpoints.items():
-        if _digest(folder) != digest:
+        if folder in needed.urls and not folder.exists():
+            checkpoints.require(needed.urls[folder])
+        elif checkpoints.digest(folder) != digest:
             raise CheckpointError(f"{folder}: has other files than on the machine that gave the command", hint=_SAME)
     for place in (needed.out, cache.default_folder()):
         _require_room(place, needed.free_bytes, writes=writes)
@@ -146,26 +149,6 @@ def _sha256(file: Path) -> str:
         return all_sha256([folders.followed(file)])[0][folders.followed(file)]
     except OSError as error:
         raise UsageError(f"{file}: cannot be read: {error.strerror}", hint=_SAME) from error
-
-
-def _digest(checkpoint: Path) -> str:
-    """Hash the files of a checkpoint that builds may read, of each its name and content.
-
-    Files that were hashed before are not read again.
-
-    Raises:
-        CheckpointError: there are none, or one cannot be read.
-    """
-    whole = folders.followed(checkpoint)
-    try:
-        files = [whole] if whole.is_file() else sorted(file for file in whole.iterdir() if file.suffix in _READ)
-        digests, _ = all_sha256(map(folders.followed, files))
-    except OSError as error:
-        raise CheckpointError(f"{checkpoint}: cannot be read: {error.strerror}", hint=_SAME) from error
-    if not files:
-        raise CheckpointError(f"{checkpoint}: is empty", hint=_SAME)
-    lines = "".join(f"{file.name} {digests[folders.followed(file)]}\n" for file in files)
-    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _require_room(place: Path, size_bytes: int, *, writes: bool) -> None:

@@ -241,7 +241,7 @@ def _begin(row: Row, farm: Farm, settings: FarmSettings) -> None:
     """Hand a build in: on its device, or, where its engine is deferred, anywhere."""
     recipe = row.build.load()
     target, nodes = targets.find(recipe.target), farm.nodes(_avoided(row))
-    overrides = [*row.build.overrides]
+    overrides = [*row.build.overrides, *_pinned(recipe)]
     on_device = target.kind == "cpu" or not recipe.engine.deferred
     if on_device and target.kind == "gpu" and placing.mark(target, nodes) is None:
         on_device = False
@@ -255,8 +255,14 @@ def _begin(row: Row, farm: Farm, settings: FarmSettings) -> None:
     place = _place(recipe, target, nodes, settings, on_device)
     row.place = replace(place, avoided=_avoided(row))
     arguments = _arguments(row.build, overrides)
-    row.job = Job((*arguments, "--out", str(settings.needs.out), *settings.arguments), settings.needs)
+    words = (*arguments, "--out", str(settings.needs.out), *settings.arguments)
+    row.job = Job(words, settings.needs, recipe.checkpoint)
     _submit(row, farm)
+
+
+def _pinned(recipe: Recipe) -> tuple[str, ...]:
+    """Name the commit of a checkpoint on the Hub: a branch may move before other nodes ask for it."""
+    return () if recipe.snapshot is None else (f"revision={recipe.snapshot.commit}",)
 
 
 def _avoided(row: Row) -> frozenset[str]:
@@ -388,10 +394,10 @@ def _finish(row: Row, farm: Farm, settings: FarmSettings) -> None:
         row.notes.append(f"run the same command when a node with the device has joined, to {_FINISH}")
         return
     row.place = _place(recipe, target, nodes, settings, True)
-    overrides = (*row.build.overrides, *(() if recipe.engine.deferred else (_DEFERRED,)))
+    overrides = (*row.build.overrides, *_pinned(recipe), *(() if recipe.engine.deferred else (_DEFERRED,)))
     arguments = _arguments(row.build, overrides)
     path = row.outcome.artifact
-    row.job = Job((*arguments, "--finish", str(path)), settings.needs, finishes=path)
+    row.job = Job((*arguments, "--finish", str(path)), settings.needs, recipe.checkpoint, path)
     row.attempts = row.handed_in = 0
     _submit(row, farm)
 

@@ -14,12 +14,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 from llmforge.base.errors import ForgeError
-from llmforge.farm import preflight, store
+from llmforge.farm import checkpoints, preflight, store
 from llmforge.farm.preflight import NodeNeeds
 
 Tell = Callable[[dict[str, Any]], None]
@@ -37,6 +37,7 @@ class Job:
 
     arguments: tuple[str, ...]
     needs: NodeNeeds
+    checkpoint: Path | None = None  # where the machine that gave the command has it
     finishes: Path | None = None  # the artifact whose engine is pending
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -88,6 +89,10 @@ def run(job: Job, tell: Tell) -> BuildOutcome:
         preflight.require(job.needs, writes=False)
         if job.finishes is not None and not job.finishes.is_dir():
             store.fetch(job.finishes, job.needs.store)
+        if job.checkpoint in job.needs.urls and not job.checkpoint.exists():
+            tell({"event": "stage", "name": "Fetch the checkpoint"})
+            found = checkpoints.fetch(job.needs.urls[job.checkpoint], job.needs.checkpoints[job.checkpoint])
+            job = replace(job, arguments=(*job.arguments, "--set", f"checkpoint={json.dumps(str(found))}"))
         ended = _build(job, tell)
         if job.needs.store is not None and ended.get("artifact"):
             tell({"event": "stage", "name": "Write to the store"})

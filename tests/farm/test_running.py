@@ -258,7 +258,7 @@ def test_every_exit_code_has_its_place() -> None:
 
 def job(*arguments: str, **more: object) -> Job:
     finishes = more.pop("finishes", None)
-    return Job(arguments, replace(NEEDS, **more), finishes)  # type: ignore[arg-type]
+    return Job(arguments, replace(NEEDS, **more), finishes=finishes)  # type: ignore[arg-type]
 
 
 def test_errors_of_a_build_come_back(tmp_path: Path) -> None:
