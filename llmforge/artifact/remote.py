@@ -161,7 +161,7 @@ def asking(url: Url, *, writes: bool) -> Iterator[None]:
     except remote_files.errors() as error:
         said = error.__cause__ or error  # fsspec says of every failure over HTTP that there is no such file
         why = remote_files.reason(said)
-        if isinstance(said, FileNotFoundError):
+        if remote_files.is_missing(said):
             why = "no such file or bucket"
         elif isinstance(error, NotImplementedError):
             why = "its protocol cannot do that"

@@ -8,6 +8,7 @@ from typing import Any
 
 _OBJECTS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"})  # protocols of object stores
 _LOGIN = re.compile(r"(?<=://)[^/@]*@")
+_DENIED = "AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "InvalidClientTokenId", "SignatureDoesNotMatch"
 # What the packages below fsspec raise that is no OSError: looked up where they are loaded, imported nowhere here.
 _FOREIGN = {
     "aiohttp": ("ClientError",),
@@ -46,6 +47,24 @@ def errors() -> tuple[type[Exception], ...]:
     loaded = [(sys.modules[module], names) for module, names in _FOREIGN.items() if module in sys.modules]
     foreign = tuple(getattr(module, name) for module, names in loaded for name in names)
     return (OSError, NotImplementedError, ValueError, *foreign)
+
+
+def is_missing(error: BaseException | None) -> bool:
+    """Say if an error tells that there is no such file or bucket."""
+    return isinstance(error, FileNotFoundError) or _code(error) in ("NoSuchBucket", "NoSuchKey")
+
+
+def is_denied(error: BaseException | None) -> bool:
+    """Say if an error tells that the credentials do not allow it, or that there are none."""
+    named = type(error).__name__.endswith(("CredentialsError", "CredentialRetrievalError"))  # of botocore
+    return named or isinstance(error, PermissionError) or _code(error) in _DENIED
+
+
+def _code(error: BaseException | None) -> object:
+    """Give the code of an error of botocore, by which S3 says what is wrong."""
+    response = getattr(error, "response", None)
+    said = response.get("Error") if isinstance(response, dict) else None
+    return said.get("Code") if isinstance(said, dict) else None
 
 
 def reason(error: BaseException) -> str:

@@ -281,7 +281,7 @@ def opened(
     os.environ.setdefault("RAY_worker_niceness", "0")  # builds are measured; Ray would run its workers at 15
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # Ray's own 30 s are too few on a busy machine
     if address is not None:
-        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")  # Ray's own 20 take minutes; a head is there or not
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # Ray's own 20 take minutes; a head is there or not
         if any(name in os.environ for name in _TOKENS) or (Path.home() / ".ray" / "auth_token").is_file():
             os.environ.setdefault("RAY_AUTH_MODE", "token")  # which `ray start --head` asks for, and `ray.init` lacks
     import ray

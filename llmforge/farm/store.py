@@ -23,8 +23,6 @@ from llmforge.gates import confirmed
 
 PATIENCE_S = 60.0  # in which a store that does not answer is asked again: a restart takes seconds
 _PAUSE_S = 2.0
-_FINAL = FileNotFoundError, PermissionError  # which no patience mends
-_NO_CREDENTIALS = "CredentialsError", "CredentialRetrievalError"  # of botocore
 _JOINED = ".joined-"  # folders in which evidence of two hosts becomes one line
 
 
@@ -149,8 +147,9 @@ def is_lost(error: ForgeError) -> bool:
     if not causes or isinstance(cause, ValueError | NotImplementedError | ForgeError):
         return False
     return not any(
-        isinstance(each, _FINAL) or type(each).__name__.endswith(_NO_CREDENTIALS) or (each and resources.is_full(each))
+        remote_files.is_missing(each) or remote_files.is_denied(each) or resources.is_full(each)
         for each in causes
+        if each is not None
     )
 
 
