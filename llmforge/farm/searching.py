@@ -343,7 +343,8 @@ class _Driver:
     def _remove(self, row: Row) -> None:
         """Remove what a trial has published, from its nodes and the store."""
         assert row.outcome is not None
-        paths = [path for path in (row.outcome.artifact, row.job and row.job.finishes) if path is not None]
+        both = row.outcome.artifact, None if row.job is None else row.job.finishes
+        paths = [path for path in both if path is not None]
         if not paths:
             return
         if self.farm.address is None:

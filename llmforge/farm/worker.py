@@ -89,9 +89,10 @@ def run(job: Job, tell: Tell) -> BuildOutcome:
         preflight.require(job.needs, writes=False)
         if job.finishes is not None and not job.finishes.is_dir():
             store.fetch(job.finishes, job.needs.store)
-        if job.checkpoint in job.needs.urls and not job.checkpoint.exists():
+        at = job.checkpoint
+        if at is not None and at in job.needs.urls and not at.exists():
             tell({"event": "stage", "name": "Fetch the checkpoint"})
-            found = checkpoints.fetch(job.needs.urls[job.checkpoint], job.needs.checkpoints[job.checkpoint])
+            found = checkpoints.fetch(job.needs.urls[at], job.needs.checkpoints[at])
             job = replace(job, arguments=(*job.arguments, "--set", f"checkpoint={json.dumps(str(found))}"))
         ended = _build(job, tell)
         if job.needs.store is not None and ended.get("artifact"):

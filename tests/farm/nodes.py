@@ -25,8 +25,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 BUCKET = "artifacts"
 KEYS = {"AWS_ACCESS_KEY_ID": "farm", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
-_START_S = 60
-_STARTS = 3  # on a busy machine Ray's own processes miss each other now and then
+_START_S = 300  # 20 to 30 on a quiet machine with two cores
 
 
 def free_port() -> int:
@@ -128,18 +127,17 @@ class Nodes:
             mounts = [f"mount --bind {folder / 'empty'} {path}" for path in hidden]
             mounts += [f"mount -t tmpfs -o size=4m tmpfs {path}" for path in small]
             command = ["unshare", "-m", "sh", "-ec", "; ".join([*mounts, f"exec {shlex.join(command)}"])]
-        for _ in range(_STARTS):
-            with (folder / "log").open("wb") as log:
-                process = subprocess.Popen(
-                    command, env=environ(folder, **env), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-                )
-            node, until = Node(name, folder, process), time.monotonic() + _START_S
-            while process.poll() is None and time.monotonic() < until:
-                if b"Ray runtime started" in (folder / "log").read_bytes():
-                    self.nodes[name] = node
-                    return node
-                time.sleep(0.2)
-            node.kill()
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                command, env=environ(folder, **env), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        node, until = Node(name, folder, process), time.monotonic() + _START_S
+        while process.poll() is None and time.monotonic() < until:
+            if b"Ray runtime started" in (folder / "log").read_bytes():
+                self.nodes[name] = node
+                return node
+            time.sleep(0.2)
+        node.kill()
         raise AssertionError((folder / "log").read_text())
 
     def builds(self) -> list[psutil.Process]:
