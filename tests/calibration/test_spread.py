@@ -18,9 +18,9 @@ import torch
 
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError
 from llmforge.calibration import calibrate, openblas, spread
-from llmforge.calibration.carriers import Carriers
+from llmforge.calibration.carriers import Carriers, Worker, WorkerLost
 from llmforge.calibration.skeleton import Skeleton
-from llmforge.calibration.spread import WindowsWorker, Worker, WorkerLost
+from llmforge.calibration.spread import WindowsWorker
 from llmforge.calibration.threads import fixed
 from llmforge.calibration.windows import LayerStructure, WindowsHere
 from llmforge.checkpoint import Checkpoint
