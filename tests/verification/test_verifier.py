@@ -494,9 +494,7 @@ def test_a_graph_that_loads_and_does_not_run(numerics: Numerics, whole_bytes: in
     planted = Planted(look_beyond, numerics)
     with pytest.raises(VerificationError, match="pass planted wrote a graph that does not run") as caught:
         check.check(planted, model, planted.run(model, graphs.CPU))
-    found = re.search(r"failed to run the graph: ids (\d+) to (\d+), \[\d+, \d+\]: ", caught.value.message)
-    assert found is not None
-    assert 0 <= int(found[1]) <= int(found[2]) < 96
+    assert "failed to run the graph: " in caught.value.message
     assert isinstance(caught.value.__cause__, RunFailed)
 
 
