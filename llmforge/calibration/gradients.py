@@ -168,7 +168,7 @@ class _Sums:
                 mirror(inputs)
                 inputs = inputs / self.tokens[name]
             weighted = weighted / max(self.weights[name], torch.finfo(torch.float32).tiny)
-            outputs = self.outputs[name].diagonal() / tokens
+            outputs = self.outputs[name] / tokens
             read = None if inputs is None else inputs.cpu().numpy()
             found[name] = LinearMoments(read, weighted.cpu().numpy(), outputs.cpu().numpy())
         return found

@@ -53,7 +53,7 @@ WINDOWS = [
 def _same_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU sum in fp32, as devices do, and take gradients in bf16, whatever the processor has."""
     monkeypatch.setattr("llmforge.calibration.sums._in_pairs", lambda: False)
-    monkeypatch.setattr("llmforge.calibration.gradients.has_bf16", lambda: True)
+    monkeypatch.setattr("llmforge.calibration.layer.has_bf16", lambda: True)
 
 
 def require_near(one: Statistics, other: Statistics) -> None:

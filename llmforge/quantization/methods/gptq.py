@@ -276,6 +276,14 @@ def _count(n: int) -> int:
     return -(-n // (rounding.TILE * max(1, round(n / (GROUPS * rounding.TILE)))))
 
 
+def damped_outputs(moments: Float32) -> Float32:
+    """Return O [N, N] as rows make up for the errors of others: `OFF_DIAGONAL` of the pairs, .1 % of the mean added."""
+    damped = np.float32(OFF_DIAGONAL) * moments
+    mean = moments.diagonal().mean(dtype=np.float64)
+    damped[np.diag_indices(len(moments))] = moments.diagonal() + np.float32(1e-3 * mean)
+    return damped
+
+
 def _groups(outputs: Sequence[Float32], together: int, threads: int) -> list[_Group]:
     """Divide the rows of layers with the Hessians `outputs` [Nᵢ, Nᵢ] of the loss in their outputs.
 
@@ -291,8 +299,7 @@ def _groups(outputs: Sequence[Float32], together: int, threads: int) -> list[_Gr
         count = _count(n)
         if count < 2 or not mean > 0:
             continue
-        hessian = np.float32(OFF_DIAGONAL) * moments
-        hessian[np.diag_indices(n)] = moments.diagonal() + np.float32(1e-3 * mean)
+        hessian = damped_outputs(moments)
         for number in range(count):
             own = np.flatnonzero(np.arange(n) // together % count == number)
             factor = products.inverse_factor(hessian[np.ix_(own, own)].astype(np.float64), threads)
