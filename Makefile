@@ -25,6 +25,9 @@ demo: $(VENV)/.runtime  ## A real chat model (a download of 93 MB): init, build,
 	$(PIP) install --quiet -c constraints.txt -e '.[build,cpu,serve]'
 	tests/demo.sh "$(abspath $(BIN))" build/demo
 
+# Hundreds of tests start an interpreter, which takes .5 CPU s longer (1.9 s, 1.4) where no bytecode of llmforge is kept.
+test test-thorough test-slow: export PYTHONDONTWRITEBYTECODE =
+
 test: $(VENV)/.dev  ## Run the tests, less those that take minutes
 	$(BIN)/python -m pytest -n auto --dist loadgroup --max-worker-restart 0 --durations 20
 

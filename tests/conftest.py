@@ -29,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     cache = tempfile.TemporaryDirectory(prefix="llmforge-cache-")  # of what is built in fixtures that outlive a test
     config.add_cleanup(cache.cleanup)
     os.environ["LLMFORGE_CACHE"] = cache.name
+    # What tests download is kept from run to run, in the user's cache.
+    os.environ.setdefault("LLMFORGE_TESTS_CACHE", os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
     home = tempfile.TemporaryDirectory(prefix="llmforge-home-")  # where hashes of files are remembered
     config.add_cleanup(home.cleanup)
     os.environ["XDG_CACHE_HOME"] = home.name
@@ -76,6 +78,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _own_build_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give every test a build cache of its own, which is made when something is built."""
     monkeypatch.setenv("LLMFORGE_CACHE", str(tmp_path_factory.getbasetemp() / f"cache-{uuid.uuid4().hex}"))
+
+
+@pytest.fixture(scope="module")
+def _build_cache_of_the_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def shared_build_cache(_build_cache_of_the_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tests of a file that build nearly the same find what the others have traced, calibrated and proven."""
+    monkeypatch.setenv("LLMFORGE_CACHE", str(_build_cache_of_the_file))
 
 
 @pytest.fixture(scope="session")

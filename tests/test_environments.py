@@ -209,7 +209,18 @@ def test_what_is_installed(environment: Environment) -> None:
     assert "onnxruntime-gpu" not in found
 
 
-@pytest.mark.parametrize("command", sorted(set(ARGUMENTS) - {"serve", "up"}))
+def tried() -> list[object]:
+    """Pair environments with commands; what works with fewer packages, too, is tried by the thorough tests."""
+    found: list[object] = []
+    for name in EXTRAS:
+        for command in sorted(set(ARGUMENTS) - {"serve", "up"}):
+            again = name == "serving" and command not in LACKING["plain"].keys() | LACKING["serving"].keys()
+            mark = pytest.mark.slow if name == "everything" else pytest.mark.thorough
+            found.append(pytest.param(name, command, marks=[mark] * (again or name == "everything")))
+    return found
+
+
+@pytest.mark.parametrize(("environment", "command"), tried(), indirect=["environment"])
 def test_a_command_works_or_says_what_to_install(environment: Environment, place: Path, command: str) -> None:
     kept = {
         name: next((place / "artifacts" / name).glob("[!.]*"), Path()) for name in ("only", f"spare-{environment.name}")

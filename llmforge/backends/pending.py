@@ -15,6 +15,7 @@ from llmforge.backends.engines import BuildRequest
 from llmforge.base import small_file, strict_json
 from llmforge.base.errors import InputError
 from llmforge.base.progress import Progress
+from llmforge.base.wording import cut
 from llmforge.ir.onnx_file import load as load_graph
 from llmforge.recipe import EngineSpec
 from llmforge.runtime.artifact_files import PENDING_FILE
@@ -44,6 +45,10 @@ class Pending:
         """The recipe's section `engine`."""
         return EngineSpec.model_validate_json(self.engine)
 
+    def to_json(self) -> str:
+        """Write the file's text: sorted keys, one trailing newline."""
+        return json.dumps(dataclasses.asdict(self), indent=1, sort_keys=True) + "\n"
+
     def request(self, source: Path, folder: Path, target: Target, progress: Progress) -> BuildRequest:
         """Ask for the engine that is pending in `source` to be built in `folder`."""
         spec = self.spec
@@ -56,8 +61,8 @@ class Pending:
 
 def write(
     request: BuildRequest, *, weight_bytes_per_token: int, kv_bytes_per_token: int, multiply_adds_per_token: int | None
-) -> None:
-    """Write what a later build takes into the folder of `request` (created); see `Pending`."""
+) -> Pending:
+    """Write what a later build takes into the folder of `request` (created), and return it."""
     pending = Pending(
         format=FORMAT,
         backend=request.spec.backend,
@@ -75,8 +80,8 @@ def write(
         onnx_file.write_ranks(request.ranks, request.folder, request.progress)
     else:
         onnx_file.write(request.model, request.folder, request.progress)
-    text = json.dumps(dataclasses.asdict(pending), indent=1, sort_keys=True) + "\n"
-    (request.folder / PENDING_FILE).write_text(text, encoding="utf-8")
+    (request.folder / PENDING_FILE).write_text(pending.to_json(), encoding="utf-8")
+    return pending
 
 
 def read(folder: Path) -> Pending:
@@ -102,4 +107,11 @@ def read(folder: Path) -> Pending:
             f"{file}: format {found.format}; this llmforge reads format {FORMAT}",
             hint="finish with the llmforge that built the artifact, or build it again",
         )
+    try:
+        _ = found.spec
+    except ValueError as error:
+        raise InputError(
+            f"{file}: engine is not the section `engine` of a recipe: {cut(str(error))}",
+            hint="run `llmforge verify ARTIFACT` to list changed files",
+        ) from error
     return found

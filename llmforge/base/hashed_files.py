@@ -51,7 +51,7 @@ def all_sha256(files: Iterable[Path], *, again: bool = False) -> tuple[dict[Path
         status = file.lstat()
         if not stat.S_ISREG(status.st_mode):
             digests[file] = _NO_FILE
-        elif (digest := known.get(_identity(status))) is not None:
+        elif (digest := known.get(identity(status))) is not None:
             digests[file] = digest
         else:
             waiting.append(file)
@@ -62,10 +62,11 @@ def all_sha256(files: Iterable[Path], *, again: bool = False) -> tuple[dict[Path
         for file, digest in zip(ordered, pool.map(sha256, ordered), strict=True):
             digests[file] = digest
             settled = time.time_ns() - before[file].st_ctime_ns > _SETTLED_NS
-            if settled and _identity(file.lstat()) == _identity(before[file]):
-                new[_identity(before[file])] = digest
+            if settled and identity(file.lstat()) == identity(before[file]):
+                new[identity(before[file])] = digest
     return digests, memory.add(new) if new else None
 
 
-def _identity(status: os.stat_result) -> str:
+def identity(status: os.stat_result) -> str:
+    """Say which file it is, and in which state: whatever writes to it, or puts another in its place, changes that."""
     return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"

@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from llmforge.base.errors import UnsupportedError
 
-if TYPE_CHECKING:
-    from llmforge.calibration.spread import Worker
+
+class WorkerLost(Exception):
+    """A worker has ended, and what it carried with it."""
+
+
+class Worker(Protocol):
+    """A `spread.WindowsWorker` in another process."""
+
+    def ask(self, method: str, *arguments: Any) -> Callable[[], Any]:
+        """Have a method of it called, in the order of asking; what is returned waits for the result.
+
+        That raises what the method raises, and WorkerLost.
+        """
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from llmforge.base.progress import Progress, Silent
 from llmforge.cache import Code, processor, settings
 from llmforge.calibration import mixed, prune
 from llmforge.calibration.asked import DemandsByKind, refuse
-from llmforge.calibration.carriers import Carriers
+from llmforge.calibration.carriers import Carriers, Worker
 from llmforge.calibration.device import HOST, ExecutionDevice
 from llmforge.calibration.gradients import Gradients, take
 from llmforge.calibration.layer import DecoderLayer, fast
@@ -38,7 +38,7 @@ from llmforge.calibration.quantize import (
 )
 from llmforge.calibration.recovery import Recovery
 from llmforge.calibration.skeleton import Skeleton
-from llmforge.calibration.spread import Crew, SpreadWindows, Worker
+from llmforge.calibration.spread import Crew, SpreadWindows
 from llmforge.calibration.store import LayerResult, Store, StoredArrays, StoredLowRank, StoredMatrices, StoredSparse
 from llmforge.calibration.sums import MORE_DAMPING, refusals
 from llmforge.calibration.threads import fixed

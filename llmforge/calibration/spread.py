@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cache import Code, processor
+from llmforge.calibration.carriers import Worker, WorkerLost
 from llmforge.calibration.layer import Additions, LayerCall
 from llmforge.calibration.resuming import SHARES
 from llmforge.calibration.skeleton import Skeleton
@@ -28,20 +29,6 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import AdapterSource
 from llmforge.quantization.grids import Float32
 from llmforge.quantization.methods.base import InputStatistic
-
-
-class WorkerLost(Exception):
-    """A worker has ended, and what it carried with it."""
-
-
-class Worker(Protocol):
-    """A `WindowsWorker` in another process."""
-
-    def ask(self, method: str, *arguments: Any) -> Callable[[], Any]:
-        """Have a method of it called, in the order of asking; what is returned waits for the result.
-
-        That raises what the method raises, and WorkerLost.
-        """
 
 
 class WindowsWorker:

@@ -38,8 +38,7 @@ from llmforge.runtime.artifact_files import TEMPLATE_FILE
 
 if TYPE_CHECKING:
     from llmforge.cache.remote import Remote
-    from llmforge.calibration.carriers import Carriers
-    from llmforge.calibration.spread import Worker
+    from llmforge.calibration.carriers import Carriers, Worker
     from llmforge.compile.state import BuildResult
     from llmforge.gates.records import EngineRecord
     from llmforge.metrics.agreement import RuntimeName

@@ -14,16 +14,18 @@ from llmforge.artifact import Artifact, Hashing
 from llmforge.backends import engines, pending
 from llmforge.backends.engines import BuiltEngine
 from llmforge.backends.pending import Pending
+from llmforge.base import hashed_files
 from llmforge.base.errors import UsageError
 from llmforge.base.progress import Progress, Silent
 from llmforge.checkpoint import Checkpoint
-from llmforge.compile import chat_template, evidence, lock, retreats
+from llmforge.compile import chat_template, evidence, lock, retreats, written_files
 from llmforge.compile.answered import answering
 from llmforge.compile.evidence import Clock, Evidence, Measurement
 from llmforge.compile.stages.artifact import publish
 from llmforge.compile.stages.gates import judge_gates
 from llmforge.compile.state import BuildResult, CompileState, ReportFacts
 from llmforge.compile.texts import BuildTexts
+from llmforge.compile.written_files import Expected
 from llmforge.gates import confirmed, records
 from llmforge.measure import machine
 from llmforge.measure.footprint import BytesRead
@@ -53,6 +55,7 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
     builder.require_host(target, waiting.spec)
     if recipe is not None:
         check_recipe(recipe, opened)
+    read = _identities(opened)
     opened.verify()
     parent = opened.path.parent  # one that was moved out of `<name>` gets its new version in the same folder
     out = parent.parent if parent.name == manifest.name else parent
@@ -65,6 +68,9 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         model = repository.TritonModel(manifest.name, target.kind, serving, engine.config, made_of)
         repository.write(model, staging / repository.FOLDER / manifest.name)
         hashing.begin_all()
+        if _identities(opened) != read:  # its bytes tell: a link to a file moves its change time, too
+            opened.verify()
+        written_files.require_right(staging, Expected.of_pending(manifest, waiting), engine.config, model)
         found = measure(waiting, staging, engine, target, recipe, progress)
         before = records.read(opened)
         built_from = f"engine built from version {manifest.version}, which was written on {before.machine.cpu}"
@@ -78,6 +84,12 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         state.lock = locked.model_copy(update={**here, "stages": stages})
         judge_gates(state)
         return publish(state)
+
+
+def _identities(opened: Artifact) -> list[str]:
+    """Identify the files that an engine is built of, and those that it gets beside it."""
+    read = [opened.path / path for path in sorted(opened.manifest.files)]
+    return [hashed_files.identity(file.lstat()) if file.exists() else "missing" for file in read]
 
 
 def check_recipe(recipe: Recipe, opened: Artifact) -> None:

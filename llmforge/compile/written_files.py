@@ -1,53 +1,120 @@
-"""What lies beside an engine, held to what it was made of: tokenizer, chat template, `runtime.json`, Triton's model."""
+"""What lies beside an engine, held to what it was made of: tokenizer, chat template, `runtime.json`, Triton's model.
+
+Of an engine that is deferred, `pending.json` stands for `runtime.json`; who finishes it has no checkpoint, and holds
+what it copies to the manifest of the artifact that it finishes.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmforge.artifact import sealed
+from llmforge.artifact import Manifest, sealed
+from llmforge.backends import pending
+from llmforge.backends.onnxruntime.builder import tokenizer_files
+from llmforge.backends.pending import Pending
+from llmforge.base import hashed_files
 from llmforge.base.errors import VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.recipe import EngineSpec
-from llmforge.runtime.artifact_files import TEMPLATE_FILE, TOKENIZER_FILES
+from llmforge.runtime.artifact_files import PENDING_FILE
 from llmforge.runtime.config import FILE, RuntimeConfig
 from llmforge.triton import repository
 
+TOKENIZER = "tokenizer/"
 
-def require_right(staging: Path, checkpoint: Checkpoint, spec: EngineSpec, model: repository.TritonModel) -> None:
-    """Compare the files of `staging` with `checkpoint`, the engine's `spec` and the Triton `model`.
+
+@dataclass(frozen=True)
+class Expected:
+    """What the files beside an engine must be: SHA-256 by path, of all below `tokenizer/`; and facts, by name."""
+
+    files: Mapping[str, str]
+    facts: Mapping[str, object]
+    vocabulary: int | None = None  # None: nobody knows it beside the graph
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Checkpoint, spec: EngineSpec) -> Expected:
+        """Take it from the checkpoint and the recipe's section `engine`."""
+        made = {TOKENIZER + name: content for name, content in tokenizer_files(checkpoint).items()}
+        facts = _facts(checkpoint.eos_token_ids, checkpoint.bos_token_id, spec)
+        return cls(_hashes(made), facts, checkpoint.geometry.vocabulary)
+
+    @classmethod
+    def of_pending(cls, manifest: Manifest, waiting: Pending) -> Expected:
+        """Take it from the `manifest` of the artifact in which the engine is `waiting`."""
+        hashes = {path: file.sha256 for path, file in manifest.files.items() if path.startswith(TOKENIZER)}
+        return cls(hashes, _facts(waiting.eos_token_ids, waiting.bos_token_id, waiting.spec))
+
+    def also(self, files: Mapping[str, bytes]) -> Expected:
+        """Expect further `files`, by path in the artifact."""
+        return replace(self, files={**self.files, **_hashes(files)})
+
+
+def require_right(
+    staging: Path, expected: Expected, config: RuntimeConfig, model: repository.TritonModel | None
+) -> None:
+    """Compare the files of `staging` with what is `expected`, the engine's `config` and what Triton loads, the `model`.
+
+    None: another server than Triton reads the engine, or one of its own backends does.
 
     Raises:
         VerificationError: names the first that differs.
     """
+    _require_files(staging, None, _hashes({f"engine/{FILE}": config.to_json().encode()}))
     written = RuntimeConfig.read(staging / "engine" / FILE)
-    facts = {
-        "eos_token_ids": (written.eos_token_ids, checkpoint.eos_token_ids),
-        "bos_token_id": (written.bos_token_id, checkpoint.bos_token_id),
-        "max_context": (written.max_context, spec.max_context),
-        "max_batch": (written.max_batch, spec.max_batch),
-        "vocabulary": (written.vocabulary, checkpoint.geometry.vocabulary),
+    _require_facts(expected, f"engine/{FILE}", vars(written))
+    if expected.vocabulary not in (None, written.vocabulary):
+        raise _differs(f"engine/{FILE}: vocabulary is {written.vocabulary}, must be {expected.vocabulary}")
+    _require_files(staging, TOKENIZER, expected.files)
+    if model is not None:
+        below = f"{repository.FOLDER}/{model.name}/"
+        made = {below + path: content for path, content in repository.files(model).items()}
+        _require_files(staging, f"{repository.FOLDER}/", _hashes(made))
+
+
+def require_pending(staging: Path, expected: Expected, waiting: Pending) -> None:
+    """Compare the files of `staging`, whose engine is `waiting`, with what is `expected`.
+
+    Raises:
+        VerificationError: names the first that differs.
+    """
+    _require_files(staging, None, _hashes({f"engine/{PENDING_FILE}": waiting.to_json().encode()}))
+    written = pending.read(staging / "engine")
+    _require_facts(expected, f"engine/{PENDING_FILE}", {**vars(written), **vars(written.spec)})
+    _require_files(staging, TOKENIZER, expected.files)
+
+
+def _hashes(files: Mapping[str, bytes]) -> dict[str, str]:
+    return {path: hashlib.sha256(content).hexdigest() for path, content in files.items()}
+
+
+def _facts(eos: tuple[int, ...], bos: int | None, spec: EngineSpec) -> dict[str, object]:
+    return {
+        "eos_token_ids": eos,
+        "bos_token_id": bos,
+        "max_context": spec.max_context,
+        "max_batch": spec.max_batch,
     }
-    for name, (found, wanted) in facts.items():
-        if found != wanted:
-            raise _differs(f"engine/{FILE}: {name} is {found}, must be {wanted}")
-    served = {f"{repository.FOLDER}/{model.name}/{path}": made for path, made in repository.files(model).items()}
-    made = {**_tokenizer(checkpoint), **served}
-    for path, content in made.items():
+
+
+def _require_facts(expected: Expected, path: str, written: Mapping[str, object]) -> None:
+    for name, wanted in expected.facts.items():
+        if written[name] != wanted:
+            raise _differs(f"{path}: {name} is {written[name]}, must be {wanted}")
+
+
+def _require_files(staging: Path, folder: str | None, wanted: Mapping[str, str]) -> None:
+    """Compare files with the SHA-256 `wanted`, by path in the artifact; no others may lie below a `folder`."""
+    for path, digest in wanted.items():
         file = staging / path
-        if (file.read_bytes() if file.is_file() else None) != content:
+        if not file.is_file() or hashed_files.sha256(file) != digest:
             raise _differs(f"{path} differs from what it was made of")
-    for folder in ("tokenizer", repository.FOLDER):
-        if more := sorted({f"{folder}/{path}" for path in sealed.walk(staging / folder)} - made.keys()):
-            raise _differs(f"{more[0]} is a file that nothing wrote")
-
-
-def _tokenizer(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Make the files of the tokenizer, by path."""
-    sources = {name: checkpoint.path / name for name in TOKENIZER_FILES}
-    made = {f"tokenizer/{name}": source.read_bytes() for name, source in sources.items() if source.exists()}
-    if checkpoint.chat_template is not None:
-        made[f"tokenizer/{TEMPLATE_FILE}"] = checkpoint.chat_template.encode()
-    return made
+    if folder is None:
+        return
+    if more := sorted({f"{folder}{path}" for path in sealed.walk(staging / folder)} - wanted.keys()):
+        raise _differs(f"{more[0]} is a file that nothing wrote")
 
 
 def _differs(what: str) -> VerificationError:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmforge.base.errors import ForgeError
-from llmforge.calibration.spread import WindowsWorker, Worker, WorkerLost
+from llmforge.calibration.carriers import Worker, WorkerLost
+from llmforge.calibration.spread import WindowsWorker
 from llmforge.farm import cluster
 
 # Of Ray's object store on this machine: hidden states and sums pass through it. Those of SmolLM2-135M at 8,192 tokens

@@ -93,7 +93,6 @@ def test_mistakes_are_forge_errors(built: Built, tmp_path: Path) -> None:
         lambda: llmforge.gate(built.path, gates={"kld_mean": {"drop_max": 1.0}}),
         lambda: llmforge.gate(built.path, gates={}),
         lambda: llmforge.plan(RECIPE, target="h20"),
-        lambda: llmforge.evaluate(built.path, ["x"]),
     ):
         with pytest.raises(ForgeError) as caught:
             wrong()

@@ -265,7 +265,6 @@ RECORD = {"sha256": "0" * 64, "size_bytes": 0}
         (manifest(files={"a\nb": RECORD}), "is too long, or not text"),
         (manifest(files={"a" * 120: RECORD}), "the path or the size is too large for a tar"),
         (manifest(files={"a": {**RECORD, "size_bytes": 1 << 90}}), "the path or the size is too large for a tar"),
-        (manifest(files={f"f{n}": RECORD for n in range(100_001)}), "files; at most 100,000 are allowed"),
         (manifest(recipe={"x": float("inf")}), "Out of range float"),
         (lambda data: archive._named_header("tiny/1/manifest.json", 17 << 20) + data, "at most 16,777,216 are allowed"),
         (lambda data: archive._named_header("tiny/1/engine/x", 0) + data, "manifest.json comes first"),
@@ -282,6 +281,16 @@ def test_hostile_archives(made: Artifact, tmp_path: Path, change: Callable[[byte
     assert "\nhint: " in done.stderr
     assert versions.names(out) == []
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "there") == ["here", "x.tar"]
+
+
+@pytest.mark.parametrize("most", [1000, pytest.param(transfer.MOST_FILES, marks=pytest.mark.thorough)])
+def test_hostile_archives_of_many_files(
+    made: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """The largest number that is allowed stands in a manifest that is not too large itself."""
+    monkeypatch.setattr(transfer, "MOST_FILES", most)
+    many = manifest(files={f"f{n}": RECORD for n in range(most + 1)})
+    test_hostile_archives(made, tmp_path, many, f"files; at most {most:,} are allowed")
 
 
 @pytest.mark.thorough

@@ -36,7 +36,9 @@ def fuzz() -> Iterator[ModuleType]:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import fuzz_inputs
 
-    yield fuzz_inputs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", os.environ["XDG_CACHE_HOME"])  # which it sets for its own process
+        yield fuzz_inputs
     sys.path.remove(str(ROOT / "benchmarks"))
 
 

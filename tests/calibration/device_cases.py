@@ -70,7 +70,7 @@ def require_near(one: Statistics, other: Statistics) -> None:
         np.testing.assert_allclose(seen.peaks, other.inputs[name].peaks, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.thorough), "qwen3-moe"])
 def test_a_device_makes_what_the_cpu_makes(kind: str, tmp_path: Path) -> None:
     zoo.write(kind, tmp_path / kind)
     checkpoint = Checkpoint.open(tmp_path / kind)
@@ -138,7 +138,9 @@ def test_weights_states_and_sums_cross_as_often_as_is_said_and_nothing_else(dens
     assert {shape: count for (_, shape), count in fetched.items()} == back + ids
 
 
-@pytest.mark.parametrize("demands", [[WEIGHTS], DEMANDS], ids=["weights", "all"])
+@pytest.mark.parametrize(
+    "demands", [pytest.param([WEIGHTS], marks=pytest.mark.thorough), DEMANDS], ids=["weights", "all"]
+)
 def test_memory_on_the_device_is_within_what_is_said_and_nothing_is_left(
     demands: Sequence[Demand], dense: Checkpoint
 ) -> None:

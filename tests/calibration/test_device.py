@@ -18,8 +18,21 @@ from llmforge.calibration.residency import LOGITS, LayerWidths, ModelWidths
 CASES = Path(__file__).with_name("device_cases.py")
 
 
-def test_layers_run_on_a_device_that_counts_and_refuses() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(CASES)]
+@pytest.mark.parametrize("which", ["not thorough", pytest.param("thorough", marks=pytest.mark.thorough)])
+def test_layers_run_on_a_device_that_counts_and_refuses(which: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        which,
+        str(CASES),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=CASES.parents[2])
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout

@@ -18,9 +18,9 @@ import torch
 
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError
 from llmforge.calibration import calibrate, openblas, spread
-from llmforge.calibration.carriers import Carriers
+from llmforge.calibration.carriers import Carriers, Worker, WorkerLost
 from llmforge.calibration.skeleton import Skeleton
-from llmforge.calibration.spread import WindowsWorker, Worker, WorkerLost
+from llmforge.calibration.spread import WindowsWorker
 from llmforge.calibration.threads import fixed
 from llmforge.calibration.windows import LayerStructure, WindowsHere
 from llmforge.checkpoint import Checkpoint
@@ -153,7 +153,9 @@ def test_experts_read_the_same(tmp_path: Path) -> None:
     assert same(calibrate(checkpoint, WINDOWS, [WEIGHTS]), found)
 
 
-@pytest.mark.parametrize("answers", [0, 2, 5, 8, 15])
+@pytest.mark.parametrize(
+    "answers", [0, pytest.param(2, marks=pytest.mark.thorough), 5, pytest.param(8, marks=pytest.mark.thorough), 15]
+)
 def test_what_a_lost_worker_carried_another_carries(answers: int, checkpoint: Checkpoint) -> None:
     """Lost when it enters, in front of a layer, between its linears, or in the next layer."""
     alone = calibrate(checkpoint, WINDOWS, DEMANDS)

@@ -49,6 +49,7 @@ def pasted(stderr: str) -> Sequence[str]:
     return words[1:]
 
 
+@pytest.mark.usefixtures("shared_build_cache")
 def test_every_excess_is_told_at_once_and_the_line_passes(recipe_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = build(recipe_file, "--out", out, "--set", "engine.threads=1")
@@ -88,6 +89,7 @@ def test_a_failed_exact_proof_ends_the_build_whatever_budgets_do(
     assert not list((tmp_path / "out").glob("*/[!.]*"))
 
 
+@pytest.mark.usefixtures("shared_build_cache")
 def test_what_is_published_failed_says_so_wherever_it_is_looked_at(recipe_file: Path, tmp_path: Path) -> None:
     """The gates that could pass do; the verdict is FAIL, in records that are added later, too."""
     out, gates = tmp_path / "out", "gates={kld_mean: {max: 5}}"
@@ -119,6 +121,7 @@ def test_what_is_published_failed_says_so_wherever_it_is_looked_at(recipe_file: 
     assert Artifact.open(again.path).verdict == "fail"
 
 
+@pytest.mark.usefixtures("shared_build_cache")
 def test_a_record_cannot_widen_its_own_budget(recipe_file: Path, tmp_path: Path) -> None:
     """Budgets of a record are held against the sealed recipe: with other ones the verdict would be another."""
     out = tmp_path / "out"
@@ -139,6 +142,7 @@ def test_a_record_cannot_widen_its_own_budget(recipe_file: Path, tmp_path: Path)
     ]
 
 
+@pytest.mark.usefixtures("shared_build_cache")
 def test_bisecting_takes_the_recipe_of_a_build_that_failed(recipe_file: Path, tmp_path: Path) -> None:
     """All it computes of the graphs the failed build has left in the cache."""
     assert build(recipe_file, "--out", tmp_path / "out", "--quiet").exit_code == 7

@@ -33,10 +33,11 @@ MOST = 4  # builds a kill: some end before their moment comes
 WORDS = ("graph", "engine", "pass", "weight", "scale", "token", "cache", "layer", "head", "probe", "gate", "report")
 
 # It says how many seconds the trace took, which it keeps in the cache of its second argument. Then one line of standard
-# input a build: recipe, out, cache, and the file that moments and titles of its stages are written to. It answers with
-# the id of the process that builds, and, when that has ended, with its exit status.
+# input a build: recipe, out, cache, the file that moments and titles of its stages are written to, and the number of
+# changes of the disk after which the build kills itself, or -1. It answers with the id of the process that builds, and,
+# when that has ended, with its exit status.
 _FORKS = """
-import os, sys, time, traceback
+import itertools, os, signal, sys, time, traceback
 from functools import partial
 from pathlib import Path
 from llmforge.base import process
@@ -62,9 +63,22 @@ class Told(Silent):
     def stage(self, title):
         os.write(self.file, f"{time.monotonic()} {title}\\n".encode())
 
-def build(recipe, out, cache, told):
-    result = pipeline.build(Recipe.load(Path(recipe)), Path(out), Told(told), partial(Cache, Path(cache)))
+NAMES = "rename", "mkdir", "rmdir", "remove", "link", "symlink", "truncate", "chmod", "utime"
+CHANGES = {f"os.{name}" for name in NAMES}
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+def build(recipe, out, cache, told, last):
+    changes = itertools.count()
+    def count(event, arguments):
+        if event in CHANGES or (event == "open" and arguments[2] & WRITES):
+            if next(changes) == int(last):
+                os.kill(os.getpid(), signal.SIGKILL)
+    told_stages = Told(told)
+    sys.addaudithook(count)
+    result = pipeline.build(Recipe.load(Path(recipe)), Path(out), told_stages, partial(Cache, Path(cache)))
+    made = next(changes)
     Path(told).with_suffix(".path").write_text(str(result.path))
+    Path(told).with_suffix(".changes").write_text(str(made))
 
 print(took, flush=True)
 for line in sys.stdin:
@@ -109,11 +123,20 @@ class Builds:
         pairs = [line.split(" ", 1) for line in lines if line.endswith("\n")]
         return [(float(moment), title.rstrip()) for moment, title in pairs]
 
-    def run(self, until: Callable[[Builds], object] | None = None) -> int:
-        """Build, and kill the build, if it still runs, when `until` returns; return its exit status."""
+    def changes(self) -> int:
+        """Count the changes of the disk (a file opened to be written, renamed, removed …) of the last whole build."""
+        return int((self.folder / "told.changes").read_text())
+
+    def run(self, until: Callable[[Builds], object] | None = None, *, changes: int = -1) -> int:
+        """Build, and return the exit status.
+
+        The build, if it still runs, is killed when `until` returns, or where it would change the disk once more than
+        `changes` times.
+        """
         assert self.process.stdin is not None
         (self.folder / "told.log").write_text("")
-        self.process.stdin.write(f"{self.recipe}\t{self.out}\t{self.cache}\t{self.folder / 'told.log'}\n")
+        told = self.folder / "told.log"
+        self.process.stdin.write(f"{self.recipe}\t{self.out}\t{self.cache}\t{told}\t{changes}\n")
         self.process.stdin.flush()
         child = int(self.line())
         if until is not None:
@@ -235,28 +258,28 @@ def undisturbed(builds: Builds) -> tuple[str, list[tuple[str, float]]]:
     return artifact.manifest.content_digest, [(a[1], b[0] - a[0]) for a, b in itertools.pairwise(told)]
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
-def test_builds_killed_at_random_moments_lose_nothing(builds: Builds, kills: int) -> None:
+def drawn() -> random.Random:
     seed = int(os.environ.get("LLMFORGE_TEST_SEED") or random.randrange(1 << 32))
     print(f"LLMFORGE_TEST_SEED={seed} repeats these moments, as far as a machine repeats")
-    rng = random.Random(seed)
-    whole, stages = undisturbed(builds)
-    seconds = sum(took for _, took in stages)
-    # More than half of such a build is its trace: only the first one begins without it.
+    return random.Random(seed)
+
+
+def kill_and_go_on(builds: Builds, whole: str, kills: int, run: Callable[[int], int]) -> int:
+    """Kill builds until `kills` of them were killed, and see what comes of them; return how many passes were reused.
+
+    `run` builds, and kills at a moment of its own choice, given how many were killed before. More than half of such a
+    build is its trace: only the first one begins without it.
+    """
     builds.clear(traced=False)
-    longest = seconds + builds.trace_seconds
     known: set[str] = set()  # passes that some build had finished since the cache was emptied
     killed, carried, rounds = 0, 0, 0
     for _ in range(MOST * kills):
-        moment = rng.uniform(0, longest)
-        ended = builds.run(lambda _, moment=moment: time.sleep(moment))
+        ended = run(killed)
         assert ended in (0, -signal.SIGKILL)
         if ended != 0:
             killed += 1
             known |= survey(builds)
             shutil.copytree(builds.traced, builds.cache, dirs_exist_ok=True)
-            longest = seconds
             if len(known) < 2 and killed < kills:
                 continue
             assert builds.run() == 0
@@ -268,7 +291,33 @@ def test_builds_killed_at_random_moments_lose_nothing(builds: Builds, kills: int
             break
     print(f"{killed} kills, {rounds} builds to the end, which reused {carried} finished passes")
     assert killed == kills
-    assert carried > 0
+    return carried
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.thorough)])
+def test_builds_killed_before_a_change_of_the_disk_lose_nothing(builds: Builds, kills: int) -> None:
+    rng = drawn()
+    whole, _ = undisturbed(builds)
+    # One of each part of the build, so that some have finished passes on every machine.
+    moments = [int((part + rng.random()) / kills * builds.changes()) for part in range(kills)]
+    rng.shuffle(moments)
+    print(f"before the changes {moments} of {builds.changes()}")
+    assert kill_and_go_on(builds, whole, kills, lambda killed: builds.run(changes=moments[killed])) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_builds_killed_at_random_moments_lose_nothing(builds: Builds) -> None:
+    rng = drawn()
+    whole, stages = undisturbed(builds)
+    seconds = sum(took for _, took in stages)
+
+    def run(killed: int) -> int:
+        moment = rng.uniform(0, seconds + (0 if killed else builds.trace_seconds))
+        return builds.run(lambda _: time.sleep(moment))
+
+    assert kill_and_go_on(builds, whole, 100, run) > 0
 
 
 @pytest.mark.slow

@@ -201,6 +201,7 @@ def test_a_killed_calibration_goes_on_where_it_was(
         ({"top1_agreement": {"min": 0.5}}, 0, "pass"),
     ],
 )
+@pytest.mark.usefixtures("shared_build_cache")
 def test_gates_decide_how_a_build_ends(recipe_file: Write, gate: Any, code: int, verdict: str) -> None:
     result = run(recipe_file(passes=QUANTIZED, gates=gate))
     assert result.exit_code == code, result.output
@@ -250,6 +251,7 @@ class Boast(Pass):
     ("cls", "says"),
     [(Lie, "declares exact: model.layers.1.mlp.down_proj/MatMul differ by"), (Boast, "did not change the graph")],
 )
+@pytest.mark.usefixtures("shared_build_cache")
 def test_a_pass_that_lies_ends_the_build(
     recipe_file: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cls: type[Pass], says: str
 ) -> None:
@@ -261,6 +263,7 @@ def test_a_pass_that_lies_ends_the_build(
     assert visible(tmp_path / "out") == []
 
 
+@pytest.mark.usefixtures("shared_build_cache")
 def test_a_pass_that_breaks_is_named(recipe_file: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def broken(self: Pass, model: ir.Model, context: Context) -> Changes:
         raise KeyError("oops")
@@ -273,6 +276,7 @@ def test_a_pass_that_breaks_is_named(recipe_file: Write, monkeypatch: pytest.Mon
     assert visible(tmp_path / "out") == []
 
 
+@pytest.mark.usefixtures("shared_build_cache")
 def test_without_compiled_kernels_a_build_goes_on_where_its_recipe_allows(
     recipe_file: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +293,7 @@ def test_without_compiled_kernels_a_build_goes_on_where_its_recipe_allows(
     assert {skipped.reason for skipped in report.passes[-1].skipped} == {"the kernels are not compiled"}
 
 
+@pytest.mark.usefixtures("shared_build_cache")
 def test_a_budget_that_is_exceeded_ends_the_build(recipe_file: Write, tmp_path: Path) -> None:
     steps = [*FUSED, {"quantize-weights": {"method": "rtn", "budget": {"kld_mean": 1e-7}}}]
     result = run(recipe_file(passes=steps))

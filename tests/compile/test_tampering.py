@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
@@ -35,11 +36,13 @@ CONTENT = (
     "engine/runtime.json",
     "tokenizer/tokenizer.json",
     "tokenizer/tokenizer_config.json",
+    "tokenizer/chat_template.jinja",
     f"{SERVED}/config.pbtxt",
     f"{SERVED}/README.md",
     f"{SERVED}/warmup/prompt",
     f"{SERVED}/1/model.py",
     f"{SERVED}/1/requirements.txt",
+    f"{SERVED}/1/__pycache__",
     f"{SERVED}/1/llmforge/serving/engine.py",
 )
 EVIDENCE = (
@@ -51,11 +54,21 @@ EVIDENCE = (
     "report/report.md",
 )
 SEAL = "manifest.json", "evidence/*.json"
+# Files that one of those above stands for.
+ALIKE = f"{SERVED}/1/llmforge/*", f"{SERVED}/warmup/*"
+# Recipes whose artifacts have more: what besides, and what of it is compared as soon as it is written.
+PASSES = {"plain": ["fuse-norms"], "genai": ["flash-attention", "genai-interface"], "ranks": ["fuse-norms"]}
+INTEROP = tuple(
+    f"engine/{name}"
+    for name in ("genai_config.json", "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+)
+RANKS = tuple(f"engine/model.rank{rank}.onnx{ending}" for rank in (0, 1) for ending in ("", ".data"))
+MORE = {"plain": (), "genai": INTEROP, "ranks": RANKS}
 
 
 def flip(file: Path) -> None:
     """Change one bit in the middle; the size stays."""
-    content = bytearray(file.read_bytes())
+    content = bytearray(file.read_bytes() or b" ")
     content[len(content) // 2] ^= 1
     file.chmod(0o644)
     file.write_bytes(content)
@@ -72,16 +85,17 @@ CHANGES: tuple[Change, ...] = (flip, add, Path.unlink)
 class Small:
     """A small recipe whose passes an earlier build proved, so that a build takes a second."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: str = "plain") -> None:
         self.folder = folder
         write_checkpoint(folder / "tiny-llama")
+        (folder / "tiny-llama" / "chat_template.jinja").write_text("{{ messages[0].content }}")
         facts = {
             "schema": 1,
             "name": "tiny",
             "checkpoint": "tiny-llama",
             "target": "local",
-            "engine": {"max_context": 64, "max_batch": 2, "threads": 1},
-            "passes": ["fuse-norms"],
+            "engine": {"max_context": 64, "max_batch": 2, "threads": 1, "tensor_parallel": 2 if kind == "ranks" else 1},
+            "passes": PASSES[kind],
         }
         (folder / "recipe.yaml").write_text(json.dumps(facts))
         self.published = self.build(folder / "out")
@@ -185,6 +199,45 @@ def test_what_changes_afterwards_is_not_verified(path: str, change: Change, smal
     if path.startswith(admission.LOADED) or (path in SEAL and change is not add):
         with pytest.raises(InputError):
             admission.admit(folder)
+
+
+@pytest.fixture(scope="module", params=["genai", "ranks"])
+def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Small, str]:
+    return Small(tmp_path_factory.mktemp(request.param), request.param), request.param
+
+
+def test_other_files_that_change_before_they_are_published_are_refused(
+    other: tuple[Small, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, kind = other
+    for moment in (written, measured) if kind == "genai" else (measured,):  # who serves alone compares graphs of ranks
+        for path in MORE[kind]:
+            with monkeypatch.context() as patch:
+                moment(patch, lambda folder, path=path: flip(folder / path))  # type: ignore[misc]
+                with pytest.raises(VerificationError, match=path.replace(".", r"\.")):
+                    small.build(tmp_path)
+    assert not list(tmp_path.glob("*/[!.]*"))
+
+
+def unlisted(folder: Path, more: tuple[str, ...]) -> list[str]:
+    """List the files of an artifact that no trial changes, nor one like them."""
+    patterns = (*CONTENT, *EVIDENCE, *SEAL, *ALIKE, *more)
+    paths = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+    return [path for path in paths if not any(fnmatch(path, pattern) for pattern in patterns)]
+
+
+def test_every_kind_of_file_is_tried(small: Small, tmp_path: Path) -> None:
+    assert unlisted(small.published, ()) == []
+    assert all(list(small.published.glob(path)) for path in (*CONTENT, *EVIDENCE, *SEAL))
+    folder = shutil.copytree(small.published, tmp_path / "more")
+    (folder / "engine" / "another.json").write_bytes(b"{}")
+    assert unlisted(folder, ()) == ["engine/another.json"]
+
+
+def test_every_kind_of_other_artifacts_is_tried(other: tuple[Small, str]) -> None:
+    small, kind = other
+    assert unlisted(small.published, MORE[kind]) == []
+    assert all((small.published / path).is_file() for path in MORE[kind])
 
 
 def test_no_file_is_left_out(small: Small, tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ import pytest
 
 from llmforge.base import extras
 from llmforge.calibration import calibrate
-from llmforge.calibration.carriers import Carriers
-from llmforge.calibration.spread import Worker
+from llmforge.calibration.carriers import Carriers, Worker
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.farm import calibrating

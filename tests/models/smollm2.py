@@ -38,7 +38,7 @@ def checkpoint(*, dithered: bool = False) -> Path:
 
 def _prepared() -> Path:
     named = os.environ.get("LLMFORGE_SMOLLM2")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = Path(os.environ.get("LLMFORGE_TESTS_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = Path(named) if named else cache / "llmforge-tests" / "smollm2-0.1.2"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:

@@ -195,21 +195,21 @@ ZOO: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
-def write(name: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
-    """Write the checkpoint `name` with `changes` to its configuration into `folder`.
+def write(name: str, folder: Path, dtype: torch.dtype = torch.float32, *, seed: int = 1, **changes: Any) -> None:
+    """Write the checkpoint `name` with `changes` to its configuration into `folder`; `seed` draws its weights.
 
     Weights are scaled so that logits have a standard deviation of about 0.6; norms and biases are not trivial.
     """
     kind, own = ZOO[name]
-    save(getattr(transformers, kind)(**{**BASE, **own, **changes}), folder, dtype)
+    save(getattr(transformers, kind)(**{**BASE, **own, **changes}), folder, dtype, seed)
 
 
-def save(config: Any, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+def save(config: Any, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
     """Write a checkpoint of `config` with such weights, and a tokenizer."""
     with torch.random.fork_rng():
-        torch.manual_seed(1)  # vectors keep what their constructor drew (sinks of attention)
+        torch.manual_seed(seed)  # vectors keep what their constructor drew (sinks of attention)
         model = transformers.AutoModelForCausalLM.from_config(config)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)

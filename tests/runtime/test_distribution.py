@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 
@@ -41,11 +42,17 @@ def strata(logits: np.ndarray, sampling: Sampling, count: int) -> dict[int, floa
     return dict(zip(tokens.tolist(), (counts / count).tolist(), strict=True))
 
 
+@functools.lru_cache(maxsize=16)
+def naive_weights(logits: tuple[float, ...], temperature: float) -> tuple[list[int], dict[int, float]]:
+    """Rank tokens, and give each its weight; many cases have the same logits."""
+    highest = max(logits)
+    ranked = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    return ranked, {token: math.exp((logits[token] - highest) / temperature) for token in ranked}
+
+
 def naive_distribution(logits: np.ndarray, sampling: Sampling) -> dict[int, float]:
     """Token -> probability, by the definition."""
-    highest = max(float(value) for value in logits)
-    ranked = sorted(range(len(logits)), key=lambda token: (-float(logits[token]), token))
-    weights = {token: math.exp((float(logits[token]) - highest) / sampling.temperature) for token in ranked}
+    ranked, weights = naive_weights(tuple(logits.tolist()), sampling.temperature)
     kept = [token for token in ranked if weights[token] >= sampling.min_p]
     kept = kept[: sampling.top_k] if sampling.top_k else kept
     total = math.fsum(weights[token] for token in kept)

@@ -118,7 +118,7 @@ def prepare_aiperf(env: TritonEnv) -> Path:
 def _folder(python: str) -> Path:
     if named := os.environ.get("LLMFORGE_TRITON"):
         return Path(named).resolve()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = Path(os.environ.get("LLMFORGE_TESTS_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     pins = hashlib.sha256("\n".join((*SERVER, *_serving(), *CLIENT)).encode()).hexdigest()[:12]
     return cache / "llmforge" / f"triton-py{python}-{pins}"
 

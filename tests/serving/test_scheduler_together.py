@@ -1,4 +1,4 @@
-"""Two hundred requests at once, on the trained sample checkpoint in fp32: each gets what it gets alone."""
+"""Many requests at once, on the trained sample checkpoint in fp32: each gets what it gets alone."""
 
 from __future__ import annotations
 
@@ -114,8 +114,9 @@ def serve(everybody: Sequence[Client], runner: Runner, backend: Any, speculation
     return scheduler.stats()
 
 
-def test_two_hundred_requests_get_the_text_that_each_gets_alone(runner, texts):
-    everybody = clients(texts, np.random.default_rng(7))
+@pytest.mark.parametrize("requests", [80, pytest.param(REQUESTS, marks=pytest.mark.thorough)])
+def test_many_requests_get_the_text_that_each_gets_alone(runner, texts, requests):
+    everybody = clients(texts, np.random.default_rng(7))[:requests]
     stats = serve(everybody, runner, runner.session, Speculation(PromptLookup(), AlwaysPays()))
     compared = 0
     for client in everybody:
@@ -125,12 +126,12 @@ def test_two_hundred_requests_get_the_text_that_each_gets_alone(runner, texts):
         else:
             assert client.received.text == alone
             compared += 1
-    assert compared > 160
-    assert stats.finished["cancelled"] > 10
+    assert compared > 0.8 * requests
+    assert stats.finished["cancelled"] > requests / 20
     assert (stats.running, stats.waiting, stats.kv_tokens_used) == (0, 0, 0)
-    assert sum(stats.finished.values()) == REQUESTS
-    assert stats.prefix_hit_tokens > 3000
-    assert stats.accepted_tokens > 50
+    assert sum(stats.finished.values()) == requests
+    assert stats.prefix_hit_tokens > 15 * requests
+    assert stats.accepted_tokens > requests / 4
     assert len(stats.steps) > 4
     assert stats.prefill_tokens + stats.prefix_hit_tokens <= stats.prompt_tokens
 

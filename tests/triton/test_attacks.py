@@ -20,7 +20,7 @@ from ..servers.triton_server import Server, environment_or_skip, launched
 
 pytestmark = pytest.mark.xdist_group("triton")
 
-MEASURED_S = 1.0  # of each side
+MEASURED_S = 0.5  # of each side
 CONTEXT = 4096
 SLOW = {"prompt of the longest length", "choices of the largest size", "token ids", "brackets"}
 

@@ -275,12 +275,17 @@ def session_options(threads: int | None, *, exact_int8: bool = False) -> Session
 def write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
     """Copy into `folder` (created) what the runtime reads of a checkpoint's tokenizer, and its chat template."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in TOKENIZER_FILES:
-        source = checkpoint.path / name
-        if source.exists():
-            (folder / name).write_bytes(source.read_bytes())  # the content: a Hub snapshot holds symbolic links
+    for name, content in tokenizer_files(checkpoint).items():
+        (folder / name).write_bytes(content)  # a copy: a Hub snapshot holds symbolic links
+
+
+def tokenizer_files(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """Make the files that the runtime reads of a checkpoint's tokenizer, and its chat template, by name."""
+    sources = {name: checkpoint.path / name for name in TOKENIZER_FILES}
+    made = {name: source.read_bytes() for name, source in sources.items() if source.exists()}
     if checkpoint.chat_template is not None:
-        (folder / TEMPLATE_FILE).write_text(checkpoint.chat_template, encoding="utf-8")
+        made[TEMPLATE_FILE] = checkpoint.chat_template.encode()
+    return made
 
 
 _CENTER = 128

@@ -18,7 +18,7 @@ from typing import Any
 import onnx_ir as ir
 
 from llmforge.backends.engines import BuiltEngine
-from llmforge.backends.onnxruntime.builder import write_tokenizer
+from llmforge.backends.onnxruntime.builder import tokenizer_files
 from llmforge.base import small_file
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import Checkpoint
@@ -47,32 +47,36 @@ _OPTIMUM_KV_HEADS = frozenset(
 _OPTIMUM_OTHER = frozenset({"deepseek_v3", "falcon", "gemma3", "gpt_bigcode"})
 
 
-def write(model: ir.Model, engine: BuiltEngine, checkpoint: Checkpoint) -> tuple[str, ...]:
+def write(model: ir.Model, engine: BuiltEngine, checkpoint: Checkpoint) -> tuple[Mapping[str, bytes], tuple[str, ...]]:
     """Write what the runtimes that `model`, lowered, has the interface of want in the folder of `engine`.
 
     Returns:
-        Who loads the folder, and who does not, with a reason; () where the graph has llmforge's own interface.
+        The files, by name; and who loads the folder, and who does not, with a reason. None of either where the graph
+        has llmforge's own interface.
 
     Raises:
         UnsupportedError: no runtime of others would read the model right.
     """
     if interface.ATTENTION_MASK not in {value.name for value in model.graph.inputs}:
-        return ()
+        return {}, ()
     check(model, checkpoint)
+    made: dict[str, bytes] = {}
     notes, reason = [], _optimum_reason(model, checkpoint)
     if not _grows(model):
         text = json.dumps(genai_config(model, engine, checkpoint), indent=2, sort_keys=True) + "\n"
-        (engine.folder / GENAI_FILE).write_text(text, encoding="utf-8")
+        made[GENAI_FILE] = text.encode()
         notes.append("engine/ also loads in onnxruntime-genai")
     if reason is None:
         for name in OPTIMUM_FILES:
             if (source := checkpoint.path / name).exists():
-                (engine.folder / name).write_bytes(source.read_bytes())
+                made[name] = source.read_bytes()
         notes.append("engine/ also loads in optimum-onnx (ORTModelForCausalLM)")
     else:
         notes.append(f"engine/ does not load in optimum-onnx: {reason}")
-    write_tokenizer(checkpoint, engine.folder)
-    return tuple(notes)
+    made |= tokenizer_files(checkpoint)
+    for name, content in made.items():
+        (engine.folder / name).write_bytes(content)
+    return made, tuple(notes)
 
 
 def genai_config(model: ir.Model, engine: BuiltEngine, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -36,35 +36,38 @@ def build_engine(state: CompileState) -> None:
     Of an engine that is deferred, what a decode step reads is written down for the build that ends it.
     """
     recipe, backend = state.recipe, state.recipe.engine.backend
-    served = plugin = None
     with state.overlap.proofs.blamed():
         state.read = replace(footprint.count(state.model), multiply_adds=state.multiply_adds)
         state.clock.stage("Build engine")
         lowered = _lower(state)
         state.notes += lowered.notes
         write_tokenizer(state.checkpoint, state.staging / "tokenizer")
+        expected = written_files.Expected.of_checkpoint(state.checkpoint, recipe.engine)
         request = _request(state, lowered)
         if recipe.engine.deferred:
             read = state.read
-            pending.write(
+            waiting = pending.write(
                 request,
                 weight_bytes_per_token=read.weights,
                 kv_bytes_per_token=read.kv,
                 multiply_adds_per_token=read.multiply_adds,
             )
+            state.hashing.begin_all()
+            written_files.require_pending(state.staging, expected, waiting)
         else:
             builder, plugin = engines.for_target(backend, state.target), plugin_of(backend)
             with plugins.blamed(plugin):
                 engine = builder.build(request)
             if plugin is not None:
                 engines.check_foreign(engine, plugin, state.target)
-            notes = interop.write(lowered.graphs[0], engine, state.checkpoint)
+            files, notes = interop.write(lowered.graphs[0], engine, state.checkpoint)
             state.notes += [*engine.notes, *(f"interface: {note}" for note in notes)]
             served = _write_repository(state, engine)
             state.engine = engine
-        state.hashing.begin_all()
-        if served is not None and plugin is None:  # what is compared now is what is hashed
-            written_files.require_right(state.staging, state.checkpoint, recipe.engine, served)
+            state.hashing.begin_all()
+            if plugin is None:  # what is compared now is what is hashed
+                expected = expected.also({f"engine/{name}": content for name, content in files.items()})
+                written_files.require_right(state.staging, expected, engine.config, served)
     if state.engine is not None and _runs_whole(state):
         state.engine_proof = state.overlap.proofs.begin(nullcontext(), partial(_hold_engine, state))
 

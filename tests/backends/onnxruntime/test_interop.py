@@ -68,7 +68,7 @@ def build(source: Path, folder: Path, steps: Sequence[Pass], *, threads: int | N
     ends = checkpoint.eos_token_ids, checkpoint.bos_token_id
     engine = engines.build(BuildRequest(lowered, folder / "engine", spec, graphs.TARGET, *ends))
     engines.write_tokenizer(checkpoint, folder / "tokenizer")
-    return Built(checkpoint, lowered, engine, interop.write(lowered, engine, checkpoint))
+    return Built(checkpoint, lowered, engine, interop.write(lowered, engine, checkpoint)[1])
 
 
 @pytest.fixture

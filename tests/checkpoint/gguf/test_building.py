@@ -45,7 +45,7 @@ def dequantized(file: Path, folder: Path) -> None:
     save_file({name: checkpoint.tensor(name).numpy() for name in checkpoint.tensors}, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("kind", [Q4_0, Q4_1, Q8_0])
+@pytest.mark.parametrize("kind", [Q4_0, pytest.param(Q4_1, marks=pytest.mark.thorough), Q8_0])
 def test_a_quantized_file_computes_what_its_weights_in_a_folder_do(kind: int, tmp_path: Path) -> None:
     zoo.write("llama", tmp_path / "hf")
     write(tmp_path / "hf", tmp_path / "model.gguf", kind=kind)

@@ -25,7 +25,7 @@ from llmforge.serving.http.server import make_server
 from ...samples.small_artifact import publish_small
 from ...servers.attackers import ALLOWED_S, hold_up_nobody
 
-MEASURED_S = 1.0  # of each side
+MEASURED_S = 0.5  # of each side
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
 
 

@@ -40,9 +40,9 @@ TALKS = {
 def python_with(packages: tuple[str, ...]) -> Path:
     """Give the interpreter of the environment that has these packages; make it, or skip the test."""
     named = os.environ.get("LLMFORGE_CLIENTS")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmforge"
+    cache = Path(os.environ.get("LLMFORGE_TESTS_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256("\n".join((sys.version, *packages)).encode()).hexdigest()[:12]
-    folder = (Path(named) if named else cache) / f"clients-{digest}"
+    folder = (Path(named) if named else cache / "llmforge") / f"clients-{digest}"
     if not (folder / "ready").exists() and not named and not os.environ.get("CI"):
         pytest.skip(f"set LLMFORGE_CLIENTS to a folder, in which {', '.join(packages)} are installed")
     folder.mkdir(parents=True, exist_ok=True)
