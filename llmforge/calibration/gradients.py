@@ -223,7 +223,7 @@ def _backwards(
 def _save(place: Path, matrix: torch.Tensor) -> None:
     """Write a matrix of moments in fp16, with its largest number apart."""
     largest = max(float(matrix.abs().max()), 2.0**-126)
-    np.savez(place, allow_pickle=False, share=(matrix / largest).half().cpu().numpy(), largest=largest)
+    np.savez(place, allow_pickle=False, share=(matrix / largest).cpu().half().numpy(), largest=largest)
 
 
 def _load(place: Path) -> Float32:
