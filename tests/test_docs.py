@@ -31,8 +31,6 @@ AS_SHOWN = {
 }
 # Options that no test gives to the command: the test that runs what they set.
 BELOW = {
-    "build --remote-cache-write": "tests/compile/test_reuse.py",
-    "tune --trials": "tests/farm/test_searching.py",
     "tune --subject-to": "tests/farm/test_searching.py",
 }
 

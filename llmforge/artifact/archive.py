@@ -22,7 +22,15 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from llmforge.artifact import sealed, transfer
-from llmforge.artifact.sealed import EVIDENCE, LARGEST_MANIFEST, MANIFEST, SIGNATURE, FileRecord, Manifest
+from llmforge.artifact.sealed import (
+    EVIDENCE,
+    LARGEST_MANIFEST,
+    MANIFEST,
+    SIGNATURE,
+    EvidenceRecord,
+    FileRecord,
+    Manifest,
+)
 from llmforge.artifact.store import Artifact, staging
 from llmforge.base import small_file
 from llmforge.base.errors import InputError
@@ -101,12 +109,8 @@ def load(
         EnvironmentLacks: the disk has no room, or `out` cannot be written.
     """
     reader = _ArchiveReader(stream, source)
-    raw, root = reader.manifest()
-    manifest = sealed.parse_manifest(raw, f"{source}: {MANIFEST}")
-    if root != f"{manifest.name}/{manifest.version}":
-        reader.refuse(f"it holds {root!r}, its manifest says {manifest.name!r} {manifest.version!r}")
-    first = {MANIFEST: raw, **reader.records(root), **reader.signature(root)}
-    stock = transfer.take_stock(first, source, reader.refuse)
+    stock = reader.first()
+    manifest, first = stock.manifest, stock.unlisted
     _check_headers(stock, reader)
     expected = _size(stock.listed, {path: len(content) for path, content in first.items()})
     if size_bytes is not None and size_bytes != expected:
@@ -124,6 +128,17 @@ def load(
         return transfer.publish(folder, manifest, source, check)
 
 
+def read_evidence(stream: IO[bytes], source: str) -> tuple[Manifest, tuple[EvidenceRecord, ...]]:
+    """Read the manifest and the records of evidence of the archive `stream`, oldest first, and nothing behind them.
+
+    Raises:
+        InputError: they are damaged, cut off, or not what `save` wrote.
+    """
+    stock = _ArchiveReader(stream, source).first()
+    records = [sealed.parse_record(raw, source) for path, raw in stock.unlisted.items() if transfer.is_record(path)]
+    return stock.manifest, tuple(records)
+
+
 class _ArchiveReader:
     """Reads an archive from its beginning to its end, once."""
 
@@ -135,6 +150,15 @@ class _ArchiveReader:
     def refuse(self, why: str) -> NoReturn:
         """Refuse the archive."""
         raise InputError(f"{self._source}: not an artifact that llmforge exported, or damaged: {why}", hint=_HINT)
+
+    def first(self) -> transfer.Inventory:
+        """Read what goes first: manifest, records of evidence and signature."""
+        raw, root = self.manifest()
+        manifest = sealed.parse_manifest(raw, f"{self._source}: {MANIFEST}")
+        if root != f"{manifest.name}/{manifest.version}":
+            self.refuse(f"it holds {root!r}, its manifest says {manifest.name!r} {manifest.version!r}")
+        unlisted = {MANIFEST: raw, **self.records(root), **self.signature(root)}
+        return transfer.take_stock(unlisted, self._source, self.refuse)
 
     def manifest(self) -> tuple[bytes, str]:
         """Read the manifest, which comes first, and the folder that it lies in."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmforge.artifact import archive, transfer
+from llmforge.artifact.sealed import EvidenceRecord, Manifest
 from llmforge.artifact.store import Artifact
 from llmforge.base import remote_files
 from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, UsageError
@@ -47,11 +48,11 @@ def save(artifact: Artifact, url: Url) -> int:
         UsageError: the URL cannot be written.
         EnvironmentLacks: the package for its protocol is missing.
     """
-    system, path = _system(url)
+    system, path = opened(url)
     if (local := _local(system, path)) is not None:
-        with _asking(url, writes=True):
+        with asking(url, writes=True):
             return archive.save_file(artifact, local)
-    with _asking(url, writes=True), system.transaction, system.open(path, "wb") as stream:
+    with asking(url, writes=True), system.transaction, system.open(path, "wb") as stream:
         return archive.save(artifact, stream)
 
 
@@ -62,16 +63,34 @@ def load(url: Url, out: Path, check: transfer.Check | None = None) -> Artifact:
         InputError: also, the URL cannot be read.
         EnvironmentLacks: also, the package for its protocol is missing.
     """
-    system, path = _system(url)
+    system, path = opened(url)
     if (local := _local(system, path)) is not None:
         return archive.load_file(local, out, check)
-    with _asking(url, writes=False):
+    with _reading(url, system, path) as (reader, size_bytes):
+        return archive.load(reader, out, str(url), size_bytes=size_bytes, check=check)
+
+
+def evidence(url: Url) -> tuple[Manifest, tuple[EvidenceRecord, ...]]:
+    """Read the manifest and the records of evidence of the archive at a URL, oldest first; see `archive`.
+
+    Raises:
+        InputError: they are damaged, or the URL cannot be read.
+        EnvironmentLacks: the package for its protocol is missing.
+    """
+    system, path = opened(url)
+    with _reading(url, system, path) as (reader, _):
+        return archive.read_evidence(reader, str(url))
+
+
+@contextmanager
+def _reading(url: Url, system: Any, path: str) -> Iterator[tuple[Any, int | None]]:
+    """Open an archive, and give its size in bytes where it is known."""
+    with asking(url, writes=False):
         # Block size 0: one request and no seeking, for servers that know no ranges.
         stream = system.open(path, "rb", **({"block_size": 0} if url.text.partition("://")[0] in _WEB else {}))
     with stream:
         size = getattr(stream, "size", None)
-        reader: Any = _Reader(stream, url)
-        return archive.load(reader, out, str(url), size_bytes=size if isinstance(size, int) else None, check=check)
+        yield _Reader(stream, url), size if isinstance(size, int) else None
 
 
 class _Reader:
@@ -83,12 +102,17 @@ class _Reader:
 
     def read(self, count: int) -> bytes:
         """Read at most `count` bytes."""
-        with _asking(self._url, writes=False):
+        with asking(self._url, writes=False):
             return bytes(self._stream.read(count))
 
 
-def _system(url: Url) -> tuple[Any, str]:
-    """Open the file system of a URL, and give the path in it."""
+def opened(url: Url) -> tuple[Any, str]:
+    """Open the file system of a URL, and give the path in it.
+
+    Raises:
+        UsageError: it has no known protocol.
+        EnvironmentLacks: the package for its protocol is missing.
+    """
     from fsspec.core import url_to_fs
     from fsspec.registry import get_filesystem_class
 
@@ -104,7 +128,7 @@ def _system(url: Url) -> tuple[Any, str]:
     except ValueError as error:
         raise UsageError(f"{url}: unknown protocol {protocol!r}", hint="such as s3://, gs:// or https://") from error
     options = {"client_kwargs": {"timeout": _patient()}} if protocol in _WEB else {}
-    with _asking(url, writes=False):
+    with asking(url, writes=False):
         system, path = url_to_fs(url.text, **options)
     return system, path
 
@@ -123,8 +147,13 @@ def _local(system: Any, path: str) -> Path | None:
 
 
 @contextmanager
-def _asking(url: Url, *, writes: bool) -> Iterator[None]:
-    """Turn what goes wrong on the other side into an error of ours."""
+def asking(url: Url, *, writes: bool) -> Iterator[None]:
+    """Turn what goes wrong on the other side into an error of ours.
+
+    Raises:
+        UsageError: it cannot be written, with `writes`.
+        InputError: it cannot be read, without.
+    """
     try:
         yield
     except ForgeError:
@@ -132,7 +161,7 @@ def _asking(url: Url, *, writes: bool) -> Iterator[None]:
     except remote_files.errors() as error:
         said = error.__cause__ or error  # fsspec says of every failure over HTTP that there is no such file
         why = remote_files.reason(said)
-        if isinstance(said, FileNotFoundError):
+        if remote_files.is_missing(said):
             why = "no such file or bucket"
         elif isinstance(error, NotImplementedError):
             why = "its protocol cannot do that"

@@ -290,6 +290,26 @@ def adopt(folder: Path, manifest: Manifest) -> Artifact:
     return Artifact(final, manifest)
 
 
+def publish_again(artifact: Artifact, out: Path) -> Artifact:
+    """Publish the content of an artifact with its newest record in the folder `out`, behind the evidence there.
+
+    It is as if its build had published there: the record is the same but for the one that it follows.
+
+    Raises:
+        InputError: files are missing or were changed.
+        UsageError, EnvironmentLacks: as `publish` and `staging`.
+    """
+    artifact.verify()
+    record = artifact.evidence[-1]
+    written = json.loads(sealed.read_file(artifact.path / record.path, sealed.LARGEST_RECORD))
+    sources = {path: path for path in artifact.manifest.files} | {path: record.home + path for path in record.files}
+    with staging(out, artifact.manifest.name) as folder:
+        for path, source in sources.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(artifact.path / source, folder / path)
+        return publish(folder, artifact.manifest, written)
+
+
 def _existing(final: Path, manifest: Manifest) -> Artifact | None:
     """Open what is there under the version that `manifest` is going to have; None: nothing.
 

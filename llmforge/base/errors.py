@@ -52,6 +52,14 @@ class ForgeError(Exception):
         return self.message if self.hint is None else f"{self.message}\nhint: {self.hint}"
 
 
+def kind_of(exit_code: int) -> type[ForgeError]:
+    """Give the branch of the tree that has an exit code; a code that none has is a bug's."""
+    kinds = [ForgeError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return next((kind for kind in kinds if kind.exit_code == exit_code), ForgeError)
+
+
 class UsageError(ForgeError):
     """The command line asks for something that does not exist."""
 

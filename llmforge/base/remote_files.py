@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
+from typing import Any
 
+_OBJECTS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"})  # protocols of object stores
 _LOGIN = re.compile(r"(?<=://)[^/@]*@")
+_DENIED = "AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "InvalidClientTokenId", "SignatureDoesNotMatch"
 # What the packages below fsspec raise that is no OSError: looked up where they are loaded, imported nowhere here.
 _FOREIGN = {
     "aiohttp": ("ClientError",),
@@ -20,11 +23,48 @@ def without_login(text: str) -> str:
     return _LOGIN.sub("", text)
 
 
+def has_folders(system: Any) -> bool:
+    """Say if a file system has folders that must be there before files are; object stores have none.
+
+    There `makedirs` makes what is missing of a path, and be it the bucket.
+    """
+    protocol = system.protocol
+    return _OBJECTS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
+
+
+def make_folder(system: Any, path: str) -> None:
+    """Make the folder `path` where the file system has folders; no bucket is made.
+
+    Raises:
+        OSError, and what `errors` lists: it cannot be made.
+    """
+    if has_folders(system):
+        system.makedirs(path, exist_ok=True)
+
+
 def errors() -> tuple[type[Exception], ...]:
     """List what a file system raises where it cannot read or write."""
     loaded = [(sys.modules[module], names) for module, names in _FOREIGN.items() if module in sys.modules]
     foreign = tuple(getattr(module, name) for module, names in loaded for name in names)
     return (OSError, NotImplementedError, ValueError, *foreign)
+
+
+def is_missing(error: BaseException | None) -> bool:
+    """Say if an error tells that there is no such file or bucket."""
+    return isinstance(error, FileNotFoundError) or _code(error) in ("NoSuchBucket", "NoSuchKey")
+
+
+def is_denied(error: BaseException | None) -> bool:
+    """Say if an error tells that the credentials do not allow it, or that there are none."""
+    named = type(error).__name__.endswith(("CredentialsError", "CredentialRetrievalError"))  # of botocore
+    return named or isinstance(error, PermissionError) or _code(error) in _DENIED
+
+
+def _code(error: BaseException | None) -> object:
+    """Give the code of an error of botocore, by which S3 says what is wrong."""
+    response = getattr(error, "response", None)
+    said = response.get("Error") if isinstance(response, dict) else None
+    return said.get("Code") if isinstance(said, dict) else None
 
 
 def reason(error: BaseException) -> str:

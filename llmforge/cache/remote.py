@@ -170,7 +170,7 @@ class Remote:
 
     def _write(self, path: str, write: Callable[[Any], object]) -> None:
         """Write a file that shows nothing until all of it is there, where the file system can."""
-        self.system.makedirs(path.rpartition("/")[0], exist_ok=True)
+        remote_files.make_folder(self.system, path.rpartition("/")[0])
         with self.system.transaction, self.system.open(path, "wb") as stream:
             write(stream)
 

@@ -19,10 +19,9 @@ from llmforge import backends
 from llmforge.base import extras, process
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import farming, output, verdicts
-from llmforge.cli.caching import connect, remote_option
+from llmforge.cli.caching import REMOTE, CacheOptions, cache_options
 from llmforge.cli.parameters import (
     ARTIFACT,
-    NATURAL,
     PATH,
     goes_on,
     is_json_log,
@@ -37,7 +36,6 @@ from llmforge.cli.parameters import (
 from llmforge.runtime.artifact_files import TEMPLATE_FILE
 
 if TYPE_CHECKING:
-    from llmforge.cache.remote import Remote
     from llmforge.calibration.carriers import Carriers, Worker
     from llmforge.compile.state import BuildResult
     from llmforge.gates.records import EngineRecord
@@ -102,43 +100,6 @@ Examples:
 """
 
 
-_REMOTE = "remote_cache", "cache_key", "remote_cache_write"
-
-
-@dataclass(frozen=True)
-class CacheOptions:
-    """Options of the build cache."""
-
-    no_cache: bool
-    cache_size: int | None  # bytes
-    remote_cache: str | None
-    cache_key: Path | None
-    remote_cache_write: Path | None
-
-    def check(self) -> None:
-        """Refuse options of a cache that is not used."""
-        if self.no_cache:
-            refuse_given("--no-cache", "cache_size", *_REMOTE)
-
-    def connected(self) -> Remote | None:
-        """Connect to the remote cache, where one is named."""
-        return connect(self.remote_cache, self.cache_key, self.remote_cache_write)
-
-    def arguments(self) -> list[str]:
-        """Write them for the builds of a matrix; paths are those of this machine."""
-        self.check()
-        if self.no_cache:
-            return ["--no-cache"]
-        self.connected()  # refuses now what every build would refuse
-        given = {
-            "--cache-size": self.cache_size,
-            "--remote-cache": self.remote_cache,
-            "--cache-key": self.cache_key and self.cache_key.absolute(),
-            "--remote-cache-write": self.remote_cache_write and self.remote_cache_write.absolute(),
-        }
-        return [word for name, value in given.items() if value is not None for word in (name, str(value))]
-
-
 @dataclass(frozen=True)
 class BuildOptions:
     """Options of `build`."""
@@ -153,6 +114,8 @@ class BuildOptions:
     device: str | None
     jobs: int | None
     store: str | None
+    share_checkpoints: bool
+    wheel: Path | None
     page: Path | None
     overrides: tuple[str, ...]
     runtimes: tuple[tuple[RuntimeName, Path], ...]
@@ -198,20 +161,7 @@ class BuildOptions:
     help="Publish the artifact even if passes exceed their budgets, with verdict FAIL: `run` and `serve` refuse it "
     "without --allow fail. Not after any other failed proof.",
 )  # fmt: skip
-@click.option("--no-cache", is_flag=True, help="Reuse nothing of earlier builds, and keep nothing for later ones.")
-@click.option(
-    "--cache-size", type=NATURAL, metavar="BYTES",
-    help="Limit of the build cache (see `llmforge cache`); default: $LLMFORGE_CACHE_BYTES, else 20 GB.",
-)  # fmt: skip
-@remote_option
-@click.option(
-    "--cache-key", type=PATH, metavar="PUB.pem", envvar="LLMFORGE_CACHE_KEY", show_envvar=True,
-    help="Public key; entries of the remote cache that it signed are reused, and no others.",
-)  # fmt: skip
-@click.option(
-    "--remote-cache-write", type=PATH, metavar="KEY.pem", envvar="LLMFORGE_REMOTE_CACHE_WRITE", show_envvar=True,
-    help="Sign what the build computes with this private key, and write it to the remote cache.",
-)  # fmt: skip
+@cache_options
 @runtime_option
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a summary.")
 @click.option("-q", "--quiet", is_flag=True, callback=keep_quiet, help="Hide progress and notes.")
@@ -233,9 +183,9 @@ def build(recipe: Path | None, options: BuildOptions) -> None:
             "--matrix", "defer", "publish_failed", "pending", "trace", "runtimes", "calibration_workers", "device"
         )
         of_matrix = record(farming.MatrixOptions, vars(options))
-        farming.build_matrix(options.matrix, of_matrix, options.cache.arguments())
+        farming.build_matrix(options.matrix, of_matrix, options.cache)
         return
-    require_given("--matrix", "jobs", "store", "page")
+    require_given("--matrix", "jobs", "store", "share_checkpoints", "wheel", "page")
     if options.calibration_workers is None:
         require_given("--matrix or --calibration-workers", "address")
     if options.device is not None:
@@ -247,7 +197,7 @@ def build(recipe: Path | None, options: BuildOptions) -> None:
     process.collect_rarely()
     if options.pending is not None:  # it goes to where its artifact is, and is not deferred again
         whole = "out", "defer", "publish_failed", "no_cache", "cache_size", "runtimes", "calibration_workers", "device"
-        refuse_given("--finish", *whole, *_REMOTE)
+        refuse_given("--finish", *whole, *REMOTE)
     options.cache.check()
     if options.trace is not None:
         output.check_file(options.trace, ".json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,12 +12,13 @@ import click
 
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import PATH, Command
+from llmforge.cli.parameters import NATURAL, PATH, Command, grouped, refuse_given
 
 if TYPE_CHECKING:
     from llmforge.cache import Cache, Summary
     from llmforge.cache.remote import Remote
 
+REMOTE = "remote_cache", "cache_key", "remote_cache_write"  # options of the cache that machines share
 _DIGITS = 12  # of a digest, as `rm` takes it
 
 _EXAMPLES = """\b
@@ -56,6 +58,63 @@ def connect(url: str | None, trusted: Path | None, signer: Path | None) -> Remot
     from llmforge.cache import remote
 
     return remote.connect(url, trusted=trusted, signer=signer)
+
+
+cache_options = grouped(  # what a build keeps and reuses
+    click.option("--no-cache", is_flag=True, help="Reuse nothing of earlier builds, and keep nothing for later ones."),
+    click.option(
+        "--cache-size", type=NATURAL, metavar="BYTES",
+        help="Limit of the build cache (see `llmforge cache`); default: $LLMFORGE_CACHE_BYTES, else 20 GB.",
+    ),
+    remote_option,
+    click.option(
+        "--cache-key", type=PATH, metavar="PUB.pem", envvar="LLMFORGE_CACHE_KEY", show_envvar=True,
+        help="Public key; entries of the remote cache that it signed are reused, and no others.",
+    ),
+    click.option(
+        "--remote-cache-write", type=PATH, metavar="KEY.pem", envvar="LLMFORGE_REMOTE_CACHE_WRITE", show_envvar=True,
+        help="Sign what the build computes with this private key, and write it to the remote cache.",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """Options of the build cache."""
+
+    no_cache: bool
+    cache_size: int | None  # bytes
+    remote_cache: str | None
+    cache_key: Path | None
+    remote_cache_write: Path | None
+
+    def check(self) -> None:
+        """Refuse options of a cache that is not used."""
+        if self.no_cache:
+            refuse_given("--no-cache", "cache_size", *REMOTE)
+
+    def connected(self) -> Remote | None:
+        """Connect to the remote cache, where one is named."""
+        return connect(self.remote_cache, self.cache_key, self.remote_cache_write)
+
+    @property
+    def keys(self) -> list[Path]:
+        """List the files of keys."""
+        return [key.absolute() for key in (self.cache_key, self.remote_cache_write) if key is not None]
+
+    def arguments(self) -> list[str]:
+        """Write them for the builds of a matrix; paths are those of this machine."""
+        self.check()
+        if self.no_cache:
+            return ["--no-cache"]
+        self.connected()  # refuses now what every build would refuse
+        given = {
+            "--cache-size": self.cache_size,
+            "--remote-cache": self.remote_cache,
+            "--cache-key": self.cache_key and self.cache_key.absolute(),
+            "--remote-cache-write": self.remote_cache_write and self.remote_cache_write.absolute(),
+        }
+        return [word for name, value in given.items() if value is not None for word in (name, str(value))]
 
 
 @click.group(epilog=_EXAMPLES)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,17 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 import click
 
-from llmforge.base import errors, extras
-from llmforge.base.errors import ForgeError
+from llmforge.base import errors, extras, remote_files
+from llmforge.base.errors import ForgeError, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import POSITIVE, grouped, is_json_log, is_quiet
+from llmforge.cli.parameters import PATH, POSITIVE, grouped, is_json_log, is_quiet
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from llmforge.cli.caching import CacheOptions
+    from llmforge.farm.matrix import Build
+    from llmforge.farm.preflight import NodeNeeds
     from llmforge.farm.running import Row
 
 _COLORS = {"pass": "green", "fail": "red", "error": "red", "inconclusive": "yellow", "pending": "yellow"}
@@ -38,7 +42,16 @@ ray_options = grouped(  # where builds run
     click.option(
         "--store", metavar="URL",
         help="Write artifacts to URL/NAME/VERSION.tar as well, such as s3://bucket/artifacts, for nodes that do "
-        "not share --out.",
+        "not share --out. The folder or bucket must be there.",
+    ),
+    click.option(
+        "--share-checkpoints", is_flag=True,
+        help="Write checkpoints to the store, by their digest, for nodes that lack them.",
+    ),
+    click.option(
+        "--wheel", type=PATH, metavar="FILE.whl",
+        help="Let nodes run the llmforge of this wheel, whatever llmforge they have, or none; all else that it "
+        "requires they must have.",
     ),
 )  # fmt: skip
 
@@ -52,48 +65,67 @@ class MatrixOptions:
     address: str | None
     jobs: int | None
     store: str | None
+    share_checkpoints: bool
+    wheel: Path | None
     page: Path | None
     as_json: bool
 
 
-def build_matrix(path: Path, options: MatrixOptions, arguments: Sequence[str]) -> None:
+def build_matrix(path: Path, options: MatrixOptions, kept: CacheOptions) -> None:
     """Run all builds of the matrix at `path`, write its page, and end with the worst of their exit codes.
 
-    Each build gets the `arguments` for `llmforge build` as well.
+    Each build gets the options of the cache as well. Where builds are interrupted, the page has what is known.
 
     Raises:
-        ForgeError: of the kind of the worst build.
+        ForgeError: of the kind of the worst build; this machine, or every node, lacks what builds need.
     """
+    arguments = kept.arguments()
     extras.require("build", "farm", *(("remote",) if options.store else ()))
     from llmforge.cli import console
-    from llmforge.farm import cluster, matrix, page, running
+    from llmforge.farm import checkpoints, cluster, matrix, page, running
 
     read = matrix.Matrix.load(path)
     builds = matrix.expand(read, path, options.overrides)
+    for url in dict.fromkeys(build.url for build in builds if build.url is not None):
+        console.say(f"fetching {remote_files.without_login(url)}")
+        checkpoints.fetch(url)
     for build in builds:
         build.load()  # a matrix that is wrong says so before anything runs
     file = options.page or options.out / f"{read.name}.html"
     output.check_file(file, ".html", makes_folders=options.page is None)
-    settings = running.FarmSettings(options.out.absolute(), options.store, options.jobs, tuple(arguments))
+    settings = running.FarmSettings(needs(builds, options.out, options, kept), options.jobs, tuple(arguments))
     address, began = options.address, time.monotonic()
     rows: list[Row] = []
-    with _said_how_to_go_on(rows):
-        console.say(f"{len(builds)} builds; starting Ray" if address is None else f"{len(builds)} builds on {address}")
-        with cluster.opened(address) as farm, shown() as table:
-            rows = running.run(builds, farm, settings, table.tell)
-    seconds = time.monotonic() - began
-    with output.writing(file):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(page.of_matrix(read.name, rows, seconds=seconds, jobs=options.jobs), encoding="utf-8")
+    nodes: dict[str, str] = {}
+
+    def write_page() -> None:
+        with output.writing(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            made = page.Matrix(read.name, rows, nodes, time.monotonic() - began, options.jobs)
+            file.write_text(page.of_matrix(made), encoding="utf-8")
+
+    console.say(f"{len(builds)} builds; starting Ray" if address is None else f"{len(builds)} builds on {address}")
+    with _said_how_to_go_on(write_page), cluster.opened(address, wheel=options.wheel) as farm, shown() as table:
+        if address is not None:
+            running.admit(farm, settings.needs)
+        try:
+            running.run(builds, farm, settings, table.tell, rows)
+        finally:
+            nodes.update(farm.states())
+    write_page()
     code = running.worst(row.exit_code for row in rows)
     if options.as_json:
-        facts = {"matrix": read.name, "verdict": page.verdict(rows), "exit_code": code, "seconds": round(seconds, 3)}
-        output.write_json({**facts, "page": str(file), "builds": page.data(rows)})
+        facts = {"matrix": read.name, "verdict": page.verdict(rows), "exit_code": code}
+        facts |= {"seconds": round(time.monotonic() - began, 3), "page": str(file), "nodes": nodes}
+        output.write_json({**facts, "builds": page.data(rows)})
     else:
         output.write(_table(rows, final=True))
         for row in rows:
             if row.outcome is not None and row.outcome.message is not None:
                 console.say(f"{row.build.title}: {row.outcome.message}", always=True)
+        for node, why in nodes.items():
+            if why:
+                console.say(f"node {node} is out: {why}", always=True)
         output.write_lines(str(file))
     if code:
         raise _error(code, rows)
@@ -103,10 +135,7 @@ def _error(code: int, rows: Sequence[Row]) -> ForgeError:
     """Make the error that has the exit code of the worst build, and says how many there are of it."""
     of = [row.build.title for row in rows if row.exit_code == code]
     named = ", ".join(of[:5]) + (f" and {len(of) - 5} more" if len(of) > 5 else "")
-    kinds = [ForgeError]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    found = next(kind for kind in kinds if kind.exit_code == code)
+    found = errors.kind_of(code)
     said = {
         errors.GateFailed: "a gate failed",
         errors.GateInconclusive: "a gate is inconclusive",
@@ -116,11 +145,47 @@ def _error(code: int, rows: Sequence[Row]) -> ForgeError:
     return found(f"{len(of)} of {len(rows)} builds: {said}: {named}", hint=hint)
 
 
+class SharedOptions(Protocol):
+    """What a matrix and a search have in common of how nodes come by things."""
+
+    @property
+    def store(self) -> str | None:
+        """URL of the store."""
+
+    @property
+    def share_checkpoints(self) -> bool:
+        """Whether checkpoints are written to it."""
+
+
+def needs(builds: Sequence[Build], out: Path, options: SharedOptions, kept: CacheOptions) -> NodeNeeds:
+    """Say what builds need of every node, and refuse what this machine itself lacks of it.
+
+    Raises:
+        ForgeError: it lacks something, such as the store, or the right to write to it.
+    """
+    from llmforge.farm import checkpoints, preflight
+
+    if options.share_checkpoints and options.store is None:
+        raise UsageError("--share-checkpoints requires --store", hint="add --store URL")
+    writes_to = kept.remote_cache if kept.remote_cache_write is not None else None
+    needed = preflight.needs(builds, out.absolute(), store_url=options.store, remote_cache=writes_to, keys=kept.keys)
+    preflight.require(needed, writes=True)
+    if not options.share_checkpoints or options.store is None:
+        return needed
+    shared = {
+        folder: checkpoints.share(folder, digest, options.store)
+        for folder, digest in needed.checkpoints.items()
+        if folder not in needed.urls and folder.is_dir()
+    }
+    return dataclasses.replace(needed, urls={**needed.urls, **shared})
+
+
 @contextmanager
-def _said_how_to_go_on(rows: Sequence[Row]) -> Iterator[None]:
+def _said_how_to_go_on(write_page: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
+        write_page()
         error.add_note("all builds were ended; run the same command to go on from what the cache kept")
         raise
 
@@ -235,6 +300,5 @@ def _table(rows: Sequence[Row], *, final: bool) -> Table:
         else:
             cells = [f"{row.stage} {row.done}/{row.total}" if row.total else row.stage]
         running_s = time.monotonic() - row.began if row.began is not None and row.outcome is None else row.seconds
-        node = "" if row.outcome is None else row.outcome.node
-        table.add_row(row.build.title, state, *cells, f"{running_s:.0f} s", node)
+        table.add_row(row.build.title, state, *cells, f"{running_s:.0f} s", row.node)
     return table

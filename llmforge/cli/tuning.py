@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import click
 
 from llmforge.base import extras
-from llmforge.base.errors import GateFailed, UsageError
+from llmforge.base.errors import EnvironmentLacks, GateFailed, UsageError
 from llmforge.cli import farming, output
+from llmforge.cli.caching import CacheOptions, cache_options
 from llmforge.cli.parameters import PATH, POSITIVE, options_record
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ class TuneOptions:
     address: str | None
     jobs: int | None
     store: str | None
+    share_checkpoints: bool
+    wheel: Path | None
     as_json: bool
+    cache: CacheOptions
 
 
 @click.command(epilog=_EXAMPLES)
@@ -68,7 +72,9 @@ class TuneOptions:
 )  # fmt: skip
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a recipe value; repeatable.")
 @farming.ray_options
+@cache_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@options_record(CacheOptions, "cache")
 @options_record(TuneOptions)
 def tune(recipe: Path, options: TuneOptions) -> None:
     """Search the options of RECIPE for the best engine within your limits.
@@ -78,26 +84,30 @@ def tune(recipe: Path, options: TuneOptions) -> None:
     """
     extras.require("build", "farm", *(("remote",) if options.store else ()))
     from llmforge.cli import console
-    from llmforge.farm import cluster, searching
-    from llmforge.farm.running import FarmSettings
+    from llmforge.farm import cluster, running, searching
     from llmforge.recipe import Recipe
 
     folder = options.folder or Path("tune") / Recipe.load(recipe, options.overrides).name
     search = _search(recipe, folder, options)
-    settings = FarmSettings(search.folder / "artifacts", options.store, options.jobs)
+    arguments = tuple(options.cache.arguments())
+    needed = farming.needs(searching.asked(search), search.folder / "artifacts", options, options.cache)
+    settings = running.FarmSettings(needed, options.jobs, arguments)
     console.say(f"searching {len(search.space)} options: {', '.join(search.space)}")
     began = time.monotonic()
     try:
-        with cluster.opened(options.address) as farm, farming.shown() as shown:
+        with cluster.opened(options.address, wheel=options.wheel) as farm, farming.shown() as shown:
             slots = options.jobs or 1
             if options.address is not None:
+                running.admit(farm, needed)
                 slots *= max(1, len(farm.nodes()))
             tell = partial(_tell, search)
             ended = searching.run(
                 search, farm, settings, trials=options.trials, slots=slots, tell=shown.tell, ended=tell
             )
-    except KeyboardInterrupt as error:
+    except (KeyboardInterrupt, EnvironmentLacks) as error:  # the latter: the cluster was lost, or the store
         error.add_note("run the same command to go on: trials that have ended are kept")
+        if (search.folder / searching.JOURNAL).exists():
+            _write_page(search, searching.read(search), folder / "search.html")
         raise
     _write(search, ended, folder, options, seconds=time.monotonic() - began)
 
@@ -136,6 +146,13 @@ def _tell(search: Search, trial: SearchTrial) -> None:
     console.say(f"trial {trial.number}: {trial.state}: {figures or trial.why} ({tuned.options(search, trial)})")
 
 
+def _write_page(search: Search, ended: Sequence[SearchTrial], page: Path) -> None:
+    from llmforge.farm import tuned
+
+    with output.writing(page):
+        page.write_text(tuned.html(search, ended), encoding="utf-8")
+
+
 def _write(search: Search, ended: Sequence[SearchTrial], folder: Path, options: TuneOptions, *, seconds: float) -> None:
     """Write the page and the recipe of the best trial, and print what was found.
 
@@ -145,8 +162,8 @@ def _write(search: Search, ended: Sequence[SearchTrial], folder: Path, options: 
     from llmforge.farm import searching, tuned
 
     page, best = folder / "search.html", folder / "recipe.yaml"
-    with output.writing(page):
-        page.write_text(tuned.html(search, ended), encoding="utf-8")
+    _write_page(search, ended, page)
+    with output.writing(best):
         chosen = tuned.write_recipe(search, ended, best)
     if options.as_json:
         facts = {"seconds": round(seconds, 3), "page": str(page)}

@@ -15,11 +15,13 @@ from llmforge.artifact.sealed import is_name
 from llmforge.base import folders
 from llmforge.base.errors import RecipeError, UsageError
 from llmforge.base.located_yaml import read
+from llmforge.farm import checkpoints
 from llmforge.recipe import Recipe
 from llmforge.recipe.errors import NAME, collect, describe
 from llmforge.recipe.section import RecipePath, Section
 
 MOST_BUILDS = 1000
+_CHECKPOINT = "checkpoint"
 _RECIPE = "recipe"  # the one key of an entry that is no key of a recipe
 
 
@@ -84,6 +86,7 @@ class Build:
     variant: str
     recipe: Path
     overrides: tuple[str, ...]  # `KEY=VALUE`, the artifact's name among them
+    url: str | None = None  # of its checkpoint, where that is to be fetched
 
     @property
     def title(self) -> str:
@@ -140,7 +143,23 @@ def _combinations(matrix: Matrix, path: Path, overrides: Sequence[str]) -> Itera
                     raise UsageError(f"{where}: recipe must be a path")
                 file = matrix.recipe if recipe is None else folders.followed(folders.followed(path).parent / recipe)
                 assert file is not None
-                yield Build(model, target, variant, file, (*_named(values, where, model, target, variant), *overrides))
+                url = _resolve(values)
+                named = (*_named(values, where, model, target, variant), *overrides)
+                yield Build(model, target, variant, file, named, url)
+
+
+def _resolve(values: dict[str, Any]) -> str | None:
+    """Put a path, or a name on the Hub, in the place of the URL of a checkpoint; return a URL that is to be fetched."""
+    written = values.get(_CHECKPOINT)
+    if not isinstance(written, str) or "://" not in written:
+        return None
+    if (named := checkpoints.on_hub(written)) is not None:
+        values[_CHECKPOINT], revision = named
+        if revision is not None:
+            values.setdefault("revision", revision)
+        return None
+    values[_CHECKPOINT] = str(checkpoints.place_of(written))
+    return written
 
 
 def _named(values: Mapping[str, Any], where: str, *parts: str) -> Iterator[str]:

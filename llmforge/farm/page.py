@@ -10,8 +10,8 @@ from typing import Any
 
 import jinja2
 
-from llmforge.base import wording
-from llmforge.farm import pareto, running
+from llmforge.base import remote_files, wording
+from llmforge.farm import pareto, running, store
 from llmforge.farm.pareto import ParetoPoint, Plot
 from llmforge.farm.running import Row
 from llmforge.metrics import catalog, units
@@ -41,8 +41,20 @@ def verdict(rows: Sequence[Row]) -> str:
     return "pass" if found == "none" and any(row.verdict == "pass" for row in rows) else found
 
 
-def of_matrix(name: str, rows: Sequence[Row], *, seconds: float, jobs: int | None) -> str:
+@dataclass(frozen=True)
+class Matrix:
+    """What a page is about."""
+
+    name: str
+    rows: Sequence[Row]
+    nodes: Mapping[str, str]  # by name: why it is out, or nothing
+    seconds: float
+    jobs: int | None
+
+
+def of_matrix(made: Matrix) -> str:
     """Write the page of a matrix."""
+    rows = made.rows
     numbered = list(enumerate(rows, 1))
     names = list(dict.fromkeys(row.build.target for row in rows))
     groups = [
@@ -54,15 +66,23 @@ def of_matrix(name: str, rows: Sequence[Row], *, seconds: float, jobs: int | Non
     plots = {model: _plots([pair for pair in numbered if pair[1].build.model == model], names) for model in models}
     return render(
         "matrix.html.jinja",
-        name=name,
+        name=made.name,
         created=datetime.now(UTC).replace(microsecond=0).isoformat(),
         groups=groups,
         plots=plots,
         verdict=verdict(rows),
         rows=rows,
-        seconds=seconds,
-        shared=jobs is not None and jobs > 1 and any("tpot_p50_ms" in _figures(row) for row in rows),
+        nodes=made.nodes,
+        seconds=made.seconds,
+        shared=made.jobs is not None and made.jobs > 1 and any("tpot_p50_ms" in _figures(row) for row in rows),
     )
+
+
+def archive(row: Row) -> str | None:
+    """Give the URL of a build's archive in the store; None: it is in none."""
+    if row.job is None or row.job.needs.store is None or row.outcome is None or row.outcome.artifact is None:
+        return None
+    return remote_files.without_login(store.archive_of(row.outcome.artifact, row.job.needs.store))
 
 
 def data(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -75,8 +95,11 @@ def data(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "verdict": row.verdict,
             "exit_code": row.exit_code,
             "artifact": None if row.outcome is None or row.outcome.artifact is None else str(row.outcome.artifact),
-            "node": "" if row.outcome is None else row.outcome.node,
+            "archive": archive(row),
+            "node": row.node,
+            "waited_s": round(row.waited_s, 3),
             "seconds": round(row.seconds, 3),
+            "waits_for": row.waits_for or None,
             "figures": {
                 key: {"value": each.value, "low": each.low, "high": each.high} for key, each in _figures(row).items()
             },
@@ -121,7 +144,7 @@ def _environment() -> jinja2.Environment:
         "llmforge.farm", "llmforge.report",
         finalize=lambda value: wording.plain_text(value) if type(value) is str else value,
     )  # fmt: skip
-    environment.filters.update(duration=units.duration, figure=figure, size=units.size)
+    environment.filters.update(duration=units.duration, figure=figure, size=units.size, archive=archive)
     environment.globals.update(
         shown=SHOWN, marks=_MARKS, words=_WORDS, classes=CLASSES, width=pareto.WIDTH, height=pareto.HEIGHT, bottom=46
     )

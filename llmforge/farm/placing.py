@@ -30,6 +30,7 @@ class NodePlacement:
     memory_bytes: int
     gpus: int = 0
     marks: Mapping[str, float] = field(default_factory=dict)
+    avoided: frozenset[str] = frozenset()  # identities of nodes that it failed on
 
     def grown(self, nodes: Sequence[Resources]) -> NodePlacement | None:
         """Ask for twice the memory, at most for all of the largest node that suits; None: it had that already."""
@@ -39,6 +40,16 @@ class NodePlacement:
     def suits(self, node: Resources) -> bool:
         """Say if a node has the device, with enough GPUs."""
         return node.get("GPU", 0) >= self.gpus and all(mark in node for mark in self.marks)
+
+    def fits(self, node: Resources) -> bool:
+        """Say if a node that nothing else runs on could run it."""
+        enough = node.get("CPU", 0) >= self.cpus and node.get("memory", 0) >= self.memory_bytes
+        return enough and self.suits(node)
+
+    def __str__(self) -> str:
+        """Say what it waits for."""
+        named = [f"{self.cpus:g} CPUs", f"{self.memory_bytes / 1e9:.1f} GB", *([f"{self.gpus} GPUs"] * bool(self.gpus))]
+        return f"a node with {', '.join([*named, *self.marks])}"
 
 
 def here(isa: Isa, gpus: Sequence[str]) -> dict[str, float]:

@@ -1,29 +1,39 @@
-"""Follow the builds of a matrix to their end: hand them in, again if they were lost, and finish deferred engines."""
+"""Follow the builds of a matrix to their end: hand them in, again if they were lost, and finish deferred engines.
+
+Whose fault a failure was is asked of the node that it happened on: one that lacks something gets no more builds, and
+what failed there is built elsewhere.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from llmforge import targets
-from llmforge.base.errors import EnvironmentLacks, ForgeError
-from llmforge.farm import placing, worker
-from llmforge.farm.cluster import Farm, Lost
+from llmforge.base.errors import EnvironmentLacks, ForgeError, kind_of
+from llmforge.farm import placing, preflight
+from llmforge.farm import store as stores
+from llmforge.farm.cluster import ClusterLost, Farm, Lost
 from llmforge.farm.matrix import Build
 from llmforge.farm.placing import NodePlacement, Resources
+from llmforge.farm.preflight import NodeLack, NodeNeeds
+from llmforge.farm.store import StoreLost
 from llmforge.farm.worker import BuildOutcome, Job
 from llmforge.planning import request
 from llmforge.recipe import Recipe
 from llmforge.targets import Target
 
 ATTEMPTS = 4  # of one step, before it counts as failed: the first, and three after a worker or its memory was lost
+MOST_HANDED_IN = 12  # times that a step is handed in, those that nodes took with them counted
 _TICK_S = 0.25
+_LOOK_S = 5.0  # between two looks if nodes are left for what waits
 _DEFERRED = "engine.deferred=true"
 _PENDING = 10  # exit code of a build whose engine waits for its device
 _BUG = 1
+_LACKS = EnvironmentLacks.exit_code
+_OF_NODES = 2, 5, _LACKS  # exit codes of what a node may lack: files and rights, checkpoints, the environment
 # What ends of builds mean for a release, the worst first: bugs, proofs that failed, builds that could not be made, then
 # gates; what only waits is better than what is undecided.
 WORST_FIRST = (_BUG, 7, 5, 6, 8, 9, 2, 3, 4, _PENDING, 0)
@@ -36,8 +46,7 @@ Told = Callable[["Row"], None]
 class FarmSettings:
     """What all builds of a matrix have in common."""
 
-    out: Path
-    store: str | None = None  # URL
+    needs: NodeNeeds
     jobs: int | None = None  # builds that share a node
     arguments: tuple[str, ...] = ()  # more of `llmforge build`
 
@@ -52,8 +61,13 @@ class Row:
     done: int = 0  # of `total`, in the units of the stage
     total: int = 0
     attempts: int = 0  # of the current step
+    handed_in: int = 0  # times, of the current step
+    submitted: float = field(default_factory=time.monotonic)  # when the current step was handed in
     began: float | None = None  # time.monotonic(), when it was first on a node
-    seconds: float = 0.0
+    waited_s: float = 0.0  # in all, for a node
+    seconds: float = 0.0  # in all, of builds that returned
+    node_ids: list[str] = field(default_factory=list)  # identities of nodes that it was on, the last one last
+    node: str = ""  # name of the last
     outcome: BuildOutcome | None = None
     notes: list[str] = field(default_factory=list)  # lost workers, deferred engines
     reused: tuple[str, ...] = ()  # stages and passes that the build took from the cache
@@ -64,10 +78,12 @@ class Row:
 
     @property
     def exit_code(self) -> int:
-        """As of `llmforge build`; a build that was killed counts as what lacked memory."""
+        """As of `llmforge build`, and 10 where only the engine is missing; one that was killed lacked something."""
         if self.outcome is None:
-            return _BUG
-        return self.outcome.exit_code if self.outcome.exit_code >= 0 else EnvironmentLacks.exit_code
+            return _LACKS
+        if self.outcome.exit_code == 0 and self.outcome.pending:
+            return _PENDING
+        return self.outcome.exit_code if self.outcome.exit_code >= 0 else _LACKS
 
     @property
     def verdict(self) -> str:
@@ -78,10 +94,48 @@ class Row:
             return "pending"
         return self.outcome.verdict
 
+    @property
+    def waits_for(self) -> str:
+        """Say what it waits for that has not ended, or whose engine is not built; empty: for nothing."""
+        if self.outcome is not None and self.outcome.artifact is not None:
+            return f"a node with the device of its target, to {_FINISH}" if self.verdict == "pending" else ""
+        if self.state == "waiting" and self.place is not None:
+            return str(self.place)
+        return f"the end of {self.stage or 'its build'} on {self.node}" if self.state in _ON_NODE else ""
+
+
+_ON_NODE = "building", "finishing"
+_FINISH = "finish the engine"
+
 
 def worst(codes: Iterable[int]) -> int:
     """Choose the exit code of several builds, by `WORST_FIRST`; one that is not listed is a bug."""
     return min((code if code in WORST_FIRST else _BUG for code in codes), key=WORST_FIRST.index, default=0)
+
+
+def admit(farm: Farm, needs: NodeNeeds) -> None:
+    """Ask every node for what builds need; those that lack something are out.
+
+    Raises:
+        ForgeError: all are, as the first of them says.
+    """
+    answers = farm.ask(preflight.lack, needs, writes=True)
+    for node, answer in answers.items():
+        _put_out(farm, node, answer)
+    if answers and set(answers) <= set(farm.out):
+        first = next(iter(answers))
+        found = answers[first]
+        kind, hint = (kind_of(found.exit_code), found.hint) if isinstance(found, NodeLack) else (EnvironmentLacks, None)
+        raise kind(f"no node can build: {farm.name(first)}: {farm.out[first]}", hint=hint)
+
+
+def _put_out(farm: Farm, node: str, answer: NodeLack | Lost | None) -> bool:
+    """Give a node no more builds if it lacks something, or does not say."""
+    if answer is None:
+        return False
+    why = answer.message if isinstance(answer, NodeLack) else answer.why
+    farm.out[node] = why.strip().rpartition("\n")[2]
+    return True
 
 
 @dataclass
@@ -92,17 +146,20 @@ class BuildRunner:
     settings: FarmSettings
     tell: Told = lambda row: None
     _rows: dict[str, Row] = field(default_factory=dict)  # by title, those that have not ended
-    _code: str = field(default_factory=worker.code)
+    _looked: float = field(default_factory=time.monotonic)
 
     def add(self, build: Build) -> Row:
         """Hand a build in; one that no node can make has ended at once."""
         row = self._rows[build.title] = Row(build)
-        try:
-            _begin(row, self.farm, self.settings, self._code)
-        except ForgeError as error:
-            _fail(row, BuildOutcome(error.exit_code, "", 0.0, message=error.message, hint=error.hint))
+        self._start(row)
         self.tell(row)
         return row
+
+    def _start(self, row: Row) -> None:
+        try:
+            _begin(row, self.farm, self.settings)
+        except ForgeError as error:
+            _fail(row, BuildOutcome(error.exit_code, "", 0.0, message=error.message, hint=error.hint))
 
     @property
     def running(self) -> int:
@@ -110,38 +167,81 @@ class BuildRunner:
         return len(self._rows)
 
     def turn(self) -> list[Row]:
-        """Wait a moment, and return the rows that have ended since the last turn."""
+        """Wait a moment, and return the rows that have ended since the last turn.
+
+        Raises:
+            ClusterLost: the head of the cluster does not answer any more.
+            StoreLost: the store does not.
+        """
         told, ended = self.farm.wait(_TICK_S) if self.farm.busy else ([], [])
         for name, event in told:
             row = self._rows.get(name)
             if row is not None and row.state not in ("done", "failed"):
-                _hear(row, event)
+                _hear(row, event, self.farm)
                 self.tell(row)
         for name, result in ended:
             row = self._rows[name]
             _end(row, result, self.farm, self.settings)
             self.tell(row)
+        self._place_again()
         over = [name for name, row in self._rows.items() if row.state in ("done", "failed")]
         return [self._rows.pop(name) for name in over]
 
+    def close(self, error: ForgeError) -> None:
+        """Give up what has not ended, for something that all builds need was lost."""
+        for row in self._rows.values():
+            waited = row.waits_for
+            kept = row.outcome.artifact if row.outcome is not None else None
+            row.notes.append(f"it waited for {waited}")
+            row.outcome = BuildOutcome(error.exit_code, row.node, 0.0, kept, message=error.message, hint=error.hint)
+            self.tell(row)
+        self._rows.clear()
 
-def run(builds: Sequence[Build], farm: Farm, settings: FarmSettings, tell: Told = lambda row: None) -> list[Row]:
-    """Run all builds, and return their rows in the same order.
+    def _place_again(self) -> None:
+        """Find another place for what waits where the nodes that it waits for are gone."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK_S:
+            return
+        self._looked = now
+        for row in self._rows.values():
+            if row.state != "waiting" or row.place is None:
+                continue
+            if not any(row.place.fits(node) for node in self.farm.nodes(row.place.avoided)):
+                self.farm.withdraw(row.build.title)
+                row.notes.append(f"no node is left as it asked for: {row.place}")
+                self._start(row)
+                self.tell(row)
 
-    A build that cannot be made is a row; the others go on.
+
+def run(
+    builds: Sequence[Build],
+    farm: Farm,
+    settings: FarmSettings,
+    tell: Told = lambda row: None,
+    rows: list[Row] | None = None,
+) -> list[Row]:
+    """Run all builds, and return their rows in the same order; `rows` gets them as they are handed in.
+
+    A build that cannot be made is a row; the others go on. Where the cluster or the store is lost, rows that have not
+    ended say so.
     """
+    made = [] if rows is None else rows
     runner = BuildRunner(farm, settings, tell)
-    rows = [runner.add(build) for build in builds]
-    while runner.running:
-        runner.turn()
-    return rows
+    try:
+        for build in builds:
+            made.append(runner.add(build))
+        while runner.running:
+            runner.turn()
+    except (ClusterLost, StoreLost) as error:
+        runner.close(error)
+    return made
 
 
-def _begin(row: Row, farm: Farm, settings: FarmSettings, code: str) -> None:
+def _begin(row: Row, farm: Farm, settings: FarmSettings) -> None:
     """Hand a build in: on its device, or, where its engine is deferred, anywhere."""
     recipe = row.build.load()
-    target, nodes = targets.find(recipe.target), farm.nodes()
-    overrides = [*row.build.overrides]
+    target, nodes = targets.find(recipe.target), farm.nodes(_avoided(row))
+    overrides = [*row.build.overrides, *_pinned(recipe)]
     on_device = target.kind == "cpu" or not recipe.engine.deferred
     if on_device and target.kind == "gpu" and placing.mark(target, nodes) is None:
         on_device = False
@@ -152,10 +252,21 @@ def _begin(row: Row, farm: Farm, settings: FarmSettings, code: str) -> None:
         else:
             row.notes.append(f"{why}: it was built elsewhere, and not run")
     row.deferred = recipe.engine.deferred or _DEFERRED in overrides
-    row.place = _place(recipe, target, nodes, settings, on_device)
-    arguments = _arguments(row.build, overrides, settings)
-    row.job = Job((*arguments, "--out", str(settings.out), *settings.arguments), code, settings.store)
+    place = _place(recipe, target, nodes, settings, on_device)
+    row.place = replace(place, avoided=_avoided(row))
+    arguments = _arguments(row.build, overrides)
+    words = (*arguments, "--out", str(settings.needs.out), *settings.arguments)
+    row.job = Job(words, settings.needs, recipe.checkpoint)
     _submit(row, farm)
+
+
+def _pinned(recipe: Recipe) -> tuple[str, ...]:
+    """Name the commit of a checkpoint on the Hub: a branch may move before other nodes ask for it."""
+    return () if recipe.snapshot is None else (f"revision={recipe.snapshot.commit}",)
+
+
+def _avoided(row: Row) -> frozenset[str]:
+    return frozenset() if row.place is None else row.place.avoided
 
 
 def _place(
@@ -166,7 +277,7 @@ def _place(
     return placing.place(recipe, target, nodes, jobs=settings.jobs, memory_bytes=memory, on_device=on_device)
 
 
-def _arguments(build: Build, overrides: Sequence[str], settings: FarmSettings) -> list[str]:
+def _arguments(build: Build, overrides: Sequence[str]) -> list[str]:
     return [str(build.recipe), *(word for override in overrides for word in ("--set", override))]
 
 
@@ -174,35 +285,55 @@ def _submit(row: Row, farm: Farm) -> None:
     assert row.job is not None
     assert row.place is not None
     row.attempts += 1
+    row.handed_in += 1
+    row.submitted = time.monotonic()
+    row.state, row.stage, row.done, row.total = "waiting", "", 0, 0
     farm.submit(row.build.title, row.job, row.place)
 
 
-def _hear(row: Row, event: Mapping[str, object]) -> None:
-    if row.began is None:
-        row.began = time.monotonic()
+def _hear(row: Row, event: Mapping[str, object], farm: Farm) -> None:
     row.state = "building" if row.job is None or row.job.finishes is None else "finishing"
+    if event["event"] == "begun":
+        row.waited_s += time.monotonic() - row.submitted
+        _is_on(row, str(event["node"]), farm)
+        row.began = time.monotonic() if row.began is None else row.began
+        return
     row.stage = str(event["name"])
     row.done, row.total = (int(str(event.get(name, 0))) for name in ("done", "total"))
 
 
+def _is_on(row: Row, node: str, farm: Farm) -> None:
+    row.node_ids = [*(each for each in row.node_ids if each != node), node]
+    row.node = farm.name(node)
+
+
 def _end(row: Row, result: BuildOutcome | Lost, farm: Farm, settings: FarmSettings) -> None:
-    """Take what a task returned: try again, go on to the engine, or close the row."""
+    """Take what a task returned: try again, go on to the engine, or close the row.
+
+    Raises:
+        StoreLost: it failed, and the store does not answer from here either.
+    """
     if isinstance(result, Lost):
         if result.kind != "bug" and _again(row, farm, result.why, more_memory=result.kind == "memory"):
             return
-        code = _BUG if result.kind == "bug" else EnvironmentLacks.exit_code
+        code = _BUG if result.kind == "bug" else _LACKS
         kept = row.outcome  # of a step before, which published something
-        _fail(row, BuildOutcome(code, "", 0.0, kept.artifact if kept else None, message=result.why))
+        _fail(row, BuildOutcome(code, row.node, 0.0, kept.artifact if kept else None, message=result.why))
         return
     row.seconds += result.seconds
+    _is_on(row, result.node, farm)
     if result.out_of_memory and _again(row, farm, "out of memory", more_memory=True):
+        return
+    if result.killed and _again(row, farm, f"the build was killed on {row.node}", more_memory=False):
+        return
+    if result.artifact is None and result.exit_code in _OF_NODES and _elsewhere(row, result, farm, settings):
         return
     finishes = None if row.job is None else row.job.finishes
     if finishes is None:
         row.reused, row.computed = result.reused, result.computed
     elif result.artifact is None:
         row.notes.append(f"published without its engine: {finishes}")
-    row.outcome = result
+    row.outcome = replace(result, node=row.node)
     row.done = row.total = 0
     row.stage = ""
     row.state = "failed" if result.artifact is None else "done"
@@ -214,13 +345,40 @@ def _again(row: Row, farm: Farm, why: str, *, more_memory: bool) -> bool:
     """Hand a step in once more; False where that was done often enough, or there is no more memory to give."""
     assert row.place is not None
     place = row.place.grown(farm.nodes()) if more_memory else row.place
-    if row.attempts >= ATTEMPTS or place is None:
+    if row.node_ids and not farm.is_alive(row.node_ids[-1]):
+        row.attempts -= 1  # its node died, whatever the build did
+    if row.attempts >= ATTEMPTS or row.handed_in >= MOST_HANDED_IN or place is None:
         return False
     if more_memory:
         row.notes.append(f"{why}; again with {place.memory_bytes / 1e9:.1f} GB")
     else:
         row.notes.append(f"{why}; again from what the cache kept")
-    row.place, row.state, row.stage, row.done, row.total = place, "waiting", "", 0, 0
+    row.place = place
+    _submit(row, farm)
+    return True
+
+
+def _elsewhere(row: Row, result: BuildOutcome, farm: Farm, settings: FarmSettings) -> bool:
+    """Hand in on another node what failed for want of something that the node should have; False: it has it.
+
+    Raises:
+        StoreLost: the store does not answer from here either.
+    """
+    if settings.needs.store is not None:
+        try:
+            stores.probe(settings.needs.store)
+        except ForgeError as error:
+            raise StoreLost(f"the store was lost: {error.message}", hint=error.hint) from error
+    answer = farm.ask(preflight.lack, settings.needs, writes=True, nodes=[result.node]).get(result.node)
+    lacks = _put_out(farm, result.node, answer)
+    if not lacks and result.exit_code != _LACKS:
+        return False
+    assert row.place is not None
+    place = replace(row.place, avoided=row.place.avoided | {result.node})
+    if not any(place.fits(node) for node in farm.nodes(place.avoided)) or row.handed_in >= MOST_HANDED_IN:
+        return False
+    row.notes.append(f"{result.message}, on {row.node}; again on another node")
+    row.place = place
     _submit(row, farm)
     return True
 
@@ -233,15 +391,14 @@ def _finish(row: Row, farm: Farm, settings: FarmSettings) -> None:
     recipe = row.build.load()
     target, nodes = targets.find(recipe.target), farm.nodes()
     if placing.mark(target, nodes) is None:
-        row.notes.append("run the same command when a node with the device has joined, to finish the engine")
+        row.notes.append(f"run the same command when a node with the device has joined, to {_FINISH}")
         return
     row.place = _place(recipe, target, nodes, settings, True)
-    overrides = (*row.build.overrides, *(() if recipe.engine.deferred else (_DEFERRED,)))
-    arguments = _arguments(row.build, overrides, settings)
+    overrides = (*row.build.overrides, *_pinned(recipe), *(() if recipe.engine.deferred else (_DEFERRED,)))
+    arguments = _arguments(row.build, overrides)
     path = row.outcome.artifact
-    row.job = Job((*arguments, "--finish", str(path)), row.job.code, settings.store, finishes=path)
-    row.attempts = 0
-    row.state = "waiting"
+    row.job = Job((*arguments, "--finish", str(path)), settings.needs, recipe.checkpoint, path)
+    row.attempts = row.handed_in = 0
     _submit(row, farm)
 
 

@@ -13,6 +13,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +22,7 @@ import psutil
 
 from llmforge.base.errors import CheckpointError, ForgeError, UnsupportedError, UsageError
 from llmforge.farm import pareto, space
+from llmforge.farm import store as stores
 from llmforge.farm.cluster import Farm
 from llmforge.farm.matrix import Build
 from llmforge.farm.running import BuildRunner, FarmSettings, Row
@@ -85,6 +87,11 @@ class SearchTrial:
     figures: Mapping[str, Figure] = field(default_factory=dict)
     feasible: bool = False
     why: str = ""  # it was pruned, or failed
+
+
+def asked(search: Search) -> list[Build]:
+    """Give the build of the recipe as it is, by which nodes are judged."""
+    return [Build("trial", "0", "all", search.recipe, (*search.overrides, "name=trial"))]
 
 
 def check(search: Search) -> None:
@@ -308,8 +315,7 @@ class _Driver:
 
         outcome = row.outcome
         assert outcome is not None
-        if outcome.artifact is not None:
-            _remove(outcome.artifact)
+        self._remove(row)
         if outcome.artifact is None:
             over = outcome.exit_code == _OVER_BUDGET and "its budget" in (outcome.message or "")
             running.trial.set_user_attr("pruned" if over else "failed", outcome.message or "it was not built")
@@ -333,6 +339,22 @@ class _Driver:
         for limit in self.search.limits:
             running.trial.set_constraint(str(limit), limit.excess(figures[limit.metric].value))
         self._told(self.study.tell(running.trial, values))
+
+    def _remove(self, row: Row) -> None:
+        """Remove what a trial has published, from its nodes and the store."""
+        assert row.outcome is not None
+        both = row.outcome.artifact, None if row.job is None else row.job.finishes
+        paths = [path for path in both if path is not None]
+        if not paths:
+            return
+        if self.farm.address is None:
+            remove(paths)
+        else:
+            self.farm.ask(remove, paths, nodes=[each for each in row.node_ids if self.farm.is_alive(each)])
+        if self.settings.needs.store is not None:
+            with suppress(ForgeError):
+                for path in paths:
+                    stores.remove(path, self.settings.needs.store)
 
     def _told(self, frozen: Any) -> None:
         self.ended(_trial(self.search, frozen))
@@ -461,12 +483,14 @@ def _trial(search: Search, frozen: Any) -> SearchTrial:
     return SearchTrial(frozen.number, choice, state, figures, state == "complete" and kept, why)
 
 
-def _remove(path: Path) -> None:
-    """Remove what a trial has published: its figures are read, and the cache makes it again."""
+def remove(paths: Sequence[Path]) -> None:
+    """Remove from this machine what a trial has published: its figures are read, and the cache makes it again.
+
+    Folders in which nothing is left go too.
+    """
     from llmforge.artifact import versions
 
-    if path.is_dir():
-        try:
-            versions.remove([path])
-        except ForgeError:
-            return  # it stays; nothing depends on it
+    for path in paths:
+        with suppress(ForgeError):  # it stays; nothing depends on it
+            if path.is_dir():
+                versions.remove([path])

@@ -14,28 +14,30 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
-from llmforge.base.errors import EnvironmentLacks, ForgeError, VersionMismatch
-from llmforge.cache import Code
+from llmforge.base.errors import ForgeError
+from llmforge.farm import checkpoints, preflight, store
+from llmforge.farm.preflight import NodeNeeds
 
 Tell = Callable[[dict[str, Any]], None]
 
 _NOT_A_VERDICT = 1, 2, 5, 6, 7, 8, 9  # exit codes of builds that published nothing
 _EVERY_S = 0.5  # between two words of how far a stage is
 _LAST_LINES = 20  # of standard error that is no event: what Python says of a bug
+_NO_MEMORY = "out of memory"
 _OF_RAY = "OMP_NUM_THREADS"  # which Ray sets for its workers, and a build decides itself
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of `llmforge build`: its arguments, and where artifacts are shared."""
+    """One run of `llmforge build`: its arguments, and what its node must have."""
 
     arguments: tuple[str, ...]
-    code: str  # digest of the package that is to run; see `code`
-    store: str | None = None  # URL of a folder of archives
+    needs: NodeNeeds
+    checkpoint: Path | None = None  # where the machine that gave the command has it
     finishes: Path | None = None  # the artifact whose engine is pending
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -70,13 +72,13 @@ class BuildOutcome:
 
     @property
     def out_of_memory(self) -> bool:
-        """Say if it ended for want of memory: its own words, or the kernel's SIGKILL."""
-        return self.exit_code == -signal.SIGKILL or (self.message or "").startswith("out of memory")
+        """Say if it ended for want of memory, by its own words or what the kernel counted."""
+        return (self.message or "").startswith(_NO_MEMORY)
 
-
-def code() -> str:
-    """Hash the text of the package, which all nodes must have in common."""
-    return Code().texts()
+    @property
+    def killed(self) -> bool:
+        """Say if somebody ended it, and not for its memory."""
+        return self.exit_code < 0 and not self.out_of_memory
 
 
 def run(job: Job, tell: Tell) -> BuildOutcome:
@@ -84,14 +86,18 @@ def run(job: Job, tell: Tell) -> BuildOutcome:
     began = time.monotonic()
     node = platform.node()
     try:
-        if code() != job.code:
-            raise VersionMismatch(f"node {node} has another llmforge", hint="install the same version on all nodes")
+        preflight.require(job.needs, writes=False)
         if job.finishes is not None and not job.finishes.is_dir():
-            _fetch(job.finishes, job.store)
+            store.fetch(job.finishes, job.needs.store)
+        at = job.checkpoint
+        if at is not None and at in job.needs.urls and not at.exists():
+            tell({"event": "stage", "name": "Fetch the checkpoint"})
+            found = checkpoints.fetch(job.needs.urls[at], job.needs.checkpoints[at])
+            job = replace(job, arguments=(*job.arguments, "--set", f"checkpoint={json.dumps(str(found))}"))
         ended = _build(job, tell)
-        if job.store is not None and ended.get("artifact"):
+        if job.needs.store is not None and ended.get("artifact"):
             tell({"event": "stage", "name": "Write to the store"})
-            _share(Path(ended["artifact"]), job.store)
+            store.share(Path(ended["artifact"]), job.needs.store)
     except ForgeError as error:
         ended = {"exit_code": error.exit_code, "message": error.message, "hint": error.hint}
     return _outcome(ended, node, time.monotonic() - began)
@@ -100,6 +106,7 @@ def run(job: Job, tell: Tell) -> BuildOutcome:
 def _build(job: Job, tell: Tell) -> dict[str, Any]:
     """Run the command, and return its exit code, what it printed, and its error."""
     before = {name: value for name, value in os.environ.items() if name != _OF_RAY}
+    kills = _kernel_kills()
     command = [sys.executable, "-m", "llmforge.farm.attached", str(os.getpid()), "build", *job.arguments]
     with (
         tempfile.TemporaryFile() as printed,
@@ -120,8 +127,19 @@ def _build(job: Job, tell: Tell) -> dict[str, Any]:
             process.kill()
             raise
         exit_code = process.wait()
+        if exit_code == -signal.SIGKILL and _kernel_kills() > kills:
+            said = {"message": f"{_NO_MEMORY}: the kernel killed the build"}
         printed.seek(0)
         return {**said, "exit_code": exit_code, **_result(printed, exit_code)}
+
+
+def _kernel_kills() -> int:
+    """Count the processes that the kernel has killed for memory, since this machine was started."""
+    try:
+        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
+    except OSError:  # no Linux
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def _result(printed: IO[bytes], exit_code: int) -> dict[str, Any]:
@@ -177,31 +195,3 @@ def _outcome(ended: Mapping[str, Any], node: str, seconds: float) -> BuildOutcom
         notes=report.notes,
         peak_bytes=report.build.peak_rss_bytes,
     )
-
-
-def archive_of(artifact: Path, store: str) -> str:
-    """Name the archive of an artifact in the store: URL/NAME/VERSION.tar."""
-    return f"{store.rstrip('/')}/{artifact.parent.name}/{artifact.name}.tar"
-
-
-def _share(path: Path, store: str) -> None:
-    from fsspec.core import url_to_fs
-
-    from llmforge.artifact import remote
-    from llmforge.gates import confirmed
-
-    system, folder = url_to_fs(archive_of(path, store).rpartition("/")[0])
-    system.makedirs(folder, exist_ok=True)
-    remote.save(confirmed.open_artifact(path), remote.Url(archive_of(path, store)))
-
-
-def _fetch(path: Path, store: str | None) -> None:
-    """Get an artifact that another node has published."""
-    if store is None:
-        raise EnvironmentLacks(
-            f"{path} is not on this node", hint="let --out be a folder that all nodes have, or give --store URL"
-        )
-    from llmforge.artifact import remote
-    from llmforge.gates import confirmed
-
-    remote.load(remote.Url(archive_of(path, store)), path.parent.parent, confirmed.confirm)

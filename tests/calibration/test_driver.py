@@ -328,7 +328,7 @@ def states_in(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("demands", [DEMANDS, DEMANDS[1:]], ids=["weights", "ranges"])
-@pytest.mark.parametrize("at", [1, 2, 4])
+@pytest.mark.parametrize("at", [1, pytest.param(2, marks=pytest.mark.thorough), 4])
 def test_a_killed_calibration_begins_at_the_first_layer_that_is_lacking(
     at: int, demands: Sequence[Demand], windows: list[TokenWindow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,7 +416,7 @@ def test_other_threads_or_packages_are_another_calibration(checkpoint: Checkpoin
     assert key(checkpoint, windows, DEMANDS, None, 1, "other packages") != before
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "emptied"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", pytest.param("emptied", marks=pytest.mark.thorough)])
 def test_a_damaged_layer_is_done_again(
     damage: str, checkpoint: Checkpoint, windows: list[TokenWindow], tmp_path: Path
 ) -> None:

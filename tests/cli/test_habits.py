@@ -96,7 +96,7 @@ def test_completion_scripts(shell: str) -> None:
 
 
 def test_json_of_small_commands(tmp_path: Path) -> None:
-    given = ("init", ROOT / "tests" / "data" / "docs-llama-7m", "--target", "l4", "-o", tmp_path / "r.yaml", "--json")
+    given = ("init", ROOT / "tests" / "data" / "docs-llama-7m", "--like", "fp32", "-o", tmp_path / "r.yaml", "--json")
     assert json.loads(invoke(*given).stdout) == {"recipe": str(tmp_path / "r.yaml")}
 
 

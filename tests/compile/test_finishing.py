@@ -32,12 +32,7 @@ RTX = {"backend": "tensorrt-rtx", "max_context": 96, "max_batch": 2}
 Write = Callable[..., Path]
 
 
-pytestmark = [pytest.mark.usefixtures("no_device"), pytest.mark.xdist_group("finishing")]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LLMFORGE_CACHE", str(tmp_path / "cache"))
+pytestmark = [pytest.mark.usefixtures("no_device", "shared_build_cache"), pytest.mark.xdist_group("finishing")]
 
 
 @pytest.fixture

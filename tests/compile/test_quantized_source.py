@@ -128,7 +128,7 @@ def matrices(model: ir.Model) -> dict[str, QuantizedMatrix]:
     return found
 
 
-@pytest.mark.parametrize("store", [as_gptq, as_awq, as_packed])
+@pytest.mark.parametrize("store", [as_gptq, pytest.param(as_awq, marks=pytest.mark.thorough), as_packed])
 def test_codes_in_the_graph_are_those_of_the_checkpoint(
     tiny_checkpoint: Path, store: Callable[[Path], dict[str, Drawn]]
 ) -> None:
@@ -145,7 +145,10 @@ def test_codes_in_the_graph_are_those_of_the_checkpoint(
         assert matrix.zero_points is None or np.array_equal(matrix.zero_points, np.repeat(wanted.zeros, times, 1))
 
 
-@pytest.mark.parametrize(("store", "wanted"), [(as_awq, ir.DataType.FLOAT16), (as_packed, ir.DataType.FLOAT)])
+@pytest.mark.parametrize(
+    ("store", "wanted"),
+    [(as_awq, ir.DataType.FLOAT16), pytest.param(as_packed, ir.DataType.FLOAT, marks=pytest.mark.thorough)],
+)
 def test_scales_are_fp16_where_that_holds_them(tiny_checkpoint: Path, store: Any, wanted: ir.DataType) -> None:
     drawn = store(tiny_checkpoint)
     model, _ = rewritten(tiny_checkpoint, scales="fp16")
@@ -192,7 +195,7 @@ def test_codes_that_no_format_holds_stay_dequantized(tiny_checkpoint: Path) -> N
     assert "and 13 more: the codes are fp8 with one scale, for which there is no format here" in note
 
 
-@pytest.mark.parametrize("act", [False, True])
+@pytest.mark.parametrize("act", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_codes_of_experts(tmp_path: Path, act: bool) -> None:
     """Gates and up projections of an expert lie on top of each other, in the order of the kernel."""
     zoo.write("qwen3-moe", tmp_path, moe_intermediate_size=64)

@@ -18,7 +18,7 @@ LOOSE = {"kld_mean": 10.0}
 WORDS = ("graph", "engine", "pass", "weight", "scale", "token", "cache", "layer", "head", "probe", "gate", "report")
 
 
-def build(folder: Path, checkpoint: Path, least: float) -> dict[str, Any]:
+def build(folder: Path, checkpoint: Path, least: float, *, attribution: bool) -> dict[str, Any]:
     drawn = random.Random(0)
     for name, first in (("calibration", 0), ("evaluation", 100)):
         lines = [
@@ -34,7 +34,7 @@ def build(folder: Path, checkpoint: Path, least: float) -> dict[str, Any]:
         "schema": 1, "name": "tiny", "checkpoint": str(checkpoint), "target": "local", "passes": steps,
         "engine": {"max_context": 128, "max_batch": 2, "threads": 1},
         "calibration": {"data": "calibration.jsonl", "samples": 12, "length": 48},
-        "validation": {"quality": {"data": "evaluation.jsonl", "context": 32}, "attribution": True},
+        "validation": {"quality": {"data": "evaluation.jsonl", "context": 32}, "attribution": attribution},
     }  # fmt: skip
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(recipe))
@@ -51,7 +51,7 @@ def test_it_is_attributed_or_leaves_the_scales_and_says_why(
     checks = itertools.count(1)
     monkeypatch.setattr(recovery._Student, "kld", lambda *_: 1 / next(checks))
     monkeypatch.setattr(recovery, "BATCH_TOKENS", 128)
-    pays = build(tmp_path, tiny_checkpoint, 0.0)
+    pays = build(tmp_path, tiny_checkpoint, 0.0, attribution=True)
     quantized, recovered = pays["passes"][:2]
     assert [quantized["name"], recovered["name"]] == ["quantize-weights", "recover-scales"]
     assert len(recovered["rewritten"]) == 14
@@ -61,6 +61,6 @@ def test_it_is_attributed_or_leaves_the_scales_and_says_why(
     assert any("scales trained on" in note for note in pays["notes"])
 
     checks = itertools.count(1)
-    left = build(tmp_path, tiny_checkpoint, 0.95)
+    left = build(tmp_path, tiny_checkpoint, 0.95, attribution=False)
     assert not left["passes"][1]["rewritten"]
     assert any("scales stay as they are: training takes the KLD" in note for note in left["notes"])

@@ -41,6 +41,7 @@ def opened(result: Result) -> tuple[Path, PassRecord]:
     return path, records.read(Artifact.open(path)).passes[-1]
 
 
+@pytest.mark.usefixtures("shared_build_cache")
 def test_layers_retreat_and_everything_names_them(recipe_file: Path, tmp_path: Path) -> None:
     out, tight = tmp_path / "out", {"kld_mean": 0.0025}
     plain, before = opened(build(recipe_file, out))
@@ -90,6 +91,7 @@ def test_what_has_retreated_is_reproduced(recipe_file: Path, tmp_path: Path) -> 
         assert again.stdout.startswith("equal: content digest")
 
 
+@pytest.mark.usefixtures("shared_build_cache")
 def test_a_build_ends_where_the_size_forbids_to_retreat(recipe_file: Path, tmp_path: Path) -> None:
     tight, small = {"kld_mean": 0.0025}, {"bits": [5, 6, 8], "max_bytes": 60_000}
     ended = build(recipe_file, tmp_path / "out", budget=tight, retreat=small)

@@ -92,7 +92,12 @@ def exact(model: ir.Model, file: Path) -> dict[str, Grid]:
     return found
 
 
-@pytest.mark.parametrize("kind", GRIDS)
+QUICK = "Q5_1", "Q2_K", "Q6_K"  # blocks of 32 and of 16, with a minimum and without; the others in the thorough tests
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.thorough] * (kind not in QUICK)) for kind in GRIDS]
+)
 def test_packed_weights_are_those_of_the_file_to_the_bit(kind: str, tmp_path: Path) -> None:
     file = file_of(tmp_path, lambda _: kind)
     model, changes = rewritten(file, "pack-qkv", "pack-gate-up")
@@ -104,7 +109,9 @@ def test_packed_weights_are_those_of_the_file_to_the_bit(kind: str, tmp_path: Pa
     assert (row.outcome, row.reason) == (EXACT, "on CPUs; other targets dequantize them")
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q5_K", "Q2_K"])
+@pytest.mark.parametrize(
+    "kind", ["Q4_1", *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("Q5_K", "Q2_K"))]
+)
 def test_logits_are_those_of_the_dequantized_weights(kind: str, tmp_path: Path) -> None:
     """Nothing but the rounding of activations differs: in two terms it all but vanishes."""
     file, packing = file_of(tmp_path, lambda _: kind), ("pack-qkv", "pack-gate-up", "flash-attention")
@@ -135,8 +142,8 @@ def test_logits_are_those_of_the_dequantized_weights(kind: str, tmp_path: Path) 
 
 @pytest.mark.parametrize(("one", "other", "wanted"), [
     ("Q4_K", "Q6_K", Grid(6, 16, False, minimums=True)),  # attn_v of Q4_K_M
-    ("Q4_1", "Q8_0", Grid(8, 32, False, minimums=True)),
-    ("Q4_1", "Q5_1", Grid(5, 32, False, "fp16", minimums=True)),
+    pytest.param("Q4_1", "Q8_0", Grid(8, 32, False, minimums=True), marks=pytest.mark.thorough),
+    pytest.param("Q4_1", "Q5_1", Grid(5, 32, False, "fp16", minimums=True), marks=pytest.mark.thorough),
     ("Q2_K", "Q3_K", Grid(3, 16, False, minimums=True)),
 ])  # fmt: skip
 def test_types_that_are_packed_into_one_matrix_stay_exact(one: str, other: str, wanted: Grid, tmp_path: Path) -> None:

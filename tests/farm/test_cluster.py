@@ -18,8 +18,9 @@ import pytest
 
 from llmforge.artifact import Artifact
 from llmforge.base import extras
-from llmforge.farm import cluster, page, placing, running
+from llmforge.farm import cluster, page, placing, preflight, running
 from llmforge.farm.matrix import Build, Matrix, expand
+from llmforge.farm.preflight import NodeNeeds
 from llmforge.farm.running import FarmSettings, Row
 
 from ..models import zoo
@@ -94,11 +95,12 @@ def llmforge(tmp_path: Path, *arguments: object) -> subprocess.CompletedProcess[
 def test_a_matrix_is_built(place: Path, tmp_path: Path) -> None:
     """Two models × three targets × two variants; the GPU's engines are left to the machine that has it."""
     out = tmp_path / "artifacts"
+    (tmp_path / "store").mkdir()
     done = llmforge(
         tmp_path, "build", "--matrix", place / "release.yaml", "--out", out, "--jobs", 2, "--json",
         "--store", (tmp_path / "store").as_uri(),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr  # without gates, nothing is undecided
+    assert done.returncode == 10, done.stderr  # no node has the GPU
     made = json.loads(done.stdout)
     assert len(made["builds"]) == 12
     verdicts = {(row["target"], row["verdict"]) for row in made["builds"]}
@@ -135,6 +137,10 @@ def farm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[cluster.Fa
         yield opened
 
 
+def settings_of(tmp_path: Path, jobs: int | None = None) -> FarmSettings:
+    return FarmSettings(NodeNeeds(preflight.code(), tmp_path / "artifacts"), jobs)
+
+
 def chosen(place: Path, *titles: str) -> list[Build]:
     path = place / "release.yaml"
     return [each for each in expand(Matrix.load(path), path) if each.title in titles]
@@ -162,7 +168,7 @@ def test_a_killed_worker_costs_what_was_running(place: Path, tmp_path: Path, far
         killed.append(worker)
         os.kill(worker, signal.SIGKILL)
 
-    [row] = running.run(chosen(place, "llama/local/one"), farm, FarmSettings(tmp_path / "artifacts", jobs=1), kill)
+    [row] = running.run(chosen(place, "llama/local/one"), farm, settings_of(tmp_path, 1), kill)
     assert killed
     assert row.verdict == "none", row.outcome
     assert row.attempts == 2
@@ -182,7 +188,7 @@ def test_the_node_with_the_device_finishes_engines(place: Path, tmp_path: Path, 
     [row] = running.run(
         chosen(place, "llama/rtx-4090/one"),
         farm,
-        FarmSettings(tmp_path / "artifacts"),
+        settings_of(tmp_path),
         lambda row: said.append(f"{row.state} {row.stage}"),
     )
     assert row.outcome is not None
@@ -199,7 +205,7 @@ def test_what_cannot_be_built_is_a_row(place: Path, tmp_path: Path, farm: cluste
     wrong = Build("none", "local", "one", build.recipe, (*build.overrides, "checkpoint=nowhere"))
     early = Build("none", "amx", "one", build.recipe, (*build.overrides, "target=h200", "engine.backend=tensorrt",
                                                       "engine.max_context=100000"))  # fmt: skip
-    rows = running.run([wrong, early, build], farm, FarmSettings(tmp_path / "artifacts", jobs=2))
+    rows = running.run([wrong, early, build], farm, settings_of(tmp_path, 2))
     assert [row.verdict for row in rows] == ["error", "error", "none"]
     assert rows[0].outcome is not None
     assert "nowhere" in str(rows[0].outcome.message)

@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from llmforge.base.errors import ForgeError
+from llmforge.base.errors import EnvironmentLacks, ForgeError
 from llmforge.farm import page, pareto, running, worker
-from llmforge.farm.cluster import Lost
+from llmforge.farm.cluster import ClusterLost, Lost
 from llmforge.farm.matrix import Build
 from llmforge.farm.pareto import ParetoPoint
-from llmforge.farm.placing import NodePlacement
+from llmforge.farm.placing import NodePlacement, Resources
+from llmforge.farm.preflight import NodeLack
 from llmforge.farm.running import FarmSettings, Row
+from llmforge.farm.store import StoreLost
 from llmforge.farm.worker import BuildOutcome, Figure, Job
 
 from ..samples import pages
-from .fakes import NODE, FakeFarm, built
+from .fakes import NEEDS, NODE, FakeFarm, built
 
 SAMPLE = Path(__file__).parents[1] / "data" / "docs-llama-7m"
 RECIPE = """\
@@ -43,7 +46,9 @@ def one(recipe: Path, *overrides: str) -> list[Build]:
 
 
 def run(farm: FakeFarm, builds: list[Build], tmp_path: Path) -> list[Row]:
-    return running.run(builds, farm.as_farm, FarmSettings(tmp_path / "out", arguments=("--no-cache",)))
+    return running.run(
+        builds, farm.as_farm, FarmSettings(replace(NEEDS, out=tmp_path / "out"), arguments=("--no-cache",))
+    )
 
 
 def answers(*results: BuildOutcome | Lost) -> Iterator[BuildOutcome | Lost]:
@@ -53,7 +58,7 @@ def answers(*results: BuildOutcome | Lost) -> Iterator[BuildOutcome | Lost]:
 def test_a_build_gets_its_arguments_and_tells_how_far_it_is(recipe: Path, tmp_path: Path) -> None:
     said: list[tuple[str, str, int]] = []
     farm = FakeFarm(lambda name, job, place: built(size_bytes=1e6))
-    settings = FarmSettings(tmp_path / "out", "file:///store", 2, ("--no-cache",))
+    settings = FarmSettings(replace(NEEDS, out=tmp_path / "out", store="file:///store"), 2, ("--no-cache",))
     [row] = running.run(
         one(recipe, "engine.max_batch=4"), farm.as_farm, settings,
         lambda row: said.append((row.state, row.stage, row.done)),
@@ -61,10 +66,12 @@ def test_a_build_gets_its_arguments_and_tells_how_far_it_is(recipe: Path, tmp_pa
     [(name, job, place)] = farm.submitted
     assert name == "tiny/here/plain"
     assert job.arguments == (str(recipe), "--set", "engine.max_batch=4", "--out", str(tmp_path / "out"), "--no-cache")
-    assert job.store == "file:///store"
+    assert job.needs.store == "file:///store"
     assert place.cpus == 4
     assert 100e6 < place.memory_bytes < 2e9  # as predicted, and not the default
-    assert said == [("waiting", "", 0), ("building", "Trace", 0), ("building", "Trace", 1), ("done", "", 0)]
+    assert said == [
+        ("waiting", "", 0), ("building", "", 0), ("building", "Trace", 0), ("building", "Trace", 1), ("done", "", 0),
+    ]  # fmt: skip
     assert (row.verdict, row.exit_code) == ("none", 0)
 
 
@@ -83,7 +90,7 @@ def test_a_lost_worker_is_replaced_and_not_for_ever(recipe: Path, tmp_path: Path
     [
         Lost("memory", "killed by the memory monitor"),
         BuildOutcome(8, "node", 1.0, message="out of memory"),
-        BuildOutcome(-9, "node", 1.0, message="the build was killed: exit code -9"),
+        BuildOutcome(-9, "node", 1.0, message="out of memory: the kernel killed the build"),
     ],
 )
 def test_memory_grows_after_it_ran_out(recipe: Path, tmp_path: Path, lack: BuildOutcome | Lost) -> None:
@@ -108,6 +115,88 @@ def test_a_bug_is_not_tried_again(recipe: Path, tmp_path: Path) -> None:
     assert (row.exit_code, len(farm.submitted)) == (1, 1)
 
 
+def test_a_killed_build_is_not_called_out_of_memory(recipe: Path, tmp_path: Path) -> None:
+    results = answers(BuildOutcome(-9, "node", 1.0, message="the build was killed: exit code -9"), built())
+    farm = FakeFarm(lambda *job: next(results))
+    [row] = run(farm, one(recipe), tmp_path)
+    first, second = (place.memory_bytes for _, _, place in farm.submitted)
+    assert first == second
+    assert row.notes == ["the build was killed on node n0; again from what the cache kept"]
+    assert row.verdict == "none"
+
+
+LACK = NodeLack(8, "the disk is full", "free some space")
+
+
+@pytest.mark.parametrize(("code", "lack"), [(5, LACK), (2, LACK), (8, LACK), (8, None), (2, Lost("worker", "it died"))])
+def test_what_a_node_lacks_is_built_elsewhere(
+    recipe: Path, tmp_path: Path, code: int, lack: NodeLack | Lost | None
+) -> None:
+    """The first node lacks something, or says after the failure that it lacks nothing: the build goes to another."""
+    results = answers(BuildOutcome(code, "node", 0.1, message="no such file"), built())
+    farm = FakeFarm(lambda *job: next(results), [NODE, NODE], lacks={"n0": lack})
+    [row] = run(farm, one(recipe), tmp_path)
+    (_, _, first), (_, _, second) = farm.submitted
+    assert (first.avoided, second.avoided) == (frozenset(), {"n0"})
+    assert row.notes == ["no such file, on node n0; again on another node"]
+    assert row.verdict == "none"
+    assert set(farm.out) == (set() if lack is None else {"n0"})
+
+
+@pytest.mark.parametrize(("code", "nodes"), [(5, [NODE, NODE]), (6, [NODE, NODE]), (8, [NODE])])
+def test_a_build_that_fails_by_itself_is_not_tried_elsewhere(
+    recipe: Path, tmp_path: Path, code: int, nodes: list[Resources]
+) -> None:
+    farm = FakeFarm(lambda *job: BuildOutcome(code, "node", 0.1, message="no"), nodes)
+    [row] = run(farm, one(recipe), tmp_path)
+    assert (row.exit_code, len(farm.submitted)) == (code, 1)
+
+
+def test_nodes_that_die_do_not_use_up_the_attempts_of_a_build(recipe: Path, tmp_path: Path) -> None:
+    farm = FakeFarm(lambda *job: Lost("worker", "the node died"), dead={"n0"})
+    [row] = run(farm, one(recipe), tmp_path)
+    assert len(farm.submitted) == running.MOST_HANDED_IN
+    assert row.exit_code == 8
+
+
+def test_nodes_that_lack_something_are_out_from_the_beginning(tmp_path: Path) -> None:
+    farm = FakeFarm(lambda *job: built(), [NODE, NODE], lacks={"n1": LACK})
+    running.admit(farm.as_farm, NEEDS)
+    assert farm.out == {"n1": "the disk is full"}
+    farm = FakeFarm(lambda *job: built(), [NODE, NODE], lacks={"n0": LACK, "n1": Lost("worker", "no answer")})
+    with pytest.raises(EnvironmentLacks, match="no node can build: node n0: the disk is full") as caught:
+        running.admit(farm.as_farm, NEEDS)
+    assert caught.value.hint == "free some space"
+
+
+@pytest.mark.parametrize("lost", [ClusterLost("the head is gone"), StoreLost("the store is gone")])
+def test_what_all_builds_need_was_lost(recipe: Path, tmp_path: Path, lost: ForgeError) -> None:
+    """What has ended stays, and what has not says what it waited for."""
+
+    def answer(name: str, *job: object) -> BuildOutcome:
+        if name == "second/here/plain":
+            raise lost
+        return built()
+
+    builds = [Build(model, "here", "plain", recipe, ()) for model in ("first", "second", "third")]
+    rows = run(FakeFarm(answer), builds, tmp_path)
+    assert [row.exit_code for row in rows] == [0, 8, 8]
+    assert rows[1].outcome is not None
+    assert rows[1].outcome.message == lost.message
+    assert "it waited for a node with" in rows[2].notes[0]
+    shown = pages.check(page.of_matrix(page.Matrix("release", rows, {}, 1.0, None)))
+    assert "waits for a node with 2 CPUs" in shown.text
+
+
+def test_a_store_that_is_lost_from_here_too_ends_the_matrix(recipe: Path, tmp_path: Path) -> None:
+    settings = FarmSettings(replace(NEEDS, store=(tmp_path / "gone").as_uri()))
+    farm = FakeFarm(lambda *job: BuildOutcome(8, "node", 0.1, message="the store does not answer"), [NODE, NODE])
+    [row] = running.run(one(recipe), farm.as_farm, settings)
+    assert row.exit_code == 8
+    assert row.outcome is not None
+    assert "the store was lost" in str(row.outcome.message)
+
+
 TENSORRT = "target=l4", "engine.backend=tensorrt", "passes=[]"
 
 
@@ -118,7 +207,8 @@ def test_an_engine_without_its_device_is_deferred(recipe: Path, tmp_path: Path) 
     [(_, job, place)] = farm.submitted
     assert "engine.deferred=true" in job.arguments
     assert place.marks == {}
-    assert row.verdict == "pending"
+    assert (row.verdict, row.exit_code) == ("pending", 10)
+    assert row.waits_for == "a node with the device of its target, to finish the engine"
     assert "no node has the device" in row.notes[0]
     assert "when a node with the device has joined" in row.notes[1]
 
@@ -167,7 +257,8 @@ def test_every_exit_code_has_its_place() -> None:
 
 
 def job(*arguments: str, **more: object) -> Job:
-    return Job(arguments, worker.code(), **more)  # type: ignore[arg-type]
+    finishes = more.pop("finishes", None)
+    return Job(arguments, replace(NEEDS, **more), finishes=finishes)  # type: ignore[arg-type]
 
 
 def test_errors_of_a_build_come_back(tmp_path: Path) -> None:
@@ -179,7 +270,7 @@ def test_errors_of_a_build_come_back(tmp_path: Path) -> None:
 
 
 def test_another_version_is_refused() -> None:
-    ended = worker.run(Job((), "0" * 64), lambda event: None)
+    ended = worker.run(job(code="0" * 64), lambda event: None)
     assert ended.exit_code == 8
     assert "another llmforge" in str(ended.message)
 
@@ -237,7 +328,7 @@ def rows() -> list[Row]:
 
 
 def test_the_page_and_the_data() -> None:
-    shown = pages.check(page.of_matrix("release", rows(), seconds=30.0, jobs=2))
+    shown = pages.check(page.of_matrix(page.Matrix("release", rows(), {"a": "", "b": "the disk is full"}, 30.0, 2)))
     assert "<b>" in shown.text  # as text
     assert "no int4 <here>" in shown.text
     assert "latency was measured beside others" in shown.text
@@ -250,8 +341,21 @@ def test_the_page_and_the_data() -> None:
 
 
 def test_a_page_without_figures() -> None:
-    shown = pages.check(page.of_matrix("release", rows()[-1:], seconds=1.0, jobs=None))
+    shown = pages.check(page.of_matrix(page.Matrix("release", rows()[-1:], {}, 1.0, None)))
     assert "Nothing to draw" in shown.text
+
+
+def test_the_page_says_where_builds_were_and_which_nodes_are_out(recipe: Path, tmp_path: Path) -> None:
+    settings = FarmSettings(replace(NEEDS, store="s3://me:secret@bucket/x"))
+    [row] = running.run(one(recipe), FakeFarm(lambda *job: built()).as_farm, settings)
+    shown = pages.check(page.of_matrix(page.Matrix("r", [row], {"node n0": "", "b": "the disk is full"}, 1.0, None)))
+    assert "out: the disk is full" in shown.text
+    assert "s3://bucket/x/a/0.tar" in shown.text
+    assert "secret" not in shown.text
+    [data] = page.data([row])
+    assert (data["node"], data["archive"]) == ("node n0", "s3://bucket/x/a/0.tar")
+    assert (data["seconds"], data["waits_for"]) == (1.0, None)
+    assert data["waited_s"] >= 0
 
 
 def test_places_are_compared() -> None:

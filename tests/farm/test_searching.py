@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from llmforge import passes
 from llmforge.base import extras
 from llmforge.base.errors import UsageError
 from llmforge.farm import searching, space, tuned
+from llmforge.farm import store as stores
 from llmforge.farm.placing import NodePlacement
 from llmforge.farm.running import FarmSettings
 from llmforge.farm.searching import Search, SearchTrial
@@ -26,7 +28,7 @@ from llmforge.farm.worker import BuildOutcome, Figure, Job
 from llmforge.recipe import Recipe
 
 from ..samples import pages
-from .fakes import FakeFarm, built
+from .fakes import NEEDS, FakeFarm, built
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 needs_optuna = pytest.mark.skipif(extras.trouble("optuna") is not None, reason="optuna is not installed (extra `farm`)")
@@ -70,7 +72,9 @@ def answer(name: str, job: Job, place: NodePlacement) -> BuildOutcome:
 
 
 def run(of: Search, farm: FakeFarm, trials: int, slots: int = 1) -> list[SearchTrial]:
-    return searching.run(of, farm.as_farm, FarmSettings(of.folder / "artifacts"), trials=trials, slots=slots)
+    return searching.run(
+        of, farm.as_farm, FarmSettings(replace(NEEDS, out=of.folder / "artifacts")), trials=trials, slots=slots
+    )
 
 
 def test_the_space_is_what_the_recipe_can_have() -> None:
@@ -287,3 +291,26 @@ def test_figures_that_are_missing_are_dashes() -> None:
     trial = SearchTrial(0, {}, "complete", figures, True)
     assert (tuned.figure(trial, "kld_mean"), tuned.figure(trial, "size_bytes")) == ("0.500", "–")
     assert re.fullmatch(r"0\.\d+", tuned.figure(trial, "kld_mean"))
+
+
+@needs_optuna
+def test_what_trials_published_is_removed_from_nodes_and_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, tuple[object, ...], object]] = []
+    gone: list[tuple[Path, str]] = []
+
+    class Watched(FakeFarm):
+        def ask(self, function: Any, *arguments: Any, nodes: Any = None, **options: Any) -> dict[str, Any]:
+            asked.append((function, arguments, nodes))
+            return {}
+
+    monkeypatch.setattr(stores, "remove", lambda path, store: gone.append((path, store)))
+    of = search(tmp_path)
+    needs = replace(NEEDS, out=of.folder / "artifacts", store="s3://bucket/x")
+    farm = Watched(answer, address="10.0.0.1:6379")
+    searching.run(of, farm.as_farm, FarmSettings(needs), trials=1, slots=1)
+    path = Path("nowhere")
+    assert asked
+    assert {(function, arguments[0][0], nodes[0]) for function, arguments, nodes in asked} == {  # type: ignore[index]
+        (searching.remove, path, "n0")
+    }
+    assert set(gone) == {(path, "s3://bucket/x")}

@@ -1,0 +1,347 @@
+"""Builds over three nodes with a store on S3: what is lost costs nothing, and the right one is blamed."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from llmforge.artifact import remote
+from llmforge.artifact.remote import Url
+from llmforge.base import extras
+
+from ..models import zoo
+from ..samples import pages
+from .nodes import BUCKET, ROOT, S3, Done, Driver, Nodes, has_namespaces
+
+pytest.importorskip("moto", reason="moto is not installed (extra `dev`)")
+pytest.importorskip("s3fs", reason="s3fs is not installed (extra `dev`)")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(extras.trouble("ray") is not None, reason="ray is not installed (extra `farm`)"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"),
+]
+needs_namespaces = pytest.mark.skipif(not has_namespaces(), reason="this user may make no mount namespaces")
+
+RECIPE = """\
+schema: 1
+name: zoo
+checkpoint: llama
+target: cpu-avx2
+engine: {max_context: 64, max_batch: 2}
+passes: [fuse-norms, pack-qkv]
+"""
+MATRIX = """\
+schema: 1
+name: release
+recipe: recipe.yaml
+models: {llama: {checkpoint: llama}}
+targets: {cpu-avx2: }
+variants:
+"""
+STORE = f"s3://{BUCKET}/store"
+
+
+def write_matrix(folder: Path, count: int) -> Path:
+    """Write a matrix of so many builds."""
+    file = folder / f"matrix{count}.yaml"
+    lines = "".join(f"  v{number}: {{engine.max_batch: {number + 1}}}\n" for number in range(count))
+    file.write_text(MATRIX + lines, encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("farm")
+    zoo.write("llama", folder / "llama")
+    (folder / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    server = S3(tmp_path_factory.mktemp("s3"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def cluster(s3: S3) -> Iterator[Nodes]:
+    """Three nodes that are whole."""
+    nodes = Nodes(Path(tempfile.mkdtemp(prefix="farm-", dir="/tmp")))  # sockets have short paths
+    try:
+        for name in ("n0", "n1", "n2"):
+            nodes.start(name, **s3.env)
+        yield nodes
+    finally:
+        nodes.close()
+        shutil.rmtree(nodes.folder, ignore_errors=True)
+
+
+@pytest.fixture
+def driver(tmp_path: Path, s3: S3) -> Driver:
+    return Driver(tmp_path, s3.env)
+
+
+def started(driver: Driver, cluster: Nodes, matrix: Path, *more: object, store: str = STORE) -> subprocess.Popen[str]:
+    out = driver.folder / "out"
+    return driver.begin(
+        "build", "--matrix", matrix, "--out", out, "--address", cluster.address, "--jobs", 1, "--json", "--store",
+        store, *more,
+    )  # fmt: skip
+
+
+def built(driver: Driver, cluster: Nodes, matrix: Path, *more: object, store: str = STORE) -> Done:
+    return driver.end(started(driver, cluster, matrix, *more, store=store))
+
+
+def until(what: Callable[[], object], seconds: float = 200) -> None:
+    limit = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+
+
+def test_a_matrix_over_three_nodes(place: Path, cluster: Nodes, s3: S3, driver: Driver) -> None:
+    store = f"s3://{BUCKET}/three"
+    done = built(driver, cluster, write_matrix(place, 6), store=store)
+    assert done.code == 0, done.stderr
+    rows = done.data["builds"]
+    assert {row["node"] for row in rows} <= {"n0", "n1", "n2"}
+    assert done.data["nodes"] == {"n0": "", "n1": "", "n2": ""}
+    assert all(row["archive"].startswith(store) and row["waited_s"] >= 0 < row["seconds"] for row in rows)
+    assert len(s3.archives("three")) == 6
+    shown = pages.check(Path(done.data["page"]).read_text(encoding="utf-8"))
+    assert "n1" in shown.text
+    assert f"{store}/llama-cpu-avx2-v0/" in shown.text
+
+
+@pytest.mark.parametrize("what", ["board", "node"])
+def test_what_is_lost_is_asked_again(place: Path, cluster: Nodes, s3: S3, driver: Driver, what: str) -> None:
+    store = f"s3://{BUCKET}/lost-{what}"
+    extra = f"x{what}"
+    cluster.start(extra, **s3.env)
+    try:
+        command = started(driver, cluster, write_matrix(place, 4), store=store)
+        until(cluster.builds)
+        if what == "node":
+            until(cluster.nodes[extra].builds)
+            cluster.drop(extra)
+        else:
+            [board] = cluster.processes("ray::_Board")
+            board.kill()
+        done = driver.end(command)
+    finally:
+        if extra in cluster.nodes:
+            cluster.drop(extra)
+    assert done.code == 0, done.stderr
+    assert [row["exit_code"] for row in done.data["builds"]] == [0] * 4  # and nothing else on standard output
+    assert len(s3.archives(f"lost-{what}")) == 4
+
+
+def test_a_broken_node_is_named_and_gets_nothing(place: Path, cluster: Nodes, s3: S3, driver: Driver) -> None:
+    """A node without credentials, one with another llmforge, and one that lacks the checkpoint."""
+    copy = driver.folder / "other"
+    shutil.copytree(ROOT / "llmforge", copy / "llmforge")
+    with (copy / "llmforge" / "__init__.py").open("a") as file:
+        file.write("OTHER = True\n")
+    cluster.start("bare")
+    cluster.start("other", **s3.env, PYTHONPATH=str(copy))
+    broken = {"bare": "credentials", "other": "another llmforge"}
+    if has_namespaces():
+        cluster.start("blind", hidden=(place / "llama",), **s3.env)
+        broken["blind"] = "llama: is empty"
+    try:
+        done = built(driver, cluster, write_matrix(place, 3), store=f"s3://{BUCKET}/broken")
+    finally:
+        for name in broken:
+            cluster.drop(name)
+    assert done.code == 0, done.stderr
+    assert {row["node"] for row in done.data["builds"]} <= {"n0", "n1", "n2"}
+    for name, why in broken.items():
+        assert why in done.data["nodes"][name], done.data["nodes"]
+        assert f"node {name} is out" in done.stderr or done.data["nodes"][name]
+    assert "another llmforge" in pages.check(Path(done.data["page"]).read_text(encoding="utf-8")).text
+
+
+def test_a_store_that_cannot_be_written_is_refused_before_anything_is_built(
+    place: Path, cluster: Nodes, s3: S3, driver: Driver, tmp_path: Path
+) -> None:
+    matrix = write_matrix(place, 2)
+    done = built(driver, cluster, matrix, store="s3://artefacts/store")
+    assert (done.code, done.stdout) == (2, ""), done.stderr
+    assert "s3://artefacts/store: cannot be written: no such file or bucket" in done.stderr
+    assert not s3.system.exists("artefacts")
+    bare = Driver(tmp_path / "bare", {})
+    bare.folder.mkdir()
+    done = built(bare, cluster, matrix)
+    assert (done.code, done.stdout) == (2, ""), done.stderr
+    assert "credentials" in done.stderr
+    done = built(driver, cluster, matrix, store=(tmp_path / "nowhere").as_uri())
+    assert (done.code, done.stdout) == (2, "")
+    assert "there is no such folder" in done.stderr
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_two_hosts_publish_one_content(place: Path, cluster: Nodes, s3: S3, driver: Driver, tmp_path: Path) -> None:
+    """Each has a folder and a cache of its own; the store has the records of both, and again of the first."""
+    store = f"s3://{BUCKET}/both"
+    other = Driver(tmp_path / "other", s3.env)
+    other.folder.mkdir()
+    matrix = write_matrix(place, 1)
+    for count, machine in enumerate([driver, other, driver], 1):
+        done = built(machine, cluster, matrix, store=store)
+        assert done.code == 0, done.stderr
+        [archive] = s3.archives("both")
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in s3.env.items():
+                patch.setenv(name, value)
+            _, records = remote.evidence(Url(f"{store}/{archive}"))
+        assert len(records) == count
+        assert [each.previous for each in records[1:]] == [each.digest for each in records[:-1]]
+
+
+def test_a_dead_address_is_refused_soon(place: Path, driver: Driver, cluster: Nodes) -> None:
+    began = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
+        for port in (silent.getsockname()[1], 1):
+            done = driver.run("build", "--matrix", write_matrix(place, 1), "--address", f"127.0.0.1:{port}", "--json")
+            assert (done.code, done.stdout) == (2, ""), done.stderr
+            assert f"no Ray cluster at 127.0.0.1:{port}" in done.stderr
+    assert time.monotonic() - began < 180
+
+
+def test_a_lost_store_ends_with_a_page(place: Path, cluster: Nodes, tmp_path: Path, s3: S3, driver: Driver) -> None:
+    """The store is away for longer than it is waited for; once it is back, the same command goes on."""
+    matrix, store = write_matrix(place, 3), f"s3://{BUCKET}/away"
+    command = started(driver, cluster, matrix, store=store)
+    until(cluster.builds)
+    with s3.away():
+        done = driver.end(command)
+    assert done.code == 8, done.stderr
+    lost = [row for row in done.data["builds"] if row["exit_code"] == 8]
+    assert lost
+    assert "store" in lost[0]["error"]
+    assert any("it waited for" in note for row in lost for note in row["notes"])
+    assert Path(done.data["page"]).is_file()
+    done = built(driver, cluster, matrix, store=store)
+    assert done.code == 0, done.stderr
+    assert len(s3.archives("away")) == 3
+
+
+def test_a_lost_head_ends_with_a_page(place: Path, s3: S3, driver: Driver) -> None:
+    nodes = Nodes(Path(tempfile.mkdtemp(prefix="farm-", dir="/tmp")))
+    try:
+        nodes.start("h0", cpus=0, **s3.env)
+        nodes.start("h1", **s3.env)
+        matrix, store = write_matrix(place, 3), f"s3://{BUCKET}/headless"
+        command = started(driver, nodes, matrix, store=store)
+        until(nodes.nodes["h1"].builds)
+        nodes.drop("h0")
+        began = time.monotonic()
+        done = driver.end(command)
+        assert time.monotonic() - began < 60
+        assert done.code == 8, done.stderr
+        assert any("the head of the Ray cluster" in str(row["error"]) for row in done.data["builds"])
+        assert Path(done.data["page"]).is_file()
+        nodes.drop("h1")
+        nodes.start("h2", **s3.env)
+        done = built(driver, nodes, matrix, store=store)
+        assert done.code == 0, done.stderr
+        assert len(s3.archives("headless")) == 3
+    finally:
+        nodes.close()
+        shutil.rmtree(nodes.folder, ignore_errors=True)
+
+
+def test_random_kills(place: Path, s3: S3, driver: Driver) -> None:
+    """Twenty in twelve builds: workers, builds, nodes, the board, the store for ten seconds."""
+    rng = random.Random(35)
+    matrix, store = write_matrix(place, 12), f"s3://{BUCKET}/random"
+    cache = ("--remote-cache", f"s3://{BUCKET}/cache", *keys(place))
+    nodes = Nodes(Path(tempfile.mkdtemp(prefix="farm-", dir="/tmp")))
+    kinds = ["worker", "build"] * 7 + ["node"] * 2 + ["board"] * 2 + ["store"] * 2
+    rng.shuffle(kinds)
+    try:
+        for name in ("k0", "k1", "k2"):
+            nodes.start(name, cpus=0 if name == "k0" else 1, **s3.env)
+        command = started(driver, nodes, matrix, *cache, store=store)
+        for number, kind in enumerate(kinds):
+            until(lambda: command.poll() is not None or nodes.builds())
+            time.sleep(rng.uniform(0, 4))
+            assert command.poll() is None, (number, driver.end(command))
+            harm(nodes, s3, kind, f"k{number + 3}", rng)
+        done = driver.end(command, 900)
+    finally:
+        nodes.close()
+        shutil.rmtree(nodes.folder, ignore_errors=True)
+    assert done.code == 0, done.stderr
+    found = s3.archives("random")
+    assert len(found) == 12
+    alone = built_alone(place, driver, matrix)
+    assert {name.partition("/")[0]: name for name in found} == alone
+
+
+def harm(nodes: Nodes, s3: S3, kind: str, spare: str, rng: random.Random) -> None:
+    """Do one kind of harm now; a node that is killed is replaced."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if kind == "store":
+            with s3.away():
+                time.sleep(10)
+        elif kind == "node":
+            nodes.drop(rng.choice([each for each in nodes.nodes if each != "k0"]))
+            nodes.start(spare, **s3.env)
+        elif kind == "board":
+            for board in nodes.processes("ray::_Board"):
+                board.kill()
+        elif builds := nodes.builds():
+            chosen = rng.choice(builds)
+            victim = chosen if kind == "build" else chosen.parent()
+            if victim is not None:
+                victim.kill()
+
+
+def built_alone(place: Path, driver: Driver, matrix: Path) -> dict[str, str]:
+    """Build all of a matrix on this machine; the archives that a store would have, by their names."""
+    done = driver.run("build", "--matrix", matrix, "--out", driver.folder / "alone", "--jobs", 2, "--json")
+    assert done.code == 0, done.stderr
+    paths = [Path(row["artifact"]) for row in done.data["builds"]]
+    return {path.parent.name: f"{path.parent.name}/{path.name}.tar" for path in paths}
+
+
+def keys(place: Path) -> list[object]:
+    """Options with a pair of keys for the remote cache."""
+    pytest.importorskip("model_signing", reason="the extra `signing` is not installed")
+    from cryptography.hazmat.primitives.asymmetric import ed25519
+
+    from ..cache.test_remote import pair
+
+    if not (place / "farm.pem").exists():
+        pair(place, "farm", ed25519.Ed25519PrivateKey.generate())
+    return ["--remote-cache-write", place / "farm.pem", "--cache-key", place / "farm.pub.pem"]
+
+
+def test_a_search_leaves_nothing_on_its_nodes(place: Path, cluster: Nodes, s3: S3, driver: Driver) -> None:
+    store = f"s3://{BUCKET}/search"
+    done = driver.run(
+        "tune", place / "recipe.yaml", "--objective", "size", "--option", "engine.max_batch=[1,2]", "--trials", 2,
+        "-o", driver.folder / "search", "--address", cluster.address, "--store", store, "--jobs", 1, "--json",
+        "--remote-cache", f"s3://{BUCKET}/cache2", *keys(place),
+    )  # fmt: skip
+    assert done.code == 0, done.stderr
+    assert [trial["state"] for trial in done.data["trials"]] == ["complete", "complete"]
+    assert s3.archives("search") == []
+    assert s3.system.find(f"{BUCKET}/cache2/records")
+    left = [each for each in (driver.folder / "search" / "artifacts").rglob("*") if each.is_file()]
+    assert [each for each in left if each.name != ".lock"] == []
