@@ -84,6 +84,7 @@ class Operations:
         self._before(gradients, "add_moments", self._moments)
         self._before(sums.InputSums, "add", self._others)
         self._before(products, "multiply", self._multiply)
+        self._before(gptq._Group, "feedback", self._feedback)
         self._before(products, "inverse_factor", lambda of, _: self._count("factors", 2 * len(of) ** 3 // 3))
         self._before(rounding, "choose", self._choose)
 
@@ -123,6 +124,10 @@ class Operations:
 
     def _multiply(self, a: Any, b: Any, *, form: str = "whole", **_: Any) -> None:
         self._count("targets", (2 if form == "whole" else 1) * a.size * b.shape[1])
+
+    def _feedback(self, group: gptq._Group, error: Any, _: int) -> None:
+        if products.has_bf16():  # else they are products like others
+            self._count("targets", sum(2 * pull.size for _, pull in group.pulls) * error.shape[1])
 
     def _choose(self, target: Any, *_: Any, sweeps: int, start: Any = None, **__: Any) -> None:
         n, k = target.shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -24,12 +24,13 @@ from llmforge.calibration.asked import DemandsByKind, refuse
 from llmforge.calibration.carriers import Carriers, Worker
 from llmforge.calibration.device import HOST, ExecutionDevice
 from llmforge.calibration.gradients import Gradients, take
-from llmforge.calibration.layer import DecoderLayer
+from llmforge.calibration.layer import DecoderLayer, fast
 from llmforge.calibration.pricing import LinearMoments, Losses
 from llmforge.calibration.quantize import (
     WeightQuantization,
     corrected,
     groups_of,
+    is_coarse,
     quantize_layer,
     quantize_tables,
     sparsify_layer,
@@ -461,7 +462,9 @@ def _run_layer(
         known = None if found is None else StoredArrays(found.pruned)
         layer, pruned = prune.prune_layer(layer, index, original, asked.pruning, known)
     if found is not None:
-        _repeat_layer(layer, original if how is not None else None, current, found)
+        coarse = how is not None and is_coarse(layer, how.demand)
+        with fast(layer.linears().values()) if coarse else nullcontext():  # as it ran first
+            _repeat_layer(layer, original if how is not None else None, current, found)
         _check(layer, current)
         return found
     made, inputs, kv = _NOTHING, dict[str, InputRange](), None

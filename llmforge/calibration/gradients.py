@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,13 +20,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmforge.calibration.layer import DecoderLayer, LayerCall, Map, linears_of, narrowed
+from llmforge.calibration.layer import DecoderLayer, LayerCall, Map, fast, linears_of
 from llmforge.calibration.pricing import LinearMoments
 from llmforge.calibration.residency import LOGITS, MOST_TOKENS
 from llmforge.calibration.resuming import SHARES
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.sums import add_moments, mirror
-from llmforge.calibration.threads import has_bf16
 from llmforge.quantization.grids import Float32
 
 # Gradients are taken of that many tokens, and of more where linears have many outputs, of whose pairs few tokens say
@@ -154,7 +153,10 @@ class _Sums:
         for what in ("outputs", "inputs", "tokens", "weighted", "weights"):
             mine: dict[str, Any] = getattr(self, what)
             for name, total in getattr(other, what).items():
-                mine[name] = mine[name] + total if name in mine else total
+                if name in mine:
+                    mine[name] += total
+                else:
+                    mine[name] = total
 
     def moments(self, tokens: int) -> dict[str, LinearMoments]:
         """Hand over the means; `outputs`, of so many `tokens`, are mirrored already."""
@@ -166,7 +168,7 @@ class _Sums:
                 mirror(inputs)
                 inputs = inputs / self.tokens[name]
             weighted = weighted / max(self.weights[name], torch.finfo(torch.float32).tiny)
-            outputs = self.outputs[name].diagonal() / tokens
+            outputs = self.outputs[name] / tokens
             read = None if inputs is None else inputs.cpu().numpy()
             found[name] = LinearMoments(read, weighted.cpu().numpy(), outputs.cpu().numpy())
         return found
@@ -218,21 +220,16 @@ def _backwards(
     return sums
 
 
-def fast(linears: Iterable[torch.nn.Linear]) -> AbstractContextManager[None]:
-    """Let `linears` multiply in bf16 where their device does that faster: gradients of few tokens are coarser."""
-    given = list(linears)
-    return narrowed(given) if all(not each.weight.is_cpu or has_bf16() for each in given) else nullcontext()
-
-
 def _save(place: Path, matrix: torch.Tensor) -> None:
     """Write a matrix of moments in fp16, with its largest number apart."""
     largest = max(float(matrix.abs().max()), 2.0**-126)
-    np.savez(place, allow_pickle=False, share=(matrix / largest).cpu().numpy().astype(np.float16), largest=largest)
+    np.savez(place, allow_pickle=False, share=(matrix / largest).cpu().half().numpy(), largest=largest)
 
 
 def _load(place: Path) -> Float32:
     with np.load(place, allow_pickle=False) as arrays:
-        matrix: Float32 = arrays["share"].astype(np.float32) * np.float32(arrays["largest"])
+        share = torch.from_numpy(arrays["share"]).float()  # which takes numpy longer
+        matrix: Float32 = share.mul_(float(arrays["largest"])).numpy()
     return matrix
 
 

@@ -6,7 +6,7 @@ import copy
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from llmforge.base.errors import UnsupportedError
 from llmforge.calibration import experts as of_experts
 from llmforge.calibration.device import HOST, ExecutionDevice
+from llmforge.calibration.threads import has_bf16
 from llmforge.checkpoint import Checkpoint
 from llmforge.quantization.grids import Float32
 from llmforge.quantization.methods import PLAIN
@@ -400,6 +401,16 @@ def linears_of(module: torch.nn.Module, name: str) -> dict[str, torch.nn.Linear]
 def _is_setting(name: str, value: object) -> bool:
     """Say whether an attribute of a module may decide what it calls; transformers' `layer_idx` is a place in caches."""
     return name != "layer_idx" and isinstance(value, bool | int | float | str | None)
+
+
+def fast(linears: Iterable[torch.nn.Linear]) -> AbstractContextManager[None]:
+    """Let `linears` multiply in bf16 where their device does that faster.
+
+    What is summed over tokens is coarser than that: gradients of few tokens, and what rounded weights change in what a
+    linear reads.
+    """
+    given = list(linears)
+    return narrowed(given) if all(not each.weight.is_cpu or has_bf16() for each in given) else nullcontext()
 
 
 @contextmanager

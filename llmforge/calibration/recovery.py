@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import DataError
 from llmforge.base.progress import Progress
-from llmforge.calibration.gradients import fast, logits_at_a_time
-from llmforge.calibration.layer import DecoderLayer
+from llmforge.calibration.gradients import logits_at_a_time
+from llmforge.calibration.layer import DecoderLayer, fast
 from llmforge.calibration.quantize import corrected
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.store import LayerResult, Store, StoredMatrices

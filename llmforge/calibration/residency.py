@@ -1,8 +1,8 @@
 """How much memory calibration takes on a device, by the widths of layers: an upper bound, and the windows that fit.
 
-All is fp32. At one time there are the weights of one layer; of each window that stays, its hidden states and what the
-layer's linears read and make of it; the sums over tokens of three parts of the windows (the total, the last share that
-was added, and the one that is being summed); and the work of one window.
+All is fp32, but copies of weights in bf16. At one time there are the weights of one layer; of each window that stays,
+its hidden states and what the layer's linears read and make of it; the sums over tokens of three parts of the windows
+(the total, the last share that was added, and the one that is being summed); and the work of one window.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class LayerWidths:
 
     @property
     def weights_bytes(self) -> int:
-        """Of its weights, one of them twice while it is exchanged."""
-        return NUMBER * (self.parameters + max((n * k for n, k in self.linears), default=0))
+        """Of its weights, one of them twice while it is exchanged, and of copies in bf16 that are multiplied with."""
+        return NUMBER * (self.parameters + max((n * k for n, k in self.linears), default=0)) + 2 * self.parameters
 
     @property
     def sums_bytes(self) -> int:

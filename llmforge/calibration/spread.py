@@ -184,9 +184,9 @@ class SpreadWindows:
         """See `LayerWindows`."""
         return self._by_window(self._all("peaks", names, stride))
 
-    def observe(self, names: Sequence[str], added: Additions, at_end: tuple[str, ...]) -> None:
+    def observe(self, names: Sequence[str], added: Additions, at_end: tuple[str, ...], coarse: bool) -> None:
         """See `LayerWindows`."""
-        self._all("observe", names, added, at_end)
+        self._all("observe", names, added, at_end, coarse)
 
     def sums(self, names: Sequence[str], demands: Collection[InputStatistic]) -> list[tuple[int, InputSums]]:
         """See `LayerWindows`."""

@@ -134,4 +134,8 @@ def _in_pairs() -> bool:
 
 def mirror(total: Tensor) -> None:
     """Copy what is below the diagonal of `total` [K, K] to where it belongs above it."""
-    total.copy_(total.tril() + total.tril(-1).T)
+    for first in range(0, len(total), SMALLEST_PANEL):
+        last = min(first + SMALLEST_PANEL, len(total))
+        total[:first, first:last] = total[first:last, :first].T
+        own = total[first:last, first:last]
+        own.copy_(own.tril() + own.tril(-1).T)

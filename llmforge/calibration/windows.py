@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from llmforge.calibration.device import ExecutionDevice
-from llmforge.calibration.layer import Additions, DecoderLayer, Observed
+from llmforge.calibration.layer import Additions, DecoderLayer, Observed, fast
 from llmforge.calibration.resuming import SHARES, Runs
 from llmforge.calibration.sums import InputSums
 from llmforge.quantization.grids import Float32
@@ -105,10 +105,10 @@ class LayerWindows(Protocol):
     def peaks(self, names: Sequence[str], stride: int) -> Iterable[Mapping[str, ReadPeaks]]:
         """Return what linears `names` read of each window; of all tokens, every stride-th; 0: none."""
 
-    def observe(self, names: Sequence[str], added: Additions, at_end: tuple[str, ...]) -> None:
+    def observe(self, names: Sequence[str], added: Additions, at_end: tuple[str, ...], coarse: bool) -> None:
         """Run the layer as it is, remember what linears or experts `names` read, and begin what waits in front of them.
 
-        `at_end`: see `Runs`.
+        `at_end`: see `Runs`. `coarse`: from here to the end linears multiply in bf16 where that is faster.
         """
 
     def sums(self, names: Sequence[str], demands: Collection[InputStatistic]) -> Iterable[tuple[int, InputSums]]:
@@ -170,7 +170,7 @@ class WindowsHere:
         self._after = [after[place] for place in range(len(self.original))]
         return found
 
-    def observe(self, names: Sequence[str], added: Additions, at_end: tuple[str, ...]) -> None:
+    def observe(self, names: Sequence[str], added: Additions, at_end: tuple[str, ...], coarse: bool) -> None:
         """See `LayerWindows`."""
 
         def run(place: int, state: torch.Tensor) -> tuple[torch.Tensor, dict[str, Unquantized]]:
@@ -187,6 +187,8 @@ class WindowsHere:
             return rest(seen.after), read
 
         self._added, device = added, self.layer.device
+        if coarse:
+            self._open.enter_context(fast(self.layer.linears().values()))
         with self.layer.observed(names, added.last) as observe:
             self.original[:], self._seen[:] = zip(
                 *self.layer.each(run, range(len(self.original)), self.original), strict=True

@@ -40,6 +40,7 @@ _COMMON: Mapping[str, Any] = {"log_to_driver": False, "logging_level": logging.E
 _END_S = 10.0  # in which a connection to a head that was lost must end
 CONNECT_S = 10.0  # in which the head of a cluster must take a connection
 _LOST_S = 15.0  # after which a head that takes none is lost; Ray itself ends this process after 60
+_PAUSE_S = 0.5
 _LOOK_S = 2.0  # between two looks at the head
 _ASK_S = 120.0  # in which a node must answer; to start a worker takes 5 to 20 s on a busy machine
 _NODE_ID = "ray.io/node-id"  # label that Ray gives each node
@@ -93,21 +94,24 @@ class Farm:
 
     def names(self) -> dict[str, str]:
         """Name the nodes that are alive, by their identity: as they were started, else by their host."""
-        alive = [node for node in self.ray.nodes() if node["Alive"]]
+        alive = self._alive()
         given = {
             node["NodeID"]: node["NodeManagerHostname"] if _is_ip(node["NodeName"]) else node["NodeName"]
             for node in alive
         }
         twice = {name for name in given.values() if list(given.values()).count(name) > 1}
-        return {each: f"{name} ({each[:6]})" if name in twice else name for each, name in given.items()}
+        found = {each: f"{name} ({each[:6]})" if name in twice else name for each, name in given.items()}
+        self._names |= found
+        return found
 
     def nodes(self, avoided: Collection[str] = ()) -> list[Resources]:
         """List the resources of the nodes that are alive and not out, without those that are `avoided`."""
         no = {*self.out, *avoided}
-        return [node["Resources"] for node in self.ray.nodes() if node["Alive"] and node["NodeID"] not in no]
+        return [node["Resources"] for node in self._alive() if node["NodeID"] not in no]
 
     def submit(self, name: str, job: Job, place: NodePlacement) -> None:
         """Hand a job in; what it tells goes by `name`."""
+        self._reach()
         no = sorted({*self.out, *place.avoided})
         run = self.ray.remote(_run).options(
             name=name,
@@ -129,18 +133,18 @@ class Farm:
 
     def is_alive(self, node: str) -> bool:
         """Say if a node is there."""
-        return any(each["NodeID"] == node and each["Alive"] for each in self.ray.nodes())
+        return any(each["NodeID"] == node for each in self._alive())
 
     def name(self, node: str) -> str:
         """Name a node by its identity, also one that was lost."""
         if node not in self._names:
-            self._names |= self.names()
+            self.names()
         return self._names.get(node, node)
 
     def states(self) -> dict[str, str]:
         """Say of each node that was seen, by its name, why it is out; empty: it is not."""
-        if not self.lost:
-            self._names |= self.names()
+        with contextlib.suppress(ClusterLost):
+            self.names()
         return {name: self.out.get(node, "") for node, name in self._names.items()}
 
     def ask(
@@ -203,21 +207,49 @@ class Farm:
         Raises:
             ClusterLost: it was not for a while.
         """
-        now = time.monotonic()
-        if self.lost or self._head is None or now - self._looked < _LOOK_S:
-            return
-        self._looked = now
+        if time.monotonic() - self._looked >= _LOOK_S:
+            self._answers()
+
+    def _alive(self) -> list[dict[str, Any]]:
+        """List the nodes that are alive; the head is not asked before it takes a connection: Ray would wait for it.
+
+        Raises:
+            ClusterLost: it does not for a while.
+        """
+        self._reach()
+        return [node for node in self.ray.nodes() if node["Alive"]]
+
+    def _reach(self) -> None:
+        """Wait until the head takes a connection.
+
+        Raises:
+            ClusterLost: it does not for a while.
+        """
+        while not self._answers():
+            time.sleep(_PAUSE_S)
+
+    def _answers(self) -> bool:
+        """Say if the head takes a connection.
+
+        Raises:
+            ClusterLost: it did not for a while.
+        """
+        if self._head is None:
+            return True
+        now = self._looked = time.monotonic()
         try:
-            socket.create_connection(self._head, timeout=_LOOK_S).close()
-        except OSError as error:
-            if now - self._answered > _LOST_S:
-                self.lost = True
-                raise ClusterLost(
-                    f"the head of the Ray cluster at {self.address} does not answer any more",
-                    hint="start the cluster again, and run the same command: it goes on from what the cache kept",
-                ) from error
-        else:
-            self._answered = now
+            if not self.lost:
+                socket.create_connection(self._head, timeout=_LOOK_S).close()
+                self._answered = now
+                return True
+        except OSError:
+            self.lost = now - self._answered > _LOST_S
+        if not self.lost:
+            return False
+        raise ClusterLost(
+            f"the head of the Ray cluster at {self.address} does not answer any more",
+            hint="start the cluster again, and run the same command: it goes on from what the cache kept",
+        )
 
     def _result(self, reference: Any) -> Any:
         errors = self.ray.exceptions

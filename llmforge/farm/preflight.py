@@ -126,7 +126,7 @@ def require(needed: NodeNeeds, *, writes: bool) -> None:
     if writes:
         for url in (needed.store, needed.remote_cache):
             if url is not None:
-                store.probe(url)
+                store.require_answer(url)
 
 
 def _texts(recipe: Recipe) -> Iterable[Path]:

@@ -366,7 +366,7 @@ def _elsewhere(row: Row, result: BuildOutcome, farm: Farm, settings: FarmSetting
     """
     if settings.needs.store is not None:
         try:
-            stores.probe(settings.needs.store)
+            stores.require_answer(settings.needs.store)
         except ForgeError as error:
             raise StoreLost(f"the store was lost: {error.message}", hint=error.hint) from error
     answer = farm.ask(preflight.lack, settings.needs, writes=True, nodes=[result.node]).get(result.node)

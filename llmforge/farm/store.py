@@ -8,8 +8,10 @@ behind those that are there, as it would have in one folder of artifacts.
 
 from __future__ import annotations
 
+import queue
 import secrets
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,7 @@ from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, Usage
 from llmforge.gates import confirmed
 
 PATIENCE_S = 60.0  # in which a store that does not answer is asked again: a restart takes seconds
+ANSWER_S = 30.0  # in which it must answer: a server that restarts takes seconds
 _PAUSE_S = 2.0
 _JOINED = ".joined-"  # folders in which evidence of two hosts becomes one line
 
@@ -118,8 +121,18 @@ def remove(path: Path, store: str) -> None:
             system.rm_file(place)
 
 
+def require_answer(store: str) -> None:
+    """Do as `probe`, within ANSWER_S: not every file system has a time limit.
+
+    Raises:
+        StoreLost: there was no answer.
+        UsageError, InputError, EnvironmentLacks: as `probe`.
+    """
+    _limited(lambda: probe(store), lambda: _lose(store, f"no answer within {ANSWER_S:g} s"))
+
+
 def _patiently(act: Callable[[], object], store: str) -> None:
-    """Do what asks the store, again while it does not answer.
+    """Do what asks the store, again while it does not answer; what takes long may, as long as the store answers.
 
     Raises:
         StoreLost: it did not within PATIENCE_S.
@@ -127,17 +140,43 @@ def _patiently(act: Callable[[], object], store: str) -> None:
     until = time.monotonic() + PATIENCE_S
     while True:
         try:
-            act()
+            _limited(act, lambda: require_answer(store))
             return
         except (UsageError, InputError) as error:
             if not is_lost(error):
                 raise
             if time.monotonic() > until:
-                raise StoreLost(
-                    f"store {Url(store)} does not answer: {error.message}",
-                    hint="run the same command when it does: it goes on from what the cache kept",
-                ) from error
+                _lose(store, error.message, error)
         time.sleep(_PAUSE_S)
+
+
+def _lose(store: str, why: str, cause: Exception | None = None) -> None:
+    raise StoreLost(
+        f"store {Url(store)} does not answer: {why}",
+        hint="run the same command when it does: it goes on from what the cache kept",
+    ) from cause
+
+
+def _limited(act: Callable[[], object], late: Callable[[], None]) -> None:
+    """Do something in a thread, and every ANSWER_S that it has not ended what is `late`, which may raise."""
+    ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            act()
+            ends.put(None)
+        except BaseException as error:  # noqa: BLE001 - raised again by who waits
+            ends.put(error)
+
+    threading.Thread(target=run, name="store", daemon=True).start()
+    while True:
+        try:
+            error = ends.get(timeout=ANSWER_S)
+            break
+        except queue.Empty:
+            late()
+    if error is not None:
+        raise error
 
 
 def is_lost(error: ForgeError) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import ml_dtypes
@@ -17,6 +18,7 @@ from llmforge.base.errors import CheckpointError, DataError, UnsupportedError
 from llmforge.base.progress import Silent
 from llmforge.cache import Cache
 from llmforge.calibration import Store, calibrate, key
+from llmforge.calibration import windows as carried
 from llmforge.calibration.layer import DecoderLayer, LayerCall
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint, text
@@ -429,6 +431,25 @@ def test_a_damaged_layer_is_done_again(
     cache = Cache(tmp_path)
     assert equal(whole, calibrate(checkpoint, windows, DEMANDS, store=Store(cache)))
     assert "was damaged" in cache.notes[0]
+
+
+def test_layers_of_six_bits_and_less_multiply_in_bf16(
+    checkpoint: Checkpoint, windows: list[TokenWindow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One linear of more bits keeps its layer in fp32."""
+    coarse: list[int] = []
+
+    def fast(linears: Iterable[torch.nn.Linear]) -> AbstractContextManager[None]:
+        coarse.append(len(list(linears)))
+        return nullcontext()
+
+    monkeypatch.setattr(carried, "fast", fast)
+    layers, name = checkpoint.geometry.layers, "model.layers.1.mlp.down_proj.weight"
+    for bits, others, expected in ((6, (), layers), (8, (), 0), (4, ((name, 8),), layers - 1)):
+        coarse.clear()
+        demand = WeightDemand(Gptq(), Grid(bits, 32, True, "fp16"), layer_bits=others)
+        calibrate(checkpoint, windows, [demand])
+        assert coarse == [len(LINEARS)] * expected
 
 
 def test_excluded_linears_stay(checkpoint: Checkpoint, windows: list[TokenWindow]) -> None:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from llmforge.calibration import calibrate, gradients, sums
+from llmforge.calibration import calibrate, gradients, layer, sums
 from llmforge.calibration.gradients import SEED, Gradients, take
 from llmforge.calibration.layer import narrowed
 from llmforge.calibration.pricing import LinearMoments
@@ -99,7 +99,7 @@ def test_backwards_layer_by_layer_is_backwards_through_the_model(
         return watched
 
     monkeypatch.setattr(Skeleton, "leaving", leaving)
-    monkeypatch.setattr(gradients, "has_bf16", lambda: False)
+    monkeypatch.setattr(layer, "has_bf16", lambda: False)
     monkeypatch.setattr(sums, "_in_pairs", lambda: False)
     vocabulary = Checkpoint.open(tmp_path / "model").config.vocab_size
     monkeypatch.setattr(gradients, "LOGITS", rows * vocabulary + 1)
@@ -125,7 +125,7 @@ def test_what_linears_read_is_weighted_by_their_gradients(
     Of five windows, the fourth has the first, and the others the second.
     """
     write_checkpoint(tmp_path / "model", **UNTIED)
-    monkeypatch.setattr(gradients, "has_bf16", lambda: False)
+    monkeypatch.setattr(layer, "has_bf16", lambda: False)
     ids, found = texts(windows), dict[str, LinearMoments]()
     skeleton = Skeleton.build(Checkpoint.open(tmp_path / "model"))
     (tmp_path / "out").mkdir()
@@ -142,7 +142,7 @@ def test_what_linears_read_is_weighted_by_their_gradients(
 
     def add(name: str, x: torch.Tensor, g: torch.Tensor) -> None:
         rows, squares = x.detach()[0], now[1] * g[0].square().sum(-1, keepdim=True)
-        parts = now[0] * rows.T @ rows, (rows * squares).T @ rows, squares.sum(), g[0].square().sum(0)
+        parts = now[0] * rows.T @ rows, (rows * squares).T @ rows, squares.sum(), g[0].T @ g[0]
         sums[name] = [a + b for a, b in zip(sums.get(name, [0] * 4), parts, strict=True)]
 
     for name, module in model.named_modules():
@@ -170,7 +170,7 @@ def test_bf16_products_give_nearly_the_same_moments(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(gradients, "draw", lambda shares, random: torch.zeros(len(shares), 1, dtype=torch.int64))
     made = []
     for narrow in (False, True):
-        monkeypatch.setattr(gradients, "has_bf16", lambda narrow=narrow: narrow)
+        monkeypatch.setattr(layer, "has_bf16", lambda narrow=narrow: narrow)
         made.append(taken(tmp_path / "model", texts(3), tmp_path / f"out-{narrow}")[1])
     wide, narrow = made
     for name in wide.places:

@@ -177,7 +177,15 @@ def test_a_document_is_measured_or_held_out() -> None:
 def moments_of(x: np.ndarray, g: np.ndarray) -> LinearMoments:
     squares = np.square(g).sum(1, keepdims=True)
     weighted = (x * squares).T @ x / squares.sum()
-    return LinearMoments(x.T @ x / np.float32(len(x)), weighted, np.square(g).mean(0))
+    return LinearMoments(x.T @ x / np.float32(len(x)), weighted, g.T @ g / np.float32(len(g)))
+
+
+def left_given_those_before(outputs: np.ndarray) -> np.ndarray:
+    """Return the variance that each output's gradient has given those before it, pairs counted half."""
+    damped = outputs.astype(np.float64) / 2
+    damped[np.diag_indices(len(outputs))] = outputs.diagonal() + 1e-3 * outputs.diagonal().mean()
+    left = [damped[i, i] - damped[i, :i] @ np.linalg.solve(damped[:i, :i], damped[:i, i]) for i in range(len(outputs))]
+    return np.array(left)
 
 
 @pytest.mark.parametrize("rows", [80, 24])
@@ -200,15 +208,38 @@ def test_losses_are_those_of_the_errors_that_rounding_leaves(rows: int, monkeypa
     for grid, choice in choices.items():
         whole = np.concatenate(weights)
         by_method = gptq(whole, Curvature.of(inputs, 0.01), grid)
-        for matrix, found in ((by_method, choice.loss), (round_to_nearest(whole, grid), choice.nearest)):
+        nearest = round_to_nearest(whole, grid)
+        for matrix, found, weigh in (
+            (by_method, choice.loss, left_given_those_before),
+            (nearest, choice.nearest, np.diagonal),
+        ):
             errors = np.split(whole - dequantize(matrix), [32])
             expected = sum(
-                0.5 * np.trace(np.diag(each.outputs) @ e @ each.weighted @ e.T)
+                0.5 * np.trace(np.diag(weigh(each.outputs)) @ e @ each.weighted @ e.T)
                 for e, each in zip(errors, moments, strict=True)
             )
             assert found == pytest.approx(float(expected), rel=1e-3 if rows == 80 else 0.25)
         assert choice.loss < choice.nearest
     assert choices[grids[1]].loss < 0.3 * choices[grids[0]].loss
+
+
+def test_outputs_that_hang_together_cost_less() -> None:
+    random = np.random.default_rng(0)
+    weight, x = (
+        random.standard_normal((32, 64)).astype(np.float32),
+        random.standard_normal((200, 64)).astype(np.float32),
+    )
+    alone = random.standard_normal((200, 32)).astype(np.float32)
+    together = (alone + 3 * random.standard_normal((200, 1))).astype(np.float32)
+    together *= np.sqrt(np.square(alone).mean(0) / np.square(together).mean(0))
+    prices = []
+    for g in (alone, together):
+        moments = replace(moments_of(x, g), weighted=x.T @ x / np.float32(200))
+        losses = Losses([Grid(4, 32, False, "int8")], ())
+        losses.measure(["w"], [weight], [moments], damping=0.01)
+        prices.append(next(iter(losses.choices["w",].values())))
+    assert prices[1].nearest == pytest.approx(prices[0].nearest, rel=1e-3)
+    assert 0.5 < prices[1].loss / prices[0].loss < 0.75
 
 
 def test_a_token_that_gradients_do_not_need_prices_nothing() -> None:

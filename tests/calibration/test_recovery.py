@@ -12,7 +12,7 @@ import torch
 from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Silent
 from llmforge.cache import Cache
-from llmforge.calibration import Store, calibrate, gradients, recovery
+from llmforge.calibration import Store, calibrate, layer, recovery
 from llmforge.calibration.recovery import ScaleFactors, batches, multiplied, of_factors
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
@@ -125,7 +125,7 @@ def test_gradients_are_those_of_the_loss(
     tiny_checkpoint: Path, windows: list[TokenWindow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Held against differences of the KLD itself."""
-    monkeypatch.setattr(gradients, "has_bf16", lambda: False)
+    monkeypatch.setattr(layer, "has_bf16", lambda: False)
     checkpoint, ids = Checkpoint.open(tiny_checkpoint), [window.ids for window in windows[:2]]
     skeleton = Skeleton.build(checkpoint)
     names = ["model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.v_proj.weight"]

@@ -222,7 +222,7 @@ def test_sums_of_shares_are_those_of_their_windows(checkpoint: Checkpoint) -> No
         whole = WindowsHere.all(layer, list(states), list(states))
         structure = LayerStructure.of(layer, states[0]).within(layer)
         names = list(structure.groups[0])
-        whole.observe([names[0]], structure.added, ())
+        whole.observe([names[0]], structure.added, (), coarse=False)
         sums = dict(whole.sums(names, WEIGHTS.method.demands))
         whole.close()
     assert list(sums) == list(range(8))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +121,22 @@ def test_a_store_that_does_not_answer_is_asked_for_a_while(
     left[0] = 10**6
     with pytest.raises(store.StoreLost, match="does not answer"):
         store.share(made.path, "memory://store")
+
+
+def test_a_store_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: Any) -> None:
+    """What takes long may, while a small file gets there."""
+    monkeypatch.setattr(store, "ANSWER_S", 0.2)
+    never, made = threading.Event(), put(tmp_path / "a")
+    monkeypatch.setattr(remote, "save", lambda *_: time.sleep(1))
+    store.share(made.path, "memory://store")
+    monkeypatch.setattr(store, "probe", lambda _: never.wait(30))
+    began = time.monotonic()
+    with pytest.raises(store.StoreLost, match=r"does not answer: no answer within 0\.2 s"):
+        store.share(made.path, "memory://store")
+    with pytest.raises(store.StoreLost):
+        store.require_answer("memory://store")
+    assert time.monotonic() - began < 10
+    never.set()
 
 
 # what nodes are asked for

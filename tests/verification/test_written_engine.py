@@ -15,6 +15,7 @@ from llmforge import targets
 from llmforge.backends.engines import BuildRequest
 from llmforge.backends.onnxruntime import builder
 from llmforge.base.errors import VerificationError
+from llmforge.cache import Cache, default_folder
 from llmforge.checkpoint import Checkpoint
 from llmforge.compile import pipeline
 from llmforge.compile.stages import engine as stage
@@ -132,6 +133,7 @@ def wrong_context(config: RuntimeConfig) -> Any:
     return _changed(config, max_context=config.max_context + 1)
 
 
+@pytest.mark.usefixtures("shared_build_cache")
 @pytest.mark.parametrize("change", [wrong_eos, wrong_context])
 def test_a_wrong_runtime_json_is_refused(
     change: Callable[[RuntimeConfig], RuntimeConfig],
@@ -142,7 +144,7 @@ def test_a_wrong_runtime_json_is_refused(
     plain = RuntimeConfig.to_json
     monkeypatch.setattr(RuntimeConfig, "to_json", lambda config: plain(change(config)))
     with pytest.raises(VerificationError, match=r"what was written is not what was built: engine/runtime\.json"):
-        pipeline.build(recipe, tmp_path / "out")
+        pipeline.build(recipe, tmp_path / "out", cache=lambda: Cache(default_folder()))
     assert not list((tmp_path / "out").glob("*/[!.]*"))
 
 
@@ -155,6 +157,7 @@ def spoiled(path: str) -> Callable[[Path], None]:
     return spoil
 
 
+@pytest.mark.usefixtures("shared_build_cache")
 @pytest.mark.parametrize("path", ["tokenizer/tokenizer.json", "triton/*/config.pbtxt", "triton/*/1/model.py"])
 def test_other_files_that_are_wrong_are_refused(
     path: str, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -167,4 +170,4 @@ def test_other_files_that_are_wrong_are_refused(
 
     monkeypatch.setattr(stage.repository, "write", write_wrong)
     with pytest.raises(VerificationError, match=r"what was written is not what was built: .* differs from what"):
-        pipeline.build(recipe, tmp_path / "out")
+        pipeline.build(recipe, tmp_path / "out", cache=lambda: Cache(default_folder()))

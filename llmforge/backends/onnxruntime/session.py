@@ -217,12 +217,14 @@ def run(session: Any, names: Sequence[str] | None, feeds: Mapping[str, NDArray[A
     try:
         results: list[NDArray[Any]] = session.run(names, feeds)
     except _FAILURES as error:
-        raise _run_failed(error) from error
+        raise _run_failed(error, feeds) from error
     return results
 
 
-def run_bound(session: Any, binding: Any, *options: ort.RunOptions) -> None:
-    """Run `session` on what is bound to it.
+def run_bound(
+    session: Any, binding: Any, *options: ort.RunOptions, inputs: Mapping[str, NDArray[Any]] | None = None
+) -> None:
+    """Run `session` on what is bound to it, of which `inputs` are in the host's memory.
 
     Raises:
         RunFailed: a kernel fails, or refuses what it is fed.
@@ -230,11 +232,14 @@ def run_bound(session: Any, binding: Any, *options: ort.RunOptions) -> None:
     try:
         session.run_with_iobinding(binding, *options)
     except (RuntimeError, *_FAILURES) as error:  # it makes a plain RuntimeError of each status (1.31)
-        raise _run_failed(error) from error
+        raise _run_failed(error, inputs or {}) from error
 
 
-def _run_failed(error: Exception) -> RunFailed:
-    return RunFailed(f"ONNX Runtime {ort.__version__} failed to run the graph: {error}")
+def _run_failed(error: Exception, inputs: Mapping[str, NDArray[Any]]) -> RunFailed:
+    """Say which ids it was given, which may tell whether a graph is wrong or what it was fed."""
+    ids = inputs.get(interface.INPUT_IDS)
+    fed = "" if ids is None or not ids.size else f"ids {ids.min()} to {ids.max()}, {list(ids.shape)}: "
+    return RunFailed(f"ONNX Runtime {ort.__version__} failed to run the graph: {fed}{error}")
 
 
 def _reserve(shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
@@ -301,7 +306,7 @@ class _Binding:
         elif out is not self._out:
             self._binding.bind_ortvalue_output(interface.LOGITS, ort.OrtValue.ortvalue_from_numpy(out))
             self._out = out
-        run_bound(self._session, self._binding)
+        run_bound(self._session, self._binding, inputs=self._inputs)
         if not in_place:
             out[...] = self._binding.get_outputs()[-1].numpy()  # in the order in which outputs were bound first
 

@@ -122,17 +122,14 @@ class Curvature:
             raise ValueError(f"a Hessian must be square with a positive diagonal, is {hessian.shape}, mean {mean}")
         order = np.argsort(-hessian.diagonal(), kind="stable")
         places = np.diag_indices(len(order))
+        narrow = hessian[np.ix_(order, order)]
+        narrow *= np.float32(1 - SHRINKAGE)
         for attempt in range(ATTEMPTS):
             share = damping * 10**attempt
             # UᵀU of the reversed matrix is L'L'ᵀ, L' upper, of the matrix itself, and R = L'⁻¹.
-            damped = hessian[np.ix_(order[::-1], order[::-1])].astype(np.float64)
-            damped *= 1 - SHRINKAGE
-            damped[places] = hessian.diagonal()[order[::-1]] + share * mean
-            inverse = products.inverse_factor(damped, threads)
+            narrow[places] = hessian.diagonal()[order] + np.float64(share * mean)
+            inverse = products.inverse_factor(narrow[::-1, ::-1].astype(np.float64, order="C"), threads)
             if inverse is not None:
-                del damped
-                narrow = hessian[np.ix_(order, order)] * np.float32(1 - SHRINKAGE)
-                narrow[places] = hessian.diagonal()[order] + np.float64(share * mean)
                 return cls(narrow, order, inverse[::-1, ::-1].astype(np.float32).T, share, threads)
         raise ValueError(f"a Hessian is not positive, even with {share:g} of its mean diagonal {mean:g} added")
 
@@ -259,11 +256,17 @@ class _Group:
     """Rows of a weight that are rounded again at once, of each of the layers on top of each other."""
 
     rows: NDArray[np.intp]
-    pulls: tuple[tuple[slice, Float32], ...]  # of each layer: its rows, and O_bb⁻¹ O_bc, 0 for the group's own
+    pulls: tuple[tuple[slice, Float32], ...]  # of each layer: its rows, and (O_bb⁻¹ O_bc)ᵀ, 0 for the group's own
 
     def feedback(self, error: Float32, threads: int) -> Float32:
         """Return what moves the group's target, so that it makes up for the `error` [N, K] of all other rows."""
-        return np.concatenate([products.multiply(pull, error[layer], threads=threads) for layer, pull in self.pulls])
+        if not products.has_bf16():
+            return np.concatenate([products.multiply(pull.T, error[of], threads=threads) for of, pull in self.pulls])
+        moved = np.zeros((len(self.rows), error.shape[1]), np.float32)
+        bounds = itertools.pairwise(np.cumsum([0, *(pull.shape[1] for _, pull in self.pulls)]).tolist())
+        for (layer, pull), (first, last) in zip(self.pulls, bounds, strict=True):
+            products.add_tokens(moved[first:last], pull, error[layer], threads=threads)
+        return moved
 
 
 def _count(n: int) -> int:
@@ -271,6 +274,14 @@ def _count(n: int) -> int:
     if n < GROUPS * SMALLEST_GROUP:
         return n // SMALLEST_GROUP
     return -(-n // (rounding.TILE * max(1, round(n / (GROUPS * rounding.TILE)))))
+
+
+def damped_outputs(moments: Float32) -> Float32:
+    """Return O [N, N] as rows make up for the errors of others: `OFF_DIAGONAL` of the pairs, .1 % of the mean added."""
+    damped = np.float32(OFF_DIAGONAL) * moments
+    mean = moments.diagonal().mean(dtype=np.float64)
+    damped[np.diag_indices(len(moments))] = moments.diagonal() + np.float32(1e-3 * mean)
+    return damped
 
 
 def _groups(outputs: Sequence[Float32], together: int, threads: int) -> list[_Group]:
@@ -288,8 +299,7 @@ def _groups(outputs: Sequence[Float32], together: int, threads: int) -> list[_Gr
         count = _count(n)
         if count < 2 or not mean > 0:
             continue
-        hessian = np.float32(OFF_DIAGONAL) * moments
-        hessian[np.diag_indices(n)] = moments.diagonal() + np.float32(1e-3 * mean)
+        hessian = damped_outputs(moments)
         for number in range(count):
             own = np.flatnonzero(np.arange(n) // together % count == number)
             factor = products.inverse_factor(hessian[np.ix_(own, own)].astype(np.float64), threads)
@@ -299,7 +309,7 @@ def _groups(outputs: Sequence[Float32], together: int, threads: int) -> list[_Gr
             pull = products.multiply(narrow.T, hessian[own], threads=threads)
             pull = products.multiply(narrow, pull, threads=threads)
             pull[:, own] = 0
-            parts.setdefault(number, []).append((first + own, slice(first, last), pull))
+            parts.setdefault(number, []).append((first + own, slice(first, last), np.ascontiguousarray(pull.T)))
     return [
         _Group(np.concatenate([own for own, *_ in each]), tuple((layer, pull) for _, layer, pull in each))
         for each in parts.values()

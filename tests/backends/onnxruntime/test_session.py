@@ -237,9 +237,10 @@ def test_a_step_that_fails_and_a_bug_of_ours_are_told_apart(monkeypatch):
     s = session()
     cache = s.allocate(1, CAPACITY)
     beyond = np.array([[1_000_000]])
-    with pytest.raises(RunFailed, match=r"ONNX Runtime .* failed to run the graph: .*idx=1000000 must be within"):
+    fed = r"ids 1000000 to 1000000, \[1, 1\]: "
+    with pytest.raises(RunFailed, match=rf"ONNX Runtime .* failed to run the graph: {fed}.*idx=1000000 must be within"):
         s.step(StepInputs(beyond, lengths(0)), cache)
-    with pytest.raises(RunFailed, match="failed to run the graph"):
+    with pytest.raises(RunFailed, match=rf"failed to run the graph: {fed}"):
         s.read(["logits"], StepInputs(beyond, lengths(0), np.arange(1)), cache)
     s.step(StepInputs(tokens(3), lengths(0)), cache)
 
