@@ -90,7 +90,8 @@ def test_inputs_range_as_in_the_model(checkpoint: Checkpoint, windows: list[Toke
     for _ in range(2):
         found = calibrate(checkpoint, windows, [demand, *DEMANDS], store=Store(Cache(tmp_path / "kept"))).inputs
         assert {name: each.peaks for name, each in found.items()} == {
-            name: pytest.approx(peak, rel=1e-5) for name, peak in peaks.items()
+            name: pytest.approx(peak, abs=0.01 * peak.max())  # 4 bits: layers run in bf16
+            for name, peak in peaks.items()
         }
     assert len(found) == len(LINEARS) * whole.config.num_hidden_layers
     query, key, down = (
@@ -248,8 +249,8 @@ def test_later_layers_see_what_quantized_ones_make(checkpoint: Checkpoint, windo
         cache = DynamicCache(config=loaded.config)
         loaded(torch.from_numpy(windows[0].ids)[None], past_key_values=cache)
     seen = cache.layers[1].keys.abs().amax((0, 2)).numpy()
-    assert (seen <= quantized.kv[1].key * (1 + 1e-5)).all()
-    assert np.isclose(seen, quantized.kv[1].key, rtol=1e-5).any()
+    assert (seen <= quantized.kv[1].key * 1.01).all()  # 4 bits: layers run in bf16
+    assert np.isclose(seen, quantized.kv[1].key, rtol=0.01).any()
 
 
 def test_two_runs_are_identical_and_folders_do_not_matter(
