@@ -101,7 +101,7 @@ def build_matrix(path: Path, options: MatrixOptions, kept: CacheOptions) -> None
     def write_page() -> None:
         with output.writing(file):
             file.parent.mkdir(parents=True, exist_ok=True)
-            made = page.Matrix(read.name, rows, nodes, time.monotonic() - began, options.jobs)
+            made = page.MatrixPage(read.name, rows, nodes, time.monotonic() - began, options.jobs)
             file.write_text(page.of_matrix(made), encoding="utf-8")
 
     console.say(f"{len(builds)} builds; starting Ray" if address is None else f"{len(builds)} builds on {address}")

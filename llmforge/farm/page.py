@@ -42,7 +42,7 @@ def verdict(rows: Sequence[Row]) -> str:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class MatrixPage:
     """What a page is about."""
 
     name: str
@@ -52,7 +52,7 @@ class Matrix:
     jobs: int | None
 
 
-def of_matrix(made: Matrix) -> str:
+def of_matrix(made: MatrixPage) -> str:
     """Write the page of a matrix."""
     rows = made.rows
     numbered = list(enumerate(rows, 1))

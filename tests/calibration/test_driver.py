@@ -69,8 +69,11 @@ def model(path: Path) -> PreTrainedModel:
     return loaded.eval()
 
 
-def test_inputs_range_as_in_the_model(checkpoint: Checkpoint, windows: list[TokenWindow], tmp_path: Path) -> None:
-    """Over all windows, by the model's own forward; again from the folder of a calibration that is done."""
+def test_inputs_range_as_in_the_model(
+    checkpoint: Checkpoint, windows: list[TokenWindow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over all windows, by the model's own forward, in fp32; again from the folder of a calibration that is done."""
+    monkeypatch.setattr("llmforge.calibration.quantize.COARSE", 0)
     whole, peaks = model(checkpoint.path), dict[str, Float32]()
 
     def note(name: str) -> Callable[..., None]:
@@ -248,8 +251,8 @@ def test_later_layers_see_what_quantized_ones_make(checkpoint: Checkpoint, windo
         cache = DynamicCache(config=loaded.config)
         loaded(torch.from_numpy(windows[0].ids)[None], past_key_values=cache)
     seen = cache.layers[1].keys.abs().amax((0, 2)).numpy()
-    assert (seen <= quantized.kv[1].key * (1 + 1e-5)).all()
-    assert np.isclose(seen, quantized.kv[1].key, rtol=1e-5).any()
+    assert (seen <= quantized.kv[1].key * 1.01).all()  # 4 bits: layers run in bf16
+    assert np.isclose(seen, quantized.kv[1].key, rtol=0.01).any()
 
 
 def test_two_runs_are_identical_and_folders_do_not_matter(

@@ -184,7 +184,7 @@ def test_what_all_builds_need_was_lost(recipe: Path, tmp_path: Path, lost: Forge
     assert rows[1].outcome is not None
     assert rows[1].outcome.message == lost.message
     assert "it waited for a node with" in rows[2].notes[0]
-    shown = pages.check(page.of_matrix(page.Matrix("release", rows, {}, 1.0, None)))
+    shown = pages.check(page.of_matrix(page.MatrixPage("release", rows, {}, 1.0, None)))
     assert "waits for a node with 2 CPUs" in shown.text
 
 
@@ -328,7 +328,7 @@ def rows() -> list[Row]:
 
 
 def test_the_page_and_the_data() -> None:
-    shown = pages.check(page.of_matrix(page.Matrix("release", rows(), {"a": "", "b": "the disk is full"}, 30.0, 2)))
+    shown = pages.check(page.of_matrix(page.MatrixPage("release", rows(), {"a": "", "b": "the disk is full"}, 30.0, 2)))
     assert "<b>" in shown.text  # as text
     assert "no int4 <here>" in shown.text
     assert "latency was measured beside others" in shown.text
@@ -341,14 +341,16 @@ def test_the_page_and_the_data() -> None:
 
 
 def test_a_page_without_figures() -> None:
-    shown = pages.check(page.of_matrix(page.Matrix("release", rows()[-1:], {}, 1.0, None)))
+    shown = pages.check(page.of_matrix(page.MatrixPage("release", rows()[-1:], {}, 1.0, None)))
     assert "Nothing to draw" in shown.text
 
 
 def test_the_page_says_where_builds_were_and_which_nodes_are_out(recipe: Path, tmp_path: Path) -> None:
     settings = FarmSettings(replace(NEEDS, store="s3://me:secret@bucket/x"))
     [row] = running.run(one(recipe), FakeFarm(lambda *job: built()).as_farm, settings)
-    shown = pages.check(page.of_matrix(page.Matrix("r", [row], {"node n0": "", "b": "the disk is full"}, 1.0, None)))
+    shown = pages.check(
+        page.of_matrix(page.MatrixPage("r", [row], {"node n0": "", "b": "the disk is full"}, 1.0, None))
+    )
     assert "out: the disk is full" in shown.text
     assert "s3://bucket/x/a/0.tar" in shown.text
     assert "secret" not in shown.text
