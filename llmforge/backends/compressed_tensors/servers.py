@@ -29,7 +29,7 @@ class Loads:
 
 
 _RUN, _READ = Loads("run"), Loads("read")
-_NO_INT8 = Loads("refused", "its kernel has 4 bits alone: `Quant type (uint8b128) not supported by CPUWNA16`")
+_NO_INT8 = Loads("refused", "its kernel has 4 bits alone: `not supported by CPUWNA16`")
 _NULL = Loads("refused", "it reads `input_activations`, which is null")
 SERVERS: Mapping[FormatName, Mapping[ServerName, Loads]] = {
     "int4": {"vLLM on CPUs": _RUN, "vLLM on GPUs": _READ, "SGLang": _READ, "TensorRT-LLM": _NULL},
