@@ -8,7 +8,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -89,6 +89,15 @@ def _build_cache_of_the_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared_build_cache(_build_cache_of_the_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tests of a file that build nearly the same find what the others have traced, calibrated and proven."""
     monkeypatch.setenv("LLMFORGE_CACHE", str(_build_cache_of_the_file))
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """fsspec's file system in memory; it is empty again after the test."""
+    system = pytest.importorskip("fsspec", reason="the extra `remote` is not installed").filesystem("memory")
+    yield system
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture(scope="session")

@@ -123,7 +123,7 @@ def environment(
     if name == "plain":
         return plain
     made = Environment(name, plain.folder.with_name(name))
-    if (ready := made.folder / "ready").exists():  # pytest asks again for it where it came back from another one
+    if (ready := made.folder / "ready").exists():  # pytest makes it anew for each pair of `tried`
         return made
     shutil.copytree(plain.folder, made.folder, symlinks=True)
     if name == "everything":

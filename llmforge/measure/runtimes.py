@@ -35,6 +35,7 @@ from llmforge.serving import Runner, Sampling
 
 TIMEOUT_S = 600.0  # for a runtime to be imported, to load the artifact and give its first answer, and for each further
 _GRACE_S = 10.0  # for a process to end that has closed its output
+_NO_LATENCY = "remove `latency` of the recipe's validation"
 _LONGEST_LINE = 2**20  # bytes
 _Logits = NDArray[np.float32]  # [S, V]
 _INSTALL: Mapping[RuntimeName, str] = {
@@ -159,12 +160,10 @@ class Opened:
         Raises:
             RunFailed: it ended, was too late, or said what is no answer.
         """
-        try:
+        with self._answering("remove it from `validation.runtimes`"):
             self._process.write({"ids": list(ids), "step": step_tokens, "logits": str(self._file)})
             self._process.read(TIMEOUT_S)
             found = _logits(self._file, len(ids), self._vocabulary)
-        except RuntimeFailed as error:
-            raise RunFailed(f"{self.title}: {error}", hint="remove it from `validation.runtimes`") from error
         self._file.unlink()
         return found
 
@@ -174,15 +173,13 @@ class Opened:
         Raises:
             RunFailed: it ended, was too late, or said what is no answer.
         """
-        try:
+        with self._answering(_NO_LATENCY):
             self._process.write({"generate": ids.tolist(), "tokens": tokens})
             for number in range(1, tokens + 1):
                 said = self._process.read(TIMEOUT_S)
                 if said.get("token") != number:
                     raise RuntimeFailed(f"replied with {shown(said)}, where token {number} was expected")
                 yield number
-        except RuntimeFailed as error:
-            raise RunFailed(f"{self.title}: {error}", hint="remove `latency` of the recipe's validation") from error
 
     def loaded_s(self) -> float:
         """Wait until the artifact is loaded, and tell how many seconds that took.
@@ -190,11 +187,20 @@ class Opened:
         Raises:
             RunFailed: it does not load it.
         """
-        try:
+        with self._answering(_NO_LATENCY):
             self._process.write({"loaded": True})
-            return float(self._process.read(TIMEOUT_S)["loaded_s"])
-        except (RuntimeFailed, LookupError, TypeError, ValueError) as error:
-            raise RunFailed(f"{self.title}: {error}", hint="remove `latency` of the recipe's validation") from error
+            said = self._process.read(TIMEOUT_S)
+            if not isinstance(seconds := said.get("loaded_s"), float):
+                raise RuntimeFailed(f"replied with {shown(said)}, where seconds were expected")
+        return seconds
+
+    @contextlib.contextmanager
+    def _answering(self, hint: str) -> Iterator[None]:
+        """Turn what its process does wrong into an error."""
+        try:
+            yield
+        except RuntimeFailed as error:
+            raise RunFailed(f"{self.title}: {error}", hint=hint) from error
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,8 @@ from llmforge.cli import cli
 from ..samples.stored import put
 
 fsspec = pytest.importorskip("fsspec", reason="the extra `remote` is not installed")
+pytestmark = pytest.mark.usefixtures("memory")
 URL = Url("memory://bucket/x.tar")
-
-
-@pytest.fixture(autouse=True)
-def memory() -> Iterator[Any]:
-    system = fsspec.filesystem("memory")
-    yield system
-    system.store.clear()
-    system.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture

@@ -123,13 +123,7 @@ def test_what_changes_while_the_engine_is_built_is_refused(
     path: str, change: Change, deferred: Deferred, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pending = deferred.copy(tmp_path)
-    write = finishing.repository.write
-
-    def act(model: finishing.repository.TritonModel, folder: Path) -> None:
-        write(model, folder)
-        change(pending / path)
-
-    monkeypatch.setattr(finishing.repository, "write", act)
+    local.written(monkeypatch, lambda _: change(pending / path))
     with pytest.raises(InputError, match="was changed after it was published"):
         finishing.finish(pending)
     assert len(list(pending.parent.glob("[!.]*"))) == 1
@@ -137,24 +131,8 @@ def test_what_changes_while_the_engine_is_built_is_refused(
 
 def test_a_link_to_a_file_is_no_change(deferred: Deferred, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pending = deferred.copy(tmp_path)
-    write = finishing.repository.write
-
-    def act(model: finishing.repository.TritonModel, folder: Path) -> None:
-        write(model, folder)
-        os.link(pending / GRAPH[1], tmp_path / "link")
-
-    monkeypatch.setattr(finishing.repository, "write", act)
+    local.written(monkeypatch, lambda _: os.link(pending / GRAPH[1], tmp_path / "link"))
     assert finishing.finish(pending).path.is_dir()
-
-
-def written(patch: pytest.MonkeyPatch, change: Change) -> None:
-    write = finishing.repository.write
-
-    def act(model: finishing.repository.TritonModel, folder: Path) -> None:
-        write(model, folder)
-        change(folder.parents[1])
-
-    patch.setattr(finishing.repository, "write", act)
 
 
 def measured(patch: pytest.MonkeyPatch, change: Change) -> None:
@@ -162,7 +140,12 @@ def measured(patch: pytest.MonkeyPatch, change: Change) -> None:
     patch.setattr(finishing, "judge_gates", lambda state: (judge(state), change(state.staging)))
 
 
-MOMENTS = {written: COMPARED, measured: FINISHED, local.sealed: FINISHED, local.recorded: (*FINISHED, *local.EVIDENCE)}
+MOMENTS = {
+    local.written: COMPARED,
+    measured: FINISHED,
+    local.sealed: FINISHED,
+    local.recorded: (*FINISHED, *local.EVIDENCE),
+}
 
 
 def trials() -> list[object]:
@@ -172,13 +155,14 @@ def trials() -> list[object]:
             moment,
             path,
             change,
-            marks=[] if change is flip and moment in (written, measured) else [pytest.mark.slow],
+            marks=[] if change is flip and moment in (local.written, measured) else [pytest.mark.slow],
             id=f"{moment.__name__} {path} {change.__name__}",
         )
         for moment, paths in MOMENTS.items()
         for path in paths
         for change in CHANGES
-        if not (moment is written and change is add and path.startswith("engine/"))  # an engine's files are its own
+        # an engine's files are its own
+        if not (moment is local.written and change is add and path.startswith("engine/"))
     ]
 
 

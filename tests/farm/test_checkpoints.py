@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,13 @@ URL = "memory://bucket/models/llama"
 
 
 @pytest.fixture(autouse=True)
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def memory(memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Hold the sample's checkpoint there."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(checkpoints, "_CHUNK_BYTES", 1 << 20)
-    system = fsspec.filesystem("memory")
     for file in SAMPLE.iterdir():
-        system.pipe(f"/bucket/models/llama/{file.name}", file.read_bytes())
-    yield system
-    system.store.clear()
-    system.pseudo_dirs[:] = [""]
+        memory.pipe(f"/bucket/models/llama/{file.name}", file.read_bytes())
+    return memory
 
 
 def test_a_checkpoint_is_fetched_once(memory: Any) -> None:

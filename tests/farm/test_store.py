@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,7 @@ from ..samples.stored import put
 from .fakes import NEEDS
 
 fsspec = pytest.importorskip("fsspec", reason="the extra `remote` is not installed")
-
-
-@pytest.fixture(autouse=True)
-def memory() -> Iterator[Any]:
-    system = fsspec.filesystem("memory")
-    yield system
-    system.store.clear()
-    system.pseudo_dirs[:] = [""]
+pytestmark = pytest.mark.usefixtures("memory")
 
 
 def records(made: Artifact, url: str) -> list[str]:

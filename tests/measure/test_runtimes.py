@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from llmforge.base.errors import EnvironmentLacks
+from llmforge.base.errors import EnvironmentLacks, RunFailed
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.measure import runtimes
 from llmforge.measure.runtimes import Interpreter
@@ -217,3 +217,40 @@ def test_prompts_are_spread_over_documents(prepared: Case) -> None:
     chosen = [window.document for window in runtimes.answers.beginnings(many, PROMPTS)]
     assert len(chosen) == PROMPTS
     assert (chosen[0], chosen[-1]) == ("0", "99")
+
+
+# In place of a Python, as `STAND_IN`, of a server's engine: it says when each of four tokens is there.
+SERVER = """#!{python} -S
+import json, sys
+say = lambda text: (sys.stdout.write(json.dumps(text) + "\\n"), sys.stdout.flush())
+say({{"versions": {{"vllm": "9.9"}}}})
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "loaded" in asked:
+        say({loaded!r})
+    for number in range(1, asked.get("tokens", 0) + 1):
+        say({{"token": number * {factor}}})
+"""
+
+
+def server(folder: Path, loaded: dict[str, float], factor: int) -> Interpreter:
+    python = folder / "python"
+    python.write_text(SERVER.format(python=sys.executable, loaded=loaded, factor=factor))
+    python.chmod(0o755)
+    return Interpreter("vllm", python, {"vllm": "9.9", "python": "3"})
+
+
+def test_tokens_of_a_server_are_told_as_they_come(tmp_path: Path) -> None:
+    with runtimes.opened(tmp_path, VOCABULARY, server(tmp_path, {"loaded_s": 1.5}, 1)) as other:
+        assert other.title == "vllm 9.9"
+        assert other.loaded_s() == 1.5
+        assert [*other.generate(np.zeros((2, 3), np.int64), 4)] == [1, 2, 3, 4]
+
+
+def test_a_server_that_tells_something_else_is_refused(tmp_path: Path) -> None:
+    with runtimes.opened(tmp_path, VOCABULARY, server(tmp_path, {}, 2)) as other:
+        with pytest.raises(RunFailed, match="where seconds were expected") as caught:
+            other.loaded_s()
+        assert caught.value.hint == "remove `latency` of the recipe's validation"
+        with pytest.raises(RunFailed, match="where token 1 was expected"):
+            list(other.generate(np.zeros((2, 3), np.int64), 4))

@@ -66,3 +66,33 @@ def test_refused_with_its_place(changes: dict[str, Any], said: str, tmp_path: Pa
         load(tmp_path, **changes)
     assert re.search(r"r\.yaml:\d+:\d+", str(caught.value))
     assert re.search(said, str(caught.value)), str(caught.value)
+
+
+SERVED = {"backend": "compressed-tensors", "max_context": 96}
+INT4 = [
+    {
+        "quantize-weights": {
+            "bits": 4,
+            "method": "rtn",
+            "scales": "fp16",
+            "embedding_bits": 16,
+            "budget": {"kld_mean": 1},
+        }
+    }
+]
+TIMED = {"prompt_tokens": [8], "output_tokens": 8}
+
+
+def served(folder: Path, runtimes: list[str], latency: dict[str, Any]) -> Recipe:
+    validation = {"quality": QUALITY, "runtimes": runtimes, "latency": latency}
+    return load(folder, engine=SERVED, passes=INT4, validation=validation)
+
+
+def test_what_a_server_loads_is_timed_in_that_server(tmp_path: Path) -> None:
+    assert served(tmp_path, ["vllm"], TIMED).validation.runtimes == ("vllm",)
+    for runtimes, latency, said in (
+        (["transformers"], TIMED, r"measured on what serves[\s\S]*add vllm to `runtimes`"),
+        (["vllm"], {**TIMED, "starts": 1}, "starts: is measured of llmforge's own engines alone"),
+    ):
+        with pytest.raises(RecipeError, match=said):
+            served(tmp_path, runtimes, latency)
