@@ -65,7 +65,7 @@ class Reuse:
         default_factory=lambda: {
             "tools": json.dumps(artifact.tool_versions()),
             "processor": processor(),
-            "settings": settings(),
+            "libraries": settings(),
         }
     )
     installed: Callable[[], str] = field(default_factory=lambda: once(installed.digest))  # digest of packages' code
@@ -83,7 +83,9 @@ class Reuse:
 
     def key(self, kind: str, modules: Sequence[str], **parts: str) -> Key:
         """Make the key of what the code of `modules` computes of `parts`."""
-        return Key(kind, {**parts, **self.common, "installed": self.installed(), "code": self.code.digest(*modules)})
+        of_all = {**self.common, "installed": self.installed(), "code": self.code.digest(*modules)}
+        assert not parts.keys() & of_all.keys(), "a part that would be lost: all keys have one of its name"
+        return Key(kind, {**parts, **of_all})
 
     def read_code(self, steps: Sequence[Pass]) -> None:
         """Read the code that the keys of a build with `steps` depend on, which `key` would do when it is asked."""

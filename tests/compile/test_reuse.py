@@ -309,6 +309,26 @@ def test_a_budget_that_a_pass_exceeds_is_not_hidden_by_the_cache(recipe: Write, 
             build(recipe(budget=1e-12), tmp_path)
 
 
+def test_every_checkpoint_of_a_cache_has_the_configuration_that_is_its_own(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "short", max_position_embeddings=128)
+    write_checkpoint(tmp_path / "long", max_position_embeddings=192)
+    for _ in range(2):  # read by transformers, and from the cache
+        for name, tokens in (("short", 128), ("long", 192)):
+            opened = Checkpoint.located(tmp_path / name)
+            with Cache(tmp_path / "cache") as cache:
+                Reuse(cache).configure(opened, Silent())
+            assert opened.geometry.context == tokens
+
+
+def test_a_key_loses_none_of_its_parts(tmp_path: Path) -> None:
+    with Cache(tmp_path / "cache") as cache:
+        used = Reuse(cache)
+        assert used.key("toy", [], settings="a").digest != used.key("toy", [], settings="b").digest
+        for name in {*used.common, "installed", "code"}:
+            with pytest.raises(AssertionError, match="would be lost"):
+                used.key("toy", [], **{name: "a"})
+
+
 @pytest.mark.slow
 def test_another_checkpoint_shares_the_trace_alone(
     recipe: Write, done: Done, tmp_path: Path, tiny_checkpoint: Path
