@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -346,17 +347,36 @@ def _start(ray: Any, folder: str | None, cpus: int | None, store_bytes: int) -> 
 def _connect(ray: Any, address: str, wheel: Path | None) -> None:
     environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     runtime: dict[str, Any] = {"env_vars": environment} if environment else {}
-    if wheel is not None:
-        runtime["py_modules"] = [str(wheel.absolute())]
+    with tempfile.TemporaryDirectory() as folder:
+        if wheel is not None:
+            runtime["py_modules"] = _unpacked(wheel, Path(folder))
+        try:
+            if (found := _ADDRESS.fullmatch(address)) is not None:
+                socket.create_connection((found["host"], int(found["port"])), timeout=CONNECT_S).close()
+            ray.init(address, **_COMMON, runtime_env=runtime or None)
+        except Exception as error:
+            raise UsageError(
+                f"no Ray cluster at {address}: {first_line(error)}",
+                hint="`ray start --head` starts one and prints its address; leave --address out for this machine",
+            ) from error
+
+
+def _unpacked(wheel: Path, folder: Path) -> list[str]:
+    """Unpack a wheel into `folder`, and list what Ray is to put in front of its workers' paths.
+
+    Of a wheel itself each node would install what it requires, from a registry, and besides what is there.
+
+    Raises:
+        UsageError: it is no wheel of llmforge.
+    """
     try:
-        if (found := _ADDRESS.fullmatch(address)) is not None:
-            socket.create_connection((found["host"], int(found["port"])), timeout=CONNECT_S).close()
-        ray.init(address, **_COMMON, runtime_env=runtime or None)
-    except Exception as error:
-        raise UsageError(
-            f"no Ray cluster at {address}: {first_line(error)}",
-            hint="`ray start --head` starts one and prints its address; leave --address out for this machine",
-        ) from error
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise UsageError(f"{wheel}: cannot be read: {error}", hint="give the wheel of this llmforge") from error
+    if not (folder / "llmforge" / "__init__.py").is_file():
+        raise UsageError(f"{wheel}: is no wheel of llmforge", hint="give the wheel of this llmforge")
+    return [str(each) for each in sorted(folder.iterdir()) if each.is_dir()]  # the package, and its metadata
 
 
 def _end(farm: Farm) -> None:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 BUCKET = "artifacts"
 KEYS = {"AWS_ACCESS_KEY_ID": "farm", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
-_START_S = 300  # 20 to 30 on a quiet machine with two cores
+_START_S = 1000  # 20 to 30 on a quiet machine with two cores
 
 
 def free_port() -> int:
@@ -53,12 +53,20 @@ def environ(folder: Path, **more: str) -> dict[str, str]:
         ),
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_raylet_start_wait_time_s": "120",  # Ray's own 30 s are too few on a busy machine
+        "RAY_raylet_start_wait_time_s": "900",  # Ray's own 30 s are too few on a busy machine
         "RAY_worker_niceness": "0",
         "HOME": str(folder),
         "XDG_CACHE_HOME": str(folder / "cache"),
         **more,
     }
+
+
+def until(what: Callable[[], object], seconds: float = 600) -> None:
+    """Wait for something to hold."""
+    limit = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < limit
+        time.sleep(0.1)
 
 
 @dataclass
@@ -169,7 +177,7 @@ class S3:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "moto.log").open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
+                [sys.executable, "-m", "tests.farm.s3_server", "-H", "127.0.0.1", "-p", str(self.port)], cwd=ROOT,
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         until = time.monotonic() + _START_S
