@@ -29,14 +29,26 @@ while True:
     except ChildProcessError:
         time.sleep(0.2)
 """
-_NAMESPACES = ("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
+_NAMESPACES = (
+    "setpriv",
+    "--pdeathsig",
+    "KILL",
+    "unshare",
+    "--net",
+    "--mount",
+    "--uts",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+)
 
 
 def can_be_made() -> bool:
     """Whether this process may make them."""
-    if shutil.which("ip") is None or shutil.which("nsenter") is None or shutil.which("unshare") is None:
+    if any(shutil.which(name) is None for name in ("ip", "nsenter", "setpriv", "unshare")):
         return False
-    made = "ip link add b type bridge && ip link add v type veth peer name w && mount -t tmpfs tmpfs /srv"
+    made = "ip link add sw type bridge && ip link add p1 type veth peer name p2 && mount -t tmpfs tmpfs /srv"
     return subprocess.run([*_NAMESPACES, "sh", "-ec", made], capture_output=True, check=False).returncode == 0
 
 

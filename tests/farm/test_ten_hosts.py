@@ -21,9 +21,9 @@ from ..models import zoo
 from ..samples import pages
 from . import hosts as namespaces
 from .hosts import SWITCH, Host, Hosts, server_on
-from .nodes import KEYS, ROOT, until
+from .nodes import KEYS, ROOT, TRIALS, until
 
-COUNT = 10
+COUNT = 3
 PORT = 9000  # of the store, on the switch
 DRIVER = "host-3"  # any of them
 STARTS = 3  # of Ray at once
@@ -56,7 +56,7 @@ def steps() -> list[str]:
 def test_the_page_shows_the_way() -> None:
     shown = [[line.split()[0] for line in step.replace("\\\n", "").splitlines()] for step in steps()]
     assert shown == [
-        ["pip"], ["openssl", "openssl"], ["export"], ["ray", "ssh", "scp"], ["RAY_AUTH_MODE=token"],
+        ["pip"], ["openssl", "openssl"], ["export"], ["ray", "ray", "ssh", "scp"], ["RAY_AUTH_MODE=token"],
         ["cd", "llmforge", "llmforge"],
     ]  # fmt: skip
 
@@ -64,7 +64,7 @@ def test_the_page_shows_the_way() -> None:
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
     folder = Path(tempfile.mkdtemp(prefix="hosts-", dir="/tmp"))
-    made = Hosts(folder, COUNT, {"AWS_ENDPOINT_URL": f"http://{SWITCH}:{PORT}", "RAY_raylet_start_wait_time_s": "900"})
+    made = Hosts(folder, COUNT, {"AWS_ENDPOINT_URL": f"http://{SWITCH}:{PORT}"})
     try:
         yield made
     finally:
@@ -79,6 +79,16 @@ def make_bucket(host: Host, credentials: str) -> bool:
         host.run(f'{credentials}{sys.executable} -c "{code}"')
         return True
     return False
+
+
+def start_ray(host: Host, script: str) -> None:
+    """Start Ray; on a busy machine its own processes wait too short a time for one another, now and then."""
+    for _ in range(TRIALS - 1):
+        with contextlib.suppress(AssertionError):
+            host.run(script)
+            return
+        host.run("ray stop --force")
+    host.run(script)
 
 
 @pytest.mark.slow
@@ -106,14 +116,16 @@ def test_the_walk_ends_with_artifacts_in_the_store(hosts: Hosts, tmp_path: Path)
     for name, value in KEYS.items():
         credentials = re.sub(rf"\b{name}=…", f"{name}={value}", credentials)
     until(lambda: make_bucket(first, credentials))
-    start, copy = head.split("\n", 1)
+    generate, start, *copy = head.splitlines()
     driver = hosts[DRIVER]
-    first.run(credentials + start)
+    first.run(generate)
+    start_ray(first, credentials + start)
     assert (first.home / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
     for name in names:
-        first.run(copy.replace("host-2", name))
+        first.run("\n".join(copy).replace("host-2", name))
     with ThreadPoolExecutor(STARTS) as pool:
-        for started in [pool.submit(hosts[name].run, credentials + other.replace("host-2", name)) for name in names]:
+        scripts = {name: credentials + other.replace("host-2", name) for name in names}
+        for started in [pool.submit(start_ray, hosts[name], script) for name, script in scripts.items()]:
             started.result()
     command, imports = build.rsplit("llmforge import", 1)
     printed = driver.run(f"{credentials}{command.rstrip()} --json")
