@@ -60,6 +60,7 @@ class Host:
     env: Mapping[str, str]
     process: subprocess.Popen[bytes] = field(init=False)
     pid: int = field(init=False)  # of its first process, as this machine counts
+    servers: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for name in ("home", "srv"):
@@ -100,10 +101,17 @@ class Host:
         assert process.returncode == 0, (script, stdout, stderr)
         return stdout
 
+    def serve(self, log: Path, *module: str) -> None:
+        """Start a module of Python, which runs until `close`."""
+        command = ["nsenter", "-t", str(self.pid), "--net", "--pid", sys.executable, "-m", *module]
+        with log.open("wb") as stream:
+            self.servers.append(subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT))
+
     def close(self) -> None:
         """End all that runs there."""
-        self.process.kill()
-        self.process.wait()
+        for process in (self.process, *self.servers):
+            process.kill()
+            process.wait()
 
 
 class Hosts:
@@ -152,10 +160,3 @@ class Hosts:
     def close(self) -> None:
         for host in (*self.hosts.values(), self.switch):
             host.close()
-
-
-def server_on(host: Host, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start a module of Python on a host; it ends with it."""
-    command = ["nsenter", "-t", str(host.pid), "--net", "--pid", sys.executable, "-m", *arguments]
-    with log.open("wb") as stream:
-        return subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT)

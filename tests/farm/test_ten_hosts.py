@@ -20,7 +20,7 @@ from llmforge.base import extras
 from ..models import zoo
 from ..samples import pages
 from . import hosts as namespaces
-from .hosts import SWITCH, Host, Hosts, server_on
+from .hosts import SWITCH, Host, Hosts
 from .nodes import KEYS, ROOT, TRIALS, until
 
 COUNT = 3
@@ -56,7 +56,7 @@ def steps() -> list[str]:
 def test_the_page_shows_the_way() -> None:
     shown = [[line.split()[0] for line in step.replace("\\\n", "").splitlines()] for step in steps()]
     assert shown == [
-        ["pip"], ["openssl", "openssl"], ["export"], ["ray", "ray", "ssh", "scp"], ["RAY_AUTH_MODE=token"],
+        ["pip"], ["openssl", "openssl"], ["export"], ["ray", "chmod", "ray", "ssh", "scp"], ["RAY_AUTH_MODE=token"],
         ["cd", "llmforge", "llmforge"],
     ]  # fmt: skip
 
@@ -112,17 +112,17 @@ def test_the_walk_ends_with_artifacts_in_the_store(hosts: Hosts, tmp_path: Path)
     first.run(keys)
     for name in names[:-1]:
         shutil.copytree(first.srv / "farm", hosts[name].srv / "farm")
-    server_on(hosts.switch, tmp_path / "moto.log", "tests.farm.s3_server", "-H", "0.0.0.0", "-p", str(PORT))
+    hosts.switch.serve(tmp_path / "moto.log", "tests.farm.s3_server", "-H", "0.0.0.0", "-p", str(PORT))
     for name, value in KEYS.items():
         credentials = re.sub(rf"\b{name}=…", f"{name}={value}", credentials)
     until(lambda: make_bucket(first, credentials))
-    generate, start, *copy = head.splitlines()
+    generate, protect, start, *copy = head.splitlines()
     driver = hosts[DRIVER]
-    first.run(generate)
+    first.run(f"{generate}\n{protect}")
     start_ray(first, credentials + start)
-    assert (first.home / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
     for name in names:
         first.run("\n".join(copy).replace("host-2", name))
+        assert (hosts[name].home / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
     with ThreadPoolExecutor(STARTS) as pool:
         scripts = {name: credentials + other.replace("host-2", name) for name in names}
         for started in [pool.submit(start_ray, hosts[name], script) for name, script in scripts.items()]:
