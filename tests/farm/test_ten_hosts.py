@@ -23,7 +23,7 @@ from . import hosts as namespaces
 from .hosts import SWITCH, Host, Hosts
 from .nodes import KEYS, ROOT, TRIALS, until
 
-COUNT = 3
+COUNT = 10
 PORT = 9000  # of the store, on the switch
 DRIVER = "host-3"  # any of them
 STARTS = 3  # of Ray at once
