@@ -131,7 +131,7 @@ def test_the_walk_ends_with_artifacts_in_the_store(hosts: Hosts, tmp_path: Path)
     printed = driver.run(f"{credentials}{command.rstrip()} --json")
     done = json.loads(printed)
     assert [row["verdict"] for row in done["builds"]] == ["none"] * 3
-    assert list(done["nodes"]) == sorted(done["nodes"], key=lambda name: int(name.removeprefix("host-")))
+    assert set(done["nodes"]) == {"host-1", *names}
     assert {name: "KEY.pem: cannot be read" in why for name, why in done["nodes"].items() if why} == {names[-1]: True}
     assert {row["node"] for row in done["builds"]} <= {"host-1", *names[:-1]}
     for row in done["builds"]:
