@@ -54,6 +54,7 @@ LACKING = {
 }
 HEAVY = {"ml_dtypes", "onnx", "onnx-ir", "onnxscript", "safetensors", "torch", "transformers"}
 EXTRAS = {"plain": "", "serving": "[cpu,serve]", "everything": "[build,cpu,serve,constraints]"}
+MARKS = {"plain": (), "serving": pytest.mark.thorough, "everything": pytest.mark.slow}
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def plain(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return made
 
 
-@pytest.fixture(scope="module", params=["plain", "serving", pytest.param("everything", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS[name]) for name in MARKS])
 def environment(
     request: pytest.FixtureRequest,
     plain: Environment,
@@ -213,13 +214,11 @@ def test_what_is_installed(environment: Environment) -> None:
 
 
 def tried() -> list[object]:
-    """Pair environments with commands; what works with fewer packages, too, is tried by the thorough tests."""
+    """Pair environments with commands."""
     found: list[object] = []
     for name in EXTRAS:
         for command in sorted(set(ARGUMENTS) - {"serve", "up"}):
-            again = name == "serving" and command not in LACKING["plain"].keys() | LACKING["serving"].keys()
-            mark = pytest.mark.slow if name == "everything" else pytest.mark.thorough
-            found.append(pytest.param(name, command, marks=[mark] * (again or name == "everything")))
+            found.append(pytest.param(name, command, marks=MARKS[name]))
     return found
 
 
