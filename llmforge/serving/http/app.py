@@ -29,7 +29,7 @@ from llmforge.serving.http.responses import ResponseWriter, TokenBytes, error_bo
 from llmforge.serving.http.telemetry import RequestSpan
 from llmforge.serving.interface import Serving
 from llmforge.serving.prompts import PromptEncoder
-from llmforge.serving.protocol import client_json, tools
+from llmforge.serving.protocol import client_json, reasoning, tools
 from llmforge.serving.protocol.client_json import JsonLimits
 from llmforge.serving.protocol.messages import encode_messages
 from llmforge.serving.request import Chunk, Usage
@@ -124,7 +124,8 @@ class _Endpoints:
                 raise UsageError("expected an object with either prompt (a string) or messages")
             if "messages" in body:
                 use = tools.read(body, encoder)
-                return encode_messages(body["messages"], encoder, () if use is None else use.tools)
+                variables = reasoning.variables(body, encoder.template)
+                return encode_messages(body["messages"], encoder, () if use is None else use.tools, variables)
             if not isinstance(body["prompt"], str):
                 raise UsageError("prompt: expected a string")
             return encoder.encode(body["prompt"])
