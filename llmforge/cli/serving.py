@@ -81,7 +81,8 @@ Example:
 @engine_options
 @click.option(
     "--api-key-file", "key_file", type=PATH, metavar="FILE",
-    help="API keys, one per line, of which requests must have one. Also from LLMFORGE_API_KEYS, separated by commas.",
+    help="API keys of which requests must have one, a line each: KEY, or KEY NAME requests=N tokens=N concurrent=N "
+    "(a minute, and at once). Also from LLMFORGE_API_KEYS, separated by commas.",
 )  # fmt: skip
 @click.option(
     "--allow-host", "hosts", metavar="NAME", multiple=True,

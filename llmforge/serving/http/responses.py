@@ -13,6 +13,7 @@ from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable, Unsu
 from llmforge.runtime.sampling.sampler import TokenLogprob
 from llmforge.serving.http.bodies import NotJson, TooSlow
 from llmforge.serving.http.completion_call import PARAMETERS, CompletionCall, UnknownModel
+from llmforge.serving.http.limits import RateLimited
 from llmforge.serving.protocol.answer import (
     AnswerPiece,
     AnswerReader,
@@ -83,6 +84,7 @@ STATUSES = {
     "413": "A body over the limits.",
     "415": "A body that is compressed, or does not say that it is JSON.",
     "421": "Another host name than this server's.",
+    "429": "The key has asked for all that it may for now; Retry-After says when it may again.",
     "503": "The queue is full, or the server is shutting down.",
     "504": "Not complete within the time limit.",
 }
@@ -120,6 +122,8 @@ def _kind(error: ForgeError) -> tuple[int, str, str | None]:
     """Give the HTTP status of an error, and what OpenAI calls its type and code."""
     if isinstance(error, UnknownModel):
         return 404, "invalid_request_error", "model_not_found"
+    if isinstance(error, RateLimited):
+        return 429, error.limit, "rate_limit_exceeded"
     if isinstance(error, Unavailable):
         return 503, "server_overloaded", "unavailable"
     if isinstance(error, RequestTimeout):
