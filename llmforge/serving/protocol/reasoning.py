@@ -39,9 +39,9 @@ class Reasoning:
     def find(cls, encoder: PromptEncoder) -> Reasoning | None:
         """Find the tags that are tokens of an artifact's tokenizer; None: it has none."""
         for begin, end in _TAGS:
-            ids = [encoder.tokenizer.token_to_id(tag) for tag in (begin, end)]
-            if None not in ids:
-                return cls(begin, end, frozenset(ids))
+            first, last = (encoder.tokenizer.token_to_id(tag) for tag in (begin, end))
+            if first is not None and last is not None:
+                return cls(begin, end, frozenset((first, last)))
         return None
 
     def parser(
