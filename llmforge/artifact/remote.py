@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,11 +106,19 @@ def save_over(artifact: Artifact, url: Url, known: str | None) -> int:
         raise
 
 
-def alone(url: Url) -> AbstractContextManager[None]:
-    """Be the only process of those that ask for it here which writes to the folder of a URL on a disk."""
-    system, path = opened(url)
-    local = _local(system, path)
-    return nullcontext() if local is None else names_locked(local.parent)
+@contextmanager
+def alone(url: Url) -> Iterator[None]:
+    """Be the only process of those that ask for it here which writes to the folder of a URL on a disk.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+    local = _local(*opened(url))
+    if local is None:
+        yield
+        return
+    with asking(url, writes=True), names_locked(local.parent):
+        yield
 
 
 def load(url: Url, out: Path, check: transfer.Check | None = None) -> Artifact:

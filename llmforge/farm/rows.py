@@ -12,9 +12,9 @@ from llmforge.farm.matrix import Build
 from llmforge.farm.placing import NodePlacement
 from llmforge.farm.worker import BuildOutcome, Job
 
-BUG = 1
+BUG = 1  # exit code of an error that is no `ForgeError`
 LACKS = EnvironmentLacks.exit_code
-FINISH = "finish the engine"
+FINISH = "finish the engine"  # what a node with the device of a target is waited for
 _PENDING = 10  # exit code of a build whose engine waits for its device
 # What ends of builds mean for a release, the worst first: bugs, proofs that failed, builds that could not be made, then
 # gates; what only waits is better than what is undecided.

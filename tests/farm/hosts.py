@@ -29,7 +29,7 @@ while True:
     except ChildProcessError:
         time.sleep(0.2)
 """
-_NAMESPACES = (
+_NAMESPACES = [
     "setpriv",
     "--pdeathsig",
     "KILL",
@@ -41,7 +41,7 @@ _NAMESPACES = (
     "--fork",
     "--kill-child",
     "--mount-proc",
-)
+]
 
 
 def can_be_made() -> bool:
