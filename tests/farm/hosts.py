@@ -29,19 +29,10 @@ while True:
     except ChildProcessError:
         time.sleep(0.2)
 """
-_NAMESPACES = [
-    "setpriv",
-    "--pdeathsig",
-    "KILL",
-    "unshare",
-    "--net",
-    "--mount",
-    "--uts",
-    "--pid",
-    "--fork",
-    "--kill-child",
+_NAMESPACES = (
+    "setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child",
     "--mount-proc",
-]
+)  # fmt: skip
 
 
 def can_be_made() -> bool:
