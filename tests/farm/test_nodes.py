@@ -187,7 +187,7 @@ def test_broken_nodes_are_named_and_get_nothing(place: Path, cluster: Nodes, s3:
     if has_namespaces():
         nodes |= {
             "blind": ("llama: is empty", {**s3.env, "hidden": (place / "llama",)}),
-            "keyless": ("farm.pem: cannot be read: No such file", {**s3.env, "hidden": (place / "keys",)}),
+            "keyless": (".pem: cannot be read: No such file", {**s3.env, "hidden": (place / "keys",)}),
             "full": ("GB are free; a build needs", {**s3.env, "small": (driver.folder / "out",)}),
         }
     try:
