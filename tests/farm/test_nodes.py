@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import shutil
 import socket
@@ -53,6 +54,14 @@ models: {llama: {checkpoint: llama}}
 targets: {cpu-avx2: }
 variants:
 """
+GPU = """
+  cpu-avx2:
+  gpu:
+    target: rtx-4090
+    engine.backend: tensorrt-rtx
+    engine.deferred: true
+    validation.quality: {data: evaluation.jsonl, context: 32}
+    passes: [pack-qkv, pack-gate-up, lower-precision: {dtype: fp16, budget: {kld_mean: 1}}]"""
 STORE = f"s3://{BUCKET}/store"
 
 
@@ -274,9 +283,9 @@ def test_a_wheel_is_what_nodes_run(place: Path, cluster: Nodes, s3: S3, driver: 
 def test_engines_without_their_device_wait(place: Path, cluster: Nodes, s3: S3, driver: Driver) -> None:
     """There are no gates: exit code 10 all the same."""
     matrix = place / "pending.yaml"
-    target = "{target: rtx-4090, engine.backend: tensorrt-rtx, engine.deferred: true, passes: [pack-qkv]}"
-    text = MATRIX.replace("{cpu-avx2: }", f"{{cpu-avx2: , gpu: {target}}}") + "  one: {engine.max_batch: 1}\n"
-    matrix.write_text(text, encoding="utf-8")
+    text = "".join(json.dumps({"id": f"d{n}", "text": f"{n} quick brown foxes " * 4}) + "\n" for n in range(4))
+    (place / "evaluation.jsonl").write_text(text, encoding="utf-8")
+    matrix.write_text(MATRIX.replace("{cpu-avx2: }", GPU) + "  one: {engine.max_batch: 1}\n", encoding="utf-8")
     done = built(driver, cluster, matrix, store=f"s3://{BUCKET}/pending")
     assert done.code == 10, done.stderr
     rows = {row["target"]: row for row in done.data["builds"]}
@@ -409,7 +418,8 @@ def test_a_search_leaves_nothing_on_its_nodes(place: Path, cluster: Nodes, s3: S
         *cache_options(place, "cache2"),
     )  # fmt: skip
     assert done.code == 0, done.stderr
-    assert [trial["state"] for trial in done.data["trials"]] == ["complete", "complete"]
+    states = [trial["state"] for trial in done.data["trials"]]
+    assert [state for state in states if state != "invalid"] == ["complete", "complete"]  # it may ask for one again
     assert s3.archives("search") == []
     assert s3.system.find(f"{BUCKET}/cache2/records")
     left = [each for each in (driver.folder / "search" / "artifacts").rglob("*") if each.is_file()]
