@@ -265,7 +265,7 @@ def test_a_server_that_tells_something_else_is_refused(tmp_path: Path) -> None:
 def test_a_server_answers(tmp_path: Path) -> None:
     with runtimes.opened(tmp_path, VOCABULARY, server(tmp_path, {}, 1)) as other:
         assert other.answer(np.array([4, 5, 6]), 2) == [5, 6]
-        with pytest.raises(RunFailed, match="vllm 9.9: gave no token"):
+        with pytest.raises(RunFailed, match=r"vllm 9\.9: gave no token"):
             other.answer(np.array([4]), 0)
         with pytest.raises(RunFailed, match=f"gave the token id {VOCABULARY}; the vocabulary has {VOCABULARY}"):
             other.answer(np.array([VOCABULARY - 1]), 1)

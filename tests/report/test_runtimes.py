@@ -45,7 +45,8 @@ def report() -> Report:
 
 
 SAID = (
-    "98.8 % of 80 tokens agree (64.0 % – 100.0 %); 7 of 8 answers are equal (near ties, of the others: 1); KLD 0.00100; largest |Δlogit| 0.250",
+    "98.8 % of 80 tokens agree (64.0 % – 100.0 %); 7 of 8 answers are equal (near ties, of the others: 1); "
+    "KLD 0.00100; largest |Δlogit| 0.250",
     "failed: ended by SIGSEGV, after 0 of 8 prompts",
 )
 
