@@ -338,9 +338,7 @@ def test_compressed_tensors_decompresses_the_weights_that_the_graph_has(
 
 def test_the_documentation_has_the_table_of_servers() -> None:
     page = Path(__file__).parents[2] / "docs/other-runtimes.md"
-    text = page.read_text(encoding="utf-8")
-    assert servers.table() in text
-    assert all(each.why in text for each in servers.EXPERTS.values())
+    assert servers.table() in page.read_text(encoding="utf-8")
 
 
 def test_every_format_that_is_written_stands_in_the_table_of_servers() -> None:

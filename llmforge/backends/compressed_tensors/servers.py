@@ -59,12 +59,6 @@ SERVERS: Mapping[FormatName, Mapping[ServerName, Loads]] = {
     },
     "fp8-per_token": {"vLLM on CPUs": _RUN, "vLLM on GPUs": _READ, "SGLang": _READ, "TensorRT-LLM": _READ},
 }  # fmt: skip
-# Experts in them, in vLLM 0.32.0 on CPUs, which runs them in bf16; this backend leaves experts unquantized.
-EXPERTS: Mapping[FormatName, Loads] = {
-    "int4": Loads("refused", "`No WNA16 MoE backend supports the deployment configuration`"),
-    "int8-per_token": Loads("refused", "`No Int8 MoE backend supports the deployment configuration`"),
-    "fp8-per_token": Loads("refused", "`Unsupported FP8 MoE backend: NONE`"),
-}
 
 
 def described(formats: frozenset[FormatName]) -> str:
