@@ -129,11 +129,11 @@ class InputRounding:
         largest = channels.LARGEST[channels.DTYPES[self.how.dtype]]
         one = graph.initializer(self.model, f"{self.how.step}.one", np.float32(1))
         last = graph.initializer(self.model, f"{self.how.step}.last_axis", np.array([-1]))
-        share = graph.initializer(self.model, f"{self.how.step}.of_largest_{self.how.dtype}", np.float32(1 / largest))
+        code = graph.initializer(self.model, f"{self.how.step}.largest_{self.how.dtype}", np.float32(largest))
         least = graph.initializer(self.model, f"{self.how.step}.least", np.float32(_LEAST))
         size = self._add("Abs", node, [x], f"{name}.size", x)
         top = self._add("ReduceMax", node, [size, last], f"{name}.top", x, per_token=True, keepdims=1)
-        step = self._add("Mul", node, [top, share], f"{name}.step", x, per_token=True)
+        step = self._add("Div", node, [top, code], f"{name}.step", x, per_token=True)  # as vLLM: the same bits
         scale = self._add("Max", node, [step, least], f"{name}.scale", x, per_token=True)
         steps = self._add("Div", node, [x, scale], f"{name}.steps", x)
         return _Input(self._through_codes(node, steps, one, name), scale, self._done(x))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,17 @@ from ..models import zoo
 from ..planning.test_starting import measured
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+# In place of the Python of vLLM: all logits are zero, and all it says is one token.
+SERVER = """#!{python} -S
+import json, sys
+print(json.dumps({{"versions": {{"vllm": "9.9"}}}}), flush=True)
+for line in sys.stdin if len(sys.argv) > 4 else ():
+    asked = json.loads(line)
+    if rows := len(asked.get("answer") or asked.get("ids") or ()):
+        open(asked["logits"], "wb").write(bytes(4 * {vocabulary} * rows))
+    said = {{"answer": [7] * asked["tokens"]}} if "prompt" in asked else {{"tokens": rows}}
+    print(json.dumps(said), flush=True)
+"""
 INT4 = {"bits": 4, "block_size": 32, "scales": "fp16", "embedding_bits": 16, "method": "rtn"}
 
 
@@ -81,6 +93,26 @@ def test_quality_is_of_the_same_graph_and_the_report_says_so(built: BuildResult)
     assert report.engine.facts["codes"] == "read back, and equal to those of the graph"
     assert {"uint8", "float"} <= {group.dtype.lower() for group in report.engine.weights}, report.engine.weights
     assert not report.engine.session
+
+
+def test_quality_and_answers_are_those_of_the_server(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    longer = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    config = json.loads((longer / "config.json").read_text()) | {"max_position_embeddings": 160}
+    (longer / "config.json").write_text(json.dumps(config))
+    source, python = Checkpoint.open(longer), tmp_path / "python"
+    python.write_text(SERVER.format(python=sys.executable, vocabulary=source.geometry.vocabulary))
+    python.chmod(0o755)
+    quality = {"data": str(data / "evaluation.jsonl"), "context": 64, "max_tokens": 256, "samples": 2}
+    validation = {"quality": quality, "runtimes": ["vllm"]}
+    engine = {"backend": "compressed-tensors", "max_context": 160, "max_batch": 4}
+    recipe = recipe_of(tmp_path, longer, data, validation=validation, gates={}, target="local", engine=engine)
+    report = pipeline.build(Recipe.load(recipe), tmp_path / "out", Silent(), pythons={"vllm": python}).report
+    [note] = [note for note in report.notes if note.startswith("quality: ")]
+    assert note == "quality: of the files in engine/, as vllm 9.9 runs them on a CPU"
+    assert report.quality is not None
+    said = source.tokenizer.decode([7] * 128, skip_special_tokens=False)
+    assert [sample.shared + sample.artifact for sample in report.quality.samples] == [said] * 2
+    assert report.quality.figures["perplexity"] == pytest.approx(source.geometry.vocabulary)  # all are as likely
 
 
 def test_the_artifact_holds_what_servers_load_and_nothing_else(built: BuildResult) -> None:

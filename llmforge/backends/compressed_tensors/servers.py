@@ -1,9 +1,8 @@
 """Which servers load which of the formats that this backend writes, and how that is known.
 
-`tests/compile/test_vllm.py` runs what stands here as run or refused on a CPU; the table in docs/other-runtimes.md is
-held to this one. What was read was read in the servers' sources: vLLM 0.32.0, SGLang 0.5.23
-(`layers/quantization/compressed_tensors`), and TensorRT-LLM of
-2026-11 (`quant_config_utils.py` of its PyTorch backend).
+`tests/compile/test_vllm.py` runs what stands here as run or refused on a CPU; docs/other-runtimes.md is held to this.
+What was read was read in the servers' sources: vLLM 0.32.0, SGLang 0.5.23 (`layers/quantization/compressed_tensors`),
+and TensorRT-LLM of 2026-11 (`quant_config_utils.py` of its PyTorch backend).
 """
 
 from __future__ import annotations
