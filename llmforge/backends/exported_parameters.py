@@ -67,7 +67,7 @@ class Blocks:
 
 @dataclass(frozen=True, eq=False)
 class ChannelMatrix:
-    """A matrix [n, k] of codes with one scale for each of its n output features."""
+    """A matrix [n, k] of codes with one scale for each of its n output features, or for each square of them."""
 
     parameter: str
     n: int
@@ -77,11 +77,20 @@ class ChannelMatrix:
     scales: ir.Value  # fp32 [n]
     inputs: Literal["none", "static", "per_token"]  # how what the layer reads is rounded
     input_scale: ir.Value | None  # fp32 [], where that is static
+    square: int | None = None  # features, of either kind, that share a scale; scales are then [k / square, n]
 
     @cached_property
     def by_output(self) -> NDArray[Any]:
         """The codes [n, k]."""
         return np.ascontiguousarray(graph.tensor(self.codes).numpy().T)
+
+    @cached_property
+    def scales_by_output(self) -> NDArray[np.float32]:
+        """The scales [n, 1], or [ceil(n / square), k / square]."""
+        scales = graph.tensor(self.scales).numpy()
+        if self.square is None:
+            return scales.astype(np.float32)[:, None]
+        return np.ascontiguousarray(scales[:, :: self.square].T)
 
 
 Quantized = Blocks | ChannelMatrix
@@ -256,6 +265,8 @@ def _of_channels(node: ir.Node) -> Quantized | None:
     parameter = _parameter(wide.codes, product.name)
     k, n = graph.static(wide.codes)
     dtype = {ir.DataType.INT8: "int8", ir.DataType.FLOAT8E4M3FN: "fp8"}[graph.dtype(wide.codes)]
+    if wide.block_size:  # where each token and block has a scale, too
+        return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "per_token", None, wide.block_size)
     read = DequantizeLinear.made(product.x)
     if read is None:
         return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "none", None)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -23,7 +23,7 @@ from llmforge.backends.compressed_tensors import builder as compressed_tensors
 from llmforge.backends.compressed_tensors import servers
 from llmforge.backends.compressed_tensors.builder import LayerScheme
 from llmforge.backends.engines import BuildRequest, exporter
-from llmforge.backends.exported_parameters import Exported, check_passes
+from llmforge.backends.exported_parameters import ChannelMatrix, Exported, check_passes
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.compile import export_proxy
@@ -176,6 +176,37 @@ def test_channels_are_stored_by_output(bf16_llama: Traced, tmp_path: Path, dtype
     assert settings(engine)["dtype"] == "bfloat16", "that of the model"
 
 
+def test_squares_of_fp8_are_stored_by_square(sample_checkpoint: Path, sample_graph: ir.Model, tmp_path: Path) -> None:
+    step = QuantizeChannels(budget=LOOSE, dtype="fp8", activations="per_token", granularity="block", head=False)
+    checkpoint = Checkpoint.open(sample_checkpoint)
+    _, engine = write((checkpoint, sample_graph), tmp_path, step)
+    found = tensors(engine / "model.safetensors")
+
+    weight = checkpoint.tensor(f"{LAYER}.weight").numpy().astype(np.float32)
+    n, k = weight.shape
+    squares = weight.reshape(n // 128, 128, k // 128, 128)
+    scales = np.abs(squares).max((1, 3)) / np.float32(448)
+    assert np.array_equal(found[f"{LAYER}.weight_scale"], scales)
+    codes = (squares / scales[:, None, :, None]).astype(ml_dtypes.float8_e4m3fn).reshape(n, k)
+    assert found[f"{LAYER}.weight"].tobytes() == codes.tobytes()
+    group = settings(engine)["quantization_config"]["config_groups"]["group_0"]
+    assert (group["format"], group["targets"]) == ("float-quantized", ["Linear"])
+    weights, inputs = group["weights"], group["input_activations"]
+    assert (weights["strategy"], weights["block_structure"], weights["group_size"]) == ("block", [128, 128], None)
+    assert (inputs["strategy"], inputs["group_size"], inputs["dynamic"]) == ("group", 128, True)
+    assert settings(engine)["dtype"] == "bfloat16"
+
+
+def test_squares_that_servers_would_put_together_must_be_whole(sample_checkpoint: Path, sample_graph: ir.Model) -> None:
+    step = QuantizeChannels(budget=LOOSE, dtype="fp8", activations="per_token", granularity="block", head=False)
+    _, exported = export((Checkpoint.open(sample_checkpoint), sample_graph), step)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    narrow = replace(cast(ChannelMatrix, exported.quantized[name]), n=700)
+    with pytest.raises(UnsupportedError, match="700 output features are not a multiple of 128") as caught:
+        check(replace(exported, quantized={**exported.quantized, name: narrow}))
+    assert "granularity: channel" in (caught.value.hint or "")
+
+
 def test_outliers_are_moved_in_the_parameters_themselves(bf16_llama: Traced, tmp_path: Path) -> None:
     """SmoothQuant: the norm is divided by powers of two, which bf16 holds, and the matrices that read it multiplied."""
     checkpoint, _ = bf16_llama
@@ -301,17 +332,20 @@ def test_a_parameter_that_a_pass_changed_is_refused(bf16_llama: Traced) -> None:
         QuantizeChannels(budget=LOOSE, dtype="fp8", head=False),
         QuantizeChannels(budget=LOOSE, dtype="fp8", activations="static", head=False, smooth=False),
         QuantizeChannels(budget=LOOSE, dtype="int8", activations="per_token", head=False, smooth=False),
+        QuantizeChannels(budget=LOOSE, dtype="fp8", activations="per_token", granularity="block", head=False),
     ],
-    ids=["int4", "int4-symmetric", "int8", "fp8", "fp8-static", "int8-per-token"],
+    ids=["int4", "int4-symmetric", "int8", "fp8", "fp8-static", "int8-per-token", "fp8-block"],
 )
 def test_compressed_tensors_decompresses_the_weights_that_the_graph_has(
-    bf16_llama: Traced, tmp_path: Path, step: Any
+    bf16_llama: Traced, sample_checkpoint: Path, sample_graph: ir.Model, tmp_path: Path, step: Any
 ) -> None:
     tool = pytest.importorskip("compressed_tensors.compressors", reason="pip install compressed-tensors==0.20.0")
     import torch
     from compressed_tensors.quantization import QuantizationConfig
 
-    model, engine = write(bf16_llama, tmp_path, step)
+    in_squares = isinstance(step, QuantizeChannels) and step.in_squares
+    traced = (Checkpoint.open(sample_checkpoint), sample_graph) if in_squares else bf16_llama
+    model, engine = write(traced, tmp_path, step)
     config = QuantizationConfig.model_validate(settings(engine)["quantization_config"])
     [scheme] = config.config_groups.values()
     compressor = tool.BaseCompressor.get_value_from_registry(config.format)
@@ -327,7 +361,8 @@ def test_compressed_tensors_decompresses_the_weights_that_the_graph_has(
     ours = of_engine(model)
     if isinstance(step, QuantizeChannels):
         name = f"{LAYER}.weight.{step.dtype}"
-        wanted = (ours[name].astype(np.float32) * ours[f"{name}.scales"]).T
+        scales = ours[f"{name}.scales"]
+        wanted = (ours[name].astype(np.float32) * (np.repeat(scales, 128, axis=0) if in_squares else scales)).T
     else:
         from llmforge.quantization.grids import dequantize
 
@@ -346,6 +381,7 @@ def test_every_format_that_is_written_stands_in_the_table_of_servers() -> None:
         *(LayerScheme("pack-quantized", bits, "int", 32, True) for bits in (4, 8)),
         *(LayerScheme("float-quantized", 8, "float", None, True, inputs) for inputs in ("none", "static", "per_token")),
         *(LayerScheme("int-quantized", 8, "int", None, True, inputs) for inputs in ("static", "per_token")),
+        LayerScheme("float-quantized", 8, "float", None, True, "per_token", 128),
     ]
     written = {scheme.format_name for scheme in schemes}
     assert written == set(servers.SERVERS)

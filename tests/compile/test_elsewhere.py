@@ -223,6 +223,19 @@ def test_a_stand_in_runs_products_of_rounded_activations(
     assert 0 < np.abs(rounded - plain).mean() < 0.1 * plain.std()
 
 
+def test_a_stand_in_rounds_squares_and_groups(sample_checkpoint: Path, sample_graph: ir.Model, tmp_path: Path) -> None:
+    checkpoint, model = Checkpoint.open(sample_checkpoint), sample_graph.clone()
+    step = QuantizeChannels(
+        budget=Budget(kld_mean=1.0), dtype="fp8", activations="per_token", granularity="block", head=False
+    )
+    assert step.run(model, Context(targets.load("l4"), Statistics(0, 0, {}, {}, {})))
+    spec = EngineSpec(backend="compressed-tensors", max_context=32)
+    export_proxy.build(model, spec, checkpoint, tmp_path, Silent())
+    export_proxy.build(sample_graph, spec, checkpoint, tmp_path / "plain", Silent())
+    rounded, plain = (load(folder).logits(list(range(3, 20))) for folder in (tmp_path, tmp_path / "plain"))
+    assert 0 < np.abs(rounded - plain).mean() < 0.1 * plain.std()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_measures_what_was_written(checkpoint: Path, data: Path, tmp_path: Path) -> None:

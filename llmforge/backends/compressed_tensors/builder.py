@@ -12,6 +12,8 @@ What passes made of a weight [N, K] decides how it stands there (compressed_tens
   [N·bits/32, K/block], packed along N. These are the very codes of com.microsoft::MatMulNBits.
 - `float-quantized`, of quantize-channels in fp8: `weight` float8_e4m3fn [N, K], `weight_scale` fp32 [N, 1]; with
   `activations: static` also `input_scale` fp32 [1]; with `per_token` the servers make the scales of tokens.
+  With `granularity: block`, `weight_scale` is fp32 [ceil(N/128), K/128]; the servers make scales of 128 features of a
+  token.
 - `int-quantized`, of quantize-channels in int8 with activations: `weight` int8 [N, K], the same scales.
 
 `servers` has which servers load which of them.
@@ -95,11 +97,14 @@ class LayerScheme:
     block_size: int | None  # None: a scale for each output feature
     symmetric: bool
     inputs: Literal["none", "static", "per_token"] = "none"
+    square: int | None = None  # features, of either kind, that share a scale, and features of a token
 
     @property
     def format_name(self) -> FormatName:
         """Its name in `servers.SERVERS`."""
         codes = f"{'fp' if self.kind == 'float' else 'int'}{self.bits}"
+        if self.square is not None:
+            return "fp8-block"
         return cast(FormatName, codes if self.inputs == "none" else f"{codes}-{self.inputs}")
 
     @property
@@ -114,7 +119,11 @@ class LayerScheme:
             "dynamic": False,
         }
         inputs = None
-        if self.inputs != "none":
+        if self.square is not None:
+            weights |= {"strategy": "block", "block_structure": [self.square, self.square]}
+            own = {"strategy": "group", "group_size": self.square, "dynamic": True}
+            inputs = {"num_bits": self.bits, "type": self.kind, "symmetric": True, **own}
+        elif self.inputs != "none":
             own = {"strategy": "tensor", "dynamic": False}
             if self.inputs == "per_token":
                 own = {"strategy": "token", "dynamic": True}
@@ -152,6 +161,13 @@ def check(exported: Exported, spec: EngineSpec) -> None:
                 f"{', '.join(found)} have different formats; the servers read those of {parent} as one matrix",
                 hint="give them one format, or exclude all of them",
             )
+        for tensor, scheme in found.items():
+            if scheme is not None and scheme.square and (n := exported.quantized[tensor].n) % scheme.square:
+                raise UnsupportedError(
+                    f"{tensor}: {n} output features are not a multiple of {scheme.square}; the servers put it on "
+                    f"top of others of {parent}, and so their squares",
+                    hint="exclude all of them, or set `granularity: channel`",
+                )
 
 
 def scheme_of(tensor: str, matrix: Quantized) -> LayerScheme:
@@ -189,7 +205,7 @@ def scheme_of(tensor: str, matrix: Quantized) -> LayerScheme:
     if tensor == f"{_HEAD}.weight":
         raise UnsupportedError(f"{tensor}: the servers read the head as it is", hint="set `head: false`")
     if matrix.dtype == "fp8":
-        return LayerScheme("float-quantized", 8, "float", None, True, matrix.inputs)
+        return LayerScheme("float-quantized", 8, "float", None, True, matrix.inputs, matrix.square)
     if matrix.inputs == "none":
         raise UnsupportedError(
             f"{tensor}: the servers multiply int8 weights with one scale per output feature by int8 activations alone",
@@ -285,7 +301,7 @@ def layout(tensor: str, matrix: Quantized) -> list[StoredTensor]:
     if isinstance(matrix, ChannelMatrix):
         parts = [
             StoredTensor(tensor, _CODES[matrix.dtype], (matrix.n, matrix.k)),
-            StoredTensor(f"{layer}.weight_scale", "F32", (matrix.n, 1)),
+            StoredTensor(f"{layer}.weight_scale", "F32", _scales_shape(matrix)),
         ]
         return parts if matrix.input_scale is None else [*parts, StoredTensor(f"{layer}.input_scale", "F32", (1,))]
     blocks, a_word = matrix.k // matrix.block_size, WORD_BITS // matrix.bits
@@ -299,6 +315,12 @@ def layout(tensor: str, matrix: Quantized) -> list[StoredTensor]:
         if matrix.symmetric
         else [*parts, StoredTensor(f"{layer}.weight_zero_point", "I32", (matrix.n // a_word, blocks))]
     )
+
+
+def _scales_shape(matrix: ChannelMatrix) -> tuple[int, int]:
+    """Say the shape in which scales stand in the file."""
+    square = matrix.square
+    return (matrix.n, 1) if square is None else (math.ceil(matrix.n / square), matrix.k // square)
 
 
 def _write_weights(request: BuildRequest, exported: Exported, packed: bool) -> None:
@@ -402,11 +424,11 @@ def _write(stream: BinaryIO, places: Mapping[str, int], tensor: str, matrix: Qua
         return np.frombuffer(stream.read(parts[name].size_bytes), dtype).reshape(parts[name].shape)
 
     if isinstance(matrix, ChannelMatrix):
-        codes, scales = matrix.by_output, graph.tensor(matrix.scales).numpy()
+        codes, scales = matrix.by_output, matrix.scales_by_output
         put(tensor, codes)
-        put(f"{layer}.weight_scale", scales[:, None])
+        put(f"{layer}.weight_scale", scales)
         same = np.array_equal(get(tensor, np.uint8), codes.view(np.uint8))
-        same &= np.array_equal(get(f"{layer}.weight_scale", "<f4")[:, 0], scales)
+        same &= np.array_equal(get(f"{layer}.weight_scale", "<f4"), scales)
         if matrix.input_scale is not None:
             put(f"{layer}.input_scale", graph.tensor(matrix.input_scale).numpy().reshape(1))
     else:
