@@ -117,10 +117,13 @@ def of_engine(model: ir.Model) -> Mapping[str, NDArray[Any]]:
     return {name: graph.tensor(value).numpy() for name, value in lowered.graph.initializers.items()}
 
 
+@pytest.mark.parametrize("scales", ["fp16", "bf16"])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_blocks_are_packed_as_they_are(bf16_llama: Traced, tmp_path: Path, bits: int, symmetric: bool) -> None:
-    step = blocks(bits=bits, symmetric=symmetric) if bits == 4 else blocks(bits=8)
+def test_blocks_are_packed_as_they_are(
+    bf16_llama: Traced, tmp_path: Path, bits: int, symmetric: bool, scales: str
+) -> None:
+    step = blocks(bits=bits, symmetric=symmetric, scales=scales) if bits == 4 else blocks(bits=8, scales=scales)
     model, engine = write(bf16_llama, tmp_path, step)
     found, ours = tensors(engine / "model.safetensors"), of_engine(model)
     [n, k] = found[f"{LAYER}.weight_shape"].tolist()
@@ -129,7 +132,7 @@ def test_blocks_are_packed_as_they_are(bf16_llama: Traced, tmp_path: Path, bits:
     unpacked = codes if bits == 8 else np.stack([codes & 15, codes >> 4], -1).reshape(n, -1)
     assert np.array_equal(dense(found[f"{LAYER}.weight_packed"], bits), unpacked.astype(np.int64) - 2 ** (bits - 1))
     assert found[f"{LAYER}.weight_packed"].shape == (n, k * bits // 32)
-    assert found[f"{LAYER}.weight_scale"].dtype == np.float16
+    assert found[f"{LAYER}.weight_scale"].dtype == {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}[scales]
     assert np.array_equal(found[f"{LAYER}.weight_scale"], ours[f"{LAYER}.weight.scales"].reshape(n, -1))
     if bits == 4 and not symmetric:
         points = ours[f"{LAYER}.weight.zero_points"]
@@ -140,7 +143,7 @@ def test_blocks_are_packed_as_they_are(bf16_llama: Traced, tmp_path: Path, bits:
     weights = settings(engine)["quantization_config"]["config_groups"]["group_0"]["weights"]
     assert (weights["num_bits"], weights["group_size"], weights["symmetric"]) == (bits, 32, bits == 8 or symmetric)
     assert settings(engine)["quantization_config"]["format"] == "pack-quantized"
-    assert settings(engine)["dtype"] == "float16"
+    assert settings(engine)["dtype"] == {"fp16": "float16", "bf16": "bfloat16"}[scales]
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])
@@ -285,7 +288,12 @@ def test_a_bit_that_is_not_written_is_noticed(
 @pytest.mark.parametrize(
     ("steps", "message", "hint"),
     [
-        ([blocks(scales="fp32")], "its scales are fp32", "scales: fp16"),
+        ([blocks(scales="fp32")], "its scales are fp32", "scales: bf16"),
+        (
+            [blocks(scales="bf16", exclude=("*.mlp.*",)), blocks(exclude=("*.self_attn.*",))],
+            "scales in bf16 and fp16",
+            "one `scales`",
+        ),
         ([blocks(embedding_bits=8)], "read embedding and head as they are", "embedding_bits: 16"),
         ([blocks(exclude=("*.q_proj.*",))], "have different formats", "exclude all of them"),
         ([blocks(block_size=128)], "not a multiple of 128", "block_size"),
@@ -379,9 +387,12 @@ def test_the_documentation_has_the_table_of_servers() -> None:
 def test_every_format_that_is_written_stands_in_the_table_of_servers() -> None:
     schemes = [
         *(LayerScheme("pack-quantized", bits, "int", 32, True) for bits in (4, 8)),
-        *(LayerScheme("float-quantized", 8, "float", None, True, inputs) for inputs in ("none", "static", "per_token")),
-        *(LayerScheme("int-quantized", 8, "int", None, True, inputs) for inputs in ("static", "per_token")),
-        LayerScheme("float-quantized", 8, "float", None, True, "per_token", 128),
+        *(
+            LayerScheme("float-quantized", 8, "float", None, True, inputs=inputs)
+            for inputs in ("none", "static", "per_token")
+        ),
+        *(LayerScheme("int-quantized", 8, "int", None, True, inputs=inputs) for inputs in ("static", "per_token")),
+        LayerScheme("float-quantized", 8, "float", None, True, inputs="per_token", square=128),
     ]
     written = {scheme.format_name for scheme in schemes}
     assert written == set(servers.SERVERS)

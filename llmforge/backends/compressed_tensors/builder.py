@@ -15,10 +15,13 @@ What passes made of a weight [N, K] decides how it stands there (compressed_tens
   With `granularity: block`, `weight_scale` is fp32 [ceil(N/128), K/128]; the servers make scales of 128 features of a
   token.
 - `int-quantized`, of quantize-channels in int8 with activations: `weight` int8 [N, K], the same scales.
+- `nvfp4-pack-quantized`, of quantize-fp4: `weight_packed` uint8 [N, K/2], the first of two codes in the lower bits;
+  `weight_scale` float8_e4m3fn [N, K/16]; `weight_global_scale` and `input_global_scale` fp32 [1], by which servers divide.
 
 `servers` has which servers load which of them.
 
-Servers hold the scales of packed codes in the dtype that they compute in: they must be fp16, and config.json says so.
+Servers hold the scales of packed codes in the dtype that they compute in: fp16, or bf16 where the model is bf16, and
+config.json says which.
 All other tensors are copied. What was written is read back and compared, code by code. The same input gives the same
 bytes.
 """
@@ -40,14 +43,18 @@ from llmforge.backends import signatures
 from llmforge.backends.compressed_tensors import servers
 from llmforge.backends.compressed_tensors.servers import FormatName
 from llmforge.backends.engines import BuildRequest, BuiltEngine
-from llmforge.backends.exported_parameters import Blocks, ChannelMatrix, Exported, Quantized
+from llmforge.backends.exported_parameters import Blocks, ChannelMatrix, Exported, Fp4Matrix, Quantized
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import CONFIG, Checkpoint
 from llmforge.checkpoint.folder import CHAT_TEMPLATE, GENERATION_CONFIG
 from llmforge.checkpoint.safetensors_file import DTYPES
 from llmforge.checkpoint.shards import WEIGHTS, WEIGHTS_INDEX
 from llmforge.ir import graph
-from llmforge.quantization.grids import pack_bits
+from llmforge.ir.fp4 import BLOCK
+from llmforge.quantization import nvfp4
+from llmforge.quantization.grid import Scale
+from llmforge.quantization.grids import pack_bits, unpack_bits
+from llmforge.quantization.initializers import SCALES
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Changes
 from llmforge.runtime.config import FILE
@@ -68,6 +75,9 @@ TOKENIZER = (
     "merges.txt",
 )
 _HEAD = "lm_head"
+_NVFP4 = "nvfp4-pack-quantized"
+_HALVES: Mapping[Scale, tuple[str, str]] = {"fp16": ("F16", "float16"), "bf16": ("BF16", "bfloat16")}  # in config.json
+_NOT_BF16 = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 _CODES = {"int8": "I8", "fp8": "F8_E4M3"}
 NAMES: Mapping[ir.DataType, str] = {ir.DataType[dtype]: name for name, dtype in DTYPES.items()}
 ITEM_BYTES: Mapping[str, int] = {name: math.ceil(dtype.itemsize) for dtype, name in NAMES.items()}
@@ -96,6 +106,7 @@ class LayerScheme:
     kind: str  # int or float
     block_size: int | None  # None: a scale for each output feature
     symmetric: bool
+    scales: Scale = "fp32"  # of packed codes, 16 bits
     inputs: Literal["none", "static", "per_token"] = "none"
     square: int | None = None  # features, of either kind, that share a scale, and features of a token
 
@@ -105,6 +116,8 @@ class LayerScheme:
         codes = f"{'fp' if self.kind == 'float' else 'int'}{self.bits}"
         if self.square is not None:
             return "fp8-block"
+        if self.format == _NVFP4:
+            return "nvfp4"
         return cast(FormatName, codes if self.inputs == "none" else f"{codes}-{self.inputs}")
 
     @property
@@ -123,6 +136,10 @@ class LayerScheme:
             weights |= {"strategy": "block", "block_structure": [self.square, self.square]}
             own = {"strategy": "group", "group_size": self.square, "dynamic": True}
             inputs = {"num_bits": self.bits, "type": self.kind, "symmetric": True, **own}
+        elif self.format == _NVFP4:
+            blocks = {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+            weights |= blocks
+            inputs = {**weights, "dynamic": "local"}
         elif self.inputs != "none":
             own = {"strategy": "tensor", "dynamic": False}
             if self.inputs == "per_token":
@@ -149,6 +166,7 @@ def check(exported: Exported, spec: EngineSpec) -> None:
     if not exported.quantized:
         raise UnsupportedError("nothing is quantized: the checkpoint itself is what the servers load")
     schemes = {tensor: scheme_of(tensor, matrix) for tensor, matrix in exported.quantized.items()}
+    _require_one_dtype(schemes, exported.checkpoint)
     layers: dict[tuple[str, frozenset[str]], dict[str, LayerScheme | None]] = {}
     for tensor in exported.checkpoint.tensors:
         parent, _, layer = tensor.removesuffix(".weight").rpartition(".")
@@ -161,6 +179,14 @@ def check(exported: Exported, spec: EngineSpec) -> None:
                 f"{', '.join(found)} have different formats; the servers read those of {parent} as one matrix",
                 hint="give them one format, or exclude all of them",
             )
+        scales = {
+            id(each.weight_scale) for name in found if isinstance(each := exported.quantized.get(name), Fp4Matrix)
+        }
+        if len(scales) > 1:
+            raise UnsupportedError(
+                f"{', '.join(found)} have scales of their own; the servers take one for all of {parent}",
+                hint="leave passes between them out of the recipe",
+            )
         for tensor, scheme in found.items():
             if scheme is not None and scheme.square and (n := exported.quantized[tensor].n) % scheme.square:
                 raise UnsupportedError(
@@ -168,6 +194,23 @@ def check(exported: Exported, spec: EngineSpec) -> None:
                     f"top of others of {parent}, and so their squares",
                     hint="exclude all of them, or set `granularity: channel`",
                 )
+
+
+def _require_one_dtype(schemes: Mapping[str, LayerScheme], checkpoint: Checkpoint) -> None:
+    """Return if one dtype holds the scales of all packed codes, and no tensor that stays loses by it."""
+    scales = {scheme.scales for scheme in schemes.values() if scheme.format == "pack-quantized"}
+    if len(scales) > 1:
+        raise UnsupportedError(
+            f"packed codes have scales in {' and '.join(sorted(scales))}; servers compute in one dtype",
+            hint="set one `scales` in all quantize-weights of the recipe",
+        )
+    wide = [name for name, entry in checkpoint.tensors.items() if entry.dtype in _NOT_BF16 and name not in schemes]
+    if "bf16" in scales and wide:
+        raise UnsupportedError(
+            f"{wide[0]} is {NAMES[checkpoint.tensors[wide[0]].dtype]}, which servers would round to bf16, the dtype of "
+            "the scales",
+            hint="set `scales: fp16` in quantize-weights",
+        )
 
 
 def scheme_of(tensor: str, matrix: Quantized) -> LayerScheme:
@@ -185,10 +228,10 @@ def scheme_of(tensor: str, matrix: Quantized) -> LayerScheme:
             raise UnsupportedError(
                 f"{tensor}: the servers read embedding and head as they are", hint="set `embedding_bits: 16`"
             )
-        if matrix.stored_scales != "fp16":
+        if matrix.stored_scales not in _HALVES:
             raise UnsupportedError(
                 f"{tensor}: its scales are {matrix.stored_scales}; the servers hold scales of packed codes in 16 bits",
-                hint="set `scales: fp16` in quantize-weights",
+                hint="set `scales: bf16` in quantize-weights, or `scales: fp16` where the model is no bf16",
             )
         if matrix.k % matrix.block_size:
             raise UnsupportedError(
@@ -201,17 +244,20 @@ def scheme_of(tensor: str, matrix: Quantized) -> LayerScheme:
                 "points hold",
                 hint=f"exclude it: `exclude: [{matrix.parameter}]`",
             )
-        return LayerScheme("pack-quantized", matrix.bits, "int", matrix.block_size, matrix.symmetric)
+        scales = matrix.stored_scales
+        return LayerScheme("pack-quantized", matrix.bits, "int", matrix.block_size, matrix.symmetric, scales)
     if tensor == f"{_HEAD}.weight":
         raise UnsupportedError(f"{tensor}: the servers read the head as it is", hint="set `head: false`")
+    if isinstance(matrix, Fp4Matrix):
+        return LayerScheme(_NVFP4, 4, "float", BLOCK, True)
     if matrix.dtype == "fp8":
-        return LayerScheme("float-quantized", 8, "float", None, True, matrix.inputs, matrix.square)
+        return LayerScheme("float-quantized", 8, "float", None, True, inputs=matrix.inputs, square=matrix.square)
     if matrix.inputs == "none":
         raise UnsupportedError(
             f"{tensor}: the servers multiply int8 weights with one scale per output feature by int8 activations alone",
             hint="set `activations: static` or `per_token`, or use quantize-weights with `bits: 8`",
         )
-    return LayerScheme("int-quantized", 8, "int", None, True, matrix.inputs)
+    return LayerScheme("int-quantized", 8, "int", None, True, inputs=matrix.inputs)
 
 
 def build(request: BuildRequest) -> BuiltEngine:
@@ -226,13 +272,13 @@ def build(request: BuildRequest) -> BuiltEngine:
     check(exported, request.spec)
     folder.mkdir(parents=True, exist_ok=True)
     schemes = {tensor: scheme_of(tensor, matrix) for tensor, matrix in exported.quantized.items()}
-    packed = any(scheme.format == "pack-quantized" for scheme in schemes.values())
-    _write_weights(request, exported, packed)
+    scales = next((scheme.scales for scheme in schemes.values() if scheme.format == "pack-quantized"), None)
+    _write_weights(request, exported, in_fp16=scales == "fp16")
     settings = dict(exported.checkpoint.settings)
-    if packed:
-        settings = _in_fp16(settings)
+    if scales is not None:
+        settings = _in_dtype(settings, scales)
         if isinstance(text := settings.get("text_config"), dict):
-            settings["text_config"] = _in_fp16(text)
+            settings["text_config"] = _in_dtype(text, scales)
     settings["quantization_config"] = quantization_config(schemes, exported.checkpoint)
     _write_json(folder / CONFIG, settings)
     copy_settings(exported.checkpoint, folder)
@@ -244,13 +290,13 @@ def build(request: BuildRequest) -> BuiltEngine:
         "codes": "read back, and equal to those of the graph",
         "servers": servers.described(frozenset(scheme.format_name for scheme in schemes.values())),
     }
-    notes = ["engine: config.json says dtype float16, in which scales are exact"] if packed else []
+    notes = [f"engine: config.json says dtype {_HALVES[scales][1]}, in which scales are exact"] if scales else []
     return BuiltEngine.built(request, written, facts, notes, graph_=request.model)
 
 
-def _in_fp16(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Let servers compute in fp16; the older name of the entry is left out."""
-    return {**{key: value for key, value in settings.items() if key != "torch_dtype"}, "dtype": "float16"}
+def _in_dtype(settings: Mapping[str, Any], scales: Scale) -> dict[str, Any]:
+    """Let servers compute in the dtype of scales; the older name of the entry is left out."""
+    return {**{key: value for key, value in settings.items() if key != "torch_dtype"}, "dtype": _HALVES[scales][1]}
 
 
 def quantization_config(schemes: Mapping[str, LayerScheme], checkpoint: Checkpoint) -> dict[str, Any]:
@@ -298,6 +344,13 @@ def _words(codes: NDArray[np.uint8], bits: int) -> NDArray[np.int32]:
 def layout(tensor: str, matrix: Quantized) -> list[StoredTensor]:
     """Name what stands in place of a weight."""
     layer = tensor.removesuffix(".weight")
+    if isinstance(matrix, Fp4Matrix):
+        return [
+            StoredTensor(f"{layer}.weight_packed", "U8", (matrix.n, matrix.k // 2)),
+            StoredTensor(f"{layer}.weight_scale", "F8_E4M3", (matrix.n, matrix.k // BLOCK)),
+            StoredTensor(f"{layer}.weight_global_scale", "F32", (1,)),
+            StoredTensor(f"{layer}.input_global_scale", "F32", (1,)),
+        ]
     if isinstance(matrix, ChannelMatrix):
         parts = [
             StoredTensor(tensor, _CODES[matrix.dtype], (matrix.n, matrix.k)),
@@ -307,7 +360,7 @@ def layout(tensor: str, matrix: Quantized) -> list[StoredTensor]:
     blocks, a_word = matrix.k // matrix.block_size, WORD_BITS // matrix.bits
     parts = [
         StoredTensor(f"{layer}.weight_packed", "I32", (matrix.n, matrix.k // a_word)),
-        StoredTensor(f"{layer}.weight_scale", "F16", (matrix.n, blocks)),
+        StoredTensor(f"{layer}.weight_scale", _HALVES[matrix.stored_scales][0], (matrix.n, blocks)),
         StoredTensor(f"{layer}.weight_shape", "I64", (2,)),
     ]
     return (
@@ -323,7 +376,7 @@ def _scales_shape(matrix: ChannelMatrix) -> tuple[int, int]:
     return (matrix.n, 1) if square is None else (math.ceil(matrix.n / square), matrix.k // square)
 
 
-def _write_weights(request: BuildRequest, exported: Exported, packed: bool) -> None:
+def _write_weights(request: BuildRequest, exported: Exported, *, in_fp16: bool) -> None:
     """Write one file, or shards of about `SHARD_BYTES` in the order of names."""
     checkpoint, folder = exported.checkpoint, request.folder
     shards: list[dict[str, list[StoredTensor]]] = [{}]
@@ -348,7 +401,7 @@ def _write_weights(request: BuildRequest, exported: Exported, packed: bool) -> N
                 if name in exported.changed:
                     _change(stream, places[name], checkpoint.tensors[name].dtype, name, exported.changed[name])
                 elif matrix is None:
-                    _copy(stream, places[name], checkpoint, name, packed)
+                    _copy(stream, places[name], checkpoint, name, in_fp16=in_fp16)
                 else:
                     _write(stream, places, name, matrix)
                 done += 1
@@ -390,15 +443,15 @@ def _change(stream: BinaryIO, place: int, dtype: ir.DataType, name: str, numbers
     stream.write(stored.tobytes())
 
 
-def _copy(stream: BinaryIO, place: int, checkpoint: Checkpoint, name: str, packed: bool) -> None:
-    """Copy a tensor that stays; where codes are `packed`, servers bring it into fp16."""
+def _copy(stream: BinaryIO, place: int, checkpoint: Checkpoint, name: str, *, in_fp16: bool) -> None:
+    """Copy a tensor that stays, which servers then perhaps bring into fp16."""
     tensor = checkpoint.tensor(name)
-    if packed and tensor.dtype in (ir.DataType.FLOAT, ir.DataType.BFLOAT16):
+    if in_fp16 and tensor.dtype in (ir.DataType.FLOAT, ir.DataType.BFLOAT16):
         largest = float(np.abs(tensor.numpy().astype(np.float32)).max(initial=0))
         if largest > np.finfo(np.float16).max:
             raise UnsupportedError(
                 f"{name} has numbers up to {largest:g}, which fp16 does not hold: scales of packed codes need it",
-                hint="use quantize-channels with `dtype: fp8`, which leaves the dtype of the model alone",
+                hint="set `scales: bf16` where the model is bf16, or use quantize-channels with `dtype: fp8`",
             )
     stream.seek(place)
     tensor.tofile(stream)
@@ -423,7 +476,17 @@ def _write(stream: BinaryIO, places: Mapping[str, int], tensor: str, matrix: Qua
         stream.seek(places[name])
         return np.frombuffer(stream.read(parts[name].size_bytes), dtype).reshape(parts[name].shape)
 
-    if isinstance(matrix, ChannelMatrix):
+    if isinstance(matrix, Fp4Matrix):
+        codes = matrix.codes_by_output.view(np.uint8)
+        put(f"{layer}.weight_packed", pack_bits(codes, 4))
+        put(f"{layer}.weight_scale", matrix.scales_by_output)
+        same = np.array_equal(unpack_bits(get(f"{layer}.weight_packed", np.uint8), 4, matrix.k), codes)
+        same &= np.array_equal(get(f"{layer}.weight_scale", np.uint8), matrix.scales_by_output.view(np.uint8))
+        for name, value in (("weight", matrix.weight_scale), ("input", matrix.input_scale)):
+            scale = np.float32(graph.tensor(value).numpy())
+            put(f"{layer}.{name}_global_scale", nvfp4.divisor(scale).reshape(1))
+            same &= bool(np.float32(1) / get(f"{layer}.{name}_global_scale", "<f4")[0] == scale)
+    elif isinstance(matrix, ChannelMatrix):
         codes, scales = matrix.by_output, matrix.scales_by_output
         put(tensor, codes)
         put(f"{layer}.weight_scale", scales)
@@ -434,11 +497,12 @@ def _write(stream: BinaryIO, places: Mapping[str, int], tensor: str, matrix: Qua
     else:
         read = matrix.read()
         put(f"{layer}.weight_packed", _words(read.codes, matrix.bits))
-        put(f"{layer}.weight_scale", read.scales.astype(np.float16))
+        stored = SCALES[matrix.stored_scales].numpy()
+        put(f"{layer}.weight_scale", read.scales.astype(stored))
         put(f"{layer}.weight_shape", np.array([matrix.n, matrix.k], np.int64))
         words = get(f"{layer}.weight_packed", "<i4")
         same = np.array_equal(unpacked(words, matrix.bits), read.codes)
-        same &= np.array_equal(get(f"{layer}.weight_scale", "<f2").astype(np.float32), read.scales)
+        same &= np.array_equal(get(f"{layer}.weight_scale", stored).astype(np.float32), read.scales)
         if read.zero_points is not None:
             put(f"{layer}.weight_zero_point", _words(read.zero_points.T, matrix.bits).T)
             points = get(f"{layer}.weight_zero_point", "<i4")

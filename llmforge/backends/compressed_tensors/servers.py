@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 # Codes, and what is made of activations: as in the options of quantize-weights and quantize-channels.
-FormatName = Literal["int4", "int8", "int8-static", "int8-per_token", "fp8", "fp8-static", "fp8-per_token", "fp8-block"]
+FormatName = Literal[
+    "int4", "int8", "int8-static", "int8-per_token", "fp8", "fp8-static", "fp8-per_token", "fp8-block", "nvfp4"
+]
 ServerName = Literal["vLLM on CPUs", "vLLM on GPUs", "SGLang", "TensorRT-LLM"]
 VERSIONS: Mapping[ServerName, str] = {
     "vLLM on CPUs": "0.32.0", "vLLM on GPUs": "0.32.0", "SGLang": "0.5.23", "TensorRT-LLM": "of 2026-11",
@@ -64,6 +66,12 @@ SERVERS: Mapping[FormatName, Mapping[ServerName, Loads]] = {
         "vLLM on GPUs": _READ,
         "SGLang": _READ,
         "TensorRT-LLM": _READ,
+    },
+    "nvfp4": {
+        "vLLM on CPUs": Loads("refused", "no kernel: `Failed to find a kernel that can implement the NVFP4 linear`"),
+        "vLLM on GPUs": _READ,
+        "SGLang": _READ,
+        "TensorRT-LLM": Loads("refused", "it reads scales by ModelOpt's names"),
     },
 }  # fmt: skip
 
