@@ -4,8 +4,8 @@
 
 Weights are [K, N] in blocks along K; codes have their shape, block scales are fp8 [K / 16, N], the scale is one fp32
 number, the reciprocal of 6·448 over the largest magnitude, which is what checkpoints store. Matrices that read one
-tensor share it: servers multiply by them as one. (NVIDIA, "Pretraining large language models with NVFP4", arXiv 2509.25149,
-appendix B; OCP microscaling formats 1.0, section 5.3.3.)
+tensor share it: servers multiply by them as one. (NVIDIA, "Pretraining large language models with NVFP4", arXiv
+2509.25149, appendix B; OCP microscaling formats 1.0, section 5.3.3.)
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ from safetensors import safe_open
 
 from llmforge import passes, targets
 from llmforge.backends.compressed_tensors import builder as compressed_tensors
-from llmforge.backends.compressed_tensors import servers
+from llmforge.backends.compressed_tensors import layout, servers
 from llmforge.backends.compressed_tensors.builder import LayerScheme
 from llmforge.backends.engines import BuildRequest, exporter
-from llmforge.backends.exported_parameters import ChannelMatrix, Exported, check_passes
+from llmforge.backends.exported_parameters import ChannelMatrix, Exported, Fp4Matrix, check_passes
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.compile import export_proxy
@@ -34,6 +34,7 @@ from llmforge.passes import (
     LowerPrecision,
     PackQkv,
     QuantizeChannels,
+    QuantizeFp4,
     QuantizeKvCache,
     QuantizeWeights,
 )
@@ -43,7 +44,8 @@ from llmforge.rewrite.pass_base import Budget, Context, Pass
 
 Traced = tuple[Checkpoint, ir.Model]
 LOOSE = Budget(kld_mean=1.0)
-LOCAL, GPU = targets.local(), targets.load("l4")
+LOCAL = targets.local()
+GPUS = {QuantizeChannels: targets.load("l4"), QuantizeFp4: targets.load("b200")}
 EXPONENTS = [0, 1, 2, 3, 0]
 SPEC = EngineSpec(backend="compressed-tensors", max_context=32)
 LAYER = "model.layers.0.mlp.down_proj"
@@ -67,7 +69,8 @@ def export(traced: Traced, *steps: Any) -> tuple[ir.Model, Exported]:
         inputs[name] = InputRange(np.full(entry.shape[-1], 4.0, np.float32), Smoothed(exponents, 0.5, 1.0, 2.0))
     statistics = Statistics(0, 0, {}, {}, inputs)
     for step in steps:
-        assert step.run(copy, Context(GPU if isinstance(step, QuantizeChannels) else LOCAL, statistics))
+        target = GPUS.get(type(step), LOCAL)
+        assert step.run(copy, Context(target, statistics))
     return copy, export_proxy.exported(copy, model, checkpoint)
 
 
@@ -210,6 +213,55 @@ def test_squares_that_servers_would_put_together_must_be_whole(sample_checkpoint
     assert "granularity: channel" in (caught.value.hint or "")
 
 
+POINTS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # of e2m1, by the lower three bits
+
+
+def of_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Read e2m1 of bytes, the first of two in the lower bits: the definition, apart from the code under test."""
+    nibbles = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
+    return np.where(nibbles & 8, -1, 1).astype(np.float32) * POINTS[nibbles & 7]
+
+
+def test_nvfp4_is_packed_with_scales_that_layers_share(bf16_llama: Traced, tmp_path: Path) -> None:
+    checkpoint, _ = bf16_llama
+    _, engine = write(bf16_llama, tmp_path, QuantizeFp4(budget=LOOSE))
+    found = tensors(engine / "model.safetensors")
+
+    names = [f"model.layers.0.self_attn.{each}_proj" for each in "qkv"]
+    weights = [checkpoint.tensor(f"{name}.weight").numpy().astype(np.float32) for name in names]
+    divisor = np.float32(6 * 448) / np.float32(max(np.abs(weight).max() for weight in weights))
+    for name, weight in zip(names, weights, strict=True):
+        assert found[f"{name}.weight_global_scale"] == pytest.approx(divisor, rel=2e-7)
+        assert np.float32(1) / found[f"{name}.weight_global_scale"] == np.float32(1) / divisor
+        assert found[f"{name}.input_global_scale"] == pytest.approx(6 * 448 / 4.0)
+        scales = found[f"{name}.weight_scale"]
+        assert (scales.dtype, scales.shape) == (ml_dtypes.float8_e4m3fn, (len(weight), weight.shape[1] // 16))
+        steps = np.repeat(scales.astype(np.float32), 16, axis=1) / divisor
+        codes = of_nibbles(found[f"{name}.weight_packed"])
+        nearest = np.abs(np.abs(weight)[..., None] - POINTS * steps[..., None]).min(-1)
+        assert (np.abs(weight - codes * steps) <= nearest + 1e-6).all()
+        largest = np.abs(weight).reshape(len(weight), -1, 16).max(-1)
+        assert np.abs(largest * divisor / 6 / scales.astype(np.float32) - 1).max() < 2**-4
+    group = settings(engine)["quantization_config"]["config_groups"]["group_0"]
+    assert group["format"] == settings(engine)["quantization_config"]["format"] == "nvfp4-pack-quantized"
+    for each in (group["weights"], group["input_activations"]):
+        assert (each["strategy"], each["group_size"], each["num_bits"], each["type"]) == (
+            "tensor_group",
+            16,
+            4,
+            "float",
+        )
+    assert (group["weights"]["dynamic"], group["input_activations"]["dynamic"]) == (False, "local")
+
+
+def test_layers_in_nvfp4_without_a_shared_scale_are_refused(bf16_llama: Traced) -> None:
+    _, exported = export(bf16_llama, QuantizeFp4(budget=LOOSE))
+    name = "model.layers.0.self_attn.k_proj.weight"
+    alone = replace(cast(Fp4Matrix, exported.quantized[name]), weight_scale=ir.val("own"))
+    with pytest.raises(UnsupportedError, match="have scales of their own; the servers take one"):
+        check(replace(exported, quantized={**exported.quantized, name: alone}))
+
+
 def test_outliers_are_moved_in_the_parameters_themselves(bf16_llama: Traced, tmp_path: Path) -> None:
     """SmoothQuant: the norm is divided by powers of two, which bf16 holds, and the matrices that read it multiplied."""
     checkpoint, _ = bf16_llama
@@ -273,14 +325,14 @@ def test_the_same_input_gives_the_same_bytes(bf16_llama: Traced, tmp_path: Path)
 def test_a_bit_that_is_not_written_is_noticed(
     bf16_llama: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pack = compressed_tensors.pack_bits
+    pack = layout.pack_bits
 
     def wrong(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
         packed = pack(codes, bits)
         packed[-1, -1] ^= 16
         return packed
 
-    monkeypatch.setattr(compressed_tensors, "pack_bits", wrong)
+    monkeypatch.setattr(layout, "pack_bits", wrong)
     with pytest.raises(VerificationError, match="was not written as it was quantized"):
         write(bf16_llama, tmp_path, blocks())
 
@@ -313,7 +365,9 @@ def test_what_is_not_held_exactly_is_refused_before_a_weight_is_read(
 def test_a_pass_that_no_checkpoint_can_say_is_refused_by_name(step: type[Pass]) -> None:
     with pytest.raises(UnsupportedError, match=f"^{step.name}: .*cannot say what this pass does") as caught:
         check_passes("compressed-tensors", [FuseNorms, step], passes.ALL)
-    assert str(caught.value.hint).endswith("takes fuse-norms, flash-attention, quantize-weights, quantize-channels")
+    assert str(caught.value.hint).endswith(
+        "takes fuse-norms, flash-attention, quantize-weights, quantize-channels, quantize-fp4"
+    )
     check_passes("onnxruntime", [step], passes.ALL)
 
 
@@ -341,8 +395,9 @@ def test_a_parameter_that_a_pass_changed_is_refused(bf16_llama: Traced) -> None:
         QuantizeChannels(budget=LOOSE, dtype="fp8", activations="static", head=False, smooth=False),
         QuantizeChannels(budget=LOOSE, dtype="int8", activations="per_token", head=False, smooth=False),
         QuantizeChannels(budget=LOOSE, dtype="fp8", activations="per_token", granularity="block", head=False),
+        QuantizeFp4(budget=LOOSE),
     ],
-    ids=["int4", "int4-symmetric", "int8", "fp8", "fp8-static", "int8-per-token", "fp8-block"],
+    ids=["int4", "int4-symmetric", "int8", "fp8", "fp8-static", "int8-per-token", "fp8-block", "nvfp4"],
 )
 def test_compressed_tensors_decompresses_the_weights_that_the_graph_has(
     bf16_llama: Traced, sample_checkpoint: Path, sample_graph: ir.Model, tmp_path: Path, step: Any
@@ -371,12 +426,38 @@ def test_compressed_tensors_decompresses_the_weights_that_the_graph_has(
         name = f"{LAYER}.weight.{step.dtype}"
         scales = ours[f"{name}.scales"]
         wanted = (ours[name].astype(np.float32) * (np.repeat(scales, 128, axis=0) if in_squares else scales)).T
+    elif isinstance(step, QuantizeFp4):
+        matrix = cast(Fp4Matrix, export(bf16_llama, step)[1].quantized[f"{LAYER}.weight"])
+        steps = np.repeat(matrix.scales_by_output.astype(np.float32), 16, axis=1)
+        wanted = matrix.codes_by_output.astype(np.float32) * (steps * graph.tensor(matrix.weight_scale).numpy())
+        np.testing.assert_allclose(theirs, wanted, rtol=2.0**-7)  # theirs are in bf16
+        again = compressor.compress({**own, "weight": torch.from_numpy(wanted)}, scheme)
+        assert torch.equal(again["weight_packed"], own["weight_packed"])
+        return
     else:
         from llmforge.quantization.grids import dequantize
 
         [made] = [each for each in export(bf16_llama, step)[1].quantized.items() if each[0] == f"{LAYER}.weight"]
         wanted = dequantize(made[1].read())  # type: ignore[union-attr]
     assert np.array_equal(theirs, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_modelopt_quantizes_to_the_same_nvfp4(bf16_llama: Traced, tmp_path: Path) -> None:
+    """Down projections, which share their scale with none: codes, block scales, and the scale up to its last bit."""
+    pytest.importorskip("modelopt", reason="pip install --no-deps nvidia-modelopt==0.47.0")
+    import torch
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    checkpoint, _ = bf16_llama
+    _, engine = write(bf16_llama, tmp_path, QuantizeFp4(budget=LOOSE))
+    found = tensors(engine / "model.safetensors")
+    weight = torch.from_numpy(checkpoint.tensor(f"{LAYER}.weight").numpy().astype(np.float32))
+    quantized, scales, scale = NVFP4QTensor.quantize(weight, 16)
+    assert np.array_equal(quantized._quantized_data.numpy(), found[f"{LAYER}.weight_packed"])
+    assert scales.view(torch.uint8).numpy().tobytes() == found[f"{LAYER}.weight_scale"].tobytes()
+    assert 1 / scale.item() == pytest.approx(found[f"{LAYER}.weight_global_scale"].item(), rel=2e-7)
 
 
 def test_the_documentation_has_the_table_of_servers() -> None:
@@ -393,6 +474,7 @@ def test_every_format_that_is_written_stands_in_the_table_of_servers() -> None:
         ),
         *(LayerScheme("int-quantized", 8, "int", None, True, inputs=inputs) for inputs in ("static", "per_token")),
         LayerScheme("float-quantized", 8, "float", None, True, inputs="per_token", square=128),
+        LayerScheme("nvfp4-pack-quantized", 4, "float", 16, True),
     ]
     written = {scheme.format_name for scheme in schemes}
     assert written == set(servers.SERVERS)

@@ -16,7 +16,7 @@ What passes made of a weight [N, K] decides how it stands there (compressed_tens
   token.
 - `int-quantized`, of quantize-channels in int8 with activations: `weight` int8 [N, K], the same scales.
 - `nvfp4-pack-quantized`, of quantize-fp4: `weight_packed` uint8 [N, K/2], the first of two codes in the lower bits;
-  `weight_scale` float8_e4m3fn [N, K/16]; `weight_global_scale` and `input_global_scale` fp32 [1], by which servers divide.
+  `weight_scale` float8_e4m3fn [N, K/16]; `weight_global_scale` and `input_global_scale` fp32 [1] are reciprocals.
 
 `servers` has which servers load which of them.
 
@@ -29,7 +29,6 @@ bytes.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,24 +36,27 @@ from typing import Any, BinaryIO, Final, Literal, cast
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from llmforge.backends import signatures
 from llmforge.backends.compressed_tensors import servers
+from llmforge.backends.compressed_tensors.layout import (
+    HALVES,
+    ITEM_BYTES,
+    NAMES,
+    WORD_BITS,
+    StoredTensor,
+    layout,
+    write,
+)
 from llmforge.backends.compressed_tensors.servers import FormatName
 from llmforge.backends.engines import BuildRequest, BuiltEngine
-from llmforge.backends.exported_parameters import Blocks, ChannelMatrix, Exported, Fp4Matrix, Quantized
-from llmforge.base.errors import UnsupportedError, VerificationError
+from llmforge.backends.exported_parameters import Blocks, Exported, Fp4Matrix, Quantized
+from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import CONFIG, Checkpoint
 from llmforge.checkpoint.folder import CHAT_TEMPLATE, GENERATION_CONFIG
-from llmforge.checkpoint.safetensors_file import DTYPES
 from llmforge.checkpoint.shards import WEIGHTS, WEIGHTS_INDEX
-from llmforge.ir import graph
 from llmforge.ir.fp4 import BLOCK
-from llmforge.quantization import nvfp4
 from llmforge.quantization.grid import Scale
-from llmforge.quantization.grids import pack_bits, unpack_bits
-from llmforge.quantization.initializers import SCALES
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Changes
 from llmforge.runtime.config import FILE
@@ -62,7 +64,6 @@ from llmforge.targets import Target
 
 METHOD, VERSION = "compressed-tensors", "0.20.0"
 SHARD_BYTES: Final = 4 << 30
-WORD_BITS = 32
 # Layers that servers put on top of each other, and that must have one format.
 TOGETHER = (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"}))
 TOKENIZER = (
@@ -76,25 +77,8 @@ TOKENIZER = (
 )
 _HEAD = "lm_head"
 _NVFP4 = "nvfp4-pack-quantized"
-_HALVES: Mapping[Scale, tuple[str, str]] = {"fp16": ("F16", "float16"), "bf16": ("BF16", "bfloat16")}  # in config.json
+_DTYPES: Mapping[Scale, str] = {"fp16": "float16", "bf16": "bfloat16"}  # in config.json
 _NOT_BF16 = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
-_CODES = {"int8": "I8", "fp8": "F8_E4M3"}
-NAMES: Mapping[ir.DataType, str] = {ir.DataType[dtype]: name for name, dtype in DTYPES.items()}
-ITEM_BYTES: Mapping[str, int] = {name: math.ceil(dtype.itemsize) for dtype, name in NAMES.items()}
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of a file, by the name that safetensors has for its dtype."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """The bytes that it takes."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -179,10 +163,8 @@ def check(exported: Exported, spec: EngineSpec) -> None:
                 f"{', '.join(found)} have different formats; the servers read those of {parent} as one matrix",
                 hint="give them one format, or exclude all of them",
             )
-        scales = {
-            id(each.weight_scale) for name in found if isinstance(each := exported.quantized.get(name), Fp4Matrix)
-        }
-        if len(scales) > 1:
+        matrices = [each for each in map(exported.quantized.get, found) if isinstance(each, Fp4Matrix)]
+        if len({each.weight_scale for each in matrices}) > 1:
             raise UnsupportedError(
                 f"{', '.join(found)} have scales of their own; the servers take one for all of {parent}",
                 hint="leave passes between them out of the recipe",
@@ -228,7 +210,7 @@ def scheme_of(tensor: str, matrix: Quantized) -> LayerScheme:
             raise UnsupportedError(
                 f"{tensor}: the servers read embedding and head as they are", hint="set `embedding_bits: 16`"
             )
-        if matrix.stored_scales not in _HALVES:
+        if matrix.stored_scales not in HALVES:
             raise UnsupportedError(
                 f"{tensor}: its scales are {matrix.stored_scales}; the servers hold scales of packed codes in 16 bits",
                 hint="set `scales: bf16` in quantize-weights, or `scales: fp16` where the model is no bf16",
@@ -290,13 +272,13 @@ def build(request: BuildRequest) -> BuiltEngine:
         "codes": "read back, and equal to those of the graph",
         "servers": servers.described(frozenset(scheme.format_name for scheme in schemes.values())),
     }
-    notes = [f"engine: config.json says dtype {_HALVES[scales][1]}, in which scales are exact"] if scales else []
+    notes = [f"engine: config.json says dtype {_DTYPES[scales]}, in which scales are exact"] if scales else []
     return BuiltEngine.built(request, written, facts, notes, graph_=request.model)
 
 
 def _in_dtype(settings: Mapping[str, Any], scales: Scale) -> dict[str, Any]:
     """Let servers compute in the dtype of scales; the older name of the entry is left out."""
-    return {**{key: value for key, value in settings.items() if key != "torch_dtype"}, "dtype": _HALVES[scales][1]}
+    return {**{key: value for key, value in settings.items() if key != "torch_dtype"}, "dtype": _DTYPES[scales]}
 
 
 def quantization_config(schemes: Mapping[str, LayerScheme], checkpoint: Checkpoint) -> dict[str, Any]:
@@ -336,46 +318,6 @@ def copy_settings(checkpoint: Checkpoint, folder: Path) -> None:
         (folder / CHAT_TEMPLATE).write_text(checkpoint.chat_template, encoding="utf-8")
 
 
-def _words(codes: NDArray[np.uint8], bits: int) -> NDArray[np.int32]:
-    """Pack codes [N, C] into words [N, C·bits/32], the first in the lowest bits."""
-    return np.ascontiguousarray(pack_bits(np.ascontiguousarray(codes), bits)).view("<i4")
-
-
-def layout(tensor: str, matrix: Quantized) -> list[StoredTensor]:
-    """Name what stands in place of a weight."""
-    layer = tensor.removesuffix(".weight")
-    if isinstance(matrix, Fp4Matrix):
-        return [
-            StoredTensor(f"{layer}.weight_packed", "U8", (matrix.n, matrix.k // 2)),
-            StoredTensor(f"{layer}.weight_scale", "F8_E4M3", (matrix.n, matrix.k // BLOCK)),
-            StoredTensor(f"{layer}.weight_global_scale", "F32", (1,)),
-            StoredTensor(f"{layer}.input_global_scale", "F32", (1,)),
-        ]
-    if isinstance(matrix, ChannelMatrix):
-        parts = [
-            StoredTensor(tensor, _CODES[matrix.dtype], (matrix.n, matrix.k)),
-            StoredTensor(f"{layer}.weight_scale", "F32", _scales_shape(matrix)),
-        ]
-        return parts if matrix.input_scale is None else [*parts, StoredTensor(f"{layer}.input_scale", "F32", (1,))]
-    blocks, a_word = matrix.k // matrix.block_size, WORD_BITS // matrix.bits
-    parts = [
-        StoredTensor(f"{layer}.weight_packed", "I32", (matrix.n, matrix.k // a_word)),
-        StoredTensor(f"{layer}.weight_scale", _HALVES[matrix.stored_scales][0], (matrix.n, blocks)),
-        StoredTensor(f"{layer}.weight_shape", "I64", (2,)),
-    ]
-    return (
-        parts
-        if matrix.symmetric
-        else [*parts, StoredTensor(f"{layer}.weight_zero_point", "I32", (matrix.n // a_word, blocks))]
-    )
-
-
-def _scales_shape(matrix: ChannelMatrix) -> tuple[int, int]:
-    """Say the shape in which scales stand in the file."""
-    square = matrix.square
-    return (matrix.n, 1) if square is None else (math.ceil(matrix.n / square), matrix.k // square)
-
-
 def _write_weights(request: BuildRequest, exported: Exported, *, in_fp16: bool) -> None:
     """Write one file, or shards of about `SHARD_BYTES` in the order of names."""
     checkpoint, folder = exported.checkpoint, request.folder
@@ -403,7 +345,7 @@ def _write_weights(request: BuildRequest, exported: Exported, *, in_fp16: bool) 
                 elif matrix is None:
                     _copy(stream, places[name], checkpoint, name, in_fp16=in_fp16)
                 else:
-                    _write(stream, places, name, matrix)
+                    write(stream, places, name, matrix)
                 done += 1
                 request.progress.advance(done, total)
     if len(shards) > 1:
@@ -455,67 +397,6 @@ def _copy(stream: BinaryIO, place: int, checkpoint: Checkpoint, name: str, *, in
             )
     stream.seek(place)
     tensor.tofile(stream)
-
-
-def _write(stream: BinaryIO, places: Mapping[str, int], tensor: str, matrix: Quantized) -> None:
-    """Write codes and scales, read them back, and hold them against those of the graph.
-
-    Raises:
-        VerificationError: they differ.
-    """
-    parts = {part.name: part for part in layout(tensor, matrix)}
-    layer = tensor.removesuffix(".weight")
-
-    def put(name: str, array: NDArray[Any]) -> None:
-        data = np.ascontiguousarray(array)
-        assert (data.shape, data.nbytes) == (parts[name].shape, parts[name].size_bytes), name
-        stream.seek(places[name])
-        stream.write(data.tobytes())
-
-    def get(name: str, dtype: Any) -> NDArray[Any]:
-        stream.seek(places[name])
-        return np.frombuffer(stream.read(parts[name].size_bytes), dtype).reshape(parts[name].shape)
-
-    if isinstance(matrix, Fp4Matrix):
-        codes = matrix.codes_by_output.view(np.uint8)
-        put(f"{layer}.weight_packed", pack_bits(codes, 4))
-        put(f"{layer}.weight_scale", matrix.scales_by_output)
-        same = np.array_equal(unpack_bits(get(f"{layer}.weight_packed", np.uint8), 4, matrix.k), codes)
-        same &= np.array_equal(get(f"{layer}.weight_scale", np.uint8), matrix.scales_by_output.view(np.uint8))
-        for name, value in (("weight", matrix.weight_scale), ("input", matrix.input_scale)):
-            scale = np.float32(graph.tensor(value).numpy())
-            put(f"{layer}.{name}_global_scale", nvfp4.divisor(scale).reshape(1))
-            same &= bool(np.float32(1) / get(f"{layer}.{name}_global_scale", "<f4")[0] == scale)
-    elif isinstance(matrix, ChannelMatrix):
-        codes, scales = matrix.by_output, matrix.scales_by_output
-        put(tensor, codes)
-        put(f"{layer}.weight_scale", scales)
-        same = np.array_equal(get(tensor, np.uint8), codes.view(np.uint8))
-        same &= np.array_equal(get(f"{layer}.weight_scale", "<f4"), scales)
-        if matrix.input_scale is not None:
-            put(f"{layer}.input_scale", graph.tensor(matrix.input_scale).numpy().reshape(1))
-    else:
-        read = matrix.read()
-        put(f"{layer}.weight_packed", _words(read.codes, matrix.bits))
-        stored = SCALES[matrix.stored_scales].numpy()
-        put(f"{layer}.weight_scale", read.scales.astype(stored))
-        put(f"{layer}.weight_shape", np.array([matrix.n, matrix.k], np.int64))
-        words = get(f"{layer}.weight_packed", "<i4")
-        same = np.array_equal(unpacked(words, matrix.bits), read.codes)
-        same &= np.array_equal(get(f"{layer}.weight_scale", stored).astype(np.float32), read.scales)
-        if read.zero_points is not None:
-            put(f"{layer}.weight_zero_point", _words(read.zero_points.T, matrix.bits).T)
-            points = get(f"{layer}.weight_zero_point", "<i4")
-            same &= np.array_equal(unpacked(points.T, matrix.bits).T, read.zero_points)
-    if not same:
-        raise VerificationError(f"{tensor} was not written as it was quantized")
-
-
-def unpacked(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
-    """Read codes [N, C], from 0 on, of words [N, C·bits/32]."""
-    places = np.arange(WORD_BITS // bits, dtype=np.uint32) * np.uint32(bits)
-    each = words.astype(np.int64)[..., None].astype(np.uint32) >> places & np.uint32(2**bits - 1)
-    return each.reshape(len(words), -1).astype(np.uint8)
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
