@@ -32,6 +32,8 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def passes(name: FormatName, **weights: Any) -> list[dict[str, Any]]:
     """Give the passes whose result has a format of `servers.SERVERS`."""
     dtype, _, activations = name.partition("-")
+    if name == "nvfp4":
+        return [{"quantize-fp4": {"budget": {"kld_mean": 1.0}}}]
     if dtype == "int4" or name == "int8":
         return [{"quantize-weights": {"bits": int(dtype[3:]), "block_size": 32, **WEIGHTS, **weights}}]
     if activations == "block":
@@ -43,7 +45,8 @@ def passes(name: FormatName, **weights: Any) -> list[dict[str, Any]]:
 def build(folder: Path, checkpoint: Path, data: Path, python: Path, steps: Any, **validation: Any) -> BuildResult:
     quality = {"data": str(data / "evaluation.jsonl"), "context": 128, "max_tokens": 2048, "decode_tokens": 64}
     recipe = {
-        "schema": 1, "name": "vllm", "checkpoint": str(checkpoint), "target": "local",
+        "schema": 1, "name": "vllm", "checkpoint": str(checkpoint),
+        "target": "b200" if "quantize-fp4" in steps[0] else "local",
         "engine": {"backend": "compressed-tensors", "max_context": 512, "max_batch": 4},
         "passes": steps,
         "calibration": {"data": str(data / "calibration.jsonl"), "samples": 8, "length": 128, "seed": 0},
