@@ -172,7 +172,7 @@ class Idle:
 
 
 def serve_metrics() -> str:
-    told = metrics.ServerMetrics(Idle())  # type: ignore[arg-type]
+    told = metrics.ServerMetrics(Idle(), access.ServerState())  # type: ignore[arg-type]
     told.failed()
     told.ended("timeout", 1.0)
     return told.exposition().decode()

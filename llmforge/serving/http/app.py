@@ -24,12 +24,13 @@ from llmforge.serving.http import bodies, openapi
 from llmforge.serving.http.access import ServerState
 from llmforge.serving.http.call_stream import CallStream
 from llmforge.serving.http.completion_call import CompletionCall, adapter_of, chat_call, served, text_call
+from llmforge.serving.http.limits import Client, RateLimited
 from llmforge.serving.http.metrics import ServerMetrics
 from llmforge.serving.http.responses import ResponseWriter, TokenBytes, error_body, status
 from llmforge.serving.http.telemetry import RequestSpan
 from llmforge.serving.interface import Serving
 from llmforge.serving.prompts import PromptEncoder
-from llmforge.serving.protocol import client_json, tools
+from llmforge.serving.protocol import client_json, reasoning, tools
 from llmforge.serving.protocol.client_json import JsonLimits
 from llmforge.serving.protocol.messages import encode_messages
 from llmforge.serving.request import Chunk, Usage
@@ -72,7 +73,7 @@ class _Endpoints:
         self._state = state
         self._model = model
         self._created = int(time.time())
-        self._metrics = ServerMetrics(engine)
+        self._metrics = ServerMetrics(engine, state)
         self._token_bytes = TokenBytes(engine.encoder.tokenizer)
         self._limits = JsonLimits.of(engine.encoder)
         self.document: dict[str, Any] = {}
@@ -81,14 +82,21 @@ class _Endpoints:
     async def complete(
         self, parse: Callable[[Any, PromptEncoder, str], CompletionCall], http: HttpRequest
     ) -> Response | EventStream:
-        span: RequestSpan | None = http.scope.get("state", {}).get("span")
+        known = http.scope.get("state", {})
+        span: RequestSpan | None = known.get("span")
+        client: Client | None = known.get("client")
         try:
             self._check_draining()
-            data = await bodies.read(http, self._limits)
-            call = await self._in_thread(data, lambda body: parse(body, self._engine.encoder, self._model))
-            if span is not None:
-                span.call(call)
-            sequences = CallStream(self._engine, call, self._metrics, span)
+            with contextlib.ExitStack() as refused:
+                if client is not None:
+                    client.begin()
+                    refused.callback(client.end)
+                data = await bodies.read(http, self._limits)
+                call = await self._in_thread(data, lambda body: parse(body, self._engine.encoder, self._model))
+                if span is not None:
+                    span.call(call)
+                sequences = CallStream(self._engine, call, self._metrics, span, client)
+                refused.pop_all()
             await sequences.submit()
         except ForgeError as error:
             self._metrics.refused(error)
@@ -124,7 +132,8 @@ class _Endpoints:
                 raise UsageError("expected an object with either prompt (a string) or messages")
             if "messages" in body:
                 use = tools.read(body, encoder)
-                return encode_messages(body["messages"], encoder, () if use is None else use.tools)
+                variables = reasoning.variables(body, encoder.template)
+                return encode_messages(body["messages"], encoder, () if use is None else use.tools, variables)
             if not isinstance(body["prompt"], str):
                 raise UsageError("prompt: expected a string")
             return encoder.encode(body["prompt"])
@@ -252,7 +261,9 @@ async def _cancelled_on_disconnect(receive: Receive, sequences: CallStream) -> A
 
 def _refusal(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ForgeError)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, Unavailable) else {}
+    headers = {}
+    if isinstance(error, Unavailable):
+        headers["Retry-After"] = str(error.retry_s if isinstance(error, RateLimited) else RETRY_AFTER_S)
     if isinstance(error, client_json.TooLarge | bodies.TooSlow):
         headers["Connection"] = "close"  # what still comes of the body is not waited for
     return JSONResponse(error_body(error), status(error), headers)
