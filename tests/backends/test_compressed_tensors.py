@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
+from pydantic import ValidationError
 from safetensors import safe_open
 
 from llmforge import passes, targets
@@ -41,6 +42,9 @@ from llmforge.passes import (
 from llmforge.quantization.statistics import InputRange, Smoothed, Statistics
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Budget, Context, Pass
+from llmforge.trace import trace
+
+from ..models import zoo
 
 Traced = tuple[Checkpoint, ir.Model]
 LOOSE = Budget(kld_mean=1.0)
@@ -48,6 +52,7 @@ LOCAL = targets.local()
 GPUS = {QuantizeChannels: targets.load("l4"), QuantizeFp4: targets.load("b200")}
 EXPONENTS = [0, 1, 2, 3, 0]
 SPEC = EngineSpec(backend="compressed-tensors", max_context=32)
+BY_MODELOPT = EngineSpec(backend="compressed-tensors", max_context=32, quant_method="modelopt")
 LAYER = "model.layers.0.mlp.down_proj"
 
 
@@ -74,13 +79,13 @@ def export(traced: Traced, *steps: Any) -> tuple[ir.Model, Exported]:
     return copy, export_proxy.exported(copy, model, checkpoint)
 
 
-def check(exported: Exported) -> None:
-    exporter("compressed-tensors", LOCAL).check(exported, SPEC)
+def check(exported: Exported, spec: EngineSpec = SPEC) -> None:
+    exporter("compressed-tensors", LOCAL).check(exported, spec)
 
 
-def write(traced: Traced, folder: Path, *steps: Any) -> tuple[ir.Model, Path]:
+def write(traced: Traced, folder: Path, *steps: Any, spec: EngineSpec = SPEC) -> tuple[ir.Model, Path]:
     model, exported = export(traced, *steps)
-    compressed_tensors.build(BuildRequest(model, folder / "engine", SPEC, LOCAL, [0], 0, exported=exported))
+    compressed_tensors.build(BuildRequest(model, folder / "engine", spec, LOCAL, [0], 0, exported=exported))
     return model, folder / "engine"
 
 
@@ -248,6 +253,72 @@ def test_nvfp4_is_packed_with_scales_that_layers_share(bf16_llama: Traced, tmp_p
         said = [each[key] for key in ("strategy", "group_size", "num_bits", "type")]
         assert said == ["tensor_group", 16, 4, "float"]
     assert (group["weights"]["dynamic"], group["input_activations"]["dynamic"]) == (False, "local")
+
+
+def test_nvfp4_by_the_names_of_modelopt(bf16_llama: Traced, tmp_path: Path) -> None:
+    """The codes and scales of compressed-tensors, whose reciprocals are stored; both files say the same."""
+    step = QuantizeFp4(budget=LOOSE, exclude=("*.layers.1.*",))
+    ours = tensors(write(bf16_llama, tmp_path / "own", step)[1] / "model.safetensors")
+    _, engine = write(bf16_llama, tmp_path, step, spec=BY_MODELOPT)
+    found = tensors(engine / "model.safetensors")
+
+    assert found[f"{LAYER}.weight"].tobytes() == ours[f"{LAYER}.weight_packed"].tobytes()
+    assert found[f"{LAYER}.weight_scale"].tobytes() == ours[f"{LAYER}.weight_scale"].tobytes()
+    for name, other in (("weight_scale_2", "weight_global_scale"), ("input_scale", "input_global_scale")):
+        scale = found[f"{LAYER}.{name}"]
+        assert (scale.dtype, scale.shape) == (np.float32, ())
+        assert scale == np.float32(1) / ours[f"{LAYER}.{other}"][0]
+    assert not [name for name in found if name.endswith(("packed", "global_scale"))]
+    beside = json.loads((engine / "hf_quant_config.json").read_text())["quantization"]
+    inline = settings(engine)["quantization_config"]
+    assert (beside["quant_algo"], beside["group_size"], beside["kv_cache_quant_algo"]) == ("NVFP4", 16, None)
+    assert (inline["quant_method"], inline["quant_algo"], inline["group_size"]) == ("modelopt", "NVFP4", 16)
+    assert {"lm_head", "model.embed_tokens", "model.layers.1.mlp.up_proj"} <= set(beside["exclude_modules"])
+    assert beside["exclude_modules"] == inline["ignore"]
+    assert "model.layers.0.mlp.up_proj" not in inline["ignore"]
+
+
+def test_modelopt_has_names_for_nvfp4_alone(bf16_llama: Traced) -> None:
+    with pytest.raises(UnsupportedError, match="is no NVFP4, which alone is written by ModelOpt's names") as caught:
+        check(export(bf16_llama, blocks())[1], BY_MODELOPT)
+    assert "quantize-fp4" in (caught.value.hint or "")
+    with pytest.raises(ValidationError, match="quant_method: modelopt goes with backend: compressed-tensors"):
+        EngineSpec(backend="onnxruntime", max_context=32, quant_method="modelopt")
+
+
+def test_what_the_language_model_does_not_use_is_carried_over_and_ignored(tmp_path: Path) -> None:
+    """A head for several tokens, experts in one tensor, a vision tower: bytes as they are, in fp32, too."""
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "hf"
+    zoo.write("llama-tied", folder, torch.bfloat16)
+    others = {
+        "mtp.layers.0.mlp.up_proj.weight": torch.ones(96, 64, dtype=torch.bfloat16),
+        "mtp.layers.0.mlp.experts.gate_up_proj": torch.ones(2, 96, 64, dtype=torch.bfloat16),
+        "mtp.norm.weight": torch.ones(64, dtype=torch.bfloat16),
+        "model.visual.patch_embed.proj.weight": torch.full((8, 3, 2, 4, 4), 1e6),
+        "model.visual.blocks.0.attn.qkv.weight": torch.ones(96, 32),
+    }
+    save_file(load_file(folder / "model.safetensors") | others, folder / "model.safetensors", {"format": "pt"})
+    checkpoint = Checkpoint.open(folder)
+    for name, step in {"bf16": blocks(scales="bf16"), "fp4": QuantizeFp4(budget=LOOSE)}.items():
+        _, engine = write((checkpoint, trace(checkpoint)), tmp_path / name, step)
+        found = load_file(engine / "model.safetensors")
+        assert all(torch.equal(found[name], tensor) for name, tensor in others.items())
+        ignored = set(settings(engine)["quantization_config"]["ignore"])
+        assert ignored == {
+            *("lm_head", "model.embed_tokens", "mtp.layers.0.mlp.up_proj", "mtp.layers.0.mlp.experts"),
+            *("model.visual.patch_embed.proj", "model.visual.blocks.0.attn.qkv"),
+        }
+
+
+def test_a_model_in_fp16_has_no_scales_in_bf16(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    zoo.write("llama-tied", tmp_path, torch.float16)
+    checkpoint = Checkpoint.open(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"config\.json says dtype float16; servers would compute in bf16"):
+        check(export((checkpoint, trace(checkpoint)), blocks(scales="bf16"))[1])
 
 
 def test_layers_in_nvfp4_without_a_shared_scale_are_refused(bf16_llama: Traced) -> None:
@@ -471,7 +542,7 @@ def test_every_format_that_is_written_stands_in_the_table_of_servers() -> None:
         ),
         *(LayerScheme("int-quantized", 8, "int", None, True, inputs=inputs) for inputs in ("static", "per_token")),
         LayerScheme("float-quantized", 8, "float", None, True, inputs="per_token", square=128),
-        LayerScheme("nvfp4-pack-quantized", 4, "float", 16, True),
+        *(LayerScheme(each, 4, "float", 16, True) for each in ("nvfp4-pack-quantized", "modelopt")),
     ]
     written = {scheme.format_name for scheme in schemes}
     assert written == set(servers.SERVERS)

@@ -32,7 +32,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def passes(name: FormatName, **weights: Any) -> list[dict[str, Any]]:
     """Give the passes whose result has a format of `servers.SERVERS`."""
     dtype, _, activations = name.partition("-")
-    if name == "nvfp4":
+    if name.startswith("nvfp4"):
         return [{"quantize-fp4": {"budget": {"kld_mean": 1.0}}}]
     if dtype == "int4" or name == "int8":
         return [{"quantize-weights": {"bits": int(dtype[3:]), "block_size": 32, **WEIGHTS, **weights}}]

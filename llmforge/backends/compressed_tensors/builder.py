@@ -18,6 +18,7 @@ What passes made of a weight [N, K] decides how it stands there (compressed_tens
 - `nvfp4-pack-quantized`, of quantize-fp4: `weight_packed` uint8 [N, K/2], the first of two codes in the lower bits;
   `weight_scale` float8_e4m3fn [N, K/16]; `weight_global_scale` and `input_global_scale` fp32 [1] are reciprocals.
 
+With `quant_method: modelopt`, NVFP4 stands there by ModelOpt's names (`modelopt`), and hf_quant_config.json beside.
 `servers` has which servers load which of them.
 
 Servers hold the scales of packed codes in the dtype that they compute in: fp16, or bf16 where the model is bf16, and
@@ -38,12 +39,13 @@ import numpy as np
 import onnx_ir as ir
 
 from llmforge.backends import signatures
-from llmforge.backends.compressed_tensors import servers
+from llmforge.backends.compressed_tensors import modelopt, servers
 from llmforge.backends.compressed_tensors.layout import (
     HALVES,
     ITEM_BYTES,
     NAMES,
     WORD_BITS,
+    QuantMethod,
     StoredTensor,
     layout,
     write,
@@ -62,7 +64,8 @@ from llmforge.rewrite.pass_base import Changes
 from llmforge.runtime.config import FILE
 from llmforge.targets import Target
 
-METHOD, VERSION = "compressed-tensors", "0.20.0"
+METHOD: Final = "compressed-tensors"
+VERSION = "0.20.0"
 SHARD_BYTES: Final = 4 << 30
 # Layers that servers put on top of each other, and that must have one format.
 TOGETHER = (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"}))
@@ -75,10 +78,9 @@ TOKENIZER = (
     "vocab.json",
     "merges.txt",
 )
-_HEAD = "lm_head"
+_HEAD, _MATRIX = "lm_head", 2
 _NVFP4 = "nvfp4-pack-quantized"
 _DTYPES: Mapping[Scale, str] = {"fp16": "float16", "bf16": "bfloat16"}  # in config.json
-_NOT_BF16 = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,8 @@ class LayerScheme:
         codes = f"{'fp' if self.kind == 'float' else 'int'}{self.bits}"
         if self.square is not None:
             return "fp8-block"
-        if self.format == _NVFP4:
-            return "nvfp4"
+        if self.format in (_NVFP4, modelopt.NAME):
+            return "nvfp4" if self.format == _NVFP4 else "nvfp4-modelopt"
         return cast(FormatName, codes if self.inputs == "none" else f"{codes}-{self.inputs}")
 
     @property
@@ -149,7 +151,7 @@ def check(exported: Exported, spec: EngineSpec) -> None:
     """
     if not exported.quantized:
         raise UnsupportedError("nothing is quantized: the checkpoint itself is what the servers load")
-    schemes = {tensor: scheme_of(tensor, matrix) for tensor, matrix in exported.quantized.items()}
+    schemes = {tensor: scheme_of(tensor, matrix, spec.quant_method) for tensor, matrix in exported.quantized.items()}
     _require_one_dtype(schemes, exported.checkpoint)
     layers: dict[tuple[str, frozenset[str]], dict[str, LayerScheme | None]] = {}
     for tensor in exported.checkpoint.tensors:
@@ -186,17 +188,22 @@ def _require_one_dtype(schemes: Mapping[str, LayerScheme], checkpoint: Checkpoin
             f"packed codes have scales in {' and '.join(sorted(scales))}; servers compute in one dtype",
             hint="set one `scales` in all quantize-weights of the recipe",
         )
-    wide = [name for name, entry in checkpoint.tensors.items() if entry.dtype in _NOT_BF16 and name not in schemes]
-    if "bf16" in scales and wide:
+    if "bf16" in scales and (own := _dtype(checkpoint.settings)) != _DTYPES["bf16"]:
         raise UnsupportedError(
-            f"{wide[0]} is {NAMES[checkpoint.tensors[wide[0]].dtype]}, which servers would round to bf16, the dtype of "
-            "the scales",
+            f"config.json says dtype {own}; servers would compute in bf16, the dtype of the scales",
             hint="set `scales: fp16` in quantize-weights",
         )
 
 
-def scheme_of(tensor: str, matrix: Quantized) -> LayerScheme:
-    """Say how a matrix is stored.
+def _dtype(settings: Mapping[str, Any]) -> str | None:
+    """Read in which dtype config.json says that a model, or the language model in it, computes."""
+    of_text = settings.get("text_config")
+    parts = [settings, of_text if isinstance(of_text, dict) else {}]
+    return next((str(each[key]) for each in parts for key in ("dtype", "torch_dtype") if each.get(key)), None)
+
+
+def scheme_of(tensor: str, matrix: Quantized, method: QuantMethod) -> LayerScheme:
+    """Say how a matrix is stored, by the `method` that config.json names.
 
     Raises:
         UnsupportedError: the format does not hold it exactly, or the servers do not load it so.
@@ -204,6 +211,11 @@ def scheme_of(tensor: str, matrix: Quantized) -> LayerScheme:
     if not tensor.endswith(".weight"):
         raise UnsupportedError(
             f"{tensor} is not the weight of a linear layer", hint=f"exclude it: `exclude: [{tensor}]`"
+        )
+    if method == modelopt.NAME and not isinstance(matrix, Fp4Matrix):
+        raise UnsupportedError(
+            f"{tensor} is no NVFP4, which alone is written by ModelOpt's names",
+            hint="use quantize-fp4, or leave `quant_method` out: TensorRT-LLM loads fp8 of compressed-tensors",
         )
     if isinstance(matrix, Blocks):
         if matrix.table or tensor == f"{_HEAD}.weight":
@@ -231,7 +243,7 @@ def scheme_of(tensor: str, matrix: Quantized) -> LayerScheme:
     if tensor == f"{_HEAD}.weight":
         raise UnsupportedError(f"{tensor}: the servers read the head as it is", hint="set `head: false`")
     if isinstance(matrix, Fp4Matrix):
-        return LayerScheme(_NVFP4, 4, "float", BLOCK, True)
+        return LayerScheme(_NVFP4 if method == METHOD else modelopt.NAME, 4, "float", BLOCK, True)
     if matrix.dtype == "fp8":
         return LayerScheme("float-quantized", 8, "float", None, True, inputs=matrix.inputs, square=matrix.square)
     if matrix.inputs == "none":
@@ -253,7 +265,8 @@ def build(request: BuildRequest) -> BuiltEngine:
     assert exported is not None
     check(exported, request.spec)
     folder.mkdir(parents=True, exist_ok=True)
-    schemes = {tensor: scheme_of(tensor, matrix) for tensor, matrix in exported.quantized.items()}
+    method = request.spec.quant_method
+    schemes = {tensor: scheme_of(tensor, matrix, method) for tensor, matrix in exported.quantized.items()}
     scales = next((scheme.scales for scheme in schemes.values() if scheme.format == "pack-quantized"), None)
     _write_weights(request, exported, in_fp16=scales == "fp16")
     settings = dict(exported.checkpoint.settings)
@@ -261,14 +274,19 @@ def build(request: BuildRequest) -> BuiltEngine:
         settings = _in_dtype(settings, scales)
         if isinstance(text := settings.get("text_config"), dict):
             settings["text_config"] = _in_dtype(text, scales)
-    settings["quantization_config"] = quantization_config(schemes, exported.checkpoint)
+    if method == modelopt.NAME:
+        excluded = unquantized(schemes, exported.checkpoint)
+        _write_json(folder / modelopt.FILE, modelopt.quant_config(excluded))
+        settings["quantization_config"] = modelopt.inline_config(excluded)
+    else:
+        settings["quantization_config"] = quantization_config(schemes, exported.checkpoint)
     _write_json(folder / CONFIG, settings)
     copy_settings(exported.checkpoint, folder)
     written = signatures.export_format(request, METHOD)
     (folder / FILE).write_text(written.to_json(), encoding="utf-8")
     formats = ", ".join(sorted({scheme.format for scheme in schemes.values()}))
     facts = {
-        "format": f"{METHOD} {VERSION}: {formats}",
+        "format": "NVFP4 as ModelOpt has it" if method == modelopt.NAME else f"{METHOD} {VERSION}: {formats}",
         "codes": "read back, and equal to those of the graph",
         "servers": servers.described(frozenset(scheme.format_name for scheme in schemes.values())),
     }
@@ -289,11 +307,6 @@ def quantization_config(schemes: Mapping[str, LayerScheme], checkpoint: Checkpoi
     groups: dict[LayerScheme, list[str]] = {}
     for tensor, scheme in schemes.items():
         groups.setdefault(scheme, []).append(tensor.removesuffix(".weight"))
-    plain = {
-        name.removesuffix(".weight")
-        for name, entry in checkpoint.tensors.items()
-        if name.endswith(".weight") and len(entry.shape) == 2 and name not in schemes
-    }
     formats = {scheme.format for scheme in groups}
     return {
         "quant_method": METHOD,
@@ -303,10 +316,19 @@ def quantization_config(schemes: Mapping[str, LayerScheme], checkpoint: Checkpoi
             f"group_{number}": {"targets": ["Linear"] if len(groups) == 1 else sorted(layers), **scheme.group}
             for number, (scheme, layers) in enumerate(groups.items())
         },
-        "ignore": sorted(plain | {_HEAD}),
+        "ignore": unquantized(schemes, checkpoint),
         "kv_cache_scheme": None,
         "version": VERSION,
     }
+
+
+def unquantized(schemes: Mapping[str, LayerScheme], checkpoint: Checkpoint) -> list[str]:
+    """Name the layers that stay: whatever has a matrix, or one for each expert, whether the language model uses it."""
+    kept = {_HEAD}
+    for name, entry in checkpoint.tensors.items():
+        if name not in schemes and len(entry.shape) >= _MATRIX:
+            kept.add(name.rpartition(".")[0] if not name.endswith(".weight") else name.removesuffix(".weight"))
+    return sorted(kept)
 
 
 def copy_settings(checkpoint: Checkpoint, folder: Path) -> None:
@@ -320,12 +342,12 @@ def copy_settings(checkpoint: Checkpoint, folder: Path) -> None:
 
 def _write_weights(request: BuildRequest, exported: Exported, *, in_fp16: bool) -> None:
     """Write one file, or shards of about `SHARD_BYTES` in the order of names."""
-    checkpoint, folder = exported.checkpoint, request.folder
+    checkpoint, folder, method = exported.checkpoint, request.folder, request.spec.quant_method
     shards: list[dict[str, list[StoredTensor]]] = [{}]
     held = 0
     for name, entry in checkpoint.tensors.items():
         matrix = exported.quantized.get(name)
-        own = [StoredTensor(name, NAMES[entry.dtype], entry.shape)] if matrix is None else layout(name, matrix)
+        own = [StoredTensor(name, NAMES[entry.dtype], entry.shape)] if matrix is None else layout(name, matrix, method)
         size = sum(part.size_bytes for part in own)
         if shards[-1] and held + size > SHARD_BYTES:
             shards.append({})
@@ -345,7 +367,7 @@ def _write_weights(request: BuildRequest, exported: Exported, *, in_fp16: bool) 
                 elif matrix is None:
                     _copy(stream, places[name], checkpoint, name, in_fp16=in_fp16)
                 else:
-                    write(stream, places, name, matrix)
+                    write(stream, places, name, matrix, method)
                 done += 1
                 request.progress.advance(done, total)
     if len(shards) > 1:

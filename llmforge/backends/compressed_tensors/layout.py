@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmforge.backends.compressed_tensors import modelopt
 from llmforge.backends.exported_parameters import Blocks, ChannelMatrix, Fp4Matrix, Quantized
 from llmforge.base.errors import VerificationError
 from llmforge.checkpoint.safetensors_file import DTYPES
@@ -42,9 +43,19 @@ class StoredTensor:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def layout(tensor: str, matrix: Quantized) -> list[StoredTensor]:
+QuantMethod = Literal["compressed-tensors", "modelopt"]  # the second: NVFP4 alone
+
+
+def layout(tensor: str, matrix: Quantized, method: QuantMethod) -> list[StoredTensor]:
     """Name what stands in place of a weight."""
     layer = tensor.removesuffix(".weight")
+    if isinstance(matrix, Fp4Matrix) and method == modelopt.NAME:
+        return [
+            StoredTensor(tensor, "U8", (matrix.n, matrix.k // 2)),
+            StoredTensor(f"{layer}.weight_scale", "F8_E4M3", (matrix.n, matrix.k // BLOCK)),
+            StoredTensor(f"{layer}.weight_scale_2", "F32", ()),
+            StoredTensor(f"{layer}.input_scale", "F32", ()),
+        ]
     if isinstance(matrix, Fp4Matrix):
         return [
             StoredTensor(f"{layer}.weight_packed", "U8", (matrix.n, matrix.k // 2)),
@@ -73,17 +84,17 @@ def layout(tensor: str, matrix: Quantized) -> list[StoredTensor]:
     )
 
 
-def write(stream: BinaryIO, places: Mapping[str, int], tensor: str, matrix: Quantized) -> None:
+def write(stream: BinaryIO, places: Mapping[str, int], tensor: str, matrix: Quantized, method: QuantMethod) -> None:
     """Write codes and scales, read them back, and hold them against those of the graph.
 
     Raises:
         VerificationError: they differ.
     """
-    parts = {part.name: part for part in layout(tensor, matrix)}
+    parts = {part.name: part for part in layout(tensor, matrix, method)}
     file = _Parts(stream, places, parts, tensor.removesuffix(".weight"))
     match matrix:
         case Fp4Matrix():
-            same = _write_fp4(file, matrix)
+            same = _write_fp4(file, matrix, method)
         case ChannelMatrix():
             same = _write_channels(file, matrix)
         case Blocks():
@@ -117,12 +128,19 @@ class _Parts:
         return np.frombuffer(self.stream.read(known.size_bytes), dtype).reshape(known.shape)
 
 
-def _write_fp4(file: _Parts, matrix: Fp4Matrix) -> bool:
+def _write_fp4(file: _Parts, matrix: Fp4Matrix, method: QuantMethod) -> bool:
     codes, scales = matrix.codes_by_output.view(np.uint8), matrix.scales_by_output
-    file.put("weight_packed", pack_bits(codes, 4))
+    packed = "weight" if method == modelopt.NAME else "weight_packed"
+    file.put(packed, pack_bits(codes, 4))
     file.put("weight_scale", scales)
-    same = np.array_equal(unpack_bits(file.get("weight_packed", np.uint8), 4, matrix.k), codes)
+    same = np.array_equal(unpack_bits(file.get(packed, np.uint8), 4, matrix.k), codes)
     same &= np.array_equal(file.get("weight_scale", np.uint8), scales.view(np.uint8))
+    if method == modelopt.NAME:
+        for part, value in (("weight_scale_2", matrix.weight_scale), ("input_scale", matrix.input_scale)):
+            stored = graph.tensor(value).numpy()
+            file.put(part, stored)
+            same &= np.array_equal(file.get(part, "<f4"), stored)
+        return same
     for name, value in (("weight", matrix.weight_scale), ("input", matrix.input_scale)):
         scale = np.float32(graph.tensor(value).numpy())
         file.put(f"{name}_global_scale", nvfp4.divisor(scale).reshape(1))

@@ -14,7 +14,16 @@ from typing import Literal
 
 # Codes, and what is made of activations: as in the options of quantize-weights and quantize-channels.
 FormatName = Literal[
-    "int4", "int8", "int8-static", "int8-per_token", "fp8", "fp8-static", "fp8-per_token", "fp8-block", "nvfp4"
+    "int4",
+    "int8",
+    "int8-static",
+    "int8-per_token",
+    "fp8",
+    "fp8-static",
+    "fp8-per_token",
+    "fp8-block",
+    "nvfp4",
+    "nvfp4-modelopt",
 ]
 ServerName = Literal["vLLM on CPUs", "vLLM on GPUs", "SGLang", "TensorRT-LLM"]
 VERSIONS: Mapping[ServerName, str] = {
@@ -72,6 +81,12 @@ SERVERS: Mapping[FormatName, Mapping[ServerName, Loads]] = {
         "vLLM on GPUs": _READ,
         "SGLang": _READ,
         "TensorRT-LLM": Loads("refused", "it reads scales by ModelOpt's names"),
+    },
+    "nvfp4-modelopt": {
+        "vLLM on CPUs": Loads("refused", "no kernel: `Failed to find a kernel that can implement the NVFP4 linear`"),
+        "vLLM on GPUs": _READ,
+        "SGLang": _READ,
+        "TensorRT-LLM": _READ,
     },
 }  # fmt: skip
 
