@@ -70,7 +70,7 @@ def export(traced: Traced, *steps: Any) -> tuple[ir.Model, Exported]:
     inputs = {}
     for name, entry in checkpoint.tensors.items():
         exponents = np.zeros(entry.shape[-1], np.int8)
-        exponents[:5] = EXPONENTS
+        exponents[:5] = EXPONENTS[: len(exponents)]
         inputs[name] = InputRange(np.full(entry.shape[-1], 4.0, np.float32), Smoothed(exponents, 0.5, 1.0, 2.0))
     statistics = Statistics(0, 0, {}, {}, inputs)
     for step in steps:

@@ -114,7 +114,7 @@ class _Parts:
 
     def put(self, part: str, array: NDArray[Any]) -> None:
         """Write one of them."""
-        name, data = f"{self.layer}.{part}", np.ascontiguousarray(array)
+        name, data = f"{self.layer}.{part}", np.asarray(array, order="C")
         known = self.parts[name]
         assert (data.shape, data.nbytes) == (known.shape, known.size_bytes), name
         self.stream.seek(self.places[name])
