@@ -20,13 +20,15 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
-from llmforge.serving.http import bodies, openapi
+from llmforge.serving.http import bodies, openapi, responses_call
 from llmforge.serving.http.access import ServerState
 from llmforge.serving.http.call_stream import CallStream
 from llmforge.serving.http.completion_call import CompletionCall, adapter_of, chat_call, served, text_call
 from llmforge.serving.http.limits import Client, RateLimited
 from llmforge.serving.http.metrics import ServerMetrics
 from llmforge.serving.http.responses import ResponseWriter, TokenBytes, error_body, status
+from llmforge.serving.http.responses_call import ResponsesCall
+from llmforge.serving.http.responses_output import ResponsesWriter
 from llmforge.serving.http.telemetry import RequestSpan
 from llmforge.serving.interface import Serving
 from llmforge.serving.prompts import PromptEncoder
@@ -55,6 +57,7 @@ def create_app(engine: Serving, model: str, state: ServerState | None = None) ->
         Route("/v1/models/{name:path}", server.model),
         Route("/v1/chat/completions", functools.partial(server.complete, chat_call), methods=["POST"]),
         Route("/v1/completions", functools.partial(server.complete, text_call), methods=["POST"]),
+        Route("/v1/responses", server.respond, methods=["POST"]),
         Route("/tokenize", server.tokenize, methods=["POST"]),
         Route("/detokenize", server.detokenize, methods=["POST"]),
         Route("/health", server.health),
@@ -82,6 +85,51 @@ class _Endpoints:
     async def complete(
         self, parse: Callable[[Any, PromptEncoder, str], CompletionCall], http: HttpRequest
     ) -> Response | EventStream:
+        def read(body: Any) -> tuple[CompletionCall, None]:
+            return parse(body, self._engine.encoder, self._model), None
+
+        call, sequences, _, span = await self._begin(http, read)
+        writer = ResponseWriter(call, self._token_bytes)
+        if span is not None:
+            span.reasons = writer.finish_reasons
+        if call.stream:
+            return EventStream(_events(sequences, writer, call, span), sequences)
+        chunks = await self._collect(http, sequences)
+        return Response(status_code=CLIENT_LEFT) if chunks is None else JSONResponse(writer.completion(chunks))
+
+    async def respond(self, http: HttpRequest) -> Response | EventStream:
+        """Answer a call of the Responses API."""
+
+        def read(body: Any) -> tuple[CompletionCall, ResponsesCall]:
+            asked = responses_call.read(body, self._engine.encoder, self._model)
+            return asked.call, asked
+
+        call, sequences, asked, span = await self._begin(http, read)
+        writer = ResponsesWriter(asked)
+        if span is not None:
+            span.reasons = writer.finish_reasons
+        if call.stream:
+            return EventStream(_response_events(sequences, writer, span), sequences)
+        chunks = await self._collect(http, sequences)
+        return Response(status_code=CLIENT_LEFT) if chunks is None else JSONResponse(writer.response(chunks[0]))
+
+    async def _collect(self, http: HttpRequest, sequences: CallStream) -> list[list[Chunk]] | None:
+        """Wait for all chunks of all choices; None: the client left."""
+        chunks: list[list[Chunk]] = [[] for _ in range(sequences.choices)]
+        async with _cancelled_on_disconnect(http.receive, sequences):
+            async for batch in sequences.batches():
+                for index, chunk in batch:
+                    chunks[index].append(chunk)
+        return None if sequences.abandoned else chunks
+
+    async def _begin(
+        self, http: HttpRequest, parse: Callable[[Any], tuple[CompletionCall, T]]
+    ) -> tuple[CompletionCall, CallStream, T, RequestSpan | None]:
+        """Read a call, and hand it to the engine.
+
+        Raises:
+            ForgeError: it makes no sense, or there is no room for it.
+        """
         known = http.scope.get("state", {})
         span: RequestSpan | None = known.get("span")
         client: Client | None = known.get("client")
@@ -92,7 +140,7 @@ class _Endpoints:
                     client.begin()
                     refused.callback(client.end)
                 data = await bodies.read(http, self._limits)
-                call = await self._in_thread(data, lambda body: parse(body, self._engine.encoder, self._model))
+                call, more = await self._in_thread(data, parse)
                 if span is not None:
                     span.call(call)
                 sequences = CallStream(self._engine, call, self._metrics, span, client)
@@ -101,19 +149,7 @@ class _Endpoints:
         except ForgeError as error:
             self._metrics.refused(error)
             raise
-        writer = ResponseWriter(call, self._token_bytes)
-        if span is not None:
-            span.reasons = writer.finish_reasons
-        if call.stream:
-            return EventStream(_events(sequences, writer, call, span), sequences)
-        chunks: list[list[Chunk]] = [[] for _ in call.requests]
-        async with _cancelled_on_disconnect(http.receive, sequences):
-            async for batch in sequences.batches():
-                for index, chunk in batch:
-                    chunks[index].append(chunk)
-        if sequences.abandoned:
-            return Response(status_code=CLIENT_LEFT)
-        return JSONResponse(writer.completion(chunks))
+        return call, sequences, more, span
 
     async def models(self, http: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": list(map(self._description, self._served()))})
@@ -236,6 +272,26 @@ async def _events(
             span.failed(str(status(error)))
         yield _event(error_body(error))
     yield b"data: [DONE]\n\n"
+
+
+async def _response_events(
+    sequences: CallStream, writer: ResponsesWriter, span: RequestSpan | None
+) -> AsyncGenerator[bytes, None]:
+    """Write the events of a stream of the Responses API."""
+    yield b"".join(map(_named_event, writer.begin()))
+    try:
+        async with contextlib.aclosing(sequences.batches()) as batches:
+            async for batch in batches:
+                if events := [event for _, chunk in batch for event in writer.events(chunk)]:
+                    yield b"".join(map(_named_event, events))
+    except ForgeError as error:
+        if span is not None:
+            span.failed(str(status(error)))
+        yield b"".join(map(_named_event, writer.fail(error)))
+
+
+def _named_event(value: dict[str, Any]) -> bytes:
+    return b"event: " + str(value["type"]).encode() + b"\n" + _event(value)
 
 
 def _event(value: dict[str, Any]) -> bytes:

@@ -56,6 +56,11 @@ class CallStream:
         self._submitted = 0.0
         self._last_token_s: dict[int, float] = {}  # when the last token of each choice was sampled
 
+    @property
+    def choices(self) -> int:
+        """How many there are, of all prompts."""
+        return len(self._requests)
+
     async def submit(self) -> None:
         """Hand all requests to the engine, or none; in a thread, for a constraint may take long to compile.
 

@@ -69,7 +69,7 @@ def call_deltas(pieces: Sequence[AnswerPiece]) -> list[dict[str, Any]]:
         if isinstance(piece, CallDelta):
             call = calls.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
             if piece.name is not None:
-                call |= {"id": _call_id(), "type": "function"}
+                call |= {"id": new_call_id(), "type": "function"}
                 call["function"] = {"name": piece.name, "arguments": ""}
             call["function"]["arguments"] += piece.arguments
     return list(calls.values())
@@ -80,6 +80,6 @@ def whole_calls(deltas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in call.items() if name != "index"} for call in deltas]
 
 
-def _call_id() -> str:
+def new_call_id() -> str:
     """Make the id of a call: 9 letters and digits, all that Mistral's templates take."""
     return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))

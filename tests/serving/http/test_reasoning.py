@@ -83,7 +83,9 @@ class Scripted:
         self.prompts.append(prompt)
         if self.says:
             # Tags are tokens of their own, as the model would write them.
-            rule = " ".join(part if part.startswith("<") else json.dumps(part) for part in self.says.split("|"))
+            rule = " ".join(
+                part if part in ("<think>", "</think>") else json.dumps(part) for part in self.says.split("|")
+            )
             form = Constraint("grammar", f"start: {rule}")
             request = replace(request, sampling=replace(request.sampling, constraint=form))
         return self._engine.submit(request, receive)
