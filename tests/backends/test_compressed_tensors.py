@@ -39,6 +39,7 @@ from llmforge.passes import (
     QuantizeKvCache,
     QuantizeWeights,
 )
+from llmforge.quantization.grids import dequantize
 from llmforge.quantization.statistics import InputRange, Smoothed, Statistics
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Budget, Context, Pass
@@ -366,6 +367,34 @@ def test_the_rest_of_the_checkpoint_is_kept(bf16_llama: Traced, tmp_path: Path) 
     assert {key: value for key, value in source.items() if settings(engine).get(key) != value}.keys() <= {"dtype"}
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        blocks(scales="bf16"),
+        QuantizeChannels(budget=LOOSE, dtype="fp8", activations="per_token", granularity="block", head=False),
+        QuantizeFp4(budget=LOOSE),
+    ],
+    ids=["int4-bf16", "fp8-block", "nvfp4"],
+)
+def test_the_reader_of_checkpoints_reads_what_the_graph_multiplies_by(
+    sample_checkpoint: Path, sample_graph: ir.Model, tmp_path: Path, step: Any
+) -> None:
+    traced = (Checkpoint.open(sample_checkpoint), sample_graph)
+    _, engine = write(traced, tmp_path, step)
+    read = Checkpoint.open(engine).tensor(f"{LAYER}.weight").numpy().astype(np.float32)
+
+    matrix = export(traced, step)[1].quantized[f"{LAYER}.weight"]
+    if isinstance(matrix, Fp4Matrix):
+        steps = np.repeat(matrix.scales_by_output.astype(np.float32), 16, axis=1)
+        wanted = matrix.codes_by_output.astype(np.float32) * (steps * graph.tensor(matrix.weight_scale).numpy())
+    elif isinstance(matrix, ChannelMatrix):
+        scales = np.repeat(np.repeat(matrix.scales_by_output, 128, axis=0), 128, axis=1)
+        wanted = matrix.by_output.astype(np.float32) * scales
+    else:
+        wanted = dequantize(matrix.read())
+    np.testing.assert_allclose(read, wanted, rtol=2.0**-8)  # it rounds to the dtype of the model
+
+
 def test_shards_have_an_index(bf16_llama: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, whole = write(bf16_llama, tmp_path / "whole", blocks())
     monkeypatch.setattr(compressed_tensors, "SHARD_BYTES", 30_000)
@@ -503,8 +532,6 @@ def test_compressed_tensors_decompresses_the_weights_that_the_graph_has(
         assert np.array_equal(*map(of_nibbles, packed))
         return
     else:
-        from llmforge.quantization.grids import dequantize
-
         [made] = [each for each in export(bf16_llama, step)[1].quantized.items() if each[0] == f"{LAYER}.weight"]
         wanted = dequantize(made[1].read())  # type: ignore[union-attr]
     assert np.array_equal(theirs, wanted)
