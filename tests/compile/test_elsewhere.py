@@ -24,9 +24,9 @@ from llmforge.compile import dry_run, export_proxy, pipeline
 from llmforge.compile.state import BuildResult
 from llmforge.gates.decision import Verdict
 from llmforge.ir import dialect
-from llmforge.passes import QuantizeChannels, QuantizeWeights
+from llmforge.passes import QuantizeChannels, QuantizeFp4, QuantizeWeights
 from llmforge.planning import starting
-from llmforge.quantization.statistics import Statistics
+from llmforge.quantization.statistics import InputRange, Statistics
 from llmforge.recipe import EngineSpec, Recipe
 from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.rewrite.traits import Goal
@@ -225,7 +225,8 @@ def test_a_recipe_that_init_writes_is_taken(
     recipe = Recipe.load(tmp_path / "recipe.yaml")
     [step] = recipe.instantiate(passes.ALL)
     assert isinstance(step, QuantizeWeights)
-    assert (step.bits, step.symmetric, step.scales) == (bits, True, "fp16")
+    scales = {"compressed-tensors": "bf16", "gguf": "fp16"}[backend]  # the sample is in bf16
+    assert (step.bits, step.symmetric, step.scales) == (bits, True, scales)
     assert not recipe.engine.deferred
     checkpoint = Checkpoint.open(sample_checkpoint)
     linears = calibration.plan(checkpoint, step.demands(), dialect.caches(sample_graph)) if step.demands() else {}
@@ -251,6 +252,32 @@ def test_a_stand_in_runs_products_of_rounded_activations(
     spec = EngineSpec(backend="compressed-tensors", max_context=32)
     export_proxy.build(model, spec, checkpoint, tmp_path, Silent())
     export_proxy.build(traced, spec, checkpoint, tmp_path / "plain", Silent())
+    rounded, plain = (load(folder).logits(list(range(3, 20))) for folder in (tmp_path, tmp_path / "plain"))
+    assert 0 < np.abs(rounded - plain).mean() < 0.1 * plain.std()
+
+
+def test_a_stand_in_multiplies_in_nvfp4(bf16_llama: tuple[Checkpoint, ir.Model], tmp_path: Path) -> None:
+    checkpoint, traced = bf16_llama
+    model = traced.clone()
+    ranges = {name: InputRange(np.full(entry.shape[-1], 4.0, np.float32)) for name, entry in checkpoint.tensors.items()}
+    step = QuantizeFp4(budget=Budget(kld_mean=1.0))
+    assert step.run(model, Context(targets.load("b200"), Statistics(0, 0, {}, {}, ranges)))
+    spec = EngineSpec(backend="compressed-tensors", max_context=32)
+    export_proxy.build(model, spec, checkpoint, tmp_path, Silent())
+    export_proxy.build(traced, spec, checkpoint, tmp_path / "plain", Silent())
+    rounded, plain = (load(folder).logits(list(range(3, 20))) for folder in (tmp_path, tmp_path / "plain"))
+    assert 0 < np.abs(rounded - plain).mean() < 0.5 * plain.std()
+
+
+def test_a_stand_in_rounds_squares_and_groups(sample_checkpoint: Path, sample_graph: ir.Model, tmp_path: Path) -> None:
+    checkpoint, model = Checkpoint.open(sample_checkpoint), sample_graph.clone()
+    step = QuantizeChannels(
+        budget=Budget(kld_mean=1.0), dtype="fp8", activations="per_token", granularity="block", head=False
+    )
+    assert step.run(model, Context(targets.load("l4"), Statistics(0, 0, {}, {}, {})))
+    spec = EngineSpec(backend="compressed-tensors", max_context=32)
+    export_proxy.build(model, spec, checkpoint, tmp_path, Silent())
+    export_proxy.build(sample_graph, spec, checkpoint, tmp_path / "plain", Silent())
     rounded, plain = (load(folder).logits(list(range(3, 20))) for folder in (tmp_path, tmp_path / "plain"))
     assert 0 < np.abs(rounded - plain).mean() < 0.1 * plain.std()
 
