@@ -340,7 +340,7 @@ class _Measuring:
             else:
                 vocabulary, server = self.runner.config.vocabulary, self._closest_to_servers()
                 other = held.enter_context(runtimes.opened(asked.artifact, vocabulary, server))
-                ours = TimedModel(other.title, other.generate, other.loaded_s())
+                ours = TimedModel(other.title, other.generate, other.loaded_s(), by_its_clock=True)
             timed = runs.run(ours, theirs, asked.engine.size_bytes, self.progress.advance)
         self.notes.extend(runs.notes)
         return timed

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,12 +45,14 @@ class TimedModel:
     """Something that generates: the artifact or the baseline.
 
     `generate(ids [B, S] int64, tokens)` yields `tokens` times, as soon as each of the B sequences has its next greedy
-    token, reusing nothing of earlier calls and ignoring EOS.
+    token, reusing nothing of earlier calls and ignoring EOS. With `by_its_clock` it yields the seconds since it began:
+    it runs in a process of its own, and what it says may lie unread while this one waits for a processor.
     """
 
     description: str
     generate: Callable[[NDArray[np.int64], int], Iterator[object]]
     load_seconds: float
+    by_its_clock: bool = False
 
     @classmethod
     def of_runner(cls, runner: Runner, *, description: str, load_seconds: float) -> TimedModel:
@@ -316,7 +318,10 @@ class _Rounds:
 def timed_generation(model: TimedModel, ids: NDArray[np.int64], tokens: int) -> NDArray[np.float64]:
     """Generate once and return the milliseconds that each token took [tokens]; the first is the TTFT."""
     stamps = [time.perf_counter()]
-    stamps.extend(time.perf_counter() for _ in model.generate(ids, tokens))
+    if model.by_its_clock:
+        stamps = [0.0, *cast(Iterator[float], model.generate(ids, tokens))]
+    else:
+        stamps.extend(time.perf_counter() for _ in model.generate(ids, tokens))
     if len(stamps) != tokens + 1:
         raise VerificationError(
             f"{model.description} yielded {len(stamps) - 1} tokens after a prompt of {ids.shape[1]}; expected {tokens}",

@@ -9,8 +9,9 @@ a request without FILE asks for the greedy answer alone.
 
 A request {"ids": [ids], "step": N or null, "logits": FILE} asks for the logits after each of the ids, read N at a time,
 or at once; the reply is {"tokens": S}. {"generate": [[ids], …], "tokens": N} asks a server's engine for N tokens of
-each of several prompts of one length, batched, the end of the text ignored; a line {"token": K} comes as soon as each
-prompt has its Kth token. {"loaded": true} asks how long the folder took to load: {"loaded_s": SECONDS}.
+each of several prompts of one length, batched, the end of the text ignored; as soon as each prompt has its Kth token
+there is a line {"token": K, "after_s": SECONDS}, counted from when the request was read. {"loaded": true} asks how long
+the folder took to load: {"loaded_s": SECONDS}.
 """
 
 from __future__ import annotations
@@ -406,8 +407,9 @@ def serve(runtime: str, folder: str, reply: TextIO) -> None:
             _say(reply, {"loaded_s": loaded_s})
             continue
         if "generate" in asked:
+            began = time.perf_counter()
             for number, _ in enumerate(engine.generate(asked["generate"], asked["tokens"]), 1):
-                _say(reply, {"token": number})
+                _say(reply, {"token": number, "after_s": time.perf_counter() - began})
             continue
         if "ids" in asked:
             engine.text(asked["ids"], asked["step"]).astype("<f4").tofile(asked["logits"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -179,19 +180,24 @@ class Opened:
                 raise RuntimeFailed("gave no token")
         return made
 
-    def generate(self, ids: NDArray[np.int64], tokens: int) -> Iterator[int]:
-        """Continue prompts [B, S] greedily; yield 1, 2, … `tokens`, as soon as each prompt has so many more tokens.
+    def generate(self, ids: NDArray[np.int64], tokens: int) -> Iterator[float]:
+        """Continue prompts [B, S] greedily by `tokens`; yield the seconds until each prompt had one more, by its clock.
+
+        A busy machine may let several lines lie here unread, which would make their tokens seem one.
 
         Raises:
             RunFailed: it ended, was too late, or said what is no answer.
         """
         with self._answering(_NO_LATENCY):
             self._process.write({"generate": ids.tolist(), "tokens": tokens})
+            last = 0.0
             for number in range(1, tokens + 1):
                 said = self._process.read(TIMEOUT_S)
-                if said.get("token") != number:
-                    raise RuntimeFailed(f"replied with {shown(said)}, where token {number} was expected")
-                yield number
+                after = said.get("after_s")
+                if said.get("token") != number or not isinstance(after, float) or not last <= after < math.inf:
+                    raise RuntimeFailed(f"replied with {shown(said)}, where token {number} and its time were expected")
+                last = after
+                yield after
 
     def loaded_s(self) -> float:
         """Wait until the artifact is loaded, and tell how many seconds that took.

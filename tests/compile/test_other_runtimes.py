@@ -23,6 +23,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.compile import pipeline
 from llmforge.gates.decision import Verdict
 from llmforge.measure import runtimes
+from llmforge.measure.answers import ended
 from llmforge.metrics.agreement import RuntimeName
 from llmforge.recipe import Recipe
 from llmforge.serving import Runner, Sampling, load
@@ -226,25 +227,25 @@ def test_openvino_refuses_a_quantized_table(data: Path, tmp_path: Path) -> None:
 
 
 def test_the_server_of_llama_cpp_gives_the_same_answers(data: Path, tmp_path: Path) -> None:
-    """Over HTTP, as it comes; its cache is fp16, and that of the evidence fp32."""
+    """Over HTTP, with a cache in fp32 as the evidence has; in fp16, its default, three of five leave at near ties."""
     int8 = {"quantize-weights": {**INT4["quantize-weights"], "bits": 8, "symmetric": True, "scales": "fp16"}}
     artifact = build(tmp_path / "build", data, [int8], backend="gguf")
     checkpoint, python = Checkpoint.open(data / "docs-llama-7m"), environment("llama_cpp", tmp_path)
-    vocabulary = checkpoint.geometry.vocabulary
     [found] = runtimes.find(["llama-cpp"], {"llama-cpp": python})
-    with runtimes.opened(artifact, vocabulary, found) as other:
-        prompts = [np.array(checkpoint.tokenizer.encode(prompt).ids) for prompt in PROMPTS]
-        expected = [checkpoint.tokenizer.decode(other.answer(ids, TOKENS)) for ids in prompts]
-    port = free_port()
-    options = ["--model", artifact / "engine" / "model.gguf", "--host", "127.0.0.1", "--port", str(port)]
-    with subprocess.Popen([python, "-m", "llama_cpp.server", *options, "--n_ctx", "256"]) as server:
+    expected = []
+    with runtimes.opened(artifact, checkpoint.geometry.vocabulary, found) as other:
+        for prompt in PROMPTS:
+            answer = other.answer(np.array(checkpoint.tokenizer.encode(prompt).ids), TOKENS)
+            expected.append(checkpoint.tokenizer.decode(ended(answer, checkpoint.eos_token_ids)))
+    port, model = free_port(), str(artifact / "engine" / "model.gguf")
+    options = ["--model", model, "--host", "127.0.0.1", "--port", str(port), "--n_ctx", "256"]
+    fp32_cache = ["--type_k", "0", "--type_v", "0"]
+    with subprocess.Popen([str(python), "-m", "llama_cpp.server", *options, *fp32_cache]) as server:
         try:
             said = [_complete(port, prompt) for prompt in PROMPTS]
         finally:
             server.terminate()
-    same = sum(one == other for one, other in zip(said, expected, strict=True))
-    print(f"{same} of {len(said)} answers are equal")
-    assert same >= 4, list(zip(said, expected, strict=True))
+    assert said == expected
 
 
 def _complete(port: int, prompt: str) -> str:

@@ -210,7 +210,7 @@ def test_tritons_backend_takes_the_repository(exported: bool, vllm: Path, data: 
         assert done.exit_code == 0, done.output
     config = client(environment_or_skip(), {"config": (model / "config.pbtxt").read_text()})
     assert config == {"backend": "vllm", "instance_group": [{"count": 1, "kind": "KIND_MODEL"}]}
-    command = [vllm, "-c", TRITON_ARGUMENTS, model / "1" / "model.json"]
+    command: list[str | Path] = [vllm, "-c", TRITON_ARGUMENTS, model / "1" / "model.json"]
     told = subprocess.run(command, cwd=start, capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stderr[-2000:]
     assert json.loads(told.stdout.splitlines()[-1]) == ["compressed-tensors", 96, 4]

@@ -17,6 +17,7 @@ import pytest
 from llmforge.base.errors import EnvironmentLacks, RunFailed
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.measure import runtimes
+from llmforge.measure.latency import TimedModel, timed_generation
 from llmforge.measure.runtimes import Interpreter
 from llmforge.metrics.agreement import PROMPTS, TOKENS, RuntimeRun
 from llmforge.serving import Runner
@@ -235,7 +236,7 @@ for line in sys.stdin:
         say({{"answer": [token + 1 for token in asked["prompt"]][:asked["tokens"]]}})
     elif "generate" in asked:
         for number in range(1, asked["tokens"] + 1):
-            say({{"token": number * {factor}}})
+            say({{"token": number * {factor}, "after_s": number / 4}})
 """
 
 
@@ -250,7 +251,9 @@ def test_tokens_of_a_server_are_told_as_they_come(tmp_path: Path) -> None:
     with runtimes.opened(tmp_path, VOCABULARY, server(tmp_path, {"loaded_s": 1.5}, 1)) as other:
         assert other.title == "vllm 9.9"
         assert other.loaded_s() == 1.5
-        assert [*other.generate(np.zeros((2, 3), np.int64), 4)] == [1, 2, 3, 4]
+        assert [*other.generate(np.zeros((2, 3), np.int64), 4)] == [0.25, 0.5, 0.75, 1.0]
+        model = TimedModel("", other.generate, 0.0, by_its_clock=True)
+        assert timed_generation(model, np.zeros((1, 3), np.int64), 3).tolist() == [250.0, 250.0, 250.0]
 
 
 def test_a_server_that_tells_something_else_is_refused(tmp_path: Path) -> None:
@@ -258,7 +261,7 @@ def test_a_server_that_tells_something_else_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RunFailed, match="where seconds were expected") as caught:
             other.loaded_s()
         assert caught.value.hint == "remove `latency` of the recipe's validation"
-        with pytest.raises(RunFailed, match="where token 1 was expected"):
+        with pytest.raises(RunFailed, match="where token 1 and its time were expected"):
             list(other.generate(np.zeros((2, 3), np.int64), 4))
 
 
