@@ -23,6 +23,7 @@ from llmforge import targets
 from llmforge.backends.engines import BuildRequest
 from llmforge.backends.onnxruntime.cuda import builder as cuda
 from llmforge.backends.onnxruntime.cuda import operators as cuda_operators
+from llmforge.backends.onnxruntime.cuda import topk
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir.operators import contrib
@@ -66,6 +67,8 @@ def script(name: str) -> ModuleType:
 
 cuda_wheel = script("cuda_wheel")
 cuda_attention_script = script("cuda_attention")
+cuda_launches = script("cuda_launches")
+TOPK = ("RadixTopK", "FindPartitionTopK")  # one block a row; the fast kernels
 
 
 @pytest.fixture(scope="session")
@@ -288,3 +291,39 @@ def test_engines_load_and_are_captured(
     if any(True for _ in cuda_attention.of(lowered)):
         cuda_attention.check(prefill, lowered, sm, decode=False)
         cuda_attention.check(decode, lowered, sm, decode=True)
+
+
+def test_the_largest_logits_have_the_fast_kernels_as_long_as_their_rows_are_on_the_device_at_once(wheel: Path) -> None:
+    """What `cuda.topk` says of the wheel, at its borders, and that slices keep it; empty ones launch nothing."""
+    cases = []
+    for name in ("h100-sxm", "l4", "t4"):
+        gpu = targets.load(name).require_gpu()
+        about = {"sm": int(gpu.sm), "processors": gpu.multiprocessors}
+        for vocabulary in (32_000, 128_256, 151_936, 262_144):
+            held = topk.rows_at_once(vocabulary, int(gpu.sm), gpu.multiprocessors)
+            cases += [
+                {**about, "vocabulary": vocabulary, "rows": rows, "slices": slices}
+                for rows, slices in ((held, []), (held + 1, []), (held + 1, [held]), (1, [held]))
+            ]
+    found = cuda_launches.topk(wheel, cases)
+    for case, launches in zip(cases, found, strict=True):
+        counts = {kernel: sum(n for name, (n, _) in launches.items() if kernel in name) for kernel in TOPK}
+        slow = not case["slices"] and case["rows"] > topk.rows_at_once(
+            case["vocabulary"], case["sm"], case["processors"]
+        )
+        runs = 1 + (bool(case["slices"]) and case["rows"] > case["slices"][0])
+        assert counts == (
+            {"RadixTopK": 1, "FindPartitionTopK": 0} if slow else {"RadixTopK": 0, "FindPartitionTopK": runs}
+        )
+
+
+@pytest.mark.parametrize("sm", [75, 80, 86, 89, 90, 120])
+def test_what_merges_partitions_takes_no_more_of_a_multiprocessor_than_is_said(wheel: Path, sm: int) -> None:
+    usage = cuda_launches.usage(wheel, sm)
+    for most, factors in ((4, "4ELi1ELi1E"), (8, "8ELi1ELi1E"), (16, "16ELi1ELi1E"), (128, "8ELi8ELi2E")):
+        merge = topk._MERGES[most]
+        [(registers, shared)] = [
+            each for name, each in usage.items() if f"CooperativeReduceILi256ELi256ELi{factors}" in name
+        ]
+        assert registers <= merge.registers
+        assert shared - (1024 if sm >= 90 else 0) == merge.shared_bytes

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 import pytest
 
 from llmforge import targets
@@ -17,9 +20,10 @@ from llmforge.backends.engines import BuildRequest
 from llmforge.backends.onnxruntime.cuda import builder as cuda
 from llmforge.backends.onnxruntime.cuda import graphs as cuda_graphs
 from llmforge.backends.onnxruntime.cuda import operators as cuda_operators
+from llmforge.backends.onnxruntime.cuda import paged as cuda_paged
 from llmforge.backends.onnxruntime.cuda.paged import PagedSession, Piece
 from llmforge.backends.onnxruntime.session import Session
-from llmforge.base.errors import InputError, UnsupportedError
+from llmforge.base.errors import InputError, RunFailed, UnsupportedError
 from llmforge.compile.stages import engine as engine_stage
 from llmforge.ir import dialect, graph, interface, paged
 from llmforge.ir.operators import contrib
@@ -310,7 +314,7 @@ def test_steps_that_are_not_captured_have_few_bounds() -> None:
 def test_on_a_device_prompts_of_each_power_of_two_run_once_before_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
     model = decoder()
     paged_attention.lower(model, BLOCK)
-    session = session_of(model)
+    session = session_of(model, buckets=(1, 2))
     ran = []
     prepare = session._prepare
     monkeypatch.setattr(
@@ -320,8 +324,77 @@ def test_on_a_device_prompts_of_each_power_of_two_run_once_before_any_request(mo
     assert ran == []  # the host times nothing
     monkeypatch.setattr(HostDevice, "memory", lambda self: (1 << 30, 1 << 30))
     cache = session.allocate(2, 96)
-    assert ran == [64, 32, 16, 8, 4, 2, 1]
+    assert ran == [64, 32, 16, 8, 4, 2, 1, 1, 1]  # and decode steps of each bucket, which cuDNN may refuse
     assert cache.pool.available == cache.pool.blocks
+
+
+class Gpu(HostDevice):
+    """The host's memory, under the capability of a GPU."""
+
+    sm = 90
+
+    def memory(self) -> tuple[int, int]:
+        return 1 << 30, 1 << 30
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[tuple[str | None, int]]]:
+    """Let decode steps of sessions that may use cuDNN fail in an operator; give what was opened.
+
+    For each session: which attention it was told to use, and how many others there were still.
+    """
+
+    def fail(operator: str) -> list[tuple[str | None, int]]:
+        opened: list[tuple[str | None, int]] = []
+        sessions: list[weakref.ref[Any]] = []
+        open_on, run_bound = cuda_paged.open_on, cuda_paged.run_bound
+
+        def watched(device: Any, model: Any, config: Any, options: Any, *rest: Any, **named: Any) -> Any:
+            session = open_on(device, model, config, options, *rest, **named)
+            opened.append((options.get("sdpa_kernel"), sum(each() is not None for each in sessions)))
+            sessions.append(weakref.ref(session))
+            return session
+
+        def run(session: Any, binding: Any, options: Any) -> None:
+            if opened[-1][0] is None and session.runs == 7:  # behind the prompts
+                raise RunFailed(f"status code returned while running {operator} node. Name:'x' Status Message: no plan")
+            session.runs += 1
+            run_bound(session, binding, options)
+
+        monkeypatch.setattr(onnxruntime.InferenceSession, "runs", 0, raising=False)
+        monkeypatch.setattr(cuda_paged, "open_on", watched)
+        monkeypatch.setattr(cuda_paged, "run_bound", run)
+        return opened
+
+    return fail
+
+
+def test_over_blocks_too_attention_that_fails_runs_without_cudnn(
+    failing: Callable[[str], list[tuple[str | None, int]]],
+) -> None:
+    opened, model = failing("PagedAttention"), decoder()
+    paged_attention.lower(model, BLOCK)
+    plain = session_of(model, provider_options={"sdpa_kernel": "1"})
+    opened.clear()
+    serialized = ir.to_proto(paged.expand(model)).SerializeToString()
+    session = PagedSession(serialized, SessionConfig(1, optimize=False), Gpu(), blocks=12, buckets=(1, 2))
+    cache, other = session.allocate(2, 96), plain.allocate(2, 96)
+    assert opened == [(None, 1), ("1", 1)]  # the plain one is there; of two sessions the first ends first
+    [note] = [note for note in session.notes if "without cuDNN" in note]
+    assert "no plan" in note
+    step = StepInputs(np.array([[3, 4, 5]]), np.zeros(1, np.int32))
+    wanted, got = plain.step(step, other.rows(0, 1)), session.step(step, cache.rows(0, 1))
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_product_that_fails_is_not_attentions_fault(failing: Callable[[str], list[tuple[str | None, int]]]) -> None:
+    opened, model = failing("MatMulNBits"), decoder()
+    paged_attention.lower(model, BLOCK)
+    serialized = ir.to_proto(paged.expand(model)).SerializeToString()
+    session = PagedSession(serialized, SessionConfig(1, optimize=False), Gpu(), blocks=12, buckets=(1, 2))
+    with pytest.raises(RunFailed, match="while running MatMulNBits node"):
+        session.allocate(2, 96)
+    assert [options for options, _ in opened] == [None]
 
 
 def test_a_graph_over_rows_is_no_engine_over_blocks() -> None:

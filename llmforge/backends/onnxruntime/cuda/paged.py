@@ -20,14 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.backends.onnxruntime.cuda.session import (
-    DECODE_BYTES,
-    EAGER,
-    Binding,
-    CapturedSession,
-    open_on,
-    run_options,
-)
+from llmforge.backends.onnxruntime.cuda.captured import EAGER, CapturedSession
+from llmforge.backends.onnxruntime.cuda.session import DECODE_BYTES, Binding, open_on, run_options
 from llmforge.backends.onnxruntime.session import run_bound
 from llmforge.base.errors import InputError, RunFailed, UsageError
 from llmforge.ir import interface
@@ -173,12 +167,12 @@ class PagedSession(CapturedSession[PagedCache]):
         buckets: Sequence[int] = (),
         graphs: GraphPlan | None = None,
     ) -> None:
-        super().__init__(device, buckets, graphs)
+        super().__init__(device, buckets, graphs, provider_options)
         self.blocks = blocks
         where = str(model) if isinstance(model, Path) else "the model in memory"
         captured = bool(self._captures)
-        options = provider_options or {}
-        self._session = self._on_thread(lambda: open_on(device, model, config, options, where, graphs=captured))
+        self._opens = lambda: open_on(device, model, config, self._options, where, graphs=captured)
+        self._session = self._on_thread(self._opens)
         inputs = [*self._session.get_inputs(), *self._session.get_overridable_initializers()]
         self.signature = Signature.of(inputs, self._session.get_outputs(), where)
         if self.signature.block_size is None or self.signature.gives_all_rows:
@@ -186,7 +180,7 @@ class PagedSession(CapturedSession[PagedCache]):
         self.block_size = self.signature.block_size
         self._prepare_buffers(interface.ATTENTION_METADATA, where)
         self._decode_inputs: InputBuffers | None = None  # sized by the table of the first cache
-        self._bindings: weakref.WeakKeyDictionary[CacheMemory, Binding] = weakref.WeakKeyDictionary()
+        self._bindings = weakref.WeakKeyDictionary()
         self._fewer: tuple[str, ...] = ()  # what `allocate` has to say of its pool
 
     def allocate(self, batch: int, capacity: int) -> PagedCache:
@@ -198,7 +192,7 @@ class PagedSession(CapturedSession[PagedCache]):
         Raises:
             EnvironmentLacks: the device has no room for those.
             VerificationError: a step that must be captured is not.
-            RunFailed: a step that reads a prompt fails.
+            RunFailed: a step that reads a prompt or decodes fails, with flash attention alone, too.
         """
         if batch < 1 or capacity < 1:
             raise ValueError(f"a cache of {batch} rows of {capacity} tokens")
@@ -214,22 +208,30 @@ class PagedSession(CapturedSession[PagedCache]):
             else ()
         )
         cache = PagedCache(batch, capacity, self._store(pool.blocks + 1), pool, [None] * batch)
-        if total:
-            self._on_thread(lambda: self._warm(cache))
-        if self._captures and all(c.batch <= batch and c.length <= capacity for c in self._captures):
-            self._on_thread(lambda: self._capture(cache))
+
+        def prepare() -> None:
+            if total:
+                self._warm(cache)
+            if self._captures_fit(batch, capacity):
+                self._capture(cache)
+
+        self._run_or_without_cudnn(lambda: self._on_thread(prepare))
         return cache
 
     def _warm(self, cache: PagedCache) -> None:
-        """Read a prompt of each power of two of tokens, so that no request waits for what is chosen by that.
+        """Read a prompt of each power of two of tokens, and decode in each bucket: no request waits for what is chosen.
 
-        Products time their tactics in the first step of each (fpA_intB, QMoE): other steps need no padding.
+        Products time their tactics in the first step of each number of tokens (fpA_intB, QMoE): other steps need no
+        padding. From SM 90 on cuDNN decodes, and refuses a shape when it comes.
         """
         table, out = cache.pool.open(()), np.empty((1, self.vocabulary), np.float32)
         cache.pool.grow(table, 0, cache.capacity)
         longest = 1 << (PREFILL_CHUNK + cache.batch - 1).bit_length()  # of prompts, and of rows that decode beside them
         for tokens in (1 << i for i in reversed(range(min(longest, cache.capacity).bit_length()))):
             self._execute(cache, self._prepare([Piece([0] * tokens, 0, table, wanted=True)], cache), out)
+        for rows in self.buckets:
+            piece = Piece([0], cache.capacity - 1, table, wanted=True)
+            self._execute(cache, self._prepare([piece] * rows, cache), np.empty((rows, self.vocabulary), np.float32))
         cache.pool.close(table)
 
     @property
