@@ -60,15 +60,20 @@ def device(wheel: Path, sm: int, processors: int, folder: Path) -> dict[str, str
 
 def topk(wheel: Path, cases: Sequence[Mapping[str, Any]]) -> list[dict[str, list[int]]]:
     """Launch what takes the largest logits, and return the kernels of each case."""
-    found: list[dict[str, list[int]]] = []
+    found: dict[int, dict[str, list[int]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for case in cases:
-            about = device(wheel, case["sm"], case["processors"], Path(folder))
-            model = Path(folder, "topk.onnx")
-            model.write_bytes(_heads(case["vocabulary"], case["slices"]))
-            arguments = ["_topk", str(model), "--rows", str(case["rows"])]
-            found.append(cuda_wheel.inside(wheel, arguments, about, script=HERE)["launches"])
-    return found
+        for sm, processors in sorted({(case["sm"], case["processors"]) for case in cases}):
+            runs = []
+            for i, case in enumerate(cases):
+                if (case["sm"], case["processors"]) == (sm, processors):
+                    model = Path(folder, f"{i}.onnx")
+                    model.write_bytes(_heads(case["vocabulary"], case["slices"]))
+                    runs.append([i, str(model), case["rows"]])
+            file = Path(folder, "runs.json")
+            file.write_text(json.dumps(runs), encoding="utf-8")
+            about = device(wheel, sm, processors, Path(folder))
+            found |= dict(cuda_wheel.inside(wheel, ["_topk", str(file)], about, script=HERE)["launches"])
+    return [found[i] for i in range(len(cases))]
 
 
 def _heads(vocabulary: int, slices: Sequence[int]) -> bytes:
@@ -89,15 +94,18 @@ def _heads(vocabulary: int, slices: Sequence[int]) -> bytes:
     return content
 
 
-def _run_heads(model: Path, rows: int) -> None:
-    """Inside the wheel: run the graph, and say what it launched."""
+def _run_heads(file: Path) -> None:
+    """Inside the wheel: run each graph, and say what it launched."""
     import onnxruntime as ort
 
-    session = ort.InferenceSession(str(model), providers=[(cuda_wheel.PROVIDER, {})])
-    steps = cuda_wheel.Steps(ort, session, {"max_context": 1})
-    launches()
-    steps.run(rows, 1, 1, -1)
-    cuda_wheel.leave({"launches": launches()})
+    found = []
+    for i, model, rows in json.loads(file.read_text(encoding="utf-8")):
+        session = ort.InferenceSession(model, providers=[(cuda_wheel.PROVIDER, {})])
+        steps = cuda_wheel.Steps(ort, session, {"max_context": 1})
+        launches()
+        steps.run(rows, 1, 1, -1)
+        found.append([i, launches()])
+    cuda_wheel.leave({"launches": found})
 
 
 def step(wheel: Path, engine: Path, sm: int, processors: int) -> list[dict[str, Any]]:
@@ -138,11 +146,10 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="CASES.json or ENGINE")
     parser.add_argument("--sm", type=int, default=90, help="compute capability that the device claims")
     parser.add_argument("--processors", type=int, default=132, help="multiprocessors of the device")
-    parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--wheel", type=Path, default=cuda_wheel.CACHE, help="folder that pip installs the wheel into")
     arguments = parser.parse_args()
     if arguments.command == "_topk":
-        _run_heads(arguments.file, arguments.rows)
+        _run_heads(arguments.file)
     elif arguments.command == "_step":
         _run_steps(arguments.file)
     wheel, found = cuda_wheel.install(arguments.wheel), []

@@ -263,10 +263,10 @@ def test_a_pool_is_no_larger_than_what_the_device_has_free(monkeypatch: pytest.M
     assert session.notes == ("a KV cache of 9 blocks instead of 12: 0.0 GB of the device were free",)
 
 
-def test_room_is_left_for_what_steps_with_prompts_gather_of_int8_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_left_for_what_a_step_with_a_prompt_gathers_of_int8_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     lowered, _ = cuda.lower(prepared(QuantizeKvCache(BUDGET)), H100, SPEC)
     channels = FORM.kv_heads * FORM.head_dim
-    gathered = 2 * 2 * SPEC.max_batch * SPEC.max_context * channels  # keys and values of one layer in 16 bits
+    gathered = 2 * 2 * SPEC.max_context * channels  # keys and values of one layer and one text in 16 bits
     plain, _ = cuda.lower(prepared(), H100, SPEC)
     off = GraphPlan("off", ())
     wanted, without = (cuda_graphs.memory(model, SPEC, off).activations for model in (lowered, plain))
@@ -274,9 +274,23 @@ def test_room_is_left_for_what_steps_with_prompts_gather_of_int8_blocks(monkeypa
     model = decoder(int8_cache=True)
     paged_attention.lower(model, BLOCK)
     session = session_of(model)
-    free = (10 * session.block_bytes + 2 * 2 * 4 * 96 * 2 * 16) / 0.9
+    free = (10 * session.block_bytes + 2 * 2 * 96 * 2 * 16) / 0.9
     monkeypatch.setattr(HostDevice, "memory", lambda self: (int(free) + 1, 1 << 30))
     assert session.allocate(4, 96).pool.blocks == 9
+
+
+def test_over_int8_blocks_prompts_of_several_rows_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoder(int8_cache=True)
+    paged_attention.lower(model, BLOCK)
+    session, ran = session_of(model), []
+    prepare = session._prepare
+    monkeypatch.setattr(session, "_prepare", lambda pieces, *rest: ran.append(len(pieces)) or prepare(pieces, *rest))
+    step = StepInputs(np.arange(12).reshape(2, 6), np.zeros(2, np.int32), np.array([-1, 2]))
+    got = session.step(step, session.allocate(2, 96))
+    assert ran == [1, 1]
+    for row in (0, 1):
+        alone = StepInputs(step.ids[row : row + 1], step.past_lengths[:1], step.rows)
+        np.testing.assert_array_equal(got[row : row + 1], session.step(alone, session.allocate(1, 96)))
 
 
 def test_attention_is_told_how_long_the_longest_text_is_at_least() -> None:

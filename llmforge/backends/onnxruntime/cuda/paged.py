@@ -199,7 +199,7 @@ class PagedSession(CapturedSession[PagedCache]):
         of_a_row = -(-capacity // self.block_size)
         planned = max(of_a_row, min(self.blocks, batch * of_a_row))
         free, total = self.device.memory()
-        room = int(free * FREE_PART) - self._gathered_bytes(batch, capacity)
+        room = int(free * FREE_PART) - self._gathered_bytes(capacity)
         fitting = room // self.block_bytes - 1 if total else planned
         pool = BlockPool(max(of_a_row, min(planned, fitting)), self.block_size)
         self._fewer = (
@@ -235,15 +235,23 @@ class PagedSession(CapturedSession[PagedCache]):
         cache.pool.close(table)
 
     @property
+    def reads_prompts_alone(self) -> bool:
+        """Whether a step that reads a prompt had better hold one text alone.
+
+        Of int8 blocks such a step copies its rows times its longest text in 16 bits, a layer at a time.
+        """
+        return any(cache.dtype == "int8" for cache in self.signature.caches)
+
+    @property
     def block_bytes(self) -> int:
         """Size of one block, in all layers."""
         token = sum(c.kv_heads * c.head_dim * ELEMENTS[c.dtype].size_bytes for c in self.signature.caches)
         return token * self.block_size
 
-    def _gathered_bytes(self, batch: int, capacity: int) -> int:
-        """Size of what a step with prompts gathers of int8 blocks, in 16 bits (engines.cuda_graphs.gathered_bytes)."""
+    def _gathered_bytes(self, capacity: int) -> int:
+        """Size of what a step with a prompt gathers of int8 blocks, in 16 bits (`cuda.graphs.gathered_bytes`)."""
         channels = [c.kv_heads * c.head_dim for c in self.signature.caches if c.dtype == "int8"]
-        return 2 * 2 * batch * capacity * max(channels, default=0)
+        return 2 * 2 * capacity * max(channels, default=0)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -335,7 +343,12 @@ class PagedSession(CapturedSession[PagedCache]):
         rows = np.array([-1]) if inputs.rows is None else inputs.rows
         chosen = (np.arange(len(pieces))[:, None] * tokens + np.where(rows < 0, rows + tokens, rows)).reshape(-1)
         self._guessed_rows = 0
-        self._on_thread(lambda: self._execute(cache, self._prepare(pieces, cache, chosen), out))
+        if not self.reads_prompts_alone or tokens == 1:
+            self._on_thread(lambda: self._execute(cache, self._prepare(pieces, cache, chosen), out))
+            return
+        for b, piece in enumerate(pieces):
+            alone, own = chosen.reshape(len(pieces), -1)[b] - b * tokens, out[b]
+            self._on_thread(lambda: self._execute(cache, self._prepare([piece], cache, alone), own))  # noqa: B023
 
     def _run(self, inputs: StepInputs, cache: PagedCache, out: NDArray[np.float32]) -> None:
         self._run_together(inputs, cache, out)
