@@ -148,6 +148,9 @@ class Target(BaseModel):
     usd_per_hour: DevicePrice | None = None
     achieved: dict[Share, SourcedFigure] = Field(default_factory=dict)
     engines: tuple[BackendName, ...] = Field(min_length=1)
+    throughput_engines: tuple[
+        BackendName, ...
+    ] = ()  # of which `init` proposes the first for throughput; (): of `engines`
     notes: tuple[str, ...] = ()
 
     @model_validator(mode="after")

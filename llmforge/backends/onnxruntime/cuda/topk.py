@@ -23,23 +23,24 @@ _THREADS = 256  # of a block that merges
 class Merge(NamedTuple):
     """A cooperative kernel: partitions that one of its blocks merges first, and what a block takes of a multiprocessor.
 
-    The most that any of the wheel's architectures takes, in bytes and registers of a thread.
+    Registers of a thread are those of the wheel's code for SM 75, 80, 86, 89, 90 and 120.
     """
 
     partitions: int
-    registers: int
+    registers: tuple[int, int, int, int, int, int]
     shared_bytes: int
 
 
+_THREE_STEPS = Merge(8, (40, 40, 40, 40, 40, 40), 16512)
 # By the largest number of partitions that the kernel is for.
 _MERGES = {
-    4: Merge(4, 33, 8320),
-    8: Merge(8, 40, 16512),
-    16: Merge(16, 56, 32896),
-    32: Merge(8, 40, 16512),
-    64: Merge(8, 40, 16512),
-    128: Merge(8, 40, 16512),
-    256: Merge(8, 40, 16512),
+    4: Merge(4, (31, 30, 33, 33, 31, 32), 8320),
+    8: Merge(8, (39, 32, 40, 40, 32, 40), 16512),
+    16: Merge(16, (54, 48, 48, 48, 48, 56), 32896),
+    32: Merge(8, (40, 32, 38, 38, 36, 40), 16512),
+    64: _THREE_STEPS,
+    128: _THREE_STEPS,
+    256: _THREE_STEPS,
 }
 
 
@@ -77,7 +78,7 @@ def resident_blocks(sm: int, threads: int, registers: int, shared_bytes: int) ->
 
 def partitions(width: int) -> int:
     """Count the partitions of a row of `width`, of which the wheel chooses the size that wastes least."""
-    waste = {}
+    waste: dict[int, float] = {}
     for size in PARTITIONS:
         count = -(-width // size)
         if count <= _TARGETS[-1]:
@@ -92,7 +93,8 @@ def rows_at_once(width: int, sm: int, multiprocessors: int) -> int:
     merge = next((merge for most, merge in _MERGES.items() if count <= most), None)
     if merge is None:
         return 0
-    held = resident_blocks(sm, _THREADS, merge.registers, merge.shared_bytes) * multiprocessors
+    registers = merge.registers[list(_MULTIPROCESSORS).index(sm)]
+    held = resident_blocks(sm, _THREADS, registers, merge.shared_bytes) * multiprocessors
     return held // -(-count // merge.partitions)
 
 
