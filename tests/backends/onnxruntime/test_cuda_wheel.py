@@ -329,3 +329,17 @@ def test_what_merges_partitions_takes_of_a_multiprocessor_what_is_said(wheel: Pa
         ]
         assert registers == merge.registers[place]
         assert shared - (1024 if sm >= 90 else 0) == merge.shared_bytes
+
+
+@pytest.mark.parametrize(("kv_cache", "launches"), [("paged", 136), ("slots", 119)])
+def test_a_decode_step_launches_as_many_kernels_as_is_said(
+    wheel: Path, kv_cache: str, launches: int, tmp_path: Path
+) -> None:
+    """Of the sample: what docs/cuda.md counts, besides cuBLAS's products."""
+    script("cuda_session").write_engine(tmp_path / "engine", kv_cache)
+    steps = cuda_launches.step(wheel, tmp_path / "engine", 90, 132)
+    assert [step["rows"] for step in steps] == [8, 4, 2, 1]
+    counts = {sum(count for count, _ in step["launches"].values()) for step in steps}
+    assert counts == {launches}
+    said = (BENCHMARKS.parent / "docs" / "cuda.md").read_text(encoding="utf-8")
+    assert "launches 136 kernels for 6 layers, over slots 119" in said
