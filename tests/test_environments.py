@@ -35,7 +35,7 @@ LACKING = {
             ("build", "bisect", "eval", "reproduce", "validate", "trace", "diff-graph", "passes", "schema"), "build,cpu"
         ),
         **dict.fromkeys(("run", "bench", "triton"), "cpu"),
-        "serve": "cpu,serve",
+        **dict.fromkeys(("serve", "batch"), "cpu,serve"),
         "up": "build,cpu,serve",
         "tune": "build,cpu,farm",
         "sign": "signing",
@@ -152,6 +152,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> 
         "engine": {"max_context": 64, "max_batch": 1},
     }  # fmt: skip
     (folder / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+    asked = {"custom_id": "1", "url": "/v1/completions", "body": {"prompt": "If the file", "max_tokens": 4}}
+    (folder / "requests.jsonl").write_text(json.dumps(asked), encoding="utf-8")
     for name in ("a", "b"):
         shutil.copy(folder / "artifact" / "engine" / "model.onnx", folder / f"{name}.onnx")
     return folder
@@ -159,6 +161,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> 
 
 # Of `serve` and `up` only what ends by itself: their test stands alone.
 ARGUMENTS: dict[str, Sequence[str]] = {
+    "batch": ["artifact", "requests.jsonl", "-o", "answers.jsonl"],
     "bench": ["artifact", "--concurrency", "1", "--requests", "2", "--warmup", "0", "--prompt-tokens", "8",
               "--output-tokens", "4", "-o", "bench.json"],
     "bisect": ["artifact", "--recipe", "recipe.yaml"],
