@@ -87,7 +87,8 @@ def _largest(build: _Appending, last: ir.Value, top: int, starts: Sequence[int])
     for start, end in zip(starts, [*starts[1:], np.iinfo(np.int64).max], strict=True):
         rows = build.constant(f"row_{start}", [start]), build.constant(f"row_{end}", [end])
         part = build.node("Slice", [last, *rows, axis], f"rows_{start}", [None, graph.width(last)])
-        found = [(f"heads.largest_{start}", _FLOAT, [None, top]), (f"heads.ids_{start}", _INT64, [None, top])]
+        shape: _Dims = [None, top]
+        found = [(f"heads.largest_{start}", _FLOAT, shape), (f"heads.ids_{start}", _INT64, shape)]
         parts.append(build.nodes("TopK", [part, size], found, axis=-1))
     [largest], [ids] = (
         build.nodes("Concat", list(values), [name], axis=0)

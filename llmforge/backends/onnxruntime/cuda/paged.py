@@ -450,9 +450,10 @@ class PagedSession(CapturedSession[PagedCache]):
 
     def _binding(self, cache: PagedCache) -> Binding:
         memory = cache.store.memory
-        if memory not in self._bindings:
-            self._bindings[memory] = Binding(self._session, self.device, cache.store)
-        return self._bindings[memory]
+        found: Binding | None = self._bindings.get(memory)
+        if found is None:
+            found = self._bindings[memory] = Binding(self._session, self.device, cache.store)
+        return found
 
     def _launch(self, binding: Binding, step: _Step) -> None:
         """Send the graph to the device, after its inputs."""
