@@ -172,11 +172,14 @@ def ended(scheduler: PagedScheduler, samplings: Iterable[Sampling] = SAMPLINGS) 
 def test_over_int8_blocks_a_piece_of_one_prompt_runs_alone_in_turns_with_those_that_decode(slots, session, monkeypatch):
     """As it copies rows times the longest text in 16 bits; the answers stay."""
     wanted = ended(PagedScheduler(session, session.allocate(4, CONTEXT), slots.samplers, EngineOptions(), chunk=16))
-    steps, begin = [], session.begin
+    steps, begin = [], PagedSession.begin
     monkeypatch.setattr(PagedSession, "reads_prompts_alone", True)
-    monkeypatch.setattr(
-        session, "begin", lambda pieces, *rest: steps.append([len(p.tokens) for p in pieces]) or begin(pieces, *rest)
-    )
+
+    def watched(self, pieces, *rest):
+        steps.append([len(piece.tokens) for piece in pieces])
+        return begin(self, pieces, *rest)
+
+    monkeypatch.setattr(PagedSession, "begin", watched)
     got = ended(PagedScheduler(session, session.allocate(4, CONTEXT), slots.samplers, EngineOptions(), chunk=16))
     assert [(each.tokens, each.text, each.reason) for each in got] == [(e.tokens, e.text, e.reason) for e in wanted]
     prompts = [i for i, tokens in enumerate(steps) if max(tokens) > 1]
@@ -388,6 +391,7 @@ class Counter:
     """Stands for a decoder whose tokens nobody reads."""
 
     vocabulary, longest_step, notes, decodes_ahead, prompt_shapes = 4, None, (), False, ()
+    reads_prompts_alone = False
 
     class signature:  # noqa: N801
         no_reuse_reason = None
